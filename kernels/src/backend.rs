@@ -1,0 +1,118 @@
+//! The face over which every forward pass is written, once for all devices.
+//!
+//! A backend owns its buffers' memory; the forward pass names buffers and operations and never sees
+//! an element. Shapes are `[rows][width]`, row-major; `rows` is what one step really has, at most
+//! what the buffer was made for.
+
+use crate::layout::KvLayout;
+
+/// A weight matrix being read, row by row, in f32. Implemented by the loaders; concatenations
+/// (Q, K and V; gate and up) are sources too, so that a backend packs them as one matrix.
+pub trait RowSource: Sync {
+    /// Output features.
+    fn rows(&self) -> usize;
+    /// Input features.
+    fn cols(&self) -> usize;
+    /// Writes row `row` (`cols` elements) to `out`.
+    fn read_row(&self, row: usize, out: &mut [f32]);
+}
+
+/// The heads of one attention layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeadShape {
+    pub query_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+}
+
+impl HeadShape {
+    /// Width of one fused row: queries, then keys, then values.
+    pub fn qkv_width(&self) -> usize {
+        (self.query_heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    pub fn query_width(&self) -> usize {
+        self.query_heads * self.head_dim
+    }
+}
+
+/// One device's operations.
+///
+/// A step (`Self::Step`) is the executor's description of the rows of one forward: which token, at
+/// which position, of which sequence, over which blocks, and the access to those blocks. Within a
+/// layer, keys and values of the step's own rows are stored before attention reads them.
+pub trait Backend: Send + 'static {
+    /// A packed weight matrix `[out][in]`.
+    type Matrix: Send + Sync;
+    /// A small f32 vector: a norm's weight, rope frequencies.
+    type Vector: Send + Sync;
+    /// Activations `[rows][width]`.
+    type Buffer: Send;
+    /// The rows of one forward and the KV blocks they may touch.
+    type Step;
+
+    fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
+    fn vector(&self, values: &[f32]) -> Self::Vector;
+    fn buffer(&self, rows_max: usize, width: usize) -> Self::Buffer;
+
+    /// Token rows of the step.
+    fn rows(&self, step: &Self::Step) -> usize;
+    /// Rows that sample a token.
+    fn sampled_rows(&self, step: &Self::Step) -> usize;
+    fn kv_layout(&self, step: &Self::Step) -> KvLayout;
+
+    /// `out[row] = table[token of row]`.
+    fn embed(&mut self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer);
+    /// `out = x / rms(x) * weight`.
+    fn rms_norm(
+        &mut self,
+        rows: usize,
+        x: &Self::Buffer,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    );
+    /// `residual += x`, then `out = rms_norm(residual)`.
+    fn add_rms_norm(
+        &mut self,
+        rows: usize,
+        residual: &mut Self::Buffer,
+        x: &Self::Buffer,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    );
+    /// `out[rows][w.out] = x[rows][w.in] · wᵀ`.
+    fn matmul(
+        &mut self,
+        rows: usize,
+        x: &Self::Buffer,
+        w: &Self::Matrix,
+        out: &mut Self::Buffer,
+    );
+    /// Rotates queries and keys in `qkv` (half-split pairs: dimension i with i + dim/2, as Hugging
+    /// Face's Llama), then stores keys and values of every row into its block.
+    /// `frequencies[dim/2]` are radians per position, scaling already applied.
+    fn rope_store_kv(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        frequencies: &Self::Vector,
+        qkv: &mut Self::Buffer,
+        step: &mut Self::Step,
+    );
+    /// Causal attention of every row over its sequence's blocks; `out` is `[rows][query_width]`.
+    fn attention(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        scale: f32,
+        qkv: &Self::Buffer,
+        step: &Self::Step,
+        out: &mut Self::Buffer,
+    );
+    /// `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
+    fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
+    /// The rows of `x` that sample, packed.
+    fn gather_sampled(&mut self, x: &Self::Buffer, step: &Self::Step, out: &mut Self::Buffer);
+}

@@ -1,0 +1,20 @@
+//! Device code and the memory it works on, behind a safe face.
+//!
+//! * [`layout`] says how KV lies in a block; [`arena`] owns the blocks and lends them as guards.
+//! * [`backend`] is the face over which every forward pass is written, once for all devices.
+//! * [`sampling`] holds the rules by which a next token is chosen, the same on every device.
+//! * [`cpu`] is the backend that runs everywhere, with its plain f32 reference.
+//!
+//! Left out: models (crate `model`), scheduling (crate `engine`), moving KV between machines (crate
+//! `kv-transfer`).
+
+pub mod arena;
+pub mod backend;
+pub mod cpu;
+pub mod layout;
+pub mod mmap;
+pub mod sampling;
+
+pub use arena::{ArenaError, BlockRead, BlockWrite, KvArena};
+pub use backend::{Backend, RowSource};
+pub use layout::{BLOCK_TOKENS, BlockId, Dtype, KvLayout};

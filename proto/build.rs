@@ -1,0 +1,24 @@
+//! Compiles the .proto files with protox, so that no protoc is needed.
+
+use std::{env, error::Error, fs, path::PathBuf};
+
+use prost::Message;
+
+const FILES: [&str; 4] = [
+    "baton/v1/inference.proto",
+    "baton/v1/sampling.proto",
+    "baton/v1/node.proto",
+    "baton/v1/transfer.proto",
+];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    for file in FILES {
+        println!("cargo:rerun-if-changed={file}");
+    }
+    let descriptors = protox::compile(FILES, ["."])?;
+    // The reflection service serves exactly what was compiled.
+    let out = PathBuf::from(env::var("OUT_DIR")?);
+    fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
+    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
+    Ok(())
+}

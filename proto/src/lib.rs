@@ -1,0 +1,15 @@
+//! What crosses the wire between clients, routers and nodes.
+//!
+//! The `.proto` files beside this crate are the contract; everything here is generated from them.
+//! Ids are 16 raw bytes on the wire. A deadline is always the time that remains, in milliseconds.
+
+#![forbid(unsafe_code)]
+
+/// Messages and services of package `baton.v1`.
+pub mod v1 {
+    #![allow(clippy::all, missing_docs)]
+    tonic::include_proto!("baton.v1");
+}
+
+/// The compiled file descriptor set, as gRPC reflection serves it.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -1,0 +1,128 @@
+//! What happens to a scheduler, and what it wants done.
+//!
+//! A *sequence* is one attempt at a request on this node. Its life:
+//! * `Compute`: waiting → running → finished. The node reads the prompt and writes the answer.
+//! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running; blocks whose
+//!   KV is written leave through [`Action::KvWritten`]; token 0 ends it. Its blocks stay held by the
+//!   outgoing transfer until [`Input::TransferEnded`].
+//! * `Receive` (decode node): blocks are reserved at once and leave through [`Action::Reserve`];
+//!   after [`Input::KvArrived`] they belong to the sequence, which decodes from index + 1 on. After
+//!   [`Input::TransferEnded`] without arrival it has failed and its blocks are free.
+
+use std::time::Instant;
+
+use kernels::{
+    BlockId,
+    sampling::{SampledToken, Sampling},
+};
+
+/// Names a sequence at this node: the attempt's transfer id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(pub u128);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SequenceKind {
+    Compute,
+    Send,
+    Receive,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct NewSequence {
+    pub id: SequenceId,
+    pub kind: SequenceKind,
+    /// The prompt, then the output of earlier attempts.
+    pub tokens: Vec<u32>,
+    pub prompt_len: u32,
+    pub sampling: Sampling,
+    /// Output tokens of the whole request.
+    pub max_tokens: u32,
+    /// Stop tokens are ordinary tokens.
+    pub ignore_stop_tokens: bool,
+    /// Seeds the prefix cache's hash chain.
+    pub cache_salt: String,
+    /// The sequence fails with `Deadline` when it is not finished by then.
+    pub deadline: Instant,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Input {
+    Arrived(NewSequence),
+    /// The router left, or the node stops. No further action names the sequence, except that a
+    /// transfer still owns its blocks until `TransferEnded`.
+    Abort { id: SequenceId },
+    /// `Send`: the receiver's reservation is here; blocks before `first_block` are not wanted.
+    TransferReady { id: SequenceId, first_block: u32 },
+    /// `Receive`: every reserved block is written; `token` has index `first_index`.
+    KvArrived { id: SequenceId, first_index: u32, token: SampledToken },
+    /// `Send`: nothing of it is in flight any more, delivered or not. `Receive`: failed, and no
+    /// write can land any more.
+    TransferEnded { id: SequenceId, delivered: bool },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// `Receive`, `Compute`: blocks are reserved (or will be found); token 0 may be shown.
+    Admitted { id: SequenceId, cached_tokens: u32, alone: bool },
+    /// `Receive`: ask the prefill peer for the prompt's blocks from `first_block` on.
+    Reserve { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
+    /// `Send`: the KV of the prompt's blocks from `first_block` on is written and held.
+    KvWritten { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
+    /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first.
+    Tokens { id: SequenceId, first_index: u32, tokens: Vec<SampledToken>, cached_tokens: u32 },
+    /// The last action of a sequence that completed. For `Send`: token 0 is sampled; `reason` is
+    /// set when it also ends the request, and then nothing is to be delivered.
+    Finished { id: SequenceId, reason: Option<FinishReason> },
+    /// The last action of a sequence that did not complete.
+    Failed { id: SequenceId, failure: SequenceFailure },
+    /// The transfer of this sequence is no longer wanted; `TransferEnded` is awaited.
+    AbortTransfer { id: SequenceId, reason: String },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token was chosen.
+    Stop,
+    /// `max_tokens` or the longest sequence was reached.
+    Length,
+}
+
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SequenceFailure {
+    /// The bounded queue is full, or the blocks cannot be reserved now.
+    #[error("busy: {reason}")]
+    Busy { reason: String },
+    /// The request can never run here.
+    #[error("{reason}")]
+    Invalid { reason: String },
+    #[error("a sequence with this id is known here")]
+    Duplicate,
+    #[error("the transfer failed")]
+    TransferFailed,
+    #[error("the deadline passed")]
+    Deadline,
+}
+
+/// A change of the prefix cache's contents, for routers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheChange {
+    Added(BlockHash),
+    Evicted(BlockHash),
+}
+
+/// Hash of a block's tokens and of all blocks before it, seeded with model, weights and salt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockHash(pub u128);
+
+/// How busy the node is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    pub running: u32,
+    pub waiting: u32,
+    /// Prompt tokens of known sequences that are not computed yet.
+    pub pending_prompt_tokens: u64,
+    pub blocks_free: u32,
+    pub blocks_cached: u32,
+    pub blocks_held: u32,
+    pub blocks_reserved: u32,
+}

@@ -1,0 +1,79 @@
+//! What a scheduler tells an executor, and what comes back. Nothing else crosses between them.
+//!
+//! A [`StepPlan`] is a diff: rows that left, rows that are new, blocks that were added, and how many
+//! tokens each scheduled row advances. The executor keeps the rest: tokens, positions, block tables
+//! and sampling state of every slot. Tokens sampled in a step stay in the executor's token pool, so
+//! the next step can be launched before they are read.
+
+use kernels::{
+    BlockId,
+    sampling::{SampledToken, Sampling},
+};
+
+/// Numbers the steps of one engine, from 0.
+pub type StepId = u64;
+
+/// A row of the running batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Slot(pub u32);
+
+/// Counts the occupants of a slot. Finish, abort and preemption bump it, so that a late result
+/// row is stale by comparison.
+pub type Generation = u32;
+
+/// One step, as a difference to the step before.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepPlan {
+    pub step_id: StepId,
+    /// Slots whose occupant left since the last plan.
+    pub released: Vec<Slot>,
+    /// New occupants; their slots are free or in `released`.
+    pub admitted: Vec<AdmittedRow>,
+    /// Blocks appended to the tables of occupants.
+    pub extended: Vec<(Slot, Vec<BlockId>)>,
+    /// The rows of this forward, at least one.
+    pub rows: Vec<RowPlan>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdmittedRow {
+    pub slot: Slot,
+    pub generation: Generation,
+    /// Every token known at admission: prompt, then output so far.
+    pub tokens: Vec<u32>,
+    /// How many of `tokens` are the prompt; the output index counts from here.
+    pub prompt_len: u32,
+    /// Tokens whose KV is already in `blocks`; less than `tokens.len()`.
+    pub computed: u32,
+    pub blocks: Vec<BlockId>,
+    pub sampling: Sampling,
+}
+
+/// One row of a forward: `token_count` tokens from the row's position on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowPlan {
+    pub slot: Slot,
+    pub generation: Generation,
+    pub token_count: u32,
+    /// True when these are the last tokens known to the device: a token is sampled, written to the
+    /// token pool behind them and returned.
+    pub samples: bool,
+}
+
+/// What one step brought.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepResult {
+    pub step_id: StepId,
+    /// One for every row of the plan, in its order. The KV of these rows is written.
+    pub rows: Vec<RowResult>,
+    /// Time the device worked on it.
+    pub busy: std::time::Duration,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowResult {
+    pub slot: Slot,
+    pub generation: Generation,
+    /// 0 when the row did not sample, else 1..k.
+    pub tokens: Vec<SampledToken>,
+}

@@ -1,0 +1,134 @@
+//! What a node says to its transfers, and what it hears.
+//!
+//! Life of a transfer at the decode node (receiver):
+//! 1. [`Command::Receive`] with the reserved blocks. They belong to the transfer until
+//!    2. [`Event::Arrived`] (all blocks written and `DONE` matched: the blocks may become visible) or
+//!    3. [`Event::ReceiveFailed`] (no write can land any more: the blocks may be freed).
+//!
+//! At the prefill node (sender):
+//! 1. [`Event::ReserveArrived`] may come before or after [`Command::Expect`], which the node gives
+//!    when the router's `Prefill` call is here; [`Event::Ready`] says that both are.
+//! 2. [`Command::Written`] for each computed range, in order; the node keeps a reference on every
+//!    block that it has handed over.
+//! 3. [`Command::Finish`] with token 0.
+//! 4. [`Event::Delivered`] or [`Event::SendFailed`]: no read is in flight, references may go.
+//!
+//! Every transfer ends with exactly one of the four final events on each side that knew of it,
+//! [`Command::Abort`] included, within lease + 0.5 s of losing the peer.
+
+use std::{fmt, time::Duration};
+
+use kernels::{BlockId, sampling::SampledToken};
+
+/// 128 bits minted by the router, one per attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TransferId(pub u128);
+
+impl fmt::Debug for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Display for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+/// 128 random bits minted once per process start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Epoch(pub u128);
+
+/// The process at the other end, as the router names it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct PeerAddress {
+    pub node_id: String,
+    pub epoch: Epoch,
+    /// ZeroMQ endpoint of its listener, `tcp://host:port`.
+    pub notice_endpoint: String,
+}
+
+/// What must be equal on both ends before a block moves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    pub model_fingerprint: u128,
+    pub weight_version: u64,
+    pub kv_layout: String,
+    pub block_size: u32,
+    pub dtype: String,
+    pub tp: u32,
+    pub protocol_min: u32,
+    pub protocol_max: u32,
+}
+
+#[derive(Clone, Debug)]
+pub enum Command {
+    /// Receiver: these blocks wait for the prompt's blocks from `first_block` on.
+    Receive {
+        transfer: TransferId,
+        peer: PeerAddress,
+        prompt_hash: u128,
+        first_block: u32,
+        blocks: Vec<BlockId>,
+        deadline: Duration,
+        traceparent: String,
+    },
+    /// Sender: the router asked for this prefill; its `RESERVE` may be here or still to come.
+    Expect {
+        transfer: TransferId,
+        peer: PeerAddress,
+        prompt_hash: u128,
+        deadline: Duration,
+        traceparent: String,
+    },
+    /// Sender: the KV of the prompt's blocks from `first_block` on is written.
+    Written { transfer: TransferId, first_block: u32, blocks: Vec<BlockId> },
+    /// Sender: nothing more will be written; `token` has index `first_index`.
+    Finish { transfer: TransferId, first_index: u32, token: SampledToken },
+    /// Either side: give up. Ends with the failed event once that is safe.
+    Abort { transfer: TransferId, reason: String },
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// Receiver, final: every block is written and `DONE` matched.
+    Arrived { transfer: TransferId, first_index: u32, token: SampledToken, figures: Figures },
+    /// Receiver, final: the blocks are free of writes.
+    ReceiveFailed { transfer: TransferId, failure: TransferFailure },
+    /// Sender: `Expect` and the matching `RESERVE` are both here: prefill may start. Blocks before
+    /// `first_block` are cached at the receiver and not wanted.
+    Ready { transfer: TransferId, first_block: u32, block_count: u32 },
+    /// Sender, final: the receiver has everything.
+    Delivered { transfer: TransferId, figures: Figures },
+    /// Sender, final: no read is in flight.
+    SendFailed { transfer: TransferId, failure: TransferFailure },
+}
+
+/// Figures of one transfer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Figures {
+    pub bytes: u64,
+    pub chunks: u32,
+    /// Receiver: from `RESERVE` to the last block. Sender: from the first `CTS` to `ACK`.
+    pub elapsed: Duration,
+}
+
+/// Why a transfer did not complete.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum TransferFailure {
+    #[error("{peer} was lost: {reason}")]
+    PeerLost { peer: String, reason: String },
+    #[error("{peer} aborted: {reason}")]
+    PeerAborted { peer: String, reason: String },
+    #[error("aborted here: {reason}")]
+    Aborted { reason: String },
+    #[error("{peer} refused: {reason}")]
+    Refused { peer: String, reason: String },
+    #[error("no answer in time while {waiting_for}")]
+    Deadline { waiting_for: String },
+    #[error("chunk {chunk} arrived damaged")]
+    Damaged { chunk: u32 },
+    #[error("{peer} broke the protocol: {detail}")]
+    Protocol { peer: String, detail: String },
+}

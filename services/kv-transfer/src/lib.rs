@@ -1,0 +1,12 @@
+//! Moves KV blocks from the node that computed them to the node that will use them.
+//!
+//! Knows block ids and the arena's guards, nothing of models or schedules.
+//!
+//! * [`api`] is what a node sees: commands in, events out.
+//! * `protocol` decides: pure state machines of the two sides of a transfer and of a pair of nodes;
+//!   events and `now` in, actions out; no socket, clock, thread.
+//! * `notice` seals and opens the messages that cross (tag, replay window, bounds).
+//! * `shell` runs the protocol: a listener thread, one sender thread per peer, the driver thread.
+//! * `tcp` carries the bytes where there is no GPU.
+
+pub mod api;
