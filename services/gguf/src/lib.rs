@@ -1,1 +1,28 @@
-//! See Cargo.toml.
+//! The GGUF container (versions 2 and 3, little endian): header, metadata and tensor directory.
+//!
+//! [`Header`] is read from a file or from its bytes, with every count, length and offset checked
+//! against the file's real size before it is believed: a hostile file costs a typed error, never a
+//! panic or an allocation out of proportion. Left out: mapping files, decoding tensors, and what the
+//! metadata means to a model (crate `model`) or a tokenizer (crate `text`).
+//!
+//! ```no_run
+//! let header = gguf::Header::read_from("model.gguf")?;
+//! let layers: u32 = header.metadata.require("llama.block_count")?;
+//! let tokens: &[String] = header.metadata.require("tokenizer.ggml.tokens")?;
+//! # Ok::<(), gguf::GgufError>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod error;
+mod header;
+mod metadata;
+mod reader;
+mod tensor;
+mod value;
+
+pub use error::GgufError;
+pub use header::{HEADER_BYTES_MAX, Header};
+pub use metadata::{FromValue, Metadata};
+pub use tensor::{SUPPORTED_KINDS, TensorInfo, TensorKind};
+pub use value::{Array, Value};

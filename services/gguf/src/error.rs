@@ -1,0 +1,63 @@
+//! Why a file cannot be read, or a metadata value not be had.
+
+use std::path::PathBuf;
+
+use crate::tensor::TensorKind;
+
+/// Every way in which reading a header or asking it for a value fails.
+#[derive(Debug, thiserror::Error)]
+pub enum GgufError {
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io { path: PathBuf, action: &'static str, source: std::io::Error },
+    #[error("not a GGUF file: it begins with {found:02x?}, not \"GGUF\"")]
+    NotGguf { found: Vec<u8> },
+    #[error("this GGUF file is big endian; only little endian is supported")]
+    BigEndian,
+    #[error("GGUF version {found} is not supported; supported are 2 and 3")]
+    Version { found: u32 },
+    /// The file ends inside its header, or a length in the header points past the end.
+    #[error(
+        "the file is truncated or corrupt: {what} at offset {offset} needs {wanted} bytes, \
+         the file has {file_bytes} in all"
+    )]
+    HeaderTruncated { what: String, offset: u64, wanted: u64, file_bytes: u64 },
+    #[error("the header is larger than {limit} bytes, at {what}")]
+    HeaderTooLarge { what: String, limit: u64 },
+    #[error("{what} at offset {offset} is not valid UTF-8")]
+    NotUtf8 { what: String, offset: u64 },
+    #[error("metadata key {key:?} has value type {found}; known are 0 to 12")]
+    ValueType { key: String, found: u32 },
+    #[error("metadata key {key:?} nests arrays deeper than {limit}")]
+    NestedTooDeep { key: String, limit: usize },
+    #[error("metadata key {key:?} appears twice")]
+    DuplicateKey { key: String },
+    #[error("general.alignment is {found}; it must be a power of two")]
+    Alignment { found: u64 },
+    #[error("tensor {tensor:?} appears twice")]
+    DuplicateTensor { tensor: String },
+    #[error("tensor {tensor:?} has {found} dimensions; 1 to {max} are allowed")]
+    DimensionCount { tensor: String, found: u32, max: usize },
+    #[error("tensor {tensor:?} has dimensions {dims:?}: {reason}")]
+    Dimensions { tensor: String, dims: Vec<u64>, reason: &'static str },
+    #[error("tensor {tensor:?} begins at data offset {offset}, not a multiple of {alignment}")]
+    TensorAlignment { tensor: String, offset: u64, alignment: u64 },
+    /// The tensor's bytes are not all in the file.
+    #[error(
+        "the file is truncated: tensor {tensor:?} needs {bytes} bytes at offset {offset}, \
+         the file has {file_bytes}"
+    )]
+    TensorTruncated { tensor: String, offset: u64, bytes: u64, file_bytes: u64 },
+    #[error("there is no tensor {tensor:?}")]
+    MissingTensor { tensor: String },
+    #[error(
+        "tensor {tensor:?} at offset {offset} is of kind {found}; supported are {}",
+        TensorKind::supported_names()
+    )]
+    UnsupportedKind { tensor: String, offset: u64, found: TensorKind },
+    #[error("metadata key {key:?} is missing (wanted {wanted})")]
+    MissingKey { key: String, wanted: &'static str },
+    #[error("metadata key {key:?} is {found}, wanted {wanted}")]
+    WrongType { key: String, found: String, wanted: &'static str },
+    #[error("metadata key {key:?} is {found}, which does not fit {wanted}")]
+    OutOfRange { key: String, found: String, wanted: &'static str },
+}

@@ -1,0 +1,309 @@
+//! Header, metadata and tensor directory of one file.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{self, BufReader, Read},
+    path::Path,
+};
+
+use crate::{
+    error::GgufError,
+    metadata::Metadata,
+    reader::{HeaderReader, ReadError},
+    tensor::{TensorInfo, TensorKind},
+    value::{Array, Value},
+};
+
+/// The most a header may take. The largest vocabularies in use need some 20 MB.
+pub const HEADER_BYTES_MAX: u64 = 256 << 20;
+
+const ALIGNMENT_DEFAULT: u64 = 32;
+const DIMENSIONS_MAX: usize = 4;
+/// No known file nests at all; the format allows it.
+const ARRAY_DEPTH_MAX: usize = 4;
+/// Vectors are grown past this only by items that were really read.
+const PREALLOCATED_ITEMS_MAX: u64 = 1024;
+
+// The least that one item takes in the file; a count is refused when so many cannot follow.
+const STRING_BYTES_MIN: u64 = 8;
+const ARRAY_BYTES_MIN: u64 = 4 + 8;
+const ENTRY_BYTES_MIN: u64 = STRING_BYTES_MIN + 4 + 1;
+const TENSOR_BYTES_MIN: u64 = STRING_BYTES_MIN + 4 + 8 + 4 + 8;
+
+/// Everything in a GGUF file but the tensors' data.
+///
+/// Holds of every tensor: its name is unique, its element count does not overflow, its offset is
+/// aligned, and its bytes (if its kind is supported) lie within the file.
+#[derive(Clone, Debug)]
+pub struct Header {
+    pub version: u32,
+    pub metadata: Metadata,
+    /// What tensor offsets are multiples of, counted from `data_offset`.
+    pub alignment: u64,
+    /// Where tensor data begins, from the file's start.
+    pub data_offset: u64,
+    tensors: Vec<TensorInfo>,
+    tensor_index: HashMap<String, usize>,
+}
+
+impl Header {
+    /// Reads the header at the start of `file`, which is the whole file (mapped, for example).
+    ///
+    /// # Errors
+    /// Every [`GgufError`] except `Io` and those of asking for values.
+    pub fn parse(file: &[u8]) -> Result<Self, GgufError> {
+        let file_bytes = file.len() as u64;
+        read_header(HeaderReader::new(file, file_bytes, HEADER_BYTES_MAX)).map_err(|error| {
+            match error {
+                ReadError::Format(error) => error,
+                // Lengths are checked before a slice is read, so it cannot end early.
+                ReadError::Io(source) => {
+                    GgufError::Io { path: "(memory)".into(), action: "read", source }
+                }
+            }
+        })
+    }
+
+    /// Reads the header of the file at `path`, and nothing behind it.
+    ///
+    /// # Errors
+    /// Every [`GgufError`] except those of asking for values.
+    pub fn read_from(path: impl AsRef<Path>) -> Result<Self, GgufError> {
+        let path = path.as_ref();
+        let io_error = |action: &'static str| {
+            move |source: io::Error| GgufError::Io { path: path.into(), action, source }
+        };
+        let file = File::open(path).map_err(io_error("open"))?;
+        let file_bytes = file.metadata().map_err(io_error("stat"))?.len();
+        let buffered = BufReader::with_capacity(256 << 10, file);
+        read_header(HeaderReader::new(buffered, file_bytes, HEADER_BYTES_MAX)).map_err(|error| {
+            match error {
+                ReadError::Format(error) => error,
+                ReadError::Io(source) => io_error("read")(source),
+            }
+        })
+    }
+
+    /// The directory, in the file's order.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    /// The tensor called `name`.
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensor_index.get(name).map(|&index| &self.tensors[index])
+    }
+
+    /// The tensor called `name`, with its size, if it is there and its kind is supported.
+    ///
+    /// # Errors
+    /// `MissingTensor`, `UnsupportedKind`.
+    pub fn require_tensor(&self, name: &str) -> Result<(&TensorInfo, u64), GgufError> {
+        let info =
+            self.tensor(name).ok_or_else(|| GgufError::MissingTensor { tensor: name.into() })?;
+        let bytes = info.bytes.ok_or_else(|| GgufError::UnsupportedKind {
+            tensor: name.into(),
+            offset: info.offset,
+            found: info.kind,
+        })?;
+        Ok((info, bytes))
+    }
+}
+
+fn read_header<R: Read>(mut reader: HeaderReader<R>) -> Result<Header, ReadError> {
+    let magic = reader.array::<4>(|| "the magic number".into())?;
+    if &magic != b"GGUF" {
+        return Err(GgufError::NotGguf { found: magic.into() }.into());
+    }
+    let version = reader.u32(|| "the version".into())?;
+    match version {
+        2 | 3 => {}
+        // Versions are small numbers; one that is small with its bytes swapped is big endian.
+        _ if version > 0xffff && version.swap_bytes() <= 0xffff => {
+            return Err(GgufError::BigEndian.into());
+        }
+        _ => return Err(GgufError::Version { found: version }.into()),
+    }
+    let tensor_count = reader.u64(|| "the tensor count".into())?;
+    let entry_count = reader.u64(|| "the metadata count".into())?;
+
+    let metadata = read_metadata(&mut reader, entry_count)?;
+    let alignment = metadata.get::<u64>("general.alignment")?.unwrap_or(ALIGNMENT_DEFAULT);
+    if !alignment.is_power_of_two() {
+        return Err(GgufError::Alignment { found: alignment }.into());
+    }
+    let mut tensors = read_directory(&mut reader, tensor_count)?;
+
+    // The header fits the file, so only the alignment can make this overflow.
+    let data_offset = reader
+        .offset()
+        .checked_next_multiple_of(alignment)
+        .ok_or(GgufError::Alignment { found: alignment })?;
+    for tensor in &mut tensors {
+        place(tensor, data_offset, alignment, reader.file_bytes())?;
+    }
+
+    let mut tensor_index = HashMap::with_capacity(tensors.len());
+    for (index, tensor) in tensors.iter().enumerate() {
+        if tensor_index.insert(tensor.name.clone(), index).is_some() {
+            return Err(GgufError::DuplicateTensor { tensor: tensor.name.clone() }.into());
+        }
+    }
+    Ok(Header { version, metadata, alignment, data_offset, tensors, tensor_index })
+}
+
+fn read_metadata<R: Read>(
+    reader: &mut HeaderReader<R>,
+    entry_count: u64,
+) -> Result<Metadata, ReadError> {
+    reader.claim(entry_count, ENTRY_BYTES_MIN, || format!("{entry_count} metadata entries"))?;
+    let mut metadata = Metadata::default();
+    for index in 0..entry_count {
+        let key = reader.string(|| format!("metadata key {index}"))?;
+        let value_type = reader.u32(|| format!("the type of metadata key {key:?}"))?;
+        let value = read_value(reader, &key, value_type)?;
+        if !metadata.insert(key.clone(), value) {
+            return Err(GgufError::DuplicateKey { key }.into());
+        }
+    }
+    Ok(metadata)
+}
+
+fn read_value<R: Read>(
+    reader: &mut HeaderReader<R>,
+    key: &str,
+    value_type: u32,
+) -> Result<Value, ReadError> {
+    let what = || format!("the value of metadata key {key:?}");
+    Ok(match value_type {
+        0 => Value::U8(u8::from_le_bytes(reader.array(what)?)),
+        1 => Value::I8(i8::from_le_bytes(reader.array(what)?)),
+        2 => Value::U16(u16::from_le_bytes(reader.array(what)?)),
+        3 => Value::I16(i16::from_le_bytes(reader.array(what)?)),
+        4 => Value::U32(u32::from_le_bytes(reader.array(what)?)),
+        5 => Value::I32(i32::from_le_bytes(reader.array(what)?)),
+        6 => Value::F32(f32::from_le_bytes(reader.array(what)?)),
+        7 => Value::Bool(reader.array::<1>(what)? != [0]),
+        8 => Value::String(reader.string(what)?),
+        9 => Value::Array(read_array(reader, key, 1)?),
+        10 => Value::U64(u64::from_le_bytes(reader.array(what)?)),
+        11 => Value::I64(i64::from_le_bytes(reader.array(what)?)),
+        12 => Value::F64(f64::from_le_bytes(reader.array(what)?)),
+        found => return Err(GgufError::ValueType { key: key.into(), found }.into()),
+    })
+}
+
+fn read_array<R: Read>(
+    reader: &mut HeaderReader<R>,
+    key: &str,
+    depth: usize,
+) -> Result<Array, ReadError> {
+    if depth > ARRAY_DEPTH_MAX {
+        let (key, limit) = (key.into(), ARRAY_DEPTH_MAX);
+        return Err(GgufError::NestedTooDeep { key, limit }.into());
+    }
+    let what = || format!("the array of metadata key {key:?}");
+    let element_type = reader.u32(what)?;
+    let count = reader.u64(what)?;
+    Ok(match element_type {
+        0 => Array::U8(reader.items(count, what, u8::from_le_bytes)?),
+        1 => Array::I8(reader.items(count, what, i8::from_le_bytes)?),
+        2 => Array::U16(reader.items(count, what, u16::from_le_bytes)?),
+        3 => Array::I16(reader.items(count, what, i16::from_le_bytes)?),
+        4 => Array::U32(reader.items(count, what, u32::from_le_bytes)?),
+        5 => Array::I32(reader.items(count, what, i32::from_le_bytes)?),
+        6 => Array::F32(reader.items(count, what, f32::from_le_bytes)?),
+        7 => Array::Bool(reader.items(count, what, |[byte]| byte != 0)?),
+        8 => {
+            reader.claim(count, STRING_BYTES_MIN, what)?;
+            let mut strings = Vec::with_capacity(count.min(PREALLOCATED_ITEMS_MAX) as usize);
+            for index in 0..count {
+                strings.push(reader.string(|| format!("string {index} of metadata key {key:?}"))?);
+            }
+            Array::String(strings)
+        }
+        9 => {
+            reader.claim(count, ARRAY_BYTES_MIN, what)?;
+            let mut arrays = Vec::with_capacity(count.min(PREALLOCATED_ITEMS_MAX) as usize);
+            for _ in 0..count {
+                arrays.push(read_array(reader, key, depth + 1)?);
+            }
+            Array::Array(arrays)
+        }
+        10 => Array::U64(reader.items(count, what, u64::from_le_bytes)?),
+        11 => Array::I64(reader.items(count, what, i64::from_le_bytes)?),
+        12 => Array::F64(reader.items(count, what, f64::from_le_bytes)?),
+        found => return Err(GgufError::ValueType { key: key.into(), found }.into()),
+    })
+}
+
+/// Reads the directory; offsets are still those in the file, from the data's start.
+fn read_directory<R: Read>(
+    reader: &mut HeaderReader<R>,
+    tensor_count: u64,
+) -> Result<Vec<TensorInfo>, ReadError> {
+    reader.claim(tensor_count, TENSOR_BYTES_MIN, || format!("{tensor_count} tensor entries"))?;
+    let mut tensors = Vec::with_capacity(tensor_count.min(PREALLOCATED_ITEMS_MAX) as usize);
+    for index in 0..tensor_count {
+        let name = reader.string(|| format!("the name of tensor {index}"))?;
+        let what = || format!("the directory entry of tensor {name:?}");
+        let dimension_count = reader.u32(what)?;
+        if !(1..=DIMENSIONS_MAX as u32).contains(&dimension_count) {
+            let (found, max) = (dimension_count, DIMENSIONS_MAX);
+            return Err(GgufError::DimensionCount { tensor: name, found, max }.into());
+        }
+        let dims = reader.items(dimension_count.into(), what, u64::from_le_bytes)?;
+        let kind = TensorKind::from_number(reader.u32(what)?);
+        let offset = reader.u64(what)?;
+        tensors.push(TensorInfo { name, dims, kind, offset, bytes: None });
+    }
+    Ok(tensors)
+}
+
+/// Checks where a tensor lies and gives it its absolute offset and its size.
+fn place(
+    tensor: &mut TensorInfo,
+    data_offset: u64,
+    alignment: u64,
+    file_bytes: u64,
+) -> Result<(), GgufError> {
+    let bad_dimensions = |tensor: &TensorInfo, reason| GgufError::Dimensions {
+        tensor: tensor.name.clone(),
+        dims: tensor.dims.clone(),
+        reason,
+    };
+    if !tensor.offset.is_multiple_of(alignment) {
+        let (tensor, offset) = (tensor.name.clone(), tensor.offset);
+        return Err(GgufError::TensorAlignment { tensor, offset, alignment });
+    }
+    if tensor.dims.contains(&0) {
+        return Err(bad_dimensions(tensor, "a dimension is 0"));
+    }
+    let elements = tensor.dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim));
+    let Some(elements) = elements else {
+        return Err(bad_dimensions(tensor, "the number of elements overflows"));
+    };
+    if let Some(block) = tensor.kind.block() {
+        if !tensor.dims[0].is_multiple_of(block.elements) {
+            return Err(bad_dimensions(tensor, "the first is no multiple of the kind's block"));
+        }
+        let Some(bytes) = (elements / block.elements).checked_mul(block.bytes) else {
+            return Err(bad_dimensions(tensor, "the number of bytes overflows"));
+        };
+        tensor.bytes = Some(bytes);
+    }
+    let bytes = tensor.bytes.unwrap_or(0);
+    let begin = data_offset.checked_add(tensor.offset);
+    let end = begin.and_then(|begin| begin.checked_add(bytes));
+    if end.is_none_or(|end| end > file_bytes) {
+        return Err(GgufError::TensorTruncated {
+            tensor: tensor.name.clone(),
+            offset: begin.unwrap_or(u64::MAX),
+            bytes,
+            file_bytes,
+        });
+    }
+    tensor.offset += data_offset;
+    Ok(())
+}

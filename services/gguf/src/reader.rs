@@ -1,0 +1,109 @@
+//! Reads little-endian fields and never believes a length before the file's size allows it.
+
+use std::io::{self, Read};
+
+use crate::error::GgufError;
+
+/// Why a field could not be read: the operating system, or the file's contents.
+pub(crate) enum ReadError {
+    Io(io::Error),
+    Format(GgufError),
+}
+
+impl From<GgufError> for ReadError {
+    fn from(error: GgufError) -> Self {
+        ReadError::Format(error)
+    }
+}
+
+pub(crate) struct HeaderReader<R> {
+    inner: R,
+    offset: u64,
+    file_bytes: u64,
+    header_bytes_max: u64,
+}
+
+impl<R: Read> HeaderReader<R> {
+    pub fn new(inner: R, file_bytes: u64, header_bytes_max: u64) -> Self {
+        Self { inner, offset: 0, file_bytes, header_bytes_max }
+    }
+
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    pub fn file_bytes(&self) -> u64 {
+        self.file_bytes
+    }
+
+    /// Checks that `count` items of at least `item_bytes` each can still follow; `what` names them.
+    pub fn claim(
+        &self,
+        count: u64,
+        item_bytes: u64,
+        what: impl FnOnce() -> String,
+    ) -> Result<(), GgufError> {
+        let left = self.file_bytes - self.offset;
+        let wanted = count.checked_mul(item_bytes);
+        if wanted.is_none_or(|wanted| wanted > left) {
+            return Err(GgufError::HeaderTruncated {
+                what: what(),
+                offset: self.offset,
+                wanted: wanted.unwrap_or(u64::MAX),
+                file_bytes: self.file_bytes,
+            });
+        }
+        if wanted.is_some_and(|wanted| self.offset + wanted > self.header_bytes_max) {
+            return Err(GgufError::HeaderTooLarge { what: what(), limit: self.header_bytes_max });
+        }
+        Ok(())
+    }
+
+    fn fill(&mut self, out: &mut [u8], what: impl FnOnce() -> String) -> Result<(), ReadError> {
+        let len = out.len() as u64;
+        self.claim(len, 1, what)?;
+        self.inner.read_exact(out).map_err(ReadError::Io)?;
+        self.offset += len;
+        Ok(())
+    }
+
+    pub fn array<const N: usize>(
+        &mut self,
+        what: impl FnOnce() -> String,
+    ) -> Result<[u8; N], ReadError> {
+        let mut bytes = [0; N];
+        self.fill(&mut bytes, what)?;
+        Ok(bytes)
+    }
+
+    pub fn u32(&mut self, what: impl FnOnce() -> String) -> Result<u32, ReadError> {
+        self.array(what).map(u32::from_le_bytes)
+    }
+
+    pub fn u64(&mut self, what: impl FnOnce() -> String) -> Result<u64, ReadError> {
+        self.array(what).map(u64::from_le_bytes)
+    }
+
+    /// `count * N` bytes at once. The allocation is at most what is left of the file.
+    pub fn items<const N: usize, T>(
+        &mut self,
+        count: u64,
+        what: impl Fn() -> String,
+        convert: fn([u8; N]) -> T,
+    ) -> Result<Vec<T>, ReadError> {
+        self.claim(count, N as u64, &what)?;
+        let mut bytes = vec![0; count as usize * N];
+        self.fill(&mut bytes, what)?;
+        Ok(bytes.as_chunks::<N>().0.iter().map(|&item| convert(item)).collect())
+    }
+
+    /// A length (u64), then that many bytes of UTF-8.
+    pub fn string(&mut self, what: impl Fn() -> String) -> Result<String, ReadError> {
+        let len = self.u64(&what)?;
+        self.claim(len, 1, &what)?;
+        let offset = self.offset;
+        let mut bytes = vec![0; len as usize];
+        self.fill(&mut bytes, &what)?;
+        String::from_utf8(bytes).map_err(|_| GgufError::NotUtf8 { what: what(), offset }.into())
+    }
+}
