@@ -1,1 +1,49 @@
-fn main() {}
+//! `baton`: the operator's command.
+//!
+//! `up` runs a whole cluster on this machine, `bench` measures an engine or a server, `model` fetches
+//! weights. Each lives in a module of its own; this file only reads the command line.
+
+mod bench;
+mod http_client;
+mod model_store;
+mod sse;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Runs, measures and looks after a Baton cluster.
+#[derive(Parser)]
+#[command(name = "baton", version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Starts a router, prefill nodes and decode nodes on this machine and looks after them.
+    Up(up::UpArgs),
+    /// Measures an engine alone or a running server.
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
+    /// Fetches and lists models.
+    #[command(subcommand)]
+    Model(model_store::ModelCommand),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Up(args) => up::run(args),
+        Command::Bench(command) => bench::run(command),
+        Command::Model(command) => model_store::run(command),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("baton: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

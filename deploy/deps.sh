@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Makes sure that a C++ compiler and pip are here; installs them with apt when they are not.
+set -euo pipefail
+
+wanted=()
+command -v c++ >/dev/null || wanted+=(g++)
+command -v cc >/dev/null || wanted+=(gcc)
+command -v python3 >/dev/null || wanted+=(python3)
+python3 -m pip --version >/dev/null 2>&1 || wanted+=(python3-pip)
+[ ${#wanted[@]} -eq 0 ] && exit 0
+
+sudo=
+[ "$(id -u)" -eq 0 ] || sudo=sudo
+if ! command -v apt-get >/dev/null; then
+    echo "missing: ${wanted[*]}; install them with your package manager" >&2
+    exit 1
+fi
+$sudo apt-get update -qq
+$sudo apt-get install -y -qq "${wanted[@]}"

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Installs what the tests need, runs all of them and ends with their sum.
+# Unit and property tests run side by side; tests of whole clusters one after another, because each
+# of them wants every core.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+cargo build --locked --workspace --bins
+target/debug/baton model fetch smollm2-135m >/dev/null
+# The OpenAI client that users have; the cluster tests drive it against a real cluster.
+python3 -m pip install --quiet --upgrade --target target/python 'openai==3.52.0'
+
+log=target/test.log
+: >"$log"
+status=0
+cargo test --locked --workspace --exclude integration-tests -- --quiet 2>&1 | tee -a "$log" || status=1
+PYTHONPATH=$PWD/target/python cargo test --locked -p integration-tests -- --test-threads=1 2>&1 |
+    tee -a "$log" || status=1
+
+awk -v status=$status '
+    /^test result:/ { passed += $4; failed += $6; skipped += $8 }
+    END {
+        # A binary that did not build or died has no line of its own.
+        if (status && !failed) failed = 1
+        printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped
+        exit failed > 0
+    }' "$log"

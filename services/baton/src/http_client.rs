@@ -1,0 +1,75 @@
+//! A small HTTP/1.1 client for loopback and lab use: plain TCP, JSON bodies, streamed answers.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use bytes::Bytes;
+use http::{Request, Response, Uri};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+
+/// A body that is read whole is refused beyond this.
+const WHOLE_BODY_MAX: usize = 16 << 20;
+
+#[derive(Clone)]
+pub struct HttpClient {
+    inner: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl HttpClient {
+    pub fn new(connect_timeout: Duration) -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_connect_timeout(Some(connect_timeout));
+        connector.set_nodelay(true);
+        Self { inner: Client::builder(TokioExecutor::new()).build(connector) }
+    }
+
+    /// Sends a JSON body; the answer's body is still to be read.
+    pub async fn post_json(
+        &self,
+        url: &str,
+        headers: &[(&str, &str)],
+        body: &serde_json::Value,
+    ) -> Result<Response<Incoming>> {
+        let uri: Uri = url.parse().with_context(|| format!("{url:?} is not a URL"))?;
+        let mut request = Request::post(uri).header("content-type", "application/json");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::from(serde_json::to_vec(body)?))?;
+        self.inner.request(request).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))
+    }
+
+    /// Status and whole body.
+    pub async fn get(&self, url: &str) -> Result<(http::StatusCode, Bytes)> {
+        let uri: Uri = url.parse().with_context(|| format!("{url:?} is not a URL"))?;
+        let response =
+            self.inner.get(uri).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
+        let status = response.status();
+        Ok((status, whole_body(response).await?))
+    }
+}
+
+pub async fn whole_body(response: Response<Incoming>) -> Result<Bytes> {
+    Limited::new(response.into_body(), WHOLE_BODY_MAX)
+        .collect()
+        .await
+        .map(|body| body.to_bytes())
+        .map_err(|error| anyhow!("reading the answer: {error}"))
+}
+
+/// hyper's errors hide their cause one level down.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        text.push_str(": ");
+        text.push_str(&inner.to_string());
+        source = inner.source();
+    }
+    text
+}

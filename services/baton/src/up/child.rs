@@ -1,0 +1,203 @@
+//! One child process: started, its lines passed on under its name, watched, restarted, stopped.
+
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde::Deserialize;
+use tokio::{
+    io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader},
+    process::{Child, Command},
+    sync::watch,
+    task::JoinSet,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{backoff::Backoff, say};
+
+/// Between looks at a ready file.
+const READY_POLL: Duration = Duration::from_millis(5);
+/// A line of a child that is longer is passed on in pieces of this size.
+const LINE_BYTES_MAX: u64 = 16 << 10;
+
+/// What to run, and under which name its lines appear.
+pub struct ChildSpec {
+    pub name: String,
+    pub program: PathBuf,
+    pub args: Vec<OsString>,
+    pub envs: Vec<(String, String)>,
+    /// Added once the first start has told them, so that a restart keeps its addresses.
+    pub sticky: fn(&Ready) -> Vec<OsString>,
+    pub ready_file: PathBuf,
+    /// How long a start may take.
+    pub ready_within: Duration,
+    /// How long SIGTERM may take before SIGKILL.
+    pub stop_within: Duration,
+}
+
+/// What a service writes to its ready file.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Ready {
+    #[serde(default)]
+    pub grpc: String,
+    #[serde(default)]
+    pub http: String,
+    #[serde(default)]
+    pub metrics: String,
+}
+
+/// Where a child stands, as its supervisor publishes it.
+#[derive(Clone, Debug)]
+pub enum ChildState {
+    Starting,
+    Ready(Ready),
+    /// The first start failed; it is not tried again.
+    Failed(String),
+    Stopped,
+}
+
+/// Runs the child until `stop`, restarting it with back-off when it dies after it was once ready.
+pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::Sender<ChildState>) {
+    let mut backoff = Backoff::default();
+    let mut known: Option<Ready> = None;
+    loop {
+        let started = Instant::now();
+        let ended = match start(&spec, known.as_ref()) {
+            Ok(running) => running_until_end(&spec, running, &stop, &state, &mut known).await,
+            Err(error) => Err(error),
+        };
+        if stop.is_cancelled() {
+            state.send_replace(ChildState::Stopped);
+            return;
+        }
+        let reason = match ended {
+            Ok(reason) => reason,
+            Err(error) => format!("{error:#}"),
+        };
+        if known.is_none() {
+            state.send_replace(ChildState::Failed(reason));
+            return;
+        }
+        let wait = backoff.after_run_of(started.elapsed());
+        say(&format!(
+            "baton: {} {reason}; starting it again in {} ms",
+            spec.name,
+            wait.as_millis()
+        ));
+        state.send_replace(ChildState::Starting);
+        tokio::select! {
+            () = tokio::time::sleep(wait) => {}
+            () = stop.cancelled() => {
+                state.send_replace(ChildState::Stopped);
+                return;
+            }
+        }
+    }
+}
+
+struct Running {
+    child: Child,
+    /// Pass on the child's lines; they end when its pipes close.
+    lines: JoinSet<()>,
+}
+
+fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
+    let _ = std::fs::remove_file(&spec.ready_file);
+    let mut command = Command::new(&spec.program);
+    command
+        .args(&spec.args)
+        .args(known.map(spec.sticky).unwrap_or_default())
+        .arg("--ready-file")
+        .arg(&spec.ready_file)
+        .envs(spec.envs.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        // Ctrl-C on the terminal must reach us alone: we decide the order of stopping.
+        .process_group(0)
+        .kill_on_drop(true);
+    super::die_with_parent(&mut command);
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("{}: cannot run {}", spec.name, spec.program.display()))?;
+    let mut lines = JoinSet::new();
+    lines.spawn(pass_on(spec.name.clone(), child.stdout.take().expect("stdout is piped")));
+    lines.spawn(pass_on(spec.name.clone(), child.stderr.take().expect("stderr is piped")));
+    Ok(Running { child, lines })
+}
+
+/// Returns how the child ended, after all of its lines are out.
+async fn running_until_end(
+    spec: &ChildSpec,
+    mut running: Running,
+    stop: &CancellationToken,
+    state: &watch::Sender<ChildState>,
+    known: &mut Option<Ready>,
+) -> Result<String> {
+    let deadline = tokio::time::Instant::now() + spec.ready_within;
+    let mut is_ready = false;
+    let status = loop {
+        tokio::select! {
+            status = running.child.wait() => break status?,
+            () = stop.cancelled() => break terminate(&mut running.child, spec).await?,
+            () = tokio::time::sleep(READY_POLL), if !is_ready => {
+                if let Some(ready) = read_ready(&spec.ready_file)? {
+                    is_ready = true;
+                    *known = Some(ready.clone());
+                    state.send_replace(ChildState::Ready(ready));
+                } else if tokio::time::Instant::now() > deadline {
+                    terminate(&mut running.child, spec).await?;
+                    bail!("was not ready within {} s", spec.ready_within.as_secs());
+                }
+            }
+        }
+    };
+    while running.lines.join_next().await.is_some() {}
+    Ok(format!("ended ({status})"))
+}
+
+async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<std::process::ExitStatus> {
+    let Some(id) = child.id() else { return Ok(child.wait().await?) };
+    super::send_terminate(id);
+    match tokio::time::timeout(spec.stop_within, child.wait()).await {
+        Ok(status) => Ok(status?),
+        Err(_) => {
+            say(&format!(
+                "baton: {} did not stop within {:?}; killing it",
+                spec.name, spec.stop_within
+            ));
+            child.kill().await?;
+            Ok(child.wait().await?)
+        }
+    }
+}
+
+fn read_ready(path: &Path) -> Result<Option<Ready>> {
+    match std::fs::read(path) {
+        // Services rename the file into place, so what is there is whole.
+        Ok(bytes) => serde_json::from_slice(&bytes)
+            .map(Some)
+            .map_err(|error| anyhow!("ready file {}: {error}", path.display())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(anyhow!("ready file {}: {error}", path.display())),
+    }
+}
+
+/// Passes lines on to our standard error, each under the child's name.
+async fn pass_on(name: String, stream: impl AsyncRead + Unpin) {
+    let prefix = super::coloured(&name);
+    let mut reader = BufReader::new(stream);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        // Bounded: an endless line comes out in pieces.
+        match (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).await {
+            Ok(0) | Err(_) => return,
+            Ok(_) => say(&format!("{prefix} {}", String::from_utf8_lossy(&line).trim_end())),
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! The two things about processes that the standard library does not offer.
+
+use tokio::process::Command;
+
+/// Asks the kernel to send SIGTERM to the child when we are gone, however we went, so that no node
+/// is left behind by a killed `baton up`.
+///
+/// The signal follows the *thread* that spawned the child; `up` spawns from its main thread only.
+pub fn die_with_parent(command: &mut Command) {
+    // SAFETY: between fork and exec only async-signal-safe calls are made: prctl and getppid are,
+    // and building an error from a number or a constant does not allocate.
+    unsafe {
+        let parent = libc::getpid();
+        command.pre_exec(move || {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            // The parent may have died before the call above.
+            if libc::getppid() != parent {
+                return Err(std::io::Error::from_raw_os_error(libc::ESRCH));
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Sends SIGTERM to a child that has not been waited for, so that the id is still its own.
+pub fn send_terminate(child_id: u32) {
+    // SAFETY: kill takes plain numbers; the id belongs to our unreaped child.
+    unsafe {
+        libc::kill(child_id as libc::pid_t, libc::SIGTERM);
+    }
+}

@@ -1,0 +1,114 @@
+//! One streamed answer through the fresh cluster, with the figures that show what happened.
+
+use std::{
+    io::Write,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+
+use crate::{
+    http_client::{HttpClient, whole_body},
+    sse::SseReader,
+};
+
+const QUESTION: &str = "What is the capital of France? Answer in one sentence.";
+const ANSWER_TOKENS_MAX: u32 = 64;
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Asks, prints the answer as it comes, then one line of figures.
+pub async fn run(http: &str) -> Result<()> {
+    tokio::time::timeout(DEADLINE, ask(http))
+        .await
+        .map_err(|_| anyhow!("the sample answer took longer than {} s", DEADLINE.as_secs()))?
+}
+
+async fn ask(http: &str) -> Result<()> {
+    let client = HttpClient::new(Duration::from_secs(5));
+    let body = json!({
+        "messages": [{"role": "user", "content": QUESTION}],
+        "stream": true, "temperature": 0.0, "max_tokens": ANSWER_TOKENS_MAX,
+        "stream_options": {"include_usage": true},
+    });
+    println!("\n> {QUESTION}");
+    let sent = Instant::now();
+    let url = format!("http://{http}/v1/chat/completions");
+    let response = client.post_json(&url, &[("x-baton-figures", "1")], &body).await?;
+    let status = response.status();
+    if !status.is_success() {
+        bail!("{status}: {}", String::from_utf8_lossy(&whole_body(response).await?));
+    }
+    let mut stream = response.into_body();
+    let (mut reader, mut events) = (SseReader::default(), Vec::new());
+    let (mut first, mut last) = (None, sent);
+    let (mut tokens, mut figures) = (0, Value::Null);
+    while let Some(frame) = stream.frame().await {
+        let frame = frame.map_err(|error| anyhow!("the stream broke: {error}"))?;
+        let Some(bytes) = frame.data_ref() else { continue };
+        reader.push(bytes, &mut events)?;
+        for event in events.drain(..).filter(|event| event != "[DONE]") {
+            let event: Value = serde_json::from_str(&event).context("an event is not JSON")?;
+            if let Some(message) = event["error"]["message"].as_str() {
+                bail!("{message}");
+            }
+            if let Some(text) = event["choices"][0]["delta"]["content"].as_str()
+                && !text.is_empty()
+            {
+                first.get_or_insert_with(Instant::now);
+                last = Instant::now();
+                print!("{text}");
+                std::io::stdout().flush()?;
+            }
+            if let Some(usage) = event["usage"]["completion_tokens"].as_u64() {
+                tokens = usage;
+            }
+            if event["baton"].is_object() {
+                figures = event["baton"].clone();
+            }
+        }
+    }
+    println!();
+    let first = first.ok_or_else(|| anyhow!("no text came"))?;
+    ensure!(tokens > 0, "the server counted no token");
+    let decode_s = (last - first).as_secs_f64();
+    println!("{}\n", line(tokens, (first - sent).as_secs_f64(), decode_s, &figures));
+    Ok(())
+}
+
+fn line(tokens: u64, first_s: f64, decode_s: f64, figures: &Value) -> String {
+    let mut line = format!("[{tokens} tokens; time to first token {:.0} ms", first_s * 1e3);
+    if tokens > 1 && decode_s > 0.0 {
+        line += &format!("; {:.0} tokens/s", (tokens - 1) as f64 / decode_s);
+    }
+    if let Some(bytes) = figures["kv_bytes"].as_u64().filter(|&bytes| bytes > 0) {
+        line += &format!("; {:.1} MB of KV moved", bytes as f64 / 1e6);
+        if let Some(micros) = figures["transfer_us"].as_u64() {
+            line += &format!(" in {:.1} ms", micros as f64 / 1e3);
+        }
+    }
+    if let (Some(prefill), Some(decode)) =
+        (figures["prefill_node"].as_str(), figures["decode_node"].as_str())
+    {
+        line += &format!("; prefilled by {prefill}, decoded by {decode}");
+    }
+    line + "]"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_shows_what_is_known() {
+        let figures = json!({"kv_bytes": 1_500_000, "transfer_us": 2500,
+            "prefill_node": "prefill-0", "decode_node": "decode-0"});
+        assert_eq!(
+            line(11, 0.05, 0.1, &figures),
+            "[11 tokens; time to first token 50 ms; 100 tokens/s; 1.5 MB of KV moved in 2.5 ms; \
+             prefilled by prefill-0, decoded by decode-0]"
+        );
+        assert_eq!(line(1, 0.05, 0.0, &Value::Null), "[1 tokens; time to first token 50 ms]");
+    }
+}
