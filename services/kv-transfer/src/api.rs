@@ -24,6 +24,18 @@ use kernels::{BlockId, sampling::SampledToken};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u128);
 
+impl TransferId {
+    /// The 16 bytes that cross the wire, most significant first.
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+
+    /// `None` unless there are exactly 16 bytes.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        Some(Self(u128::from_be_bytes(bytes.try_into().ok()?)))
+    }
+}
+
 impl fmt::Debug for TransferId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)
@@ -37,8 +49,32 @@ impl fmt::Display for TransferId {
 }
 
 /// 128 random bits minted once per process start.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Epoch(pub u128);
+
+impl Epoch {
+    /// The 16 bytes that cross the wire, most significant first.
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+
+    /// `None` unless there are exactly 16 bytes.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        Some(Self(u128::from_be_bytes(bytes.try_into().ok()?)))
+    }
+}
+
+impl fmt::Debug for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
 
 /// The process at the other end, as the router names it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -82,7 +118,9 @@ pub enum Command {
         deadline: Duration,
         traceparent: String,
     },
-    /// Sender: the KV of the prompt's blocks from `first_block` on is written.
+    /// Sender: the KV of the prompt's blocks from `first_block` on is written. Ranges follow one
+    /// another without a gap and end where the reservation ends; what lies before the reservation's
+    /// first block is skipped.
     Written { transfer: TransferId, first_block: u32, blocks: Vec<BlockId> },
     /// Sender: nothing more will be written; `token` has index `first_index`.
     Finish { transfer: TransferId, first_index: u32, token: SampledToken },
@@ -97,8 +135,8 @@ pub enum Event {
     /// Receiver, final: the blocks are free of writes.
     ReceiveFailed { transfer: TransferId, failure: TransferFailure },
     /// Sender: `Expect` and the matching `RESERVE` are both here: prefill may start. Blocks before
-    /// `first_block` are cached at the receiver and not wanted.
-    Ready { transfer: TransferId, first_block: u32, block_count: u32 },
+    /// `first_block` are cached at the receiver and not wanted. `traceparent` is the receiver's.
+    Ready { transfer: TransferId, first_block: u32, block_count: u32, traceparent: String },
     /// Sender, final: the receiver has everything.
     Delivered { transfer: TransferId, figures: Figures },
     /// Sender, final: no read is in flight.

@@ -9,4 +9,13 @@
 //! * `shell` runs the protocol: a listener thread, one sender thread per peer, the driver thread.
 //! * `tcp` carries the bytes where there is no GPU.
 
+#![forbid(unsafe_code)]
+
 pub mod api;
+pub mod config;
+pub mod metrics;
+pub mod shell;
+
+pub use config::{ClusterSecret, Limits, SecretTooShort, TransferConfig};
+pub use metrics::{PeerMetrics, TransferMetrics};
+pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};
