@@ -1,0 +1,146 @@
+//! Values that must fit each other, and values that are made of several.
+
+use std::{fs, net::IpAddr, path::Path};
+
+use crate::{
+    error::{ConfigError, Problem},
+    load::{Config, all_settings},
+    schema::{Model, Transfer},
+    types::Secret,
+    value::Value,
+};
+
+impl Config {
+    /// Notes pairs of values that cannot stand together.
+    pub(crate) fn check_combinations(&self, problems: &mut Vec<Problem>) {
+        let mut conflict = |detail: String| problems.push(Problem::Conflict { detail });
+        let at = |key: &str| format!("{key} ({})", self.source_of(key));
+
+        let node = &self.node;
+        if node.chunk_tokens > node.step_tokens {
+            conflict(format!(
+                "{} = {} is more than {} = {}: a chunk is part of a step",
+                at("node.chunk_tokens"),
+                node.chunk_tokens,
+                at("node.step_tokens"),
+                node.step_tokens,
+            ));
+        }
+        if node.slots > node.step_tokens {
+            conflict(format!(
+                "{} = {} is more than {} = {}: each row of the batch takes a token of the step",
+                at("node.slots"),
+                node.slots,
+                at("node.step_tokens"),
+                node.step_tokens,
+            ));
+        }
+        let router = &self.router;
+        if router.timeout > router.timeout_max {
+            conflict(format!(
+                "{} = {} is more than {} = {}",
+                at("router.timeout"),
+                router.timeout.show(),
+                at("router.timeout_max"),
+                router.timeout_max.show(),
+            ));
+        }
+        if router.waiting_max > router.requests_max {
+            conflict(format!(
+                "{} = {} is more than {} = {}: waiting requests count among all",
+                at("router.waiting_max"),
+                router.waiting_max,
+                at("router.requests_max"),
+                router.requests_max,
+            ));
+        }
+        let transfer = &self.transfer;
+        if transfer.secret.is_some() && transfer.secret_file.is_some() {
+            conflict(format!(
+                "{} and {} are both set; give one",
+                at("transfer.secret"),
+                at("transfer.secret_file"),
+            ));
+        }
+        if transfer.advertise.is_none()
+            && (transfer.notice.ip().is_unspecified() || transfer.data.ip().is_unspecified())
+        {
+            conflict(format!(
+                "{} = {} or {} = {} listens on every address; set transfer.advertise to the host \
+                 under which peers reach this node",
+                at("transfer.notice"),
+                transfer.notice,
+                at("transfer.data"),
+                transfer.data,
+            ));
+        }
+        let cluster = &self.cluster;
+        for (index, url) in cluster.prefill.iter().chain(&cluster.decode).enumerate() {
+            if cluster.prefill.iter().chain(&cluster.decode).take(index).any(|other| other == url) {
+                conflict(format!(
+                    "{url} is listed twice in {} and {}; a node has one role",
+                    at("cluster.prefill"),
+                    at("cluster.decode"),
+                ));
+            }
+        }
+    }
+}
+
+/// The error for a setting that has no default and is needed.
+pub(crate) fn missing(key: &str) -> ConfigError {
+    let setting = all_settings().into_iter().find(|setting| setting.key() == key);
+    let setting = setting.expect("the key is written in this crate and its settings are tested");
+    Problem::Missing { key: setting.key(), flag: setting.flag(), env: setting.env() }.into()
+}
+
+impl Model {
+    /// `path`, which every service needs.
+    pub fn required_path(&self) -> Result<&Path, ConfigError> {
+        self.path.as_deref().ok_or_else(|| missing("model.path"))
+    }
+
+    /// `name`, or the name of the file or folder without `.gguf`.
+    pub fn served_name(&self) -> Result<String, ConfigError> {
+        if let Some(name) = &self.name {
+            return Ok(name.clone());
+        }
+        let path = self.required_path()?;
+        let last = path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let Some(last) = last.filter(|name| !name.is_empty()) else {
+            return Err(missing("model.name"));
+        };
+        Ok(last.strip_suffix(".gguf").unwrap_or(&last).to_owned())
+    }
+}
+
+impl Transfer {
+    /// The secret, from its setting or its file; white space around it does not count.
+    pub fn required_secret(&self) -> Result<Secret, ConfigError> {
+        if let Some(secret) = &self.secret {
+            return Ok(secret.clone());
+        }
+        let Some(path) = &self.secret_file else { return Err(missing("transfer.secret_file")) };
+        let text = fs::read_to_string(path)
+            .map_err(|reason| Problem::FileUnreadable { path: path.clone(), reason })?;
+        Secret::from_text(&text).ok_or_else(|| {
+            let detail = format!(
+                "transfer.secret_file = {}: the file must hold {}",
+                path.display(),
+                <Secret as Value>::allowed()
+            );
+            Problem::Conflict { detail }.into()
+        })
+    }
+
+    /// The host under which peers reach this node, fit for `tcp://HOST:PORT`.
+    pub fn advertised_host(&self) -> String {
+        match &self.advertise {
+            Some(host) => host.clone(),
+            None => match self.notice.ip() {
+                IpAddr::V4(ip) => ip.to_string(),
+                IpAddr::V6(ip) => format!("[{ip}]"),
+            },
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Flags by clap, and the one function that looks at the process.
+
+use std::{env, ffi::OsString, path::PathBuf};
+
+use clap::{Arg, ArgAction, ArgMatches, Command};
+
+use crate::{
+    error::{ConfigError, Problem},
+    load::{Config, Environment, Flags, LoadInput, Section},
+};
+
+const FILE_FLAG: &str = "config";
+const FILE_VARIABLE: &str = "BATON_CONFIG";
+const EXPLAIN_FLAG: &str = "explain-config";
+
+/// What a process begins with.
+pub struct Started {
+    pub config: Config,
+    /// For flags of the service's own.
+    pub matches: ArgMatches,
+}
+
+/// Reads the arguments and the environment of this process, and the file that they name.
+///
+/// `--help`, `--version`, `--explain-config` and wrong flags end the process here. The only
+/// function of this crate that looks at the process; `main` calls it before anything else.
+pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, ConfigError> {
+    let matches = args_for(command, sections).get_matches();
+    let environment = environment_of(env::vars_os())?;
+    let config = from_matches(&matches, environment, sections)?;
+    if matches.get_flag(EXPLAIN_FLAG) {
+        print!("{}", config.explain(sections));
+        std::process::exit(0);
+    }
+    Ok(Started { config, matches })
+}
+
+/// Adds `--config`, `--explain-config` and the flags of these sections to a command.
+pub fn args_for(command: Command, sections: &[Section]) -> Command {
+    let mut command = command
+        .arg(
+            Arg::new(FILE_FLAG)
+                .long(FILE_FLAG)
+                .value_name("FILE")
+                .value_parser(clap::value_parser!(PathBuf))
+                .help("A TOML file with the settings below")
+                .long_help(format!(
+                    "A TOML file with the settings below. Flags win over the environment, the \
+                     environment over the file, the file over the defaults.\nEnvironment: {FILE_VARIABLE}."
+                )),
+        )
+        .arg(
+            Arg::new(EXPLAIN_FLAG)
+                .long(EXPLAIN_FLAG)
+                .action(ArgAction::SetTrue)
+                .help("Prints every setting with its value and where it came from, then exits"),
+        );
+    for section in sections {
+        let heading = format!("[{}] {}", section.name(), section.about());
+        for setting in section.settings() {
+            let arg = Arg::new(setting.key())
+                .long(setting.flag())
+                .value_name(setting.placeholder)
+                .value_parser(clap::builder::StringValueParser::new())
+                .allow_negative_numbers(true)
+                .help(format!("{} [default: {}]", setting.summary(), setting.default))
+                .long_help(setting.explanation())
+                .help_heading(heading.clone());
+            command = command.arg(arg);
+        }
+    }
+    command
+}
+
+/// From parsed arguments and a map. The file is `--config`, else `BATON_CONFIG`, else none.
+pub fn from_matches(
+    matches: &ArgMatches,
+    environment: Environment,
+    sections: &[Section],
+) -> Result<Config, ConfigError> {
+    let flags: Flags = sections
+        .iter()
+        .flat_map(|section| section.settings())
+        .filter_map(|setting| {
+            let text = matches.get_one::<String>(&setting.key())?;
+            Some((setting.key(), text.clone()))
+        })
+        .collect();
+    let named = environment.get(FILE_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let file = matches.get_one::<PathBuf>(FILE_FLAG).cloned().or(named);
+    Config::load(LoadInput { file, environment, flags })
+}
+
+/// The variables that begin with `BATON_`; one that is not UTF-8 is a problem, not a panic.
+fn environment_of(
+    variables: impl Iterator<Item = (OsString, OsString)>,
+) -> Result<Environment, ConfigError> {
+    let mut environment = Environment::new();
+    let mut problems = Vec::new();
+    for (name, value) in variables {
+        let Ok(name) = name.into_string() else { continue };
+        if !name.starts_with("BATON_") {
+            continue;
+        }
+        match value.into_string() {
+            Ok(value) => drop(environment.insert(name, value)),
+            Err(_) => problems.push(Problem::Conflict {
+                detail: format!("environment {name} is not UTF-8; allowed: text in UTF-8"),
+            }),
+        }
+    }
+    if problems.is_empty() { Ok(environment) } else { Err(ConfigError { problems }) }
+}

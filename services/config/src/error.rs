@@ -1,0 +1,72 @@
+//! What can be wrong with a configuration, and where a value came from.
+
+use std::{fmt, io, path::PathBuf};
+
+/// Where a value came from, in rising precedence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    Default,
+    File { path: PathBuf, line: usize },
+    Environment { name: String },
+    Flag { name: String },
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::File { path, line } => write!(f, "{} line {line}", path.display()),
+            Self::Environment { name } => write!(f, "environment {name}"),
+            Self::Flag { name } => write!(f, "flag --{name}"),
+        }
+    }
+}
+
+/// Everything that is wrong with a configuration, at least one problem.
+#[derive(Debug)]
+pub struct ConfigError {
+    pub problems: Vec<Problem>,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, problem) in self.problems.iter().enumerate() {
+            if index > 0 {
+                f.write_str("\n")?;
+            }
+            write!(f, "{problem}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl From<Problem> for ConfigError {
+    fn from(problem: Problem) -> Self {
+        Self { problems: vec![problem] }
+    }
+}
+
+/// One thing that is wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum Problem {
+    #[error("cannot read {path}: {reason}", path = path.display())]
+    FileUnreadable { path: PathBuf, reason: io::Error },
+    #[error("{path} is too large; a configuration file has at most {bytes_max} bytes", path = path.display())]
+    FileTooLarge { path: PathBuf, bytes_max: u64 },
+    #[error("{path} line {line} is not TOML: {reason}", path = path.display())]
+    FileNotToml { path: PathBuf, line: usize, reason: String },
+    #[error("unknown key {key} ({source_}); the nearest valid key is {nearest}")]
+    UnknownKey { key: String, nearest: String, source_: Source },
+    #[error("unknown section [{section}] ({source_}); the nearest valid section is [{nearest}]")]
+    UnknownSection { section: String, nearest: String, source_: Source },
+    /// `value` is hidden when the setting is a secret.
+    #[error("{key} = {value} is not allowed ({source_}); allowed: {allowed}")]
+    BadValue { key: String, value: String, allowed: String, source_: Source },
+    #[error("{key} is not set; give flag --{flag}, environment {env}, or the key in the file")]
+    Missing { key: String, flag: String, env: String },
+    /// Two values that cannot stand together.
+    #[error("{detail}")]
+    Conflict { detail: String },
+}

@@ -1,0 +1,58 @@
+//! Lists every value with its source.
+
+use std::fmt;
+
+use crate::{
+    error::Source,
+    load::{Config, Section},
+    section::Setting,
+};
+
+/// One setting's value and where it came from. A secret's value is `(hidden)` or `unset`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Explained {
+    pub setting: Setting,
+    pub value: String,
+    pub source: Source,
+}
+
+/// A table of values and sources, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Explanation {
+    pub values: Vec<Explained>,
+}
+
+impl Config {
+    /// Every value of these sections, in the order of the schema.
+    pub fn explain(&self, sections: &[Section]) -> Explanation {
+        let named = |value: &&Explained| {
+            sections.iter().any(|section| section.name() == value.setting.section)
+        };
+        Explanation { values: self.explained.iter().filter(named).cloned().collect() }
+    }
+
+    /// Where the value of `key` (`node.slots`) came from.
+    pub fn source_of(&self, key: &str) -> Source {
+        let explained = self.explained.iter().find(|value| value.setting.key() == key);
+        explained.map_or(Source::Default, |value| value.source.clone())
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width =
+            |text: &dyn Fn(&Explained) -> usize| self.values.iter().map(text).max().unwrap_or(0);
+        let keys = width(&|value| value.setting.key().chars().count());
+        let values = width(&|value| value.value.chars().count().min(40));
+        for value in &self.values {
+            writeln!(
+                f,
+                "{:keys$}  {:values$}  {}",
+                value.setting.key(),
+                value.value,
+                value.source
+            )?;
+        }
+        Ok(())
+    }
+}

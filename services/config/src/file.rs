@@ -1,0 +1,153 @@
+//! The TOML file: read with positions, so that a problem can name its line.
+
+use std::{
+    fs,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+use toml::{
+    Spanned,
+    de::{DeTable, DeValue},
+};
+
+use crate::{
+    error::{ConfigError, Problem, Source},
+    load::{Section, nearest},
+    section::Setting,
+};
+
+/// The whole schema with comments takes about 10 KiB.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// What a file holds, before it is parsed. Without a file: nothing.
+#[derive(Default)]
+pub(crate) struct FileText {
+    pub(crate) path: PathBuf,
+    pub(crate) text: String,
+}
+
+impl FileText {
+    pub(crate) fn read(path: &Path) -> Result<Self, ConfigError> {
+        let unreadable = |reason: io::Error| Problem::FileUnreadable { path: path.into(), reason };
+        let mut text = String::new();
+        // The limit is on what is read, not on what the file claims: it may be a pipe.
+        let mut limited = fs::File::open(path).map_err(unreadable)?.take(FILE_BYTES_MAX + 1);
+        limited.read_to_string(&mut text).map_err(unreadable)?;
+        if text.len() as u64 > FILE_BYTES_MAX {
+            let bytes_max = FILE_BYTES_MAX;
+            return Err(Problem::FileTooLarge { path: path.into(), bytes_max }.into());
+        }
+        Ok(Self { path: path.into(), text })
+    }
+}
+
+/// A parsed file.
+pub(crate) struct File<'a> {
+    source: &'a FileText,
+    table: DeTable<'a>,
+}
+
+impl<'a> File<'a> {
+    pub(crate) fn parse(source: &'a FileText) -> Result<Self, ConfigError> {
+        match DeTable::parse(&source.text) {
+            Ok(table) => Ok(Self { source, table: table.into_inner() }),
+            // The error's own text quotes the line, which may hold a secret.
+            Err(error) => {
+                let line = error.span().map_or(1, |span| line_of(&source.text, span.start));
+                let reason = error.message().to_owned();
+                Err(Problem::FileNotToml { path: source.path.clone(), line, reason }.into())
+            }
+        }
+    }
+
+    pub(crate) fn get(&self, setting: &Setting) -> Option<(&DeValue<'a>, Source)> {
+        let section = self.table.get(setting.section)?.get_ref().as_table()?;
+        let (key, value) = section.get_key_value(setting.name)?;
+        Some((value.get_ref(), self.source(key.span().start)))
+    }
+
+    /// Notes every section and key that is not in the schema.
+    pub(crate) fn refuse_unknown(&self, settings: &[Setting], problems: &mut Vec<Problem>) {
+        for (name, value) in &self.table {
+            let source_ = self.source(name.span().start);
+            let section_name = name.get_ref().as_ref();
+            let known = Section::ALL.iter().any(|section| section.name() == section_name);
+            match value.get_ref().as_table() {
+                Some(keys) if known => {
+                    for key in keys.keys() {
+                        self.refuse_unknown_key(section_name, key, settings, problems);
+                    }
+                }
+                Some(_) => problems.push(Problem::UnknownSection {
+                    section: section_name.into(),
+                    nearest: nearest(section_name, Section::ALL.iter().map(|s| s.name())).into(),
+                    source_,
+                }),
+                // A key in front of the first section, or a section's name given a value.
+                None => problems.push(Problem::UnknownKey {
+                    key: section_name.into(),
+                    nearest: nearest_key(None, section_name, settings),
+                    source_,
+                }),
+            }
+        }
+    }
+
+    fn refuse_unknown_key(
+        &self,
+        section: &str,
+        key: &Spanned<std::borrow::Cow<'_, str>>,
+        settings: &[Setting],
+        problems: &mut Vec<Problem>,
+    ) {
+        let name = key.get_ref().as_ref();
+        if settings.iter().any(|setting| setting.section == section && setting.name == name) {
+            return;
+        }
+        problems.push(Problem::UnknownKey {
+            key: format!("{section}.{name}"),
+            nearest: nearest_key(Some(section), name, settings),
+            source_: self.source(key.span().start),
+        });
+    }
+
+    fn source(&self, byte: usize) -> Source {
+        Source::File { path: self.source.path.clone(), line: line_of(&self.source.text, byte) }
+    }
+}
+
+/// The same name in another section is nearer than another name in the same section.
+fn nearest_key(section: Option<&str>, name: &str, settings: &[Setting]) -> String {
+    let misplaced = settings.iter().find(|setting| setting.name == name);
+    let in_reach = |setting: &&Setting| section.is_none_or(|section| setting.section == section);
+    misplaced
+        .or_else(|| {
+            settings
+                .iter()
+                .filter(in_reach)
+                .min_by_key(|setting| strsim::damerau_levenshtein(name, setting.name))
+        })
+        .map(Setting::key)
+        .expect("every section has settings")
+}
+
+fn line_of(text: &str, byte: usize) -> usize {
+    1 + text.as_bytes()[..byte.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
+}
+
+/// A value as it may stand in a message.
+pub(crate) fn show(value: &DeValue<'_>) -> String {
+    match value {
+        DeValue::String(text) => format!("{text:?}"),
+        DeValue::Integer(number) => number.to_string(),
+        DeValue::Float(number) => number.to_string(),
+        DeValue::Boolean(yes) => yes.to_string(),
+        DeValue::Datetime(moment) => moment.to_string(),
+        DeValue::Array(entries) => {
+            let entries: Vec<_> = entries.iter().map(|entry| show(entry.get_ref())).collect();
+            format!("[{}]", entries.join(", "))
+        }
+        DeValue::Table(_) => "a table".into(),
+    }
+}

@@ -1,0 +1,204 @@
+//! Every setting of every service: this file is the reference.
+//!
+//! One file may serve a whole cluster: each service reads the sections it uses and checks the rest.
+//! The transfer lease (2 s) is a constant of the protocol, not a setting: both ends must agree.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use crate::{
+    section::section,
+    types::{ByteSize, ClusterKind, Dtype, GrpcUrl, LoadFormat, LogFormat, Secret},
+};
+
+const fn loopback(port: u16) -> SocketAddr {
+    SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), port)
+}
+
+const fn secs(count: u64) -> Duration {
+    Duration::from_secs(count)
+}
+
+section! {
+    /// Which model is served and how its weights are read. The same on router and nodes.
+    pub struct Model = "model" {
+        /// A GGUF file, or a folder with config.json, tokenizer.json and safetensors.
+        path: Option<PathBuf> = None,
+            "Every service needs it: the router for tokenizer and chat template, nodes for weights.";
+        /// The name under which clients ask for the model.
+        name: Option<String> = None,
+            "Unset means the name of the file or folder, without .gguf.";
+        /// The number format of weights, activations and KV.
+        dtype: Dtype = Dtype::Bf16,
+            "Half the memory and traffic of f32; f32 is for exact comparisons.";
+        /// auto reads the weights at the path; dummy makes seeded random ones from a config.json alone.
+        load_format: LoadFormat = LoadFormat::Auto,
+            "dummy is for measuring speed without a download.";
+    }
+}
+
+section! {
+    /// The router: where clients connect, and how much it takes on.
+    pub struct Router = "router" {
+        /// Where the OpenAI HTTP API, /health, /live and /metrics are served.
+        http: SocketAddr = loopback(8000),
+            "8000 is what clients of other servers expect; loopback until it is opened on purpose.";
+        /// Where the gRPC API (baton.v1.Inference), health and reflection are served.
+        grpc: SocketAddr = loopback(8001),
+            "The port after HTTP's.";
+        /// Largest request body; a larger one is answered with 413.
+        body_bytes_max: ByteSize = ByteSize::mib(4),
+            "128 Ki tokens take about 1 MiB as text or as JSON ids; four times that.",
+            ByteSize::kib(1)..=ByteSize::gib(1);
+        /// Requests in work at once, waiting ones included; one more is answered with 429.
+        requests_max: u32 = 1024,
+            "Some hundred KiB each at worst, so the router stays under a few hundred MiB.",
+            1..=1_000_000;
+        /// Of these, requests that wait until a node has room; one more is answered with 429.
+        waiting_max: u32 = 512,
+            "Half of the requests: what waits longer than the other half takes is better refused.",
+            0..=1_000_000;
+        /// How long a request waits for a node that has room before it is answered with 503.
+        waiting_timeout: Duration = secs(30),
+            "Most clients give up after a minute; half of that leaves time for the answer.",
+            secs(0)..=secs(3600);
+        /// Attempts at one request, the first included: after a lost node or a failed transfer.
+        attempts_max: u32 = 4,
+            "A lost prefill node, a lost decode node and one Busy can befall one request; more is a storm.",
+            1..=16;
+        /// Time for a whole request when the client names none.
+        timeout: Duration = secs(600),
+            "4,096 tokens at 10 a second take seven minutes.",
+            secs(1)..=secs(86_400);
+        /// The longest time a client may ask for.
+        timeout_max: Duration = secs(3600),
+            "An hour covers the longest sequences on the slowest machines.",
+            secs(1)..=secs(86_400);
+        /// How long a client may leave its full stream unread before the stream ends.
+        slow_client_timeout: Duration = secs(30),
+            "Longer than a phone changing networks, short enough to free its blocks.",
+            secs(1)..=secs(3600);
+        /// Events kept for a client that reads slowly; beyond them its request waits.
+        slow_client_events: u32 = 1024,
+            "About 10 s of a fast answer, 200 KiB at most.",
+            1..=65_536;
+        /// How long requests in work may take after SIGTERM before they are ended.
+        drain_timeout: Duration = secs(25),
+            "Kubernetes kills 30 s after SIGTERM.",
+            secs(0)..=secs(3600);
+    }
+}
+
+section! {
+    /// A prefill or decode node: its addresses, and how large its batch and memory are.
+    pub struct Node = "node" {
+        /// The node's name: letters, digits, '.', '_' and '-', at most 64.
+        id: Option<String> = None,
+            "Unset means role and port, such as decode-50061. In Kubernetes: the pod's name.";
+        /// Where routers reach this node.
+        grpc: SocketAddr = loopback(50_061),
+            "Several nodes on one machine each need their own port.";
+        /// Where /metrics, /live and /health are served.
+        metrics: SocketAddr = loopback(0),
+            "Port 0 takes any free port and logs it, so that nodes on one machine never collide.";
+        /// Memory for KV blocks.
+        kv_memory: ByteSize = ByteSize::gib(1),
+            "20,000 tokens of a 135M model in f32; give a node what its machine has to spare.",
+            ByteSize::mib(1)..=ByteSize::gib(16_384);
+        /// Number of KV blocks, each of 16 tokens; overrides kv_memory.
+        blocks: Option<u32> = None,
+            "For tests and measurements that need an exact count.",
+            2..=16_777_216;
+        /// Rows of the running batch: sequences that advance in one step.
+        slots: u32 = 64,
+            "Decode gains little beyond 64 rows on a CPU; a GPU wants 256.",
+            1..=4096;
+        /// Tokens in one step, over all sequences, prompts and answers together.
+        step_tokens: u32 = 512,
+            "Large enough to fill the matrix units, small enough that answers are not held up long.",
+            1..=65_536;
+        /// The most tokens of one prompt in one step.
+        chunk_tokens: u32 = 256,
+            "Half a step: two prompts advance at once, and the first KV leaves early.",
+            1..=65_536;
+        /// Steps in flight: launched, result not yet read.
+        depth: u32 = 2,
+            "One computes while the next is planned; more only delays seeing a stop.",
+            1..=8;
+        /// Threads that compute.
+        threads: Option<u32> = None,
+            "Unset means as many as the process may use at once.",
+            1..=1024;
+        /// Sequences that wait for a slot; one more is answered Busy and tried elsewhere.
+        waiting_max: u32 = 256,
+            "Four full batches; a longer queue belongs in the router.",
+            0..=65_536;
+        /// Longest sequence, prompt and answer, in tokens.
+        sequence_tokens_max: Option<u32> = None,
+            "Unset means what the model was trained for, as far as the blocks reach.",
+            16..=16_777_216;
+        /// How long sequences in work may take after SIGTERM before they are ended.
+        drain_timeout: Duration = secs(25),
+            "Kubernetes kills 30 s after SIGTERM.",
+            secs(0)..=secs(3600);
+    }
+}
+
+section! {
+    /// How KV travels from prefill to decode nodes. The same secret on every node.
+    pub struct Transfer = "transfer" {
+        /// Where this node hears notices of its peers (ZeroMQ).
+        notice: SocketAddr = loopback(0),
+            "Port 0 takes any free port: peers learn it from the router. Fix it behind a firewall.";
+        /// Where this node receives KV (the tcp transport).
+        data: SocketAddr = loopback(0),
+            "Port 0 as above.";
+        /// Host name or IP address under which peers reach the two; needed when they listen on all.
+        advertise: Option<String> = None,
+            "Unset means the address that notice listens on.";
+        /// The most bytes of KV sent in one chunk.
+        chunk_bytes: ByteSize = ByteSize::mib(4),
+            "2 ms at 2 GB/s: long enough to be efficient, short enough to overlap with computing.",
+            ByteSize::kib(4)..=ByteSize::gib(1);
+        /// What all nodes of a cluster share; notices without its tag are not believed. Prefer
+        /// secret_file or the environment: flags are visible to every user of the machine.
+        secret: Option<Secret> = None,
+            "There is none, so that nobody runs with a known one. Make one: openssl rand -hex 32.";
+        /// A file that holds the secret.
+        secret_file: Option<PathBuf> = None,
+            "The way of Kubernetes and Docker; only one of secret and secret_file may be set.";
+    }
+}
+
+section! {
+    /// Which nodes the router knows.
+    pub struct Cluster = "cluster" {
+        /// How members are known. static: they are listed here.
+        kind: ClusterKind = ClusterKind::Static,
+            "Needs nothing else to run.";
+        /// gRPC addresses of prefill nodes.
+        prefill: Vec<GrpcUrl> = Vec::new(),
+            "Without any, decode nodes read prompts themselves.";
+        /// gRPC addresses of decode nodes.
+        decode: Vec<GrpcUrl> = Vec::new(),
+            "At least one is needed before the router is ready.";
+    }
+}
+
+section! {
+    /// What a service tells about itself.
+    pub struct Telemetry = "telemetry" {
+        /// What is logged: a level (error, warn, info, debug, trace), or levels by module such as
+        /// info,router=debug.
+        log: String = "info".into(),
+            "One line for each start, stop, failure and change of health; none per token.";
+        /// pretty for people, json for collectors, auto: pretty on a terminal, json otherwise.
+        log_format: LogFormat = LogFormat::Auto,
+            "Right in a terminal and in a container without being set.";
+        /// Where traces and metrics are sent by OTLP over gRPC.
+        otlp: Option<GrpcUrl> = None,
+            "Off unless set; a collector usually listens on port 4317.";
+        /// Tells this process from others of its kind in traces and metrics.
+        instance: Option<String> = None,
+            "Unset means the node's id, or router and its port.";
+    }
+}

@@ -1,0 +1,79 @@
+//! Addresses of gRPC servers.
+
+use std::fmt;
+
+/// `http://host:port`; plain `host:port` is read as that. The host is a name or an IP address.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GrpcUrl(String);
+
+impl GrpcUrl {
+    /// `None` unless there is a host and a port from 1 to 65535, and nothing behind them.
+    pub fn parse(text: &str) -> Option<Self> {
+        let text = text.trim();
+        let authority = text.strip_prefix("http://").unwrap_or(text);
+        let authority = authority.strip_suffix('/').unwrap_or(authority);
+        let (host, port) = authority.rsplit_once(':')?;
+        let port: u16 = port.parse().ok().filter(|port| *port > 0)?;
+        let host_is_plain = match host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+            Some(inner) => inner.parse::<std::net::Ipv6Addr>().is_ok(),
+            None => {
+                !host.is_empty()
+                    && host.len() <= 253
+                    && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+            }
+        };
+        host_is_plain.then(|| Self(format!("http://{host}:{port}")))
+    }
+
+    /// The whole URL, as `tonic::transport::Endpoint` takes it.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// `host:port`.
+    pub fn authority(&self) -> &str {
+        self.0.strip_prefix("http://").unwrap_or(&self.0)
+    }
+}
+
+impl fmt::Display for GrpcUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_addresses_and_whole_urls_are_read() {
+        for (text, url) in [
+            ("http://127.0.0.1:50061", "http://127.0.0.1:50061"),
+            ("decode-0.decode:50061", "http://decode-0.decode:50061"),
+            ("http://[::1]:9/", "http://[::1]:9"),
+        ] {
+            assert_eq!(GrpcUrl::parse(text).unwrap().as_str(), url);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_dialled_is_refused() {
+        for text in [
+            "",
+            "host",
+            "host:0",
+            "host:70000",
+            "https://host:1",
+            "http://:5",
+            "http://a b:5",
+            "http://host:5/path",
+            "::1:5",
+            "[::1:5",
+            "user@host:5",
+            "host:+5x",
+        ] {
+            assert_eq!(GrpcUrl::parse(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! What a setting's type must know: how it is read, shown, described and limited.
+
+use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
+
+use toml::de::DeValue;
+
+use crate::types::{
+    ByteSize, ClusterKind, Dtype, GrpcUrl, LoadFormat, LogFormat, Secret, format_duration,
+    parse_duration,
+};
+
+/// A type that a setting can have.
+pub(crate) trait Value: Sized + Clone {
+    /// Stands for the value in help texts, such as `BYTES`.
+    const PLACEHOLDER: &'static str;
+    /// Must never be shown.
+    const SECRET: bool = false;
+    /// What may be written, as the end of the sentence "allowed: ...".
+    fn allowed() -> String;
+    /// From a flag or an environment variable. `None`: not allowed.
+    fn from_text(text: &str) -> Option<Self>;
+    /// From a TOML value; by default one that is text.
+    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+        value.as_str().and_then(Self::from_text)
+    }
+    fn show(&self) -> String;
+}
+
+/// A type whose values can be held within limits.
+pub(crate) trait Ranged: Value {
+    type Bound: PartialOrd + Value;
+    fn within(&self, range: &RangeInclusive<Self::Bound>) -> bool;
+
+    fn allowed_within(range: &RangeInclusive<Self::Bound>) -> String {
+        format!("{} from {} to {}", Self::allowed(), range.start().show(), range.end().show())
+    }
+}
+
+fn toml_integer(value: &DeValue<'_>) -> Option<u64> {
+    let integer = value.as_integer()?;
+    u64::from_str_radix(&integer.as_str().replace('_', ""), integer.radix()).ok()
+}
+
+impl Value for u32 {
+    const PLACEHOLDER: &'static str = "N";
+
+    fn allowed() -> String {
+        "a whole number".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        text.trim().replace('_', "").parse().ok()
+    }
+
+    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+        toml_integer(value).and_then(|number| number.try_into().ok())
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for ByteSize {
+    const PLACEHOLDER: &'static str = "BYTES";
+
+    fn allowed() -> String {
+        "a size such as 512KiB, 4MiB, 1GiB or a number of bytes".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+
+    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+        toml_integer(value).map(Self).or_else(|| value.as_str().and_then(Self::parse))
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for Duration {
+    const PLACEHOLDER: &'static str = "DURATION";
+
+    fn allowed() -> String {
+        "a duration with its unit such as 500ms, 2s, 10m or 1h,".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        parse_duration(text)
+    }
+
+    fn show(&self) -> String {
+        format_duration(*self)
+    }
+}
+
+impl Value for String {
+    const PLACEHOLDER: &'static str = "TEXT";
+
+    fn allowed() -> String {
+        "text that is not empty".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+    }
+
+    fn show(&self) -> String {
+        self.clone()
+    }
+}
+
+impl Value for PathBuf {
+    const PLACEHOLDER: &'static str = "PATH";
+
+    fn allowed() -> String {
+        "a path".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        (!text.is_empty()).then(|| text.into())
+    }
+
+    fn show(&self) -> String {
+        self.display().to_string()
+    }
+}
+
+impl Value for SocketAddr {
+    const PLACEHOLDER: &'static str = "ADDR:PORT";
+
+    fn allowed() -> String {
+        "an IP address and a port such as 127.0.0.1:8000, 0.0.0.0:8000 or [::]:8000".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        text.trim().parse().ok()
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for GrpcUrl {
+    const PLACEHOLDER: &'static str = "URL";
+
+    fn allowed() -> String {
+        "host:port or http://host:port".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+/// Shorter secrets can be guessed by trying.
+const SECRET_BYTES_MIN: usize = 16;
+
+impl Value for Secret {
+    const PLACEHOLDER: &'static str = "SECRET";
+    const SECRET: bool = true;
+
+    fn allowed() -> String {
+        format!("text of at least {SECRET_BYTES_MIN} bytes")
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Some(Self::new(text.trim())).filter(|secret| secret.byte_count() >= SECRET_BYTES_MIN)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+/// Unset when absent. An empty flag or variable unsets what the file had set.
+impl<T: Value> Value for Option<T> {
+    const PLACEHOLDER: &'static str = T::PLACEHOLDER;
+    const SECRET: bool = T::SECRET;
+
+    fn allowed() -> String {
+        T::allowed()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        if text.is_empty() { Some(None) } else { T::from_text(text).map(Some) }
+    }
+
+    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+        if value.as_str() == Some("") { Some(None) } else { T::from_toml(value).map(Some) }
+    }
+
+    fn show(&self) -> String {
+        self.as_ref().map_or_else(|| "unset".into(), T::show)
+    }
+}
+
+/// In TOML an array; in flags and the environment separated by commas. Empty text is an empty list.
+impl<T: Value> Value for Vec<T> {
+    const PLACEHOLDER: &'static str = "LIST";
+    const SECRET: bool = T::SECRET;
+
+    fn allowed() -> String {
+        format!(
+            "a list, each entry {}; an array in the file, else separated by commas",
+            T::allowed()
+        )
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        text.split(',').map(str::trim).filter(|part| !part.is_empty()).map(T::from_text).collect()
+    }
+
+    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+        value.as_array()?.iter().map(|entry| T::from_toml(entry.get_ref())).collect()
+    }
+
+    fn show(&self) -> String {
+        if self.is_empty() {
+            return "empty".into();
+        }
+        self.iter().map(T::show).collect::<Vec<_>>().join(",")
+    }
+}
+
+macro_rules! choice_value {
+    ($($Choice:ident),+) => { $(
+        impl Value for $Choice {
+            const PLACEHOLDER: &'static str = "WORD";
+
+            fn allowed() -> String {
+                Self::WORDS.join(" or ")
+            }
+
+            fn from_text(text: &str) -> Option<Self> {
+                Self::parse(text)
+            }
+
+            fn show(&self) -> String {
+                self.to_string()
+            }
+        }
+    )+ };
+}
+
+choice_value!(Dtype, LoadFormat, ClusterKind, LogFormat);
+
+macro_rules! ranged {
+    ($($Scalar:ty),+) => { $(
+        impl Ranged for $Scalar {
+            type Bound = $Scalar;
+
+            fn within(&self, range: &RangeInclusive<$Scalar>) -> bool {
+                range.contains(self)
+            }
+        }
+    )+ };
+}
+
+ranged!(u32, ByteSize, Duration);
+
+impl<T: Ranged<Bound = T> + PartialOrd> Ranged for Option<T> {
+    type Bound = T;
+
+    fn within(&self, range: &RangeInclusive<T>) -> bool {
+        self.as_ref().is_none_or(|value| value.within(range))
+    }
+}
