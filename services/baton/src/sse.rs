@@ -67,7 +67,8 @@ mod tests {
 
     #[test]
     fn events_may_be_cut_anywhere() {
-        let stream = b"data: {\"a\":1}\n\n: keep-alive\n\ndata: two\r\ndata: lines\r\n\r\ndata: [DONE]\n\n";
+        let stream =
+            b"data: {\"a\":1}\n\n: keep-alive\n\ndata: two\r\ndata: lines\r\n\r\ndata: [DONE]\n\n";
         let whole = read(&[stream]);
         assert_eq!(whole, ["{\"a\":1}", "two\nlines", "[DONE]"]);
         for cut in 0..stream.len() {

@@ -272,9 +272,12 @@ impl Common {
             }
         };
         // A secret of this run's own, unless the operator brought one.
-        default_env("BATON_TRANSFER_SECRET", secret.iter().map(|byte| format!("{byte:02x}")).collect());
+        default_env(
+            "BATON_TRANSFER_SECRET",
+            secret.iter().map(|byte| format!("{byte:02x}")).collect(),
+        );
         // Lines pass through our pipe, so the services cannot see that a person reads them.
-        default_env("BATON_TELEMETRY_FORMAT", "pretty".to_owned());
+        default_env("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
         let ready_dir = tempfile::tempdir().context("no temporary folder")?;
         Ok(Self { bin_dir, envs, config: args.config.clone(), ready_dir })
     }

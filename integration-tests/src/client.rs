@@ -1,0 +1,218 @@
+//! A plain HTTP client that keeps every streamed event with the time it came.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use bytes::Bytes;
+use http::{HeaderMap, Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper_util::{
+    client::legacy::{Client as HyperClient, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+use serde_json::{Value, json};
+
+/// No test waits longer than this for anything.
+pub const DEADLINE: Duration = Duration::from_secs(120);
+
+#[derive(Clone)]
+pub struct Client {
+    base: String,
+    inner: HyperClient<HttpConnector, Full<Bytes>>,
+}
+
+/// A whole answer.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+}
+
+impl Answer {
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body)
+            .unwrap_or_else(|_| panic!("not JSON: {}", String::from_utf8_lossy(&self.body)))
+    }
+}
+
+impl Client {
+    pub fn new(base: String) -> Self {
+        Self { base, inner: HyperClient::builder(TokioExecutor::new()).build(HttpConnector::new()) }
+    }
+
+    pub async fn get_json(&self, path: &str) -> Result<(StatusCode, Value)> {
+        let answer = self.get(path).await?;
+        let value = serde_json::from_slice(&answer.body)
+            .with_context(|| format!("{path}: {}", String::from_utf8_lossy(&answer.body)))?;
+        Ok((answer.status, value))
+    }
+
+    pub async fn get(&self, path: &str) -> Result<Answer> {
+        let request = Request::get(format!("{}{path}", self.base)).body(Full::default())?;
+        whole(self.inner.request(request).await?).await
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Result<Answer> {
+        self.post_bytes(path, serde_json::to_vec(body)?.into(), &[]).await
+    }
+
+    pub async fn post_bytes(
+        &self,
+        path: &str,
+        body: Bytes,
+        headers: &[(&str, &str)],
+    ) -> Result<Answer> {
+        let response = tokio::time::timeout(DEADLINE, self.send(path, body, headers)).await??;
+        whole(response).await
+    }
+
+    async fn send(
+        &self,
+        path: &str,
+        body: Bytes,
+        headers: &[(&str, &str)],
+    ) -> Result<http::Response<Incoming>> {
+        let mut request = Request::post(format!("{}{path}", self.base));
+        if !headers.iter().any(|(name, _)| name.eq_ignore_ascii_case("content-type")) {
+            request = request.header("content-type", "application/json");
+        }
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        Ok(self.inner.request(request.body(Full::from(body))?).await?)
+    }
+
+    /// Starts a streamed request; errors when the answer is not 200.
+    pub async fn stream(&self, path: &str, body: &Value) -> Result<EventStream> {
+        self.stream_with(path, body, &[]).await
+    }
+
+    pub async fn stream_with(
+        &self,
+        path: &str,
+        body: &Value,
+        headers: &[(&str, &str)],
+    ) -> Result<EventStream> {
+        let sent = Instant::now();
+        let response = tokio::time::timeout(
+            DEADLINE,
+            self.send(path, serde_json::to_vec(body)?.into(), headers),
+        )
+        .await??;
+        if response.status() != StatusCode::OK {
+            let answer = whole(response).await?;
+            return Err(anyhow!("{}: {}", answer.status, String::from_utf8_lossy(&answer.body)));
+        }
+        Ok(EventStream { sent, body: response.into_body(), buffer: Vec::new() })
+    }
+
+    /// Greedy completion of a prompt given as token ids: the output's token ids.
+    pub async fn greedy(&self, prompt_ids: &[u32], tokens: usize) -> Result<Vec<u32>> {
+        let mut stream = self.stream("/v1/completions", &greedy_body(prompt_ids, tokens)).await?;
+        stream.token_ids().await
+    }
+}
+
+/// The request that the golden outputs answer.
+pub fn greedy_body(prompt_ids: &[u32], tokens: usize) -> Value {
+    json!({
+        "prompt": prompt_ids, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": true,
+        "stream": true, "return_token_ids": true, "stream_options": {"include_usage": true},
+    })
+}
+
+async fn whole(response: http::Response<Incoming>) -> Result<Answer> {
+    let (status, headers) = (response.status(), response.headers().clone());
+    let body = tokio::time::timeout(DEADLINE, response.into_body().collect()).await??.to_bytes();
+    Ok(Answer { status, headers, body })
+}
+
+/// A server-sent event stream being read. Dropping it closes the connection.
+pub struct EventStream {
+    pub sent: Instant,
+    body: Incoming,
+    buffer: Vec<u8>,
+}
+
+/// One event and when it came, since the request was sent.
+#[derive(Clone, Debug)]
+pub struct Event {
+    pub after: Duration,
+    pub data: String,
+}
+
+impl Event {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.data).unwrap_or_else(|_| panic!("not JSON: {}", self.data))
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.data == "[DONE]"
+    }
+
+    /// Token ids of the first choice in this event.
+    pub fn token_ids(&self) -> Vec<u32> {
+        if self.is_done() {
+            return Vec::new();
+        }
+        let ids = self.json()["choices"][0]["token_ids"].clone();
+        ids.as_array()
+            .map(|ids| {
+                ids.iter().map(|id| id.as_u64().expect("an id is a number") as u32).collect()
+            })
+            .unwrap_or_default()
+    }
+}
+
+impl EventStream {
+    /// The next event; `None` when the stream ended.
+    pub async fn next(&mut self) -> Result<Option<Event>> {
+        loop {
+            if let Some(end) = self.buffer.windows(2).position(|pair| pair == b"\n\n") {
+                let block: Vec<u8> = self.buffer.drain(..end + 2).collect();
+                let block = String::from_utf8(block).context("an event is not UTF-8")?;
+                let data: Vec<&str> =
+                    block.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+                if data.is_empty() {
+                    continue;
+                }
+                return Ok(Some(Event { after: self.sent.elapsed(), data: data.join("\n") }));
+            }
+            let frame = tokio::time::timeout(DEADLINE, self.body.frame())
+                .await
+                .context("no event within the deadline")?;
+            match frame {
+                None => {
+                    ensure!(self.buffer.is_empty(), "the stream ended inside an event");
+                    return Ok(None);
+                }
+                Some(frame) => {
+                    let frame = frame.context("the stream broke")?;
+                    self.buffer.extend_from_slice(frame.data_ref().unwrap_or(&Bytes::new()));
+                }
+            }
+        }
+    }
+
+    /// All events to the end; fails unless the last is `[DONE]`.
+    pub async fn all(&mut self) -> Result<Vec<Event>> {
+        let mut events = Vec::new();
+        while let Some(event) = self.next().await? {
+            events.push(event);
+        }
+        ensure!(events.last().is_some_and(Event::is_done), "no [DONE]: {:?}", events.last());
+        Ok(events)
+    }
+
+    /// Token ids of the first choice, to the end of a stream that ended well.
+    pub async fn token_ids(&mut self) -> Result<Vec<u32>> {
+        let events = self.all().await?;
+        for event in events.iter().filter(|event| !event.is_done()) {
+            let error = &event.json()["error"];
+            ensure!(error.is_null(), "the stream ended with {error}");
+        }
+        Ok(events.iter().flat_map(Event::token_ids).collect())
+    }
+}

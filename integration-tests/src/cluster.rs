@@ -1,0 +1,376 @@
+//! A cluster of real processes on loopback.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+
+const READY_WITHIN: Duration = Duration::from_secs(60);
+const STOP_WITHIN: Duration = Duration::from_secs(20);
+pub const SECRET: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+/// What a cluster shall be. Settings are environment names and values, as an operator would set.
+#[derive(Clone, Debug)]
+pub struct ClusterSpec {
+    pub prefill: usize,
+    pub decode: usize,
+    pub dtype: &'static str,
+    pub model: PathBuf,
+    pub load_format: &'static str,
+    /// For all processes.
+    pub settings: BTreeMap<String, String>,
+    /// For prefill nodes alone and for decode nodes alone.
+    pub prefill_settings: BTreeMap<String, String>,
+    pub decode_settings: BTreeMap<String, String>,
+}
+
+impl ClusterSpec {
+    /// One prefill and one decode node with the real model in f32.
+    pub fn smollm2() -> Self {
+        Self {
+            prefill: 1,
+            decode: 1,
+            dtype: "f32",
+            model: smollm2(),
+            load_format: "auto",
+            settings: BTreeMap::new(),
+            prefill_settings: BTreeMap::new(),
+            decode_settings: BTreeMap::new(),
+        }
+    }
+
+    pub fn nodes(mut self, prefill: usize, decode: usize) -> Self {
+        (self.prefill, self.decode) = (prefill, decode);
+        self
+    }
+
+    pub fn set(mut self, name: &str, value: impl ToString) -> Self {
+        self.settings.insert(name.to_owned(), value.to_string());
+        self
+    }
+
+    pub fn set_prefill(mut self, name: &str, value: impl ToString) -> Self {
+        self.prefill_settings.insert(name.to_owned(), value.to_string());
+        self
+    }
+
+    pub fn set_decode(mut self, name: &str, value: impl ToString) -> Self {
+        self.decode_settings.insert(name.to_owned(), value.to_string());
+        self
+    }
+}
+
+/// The model file that `make model` fetches.
+pub fn smollm2() -> PathBuf {
+    let path = match std::env::var_os("BATON_TEST_MODEL") {
+        Some(path) => PathBuf::from(path),
+        None => Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    };
+    assert!(path.exists(), "{} is missing: run `make model`", path.display());
+    path
+}
+
+/// The folder of the service binaries: the test binary's own build folder.
+pub fn bin_dir() -> PathBuf {
+    let test = std::env::current_exe().expect("a running test has a path");
+    let folder = test.parent().and_then(Path::parent).expect("tests lie in target/PROFILE/deps");
+    folder.to_owned()
+}
+
+/// What a service writes to its ready file.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct Ready {
+    #[serde(default)]
+    pub http: String,
+    #[serde(default)]
+    pub grpc: String,
+    #[serde(default)]
+    pub metrics: String,
+    #[serde(default)]
+    pub notice: String,
+    #[serde(default)]
+    pub data: String,
+}
+
+/// One service process. Dropping it kills the process.
+pub struct Service {
+    pub name: String,
+    pub ready: Ready,
+    child: Child,
+    log: PathBuf,
+}
+
+impl Service {
+    /// Starts a binary and waits until it wrote its ready file.
+    pub fn start(
+        folder: &Path,
+        name: &str,
+        program: &str,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<Self> {
+        let mut service = Self::spawn(folder, name, program, settings)?;
+        service.wait_ready(folder)?;
+        Ok(service)
+    }
+
+    fn spawn(
+        folder: &Path,
+        name: &str,
+        program: &str,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<Self> {
+        let program = bin_dir().join(program);
+        ensure!(
+            program.exists(),
+            "{} is missing: run `cargo build --workspace --bins`",
+            program.display()
+        );
+        let log = folder.join(format!("{name}.log"));
+        let ready_file = folder.join(format!("{name}.ready"));
+        let _ = std::fs::remove_file(&ready_file);
+        let child = Command::new(&program)
+            .arg("--ready-file")
+            .arg(&ready_file)
+            .envs(settings)
+            .env("BATON_TELEMETRY_LOG_FORMAT", "pretty")
+            .stdin(Stdio::null())
+            .stdout(File::create(&log)?)
+            .stderr(File::options().append(true).open(&log)?)
+            .spawn()
+            .with_context(|| format!("cannot run {}", program.display()))?;
+        Ok(Self { name: name.to_owned(), ready: Ready::default(), child, log })
+    }
+
+    fn wait_ready(&mut self, folder: &Path) -> Result<()> {
+        let ready_file = folder.join(format!("{}.ready", self.name));
+        let deadline = Instant::now() + READY_WITHIN;
+        loop {
+            if let Ok(bytes) = std::fs::read(&ready_file) {
+                self.ready = serde_json::from_slice(&bytes)
+                    .with_context(|| format!("ready file of {}", self.name))?;
+                return Ok(());
+            }
+            if let Some(status) = self.child.try_wait()? {
+                bail!("{} ended ({status}) before it was ready:\n{}", self.name, self.log_tail());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{} was not ready in time:\n{}",
+                self.name,
+                self.log_tail()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn signal(&self, signal: i32) {
+        // The process is our own and not reaped, so its id cannot name another.
+        let id = self.child.id().to_string();
+        let status = Command::new("kill").args([format!("-{signal}"), id]).status();
+        assert!(status.is_ok_and(|status| status.success()), "cannot signal {}", self.name);
+    }
+
+    /// SIGKILL, and the process is gone when this returns.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    pub fn stop_signal(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    pub fn continue_signal(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    pub fn terminate_signal(&self) {
+        self.signal(libc::SIGTERM);
+    }
+
+    /// Exit code after the process ended by itself; `None` when a signal ended it.
+    pub fn wait_end(&mut self, within: Duration) -> Result<Option<i32>> {
+        let deadline = Instant::now() + within;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status.code());
+            }
+            ensure!(Instant::now() < deadline, "{} still runs:\n{}", self.name, self.log_tail());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read(&self.log)
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            .unwrap_or_default()
+    }
+
+    fn log_tail(&self) -> String {
+        let log = self.log();
+        let lines: Vec<&str> = log.lines().collect();
+        lines[lines.len().saturating_sub(40)..].join("\n")
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.kill();
+        if std::thread::panicking() {
+            eprintln!("--- {} ---\n{}", self.name, self.log_tail());
+        }
+    }
+}
+
+/// Router and nodes. Dropping it kills them.
+pub struct Cluster {
+    pub router: Service,
+    pub prefill: Vec<Service>,
+    pub decode: Vec<Service>,
+    spec: ClusterSpec,
+    folder: tempfile::TempDir,
+}
+
+impl Cluster {
+    /// Starts nodes and router and waits until the router answers `/health` with every node seen.
+    pub async fn start(spec: ClusterSpec) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let mut prefill = Vec::new();
+        let mut decode = Vec::new();
+        for index in 0..spec.prefill {
+            prefill.push(spawn_node(&spec, folder.path(), "prefill", index, "127.0.0.1:0")?);
+        }
+        for index in 0..spec.decode {
+            decode.push(spawn_node(&spec, folder.path(), "decode", index, "127.0.0.1:0")?);
+        }
+        for node in prefill.iter_mut().chain(&mut decode) {
+            node.wait_ready(folder.path())?;
+        }
+        let urls = |nodes: &[Service]| {
+            let urls: Vec<String> =
+                nodes.iter().map(|node| format!("http://{}", node.ready.grpc)).collect();
+            urls.join(",")
+        };
+        let mut settings = common_settings(&spec);
+        settings.insert("BATON_ROUTER_HTTP".to_owned(), "127.0.0.1:0".to_owned());
+        settings.insert("BATON_ROUTER_GRPC".to_owned(), "127.0.0.1:0".to_owned());
+        if spec.prefill > 0 {
+            settings.insert("BATON_CLUSTER_PREFILL".to_owned(), urls(&prefill));
+        }
+        settings.insert("BATON_CLUSTER_DECODE".to_owned(), urls(&decode));
+        let router = Service::start(folder.path(), "router", "baton-router", &settings)?;
+        let cluster = Self { router, prefill, decode, spec, folder };
+        cluster.wait_nodes(cluster.spec.prefill, cluster.spec.decode).await?;
+        Ok(cluster)
+    }
+
+    pub fn http(&self) -> String {
+        format!("http://{}", self.router.ready.http)
+    }
+
+    pub fn grpc(&self) -> String {
+        format!("http://{}", self.router.ready.grpc)
+    }
+
+    /// Waits until the router's health names this many serving nodes.
+    pub async fn wait_nodes(&self, prefill: usize, decode: usize) -> Result<()> {
+        let client = crate::client::Client::new(self.http());
+        let deadline = Instant::now() + READY_WITHIN;
+        loop {
+            let health = client.get_json("/health").await;
+            if let Ok((_, health)) = &health
+                && health["prefill_nodes"].as_u64() == Some(prefill as u64)
+                && health["decode_nodes"].as_u64() == Some(decode as u64)
+            {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "the router does not see {prefill} prefill and {decode} decode nodes: {health:?}\n{}",
+                self.router.log_tail()
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Starts a decode node again at its old address.
+    pub fn restart_decode(&mut self, index: usize) -> Result<()> {
+        let address = self.decode[index].ready.grpc.clone();
+        self.decode[index].kill();
+        let mut node = spawn_node(&self.spec, self.folder.path(), "decode", index, &address)?;
+        node.wait_ready(self.folder.path())?;
+        self.decode[index] = node;
+        Ok(())
+    }
+
+    pub fn all(&mut self) -> impl Iterator<Item = &mut Service> {
+        self.prefill.iter_mut().chain(&mut self.decode).chain([&mut self.router])
+    }
+
+    /// SIGTERM to all, router first; every process must end with code 0.
+    pub fn stop(mut self) -> Result<()> {
+        self.router.terminate_signal();
+        let mut codes = vec![(self.router.name.clone(), self.router.wait_end(STOP_WITHIN)?)];
+        for node in self.prefill.iter().chain(&self.decode) {
+            node.terminate_signal();
+        }
+        for node in self.prefill.iter_mut().chain(&mut self.decode) {
+            codes.push((node.name.clone(), node.wait_end(STOP_WITHIN)?));
+        }
+        for (name, code) in codes {
+            ensure!(code == Some(0), "{name} ended with {code:?}");
+        }
+        Ok(())
+    }
+}
+
+fn common_settings(spec: &ClusterSpec) -> BTreeMap<String, String> {
+    let mut settings = spec.settings.clone();
+    for (name, value) in [
+        ("BATON_MODEL_PATH", spec.model.display().to_string()),
+        ("BATON_MODEL_DTYPE", spec.dtype.to_owned()),
+        ("BATON_MODEL_LOAD_FORMAT", spec.load_format.to_owned()),
+        ("BATON_TRANSFER_SECRET", SECRET.to_owned()),
+    ] {
+        settings.entry(name.to_owned()).or_insert(value);
+    }
+    settings
+}
+
+fn spawn_node(
+    spec: &ClusterSpec,
+    folder: &Path,
+    role: &str,
+    index: usize,
+    grpc: &str,
+) -> Result<Service> {
+    let name = format!("{role}-{index}");
+    let mut settings = common_settings(spec);
+    let own = if role == "prefill" { &spec.prefill_settings } else { &spec.decode_settings };
+    settings.extend(own.clone());
+    for (setting, value) in [
+        ("BATON_NODE_ID", name.as_str()),
+        ("BATON_NODE_GRPC", grpc),
+        ("BATON_NODE_METRICS", "127.0.0.1:0"),
+        ("BATON_TRANSFER_NOTICE", "127.0.0.1:0"),
+        ("BATON_TRANSFER_DATA", "127.0.0.1:0"),
+    ] {
+        settings.entry(setting.to_owned()).or_insert_with(|| value.to_owned());
+    }
+    Service::spawn(folder, &name, &format!("baton-{role}-node"), &settings)
+}

@@ -1,0 +1,238 @@
+//! Hostile and mistaken input against a whole cluster: each is answered by its own clear refusal, and
+//! the requests beside it never notice.
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use integration_tests::{
+    client::{Client, greedy_body},
+    cluster::{Cluster, ClusterSpec, Service, smollm2},
+    golden::golden,
+};
+use serde_json::{Value, json};
+
+async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {
+    let cluster = Cluster::start(spec).await?;
+    let client = Client::new(cluster.http());
+    Ok((cluster, client))
+}
+
+/// Posts and expects this status and that the error's message holds every word.
+async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> Result<()> {
+    for path in ["/v1/completions", "/v1/chat/completions"] {
+        let mut body = body.clone();
+        if path.ends_with("chat/completions") {
+            // The same mistakes in a chat request; those of the prompt are the completion's own.
+            if let Some(prompt) = body.as_object_mut().and_then(|body| body.remove("prompt")) {
+                if prompt != json!("hi") {
+                    continue;
+                }
+                body["messages"] = json!([{"role": "user", "content": "hi"}]);
+            }
+        }
+        let answer = client.post(path, &body).await?;
+        let error = answer.json()["error"].clone();
+        assert_eq!(answer.status.as_u16(), status, "{path} {body}: {error}");
+        let message = error["message"].as_str().context("no message")?;
+        for word in words {
+            assert!(message.contains(word), "{path} {body}: {message:?} lacks {word:?}");
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_mistake_is_named() -> Result<()> {
+    let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
+    // A request that runs all the while and must not be disturbed.
+    let run = golden().runs.remove(0);
+    let undisturbed = tokio::spawn({
+        let client = client.clone();
+        let prompt = run.prompt_ids.clone();
+        async move {
+            client.stream("/v1/completions", &greedy_body(&prompt, 48)).await?.token_ids().await
+        }
+    });
+
+    let long: Vec<u32> = vec![5; 9000];
+    refused(&client, json!({"prompt": "hi", "model": "nobody"}), 404, &["nobody"]).await?;
+    refused(&client, json!({"prompt": ""}), 400, &["prompt"]).await?;
+    refused(&client, json!({"prompt": []}), 400, &["prompt"]).await?;
+    refused(&client, json!({"prompt": long}), 400, &["9000", "819"]).await?;
+    refused(&client, json!({"prompt": [1, 49152]}), 400, &["49152"]).await?;
+    refused(&client, json!({"prompt": [-1]}), 400, &["-1"]).await?;
+    refused(&client, json!({"prompt": {"a": 1}}), 400, &["prompt"]).await?;
+    for (field, value) in [
+        ("max_tokens", json!(-1)),
+        ("max_tokens", json!(0)),
+        ("max_tokens", json!("many")),
+        ("max_tokens", json!(1e30)),
+        ("temperature", json!(-0.5)),
+        ("temperature", json!("hot")),
+        ("top_p", json!(1.5)),
+        ("top_p", json!(0)),
+        ("min_p", json!(2)),
+        ("top_k", json!(-7)),
+        ("presence_penalty", json!(99)),
+        ("frequency_penalty", json!(-99)),
+        ("repetition_penalty", json!(0)),
+        ("n", json!(0)),
+        ("n", json!(100_000)),
+        ("seed", json!("x")),
+        ("stop", json!([1, 2])),
+        ("stop", json!(vec!["x"; 10_000])),
+        ("stop", json!("y".repeat(100_000))),
+        ("stop", json!([""])),
+        ("logprobs", json!("all")),
+        ("stream", json!("yes")),
+    ] {
+        let mut body = json!({"prompt": "hi"});
+        body[field] = value;
+        refused(&client, body, 400, &[field]).await?;
+    }
+
+    let bytes = |text: &'static [u8]| bytes::Bytes::from_static(text);
+    for (body, words) in [
+        (bytes(b"{\"prompt\": \"hi\""), "JSON"),
+        (bytes(b"[]"), ""),
+        (bytes(b"{\"prompt\": \"\xff\xfe\"}"), "UTF-8"),
+        (bytes(b""), ""),
+    ] {
+        let answer = client.post_bytes("/v1/completions", body, &[]).await?;
+        assert_eq!(answer.status, 400, "{:?}", answer.json());
+        let message = answer.json()["error"]["message"].as_str().unwrap_or("").to_owned();
+        assert!(message.contains(words), "{message:?} lacks {words:?}");
+    }
+    let big = bytes::Bytes::from(vec![b' '; 5 << 20]);
+    let answer = client.post_bytes("/v1/completions", big, &[]).await?;
+    assert_eq!(answer.status, 413);
+    assert_eq!(client.get("/v1/nothing").await?.status, 404);
+    assert_eq!(client.get("/v1/completions").await?.status, 405);
+
+    assert_eq!(undisturbed.await??, run.output_ids);
+    for service in cluster.all() {
+        assert!(service.is_running(), "{} is gone", service.name);
+    }
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn garbage_on_every_port_disturbs_nobody() -> Result<()> {
+    let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
+    let run = golden().runs.remove(0);
+    let addresses: Vec<String> = cluster
+        .all()
+        .flat_map(|service| {
+            let ready = service.ready.clone();
+            [ready.http, ready.grpc, ready.metrics, ready.notice, ready.data]
+        })
+        .filter(|address| !address.is_empty())
+        .map(|address| address.trim_start_matches("tcp://").to_owned())
+        .collect();
+    assert!(addresses.len() >= 8, "{addresses:?}");
+    let flood = std::thread::spawn(move || {
+        for round in 0..40u64 {
+            for address in &addresses {
+                let _ = throw_garbage(address, round);
+            }
+        }
+    });
+    for _ in 0..3 {
+        assert_eq!(client.greedy(&run.prompt_ids, 48).await?, run.output_ids);
+    }
+    flood.join().expect("the flood does not panic");
+    assert_eq!(client.greedy(&run.prompt_ids, 48).await?, run.output_ids);
+    for service in cluster.all() {
+        assert!(service.is_running(), "{} is gone", service.name);
+    }
+    cluster.stop()
+}
+
+/// One connection that sends something wrong and reads a little.
+fn throw_garbage(address: &str, round: u64) -> std::io::Result<()> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_write_timeout(Some(Duration::from_millis(200)))?;
+    stream.set_read_timeout(Some(Duration::from_millis(5)))?;
+    let mut state = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut noise = |count: usize| -> Vec<u8> {
+        (0..count)
+            .map(|_| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                state as u8
+            })
+            .collect()
+    };
+    let message: Vec<u8> = match round % 5 {
+        0 => noise(64),
+        1 => noise(100_000),
+        // A ZMTP greeting, then a frame that announces 2^60 bytes.
+        2 => {
+            let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+            greeting.extend_from_slice(b"NULL");
+            greeting.resize(64, 0);
+            greeting.extend_from_slice(&[2, 0x10, 0, 0, 0, 0, 0, 0, 0]);
+            greeting
+        }
+        // The HTTP/2 preface, then noise for frames.
+        3 => [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), noise(500)].concat(),
+        _ => b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999\r\n\r\n{".to_vec(),
+    };
+    stream.write_all(&message)?;
+    let mut buffer = [0; 256];
+    let _ = stream.read(&mut buffer);
+    Ok(())
+}
+
+/// Starting a service with these settings must fail with exit code 1 or 2 and these words.
+fn start_fails(program: &str, settings: &[(&str, &str)], words: &[&str]) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let settings = settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+    let message = match Service::start(folder.path(), "service", program, &settings) {
+        Ok(_) => panic!("{program} started with {settings:?}"),
+        Err(error) => format!("{error:#}"),
+    };
+    for word in words {
+        assert!(message.contains(word), "{message:?} lacks {word:?}");
+    }
+    assert!(!message.contains("panicked"), "{message}");
+    Ok(())
+}
+
+#[test]
+fn a_service_that_cannot_start_says_why() -> Result<()> {
+    let model = smollm2().display().to_string();
+    let secret = integration_tests::cluster::SECRET;
+    let folder = tempfile::tempdir()?;
+    let typo = folder.path().join("typo.toml");
+    std::fs::write(&typo, "[node]\nstep_tokns = 5\n")?;
+    let typo = typo.display().to_string();
+    let truncated = folder.path().join("truncated.gguf");
+    let whole = std::fs::read(smollm2())?;
+    std::fs::write(&truncated, &whole[..whole.len() / 2])?;
+    let truncated = truncated.display().to_string();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let taken = taken.local_addr()?.to_string();
+    for program in ["baton-decode-node", "baton-prefill-node"] {
+        let good = [
+            ("BATON_MODEL_PATH", model.as_str()),
+            ("BATON_TRANSFER_SECRET", secret),
+            ("BATON_NODE_GRPC", "127.0.0.1:0"),
+        ];
+        let with = |name, value| [&good[..], &[(name, value)]].concat();
+        start_fails(program, &with("BATON_MODEL_PATH", "/nowhere/x.gguf"), &["/nowhere/x.gguf"])?;
+        start_fails(program, &with("BATON_MODEL_PATH", &truncated), &["blk.", "offset"])?;
+        start_fails(program, &with("BATON_NODE_STEP_TOKENS", "many"), &["step_tokens", "many"])?;
+        start_fails(program, &with("BATON_CONFIG", &typo), &["step_tokns", "step_tokens"])?;
+        start_fails(program, &with("BATON_NODE_GRPC", &taken), &[taken.as_str()])?;
+    }
+    start_fails("baton-router", &[("BATON_MODEL_PATH", "/nowhere/x.gguf")], &["/nowhere/x.gguf"])?;
+    let router = [("BATON_MODEL_PATH", model.as_str()), ("BATON_ROUTER_HTTP", taken.as_str())];
+    start_fails("baton-router", &router, &[taken.as_str()])?;
+    Ok(())
+}

@@ -1,0 +1,131 @@
+//! One request is one trace: router, prefill node, transfer and decode node, each span under its
+//! parent, as a collector receives it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+use integration_tests::{
+    client::{Client, greedy_body},
+    cluster::{Cluster, ClusterSpec},
+    golden::golden,
+};
+use opentelemetry_proto::tonic::{
+    collector::trace::v1::{
+        ExportTraceServiceRequest, ExportTraceServiceResponse,
+        trace_service_server::{TraceService, TraceServiceServer},
+    },
+    trace::v1::Span,
+};
+use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+
+const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
+const CALLER: &str = "b7ad6b7169203331";
+
+/// Keeps every span with the name of the service that sent it.
+#[derive(Clone, Default)]
+struct Collector {
+    spans: Arc<Mutex<Vec<(String, Span)>>>,
+}
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        let mut spans = self.spans.lock().expect("no holder panics");
+        for resource in request.into_inner().resource_spans {
+            let service = resource
+                .resource
+                .iter()
+                .flat_map(|resource| &resource.attributes)
+                .find(|attribute| attribute.key == "service.name")
+                .map(|attribute| format!("{:?}", attribute.value))
+                .unwrap_or_default();
+            for scope in resource.scope_spans {
+                spans.extend(scope.spans.into_iter().map(|span| (service.clone(), span)));
+            }
+        }
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[tokio::test]
+async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
+    let collector = Collector::default();
+    let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
+    let address = incoming.local_addr()?;
+    let server = tokio::spawn(
+        tonic::transport::Server::builder()
+            .add_service(TraceServiceServer::new(collector.clone()))
+            .serve_with_incoming(incoming),
+    );
+    let spec = ClusterSpec::smollm2().set("BATON_TELEMETRY_OTLP", format!("http://{address}"));
+    let cluster = Cluster::start(spec).await?;
+    let client = Client::new(cluster.http());
+    let run = golden().runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("runs");
+    let traceparent = format!("00-{TRACE}-{CALLER}-01");
+    let found = client
+        .stream_with(
+            "/v1/completions",
+            &greedy_body(&run.prompt_ids, 8),
+            &[("traceparent", &traceparent)],
+        )
+        .await?
+        .token_ids()
+        .await?;
+    assert_eq!(found, run.output_ids[..8]);
+    // Stopping flushes what is not sent yet.
+    cluster.stop()?;
+
+    let wanted = ["request", "attempt", "queue", "prefill", "reserve", "transfer", "decode"];
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        let spans: Vec<(String, Span)> = collector
+            .spans
+            .lock()
+            .expect("no holder panics")
+            .iter()
+            .filter(|(_, span)| hex(&span.trace_id) == TRACE)
+            .cloned()
+            .collect();
+        let names: BTreeSet<&str> = spans.iter().map(|(_, span)| span.name.as_str()).collect();
+        if wanted.iter().all(|name| names.contains(name)) {
+            check_tree(&spans);
+            break;
+        }
+        ensure!(Instant::now() < deadline, "spans: {names:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    server.abort();
+    Ok(())
+}
+
+/// Every span hangs on another of the trace, and in the end on the caller's.
+fn check_tree(spans: &[(String, Span)]) {
+    let parents: BTreeMap<String, String> =
+        spans.iter().map(|(_, span)| (hex(&span.span_id), hex(&span.parent_span_id))).collect();
+    for (service, span) in spans {
+        let mut at = hex(&span.span_id);
+        for _ in 0..=parents.len() {
+            if at == CALLER {
+                break;
+            }
+            at = parents
+                .get(&at)
+                .unwrap_or_else(|| panic!("{service} {}: parent {at} is unknown", span.name))
+                .clone();
+        }
+        assert_eq!(at, CALLER, "{service} {} hangs on nothing", span.name);
+    }
+    let services: BTreeSet<&str> = spans.iter().map(|(service, _)| service.as_str()).collect();
+    assert!(services.len() >= 3, "{services:?}");
+}
