@@ -1,1 +1,29 @@
-//! See Cargo.toml.
+//! Models: their configuration, their weights on disk, and the forward pass of each architecture.
+//!
+//! * [`Checkpoint`] opens a GGUF file, a Hugging Face folder, or (with [`LoadFormat::Dummy`]) a
+//!   `config.json` alone, checks that every weight is there in its shape, and serves weights row by
+//!   row in f32, in Hugging Face's order.
+//! * [`ModelConfig`] is what both formats say about the model, validated.
+//! * [`Llama`] packs the weights for a backend of crate `kernels` and runs the forward pass.
+//!
+//! Left out: tokenizers and templates (crate `text`), batching and sampling (crate `engine`),
+//! arithmetic (crate `kernels`).
+
+#![forbid(unsafe_code)]
+
+pub mod checkpoint;
+pub mod config;
+mod encoding;
+mod error;
+mod fingerprint;
+pub mod llama;
+mod matrix;
+mod rope;
+mod weight;
+
+pub use checkpoint::{Checkpoint, LoadFormat};
+pub use config::{Architecture, ModelConfig, RopeScaling};
+pub use error::ModelError;
+pub use llama::{Limits, Llama, LoadProgress};
+pub use matrix::{MatrixSource, StackedRows};
+pub use weight::{LayerWeight, Weight, WeightShape};

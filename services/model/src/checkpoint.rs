@@ -1,0 +1,315 @@
+//! Weights on disk, whatever the format.
+
+pub(crate) mod dummy;
+mod folder;
+mod gguf_file;
+
+use std::path::{Path, PathBuf};
+
+use self::{dummy::DummyWeights, folder::SafetensorsFolder, gguf_file::GgufFile};
+use crate::{
+    config::{JsonFile, ModelConfig, from_hugging_face},
+    encoding::Encoding,
+    error::ModelError,
+    fingerprint::{self, DirectoryEntry},
+    matrix::{MatrixData, MatrixSource, RowOrder},
+    weight::{Weight, WeightShape},
+};
+
+/// Where weights come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LoadFormat {
+    /// A GGUF file or a Hugging Face folder, whichever the path is.
+    #[default]
+    Auto,
+    /// Random weights; the path needs to hold a configuration only.
+    Dummy { seed: u64 },
+}
+
+/// An opened model: its configuration, and its weights ready to be read.
+///
+/// Every weight is known to be there in its shape and encoding, with all its bytes.
+pub struct Checkpoint {
+    path: PathBuf,
+    config: ModelConfig,
+    weights: Weights,
+    fingerprint: u128,
+}
+
+enum Weights {
+    Gguf(GgufFile),
+    Folder(SafetensorsFolder),
+    Dummy(DummyWeights),
+}
+
+/// One weight in a file, before its shape is checked.
+struct StoredTensor<'a> {
+    path: &'a Path,
+    name: String,
+    /// From the file's start.
+    offset: u64,
+    /// Slowest dimension first.
+    dims: Vec<u64>,
+    encoding: Encoding,
+    bytes: &'a [u8],
+    order: RowOrder,
+}
+
+impl Checkpoint {
+    /// Opens the model at `path`: a `.gguf` file, or a folder with `config.json` and
+    /// `model.safetensors` (or its shards and their index). With [`LoadFormat::Dummy`] the
+    /// configuration is enough: a `config.json`, a folder that holds one, or a GGUF file.
+    ///
+    /// Maps files and reads headers; weights are read when a backend packs them.
+    ///
+    /// # Errors
+    /// Everything of [`ModelError`]: what is unreadable, unsupported, missing, misshapen, truncated.
+    pub fn open(path: impl AsRef<Path>, format: LoadFormat) -> Result<Self, ModelError> {
+        let path = path.as_ref();
+        let (config, weights) = match (Location::of(path)?, format) {
+            (Location::Gguf, LoadFormat::Auto) => {
+                let file = GgufFile::open(path)?;
+                (file.config()?, Weights::Gguf(file))
+            }
+            (Location::Gguf, LoadFormat::Dummy { seed }) => {
+                (GgufFile::open(path)?.config()?, Weights::Dummy(DummyWeights { seed }))
+            }
+            (Location::Folder { config }, LoadFormat::Auto) => {
+                let config = read_config(&config)?;
+                let folder = SafetensorsFolder::open(path)?;
+                (config, Weights::Folder(folder))
+            }
+            (
+                Location::Folder { config } | Location::ConfigAlone { config },
+                LoadFormat::Dummy { seed },
+            ) => (read_config(&config)?, Weights::Dummy(DummyWeights { seed })),
+            (Location::ConfigAlone { .. }, LoadFormat::Auto) => {
+                return Err(ModelError::NotAModel {
+                    path: path.into(),
+                    reason: "a configuration without weights is opened with load format dummy only"
+                        .into(),
+                });
+            }
+        };
+        let mut checkpoint = Self { path: path.into(), config, weights, fingerprint: 0 };
+        checkpoint.check_weights()?;
+        checkpoint.fingerprint = checkpoint.compute_fingerprint()?;
+        Ok(checkpoint)
+    }
+
+    /// As given to [`open`](Self::open).
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Equal for equal models only: over the configuration, the tensor directory and a sample of
+    /// every weight's bytes. The element type that a node computes in is not part of it.
+    ///
+    /// The same weights in another file format are another model: they may round differently.
+    pub fn model_fingerprint(&self) -> u128 {
+        self.fingerprint
+    }
+
+    /// Bytes of the weights as they are stored; 0 when they are generated.
+    pub fn stored_bytes(&self) -> u64 {
+        self.directory()
+            .map_or(0, |directory| directory.iter().map(|tensor| tensor.bytes.len() as u64).sum())
+    }
+
+    /// For people: `GGUF, F32 + Q4_1 + Q8_0`.
+    pub fn description(&self) -> String {
+        let format = match &self.weights {
+            Weights::Gguf(_) => "GGUF",
+            Weights::Folder(_) => "safetensors",
+            Weights::Dummy(DummyWeights { seed }) => return format!("dummy, seed {seed}"),
+        };
+        let mut encodings: Vec<&str> = self
+            .directory()
+            .map(|directory| directory.iter().map(|tensor| tensor.encoding.name()).collect())
+            .unwrap_or_default();
+        encodings.sort_unstable();
+        encodings.dedup();
+        format!("{format}, {}", encodings.join(" + "))
+    }
+
+    /// A weight matrix, row by row in f32.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open) for a weight that this model does not have.
+    ///
+    /// # Panics
+    /// When `weight` is a vector.
+    pub fn matrix(&self, weight: Weight) -> Result<MatrixSource<'_>, ModelError> {
+        let WeightShape::Matrix { rows, cols } = weight.shape(&self.config) else {
+            panic!("{weight:?} is no matrix");
+        };
+        let data = match &self.weights {
+            Weights::Dummy(dummy) => MatrixData::Random(dummy.rows(weight, &self.config)),
+            _ => {
+                let StoredTensor { bytes, encoding, order, .. } = self.checked(weight)?;
+                MatrixData::Stored { bytes, encoding, order }
+            }
+        };
+        Ok(MatrixSource { rows, cols, data })
+    }
+
+    /// A weight vector in f32.
+    ///
+    /// # Errors
+    /// As [`matrix`](Self::matrix), and `NotFinite` when an element is infinite or no number.
+    ///
+    /// # Panics
+    /// When `weight` is a matrix.
+    pub fn vector(&self, weight: Weight) -> Result<Vec<f32>, ModelError> {
+        let WeightShape::Vector { len } = weight.shape(&self.config) else {
+            panic!("{weight:?} is no vector");
+        };
+        let mut values = vec![0.0; len];
+        match &self.weights {
+            Weights::Dummy(dummy) => dummy.rows(weight, &self.config).read_row(0, &mut values),
+            _ => self.checked(weight)?.read_vector(&mut values)?,
+        }
+        Ok(values)
+    }
+
+    fn stored(&self, weight: Weight) -> Result<StoredTensor<'_>, ModelError> {
+        match &self.weights {
+            Weights::Gguf(file) => file.tensor(weight, &self.config),
+            Weights::Folder(folder) => folder.tensor(weight, &self.config),
+            Weights::Dummy(_) => unreachable!("dummy weights are not stored"),
+        }
+    }
+
+    /// A stored weight whose shape is as the configuration says.
+    fn checked(&self, weight: Weight) -> Result<StoredTensor<'_>, ModelError> {
+        let tensor = self.stored(weight)?;
+        let wanted = weight.shape(&self.config).dims();
+        if tensor.dims != wanted {
+            return Err(ModelError::TensorShape {
+                path: tensor.path.into(),
+                tensor: tensor.name,
+                offset: tensor.offset,
+                found: tensor.dims,
+                wanted,
+            });
+        }
+        // Files are checked when opened: a tensor has its bytes, in whole blocks.
+        let cols = wanted.last().map_or(0, |&cols| cols as usize);
+        let rows = (weight.shape(&self.config).elements() as usize).checked_div(cols).unwrap_or(0);
+        assert_eq!(
+            tensor.encoding.row_bytes(cols).map(|row_bytes| rows * row_bytes),
+            Some(tensor.bytes.len()),
+            "{}",
+            tensor.name
+        );
+        Ok(tensor)
+    }
+
+    fn check_weights(&self) -> Result<(), ModelError> {
+        match &self.weights {
+            Weights::Gguf(file) => file.refuse_unknown_tensors(&self.config)?,
+            Weights::Folder(folder) => folder.refuse_unknown_tensors(&self.config)?,
+            Weights::Dummy(_) => return Ok(()),
+        }
+        Weight::all(&self.config).try_for_each(|weight| self.checked(weight).map(drop))
+    }
+
+    fn directory(&self) -> Result<Vec<StoredTensor<'_>>, ModelError> {
+        match &self.weights {
+            Weights::Dummy(_) => Ok(Vec::new()),
+            _ => Weight::all(&self.config).map(|weight| self.checked(weight)).collect(),
+        }
+    }
+
+    fn compute_fingerprint(&self) -> Result<u128, ModelError> {
+        let directory = self.directory()?;
+        let entries = directory.iter().map(|tensor| DirectoryEntry {
+            name: &tensor.name,
+            encoding: tensor.encoding.name(),
+            dims: &tensor.dims,
+            bytes: tensor.bytes,
+        });
+        let seed = match &self.weights {
+            Weights::Dummy(DummyWeights { seed }) => Some(*seed),
+            _ => None,
+        };
+        Ok(fingerprint::of(&self.config, seed, entries))
+    }
+}
+
+impl StoredTensor<'_> {
+    /// Decodes all of it; refuses what is not finite.
+    fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
+        self.encoding.decode_row(self.bytes, out);
+        match out.iter().position(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(element) => Err(ModelError::NotFinite {
+                path: self.path.into(),
+                tensor: self.name.clone(),
+                offset: self.offset,
+                element,
+                found: out[element],
+            }),
+        }
+    }
+}
+
+/// What a path points to.
+enum Location {
+    Gguf,
+    Folder { config: PathBuf },
+    ConfigAlone { config: PathBuf },
+}
+
+impl Location {
+    fn of(path: &Path) -> Result<Self, ModelError> {
+        let metadata = std::fs::metadata(path).map_err(io_error(path, "open"))?;
+        let not_a_model = |reason: String| Err(ModelError::NotAModel { path: path.into(), reason });
+        if metadata.is_dir() {
+            let config = path.join("config.json");
+            if config.is_file() {
+                return Ok(Location::Folder { config });
+            }
+            return not_a_model(
+                "the folder has no config.json; a GGUF file is named itself".into(),
+            );
+        }
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("gguf") => Ok(Location::Gguf),
+            Some("json") => Ok(Location::ConfigAlone { config: path.into() }),
+            _ => not_a_model(
+                "it is neither a .gguf file nor a folder with config.json and safetensors".into(),
+            ),
+        }
+    }
+}
+
+/// Reads `config.json` and, beside it, `generation_config.json` if it is there.
+fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
+    let config = read_json(path)?;
+    let generation_path = path.with_file_name("generation_config.json");
+    let generation =
+        if generation_path.is_file() { Some(read_json(&generation_path)?) } else { None };
+    from_hugging_face(&config, generation.as_ref())
+}
+
+fn read_json(path: &Path) -> Result<JsonFile, ModelError> {
+    // A shard index of a very large model is some 10 MB; configurations are a few kB.
+    const BYTES_MAX: u64 = 64 << 20;
+    let bytes = std::fs::metadata(path).map_err(io_error(path, "open"))?.len();
+    if bytes > BYTES_MAX {
+        return Err(ModelError::FileTooLarge { path: path.into(), limit: BYTES_MAX });
+    }
+    let text = std::fs::read(path).map_err(io_error(path, "read"))?;
+    let value = serde_json::from_slice(&text)
+        .map_err(|source| ModelError::Json { path: path.into(), source })?;
+    Ok(JsonFile { path: path.into(), value })
+}
+
+fn io_error(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> ModelError {
+    move |source| ModelError::Io { path: path.into(), action, source }
+}

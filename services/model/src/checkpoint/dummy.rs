@@ -1,0 +1,107 @@
+//! Random weights from a seed: the same on every machine, any row without the others.
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::{
+    config::ModelConfig,
+    weight::{LayerWeight, Weight, WeightShape},
+};
+
+/// The weights of no file.
+#[derive(Clone, Copy, Debug)]
+pub struct DummyWeights {
+    pub seed: u64,
+}
+
+/// The rows of one random weight: `mean ± amplitude`, uniform.
+///
+/// Element c of row r depends on (seed, weight, r, c) alone. Only integer arithmetic, one exact
+/// conversion and two IEEE operations are used, so that machines agree to the bit.
+#[derive(Clone, Copy, Debug)]
+pub struct RandomRows {
+    key: u64,
+    mean: f32,
+    amplitude: f32,
+}
+
+impl DummyWeights {
+    pub fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
+        let key = xxh3_64_with_seed(weight.hugging_face_name().as_bytes(), self.seed);
+        let (mean, deviation) = match weight.shape(config) {
+            // Norms near 1, so that activations keep their size.
+            WeightShape::Vector { .. } => (1.0, 0.05),
+            WeightShape::Matrix { cols, .. } => {
+                // Unit inputs give unit outputs; what is added to the residual stream is scaled
+                // down by the number of additions, so that no depth blows it up.
+                let additions = match weight {
+                    Weight::Layer(_, LayerWeight::AttentionOutput | LayerWeight::Down) => {
+                        2 * config.layer_count
+                    }
+                    _ => 1,
+                };
+                (0.0, 1.0 / ((cols * additions) as f32).sqrt())
+            }
+        };
+        // A uniform distribution of this deviation.
+        RandomRows { key, mean, amplitude: deviation * 3.0f32.sqrt() }
+    }
+}
+
+impl RandomRows {
+    pub fn read_row(&self, row: usize, out: &mut [f32]) {
+        const LANES: usize = 4;
+        let row_key = mix(self.key ^ mix(row as u64));
+        // One draw of 64 bits makes four elements of 16.
+        for (counter, lanes) in out.chunks_mut(LANES).enumerate() {
+            let draw = mix(row_key.wrapping_add(counter as u64));
+            for (lane, value) in lanes.iter_mut().enumerate() {
+                let uniform = (draw >> (16 * lane)) as i16;
+                *value = self.mean + f32::from(uniform) * (self.amplitude / 32768.0);
+            }
+        }
+    }
+}
+
+/// SplitMix64's step: a bijection that spreads every input bit over all output bits.
+fn mix(counter: u64) -> u64 {
+    let mut z = counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Computed apart from this code, from the definition of SplitMix64.
+    const PINNED: [f32; 6] = [12020.0, 24779.0, -29022.0, -14466.0, 10479.0, -26948.0];
+
+    #[test]
+    fn rows_are_pinned_numbers_on_every_machine() {
+        let rows = RandomRows { key: 42, mean: 0.0, amplitude: 32768.0 };
+        let mut out = [0.0; 6];
+        rows.read_row(3, &mut out);
+        assert_eq!(out, PINNED);
+        // A shorter row begins equally.
+        let mut short = [0.0; 3];
+        rows.read_row(3, &mut short);
+        assert_eq!(short, PINNED[..3]);
+    }
+
+    #[test]
+    fn values_have_the_deviation_asked_for() {
+        let rows = RandomRows { key: 7, mean: 0.0, amplitude: 3.0f32.sqrt() };
+        let mut out = vec![0.0; 1 << 16];
+        rows.read_row(0, &mut out);
+        let mean = out.iter().map(|&v| f64::from(v)).sum::<f64>() / out.len() as f64;
+        let square = out.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / out.len() as f64;
+        assert!(mean.abs() < 0.02, "mean {mean}");
+        assert!((square - 1.0).abs() < 0.02, "mean square {square}");
+        let mut next = vec![0.0; 1 << 16];
+        rows.read_row(1, &mut next);
+        let product: f64 =
+            out.iter().zip(&next).map(|(&a, &b)| f64::from(a * b)).sum::<f64>() / out.len() as f64;
+        assert!(product.abs() < 0.02, "rows correlate by {product}");
+    }
+}

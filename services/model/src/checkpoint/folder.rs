@@ -1,0 +1,201 @@
+//! Weights in the safetensors files of a Hugging Face folder, single or sharded.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    path::{Path, PathBuf},
+};
+
+use kernels::mmap::MappedFile;
+use safetensors::{SafeTensorError, SafeTensors, tensor::Metadata};
+
+use super::{StoredTensor, io_error, read_json};
+use crate::{
+    config::ModelConfig, encoding::Encoding, error::ModelError, matrix::RowOrder, weight::Weight,
+};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Every safetensors file begins with its header's length.
+const LENGTH_BYTES: usize = 8;
+/// Older exports store the rope frequencies of every layer; they follow from the configuration.
+const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
+
+pub struct SafetensorsFolder {
+    shards: Vec<Shard>,
+    /// Where each tensor lies.
+    shard_of: HashMap<String, usize>,
+}
+
+struct Shard {
+    path: PathBuf,
+    file: MappedFile,
+    metadata: Metadata,
+    /// Where tensor data begins.
+    data_offset: usize,
+}
+
+impl SafetensorsFolder {
+    pub fn open(folder: &Path) -> Result<Self, ModelError> {
+        let index = folder.join(INDEX);
+        let single = folder.join(SINGLE);
+        if single.is_file() {
+            let shard = Shard::open(single)?;
+            let names = shard.metadata.offset_keys();
+            let shard_of = names.into_iter().map(|name| (name, 0)).collect();
+            return Ok(Self { shards: vec![shard], shard_of });
+        }
+        if index.is_file() {
+            return Self::open_sharded(folder, &index);
+        }
+        Err(ModelError::NotAModel {
+            path: folder.into(),
+            reason: format!("the folder has neither {SINGLE} nor {INDEX}"),
+        })
+    }
+
+    fn open_sharded(folder: &Path, index: &Path) -> Result<Self, ModelError> {
+        let bad_index = |reason: String| ModelError::ShardIndex { path: index.into(), reason };
+        let json = read_json(index)?;
+        let weight_map = json.value.get("weight_map").and_then(|map| map.as_object());
+        let weight_map = weight_map.ok_or_else(|| bad_index("has no object weight_map".into()))?;
+
+        let mut names_of_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (name, file) in weight_map {
+            let file = file.as_str().ok_or_else(|| {
+                bad_index(format!("tensor {name:?} has file {file}, wanted a string"))
+            })?;
+            // A file of this folder, whatever the index says.
+            if !Path::new(file).file_name().is_some_and(|name| name == file) {
+                return Err(bad_index(format!(
+                    "tensor {name:?} has file {file:?}, wanted a file name without folders"
+                )));
+            }
+            names_of_file.entry(file).or_default().push(name);
+        }
+
+        let mut shards = Vec::new();
+        let mut shard_of = HashMap::new();
+        for (file, names) in names_of_file {
+            let shard = Shard::open(folder.join(file))?;
+            for name in names {
+                if shard.metadata.info(name).is_none() {
+                    return Err(bad_index(format!("tensor {name:?} is not in {file:?}")));
+                }
+                shard_of.insert(name.to_owned(), shards.len());
+            }
+            shards.push(shard);
+        }
+        Ok(Self { shards, shard_of })
+    }
+
+    pub fn tensor(
+        &self,
+        weight: Weight,
+        config: &ModelConfig,
+    ) -> Result<StoredTensor<'_>, ModelError> {
+        let name = weight.hugging_face_name();
+        match self.shard_of.get(&name) {
+            Some(&shard) => self.shards[shard].tensor(name),
+            None => Err(ModelError::MissingTensor {
+                // A folder has at least one file, or it was not opened; an empty index has none.
+                path: self.shards.first().map(|shard| shard.path.clone()).unwrap_or_default(),
+                tensor: name,
+                wanted: weight.shape(config).dims(),
+            }),
+        }
+    }
+
+    pub fn refuse_unknown_tensors(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        let mut known: HashSet<String> =
+            Weight::all(config).map(|weight| weight.hugging_face_name()).collect();
+        // Some exports repeat a tied output.
+        known.insert(Weight::Output.hugging_face_name());
+        let unknown = self
+            .shard_of
+            .iter()
+            .filter(|(name, _)| !known.contains(*name) && !name.ends_with(IGNORED_SUFFIX))
+            .min();
+        match unknown {
+            None => Ok(()),
+            Some((name, &shard)) => {
+                let shard = &self.shards[shard];
+                Err(ModelError::UnknownTensor {
+                    path: shard.path.clone(),
+                    tensor: name.clone(),
+                    offset: shard.range(name).map_or(0, |range| range.start as u64),
+                    architecture: config.architecture.name(),
+                })
+            }
+        }
+    }
+}
+
+impl Shard {
+    fn open(path: PathBuf) -> Result<Self, ModelError> {
+        let file = MappedFile::open(&path).map_err(io_error(&path, "map"))?;
+        match SafeTensors::read_metadata(file.bytes()) {
+            Ok((header_bytes, metadata)) => {
+                let data_offset = LENGTH_BYTES + header_bytes;
+                Ok(Self { path, file, metadata, data_offset })
+            }
+            Err(source) => {
+                let truncated = match source {
+                    SafeTensorError::MetadataIncompleteBuffer => {
+                        first_truncated(&path, file.bytes())
+                    }
+                    _ => None,
+                };
+                Err(truncated.unwrap_or(ModelError::Safetensors { path, source }))
+            }
+        }
+    }
+
+    /// Where the bytes of `name` lie in the file.
+    fn range(&self, name: &str) -> Option<std::ops::Range<usize>> {
+        let (begin, end) = self.metadata.info(name)?.data_offsets;
+        Some(self.data_offset + begin..self.data_offset + end)
+    }
+
+    fn tensor(&self, name: String) -> Result<StoredTensor<'_>, ModelError> {
+        // Both were checked when the folder was opened.
+        let info = self.metadata.info(&name).expect("the tensor is in its shard's header");
+        let range = self.range(&name).expect("the tensor is in its shard's header");
+        let offset = range.start as u64;
+        let encoding =
+            Encoding::of_safetensors(info.dtype).ok_or_else(|| ModelError::TensorKind {
+                path: self.path.clone(),
+                tensor: name.clone(),
+                offset,
+                found: format!("{:?}", info.dtype),
+                supported: "F32, F16, BF16",
+            })?;
+        Ok(StoredTensor {
+            path: &self.path,
+            name,
+            offset,
+            dims: info.shape.iter().map(|&dim| dim as u64).collect(),
+            encoding,
+            // `read_metadata` checked that the tensors cover the file exactly.
+            bytes: &self.file.bytes()[range],
+            order: RowOrder::Halves,
+        })
+    }
+}
+
+/// The first tensor whose bytes are not all in the file.
+fn first_truncated(path: &Path, file: &[u8]) -> Option<ModelError> {
+    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>()?;
+    let header_bytes = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+    let metadata: Metadata = serde_json::from_slice(rest.get(..header_bytes)?).ok()?;
+    let data_bytes = rest.len() - header_bytes;
+    metadata.offset_keys().into_iter().find_map(|tensor| {
+        let (begin, end) = metadata.info(&tensor)?.data_offsets;
+        (end > data_bytes).then(|| ModelError::TensorTruncated {
+            path: path.into(),
+            tensor,
+            offset: (LENGTH_BYTES + header_bytes + begin) as u64,
+            bytes: (end - begin) as u64,
+            file_bytes: file.len() as u64,
+        })
+    })
+}

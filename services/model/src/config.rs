@@ -1,0 +1,195 @@
+//! What a checkpoint says about its model, whichever format says it.
+
+mod gguf_metadata;
+mod hugging_face;
+
+use std::path::Path;
+
+use kernels::{Dtype, KvLayout, backend::HeadShape};
+
+pub(crate) use self::{
+    gguf_metadata::from_gguf,
+    hugging_face::{JsonFile, from_hugging_face},
+};
+use crate::{error::ModelError, rope, weight::Weight};
+
+/// The families whose forward pass is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Architecture {
+    Llama,
+}
+
+impl Architecture {
+    pub fn name(self) -> &'static str {
+        match self {
+            Architecture::Llama => "llama",
+        }
+    }
+}
+
+/// A model's shape and constants, validated: every division below is exact, every size bounded.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    pub architecture: Architecture,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    pub layer_count: usize,
+    pub query_head_count: usize,
+    /// Divides `query_head_count`.
+    pub kv_head_count: usize,
+    /// Even.
+    pub head_dim: usize,
+    /// Width of the feed-forward network's middle.
+    pub ffn_size: usize,
+    pub vocab_size: usize,
+    /// Longest sequence the model was trained for, in tokens.
+    pub context_tokens: usize,
+    pub rms_eps: f32,
+    pub rope_theta: f32,
+    pub rope_scaling: RopeScaling,
+    /// The output projection is the embedding.
+    pub tied_output: bool,
+    pub bos_token_id: Option<u32>,
+    /// Each ends an answer.
+    pub eos_token_ids: Vec<u32>,
+}
+
+/// How rope frequencies are stretched for contexts beyond those of the first training.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    None,
+    /// All frequencies divided by `factor`.
+    Linear {
+        factor: f32,
+    },
+    /// Long wavelengths divided by `factor`, short ones kept, those between blended.
+    Llama3 {
+        factor: f32,
+        low_frequency_factor: f32,
+        high_frequency_factor: f32,
+        original_context_tokens: f32,
+    },
+    /// Each frequency divided by its own number (`head_dim / 2` of them): GGUF's `rope_freqs`.
+    Divisors(Vec<f32>),
+}
+
+// Far above every published model, low enough that sizes of weights and KV do not overflow.
+const HIDDEN_MAX: usize = 1 << 17;
+const LAYERS_MAX: usize = 4096;
+const HEADS_MAX: usize = 4096;
+const HEAD_DIM_MAX: usize = 1024;
+const FFN_MAX: usize = 1 << 20;
+const VOCAB_MAX: usize = 1 << 22;
+const CONTEXT_MAX: usize = 1 << 26;
+
+impl ModelConfig {
+    /// `path` is the file that said so, for the error.
+    pub(crate) fn validate(self, path: &Path) -> Result<Self, ModelError> {
+        let bad = |name: &'static str, found: String, allowed: String| {
+            Err(ModelError::ConfigValue { path: path.into(), name, found, allowed })
+        };
+        let sizes = [
+            ("hidden size", self.hidden_size, HIDDEN_MAX),
+            ("layer count", self.layer_count, LAYERS_MAX),
+            ("attention head count", self.query_head_count, HEADS_MAX),
+            ("KV head count", self.kv_head_count, HEADS_MAX),
+            ("head dimension", self.head_dim, HEAD_DIM_MAX),
+            ("feed-forward size", self.ffn_size, FFN_MAX),
+            ("vocabulary size", self.vocab_size, VOCAB_MAX),
+            ("context length", self.context_tokens, CONTEXT_MAX),
+        ];
+        for (name, found, max) in sizes {
+            if !(1..=max).contains(&found) {
+                return bad(name, found.to_string(), format!("1 to {max}"));
+            }
+        }
+        if !self.query_head_count.is_multiple_of(self.kv_head_count) {
+            let allowed = format!("a divisor of the {} attention heads", self.query_head_count);
+            return bad("KV head count", self.kv_head_count.to_string(), allowed);
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return bad("head dimension", self.head_dim.to_string(), "an even number".into());
+        }
+        // NaN is in no range.
+        if !(0.0..=0.1).contains(&self.rms_eps) {
+            return bad("RMS norm epsilon", self.rms_eps.to_string(), "0 to 0.1".into());
+        }
+        if !(1.0..=1e12).contains(&self.rope_theta) {
+            return bad("rope theta", self.rope_theta.to_string(), "1 to 1e12".into());
+        }
+        match &self.rope_scaling {
+            RopeScaling::None => {}
+            RopeScaling::Linear { factor } => {
+                if !(1.0..=1e6).contains(factor) {
+                    return bad("rope scaling factor", factor.to_string(), "1 to 1e6".into());
+                }
+            }
+            RopeScaling::Llama3 {
+                factor,
+                low_frequency_factor: low,
+                high_frequency_factor: high,
+                original_context_tokens: original,
+            } => {
+                if !(1.0..=1e6).contains(factor) {
+                    return bad("rope scaling factor", factor.to_string(), "1 to 1e6".into());
+                }
+                if !(*low > 0.0 && low < high && *high <= 1e6) {
+                    let allowed = "low frequency factor > 0, high above it, up to 1e6".into();
+                    return bad("rope scaling", format!("low {low}, high {high}"), allowed);
+                }
+                if !(1.0..=CONTEXT_MAX as f32).contains(original) {
+                    let allowed = format!("1 to {CONTEXT_MAX}");
+                    return bad("rope scaling's original context", original.to_string(), allowed);
+                }
+            }
+            RopeScaling::Divisors(divisors) => {
+                if divisors.len() != self.head_dim / 2 {
+                    let allowed = format!("{} (half the head dimension)", self.head_dim / 2);
+                    return bad("number of rope divisors", divisors.len().to_string(), allowed);
+                }
+                if let Some(found) = divisors.iter().find(|d| !(1e-6..=1e6).contains(*d)) {
+                    return bad("rope divisor", found.to_string(), "1e-6 to 1e6".into());
+                }
+            }
+        }
+        let ids = self.bos_token_id.iter().chain(&self.eos_token_ids);
+        if let Some(id) = ids.into_iter().find(|&&id| id as usize >= self.vocab_size) {
+            let allowed = format!("less than the vocabulary size {}", self.vocab_size);
+            return bad("bos or eos token id", id.to_string(), allowed);
+        }
+        Ok(self)
+    }
+
+    pub fn head_shape(&self) -> HeadShape {
+        HeadShape {
+            query_heads: self.query_head_count,
+            kv_heads: self.kv_head_count,
+            head_dim: self.head_dim,
+        }
+    }
+
+    /// How the KV of all layers and heads lies in a block.
+    pub fn kv_layout(&self, dtype: Dtype) -> KvLayout {
+        KvLayout {
+            layer_count: self.layer_count,
+            kv_head_count: self.kv_head_count,
+            head_dim: self.head_dim,
+            dtype,
+        }
+    }
+
+    /// What attention scores are multiplied by.
+    pub fn attention_scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    /// Radians per position of each of the `head_dim / 2` rotary pairs, scaling applied.
+    pub fn rope_frequencies(&self) -> Vec<f32> {
+        rope::frequencies(self.rope_theta, self.head_dim, &self.rope_scaling)
+    }
+
+    /// Elements of all weights; a tied output is counted once.
+    pub fn parameter_count(&self) -> u64 {
+        Weight::all(self).map(|weight| weight.shape(self).elements()).sum()
+    }
+}

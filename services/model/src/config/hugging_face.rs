@@ -1,0 +1,207 @@
+//! The configuration from a Hugging Face `config.json` (and `generation_config.json`).
+
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::{Architecture, ModelConfig, RopeScaling};
+use crate::error::ModelError;
+
+const SUPPORTED_ROPE: &str = "\"default\", \"linear\" and \"llama3\"";
+
+/// `generation` adds end-of-sequence ids, as the model's authors put the chat's there.
+pub(crate) fn from_hugging_face(
+    config: &JsonFile,
+    generation: Option<&JsonFile>,
+) -> Result<ModelConfig, ModelError> {
+    let fields = config.fields()?;
+    check_architecture(&fields)?;
+    check_supported(&fields)?;
+
+    let hidden_size = fields.require::<usize>("hidden_size")?;
+    let query_head_count = fields.require::<usize>("num_attention_heads")?;
+    let head_dim = match fields.get("head_dim")? {
+        Some(head_dim) => head_dim,
+        None if query_head_count > 0 && hidden_size.is_multiple_of(query_head_count) => {
+            hidden_size / query_head_count
+        }
+        None => {
+            return Err(ModelError::ConfigValue {
+                path: config.path.clone(),
+                name: "num_attention_heads",
+                found: query_head_count.to_string(),
+                allowed: format!("a divisor of hidden_size {hidden_size}"),
+            });
+        }
+    };
+    let mut eos_token_ids = fields.token_ids("eos_token_id")?;
+    if let Some(generation) = generation {
+        for id in generation.fields()?.token_ids("eos_token_id")? {
+            if !eos_token_ids.contains(&id) {
+                eos_token_ids.push(id);
+            }
+        }
+    }
+    let (rope_theta, rope_scaling) = rope(&fields)?;
+
+    // Defaults are those of transformers' LlamaConfig.
+    ModelConfig {
+        architecture: Architecture::Llama,
+        hidden_size,
+        layer_count: fields.require("num_hidden_layers")?,
+        query_head_count,
+        kv_head_count: fields.get("num_key_value_heads")?.unwrap_or(query_head_count),
+        head_dim,
+        ffn_size: fields.require("intermediate_size")?,
+        vocab_size: fields.require("vocab_size")?,
+        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(2048),
+        rms_eps: fields.get("rms_norm_eps")?.unwrap_or(1e-6),
+        rope_theta,
+        rope_scaling,
+        tied_output: fields.get("tie_word_embeddings")?.unwrap_or(false),
+        bos_token_id: fields.get("bos_token_id")?,
+        eos_token_ids,
+    }
+    .validate(&config.path)
+}
+
+fn check_architecture(fields: &Fields<'_>) -> Result<(), ModelError> {
+    let architectures = fields.get::<Vec<String>>("architectures")?;
+    let found = match architectures.as_deref() {
+        Some([architecture]) if architecture == "LlamaForCausalLM" => return Ok(()),
+        Some(others) => format!("{others:?}"),
+        // Older files name the family only.
+        None => match fields.get::<String>("model_type")? {
+            Some(family) if family == "llama" => return Ok(()),
+            family => format!("(none), model_type {family:?}"),
+        },
+    };
+    let supported = "\"LlamaForCausalLM\"";
+    Err(ModelError::Architecture { path: fields.path.into(), found, supported })
+}
+
+/// Refuses what would change the arithmetic.
+fn check_supported(fields: &Fields<'_>) -> Result<(), ModelError> {
+    if let Some(activation) = fields.get::<String>("hidden_act")?
+        && activation != "silu"
+    {
+        return Err(fields.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
+    }
+    for key in ["attention_bias", "mlp_bias"] {
+        if fields.get(key)? == Some(true) {
+            return Err(fields.unsupported(key, "true".into(), "false"));
+        }
+    }
+    if let Some(factor) = fields.get::<f64>("partial_rotary_factor")?
+        && factor != 1.0
+    {
+        return Err(fields.unsupported("partial_rotary_factor", factor.to_string(), "1"));
+    }
+    if let Some(quantization) = fields.get::<Map<String, Value>>("quantization_config")? {
+        let found = quantization.get("quant_method").unwrap_or(&Value::Null).to_string();
+        return Err(fields.unsupported(
+            "quantization_config",
+            format!("of method {found}"),
+            "no quantization, or a GGUF file",
+        ));
+    }
+    Ok(())
+}
+
+/// Theta and scaling: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before.
+fn rope(fields: &Fields<'_>) -> Result<(f32, RopeScaling), ModelError> {
+    const THETA_DEFAULT: f32 = 10_000.0;
+    let outer_theta = fields.get::<f32>("rope_theta")?;
+    let scaling_key = ["rope_parameters", "rope_scaling"]
+        .into_iter()
+        .find(|&key| fields.object.get(key).is_some_and(|value| !value.is_null()));
+    let Some(scaling_key) = scaling_key else {
+        return Ok((outer_theta.unwrap_or(THETA_DEFAULT), RopeScaling::None));
+    };
+    let object = fields.require::<Map<String, Value>>(scaling_key)?;
+    let parameters = Fields { path: fields.path, object: &object, parent: Some(scaling_key) };
+    let theta = parameters.get("rope_theta")?.or(outer_theta).unwrap_or(THETA_DEFAULT);
+
+    let kind = match parameters.get::<String>("rope_type")? {
+        Some(kind) => kind,
+        None => parameters.get::<String>("type")?.unwrap_or_else(|| "default".into()),
+    };
+    let scaling = match kind.as_str() {
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: parameters.require("factor")? },
+        "llama3" => RopeScaling::Llama3 {
+            factor: parameters.require("factor")?,
+            low_frequency_factor: parameters.require("low_freq_factor")?,
+            high_frequency_factor: parameters.require("high_freq_factor")?,
+            original_context_tokens: parameters.require("original_max_position_embeddings")?,
+        },
+        other => {
+            return Err(parameters.unsupported("rope_type", format!("{other:?}"), SUPPORTED_ROPE));
+        }
+    };
+    Ok((theta, scaling))
+}
+
+/// A parsed JSON file and where it lies.
+pub(crate) struct JsonFile {
+    pub path: PathBuf,
+    pub value: Value,
+}
+
+impl JsonFile {
+    fn fields(&self) -> Result<Fields<'_>, ModelError> {
+        let object = self.value.as_object().ok_or_else(|| ModelError::NotAModel {
+            path: self.path.clone(),
+            reason: "its JSON is no object".into(),
+        })?;
+        Ok(Fields { path: &self.path, object, parent: None })
+    }
+}
+
+/// The keys of one object, with errors that name file and key. A null is an absent key.
+struct Fields<'a> {
+    path: &'a Path,
+    object: &'a Map<String, Value>,
+    /// The key under which the object lies.
+    parent: Option<&'static str>,
+}
+
+impl Fields<'_> {
+    fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, ModelError> {
+        match self.object.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => serde_json::from_value(value.clone())
+                .map(Some)
+                .map_err(|error| self.bad(key, error.to_string())),
+        }
+    }
+
+    fn require<T: DeserializeOwned>(&self, key: &str) -> Result<T, ModelError> {
+        self.get(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
+    }
+
+    /// One id, several, or none.
+    fn token_ids(&self, key: &str) -> Result<Vec<u32>, ModelError> {
+        match self.object.get(key) {
+            Some(Value::Array(_)) => self.require(key),
+            _ => Ok(self.get::<u32>(key)?.into_iter().collect()),
+        }
+    }
+
+    fn full_key(&self, key: &str) -> String {
+        match self.parent {
+            Some(parent) => format!("{parent}.{key}"),
+            None => key.into(),
+        }
+    }
+
+    fn bad(&self, key: &str, reason: String) -> ModelError {
+        ModelError::ConfigKey { path: self.path.into(), key: self.full_key(key), reason }
+    }
+
+    fn unsupported(&self, key: &str, found: String, supported: &'static str) -> ModelError {
+        let key = self.full_key(key);
+        ModelError::Unsupported { path: self.path.into(), key, found, supported }
+    }
+}

@@ -1,0 +1,67 @@
+//! Why a model cannot be opened.
+
+use std::path::PathBuf;
+
+/// Every way in which opening or reading a checkpoint fails. All name the file.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io { path: PathBuf, action: &'static str, source: std::io::Error },
+    /// The path holds nothing that can be opened as asked.
+    #[error("{} is no model: {reason}", path.display())]
+    NotAModel { path: PathBuf, reason: String },
+    #[error("{}: {source}", path.display())]
+    Gguf { path: PathBuf, source: gguf::GgufError },
+    #[error("{}: the safetensors header is unusable: {source}", path.display())]
+    Safetensors { path: PathBuf, source: safetensors::SafeTensorError },
+    #[error("{}: not valid JSON: {source}", path.display())]
+    Json { path: PathBuf, source: serde_json::Error },
+    #[error("{} is larger than {limit} bytes", path.display())]
+    FileTooLarge { path: PathBuf, limit: u64 },
+    #[error("{}: architecture {found} is not supported; supported is {supported}", path.display())]
+    Architecture { path: PathBuf, found: String, supported: &'static str },
+    /// A key of the configuration is absent or of the wrong type.
+    #[error("{}: key {key:?}: {reason}", path.display())]
+    ConfigKey { path: PathBuf, key: String, reason: String },
+    /// A value of the configuration is out of bounds or contradicts another.
+    #[error("{}: {name} is {found}; allowed is {allowed}", path.display())]
+    ConfigValue { path: PathBuf, name: &'static str, found: String, allowed: String },
+    /// The configuration asks for something that is not built.
+    #[error("{}: {key} is {found}, which is not supported; supported is {supported}", path.display())]
+    Unsupported { path: PathBuf, key: String, found: String, supported: &'static str },
+    #[error("{}: tensor {tensor:?} is missing (wanted shape {wanted:?})", path.display())]
+    MissingTensor { path: PathBuf, tensor: String, wanted: Vec<u64> },
+    /// Ignoring a weight would give wrong answers in silence.
+    #[error("{}: tensor {tensor:?} at offset {offset} is not part of the {architecture} architecture", path.display())]
+    UnknownTensor { path: PathBuf, tensor: String, offset: u64, architecture: &'static str },
+    #[error(
+        "{}: tensor {tensor:?} at offset {offset} has shape {found:?}, wanted {wanted:?}",
+        path.display()
+    )]
+    TensorShape { path: PathBuf, tensor: String, offset: u64, found: Vec<u64>, wanted: Vec<u64> },
+    #[error(
+        "{}: tensor {tensor:?} at offset {offset} is of kind {found}; supported are {supported}",
+        path.display()
+    )]
+    TensorKind {
+        path: PathBuf,
+        tensor: String,
+        offset: u64,
+        found: String,
+        supported: &'static str,
+    },
+    #[error(
+        "{} is truncated: tensor {tensor:?} needs {bytes} bytes at offset {offset}, \
+         the file has {file_bytes}",
+        path.display()
+    )]
+    TensorTruncated { path: PathBuf, tensor: String, offset: u64, bytes: u64, file_bytes: u64 },
+    /// The index of a sharded checkpoint disagrees with its files.
+    #[error("{}: {reason}", path.display())]
+    ShardIndex { path: PathBuf, reason: String },
+    #[error(
+        "{}: tensor {tensor:?} at offset {offset} is corrupt: element {element} is {found}",
+        path.display()
+    )]
+    NotFinite { path: PathBuf, tensor: String, offset: u64, element: usize, found: f32 },
+}

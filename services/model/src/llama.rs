@@ -1,0 +1,243 @@
+//! The Llama family: packing its weights, and its forward pass from top to bottom.
+
+use kernels::{Backend, RowSource, backend::HeadShape};
+
+use crate::{
+    checkpoint::Checkpoint,
+    config::ModelConfig,
+    error::ModelError,
+    matrix::StackedRows,
+    weight::{LayerWeight, Weight},
+};
+
+/// A loaded model: packed weights, and room for the activations of one step.
+pub struct Llama<B: Backend> {
+    config: ModelConfig,
+    limits: Limits,
+    heads: HeadShape,
+    rope_frequencies: B::Vector,
+    embedding: B::Matrix,
+    layers: Vec<Layer<B>>,
+    output_norm: B::Vector,
+    /// `None` when it is the embedding.
+    output: Option<B::Matrix>,
+    activations: Activations<B>,
+}
+
+struct Layer<B: Backend> {
+    attention_norm: B::Vector,
+    /// Queries, keys, values: `[qkv_width][hidden]`.
+    qkv: B::Matrix,
+    /// `[hidden][query_width]`.
+    attention_output: B::Matrix,
+    ffn_norm: B::Vector,
+    /// Gate, then up: `[2 * ffn][hidden]`.
+    gate_up: B::Matrix,
+    /// `[hidden][ffn]`.
+    down: B::Matrix,
+}
+
+/// Reused by every layer of every step.
+struct Activations<B: Backend> {
+    /// The residual stream `[rows][hidden]`.
+    residual: B::Buffer,
+    /// Normalised input of attention or feed-forward `[rows][hidden]`.
+    normed: B::Buffer,
+    /// `[rows][qkv_width]`.
+    qkv: B::Buffer,
+    /// `[rows][query_width]`.
+    attended: B::Buffer,
+    /// What attention or feed-forward adds to the residual stream `[rows][hidden]`.
+    delta: B::Buffer,
+    /// `[rows][2 * ffn]`.
+    gate_up: B::Buffer,
+    /// `[rows][ffn]`.
+    activated: B::Buffer,
+    /// `[sampled_rows][hidden]`.
+    sampled: B::Buffer,
+    /// `[sampled_rows][vocab]`.
+    logits: B::Buffer,
+}
+
+/// The largest step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Token rows of one forward.
+    pub rows_max: usize,
+    /// Rows of one forward that sample.
+    pub sampled_max: usize,
+}
+
+/// How far loading has come, in weight elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadProgress {
+    pub parameters_done: u64,
+    pub parameters_total: u64,
+}
+
+impl<B: Backend> Llama<B> {
+    /// Packs every weight for `backend` and reserves the activations of the largest step.
+    /// `progress` is told after every matrix.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::matrix`] and [`Checkpoint::vector`].
+    pub fn load(
+        checkpoint: &Checkpoint,
+        backend: &B,
+        limits: Limits,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ModelError> {
+        let config = checkpoint.config().clone();
+        let heads = config.head_shape();
+        let mut packer = Packer {
+            checkpoint,
+            backend,
+            parameters_done: 0,
+            parameters_total: config.parameter_count(),
+            progress,
+        };
+
+        let embedding = packer.matrix(&[Weight::Embedding])?;
+        let layers = (0..config.layer_count)
+            .map(|layer| {
+                let weight = |weight| Weight::Layer(layer, weight);
+                Ok(Layer {
+                    attention_norm: packer.vector(weight(LayerWeight::AttentionNorm))?,
+                    qkv: packer.matrix(&[
+                        weight(LayerWeight::Query),
+                        weight(LayerWeight::Key),
+                        weight(LayerWeight::Value),
+                    ])?,
+                    attention_output: packer.matrix(&[weight(LayerWeight::AttentionOutput)])?,
+                    ffn_norm: packer.vector(weight(LayerWeight::FfnNorm))?,
+                    gate_up: packer
+                        .matrix(&[weight(LayerWeight::Gate), weight(LayerWeight::Up)])?,
+                    down: packer.matrix(&[weight(LayerWeight::Down)])?,
+                })
+            })
+            .collect::<Result<Vec<_>, ModelError>>()?;
+        let output_norm = packer.vector(Weight::OutputNorm)?;
+        let output = match config.tied_output {
+            true => None,
+            false => Some(packer.matrix(&[Weight::Output])?),
+        };
+
+        let rows = |width| backend.buffer(limits.rows_max, width);
+        let sampled = |width| backend.buffer(limits.sampled_max, width);
+        let activations = Activations {
+            residual: rows(config.hidden_size),
+            normed: rows(config.hidden_size),
+            qkv: rows(heads.qkv_width()),
+            attended: rows(heads.query_width()),
+            delta: rows(config.hidden_size),
+            gate_up: rows(2 * config.ffn_size),
+            activated: rows(config.ffn_size),
+            sampled: sampled(config.hidden_size),
+            logits: sampled(config.vocab_size),
+        };
+        Ok(Self {
+            rope_frequencies: backend.vector(&config.rope_frequencies()),
+            config,
+            limits,
+            heads,
+            embedding,
+            layers,
+            output_norm,
+            output,
+            activations,
+        })
+    }
+
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Computes one step: stores the KV of its rows in their blocks and returns the logits
+    /// `[sampled_rows][vocab]`, in the order of the step's sampled rows.
+    ///
+    /// # Panics
+    /// When the step is larger than the limits, or its blocks have another layout than this model's
+    /// KV: defects of the executor.
+    pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
+        let Self { config, limits, heads, activations, .. } = self;
+        let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
+        let Activations {
+            residual,
+            normed,
+            qkv,
+            attended,
+            delta,
+            gate_up,
+            activated,
+            sampled,
+            logits,
+        } = activations;
+        let rows = backend.rows(step);
+        let sampled_rows = backend.sampled_rows(step);
+        let layout = backend.kv_layout(step);
+        assert!(rows <= limits.rows_max && sampled_rows <= limits.sampled_max);
+        assert_eq!(layout, config.kv_layout(layout.dtype));
+
+        backend.embed(&self.embedding, step, residual);
+        for (index, layer) in self.layers.iter().enumerate() {
+            if index == 0 {
+                backend.rms_norm(rows, residual, &layer.attention_norm, eps, normed);
+            } else {
+                backend.add_rms_norm(rows, residual, delta, &layer.attention_norm, eps, normed);
+            }
+            backend.matmul(rows, normed, &layer.qkv, qkv);
+            backend.rope_store_kv(index, heads, &self.rope_frequencies, qkv, step);
+            backend.attention(index, heads, scale, qkv, step, attended);
+            backend.matmul(rows, attended, &layer.attention_output, delta);
+
+            backend.add_rms_norm(rows, residual, delta, &layer.ffn_norm, eps, normed);
+            backend.matmul(rows, normed, &layer.gate_up, gate_up);
+            backend.silu_mul(rows, gate_up, activated);
+            backend.matmul(rows, activated, &layer.down, delta);
+        }
+
+        // A chunk in the middle of a prompt needs its KV only.
+        if sampled_rows > 0 {
+            backend.add_rms_norm(rows, residual, delta, &self.output_norm, eps, normed);
+            backend.gather_sampled(normed, step, sampled);
+            let output = self.output.as_ref().unwrap_or(&self.embedding);
+            backend.matmul(sampled_rows, sampled, output, logits);
+        }
+        logits
+    }
+}
+
+/// Hands weights to the backend and counts them.
+struct Packer<'a, B: Backend> {
+    checkpoint: &'a Checkpoint,
+    backend: &'a B,
+    parameters_done: u64,
+    parameters_total: u64,
+    progress: &'a mut dyn FnMut(LoadProgress),
+}
+
+impl<B: Backend> Packer<'_, B> {
+    /// `weights` on top of each other, as one matrix.
+    fn matrix(&mut self, weights: &[Weight]) -> Result<B::Matrix, ModelError> {
+        let parts = weights
+            .iter()
+            .map(|&weight| self.checkpoint.matrix(weight))
+            .collect::<Result<Vec<_>, _>>()?;
+        let source = StackedRows::new(parts);
+        let matrix = self.backend.matrix(&source);
+        self.count((source.rows() * source.cols()) as u64);
+        Ok(matrix)
+    }
+
+    fn vector(&mut self, weight: Weight) -> Result<B::Vector, ModelError> {
+        let values = self.checkpoint.vector(weight)?;
+        self.count(values.len() as u64);
+        Ok(self.backend.vector(&values))
+    }
+
+    fn count(&mut self, parameters: u64) {
+        self.parameters_done += parameters;
+        let (parameters_done, parameters_total) = (self.parameters_done, self.parameters_total);
+        (self.progress)(LoadProgress { parameters_done, parameters_total });
+    }
+}

@@ -1,0 +1,162 @@
+//! Weight matrices as row sources for a backend to pack.
+
+use kernels::RowSource;
+
+use crate::{checkpoint::dummy::RandomRows, encoding::Encoding};
+
+/// One matrix of a checkpoint, decoded to f32 row by row, in Hugging Face's row order.
+#[derive(Clone, Debug)]
+pub struct MatrixSource<'a> {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) data: MatrixData<'a>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum MatrixData<'a> {
+    Stored {
+        /// `rows * row_bytes(cols)` bytes.
+        bytes: &'a [u8],
+        encoding: Encoding,
+        order: RowOrder,
+    },
+    Random(RandomRows),
+}
+
+/// In which order a file holds the rows of a query or key projection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// As Hugging Face: rotary pairs are rows i and i + dim/2 of a head.
+    Halves,
+    /// As llama.cpp's converter writes the `llama` architecture: pairs are neighbours.
+    Pairs { head_dim: usize },
+}
+
+impl RowOrder {
+    /// Where the file holds row `row` of Hugging Face's order.
+    pub(crate) fn stored_row(self, row: usize) -> usize {
+        match self {
+            RowOrder::Halves => row,
+            RowOrder::Pairs { head_dim } => {
+                let (head, row) = (row / head_dim, row % head_dim);
+                let (half, pair) = (row / (head_dim / 2), row % (head_dim / 2));
+                head * head_dim + pair * 2 + half
+            }
+        }
+    }
+}
+
+impl RowSource for MatrixSource<'_> {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.rows && out.len() == self.cols);
+        match &self.data {
+            MatrixData::Stored { bytes, encoding, order } => {
+                let row_bytes = bytes.len() / self.rows;
+                let begin = order.stored_row(row) * row_bytes;
+                encoding.decode_row(&bytes[begin..begin + row_bytes], out);
+            }
+            MatrixData::Random(random) => random.read_row(row, out),
+        }
+    }
+}
+
+/// Matrices of equal width on top of each other: Q, K and V; gate and up.
+#[derive(Clone, Debug)]
+pub struct StackedRows<'a> {
+    parts: Vec<MatrixSource<'a>>,
+}
+
+impl<'a> StackedRows<'a> {
+    /// # Panics
+    /// When there are no parts, or their widths differ; a model's validated shapes are neither.
+    pub fn new(parts: Vec<MatrixSource<'a>>) -> Self {
+        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols == parts[0].cols));
+        Self { parts }
+    }
+}
+
+impl RowSource for StackedRows<'_> {
+    fn rows(&self) -> usize {
+        self.parts.iter().map(|part| part.rows).sum()
+    }
+
+    fn cols(&self) -> usize {
+        self.parts[0].cols
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        let mut row = row;
+        for part in &self.parts {
+            if row < part.rows {
+                return part.read_row(row, out);
+            }
+            row -= part.rows;
+        }
+        panic!("row {row} past the last of {}", self.rows());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The converter's permutation, from its definition: a head's rows `[2][dim/2]` transposed.
+    fn permute(rows: &[u32], head_dim: usize) -> Vec<u32> {
+        let mut out = Vec::new();
+        for head in rows.chunks(head_dim) {
+            for pair in 0..head_dim / 2 {
+                out.extend([head[pair], head[head_dim / 2 + pair]]);
+            }
+        }
+        out
+    }
+
+    proptest! {
+        #[test]
+        fn reading_undoes_the_converters_permutation(heads in 1usize..6, half in 1usize..40) {
+            let head_dim = half * 2;
+            let rows: Vec<u32> = (0..(heads * head_dim) as u32).collect();
+            let stored = permute(&rows, head_dim);
+            let bytes: Vec<u8> = stored.iter().flat_map(|&row| (row as f32).to_le_bytes()).collect();
+            let order = RowOrder::Pairs { head_dim };
+            let data = MatrixData::Stored { bytes: &bytes, encoding: Encoding::F32, order };
+            let matrix = MatrixSource { rows: rows.len(), cols: 1, data };
+            for &row in &rows {
+                let mut out = [f32::NAN];
+                matrix.read_row(row as usize, &mut out);
+                prop_assert_eq!(out[0], row as f32);
+            }
+        }
+    }
+
+    #[test]
+    fn stacked_rows_follow_each_other() {
+        let bytes: Vec<Vec<u8>> = [&[1.0f32, 2.0][..], &[3.0, 4.0, 5.0, 6.0]]
+            .iter()
+            .map(|values| values.iter().flat_map(|v| v.to_le_bytes()).collect())
+            .collect();
+        let parts = bytes.iter().map(|bytes| MatrixSource {
+            rows: bytes.len() / 8,
+            cols: 2,
+            data: MatrixData::Stored { bytes, encoding: Encoding::F32, order: RowOrder::Halves },
+        });
+        let stacked = StackedRows::new(parts.collect());
+        assert_eq!((stacked.rows(), stacked.cols()), (3, 2));
+        let read = |row| {
+            let mut out = [0.0; 2];
+            stacked.read_row(row, &mut out);
+            out
+        };
+        assert_eq!([read(0), read(1), read(2)], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]);
+    }
+}

@@ -1,0 +1,44 @@
+//! Rope frequencies, computed as transformers does: in f32, operation by operation.
+
+use std::f32::consts::PI;
+
+use crate::config::RopeScaling;
+
+/// Radians per position of each of the `head_dim / 2` pairs.
+pub fn frequencies(theta: f32, head_dim: usize, scaling: &RopeScaling) -> Vec<f32> {
+    let plain = (0..head_dim / 2).map(|pair| {
+        let exponent = (2 * pair) as f32 / head_dim as f32;
+        // The power in f64, rounded once: within an ulp of every f32 library's.
+        1.0 / f64::from(theta).powf(f64::from(exponent)) as f32
+    });
+    match scaling {
+        RopeScaling::None => plain.collect(),
+        RopeScaling::Linear { factor } => plain.map(|frequency| frequency / factor).collect(),
+        RopeScaling::Divisors(divisors) => {
+            plain.zip(divisors).map(|(frequency, divisor)| frequency / divisor).collect()
+        }
+        &RopeScaling::Llama3 {
+            factor,
+            low_frequency_factor,
+            high_frequency_factor,
+            original_context_tokens,
+        } => {
+            let long_wavelength = original_context_tokens / low_frequency_factor;
+            let short_wavelength = original_context_tokens / high_frequency_factor;
+            plain
+                .map(|frequency| {
+                    let wavelength = 2.0 * PI / frequency;
+                    if wavelength > long_wavelength {
+                        frequency / factor
+                    } else if wavelength < short_wavelength {
+                        frequency
+                    } else {
+                        let smooth = (original_context_tokens / wavelength - low_frequency_factor)
+                            / (high_frequency_factor - low_frequency_factor);
+                        (1.0 - smooth) * frequency / factor + smooth * frequency
+                    }
+                })
+                .collect()
+        }
+    }
+}
