@@ -1,0 +1,39 @@
+//! What a log line looks like and which ones are written.
+
+use std::io::{IsTerminal, stderr};
+
+use tracing::Subscriber;
+use tracing_subscriber::{EnvFilter, Layer, fmt, registry::LookupSpan};
+
+use crate::{LogFormat, LogSink, TelemetryConfig, TelemetryError, log_writer::LogHandle};
+
+/// The layer that formats, behind its own filter: `telemetry.log` says nothing about traces.
+pub(crate) fn layer<S>(
+    config: &TelemetryConfig,
+    writer: LogHandle,
+) -> Result<Box<dyn Layer<S> + Send + Sync>, TelemetryError>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+{
+    let filter = EnvFilter::builder().parse(&config.log).map_err(|error| {
+        TelemetryError::BadFilter { filter: config.log.clone(), reason: error.to_string() }
+    })?;
+    let terminal = matches!(config.log_sink, LogSink::Stderr) && stderr().is_terminal();
+    let pretty = match config.log_format {
+        LogFormat::Auto => terminal,
+        LogFormat::Pretty => true,
+        LogFormat::Json => false,
+    };
+    Ok(if pretty {
+        fmt::layer().compact().with_ansi(terminal).with_writer(writer).with_filter(filter).boxed()
+    } else {
+        fmt::layer()
+            .json()
+            .flatten_event(true)
+            .with_current_span(true)
+            .with_span_list(false)
+            .with_writer(writer)
+            .with_filter(filter)
+            .boxed()
+    })
+}

@@ -1,0 +1,105 @@
+//! vLLM's names for our numbers, so that its dashboards and autoscalers work unchanged.
+//!
+//! Aliases exist in the Prometheus text only: OTLP carries each number once.
+
+use prometheus::proto::{LabelPair, Metric, MetricFamily};
+
+/// One family under another name.
+struct Alias {
+    ours: &'static str,
+    theirs: &'static str,
+    /// Only metrics with this label, which is then left out.
+    only: Option<(&'static str, &'static str)>,
+}
+
+const fn whole(ours: &'static str, theirs: &'static str) -> Alias {
+    Alias { ours, theirs, only: None }
+}
+
+const fn part(
+    ours: &'static str,
+    theirs: &'static str,
+    label: &'static str,
+    value: &'static str,
+) -> Alias {
+    Alias { ours, theirs, only: Some((label, value)) }
+}
+
+const ALIASES: [Alias; 21] = [
+    // Of a router.
+    whole("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+    whole("gen_ai_server_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
+    whole(
+        "gen_ai_server_time_per_output_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+    ),
+    whole("baton_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+    whole("gen_ai_server_request_duration_seconds", "vllm:e2e_request_latency_seconds"),
+    whole("baton_requests_finished_total", "vllm:request_success_total"),
+    part("baton_tokens_total", "vllm:prompt_tokens_total", "gen_ai_token_type", "input"),
+    part("baton_tokens_total", "vllm:generation_tokens_total", "gen_ai_token_type", "output"),
+    part("gen_ai_client_token_usage", "vllm:request_prompt_tokens", "gen_ai_token_type", "input"),
+    part(
+        "gen_ai_client_token_usage",
+        "vllm:request_generation_tokens",
+        "gen_ai_token_type",
+        "output",
+    ),
+    part("baton_requests", "vllm:num_requests_running", "state", "running"),
+    part("baton_requests", "vllm:num_requests_waiting", "state", "waiting"),
+    whole("baton_request_queue_time_seconds", "vllm:request_queue_time_seconds"),
+    // Of a node.
+    part("baton_sequences", "vllm:num_requests_running", "state", "running"),
+    part("baton_sequences", "vllm:num_requests_waiting", "state", "waiting"),
+    whole("baton_kv_cache_usage", "vllm:kv_cache_usage_perc"),
+    whole("baton_prefix_cache_queries_total", "vllm:prefix_cache_queries_total"),
+    whole("baton_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"),
+    whole("baton_preemptions_total", "vllm:num_preemptions_total"),
+    whole("baton_sequence_queue_time_seconds", "vllm:request_queue_time_seconds"),
+    whole("baton_sequence_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
+];
+
+/// Adds the aliases of every family that is there.
+pub(super) fn add(families: &mut Vec<MetricFamily>) {
+    let mut added = Vec::new();
+    for alias in &ALIASES {
+        let Some(ours) = families.iter().find(|family| family.name() == alias.ours) else {
+            continue;
+        };
+        let metrics: Vec<Metric> =
+            ours.get_metric().iter().filter_map(|metric| renamed(metric, alias)).collect();
+        if metrics.is_empty() {
+            continue;
+        }
+        let mut theirs = ours.clone();
+        theirs.set_name(alias.theirs.into());
+        theirs.set_help(format!("{} (alias of {})", ours.help(), ours.name()));
+        theirs.set_metric(metrics);
+        added.push(theirs);
+    }
+    families.append(&mut added);
+}
+
+/// The metric with vLLM's label names; `None` when it is not part of the alias.
+fn renamed(metric: &Metric, alias: &Alias) -> Option<Metric> {
+    let has = |(label, value): (&str, &str)| {
+        metric.get_label().iter().any(|pair| pair.name() == label && pair.value() == value)
+    };
+    if !alias.only.is_none_or(has) {
+        return None;
+    }
+    let mut metric = metric.clone();
+    let labels = metric
+        .take_label()
+        .into_iter()
+        .filter(|pair| alias.only.is_none_or(|(label, _)| pair.name() != label))
+        .map(|mut pair: LabelPair| {
+            if pair.name() == "gen_ai_request_model" {
+                pair.set_name("model_name".into());
+            }
+            pair
+        })
+        .collect();
+    metric.set_label(labels);
+    Some(metric)
+}

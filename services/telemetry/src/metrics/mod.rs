@@ -1,0 +1,120 @@
+//! Numbers: instruments once, two readers.
+//!
+//! An instrument is an OpenTelemetry one. The OTLP reader pushes it when a collector is given, the
+//! Prometheus reader renders it when asked. Names follow OpenTelemetry's GenAI conventions where they
+//! have one, `baton.*` elsewhere; the rendering repeats some of them under the names that vLLM's
+//! dashboards know ([`alias`]).
+//!
+//! Cardinality is bounded by construction: every attribute is an enum or a constant of the process.
+
+mod alias;
+mod node;
+mod router;
+
+use std::time::Duration;
+
+use opentelemetry::metrics::{Meter, MeterProvider};
+use opentelemetry_otlp::{MetricExporter, WithExportConfig, WithTonicConfig};
+use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider};
+use prometheus::{Registry, TextEncoder};
+use tonic::transport::Channel;
+
+use crate::{Resource, TelemetryError, traces::otel_resource};
+
+pub use node::{LoadFigures, NodeMetrics, SequenceEnd, TransferEnd, TransferSide};
+pub use router::{
+    AttemptEnd, FinishedRequest, Operation, RequestEnd, RouterMetrics, RunningRequest,
+    WaitingRequest,
+};
+
+/// A collector's dashboards rarely look closer.
+const PUSH_INTERVAL: Duration = Duration::from_secs(10);
+const PUSH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Seconds, from GenAI's conventions: `gen_ai.server.request.duration`.
+const REQUEST_SECONDS: [f64; 14] =
+    [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92];
+/// Seconds, from GenAI's conventions: `gen_ai.server.time_to_first_token`.
+const FIRST_TOKEN_SECONDS: [f64; 16] =
+    [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0];
+/// Seconds, from GenAI's conventions: `gen_ai.server.time_per_output_token`.
+const OUTPUT_TOKEN_SECONDS: [f64; 13] =
+    [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
+/// Tokens, from GenAI's conventions: `gen_ai.client.token.usage`, without its last three.
+const TOKENS: [f64; 11] =
+    [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0];
+/// Seconds of one step or one transfer: from half a millisecond on.
+const STEP_SECONDS: [f64; 13] =
+    [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];
+
+/// Owns the readers.
+pub(crate) struct Meters {
+    provider: SdkMeterProvider,
+    registry: Registry,
+}
+
+impl Meters {
+    pub(crate) fn new(
+        channel: Option<Channel>,
+        resource: &Resource,
+    ) -> Result<Self, TelemetryError> {
+        let failed = |reason: String| TelemetryError::Metrics { reason };
+        let registry = Registry::new();
+        let prometheus = opentelemetry_prometheus::exporter()
+            .with_registry(registry.clone())
+            .scope_info_enabled(false)
+            .build()
+            .map_err(|error| failed(error.to_string()))?;
+        let mut builder = SdkMeterProvider::builder()
+            .with_resource(otel_resource(resource))
+            .with_reader(prometheus);
+        if let Some(channel) = channel {
+            let exporter = MetricExporter::builder()
+                .with_tonic()
+                .with_channel(channel)
+                .with_timeout(PUSH_TIMEOUT)
+                .build()
+                .map_err(|error| failed(error.to_string()))?;
+            let push = PeriodicReader::builder(exporter).with_interval(PUSH_INTERVAL).build();
+            builder = builder.with_reader(push);
+        }
+        Ok(Self { provider: builder.build(), registry })
+    }
+
+    pub(crate) fn metrics(&self) -> Metrics {
+        Metrics { meter: self.provider.meter("baton"), registry: self.registry.clone() }
+    }
+
+    pub(crate) fn shutdown(
+        &self,
+        deadline: Duration,
+    ) -> Result<(), opentelemetry_sdk::error::OTelSdkError> {
+        self.provider.shutdown_with_timeout(deadline)
+    }
+}
+
+/// Where instruments are made and rendered.
+#[derive(Clone)]
+pub struct Metrics {
+    meter: Meter,
+    registry: Registry,
+}
+
+impl Metrics {
+    /// For instruments beyond [`RouterMetrics`] and [`NodeMetrics`]. Keep attributes bounded.
+    pub fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    /// Every instrument in Prometheus' text format 0.0.4, aliases included.
+    pub fn render_prometheus(&self) -> String {
+        let mut families = self.registry.gather();
+        alias::add(&mut families);
+        let mut text = String::new();
+        // Fails only for a family without a name or a metric; such are not gathered.
+        if let Err(error) = TextEncoder::new().encode_utf8(&families, &mut text) {
+            tracing::error!(%error, "metrics could not be rendered");
+        }
+        text
+    }
+}

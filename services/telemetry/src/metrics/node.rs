@@ -1,0 +1,245 @@
+//! What a node counts.
+
+use std::time::Duration;
+
+use opentelemetry::{
+    KeyValue,
+    metrics::{Counter, Gauge, Histogram},
+};
+
+use super::{FIRST_TOKEN_SECONDS, Metrics, STEP_SECONDS};
+
+/// How a sequence ended at this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SequenceEnd {
+    Stop,
+    Length,
+    /// Token 0 is sampled and the KV delivered.
+    HandedOver,
+    /// The router left.
+    Cancelled,
+    Busy,
+    TransferFailed,
+    Deadline,
+    Invalid,
+    SlowReader,
+    Internal,
+}
+
+impl SequenceEnd {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::HandedOver => "handed_over",
+            Self::Cancelled => "cancelled",
+            Self::Busy => "busy",
+            Self::TransferFailed => "transfer_failed",
+            Self::Deadline => "deadline",
+            Self::Invalid => "invalid",
+            Self::SlowReader => "slow_reader",
+            Self::Internal => "internal",
+        }
+    }
+}
+
+/// Which end of a transfer this node was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransferSide {
+    Sender,
+    Receiver,
+}
+
+/// How a transfer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransferEnd {
+    Complete,
+    Aborted,
+    PeerLost,
+    Damaged,
+    Deadline,
+    Refused,
+    Protocol,
+}
+
+impl TransferEnd {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Complete => "complete",
+            Self::Aborted => "aborted",
+            Self::PeerLost => "peer_lost",
+            Self::Damaged => "damaged",
+            Self::Deadline => "deadline",
+            Self::Refused => "refused",
+            Self::Protocol => "protocol",
+        }
+    }
+}
+
+/// How loaded the node is now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LoadFigures {
+    pub running: u32,
+    pub waiting: u32,
+    pub pending_prompt_tokens: u64,
+    pub blocks_free: u32,
+    pub blocks_cached: u32,
+    pub blocks_held: u32,
+    pub blocks_reserved: u32,
+}
+
+/// The instruments of a node. Cheap to clone.
+#[derive(Clone)]
+pub struct NodeMetrics {
+    model: KeyValue,
+    sequences: Gauge<u64>,
+    pending_prompt_tokens: Gauge<u64>,
+    blocks: Gauge<u64>,
+    kv_cache_usage: Gauge<f64>,
+    step_duration: Histogram<f64>,
+    steps: Counter<u64>,
+    step_rows: Counter<u64>,
+    step_tokens: Counter<u64>,
+    queue_time: Histogram<f64>,
+    prefill_time: Histogram<f64>,
+    sequences_finished: Counter<u64>,
+    prefix_queries: Counter<u64>,
+    prefix_hits: Counter<u64>,
+    preemptions: Counter<u64>,
+    transfers: Counter<u64>,
+    transfer_bytes: Counter<u64>,
+    transfer_duration: Histogram<f64>,
+}
+
+impl NodeMetrics {
+    /// `model` is the served name.
+    pub fn new(metrics: &Metrics, model: &str) -> Self {
+        let meter = metrics.meter();
+        let seconds = |name: &'static str, description: &'static str, bounds: &[f64]| {
+            meter
+                .f64_histogram(name)
+                .with_unit("s")
+                .with_description(description)
+                .with_boundaries(bounds.to_vec())
+                .build()
+        };
+        let counter = |name: &'static str, description: &'static str| {
+            meter.u64_counter(name).with_description(description).build()
+        };
+        let gauge = |name: &'static str, description: &'static str| {
+            meter.u64_gauge(name).with_description(description).build()
+        };
+        Self {
+            model: KeyValue::new("gen_ai.request.model", model.to_owned()),
+            sequences: gauge("baton.sequences", "Sequences on this node, by state"),
+            pending_prompt_tokens: gauge(
+                "baton.pending_prompt_tokens",
+                "Tokens of known prompts that are not yet computed",
+            ),
+            blocks: gauge("baton.kv_blocks", "KV blocks, by state"),
+            kv_cache_usage: meter
+                .f64_gauge("baton.kv_cache_usage")
+                .with_description("Held and reserved blocks as a fraction of all")
+                .build(),
+            step_duration: seconds("baton.step.duration", "Time of one forward", &STEP_SECONDS),
+            steps: counter("baton.steps", "Forwards"),
+            step_rows: counter("baton.step.rows", "Rows over all forwards"),
+            step_tokens: counter("baton.step.tokens", "Tokens over all forwards"),
+            queue_time: seconds(
+                "baton.sequence.queue_time",
+                "From a sequence's arrival to its first step",
+                &FIRST_TOKEN_SECONDS,
+            ),
+            prefill_time: seconds(
+                "baton.sequence.prefill_time",
+                "From a sequence's first step to its first token",
+                &FIRST_TOKEN_SECONDS,
+            ),
+            sequences_finished: counter("baton.sequences.finished", "Sequences ended, by how"),
+            prefix_queries: counter("baton.prefix_cache.queries", "Prompt tokens looked up"),
+            prefix_hits: counter("baton.prefix_cache.hits", "Prompt tokens found in the cache"),
+            preemptions: counter("baton.preemptions", "Sequences preempted for want of blocks"),
+            transfers: counter("baton.kv_transfers", "KV transfers ended, by side and how"),
+            transfer_bytes: counter("baton.kv_transfer.bytes", "KV moved, in bytes, by side"),
+            transfer_duration: seconds(
+                "baton.kv_transfer.duration",
+                "Time of complete KV transfers, by side",
+                &STEP_SECONDS,
+            ),
+        }
+    }
+
+    /// The figures that the node also reports to routers; call it at every report.
+    pub fn set_load(&self, load: &LoadFigures) {
+        let state = |name| [self.model.clone(), KeyValue::new("state", name)];
+        self.sequences.record(load.running.into(), &state("running"));
+        self.sequences.record(load.waiting.into(), &state("waiting"));
+        let model = std::slice::from_ref(&self.model);
+        self.pending_prompt_tokens.record(load.pending_prompt_tokens, model);
+        let blocks = [
+            ("free", load.blocks_free),
+            ("cached", load.blocks_cached),
+            ("held", load.blocks_held),
+            ("reserved", load.blocks_reserved),
+        ];
+        for (name, count) in blocks {
+            self.blocks.record(count.into(), &state(name));
+        }
+        let total: u64 = blocks.iter().map(|(_, count)| u64::from(*count)).sum();
+        let used = u64::from(load.blocks_held) + u64::from(load.blocks_reserved);
+        self.kv_cache_usage.record(used as f64 / total.max(1) as f64, model);
+    }
+
+    /// One forward of `rows` rows and `tokens` tokens kept the device busy so long.
+    pub fn step(&self, busy: Duration, rows: usize, tokens: u64) {
+        let model = std::slice::from_ref(&self.model);
+        self.step_duration.record(busy.as_secs_f64(), model);
+        self.steps.add(1, model);
+        self.step_rows.add(rows as u64, model);
+        self.step_tokens.add(tokens, model);
+    }
+
+    /// A sequence entered its first step, so long after its arrival.
+    pub fn queued(&self, waited: Duration) {
+        self.queue_time.record(waited.as_secs_f64(), std::slice::from_ref(&self.model));
+    }
+
+    /// A sequence sampled its first token, so long after its first step began.
+    pub fn prefilled(&self, took: Duration) {
+        self.prefill_time.record(took.as_secs_f64(), std::slice::from_ref(&self.model));
+    }
+
+    pub fn sequence_ended(&self, end: SequenceEnd) {
+        let outcome = KeyValue::new("outcome", end.as_str());
+        self.sequences_finished.add(1, &[self.model.clone(), outcome]);
+    }
+
+    /// Of `prompt_tokens` looked up, `hit_tokens` were cached.
+    pub fn prefix_lookup(&self, prompt_tokens: u64, hit_tokens: u64) {
+        let model = std::slice::from_ref(&self.model);
+        self.prefix_queries.add(prompt_tokens, model);
+        self.prefix_hits.add(hit_tokens, model);
+    }
+
+    pub fn preempted(&self, count: u64) {
+        self.preemptions.add(count, std::slice::from_ref(&self.model));
+    }
+
+    /// `bytes` are those that moved, complete or not.
+    pub fn transfer_ended(&self, side: TransferSide, end: TransferEnd, bytes: u64, took: Duration) {
+        let side = KeyValue::new(
+            "side",
+            match side {
+                TransferSide::Sender => "sender",
+                TransferSide::Receiver => "receiver",
+            },
+        );
+        let attributes = [self.model.clone(), side];
+        self.transfer_bytes.add(bytes, &attributes);
+        if end == TransferEnd::Complete {
+            self.transfer_duration.record(took.as_secs_f64(), &attributes);
+        }
+        let [model, side] = attributes;
+        self.transfers.add(1, &[model, side, KeyValue::new("outcome", end.as_str())]);
+    }
+}

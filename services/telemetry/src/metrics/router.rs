@@ -1,0 +1,315 @@
+//! What a router counts.
+
+use std::time::Duration;
+
+use opentelemetry::{
+    KeyValue,
+    metrics::{Counter, Gauge, Histogram, UpDownCounter},
+};
+
+use super::{
+    FIRST_TOKEN_SECONDS, Metrics, OUTPUT_TOKEN_SECONDS, REQUEST_SECONDS, STEP_SECONDS, TOKENS,
+};
+
+/// Which API a request came by (`gen_ai.operation.name`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    TextCompletion,
+    /// gRPC `Inference/Generate`.
+    Generate,
+}
+
+impl Operation {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::TextCompletion => "text_completion",
+            Self::Generate => "generate_content",
+        }
+    }
+}
+
+/// How a request ended: complete, or one typed error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestEnd {
+    /// A stop token or stop string.
+    Stop,
+    /// `max_tokens` or the longest sequence.
+    Length,
+    /// The client left.
+    ClientGone,
+    /// The client did not read.
+    SlowClient,
+    /// The request was wrong.
+    Invalid,
+    /// Bounds of the router or of every node were reached.
+    Overloaded,
+    Deadline,
+    /// The attempt budget was used up, or no node was there.
+    Failed,
+}
+
+impl RequestEnd {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::ClientGone => "client_gone",
+            Self::SlowClient => "slow_client",
+            Self::Invalid => "invalid",
+            Self::Overloaded => "overloaded",
+            Self::Deadline => "deadline",
+            Self::Failed => "failed",
+        }
+    }
+
+    fn is_success(self) -> bool {
+        matches!(self, Self::Stop | Self::Length)
+    }
+}
+
+/// How an attempt ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttemptEnd {
+    Complete,
+    Busy,
+    PrefillLost,
+    DecodeLost,
+    TransferFailed,
+    /// The nodes do not fit each other, or no longer are what the router believed.
+    Mismatch,
+    Deadline,
+    /// The client left, or the answer was complete by a stop string.
+    Cancelled,
+    /// A defect of a node.
+    Internal,
+}
+
+impl AttemptEnd {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Complete => "complete",
+            Self::Busy => "busy",
+            Self::PrefillLost => "prefill_lost",
+            Self::DecodeLost => "decode_lost",
+            Self::TransferFailed => "transfer_failed",
+            Self::Mismatch => "mismatch",
+            Self::Deadline => "deadline",
+            Self::Cancelled => "cancelled",
+            Self::Internal => "internal",
+        }
+    }
+}
+
+/// The figures of a request at its end.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FinishedRequest {
+    pub operation: Operation,
+    pub end: RequestEnd,
+    /// From the request's arrival to its last event.
+    pub duration: Duration,
+    /// From the request's arrival; `None` when no token was shown.
+    pub time_to_first_token: Option<Duration>,
+    pub prompt_tokens: u32,
+    pub completion_tokens: u32,
+    /// Prompt tokens that were in a prefix cache.
+    pub cached_tokens: u32,
+}
+
+/// The instruments of a router. Cheap to clone.
+#[derive(Clone)]
+pub struct RouterMetrics {
+    model: KeyValue,
+    time_to_first_token: Histogram<f64>,
+    time_per_output_token: Histogram<f64>,
+    inter_token_latency: Histogram<f64>,
+    request_duration: Histogram<f64>,
+    queue_time: Histogram<f64>,
+    token_usage: Histogram<u64>,
+    tokens: Counter<u64>,
+    finished: Counter<u64>,
+    requests: UpDownCounter<i64>,
+    attempts: Counter<u64>,
+    nodes: Gauge<u64>,
+    hand_over: Histogram<f64>,
+    transfer_bytes: Counter<u64>,
+    transfer_duration: Histogram<f64>,
+}
+
+impl RouterMetrics {
+    /// `model` is the served name.
+    pub fn new(metrics: &Metrics, model: &str) -> Self {
+        let meter = metrics.meter();
+        let seconds = |name: &'static str, description: &'static str, bounds: &[f64]| {
+            meter
+                .f64_histogram(name)
+                .with_unit("s")
+                .with_description(description)
+                .with_boundaries(bounds.to_vec())
+                .build()
+        };
+        let counter = |name: &'static str, description: &'static str| {
+            meter.u64_counter(name).with_description(description).build()
+        };
+        Self {
+            model: KeyValue::new("gen_ai.request.model", model.to_owned()),
+            time_to_first_token: seconds(
+                "gen_ai.server.time_to_first_token",
+                "From a request's arrival to its first token",
+                &FIRST_TOKEN_SECONDS,
+            ),
+            time_per_output_token: seconds(
+                "gen_ai.server.time_per_output_token",
+                "Mean time between the tokens of a request after the first",
+                &OUTPUT_TOKEN_SECONDS,
+            ),
+            inter_token_latency: seconds(
+                "baton.inter_token_latency",
+                "From one event of a request to the next",
+                &OUTPUT_TOKEN_SECONDS,
+            ),
+            request_duration: seconds(
+                "gen_ai.server.request.duration",
+                "From a request's arrival to its end",
+                &REQUEST_SECONDS,
+            ),
+            queue_time: seconds(
+                "baton.request.queue_time",
+                "How long a request waited in the router for a node",
+                &FIRST_TOKEN_SECONDS,
+            ),
+            token_usage: meter
+                .u64_histogram("gen_ai.client.token.usage")
+                .with_unit("{token}")
+                .with_description("Tokens of a request, by type")
+                .with_boundaries(TOKENS.to_vec())
+                .build(),
+            tokens: counter("baton.tokens", "Tokens served, by type"),
+            finished: counter("baton.requests.finished", "Requests ended, by how"),
+            requests: meter
+                .i64_up_down_counter("baton.requests")
+                .with_description("Requests in work, by state")
+                .build(),
+            attempts: counter("baton.attempts", "Attempts ended, by how"),
+            nodes: meter
+                .u64_gauge("baton.nodes")
+                .with_description("Nodes known to this router, by role and health")
+                .build(),
+            hand_over: seconds(
+                "baton.hand_over.gap",
+                "From token 0 (prefill node) to token 1 (decode node)",
+                &STEP_SECONDS,
+            ),
+            transfer_bytes: counter("baton.kv_transfer.bytes", "KV moved between nodes, in bytes"),
+            transfer_duration: seconds(
+                "baton.kv_transfer.duration",
+                "From a transfer's first clear-to-send to its acknowledgement",
+                &STEP_SECONDS,
+            ),
+        }
+    }
+
+    /// Counts a request as running until the guard is dropped.
+    pub fn request_running(&self) -> RunningRequest {
+        self.requests.add(1, &[self.model.clone(), KeyValue::new("state", "running")]);
+        RunningRequest { metrics: self.clone() }
+    }
+
+    /// Counts a request as waiting for a node until the guard is dropped, which also tells how long.
+    pub fn request_waiting(&self) -> WaitingRequest {
+        self.requests.add(1, &[self.model.clone(), KeyValue::new("state", "waiting")]);
+        WaitingRequest { metrics: self.clone(), since: std::time::Instant::now() }
+    }
+
+    /// The first token was shown, so long after the request's arrival.
+    pub fn first_token(&self, operation: Operation, after: Duration) {
+        self.time_to_first_token.record(after.as_secs_f64(), &self.of(operation));
+    }
+
+    /// A later event of the request was shown, so long after the one before.
+    pub fn next_tokens(&self, after: Duration) {
+        self.inter_token_latency.record(after.as_secs_f64(), std::slice::from_ref(&self.model));
+    }
+
+    pub fn request_ended(&self, request: &FinishedRequest) {
+        let [operation, model] = self.of(request.operation);
+        let count = u64::from(request.completion_tokens);
+        let duration = request.duration.as_secs_f64();
+        if request.end.is_success() {
+            self.request_duration.record(duration, &[operation.clone(), model.clone()]);
+        } else {
+            let error = KeyValue::new("error.type", request.end.as_str());
+            self.request_duration.record(duration, &[operation.clone(), model.clone(), error]);
+        }
+        let reason = KeyValue::new("finished_reason", request.end.as_str());
+        self.finished.add(1, &[operation.clone(), model.clone(), reason]);
+        if let Some(first) = request.time_to_first_token.filter(|_| count > 1) {
+            let rest = request.duration.saturating_sub(first).as_secs_f64();
+            let mean = rest / (count - 1) as f64;
+            self.time_per_output_token.record(mean, &[operation.clone(), model.clone()]);
+        }
+        let of_type =
+            |name| [operation.clone(), model.clone(), KeyValue::new("gen_ai.token.type", name)];
+        let figures = [("input", u64::from(request.prompt_tokens)), ("output", count)];
+        for (name, tokens) in figures {
+            self.token_usage.record(tokens, &of_type(name));
+            self.tokens.add(tokens, &of_type(name));
+        }
+        self.tokens.add(u64::from(request.cached_tokens), &of_type("input_cached"));
+    }
+
+    pub fn attempt_ended(&self, end: AttemptEnd) {
+        self.attempts.add(1, &[self.model.clone(), KeyValue::new("outcome", end.as_str())]);
+    }
+
+    /// Call it for every pair of role and health at each change, zeros included.
+    pub fn set_nodes(&self, role: &'static str, health: &'static str, count: usize) {
+        let attributes = [KeyValue::new("role", role), KeyValue::new("health", health)];
+        self.nodes.record(count as u64, &attributes);
+    }
+
+    /// The decode node's first token came so long after the prefill node's.
+    pub fn hand_over(&self, gap: Duration) {
+        self.hand_over.record(gap.as_secs_f64(), std::slice::from_ref(&self.model));
+    }
+
+    pub fn transfer_delivered(&self, bytes: u64, duration: Duration) {
+        let model = std::slice::from_ref(&self.model);
+        self.transfer_bytes.add(bytes, model);
+        self.transfer_duration.record(duration.as_secs_f64(), model);
+    }
+
+    fn of(&self, operation: Operation) -> [KeyValue; 2] {
+        [KeyValue::new("gen_ai.operation.name", operation.as_str()), self.model.clone()]
+    }
+}
+
+/// A request in work.
+pub struct RunningRequest {
+    metrics: RouterMetrics,
+}
+
+impl Drop for RunningRequest {
+    fn drop(&mut self) {
+        let metrics = &self.metrics;
+        metrics.requests.add(-1, &[metrics.model.clone(), KeyValue::new("state", "running")]);
+    }
+}
+
+/// A request that waits for a node.
+pub struct WaitingRequest {
+    metrics: RouterMetrics,
+    since: std::time::Instant,
+}
+
+impl Drop for WaitingRequest {
+    fn drop(&mut self) {
+        let metrics = &self.metrics;
+        metrics.requests.add(-1, &[metrics.model.clone(), KeyValue::new("state", "waiting")]);
+        let waited = self.since.elapsed().as_secs_f64();
+        metrics.queue_time.record(waited, std::slice::from_ref(&metrics.model));
+    }
+}

@@ -1,0 +1,97 @@
+//! The W3C trace context between processes.
+//!
+//! The sender injects the context of its span, the receiver makes it the parent of its own span
+//! before anything is recorded in it. What a peer sends is parsed strictly; what does not parse is
+//! no context, and the span becomes the root of a new trace.
+
+use std::collections::HashMap;
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use opentelemetry::{
+    Context,
+    propagation::{Extractor, Injector, TextMapPropagator},
+    trace::TraceContextExt,
+};
+use opentelemetry_sdk::propagation::TraceContextPropagator;
+use tonic::metadata::MetadataMap;
+use tracing::Span;
+use tracing_opentelemetry::OpenTelemetrySpanExt;
+
+const TRACEPARENT: &str = "traceparent";
+
+/// The `traceparent` of the current span; empty outside of any span.
+pub fn current_traceparent() -> String {
+    traceparent(&Span::current())
+}
+
+/// The `traceparent` of a span, for messages that are plain structs; empty for a disabled span.
+pub fn traceparent(span: &Span) -> String {
+    let mut fields = HashMap::new();
+    TraceContextPropagator::new().inject_context(&span.context(), &mut fields);
+    fields.remove(TRACEPARENT).unwrap_or_default()
+}
+
+/// Makes the sender's span the parent of `span`, which must not have been entered yet. Empty or
+/// malformed text changes nothing.
+pub fn set_parent(span: &Span, traceparent: &str) {
+    let fields = HashMap::from([(TRACEPARENT.to_owned(), traceparent.to_owned())]);
+    adopt(span, &fields);
+}
+
+/// Writes `traceparent` (and `tracestate`) of a span into HTTP headers.
+pub fn inject_http(span: &Span, headers: &mut HeaderMap) {
+    TraceContextPropagator::new().inject_context(&span.context(), &mut Headers(headers));
+}
+
+/// Makes the client's span the parent of `span`, which must not have been entered yet.
+pub fn set_parent_from_http(span: &Span, headers: &HeaderMap) {
+    adopt(span, &HeadersRead(headers));
+}
+
+/// Writes `traceparent` (and `tracestate`) of a span into the metadata of a gRPC request.
+pub fn inject_grpc(span: &Span, metadata: &mut MetadataMap) {
+    TraceContextPropagator::new().inject_context(&span.context(), &mut Headers(metadata.as_mut()));
+}
+
+/// Makes the caller's span the parent of `span`, which must not have been entered yet.
+pub fn set_parent_from_grpc(span: &Span, metadata: &MetadataMap) {
+    adopt(span, &HeadersRead(metadata.as_ref()));
+}
+
+/// 32 hex digits that logs may carry; `None` for a disabled span.
+pub fn trace_id(span: &Span) -> Option<String> {
+    let context = span.context();
+    let span_context = context.span().span_context().clone();
+    span_context.is_valid().then(|| span_context.trace_id().to_string())
+}
+
+fn adopt(span: &Span, fields: &dyn Extractor) {
+    let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), fields);
+    if parent.span().span_context().is_valid() {
+        // Fails for disabled spans, which have no trace to belong to.
+        let _ = span.set_parent(parent);
+    }
+}
+
+struct Headers<'a>(&'a mut HeaderMap);
+
+impl Injector for Headers<'_> {
+    fn set(&mut self, key: &str, value: String) {
+        let name = HeaderName::from_bytes(key.as_bytes());
+        if let (Ok(name), Ok(value)) = (name, HeaderValue::try_from(value)) {
+            self.0.insert(name, value);
+        }
+    }
+}
+
+struct HeadersRead<'a>(&'a HeaderMap);
+
+impl Extractor for HeadersRead<'_> {
+    fn get(&self, key: &str) -> Option<&str> {
+        self.0.get(key).and_then(|value| value.to_str().ok())
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        self.0.keys().map(HeaderName::as_str).collect()
+    }
+}

@@ -1,0 +1,115 @@
+//! A small HTTP server for `/metrics` and probes, where a service has none of its own.
+
+use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
+
+use axum::{Router, body::Body, http::header, response::IntoResponse, routing::get};
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore},
+    task::{JoinHandle, JoinSet},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use crate::{Metrics, TelemetryError};
+
+/// A scraper and a few probes; more wait in the kernel's queue.
+const CONNECTIONS_MAX: usize = 32;
+/// Longest a connection may live: one request, answered from memory.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Serves until it is shut down; dropping it stops it without waiting.
+pub struct MetricsServer {
+    address: SocketAddr,
+    stop: DropGuard,
+    task: JoinHandle<()>,
+}
+
+impl MetricsServer {
+    /// Serves `/metrics` and the routes of `extra` (`/live`, `/health`). Port 0 takes a free one.
+    pub async fn start(
+        address: SocketAddr,
+        metrics: Metrics,
+        extra: Router,
+    ) -> Result<Self, TelemetryError> {
+        let failed = |reason| TelemetryError::Listen { address, reason };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let routes = extra.route("/metrics", get(move || render(metrics)));
+        let stop = CancellationToken::new();
+        let task = tokio::spawn(accept(listener, routes, stop.clone()));
+        Ok(Self { address, stop: stop.drop_guard(), task })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Stops accepting and waits, at most `deadline`, for answers in progress.
+    pub async fn shutdown(mut self, deadline: Duration) -> Result<(), TelemetryError> {
+        drop(self.stop);
+        match tokio::time::timeout(deadline, &mut self.task).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(TelemetryError::Shutdown { reason: error.to_string() }),
+            Err(_) => {
+                self.task.abort();
+                Err(TelemetryError::ShutdownDeadline { what: "the metrics server", deadline })
+            }
+        }
+    }
+}
+
+async fn render(metrics: Metrics) -> impl IntoResponse {
+    (
+        [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
+        metrics.render_prometheus(),
+    )
+}
+
+async fn accept(listener: TcpListener, routes: Router, stop: CancellationToken) {
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut connections = JoinSet::new();
+    loop {
+        let permit = tokio::select! {
+            () = stop.cancelled() => break,
+            permit = permits.clone().acquire_owned() => permit.expect("the semaphore is never closed"),
+        };
+        let accepted = tokio::select! {
+            () = stop.cancelled() => break,
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                connections.spawn(serve(stream, routes.clone(), permit));
+            }
+            // Out of descriptors, most likely: give others time to close theirs.
+            Err(error) => {
+                tracing::warn!(%error, "the metrics server could not accept a connection");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+        while connections.try_join_next().is_some() {}
+    }
+    // Each ends by itself within its own timeout.
+    while connections.join_next().await.is_some() {}
+}
+
+async fn serve(stream: TcpStream, routes: Router, _permit: OwnedSemaphorePermit) {
+    let service = TowerToHyperService::new(routes);
+    let service =
+        hyper::service::service_fn(move |request: http::Request<hyper::body::Incoming>| {
+            let answer = hyper::service::Service::call(&service, request.map(Body::new));
+            async move { Ok::<_, Infallible>(answer.await.unwrap_or_else(|never| match never {})) }
+        });
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(Duration::from_secs(5))
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), service);
+    // A client that breaks off or sends garbage is its own problem.
+    let _ = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
+}
