@@ -144,7 +144,7 @@ async fn held_blocks(cluster: &Cluster) -> Result<f64> {
         let text = String::from_utf8(metrics.get("/metrics").await?.body.to_vec())?;
         held += text
             .lines()
-            .filter(|line| line.starts_with("baton_blocks{"))
+            .filter(|line| line.starts_with("baton_kv_blocks{"))
             .filter(|line| line.contains("state=\"held\"") || line.contains("state=\"reserved\""))
             .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
             .sum::<f64>();

@@ -50,7 +50,7 @@ async fn one_prefill_and_one_decode_node() -> Result<()> {
     // The answer really crossed: the decode node received KV.
     let metrics = Client::new(format!("http://{}", cluster.decode[0].ready.metrics));
     let text = String::from_utf8(metrics.get("/metrics").await?.body.to_vec())?;
-    let received = metric_sum(&text, "baton_transfer_received_bytes_total");
+    let received = metric_sum(&text, "baton_kv_transfer_bytes_total");
     assert!(received > 0.0, "no KV was received:\n{text}");
     cluster.stop()
 }
