@@ -4,7 +4,10 @@ pub(crate) mod dummy;
 mod folder;
 mod gguf_file;
 
-use std::path::{Path, PathBuf};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
 
 use self::{dummy::DummyWeights, folder::SafetensorsFolder, gguf_file::GgufFile};
 use crate::{
@@ -238,6 +241,16 @@ impl Checkpoint {
             _ => None,
         };
         Ok(fingerprint::of(&self.config, seed, entries))
+    }
+}
+
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checkpoint")
+            .field("path", &self.path)
+            .field("config", &self.config)
+            .field("description", &self.description())
+            .finish_non_exhaustive()
     }
 }
 

@@ -175,7 +175,12 @@ impl<B: Backend> Llama<B> {
         let rows = backend.rows(step);
         let sampled_rows = backend.sampled_rows(step);
         let layout = backend.kv_layout(step);
-        assert!(rows <= limits.rows_max && sampled_rows <= limits.sampled_max);
+        assert!(rows <= limits.rows_max, "{rows} rows, at most {}", limits.rows_max);
+        assert!(
+            sampled_rows <= limits.sampled_max,
+            "{sampled_rows} sampled rows, at most {}",
+            limits.sampled_max
+        );
         assert_eq!(layout, config.kv_layout(layout.dtype));
 
         backend.embed(&self.embedding, step, residual);

@@ -1,0 +1,322 @@
+//! Checkpoints on disk: every format gives the same rows, and damaged ones a typed error.
+
+mod common;
+
+use std::{fs, path::Path};
+
+use common::{Element, Tensor};
+use model::{Checkpoint, LoadFormat, ModelError, Weight};
+use proptest::prelude::*;
+use serde_json::json;
+
+fn open(path: &Path) -> Result<Checkpoint, ModelError> {
+    Checkpoint::open(path, LoadFormat::Auto)
+}
+
+fn assert_same_weights(found: &Checkpoint, expected: &Checkpoint, element: Element) {
+    for weight in Weight::all(expected.config()) {
+        let found = common::elements(found, weight);
+        let rounded: Vec<f32> =
+            common::elements(expected, weight).into_iter().map(|v| element.round(v)).collect();
+        assert_eq!(found, rounded, "{weight:?} as {element:?}");
+    }
+}
+
+#[test]
+fn folders_of_every_element_type_single_or_sharded_give_the_weights_written() {
+    let dummy = common::tiny_llama3();
+    for element in [Element::F32, Element::F16, Element::Bf16] {
+        for shards in [1, 3] {
+            let folder = tempfile::tempdir().unwrap();
+            let tensors = common::hugging_face_tensors(&dummy, element);
+            common::write_folder(folder.path(), &tensors, shards);
+            let checkpoint = open(folder.path()).unwrap();
+            assert_eq!(checkpoint.config(), dummy.config());
+            assert_same_weights(&checkpoint, &dummy, element);
+            let bytes: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
+            assert_eq!(checkpoint.stored_bytes(), bytes as u64);
+        }
+    }
+}
+
+#[test]
+fn a_gguf_file_gives_the_weights_in_hugging_faces_order() {
+    let dummy = common::tiny_llama3();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny.gguf");
+    let tensors = common::gguf_tensors(&dummy, Element::F32);
+    fs::write(&path, common::gguf(dummy.config(), &tensors)).unwrap();
+    let checkpoint = open(&path).unwrap();
+    assert_same_weights(&checkpoint, &dummy, Element::F32);
+    assert_eq!(checkpoint.description(), "GGUF, F32");
+    for (found, expected) in
+        checkpoint.config().rope_frequencies().iter().zip(dummy.config().rope_frequencies())
+    {
+        assert!((found - expected).abs() <= expected * 1e-6);
+    }
+}
+
+#[test]
+fn the_real_model_is_opened_without_reading_it() {
+    let checkpoint = open(&common::smollm2_path()).unwrap();
+    let config = checkpoint.config();
+    assert_eq!((config.hidden_size, config.layer_count, config.ffn_size), (576, 30, 1536));
+    assert_eq!((config.query_head_count, config.kv_head_count, config.head_dim), (9, 3, 64));
+    assert_eq!((config.vocab_size, config.context_tokens), (49152, 8192));
+    assert_eq!((config.rms_eps, config.rope_theta), (1e-5, 100_000.0));
+    assert!(config.tied_output);
+    assert_eq!((config.bos_token_id, config.eos_token_ids.as_slice()), (Some(1), &[2][..]));
+    assert_eq!(config.parameter_count(), 134_515_008);
+    assert_eq!(checkpoint.description(), "GGUF, F32 + Q4_1 + Q8_0");
+    let again = open(&common::smollm2_path()).unwrap();
+    assert_eq!(checkpoint.model_fingerprint(), again.model_fingerprint());
+    // The same shape with other weights is another model.
+    let dummy = Checkpoint::open(common::smollm2_path(), LoadFormat::Dummy { seed: 1 }).unwrap();
+    assert_eq!(dummy.config(), config);
+    assert_ne!(dummy.model_fingerprint(), checkpoint.model_fingerprint());
+}
+
+#[test]
+fn fingerprints_differ_wherever_models_do() {
+    let dummy = common::tiny_llama3();
+    let fingerprint = |shards, element, change: &dyn Fn(&mut Vec<Tensor>, &mut String)| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut tensors = common::hugging_face_tensors(&dummy, element);
+        let mut config = fs::read_to_string(common::fixture("tiny_llama3/config.json")).unwrap();
+        change(&mut tensors, &mut config);
+        common::write_folder(folder.path(), &tensors, shards);
+        fs::write(folder.path().join("config.json"), config).unwrap();
+        open(folder.path()).unwrap().model_fingerprint()
+    };
+    let plain = fingerprint(1, Element::F32, &|_, _| {});
+    let variants = [
+        fingerprint(1, Element::Bf16, &|_, _| {}),
+        fingerprint(1, Element::F32, &|tensors, _| tensors[5].bytes[0] ^= 1),
+        fingerprint(1, Element::F32, &|tensors, _| *tensors[5].bytes.last_mut().unwrap() ^= 1),
+        fingerprint(1, Element::F32, &|_, config| *config = config.replace("1e-05", "1e-06")),
+        fingerprint(1, Element::F32, &|_, config| {
+            *config = config.replace("\"rope_theta\": 10000.0", "\"rope_theta\": 10001.0");
+        }),
+        dummy.model_fingerprint(),
+    ];
+    for (index, variant) in variants.iter().enumerate() {
+        assert_ne!(*variant, plain, "variant {index}");
+    }
+    // How a model is cut into files is no part of it.
+    assert_eq!(fingerprint(3, Element::F32, &|_, _| {}), plain);
+    let seed = |seed| {
+        Checkpoint::open(common::fixture("tiny_llama3"), LoadFormat::Dummy { seed })
+            .unwrap()
+            .model_fingerprint()
+    };
+    assert_eq!(seed(1), seed(1));
+    assert_ne!(seed(1), seed(2));
+}
+
+#[test]
+fn paths_that_hold_no_model_say_what_is_wanted() {
+    let folder = tempfile::tempdir().unwrap();
+    let message = |path: &Path| open(path).unwrap_err().to_string();
+    let empty = message(folder.path());
+    assert!(
+        empty.ends_with("the folder has no config.json; a GGUF file is named itself"),
+        "{empty}"
+    );
+    assert!(message(&folder.path().join("absent.gguf")).contains("cannot open"));
+    let text = folder.path().join("notes.txt");
+    fs::write(&text, "hello").unwrap();
+    assert!(message(&text).contains("neither a .gguf file nor a folder"));
+    let gguf = folder.path().join("empty.gguf");
+    fs::write(&gguf, "").unwrap();
+    assert!(
+        message(&gguf).contains("truncated or corrupt: the magic number"),
+        "{}",
+        message(&gguf)
+    );
+
+    fs::copy(common::fixture("tiny_llama3/config.json"), folder.path().join("config.json"))
+        .unwrap();
+    let alone = message(&folder.path().join("config.json"));
+    assert!(alone.contains("load format dummy only"), "{alone}");
+    let no_weights = message(folder.path());
+    assert!(
+        no_weights
+            .ends_with("the folder has neither model.safetensors nor model.safetensors.index.json"),
+        "{no_weights}"
+    );
+}
+
+/// Opens the tiny model's folder after `change`.
+fn open_changed(change: impl Fn(&mut Vec<Tensor>)) -> ModelError {
+    let folder = tempfile::tempdir().unwrap();
+    let mut tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::F32);
+    change(&mut tensors);
+    common::write_folder(folder.path(), &tensors, 1);
+    open(folder.path()).unwrap_err()
+}
+
+#[test]
+fn missing_misshapen_and_unknown_tensors_are_named() {
+    let error = open_changed(|tensors| drop(tensors.remove(2)));
+    assert!(
+        error.to_string().ends_with(
+            "tensor \"model.layers.0.self_attn.q_proj.weight\" is missing (wanted shape [64, 32])"
+        ),
+        "{error}"
+    );
+    let error = open_changed(|tensors| tensors[2].dims = vec![32, 64]);
+    assert!(error.to_string().ends_with("has shape [32, 64], wanted [64, 32]"), "{error}");
+    let error = open_changed(|tensors| {
+        tensors.push(Tensor {
+            name: "model.layers.0.self_attn.q_proj.bias".into(),
+            dims: vec![64],
+            element: Element::F32,
+            bytes: vec![0; 256],
+        });
+    });
+    assert!(
+        matches!(&error, ModelError::UnknownTensor { tensor, .. }
+            if tensor == "model.layers.0.self_attn.q_proj.bias"),
+        "{error}"
+    );
+}
+
+#[test]
+fn norms_that_are_not_finite_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::F32);
+    tensors[1].bytes[8..12].copy_from_slice(&f32::NAN.to_le_bytes());
+    common::write_folder(folder.path(), &tensors, 1);
+    let checkpoint = open(folder.path()).unwrap();
+    let weight = Weight::Layer(0, model::LayerWeight::AttentionNorm);
+    let error = checkpoint.vector(weight).unwrap_err();
+    assert!(matches!(error, ModelError::NotFinite { element: 2, .. }), "{error}");
+}
+
+#[test]
+fn a_truncated_safetensors_file_names_tensor_and_offset() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::F32);
+    common::write_folder(folder.path(), &tensors, 1);
+    let path = folder.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let last = tensors.last().unwrap();
+    fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+    let error = open(folder.path()).unwrap_err();
+    let (found, at) = match &error {
+        ModelError::TensorTruncated { tensor, offset, .. } => (tensor, *offset as usize),
+        other => panic!("{other}"),
+    };
+    assert_eq!((found, at), (&last.name, bytes.len() - last.bytes.len()));
+}
+
+#[test]
+fn an_index_that_lies_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::F32);
+    common::write_folder(folder.path(), &tensors, 2);
+    let index = folder.path().join("model.safetensors.index.json");
+    let message = |weight_map: serde_json::Value| {
+        fs::write(&index, json!({ "weight_map": weight_map }).to_string()).unwrap();
+        open(folder.path()).unwrap_err().to_string()
+    };
+    for file in ["../model.safetensors", "/etc/passwd", "a/b", "..", ""] {
+        let message = message(json!({ "t": file }));
+        assert!(message.contains("wanted a file name without folders"), "{file:?}: {message}");
+    }
+    assert!(message(json!({"t": 3})).ends_with("tensor \"t\" has file 3, wanted a string"));
+    assert!(message(json!([])).ends_with("has no object weight_map"));
+    assert!(message(json!({"t": "absent.safetensors"})).contains("cannot map"));
+    let shard = "model-00001-of-00002.safetensors";
+    assert!(message(json!({ "t": shard })).contains("tensor \"t\" is not in"));
+    let missing = message(json!({}));
+    assert!(missing.contains("tensor \"model.embed_tokens.weight\" is missing"), "{missing}");
+}
+
+#[test]
+fn a_gguf_file_of_another_kind_or_architecture_is_refused() {
+    let dummy = common::tiny_llama3();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny.gguf");
+    let tensors = common::gguf_tensors(&dummy, Element::F32);
+    let good = common::gguf(dummy.config(), &tensors);
+    let message = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        open(&path).unwrap_err().to_string()
+    };
+    let position = |needle: &[u8]| good.windows(needle.len()).position(|w| w == needle).unwrap();
+
+    let mut other = good.clone();
+    // The value follows its key, its type and its length.
+    let value = position(b"general.architecture") + 20 + 4 + 8;
+    other[value..value + 5].copy_from_slice(b"bloom");
+    assert!(
+        message(&other)
+            .ends_with("architecture \"bloom\" is not supported; supported is \"llama\"")
+    );
+
+    let mut other = good.clone();
+    let name = b"blk.1.ffn_up.weight";
+    // The kind follows the name, the number of dimensions and two of them.
+    let kind = position(name) + name.len() + 4 + 16;
+    other[kind..kind + 4].copy_from_slice(&12u32.to_le_bytes());
+    let found = message(&other);
+    assert!(found.contains("tensor \"blk.1.ffn_up.weight\" at offset"), "{found}");
+    assert!(
+        found.ends_with("is of kind Q4_K (number 12); supported are F32, F16, BF16, Q4_1, Q8_0"),
+        "{found}"
+    );
+
+    let found = message(&good[..good.len() - 1]);
+    assert!(found.contains("tensor \"rope_freqs.weight\" needs 32 bytes at offset"), "{found}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn damaged_gguf_files_never_panic(
+        damage in prop::collection::vec((0usize..4000, any::<u8>()), 0..4),
+        cut in 0usize..400_000,
+    ) {
+        let dummy = common::tiny_llama3();
+        let mut bytes = common::gguf(dummy.config(), &common::gguf_tensors(&dummy, Element::Bf16));
+        for (index, byte) in damage {
+            bytes[index] = byte;
+        }
+        bytes.truncate(cut);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tiny.gguf");
+        fs::write(&path, bytes).unwrap();
+        read_everything(&path);
+    }
+
+    #[test]
+    fn damaged_safetensors_never_panic(
+        damage in prop::collection::vec((0usize..4000, any::<u8>()), 0..4),
+        cut in 0usize..400_000,
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::Bf16);
+        common::write_folder(folder.path(), &tensors, 1);
+        let path = folder.path().join("model.safetensors");
+        let mut bytes = fs::read(&path).unwrap();
+        for (index, byte) in damage {
+            bytes[index] = byte;
+        }
+        bytes.truncate(cut);
+        fs::write(&path, bytes).unwrap();
+        read_everything(folder.path());
+    }
+}
+
+/// Whatever opens can be read to the end.
+fn read_everything(path: &Path) {
+    let Ok(checkpoint) = open(path) else { return };
+    for weight in Weight::all(checkpoint.config()) {
+        match weight.shape(checkpoint.config()) {
+            model::WeightShape::Vector { .. } => drop(checkpoint.vector(weight)),
+            model::WeightShape::Matrix { .. } => drop(common::elements(&checkpoint, weight)),
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! What several test files need: models on disk, made or found.
+#![allow(dead_code, reason = "no test file uses all of it")]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use half::{bf16, f16};
+use kernels::RowSource;
+use model::{Checkpoint, LayerWeight, LoadFormat, ModelConfig, RopeScaling, Weight, WeightShape};
+use serde_json::{Value, json};
+
+/// Seed of the dummy weights that `reference.json` was computed with.
+pub const SEED: u64 = 7;
+
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+pub fn reference() -> Value {
+    serde_json::from_slice(&fs::read(fixture("reference.json")).unwrap()).unwrap()
+}
+
+pub fn tiny_llama3() -> Checkpoint {
+    Checkpoint::open(fixture("tiny_llama3"), LoadFormat::Dummy { seed: SEED }).unwrap()
+}
+
+/// The real model; it is fetched, not part of the repository.
+pub fn smollm2_path() -> PathBuf {
+    let path = std::env::var_os("BATON_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
+    });
+    assert!(path.is_file(), "{} is not there: run `make model`", path.display());
+    path
+}
+
+/// All elements of a weight, row after row.
+pub fn elements(checkpoint: &Checkpoint, weight: Weight) -> Vec<f32> {
+    match weight.shape(checkpoint.config()) {
+        WeightShape::Vector { .. } => checkpoint.vector(weight).unwrap(),
+        WeightShape::Matrix { rows, cols } => {
+            let matrix = checkpoint.matrix(weight).unwrap();
+            assert_eq!((matrix.rows(), matrix.cols()), (rows, cols));
+            let mut values = vec![f32::NAN; rows * cols];
+            for (row, out) in values.chunks_mut(cols).enumerate() {
+                matrix.read_row(row, out);
+            }
+            values
+        }
+    }
+}
+
+/// An encoding that both formats have.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Element {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Element {
+    pub fn encode(self, values: &[f32]) -> Vec<u8> {
+        match self {
+            Element::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Element::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
+            Element::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        }
+    }
+
+    pub fn round(self, value: f32) -> f32 {
+        match self {
+            Element::F32 => value,
+            Element::F16 => f16::from_f32(value).to_f32(),
+            Element::Bf16 => bf16::from_f32(value).to_f32(),
+        }
+    }
+
+    fn safetensors_name(self) -> &'static str {
+        match self {
+            Element::F32 => "F32",
+            Element::F16 => "F16",
+            Element::Bf16 => "BF16",
+        }
+    }
+
+    fn gguf_number(self) -> u32 {
+        match self {
+            Element::F32 => 0,
+            Element::F16 => 1,
+            Element::Bf16 => 30,
+        }
+    }
+}
+
+/// A tensor to be written: name, dimensions with the slowest first, bytes.
+pub struct Tensor {
+    pub name: String,
+    pub dims: Vec<u64>,
+    pub element: Element,
+    pub bytes: Vec<u8>,
+}
+
+/// The weights of `checkpoint` under their Hugging Face names.
+pub fn hugging_face_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
+    Weight::all(checkpoint.config())
+        .map(|weight| Tensor {
+            name: weight.hugging_face_name(),
+            dims: weight.shape(checkpoint.config()).dims(),
+            element,
+            bytes: element.encode(&elements(checkpoint, weight)),
+        })
+        .collect()
+}
+
+pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
+    let mut header = serde_json::Map::new();
+    header.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut data: Vec<u8> = Vec::new();
+    for tensor in tensors {
+        let begin = data.len();
+        data.extend(&tensor.bytes);
+        let dtype = tensor.element.safetensors_name();
+        let entry =
+            json!({"dtype": dtype, "shape": tensor.dims, "data_offsets": [begin, data.len()]});
+        header.insert(tensor.name.clone(), entry);
+    }
+    let header = serde_json::to_vec(&header).unwrap();
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header);
+    file.extend(data);
+    file
+}
+
+/// Writes config.json (of the fixture) and the weights, in one file or in `shards` of them.
+pub fn write_folder(folder: &Path, tensors: &[Tensor], shards: usize) {
+    fs::copy(fixture("tiny_llama3/config.json"), folder.join("config.json")).unwrap();
+    if shards == 1 {
+        return fs::write(folder.join("model.safetensors"), safetensors(tensors)).unwrap();
+    }
+    let mut weight_map = serde_json::Map::new();
+    for (index, shard) in tensors.chunks(tensors.len().div_ceil(shards)).enumerate() {
+        let file = format!("model-{:05}-of-{shards:05}.safetensors", index + 1);
+        for tensor in shard {
+            weight_map.insert(tensor.name.clone(), json!(file));
+        }
+        fs::write(folder.join(file), safetensors(shard)).unwrap();
+    }
+    let index = json!({"metadata": {"total_size": 0}, "weight_map": weight_map});
+    fs::write(folder.join("model.safetensors.index.json"), index.to_string()).unwrap();
+}
+
+/// The weights of `checkpoint` as llama.cpp's converter stores them.
+pub fn gguf_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
+    let config = checkpoint.config();
+    let mut tensors: Vec<Tensor> = Weight::all(config)
+        .map(|weight| {
+            let mut values = elements(checkpoint, weight);
+            let mut element = element;
+            match weight {
+                Weight::Layer(_, LayerWeight::Query | LayerWeight::Key) => {
+                    values = neighbouring_pairs(&values, config.head_dim, config.hidden_size);
+                }
+                Weight::OutputNorm
+                | Weight::Layer(_, LayerWeight::AttentionNorm | LayerWeight::FfnNorm) => {
+                    element = Element::F32;
+                }
+                _ => {}
+            }
+            Tensor {
+                name: weight.gguf_name(),
+                dims: weight.shape(config).dims(),
+                element,
+                bytes: element.encode(&values),
+            }
+        })
+        .collect();
+    if config.rope_scaling != RopeScaling::None {
+        let plain = ModelConfig { rope_scaling: RopeScaling::None, ..config.clone() };
+        let divisors: Vec<f32> = plain
+            .rope_frequencies()
+            .iter()
+            .zip(config.rope_frequencies())
+            .map(|(plain, scaled)| plain / scaled)
+            .collect();
+        tensors.push(Tensor {
+            name: "rope_freqs.weight".into(),
+            dims: vec![divisors.len() as u64],
+            element: Element::F32,
+            bytes: Element::F32.encode(&divisors),
+        });
+    }
+    tensors
+}
+
+/// The converter's permutation: within a head, rows i and i + dim/2 become neighbours.
+fn neighbouring_pairs(values: &[f32], head_dim: usize, cols: usize) -> Vec<f32> {
+    let rows: Vec<&[f32]> = values.chunks(cols).collect();
+    let heads = rows.chunks(head_dim);
+    heads
+        .flat_map(|head| {
+            (0..head_dim / 2).flat_map(move |pair| [head[pair], head[head_dim / 2 + pair]])
+        })
+        .flatten()
+        .copied()
+        .collect()
+}
+
+/// Writes what a GGUF file of this configuration and these weights holds.
+pub fn gguf(config: &ModelConfig, tensors: &[Tensor]) -> Vec<u8> {
+    let text = |file: &mut Vec<u8>, text: &str| {
+        file.extend((text.len() as u64).to_le_bytes());
+        file.extend(text.as_bytes());
+    };
+    let numbers = [
+        ("llama.embedding_length", config.hidden_size),
+        ("llama.block_count", config.layer_count),
+        ("llama.attention.head_count", config.query_head_count),
+        ("llama.attention.head_count_kv", config.kv_head_count),
+        ("llama.attention.key_length", config.head_dim),
+        ("llama.feed_forward_length", config.ffn_size),
+        ("llama.vocab_size", config.vocab_size),
+        ("llama.context_length", config.context_tokens),
+    ];
+    let mut file = b"GGUF".to_vec();
+    file.extend(3u32.to_le_bytes());
+    file.extend((tensors.len() as u64).to_le_bytes());
+    file.extend((numbers.len() as u64 + 3).to_le_bytes());
+    text(&mut file, "general.architecture");
+    file.extend(8u32.to_le_bytes());
+    text(&mut file, "llama");
+    for (key, number) in numbers {
+        text(&mut file, key);
+        file.extend(4u32.to_le_bytes());
+        file.extend((number as u32).to_le_bytes());
+    }
+    for (key, number) in [
+        ("llama.attention.layer_norm_rms_epsilon", config.rms_eps),
+        ("llama.rope.freq_base", config.rope_theta),
+    ] {
+        text(&mut file, key);
+        file.extend(6u32.to_le_bytes());
+        file.extend(number.to_le_bytes());
+    }
+    let mut offset = 0;
+    for tensor in tensors {
+        text(&mut file, &tensor.name);
+        file.extend((tensor.dims.len() as u32).to_le_bytes());
+        for dim in tensor.dims.iter().rev() {
+            file.extend(dim.to_le_bytes());
+        }
+        file.extend(tensor.element.gguf_number().to_le_bytes());
+        file.extend((offset as u64).to_le_bytes());
+        offset += tensor.bytes.len().next_multiple_of(32);
+    }
+    file.resize(file.len().next_multiple_of(32), 0);
+    for tensor in tensors {
+        file.extend(&tensor.bytes);
+        file.resize(file.len().next_multiple_of(32), 0);
+    }
+    file
+}

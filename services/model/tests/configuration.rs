@@ -1,0 +1,248 @@
+//! Configurations of both formats: what is read, what is refused and how the refusal reads.
+
+mod common;
+
+use std::fs;
+
+use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, RopeScaling};
+use serde_json::{Value, json};
+
+/// Opens the tiny model's configuration with some keys changed; null removes one.
+fn open(changes: Value) -> Result<ModelConfig, ModelError> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(common::fixture("tiny_llama3/config.json")).unwrap())
+            .unwrap();
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    fs::write(&path, config.to_string()).unwrap();
+    let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 })?;
+    Ok(checkpoint.config().clone())
+}
+
+fn refusal(changes: Value) -> String {
+    let message = open(changes).unwrap_err().to_string();
+    // Every message names the file first, in a folder of its own.
+    let (_, message) = message.split_once("config.json: ").expect("names the file");
+    message.to_owned()
+}
+
+#[test]
+fn a_hugging_face_configuration_is_read_whole() {
+    let config = open(json!({})).unwrap();
+    assert_eq!(config.hidden_size, 32);
+    assert_eq!(config.ffn_size, 64);
+    assert_eq!(config.layer_count, 3);
+    assert_eq!((config.query_head_count, config.kv_head_count, config.head_dim), (4, 2, 16));
+    assert_eq!((config.vocab_size, config.context_tokens), (96, 256));
+    assert_eq!((config.rms_eps, config.rope_theta), (1e-5, 10000.0));
+    let scaling = RopeScaling::Llama3 {
+        factor: 8.0,
+        low_frequency_factor: 1.0,
+        high_frequency_factor: 4.0,
+        original_context_tokens: 64.0,
+    };
+    assert_eq!(config.rope_scaling, scaling);
+    assert!(!config.tied_output);
+    assert_eq!((config.bos_token_id, config.eos_token_ids.as_slice()), (Some(1), &[2, 3][..]));
+    assert_eq!(config.attention_scale(), 0.25);
+    let layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32;
+    assert_eq!(config.parameter_count(), 2 * 96 * 32 + 3 * layer + 32);
+}
+
+#[test]
+fn absent_keys_have_the_defaults_of_transformers() {
+    let config = open(json!({
+        "head_dim": null, "num_key_value_heads": null, "rope_theta": null, "rope_scaling": null,
+        "rms_norm_eps": null, "tie_word_embeddings": null, "max_position_embeddings": null,
+        "eos_token_id": null, "bos_token_id": null, "hidden_act": null, "architectures": null,
+    }))
+    .unwrap();
+    assert_eq!((config.head_dim, config.kv_head_count), (8, 4));
+    assert_eq!((config.rope_theta, config.rms_eps), (10000.0, 1e-6));
+    assert_eq!((config.rope_scaling, config.context_tokens), (RopeScaling::None, 2048));
+    assert!(!config.tied_output && config.eos_token_ids.is_empty());
+    assert_eq!(config.bos_token_id, None);
+}
+
+#[test]
+fn rope_is_read_in_old_and_new_spelling() {
+    let linear = RopeScaling::Linear { factor: 2.5 };
+    let old = open(json!({"rope_scaling": {"type": "linear", "factor": 2.5}})).unwrap();
+    assert_eq!((old.rope_theta, old.rope_scaling), (10000.0, linear.clone()));
+    let new = open(json!({
+        "rope_theta": null, "rope_scaling": null,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500000}
+    }))
+    .unwrap();
+    assert_eq!((new.rope_theta, new.rope_scaling), (500_000.0, linear));
+    let plain = open(json!({"rope_scaling": {"rope_type": "default"}})).unwrap();
+    assert_eq!(plain.rope_scaling, RopeScaling::None);
+}
+
+#[test]
+fn generation_config_adds_end_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::copy(common::fixture("tiny_llama3/config.json"), folder.path().join("config.json"))
+        .unwrap();
+    fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id": [3, 9]}"#).unwrap();
+    let checkpoint = Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 0 }).unwrap();
+    assert_eq!(checkpoint.config().eos_token_ids, [2, 3, 9]);
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    let supported_rope = "supported is \"default\", \"linear\" and \"llama3\"";
+    for kind in ["dynamic", "yarn", "longrope"] {
+        assert_eq!(
+            refusal(json!({"rope_scaling": {"rope_type": kind, "factor": 4.0}})),
+            format!(
+                "rope_scaling.rope_type is \"{kind}\", which is not supported; {supported_rope}"
+            )
+        );
+    }
+    let cases = [
+        (
+            json!({"architectures": ["MixtralForCausalLM"]}),
+            "architecture [\"MixtralForCausalLM\"] is not supported; \
+             supported is \"LlamaForCausalLM\"",
+        ),
+        (
+            json!({"hidden_act": "gelu"}),
+            "hidden_act is \"gelu\", which is not supported; supported is \"silu\"",
+        ),
+        (
+            json!({"attention_bias": true}),
+            "attention_bias is true, which is not supported; supported is false",
+        ),
+        (
+            json!({"quantization_config": {"quant_method": "gptq"}}),
+            "quantization_config is of method \"gptq\", which is not supported; \
+             supported is no quantization, or a GGUF file",
+        ),
+    ];
+    for (changes, message) in cases {
+        assert_eq!(refusal(changes), message);
+    }
+}
+
+#[test]
+fn bad_values_are_refused_with_key_value_and_range() {
+    let cases = [
+        (json!({"hidden_size": null}), "key \"hidden_size\": is missing"),
+        (
+            json!({"hidden_size": "big"}),
+            "key \"hidden_size\": invalid type: string \"big\", expected usize",
+        ),
+        (
+            json!({"num_hidden_layers": -3}),
+            "key \"num_hidden_layers\": invalid value: integer `-3`, expected usize",
+        ),
+        (json!({"num_hidden_layers": 0}), "layer count is 0; allowed is 1 to 4096"),
+        (
+            json!({"vocab_size": 1e18 as u64}),
+            "vocabulary size is 1000000000000000000; allowed is 1 to 4194304",
+        ),
+        (
+            json!({"num_key_value_heads": 3}),
+            "KV head count is 3; allowed is a divisor of the 4 attention heads",
+        ),
+        (
+            json!({"num_attention_heads": 5, "head_dim": null}),
+            "num_attention_heads is 5; allowed is a divisor of hidden_size 32",
+        ),
+        (
+            json!({"num_attention_heads": 0, "head_dim": null}),
+            "num_attention_heads is 0; allowed is a divisor of hidden_size 32",
+        ),
+        (json!({"head_dim": 7}), "head dimension is 7; allowed is an even number"),
+        (json!({"rms_norm_eps": 3.0}), "RMS norm epsilon is 3; allowed is 0 to 0.1"),
+        (json!({"rope_theta": 0}), "rope theta is 0; allowed is 1 to 1e12"),
+        (
+            json!({"eos_token_id": 96}),
+            "bos or eos token id is 96; allowed is less than the vocabulary size 96",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "linear"}}),
+            "key \"rope_scaling.factor\": is missing",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}),
+            "rope scaling factor is 0; allowed is 1 to 1e6",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4,
+                "high_freq_factor": 4, "original_max_position_embeddings": 8192}}),
+            "rope scaling is low 4, high 4; allowed is low frequency factor > 0, \
+             high above it, up to 1e6",
+        ),
+    ];
+    for (changes, message) in cases {
+        assert_eq!(refusal(changes), message);
+    }
+}
+
+#[test]
+fn files_that_are_no_configuration_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    let open = || Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 }).map(drop);
+    assert!(matches!(open(), Err(ModelError::Io { action: "open", .. })));
+    fs::write(&path, "{\"hidden_size\": 3").unwrap();
+    assert!(matches!(open(), Err(ModelError::Json { .. })));
+    fs::write(&path, "[1]").unwrap();
+    assert!(matches!(open(), Err(ModelError::NotAModel { .. })));
+    fs::write(&path, "[".repeat(100_000)).unwrap();
+    assert!(matches!(open(), Err(ModelError::Json { .. })));
+    fs::File::create(&path).unwrap().set_len(1 << 30).unwrap();
+    assert!(matches!(open(), Err(ModelError::FileTooLarge { .. })));
+}
+
+#[test]
+fn frequencies_equal_those_of_transformers() {
+    let reference = common::reference();
+    let base = open(json!({})).unwrap();
+    for case in reference["rope"].as_array().unwrap() {
+        let number = |value: &Value| value.as_f64().unwrap() as f32;
+        let scaling = &case["scaling"];
+        let rope_scaling = match scaling["rope_type"].as_str() {
+            None => RopeScaling::None,
+            Some("linear") => RopeScaling::Linear { factor: number(&scaling["factor"]) },
+            Some(_) => RopeScaling::Llama3 {
+                factor: number(&scaling["factor"]),
+                low_frequency_factor: number(&scaling["low_freq_factor"]),
+                high_frequency_factor: number(&scaling["high_freq_factor"]),
+                original_context_tokens: number(&scaling["original_max_position_embeddings"]),
+            },
+        };
+        let config = ModelConfig {
+            head_dim: case["head_dim"].as_u64().unwrap() as usize,
+            rope_theta: number(&case["theta"]),
+            rope_scaling,
+            ..base.clone()
+        };
+        let frequencies = config.rope_frequencies();
+        let expected = case["frequencies"].as_array().unwrap();
+        assert_eq!(frequencies.len(), expected.len());
+        for (pair, (&found, expected)) in frequencies.iter().zip(expected).enumerate() {
+            let expected = number(expected);
+            // Powers differ by an ulp between libraries; blending may double it.
+            let ulps = found.to_bits().abs_diff(expected.to_bits());
+            assert!(ulps <= 2, "{}: pair {pair} is {found}, expected {expected}", case["name"]);
+        }
+    }
+}
+
+#[test]
+fn llama3_scaling_follows_the_formula_by_hand() {
+    // theta 10000 and dimension 16: frequencies 10^(-i/2), wavelengths 2 pi 10^(i/2).
+    let frequencies = open(json!({})).unwrap().rope_frequencies();
+    // Wavelength 6.28 < 64 / 4: kept. 198.7 > 64 / 1: divided by 8.
+    assert_eq!(frequencies[0], 1.0);
+    assert!((frequencies[3] - 0.031_622_776 / 8.0).abs() < 1e-9);
+    // Wavelength 19.869177 lies between: smooth = (64 / 19.869177 - 1) / 3 = 0.7403567, so
+    // 0.2596433 * 0.31622777 / 8 + 0.7403567 * 0.31622777 = 0.2443846.
+    assert!((frequencies[1] - 0.244_384_6).abs() < 1e-6, "{}", frequencies[1]);
+}
