@@ -83,13 +83,7 @@ pub trait Backend: Send + 'static {
         out: &mut Self::Buffer,
     );
     /// `out[rows][w.out] = x[rows][w.in] · wᵀ`.
-    fn matmul(
-        &mut self,
-        rows: usize,
-        x: &Self::Buffer,
-        w: &Self::Matrix,
-        out: &mut Self::Buffer,
-    );
+    fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
     /// Rotates queries and keys in `qkv` (half-split pairs: dimension i with i + dim/2, as Hugging
     /// Face's Llama), then stores keys and values of every row into its block.
     /// `frequencies[dim/2]` are radians per position, scaling already applied.

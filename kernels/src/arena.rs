@@ -1,0 +1,481 @@
+//! The memory that holds KV, and the guards by which it is lent.
+//!
+//! An arena is one range of `block_count` equal blocks. Whoever touches a block borrows it first:
+//! [`BlockRead`] (shared) or [`BlockWrite`] (exclusive), for the time of a transfer, or a
+//! [`StepAccess`] over many blocks for the time of one forward. A borrow that would conflict is
+//! refused at once, never waited for: the block pool decides who may use a block, and the arena
+//! only makes sure that a mistake there cannot become a data race.
+//!
+//! Guards own a reference to the arena, may move to another thread, and end when dropped.
+//! A block's content is whatever was written last; before that it is zero.
+
+mod access;
+
+use std::{
+    fmt,
+    ptr::NonNull,
+    slice,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use memmap2::MmapMut;
+
+pub use access::{Element, HeldBlock, StepAccess};
+
+use crate::layout::{BlockId, KvLayout};
+
+/// Borrow state of a block that is being written. Any smaller number counts readers.
+const WRITTEN: u32 = u32::MAX;
+
+/// What is wrong with a request to the arena.
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    #[error("an arena of {block_count} blocks of {block_bytes} bytes cannot be: {reason}")]
+    BadSize { block_count: u32, block_bytes: usize, reason: &'static str },
+    #[error("the system gave no {bytes} bytes for the arena: {source}")]
+    OutOfMemory { bytes: usize, source: std::io::Error },
+    #[error("block {} is out of range: the arena has {block_count}", block.0)]
+    OutOfRange { block: BlockId, block_count: u32 },
+    /// Someone holds the block in a way that excludes the wanted borrow.
+    #[error("block {} cannot be borrowed for {wanted}: it is {state}", block.0)]
+    Conflict { block: BlockId, wanted: Borrow, state: BorrowState },
+    #[error("block {} has {block_bytes} bytes, the host buffer {host_bytes}", block.0)]
+    LengthMismatch { block: BlockId, block_bytes: usize, host_bytes: usize },
+}
+
+/// The two ways to borrow a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Borrow {
+    Read,
+    Write,
+}
+
+impl fmt::Display for Borrow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Borrow::Read => "reading",
+            Borrow::Write => "writing",
+        })
+    }
+}
+
+/// How a block was borrowed when it was looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BorrowState {
+    Free,
+    Read { readers: u32 },
+    Written,
+}
+
+impl BorrowState {
+    fn of(raw: u32) -> Self {
+        match raw {
+            0 => Self::Free,
+            WRITTEN => Self::Written,
+            readers => Self::Read { readers },
+        }
+    }
+}
+
+impl fmt::Display for BorrowState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Free => f.write_str("free"),
+            Self::Read { readers } => write!(f, "being read by {readers}"),
+            Self::Written => f.write_str("being written"),
+        }
+    }
+}
+
+/// One range of KV blocks in host memory, shared by everyone who moves or computes KV.
+pub struct KvArena {
+    layout: KvLayout,
+    block_count: u32,
+    block_bytes: usize,
+    base: NonNull<u8>,
+    /// One per block: 0, the number of readers, or [`WRITTEN`]. Changed by guards only.
+    borrows: Box<[AtomicU32]>,
+    /// Owns the range that `base` points to.
+    _memory: MmapMut,
+}
+
+// SAFETY: `base` points into `_memory`, which this value owns and which does not move. Bytes behind
+// it are reached through guards only, and `borrows` makes those exclusive or shared as needed, with
+// acquire on borrowing and release on giving back.
+unsafe impl Send for KvArena {}
+// SAFETY: as above; every method takes `&self` and goes through `borrows`.
+unsafe impl Sync for KvArena {}
+
+impl KvArena {
+    /// An arena in host memory, zeroed. Pages that nobody touches cost nothing.
+    pub fn host(layout: KvLayout, block_count: u32) -> Result<Arc<Self>, ArenaError> {
+        let block_bytes = layout.block_bytes();
+        let bad = |reason| ArenaError::BadSize { block_count, block_bytes, reason };
+        if block_count == 0 || block_bytes == 0 {
+            return Err(bad("neither may be 0"));
+        }
+        let bytes = block_bytes
+            .checked_mul(block_count as usize)
+            .filter(|bytes| isize::try_from(*bytes).is_ok())
+            .ok_or_else(|| bad("the product exceeds the address space"))?;
+        // Page-aligned, hence aligned for every element type and for vector loads.
+        let mut memory =
+            MmapMut::map_anon(bytes).map_err(|source| ArenaError::OutOfMemory { bytes, source })?;
+        let base = NonNull::new(memory.as_mut_ptr()).expect("a mapping is not at address 0");
+        let borrows = (0..block_count).map(|_| AtomicU32::new(0)).collect();
+        Ok(Arc::new(Self { layout, block_count, block_bytes, base, borrows, _memory: memory }))
+    }
+
+    pub fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    pub fn block_count(&self) -> u32 {
+        self.block_count
+    }
+
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// Borrows a block for reading, beside other readers.
+    pub fn read(self: &Arc<Self>, block: BlockId) -> Result<BlockRead, ArenaError> {
+        self.acquire_read(block)?;
+        Ok(BlockRead { arena: Arc::clone(self), block })
+    }
+
+    /// Borrows a block for writing, alone.
+    pub fn write(self: &Arc<Self>, block: BlockId) -> Result<BlockWrite, ArenaError> {
+        self.acquire_write(block)?;
+        Ok(BlockWrite { arena: Arc::clone(self), block })
+    }
+
+    /// How many guards and steps hold the block now. A block with pins must not be given to
+    /// someone else, whatever its references say.
+    pub fn pins(&self, block: BlockId) -> Result<u32, ArenaError> {
+        Ok(match self.state(block)? {
+            BorrowState::Free => 0,
+            BorrowState::Read { readers } => readers,
+            BorrowState::Written => 1,
+        })
+    }
+
+    /// How the block is borrowed now; old news when it is read.
+    pub fn state(&self, block: BlockId) -> Result<BorrowState, ArenaError> {
+        Ok(BorrowState::of(self.borrow_of(block)?.load(Ordering::Acquire)))
+    }
+
+    fn borrow_of(&self, block: BlockId) -> Result<&AtomicU32, ArenaError> {
+        self.borrows
+            .get(block.index())
+            .ok_or(ArenaError::OutOfRange { block, block_count: self.block_count })
+    }
+
+    fn acquire_read(&self, block: BlockId) -> Result<(), ArenaError> {
+        let one_more = |raw: u32| (raw < WRITTEN - 1).then(|| raw + 1);
+        self.borrow_of(block)?
+            .fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more)
+            .map(drop)
+            .map_err(|raw| ArenaError::Conflict {
+                block,
+                wanted: Borrow::Read,
+                state: BorrowState::of(raw),
+            })
+    }
+
+    fn acquire_write(&self, block: BlockId) -> Result<(), ArenaError> {
+        self.borrow_of(block)?
+            .compare_exchange(0, WRITTEN, Ordering::Acquire, Ordering::Relaxed)
+            .map(drop)
+            .map_err(|raw| ArenaError::Conflict {
+                block,
+                wanted: Borrow::Write,
+                state: BorrowState::of(raw),
+            })
+    }
+
+    fn release_read(&self, block: BlockId) {
+        let before = self.borrows[block.index()].fetch_sub(1, Ordering::Release);
+        debug_assert!(before != 0 && before != WRITTEN, "a reader gives back what it borrowed");
+    }
+
+    fn release_write(&self, block: BlockId) {
+        let before = self.borrows[block.index()].swap(0, Ordering::Release);
+        debug_assert_eq!(before, WRITTEN, "a writer gives back what it borrowed");
+    }
+
+    /// The first byte of a block.
+    fn block_ptr(&self, block: BlockId) -> NonNull<u8> {
+        assert!(block.0 < self.block_count, "only blocks in range are borrowed");
+        // SAFETY: the offset is inside the mapping of block_count × block_bytes, whose size fits
+        // an isize.
+        unsafe { self.base.add(block.index() * self.block_bytes) }
+    }
+}
+
+impl fmt::Debug for KvArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvArena")
+            .field("layout", &self.layout)
+            .field("block_count", &self.block_count)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A block borrowed for reading. Ends when dropped.
+pub struct BlockRead {
+    arena: Arc<KvArena>,
+    block: BlockId,
+}
+
+impl BlockRead {
+    pub fn block(&self) -> BlockId {
+        self.block
+    }
+
+    /// Bytes of the block.
+    pub fn byte_count(&self) -> usize {
+        self.arena.block_bytes
+    }
+
+    /// The block's bytes, or `None` when they are not in host memory.
+    pub fn host_view(&self) -> Option<&[u8]> {
+        // SAFETY: the block is in range and, while this guard lives, nobody can write it.
+        Some(unsafe {
+            slice::from_raw_parts(self.arena.block_ptr(self.block).as_ptr(), self.arena.block_bytes)
+        })
+    }
+
+    /// Copies the whole block into `host`, wherever it lies.
+    pub fn copy_to_host(&self, host: &mut [u8]) -> Result<(), ArenaError> {
+        check_length(self.block, self.byte_count(), host.len())?;
+        let bytes = self.host_view().expect("this arena is in host memory");
+        host.copy_from_slice(bytes);
+        Ok(())
+    }
+}
+
+impl Drop for BlockRead {
+    fn drop(&mut self) {
+        self.arena.release_read(self.block);
+    }
+}
+
+impl fmt::Debug for BlockRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BlockRead").field(&self.block.0).finish()
+    }
+}
+
+/// A block borrowed for writing. Ends when dropped; what was written until then stays.
+pub struct BlockWrite {
+    arena: Arc<KvArena>,
+    block: BlockId,
+}
+
+impl BlockWrite {
+    pub fn block(&self) -> BlockId {
+        self.block
+    }
+
+    /// Bytes of the block.
+    pub fn byte_count(&self) -> usize {
+        self.arena.block_bytes
+    }
+
+    /// The block's bytes, or `None` when they are not in host memory.
+    pub fn host_view_mut(&mut self) -> Option<&mut [u8]> {
+        // SAFETY: the block is in range, this guard is its only borrower, and `&mut self` makes
+        // the slice the only one of this guard.
+        Some(unsafe {
+            slice::from_raw_parts_mut(
+                self.arena.block_ptr(self.block).as_ptr(),
+                self.arena.block_bytes,
+            )
+        })
+    }
+
+    /// Overwrites the whole block from `host`, wherever it lies.
+    pub fn copy_from_host(&mut self, host: &[u8]) -> Result<(), ArenaError> {
+        check_length(self.block, self.byte_count(), host.len())?;
+        let bytes = self.host_view_mut().expect("this arena is in host memory");
+        bytes.copy_from_slice(host);
+        Ok(())
+    }
+}
+
+impl Drop for BlockWrite {
+    fn drop(&mut self) {
+        self.arena.release_write(self.block);
+    }
+}
+
+impl fmt::Debug for BlockWrite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BlockWrite").field(&self.block.0).finish()
+    }
+}
+
+fn check_length(block: BlockId, block_bytes: usize, host_bytes: usize) -> Result<(), ArenaError> {
+    if block_bytes == host_bytes {
+        Ok(())
+    } else {
+        Err(ArenaError::LengthMismatch { block, block_bytes, host_bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::layout::Dtype;
+
+    fn layout() -> KvLayout {
+        KvLayout { layer_count: 2, kv_head_count: 1, head_dim: 4, dtype: Dtype::F32 }
+    }
+
+    fn arena(blocks: u32) -> Arc<KvArena> {
+        KvArena::host(layout(), blocks).unwrap()
+    }
+
+    fn is_send<T: Send>(_: &T) {}
+
+    #[test]
+    fn a_new_arena_is_zeroed_and_free() {
+        let arena = arena(3);
+        for id in 0..3 {
+            assert_eq!(arena.pins(BlockId(id)).unwrap(), 0);
+            let guard = arena.read(BlockId(id)).unwrap();
+            assert!(guard.host_view().unwrap().iter().all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
+    fn readers_share_and_a_writer_is_refused_with_the_block_named() {
+        let arena = arena(2);
+        let first = arena.read(BlockId(1)).unwrap();
+        let second = arena.read(BlockId(1)).unwrap();
+        assert_eq!(arena.pins(BlockId(1)).unwrap(), 2);
+        let error = arena.write(BlockId(1)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "block 1 cannot be borrowed for writing: it is being read by 2"
+        );
+        drop((first, second));
+        arena.write(BlockId(1)).unwrap();
+    }
+
+    #[test]
+    fn a_writer_excludes_everyone_until_it_is_dropped() {
+        let arena = arena(2);
+        let mut guard = arena.write(BlockId(0)).unwrap();
+        is_send(&guard);
+        assert_eq!(arena.pins(BlockId(0)).unwrap(), 1);
+        let read = arena.read(BlockId(0)).unwrap_err();
+        assert_eq!(read.to_string(), "block 0 cannot be borrowed for reading: it is being written");
+        assert!(matches!(
+            arena.write(BlockId(0)),
+            Err(ArenaError::Conflict { block: BlockId(0), wanted: Borrow::Write, .. })
+        ));
+        guard.host_view_mut().unwrap().fill(7);
+        drop(guard);
+        assert!(arena.read(BlockId(0)).unwrap().host_view().unwrap().iter().all(|&byte| byte == 7));
+        assert!(arena.read(BlockId(1)).unwrap().host_view().unwrap().iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn an_id_out_of_range_is_an_error_everywhere() {
+        let arena = arena(2);
+        for id in [2, u32::MAX] {
+            let block = BlockId(id);
+            assert!(matches!(arena.read(block), Err(ArenaError::OutOfRange { .. })));
+            assert!(matches!(arena.write(block), Err(ArenaError::OutOfRange { .. })));
+            assert!(matches!(arena.pins(block), Err(ArenaError::OutOfRange { .. })));
+        }
+        assert_eq!(
+            arena.read(BlockId(2)).unwrap_err().to_string(),
+            "block 2 is out of range: the arena has 2"
+        );
+    }
+
+    #[test]
+    fn copies_need_exactly_one_block_of_bytes() {
+        let arena = arena(1);
+        let bytes: Vec<u8> = (0..arena.block_bytes()).map(|i| i as u8).collect();
+        let mut guard = arena.write(BlockId(0)).unwrap();
+        assert!(matches!(
+            guard.copy_from_host(&bytes[1..]),
+            Err(ArenaError::LengthMismatch { .. })
+        ));
+        guard.copy_from_host(&bytes).unwrap();
+        drop(guard);
+        let guard = arena.read(BlockId(0)).unwrap();
+        let mut back = vec![0; bytes.len()];
+        guard.copy_to_host(&mut back).unwrap();
+        assert_eq!(back, bytes);
+        assert!(guard.copy_to_host(&mut back[1..]).is_err());
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_are_refused() {
+        assert!(matches!(KvArena::host(layout(), 0), Err(ArenaError::BadSize { .. })));
+        let huge = KvLayout { layer_count: usize::MAX >> 12, ..layout() };
+        assert!(KvArena::host(huge, u32::MAX).is_err());
+        let empty = KvLayout { layer_count: 0, ..layout() };
+        assert!(matches!(KvArena::host(empty, 4), Err(ArenaError::BadSize { .. })));
+    }
+
+    #[test]
+    fn a_guard_keeps_the_arena_alive() {
+        let arena = arena(1);
+        let weak = Arc::downgrade(&arena);
+        let guard = arena.read(BlockId(0)).unwrap();
+        drop(arena);
+        assert_eq!(guard.host_view().unwrap().len(), guard.byte_count());
+        drop(guard);
+        assert!(weak.upgrade().is_none());
+    }
+
+    /// Writers fill a block with one number; a reader that ever saw two numbers would have read
+    /// beside a writer.
+    #[test]
+    fn concurrent_borrowers_never_see_a_torn_block() {
+        const ROUNDS: usize = 500;
+        let arena = arena(2);
+        let (arena, both) = (&arena, |round: usize| BlockId((round % 2) as u32));
+        thread::scope(|scope| {
+            for thread in 0..2 {
+                scope.spawn(move || {
+                    for round in thread..ROUNDS + thread {
+                        let mut guard = until_free(|| arena.write(both(round)));
+                        guard.host_view_mut().unwrap().fill(round as u8);
+                    }
+                });
+                scope.spawn(move || {
+                    for round in 0..ROUNDS {
+                        let guard = until_free(|| arena.read(both(round)));
+                        let bytes = guard.host_view().unwrap();
+                        assert!(bytes.iter().all(|byte| byte == &bytes[0]));
+                    }
+                });
+            }
+        });
+        assert_eq!(arena.pins(BlockId(0)).unwrap() + arena.pins(BlockId(1)).unwrap(), 0);
+    }
+
+    fn until_free<T>(borrow: impl Fn() -> Result<T, ArenaError>) -> T {
+        loop {
+            match borrow() {
+                Ok(guard) => return guard,
+                Err(error) => {
+                    assert!(matches!(error, ArenaError::Conflict { .. }), "{error}");
+                    thread::yield_now();
+                }
+            }
+        }
+    }
+}

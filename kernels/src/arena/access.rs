@@ -1,0 +1,280 @@
+//! The blocks of one forward, borrowed together.
+
+use std::{fmt, slice, sync::Arc};
+
+use half::bf16;
+
+use super::{ArenaError, KvArena};
+use crate::layout::{BLOCK_TOKENS, BlockId, Dtype, KvHalf, KvLayout};
+
+/// A number type that KV is stored as.
+///
+/// # Safety
+/// Every bit pattern of `DTYPE.bytes()` bytes must be a value of the type, and its alignment at
+/// most its size.
+pub unsafe trait Element: Copy + Send + Sync + 'static {
+    const DTYPE: Dtype;
+}
+
+// SAFETY: any four bytes are an f32.
+unsafe impl Element for f32 {
+    const DTYPE: Dtype = Dtype::F32;
+}
+
+// SAFETY: any two bytes are a bf16.
+unsafe impl Element for bf16 {
+    const DTYPE: Dtype = Dtype::Bf16;
+}
+
+/// Index of a block among those that a [`StepAccess`] holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeldBlock(u32);
+
+/// Borrows of every block that one forward reads or writes, held until it is dropped.
+///
+/// A block may be listed to be read several times (sequences share prefixes), to be written once.
+/// A block that this same step writes may also be read by it: within a layer, keys and values are
+/// stored before attention reads them.
+pub struct StepAccess {
+    arena: Arc<KvArena>,
+    /// Written blocks first, then those that are only read; each block once, each part sorted.
+    blocks: Vec<BlockId>,
+    written_count: usize,
+}
+
+impl StepAccess {
+    /// Borrows all blocks or none.
+    pub fn acquire(
+        arena: &Arc<KvArena>,
+        reads: &[BlockId],
+        writes: &[BlockId],
+    ) -> Result<Self, ArenaError> {
+        let mut written = writes.to_vec();
+        written.sort_unstable();
+        let mut read: Vec<BlockId> =
+            reads.iter().copied().filter(|block| written.binary_search(block).is_err()).collect();
+        read.sort_unstable();
+        read.dedup();
+        // What is in `access` is given back by its drop, so that a refusal leaves nothing behind.
+        let mut access = Self {
+            arena: Arc::clone(arena),
+            blocks: Vec::with_capacity(written.len() + read.len()),
+            written_count: 0,
+        };
+        for block in written {
+            arena.acquire_write(block)?;
+            access.blocks.push(block);
+            access.written_count += 1;
+        }
+        for block in read {
+            arena.acquire_read(block)?;
+            access.blocks.push(block);
+        }
+        Ok(access)
+    }
+
+    pub fn layout(&self) -> KvLayout {
+        self.arena.layout
+    }
+
+    /// Blocks held, read and written.
+    pub fn block_count(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Where a block is among those held; `None` when it is not.
+    pub fn find(&self, block: BlockId) -> Option<HeldBlock> {
+        let (written, read) = self.blocks.split_at(self.written_count);
+        let index = match written.binary_search(&block) {
+            Ok(index) => index,
+            Err(_) => self.written_count + read.binary_search(&block).ok()?,
+        };
+        Some(HeldBlock(index as u32))
+    }
+
+    /// True when the step may write the block.
+    pub fn is_written(&self, held: HeldBlock) -> bool {
+        (held.0 as usize) < self.written_count
+    }
+
+    /// `[token][dim]` of one head, all 16 tokens. Tokens not written yet hold anything.
+    ///
+    /// Panics when `T` is not the arena's type.
+    #[inline]
+    pub fn head<T: Element>(
+        &self,
+        held: HeldBlock,
+        layer: usize,
+        half: KvHalf,
+        head: usize,
+    ) -> &[T] {
+        let layout = self.arena.layout;
+        // SAFETY: the pointer is at the head's first element, and the head's elements follow.
+        // The block is borrowed by this value; it is written through `store` only, whose callers
+        // promise that no slice of that block is alive.
+        unsafe {
+            slice::from_raw_parts(
+                self.head_ptr::<T>(held, layer, half, head),
+                layout.head_elements(),
+            )
+        }
+    }
+
+    /// Writes one token of one head, `head_dim` elements.
+    ///
+    /// Panics when `T` is not the arena's type, the block is held for reading only, or a number is
+    /// out of range.
+    ///
+    /// # Safety
+    /// No slice of this head is alive, and no other thread writes the same token of it now.
+    #[inline]
+    pub unsafe fn store<T: Element>(
+        &self,
+        held: HeldBlock,
+        layer: usize,
+        half: KvHalf,
+        head: usize,
+        token: usize,
+        values: impl ExactSizeIterator<Item = T>,
+    ) {
+        let dim = self.arena.layout.head_dim;
+        assert!(self.is_written(held), "block {:?} is held for reading", self.blocks[held.index()]);
+        assert!(token < BLOCK_TOKENS && values.len() == dim, "one token of one head");
+        // SAFETY: inside the head, as just checked; the caller keeps others away.
+        unsafe {
+            let to = self.head_ptr::<T>(held, layer, half, head).add(token * dim);
+            for (offset, value) in values.take(dim).enumerate() {
+                to.add(offset).write(value);
+            }
+        }
+    }
+
+    #[inline]
+    fn head_ptr<T: Element>(
+        &self,
+        held: HeldBlock,
+        layer: usize,
+        half: KvHalf,
+        head: usize,
+    ) -> *mut T {
+        let layout = self.arena.layout;
+        assert!(T::DTYPE == layout.dtype, "the arena holds {}", layout.dtype);
+        assert!(layer < layout.layer_count && head < layout.kv_head_count, "inside the layout");
+        let block = self.arena.block_ptr(self.blocks[held.index()]).cast::<T>();
+        // SAFETY: the layout places every head inside the block's bytes; the arena starts at a
+        // page and blocks are whole numbers of elements, so the pointer is aligned.
+        unsafe { block.add(layout.head_offset(layer, half, head)).as_ptr() }
+    }
+}
+
+impl HeldBlock {
+    fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl Drop for StepAccess {
+    fn drop(&mut self) {
+        for (index, &block) in self.blocks.iter().enumerate() {
+            if index < self.written_count {
+                self.arena.release_write(block);
+            } else {
+                self.arena.release_read(block);
+            }
+        }
+    }
+}
+
+impl fmt::Debug for StepAccess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (written, read) = self.blocks.split_at(self.written_count);
+        f.debug_struct("StepAccess").field("written", &written).field("read", &read).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arena() -> Arc<KvArena> {
+        let layout = KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 4, dtype: Dtype::F32 };
+        KvArena::host(layout, 8).unwrap()
+    }
+
+    fn ids(ids: &[u32]) -> Vec<BlockId> {
+        ids.iter().copied().map(BlockId).collect()
+    }
+
+    #[test]
+    fn a_step_holds_its_blocks_until_it_is_dropped() {
+        let arena = arena();
+        let access = StepAccess::acquire(&arena, &ids(&[5, 1, 5]), &ids(&[3, 0])).unwrap();
+        assert_eq!(access.block_count(), 4);
+        assert_eq!(arena.pins(BlockId(5)).unwrap(), 1);
+        assert!(arena.write(BlockId(5)).is_err());
+        assert!(arena.read(BlockId(5)).is_ok());
+        assert!(arena.read(BlockId(3)).is_err());
+        drop(access);
+        for id in 0..8 {
+            assert_eq!(arena.pins(BlockId(id)).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn a_refused_step_leaves_no_borrow_behind() {
+        let arena = arena();
+        let reader = arena.read(BlockId(4)).unwrap();
+        let error = StepAccess::acquire(&arena, &ids(&[1, 2]), &ids(&[3, 4, 5])).unwrap_err();
+        assert!(matches!(error, ArenaError::Conflict { block: BlockId(4), .. }));
+        assert!(StepAccess::acquire(&arena, &ids(&[1, 9]), &[]).is_err());
+        assert!(StepAccess::acquire(&arena, &[], &ids(&[2, 2])).is_err());
+        drop(reader);
+        for id in 0..8 {
+            assert_eq!(arena.pins(BlockId(id)).unwrap(), 0, "block {id}");
+        }
+    }
+
+    #[test]
+    fn a_block_that_the_step_writes_may_be_read_by_it() {
+        let arena = arena();
+        let access = StepAccess::acquire(&arena, &ids(&[3, 2]), &ids(&[3])).unwrap();
+        assert!(access.is_written(access.find(BlockId(3)).unwrap()));
+        assert!(!access.is_written(access.find(BlockId(2)).unwrap()));
+        assert_eq!(access.find(BlockId(7)), None);
+    }
+
+    #[test]
+    fn stored_tokens_are_where_the_layout_says() {
+        let arena = arena();
+        let layout = arena.layout();
+        let access = StepAccess::acquire(&arena, &[], &ids(&[6])).unwrap();
+        let held = access.find(BlockId(6)).unwrap();
+        let token = [1.0_f32, 2.0, 3.0, 4.0];
+        // SAFETY: one thread, and no slice is alive.
+        unsafe { access.store(held, 1, KvHalf::Value, 1, 15, token.iter().copied()) };
+        assert_eq!(access.head::<f32>(held, 1, KvHalf::Value, 1)[60..], token);
+        drop(access);
+        let guard = arena.read(BlockId(6)).unwrap();
+        let at = (layout.head_offset(1, KvHalf::Value, 1) + 60) * 4;
+        assert_eq!(guard.host_view().unwrap()[at..at + 4], 1.0_f32.to_ne_bytes());
+        assert_eq!(layout.block_bytes(), at + 16);
+    }
+
+    #[test]
+    #[should_panic(expected = "held for reading")]
+    fn a_block_held_for_reading_cannot_be_stored_to() {
+        let arena = arena();
+        let access = StepAccess::acquire(&arena, &ids(&[1]), &[]).unwrap();
+        let held = access.find(BlockId(1)).unwrap();
+        // SAFETY: refused before anything is written.
+        unsafe { access.store(held, 0, KvHalf::Key, 0, 0, [0.0_f32; 4].into_iter()) };
+    }
+
+    #[test]
+    #[should_panic(expected = "the arena holds f32")]
+    fn a_wrong_element_type_is_refused() {
+        let arena = arena();
+        let access = StepAccess::acquire(&arena, &ids(&[1]), &[]).unwrap();
+        access.head::<bf16>(access.find(BlockId(1)).unwrap(), 0, KvHalf::Key, 0);
+    }
+}

@@ -1,0 +1,126 @@
+//! Zeroed memory aligned for vector loads, in huge pages when there is much of it.
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    marker::PhantomData,
+    mem::ManuallyDrop,
+    ops::{Deref, DerefMut},
+    ptr::NonNull,
+    slice,
+};
+
+use bytemuck::Pod;
+use memmap2::MmapMut;
+
+/// A cache line and a full vector.
+const LINE: usize = 64;
+/// A huge page. Weights are streamed from memory in every step, and one translation per 4 KiB would
+/// cost a good part of the bandwidth.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// A boxed slice of plain numbers, zeroed, aligned to 64 bytes at least.
+pub(crate) struct Aligned<T: Pod> {
+    start: NonNull<T>,
+    length: usize,
+    memory: Memory,
+    _owns: PhantomData<T>,
+}
+
+/// Where the numbers live.
+enum Memory {
+    Nothing,
+    Heap(Layout),
+    Map { _owner: MmapMut },
+}
+
+// SAFETY: owns its memory like a Box<[T]>.
+unsafe impl<T: Pod + Send> Send for Aligned<T> {}
+// SAFETY: as above.
+unsafe impl<T: Pod + Sync> Sync for Aligned<T> {}
+
+impl<T: Pod> Aligned<T> {
+    /// Zeros. Aborts when the system has no memory, as a `Vec` would.
+    pub fn zeroed(length: usize) -> Self {
+        let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
+        let layout = Layout::from_size_align(bytes, LINE).expect("a buffer fits the address space");
+        let (start, memory) = if bytes == 0 {
+            (NonNull::dangling(), Memory::Nothing)
+        } else if let Some((start, map)) = huge_pages(bytes) {
+            (start.cast(), Memory::Map { _owner: map })
+        } else {
+            // SAFETY: the size is not 0.
+            let raw = unsafe { alloc_zeroed(layout) };
+            let Some(start) = NonNull::new(raw) else { handle_alloc_error(layout) };
+            (start.cast(), Memory::Heap(layout))
+        };
+        Self { start, length, memory, _owns: PhantomData }
+    }
+}
+
+impl Aligned<u32> {
+    /// The same bits read as f32.
+    pub fn into_f32(self) -> Aligned<f32> {
+        let mut this = ManuallyDrop::new(self);
+        let memory = std::mem::replace(&mut this.memory, Memory::Nothing);
+        Aligned { start: this.start.cast(), length: this.length, memory, _owns: PhantomData }
+    }
+}
+
+/// A mapping in huge pages, where that pays and the system has it.
+fn huge_pages(bytes: usize) -> Option<(NonNull<u8>, MmapMut)> {
+    if bytes < 2 * HUGE_PAGE {
+        return None;
+    }
+    let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE)?).ok()?;
+    // A refusal costs speed only.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage);
+    let raw = map.as_mut_ptr();
+    let skip = raw.align_offset(HUGE_PAGE);
+    assert!(skip <= HUGE_PAGE, "the next huge page begins inside the first {HUGE_PAGE} bytes");
+    // SAFETY: `skip` is inside the mapping, which has HUGE_PAGE bytes more than asked for.
+    Some((NonNull::new(unsafe { raw.add(skip) })?, map))
+}
+
+impl<T: Pod> Deref for Aligned<T> {
+    type Target = [T];
+
+    #[inline]
+    fn deref(&self) -> &[T] {
+        // SAFETY: `length` elements were allocated and zeroed, and zero is a value of every Pod.
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.length) }
+    }
+}
+
+impl<T: Pod> DerefMut for Aligned<T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and exclusive by `&mut self`.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
+    }
+}
+
+impl<T: Pod> Drop for Aligned<T> {
+    fn drop(&mut self) {
+        if let Memory::Heap(layout) = self.memory {
+            // SAFETY: allocated by `zeroed` with this layout.
+            unsafe { dealloc(self.start.as_ptr().cast(), layout) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_and_aligned_at_every_size() {
+        for length in [0, 1, 15, 4096, (1 << 20) + 1, 3 << 20] {
+            let mut memory = Aligned::<f32>::zeroed(length);
+            assert_eq!(memory.len(), length);
+            assert!(length == 0 || (memory.as_ptr() as usize).is_multiple_of(LINE));
+            assert!(memory.iter().all(|&value| value == 0.0));
+            memory.fill(1.0);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! The arithmetic that all levels share, so that they agree to the last bit.
+//!
+//! Sums over a row run in [`LANES`] lanes: lane `j` takes the elements `j`, `j + 16`, …, in order,
+//! and the lanes are then added as a tree. That is one fixed order for every level and thread count,
+//! and it is what a vector unit does by itself. `exp` is built of multiplications and additions
+//! that the compiler must not fuse, so scalar and vector code give the same bits; both are exact
+//! in the sense that matters for hand-over between machines.
+
+use half::bf16;
+
+/// Lanes of a sum.
+pub(crate) const LANES: usize = 16;
+
+/// Adds the lanes as a tree: 8 apart, then 4, 2, 1.
+#[inline(always)]
+pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
+    let mut lanes = lanes;
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+/// ln 2 in two parts; the first has few enough bits that multiplying it by an exponent is exact.
+const LN_2_HIGH: f32 = 0.693_359_4;
+const LN_2_LOW: f32 = -2.121_944_4e-4;
+/// Adding and subtracting 1.5 · 2²³ rounds to the nearest integer, ties to even.
+const ROUND: f32 = 12_582_912.0;
+/// Below this `exp` is 0; its true value is under 2⁻¹²⁵.
+const EXP_ZERO: f32 = -87.0;
+
+/// e to the power of `x` for `x` ≤ 0 (softmax and sigmoid need no more), within 2 units in the
+/// last place. 0 below -87, -∞ included. NaN gives NaN or 0: callers exclude it.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    let is_zero = x < EXP_ZERO;
+    let x = if is_zero { 0.0 } else { x };
+    let shifted = x * LOG2_E + ROUND;
+    let power = shifted - ROUND;
+    let rest = (x - power * LN_2_HIGH) - power * LN_2_LOW;
+    // Cephes' polynomial for e^rest, |rest| ≤ ln 2 / 2.
+    let mut sum = 1.987_569_1e-4_f32;
+    for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5] {
+        sum = sum * rest + coefficient;
+    }
+    let value = (sum * (rest * rest) + rest) + 1.0;
+    // The integer sits in the low bits of `shifted`; -126 ≤ power ≤ 0 here, so that 2^power is normal.
+    let power_bits = (shifted.to_bits().wrapping_add(127)) << 23;
+    let result = value * f32::from_bits(power_bits);
+    if is_zero { 0.0 } else { result }
+}
+
+/// `x · sigmoid(x)`.
+#[inline(always)]
+pub(crate) fn silu(x: f32) -> f32 {
+    // Of e^x and e^-x the one that is at most 1, so that nothing overflows.
+    let small = exp(-x.abs());
+    let numerator = if x < 0.0 { x * small } else { x };
+    numerator / (1.0 + small)
+}
+
+/// Rounds to the nearest bf16, ties to even; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn to_bf16_bits(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet_nan = (bits >> 16) | 0x40;
+    (if x.is_nan() { quiet_nan } else { rounded }) as u16
+}
+
+#[inline(always)]
+pub(crate) fn to_bf16(x: f32) -> bf16 {
+    bf16::from_bits(to_bf16_bits(x))
+}
+
+/// The f32 with the same value.
+#[inline(always)]
+pub(crate) fn from_bf16(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// `x` as it is after passing through bf16.
+#[inline(always)]
+pub(crate) fn round_to_bf16(x: f32) -> f32 {
+    from_bf16(to_bf16(x))
+}
+
+/// `a · b + c`; one rounding when `FUSED`, two otherwise. Levels with the instruction fuse.
+#[inline(always)]
+pub(crate) fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::isa::{Isa, Level};
+
+    #[test]
+    fn exp_is_within_two_units_in_the_last_place() {
+        for step in 0..2_000_000 {
+            let x = -(step as f32) * 4.4e-5;
+            let exact = f64::from(x).exp();
+            let got = f64::from(exp(x));
+            if x < EXP_ZERO {
+                assert_eq!(got, 0.0);
+            } else {
+                let relative = ((got - exact) / exact).abs();
+                assert!(relative < 2.0 * f64::from(f32::EPSILON), "x {x}: {got} for {exact}");
+            }
+        }
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(-0.0), 1.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(-1e30), 0.0);
+    }
+
+    #[test]
+    fn exp_and_silu_have_the_same_bits_at_every_level() {
+        let inputs: Vec<f32> = (0..4_096).map(|i| (i as f32 - 3_000.0) * 0.037).collect();
+        let scalar: Vec<u32> = inputs
+            .iter()
+            .map(|&x| std::hint::black_box(exp(-x.abs())).to_bits() ^ silu(x).to_bits())
+            .collect();
+        for isa in [Isa::Portable, Isa::Avx512] {
+            let Ok(level) = Level::find(isa) else { continue };
+            let mut vector = vec![0_u32; inputs.len()];
+            level.run(|| {
+                for (out, &x) in vector.iter_mut().zip(&inputs) {
+                    *out = exp(-x.abs()).to_bits() ^ silu(x).to_bits();
+                }
+            });
+            assert_eq!(vector, scalar, "{isa}");
+        }
+    }
+
+    #[test]
+    fn silu_is_close_to_its_definition_and_finite_far_out() {
+        for step in -2_000..2_000 {
+            let x = step as f32 * 0.05;
+            let exact = f64::from(x) / (1.0 + (-f64::from(x)).exp());
+            assert!((f64::from(silu(x)) - exact).abs() <= 1e-6 * exact.abs().max(1e-3), "{x}");
+        }
+        assert_eq!(silu(1e30), 1e30);
+        assert_eq!(silu(-1e30), 0.0);
+        assert!(silu(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn bf16_rounding_agrees_with_the_half_crate() {
+        for bits in (0..u32::MAX - 65_537).step_by(65_537).chain([
+            0x7f80_0000,
+            0xff80_0000,
+            0x7fc0_0001,
+            0x7f80_0001,
+            0x0000_8000,
+            0x0001_8000,
+            0x7f7f_ffff,
+        ]) {
+            let x = f32::from_bits(bits);
+            let (ours, theirs) = (to_bf16(x), bf16::from_f32(x));
+            assert!(ours == theirs || (ours.is_nan() && theirs.is_nan()), "{bits:08x}");
+        }
+    }
+
+    #[test]
+    fn lanes_are_summed_once_each() {
+        let lanes: [f32; LANES] = std::array::from_fn(|lane| (1_u32 << lane) as f32);
+        assert_eq!(sum_lanes(lanes), 65_535.0);
+    }
+}

@@ -1,0 +1,111 @@
+//! The definition, one query at a time.
+
+use half::bf16;
+
+use crate::{
+    arena::Element,
+    backend::HeadShape,
+    cpu::{
+        arithmetic::{exp, from_bf16, sum_lanes},
+        step::CpuStep,
+    },
+    layout::{BLOCK_TOKENS, Dtype, KvHalf},
+};
+
+/// Attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
+pub(crate) fn attention(
+    layer: usize,
+    shape: HeadShape,
+    scale: f32,
+    qkv: &[f32],
+    step: &CpuStep,
+    out: &mut [f32],
+) {
+    match step.layout().dtype {
+        Dtype::F32 => all_queries(layer, shape, scale, qkv, step, out, |x: f32| x),
+        Dtype::Bf16 => all_queries::<bf16>(layer, shape, scale, qkv, step, out, from_bf16),
+    }
+}
+
+fn all_queries<T: Element>(
+    layer: usize,
+    shape: HeadShape,
+    scale: f32,
+    qkv: &[f32],
+    step: &CpuStep,
+    out: &mut [f32],
+    widen: impl Fn(T) -> f32 + Copy,
+) {
+    let dim = shape.head_dim;
+    for sequence in &step.sequences {
+        for row in sequence.rows.clone() {
+            let visible = step.positions[row] as usize + 1;
+            for head in 0..shape.query_heads {
+                let query = &qkv[row * shape.qkv_width() + head * dim..][..dim];
+                let kv_head = head / (shape.query_heads / shape.kv_heads);
+                let mut state = Softmax::new(dim);
+                for (index, &block) in step.tables[sequence.table.clone()].iter().enumerate() {
+                    let tokens = visible.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
+                    if tokens == 0 {
+                        break;
+                    }
+                    let keys = step.access.head::<T>(block, layer, KvHalf::Key, kv_head);
+                    let values = step.access.head::<T>(block, layer, KvHalf::Value, kv_head);
+                    state.add_block(query, scale, tokens, keys, values, widen);
+                }
+                let out = &mut out[row * shape.query_width() + head * dim..][..dim];
+                state.finish(out);
+            }
+        }
+    }
+}
+
+/// A query's softmax over the keys seen so far.
+struct Softmax {
+    maximum: f32,
+    sum: f32,
+    weighted: Vec<f32>,
+}
+
+impl Softmax {
+    fn new(dim: usize) -> Self {
+        Self { maximum: f32::NEG_INFINITY, sum: 0.0, weighted: vec![0.0; dim] }
+    }
+
+    /// Takes in the first `tokens` of a block. Products with keys run over the dimensions in
+    /// order, weighted values over the tokens in order, each step one fused multiply-add.
+    fn add_block<T: Element>(
+        &mut self,
+        query: &[f32],
+        scale: f32,
+        tokens: usize,
+        keys: &[T],
+        values: &[T],
+        widen: impl Fn(T) -> f32,
+    ) {
+        let dim = query.len();
+        let mut scores = [f32::NEG_INFINITY; BLOCK_TOKENS];
+        for (token, score) in scores.iter_mut().take(tokens).enumerate() {
+            *score = (0..dim)
+                .fold(0.0, |sum, d| (query[d] * scale).mul_add(widen(keys[token * dim + d]), sum));
+        }
+        let maximum = scores.iter().fold(self.maximum, |a, &b| a.max(b));
+        let correction = exp(self.maximum - maximum);
+        let weights = scores.map(|score| exp(score - maximum));
+        self.maximum = maximum;
+        self.sum = self.sum * correction + sum_lanes(weights);
+        for d in 0..dim {
+            let mut weighted = self.weighted[d] * correction;
+            for token in 0..tokens {
+                weighted = weights[token].mul_add(widen(values[token * dim + d]), weighted);
+            }
+            self.weighted[d] = weighted;
+        }
+    }
+
+    fn finish(&self, out: &mut [f32]) {
+        for (out, weighted) in out.iter_mut().zip(&self.weighted) {
+            *out = weighted / self.sum;
+        }
+    }
+}

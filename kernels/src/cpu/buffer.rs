@@ -1,0 +1,65 @@
+//! Activations and small vectors.
+
+use std::fmt;
+
+use super::aligned::Aligned;
+
+/// Activations `[rows][width]` in f32, row-major without gaps. Contents of rows beyond those an
+/// operation wrote are left from earlier steps.
+pub struct CpuBuffer {
+    data: Aligned<f32>,
+    rows_max: usize,
+    width: usize,
+}
+
+impl CpuBuffer {
+    pub(crate) fn zeroed(rows_max: usize, width: usize) -> Self {
+        let elements = rows_max.checked_mul(width).expect("a buffer fits the address space");
+        Self { data: Aligned::zeroed(elements), rows_max, width }
+    }
+
+    /// Rows that the buffer was made for.
+    pub fn rows_max(&self) -> usize {
+        self.rows_max
+    }
+
+    /// Elements of a row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// One row. Panics beyond [`Self::rows_max`].
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.data[row * self.width..][..self.width]
+    }
+
+    /// The first `rows` rows, one after the other. Panics beyond [`Self::rows_max`].
+    pub fn rows(&self, rows: usize) -> &[f32] {
+        &self.data[..rows * self.width]
+    }
+
+    /// The first `rows` rows, to be written. Panics beyond [`Self::rows_max`].
+    pub fn rows_mut(&mut self, rows: usize) -> &mut [f32] {
+        &mut self.data[..rows * self.width]
+    }
+}
+
+impl fmt::Debug for CpuBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CpuBuffer[{}][{}]", self.rows_max, self.width)
+    }
+}
+
+/// A small f32 vector: a norm's weight, rope frequencies.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CpuVector(Box<[f32]>);
+
+impl CpuVector {
+    pub(crate) fn new(values: &[f32]) -> Self {
+        Self(values.into())
+    }
+
+    pub fn values(&self) -> &[f32] {
+        &self.0
+    }
+}

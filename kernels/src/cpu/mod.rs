@@ -1,0 +1,248 @@
+//! The backend that runs everywhere.
+//!
+//! Each operation is one file or folder with its plain f32 `reference` beside the fast code, which
+//! is chosen at run time ([`Isa`]). Two promises hold at every level:
+//! * a row's result does not depend on the rows beside it, on the thread count, or on how a
+//!   prompt is cut into chunks;
+//! * with f32 weights, levels that have a fused multiply-add (all but `Portable` on machines
+//!   without FMA) agree with the reference to the last bit.
+
+mod aligned;
+mod arithmetic;
+mod attention;
+mod buffer;
+mod embed;
+mod isa;
+mod matmul;
+mod norm;
+mod parts;
+mod rope;
+mod sample;
+mod silu;
+mod step;
+pub mod threads;
+
+use std::{io, sync::Mutex};
+
+pub use buffer::{CpuBuffer, CpuVector};
+pub use isa::Isa;
+pub use matmul::CpuMatrix;
+pub use sample::{SampleError, SampleRow, sample};
+pub use step::{CpuStep, StepError, StepSequence};
+
+use self::{isa::Level, threads::ThreadPool};
+use crate::{
+    backend::{Backend, HeadShape, RowSource},
+    layout::{Dtype, KvLayout},
+    sampling::SampledToken,
+};
+
+/// How a CPU backend is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuOptions {
+    /// Of weights and KV. Activations are f32, rounded to bf16 where a bf16 product reads them.
+    pub dtype: Dtype,
+    /// Threads of one forward, the calling one included; 1 to [`threads::THREADS_MAX`].
+    pub threads: usize,
+    pub isa: Isa,
+}
+
+/// Why a CPU backend cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CpuError {
+    #[error("this machine lacks {} for isa {isa}", missing.join(", "))]
+    MissingFeatures { isa: Isa, missing: Vec<&'static str> },
+    #[error("threads is {threads}; 1 to {} are allowed", threads::THREADS_MAX)]
+    BadThreads { threads: usize },
+    #[error("cannot start a thread: {0}")]
+    Spawn(#[from] io::Error),
+}
+
+/// Runs forwards on the calling thread and its own pool of workers.
+pub struct CpuBackend {
+    dtype: Dtype,
+    level: Level,
+    /// Locked while weights are packed; operations have it to themselves.
+    pool: Mutex<ThreadPool>,
+}
+
+impl CpuBackend {
+    pub fn new(options: CpuOptions) -> Result<Self, CpuError> {
+        let CpuOptions { dtype, threads, isa } = options;
+        if threads == 0 || threads > threads::THREADS_MAX {
+            return Err(CpuError::BadThreads { threads });
+        }
+        let level =
+            Level::find(isa).map_err(|missing| CpuError::MissingFeatures { isa, missing })?;
+        let pool = Mutex::new(ThreadPool::new(threads, "baton-cpu")?);
+        Ok(Self { dtype, level, pool })
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The code that runs, for logs: `avx512-bf16`, `avx512`, `portable (avx2)`, …
+    pub fn isa_name(&self) -> &'static str {
+        self.level.name()
+    }
+
+    /// Chooses a token for each of the first `rows.len()` rows of `logits`, rows in parallel.
+    pub fn sample(
+        &mut self,
+        logits: &CpuBuffer,
+        rows: &[SampleRow<'_>],
+    ) -> Vec<Result<SampledToken, SampleError>> {
+        let mut tokens: Vec<Option<_>> = rows.iter().map(|_| None).collect();
+        self.pool().for_each_piece(&mut tokens, 1, |_, row, token| {
+            token[0] = Some(sample(logits.row(row), &rows[row]));
+        });
+        tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
+    }
+
+    fn pool(&mut self) -> &mut ThreadPool {
+        // A panic while weights were packed left no half-done region behind: the pool is sound.
+        self.pool.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Backend for CpuBackend {
+    type Matrix = CpuMatrix;
+    type Vector = CpuVector;
+    type Buffer = CpuBuffer;
+    type Step = CpuStep;
+
+    fn matrix(&self, source: &dyn RowSource) -> CpuMatrix {
+        let mut pool = self.pool.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        matmul::pack(&mut pool, self.dtype, source)
+    }
+
+    fn vector(&self, values: &[f32]) -> CpuVector {
+        CpuVector::new(values)
+    }
+
+    fn buffer(&self, rows_max: usize, width: usize) -> CpuBuffer {
+        CpuBuffer::zeroed(rows_max, width)
+    }
+
+    fn rows(&self, step: &CpuStep) -> usize {
+        step.rows()
+    }
+
+    fn sampled_rows(&self, step: &CpuStep) -> usize {
+        step.sampled().len()
+    }
+
+    fn kv_layout(&self, step: &CpuStep) -> KvLayout {
+        step.layout()
+    }
+
+    fn embed(&mut self, table: &CpuMatrix, step: &CpuStep, out: &mut CpuBuffer) {
+        assert_eq!(out.width(), table.cols(), "embed: a row of the table is a row of the buffer");
+        embed::embed(self.pool(), table, &step.tokens, out.rows_mut(step.rows()));
+    }
+
+    fn rms_norm(
+        &mut self,
+        rows: usize,
+        x: &CpuBuffer,
+        weight: &CpuVector,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) {
+        let width = weight.values().len();
+        assert!(x.width() == width && out.width() == width, "rms_norm: widths are equal");
+        norm::rms_norm(self.level, x.rows(rows), weight.values(), eps, out.rows_mut(rows));
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        rows: usize,
+        residual: &mut CpuBuffer,
+        x: &CpuBuffer,
+        weight: &CpuVector,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) {
+        let width = weight.values().len();
+        assert!(
+            residual.width() == width && x.width() == width && out.width() == width,
+            "add_rms_norm: widths are equal"
+        );
+        norm::add_rms_norm(
+            self.level,
+            residual.rows_mut(rows),
+            x.rows(rows),
+            weight.values(),
+            eps,
+            out.rows_mut(rows),
+        );
+    }
+
+    fn matmul(&mut self, rows: usize, x: &CpuBuffer, w: &CpuMatrix, out: &mut CpuBuffer) {
+        assert_eq!(x.width(), w.cols(), "matmul: the input is as wide as the matrix");
+        assert_eq!(out.width(), w.rows(), "matmul: the output is as wide as the matrix is high");
+        matmul::reference::matmul(x.rows(rows), w, out.rows_mut(rows));
+    }
+
+    fn rope_store_kv(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        frequencies: &CpuVector,
+        qkv: &mut CpuBuffer,
+        step: &mut CpuStep,
+    ) {
+        check_heads(shape, qkv, step);
+        assert_eq!(frequencies.values().len() * 2, shape.head_dim, "one frequency per pair");
+        let level = self.level;
+        let qkv = qkv.rows_mut(step.rows());
+        rope::rope_store_kv(level, self.pool(), layer, shape, frequencies.values(), qkv, step);
+    }
+
+    fn attention(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        scale: f32,
+        qkv: &CpuBuffer,
+        step: &CpuStep,
+        out: &mut CpuBuffer,
+    ) {
+        check_heads(shape, qkv, step);
+        assert_eq!(out.width(), shape.query_width(), "attention: the output holds all queries");
+        let (qkv, out) = (qkv.rows(step.rows()), out.rows_mut(step.rows()));
+        attention::reference::attention(layer, shape, scale, qkv, step, out);
+    }
+
+    fn silu_mul(&mut self, rows: usize, gate_up: &CpuBuffer, out: &mut CpuBuffer) {
+        let width = out.width();
+        assert_eq!(gate_up.width(), 2 * width, "silu_mul: gate and up are as wide as the output");
+        silu::silu_mul(self.level, width, gate_up.rows(rows), out.rows_mut(rows));
+    }
+
+    fn gather_sampled(&mut self, x: &CpuBuffer, step: &CpuStep, out: &mut CpuBuffer) {
+        assert_eq!(x.width(), out.width(), "gather_sampled: widths are equal");
+        let rows = out.rows_mut(step.sampled().len()).chunks_exact_mut(x.width());
+        for (out, &row) in rows.zip(step.sampled()) {
+            out.copy_from_slice(x.row(row));
+        }
+    }
+}
+
+/// A model whose heads do not fit its KV layout is a defect, never a request's fault.
+fn check_heads(shape: HeadShape, qkv: &CpuBuffer, step: &CpuStep) {
+    let layout = step.layout();
+    assert!(
+        shape.kv_heads > 0
+            && shape.query_heads.is_multiple_of(shape.kv_heads)
+            && shape.head_dim > 0
+            && shape.head_dim.is_multiple_of(2),
+        "heads {shape:?} are no attention layer"
+    );
+    assert_eq!(qkv.width(), shape.qkv_width(), "a fused row holds queries, keys and values");
+    assert!(
+        layout.kv_head_count == shape.kv_heads && layout.head_dim == shape.head_dim,
+        "the arena's blocks ({layout}) hold the layer's heads {shape:?}"
+    );
+}

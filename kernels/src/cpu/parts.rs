@@ -1,0 +1,33 @@
+//! A slice that several threads write to, each its own part.
+
+use std::marker::PhantomData;
+
+/// Hands out disjoint parts of a slice that is borrowed exclusively.
+pub(crate) struct Parts<'a, T> {
+    start: *mut T,
+    length: usize,
+    _borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: stands for `&mut [T]`, whose parts may be used on several threads when T is Send; that
+// the parts are disjoint is the promise of `slice`'s callers.
+unsafe impl<T: Send> Sync for Parts<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Parts<'_, T> {}
+
+impl<'a, T> Parts<'a, T> {
+    pub fn new(whole: &'a mut [T]) -> Self {
+        Self { start: whole.as_mut_ptr(), length: whole.len(), _borrow: PhantomData }
+    }
+
+    /// Elements `start..start + length`. Panics when they are not all inside.
+    ///
+    /// # Safety
+    /// No element is in two slices that are alive at the same time.
+    #[allow(clippy::mut_from_ref)] // The exclusive borrow is held by `self`; see the promise above.
+    pub unsafe fn slice(&self, start: usize, length: usize) -> &mut [T] {
+        assert!(start <= self.length && length <= self.length - start, "a part is inside");
+        // SAFETY: inside the borrowed slice, as checked; disjoint, as promised.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), length) }
+    }
+}

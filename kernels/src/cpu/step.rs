@@ -1,0 +1,227 @@
+//! The rows of one forward on the CPU, and the KV blocks they may touch.
+
+use std::{ops::Range, sync::Arc};
+
+use super::rope::Rotation;
+use crate::{
+    arena::{ArenaError, HeldBlock, KvArena, StepAccess},
+    layout::{BLOCK_TOKENS, BlockId, KvLayout},
+};
+
+/// One sequence's share of a step: `tokens` at consecutive positions.
+#[derive(Clone, Copy, Debug)]
+pub struct StepSequence<'a> {
+    /// Position of the first of `tokens`; KV of all positions before it is in `blocks`.
+    pub first_position: u32,
+    /// At least one. Ids are below the vocabulary's size: the embedding panics on others, so
+    /// whoever admits a sequence checks them.
+    pub tokens: &'a [u32],
+    /// The sequence's block table from position 0 on. Entries beyond the last token's are ignored.
+    pub blocks: &'a [BlockId],
+    /// How many of the last tokens yield logits: 0 in the middle of a prompt, 1 to sample, more to
+    /// score or to verify a draft.
+    pub sampled_rows: u32,
+}
+
+/// Why a step cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    #[error("sequence {sequence} of the step has no token")]
+    NoToken { sequence: usize },
+    #[error("sequence {sequence} samples {sampled_rows} rows of {rows}")]
+    TooManySampled { sequence: usize, sampled_rows: u32, rows: usize },
+    #[error("sequence {sequence} reaches position {last_position} with {blocks} blocks of 16")]
+    TableTooShort { sequence: usize, last_position: u64, blocks: usize },
+    /// A block is out of range, written by two sequences, or borrowed by someone else.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+}
+
+/// The rows of one forward. Holds the borrows of all its blocks until it is dropped.
+///
+/// Rows are those of the first sequence, then of the second, and so on. Every block from a
+/// sequence's first row's position on is borrowed for writing, those before for reading.
+#[derive(Debug)]
+pub struct CpuStep {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) positions: Vec<u32>,
+    /// The block that holds each row's position.
+    pub(crate) row_blocks: Vec<HeldBlock>,
+    pub(crate) sequences: Vec<SequenceRows>,
+    /// Block tables of all sequences, one after the other.
+    pub(crate) tables: Vec<HeldBlock>,
+    /// Rows that yield logits, ascending.
+    pub(crate) sampled: Vec<usize>,
+    pub(crate) access: StepAccess,
+    /// Cosines and sines of this step's positions, once the first layer has asked for them.
+    pub(crate) rotation: Option<Rotation>,
+}
+
+/// Where one sequence is in a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SequenceRows {
+    pub rows: Range<usize>,
+    pub first_position: usize,
+    /// Its part of `CpuStep::tables`: every block up to the last row's.
+    pub table: Range<usize>,
+}
+
+impl CpuStep {
+    /// Borrows all blocks of the sequences, or none. A step without sequences has no rows.
+    pub fn new(arena: &Arc<KvArena>, sequences: &[StepSequence<'_>]) -> Result<Self, StepError> {
+        let (mut reads, mut writes) = (Vec::new(), Vec::new());
+        for (index, sequence) in sequences.iter().enumerate() {
+            let blocks = checked_table(index, sequence)?;
+            let (read, written) = blocks.split_at(sequence.first_position as usize / BLOCK_TOKENS);
+            reads.extend_from_slice(read);
+            writes.extend_from_slice(written);
+        }
+        let access = StepAccess::acquire(arena, &reads, &writes)?;
+        let row_count = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+        let mut step = Self {
+            tokens: Vec::with_capacity(row_count),
+            positions: Vec::with_capacity(row_count),
+            row_blocks: Vec::with_capacity(row_count),
+            sequences: Vec::with_capacity(sequences.len()),
+            tables: Vec::with_capacity(reads.len() + writes.len()),
+            sampled: Vec::new(),
+            access,
+            rotation: None,
+        };
+        for (index, sequence) in sequences.iter().enumerate() {
+            step.append(sequence, checked_table(index, sequence)?);
+        }
+        Ok(step)
+    }
+
+    fn append(&mut self, sequence: &StepSequence<'_>, blocks: &[BlockId]) {
+        let rows = self.tokens.len()..self.tokens.len() + sequence.tokens.len();
+        let table = self.tables.len()..self.tables.len() + blocks.len();
+        self.tokens.extend_from_slice(sequence.tokens);
+        self.tables.extend(blocks.iter().map(|&block| {
+            self.access.find(block).expect("every block of every table was acquired")
+        }));
+        self.sampled.extend(rows.end - sequence.sampled_rows as usize..rows.end);
+        let first_position = sequence.first_position as usize;
+        for position in (first_position..).take(rows.len()) {
+            self.positions.push(position as u32);
+            self.row_blocks.push(self.tables[table.start + position / BLOCK_TOKENS]);
+        }
+        self.sequences.push(SequenceRows { rows, first_position, table });
+    }
+
+    /// Token rows.
+    pub fn rows(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Rows that yield logits, ascending.
+    pub fn sampled(&self) -> &[usize] {
+        &self.sampled
+    }
+
+    pub fn layout(&self) -> KvLayout {
+        self.access.layout()
+    }
+}
+
+/// The blocks up to the sequence's last token.
+fn checked_table<'a>(
+    index: usize,
+    sequence: &StepSequence<'a>,
+) -> Result<&'a [BlockId], StepError> {
+    let rows = sequence.tokens.len();
+    if rows == 0 {
+        return Err(StepError::NoToken { sequence: index });
+    }
+    if sequence.sampled_rows as usize > rows {
+        let sampled_rows = sequence.sampled_rows;
+        return Err(StepError::TooManySampled { sequence: index, sampled_rows, rows });
+    }
+    let last_position = u64::from(sequence.first_position) + rows as u64 - 1;
+    let needed = last_position / BLOCK_TOKENS as u64 + 1;
+    usize::try_from(needed).ok().and_then(|needed| sequence.blocks.get(..needed)).ok_or(
+        StepError::TableTooShort { sequence: index, last_position, blocks: sequence.blocks.len() },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Dtype;
+
+    fn arena() -> Arc<KvArena> {
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 4, dtype: Dtype::F32 };
+        KvArena::host(layout, 8).unwrap()
+    }
+
+    fn ids(ids: &[u32]) -> Vec<BlockId> {
+        ids.iter().copied().map(BlockId).collect()
+    }
+
+    #[test]
+    fn rows_follow_the_sequences_in_order() {
+        let arena = arena();
+        let (a, b) = (ids(&[2, 0, 5]), ids(&[2, 1]));
+        let step = CpuStep::new(
+            &arena,
+            &[
+                StepSequence {
+                    first_position: 30,
+                    tokens: &[7, 8, 9],
+                    blocks: &a,
+                    sampled_rows: 2,
+                },
+                StepSequence { first_position: 16, tokens: &[1], blocks: &b, sampled_rows: 1 },
+            ],
+        )
+        .unwrap();
+        assert_eq!(step.tokens, [7, 8, 9, 1]);
+        assert_eq!(step.positions, [30, 31, 32, 16]);
+        assert_eq!(step.sampled(), [1, 2, 3]);
+        assert_eq!(step.sequences[1].table, 3..5);
+        // Block 2 is the shared prefix: read once, though two sequences read it.
+        assert_eq!(arena.pins(BlockId(2)).unwrap(), 1);
+        for written in [0, 5, 1] {
+            let held = step.access.find(BlockId(written)).unwrap();
+            assert!(step.access.is_written(held));
+        }
+        drop(step);
+        assert!((0..8).all(|id| arena.pins(BlockId(id)).unwrap() == 0));
+    }
+
+    #[test]
+    fn a_step_that_cannot_be_says_which_sequence_is_wrong() {
+        let arena = arena();
+        let blocks = ids(&[0]);
+        let good =
+            StepSequence { first_position: 0, tokens: &[1], blocks: &blocks, sampled_rows: 1 };
+        let second = ids(&[1]);
+        let make = |bad| CpuStep::new(&arena, &[good, bad]).unwrap_err().to_string();
+        let good_too = StepSequence { blocks: &second, ..good };
+        assert_eq!(
+            make(StepSequence { tokens: &[], sampled_rows: 0, ..good_too }),
+            "sequence 1 of the step has no token"
+        );
+        assert_eq!(
+            make(StepSequence { sampled_rows: 2, ..good_too }),
+            "sequence 1 samples 2 rows of 1"
+        );
+        assert_eq!(
+            make(StepSequence { first_position: 16, ..good_too }),
+            "sequence 1 reaches position 16 with 1 blocks of 16"
+        );
+        assert_eq!(
+            make(StepSequence { first_position: u32::MAX, tokens: &[1, 2], ..good_too }),
+            "sequence 1 reaches position 4294967296 with 1 blocks of 16"
+        );
+        assert!(make(good).contains("block 0 cannot be borrowed for writing"));
+        assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_step_without_sequences_has_no_rows() {
+        let step = CpuStep::new(&arena(), &[]).unwrap();
+        assert_eq!((step.rows(), step.sampled().len()), (0, 0));
+    }
+}

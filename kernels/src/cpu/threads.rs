@@ -1,0 +1,398 @@
+//! A fork-join pool for the operations of one backend.
+//!
+//! One forward of a small model is some two hundred parallel regions, each tens of microseconds
+//! long, so entering and leaving a region must cost about one. Life of a region:
+//! 1. The caller writes the job, opens it in `state`, and wakes workers that sleep.
+//! 2. A worker *enters* by counting itself in `state`, which succeeds only while the job is open.
+//! 3. Whoever is in claims task numbers until none is left, the caller too.
+//! 4. The caller closes the job and waits for those who entered. A worker that was never scheduled
+//!    is not waited for: on a busy machine the caller does the work alone.
+//!
+//! Between regions a worker spins for [`SPIN`] and then parks, so that an idle pool costs nothing.
+
+use std::{
+    any::Any,
+    cell::UnsafeCell,
+    hint, io,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread::{self, JoinHandle, Thread},
+    time::{Duration, Instant},
+};
+
+use super::parts::Parts;
+
+/// How long a thread looks for work before it parks. Longer than the serial stretch between two
+/// regions of a forward, short enough to be lost in the noise when several processes share the cores.
+const SPIN: Duration = Duration::from_micros(30);
+
+/// Bits of `Shared::state`: the number of workers inside, whether the job is open, its number.
+const INSIDE: u64 = (1 << 16) - 1;
+const OPEN: u64 = 1 << 16;
+const NUMBER_ONE: u64 = 1 << 17;
+
+/// Most threads of one pool.
+pub const THREADS_MAX: usize = 1024;
+
+/// One region: `run(thread, task)` for every task below `tasks`.
+#[derive(Clone, Copy)]
+struct Job {
+    run: *const (dyn Fn(usize, usize) + Sync),
+    tasks: usize,
+}
+
+struct Shared {
+    state: AtomicU64,
+    /// The next task to claim.
+    next: AtomicUsize,
+    /// Written by the caller while the job is closed and nobody is inside; read by those inside.
+    job: UnsafeCell<Option<Job>>,
+    /// One per worker: true while it sleeps or is about to.
+    parked: Box<[AtomicBool]>,
+    /// The caller, while it sleeps until the last worker leaves.
+    waiting: Mutex<Option<Thread>>,
+    is_waiting: AtomicBool,
+    /// The first panic of the region.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    stop: AtomicBool,
+}
+
+// SAFETY: `job` is the only part that is not Sync by itself. It is written only while no worker is
+// inside and none can enter (`state` says closed and 0 inside), and read only between entering and
+// leaving; both edges are acquire/release operations on `state`. The closure it points to is Sync.
+unsafe impl Sync for Shared {}
+// SAFETY: as above; the pointer is dangling outside a region, where nobody reads it.
+unsafe impl Send for Shared {}
+
+/// `threads - 1` named workers beside the calling thread. Dropping it ends and joins them.
+pub struct ThreadPool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+impl ThreadPool {
+    /// `threads` counts the caller; 0 is taken as 1 and more than [`THREADS_MAX`] as that.
+    /// Workers are named `NAME-1`, `NAME-2`, …
+    pub fn new(threads: usize, name: &str) -> io::Result<Self> {
+        let worker_count = threads.clamp(1, THREADS_MAX) - 1;
+        let shared = Arc::new(Shared {
+            state: AtomicU64::new(0),
+            next: AtomicUsize::new(0),
+            job: UnsafeCell::new(None),
+            parked: (0..worker_count).map(|_| AtomicBool::new(false)).collect(),
+            waiting: Mutex::new(None),
+            is_waiting: AtomicBool::new(false),
+            panic: Mutex::new(None),
+            stop: AtomicBool::new(false),
+        });
+        // Built up in place: when a later spawn fails, dropping the pool joins the earlier ones.
+        let mut pool = Self { shared, workers: Vec::with_capacity(worker_count) };
+        for worker in 0..worker_count {
+            let shared = Arc::clone(&pool.shared);
+            let handle = thread::Builder::new()
+                .name(format!("{name}-{}", worker + 1))
+                .spawn(move || shared.work(worker))?;
+            pool.workers.push(handle);
+        }
+        Ok(pool)
+    }
+
+    /// Threads that take part in a region, the caller included.
+    pub fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `task(thread, number)` for every number below `tasks`, each once, in any order and on
+    /// any thread; returns when all are done. `thread` is below [`Self::threads`] and belongs to
+    /// one thread for the length of the call. A panic in a task comes back here, after the others
+    /// have stopped.
+    pub fn run(&mut self, tasks: usize, task: &(dyn Fn(usize, usize) + Sync)) {
+        if tasks <= 1 || self.workers.is_empty() {
+            for number in 0..tasks {
+                task(0, number);
+            }
+            return;
+        }
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime is changed. The pointer is used by workers that are inside
+        // the job alone, and this function does not return or unwind before it has closed the job
+        // and seen the last one leave.
+        let run = unsafe {
+            std::mem::transmute::<
+                *const (dyn Fn(usize, usize) + Sync + '_),
+                *const (dyn Fn(usize, usize) + Sync + 'static),
+            >(task)
+        };
+        // SAFETY: the previous region was closed and left by all before its `run` returned, and
+        // `&mut self` means that there is no other one.
+        unsafe { *shared.job.get() = Some(Job { run, tasks }) };
+        shared.next.store(0, Ordering::Relaxed);
+        let closed = shared.state.load(Ordering::Relaxed);
+        debug_assert_eq!(closed & (OPEN | INSIDE), 0, "the last region is over");
+        // Sequentially consistent against `parked`: either the worker sees the job before it
+        // sleeps, or we see that it sleeps.
+        shared.state.store(closed.wrapping_add(NUMBER_ONE) | OPEN, Ordering::SeqCst);
+        for (parked, worker) in shared.parked.iter().zip(&self.workers).take(tasks - 1) {
+            if parked.load(Ordering::SeqCst) && parked.swap(false, Ordering::SeqCst) {
+                worker.thread().unpark();
+            }
+        }
+        shared.claim_tasks(0, tasks, task);
+        shared.close_and_wait();
+        let panicked = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(payload) = panicked {
+            resume_unwind(payload);
+        }
+    }
+
+    /// Splits `data` into pieces of `piece_len` (the last may be shorter) and calls
+    /// `task(thread, piece number, piece)` for each.
+    pub fn for_each_piece<T: Send>(
+        &mut self,
+        data: &mut [T],
+        piece_len: usize,
+        task: impl Fn(usize, usize, &mut [T]) + Sync,
+    ) {
+        assert!(piece_len > 0, "pieces have a length");
+        let length = data.len();
+        let parts = Parts::new(data);
+        self.run(length.div_ceil(piece_len), &|thread, number| {
+            let start = number * piece_len;
+            // SAFETY: each number is given out once and pieces of different numbers are disjoint.
+            let piece = unsafe { parts.slice(start, piece_len.min(length - start)) };
+            task(thread, number, piece);
+        });
+    }
+}
+
+impl Shared {
+    /// A worker's life.
+    fn work(&self, worker: usize) {
+        let mut last_seen = 0;
+        while let Some(number) = self.enter(worker, last_seen) {
+            // SAFETY: this thread is inside: the job was written before it was opened and is not
+            // changed before this thread leaves.
+            let job = unsafe { (*self.job.get()).expect("an open job is written") };
+            // SAFETY: the caller keeps the closure alive until everyone inside has left.
+            let run = unsafe { &*job.run };
+            self.claim_tasks(worker + 1, job.tasks, run);
+            self.leave();
+            last_seen = number;
+        }
+    }
+
+    /// Waits for an open job not seen yet and counts this worker in. `None`: the pool ends.
+    fn enter(&self, worker: usize, last_seen: u64) -> Option<u64> {
+        let mut looking_since = Instant::now();
+        loop {
+            for _ in 0..32 {
+                if let Some(number) = self.try_enter(last_seen) {
+                    return Some(number);
+                }
+                hint::spin_loop();
+            }
+            if self.stop.load(Ordering::Acquire) {
+                return None;
+            }
+            if looking_since.elapsed() < SPIN {
+                continue;
+            }
+            let parked = &self.parked[worker];
+            parked.store(true, Ordering::SeqCst);
+            // A job opened, or the pool stopped, just before `parked` was seen: look once more.
+            let state = self.state.load(Ordering::SeqCst);
+            let is_new = state & OPEN != 0 && state / NUMBER_ONE != last_seen;
+            if !is_new && !self.stop.load(Ordering::SeqCst) {
+                thread::park();
+            }
+            parked.store(false, Ordering::SeqCst);
+            looking_since = Instant::now();
+        }
+    }
+
+    fn try_enter(&self, last_seen: u64) -> Option<u64> {
+        let mut state = self.state.load(Ordering::Relaxed);
+        loop {
+            let number = state / NUMBER_ONE;
+            if state & OPEN == 0 || number == last_seen {
+                return None;
+            }
+            match self.state.compare_exchange_weak(
+                state,
+                state + 1,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Some(number),
+                Err(now) => state = now,
+            }
+        }
+    }
+
+    fn leave(&self) {
+        let before = self.state.fetch_sub(1, Ordering::SeqCst);
+        let is_last = before & INSIDE == 1 && before & OPEN == 0;
+        if is_last && self.is_waiting.load(Ordering::SeqCst) {
+            // Left in place: a worker that is late with this line may wake the caller of the next
+            // region for nothing, and must not take away what that region's last worker needs.
+            let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(caller) = &*waiting {
+                caller.unpark();
+            }
+        }
+    }
+
+    fn claim_tasks(&self, thread: usize, tasks: usize, run: &(dyn Fn(usize, usize) + Sync)) {
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            loop {
+                let number = self.next.fetch_add(1, Ordering::Relaxed);
+                if number >= tasks {
+                    break;
+                }
+                run(thread, number);
+            }
+        }));
+        if let Err(payload) = result {
+            // Nobody begins another task of a region that has failed.
+            self.next.store(tasks, Ordering::Relaxed);
+            self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+        }
+    }
+
+    fn close_and_wait(&self) {
+        let mut inside = self.state.fetch_and(!OPEN, Ordering::SeqCst) & INSIDE;
+        let waiting_since = Instant::now();
+        while inside != 0 && waiting_since.elapsed() < SPIN {
+            for _ in 0..32 {
+                inside = self.state.load(Ordering::Acquire) & INSIDE;
+                if inside == 0 {
+                    return;
+                }
+                hint::spin_loop();
+            }
+        }
+        if inside == 0 {
+            return;
+        }
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
+        self.is_waiting.store(true, Ordering::SeqCst);
+        while self.state.load(Ordering::SeqCst) & INSIDE != 0 {
+            // Ended by the last worker; a stray wake-up goes round again. The wait is bounded by
+            // the tasks themselves, which do not block.
+            thread::park();
+        }
+        self.is_waiting.store(false, Ordering::SeqCst);
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+impl Drop for ThreadPool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        for worker in self.workers.drain(..) {
+            worker.thread().unpark();
+            // A worker catches what its tasks throw, so joining cannot fail.
+            let _ = worker.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn every_task_runs_exactly_once() {
+        for threads in [0, 1, 2, 3, 8] {
+            let mut pool = ThreadPool::new(threads, "test").unwrap();
+            for tasks in [0, 1, 2, 3, 7, 100] {
+                let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(tasks, &|thread, number| {
+                    assert!(thread < threads.max(1));
+                    counts[number].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn many_small_regions_see_each_others_writes() {
+        let mut pool = ThreadPool::new(4, "test").unwrap();
+        let mut data = vec![0_u64; 64];
+        for round in 0..5_000_u64 {
+            pool.for_each_piece(&mut data, 5, |_, _, piece| {
+                for value in piece {
+                    assert_eq!(*value, round);
+                    *value += 1;
+                }
+            });
+        }
+        assert!(data.iter().all(|&value| value == 5_000));
+    }
+
+    #[test]
+    fn regions_work_after_the_workers_went_to_sleep() {
+        let mut pool = ThreadPool::new(2, "test").unwrap();
+        for _ in 0..50 {
+            // Wait until the worker has parked, so that the next region must wake it.
+            let deadline = Instant::now() + Duration::from_secs(5);
+            while !pool.shared.parked[0].load(Ordering::SeqCst) {
+                assert!(Instant::now() < deadline, "an idle worker parks");
+                thread::yield_now();
+            }
+            // The caller cannot finish before the worker has taken a task.
+            let threads = Mutex::new(HashSet::new());
+            pool.run(2, &|thread, _| {
+                threads.lock().unwrap().insert(thread);
+                let deadline = Instant::now() + Duration::from_secs(5);
+                while threads.lock().unwrap().len() < 2 {
+                    assert!(Instant::now() < deadline, "both threads take part");
+                    thread::yield_now();
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_panic_in_a_task_reaches_the_caller_and_the_pool_lives_on() {
+        let mut pool = ThreadPool::new(3, "test").unwrap();
+        for bad in 0..20 {
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                pool.run(20, &|_, number| assert!(number != bad, "task {number} failed"));
+            }));
+            let payload = result.unwrap_err();
+            let message = payload.downcast_ref::<String>().unwrap();
+            assert_eq!(message, &format!("task {bad} failed"));
+            let done = AtomicUsize::new(0);
+            pool.run(10, &|_, _| {
+                done.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(done.load(Ordering::Relaxed), 10);
+        }
+    }
+
+    #[test]
+    fn dropping_the_pool_joins_its_workers() {
+        let pool = ThreadPool::new(4, "test").unwrap();
+        let shared = Arc::downgrade(&pool.shared);
+        drop(pool);
+        assert!(shared.upgrade().is_none(), "no worker holds the pool's state any more");
+    }
+
+    #[test]
+    fn a_thread_number_is_used_by_one_thread_at_a_time() {
+        let mut pool = ThreadPool::new(4, "test").unwrap();
+        let busy: Vec<Mutex<()>> = (0..4).map(|_| Mutex::new(())).collect();
+        for _ in 0..500 {
+            pool.run(16, &|thread, _| {
+                let _alone = busy[thread].try_lock().expect("nobody else has this number");
+            });
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Read-only file mappings for the model loaders.
+
+use std::{fs::File, io, ops::Deref, path::Path};
+
+use memmap2::{Advice, Mmap};
+
+/// A file mapped for reading, whole.
+///
+/// The bytes are the file's pages themselves: nothing is copied, and several processes that map one
+/// model share its memory.
+///
+/// **Hazard.** The mapping is only as stable as the file. When another process truncates the file
+/// while it is mapped, touching a page beyond the new end raises `SIGBUS` and ends this process; when
+/// another process writes into it, the bytes change under the reader. Model files are replaced by
+/// renaming a complete new file over the old name, which leaves existing mappings intact; they are
+/// never rewritten in place. Loaders check every offset against [`MappedFile::bytes`]'s length, so
+/// that a file which was *already* short is an error and not a fault.
+#[derive(Debug)]
+pub struct MappedFile {
+    /// `None` for an empty file, which cannot be mapped.
+    map: Option<Mmap>,
+}
+
+impl MappedFile {
+    /// Maps the file at `path`. A folder or another thing that is not a regular file is an error.
+    pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
+        let file = File::open(path)?;
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        }
+        if metadata.len() == 0 {
+            return Ok(Self { map: None });
+        }
+        // SAFETY: the mapping is read-only and private to this value; that nobody truncates or
+        // rewrites the file meanwhile is the operator's part, as the type's documentation says.
+        let map = unsafe { Mmap::map(&file)? };
+        // Weights are read front to back, once. A refused hint changes nothing but speed.
+        let _ = map.advise(Advice::Sequential);
+        Ok(Self { map: Some(map) })
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or_default()
+    }
+}
+
+impl Deref for MappedFile {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_mapped_file_shows_its_bytes() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"baton").unwrap();
+        let mapped = MappedFile::open(file.path()).unwrap();
+        assert_eq!(mapped.bytes(), b"baton");
+        assert_eq!(mapped.len(), 5);
+    }
+
+    #[test]
+    fn an_empty_file_has_no_bytes() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(MappedFile::open(file.path()).unwrap().bytes(), b"");
+    }
+
+    #[test]
+    fn a_missing_file_and_a_folder_are_errors() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(
+            MappedFile::open(folder.path().join("nothing")).unwrap_err().kind(),
+            io::ErrorKind::NotFound
+        );
+        assert!(MappedFile::open(folder.path()).is_err());
+    }
+
+    #[test]
+    fn a_file_replaced_by_renaming_leaves_the_mapping_intact() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        std::fs::write(&path, b"old").unwrap();
+        let mapped = MappedFile::open(&path).unwrap();
+        std::fs::write(folder.path().join("new"), b"n").unwrap();
+        std::fs::rename(folder.path().join("new"), &path).unwrap();
+        assert_eq!(mapped.bytes(), b"old");
+    }
+}
