@@ -1,0 +1,183 @@
+//! What bytes each token stands for.
+
+use tokenizers::AddedVocabulary;
+
+use crate::{error::VocabularyError, vocabulary::Vocabulary};
+
+/// How a token's string becomes bytes. Text is the bytes of its tokens, one after the other, read as
+/// UTF-8; what is not UTF-8 becomes U+FFFD.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Decoding {
+    /// GPT-2's alphabet: one visible character for each byte.
+    ByteLevel,
+    /// SentencePiece's way.
+    Pieces {
+        /// Replacements within a token, in order: `▁` by a space. Never by something longer.
+        replacements: Vec<(String, String)>,
+        /// `<0x41>` is the byte 0x41.
+        byte_fallback: bool,
+        /// How many of this character are dropped from the start of a text.
+        strip_start: Option<(char, usize)>,
+    },
+}
+
+impl Decoding {
+    fn append(&self, token: &str, bytes: &mut Vec<u8>) {
+        match self {
+            Decoding::ByteLevel => {
+                let start = bytes.len();
+                for char in token.chars() {
+                    match byte_of(char) {
+                        Some(byte) => bytes.push(byte),
+                        // Not spelled in the alphabet: an added token, which stands for itself.
+                        None => {
+                            bytes.truncate(start);
+                            bytes.extend_from_slice(token.as_bytes());
+                            return;
+                        }
+                    }
+                }
+            }
+            Decoding::Pieces { replacements, byte_fallback, .. } => {
+                if *byte_fallback && let Some(byte) = byte_token(token) {
+                    bytes.push(byte);
+                    return;
+                }
+                let mut text = token.to_owned();
+                for (from, to) in replacements {
+                    text = text.replace(from.as_str(), to);
+                }
+                bytes.extend_from_slice(text.as_bytes());
+            }
+        }
+    }
+}
+
+/// The byte that `<0x41>` names.
+fn byte_token(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    let hexadecimal = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    hexadecimal.then(|| u8::from_str_radix(digits, 16).ok())?
+}
+
+/// The byte a character of GPT-2's alphabet stands for. Visible Latin-1 characters stand for
+/// themselves, the other 68 bytes are U+0100 and up.
+fn byte_of(char: char) -> Option<u8> {
+    match char as u32 {
+        code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => Some(code as u8),
+        code @ 0x100..=0x120 => Some((code - 0x100) as u8),
+        code @ 0x121..=0x142 => Some((code - 0x121 + 0x7f) as u8),
+        0x143 => Some(0xad),
+        _ => None,
+    }
+}
+
+/// The bytes of all tokens, by id.
+#[derive(Clone, Debug)]
+pub(crate) struct TokenBytes {
+    bytes: Box<[u8]>,
+    ends: Box<[u32]>,
+}
+
+impl TokenBytes {
+    /// `silent` ids (placeholders of the format; sorted) stand for nothing.
+    pub fn new(
+        vocabulary: &Vocabulary,
+        added: &AddedVocabulary,
+        decoding: &Decoding,
+        silent: &[u32],
+    ) -> Result<Self, VocabularyError> {
+        let mut bytes = Vec::new();
+        let mut ends = Vec::with_capacity(vocabulary.size() as usize);
+        for id in 0..vocabulary.size() {
+            let shown = silent.binary_search(&id).is_err();
+            if let Some(token) = vocabulary.string(id).filter(|_| shown) {
+                // An added token may be kept in the form that the normaliser gave it.
+                match added.simple_id_to_token(id) {
+                    Some(token) => decoding.append(&token, &mut bytes),
+                    None => decoding.append(token, &mut bytes),
+                }
+            }
+            match u32::try_from(bytes.len()) {
+                Ok(end) => ends.push(end),
+                Err(_) => return Err(VocabularyError::TooLarge),
+            }
+        }
+        Ok(Self { bytes: bytes.into(), ends: ends.into() })
+    }
+
+    pub fn get(&self, id: u32) -> Option<&[u8]> {
+        let end = *self.ends.get(id as usize)? as usize;
+        let start = if id == 0 { 0 } else { self.ends[id as usize - 1] as usize };
+        Some(&self.bytes[start..end])
+    }
+
+    /// Bytes of the longest token.
+    pub fn longest(&self) -> usize {
+        (0..self.ends.len() as u32)
+            .filter_map(|id| self.get(id))
+            .map(<[u8]>::len)
+            .max()
+            .unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::packed::PackedStrings;
+
+    fn bytes(decoding: &Decoding, token: &str) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        decoding.append(token, &mut bytes);
+        bytes
+    }
+
+    fn pieces() -> Decoding {
+        Decoding::Pieces {
+            replacements: vec![("▁".into(), " ".into())],
+            byte_fallback: true,
+            strip_start: Some((' ', 1)),
+        }
+    }
+
+    #[test]
+    fn the_byte_level_alphabet_names_every_byte_once() {
+        let mut seen = [0; 256];
+        for code in 0..0x200 {
+            if let Some(byte) = char::from_u32(code).and_then(byte_of) {
+                seen[usize::from(byte)] += 1;
+            }
+        }
+        assert_eq!(seen, [1; 256]);
+        assert_eq!(bytes(&Decoding::ByteLevel, "Ġhi"), b" hi");
+        assert_eq!(bytes(&Decoding::ByteLevel, "Ċ"), b"\n");
+        assert_eq!(bytes(&Decoding::ByteLevel, "Ã©"), "é".as_bytes());
+    }
+
+    #[test]
+    fn added_tokens_outside_the_alphabet_stand_for_themselves() {
+        assert_eq!(bytes(&Decoding::ByteLevel, "<my token>"), b"<my token>");
+        assert_eq!(bytes(&Decoding::ByteLevel, "<|im_end|>"), b"<|im_end|>");
+    }
+
+    #[test]
+    fn pieces_have_spaces_and_byte_tokens() {
+        assert_eq!(bytes(&pieces(), "▁a▁b"), b" a b");
+        assert_eq!(bytes(&pieces(), "<0xE2>"), [0xe2]);
+        assert_eq!(bytes(&pieces(), "<0x+2>"), b"<0x+2>");
+        assert_eq!(bytes(&pieces(), "<0xE>"), b"<0xE>");
+    }
+
+    #[test]
+    fn silent_ids_and_holes_stand_for_nothing() {
+        let mut strings = PackedStrings::default();
+        assert!(["a", "[PAD3]", "bc"].iter().all(|token| strings.push(token)));
+        let vocabulary = Vocabulary::new(&strings, &[0, 3, 2]).unwrap();
+        let added = AddedVocabulary::new();
+        let table = TokenBytes::new(&vocabulary, &added, &Decoding::ByteLevel, &[3]).unwrap();
+        let all: Vec<Option<&[u8]>> = (0..5).map(|id| table.get(id)).collect();
+        assert_eq!(all, [Some(&b"a"[..]), Some(b""), Some(b"bc"), Some(b""), None]);
+        assert_eq!(table.longest(), 2);
+    }
+}

@@ -1,0 +1,73 @@
+//! Why a model's text side cannot be loaded.
+
+use std::path::PathBuf;
+
+use crate::vocabulary::VOCABULARY_SIZE_MAX;
+
+/// Every way in which [`ModelText::open`](crate::ModelText::open) fails. Each message names the file,
+/// the key and what is allowed.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error("{}: cannot be read: {source}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+    #[error(
+        "{}: no model text here; a .gguf file or a folder with a tokenizer.json is wanted",
+        path.display()
+    )]
+    NotAModel { path: PathBuf },
+    #[error("{}: has {bytes} bytes; at most {limit} are read", path.display())]
+    FileTooLarge { path: PathBuf, bytes: u64, limit: u64 },
+    /// The container is broken, or a key is missing or of the wrong type.
+    #[error("{}: {source}", path.display())]
+    Gguf { path: PathBuf, source: gguf::GgufError },
+    /// Not JSON, or a key is missing or of the wrong type.
+    #[error("{}: {source}", path.display())]
+    Json { path: PathBuf, source: serde_json::Error },
+    /// The key has a value that is none of the supported.
+    #[error("{}: {key} is {found:?}; supported: {supported}", path.display())]
+    Unsupported { path: PathBuf, key: String, found: String, supported: String },
+    /// The key's value contradicts itself or the rest of the file.
+    #[error("{}: {key}: {problem}", path.display())]
+    Invalid { path: PathBuf, key: String, problem: String },
+    #[error("{}: {key}: {source}", path.display())]
+    Vocabulary { path: PathBuf, key: &'static str, source: VocabularyError },
+}
+
+/// What can be wrong with a vocabulary or its merges.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VocabularyError {
+    #[error("there are no tokens")]
+    Empty,
+    #[error("the tokens' text is larger than {} bytes", u32::MAX)]
+    TooLarge,
+    #[error("token {token:?} has id {id}; ids are less than {VOCABULARY_SIZE_MAX}")]
+    IdTooLarge { id: u32, token: String },
+    #[error("tokens {first:?} and {second:?} have the same id {id}")]
+    IdTwice { id: u32, first: String, second: String },
+    #[error("there are {found} merges; at most {max} are taken")]
+    TooManyMerges { found: usize, max: usize },
+    #[error("merge {index} is {found:?}; it must be two tokens with one space between")]
+    MalformedMerge { index: usize, found: String },
+    #[error("merge {index} names {token:?}, which is no token of the vocabulary")]
+    UnknownMergeToken { index: usize, token: String },
+    #[error("the unknown token {token:?} is not in the vocabulary")]
+    UnknownToken { token: String },
+    #[error("added token {token:?} has id {id}, but {other:?} has it in the vocabulary")]
+    AddedTokenTakesId { id: u32, token: String, other: String },
+    #[error("the added tokens cannot be searched for: {reason}")]
+    AddedTokens { reason: String },
+    #[error("{name} is {id}; the vocabulary has {size} tokens")]
+    NoSuchId { name: &'static str, id: u64, size: u32 },
+}
+
+impl VocabularyError {
+    /// True when the merges are to blame, false when the tokens are.
+    pub(crate) fn is_about_merges(&self) -> bool {
+        matches!(
+            self,
+            Self::TooManyMerges { .. }
+                | Self::MalformedMerge { .. }
+                | Self::UnknownMergeToken { .. }
+        )
+    }
+}

@@ -1,0 +1,136 @@
+//! GGUF files name their pre-tokenizer; what the names mean is agreed, not written down in the file.
+
+use tokenizers::{
+    NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior,
+    normalizers::NFC,
+    pre_tokenizers::{
+        byte_level::ByteLevel,
+        digits::Digits,
+        sequence::Sequence,
+        split::{Split, SplitPattern},
+    },
+};
+
+/// Contractions, words, up to three digits, punctuation, line ends, spaces.
+const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// As Llama 3, but digits stand alone.
+const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Mistral's: words change where lower case turns to upper.
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Splitting {
+    /// The expression built into the byte-level pre-tokenizer.
+    Gpt2,
+    /// Every digit stands alone, then as GPT-2.
+    DigitsThenGpt2,
+    Expression(&'static str),
+}
+
+/// What one name stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PreTokenizerKind {
+    names: &'static [&'static str],
+    splitting: Splitting,
+    /// Text is brought to Unicode's composed form first.
+    composes: bool,
+    /// A word that is itself a token is that token, whatever the merges say.
+    pub whole_words_first: bool,
+    /// Whether prompts begin with BOS when the file does not say.
+    pub adds_bos: bool,
+}
+
+const KINDS: [PreTokenizerKind; 6] = [
+    PreTokenizerKind {
+        names: &["smollm", "starcoder", "refact", "codeshell"],
+        splitting: Splitting::DigitsThenGpt2,
+        composes: false,
+        whole_words_first: false,
+        adds_bos: false,
+    },
+    PreTokenizerKind {
+        names: &["gpt-2", "default", "mpt", "olmo", "phi-2"],
+        splitting: Splitting::Gpt2,
+        composes: false,
+        whole_words_first: false,
+        adds_bos: false,
+    },
+    PreTokenizerKind {
+        names: &["llama-bpe", "llama3", "llama-v3", "falcon3"],
+        splitting: Splitting::Expression(LLAMA_3),
+        composes: false,
+        whole_words_first: true,
+        adds_bos: true,
+    },
+    PreTokenizerKind {
+        names: &["smaug-bpe"],
+        splitting: Splitting::Expression(LLAMA_3),
+        composes: false,
+        whole_words_first: false,
+        adds_bos: false,
+    },
+    PreTokenizerKind {
+        names: &["qwen2", "deepseek-r1-qwen"],
+        splitting: Splitting::Expression(QWEN_2),
+        composes: true,
+        whole_words_first: false,
+        adds_bos: false,
+    },
+    PreTokenizerKind {
+        names: &["tekken"],
+        splitting: Splitting::Expression(TEKKEN),
+        composes: false,
+        whole_words_first: true,
+        adds_bos: true,
+    },
+];
+
+impl PreTokenizerKind {
+    pub fn of_name(name: &str) -> Option<Self> {
+        KINDS.into_iter().find(|kind| kind.names.contains(&name))
+    }
+
+    /// All names, for the message that refuses another.
+    pub fn supported_names() -> String {
+        KINDS.iter().flat_map(|kind| kind.names).copied().collect::<Vec<_>>().join(", ")
+    }
+
+    pub fn normalizer(&self) -> Option<NormalizerWrapper> {
+        self.composes.then(|| NFC.into())
+    }
+
+    pub fn pre_tokenizer(&self) -> PreTokenizerWrapper {
+        let bytes_after = |first: PreTokenizerWrapper, use_regex: bool| -> PreTokenizerWrapper {
+            Sequence::new(vec![first, ByteLevel::new(false, true, use_regex).into()]).into()
+        };
+        match self.splitting {
+            Splitting::Gpt2 => ByteLevel::new(false, true, true).into(),
+            Splitting::DigitsThenGpt2 => bytes_after(Digits::new(true).into(), true),
+            Splitting::Expression(expression) => {
+                let pattern = SplitPattern::Regex(expression.to_owned());
+                let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
+                    .expect("the expressions above are valid: a test compiles each");
+                bytes_after(split.into(), false)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_has_one_meaning_and_compiles() {
+        let mut seen = Vec::new();
+        for kind in KINDS {
+            kind.pre_tokenizer();
+            for name in kind.names {
+                assert!(!seen.contains(name), "{name} twice");
+                assert_eq!(PreTokenizerKind::of_name(name), Some(kind));
+                seen.push(*name);
+            }
+        }
+        assert_eq!(PreTokenizerKind::of_name("gpt-5"), None);
+    }
+}

@@ -1,0 +1,327 @@
+//! Stop strings: text that ends an answer where it appears.
+//!
+//! Text arrives in pieces of any size. A suffix that may begin a stop string is held back, never more
+//! than that; everything else is emitted at once. Which stop string wins does not depend on how the
+//! text was cut: the one that is complete first, and of several complete at the same character the
+//! longest.
+
+/// Stop strings of one request, at most. OpenAI allows 4; vLLM sets no limit.
+pub const STOP_STRINGS_MAX: usize = 32;
+/// Length of one stop string, at most. Also bounds what is ever held back.
+pub const STOP_STRING_BYTES_MAX: usize = 1024;
+
+/// A list of stop strings that cannot be taken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StopError {
+    #[error("stop has {count} strings; at most {STOP_STRINGS_MAX} are allowed")]
+    TooMany { count: usize },
+    #[error("stop[{index}] is empty; a stop string has at least one character")]
+    Empty { index: usize },
+    #[error("stop[{index}] has {bytes} bytes; at most {STOP_STRING_BYTES_MAX} are allowed")]
+    TooLong { index: usize, bytes: usize },
+}
+
+/// What one piece of text brought.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StopProgress {
+    /// Text that is certain to belong to the answer.
+    pub emit: String,
+    /// Index of the stop string that is now complete. Nothing is emitted after it.
+    pub stopped: Option<usize>,
+}
+
+/// Looks for one request's stop strings in the text of one choice.
+///
+/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the
+/// answer ended otherwise. After either, pushed text is ignored.
+#[derive(Clone, Debug)]
+pub struct StopStrings {
+    patterns: Vec<Pattern>,
+    include_stop: bool,
+    /// The end of the text so far, not yet emitted: a proper prefix of some pattern.
+    held: String,
+    done: bool,
+}
+
+impl StopStrings {
+    /// With `include_stop` the stop string itself is part of the answer, so nothing is held back.
+    ///
+    /// # Errors
+    /// See [`StopError`]; the limits are [`STOP_STRINGS_MAX`] and [`STOP_STRING_BYTES_MAX`].
+    pub fn new<S: AsRef<str>>(stops: &[S], include_stop: bool) -> Result<Self, StopError> {
+        if stops.len() > STOP_STRINGS_MAX {
+            return Err(StopError::TooMany { count: stops.len() });
+        }
+        let pattern = |(index, stop): (usize, &S)| {
+            let stop = stop.as_ref();
+            match stop.len() {
+                0 => Err(StopError::Empty { index }),
+                bytes if bytes > STOP_STRING_BYTES_MAX => Err(StopError::TooLong { index, bytes }),
+                _ => Ok(Pattern::new(stop)),
+            }
+        };
+        let patterns = stops.iter().enumerate().map(pattern).collect::<Result<_, _>>()?;
+        Ok(Self { patterns, include_stop, held: String::new(), done: false })
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.patterns.is_empty()
+    }
+
+    /// Text that is held back now, in bytes.
+    pub fn held_bytes(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Takes the next piece of text.
+    pub fn push(&mut self, text: &str) -> StopProgress {
+        self.advance(text, true)
+    }
+
+    /// Takes text in which a stop string may begin but must not end: it belongs to tokens that the
+    /// request demands at least (`min_tokens`).
+    pub fn push_unstoppable(&mut self, text: &str) -> String {
+        self.advance(text, false).emit
+    }
+
+    /// The answer ended without a stop string: what is held back belongs to it.
+    pub fn finish(&mut self) -> String {
+        self.done = true;
+        std::mem::take(&mut self.held)
+    }
+
+    fn advance(&mut self, text: &str, may_stop: bool) -> StopProgress {
+        if self.done {
+            return StopProgress::default();
+        }
+        if self.patterns.is_empty() {
+            return StopProgress { emit: text.to_owned(), stopped: None };
+        }
+        for (at, &byte) in text.as_bytes().iter().enumerate() {
+            let complete = self.feed(byte);
+            if let (Some(index), true) = (complete, may_stop) {
+                return self.stop(&text[..=at], index);
+            }
+        }
+        self.held.push_str(text);
+        let keep = if self.include_stop { 0 } else { self.longest_partial() };
+        let rest = self.held.split_off(self.held.len() - keep);
+        StopProgress { emit: std::mem::replace(&mut self.held, rest), stopped: None }
+    }
+
+    /// Advances every pattern by one byte; the longest that is complete, the first among equals.
+    fn feed(&mut self, byte: u8) -> Option<usize> {
+        let mut complete: Option<usize> = None;
+        for index in 0..self.patterns.len() {
+            if self.patterns[index].feed(byte) {
+                let longer = |best: usize| {
+                    self.patterns[index].bytes.len() > self.patterns[best].bytes.len()
+                };
+                if complete.is_none_or(longer) {
+                    complete = Some(index);
+                }
+            }
+        }
+        complete
+    }
+
+    /// `text` ends with the last byte of pattern `index`. Both are UTF-8, so the cuts are between
+    /// characters.
+    fn stop(&mut self, text: &str, index: usize) -> StopProgress {
+        self.done = true;
+        let mut emit = std::mem::take(&mut self.held);
+        emit.push_str(text);
+        if !self.include_stop {
+            emit.truncate(emit.len() - self.patterns[index].bytes.len());
+        }
+        StopProgress { emit, stopped: Some(index) }
+    }
+
+    /// Length of the longest suffix that is a proper prefix of a pattern. Patterns begin with a
+    /// character's first byte, so the suffix does too.
+    fn longest_partial(&self) -> usize {
+        self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0)
+    }
+}
+
+/// One stop string as a Knuth–Morris–Pratt automaton.
+#[derive(Clone, Debug)]
+struct Pattern {
+    bytes: Box<[u8]>,
+    /// `borders[n]`: length of the longest proper border of the first `n + 1` bytes.
+    borders: Box<[u16]>,
+    /// How many bytes of the pattern the text now ends with; less than the whole.
+    matched: usize,
+}
+
+impl Pattern {
+    fn new(stop: &str) -> Self {
+        const { assert!(STOP_STRING_BYTES_MAX <= u16::MAX as usize) };
+        let bytes: Box<[u8]> = stop.as_bytes().into();
+        let mut borders = vec![0u16; bytes.len()];
+        let mut border = 0;
+        for at in 1..bytes.len() {
+            while border > 0 && bytes[at] != bytes[border] {
+                border = usize::from(borders[border - 1]);
+            }
+            border += usize::from(bytes[at] == bytes[border]);
+            borders[at] = border as u16;
+        }
+        Self { bytes, borders: borders.into(), matched: 0 }
+    }
+
+    /// True when the text now ends with the whole pattern.
+    fn feed(&mut self, byte: u8) -> bool {
+        while self.matched > 0 && self.bytes[self.matched] != byte {
+            self.matched = usize::from(self.borders[self.matched - 1]);
+        }
+        self.matched += usize::from(self.bytes[self.matched] == byte);
+        let complete = self.matched == self.bytes.len();
+        if complete {
+            self.matched = usize::from(self.borders[self.matched - 1]);
+        }
+        complete
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn run(stops: &[&str], include_stop: bool, pieces: &[&str]) -> (String, Option<usize>) {
+        let mut matcher = StopStrings::new(stops, include_stop).unwrap();
+        let mut text = String::new();
+        for piece in pieces {
+            let progress = matcher.push(piece);
+            text.push_str(&progress.emit);
+            if progress.stopped.is_some() {
+                return (text, progress.stopped);
+            }
+        }
+        text.push_str(&matcher.finish());
+        (text, None)
+    }
+
+    /// Earliest end, then longest, then lowest index.
+    fn naive(stops: &[String], include_stop: bool, text: &str) -> (String, Option<usize>) {
+        for end in 0..=text.len() {
+            let mut best: Option<usize> = None;
+            for (index, stop) in stops.iter().enumerate() {
+                let longer = best.is_none_or(|best| stop.len() > stops[best].len());
+                if text.as_bytes()[..end].ends_with(stop.as_bytes()) && longer {
+                    best = Some(index);
+                }
+            }
+            if let Some(index) = best {
+                let cut = if include_stop { end } else { end - stops[index].len() };
+                return (text[..cut].to_owned(), Some(index));
+            }
+        }
+        (text.to_owned(), None)
+    }
+
+    #[test]
+    fn a_stop_string_cut_anywhere_is_found_and_not_emitted() {
+        assert_eq!(run(&["END"], false, &["one E", "N", "D two"]), ("one ".into(), Some(0)));
+        assert_eq!(run(&["END"], true, &["one E", "N", "D two"]), ("one END".into(), Some(0)));
+    }
+
+    #[test]
+    fn only_what_may_begin_a_stop_string_is_held_back() {
+        let mut matcher = StopStrings::new(&["aab"], false).unwrap();
+        assert_eq!(matcher.push("xaa").emit, "x");
+        assert_eq!(matcher.push("a").emit, "a");
+        assert_eq!(matcher.held_bytes(), 2);
+        assert_eq!(matcher.push("c").emit, "aac");
+        assert_eq!(matcher.push("a").emit, "");
+        assert_eq!(matcher.finish(), "a");
+    }
+
+    #[test]
+    fn the_first_complete_stop_string_wins_whatever_the_list_order() {
+        assert_eq!(run(&["abcd", "bc"], false, &["xabcd"]), ("xa".into(), Some(1)));
+        assert_eq!(run(&["b", "ab"], false, &["xab"]), ("x".into(), Some(1)));
+        assert_eq!(run(&["ab", "ab"], false, &["xab"]), ("x".into(), Some(0)));
+    }
+
+    #[test]
+    fn characters_of_several_bytes_are_never_cut() {
+        // The two differ in their last byte only: the partial match ends inside a character.
+        assert_eq!(run(&["é"], false, &["aè", "é"]), ("aè".into(), Some(0)));
+        assert_eq!(run(&["👍🏽"], false, &["👍", "👍", "🏽!"]), ("👍".into(), Some(0)));
+        assert_eq!(run(&["\u{0301}x"], false, &["e\u{0301}", "y"]), ("e\u{0301}y".into(), None));
+    }
+
+    #[test]
+    fn a_stop_string_within_the_demanded_tokens_is_text() {
+        let mut matcher = StopStrings::new(&["ab"], false).unwrap();
+        assert_eq!(matcher.push_unstoppable("abab"), "abab");
+        assert_eq!(matcher.push_unstoppable("xa"), "x");
+        assert_eq!(matcher.push("b"), StopProgress { emit: String::new(), stopped: Some(0) });
+    }
+
+    #[test]
+    fn text_after_the_end_is_ignored() {
+        let mut matcher = StopStrings::new(&["."], false).unwrap();
+        assert_eq!(matcher.push("a.b").emit, "a");
+        assert_eq!(matcher.push("c"), StopProgress::default());
+        assert_eq!(matcher.finish(), "");
+    }
+
+    #[test]
+    fn absurd_lists_are_refused_with_the_limit() {
+        let many = vec!["a"; STOP_STRINGS_MAX + 1];
+        assert_eq!(
+            StopStrings::new(&many, false).unwrap_err().to_string(),
+            "stop has 33 strings; at most 32 are allowed"
+        );
+        assert_eq!(StopStrings::new(&["a", ""], false).unwrap_err(), StopError::Empty { index: 1 });
+        let long = "a".repeat(STOP_STRING_BYTES_MAX + 1);
+        assert_eq!(
+            StopStrings::new(&[long], false).unwrap_err(),
+            StopError::TooLong { index: 0, bytes: STOP_STRING_BYTES_MAX + 1 }
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #[test]
+        fn any_cut_of_the_text_finds_what_a_search_of_the_whole_finds(
+            stops in prop::collection::vec("[abé👍]{1,4}", 0..4),
+            pieces in prop::collection::vec("[abé👍]{0,6}", 0..8),
+            include_stop: bool,
+        ) {
+            let stops_ref: Vec<&str> = stops.iter().map(String::as_str).collect();
+            let pieces_ref: Vec<&str> = pieces.iter().map(String::as_str).collect();
+            let expected = naive(&stops, include_stop, &pieces.concat());
+            prop_assert_eq!(run(&stops_ref, include_stop, &pieces_ref), expected);
+        }
+
+        #[test]
+        fn the_shortest_possible_suffix_is_held_back(
+            stops in prop::collection::vec("[abé]{1,4}", 1..4),
+            pieces in prop::collection::vec("[abé]{0,6}", 0..8),
+        ) {
+            let mut matcher = StopStrings::new(&stops, false).unwrap();
+            let mut whole = String::new();
+            for piece in &pieces {
+                whole.push_str(piece);
+                if matcher.push(piece).stopped.is_some() {
+                    break;
+                }
+                let needed = (0..=whole.len())
+                    .rev()
+                    .find(|&n| {
+                        let tail = &whole.as_bytes()[whole.len() - n..];
+                        stops.iter().any(|stop| {
+                            stop.len() > n && stop.as_bytes().starts_with(tail)
+                        })
+                    })
+                    .unwrap_or(0);
+                prop_assert_eq!(matcher.held_bytes(), needed);
+            }
+        }
+    }
+}

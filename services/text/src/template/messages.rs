@@ -1,0 +1,179 @@
+//! Messages in the form that templates expect.
+//!
+//! Templates are written for `content` as one string. Lists of text parts are joined by line ends, a
+//! missing content becomes the empty string, and the arguments of tool calls, which the API carries
+//! as JSON text, become the objects that templates print: all as vLLM does it.
+
+use serde_json::{Map, Value};
+
+use super::TemplateError;
+
+pub(super) fn normalise(messages: &Value) -> Result<Value, TemplateError> {
+    let list = messages.as_array().ok_or(TemplateError::NoList { found: type_name(messages) })?;
+    let normalised = list
+        .iter()
+        .enumerate()
+        .map(|(index, message)| Message { index }.normalise(message).map(Value::Object));
+    Ok(Value::Array(normalised.collect::<Result<_, _>>()?))
+}
+
+/// One message, by its place in the request.
+struct Message {
+    index: usize,
+}
+
+impl Message {
+    fn normalise(&self, message: &Value) -> Result<Map<String, Value>, TemplateError> {
+        let mut fields = message
+            .as_object()
+            .ok_or_else(|| self.bad("", format!("must be an object, not {}", type_name(message))))?
+            .clone();
+        match fields.get("role") {
+            Some(Value::String(role)) if !role.is_empty() => {}
+            Some(other) => {
+                let problem = format!("must be a role such as user, not {other}");
+                return Err(self.bad(".role", problem));
+            }
+            None => return Err(self.bad(".role", "is missing".to_owned())),
+        }
+        let content = self.content(fields.get("content").unwrap_or(&Value::Null))?;
+        fields.insert("content".to_owned(), Value::String(content));
+        match fields.get_mut("tool_calls") {
+            None => {}
+            Some(Value::Array(calls)) => {
+                for (call_index, call) in calls.iter_mut().enumerate() {
+                    self.parse_arguments(call_index, call)?;
+                }
+            }
+            Some(Value::Null) => {
+                fields.remove("tool_calls");
+            }
+            Some(other) => {
+                let problem = format!("must be a list, not {}", type_name(other));
+                return Err(self.bad(".tool_calls", problem));
+            }
+        }
+        Ok(fields)
+    }
+
+    fn content(&self, content: &Value) -> Result<String, TemplateError> {
+        let parts = match content {
+            Value::Null => return Ok(String::new()),
+            Value::String(text) => return Ok(text.clone()),
+            Value::Array(parts) => parts,
+            other => {
+                let found = type_name(other);
+                let problem = format!("must be text or a list of text parts, not {found}");
+                return Err(self.bad(".content", problem));
+            }
+        };
+        let mut texts = Vec::with_capacity(parts.len());
+        for (part_index, part) in parts.iter().enumerate() {
+            let text = match part {
+                Value::String(text) => Some(text),
+                _ => match (part["type"].as_str(), &part["text"]) {
+                    (Some("text") | None, Value::String(text)) => Some(text),
+                    _ => None,
+                },
+            };
+            let text = text.ok_or_else(|| {
+                let kind = part["type"].as_str().unwrap_or(type_name(part));
+                let problem = format!("is a part of type {kind:?}; this model takes text parts");
+                self.bad(&format!(".content[{part_index}]"), problem)
+            })?;
+            texts.push(text.as_str());
+        }
+        Ok(texts.join("\n"))
+    }
+
+    fn parse_arguments(&self, call_index: usize, call: &mut Value) -> Result<(), TemplateError> {
+        let Some(arguments) = call.pointer_mut("/function/arguments") else { return Ok(()) };
+        let parsed = match arguments {
+            Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
+            Value::String(text) => serde_json::from_str(text).map_err(|error| {
+                let field = format!(".tool_calls[{call_index}].function.arguments");
+                self.bad(&field, format!("is not JSON: {error}"))
+            })?,
+            _ => return Ok(()),
+        };
+        *arguments = parsed;
+        Ok(())
+    }
+
+    fn bad(&self, field: &str, problem: String) -> TemplateError {
+        TemplateError::BadMessage { index: self.index, field: field.to_owned(), problem }
+    }
+}
+
+fn type_name(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn problem(messages: Value) -> String {
+        normalise(&messages).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn content_becomes_one_text() {
+        let messages = json!([
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": null, "tool_calls": null},
+            {"role": "user", "name": "Ann", "content": "c"},
+        ]);
+        let expected = json!([
+            {"role": "user", "content": "a\nb"},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "name": "Ann", "content": "c"},
+        ]);
+        assert_eq!(normalise(&messages).unwrap(), expected);
+    }
+
+    #[test]
+    fn tool_arguments_become_objects() {
+        let call = |arguments: Value| {
+            json!([{"role": "assistant", "content": "", "tool_calls": [
+                {"function": {"name": "f", "arguments": arguments}},
+            ]}])
+        };
+        for (given, expected) in [
+            (json!("{\"b\": 1, \"a\": [2]}"), json!({"b": 1, "a": [2]})),
+            (json!(""), json!({})),
+            (json!({"x": 1}), json!({"x": 1})),
+        ] {
+            assert_eq!(normalise(&call(given)).unwrap(), call(expected));
+        }
+        let message = problem(call(json!("{")));
+        assert!(
+            message.starts_with("messages[0].tool_calls[0].function.arguments: is not JSON"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn wrong_types_name_place_and_what_is_allowed() {
+        assert_eq!(problem(json!({})), "messages must be a list, not an object");
+        assert_eq!(problem(json!([1])), "messages[0]: must be an object, not a number");
+        assert_eq!(problem(json!([{"content": ""}])), "messages[0].role: is missing");
+        assert_eq!(
+            problem(json!([{"role": "user", "content": 3}])),
+            "messages[0].content: must be text or a list of text parts, not a number"
+        );
+        assert_eq!(
+            problem(json!([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])),
+            "messages[0].content[0]: is a part of type \"image_url\"; this model takes text parts"
+        );
+    }
+}

@@ -1,0 +1,275 @@
+//! Chat templates: messages to the text a model was trained on.
+//!
+//! Templates are Jinja programs written for Python. They run here with the environment that Hugging
+//! Face's `transformers` gives them: its white-space rules, `raise_exception`, `strftime_now`, Python's
+//! methods on strings, mappings and lists, and `tojson` as Python writes JSON. A template comes with
+//! the model, from wherever that was downloaded: its steps and its output are bounded. What one
+//! expression builds is not: a template that doubles a string in a loop can use up memory.
+
+mod clock;
+mod json;
+mod messages;
+
+use std::{
+    collections::BTreeMap,
+    io,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use minijinja::{
+    Environment, Error, ErrorKind, Value,
+    syntax::SyntaxConfig,
+    value::{Kwargs, Serde},
+};
+
+use crate::source::TemplateSources;
+
+/// Steps one rendering may take. A thousand messages take some 50,000.
+pub const TEMPLATE_FUEL: u64 = 10_000_000;
+/// Bytes one rendering may give: more than is ever encoded.
+pub const RENDERED_BYTES_MAX: usize = crate::tokenizer::TEXT_BYTES_MAX;
+/// Macros that call each other, loops within loops.
+const RECURSION_MAX: usize = 64;
+
+const DEFAULT: &str = "chat_template";
+const TOOL_USE: &str = "chat_template.tool_use";
+
+/// Why there is no prompt.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TemplateError {
+    #[error("this model brings no chat template; use plain completions")]
+    Missing,
+    #[error("the chat template {name} does not compile: {reason}")]
+    Syntax { name: String, reason: String },
+    /// The request's messages are not what a template takes. The client's fault.
+    #[error("messages[{index}]{field}: {problem}")]
+    BadMessage { index: usize, field: String, problem: String },
+    #[error("messages must be a list, not {found}")]
+    NoList { found: &'static str },
+    /// The template itself refuses the conversation (`raise_exception`). The client's fault.
+    #[error("the chat template refuses these messages: {reason}")]
+    Refused { reason: String },
+    #[error("the chat template takes more than {limit} steps; it may not end")]
+    OutOfFuel { limit: u64 },
+    #[error("the rendered prompt has more than {limit} bytes")]
+    TooLong { limit: usize },
+    /// Anything else that goes wrong inside the template.
+    #[error("the chat template fails: {reason}")]
+    Failed { reason: String },
+}
+
+impl TemplateError {
+    /// True when another request could succeed with this template: the messages are to blame.
+    pub fn is_requests_fault(&self) -> bool {
+        matches!(
+            self,
+            Self::BadMessage { .. }
+                | Self::NoList { .. }
+                | Self::Refused { .. }
+                | Self::TooLong { .. }
+        )
+    }
+}
+
+/// What a rendering is made from.
+#[derive(Clone, Debug)]
+pub struct RenderRequest<'a> {
+    /// A list of objects with `role` and, as OpenAI has it, `content`: text, a list of text parts, or
+    /// nothing. Further fields (`tool_calls`, `name`) reach the template as they are.
+    pub messages: &'a serde_json::Value,
+    /// A list of tool descriptions, or null.
+    pub tools: &'a serde_json::Value,
+    /// Ends the prompt with the beginning of the assistant's answer.
+    pub add_generation_prompt: bool,
+    /// Further variables (`chat_template_kwargs`); they take the place of variables above.
+    pub extra: &'a serde_json::Map<String, serde_json::Value>,
+    /// What `strftime_now` takes for now; the time zone is UTC.
+    pub now: SystemTime,
+}
+
+/// A model's chat template, compiled. Immutable: share it.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    has_tool_use: bool,
+    special_tokens: BTreeMap<String, String>,
+}
+
+impl ChatTemplate {
+    /// Compiles one template. `special_tokens` are the variables `bos_token`, `eos_token` and the like.
+    ///
+    /// # Errors
+    /// `Syntax` when it does not compile.
+    pub fn new(
+        source: &str,
+        special_tokens: BTreeMap<String, String>,
+    ) -> Result<Self, TemplateError> {
+        Self::from_sources(TemplateSources {
+            default: Some(source.to_owned()),
+            tool_use: None,
+            special_tokens,
+        })
+    }
+
+    pub(crate) fn from_sources(sources: TemplateSources) -> Result<Self, TemplateError> {
+        let default = sources.default.ok_or(TemplateError::Missing)?;
+        let has_tool_use = sources.tool_use.is_some();
+        let mut environment = environment();
+        let templates = [(DEFAULT, Some(default)), (TOOL_USE, sources.tool_use)];
+        for (name, source) in templates {
+            let Some(source) = source else { continue };
+            environment.add_template_owned(name, without_generation_tags(&source)).map_err(
+                |error| TemplateError::Syntax { name: name.to_owned(), reason: reason_of(&error) },
+            )?;
+        }
+        Ok(Self { environment, has_tool_use, special_tokens: sources.special_tokens })
+    }
+
+    /// The prompt for a conversation, as text: encode it with
+    /// [`SpecialTokens::Parse`](crate::SpecialTokens::Parse) and without BOS.
+    ///
+    /// Costs CPU time in proportion to the conversation; long ones belong on a blocking thread.
+    ///
+    /// # Errors
+    /// See [`TemplateError`].
+    pub fn render(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
+        let messages = messages::normalise(request.messages)?;
+        let with_tools = request.tools.as_array().is_some_and(|tools| !tools.is_empty());
+        let name = if with_tools && self.has_tool_use { TOOL_USE } else { DEFAULT };
+        let tools = if with_tools { Value::from(Serde(request.tools)) } else { Value::from(()) };
+
+        let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
+        for (token, text) in &self.special_tokens {
+            variables.insert(token, Value::from(text.as_str()));
+        }
+        variables.insert("messages", Value::from(Serde(&messages)));
+        variables.insert("tools", tools);
+        variables.insert("documents", Value::from(()));
+        variables.insert("add_generation_prompt", Value::from(request.add_generation_prompt));
+        let now = request.now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        variables.insert(
+            "strftime_now",
+            Value::from_function(move |format: &str| {
+                clock::format_utc(now, format)
+                    .map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
+            }),
+        );
+        for (name, value) in request.extra {
+            variables.insert(name, Value::from(Serde(value)));
+        }
+
+        let template = self.environment.get_template(name).map_err(|error| failure(&error))?;
+        let mut output = BoundedOutput::default();
+        let context = Value::from_pairs(variables);
+        let rendered = template.render_captured_to(context, &mut output).map(drop);
+        match rendered {
+            _ if output.overflowed => Err(TemplateError::TooLong { limit: RENDERED_BYTES_MAX }),
+            Err(error) => Err(failure(&error)),
+            // The engine writes whole strings only.
+            Ok(()) => String::from_utf8(output.bytes)
+                .map_err(|error| TemplateError::Failed { reason: error.to_string() }),
+        }
+    }
+}
+
+impl std::fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ChatTemplate")
+            .field("has_tool_use", &self.has_tool_use)
+            .field("special_tokens", &self.special_tokens)
+            .finish_non_exhaustive()
+    }
+}
+
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    environment.set_syntax(syntax.expect("only flags differ from the default"));
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_fuel(Some(TEMPLATE_FUEL));
+    environment.set_recursion_limit(RECURSION_MAX);
+    environment.add_filter("tojson", json::tojson);
+    environment.add_function("raise_exception", raise_exception);
+    environment
+}
+
+/// Marks errors that the template raised itself.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn raise_exception(message: String, _: Kwargs) -> Result<Value, Error> {
+    let error = Error::new(ErrorKind::InvalidOperation, message.clone());
+    Err(error.with_source(Raised(message)))
+}
+
+fn failure(error: &Error) -> TemplateError {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        if let Some(Raised(reason)) = cause.downcast_ref() {
+            return TemplateError::Refused { reason: reason.clone() };
+        }
+        source = cause.source();
+    }
+    match error.kind() {
+        ErrorKind::OutOfFuel => TemplateError::OutOfFuel { limit: TEMPLATE_FUEL },
+        _ => TemplateError::Failed { reason: reason_of(error) },
+    }
+}
+
+/// Kind, detail and line, on one line.
+fn reason_of(error: &Error) -> String {
+    let detail = error.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
+    let line = error.line().map(|line| format!(" (line {line})")).unwrap_or_default();
+    format!("{}{detail}{line}", error.kind())
+}
+
+/// `{% generation %}` marks the assistant's text for training. It is no Jinja; an `if` that holds
+/// takes its place, with the same control of white space.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(length) = rest[start..].find("%}") else { break };
+        let (before, tag_on) = rest.split_at(start);
+        let (tag, after) = tag_on.split_at(length + 2);
+        let inner = &tag[2..tag.len() - 2];
+        let word = inner.trim_matches(['-', '+']).trim();
+        out.push_str(before);
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => {
+                // Not ours: go on behind its first characters, as the end found may be inside it.
+                out.push_str("{%");
+                rest = &rest[start + 2..];
+                continue;
+            }
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Takes [`RENDERED_BYTES_MAX`] bytes and then fails.
+#[derive(Default)]
+struct BoundedOutput {
+    bytes: Vec<u8>,
+    overflowed: bool,
+}
+
+impl io::Write for BoundedOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + bytes.len() > RENDERED_BYTES_MAX {
+            self.overflowed = true;
+            return Err(io::Error::other("the output is full"));
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

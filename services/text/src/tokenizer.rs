@@ -1,0 +1,327 @@
+//! Text to token ids and back.
+
+use std::sync::Arc;
+
+use tokenizers::{
+    AddedToken, AddedVocabulary, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizer,
+    PreTokenizerWrapper,
+};
+
+use crate::{
+    byte_pair::{BytePairModel, BytePairOptions, PipelineModel},
+    decoding::{Decoding, TokenBytes},
+    detokenizer::{Detokenizer, DetokenizerOptions},
+    error::VocabularyError,
+    packed::PackedStrings,
+    vocabulary::Vocabulary,
+};
+
+/// Longest text encoded in one call, in bytes. While it is encoded a text takes some hundred times its
+/// size in memory.
+pub const TEXT_BYTES_MAX: usize = 8 << 20;
+
+/// What becomes of text that spells a special token, such as `<|im_end|>`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpecialTokens {
+    /// It becomes that token. For rendered chat templates, whose control tokens are text, and, as
+    /// vLLM has it, for prompts of `/v1/completions`. A user's message inside a template can therefore
+    /// spell control tokens too: whoever must prevent it encodes the message as text.
+    Parse,
+    /// It becomes ordinary tokens that decode to the same text; no id is returned for which
+    /// [`is_special`](Tokenizer::is_special) holds.
+    AsText,
+}
+
+/// Why a text cannot be encoded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EncodeError {
+    #[error("the text has {bytes} bytes; at most {TEXT_BYTES_MAX} are encoded")]
+    TooLong { bytes: usize },
+    /// The model's own normaliser or pre-tokenizer refuses the text.
+    #[error("the model's tokenizer cannot split the text: {reason}")]
+    Pipeline { reason: String },
+}
+
+/// The tokenizer of one model. Immutable: share it by [`Arc`].
+///
+/// Encoding costs CPU time in proportion to the text, about a second for a few megabytes; callers on
+/// an async runtime encode long texts on blocking threads.
+pub struct Tokenizer {
+    vocabulary: Arc<Vocabulary>,
+    bytes: TokenBytes,
+    model: BytePairModel,
+    added: AddedVocabulary,
+    /// The same with special tokens switched off.
+    added_as_text: AddedVocabulary,
+    normalizer: Option<NormalizerWrapper>,
+    pre_tokenizer: Option<PreTokenizerWrapper>,
+    special: Vec<u32>,
+    prompt_prefix: Vec<u32>,
+    prompt_suffix: Vec<u32>,
+    bos_id: Option<u32>,
+    eos_ids: Vec<u32>,
+    pad_id: Option<u32>,
+    strip_start: Option<(char, usize)>,
+    longest_token_bytes: usize,
+}
+
+/// What a tokenizer is made of, wherever it was read from.
+#[derive(Default)]
+pub(crate) struct TokenizerParts {
+    /// Token strings in any order, and the id of each.
+    pub strings: PackedStrings,
+    pub ids: Vec<u32>,
+    /// Pairs, as [`BytePairModel::new`] takes them.
+    pub merges: PackedStrings,
+    pub options: BytePairOptions,
+    /// Tokens recognised before the text is split, special or not, with the ids they are given
+    /// unless their string has one already.
+    pub added: Vec<(u32, AddedToken)>,
+    /// Placeholders that stand for nothing.
+    pub silent: Vec<u32>,
+    pub normalizer: Option<NormalizerWrapper>,
+    pub pre_tokenizer: Option<PreTokenizerWrapper>,
+    pub decoding: Option<Decoding>,
+    pub prompt_prefix: Vec<u32>,
+    pub prompt_suffix: Vec<u32>,
+    pub bos_id: Option<u32>,
+    pub eos_ids: Vec<u32>,
+    pub pad_id: Option<u32>,
+}
+
+impl Tokenizer {
+    pub(crate) fn new(mut parts: TokenizerParts) -> Result<Self, VocabularyError> {
+        let vocabulary = Vocabulary::new(&parts.strings, &parts.ids)?;
+        let vocabulary = Arc::new(add_missing(vocabulary, &mut parts)?);
+        (parts.strings, parts.ids) = Default::default();
+
+        let mut special: Vec<u32> = parts
+            .added
+            .iter()
+            .filter(|(_, token)| token.special)
+            .filter_map(|(_, token)| vocabulary.id(&token.content))
+            .collect();
+        special.sort_unstable();
+        special.dedup();
+        parts.silent.sort_unstable();
+        parts.eos_ids.sort_unstable();
+        parts.eos_ids.dedup();
+        let named = [("the bos token", parts.bos_id), ("the pad token", parts.pad_id)];
+        let eos = parts.eos_ids.iter().map(|id| ("the eos token", Some(*id)));
+        let frame = parts.prompt_prefix.iter().chain(&parts.prompt_suffix);
+        let frame = frame.map(|id| ("a token around prompts", Some(*id)));
+        for (name, id) in named.into_iter().chain(eos).chain(frame) {
+            if let Some(id) = id.filter(|id| *id >= vocabulary.size()) {
+                let size = vocabulary.size();
+                return Err(VocabularyError::NoSuchId { name, id: id.into(), size });
+            }
+        }
+
+        let model = BytePairModel::new(
+            Arc::clone(&vocabulary),
+            &parts.merges,
+            special.clone(),
+            &parts.options,
+        )?;
+        parts.merges = PackedStrings::default();
+        let mut added = AddedVocabulary::new();
+        let tokens = parts.added.into_iter().map(|(_, token)| token);
+        added
+            .add_tokens(tokens, &PipelineModel { model: &model }, parts.normalizer.as_ref())
+            .map_err(|reason| VocabularyError::AddedTokens { reason: reason.to_string() })?;
+        let mut added_as_text = added.clone();
+        added_as_text.set_encode_special_tokens(true);
+
+        let decoding = parts.decoding.unwrap_or(Decoding::ByteLevel);
+        let bytes = TokenBytes::new(&vocabulary, &added, &decoding, &parts.silent)?;
+        Ok(Self {
+            longest_token_bytes: bytes.longest(),
+            bytes,
+            model,
+            added,
+            added_as_text,
+            normalizer: parts.normalizer,
+            pre_tokenizer: parts.pre_tokenizer,
+            special,
+            prompt_prefix: parts.prompt_prefix,
+            prompt_suffix: parts.prompt_suffix,
+            bos_id: parts.bos_id,
+            eos_ids: parts.eos_ids,
+            pad_id: parts.pad_id,
+            strip_start: match decoding {
+                Decoding::ByteLevel => None,
+                Decoding::Pieces { strip_start, .. } => strip_start,
+            },
+            vocabulary,
+        })
+    }
+
+    /// The ids of `text` and nothing else: no BOS. Rendered chat templates bring their own.
+    ///
+    /// # Errors
+    /// See [`EncodeError`].
+    pub fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, EncodeError> {
+        let mut ids = Vec::new();
+        self.encode_to(text, special, &mut ids)?;
+        Ok(ids)
+    }
+
+    /// The ids of `text` with the tokens that the model wants around a prompt, for most models BOS or
+    /// nothing. For prompts of `/v1/completions`.
+    ///
+    /// # Errors
+    /// See [`EncodeError`].
+    pub fn encode_prompt(
+        &self,
+        text: &str,
+        special: SpecialTokens,
+    ) -> Result<Vec<u32>, EncodeError> {
+        let mut ids = self.prompt_prefix.clone();
+        self.encode_to(text, special, &mut ids)?;
+        ids.extend_from_slice(&self.prompt_suffix);
+        Ok(ids)
+    }
+
+    fn encode_to(
+        &self,
+        text: &str,
+        special: SpecialTokens,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), EncodeError> {
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(EncodeError::TooLong { bytes: text.len() });
+        }
+        let added = match special {
+            SpecialTokens::Parse => &self.added,
+            SpecialTokens::AsText => &self.added_as_text,
+        };
+        let mut splits = added.extract_and_normalize(self.normalizer.as_ref(), text);
+        if let Some(pre_tokenizer) = &self.pre_tokenizer {
+            pre_tokenizer
+                .pre_tokenize(&mut splits)
+                .map_err(|reason| EncodeError::Pipeline { reason: reason.to_string() })?;
+        }
+        for (word, _, tokens) in splits.get_splits(OffsetReferential::Original, OffsetType::None) {
+            match tokens {
+                Some(tokens) => ids.extend(tokens.iter().map(|token| token.id)),
+                None => self.model.encode_word(word, ids),
+            }
+        }
+        Ok(())
+    }
+
+    /// The text of `ids` as a text of its own. Ids outside the vocabulary give none; bytes that are
+    /// not UTF-8 give U+FFFD.
+    pub fn decode(self: &Arc<Self>, ids: &[u32], skip_special: bool) -> String {
+        let options = DetokenizerOptions { skip_special, continues: false };
+        let mut detokenizer = Detokenizer::new(Arc::clone(self), options);
+        let mut text = String::new();
+        for &id in ids {
+            detokenizer.push_to(id, &mut text);
+        }
+        text + &detokenizer.finish()
+    }
+
+    /// One token as text of its own, with U+FFFD where it is not whole characters. `None` outside
+    /// the vocabulary.
+    pub fn token_text(&self, id: u32) -> Option<String> {
+        Some(String::from_utf8_lossy(self.token_bytes(id)?).into_owned())
+    }
+
+    /// The bytes a token stands for; a special token's are its name. `None` outside the vocabulary.
+    pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
+        self.bytes.get(id)
+    }
+
+    /// The id of a token by its string in the vocabulary, such as `<|im_end|>`.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.vocabulary.id(token)
+    }
+
+    /// Highest token id + 1. A model may have more rows than that.
+    pub fn vocabulary_size(&self) -> u32 {
+        self.vocabulary.size()
+    }
+
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special.binary_search(&id).is_ok()
+    }
+
+    /// The tokens that end an answer, in ascending order; may be empty.
+    pub fn eos_ids(&self) -> &[u32] {
+        &self.eos_ids
+    }
+
+    pub fn bos_id(&self) -> Option<u32> {
+        self.bos_id
+    }
+
+    pub fn pad_id(&self) -> Option<u32> {
+        self.pad_id
+    }
+
+    /// A lower bound of the ids that `text` becomes, at no cost: a text that is too long even by this
+    /// bound can be refused without encoding it.
+    pub fn tokens_at_least(&self, text: &str) -> usize {
+        if self.normalizer.is_some() || self.longest_token_bytes == 0 || self.swallows_spaces() {
+            return 0;
+        }
+        text.len().div_ceil(self.longest_token_bytes)
+    }
+
+    /// True when an added token takes the white space beside it, however much it is.
+    fn swallows_spaces(&self) -> bool {
+        self.added.get_added_tokens_decoder().values().any(|token| token.lstrip || token.rstrip)
+    }
+
+    pub(crate) fn strip_start(&self) -> Option<(char, usize)> {
+        self.strip_start
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("vocabulary_size", &self.vocabulary_size())
+            .field("eos_ids", &self.eos_ids)
+            .finish_non_exhaustive()
+    }
+}
+
+/// `vocabulary` with those added tokens whose string it lacks.
+fn add_missing(
+    vocabulary: Vocabulary,
+    parts: &mut TokenizerParts,
+) -> Result<Vocabulary, VocabularyError> {
+    let missing = |(_, token): &&(u32, AddedToken)| {
+        !token.content.is_empty() && vocabulary.id(&token.content).is_none()
+    };
+    let mut any = false;
+    for (id, token) in parts.added.iter().filter(missing) {
+        if let Some(other) = vocabulary.string(*id) {
+            return Err(VocabularyError::AddedTokenTakesId {
+                id: *id,
+                token: token.content.clone(),
+                other: other.to_owned(),
+            });
+        }
+        any = true;
+        parts.ids.push(*id);
+        if !parts.strings.push(&token.content) {
+            return Err(VocabularyError::TooLarge);
+        }
+    }
+    if any { Vocabulary::new(&parts.strings, &parts.ids) } else { Ok(vocabulary) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assert_shareable<T: Send + Sync>() {}
+
+    #[test]
+    fn a_tokenizer_is_shared_between_threads() {
+        assert_shareable::<Tokenizer>();
+    }
+}
