@@ -1,1 +1,31 @@
-//! See Cargo.toml.
+//! Who belongs to a cluster, what each node is, and which one takes the next request.
+//!
+//! * [`Epoch`] and [`NodeId`] name a process and a node.
+//! * [`NodeRecord`], [`ModelIdentity`] and [`Load`] are what a node says about itself, checked:
+//!   everything that comes from a peer enters through their conversions.
+//! * [`Directory`] is the pure core: a router's view of all nodes, with health, load and cached
+//!   prefixes, and the choice among them. Events and `now` in, actions out; no socket, clock or task.
+//! * [`membership`] is where addresses come from: a static list, later etcd.
+//!
+//! Left out: the calls themselves. The router opens the `Observe` streams that a [`Directory`] asks
+//! for and feeds it what they bring.
+
+#![forbid(unsafe_code)]
+
+pub mod directory;
+mod epoch;
+pub mod membership;
+mod node_id;
+mod record;
+
+pub use directory::{
+    Action, AssignmentId, Directory, Health, Input, NoNode, NodeChoice, NodeKey, NodeView,
+    StreamId, Wanted,
+};
+pub use epoch::{Epoch, EpochError};
+pub use membership::{
+    MemberChange, MemberList, MemberWatch, Membership, MembershipError, NodeAddress,
+    StaticMembership,
+};
+pub use node_id::{NodeId, NodeIdError};
+pub use record::{Load, ModelIdentity, NodeRecord, RecordError, Role};

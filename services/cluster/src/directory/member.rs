@@ -1,0 +1,307 @@
+//! One address and the process behind it.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::v1;
+
+use super::{
+    AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, NodeView, StreamId,
+    backoff::{Jitter, doubled},
+};
+use crate::{Epoch, Load, NodeAddress, NodeRecord, RecordError, record::sixteen_bytes};
+
+/// The first wait after a failed probe: a restarted process needs about as long.
+const PROBE_DELAY_FIRST: Duration = Duration::from_millis(100);
+/// A node that is back is noticed at most so late.
+const PROBE_DELAY_MAX: Duration = Duration::from_secs(2);
+/// A node that was up for less than this flaps.
+const STABLE_AFTER: Duration = Duration::from_secs(2);
+/// A load report this much later than an assignment includes it: nodes report changes within 50 ms.
+const REPORT_LAG: Duration = Duration::from_millis(150);
+/// The first pause after Busy when the node names none: some steps.
+const BUSY_DELAY_FIRST: Duration = Duration::from_millis(50);
+const BUSY_DELAY_MAX: Duration = Duration::from_secs(2);
+
+pub(super) struct Member {
+    pub(super) address: NodeAddress,
+    /// Still in the membership.
+    pub(super) listed: bool,
+    pub(super) health: Health,
+    pub(super) reason: String,
+    pub(super) stream: Option<Stream>,
+    /// When to probe next; set exactly when `stream` is not.
+    pub(super) retry_at: Option<Instant>,
+    pub(super) up_since: Option<Instant>,
+    /// Failures since it was last up for a while.
+    failures: u32,
+    pub(super) seen: Option<Seen>,
+    /// This router's attempts that its load cannot show yet.
+    pub(super) unseen: BTreeMap<AssignmentId, Unseen>,
+    /// All of this router's attempts on the present process.
+    pub(super) in_flight: usize,
+    pub(super) busy_until: Option<Instant>,
+    busy_count: u32,
+    /// The number of the pick that chose it last: ties go to who waited longest.
+    pub(super) last_picked: u64,
+}
+
+pub(super) struct Stream {
+    pub(super) id: StreamId,
+    state: StreamState,
+}
+
+enum StreamState {
+    Asked { answer_by: Instant },
+    Synced { last: u64 },
+}
+
+impl Stream {
+    pub(super) fn asked(id: StreamId, answer_by: Instant) -> Self {
+        Self { id, state: StreamState::Asked { answer_by } }
+    }
+}
+
+/// What the process said about itself.
+pub(super) struct Seen {
+    pub(super) record: Arc<NodeRecord>,
+    pub(super) load: Load,
+    pub(super) cached: HashSet<u128>,
+}
+
+/// What an attempt adds to a node's load.
+#[derive(Clone, Copy)]
+pub(super) struct Unseen {
+    pub(super) prompt_tokens: u64,
+    pub(super) blocks: u64,
+    pub(super) since: Instant,
+    /// The node has said something about the attempt.
+    pub(super) answered: bool,
+}
+
+/// What an event of a stream means.
+pub(super) enum Verdict {
+    Applied,
+    /// The first event: this process stands there.
+    Snapshot {
+        epoch: Epoch,
+    },
+    /// An event was lost: observe again.
+    Resync {
+        reason: String,
+    },
+    /// The event cannot be believed.
+    Reject {
+        reason: String,
+    },
+}
+
+impl Member {
+    pub(super) fn new(address: NodeAddress) -> Self {
+        Self {
+            address,
+            listed: true,
+            health: Health::Unknown,
+            reason: "not seen yet".into(),
+            stream: None,
+            retry_at: None,
+            up_since: None,
+            failures: 0,
+            seen: None,
+            unseen: BTreeMap::new(),
+            in_flight: 0,
+            busy_until: None,
+            busy_count: 0,
+            last_picked: 0,
+        }
+    }
+
+    pub(super) fn epoch(&self) -> Option<Epoch> {
+        self.seen.as_ref().map(|seen| seen.record.epoch)
+    }
+
+    pub(super) fn is_synced(&self) -> bool {
+        matches!(&self.stream, Some(Stream { state: StreamState::Synced { .. }, .. }))
+    }
+
+    /// What it said, when requests may go there.
+    pub(super) fn serving(&self) -> Option<&Seen> {
+        self.seen.as_ref().filter(|seen| self.health == Health::Up && !seen.load.draining)
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match &self.stream {
+            None => self.retry_at,
+            Some(Stream { state: StreamState::Asked { answer_by }, .. }) => Some(*answer_by),
+            Some(Stream { state: StreamState::Synced { .. }, .. }) => None,
+        }
+    }
+
+    pub(super) fn observed(&mut self, now: Instant, event: v1::ObserveEvent) -> Verdict {
+        let outcome = match event.event {
+            None => Err(RecordError::Missing { field: "event" }),
+            Some(v1::observe_event::Event::Snapshot(snapshot)) => {
+                self.snapshot(now, event.sequence, snapshot)
+            }
+            Some(v1::observe_event::Event::Delta(delta)) => self.delta(now, event.sequence, delta),
+        };
+        match outcome {
+            Ok(verdict) => verdict,
+            Err(error @ RecordError::SequenceGap { .. }) => {
+                Verdict::Resync { reason: error.to_string() }
+            }
+            Err(error) => Verdict::Reject { reason: error.to_string() },
+        }
+    }
+
+    fn snapshot(
+        &mut self,
+        now: Instant,
+        sequence: u64,
+        snapshot: v1::NodeSnapshot,
+    ) -> Result<Verdict, RecordError> {
+        let Some(stream) = &mut self.stream else { return Ok(Verdict::Applied) };
+        match stream.state {
+            StreamState::Synced { last } => {
+                return Err(RecordError::SequenceGap { last, found: sequence });
+            }
+            StreamState::Asked { .. } if sequence != 0 => {
+                return Err(RecordError::NoSnapshot { found: "a later event" });
+            }
+            StreamState::Asked { .. } => {}
+        }
+        let record = snapshot.record.ok_or(RecordError::Missing { field: "record" })?;
+        let record = NodeRecord::try_from(record)?;
+        if record.role != self.address.role {
+            let value = record.role.to_string();
+            let allowed = "the role under which the address is listed";
+            return Err(RecordError::Text { field: "role", value, allowed });
+        }
+        let load = snapshot.load.ok_or(RecordError::Missing { field: "load" })?.into();
+        let mut cached = HashSet::new();
+        remember(&mut cached, &snapshot.cached_blocks, &record)?;
+        stream.state = StreamState::Synced { last: 0 };
+        let epoch = record.epoch;
+        self.seen = Some(Seen { record: Arc::new(record), load, cached });
+        self.load_reported(now);
+        Ok(Verdict::Snapshot { epoch })
+    }
+
+    fn delta(
+        &mut self,
+        now: Instant,
+        sequence: u64,
+        delta: v1::NodeDelta,
+    ) -> Result<Verdict, RecordError> {
+        let (Some(stream), Some(seen)) = (&mut self.stream, &mut self.seen) else {
+            return Err(RecordError::NoSnapshot { found: "a delta" });
+        };
+        match &mut stream.state {
+            StreamState::Asked { .. } => {
+                return Err(RecordError::NoSnapshot { found: "a delta" });
+            }
+            StreamState::Synced { last } if last.checked_add(1) != Some(sequence) => {
+                return Err(RecordError::SequenceGap { last: *last, found: sequence });
+            }
+            StreamState::Synced { last } => *last = sequence,
+        }
+        for hash in &delta.evicted {
+            seen.cached.remove(&sixteen_bytes("evicted", hash)?);
+        }
+        remember(&mut seen.cached, &delta.cached, &seen.record)?;
+        if let Some(load) = delta.load {
+            seen.load = load.into();
+            self.load_reported(now);
+        }
+        Ok(Verdict::Applied)
+    }
+
+    /// From here on the load shows every attempt that the node can have counted.
+    fn load_reported(&mut self, now: Instant) {
+        self.unseen.retain(|_, attempt| {
+            !attempt.answered && now.saturating_duration_since(attempt.since) < REPORT_LAG
+        });
+    }
+
+    /// Another process stands here: what this router had given to the old one is gone.
+    pub(super) fn forget_process(&mut self) {
+        self.unseen.clear();
+        self.in_flight = 0;
+        self.busy_until = None;
+        self.busy_count = 0;
+        self.failures = 0;
+    }
+
+    /// Counts a lost stream or failed probe; the delay before the next probe, zero for at once.
+    pub(super) fn failed(&mut self, now: Instant, jitter: &mut Jitter) -> Duration {
+        let up_for = self.up_since.take().map(|since| now.saturating_duration_since(since));
+        if up_for.is_some_and(|up_for| up_for >= STABLE_AFTER) {
+            self.failures = 0;
+        }
+        let failures = self.failures;
+        self.failures = failures.saturating_add(1);
+        if up_for.is_some() && failures == 0 {
+            return Duration::ZERO;
+        }
+        jitter.spread(doubled(PROBE_DELAY_FIRST, failures.saturating_sub(1), PROBE_DELAY_MAX))
+    }
+
+    /// The delay before asking again a node whose answer was wrong.
+    pub(super) fn rejected(&mut self, jitter: &mut Jitter) -> Duration {
+        self.up_since = None;
+        self.failures = self.failures.saturating_add(1);
+        jitter.spread(PROBE_DELAY_MAX)
+    }
+
+    /// The node refused as Busy: leave it alone for a while.
+    pub(super) fn busy(&mut self, now: Instant, asked: Option<Duration>, jitter: &mut Jitter) {
+        let pause = match asked {
+            Some(asked) => asked.min(BUSY_DELAY_MAX).max(BUSY_DELAY_FIRST / 2),
+            None => jitter.spread(doubled(BUSY_DELAY_FIRST, self.busy_count, BUSY_DELAY_MAX)),
+        };
+        self.busy_count = self.busy_count.saturating_add(1);
+        self.busy_until = Some(now + pause);
+    }
+
+    /// The node took an attempt.
+    pub(super) fn took(&mut self) {
+        self.busy_count = 0;
+        self.busy_until = None;
+    }
+
+    pub(super) fn view(&self, node: NodeKey) -> NodeView<'_> {
+        NodeView {
+            node,
+            address: &self.address,
+            health: self.health,
+            record: self.seen.as_ref().map(|seen| &*seen.record),
+            load: self.seen.as_ref().map(|seen| seen.load).unwrap_or_default(),
+            cached_blocks: self.seen.as_ref().map_or(0, |seen| seen.cached.len()),
+            in_flight: self.in_flight,
+            busy_until: self.busy_until,
+            reason: &self.reason,
+        }
+    }
+}
+
+/// Adds hashes to the cached set, which never outgrows the node's arena nor our own bound.
+fn remember(
+    cached: &mut HashSet<u128>,
+    hashes: &[impl AsRef<[u8]>],
+    record: &NodeRecord,
+) -> Result<(), RecordError> {
+    let count_max = record.block_count as usize;
+    for hash in hashes {
+        let hash = sixteen_bytes("cached", hash.as_ref())?;
+        if cached.len() < CACHED_BLOCKS_MAX || cached.contains(&hash) {
+            cached.insert(hash);
+        }
+        if cached.len() > count_max {
+            return Err(RecordError::TooManyCached { count: cached.len(), count_max });
+        }
+    }
+    Ok(())
+}

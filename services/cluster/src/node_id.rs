@@ -1,0 +1,75 @@
+//! Names of nodes.
+
+use std::{fmt, sync::Arc};
+
+/// Fits into a log line, a metric and a Kubernetes pod name.
+const BYTES_MAX: usize = 64;
+
+/// A node's name: 1 to 64 ASCII letters, digits, `.`, `_` and `-`, first a letter or digit. It
+/// outlives restarts; the process behind it is named by its [`crate::Epoch`]. Cheap to clone.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(Arc<str>);
+
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum NodeIdError {
+    #[error("a node id has 1 to {BYTES_MAX} bytes, not {byte_count}")]
+    Length { byte_count: usize },
+    #[error(
+        "{character:?} cannot stand at byte {position} of a node id; allowed: ASCII letters, digits, '.', '_', '-', first a letter or digit"
+    )]
+    Character { character: char, position: usize },
+}
+
+impl NodeId {
+    pub fn parse(text: &str) -> Result<Self, NodeIdError> {
+        if text.is_empty() || text.len() > BYTES_MAX {
+            return Err(NodeIdError::Length { byte_count: text.len() });
+        }
+        let allowed = |(position, character): (usize, char)| {
+            character.is_ascii_alphanumeric() || (position > 0 && "._-".contains(character))
+        };
+        match text.char_indices().find(|found| !allowed(*found)) {
+            Some((position, character)) => Err(NodeIdError::Character { character, position }),
+            None => Ok(Self(text.into())),
+        }
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_pods_and_defaults_are_allowed() {
+        for text in ["decode-50061", "baton-prefill-0", "a", "node_1.rack-2", "7"] {
+            assert_eq!(NodeId::parse(text).unwrap().as_str(), text);
+        }
+    }
+
+    #[test]
+    fn what_could_break_a_log_line_is_refused() {
+        assert_eq!(NodeId::parse(""), Err(NodeIdError::Length { byte_count: 0 }));
+        assert_eq!(NodeId::parse(&"x".repeat(65)), Err(NodeIdError::Length { byte_count: 65 }));
+        for (text, character, position) in
+            [("-a", '-', 0), ("a b", ' ', 1), ("a\n", '\n', 1), ("né", 'é', 1)]
+        {
+            assert_eq!(NodeId::parse(text), Err(NodeIdError::Character { character, position }));
+        }
+    }
+}

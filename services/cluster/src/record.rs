@@ -1,0 +1,358 @@
+//! What a node says about itself, checked.
+
+use std::fmt;
+
+use proto::v1;
+
+use crate::{Epoch, EpochError, NodeId, NodeIdError};
+
+/// Longer texts are no model name, layout or endpoint.
+const TEXT_BYTES_MAX: usize = 256;
+/// 256 Mi tokens; far beyond any arena, far below overflow.
+const BLOCKS_MAX: u32 = 1 << 24;
+const BLOCK_TOKENS_MAX: u32 = 1024;
+
+/// What a node is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Role {
+    /// Reads prompts and sends KV.
+    Prefill,
+    /// Receives KV and writes answers; can also read prompts.
+    Decode,
+}
+
+impl Role {
+    pub const ALL: [Role; 2] = [Role::Prefill, Role::Decode];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl From<Role> for v1::Role {
+    fn from(role: Role) -> Self {
+        match role {
+            Role::Prefill => Self::Prefill,
+            Role::Decode => Self::Decode,
+        }
+    }
+}
+
+/// Why a record, snapshot or delta of a node is not believed.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum RecordError {
+    #[error("{field} is missing")]
+    Missing { field: &'static str },
+    #[error("node_id: {0}")]
+    NodeId(#[from] NodeIdError),
+    #[error("epoch: {0}")]
+    Epoch(#[from] EpochError),
+    #[error("role {value} is unknown; allowed: 1 (prefill), 2 (decode)")]
+    Role { value: i32 },
+    #[error("{field} has {byte_count} bytes; allowed: {allowed}")]
+    Length { field: &'static str, byte_count: usize, allowed: &'static str },
+    #[error("{field} = {value} is out of range; allowed: {min} to {max}")]
+    Range { field: &'static str, value: u64, min: u64, max: u64 },
+    #[error("{field} = {value:?} is not allowed; allowed: {allowed}")]
+    Text { field: &'static str, value: String, allowed: &'static str },
+    #[error("the node lists {count} cached blocks; it has {count_max}")]
+    TooManyCached { count: usize, count_max: usize },
+    #[error("event {found} follows event {last}")]
+    SequenceGap { last: u64, found: u64 },
+    #[error("the first event of a stream is snapshot 0, not {found}")]
+    NoSnapshot { found: &'static str },
+}
+
+/// What must be equal for two nodes to exchange KV.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ModelIdentity {
+    /// Over the configuration and the weights' directory; most significant byte first on the wire.
+    pub model_fingerprint: u128,
+    pub weight_version: u64,
+    pub kv_layout: String,
+    /// Tokens in one block.
+    pub block_size: u32,
+    pub dtype: String,
+    /// Ranks that share a model.
+    pub tp: u32,
+    pub protocol_min: u32,
+    pub protocol_max: u32,
+}
+
+impl ModelIdentity {
+    /// Whether KV of one may be used by the other: all equal, and a protocol that both speak.
+    pub fn fits(&self, other: &Self) -> bool {
+        let protocols =
+            self.protocol_min <= other.protocol_max && other.protocol_min <= self.protocol_max;
+        protocols
+            && self.model_fingerprint == other.model_fingerprint
+            && self.weight_version == other.weight_version
+            && self.kv_layout == other.kv_layout
+            && self.block_size == other.block_size
+            && self.dtype == other.dtype
+            && self.tp == other.tp
+    }
+}
+
+impl TryFrom<v1::ModelIdentity> for ModelIdentity {
+    type Error = RecordError;
+
+    fn try_from(wire: v1::ModelIdentity) -> Result<Self, RecordError> {
+        range("protocol_min", wire.protocol_min, 0, wire.protocol_max)?;
+        Ok(Self {
+            model_fingerprint: sixteen_bytes("model_fingerprint", &wire.model_fingerprint)?,
+            weight_version: wire.weight_version,
+            kv_layout: text("kv_layout", wire.kv_layout)?,
+            block_size: range("block_size", wire.block_size, 1, BLOCK_TOKENS_MAX)?,
+            dtype: text("dtype", wire.dtype)?,
+            tp: range("tp", wire.tp, 1, 1024)?,
+            protocol_min: wire.protocol_min,
+            protocol_max: wire.protocol_max,
+        })
+    }
+}
+
+impl From<&ModelIdentity> for v1::ModelIdentity {
+    fn from(identity: &ModelIdentity) -> Self {
+        Self {
+            model_fingerprint: identity.model_fingerprint.to_be_bytes().to_vec().into(),
+            weight_version: identity.weight_version,
+            kv_layout: identity.kv_layout.clone(),
+            block_size: identity.block_size,
+            dtype: identity.dtype.clone(),
+            tp: identity.tp,
+            protocol_min: identity.protocol_min,
+            protocol_max: identity.protocol_max,
+        }
+    }
+}
+
+/// The identity of a node process and what it can take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeRecord {
+    pub node_id: NodeId,
+    pub epoch: Epoch,
+    pub role: Role,
+    /// ZeroMQ endpoint of its notice listener, `tcp://host:port`.
+    pub notice_endpoint: String,
+    /// The name under which clients ask for the model.
+    pub model: String,
+    pub identity: ModelIdentity,
+    /// Longest prompt, in tokens.
+    pub prompt_tokens_max: u32,
+    /// Longest sequence, prompt and output, in tokens.
+    pub sequence_tokens_max: u32,
+    pub block_count: u32,
+    pub vocabulary_size: u32,
+}
+
+impl TryFrom<v1::NodeRecord> for NodeRecord {
+    type Error = RecordError;
+
+    fn try_from(wire: v1::NodeRecord) -> Result<Self, RecordError> {
+        let role = match wire.role() {
+            v1::Role::Prefill => Role::Prefill,
+            v1::Role::Decode => Role::Decode,
+            v1::Role::Unspecified => return Err(RecordError::Role { value: wire.role }),
+        };
+        let identity = wire.identity.ok_or(RecordError::Missing { field: "identity" })?;
+        let tokens_max = range("sequence_tokens_max", wire.sequence_tokens_max, 1, u32::MAX)?;
+        Ok(Self {
+            node_id: NodeId::parse(&wire.node_id)?,
+            epoch: Epoch::from_bytes(&wire.epoch)?,
+            role,
+            notice_endpoint: endpoint(wire.notice_endpoint)?,
+            model: text("model", wire.model)?,
+            identity: identity.try_into()?,
+            prompt_tokens_max: range("prompt_tokens_max", wire.prompt_tokens_max, 1, tokens_max)?,
+            sequence_tokens_max: tokens_max,
+            block_count: range("block_count", wire.block_count, 1, BLOCKS_MAX)?,
+            vocabulary_size: range("vocabulary_size", wire.vocabulary_size, 1, u32::MAX)?,
+        })
+    }
+}
+
+impl From<&NodeRecord> for v1::NodeRecord {
+    fn from(record: &NodeRecord) -> Self {
+        Self {
+            node_id: record.node_id.as_str().into(),
+            epoch: record.epoch.to_bytes().to_vec().into(),
+            role: v1::Role::from(record.role).into(),
+            notice_endpoint: record.notice_endpoint.clone(),
+            model: record.model.clone(),
+            identity: Some((&record.identity).into()),
+            prompt_tokens_max: record.prompt_tokens_max,
+            sequence_tokens_max: record.sequence_tokens_max,
+            block_count: record.block_count,
+            vocabulary_size: record.vocabulary_size,
+        }
+    }
+}
+
+/// How busy a node is. Any numbers are believed: they only make it more or less attractive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    pub running: u32,
+    pub waiting: u32,
+    /// Tokens of admitted prompts that are not yet computed.
+    pub pending_prompt_tokens: u64,
+    pub blocks_free: u32,
+    pub blocks_cached: u32,
+    pub blocks_held: u32,
+    pub blocks_reserved: u32,
+    /// Takes no new requests.
+    pub draining: bool,
+}
+
+impl From<v1::NodeLoad> for Load {
+    fn from(wire: v1::NodeLoad) -> Self {
+        Self {
+            running: wire.running,
+            waiting: wire.waiting,
+            pending_prompt_tokens: wire.pending_prompt_tokens,
+            blocks_free: wire.blocks_free,
+            blocks_cached: wire.blocks_cached,
+            blocks_held: wire.blocks_held,
+            blocks_reserved: wire.blocks_reserved,
+            draining: wire.draining,
+        }
+    }
+}
+
+impl From<&Load> for v1::NodeLoad {
+    fn from(load: &Load) -> Self {
+        Self {
+            running: load.running,
+            waiting: load.waiting,
+            pending_prompt_tokens: load.pending_prompt_tokens,
+            blocks_free: load.blocks_free,
+            blocks_cached: load.blocks_cached,
+            blocks_held: load.blocks_held,
+            blocks_reserved: load.blocks_reserved,
+            draining: load.draining,
+        }
+    }
+}
+
+/// 16 bytes as a number, most significant first.
+pub(crate) fn sixteen_bytes(field: &'static str, bytes: &[u8]) -> Result<u128, RecordError> {
+    let wrong = |_| RecordError::Length { field, byte_count: bytes.len(), allowed: "16" };
+    bytes.try_into().map(u128::from_be_bytes).map_err(wrong)
+}
+
+fn text(field: &'static str, value: String) -> Result<String, RecordError> {
+    if value.is_empty() || value.len() > TEXT_BYTES_MAX {
+        return Err(RecordError::Length { field, byte_count: value.len(), allowed: "1 to 256" });
+    }
+    if value.chars().any(char::is_control) {
+        let allowed = "text without control characters";
+        return Err(RecordError::Text { field, value, allowed });
+    }
+    Ok(value)
+}
+
+fn endpoint(value: String) -> Result<String, RecordError> {
+    let value = text("notice_endpoint", value)?;
+    let port = value
+        .strip_prefix("tcp://")
+        .and_then(|rest| rest.rsplit_once(':'))
+        .filter(|(host, _)| !host.is_empty())
+        .and_then(|(_, port)| port.parse::<u16>().ok());
+    match port {
+        Some(1..) => Ok(value),
+        _ => {
+            let allowed = "tcp://host:port";
+            Err(RecordError::Text { field: "notice_endpoint", value, allowed })
+        }
+    }
+}
+
+fn range(field: &'static str, value: u32, min: u32, max: u32) -> Result<u32, RecordError> {
+    if (min..=max).contains(&value) {
+        return Ok(value);
+    }
+    let (value, min, max) = (value.into(), min.into(), max.into());
+    Err(RecordError::Range { field, value, min, max })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> NodeRecord {
+        NodeRecord {
+            node_id: NodeId::parse("decode-1").unwrap(),
+            epoch: Epoch::from_bytes(&[7; 16]).unwrap(),
+            role: Role::Decode,
+            notice_endpoint: "tcp://127.0.0.1:5555".into(),
+            model: "smollm2".into(),
+            identity: ModelIdentity {
+                model_fingerprint: 5,
+                weight_version: 1,
+                kv_layout: "block".into(),
+                block_size: 16,
+                dtype: "f32".into(),
+                tp: 1,
+                protocol_min: 1,
+                protocol_max: 2,
+            },
+            prompt_tokens_max: 2047,
+            sequence_tokens_max: 2048,
+            block_count: 100,
+            vocabulary_size: 49152,
+        }
+    }
+
+    #[test]
+    fn a_record_survives_the_wire() {
+        let record = record();
+        assert_eq!(NodeRecord::try_from(v1::NodeRecord::from(&record)), Ok(record));
+    }
+
+    #[test]
+    fn every_field_of_a_record_is_checked() {
+        let breakers: [fn(&mut v1::NodeRecord); 16] = [
+            |record| record.node_id = "a b".into(),
+            |record| record.node_id.clear(),
+            |record| record.epoch = vec![0; 16].into(),
+            |record| record.epoch = vec![1; 15].into(),
+            |record| record.role = 0,
+            |record| record.role = 77,
+            |record| record.notice_endpoint = "udp://h:1".into(),
+            |record| record.notice_endpoint = "tcp://:1".into(),
+            |record| record.notice_endpoint = "tcp://h:0".into(),
+            |record| record.model = "x".repeat(257),
+            |record| record.model = "a\nb".into(),
+            |record| record.identity = None,
+            |record| record.identity.as_mut().unwrap().model_fingerprint = vec![1; 3].into(),
+            |record| record.identity.as_mut().unwrap().block_size = 0,
+            |record| record.prompt_tokens_max = 2049,
+            |record| record.block_count = u32::MAX,
+        ];
+        for (index, breaker) in breakers.iter().enumerate() {
+            let mut wire = v1::NodeRecord::from(&record());
+            breaker(&mut wire);
+            assert!(NodeRecord::try_from(wire).is_err(), "breaker {index}");
+        }
+    }
+
+    #[test]
+    fn neighbouring_releases_fit_and_other_weights_do_not() {
+        let ours = record().identity;
+        let newer = ModelIdentity { protocol_min: 2, protocol_max: 3, ..ours.clone() };
+        let far = ModelIdentity { protocol_min: 3, protocol_max: 4, ..ours.clone() };
+        let retrained = ModelIdentity { weight_version: 2, ..ours.clone() };
+        assert!(ours.fits(&newer) && newer.fits(&ours));
+        assert!(!ours.fits(&far) && !far.fits(&ours));
+        assert!(!ours.fits(&retrained));
+    }
+}

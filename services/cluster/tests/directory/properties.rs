@@ -1,0 +1,309 @@
+//! Whatever happens, in whatever order: the invariants of a directory hold.
+
+use std::time::Duration;
+
+use crate::world::*;
+use cluster::{Action, Directory, Health, Input, Load, MemberChange, NodeChoice, Role, Wanted};
+use proptest::prelude::*;
+use proto::v1;
+
+const NODES: u16 = 4;
+
+/// One thing that happens. Nodes 0 and 1 are prefill nodes, 2 and 3 decode nodes.
+#[derive(Clone, Debug)]
+enum Event {
+    Join(u16),
+    Leave(u16),
+    Snapshot { node: u16, process: u8, load: Load, cached: Vec<u128> },
+    Delta { node: u16, sequence: u64, load: Option<Load>, cached: Vec<u128> },
+    NextDelta { node: u16, load: Load },
+    Garbage { node: u16, event: Box<v1::ObserveEvent> },
+    EndStream(u16),
+    CallLost { process: u8 },
+    Pick { role: Role, tokens: u32, exclude: u8 },
+    Answered(usize),
+    Busy(usize, Option<u64>),
+    Release(usize),
+    Wait { millis: u64 },
+}
+
+fn loads() -> impl Strategy<Value = Load> {
+    let counts = (0..50u32, 0..50u32, prop_oneof![0..5000u64, Just(u64::MAX)], 0..1500u32);
+    (counts, any::<u32>(), prop::bool::weighted(0.1)).prop_map(
+        |((running, waiting, pending_prompt_tokens, blocks_free), blocks_cached, draining)| Load {
+            running,
+            waiting,
+            pending_prompt_tokens,
+            blocks_free,
+            blocks_cached,
+            draining,
+            ..Load::default()
+        },
+    )
+}
+
+fn garbage() -> impl Strategy<Value = v1::ObserveEvent> {
+    let hashes = prop::collection::vec(prop::collection::vec(any::<u8>(), 0..20), 0..4)
+        .prop_map(|hashes| hashes.into_iter().map(Into::into).collect::<Vec<_>>());
+    let record =
+        ("[a-z ]{0,3}", prop::collection::vec(any::<u8>(), 14..18), -1..4i32, any::<u32>());
+    (any::<u64>(), record, hashes, 0..3u8).prop_map(|(sequence, record, hashes, kind)| {
+        let (node_id, epoch, role, prompt_tokens_max) = record;
+        let record = v1::NodeRecord {
+            node_id,
+            epoch: epoch.into(),
+            role,
+            prompt_tokens_max,
+            ..v1::NodeRecord::default()
+        };
+        let event = match kind {
+            0 => None,
+            1 => Some(v1::observe_event::Event::Snapshot(v1::NodeSnapshot {
+                record: Some(record),
+                load: Some(v1::NodeLoad::default()),
+                cached_blocks: hashes,
+            })),
+            _ => Some(v1::observe_event::Event::Delta(v1::NodeDelta {
+                load: None,
+                cached: hashes.clone(),
+                evicted: hashes,
+            })),
+        };
+        v1::ObserveEvent { sequence: sequence % 4, event }
+    })
+}
+
+fn events() -> impl Strategy<Value = Event> {
+    let node = 0..NODES;
+    let hashes = || prop::collection::vec(0..40u128, 0..6);
+    prop_oneof![
+        2 => node.clone().prop_map(Event::Join),
+        1 => node.clone().prop_map(Event::Leave),
+        6 => (node.clone(), 0..3u8, loads(), hashes()).prop_map(|(node, process, load, cached)| {
+            Event::Snapshot { node, process, load, cached }
+        }),
+        2 => (node.clone(), 0..5u64, prop::option::of(loads()), hashes()).prop_map(
+            |(node, sequence, load, cached)| Event::Delta { node, sequence, load, cached }
+        ),
+        4 => (node.clone(), loads()).prop_map(|(node, load)| Event::NextDelta { node, load }),
+        1 => (node.clone(), garbage().prop_map(Box::new))
+            .prop_map(|(node, event)| Event::Garbage { node, event }),
+        2 => node.prop_map(Event::EndStream),
+        1 => (0..12u8).prop_map(|process| Event::CallLost { process }),
+        8 => (prop::sample::select(Role::ALL.to_vec()), 1..2100u32, 0..12u8)
+            .prop_map(|(role, tokens, exclude)| Event::Pick { role, tokens, exclude }),
+        3 => any::<usize>().prop_map(Event::Answered),
+        2 => (any::<usize>(), prop::option::of(0..100_000u64))
+            .prop_map(|(which, millis)| Event::Busy(which, millis)),
+        4 => any::<usize>().prop_map(Event::Release),
+        4 => (0..4000u64).prop_map(|millis| Event::Wait { millis }),
+    ]
+}
+
+fn node_address(node: u16) -> cluster::NodeAddress {
+    address(if node < NODES / 2 { Role::Prefill } else { Role::Decode }, 1 + node)
+}
+
+/// Processes 0..3 of each node, numbered from 1 over all nodes.
+fn process_of(node: u16, process: u8) -> u128 {
+    1 + u128::from(node) * 3 + u128::from(process)
+}
+
+struct Run {
+    world: World,
+    /// The last sequence number of each node's stream, as an honest node would count.
+    sequences: [u64; NODES as usize],
+    attempts: Vec<NodeChoice>,
+    log: Vec<String>,
+}
+
+impl Run {
+    fn new() -> Self {
+        Self {
+            world: World::new(),
+            sequences: [0; NODES as usize],
+            attempts: Vec::new(),
+            log: Vec::new(),
+        }
+    }
+
+    fn step(&mut self, event: &Event) {
+        let world = &mut self.world;
+        match event {
+            Event::Join(node) => world.join(&node_address(*node)),
+            Event::Leave(node) => world.leave(&node_address(*node)),
+            Event::Snapshot { node, process, load, cached } => {
+                let address = node_address(*node);
+                if world.stream_of(&address).is_some() {
+                    self.sequences[usize::from(*node)] = 0;
+                    let record = record(address.role, process_of(*node, *process));
+                    world.send(&address, snapshot(&record, *load, cached));
+                }
+            }
+            Event::Delta { node, sequence, load, cached } => {
+                let address = node_address(*node);
+                if world.stream_of(&address).is_some() {
+                    world.send(
+                        &address,
+                        delta(*sequence, *load, cached, &cached[cached.len() / 2..]),
+                    );
+                }
+            }
+            Event::NextDelta { node, load } => {
+                let address = node_address(*node);
+                if world.health_of(&address) == Some(Health::Up) {
+                    self.sequences[usize::from(*node)] += 1;
+                    let sequence = self.sequences[usize::from(*node)];
+                    world.send(&address, delta(sequence, Some(*load), &[], &[]));
+                }
+            }
+            Event::Garbage { node, event } => {
+                let address = node_address(*node);
+                if world.stream_of(&address).is_some() {
+                    world.send(&address, (**event).clone());
+                }
+            }
+            Event::EndStream(node) => {
+                let address = node_address(*node);
+                if world.stream_of(&address).is_some() {
+                    world.end_stream(&address);
+                }
+            }
+            Event::CallLost { process } => world.input(Input::CallLost {
+                epoch: epoch(1 + u128::from(*process)),
+                reason: "reset".into(),
+            }),
+            Event::Pick { role, tokens, exclude } => {
+                let exclude = [epoch(1 + u128::from(*exclude))];
+                let request = Wanted { exclude: &exclude, ..wanted(*role, *tokens) };
+                match world.pick(&request) {
+                    Ok(choice) => {
+                        let view = world.directory.nodes().find(|view| view.node == choice.node);
+                        let view = view.expect("a picked node is a member");
+                        assert_eq!(view.health, Health::Up);
+                        assert_eq!(view.address.role, *role);
+                        assert!(!view.load.draining);
+                        assert!(!exclude.contains(&choice.record.epoch));
+                        assert!(view.busy_until.is_none_or(|until| until <= world.now));
+                        assert!(*tokens <= choice.record.prompt_tokens_max);
+                        assert!(choice.cached_tokens < *tokens);
+                        self.log.push(format!("{} {}", choice.address, choice.cost));
+                        self.attempts.push(choice);
+                    }
+                    Err(refusal) => self.log.push(refusal.to_string()),
+                }
+            }
+            Event::Answered(which) => {
+                if let Some(choice) = pick_one(&self.attempts, *which) {
+                    world.directory.answered(choice.assignment);
+                }
+            }
+            Event::Busy(which, millis) => {
+                if let Some(choice) = pick_one(&self.attempts, *which).cloned() {
+                    let asked = millis.map(Duration::from_millis);
+                    world.directory.busy(world.now, choice.assignment, asked);
+                    self.attempts.retain(|other| other.assignment != choice.assignment);
+                }
+            }
+            Event::Release(which) => {
+                if let Some(choice) = pick_one(&self.attempts, *which).cloned() {
+                    world.directory.release(choice.assignment);
+                    // Twice does no harm.
+                    world.directory.release(choice.assignment);
+                    self.attempts.retain(|other| other.assignment != choice.assignment);
+                }
+            }
+            Event::Wait { millis } => world.advance(Duration::from_millis(*millis)),
+        }
+        self.check();
+    }
+
+    fn check(&self) {
+        let directory = &self.world.directory;
+        let all_settled = directory.nodes().all(|view| view.health == Health::Up);
+        assert!(all_settled || directory.next_deadline().is_some(), "nobody is given up silently");
+        for view in directory.nodes() {
+            let ours = self.attempts.iter().filter(|choice| {
+                choice.node == view.node
+                    && Some(choice.record.epoch) == view.record.map(|record| record.epoch)
+            });
+            assert!(view.in_flight <= ours.count(), "no attempt is counted that is over");
+        }
+        if self.attempts.is_empty() {
+            assert!(directory.nodes().all(|view| view.in_flight == 0));
+        }
+    }
+}
+
+fn pick_one(attempts: &[NodeChoice], which: usize) -> Option<&NodeChoice> {
+    (!attempts.is_empty()).then(|| &attempts[which % attempts.len()])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
+
+    /// The asserts of the directory, of the world and of each step hold; afterwards every listed node
+    /// that answers is up within one longest back-off, and every attempt can be released.
+    #[test]
+    fn any_history_keeps_the_invariants_and_recovers(history in prop::collection::vec(events(), 1..120)) {
+        let mut run = Run::new();
+        for event in &history {
+            run.step(event);
+        }
+        for node in 0..NODES {
+            run.step(&Event::Join(node));
+        }
+        let until = run.world.now + Duration::from_secs(5);
+        while run.world.now < until {
+            for node in 0..NODES {
+                let address = node_address(node);
+                if run.world.health_of(&address) != Some(Health::Up) && run.world.stream_of(&address).is_some() {
+                    run.step(&Event::Snapshot { node, process: 0, load: idle(), cached: vec![] });
+                }
+            }
+            run.step(&Event::Wait { millis: 50 });
+        }
+        for node in 0..NODES {
+            prop_assert_eq!(run.world.health_of(&node_address(node)), Some(Health::Up));
+        }
+        for choice in std::mem::take(&mut run.attempts) {
+            run.world.directory.release(choice.assignment);
+        }
+        run.check();
+    }
+
+    /// The same history gives the same choices: nothing depends on hash order or the clock.
+    #[test]
+    fn equal_histories_give_equal_choices(history in prop::collection::vec(events(), 1..80)) {
+        let (mut one, mut two) = (Run::new(), Run::new());
+        for event in &history {
+            one.step(event);
+            two.step(event);
+        }
+        prop_assert_eq!(one.log, two.log);
+    }
+}
+
+#[test]
+fn actions_do_not_depend_on_anything_but_seed_and_inputs() {
+    let run = |seed| {
+        let mut directory = Directory::new(seed);
+        let start = std::time::Instant::now();
+        let mut actions: Vec<Action> = Vec::new();
+        for node in 0..NODES {
+            let joined = MemberChange::Joined(node_address(node));
+            directory.handle(start, Input::Member(joined), &mut actions);
+        }
+        let mut waits = Vec::new();
+        let mut now = start;
+        for _ in 0..50 {
+            now = directory.next_deadline().unwrap();
+            waits.push(now - start);
+            directory.on_deadline(now, &mut actions);
+        }
+        assert!(now > start);
+        (actions, waits)
+    };
+    assert_eq!(run(3), run(3));
+    assert_ne!(run(3).1, run(4).1, "two routers do not probe in step");
+}

@@ -1,0 +1,191 @@
+//! Who is picked.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use crate::world::*;
+use cluster::{Load, ModelIdentity, NoNode, NodeRecord, Role, Wanted};
+
+fn three() -> World {
+    let mut world = World::new();
+    for number in 1..=3 {
+        world.up(&decode(number), &record(Role::Decode, number.into()), idle());
+    }
+    world
+}
+
+#[test]
+fn a_burst_spreads_evenly_before_any_load_is_reported() {
+    let mut world = three();
+    let mut picked = BTreeMap::new();
+    for _ in 0..30 {
+        let choice = world.pick(&wanted(Role::Decode, 100)).unwrap();
+        *picked.entry(choice.address).or_insert(0) += 1;
+    }
+    assert_eq!(picked.into_values().collect::<Vec<_>>(), [10, 10, 10]);
+}
+
+#[test]
+fn single_requests_to_idle_nodes_take_turns() {
+    let mut world = three();
+    let mut ports = Vec::new();
+    for _ in 0..6 {
+        let choice = world.pick(&wanted(Role::Decode, 100)).unwrap();
+        world.directory.release(choice.assignment);
+        ports.push(choice.address.grpc);
+    }
+    assert_eq!(ports[..3], ports[3..]);
+    ports.sort();
+    ports.dedup();
+    assert_eq!(ports.len(), 3);
+}
+
+#[test]
+fn long_prompts_in_the_queue_outweigh_many_short_ones() {
+    let mut world = World::new();
+    let (one, two) = (record(Role::Prefill, 1), record(Role::Prefill, 2));
+    let long = Load { waiting: 1, pending_prompt_tokens: 4000, ..idle() };
+    let short = Load { waiting: 4, running: 4, pending_prompt_tokens: 400, ..idle() };
+    world.up(&address(Role::Prefill, 1), &one, long);
+    world.up(&address(Role::Prefill, 2), &two, short);
+    assert_eq!(world.pick(&wanted(Role::Prefill, 100)).unwrap().record.epoch, two.epoch);
+}
+
+#[test]
+fn a_node_without_room_is_picked_last() {
+    let mut world = World::new();
+    let full = Load { blocks_held: 1000, ..Load::default() };
+    let busy = Load { running: 3, blocks_free: 800, blocks_held: 200, ..Load::default() };
+    world.up(&decode(1), &record(Role::Decode, 1), full);
+    world.up(&decode(2), &record(Role::Decode, 2), busy);
+    assert_eq!(world.pick(&wanted(Role::Decode, 160)).unwrap().record.epoch, epoch(2));
+}
+
+#[test]
+fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
+    let mut world = World::new();
+    let prefix: Vec<u128> = (1..=50).collect();
+    for number in 1..=2 {
+        let node = decode(number);
+        world.join(&node);
+        let cached = if number == 2 { &prefix[..] } else { &[] };
+        world.send(&node, snapshot(&record(Role::Decode, number.into()), idle(), cached));
+    }
+    let request = Wanted { prefix: &prefix, computes_prompt: true, ..wanted(Role::Decode, 805) };
+    let choice = world.pick(&request).unwrap();
+    assert_eq!((choice.record.epoch, choice.cached_tokens), (epoch(2), 800));
+    // A hit never covers the whole prompt: the last token is computed.
+    let whole = Wanted { tokens: 800, prompt_tokens: 800, ..request };
+    assert_eq!(world.pick(&whole).unwrap().cached_tokens, 799);
+    let loaded = Load { running: 40, ..idle() };
+    world.send(&decode(2), delta(1, Some(loaded), &[], &[]));
+    assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(1));
+    // What was evicted draws nobody.
+    world.send(&decode(2), delta(2, Some(idle()), &[], &prefix));
+    assert_eq!(world.directory.nodes().nth(1).unwrap().cached_blocks, 0);
+}
+
+#[test]
+fn an_attempt_is_counted_until_the_node_reports_it_and_not_twice() {
+    let mut world = World::new();
+    let (one, two) = (decode(1), decode(2));
+    world.up(&one, &record(Role::Decode, 1), idle());
+    world.up(&two, &record(Role::Decode, 2), idle());
+    let first = world.pick(&wanted(Role::Decode, 100)).unwrap();
+    assert_eq!(first.address, one);
+    // A report that was under way does not include the attempt.
+    world.send(&one, delta(1, Some(idle()), &[], &[]));
+    assert_eq!(world.pick(&wanted(Role::Decode, 100)).unwrap().address, two);
+    // A report after the node's answer does: its own figures count alone.
+    world.directory.answered(first.assignment);
+    world.send(&one, delta(2, Some(Load { running: 1, ..idle() }), &[], &[]));
+    let third = world.pick(&wanted(Role::Decode, 100)).unwrap();
+    assert_eq!((third.address, third.cost), (one.clone(), 64 + 7));
+    // So does any report that is late enough.
+    world.advance(Duration::from_millis(200));
+    world.send(&one, delta(3, Some(Load { running: 2, ..idle() }), &[], &[]));
+    world.send(&two, delta(1, Some(Load { running: 3, ..idle() }), &[], &[]));
+    let fourth = world.pick(&wanted(Role::Decode, 100)).unwrap();
+    assert_eq!((fourth.address, fourth.cost), (one, 2 * 64 + 7));
+}
+
+#[test]
+fn a_busy_node_is_left_alone_for_as_long_as_it_asks() {
+    let mut world = World::new();
+    world.up(&decode(1), &record(Role::Decode, 1), idle());
+    let choice = world.pick(&wanted(Role::Decode, 8)).unwrap();
+    world.directory.busy(world.now, choice.assignment, Some(Duration::from_millis(400)));
+    let refusal = world.pick(&wanted(Role::Decode, 8)).unwrap_err();
+    assert_eq!(refusal.retry_after(), Some(Duration::from_millis(400)));
+    world.advance(Duration::from_millis(400));
+    assert!(world.pick(&wanted(Role::Decode, 8)).is_ok());
+}
+
+#[test]
+fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
+    let mut world = World::new();
+    world.up(&decode(1), &record(Role::Decode, 1), idle());
+    let mut pauses = Vec::new();
+    for _ in 0..12 {
+        let choice = world.pick(&wanted(Role::Decode, 8)).unwrap();
+        world.directory.busy(world.now, choice.assignment, None);
+        let NoNode::Busy { retry_after, .. } = world.pick(&wanted(Role::Decode, 8)).unwrap_err()
+        else {
+            panic!("the only node is busy")
+        };
+        pauses.push(retry_after);
+        world.advance(retry_after);
+    }
+    assert!(pauses[0] <= Duration::from_millis(50) && pauses[11] >= Duration::from_secs(1));
+    assert!(pauses.iter().all(|pause| *pause <= Duration::from_secs(2)), "{pauses:?}");
+    // One success ends it.
+    let choice = world.pick(&wanted(Role::Decode, 8)).unwrap();
+    world.directory.answered(choice.assignment);
+    let next = world.pick(&wanted(Role::Decode, 8)).unwrap();
+    world.directory.busy(world.now, next.assignment, None);
+    let refusal = world.pick(&wanted(Role::Decode, 8)).unwrap_err();
+    assert!(refusal.retry_after().unwrap() <= Duration::from_millis(50));
+}
+
+#[test]
+fn only_equals_are_paired() {
+    let mut world = World::new();
+    let odd = record(Role::Prefill, 1);
+    let identity = ModelIdentity { weight_version: 9, ..odd.identity.clone() };
+    world.up(&address(Role::Prefill, 1), &odd, idle());
+    let request = Wanted { identity: Some(&identity), ..wanted(Role::Prefill, 8) };
+    assert!(matches!(world.pick(&request), Err(NoNode::NoneFits { .. })));
+    let even = NodeRecord { identity: identity.clone(), ..record(Role::Prefill, 2) };
+    let loaded = Load { pending_prompt_tokens: 100_000, ..idle() };
+    world.up(&address(Role::Prefill, 2), &even, loaded);
+    assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(2));
+}
+
+#[test]
+fn a_refusal_names_the_reason_of_the_node_that_came_nearest() {
+    let mut world = World::new();
+    let request = wanted(Role::Decode, 1500);
+    assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneListed { role: Role::Decode });
+    world.join(&decode(1));
+    assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneUp { role: Role::Decode, listed: 1 });
+    let small = NodeRecord { prompt_tokens_max: 512, ..record(Role::Decode, 1) };
+    world.send(&decode(1), snapshot(&small, idle(), &[]));
+    let smaller = NodeRecord { prompt_tokens_max: 100, ..record(Role::Decode, 2) };
+    world.up(&decode(2), &smaller, idle());
+    let too_long = NoNode::TooLong { role: Role::Decode, tokens: 1500, tokens_max: 512 };
+    assert_eq!(world.pick(&request).unwrap_err(), too_long);
+    world.up(&decode(3), &record(Role::Decode, 3), idle());
+    let exclude = [epoch(3)];
+    let tried = Wanted { exclude: &exclude, ..request };
+    assert_eq!(world.pick(&tried).unwrap_err(), NoNode::Excluded { role: Role::Decode });
+    assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(3));
+}
+
+#[test]
+fn a_retry_may_be_longer_than_a_prompt_but_not_than_a_sequence() {
+    let mut world = World::new();
+    world.up(&decode(1), &record(Role::Decode, 1), idle());
+    let grown = Wanted { tokens: 2040, ..wanted(Role::Decode, 2000) };
+    assert!(world.pick(&grown).is_ok());
+    let full = Wanted { tokens: 2048, ..grown };
+    assert!(matches!(world.pick(&full), Err(NoNode::TooLong { tokens_max: 2047, .. })));
+}

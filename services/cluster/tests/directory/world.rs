@@ -1,0 +1,186 @@
+//! A directory with its clock, and nodes that answer it.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use cluster::{
+    Action, Directory, Epoch, Health, Input, Load, MemberChange, ModelIdentity, NoNode,
+    NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Role, StreamId, Wanted,
+};
+use proto::v1;
+
+pub struct World {
+    pub directory: Directory,
+    pub now: Instant,
+    /// Streams that the directory wants open, by id.
+    pub open: BTreeMap<StreamId, NodeAddress>,
+    pub health: Vec<(NodeKey, Health, Health)>,
+    pub forgotten: Vec<NodeAddress>,
+}
+
+impl World {
+    pub fn new() -> Self {
+        Self {
+            directory: Directory::new(1),
+            now: Instant::now(),
+            open: BTreeMap::new(),
+            health: Vec::new(),
+            forgotten: Vec::new(),
+        }
+    }
+
+    pub fn input(&mut self, input: Input) {
+        let mut actions = Vec::new();
+        self.directory.handle(self.now, input, &mut actions);
+        self.act(actions);
+    }
+
+    pub fn advance(&mut self, by: Duration) {
+        let until = self.now + by;
+        while let Some(deadline) = self.directory.next_deadline().filter(|next| *next <= until) {
+            self.now = self.now.max(deadline);
+            let mut actions = Vec::new();
+            self.directory.on_deadline(self.now, &mut actions);
+            self.act(actions);
+            let next = self.directory.next_deadline();
+            assert!(next.is_none_or(|next| next > deadline), "a deadline was handled");
+        }
+        self.now = until;
+    }
+
+    fn act(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Observe { stream, address, .. } => {
+                    assert!(!self.open.values().any(|open| *open == address), "one stream a node");
+                    assert!(self.open.insert(stream, address).is_none(), "stream ids are new");
+                }
+                Action::StopObserving { stream } => {
+                    assert!(self.open.remove(&stream).is_some(), "only open streams are dropped");
+                }
+                Action::HealthChanged { node, from, to, .. } => {
+                    assert_ne!(from, to);
+                    self.health.push((node, from, to));
+                }
+                Action::Forgotten { address, .. } => self.forgotten.push(address),
+            }
+        }
+    }
+
+    pub fn join(&mut self, address: &NodeAddress) {
+        self.input(Input::Member(MemberChange::Joined(address.clone())));
+    }
+
+    pub fn leave(&mut self, address: &NodeAddress) {
+        self.input(Input::Member(MemberChange::Left(address.clone())));
+    }
+
+    pub fn stream_of(&self, address: &NodeAddress) -> Option<StreamId> {
+        self.open.iter().find(|(_, open)| *open == address).map(|(stream, _)| *stream)
+    }
+
+    pub fn send(&mut self, address: &NodeAddress, event: v1::ObserveEvent) {
+        let stream = self.stream_of(address).expect("the node is being observed");
+        self.input(Input::Observed { stream, event });
+    }
+
+    /// The transport ends the stream.
+    pub fn end_stream(&mut self, address: &NodeAddress) {
+        let stream = self.stream_of(address).expect("the node is being observed");
+        self.open.remove(&stream);
+        self.input(Input::StreamEnded { stream, reason: "connection refused".into() });
+    }
+
+    /// Joins and answers.
+    pub fn up(&mut self, address: &NodeAddress, record: &NodeRecord, load: Load) {
+        self.join(address);
+        self.send(address, snapshot(record, load, &[]));
+    }
+
+    pub fn health_of(&self, address: &NodeAddress) -> Option<Health> {
+        self.directory.nodes().find(|view| view.address == address).map(|view| view.health)
+    }
+
+    pub fn pick(&mut self, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
+        self.directory.pick(self.now, wanted)
+    }
+}
+
+pub fn address(role: Role, port: u16) -> NodeAddress {
+    NodeAddress { role, grpc: format!("http://127.0.0.1:{port}") }
+}
+
+pub fn decode(port: u16) -> NodeAddress {
+    address(Role::Decode, port)
+}
+
+pub fn epoch(number: u128) -> Epoch {
+    Epoch::from_bytes(&number.to_be_bytes()).unwrap()
+}
+
+pub fn record(role: Role, number: u128) -> NodeRecord {
+    NodeRecord {
+        node_id: NodeId::parse(&format!("{role}-{number}")).unwrap(),
+        epoch: epoch(number),
+        role,
+        notice_endpoint: "tcp://127.0.0.1:7000".into(),
+        model: "smollm2".into(),
+        identity: ModelIdentity {
+            model_fingerprint: 5,
+            weight_version: 1,
+            kv_layout: "block".into(),
+            block_size: 16,
+            dtype: "f32".into(),
+            tp: 1,
+            protocol_min: 1,
+            protocol_max: 1,
+        },
+        prompt_tokens_max: 2000,
+        sequence_tokens_max: 2048,
+        block_count: 1000,
+        vocabulary_size: 100,
+    }
+}
+
+pub fn idle() -> Load {
+    Load { blocks_free: 1000, ..Load::default() }
+}
+
+pub fn snapshot(record: &NodeRecord, load: Load, cached: &[u128]) -> v1::ObserveEvent {
+    let cached_blocks = cached.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect();
+    let snapshot =
+        v1::NodeSnapshot { record: Some(record.into()), load: Some((&load).into()), cached_blocks };
+    v1::ObserveEvent { sequence: 0, event: Some(v1::observe_event::Event::Snapshot(snapshot)) }
+}
+
+pub fn delta(
+    sequence: u64,
+    load: Option<Load>,
+    cached: &[u128],
+    evicted: &[u128],
+) -> v1::ObserveEvent {
+    let bytes = |hashes: &[u128]| {
+        hashes.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect::<Vec<_>>()
+    };
+    let delta = v1::NodeDelta {
+        load: load.as_ref().map(Into::into),
+        cached: bytes(cached),
+        evicted: bytes(evicted),
+    };
+    v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
+}
+
+pub fn wanted(role: Role, tokens: u32) -> Wanted<'static> {
+    Wanted {
+        role,
+        prompt_tokens: tokens,
+        tokens,
+        new_tokens_max: 16,
+        computes_prompt: role == Role::Prefill,
+        prefix: &[],
+        identity: None,
+        exclude: &[],
+    }
+}
