@@ -5,9 +5,14 @@
 //! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running; blocks whose
 //!   KV is written leave through [`Action::KvWritten`]; token 0 ends it. Its blocks stay held by the
 //!   outgoing transfer until [`Input::TransferEnded`].
-//! * `Receive` (decode node): blocks are reserved at once and leave through [`Action::Reserve`];
-//!   after [`Input::KvArrived`] they belong to the sequence, which decodes from index + 1 on. After
-//!   [`Input::TransferEnded`] without arrival it has failed and its blocks are free.
+//! * `Receive` (decode node): blocks are reserved as soon as there is room and leave through
+//!   [`Action::Reserve`]; after [`Input::KvArrived`] they belong to the sequence, which decodes from
+//!   index + 1 on. After [`Input::TransferEnded`] without arrival it has failed and its blocks are
+//!   free. When less than one block is not cached it is *alone*: a `Compute` from then on.
+//!
+//! A transfer may outlive its sequence. The scheduler knows one for every accepted `Send`, and for
+//! a `Receive` from [`Action::Reserve`] on; each needs exactly one end: [`Input::KvArrived`] or
+//! [`Input::TransferEnded`].
 
 use std::time::Instant;
 
@@ -48,34 +53,50 @@ pub struct NewSequence {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Input {
     Arrived(NewSequence),
-    /// The router left, or the node stops. No further action names the sequence, except that a
-    /// transfer still owns its blocks until `TransferEnded`.
-    Abort { id: SequenceId },
+    /// The router left, or the node stops. At most one `AbortTransfer` names the sequence any more;
+    /// its transfer still owns its blocks until `TransferEnded`.
+    Abort {
+        id: SequenceId,
+    },
     /// `Send`: the receiver's reservation is here; blocks before `first_block` are not wanted.
-    TransferReady { id: SequenceId, first_block: u32 },
+    TransferReady {
+        id: SequenceId,
+        first_block: u32,
+    },
     /// `Receive`: every reserved block is written; `token` has index `first_index`.
-    KvArrived { id: SequenceId, first_index: u32, token: SampledToken },
+    KvArrived {
+        id: SequenceId,
+        first_index: u32,
+        token: SampledToken,
+    },
     /// `Send`: nothing of it is in flight any more, delivered or not. `Receive`: failed, and no
     /// write can land any more.
-    TransferEnded { id: SequenceId, delivered: bool },
+    TransferEnded {
+        id: SequenceId,
+        delivered: bool,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// `Receive`, `Compute`: blocks are reserved (or will be found); token 0 may be shown.
+    /// `Receive`, `Compute`: there is room for it; token 0 may be shown. Once. `cached_tokens` of the
+    /// prompt were in the prefix cache; `alone`: no prefill peer is needed.
     Admitted { id: SequenceId, cached_tokens: u32, alone: bool },
     /// `Receive`: ask the prefill peer for the prompt's blocks from `first_block` on.
     Reserve { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
-    /// `Send`: the KV of the prompt's blocks from `first_block` on is written and held.
+    /// `Send`: the KV of the prompt's blocks from `first_block` on is written, held and pinned. Each
+    /// block once, in order, without gaps.
     KvWritten { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
     /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first.
     Tokens { id: SequenceId, first_index: u32, tokens: Vec<SampledToken>, cached_tokens: u32 },
-    /// The last action of a sequence that completed. For `Send`: token 0 is sampled; `reason` is
-    /// set when it also ends the request, and then nothing is to be delivered.
+    /// The last action of a sequence that completed. For `Send`: token 0 is sampled and everything
+    /// is handed over; or `reason` is set, because token 0 also ends the request: then nothing is to
+    /// be delivered, and `AbortTransfer` came before.
     Finished { id: SequenceId, reason: Option<FinishReason> },
-    /// The last action of a sequence that did not complete.
+    /// The last action of a sequence that did not complete; `AbortTransfer` came before where a
+    /// transfer is under way. `Duplicate` speaks of the newcomer alone: the known one goes on.
     Failed { id: SequenceId, failure: SequenceFailure },
-    /// The transfer of this sequence is no longer wanted; `TransferEnded` is awaited.
+    /// The transfer of this sequence is no longer wanted; its end is awaited. Once a transfer.
     AbortTransfer { id: SequenceId, reason: String },
 }
 
@@ -101,6 +122,9 @@ pub enum SequenceFailure {
     TransferFailed,
     #[error("the deadline passed")]
     Deadline,
+    /// This node computed nonsense for this sequence. Another node may do.
+    #[error("internal: {reason}")]
+    Internal { reason: String },
 }
 
 /// A change of the prefix cache's contents, for routers.
@@ -117,9 +141,11 @@ pub struct BlockHash(pub u128);
 /// How busy the node is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
+    /// Sequences in the batch.
     pub running: u32,
+    /// Sequences that are known and not in the batch, whatever they wait for.
     pub waiting: u32,
-    /// Prompt tokens of known sequences that are not computed yet.
+    /// Given tokens of known sequences that this node has yet to compute.
     pub pending_prompt_tokens: u64,
     pub blocks_free: u32,
     pub blocks_cached: u32,

@@ -1,6 +1,12 @@
 //! The seam between deciding and computing.
 
-use std::time::Duration;
+pub mod batch;
+pub mod cpu;
+pub mod sim;
+
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
 
 use crate::plan::{StepPlan, StepResult};
 
@@ -9,10 +15,21 @@ pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError>;
 
-    /// The oldest step's result; `None` when it is not there within `timeout`.
+    /// The oldest step's result; `None` when it is not there within `timeout`, or when a
+    /// [`CollectWaker`] ended the wait.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError>;
 
     fn limits(&self) -> ExecutorLimits;
+
+    /// The clock that its steps run by.
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    /// Ends a blocked `collect` from another thread. Without effect where `collect` never blocks.
+    fn waker(&self) -> CollectWaker {
+        CollectWaker::default()
+    }
 }
 
 /// What the scheduler must stay within.
@@ -28,6 +45,8 @@ pub struct ExecutorLimits {
     pub blocks: u32,
     /// Steps that may be in flight.
     pub depth: u32,
+    /// Token ids are below it.
+    pub vocabulary: u32,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -38,4 +57,27 @@ pub enum ExecutorError {
     /// A plan contradicts what the executor holds. A defect, never a request's fault.
     #[error("step {step_id} does not fit the executor's state: {reason}")]
     BadPlan { step_id: u64, reason: String },
+}
+
+/// Makes a `collect` that waits for a result, or the next one, return early. Whoever puts work into
+/// the engine thread's inbox wakes it, so that a newcomer does not wait for the running step.
+#[derive(Clone, Debug, Default)]
+pub struct CollectWaker {
+    /// Holds at most one wake-up.
+    wake: Option<Sender<()>>,
+}
+
+impl CollectWaker {
+    /// A waker and what `collect` listens on.
+    pub fn new() -> (Self, Receiver<()>) {
+        let (wake, woken) = bounded(1);
+        (Self { wake: Some(wake) }, woken)
+    }
+
+    pub fn wake(&self) {
+        if let Some(wake) = &self.wake {
+            // Full: a wake-up is pending already. Closed: nobody collects any more.
+            let _ = wake.try_send(());
+        }
+    }
 }

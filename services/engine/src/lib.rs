@@ -1,6 +1,26 @@
-//! Scheduler, block pool, prefix cache, frames, executors and the step loop.
+//! Turns requests at one node into steps of one device.
+//!
+//! The core is pure, inputs and `now` in, actions and plans out: [`scheduler`] decides,
+//! [`block_pool`] and [`prefix_cache`] keep the books of the KV blocks, [`frames`] those of the steps
+//! in flight. Around it: [`executor`] is the seam to the device with its implementations, and
+//! [`step_loop`] drives both. What crosses the seams is in [`event`] (node and scheduler) and
+//! [`plan`] (scheduler and executor).
+//!
+//! Left out: models and arithmetic (crates `model` and `kernels`), moving KV between nodes (crate
+//! `kv-transfer`), text of any kind: a node knows token ids only.
 #![forbid(unsafe_code)]
 
-pub mod executor;
-pub mod plan;
+pub mod block_pool;
 pub mod event;
+pub mod executor;
+pub mod frames;
+mod kv_blocks;
+pub mod plan;
+pub mod prefix_cache;
+pub mod scheduler;
+pub mod step_loop;
+
+pub use block_pool::BlockCounts;
+pub use prefix_cache::{CacheSeeds, HashChain};
+pub use scheduler::{Scheduler, SchedulerConfig, SchedulerConfigError};
+pub use step_loop::{StepLoop, StepRecord, Turn};

@@ -74,6 +74,19 @@ pub struct StepResult {
 pub struct RowResult {
     pub slot: Slot,
     pub generation: Generation,
-    /// 0 when the row did not sample, else 1..k.
+    /// 0 when the row did not sample or failed, else 1..k.
     pub tokens: Vec<SampledToken>,
+    /// No token could be chosen. Every later row of the same occupant fails likewise.
+    pub failure: Option<RowFailure>,
+}
+
+/// Why a row has no next token. Concerns its sequence alone.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RowFailure {
+    /// The sampling parameters allow none.
+    #[error("no token can be chosen: {reason}")]
+    Sampling { reason: String },
+    /// The model computed something that is no number.
+    #[error("the forward pass failed: {reason}")]
+    Logits { reason: String },
 }

@@ -1,0 +1,277 @@
+//! The executor that runs everywhere: the forward pass on threads of this process.
+//!
+//! One named thread owns model, backend and batch. Plans go to it and results come back through
+//! bounded channels, so `launch` never waits and the scheduler works while a step computes. The
+//! thread ends when the plans' channel closes; dropping the executor closes it and joins.
+
+use std::{
+    any::Any,
+    io,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, RecvError, Sender, TrySendError, bounded, select};
+use kernels::{
+    KvArena, KvLayout,
+    cpu::{CpuBackend, CpuStep, SampleError, SampleRow, StepSequence},
+};
+use model::{Checkpoint, Limits, Llama, LoadProgress, ModelError};
+
+use super::{
+    CollectWaker, Executor, ExecutorError, ExecutorLimits,
+    batch::{Batch, ScheduledRow},
+};
+use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
+
+/// Why a CPU executor cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum CpuExecutorError {
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error("the arena's blocks are {found}, the model's KV is {wanted}")]
+    Layout { found: KvLayout, wanted: KvLayout },
+    #[error("limits.{field} is {value}, the {of} has {wanted}")]
+    Limit { field: &'static str, value: u32, of: &'static str, wanted: usize },
+    #[error("cannot start the engine's compute thread: {0}")]
+    Spawn(#[from] io::Error),
+}
+
+type Answer = Result<StepResult, ExecutorError>;
+
+#[derive(Debug)]
+pub struct CpuExecutor {
+    limits: ExecutorLimits,
+    /// `None` once the thread was told to end.
+    plans: Option<Sender<StepPlan>>,
+    results: Receiver<Answer>,
+    waker: CollectWaker,
+    woken: Receiver<()>,
+    /// `None` once it was joined.
+    thread: Option<JoinHandle<()>>,
+}
+
+impl CpuExecutor {
+    /// Packs the model's weights and starts the thread. KV is computed into `arena`, which the
+    /// transfers share.
+    ///
+    /// # Errors
+    /// When a weight cannot be read, or arena and limits do not fit the model.
+    pub fn start(
+        checkpoint: &Checkpoint,
+        backend: CpuBackend,
+        arena: Arc<KvArena>,
+        limits: ExecutorLimits,
+    ) -> Result<Self, CpuExecutorError> {
+        Self::start_with_progress(checkpoint, backend, arena, limits, &mut |_| {})
+    }
+
+    /// As [`Self::start`]; `progress` is told after every matrix.
+    pub fn start_with_progress(
+        checkpoint: &Checkpoint,
+        backend: CpuBackend,
+        arena: Arc<KvArena>,
+        limits: ExecutorLimits,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, CpuExecutorError> {
+        check(checkpoint, &backend, &arena, limits)?;
+        let largest_step =
+            Limits { rows_max: limits.step_tokens as usize, sampled_max: limits.slots as usize };
+        let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
+        let runner = Runner { model, backend, arena, batch: Batch::new(limits) };
+        // Room for every step in flight on both ways: neither side ever waits to send.
+        let (plans, planned) = bounded(limits.depth as usize);
+        let (answers, results) = bounded(limits.depth as usize);
+        let thread = thread::Builder::new()
+            .name("baton-engine-cpu".to_owned())
+            .spawn(move || runner.run(&planned, &answers))?;
+        let (waker, woken) = CollectWaker::new();
+        Ok(Self { limits, plans: Some(plans), results, waker, woken, thread: Some(thread) })
+    }
+
+    /// The thread is gone; says why.
+    fn stopped(&mut self) -> ExecutorError {
+        let reason = match self.thread.take().map(JoinHandle::join) {
+            Some(Err(panic)) => panic_message(panic.as_ref()),
+            Some(Ok(())) | None => "its thread ended".to_owned(),
+        };
+        ExecutorError::Stopped { reason }
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        let sent = self.plans.as_ref().map(|plans| plans.try_send(plan));
+        match sent {
+            Some(Ok(())) => Ok(()),
+            Some(Err(TrySendError::Full(plan))) => Err(ExecutorError::BadPlan {
+                step_id: plan.step_id,
+                reason: format!("{} steps are in flight already", self.limits.depth),
+            }),
+            Some(Err(TrySendError::Disconnected(_))) | None => {
+                // An error of an earlier step says more than the silence.
+                match self.results.try_recv() {
+                    Ok(Err(error)) => Err(error),
+                    Ok(Ok(_)) | Err(_) => Err(self.stopped()),
+                }
+            }
+        }
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        let answer = match self.results.try_recv() {
+            Ok(answer) => Ok(answer),
+            Err(_) => select! {
+                recv(self.results) -> answer => answer,
+                recv(self.woken) -> _ => return Ok(None),
+                default(timeout) => return Ok(None),
+            },
+        };
+        match answer {
+            Ok(answer) => answer.map(Some),
+            Err(RecvError) => Err(self.stopped()),
+        }
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        self.limits
+    }
+
+    fn waker(&self) -> CollectWaker {
+        self.waker.clone()
+    }
+}
+
+impl Drop for CpuExecutor {
+    fn drop(&mut self) {
+        self.plans = None;
+        if let Some(thread) = self.thread.take()
+            && let Err(panic) = thread.join()
+        {
+            tracing::error!(reason = panic_message(panic.as_ref()), "the compute thread panicked");
+        }
+    }
+}
+
+/// What the thread owns.
+struct Runner {
+    model: Llama<CpuBackend>,
+    backend: CpuBackend,
+    arena: Arc<KvArena>,
+    batch: Batch,
+}
+
+impl Runner {
+    /// Until the plans' channel closes, or a step fails.
+    fn run(mut self, plans: &Receiver<StepPlan>, answers: &Sender<Answer>) {
+        for plan in plans {
+            let answer = self.step(&plan);
+            let failed = answer.is_err();
+            // Closed when the executor is being dropped: nobody wants it any more.
+            if answers.send(answer).is_err() || failed {
+                break;
+            }
+        }
+    }
+
+    fn step(&mut self, plan: &StepPlan) -> Answer {
+        let started = Instant::now();
+        let scheduled = self.batch.apply(plan)?;
+        let sequences: Vec<_> = scheduled
+            .iter()
+            .filter(|row| row.token_count > 0)
+            .map(|row| step_sequence(&self.batch, row))
+            .collect();
+        let mut step = CpuStep::new(&self.arena, &sequences).map_err(|error| {
+            ExecutorError::BadPlan { step_id: plan.step_id, reason: error.to_string() }
+        })?;
+        let rows = if sequences.is_empty() {
+            scheduled.iter().map(|row| self.batch.unsampled(row)).collect()
+        } else {
+            self.forward(&mut step, &scheduled)
+        };
+        // The blocks' borrows end before anyone hears that their KV is written.
+        drop(step);
+        Ok(StepResult { step_id: plan.step_id, rows, busy: started.elapsed() })
+    }
+
+    fn forward(&mut self, step: &mut CpuStep, scheduled: &[ScheduledRow]) -> Vec<RowResult> {
+        let logits = self.model.forward(&mut self.backend, step);
+        let batch = &self.batch;
+        let sampled: Vec<_> = scheduled
+            .iter()
+            .filter(|row| row.samples)
+            .map(|row| {
+                let row = batch.row(row.slot);
+                let prompt_len = row.prompt_len;
+                SampleRow { sampling: &row.sampling, tokens: &row.tokens, prompt_len }
+            })
+            .collect();
+        let mut tokens = self.backend.sample(logits, &sampled).into_iter();
+        let mut results = Vec::with_capacity(scheduled.len());
+        for row in scheduled {
+            results.push(if row.samples {
+                let token = tokens.next().expect("one answer for every sampled row");
+                self.batch.sampled(row, token.map_err(row_failure))
+            } else {
+                self.batch.unsampled(row)
+            });
+        }
+        results
+    }
+}
+
+fn step_sequence<'a>(batch: &'a Batch, scheduled: &ScheduledRow) -> StepSequence<'a> {
+    let row = batch.row(scheduled.slot);
+    StepSequence {
+        first_position: scheduled.start as u32,
+        tokens: &row.tokens[scheduled.start..scheduled.end()],
+        blocks: &row.blocks,
+        sampled_rows: u32::from(scheduled.samples),
+    }
+}
+
+fn row_failure(error: SampleError) -> RowFailure {
+    let reason = error.to_string();
+    match error {
+        SampleError::BadLogit { .. } => RowFailure::Logits { reason },
+        SampleError::BadSampling { .. } | SampleError::NoCandidate { .. } => {
+            RowFailure::Sampling { reason }
+        }
+    }
+}
+
+fn check(
+    checkpoint: &Checkpoint,
+    backend: &CpuBackend,
+    arena: &KvArena,
+    limits: ExecutorLimits,
+) -> Result<(), CpuExecutorError> {
+    let config = checkpoint.config();
+    let (found, wanted) = (arena.layout(), config.kv_layout(backend.dtype()));
+    if found != wanted {
+        return Err(CpuExecutorError::Layout { found, wanted });
+    }
+    let equal = [
+        ("blocks", limits.blocks, "arena", arena.block_count() as usize),
+        ("vocabulary", limits.vocabulary, "model", config.vocab_size),
+    ];
+    for (field, value, of, wanted) in equal {
+        if value as usize != wanted {
+            return Err(CpuExecutorError::Limit { field, value, of, wanted });
+        }
+    }
+    let (value, wanted) = (limits.sequence_tokens, config.context_tokens);
+    if value as usize > wanted {
+        let (field, of) = ("sequence_tokens", "model's context");
+        return Err(CpuExecutorError::Limit { field, value, of, wanted });
+    }
+    Ok(())
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "it panicked".to_owned())
+}

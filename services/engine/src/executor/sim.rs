@@ -1,0 +1,290 @@
+//! An executor without arithmetic, in virtual time.
+//!
+//! The "KV" of a position is a fingerprint of all tokens up to it, and the next token is a hash of
+//! the last fingerprint. So a step that reads a block which was not written, was written by someone
+//! else or was reused too early is found at once, and output is comparable token by token across
+//! chunking, preemption, recompute and transfer. A step is carried out only when it is collected,
+//! as late as a device might.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use kernels::{
+    BLOCK_TOKENS, BlockId,
+    sampling::{SampledToken, Sampling},
+};
+
+use super::{
+    Executor, ExecutorError, ExecutorLimits,
+    batch::{Batch, ScheduledRow},
+};
+use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
+
+/// What a step costs in virtual time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CostModel {
+    /// Any step: launches, weights read once.
+    pub step: Duration,
+    /// Each token of the step.
+    pub token: Duration,
+    /// Each token of KV that a row attends to.
+    pub context_token: Duration,
+}
+
+impl Default for CostModel {
+    /// Roughly a small model on a small machine.
+    fn default() -> Self {
+        Self {
+            step: Duration::from_millis(5),
+            token: Duration::from_micros(500),
+            context_token: Duration::from_nanos(200),
+        }
+    }
+}
+
+/// The simulated contents of one block.
+pub type SimBlock = [u64; BLOCK_TOKENS];
+
+/// The simulated KV memory of one node; clones share it. Unwritten positions are 0.
+#[derive(Clone, Debug)]
+pub struct SimArena {
+    blocks: Arc<Mutex<Vec<SimBlock>>>,
+}
+
+impl SimArena {
+    pub fn new(block_count: u32) -> Self {
+        Self { blocks: Arc::new(Mutex::new(vec![[0; BLOCK_TOKENS]; block_count as usize])) }
+    }
+
+    pub fn read(&self, block: BlockId) -> SimBlock {
+        self.lock()[block.index()]
+    }
+
+    pub fn write(&self, block: BlockId, contents: SimBlock) {
+        self.lock()[block.index()] = contents;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<SimBlock>> {
+        // Plain numbers: a panic elsewhere leaves nothing half done.
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The KV of every position of `tokens`.
+pub fn fingerprints(tokens: &[u32]) -> Vec<u64> {
+    let mut all = Vec::with_capacity(tokens.len());
+    extend_fingerprints(&mut all, tokens);
+    all
+}
+
+/// The token that follows `tokens`; `None` when every token is masked.
+pub fn next_token(
+    tokens: &[u32],
+    prompt_len: usize,
+    sampling: &Sampling,
+    vocabulary: u32,
+) -> Option<u32> {
+    let last = fingerprints(tokens).last().copied().unwrap_or(0);
+    choose(last, tokens.len() - prompt_len, sampling, vocabulary)
+}
+
+fn extend_fingerprints(all: &mut Vec<u64>, tokens: &[u32]) {
+    let mut last = all.last().copied().unwrap_or(0x9e37_79b9_7f4a_7c15);
+    for &token in &tokens[all.len()..] {
+        // Never 0, which means "not written".
+        last = mix(last ^ u64::from(token).wrapping_add(1)) | 1;
+        all.push(last);
+    }
+}
+
+/// By hash; with a seed where the temperature is above 0; stop tokens as `min_tokens` has it.
+fn choose(last: u64, output_len: usize, sampling: &Sampling, vocabulary: u32) -> Option<u32> {
+    let seed = if sampling.temperature > 0.0 { sampling.seed } else { 0 };
+    let first = (mix(last ^ mix(seed)) % u64::from(vocabulary)) as u32;
+    let masked = output_len < sampling.min_tokens as usize;
+    let allowed = |token: &u32| !masked || !sampling.stop_token_ids.contains(token);
+    (first..vocabulary).chain(0..first).find(allowed)
+}
+
+/// SplitMix64's finaliser.
+fn mix(mut value: u64) -> u64 {
+    value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+#[derive(Debug)]
+pub struct SimExecutor {
+    limits: ExecutorLimits,
+    cost: CostModel,
+    batch: Batch,
+    /// Fingerprints of each slot's tokens.
+    histories: Vec<Vec<u64>>,
+    arena: SimArena,
+    launched: VecDeque<(Instant, StepPlan)>,
+    /// The oldest step, carried out but not due yet.
+    carried_out: Option<(Instant, StepResult)>,
+    now: Instant,
+    idle_from: Instant,
+}
+
+impl SimExecutor {
+    /// Virtual time begins at `start`.
+    pub fn new(limits: ExecutorLimits, cost: CostModel, start: Instant) -> Self {
+        Self {
+            limits,
+            cost,
+            batch: Batch::new(limits),
+            histories: vec![Vec::new(); limits.slots as usize],
+            arena: SimArena::new(limits.blocks),
+            launched: VecDeque::new(),
+            carried_out: None,
+            now: start,
+            idle_from: start,
+        }
+    }
+
+    /// The KV memory, for whoever plays the transfer.
+    pub fn arena(&self) -> SimArena {
+        self.arena.clone()
+    }
+
+    /// Lets virtual time pass.
+    pub fn advance(&mut self, time: Duration) {
+        self.now += time;
+    }
+
+    fn carry_out(&mut self, plan: &StepPlan) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
+        let scheduled = self.batch.apply(plan)?;
+        for admitted in &plan.admitted {
+            self.histories[admitted.slot.0 as usize] = fingerprints(&admitted.tokens);
+        }
+        let bad = |reason| ExecutorError::BadPlan { step_id: plan.step_id, reason };
+        self.check_writes(&scheduled).map_err(bad)?;
+        let mut cost = self.cost.step;
+        let mut results = Vec::with_capacity(scheduled.len());
+        for row in &scheduled {
+            self.check_reads(row).map_err(bad)?;
+            self.write_kv(row);
+            cost += self.cost.token * row.token_count as u32;
+            cost += self.cost.context_token * row.end() as u32;
+            results.push(if row.samples { self.sample(row) } else { self.batch.unsampled(row) });
+        }
+        Ok((cost, results))
+    }
+
+    /// A block that a row writes is in no other row's table.
+    fn check_writes(&self, scheduled: &[ScheduledRow]) -> Result<(), String> {
+        let mut writers = HashMap::new();
+        for row in scheduled {
+            let table = &self.batch.row(row.slot).blocks;
+            for &block in &table[row.start / BLOCK_TOKENS..row.end().div_ceil(BLOCK_TOKENS)] {
+                if writers.insert(block, row.slot).is_some() {
+                    return Err(format!("block {} is written twice in one step", block.0));
+                }
+            }
+        }
+        for (slot, row) in self.batch.rows() {
+            for block in &row.blocks {
+                if writers.get(block).is_some_and(|&writer| writer != slot) {
+                    return Err(format!(
+                        "block {} is written while slot {} has it in its table",
+                        block.0, slot.0
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every position before the row's own holds the KV of the row's own tokens.
+    fn check_reads(&self, row: &ScheduledRow) -> Result<(), String> {
+        let table = &self.batch.row(row.slot).blocks;
+        let history = &self.histories[row.slot.0 as usize];
+        let arena = self.arena.lock();
+        for (position, &expected) in history.iter().enumerate().take(row.start) {
+            let block = table[position / BLOCK_TOKENS];
+            let found = arena[block.index()][position % BLOCK_TOKENS];
+            if found != expected {
+                return Err(format!(
+                    "slot {} reads position {position} from block {}, which holds {}",
+                    row.slot.0,
+                    block.0,
+                    if found == 0 { "nothing" } else { "the KV of other tokens" }
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn write_kv(&self, row: &ScheduledRow) {
+        let table = &self.batch.row(row.slot).blocks;
+        let history = &self.histories[row.slot.0 as usize];
+        let mut arena = self.arena.lock();
+        for position in row.start..row.end() {
+            let block = table[position / BLOCK_TOKENS];
+            arena[block.index()][position % BLOCK_TOKENS] = history[position];
+        }
+    }
+
+    fn sample(&mut self, scheduled: &ScheduledRow) -> RowResult {
+        let history = &mut self.histories[scheduled.slot.0 as usize];
+        let row = self.batch.row(scheduled.slot);
+        let last = history.last().copied().unwrap_or(0);
+        let output_len = row.tokens.len() - row.prompt_len;
+        let token = choose(last, output_len, &row.sampling, self.limits.vocabulary)
+            .map(|id| SampledToken { id, logprobs: None })
+            .ok_or_else(|| RowFailure::Sampling { reason: "every token is masked".to_owned() });
+        let result = self.batch.sampled(scheduled, token);
+        extend_fingerprints(history, &self.batch.row(scheduled.slot).tokens);
+        result
+    }
+}
+
+impl Executor for SimExecutor {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        let in_flight = self.launched.len() + usize::from(self.carried_out.is_some());
+        if in_flight >= self.limits.depth as usize {
+            let reason = format!("{in_flight} steps are in flight already");
+            return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
+        }
+        self.launched.push_back((self.now, plan));
+        Ok(())
+    }
+
+    /// Virtual time jumps to the end of the oldest step, or by `timeout` when that comes first.
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        if self.carried_out.is_none()
+            && let Some((launched_at, plan)) = self.launched.pop_front()
+        {
+            let (busy, rows) = self.carry_out(&plan)?;
+            self.idle_from = self.idle_from.max(launched_at) + busy;
+            let result = StepResult { step_id: plan.step_id, rows, busy };
+            self.carried_out = Some((self.idle_from, result));
+        }
+        let give_up = self.now + timeout;
+        match self.carried_out.take() {
+            Some((due, result)) if due <= give_up => {
+                self.now = self.now.max(due);
+                Ok(Some(result))
+            }
+            waiting => {
+                self.carried_out = waiting;
+                self.now = give_up;
+                Ok(None)
+            }
+        }
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        self.limits
+    }
+
+    fn now(&self) -> Instant {
+        self.now
+    }
+}

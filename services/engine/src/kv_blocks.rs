@@ -1,0 +1,133 @@
+//! The block pool and the prefix cache, kept in step: what leaves one leaves the other.
+
+use kernels::{BLOCK_TOKENS, BlockId};
+
+use crate::{
+    block_pool::{BlockPool, BlockState},
+    event::SequenceId,
+    prefix_cache::{HashChain, PrefixCache},
+};
+
+/// Blocks that hold `token_count` tokens.
+pub(crate) fn blocks_for(token_count: usize) -> u32 {
+    token_count.div_ceil(BLOCK_TOKENS) as u32
+}
+
+#[derive(Debug)]
+pub(crate) struct KvBlocks {
+    pool: BlockPool,
+    cache: PrefixCache,
+    /// Scratch of allocations.
+    evicted: Vec<BlockId>,
+}
+
+impl KvBlocks {
+    pub(crate) fn new(block_count: u32) -> Self {
+        Self {
+            pool: BlockPool::new(block_count),
+            cache: PrefixCache::default(),
+            evicted: Vec::new(),
+        }
+    }
+
+    pub(crate) fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    pub(crate) fn cache(&self) -> &PrefixCache {
+        &self.cache
+    }
+
+    pub(crate) fn cache_mut(&mut self) -> &mut PrefixCache {
+        &mut self.cache
+    }
+
+    /// The cached prefix of `tokens`, if the rest of `blocks_total` blocks could be taken beside it
+    /// and `headroom` blocks would remain. Holds the prefix.
+    pub(crate) fn hold_prefix(
+        &mut self,
+        chain: &HashChain,
+        tokens: &[u32],
+        blocks_total: u32,
+        headroom: u32,
+    ) -> Option<Vec<BlockId>> {
+        let hits = self.cache.lookup(chain, tokens);
+        let cached = |&&block: &&BlockId| self.pool.state(block) == BlockState::Cached;
+        let leaving = hits.iter().filter(cached).count() as u32;
+        let rest = blocks_total - hits.len() as u32;
+        if self.pool.available() < leaving + rest + headroom {
+            return None;
+        }
+        hits.iter().for_each(|&block| self.pool.hold(block));
+        Some(hits)
+    }
+
+    pub(crate) fn allocate(&mut self, count: u32) -> Option<Vec<BlockId>> {
+        let blocks = self.pool.allocate(count, &mut self.evicted);
+        self.forget_evicted();
+        blocks
+    }
+
+    pub(crate) fn reserve(&mut self, count: u32, owner: SequenceId) -> Option<Vec<BlockId>> {
+        let blocks = self.pool.reserve(count, owner, &mut self.evicted);
+        self.forget_evicted();
+        blocks
+    }
+
+    pub(crate) fn accept(&mut self, blocks: &[BlockId], owner: SequenceId) {
+        blocks.iter().for_each(|&block| self.pool.accept(block, owner));
+    }
+
+    pub(crate) fn cancel_reservation(&mut self, blocks: &[BlockId], owner: SequenceId) {
+        blocks.iter().for_each(|&block| self.pool.cancel_reservation(block, owner));
+    }
+
+    /// Drops one reference of each, the last block first: a tail is evicted before its head.
+    pub(crate) fn release(&mut self, blocks: &[BlockId]) {
+        blocks.iter().rev().for_each(|&block| self.pool.release(block));
+    }
+
+    /// One reference and one pin each, for an outgoing transfer.
+    pub(crate) fn hold_pinned(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            self.pool.hold(block);
+            self.pool.pin(block);
+        }
+    }
+
+    pub(crate) fn release_pinned(&mut self, blocks: &[BlockId]) {
+        blocks.iter().for_each(|&block| self.pool.unpin(block));
+        self.release(blocks);
+    }
+
+    /// Makes block `index` of `tokens` findable. Its tokens are confirmed and its KV is written.
+    pub(crate) fn publish(
+        &mut self,
+        chain: &HashChain,
+        tokens: &[u32],
+        index: usize,
+        block: BlockId,
+    ) {
+        if !self.pool.is_retained(block) && self.cache.insert(chain, tokens, index, block) {
+            self.pool.retain(block);
+        }
+    }
+
+    /// Panics when pool and cache disagree. For tests: linear.
+    pub(crate) fn check(&self) {
+        self.pool.check();
+        let mut retained = 0;
+        for block in (0..self.pool.total()).map(BlockId) {
+            let known = self.cache.contains_block(block);
+            assert_eq!(known, self.pool.is_retained(block), "block {}", block.0);
+            retained += usize::from(known);
+        }
+        assert_eq!(retained, self.cache.len());
+    }
+
+    fn forget_evicted(&mut self) {
+        for block in self.evicted.drain(..) {
+            self.cache.evict(block);
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Which blocks hold the KV of which tokens.
+//!
+//! The key of a block is a 128-bit hash of its 16 tokens and of the key before it; the chain starts
+//! from model, weights and the tenant's salt, so equal tokens under other weights or another
+//! tenant never meet. A hit compares the tokens as well. The cache knows contents; whether a block
+//! may be evicted is [`crate::block_pool`]'s business.
+
+use std::collections::{BTreeMap, HashMap};
+
+use kernels::{BLOCK_TOKENS, BlockId};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::event::{BlockHash, CacheChange};
+
+/// What every chain of one engine starts from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheSeeds {
+    pub model_fingerprint: u128,
+    pub weight_version: u64,
+}
+
+/// The keys of one sequence's full blocks, grown as its tokens become known.
+#[derive(Clone, Debug)]
+pub struct HashChain {
+    root: BlockHash,
+    hashes: Vec<BlockHash>,
+}
+
+impl HashChain {
+    pub fn new(seeds: CacheSeeds, cache_salt: &str) -> Self {
+        let mut bytes = Vec::with_capacity(24 + cache_salt.len());
+        bytes.extend_from_slice(&seeds.model_fingerprint.to_le_bytes());
+        bytes.extend_from_slice(&seeds.weight_version.to_le_bytes());
+        bytes.extend_from_slice(cache_salt.as_bytes());
+        Self { root: BlockHash(xxh3_128(&bytes)), hashes: Vec::new() }
+    }
+
+    /// Hashes the full blocks of `tokens` that are not hashed yet. `tokens` only ever grows.
+    pub fn extend(&mut self, tokens: &[u32]) {
+        let full = tokens.len() / BLOCK_TOKENS;
+        for index in self.hashes.len()..full {
+            let hash = link(self.parent(index), block_tokens(tokens, index));
+            self.hashes.push(hash);
+        }
+    }
+
+    /// Keys of the full blocks, in order.
+    pub fn hashes(&self) -> &[BlockHash] {
+        &self.hashes
+    }
+
+    /// The key before block `index`.
+    pub fn parent(&self, index: usize) -> BlockHash {
+        match index {
+            0 => self.root,
+            _ => self.hashes[index - 1],
+        }
+    }
+}
+
+fn block_tokens(tokens: &[u32], index: usize) -> &[u32; BLOCK_TOKENS] {
+    tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS].try_into().expect("a slice of one block")
+}
+
+fn link(parent: BlockHash, tokens: &[u32; BLOCK_TOKENS]) -> BlockHash {
+    let mut bytes = [0; 16 + 4 * BLOCK_TOKENS];
+    bytes[..16].copy_from_slice(&parent.0.to_le_bytes());
+    for (bytes, token) in bytes[16..].chunks_exact_mut(4).zip(tokens) {
+        bytes.copy_from_slice(&token.to_le_bytes());
+    }
+    BlockHash(xxh3_128(&bytes))
+}
+
+#[derive(Debug)]
+struct Entry {
+    block: BlockId,
+    parent: BlockHash,
+    tokens: [u32; BLOCK_TOKENS],
+}
+
+/// The known contents of one arena.
+#[derive(Debug, Default)]
+pub struct PrefixCache {
+    entries: HashMap<BlockHash, Entry>,
+    keys: HashMap<BlockId, BlockHash>,
+    /// What differs from the state at the last [`Self::take_changes`]: at most one change a key, so
+    /// it stays bounded when nobody takes it. Ordered, so that equal inputs give equal outputs.
+    changes: BTreeMap<BlockHash, CacheChange>,
+}
+
+impl PrefixCache {
+    /// The blocks that hold the longest known prefix of `tokens`, of at most `tokens.len() - 1`
+    /// tokens: the last one must be computed, or nothing could be sampled.
+    pub fn lookup(&self, chain: &HashChain, tokens: &[u32]) -> Vec<BlockId> {
+        let blocks_max = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
+        let mut blocks = Vec::new();
+        for (index, hash) in chain.hashes().iter().enumerate().take(blocks_max) {
+            match self.entries.get(hash) {
+                Some(entry)
+                    if entry.parent == chain.parent(index)
+                        && entry.tokens == *block_tokens(tokens, index) =>
+                {
+                    blocks.push(entry.block)
+                }
+                _ => break,
+            }
+        }
+        blocks
+    }
+
+    /// Remembers that `block` holds block `index` of `tokens`. False when another block already
+    /// does; then nothing changes.
+    pub fn insert(
+        &mut self,
+        chain: &HashChain,
+        tokens: &[u32],
+        index: usize,
+        block: BlockId,
+    ) -> bool {
+        let hash = chain.hashes()[index];
+        if self.entries.contains_key(&hash) {
+            return false;
+        }
+        let parent = chain.parent(index);
+        let tokens = *block_tokens(tokens, index);
+        self.entries.insert(hash, Entry { block, parent, tokens });
+        let before = self.keys.insert(block, hash);
+        debug_assert_eq!(before, None, "block {} already had contents", block.0);
+        self.note(hash, CacheChange::Added(hash));
+        true
+    }
+
+    /// Forgets an evicted block.
+    pub fn evict(&mut self, block: BlockId) {
+        if let Some(hash) = self.keys.remove(&block) {
+            self.entries.remove(&hash);
+            self.note(hash, CacheChange::Evicted(hash));
+        }
+    }
+
+    /// Keys of every known block, in ascending order.
+    pub fn hashes(&self) -> Vec<BlockHash> {
+        let mut hashes: Vec<_> = self.entries.keys().copied().collect();
+        hashes.sort_unstable();
+        hashes
+    }
+
+    /// What changed since the last call; each key at most once.
+    pub fn take_changes(&mut self) -> Vec<CacheChange> {
+        std::mem::take(&mut self.changes).into_values().collect()
+    }
+
+    pub fn contains_block(&self, block: BlockId) -> bool {
+        self.keys.contains_key(&block)
+    }
+
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// A change and its opposite cancel.
+    fn note(&mut self, hash: BlockHash, change: CacheChange) {
+        match self.changes.get(&hash) {
+            Some(&noted) if noted != change => {
+                self.changes.remove(&hash);
+            }
+            _ => {
+                self.changes.insert(hash, change);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 1, weight_version: 0 };
+
+    fn tokens(count: u32) -> Vec<u32> {
+        (0..count).map(|token| token * 3 + 1).collect()
+    }
+
+    fn chain(seeds: CacheSeeds, salt: &str, tokens: &[u32]) -> HashChain {
+        let mut chain = HashChain::new(seeds, salt);
+        chain.extend(tokens);
+        chain
+    }
+
+    fn filled(tokens: &[u32]) -> (PrefixCache, HashChain) {
+        let mut cache = PrefixCache::default();
+        let chain = chain(SEEDS, "", tokens);
+        for index in 0..tokens.len() / BLOCK_TOKENS {
+            assert!(cache.insert(&chain, tokens, index, BlockId(index as u32)));
+        }
+        (cache, chain)
+    }
+
+    #[test]
+    fn a_hit_ends_one_token_before_the_end() {
+        let tokens = tokens(48);
+        let (cache, chain) = filled(&tokens);
+        assert_eq!(cache.lookup(&chain, &tokens), [BlockId(0), BlockId(1)]);
+        assert_eq!(cache.lookup(&chain, &tokens[..33]), [BlockId(0), BlockId(1)]);
+        assert_eq!(cache.lookup(&chain, &tokens[..32]), [BlockId(0)]);
+        assert_eq!(cache.lookup(&chain, &tokens[..16]), []);
+        assert_eq!(cache.lookup(&chain, &[]), []);
+    }
+
+    #[test]
+    fn another_salt_model_or_weight_version_never_hits() {
+        let tokens = tokens(48);
+        let (cache, _) = filled(&tokens);
+        let others = [
+            chain(SEEDS, "tenant", &tokens),
+            chain(CacheSeeds { weight_version: 1, ..SEEDS }, "", &tokens),
+            chain(CacheSeeds { model_fingerprint: 2, ..SEEDS }, "", &tokens),
+        ];
+        for other in others {
+            assert_eq!(cache.lookup(&other, &tokens), []);
+        }
+    }
+
+    #[test]
+    fn an_equal_hash_over_other_tokens_is_no_hit() {
+        let tokens = tokens(48);
+        let (mut cache, chain) = filled(&tokens);
+        cache.entries.get_mut(&chain.hashes()[1]).expect("inserted").tokens[3] ^= 1;
+        assert_eq!(cache.lookup(&chain, &tokens), [BlockId(0)]);
+    }
+
+    #[test]
+    fn a_prefix_whose_first_block_was_evicted_is_unreachable() {
+        let tokens = tokens(48);
+        let (mut cache, chain) = filled(&tokens);
+        cache.evict(BlockId(0));
+        assert_eq!(cache.lookup(&chain, &tokens), []);
+        assert!(cache.insert(&chain, &tokens, 0, BlockId(9)));
+        assert_eq!(cache.lookup(&chain, &tokens), [BlockId(9), BlockId(1)]);
+    }
+
+    #[test]
+    fn the_first_of_two_blocks_with_equal_contents_stays() {
+        let tokens = tokens(32);
+        let (mut cache, chain) = filled(&tokens);
+        assert!(!cache.insert(&chain, &tokens, 0, BlockId(9)));
+        assert!(!cache.contains_block(BlockId(9)));
+        assert_eq!(cache.len(), 2);
+    }
+
+    #[test]
+    fn changes_are_netted_and_taken_once() {
+        let tokens = tokens(32);
+        let (mut cache, chain) = filled(&tokens);
+        cache.evict(BlockId(1));
+        assert_eq!(cache.take_changes(), [CacheChange::Added(chain.hashes()[0])]);
+        assert_eq!(cache.take_changes(), []);
+        cache.evict(BlockId(0));
+        assert_eq!(cache.take_changes(), [CacheChange::Evicted(chain.hashes()[0])]);
+        assert!(cache.is_empty());
+    }
+
+    #[test]
+    fn keys_do_not_depend_on_how_the_tokens_became_known() {
+        let tokens = tokens(64);
+        let mut grown = HashChain::new(SEEDS, "salt");
+        for known in 0..=tokens.len() {
+            grown.extend(&tokens[..known]);
+        }
+        assert_eq!(grown.hashes(), chain(SEEDS, "salt", &tokens).hashes());
+    }
+}

@@ -1,0 +1,323 @@
+//! Decides what each step computes, and whose blocks are whose. Pure: inputs, results and `now`
+//! come in; actions and plans go out. No clock, thread, socket or device.
+//!
+//! Life of a sequence here (its [`event`](crate::event) docs tell the node's view):
+//! 1. `handle(Arrived)` refuses it or queues it: a `Send` until its transfer is ready, a `Receive`
+//!    until blocks can be reserved (at once where possible), a `Compute` until a plan has room.
+//! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that a
+//!    prompt once begun never waits for blocks in its middle.
+//! 3. `plan` gives each running row its share of the step's token budget. There are no prefill and
+//!    decode phases: a row has tokens that are not computed yet, many or one.
+//! 4. `complete` takes the result: KV of the row is written, full blocks become findable, a token
+//!    may have come, and with it the end.
+//!
+//! A plan is made before the results of the steps in flight are known, so positions and lengths of
+//! a [`Row`] are upper bounds. A stop is seen one step late; the block for the surplus token was
+//! taken when its row was planned and goes back with its frame.
+//!
+//! When a row needs a block and none is available, the row that arrived last is preempted: it loses
+//! slot and blocks and queues again in its place; what it computed stays cached while it can. The
+//! oldest row can displace every other, and a sequence never needs more than the whole pool, so
+//! the oldest always ends. Only blocks of transfers cannot be displaced; they come back by
+//! themselves: a `Send` takes blocks only once its receiver has reserved its own, so nobody holds
+//! blocks while waiting for a peer's blocks.
+//!
+//! Files: `waiting` the queue, `admission` into it and out of it, `running` the plan of a step,
+//! `completion` its result, `transfers` blocks that outlive their sequences.
+
+mod admission;
+mod completion;
+mod config;
+mod running;
+mod sequence;
+mod transfers;
+mod waiting;
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::Instant,
+};
+
+pub use config::{SchedulerConfig, SchedulerConfigError};
+use kernels::BlockId;
+use sequence::{Arrival, Phase, Row, Sequence};
+use transfers::Transfers;
+use waiting::Waiting;
+
+use crate::{
+    block_pool::BlockCounts,
+    event::{
+        Action, BlockHash, CacheChange, Input, Load, SequenceFailure, SequenceId, SequenceKind,
+    },
+    frames::{Frames, Slots},
+    kv_blocks::KvBlocks,
+    prefix_cache::CacheSeeds,
+};
+
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    seeds: CacheSeeds,
+    kv: KvBlocks,
+    sequences: HashMap<SequenceId, Sequence>,
+    waiting: Waiting,
+    /// In phase `Reserved`; each has a claim to a slot.
+    reserved_count: u32,
+    /// In phase `Ready`, by arrival; each has a claim to a slot.
+    ready: Vec<(Arrival, SequenceId)>,
+    /// In phase `Running`, by arrival.
+    running: Vec<(Arrival, SequenceId)>,
+    slots: Slots,
+    frames: Frames,
+    transfers: Transfers,
+    /// `(Sequence::alarm, id)` of every sequence.
+    alarms: BTreeSet<(Instant, SequenceId)>,
+    next_arrival: Arrival,
+    preemptions: u64,
+}
+
+impl Scheduler {
+    pub fn new(config: SchedulerConfig, seeds: CacheSeeds) -> Result<Self, SchedulerConfigError> {
+        config.validate()?;
+        Ok(Self {
+            config,
+            seeds,
+            kv: KvBlocks::new(config.limits.blocks),
+            sequences: HashMap::new(),
+            waiting: Waiting::default(),
+            reserved_count: 0,
+            ready: Vec::new(),
+            running: Vec::new(),
+            slots: Slots::new(config.limits.slots),
+            frames: Frames::default(),
+            transfers: Transfers::default(),
+            alarms: BTreeSet::new(),
+            next_arrival: 0,
+            preemptions: 0,
+        })
+    }
+
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// Takes one input. Inputs about sequences that are not known, or not in a phase where the
+    /// input means anything, are ignored: they were overtaken.
+    pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
+        match input {
+            Input::Arrived(new) => self.arrived(now, new, actions),
+            Input::Abort { id } => {
+                self.remove(id);
+                self.abort_transfer(id, "the request was cancelled", actions);
+            }
+            Input::TransferReady { id, first_block } => {
+                self.transfer_ready(id, first_block, actions)
+            }
+            Input::KvArrived { id, first_index, token } => {
+                self.kv_arrived(id, first_index, token, actions)
+            }
+            Input::TransferEnded { id, delivered: _ } => self.transfer_ended(id, actions),
+        }
+        self.admit_receives(actions);
+    }
+
+    /// When to call [`Self::on_deadline`] if nothing else happens first.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.alarms.first().map(|&(alarm, _)| alarm)
+    }
+
+    /// Ends what has waited too long.
+    pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        while let Some(&(alarm, id)) = self.alarms.first()
+            && alarm <= now
+        {
+            let sequence = &self.sequences[&id];
+            let failure = if sequence.deadline <= now {
+                SequenceFailure::Deadline
+            } else if matches!(sequence.phase, Phase::AwaitingReady) {
+                SequenceFailure::TransferFailed
+            } else {
+                debug_assert_eq!(sequence.kind, SequenceKind::Receive);
+                let reason = format!(
+                    "no room for the KV of {} tokens within {:?}",
+                    sequence.tokens.len(),
+                    self.config.reserve_timeout
+                );
+                SequenceFailure::Busy { reason }
+            };
+            self.fail(id, failure, actions);
+        }
+        self.admit_receives(actions);
+    }
+
+    pub fn load(&self) -> Load {
+        let BlockCounts { free, cached, held, reserved } = self.kv.pool().counts();
+        let pending = |sequence: &Sequence| match &sequence.phase {
+            Phase::Reserved { .. } => 0,
+            Phase::AwaitingReady | Phase::Waiting => sequence.given_len,
+            Phase::Ready(table) => sequence.given_len.saturating_sub(table.computed),
+            Phase::Running(row) => sequence.given_len.saturating_sub(row.launched),
+        };
+        Load {
+            running: self.running.len() as u32,
+            waiting: (self.sequences.len() - self.running.len()) as u32,
+            pending_prompt_tokens: self.sequences.values().map(|s| pending(s) as u64).sum(),
+            blocks_free: free,
+            blocks_cached: cached,
+            blocks_held: held,
+            blocks_reserved: reserved,
+        }
+    }
+
+    /// What changed in the prefix cache since the last call, each key at most once.
+    pub fn take_cache_changes(&mut self) -> Vec<CacheChange> {
+        self.kv.cache_mut().take_changes()
+    }
+
+    /// Keys of every cached block now: the snapshot that changes go on from.
+    pub fn cached_hashes(&self) -> Vec<BlockHash> {
+        self.kv.cache().hashes()
+    }
+
+    /// True when no sequence, transfer or step is left.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty() && self.transfers.len() == 0 && self.frames.is_empty()
+    }
+
+    /// Steps whose result is out.
+    pub fn frames_in_flight(&self) -> usize {
+        self.frames.len()
+    }
+
+    /// Rows that had to make room, since the start.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
+    }
+
+    /// Longest sequence that can run here: the model's, or what the whole pool holds.
+    pub fn sequence_tokens_max(&self) -> usize {
+        let pool = self.config.limits.blocks as usize * kernels::BLOCK_TOKENS;
+        pool.min(self.config.limits.sequence_tokens as usize)
+    }
+
+    /// Takes a sequence out of wherever it is and returns what it held. Its transfer lives on.
+    fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
+        let mut sequence = self.sequences.remove(&id)?;
+        self.alarms.remove(&(sequence.alarm, id));
+        let entry = (sequence.arrival, id);
+        match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
+            Phase::AwaitingReady => {}
+            Phase::Waiting => self.waiting.remove(sequence.arrival, id),
+            Phase::Reserved { prefix } => {
+                self.reserved_count -= 1;
+                self.kv.release(&prefix);
+            }
+            Phase::Ready(table) => {
+                self.ready.retain(|&other| other != entry);
+                self.kv.release(&table.blocks);
+            }
+            Phase::Running(row) => {
+                self.running.retain(|&other| other != entry);
+                self.vacate(row);
+            }
+        }
+        Some(sequence)
+    }
+
+    /// Gives back a row's slot and its references; those that a step in flight may use go later.
+    fn vacate(&mut self, row: Row) {
+        self.slots.vacate(row.slot, row.announced);
+        match row.last_step {
+            Some(step) if self.frames.is_in_flight(step) => self.frames.defer(row.blocks),
+            _ => self.kv.release(&row.blocks),
+        }
+    }
+
+    fn fail(&mut self, id: SequenceId, failure: SequenceFailure, actions: &mut Vec<Action>) {
+        self.remove(id);
+        self.abort_transfer(id, &failure.to_string(), actions);
+        actions.push(Action::Failed { id, failure });
+    }
+
+    /// Tells the node, once, that a transfer is not wanted any more.
+    fn abort_transfer(&mut self, id: SequenceId, reason: &str, actions: &mut Vec<Action>) {
+        if self.transfers.abort(id) {
+            actions.push(Action::AbortTransfer { id, reason: reason.to_owned() });
+        }
+    }
+
+    fn set_alarm(&mut self, id: SequenceId, alarm: Instant) {
+        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
+        self.alarms.remove(&(sequence.alarm, id));
+        sequence.alarm = alarm.min(sequence.deadline);
+        self.alarms.insert((sequence.alarm, id));
+    }
+
+    /// Walks everything and panics when owners, references, pins and counts disagree. For tests.
+    pub fn check(&self) {
+        self.kv.check();
+        let pool = self.kv.pool();
+        let mut refs = vec![0; pool.total() as usize];
+        let mut pins = vec![0; pool.total() as usize];
+        let mut count = |blocks: &[BlockId]| {
+            for block in blocks {
+                refs[block.index()] += 1;
+            }
+        };
+        let (mut running, mut ready, mut reserved, mut waiting) = (0, 0, 0, 0);
+        for (id, sequence) in &self.sequences {
+            assert!(self.alarms.contains(&(sequence.alarm, *id)));
+            let entry = (sequence.arrival, *id);
+            match &sequence.phase {
+                Phase::AwaitingReady => assert!(self.transfers.contains(*id)),
+                Phase::Waiting => waiting += 1,
+                Phase::Reserved { prefix } => {
+                    assert!(self.transfers.contains(*id));
+                    count(prefix);
+                    reserved += 1;
+                }
+                Phase::Ready(table) => {
+                    assert!(self.ready.contains(&entry));
+                    count(&table.blocks);
+                    ready += 1;
+                }
+                Phase::Running(row) => {
+                    assert!(self.running.contains(&entry));
+                    assert!(self.slots.is_current(row.slot, row.generation));
+                    assert!(row.computed <= row.launched && row.launched <= row.length);
+                    assert!(row.length <= sequence.length_here());
+                    assert!(sequence.tokens.len() <= row.length);
+                    assert!(row.launched <= row.blocks.len() * kernels::BLOCK_TOKENS);
+                    count(&row.blocks);
+                    running += 1;
+                }
+            }
+        }
+        self.frames.deferred().for_each(&mut count);
+        for block in self.transfers.pinned_blocks() {
+            refs[block.index()] += 1;
+            pins[block.index()] += 1;
+        }
+        let mut reservations = HashMap::new();
+        for (owner, block) in self.transfers.reserved_blocks() {
+            assert_eq!(reservations.insert(block, owner), None, "block {} twice", block.0);
+        }
+        for block in (0..pool.total()).map(BlockId) {
+            use crate::block_pool::BlockState::{Cached, Free, Held, Reserved};
+            let expected = refs[block.index()];
+            match pool.state(block) {
+                Free | Cached => assert_eq!(expected, 0, "block {} is free and held", block.0),
+                Held { refs } => assert_eq!(refs, expected, "references of block {}", block.0),
+                Reserved { owner } => assert_eq!(reservations.remove(&block), Some(owner)),
+            }
+            assert_eq!(pool.pins(block), pins[block.index()], "pins of block {}", block.0);
+        }
+        assert!(reservations.is_empty(), "a transfer owns a block that is not reserved");
+        assert_eq!(self.alarms.len(), self.sequences.len());
+        assert_eq!((running, ready), (self.running.len(), self.ready.len()));
+        assert_eq!((reserved, waiting), (self.reserved_count, self.waiting.len()));
+        assert_eq!(self.slots.free_count() as usize + running, self.slots.total() as usize);
+        assert!(self.running.is_sorted() && self.ready.is_sorted());
+        assert!(running + ready + reserved as usize <= self.slots.total() as usize);
+    }
+}

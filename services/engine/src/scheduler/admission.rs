@@ -1,0 +1,296 @@
+//! Into the queue, and out of it with blocks.
+
+use std::time::Instant;
+
+use kernels::{BLOCK_TOKENS, sampling::SampledToken};
+
+use super::{
+    Scheduler,
+    sequence::{Phase, Row, Sequence, Table},
+};
+use crate::{
+    event::{Action, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    kv_blocks::blocks_for,
+};
+
+impl Scheduler {
+    pub(super) fn arrived(&mut self, now: Instant, new: NewSequence, actions: &mut Vec<Action>) {
+        let (id, kind) = (new.id, new.kind);
+        let length_max = match self.accept(now, &new) {
+            Ok(length_max) => length_max,
+            Err(failure) => return actions.push(Action::Failed { id, failure }),
+        };
+        let arrival = self.next_arrival;
+        self.next_arrival += 1;
+        let sequence = Sequence::new(new, arrival, length_max, self.seeds);
+        self.alarms.insert((sequence.alarm, id));
+        self.sequences.insert(id, sequence);
+        match kind {
+            SequenceKind::Compute => self.waiting.push_compute(arrival, id),
+            SequenceKind::Receive => {
+                self.waiting.push_receive(arrival, id);
+                self.set_alarm(id, now + self.config.reserve_timeout);
+            }
+            SequenceKind::Send => {
+                self.transfers.expect_outgoing(id);
+                self.set_alarm(id, now + self.config.ready_timeout);
+            }
+        }
+    }
+
+    /// The length at which the newcomer will end, or why it cannot be taken.
+    fn accept(&self, now: Instant, new: &NewSequence) -> Result<usize, SequenceFailure> {
+        if self.sequences.contains_key(&new.id) || self.transfers.contains(new.id) {
+            return Err(SequenceFailure::Duplicate);
+        }
+        if new.deadline <= now {
+            return Err(SequenceFailure::Deadline);
+        }
+        let length_max = self.length_max(new)?;
+        if new.kind != SequenceKind::Compute
+            && self.transfers.len() >= self.config.transfers_max as usize
+        {
+            let reason = format!("{} transfers are under way", self.transfers.len());
+            return Err(SequenceFailure::Busy { reason });
+        }
+        if new.kind != SequenceKind::Send && self.waiting.len() >= self.config.waiting_max as usize
+        {
+            let reason = format!("{} sequences wait already", self.waiting.len());
+            return Err(SequenceFailure::Busy { reason });
+        }
+        Ok(length_max)
+    }
+
+    fn length_max(&self, new: &NewSequence) -> Result<usize, SequenceFailure> {
+        let invalid = |reason: String| Err(SequenceFailure::Invalid { reason });
+        let (len, prompt_len) = (new.tokens.len(), new.prompt_len as usize);
+        if prompt_len == 0 || prompt_len > len {
+            return invalid(format!("prompt_len is {prompt_len}, allowed is 1 to {len} (tokens)"));
+        }
+        let vocabulary = self.config.limits.vocabulary;
+        if let Some(position) = new.tokens.iter().position(|&token| token >= vocabulary) {
+            let token = new.tokens[position];
+            return invalid(format!(
+                "tokens[{position}] is {token}, the vocabulary has {vocabulary}"
+            ));
+        }
+        // A sender computes the given tokens only; how far the receiver can go is the receiver's.
+        let tokens_max = match new.kind {
+            SequenceKind::Send => self.config.limits.sequence_tokens as usize,
+            SequenceKind::Compute | SequenceKind::Receive => self.sequence_tokens_max(),
+        };
+        if len >= tokens_max || len > self.sequence_tokens_max() {
+            return invalid(format!(
+                "the sequence has {len} tokens, this node takes at most {}",
+                self.sequence_tokens_max().min(tokens_max - 1)
+            ));
+        }
+        let length_max = prompt_len.saturating_add(new.max_tokens as usize).min(tokens_max);
+        if len >= length_max {
+            let output = len - prompt_len;
+            return invalid(format!("max_tokens is {}, {output} exist already", new.max_tokens));
+        }
+        Ok(length_max)
+    }
+
+    pub(super) fn transfer_ready(
+        &mut self,
+        id: SequenceId,
+        first_block: u32,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        if !matches!(sequence.phase, Phase::AwaitingReady) {
+            return;
+        }
+        if first_block >= blocks_for(sequence.tokens.len()) {
+            return self.fail(id, SequenceFailure::TransferFailed, actions);
+        }
+        sequence.phase = Phase::Waiting;
+        let (arrival, deadline) = (sequence.arrival, sequence.deadline);
+        self.transfers.set_first_block(id, first_block);
+        self.waiting.push_compute(arrival, id);
+        self.set_alarm(id, deadline);
+    }
+
+    pub(super) fn kv_arrived(
+        &mut self,
+        id: SequenceId,
+        first_index: u32,
+        token: SampledToken,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(reserved) = self.transfers.arrived(id) else { return };
+        let matches = |sequence: &&mut Sequence| {
+            first_index == sequence.next_index() && token.id < self.config.limits.vocabulary
+        };
+        let Some(sequence) = self.sequences.get_mut(&id).filter(matches) else {
+            // Aborted meanwhile, or a token that cannot follow: nothing can land any more.
+            self.kv.cancel_reservation(&reserved, id);
+            if self.sequences.contains_key(&id) {
+                self.fail(id, SequenceFailure::TransferFailed, actions);
+            }
+            return;
+        };
+        self.kv.accept(&reserved, id);
+        let Phase::Reserved { prefix } = &mut sequence.phase else {
+            unreachable!("a sequence with an incoming transfer is reserved");
+        };
+        let mut blocks = std::mem::take(prefix);
+        blocks.extend(reserved);
+        let computed = sequence.tokens.len();
+        for (index, &block) in blocks.iter().enumerate().take(computed / BLOCK_TOKENS) {
+            self.kv.publish(&sequence.chain, &sequence.tokens, index, block);
+        }
+        sequence.push(token.id);
+        sequence.kind = SequenceKind::Compute;
+        sequence.phase = Phase::Ready(Table { blocks, computed });
+        self.reserved_count -= 1;
+        let entry = (sequence.arrival, id);
+        self.ready.insert(self.ready.partition_point(|&other| other < entry), entry);
+        actions.push(Action::Tokens {
+            id,
+            first_index,
+            tokens: vec![token],
+            cached_tokens: sequence.cached_tokens.unwrap_or(0),
+        });
+        if let Some(reason) = sequence.finish_reason() {
+            self.remove(id);
+            actions.push(Action::Finished { id, reason: Some(reason) });
+        }
+    }
+
+    pub(super) fn transfer_ended(&mut self, id: SequenceId, actions: &mut Vec<Action>) {
+        self.transfers.ended(id, &mut self.kv);
+        // A sequence outlives its transfer only as the `Compute` that it became.
+        let waits = |sequence: &Sequence| match sequence.phase {
+            Phase::Reserved { .. } => true,
+            _ => sequence.kind == SequenceKind::Send,
+        };
+        if self.sequences.get(&id).is_some_and(waits) {
+            self.fail(id, SequenceFailure::TransferFailed, actions);
+        }
+    }
+
+    /// Reserves blocks for those that wait to receive, in order, while there is room.
+    pub(super) fn admit_receives(&mut self, actions: &mut Vec<Action>) {
+        while let Some(id) = self.waiting.next_receive() {
+            if !self.admit_receive(id, actions) {
+                break;
+            }
+            self.waiting.admitted_receive();
+            let deadline = self.sequences[&id].deadline;
+            self.set_alarm(id, deadline);
+        }
+    }
+
+    fn admit_receive(&mut self, id: SequenceId, actions: &mut Vec<Action>) -> bool {
+        if self.unclaimed_slots() == 0 {
+            return false;
+        }
+        let headroom = self.headroom();
+        let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
+        let len = sequence.tokens.len();
+        let blocks_total = blocks_for(len);
+        let Some(mut prefix) =
+            self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom)
+        else {
+            return false;
+        };
+        sequence.note_cached(prefix.len());
+        let cached_tokens = sequence.cached_tokens.unwrap_or(0);
+        let first_block = prefix.len() as u32;
+        let computed = prefix.len() * BLOCK_TOKENS;
+        let alone = len - computed < BLOCK_TOKENS;
+        if alone {
+            let rest =
+                self.kv.allocate(blocks_total - first_block).expect("availability was checked");
+            prefix.extend(rest);
+            sequence.kind = SequenceKind::Compute;
+            sequence.phase = Phase::Ready(Table { blocks: prefix, computed });
+            let entry = (sequence.arrival, id);
+            self.ready.insert(self.ready.partition_point(|&other| other < entry), entry);
+        } else {
+            let blocks =
+                self.kv.reserve(blocks_total - first_block, id).expect("availability was checked");
+            sequence.phase = Phase::Reserved { prefix };
+            self.reserved_count += 1;
+            self.transfers.start_incoming(id, blocks.clone());
+            actions.push(Action::Reserve { id, first_block, blocks });
+        }
+        actions.push(Action::Admitted { id, cached_tokens, alone });
+        true
+    }
+
+    /// Lets those that already have their blocks join the batch.
+    pub(super) fn seat_ready(&mut self) {
+        for (arrival, id) in std::mem::take(&mut self.ready) {
+            let (slot, generation) = self.slots.occupy().expect("its slot was claimed");
+            let sequence = self.sequences.get_mut(&id).expect("a ready sequence is known");
+            let Phase::Ready(table) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {
+                unreachable!("a sequence in `ready` is ready");
+            };
+            sequence.phase =
+                Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
+            self.insert_running(arrival, id);
+        }
+    }
+
+    /// Lets the first of the queue join the batch if there are a slot and blocks.
+    pub(super) fn admit_compute(&mut self, actions: &mut Vec<Action>) -> Option<SequenceId> {
+        let id = self.waiting.next_compute()?;
+        if self.unclaimed_slots() == 0 {
+            return None;
+        }
+        let headroom = self.headroom();
+        let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
+        let blocks_total = blocks_for(sequence.tokens.len());
+        let Some(mut blocks) =
+            self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom)
+        else {
+            self.waiting.compute_lacks_blocks();
+            return None;
+        };
+        self.waiting.admitted_compute();
+        if sequence.cached_tokens.is_none() {
+            sequence.note_cached(blocks.len());
+            if sequence.kind == SequenceKind::Compute {
+                let cached_tokens = sequence.cached_tokens.unwrap_or(0);
+                actions.push(Action::Admitted { id, cached_tokens, alone: true });
+            }
+        }
+        let computed = blocks.len() * BLOCK_TOKENS;
+        let rest = self.kv.allocate(blocks_total - blocks.len() as u32);
+        blocks.extend(rest.expect("availability was checked"));
+        if sequence.kind == SequenceKind::Send {
+            let cached = computed / BLOCK_TOKENS;
+            if let Some((first_block, blocks)) =
+                self.transfers.hand_over(id, &blocks, cached, &mut self.kv)
+            {
+                actions.push(Action::KvWritten { id, first_block, blocks });
+            }
+        }
+        let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
+        let table = Table { blocks, computed };
+        sequence.phase = Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
+        let arrival = sequence.arrival;
+        self.insert_running(arrival, id);
+        Some(id)
+    }
+
+    fn insert_running(&mut self, arrival: u64, id: SequenceId) {
+        let entry = (arrival, id);
+        self.running.insert(self.running.partition_point(|&other| other < entry), entry);
+    }
+
+    /// Slots that neither are occupied nor promised to a sequence that has blocks.
+    fn unclaimed_slots(&self) -> u32 {
+        self.slots.free_count() - self.ready.len() as u32 - self.reserved_count
+    }
+
+    /// Blocks to leave for the batch: one for each row, so that a newcomer is not preempted at the
+    /// next step already. None when the batch is empty: then anything that fits may run.
+    fn headroom(&self) -> u32 {
+        (self.running.len() + self.ready.len()) as u32
+    }
+}

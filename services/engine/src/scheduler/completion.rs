@@ -1,0 +1,104 @@
+//! What the result of a step changes.
+
+use kernels::{BLOCK_TOKENS, sampling::SampledToken};
+
+use super::{Scheduler, sequence::Phase};
+use crate::{
+    event::{Action, SequenceFailure, SequenceId, SequenceKind},
+    frames::FrameRow,
+    plan::{RowFailure, StepResult},
+};
+
+impl Scheduler {
+    /// Takes the result of the oldest step in flight. Panics when it belongs to another step: the
+    /// executor answers in order.
+    pub fn complete(&mut self, result: StepResult, actions: &mut Vec<Action>) {
+        let frame = self.frames.collect().expect("a result belongs to a step in flight");
+        assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
+        assert_eq!(frame.rows.len(), result.rows.len(), "a result has a row for every planned row");
+        for (row, answer) in frame.rows.iter().zip(result.rows) {
+            debug_assert_eq!((row.slot, row.generation), (answer.slot, answer.generation));
+            if !self.slots.is_current(row.slot, row.generation) {
+                continue;
+            }
+            match answer.failure {
+                None => {
+                    debug_assert_eq!(row.samples, !answer.tokens.is_empty());
+                    self.row_done(row, answer.tokens, actions);
+                }
+                Some(failure) => self.fail(row.sequence, failure.into(), actions),
+            }
+        }
+        while let Some(blocks) = self.frames.take_due() {
+            self.kv.release(&blocks);
+        }
+        self.admit_receives(actions);
+    }
+
+    fn row_done(
+        &mut self,
+        done: &FrameRow,
+        mut tokens: Vec<SampledToken>,
+        actions: &mut Vec<Action>,
+    ) {
+        let id = done.sequence;
+        let sequence = self.sequences.get_mut(&id).expect("a current row's sequence is known");
+        let Phase::Running(row) = &mut sequence.phase else {
+            unreachable!("a current row's sequence runs");
+        };
+        row.computed += done.token_count as usize;
+        while row.published < row.computed / BLOCK_TOKENS {
+            let index = row.published;
+            self.kv.publish(&sequence.chain, &sequence.tokens, index, row.blocks[index]);
+            row.published += 1;
+        }
+        let first_index = sequence.next_index();
+        let mut finish = None;
+        for (count, token) in tokens.iter().enumerate() {
+            sequence.push(token.id);
+            finish = sequence.finish_reason();
+            if finish.is_some() {
+                tokens.truncate(count + 1);
+                break;
+            }
+        }
+        if sequence.kind == SequenceKind::Send && finish.is_none() {
+            self.hand_over_written(id, !tokens.is_empty(), actions);
+        }
+        if tokens.is_empty() {
+            return;
+        }
+        let sequence = &self.sequences[&id];
+        let sends = sequence.kind == SequenceKind::Send;
+        let cached_tokens = sequence.cached_tokens.unwrap_or(0);
+        actions.push(Action::Tokens { id, first_index, tokens, cached_tokens });
+        if sends || finish.is_some() {
+            self.remove(id);
+            if finish.is_some() {
+                self.abort_transfer(id, "the first token ended the request", actions);
+            }
+            actions.push(Action::Finished { id, reason: finish });
+        }
+    }
+
+    /// Full blocks leave as they complete, the last, partial one with the end of the prompt.
+    fn hand_over_written(&mut self, id: SequenceId, whole: bool, actions: &mut Vec<Action>) {
+        let Phase::Running(row) = &self.sequences[&id].phase else { return };
+        let written = if whole { row.blocks.len() } else { row.computed / BLOCK_TOKENS };
+        if let Some((first_block, blocks)) =
+            self.transfers.hand_over(id, &row.blocks, written, &mut self.kv)
+        {
+            actions.push(Action::KvWritten { id, first_block, blocks });
+        }
+    }
+}
+
+impl From<RowFailure> for SequenceFailure {
+    fn from(failure: RowFailure) -> Self {
+        let reason = failure.to_string();
+        match failure {
+            RowFailure::Sampling { .. } => SequenceFailure::Invalid { reason },
+            RowFailure::Logits { .. } => SequenceFailure::Internal { reason },
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! What a scheduler may do, beside what its executor can.
+
+use std::time::Duration;
+
+use crate::executor::ExecutorLimits;
+
+/// The bounds of one scheduler. [`SchedulerConfig::new`] has the defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    pub limits: ExecutorLimits,
+    /// Token budget of one step, shared by all rows; at most what the executor takes.
+    pub step_tokens: u32,
+    /// Most tokens that one row advances in one step.
+    pub chunk_tokens: u32,
+    /// Newcomers that may wait for blocks or a slot; beyond it they are `Busy`.
+    pub waiting_max: u32,
+    /// Transfers known at once, from `Arrived` to the end of their last write or read.
+    pub transfers_max: u32,
+    /// How long a `Receive` may wait for blocks before it is `Busy`. Short: another node may have
+    /// room, and the client sees nothing meanwhile.
+    pub reserve_timeout: Duration,
+    /// How long a `Send` may wait for the receiver's reservation. The lease.
+    pub ready_timeout: Duration,
+}
+
+impl SchedulerConfig {
+    pub fn new(limits: ExecutorLimits) -> Self {
+        Self {
+            limits,
+            step_tokens: limits.step_tokens,
+            chunk_tokens: limits.step_tokens,
+            // Four batches of newcomers: more would only age in the queue.
+            waiting_max: limits.slots.saturating_mul(4),
+            transfers_max: limits.slots.saturating_mul(8),
+            reserve_timeout: Duration::from_millis(500),
+            ready_timeout: Duration::from_secs(2),
+        }
+    }
+
+    pub(super) fn validate(&self) -> Result<(), SchedulerConfigError> {
+        let ExecutorLimits { slots, step_tokens, sequence_tokens, blocks, depth, .. } = self.limits;
+        let positive = [
+            ("limits.slots", slots),
+            ("limits.sequence_tokens", sequence_tokens),
+            ("limits.blocks", blocks),
+            ("limits.depth", depth),
+            ("chunk_tokens", self.chunk_tokens),
+        ];
+        for (field, value) in positive {
+            if value == 0 {
+                return Err(SchedulerConfigError::Zero { field });
+            }
+        }
+        if self.step_tokens < slots || self.step_tokens > step_tokens {
+            return Err(SchedulerConfigError::StepTokens {
+                value: self.step_tokens,
+                slots,
+                most: step_tokens,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// A bound that contradicts another.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SchedulerConfigError {
+    #[error("{field} is 0, at least 1 is needed")]
+    Zero { field: &'static str },
+    /// Every running row must be able to advance in every step.
+    #[error(
+        "step_tokens is {value}, allowed is {slots} (one for each slot) to {most} (the executor's)"
+    )]
+    StepTokens { value: u32, slots: u32, most: u32 },
+}

@@ -1,0 +1,186 @@
+//! The plan of one step: who advances by how much, and who must make room.
+
+use super::{
+    Scheduler,
+    sequence::{Phase, Row},
+};
+use crate::{
+    event::{Action, SequenceId},
+    frames::FrameRow,
+    kv_blocks::blocks_for,
+    plan::{AdmittedRow, RowPlan, StepPlan},
+};
+
+/// A plan being made.
+#[derive(Default)]
+struct Draft {
+    plan: StepPlan,
+    frame: Vec<FrameRow>,
+    budget: u32,
+}
+
+enum Growth {
+    /// The row has blocks for what it is to compute.
+    Done,
+    /// No block now; some come back with a frame or a transfer.
+    Wait,
+    /// No block, and the row itself arrived last.
+    Preempted,
+}
+
+impl Scheduler {
+    /// The next step, or `None` when `depth` steps are in flight or no row can advance. The caller
+    /// launches every plan, in order.
+    pub fn plan(&mut self, actions: &mut Vec<Action>) -> Option<StepPlan> {
+        if self.frames.len() >= self.config.limits.depth as usize {
+            return None;
+        }
+        self.admit_receives(actions);
+        self.seat_ready();
+        let mut draft = Draft { budget: self.config.step_tokens, ..Draft::default() };
+        self.advance_running(&mut draft);
+        self.advance_newcomers(&mut draft, actions);
+        if draft.frame.is_empty() {
+            return None;
+        }
+        let mut plan = draft.plan;
+        plan.released = self.slots.take_released();
+        plan.step_id = self.frames.launch(draft.frame);
+        Some(plan)
+    }
+
+    /// Gives every row of the batch its share, oldest first.
+    fn advance_running(&mut self, draft: &mut Draft) {
+        let mut index = 0;
+        while let Some(&(_, id)) = self.running.get(index) {
+            // Each younger row keeps at least one token: a long prompt delays nobody's next token.
+            let younger = (self.running.len() - index - 1) as u32;
+            let share = draft.budget - younger;
+            let count = self.pending(id).min(share).min(self.config.chunk_tokens);
+            if count == 0 {
+                index += 1;
+                continue;
+            }
+            match self.grow(index, id, count, draft) {
+                Growth::Done => {
+                    self.advance(id, count, draft);
+                    index += 1;
+                }
+                Growth::Wait => index += 1,
+                Growth::Preempted => {}
+            }
+        }
+    }
+
+    /// Spends what is left of the budget on those that wait.
+    fn advance_newcomers(&mut self, draft: &mut Draft, actions: &mut Vec<Action>) {
+        while draft.budget > 0
+            && let Some(id) = self.admit_compute(actions)
+        {
+            let count = self.pending(id).min(draft.budget).min(self.config.chunk_tokens);
+            self.advance(id, count, draft);
+        }
+    }
+
+    /// Tokens of this row that are on the device, or will be, and are not launched yet.
+    fn pending(&self, id: SequenceId) -> u32 {
+        let sequence = &self.sequences[&id];
+        let row = self.row(id);
+        // The last token of a sequence needs no KV: nothing comes after it.
+        if row.length >= sequence.length_here() { 0 } else { (row.length - row.launched) as u32 }
+    }
+
+    /// Makes the row's table cover `count` more positions, at the cost of younger rows if need be.
+    fn grow(&mut self, index: usize, id: SequenceId, count: u32, draft: &mut Draft) -> Growth {
+        let row = self.row(id);
+        let needed = blocks_for(row.launched + count as usize);
+        let missing = needed.saturating_sub(row.blocks.len() as u32);
+        if missing == 0 {
+            return Growth::Done;
+        }
+        loop {
+            if let Some(blocks) = self.kv.allocate(missing) {
+                let row = self.row_mut(id);
+                row.blocks.extend_from_slice(&blocks);
+                let (slot, announced) = (row.slot, row.announced);
+                if announced {
+                    draft.plan.extended.push((slot, blocks));
+                }
+                return Growth::Done;
+            }
+            // Blocks that come back with a frame may be enough: nobody is displaced for nothing.
+            if self.frames.has_deferred() {
+                return Growth::Wait;
+            }
+            let &(_, youngest) = self.running.last().expect("this row runs");
+            if youngest != id {
+                self.preempt(youngest);
+            } else if index > 0 {
+                self.preempt(id);
+                return Growth::Preempted;
+            } else {
+                // Alone in the batch: transfers have the rest and will give it back.
+                return Growth::Wait;
+            }
+        }
+    }
+
+    /// Puts the row into the step.
+    fn advance(&mut self, id: SequenceId, count: u32, draft: &mut Draft) {
+        let step_id = self.frames.next_step();
+        let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+        let Phase::Running(row) = &mut sequence.phase else {
+            unreachable!("only running rows advance");
+        };
+        if !row.announced {
+            row.announced = true;
+            draft.plan.admitted.push(AdmittedRow {
+                slot: row.slot,
+                generation: row.generation,
+                tokens: sequence.tokens.clone(),
+                prompt_len: sequence.prompt_len as u32,
+                computed: row.computed as u32,
+                blocks: row.blocks.clone(),
+                sampling: sequence.sampling.clone(),
+            });
+        }
+        row.launched += count as usize;
+        let samples = row.launched == row.length;
+        if samples {
+            row.length += 1;
+        }
+        row.last_step = Some(step_id);
+        let (slot, generation) = (row.slot, row.generation);
+        draft.budget -= count;
+        draft.plan.rows.push(RowPlan { slot, generation, token_count: count, samples });
+        draft.frame.push(FrameRow { slot, generation, sequence: id, token_count: count, samples });
+    }
+
+    /// The sequence loses slot and blocks and queues again in its place. Tokens that are still out
+    /// are dropped with the row; computing them again gives the same ones.
+    fn preempt(&mut self, id: SequenceId) {
+        let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+        let arrival = sequence.arrival;
+        let Phase::Running(row) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {
+            unreachable!("only running rows are preempted");
+        };
+        self.running.retain(|&(_, other)| other != id);
+        self.waiting.push_compute(arrival, id);
+        self.preemptions += 1;
+        self.vacate(row);
+    }
+
+    fn row(&self, id: SequenceId) -> &Row {
+        match &self.sequences[&id].phase {
+            Phase::Running(row) => row,
+            phase => unreachable!("a sequence of the batch is {phase:?}"),
+        }
+    }
+
+    fn row_mut(&mut self, id: SequenceId) -> &mut Row {
+        match &mut self.sequences.get_mut(&id).expect("a running sequence is known").phase {
+            Phase::Running(row) => row,
+            phase => unreachable!("a sequence of the batch is {phase:?}"),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! One sequence: its tokens, its rules and where in its life it is.
+
+use std::time::Instant;
+
+use kernels::{BLOCK_TOKENS, BlockId, sampling::Sampling};
+
+use crate::{
+    event::{FinishReason, NewSequence, SequenceKind},
+    plan::{Generation, Slot, StepId},
+    prefix_cache::{CacheSeeds, HashChain},
+};
+
+/// Order of arrival; a preempted sequence keeps its place.
+pub(super) type Arrival = u64;
+
+#[derive(Debug)]
+pub(super) struct Sequence {
+    /// A `Receive` becomes `Compute` when it turns out to be alone or its KV is here.
+    pub(super) kind: SequenceKind,
+    pub(super) arrival: Arrival,
+    /// Every token known to the host. What the device has sampled beyond is unknown here, and has
+    /// no entry.
+    pub(super) tokens: Vec<u32>,
+    /// Tokens at arrival.
+    pub(super) given_len: usize,
+    pub(super) prompt_len: usize,
+    /// Length at which the request ends, whatever it says.
+    pub(super) length_max: usize,
+    pub(super) sampling: Sampling,
+    pub(super) ignore_stop_tokens: bool,
+    pub(super) chain: HashChain,
+    /// Prompt tokens that were cached when the sequence was first admitted.
+    pub(super) cached_tokens: Option<u32>,
+    pub(super) deadline: Instant,
+    /// When to look at the sequence again: its deadline, or that of its present wait.
+    pub(super) alarm: Instant,
+    pub(super) phase: Phase,
+}
+
+#[derive(Debug)]
+pub(super) enum Phase {
+    /// `Send`: the receiver's reservation is not here.
+    AwaitingReady,
+    /// Queued, without blocks.
+    Waiting,
+    /// `Receive`: holds its cached prefix; the transfer owns the rest.
+    Reserved {
+        prefix: Vec<BlockId>,
+    },
+    /// Has its blocks and a claim to a slot; takes it with the next plan.
+    Ready(Table),
+    Running(Row),
+}
+
+/// The blocks of a sequence, in order of their tokens, and how many tokens' KV they hold.
+#[derive(Debug)]
+pub(super) struct Table {
+    pub(super) blocks: Vec<BlockId>,
+    pub(super) computed: usize,
+}
+
+/// A sequence in the running batch. Dropped whole when it leaves: nothing of it needs correcting.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub(super) slot: Slot,
+    pub(super) generation: Generation,
+    /// Only ever appended to.
+    pub(super) blocks: Vec<BlockId>,
+    /// Tokens whose KV is written: their frames are collected.
+    pub(super) computed: usize,
+    /// Full blocks that were offered to the prefix cache.
+    pub(super) published: usize,
+    /// Upper bound: positions computed once every frame in flight is done.
+    pub(super) launched: usize,
+    /// Upper bound: tokens on the device once every frame in flight is done.
+    pub(super) length: usize,
+    pub(super) last_step: Option<StepId>,
+    /// The executor has been told of this row.
+    pub(super) announced: bool,
+}
+
+impl Row {
+    pub(super) fn new(slot: Slot, generation: Generation, table: Table, length: usize) -> Self {
+        let Table { blocks, computed } = table;
+        debug_assert!(computed < length);
+        Self {
+            slot,
+            generation,
+            blocks,
+            computed,
+            published: computed / BLOCK_TOKENS,
+            launched: computed,
+            length,
+            last_step: None,
+            announced: false,
+        }
+    }
+}
+
+impl Sequence {
+    pub(super) fn new(
+        new: NewSequence,
+        arrival: Arrival,
+        length_max: usize,
+        seeds: CacheSeeds,
+    ) -> Self {
+        let mut chain = HashChain::new(seeds, &new.cache_salt);
+        chain.extend(&new.tokens);
+        let phase = match new.kind {
+            SequenceKind::Send => Phase::AwaitingReady,
+            SequenceKind::Compute | SequenceKind::Receive => Phase::Waiting,
+        };
+        Self {
+            kind: new.kind,
+            arrival,
+            given_len: new.tokens.len(),
+            tokens: new.tokens,
+            prompt_len: new.prompt_len as usize,
+            length_max,
+            sampling: new.sampling,
+            ignore_stop_tokens: new.ignore_stop_tokens,
+            chain,
+            cached_tokens: None,
+            deadline: new.deadline,
+            alarm: new.deadline,
+            phase,
+        }
+    }
+
+    /// Length at which this node's part ends: a sender samples one token.
+    pub(super) fn length_here(&self) -> usize {
+        match self.kind {
+            SequenceKind::Send => self.given_len + 1,
+            SequenceKind::Compute | SequenceKind::Receive => self.length_max,
+        }
+    }
+
+    /// Index of the next token in the whole answer.
+    pub(super) fn next_index(&self) -> u32 {
+        (self.tokens.len() - self.prompt_len) as u32
+    }
+
+    pub(super) fn push(&mut self, token: u32) {
+        self.tokens.push(token);
+        self.chain.extend(&self.tokens);
+    }
+
+    /// Whether the last token ends the request.
+    pub(super) fn finish_reason(&self) -> Option<FinishReason> {
+        let last = self.tokens.last()?;
+        if !self.ignore_stop_tokens && self.sampling.stop_token_ids.contains(last) {
+            Some(FinishReason::Stop)
+        } else if self.tokens.len() >= self.length_max {
+            Some(FinishReason::Length)
+        } else {
+            None
+        }
+    }
+
+    /// The first admission's finding is what the client is told.
+    pub(super) fn note_cached(&mut self, blocks: usize) {
+        let tokens = (blocks * BLOCK_TOKENS).min(self.prompt_len) as u32;
+        self.cached_tokens.get_or_insert(tokens);
+    }
+}
