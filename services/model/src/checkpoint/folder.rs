@@ -65,7 +65,7 @@ impl SafetensorsFolder {
                 bad_index(format!("tensor {name:?} has file {file}, wanted a string"))
             })?;
             // A file of this folder, whatever the index says.
-            if !Path::new(file).file_name().is_some_and(|name| name == file) {
+            if Path::new(file).file_name().is_none_or(|name| name != file) {
                 return Err(bad_index(format!(
                     "tensor {name:?} has file {file:?}, wanted a file name without folders"
                 )));

@@ -1,6 +1,8 @@
 //! What several test files need: models on disk, made or found.
 #![allow(dead_code, reason = "no test file uses all of it")]
 
+pub mod sequence;
+
 use std::{
     fs,
     path::{Path, PathBuf},

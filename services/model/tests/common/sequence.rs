@@ -1,0 +1,86 @@
+//! One model on the CPU backend, fed sequence by sequence.
+
+use std::sync::Arc;
+
+use kernels::{
+    BlockId, Dtype, KvArena,
+    cpu::{CpuBackend, CpuOptions, CpuStep, Isa, StepSequence},
+};
+use model::{Checkpoint, Limits, Llama};
+
+/// A loaded model, the arena for its KV, and a counter that hands out blocks.
+pub struct Runner {
+    backend: CpuBackend,
+    llama: Llama<CpuBackend>,
+    arena: Arc<KvArena>,
+    next_block: u32,
+}
+
+/// A sequence whose KV lies in the runner's arena.
+pub struct Sequence {
+    position: u32,
+    blocks: Vec<BlockId>,
+}
+
+impl Runner {
+    pub fn new(checkpoint: &Checkpoint, dtype: Dtype, isa: Isa, rows_max: usize) -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+        let backend = CpuBackend::new(CpuOptions { dtype, threads, isa }).unwrap();
+        let limits = Limits { rows_max, sampled_max: rows_max };
+        let llama = Llama::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
+        let arena = KvArena::host(checkpoint.config().kv_layout(dtype), 512).unwrap();
+        Self { backend, llama, arena, next_block: 0 }
+    }
+
+    /// Room for `tokens` tokens.
+    pub fn sequence(&mut self, tokens: usize) -> Sequence {
+        let blocks = tokens.div_ceil(kernels::BLOCK_TOKENS) as u32;
+        let first = self.next_block;
+        self.next_block += blocks;
+        Sequence { position: 0, blocks: (first..self.next_block).map(BlockId).collect() }
+    }
+
+    /// One forward over some tokens of each sequence; the logits of the last `sampled` tokens of
+    /// each, one after the other.
+    pub fn forward(&mut self, parts: &mut [(&mut Sequence, &[u32], u32)]) -> Vec<Vec<f32>> {
+        let sequences: Vec<StepSequence<'_>> = parts
+            .iter()
+            .map(|(sequence, tokens, sampled)| StepSequence {
+                first_position: sequence.position,
+                tokens,
+                blocks: &sequence.blocks,
+                sampled_rows: *sampled,
+            })
+            .collect();
+        let mut step = CpuStep::new(&self.arena, &sequences).unwrap();
+        let logits = self.llama.forward(&mut self.backend, &mut step);
+        let rows = (0..step.sampled().len()).map(|row| logits.row(row).to_vec()).collect();
+        for (sequence, tokens, _) in parts {
+            sequence.position += tokens.len() as u32;
+        }
+        rows
+    }
+
+    /// The logits after `tokens`, which are fed in chunks.
+    pub fn prefill(&mut self, sequence: &mut Sequence, tokens: &[u32], chunk: usize) -> Vec<f32> {
+        let mut logits = Vec::new();
+        let chunks = tokens.len().div_ceil(chunk);
+        for (index, chunk) in tokens.chunks(chunk).enumerate() {
+            let sampled = u32::from(index + 1 == chunks);
+            logits = self.forward(&mut [(sequence, chunk, sampled)]);
+        }
+        logits.pop().expect("the last chunk sampled")
+    }
+
+    /// The logits after one more token.
+    pub fn decode(&mut self, sequence: &mut Sequence, token: u32) -> Vec<f32> {
+        self.forward(&mut [(sequence, &[token], 1)]).pop().expect("one row sampled")
+    }
+}
+
+/// The lowest id among the highest logits.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let best =
+        (0..logits.len()).fold(0, |best, id| if logits[id] > logits[best] { id } else { best });
+    best as u32
+}
