@@ -14,6 +14,8 @@
 pub mod api;
 pub mod config;
 pub mod metrics;
+pub mod notice;
+pub mod protocol;
 pub mod shell;
 
 pub use config::{ClusterSecret, Limits, SecretTooShort, TransferConfig};

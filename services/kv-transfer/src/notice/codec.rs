@@ -1,0 +1,251 @@
+//! Between the wire's messages and ours. Every field that comes from a peer is checked here, once.
+
+use bytes::Bytes;
+use kernels::{
+    BlockId,
+    sampling::{SampledToken, TokenLogprobs},
+};
+use proto::v1::{self, notice};
+
+use super::{Body, Done, Hello, HelloOk, Refusal, Reserve};
+use crate::api::{Identity, TransferId};
+
+/// Longest node id, endpoint or name of a method, in bytes.
+const NAME_BYTES_MAX: usize = 256;
+/// Longest reason, in bytes. Longer ones are cut when sent.
+const REASON_BYTES_MAX: usize = 1024;
+/// Longest trace context, in bytes; version 00 has 55.
+const TRACEPARENT_BYTES_MAX: usize = 128;
+/// Most transports or integrity methods that one HELLO may offer.
+const METHODS_MAX: usize = 16;
+/// As many log-probabilities as the API lets anyone ask for, with room to grow.
+const TOP_LOGPROBS_MAX: usize = 64;
+
+type Checked<T> = Result<T, Refusal>;
+
+fn malformed<T>(field: &'static str) -> Checked<T> {
+    Err(Refusal::Malformed { field })
+}
+
+fn bounded(text: String, bytes_max: usize, field: &'static str) -> Checked<String> {
+    if text.len() > bytes_max { malformed(field) } else { Ok(text) }
+}
+
+pub fn name(text: String, field: &'static str) -> Checked<String> {
+    if text.is_empty() { malformed(field) } else { bounded(text, NAME_BYTES_MAX, field) }
+}
+
+pub fn traceparent(text: String) -> Checked<String> {
+    bounded(text, TRACEPARENT_BYTES_MAX, "traceparent")
+}
+
+/// A context that no peer would take is left out: the trace breaks, the notice arrives.
+pub fn traceparent_to_wire(traceparent: &str) -> String {
+    if traceparent.len() > TRACEPARENT_BYTES_MAX { String::new() } else { traceparent.to_owned() }
+}
+
+fn methods(names: Vec<String>, field: &'static str) -> Checked<Vec<String>> {
+    if names.len() > METHODS_MAX {
+        return malformed(field);
+    }
+    names.into_iter().map(|method| name(method, field)).collect()
+}
+
+/// Cuts at a character's boundary.
+fn cut(text: &str, bytes_max: usize) -> String {
+    text[..text.floor_char_boundary(bytes_max.min(text.len()))].to_owned()
+}
+
+fn bits(bytes: &Bytes, field: &'static str) -> Checked<u128> {
+    match bytes.as_ref().try_into() {
+        Ok(bytes) => Ok(u128::from_be_bytes(bytes)),
+        Err(_) => malformed(field),
+    }
+}
+
+fn bits_to_wire(bits: u128) -> Bytes {
+    Bytes::copy_from_slice(&bits.to_be_bytes())
+}
+
+fn transfer(bytes: &Bytes) -> Checked<TransferId> {
+    TransferId::from_bytes(bytes).ok_or(Refusal::Malformed { field: "transfer_id" })
+}
+
+fn transfer_to_wire(transfer: &TransferId) -> Bytes {
+    Bytes::copy_from_slice(&transfer.to_bytes())
+}
+
+/// As nodes publish it and compare it.
+pub fn identity_to_wire(identity: &Identity) -> v1::ModelIdentity {
+    v1::ModelIdentity {
+        model_fingerprint: bits_to_wire(identity.model_fingerprint),
+        weight_version: identity.weight_version,
+        kv_layout: identity.kv_layout.clone(),
+        block_size: identity.block_size,
+        dtype: identity.dtype.clone(),
+        tp: identity.tp,
+        protocol_min: identity.protocol_min,
+        protocol_max: identity.protocol_max,
+    }
+}
+
+/// Refused when the fingerprint does not have 16 bytes or a name is too long.
+pub fn identity_from_wire(identity: v1::ModelIdentity) -> Result<Identity, Refusal> {
+    Ok(Identity {
+        model_fingerprint: bits(&identity.model_fingerprint, "model_fingerprint")?,
+        weight_version: identity.weight_version,
+        kv_layout: bounded(identity.kv_layout, NAME_BYTES_MAX, "kv_layout")?,
+        block_size: identity.block_size,
+        dtype: bounded(identity.dtype, NAME_BYTES_MAX, "dtype")?,
+        tp: identity.tp,
+        protocol_min: identity.protocol_min,
+        protocol_max: identity.protocol_max,
+    })
+}
+
+fn identity(identity: Option<v1::ModelIdentity>) -> Checked<Identity> {
+    identity_from_wire(identity.ok_or(Refusal::Malformed { field: "identity" })?)
+}
+
+fn token_to_wire(token: &SampledToken) -> v1::Token {
+    v1::Token {
+        id: token.id,
+        logprobs: token.logprobs.as_ref().map(|logprobs| v1::TokenLogprobs {
+            chosen: logprobs.chosen,
+            top: logprobs.top.iter().map(|&(id, logprob)| v1::TopLogprob { id, logprob }).collect(),
+        }),
+    }
+}
+
+fn token(token: v1::Token) -> Checked<SampledToken> {
+    let logprobs = match token.logprobs {
+        Some(logprobs) if logprobs.top.len() > TOP_LOGPROBS_MAX => return malformed("logprobs"),
+        Some(logprobs) => Some(TokenLogprobs {
+            chosen: logprobs.chosen,
+            top: logprobs.top.iter().map(|top| (top.id, top.logprob)).collect(),
+        }),
+        None => None,
+    };
+    Ok(SampledToken { id: token.id, logprobs })
+}
+
+pub fn body_to_wire(body: &Body) -> notice::Body {
+    match body {
+        Body::Hello(hello) => notice::Body::Hello(v1::Hello {
+            identity: Some(identity_to_wire(&hello.identity)),
+            notice_endpoint: hello.notice_endpoint.clone(),
+            data_endpoint: hello.data_endpoint.clone(),
+            transports: hello.transports.clone(),
+            integrity: hello.integrity.clone(),
+        }),
+        Body::HelloOk(ok) => notice::Body::HelloOk(v1::HelloOk {
+            identity: Some(identity_to_wire(&ok.identity)),
+            data_endpoint: ok.data_endpoint.clone(),
+            transport: ok.transport.clone(),
+            integrity: ok.integrity.clone(),
+        }),
+        Body::Reject { reason, identity } => notice::Body::Reject(v1::Reject {
+            reason: cut(reason, REASON_BYTES_MAX),
+            identity: Some(identity_to_wire(identity)),
+        }),
+        Body::Reserve(reserve) => notice::Body::Reserve(v1::Reserve {
+            transfer_id: transfer_to_wire(&reserve.transfer),
+            model_fingerprint: bits_to_wire(reserve.model_fingerprint),
+            weight_version: reserve.weight_version,
+            prompt_hash: bits_to_wire(reserve.prompt_hash),
+            first_block: reserve.first_block,
+            blocks: reserve.blocks.iter().map(|block| block.0).collect(),
+        }),
+        Body::Chunk { transfer, chunk, first_block, block_count, bytes } => {
+            notice::Body::Chunk(v1::Chunk {
+                transfer_id: transfer_to_wire(transfer),
+                chunk: *chunk,
+                first_block: *first_block,
+                block_count: *block_count,
+                bytes: *bytes,
+            })
+        }
+        Body::ClearToSend { transfer, chunk } => notice::Body::ClearToSend(v1::ClearToSend {
+            transfer_id: transfer_to_wire(transfer),
+            chunk: *chunk,
+        }),
+        Body::Done(done) => notice::Body::Done(v1::Done {
+            transfer_id: transfer_to_wire(&done.transfer),
+            chunk_count: done.chunk_count,
+            first_index: done.first_index,
+            token: Some(token_to_wire(&done.token)),
+            integrity: done.integrity.clone(),
+        }),
+        Body::Ack { transfer } => {
+            notice::Body::Ack(v1::Ack { transfer_id: transfer_to_wire(transfer) })
+        }
+        Body::Abort { transfer, reason } => notice::Body::Abort(v1::Abort {
+            transfer_id: transfer_to_wire(transfer),
+            reason: cut(reason, REASON_BYTES_MAX),
+        }),
+        Body::AbortAck { transfer } => {
+            notice::Body::AbortAck(v1::AbortAck { transfer_id: transfer_to_wire(transfer) })
+        }
+        Body::Heartbeat { transfers, awaited } => notice::Body::Heartbeat(v1::Heartbeat {
+            transfer_ids: transfers.iter().map(transfer_to_wire).collect(),
+            awaited_ids: awaited.iter().map(transfer_to_wire).collect(),
+        }),
+    }
+}
+
+pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
+    Ok(match body {
+        notice::Body::Hello(hello) => Body::Hello(Hello {
+            identity: identity(hello.identity)?,
+            notice_endpoint: name(hello.notice_endpoint, "notice_endpoint")?,
+            data_endpoint: name(hello.data_endpoint, "data_endpoint")?,
+            transports: methods(hello.transports, "transports")?,
+            integrity: methods(hello.integrity, "integrity")?,
+        }),
+        notice::Body::HelloOk(ok) => Body::HelloOk(HelloOk {
+            identity: identity(ok.identity)?,
+            data_endpoint: name(ok.data_endpoint, "data_endpoint")?,
+            transport: name(ok.transport, "transport")?,
+            integrity: name(ok.integrity, "integrity")?,
+        }),
+        notice::Body::Reject(reject) => Body::Reject {
+            reason: bounded(reject.reason, REASON_BYTES_MAX, "reason")?,
+            identity: identity(reject.identity)?,
+        },
+        notice::Body::Reserve(reserve) => Body::Reserve(Reserve {
+            transfer: transfer(&reserve.transfer_id)?,
+            model_fingerprint: bits(&reserve.model_fingerprint, "model_fingerprint")?,
+            weight_version: reserve.weight_version,
+            prompt_hash: bits(&reserve.prompt_hash, "prompt_hash")?,
+            first_block: reserve.first_block,
+            blocks: reserve.blocks.into_iter().map(BlockId).collect(),
+        }),
+        notice::Body::Chunk(chunk) => Body::Chunk {
+            transfer: transfer(&chunk.transfer_id)?,
+            chunk: chunk.chunk,
+            first_block: chunk.first_block,
+            block_count: chunk.block_count,
+            bytes: chunk.bytes,
+        },
+        notice::Body::ClearToSend(clear) => {
+            Body::ClearToSend { transfer: transfer(&clear.transfer_id)?, chunk: clear.chunk }
+        }
+        notice::Body::Done(done) => Body::Done(Done {
+            transfer: transfer(&done.transfer_id)?,
+            chunk_count: done.chunk_count,
+            first_index: done.first_index,
+            token: token(done.token.ok_or(Refusal::Malformed { field: "token" })?)?,
+            integrity: done.integrity,
+        }),
+        notice::Body::Ack(ack) => Body::Ack { transfer: transfer(&ack.transfer_id)? },
+        notice::Body::Abort(abort) => Body::Abort {
+            transfer: transfer(&abort.transfer_id)?,
+            reason: bounded(abort.reason, REASON_BYTES_MAX, "reason")?,
+        },
+        notice::Body::AbortAck(ack) => Body::AbortAck { transfer: transfer(&ack.transfer_id)? },
+        notice::Body::Heartbeat(heartbeat) => Body::Heartbeat {
+            transfers: heartbeat.transfer_ids.iter().map(transfer).collect::<Checked<_>>()?,
+            awaited: heartbeat.awaited_ids.iter().map(transfer).collect::<Checked<_>>()?,
+        },
+    })
+}

@@ -1,0 +1,135 @@
+//! Which sequence numbers have been seen.
+
+use std::collections::BTreeMap;
+
+use crate::api::Epoch;
+
+const WORD_BITS: u64 = 64;
+const WORDS: usize = 16;
+
+/// How far behind the newest a notice may arrive. One connection keeps order; this is for the two
+/// that overlap when a pair is made anew.
+const WINDOW: u64 = WORD_BITS * WORDS as u64;
+
+/// Sender epochs that are remembered. They are authenticated, so only real nodes fill this.
+const SENDERS_MAX: usize = 1024;
+
+/// A window over the sequence numbers of one sender epoch.
+#[derive(Clone, Debug)]
+struct Window {
+    newest: u64,
+    /// Bit `s % WINDOW` tells whether `s` was seen, for the `WINDOW` numbers up to `newest`.
+    seen: [u64; WORDS],
+    /// The guard's count at the last use.
+    used: u64,
+}
+
+impl Window {
+    fn slot(sequence: u64) -> (usize, u64) {
+        let bit = sequence % WINDOW;
+        ((bit / WORD_BITS) as usize, 1 << (bit % WORD_BITS))
+    }
+
+    /// True the first time.
+    fn admit(&mut self, sequence: u64) -> bool {
+        if sequence > self.newest {
+            if sequence - self.newest >= WINDOW {
+                self.seen = [0; WORDS];
+            } else {
+                for passed in self.newest + 1..sequence {
+                    let (word, bit) = Self::slot(passed);
+                    self.seen[word] &= !bit;
+                }
+            }
+            self.newest = sequence;
+        } else {
+            let (word, bit) = Self::slot(sequence);
+            if self.newest - sequence >= WINDOW || self.seen[word] & bit != 0 {
+                return false;
+            }
+        }
+        let (word, bit) = Self::slot(sequence);
+        self.seen[word] |= bit;
+        true
+    }
+}
+
+/// The windows of all senders.
+#[derive(Debug, Default)]
+pub struct ReplayGuard {
+    senders: BTreeMap<Epoch, Window>,
+    admitted: u64,
+}
+
+impl ReplayGuard {
+    /// True the first time that this number comes from this epoch; false for repeats and for
+    /// numbers too far behind to tell. Number 0 is never used.
+    pub fn admit(&mut self, from: Epoch, sequence: u64) -> bool {
+        if sequence == 0 {
+            return false;
+        }
+        self.admitted += 1;
+        if !self.senders.contains_key(&from) && self.senders.len() >= SENDERS_MAX {
+            self.forget_least_recent();
+        }
+        let window =
+            self.senders.entry(from).or_insert(Window { newest: 0, seen: [0; WORDS], used: 0 });
+        window.used = self.admitted;
+        window.admit(sequence)
+    }
+
+    /// What a replay of such a sender could do is bounded by the protocol: its transfers are over,
+    /// and their ids are never used again.
+    fn forget_least_recent(&mut self) {
+        if let Some(epoch) =
+            self.senders.iter().min_by_key(|(_, window)| window.used).map(|(epoch, _)| *epoch)
+        {
+            self.senders.remove(&epoch);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn each_number_is_admitted_at_most_once_and_always_within_the_window(
+            steps in prop::collection::vec((0u64..3000, 1u64..1500), 1..300),
+        ) {
+            let mut guard = ReplayGuard::default();
+            let mut seen = BTreeSet::new();
+            let mut newest = 0u64;
+            for (back, ahead) in steps {
+                let sequence =
+                    if back % 3 == 0 { newest + ahead } else { newest.saturating_sub(back) };
+                let fresh = sequence > 0 && !seen.contains(&sequence);
+                let within = sequence > newest || newest - sequence < WINDOW;
+                let admitted = guard.admit(Epoch(1), sequence);
+                prop_assert_eq!(admitted, fresh && within);
+                if admitted {
+                    seen.insert(sequence);
+                    newest = newest.max(sequence);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn senders_are_bounded_and_the_least_recent_is_forgotten() {
+        let mut guard = ReplayGuard::default();
+        for epoch in 0..SENDERS_MAX as u128 {
+            assert!(guard.admit(Epoch(epoch), 1));
+        }
+        assert!(guard.admit(Epoch(0), 2));
+        assert!(guard.admit(Epoch(u128::MAX), 1));
+        assert_eq!(guard.senders.len(), SENDERS_MAX);
+        assert!(!guard.admit(Epoch(0), 2), "was used last but one and is kept");
+        assert!(!guard.senders.contains_key(&Epoch(1)));
+    }
+}

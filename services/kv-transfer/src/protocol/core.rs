@@ -1,0 +1,805 @@
+//! Routes what happens to the pair or transfer that it concerns, and bounds how many there are.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use super::{
+    Action, Counters, DataEvent, Local, Peer, Turn,
+    pair::{Change, Close, Pair},
+    receiver::Incoming,
+    sender::Outgoing,
+    tombstone::{Tombstone, Tombstones},
+};
+use crate::{
+    api::{Command, Epoch, Event, PeerAddress, TransferFailure, TransferId},
+    notice::{Body, Hello, Notice, Reserve, Source},
+};
+
+/// Deadlines beyond a day are a day, so that no clock overflows.
+const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Blocks in one reservation, so that `RESERVE` and `DONE` fit a notice: 1.6 million tokens.
+const RESERVED_BLOCKS_MAX: usize = 100_000;
+
+/// All pairs and transfers of one process.
+pub struct Core {
+    local: Local,
+    pairs: BTreeMap<Epoch, Pair>,
+    transfers: BTreeMap<TransferId, Transfer>,
+    tombstones: Tombstones,
+    actions: VecDeque<Action>,
+    counters: Counters,
+}
+
+enum Transfer {
+    Outgoing(Outgoing),
+    Incoming(Incoming),
+}
+
+/// Which side of a transfer a command begins.
+#[derive(Clone, Copy)]
+enum Side {
+    Sender,
+    Receiver,
+}
+
+impl Side {
+    fn failed(self, transfer: TransferId, failure: TransferFailure) -> Event {
+        match self {
+            Side::Sender => Event::SendFailed { transfer, failure },
+            Side::Receiver => Event::ReceiveFailed { transfer, failure },
+        }
+    }
+}
+
+/// Borrows what a turn needs and leaves the tables free.
+macro_rules! turn {
+    ($core:expr, $now:expr) => {
+        Turn {
+            now: $now,
+            local: &$core.local,
+            actions: &mut $core.actions,
+            counters: &mut $core.counters,
+        }
+    };
+}
+
+impl Core {
+    pub fn new(local: Local) -> Self {
+        Self {
+            tombstones: Tombstones::new(local.limits.tombstones_max),
+            local,
+            pairs: BTreeMap::new(),
+            transfers: BTreeMap::new(),
+            actions: VecDeque::new(),
+            counters: Counters::default(),
+        }
+    }
+
+    pub fn handle_command(&mut self, now: Instant, command: Command) {
+        match command {
+            Command::Receive {
+                transfer,
+                peer,
+                prompt_hash,
+                first_block,
+                blocks,
+                deadline,
+                traceparent,
+            } => {
+                let deadline = deadline.min(DEADLINE_MAX);
+                if blocks.len() > RESERVED_BLOCKS_MAX {
+                    let reason = format!(
+                        "{} blocks are reserved; at most {RESERVED_BLOCKS_MAX} can travel",
+                        blocks.len()
+                    );
+                    let failure = TransferFailure::Aborted { reason };
+                    return turn!(self, now).emit(Side::Receiver.failed(transfer, failure));
+                }
+                let Some(peer) = self.admit(now, transfer, &peer, Side::Receiver) else { return };
+                let mut turn = turn!(self, now);
+                let mut incoming = Incoming::start(
+                    &turn,
+                    transfer,
+                    peer.clone(),
+                    prompt_hash,
+                    first_block,
+                    blocks,
+                    deadline,
+                    traceparent,
+                );
+                if self.pairs.get(&peer.epoch).is_some_and(Pair::is_up) {
+                    incoming.on_pair_up(&mut turn);
+                }
+                self.insert(now, transfer, peer.epoch, Transfer::Incoming(incoming));
+            }
+            Command::Expect { transfer, peer, prompt_hash, deadline, traceparent } => {
+                let deadline = deadline.min(DEADLINE_MAX);
+                if self.meet_early_reserve(
+                    now,
+                    transfer,
+                    &peer,
+                    prompt_hash,
+                    deadline,
+                    &traceparent,
+                ) {
+                    return;
+                }
+                let Some(peer) = self.admit(now, transfer, &peer, Side::Sender) else { return };
+                let turn = turn!(self, now);
+                let outgoing = Outgoing::expect(
+                    &turn,
+                    transfer,
+                    peer.clone(),
+                    prompt_hash,
+                    deadline,
+                    traceparent,
+                );
+                self.insert(now, transfer, peer.epoch, Transfer::Outgoing(outgoing));
+            }
+            Command::Written { transfer, first_block, blocks } => {
+                self.with_outgoing(now, transfer, |outgoing, turn| {
+                    outgoing.written(turn, first_block, blocks);
+                });
+            }
+            Command::Finish { transfer, first_index, token } => {
+                self.with_outgoing(now, transfer, |outgoing, turn| {
+                    outgoing.finish(turn, first_index, token);
+                });
+            }
+            Command::Abort { transfer, reason } => self.abort(now, transfer, reason),
+        }
+    }
+
+    /// Whatever is still under way ends, with `reason`.
+    pub fn abort_all(&mut self, now: Instant, reason: &str) {
+        let transfers: Vec<TransferId> = self.transfers.keys().copied().collect();
+        for transfer in transfers {
+            self.abort(now, transfer, reason.to_owned());
+        }
+    }
+
+    pub fn handle_notice(&mut self, now: Instant, from: &Source, notice: Notice) {
+        let Notice { traceparent, body } = notice;
+        match body {
+            Body::Hello(hello) => return self.on_hello(now, from, &hello),
+            Body::HelloOk(ok) => {
+                return self.with_pair(now, from.epoch, |pair, turn| pair.on_hello_ok(turn, &ok));
+            }
+            Body::Reject { reason, identity } => {
+                return self.with_pair(now, from.epoch, |pair, turn| {
+                    pair.on_reject(turn, reason, &identity)
+                });
+            }
+            _ => {}
+        }
+        // Whoever has not been greeted may have any model. What it has to say it says again.
+        match self.pairs.get_mut(&from.epoch) {
+            Some(pair) if pair.is_up() => pair.heard(now),
+            // The peer has lost the pair and gives up what was on it.
+            Some(_)
+                if matches!(&body, Body::Abort { transfer, .. }
+                if self.transfers.contains_key(transfer)) => {}
+            Some(_) | None => return turn!(self, now).refuse("pair_not_up"),
+        }
+        match body {
+            Body::Hello(_) | Body::HelloOk(_) | Body::Reject { .. } => {}
+            Body::Reserve(reserve) => self.on_reserve(now, from, reserve, traceparent),
+            Body::Chunk { transfer, chunk, first_block, block_count, bytes } => {
+                self.with_incoming(now, from, transfer, |incoming, turn| {
+                    incoming.on_chunk(turn, chunk, first_block, block_count, bytes);
+                });
+            }
+            Body::ClearToSend { transfer, chunk } => {
+                self.with_outgoing_of(now, from, transfer, |outgoing, turn| {
+                    outgoing.on_clear_to_send(turn, chunk);
+                });
+            }
+            Body::Done(done) => {
+                self.with_incoming(now, from, done.transfer, |incoming, turn| {
+                    incoming.on_done(turn, done);
+                });
+            }
+            Body::Ack { transfer } => {
+                self.with_outgoing_of(now, from, transfer, |outgoing, turn| outgoing.on_ack(turn));
+            }
+            Body::Abort { transfer, reason } => self.on_abort(now, from, transfer, reason),
+            Body::AbortAck { transfer } => self.on_abort_ack(now, from, transfer),
+            Body::Heartbeat { transfers, awaited } => {
+                self.on_heartbeat(now, from, &transfers, &awaited);
+            }
+        }
+    }
+
+    pub fn handle_data(&mut self, now: Instant, event: DataEvent) {
+        match event {
+            DataEvent::Sent { transfer, chunk, integrity } => {
+                self.with_outgoing(now, transfer, |outgoing, turn| {
+                    outgoing.on_sent(turn, chunk, integrity);
+                });
+            }
+            DataEvent::SendReleased { transfer } => {
+                self.with_outgoing(now, transfer, |outgoing, turn| outgoing.on_released(turn));
+            }
+            DataEvent::Received { transfer, chunk, integrity } => {
+                self.with_transfer(now, transfer, |side, turn| {
+                    if let Transfer::Incoming(incoming) = side {
+                        incoming.on_received(turn, chunk, integrity);
+                    }
+                });
+            }
+            DataEvent::ReceiveReleased { transfer } => {
+                self.with_transfer(now, transfer, |side, turn| {
+                    if let Transfer::Incoming(incoming) = side {
+                        incoming.on_released(turn);
+                    }
+                });
+            }
+            DataEvent::Failed { transfer, reason } => {
+                self.with_transfer(now, transfer, |side, turn| match side {
+                    Transfer::Outgoing(outgoing) => outgoing.on_data_failed(turn, reason),
+                    Transfer::Incoming(incoming) => incoming.on_data_failed(turn, reason),
+                });
+            }
+            DataEvent::Closed { peer, reason } => self.handle_peer_failed(now, peer, &reason),
+        }
+    }
+
+    /// The way to this peer is broken on our side: its queue is full, its connection has ended.
+    pub fn handle_peer_failed(&mut self, now: Instant, peer: Epoch, reason: &str) {
+        self.lose_pair(now, peer, reason);
+    }
+
+    /// To be called at [`Core::next_deadline`]; any other time does no harm.
+    pub fn on_deadline(&mut self, now: Instant) {
+        self.tombstones.forget_old(now);
+        for transfer in self.transfers.values_mut() {
+            let mut turn = turn!(self, now);
+            match transfer {
+                Transfer::Outgoing(outgoing) => outgoing.on_deadline(&mut turn),
+                Transfer::Incoming(incoming) => incoming.on_deadline(&mut turn),
+            }
+        }
+        self.bury_all(now);
+        let epochs: Vec<Epoch> = self.pairs.keys().copied().collect();
+        for epoch in epochs {
+            let Some(pair) = self.pairs.get_mut(&epoch) else { continue };
+            match pair.on_deadline(&mut turn!(self, now)) {
+                Some(Close::Idle) => self.close_pair(epoch),
+                Some(Close::Lost { reason }) => self.lose_pair(now, epoch, &reason),
+                None if pair.is_heartbeat_due(now) => self.send_heartbeat(now, epoch),
+                None => {}
+            }
+        }
+    }
+
+    /// When to call [`Core::on_deadline`] if nothing else happens first.
+    pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
+        let transfers = self.transfers.values().filter_map(|transfer| match transfer {
+            Transfer::Outgoing(outgoing) => outgoing.next_deadline(),
+            Transfer::Incoming(incoming) => incoming.next_deadline(),
+        });
+        let pair_idle = self.local.limits.pair_idle;
+        let pairs = self.pairs.values().map(|pair| pair.next_deadline(now, pair_idle));
+        transfers.chain(pairs).chain(self.tombstones.next_deadline()).min()
+    }
+
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Transfers whose final event the node still waits for.
+    pub fn active_count(&self) -> usize {
+        self.transfers.values().filter(|transfer| transfer.is_unfinished()).count()
+    }
+
+    pub fn pairs(&self) -> impl Iterator<Item = &Pair> {
+        self.pairs.values()
+    }
+
+    /// Sizes of the tables, each within its limit: transfers, early ones among them, tombstones.
+    pub fn table_sizes(&self) -> (usize, usize, usize) {
+        (self.transfers.len(), self.early_count(), self.tombstones.len())
+    }
+
+    // Beginnings.
+
+    /// Finds or makes the pair for a new transfer; `None` when the transfer has failed instead.
+    fn admit(
+        &mut self,
+        now: Instant,
+        transfer: TransferId,
+        address: &PeerAddress,
+        side: Side,
+    ) -> Option<Peer> {
+        match self.transfers.get(&transfer) {
+            Some(Transfer::Outgoing(outgoing)) if !outgoing.is_begun() => {
+                let peer = outgoing.peer().node_id.clone();
+                let detail = "RESERVE came for a transfer that is received here".to_owned();
+                let failure = TransferFailure::Protocol { peer, detail };
+                turn!(self, now).emit(side.failed(transfer, failure));
+                return None;
+            }
+            Some(_) => {
+                // The first start goes on; nodes answer a second one themselves.
+                tracing::warn!(%transfer, "a transfer was begun twice; the second is ignored");
+                return None;
+            }
+            None => {}
+        }
+        let peer = Peer { node_id: address.node_id.clone(), epoch: address.epoch };
+        match self.admission(now, transfer, address) {
+            Ok(()) => Some(peer),
+            Err(failure) => {
+                turn!(self, now).emit(side.failed(transfer, failure));
+                None
+            }
+        }
+    }
+
+    fn admission(
+        &mut self,
+        now: Instant,
+        transfer: TransferId,
+        address: &PeerAddress,
+    ) -> Result<(), TransferFailure> {
+        match self.tombstones.get(transfer) {
+            Some(Tombstone::Failed { reason }) => {
+                let reason = format!("the transfer had ended before: {reason}");
+                return Err(TransferFailure::Aborted { reason });
+            }
+            Some(Tombstone::Complete) => {
+                let reason = "a transfer with this id was completed before".to_owned();
+                return Err(TransferFailure::Aborted { reason });
+            }
+            None => {}
+        }
+        if address.epoch == self.local.epoch {
+            let reason = "the peer is this process itself".to_owned();
+            return Err(TransferFailure::Aborted { reason });
+        }
+        if self.transfers.len() >= self.local.limits.transfers_max {
+            let reason = format!("{} transfers are under way, the most", self.transfers.len());
+            return Err(TransferFailure::Aborted { reason });
+        }
+        if let Some(pair) = self.pairs.get(&address.epoch) {
+            return match pair.refusal() {
+                Some(reason) => Err(TransferFailure::Refused {
+                    peer: address.node_id.clone(),
+                    reason: reason.to_owned(),
+                }),
+                None => Ok(()),
+            };
+        }
+        if !self.make_room_for_pair(now) {
+            let reason = format!("{} peers have work here, the most", self.pairs.len());
+            return Err(TransferFailure::Aborted { reason });
+        }
+        let pair = Pair::greet(&mut turn!(self, now), address);
+        self.pairs.insert(address.epoch, pair);
+        Ok(())
+    }
+
+    fn insert(&mut self, now: Instant, id: TransferId, peer: Epoch, transfer: Transfer) {
+        if let Some(pair) = self.pairs.get_mut(&peer) {
+            pair.begin(now, id);
+            if matches!(transfer, Transfer::Outgoing(_)) {
+                pair.open_data(&mut turn!(self, now));
+            }
+        }
+        self.transfers.insert(id, transfer);
+        debug_assert!(self.transfers.len() <= self.local.limits.transfers_max);
+    }
+
+    /// True when `Expect` finds the transfer that its `RESERVE` has made.
+    fn meet_early_reserve(
+        &mut self,
+        now: Instant,
+        transfer: TransferId,
+        address: &PeerAddress,
+        prompt_hash: u128,
+        deadline: Duration,
+        traceparent: &str,
+    ) -> bool {
+        let Some(Transfer::Outgoing(outgoing)) = self.transfers.get_mut(&transfer) else {
+            return false;
+        };
+        if outgoing.is_begun() {
+            return false;
+        }
+        if outgoing.peer().epoch == address.epoch || !outgoing.is_early() {
+            self.with_outgoing(now, transfer, |outgoing, turn| {
+                outgoing.on_expect(turn, prompt_hash, deadline, traceparent.to_owned());
+            });
+            return true;
+        }
+        // Someone else has reserved under this id: not the one that the router has named.
+        let stranger = outgoing.peer().epoch;
+        let reason = format!("the router paired this transfer with {}", address.node_id);
+        turn!(self, now).send(stranger, Body::Abort { transfer, reason });
+        self.transfers.remove(&transfer);
+        if let Some(pair) = self.pairs.get_mut(&stranger) {
+            pair.end(now, transfer);
+        }
+        false
+    }
+
+    fn on_reserve(&mut self, now: Instant, from: &Source, reserve: Reserve, traceparent: String) {
+        let transfer = reserve.transfer;
+        match self.transfers.get(&transfer) {
+            Some(Transfer::Outgoing(outgoing)) if outgoing.peer().epoch == from.epoch => {
+                return self.with_outgoing_of(now, from, transfer, |outgoing, turn| {
+                    outgoing.on_reserve(turn, reserve, traceparent);
+                });
+            }
+            Some(_) => {
+                let reason = "this transfer id is in use with another peer".to_owned();
+                return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+            }
+            None => {}
+        }
+        if let Some(tombstone) = self.tombstones.get(transfer) {
+            if let Tombstone::Failed { reason } = tombstone {
+                let reason = reason.clone();
+                turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+            }
+            return;
+        }
+        let limits = self.local.limits;
+        if self.early_count() >= limits.early_max || self.transfers.len() >= limits.transfers_max {
+            let reason = format!("{} transfers are known here, the most", self.transfers.len());
+            return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+        }
+        let peer = Peer { node_id: from.node_id.clone(), epoch: from.epoch };
+        let early = Outgoing::early(&mut turn!(self, now), peer, reserve, traceparent);
+        self.insert(now, transfer, from.epoch, Transfer::Outgoing(early));
+    }
+
+    fn early_count(&self) -> usize {
+        let is_early = |transfer: &&Transfer| match transfer {
+            Transfer::Outgoing(outgoing) => outgoing.is_early(),
+            Transfer::Incoming(_) => false,
+        };
+        self.transfers.values().filter(is_early).count()
+    }
+
+    // Ends.
+
+    fn abort(&mut self, now: Instant, transfer: TransferId, reason: String) {
+        if !self.transfers.contains_key(&transfer) {
+            // It may be cancelled before it is begun.
+            return self.tombstones.bury(now, transfer, Tombstone::Failed { reason });
+        }
+        self.with_transfer(now, transfer, |side, turn| match side {
+            Transfer::Outgoing(outgoing) => outgoing.abort(turn, reason),
+            Transfer::Incoming(incoming) => incoming.abort(turn, reason),
+        });
+    }
+
+    fn on_abort(&mut self, now: Instant, from: &Source, transfer: TransferId, reason: String) {
+        if !self.transfers.contains_key(&transfer) {
+            let reason = format!("{} aborted: {reason}", from.node_id);
+            self.tombstones.bury(now, transfer, Tombstone::Failed { reason });
+            return turn!(self, now).send(from.epoch, Body::AbortAck { transfer });
+        }
+        self.with_transfer_of(now, from, transfer, |side, turn| match side {
+            Transfer::Outgoing(outgoing) => outgoing.on_abort(turn, reason),
+            Transfer::Incoming(incoming) => incoming.on_abort(turn, reason),
+        });
+    }
+
+    fn on_abort_ack(&mut self, now: Instant, from: &Source, transfer: TransferId) {
+        if self.transfers.contains_key(&transfer) {
+            self.with_transfer_of(now, from, transfer, |side, _| match side {
+                Transfer::Outgoing(outgoing) => outgoing.on_abort_ack(),
+                Transfer::Incoming(incoming) => incoming.on_abort_ack(),
+            });
+        }
+    }
+
+    fn bury(&mut self, now: Instant, id: TransferId) {
+        let Some(transfer) = self.transfers.get(&id) else { return };
+        let Some(tombstone) = transfer.tombstone() else { return };
+        let peer = transfer.peer().epoch;
+        self.transfers.remove(&id);
+        self.tombstones.bury(now, id, tombstone);
+        if let Some(pair) = self.pairs.get_mut(&peer) {
+            pair.end(now, id);
+        }
+    }
+
+    fn bury_all(&mut self, now: Instant) {
+        let over: Vec<TransferId> = self
+            .transfers
+            .iter()
+            .filter(|(_, transfer)| transfer.tombstone().is_some())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in over {
+            self.bury(now, id);
+        }
+    }
+
+    // Pairs.
+
+    fn on_hello(&mut self, now: Instant, from: &Source, hello: &Hello) {
+        if from.epoch == self.local.epoch {
+            return turn!(self, now).refuse("own_epoch");
+        }
+        if !self.pairs.contains_key(&from.epoch) {
+            if !self.make_room_for_pair(now) {
+                return turn!(self, now).refuse("pairs_full");
+            }
+            let address = PeerAddress {
+                node_id: from.node_id.clone(),
+                epoch: from.epoch,
+                notice_endpoint: hello.notice_endpoint.clone(),
+            };
+            let pair = Pair::met(&mut turn!(self, now), &address);
+            self.pairs.insert(from.epoch, pair);
+        }
+        self.with_pair(now, from.epoch, |pair, turn| pair.on_hello(turn, hello));
+    }
+
+    fn with_pair(
+        &mut self,
+        now: Instant,
+        epoch: Epoch,
+        act: impl FnOnce(&mut Pair, &mut Turn<'_>) -> Change,
+    ) {
+        let Some(pair) = self.pairs.get_mut(&epoch) else {
+            return turn!(self, now).refuse("pair_not_up");
+        };
+        let change = act(pair, &mut turn!(self, now));
+        let transfers: Vec<TransferId> = pair.transfers().iter().copied().collect();
+        match change {
+            Change::Nothing => {}
+            Change::Up => {
+                let sends = transfers
+                    .iter()
+                    .any(|id| matches!(self.transfers.get(id), Some(Transfer::Outgoing(_))));
+                if sends {
+                    pair.open_data(&mut turn!(self, now));
+                }
+                for id in transfers {
+                    self.with_transfer(now, id, |side, turn| {
+                        if let Transfer::Incoming(incoming) = side {
+                            incoming.on_pair_up(turn);
+                        }
+                    });
+                }
+            }
+            Change::UpAgain => {
+                for id in transfers {
+                    self.with_transfer(now, id, |side, turn| {
+                        match side {
+                            Transfer::Outgoing(outgoing) => outgoing.resend(turn),
+                            Transfer::Incoming(incoming) => incoming.resend(turn),
+                        };
+                    });
+                }
+            }
+            Change::Refused { reason } => {
+                let peer = pair.peer().node_id.clone();
+                let failure = TransferFailure::Refused { peer, reason };
+                self.end_transfers(now, transfers, &failure);
+            }
+        }
+    }
+
+    fn lose_pair(&mut self, now: Instant, epoch: Epoch, reason: &str) {
+        let Some(pair) = self.pairs.remove(&epoch) else { return };
+        let failure = TransferFailure::PeerLost {
+            peer: pair.peer().node_id.clone(),
+            reason: reason.to_owned(),
+        };
+        self.end_transfers(now, pair.transfers().iter().copied().collect(), &failure);
+        turn!(self, now).act(Action::Disconnect { peer: epoch });
+    }
+
+    fn end_transfers(
+        &mut self,
+        now: Instant,
+        transfers: Vec<TransferId>,
+        failure: &TransferFailure,
+    ) {
+        for id in transfers {
+            self.with_transfer(now, id, |side, turn| match side {
+                Transfer::Outgoing(outgoing) => outgoing.on_peer_lost(turn, failure.clone()),
+                Transfer::Incoming(incoming) => incoming.on_peer_lost(turn, failure.clone()),
+            });
+        }
+    }
+
+    fn close_pair(&mut self, epoch: Epoch) {
+        if self.pairs.remove(&epoch).is_some() {
+            self.actions.push_back(Action::Disconnect { peer: epoch });
+        }
+    }
+
+    /// The longest idle pair makes room.
+    fn make_room_for_pair(&mut self, now: Instant) -> bool {
+        if self.pairs.len() < self.local.limits.pairs_max {
+            return true;
+        }
+        let idle = self
+            .pairs
+            .values()
+            .filter(|pair| pair.is_idle(now))
+            .min_by_key(|pair| pair.idle_since())
+            .map(|pair| pair.peer().epoch);
+        match idle {
+            Some(epoch) => {
+                self.close_pair(epoch);
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn send_heartbeat(&mut self, now: Instant, epoch: Epoch) {
+        let Some(pair) = self.pairs.get(&epoch) else { return };
+        let (mut transfers, mut awaited) = (Vec::new(), Vec::new());
+        for id in pair.transfers() {
+            match self.transfers.get(id) {
+                Some(Transfer::Outgoing(outgoing)) if outgoing.is_awaiting() => awaited.push(*id),
+                Some(Transfer::Outgoing(outgoing)) if outgoing.is_wanted() => transfers.push(*id),
+                Some(Transfer::Incoming(incoming)) if incoming.is_wanted() => transfers.push(*id),
+                Some(_) | None => {}
+            }
+        }
+        turn!(self, now).send(epoch, Body::Heartbeat { transfers, awaited });
+    }
+
+    fn on_heartbeat(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        transfers: &[TransferId],
+        awaited: &[TransferId],
+    ) {
+        if transfers.is_empty() && awaited.is_empty() {
+            return;
+        }
+        if let Some(pair) = self.pairs.get_mut(&from.epoch) {
+            pair.on_peer_works(now);
+        }
+        for id in transfers {
+            if let Some(transfer) = self.transfers.get_mut(id)
+                && transfer.peer().epoch == from.epoch
+            {
+                transfer.renew(now);
+            }
+        }
+        // What the peer wants and we have given up, it may never have heard of.
+        for id in transfers.iter().chain(awaited) {
+            if let Some(Tombstone::Failed { reason }) = self.tombstones.get(*id) {
+                let abort = Body::Abort { transfer: *id, reason: reason.clone() };
+                turn!(self, now).send(from.epoch, abort);
+            }
+        }
+        for id in awaited {
+            if let Some(Transfer::Incoming(incoming)) = self.transfers.get_mut(id)
+                && incoming.peer().epoch == from.epoch
+            {
+                incoming.on_awaited(now);
+            }
+        }
+    }
+
+    // One transfer.
+
+    fn with_transfer(
+        &mut self,
+        now: Instant,
+        id: TransferId,
+        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
+    ) {
+        if let Some(transfer) = self.transfers.get_mut(&id) {
+            act(transfer, &mut turn!(self, now));
+            self.bury(now, id);
+        }
+    }
+
+    fn with_outgoing(
+        &mut self,
+        now: Instant,
+        id: TransferId,
+        act: impl FnOnce(&mut Outgoing, &mut Turn<'_>),
+    ) {
+        self.with_transfer(now, id, |side, turn| {
+            if let Transfer::Outgoing(outgoing) = side {
+                act(outgoing, turn);
+            }
+        });
+    }
+
+    /// For a peer's notice: only the peer of the transfer has a say in it.
+    fn with_transfer_of(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        id: TransferId,
+        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
+    ) {
+        match self.transfers.get_mut(&id) {
+            Some(transfer) if transfer.peer().epoch == from.epoch => {
+                transfer.renew(now);
+                self.with_transfer(now, id, act);
+            }
+            Some(_) => turn!(self, now).refuse("not_its_peer"),
+            None => turn!(self, now).refuse("transfer_unknown"),
+        }
+    }
+
+    fn with_outgoing_of(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        id: TransferId,
+        act: impl FnOnce(&mut Outgoing, &mut Turn<'_>),
+    ) {
+        self.with_transfer_of(now, from, id, |side, turn| match side {
+            Transfer::Outgoing(outgoing) => act(outgoing, turn),
+            Transfer::Incoming(_) => turn.refuse("wrong_side"),
+        });
+    }
+
+    /// `CHUNK` and `DONE`. A sender whose transfer is over here is told so.
+    fn with_incoming(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        transfer: TransferId,
+        act: impl FnOnce(&mut Incoming, &mut Turn<'_>),
+    ) {
+        if self.transfers.contains_key(&transfer) {
+            return self.with_transfer_of(now, from, transfer, |side, turn| match side {
+                Transfer::Incoming(incoming) => act(incoming, turn),
+                Transfer::Outgoing(_) => turn.refuse("wrong_side"),
+            });
+        }
+        let answer = match self.tombstones.get(transfer) {
+            Some(Tombstone::Complete) => Body::Ack { transfer },
+            Some(Tombstone::Failed { reason }) => Body::Abort { transfer, reason: reason.clone() },
+            None => Body::Abort { transfer, reason: "the transfer is not known here".to_owned() },
+        };
+        turn!(self, now).send(from.epoch, answer);
+    }
+}
+
+impl Transfer {
+    fn peer(&self) -> &Peer {
+        match self {
+            Transfer::Outgoing(outgoing) => outgoing.peer(),
+            Transfer::Incoming(incoming) => incoming.peer(),
+        }
+    }
+
+    fn renew(&mut self, now: Instant) {
+        match self {
+            Transfer::Outgoing(outgoing) => outgoing.renew(now),
+            Transfer::Incoming(incoming) => incoming.renew(now),
+        }
+    }
+
+    fn is_unfinished(&self) -> bool {
+        match self {
+            Transfer::Outgoing(outgoing) => outgoing.is_unfinished(),
+            Transfer::Incoming(incoming) => incoming.is_unfinished(),
+        }
+    }
+
+    fn tombstone(&self) -> Option<Tombstone> {
+        match self {
+            Transfer::Outgoing(outgoing) => outgoing.tombstone(),
+            Transfer::Incoming(incoming) => incoming.tombstone(),
+        }
+    }
+}

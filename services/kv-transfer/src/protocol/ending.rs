@@ -1,0 +1,140 @@
+//! How either side of a transfer comes to a bad end.
+//!
+//! 1. The transport is told to let go of the blocks, if it has any.
+//! 2. When it has, the final event is emitted: the node may free the blocks.
+//! 3. The peer is told, again and again until it has answered or a lease has passed.
+//!
+//! 2 and 3 go on side by side. A peer that said `ABORT` itself is answered `ABORT_ACK` after 2.
+
+use std::time::Instant;
+
+use super::{Action, Peer, Turn, retry::Retry};
+use crate::{
+    api::{Event, TransferId},
+    config::LEASE,
+    notice::Body,
+};
+
+/// What the peer hears of the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tell {
+    /// It does not know of the transfer.
+    Nothing,
+    /// Until it has answered.
+    Abort,
+    /// The way to it is closing: whatever still gets through.
+    AbortOnce,
+    /// It aborted, and waits for our word that nothing of ours is in flight.
+    AbortAck,
+}
+
+#[derive(Debug)]
+pub struct Ending {
+    transfer: TransferId,
+    peer: Peer,
+    traceparent: String,
+    reason: String,
+    /// Until it is emitted. `None` from the start when the node never began the transfer.
+    event: Option<Event>,
+    /// The transport has not let go yet.
+    releasing: bool,
+    owes_abort_ack: bool,
+    /// Until the peer has answered `ABORT`, or `until`.
+    abort: Option<(Retry, Instant)>,
+}
+
+impl Ending {
+    /// `cancel` is the action that makes the transport let go, where it has something.
+    pub fn begin(
+        turn: &mut Turn<'_>,
+        transfer: TransferId,
+        peer: Peer,
+        traceparent: String,
+        reason: String,
+        event: Option<Event>,
+        cancel: Option<Action>,
+        tell: Tell,
+    ) -> Self {
+        let mut ending = Self {
+            transfer,
+            peer,
+            traceparent,
+            reason,
+            event,
+            releasing: cancel.is_some(),
+            owes_abort_ack: tell == Tell::AbortAck,
+            abort: (tell == Tell::Abort).then(|| (Retry::start(turn.now), turn.now + LEASE)),
+        };
+        turn.actions.extend(cancel);
+        if matches!(tell, Tell::Abort | Tell::AbortOnce) {
+            ending.send_abort(turn);
+        }
+        ending.emit_if_released(turn);
+        ending
+    }
+
+    pub fn reason(&self) -> &str {
+        &self.reason
+    }
+
+    /// Nothing is left to do: the entry may become a tombstone.
+    pub fn is_over(&self) -> bool {
+        !self.releasing && self.event.is_none() && self.abort.is_none()
+    }
+
+    /// The node has not had its final event yet.
+    pub fn is_unfinished(&self) -> bool {
+        self.releasing || self.event.is_some()
+    }
+
+    pub fn on_released(&mut self, turn: &mut Turn<'_>) {
+        self.releasing = false;
+        self.emit_if_released(turn);
+    }
+
+    pub fn on_abort(&mut self, turn: &mut Turn<'_>) {
+        self.owes_abort_ack = true;
+        self.emit_if_released(turn);
+    }
+
+    pub fn on_abort_ack(&mut self) {
+        self.abort = None;
+    }
+
+    /// The way to the peer is gone: nothing more can be said.
+    pub fn on_peer_lost(&mut self) {
+        self.abort = None;
+        self.owes_abort_ack = false;
+    }
+
+    pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
+        let Some((retry, until)) = &mut self.abort else { return };
+        if turn.now >= *until {
+            self.abort = None;
+        } else if retry.is_due(turn.now) {
+            turn.counters.notices_resent += 1;
+            self.send_abort(turn);
+        }
+    }
+
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.abort.as_ref().map(|(retry, until)| retry.at().min(*until))
+    }
+
+    fn send_abort(&self, turn: &mut Turn<'_>) {
+        let abort = Body::Abort { transfer: self.transfer, reason: self.reason.clone() };
+        turn.send_traced(self.peer.epoch, abort, &self.traceparent);
+    }
+
+    fn emit_if_released(&mut self, turn: &mut Turn<'_>) {
+        if self.releasing {
+            return;
+        }
+        if let Some(event) = self.event.take() {
+            turn.emit(event);
+        }
+        if std::mem::take(&mut self.owes_abort_ack) {
+            turn.send(self.peer.epoch, Body::AbortAck { transfer: self.transfer });
+        }
+    }
+}

@@ -1,0 +1,550 @@
+//! The sending side of one transfer, at the node that computed the KV.
+//!
+//! 1. `Expect` (from the node) and `RESERVE` (from the receiver) come in either order; whichever is
+//!    first waits for the other. With both here the node hears `Ready`.
+//! 2. Each `Written` range is cut into chunks, each announced by `CHUNK` until the receiver answers
+//!    `CTS`; then the transport gets it. Several may be under way.
+//! 3. `Finish` and the last chunk's departure bring `DONE`, repeated until `ACK`: `Delivered`.
+//! 4. Whatever goes wrong leads to [`Ending`] instead.
+
+use std::time::{Duration, Instant};
+
+use kernels::{BlockId, sampling::SampledToken};
+
+use super::{
+    Action, Peer, Turn,
+    ending::{Ending, Tell},
+    identity,
+    retry::Retry,
+    tombstone::Tombstone,
+};
+use crate::{
+    api::{Event, Figures, Identity, TransferFailure, TransferId},
+    config::LEASE,
+    notice::{Body, Done, Reserve},
+};
+
+pub struct Outgoing {
+    transfer: TransferId,
+    peer: Peer,
+    /// The node's once `Expect` is here; before, the receiver's.
+    traceparent: String,
+    /// `Expect` is here: the node is owed a final event.
+    is_begun: bool,
+    /// The node's, for the whole transfer.
+    deadline: Instant,
+    /// The receiver must name the transfer before; counts once `RESERVE` is here.
+    lease: Instant,
+    phase: Phase,
+}
+
+enum Phase {
+    /// `Expect` is here. Nothing is held, so the receiver may take its time.
+    Expecting {
+        prompt_hash: u128,
+    },
+    /// `RESERVE` is here, the node knows nothing yet.
+    Early {
+        reserve: Reserve,
+    },
+    Sending(Sending),
+    Delivered,
+    Ending(Ending),
+}
+
+struct Sending {
+    /// Of the prompt: what was reserved, and how far the node has written.
+    next_block: u32,
+    end_block: u32,
+    chunks: Vec<Chunk>,
+    /// Index and value of the first token, once the node has finished.
+    finish: Option<(u32, SampledToken)>,
+    done: Option<Done>,
+    first_clear: Option<Instant>,
+    retry: Retry,
+}
+
+struct Chunk {
+    first_block: u32,
+    blocks: Vec<BlockId>,
+    state: ChunkState,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ChunkState {
+    Announced,
+    /// Given to the transport.
+    Clear,
+    Sent {
+        integrity: u64,
+    },
+}
+
+impl Outgoing {
+    /// The node asks first.
+    pub fn expect(
+        turn: &Turn<'_>,
+        transfer: TransferId,
+        peer: Peer,
+        prompt_hash: u128,
+        deadline: Duration,
+        traceparent: String,
+    ) -> Self {
+        Self {
+            transfer,
+            peer,
+            traceparent,
+            is_begun: true,
+            deadline: turn.now + deadline,
+            lease: turn.now + LEASE,
+            phase: Phase::Expecting { prompt_hash },
+        }
+    }
+
+    /// The receiver asks first. It is kept for one lease and told at once that it was heard.
+    pub fn early(turn: &mut Turn<'_>, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
+        let early = Self {
+            transfer: reserve.transfer,
+            peer,
+            traceparent,
+            is_begun: false,
+            deadline: turn.now + LEASE,
+            lease: turn.now + LEASE,
+            phase: Phase::Early { reserve },
+        };
+        early.name(turn);
+        early
+    }
+
+    /// `Expect` meets a `RESERVE` that waits, or one that waited too long or was aborted.
+    pub fn on_expect(
+        &mut self,
+        turn: &mut Turn<'_>,
+        prompt_hash: u128,
+        deadline: Duration,
+        traceparent: String,
+    ) {
+        debug_assert!(!self.is_begun);
+        self.is_begun = true;
+        self.deadline = turn.now + deadline;
+        let theirs = std::mem::replace(&mut self.traceparent, traceparent);
+        match std::mem::replace(&mut self.phase, Phase::Expecting { prompt_hash }) {
+            Phase::Early { reserve } => self.match_reserve(turn, prompt_hash, reserve, theirs),
+            Phase::Ending(ending) => {
+                let reason = format!("the transfer had ended before: {}", ending.reason());
+                let failure = TransferFailure::Aborted { reason };
+                turn.emit(Event::SendFailed { transfer: self.transfer, failure });
+                self.phase = Phase::Ending(ending);
+            }
+            begun => self.phase = begun,
+        }
+    }
+
+    pub fn on_reserve(&mut self, turn: &mut Turn<'_>, reserve: Reserve, traceparent: String) {
+        match &self.phase {
+            Phase::Expecting { prompt_hash } => {
+                let prompt_hash = *prompt_hash;
+                self.match_reserve(turn, prompt_hash, reserve, traceparent);
+            }
+            // Repeated: our answer was lost.
+            Phase::Early { .. } | Phase::Sending(_) => self.name(turn),
+            Phase::Delivered | Phase::Ending(_) => {}
+        }
+    }
+
+    fn match_reserve(
+        &mut self,
+        turn: &mut Turn<'_>,
+        prompt_hash: u128,
+        reserve: Reserve,
+        traceparent: String,
+    ) {
+        let theirs = Identity {
+            model_fingerprint: reserve.model_fingerprint,
+            weight_version: reserve.weight_version,
+            ..turn.local.identity.clone()
+        };
+        let end_block = u32::try_from(reserve.blocks.len())
+            .ok()
+            .and_then(|block_count| reserve.first_block.checked_add(block_count));
+        let problem = if let Some(difference) = identity::difference(&turn.local.identity, &theirs)
+        {
+            Some(format!("RESERVE: {difference}"))
+        } else if reserve.prompt_hash != prompt_hash {
+            Some(format!(
+                "RESERVE is for prompt {:032x}, this prefill is of {prompt_hash:032x}",
+                reserve.prompt_hash
+            ))
+        } else if end_block.is_none() {
+            Some(format!("RESERVE starts at block {} and overflows", reserve.first_block))
+        } else {
+            None
+        };
+        if let Some(detail) = problem {
+            let peer = self.peer.node_id.clone();
+            return self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+        }
+        self.phase = Phase::Sending(Sending {
+            next_block: reserve.first_block,
+            end_block: end_block.unwrap_or(reserve.first_block),
+            chunks: Vec::new(),
+            finish: None,
+            done: None,
+            first_clear: None,
+            retry: Retry::start(turn.now),
+        });
+        self.lease = turn.now + LEASE;
+        self.name(turn);
+        turn.emit(Event::Ready {
+            transfer: self.transfer,
+            first_block: reserve.first_block,
+            block_count: reserve.blocks.len() as u32,
+            traceparent,
+        });
+    }
+
+    /// The receiver takes a heartbeat that names the transfer for the answer to `RESERVE`.
+    fn name(&self, turn: &mut Turn<'_>) {
+        let named = Body::Heartbeat { transfers: vec![self.transfer], awaited: Vec::new() };
+        turn.send(self.peer.epoch, named);
+    }
+
+    pub fn written(&mut self, turn: &mut Turn<'_>, first_block: u32, blocks: Vec<BlockId>) {
+        let Phase::Sending(sending) = &mut self.phase else {
+            if let Phase::Expecting { .. } = self.phase {
+                self.misused(turn, "Written came before Ready".to_owned());
+            }
+            return;
+        };
+        let skipped = sending.next_block.saturating_sub(first_block) as usize;
+        let given_end = first_block as usize + blocks.len();
+        let rest = blocks.get(skipped..).unwrap_or_default();
+        let in_order = first_block <= sending.next_block
+            // Only what the receiver has cached may be given and is skipped.
+            && (skipped == 0 || sending.chunks.is_empty());
+        if !in_order || (!rest.is_empty() && given_end > sending.end_block as usize) {
+            let detail = format!(
+                "blocks {first_block} to {given_end} were written where {} to {} were due",
+                sending.next_block, sending.end_block
+            );
+            return self.misused(turn, detail);
+        }
+        for blocks in rest.chunks(turn.local.chunk_blocks()) {
+            let chunk = Chunk {
+                first_block: sending.next_block,
+                blocks: blocks.to_vec(),
+                state: ChunkState::Announced,
+            };
+            sending.next_block += blocks.len() as u32;
+            let index = sending.chunks.len() as u32;
+            turn.send(self.peer.epoch, chunk.notice(self.transfer, index, turn.local.block_bytes));
+            sending.chunks.push(chunk);
+        }
+        sending.retry = Retry::start(turn.now);
+        self.send_done_when_all_is_sent(turn);
+    }
+
+    pub fn finish(&mut self, turn: &mut Turn<'_>, first_index: u32, token: SampledToken) {
+        let Phase::Sending(sending) = &mut self.phase else {
+            if let Phase::Expecting { .. } = self.phase {
+                self.misused(turn, "Finish came before Ready".to_owned());
+            }
+            return;
+        };
+        if sending.next_block != sending.end_block {
+            let detail = format!(
+                "Finish came when blocks {} to {} were still due",
+                sending.next_block, sending.end_block
+            );
+            return self.misused(turn, detail);
+        }
+        sending.finish.get_or_insert((first_index, token));
+        self.send_done_when_all_is_sent(turn);
+    }
+
+    pub fn on_clear_to_send(&mut self, turn: &mut Turn<'_>, chunk: u32) {
+        let Phase::Sending(sending) = &mut self.phase else { return };
+        let Some(cleared) = sending.chunks.get_mut(chunk as usize) else {
+            let detail = format!("CTS for chunk {chunk}, which was never announced");
+            let peer = self.peer.node_id.clone();
+            return self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+        };
+        if cleared.state != ChunkState::Announced {
+            return;
+        }
+        cleared.state = ChunkState::Clear;
+        turn.act(Action::SendChunk {
+            peer: self.peer.epoch,
+            transfer: self.transfer,
+            chunk,
+            blocks: cleared.blocks.clone(),
+        });
+        sending.first_clear.get_or_insert(turn.now);
+        sending.retry = Retry::start(turn.now);
+    }
+
+    pub fn on_sent(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
+        let Phase::Sending(sending) = &mut self.phase else { return };
+        if let Some(sent) = sending.chunks.get_mut(chunk as usize) {
+            sent.state = ChunkState::Sent { integrity };
+            self.send_done_when_all_is_sent(turn);
+        }
+    }
+
+    fn send_done_when_all_is_sent(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Sending(sending) = &mut self.phase else { return };
+        let Some((first_index, token)) = &sending.finish else { return };
+        if sending.done.is_some() {
+            return;
+        }
+        let integrity: Option<Vec<u64>> = sending
+            .chunks
+            .iter()
+            .map(|chunk| match chunk.state {
+                ChunkState::Sent { integrity } => Some(integrity),
+                ChunkState::Announced | ChunkState::Clear => None,
+            })
+            .collect();
+        let Some(integrity) = integrity else { return };
+        let done = Done {
+            transfer: self.transfer,
+            chunk_count: sending.chunks.len() as u32,
+            first_index: *first_index,
+            token: token.clone(),
+            integrity,
+        };
+        sending.done = Some(done.clone());
+        sending.retry = Retry::start(turn.now);
+        turn.send_traced(self.peer.epoch, Body::Done(done), &self.traceparent);
+    }
+
+    pub fn on_ack(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Sending(sending) = &self.phase else { return };
+        if sending.done.is_none() {
+            let detail = "ACK came before DONE was sent".to_owned();
+            let peer = self.peer.node_id.clone();
+            return self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+        }
+        let block_count: usize = sending.chunks.iter().map(|chunk| chunk.blocks.len()).sum();
+        let figures = Figures {
+            bytes: (block_count * turn.local.block_bytes) as u64,
+            chunks: sending.chunks.len() as u32,
+            elapsed: sending
+                .first_clear
+                .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
+        };
+        self.phase = Phase::Delivered;
+        turn.emit(Event::Delivered { transfer: self.transfer, figures });
+    }
+
+    pub fn on_abort(&mut self, turn: &mut Turn<'_>, reason: String) {
+        if let Phase::Ending(ending) = &mut self.phase {
+            return ending.on_abort(turn);
+        }
+        let peer = self.peer.node_id.clone();
+        self.fail(turn, TransferFailure::PeerAborted { peer, reason }, Tell::AbortAck);
+    }
+
+    pub fn on_abort_ack(&mut self) {
+        if let Phase::Ending(ending) = &mut self.phase {
+            ending.on_abort_ack();
+        }
+    }
+
+    pub fn on_released(&mut self, turn: &mut Turn<'_>) {
+        if let Phase::Ending(ending) = &mut self.phase {
+            ending.on_released(turn);
+        }
+    }
+
+    /// The node gives up. The receiver may not know of the transfer yet; if its `RESERVE` comes
+    /// later the tombstone answers it.
+    pub fn abort(&mut self, turn: &mut Turn<'_>, reason: String) {
+        let tell = match self.phase {
+            Phase::Expecting { .. } => Tell::Nothing,
+            _ => Tell::Abort,
+        };
+        self.fail(turn, TransferFailure::Aborted { reason }, tell);
+    }
+
+    /// The node broke the contract of its commands; the receiver is not left waiting.
+    fn misused(&mut self, turn: &mut Turn<'_>, reason: String) {
+        self.abort(turn, reason);
+    }
+
+    pub fn on_data_failed(&mut self, turn: &mut Turn<'_>, reason: String) {
+        self.fail(turn, TransferFailure::Aborted { reason }, Tell::Abort);
+    }
+
+    pub fn on_peer_lost(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
+        self.fail(turn, failure, Tell::AbortOnce);
+        if let Phase::Ending(ending) = &mut self.phase {
+            ending.on_peer_lost();
+        }
+    }
+
+    /// Does nothing when the end has begun.
+    fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
+        if matches!(self.phase, Phase::Ending(_) | Phase::Delivered) {
+            return;
+        }
+        let reads = match &self.phase {
+            Phase::Sending(sending) => {
+                sending.chunks.iter().any(|chunk| chunk.state == ChunkState::Clear)
+            }
+            _ => false,
+        };
+        let reason = failure.to_string();
+        let event = self.is_begun.then_some(Event::SendFailed { transfer: self.transfer, failure });
+        let cancel =
+            reads.then_some(Action::CancelSend { peer: self.peer.epoch, transfer: self.transfer });
+        self.phase = Phase::Ending(Ending::begin(
+            turn,
+            self.transfer,
+            self.peer.clone(),
+            self.traceparent.clone(),
+            reason,
+            event,
+            cancel,
+            tell,
+        ));
+    }
+
+    /// The receiver has named the transfer or spoken of it.
+    pub fn renew(&mut self, now: Instant) {
+        self.lease = now + LEASE;
+    }
+
+    /// Says again what was not answered. True when there was something.
+    pub fn resend(&mut self, turn: &mut Turn<'_>) -> bool {
+        let Phase::Sending(sending) = &self.phase else { return false };
+        let mut resent = 0;
+        for (index, chunk) in sending.chunks.iter().enumerate() {
+            if chunk.state == ChunkState::Announced {
+                let notice = chunk.notice(self.transfer, index as u32, turn.local.block_bytes);
+                turn.send(self.peer.epoch, notice);
+                resent += 1;
+            }
+        }
+        if let Some(done) = &sending.done {
+            turn.send_traced(self.peer.epoch, Body::Done(done.clone()), &self.traceparent);
+            resent += 1;
+        }
+        turn.counters.notices_resent += resent;
+        resent > 0
+    }
+
+    pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
+        if let Phase::Ending(ending) = &mut self.phase {
+            return ending.on_deadline(turn);
+        }
+        if turn.now >= self.deadline {
+            let waiting_for = self.waiting_for().to_owned();
+            let tell = match self.phase {
+                Phase::Expecting { .. } => Tell::Nothing,
+                _ => Tell::Abort,
+            };
+            return self.fail(turn, TransferFailure::Deadline { waiting_for }, tell);
+        }
+        if self.is_leased() && turn.now >= self.lease {
+            let peer = self.peer.node_id.clone();
+            let reason = format!("it has not named the transfer for {} s", LEASE.as_secs());
+            return self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
+        }
+        if let Phase::Sending(sending) = &mut self.phase
+            && sending.awaits_answer()
+            && sending.retry.is_due(turn.now)
+        {
+            self.resend(turn);
+        }
+    }
+
+    pub fn next_deadline(&self) -> Option<Instant> {
+        match &self.phase {
+            Phase::Ending(ending) => ending.next_deadline(),
+            Phase::Delivered => None,
+            Phase::Expecting { .. } => Some(self.deadline),
+            Phase::Early { .. } => Some(self.deadline.min(self.lease)),
+            Phase::Sending(sending) if sending.awaits_answer() => {
+                Some(self.deadline.min(self.lease).min(sending.retry.at()))
+            }
+            Phase::Sending(_) => Some(self.deadline.min(self.lease)),
+        }
+    }
+
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    pub fn is_early(&self) -> bool {
+        matches!(self.phase, Phase::Early { .. })
+    }
+
+    pub fn is_begun(&self) -> bool {
+        self.is_begun
+    }
+
+    /// Named in heartbeats.
+    pub fn is_wanted(&self) -> bool {
+        matches!(self.phase, Phase::Early { .. } | Phase::Sending(_))
+    }
+
+    /// Named in heartbeats as waiting for `RESERVE`.
+    pub fn is_awaiting(&self) -> bool {
+        matches!(self.phase, Phase::Expecting { .. })
+    }
+
+    /// The node is owed a final event.
+    pub fn is_unfinished(&self) -> bool {
+        match &self.phase {
+            Phase::Expecting { .. } | Phase::Sending(_) => true,
+            Phase::Early { .. } | Phase::Delivered => false,
+            Phase::Ending(ending) => ending.is_unfinished(),
+        }
+    }
+
+    /// How it ended, when nothing is left to do.
+    pub fn tombstone(&self) -> Option<Tombstone> {
+        match &self.phase {
+            Phase::Delivered => Some(Tombstone::Complete),
+            Phase::Ending(ending) if ending.is_over() => {
+                Some(Tombstone::Failed { reason: ending.reason().to_owned() })
+            }
+            _ => None,
+        }
+    }
+
+    /// Before `RESERVE` the receiver may not know of the transfer and cannot name it.
+    fn is_leased(&self) -> bool {
+        matches!(self.phase, Phase::Early { .. } | Phase::Sending(_))
+    }
+
+    fn waiting_for(&self) -> &'static str {
+        match &self.phase {
+            Phase::Expecting { .. } => "RESERVE",
+            Phase::Early { .. } => "this node's Prefill call",
+            Phase::Sending(sending) if sending.done.is_some() => "ACK",
+            Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to leave",
+            Phase::Sending(_) => "this node's KV",
+            Phase::Delivered | Phase::Ending(_) => "nothing",
+        }
+    }
+}
+
+impl Sending {
+    fn awaits_answer(&self) -> bool {
+        self.done.is_some() || self.chunks.iter().any(|chunk| chunk.state == ChunkState::Announced)
+    }
+}
+
+impl Chunk {
+    fn notice(&self, transfer: TransferId, chunk: u32, block_bytes: usize) -> Body {
+        Body::Chunk {
+            transfer,
+            chunk,
+            first_block: self.first_block,
+            block_count: self.blocks.len() as u32,
+            bytes: (self.blocks.len() * block_bytes) as u64,
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Transfers that are over, remembered for a while to answer what arrives late.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use crate::api::TransferId;
+
+/// Far longer than any notice is repeated or a router waits for an answer.
+const KEPT_FOR: Duration = Duration::from_secs(30);
+
+/// How the transfer ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tombstone {
+    /// Arrived or delivered.
+    Complete,
+    /// Failed, or cancelled before it was known.
+    Failed { reason: String },
+}
+
+/// A bounded table; the oldest make room.
+#[derive(Debug)]
+pub struct Tombstones {
+    max: usize,
+    by_transfer: BTreeMap<TransferId, Tombstone>,
+    by_age: VecDeque<(Instant, TransferId)>,
+}
+
+impl Tombstones {
+    pub fn new(max: usize) -> Self {
+        Self { max: max.max(1), by_transfer: BTreeMap::new(), by_age: VecDeque::new() }
+    }
+
+    /// A transfer has one end: the first stays.
+    pub fn bury(&mut self, now: Instant, transfer: TransferId, tombstone: Tombstone) {
+        if self.by_transfer.contains_key(&transfer) {
+            return;
+        }
+        while self.by_age.len() >= self.max {
+            self.forget_oldest();
+        }
+        self.by_transfer.insert(transfer, tombstone);
+        self.by_age.push_back((now, transfer));
+    }
+
+    pub fn get(&self, transfer: TransferId) -> Option<&Tombstone> {
+        self.by_transfer.get(&transfer)
+    }
+
+    pub fn forget_old(&mut self, now: Instant) {
+        while self.by_age.front().is_some_and(|(at, _)| now >= *at + KEPT_FOR) {
+            self.forget_oldest();
+        }
+    }
+
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.by_age.front().map(|(at, _)| *at + KEPT_FOR)
+    }
+
+    pub fn len(&self) -> usize {
+        self.by_age.len()
+    }
+
+    fn forget_oldest(&mut self) {
+        if let Some((_, transfer)) = self.by_age.pop_front() {
+            self.by_transfer.remove(&transfer);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_make_room_and_all_are_forgotten_in_time() {
+        let start = Instant::now();
+        let mut tombstones = Tombstones::new(3);
+        for id in 0..5 {
+            tombstones.bury(start, TransferId(id), Tombstone::Complete);
+            assert!(tombstones.len() <= 3);
+        }
+        assert_eq!(tombstones.get(TransferId(1)), None);
+        assert_eq!(tombstones.get(TransferId(4)), Some(&Tombstone::Complete));
+        tombstones.forget_old(start + KEPT_FOR);
+        assert_eq!((tombstones.len(), tombstones.by_transfer.len()), (0, 0));
+        assert_eq!(tombstones.next_deadline(), None);
+    }
+
+    #[test]
+    fn the_first_end_of_a_transfer_stays() {
+        let now = Instant::now();
+        let mut tombstones = Tombstones::new(3);
+        tombstones.bury(now, TransferId(1), Tombstone::Complete);
+        tombstones.bury(now, TransferId(1), Tombstone::Failed { reason: "late".to_owned() });
+        assert_eq!(tombstones.get(TransferId(1)), Some(&Tombstone::Complete));
+        assert_eq!(tombstones.len(), 1);
+    }
+}

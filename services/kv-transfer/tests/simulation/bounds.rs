@@ -1,0 +1,169 @@
+//! No peer and no node fills a table beyond its bound.
+
+use std::time::Duration;
+
+use kernels::BlockId;
+use kv_transfer::{
+    Limits,
+    api::{Command, Epoch, Event, TransferFailure, TransferId},
+    notice::{Body, Hello, Notice, Reserve, Source},
+};
+
+use crate::world::{CALM, Journey, Step, World, identity};
+
+const LIMITS: Limits = Limits {
+    transfers_max: 10,
+    pairs_max: 3,
+    early_max: 4,
+    tombstones_max: 20,
+    chunk_bytes_max: 3000,
+    pair_idle: Duration::from_secs(60),
+    commands_max: 64,
+};
+
+fn world(nodes: usize) -> World {
+    World::with_limits(7, nodes, 200, CALM, LIMITS)
+}
+
+fn source(world: &World, node: usize) -> Source {
+    Source { node_id: world.nodes[node].name.clone(), epoch: world.nodes[node].epoch }
+}
+
+fn hello(node: usize) -> Body {
+    Body::Hello(Hello {
+        identity: identity(),
+        notice_endpoint: format!("tcp://node-{node}:1"),
+        data_endpoint: format!("tcp://node-{node}:2"),
+        transports: vec!["tcp".to_owned()],
+        integrity: vec!["xxh3".to_owned()],
+    })
+}
+
+fn reserve(transfer: u128) -> Body {
+    Body::Reserve(Reserve {
+        transfer: TransferId(transfer),
+        model_fingerprint: identity().model_fingerprint,
+        weight_version: identity().weight_version,
+        prompt_hash: transfer,
+        first_block: 0,
+        blocks: vec![BlockId(0)],
+    })
+}
+
+#[test]
+fn early_reservations_are_bounded_and_leave_after_a_lease() {
+    let mut world = world(2);
+    let peer = source(&world, 1);
+    let now = world.now;
+    let core = &mut world.nodes[0].core;
+    core.handle_notice(now, &peer, Notice::untraced(hello(1)));
+    for transfer in 0..50 {
+        core.handle_notice(now, &peer, Notice::untraced(reserve(transfer)));
+        assert!(core.table_sizes().1 <= LIMITS.early_max);
+    }
+    assert_eq!(core.table_sizes().1, LIMITS.early_max);
+    assert_eq!(core.active_count(), 0, "the node knows of none of them");
+    world.run_until(world.now + Duration::from_secs(5));
+    assert_eq!(world.nodes[0].core.table_sizes().1, 0);
+    assert!(world.nodes[0].events.is_empty());
+}
+
+#[test]
+fn tombstones_are_bounded_whoever_cancels() {
+    let mut world = world(2);
+    let peer = source(&world, 1);
+    let now = world.now;
+    let core = &mut world.nodes[0].core;
+    core.handle_notice(now, &peer, Notice::untraced(hello(1)));
+    for id in 0..500 {
+        let (transfer, reason) = (TransferId(id), "gone".to_owned());
+        if id % 2 == 0 {
+            core.handle_command(now, Command::Abort { transfer, reason });
+        } else {
+            core.handle_notice(now, &peer, Notice::untraced(Body::Abort { transfer, reason }));
+        }
+        assert!(core.table_sizes().2 <= LIMITS.tombstones_max);
+    }
+    assert_eq!(core.table_sizes().2, LIMITS.tombstones_max);
+}
+
+#[test]
+fn what_was_cancelled_before_it_began_fails_at_once() {
+    let mut world = world(2);
+    let transfer = TransferId(4);
+    let reason = "the client left".to_owned();
+    world.at(world.now, 0, Step::Command(Command::Abort { transfer, reason }));
+    let journey = Journey {
+        transfer,
+        sender: 0,
+        receiver: 1,
+        block_count: 3,
+        cached: 0,
+        deadline: Duration::from_secs(5),
+    };
+    let later = world.now + Duration::from_millis(20);
+    world.journey(journey, Some(later), Some(later));
+    world.run_until(world.now + Duration::from_millis(300));
+    for node in [0, 1] {
+        assert!(world.end_of(node, transfer).is_some_and(|(_, well)| !well));
+    }
+}
+
+#[test]
+fn one_transfer_too_many_is_refused_with_the_bound_named() {
+    let mut world = world(2);
+    let peer = world.address(1);
+    for id in 0..=LIMITS.transfers_max as u128 {
+        let command = Command::Expect {
+            transfer: TransferId(id),
+            peer: peer.clone(),
+            prompt_hash: 0,
+            deadline: Duration::from_secs(5),
+            traceparent: String::new(),
+        };
+        world.at(world.now, 0, Step::Command(command));
+    }
+    world.run_until(world.now + Duration::from_millis(1));
+    assert_eq!(world.nodes[0].core.table_sizes().0, LIMITS.transfers_max);
+    let [(_, Event::SendFailed { transfer, failure: TransferFailure::Aborted { reason } })] =
+        world.nodes[0].events.as_slice()
+    else {
+        panic!("{:?}", world.nodes[0].events);
+    };
+    assert_eq!((transfer.0, reason.as_str()), (10, "10 transfers are under way, the most"));
+}
+
+#[test]
+fn pairs_are_bounded_and_the_longest_idle_makes_room() {
+    let mut world = world(6);
+    for node in 1..6 {
+        let from = source(&world, node);
+        world.at(world.now, 0, Step::Notice(from, Notice::untraced(hello(node))));
+        world.run_until(world.now + Duration::from_millis(5));
+        assert!(world.nodes[0].core.pairs().count() <= LIMITS.pairs_max);
+    }
+    let epochs: Vec<Epoch> = world.nodes[0].core.pairs().map(|pair| pair.peer().epoch).collect();
+    for node in 3..6 {
+        assert!(epochs.contains(&world.nodes[node].epoch), "node {node} came last and stays");
+    }
+}
+
+#[test]
+fn a_node_does_not_pair_with_itself() {
+    let mut world = world(2);
+    let command = Command::Expect {
+        transfer: TransferId(1),
+        peer: world.address(0),
+        prompt_hash: 0,
+        deadline: Duration::from_secs(5),
+        traceparent: String::new(),
+    };
+    world.at(world.now, 0, Step::Command(command));
+    world.run_until(world.now + Duration::from_millis(1));
+    let [(_, Event::SendFailed { failure: TransferFailure::Aborted { reason }, .. })] =
+        world.nodes[0].events.as_slice()
+    else {
+        panic!("{:?}", world.nodes[0].events);
+    };
+    assert_eq!(reason, "the peer is this process itself");
+}

@@ -1,0 +1,123 @@
+//! One transfer, struck at every moment of its life.
+
+use std::time::Duration;
+
+use kv_transfer::api::{Command, TransferId};
+
+use crate::world::{Journey, Step, Weather, World};
+
+const SENDER: usize = 0;
+const RECEIVER: usize = 1;
+/// Slow enough that moments fall between all messages.
+const WEATHER: Weather = Weather {
+    loss: 0,
+    duplication: 0,
+    damage: 0,
+    delay_max: Duration::from_millis(4),
+    release_max: Duration::from_millis(100),
+};
+const BACK: Duration = Duration::from_millis(2500);
+
+fn begin(seed: u64) -> (World, Journey) {
+    let mut world = World::new(seed, 2, 40, WEATHER);
+    let journey = Journey {
+        transfer: TransferId(9),
+        sender: SENDER,
+        receiver: RECEIVER,
+        block_count: 12,
+        cached: 2,
+        deadline: Duration::from_secs(20),
+    };
+    let start = world.start;
+    // Now the one, now the other is first.
+    let (first, second) = (Some(start), Some(start + Duration::from_millis(5)));
+    let (receive, expect) = if seed.is_multiple_of(2) { (first, second) } else { (second, first) };
+    world.journey(journey.clone(), receive, expect);
+    (world, journey)
+}
+
+/// Every half millisecond until the transfer is long over.
+fn moments() -> impl Iterator<Item = Duration> {
+    (0..500).map(|half| Duration::from_micros(500 * half))
+}
+
+fn assert_back(world: &World, journey: &Journey, node: usize, by: Duration) {
+    let Some(begun) = world.nodes[node].begun.get(&journey.transfer) else { return };
+    let (at, _) = world.end_of(node, journey.transfer).expect("it ended");
+    let by = (world.start + by).max(*begun) + BACK;
+    assert!(at <= by, "{:?} too late", at - by);
+    let free = 40 - usize::from(node == RECEIVER && world.end_of(node, journey.transfer).is_none());
+    assert_eq!(world.nodes[node].free_count(), free);
+}
+
+#[test]
+fn a_peer_that_dies_costs_a_lease_at_most() {
+    for (step, moment) in moments().enumerate() {
+        for (victim, survivor) in [(SENDER, RECEIVER), (RECEIVER, SENDER)] {
+            for reset in [true, false] {
+                let (mut world, journey) = begin(step as u64);
+                world.run_until(world.start + moment);
+                world.kill(victim, reset);
+                world.run_until(world.start + Duration::from_secs(10));
+                assert_back(&world, &journey, survivor, moment);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_peer_that_stops_costs_a_lease_at_most_and_finds_its_way_when_it_wakes() {
+    for (step, moment) in moments().enumerate() {
+        for (victim, survivor) in [(SENDER, RECEIVER), (RECEIVER, SENDER)] {
+            let (mut world, journey) = begin(step as u64);
+            world.run_until(world.start + moment);
+            world.stop(victim);
+            world.run_until(world.start + moment + Duration::from_secs(5));
+            assert_back(&world, &journey, survivor, moment);
+            world.resume(victim);
+            // A sender that had no RESERVE keeps waiting for it as long as its node says.
+            world.run_until(world.start + Duration::from_secs(30));
+            assert!(world.end_of(victim, journey.transfer).is_some());
+            assert_eq!(world.nodes[victim].free_count(), 40);
+        }
+    }
+}
+
+#[test]
+fn an_abort_from_either_side_ends_both_within_a_heartbeat() {
+    for (step, moment) in moments().enumerate() {
+        for side in [SENDER, RECEIVER] {
+            let (mut world, journey) = begin(step as u64);
+            let (at, transfer) = (world.start + moment, journey.transfer);
+            let reason = "the client left".to_owned();
+            world.at(at, side, Step::Command(Command::Abort { transfer, reason }));
+            world.run_until(world.start + Duration::from_secs(30));
+            for node in [SENDER, RECEIVER] {
+                let (ended, _) = world.end_of(node, transfer).expect("it ended");
+                let begun = world.nodes[node].begun[&transfer];
+                // At most a heartbeat, if the abort came before the other side had begun; then the
+                // abort, and the transport's letting go.
+                let by = begun.max(at) + Duration::from_millis(700);
+                assert!(ended <= by, "{:?} too late at moment {moment:?}", ended - by);
+                assert_eq!(world.nodes[node].free_count(), 40);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pair_without_work_falls_silent_and_is_closed() {
+    let (mut world, journey) = begin(1);
+    world.run_until(world.start + Duration::from_secs(10));
+    assert!(world.end_of(RECEIVER, journey.transfer).is_some_and(|(_, well)| well));
+    assert_eq!(world.nodes[SENDER].core.pairs().count(), 1);
+    let before = world.steps();
+    world.run_until(world.start + Duration::from_secs(50));
+    assert_eq!(world.steps(), before, "nothing is said");
+    world.run_until(world.start + Duration::from_secs(100));
+    for node in &world.nodes {
+        assert_eq!(node.core.pairs().count(), 0);
+        assert_eq!(node.core.table_sizes(), (0, 0, 0));
+        assert_eq!(node.core.next_deadline(world.now), None);
+    }
+}

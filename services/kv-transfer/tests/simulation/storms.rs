@@ -1,0 +1,338 @@
+//! Random journeys through loss, delay, duplication, overtaking, damage, aborts, deaths, stops and
+//! cuts.
+
+use std::time::{Duration, Instant};
+
+use kv_transfer::{
+    api::{Command, Event, TransferId},
+    config::LEASE,
+};
+use proptest::prelude::*;
+
+use crate::{
+    random::Random,
+    world::{Journey, Step, Weather, World},
+};
+
+/// Everything is back within this time of losing a peer.
+const BACK: Duration = Duration::from_millis(2500);
+
+#[derive(Clone, Copy, Debug)]
+enum Blow {
+    /// The process dies; its peers' connections are reset or, after a power cut, just silent.
+    Kill {
+        node: usize,
+        reset: bool,
+    },
+    Stop {
+        node: usize,
+        for_ms: u64,
+    },
+    Cut {
+        a: usize,
+        b: usize,
+        for_ms: u64,
+    },
+}
+
+#[derive(Clone, Debug)]
+struct Storm {
+    seed: u64,
+    node_count: usize,
+    journey_count: u64,
+    loss: u64,
+    duplication: u64,
+    damage: u64,
+    delay_ms: u64,
+    abort_percent: u64,
+    half_begun_percent: u64,
+    blow: Option<(u64, Blow)>,
+}
+
+fn blow(node_count: usize) -> impl Strategy<Value = Blow> {
+    let node = 0..node_count;
+    prop_oneof![
+        (node.clone(), any::<bool>()).prop_map(|(node, reset)| Blow::Kill { node, reset }),
+        (node.clone(), 50u64..6000).prop_map(|(node, for_ms)| Blow::Stop { node, for_ms }),
+        (node, 50u64..6000).prop_map(move |(a, for_ms)| Blow::Cut {
+            a,
+            b: (a + 1) % node_count,
+            for_ms
+        }),
+    ]
+}
+
+fn storm() -> impl Strategy<Value = Storm> {
+    (2usize..=3).prop_flat_map(|node_count| {
+        (
+            any::<u64>(),
+            1u64..12,
+            (prop_oneof![Just(0u64), 0u64..40], 0u64..40, prop_oneof![Just(0u64), 0u64..10]),
+            1u64..120,
+            (prop_oneof![Just(0u64), 0u64..60], prop_oneof![Just(0u64), 0u64..50]),
+            prop::option::of((0u64..800, blow(node_count))),
+        )
+            .prop_map(move |(seed, journey_count, network, delay_ms, ends, blow)| Storm {
+                seed,
+                node_count,
+                journey_count,
+                loss: network.0,
+                duplication: network.1,
+                damage: network.2,
+                delay_ms,
+                abort_percent: ends.0,
+                half_begun_percent: ends.1,
+                blow,
+            })
+    })
+}
+
+fn journey(random: &mut Random, id: u64, node_count: usize) -> Journey {
+    let sender = random.below(node_count as u64) as usize;
+    let receiver = (sender + 1 + random.below(node_count as u64 - 1) as usize) % node_count;
+    let block_count = 1 + random.below(14) as u32;
+    Journey {
+        transfer: TransferId(u128::from(id) + 1),
+        sender,
+        receiver,
+        block_count,
+        cached: random.below(u64::from(block_count)) as u32,
+        deadline: Duration::from_secs(10),
+    }
+}
+
+/// Sets the storm up, runs it, and gives back when each node was hit last.
+fn run(storm: &Storm) -> World {
+    let weather = Weather {
+        loss: storm.loss,
+        duplication: storm.duplication,
+        damage: storm.damage,
+        delay_max: Duration::from_millis(storm.delay_ms),
+        release_max: Duration::from_millis(100),
+    };
+    let mut world = World::new(storm.seed, storm.node_count, 400, weather);
+    let start = world.start;
+    let mut random = Random::new(storm.seed ^ 0xabcd);
+    let moment = |random: &mut Random| start + random.up_to(Duration::from_millis(400));
+    for id in 0..storm.journey_count {
+        let journey = journey(&mut random, id, storm.node_count);
+        let (mut receive, mut expect) = (Some(moment(&mut random)), Some(moment(&mut random)));
+        if random.chance(storm.half_begun_percent) {
+            if random.chance(50) { receive = None } else { expect = None }
+        }
+        for node in [journey.sender, journey.receiver] {
+            if random.chance(storm.abort_percent / 2) {
+                let at = start + random.up_to(Duration::from_millis(900));
+                let transfer = journey.transfer;
+                let reason = "the client left".to_owned();
+                world.at(at, node, Step::Command(Command::Abort { transfer, reason }));
+            }
+        }
+        world.journey(journey, receive, expect);
+    }
+    if let Some((at, blow)) = storm.blow {
+        let hit = start + Duration::from_millis(at);
+        world.run_until(hit);
+        match blow {
+            Blow::Kill { node, reset } => world.kill(node, reset),
+            Blow::Stop { node, for_ms } => {
+                world.stop(node);
+                world.run_until(hit + Duration::from_millis(for_ms));
+                world.resume(node);
+            }
+            Blow::Cut { a, b, for_ms } => {
+                world.cut.insert((a.min(b), a.max(b)));
+                world.run_until(hit + Duration::from_millis(for_ms));
+                world.cut.clear();
+            }
+        }
+    }
+    world.run_until(start + Duration::from_secs(20));
+    world
+}
+
+/// The latest that a transfer may end at a node after a blow, if the blow concerns it.
+fn bound(storm: &Storm, world: &World, journey: &Journey, node: usize) -> Option<Instant> {
+    let (at, blow) = storm.blow?;
+    let hit = world.start + Duration::from_millis(at);
+    let begun = *world.nodes[node].begun.get(&journey.transfer)?;
+    let peer = if node == journey.sender { journey.receiver } else { journey.sender };
+    match blow {
+        Blow::Kill { node: killed, .. } if killed == peer => Some(hit.max(begun) + BACK),
+        Blow::Stop { node: stopped, for_ms } if Duration::from_millis(for_ms) > BACK => {
+            let resumed = hit + Duration::from_millis(for_ms);
+            if stopped == peer {
+                Some(hit.max(begun) + BACK)
+            } else if stopped == node && begun < hit && is_reserved(world, journey, node, hit) {
+                Some(resumed + BACK)
+            } else {
+                None
+            }
+        }
+        Blow::Cut { a, b, for_ms } if Duration::from_millis(for_ms) > BACK => {
+            let concerned = [a, b].contains(&node) && [a, b].contains(&peer);
+            concerned.then(|| hit.max(begun) + BACK)
+        }
+        _ => None,
+    }
+}
+
+/// A sender without `RESERVE` holds nothing and waits for a living peer as long as the node says.
+fn is_reserved(world: &World, journey: &Journey, node: usize, before: Instant) -> bool {
+    let is_ready = |(at, event): &(Instant, Event)| {
+        *at <= before
+            && matches!(event, Event::Ready { transfer, .. } if *transfer == journey.transfer)
+    };
+    node == journey.receiver || world.nodes[node].events.iter().any(is_ready)
+}
+
+fn check(storm: &Storm, world: &World) {
+    let killed = match storm.blow {
+        Some((_, Blow::Kill { node, .. })) => Some(node),
+        _ => None,
+    };
+    for (index, node) in world.nodes.iter().enumerate() {
+        if Some(index) == killed {
+            continue;
+        }
+        for transfer in node.begun.keys() {
+            let journey = &world.journeys[transfer];
+            let Some((at, _)) = world.end_of(index, *transfer) else {
+                panic!("{transfer} never ended at {}", node.name);
+            };
+            // One that had arrived or failed before the blow is within any bound.
+            if let Some(bound) = bound(storm, world, journey, index) {
+                assert!(
+                    at <= bound,
+                    "{transfer} ended at {} {:?} after the start, {:?} too late",
+                    node.name,
+                    at - world.start,
+                    at - bound
+                );
+            }
+        }
+        assert_eq!(node.core.active_count(), 0);
+        let reserved_by_router_only = world
+            .journeys
+            .values()
+            .filter(|journey| journey.receiver == index)
+            .filter(|journey| !node.begun.contains_key(&journey.transfer))
+            .count();
+        if reserved_by_router_only == 0 {
+            assert_eq!(node.free_count(), 400, "blocks are missing at {}", node.name);
+        }
+    }
+    // A sender may fail where its receiver has arrived (the last word is always uncertain), never
+    // the other way round.
+    for journey in world.journeys.values() {
+        let delivered = world.end_of(journey.sender, journey.transfer).is_some_and(|end| end.1);
+        let arrived = world.end_of(journey.receiver, journey.transfer).is_some_and(|end| end.1);
+        assert!(!delivered || arrived, "{} was delivered, not arrived", journey.transfer);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_transfer_ends_once_and_all_blocks_come_back(storm in storm()) {
+        let world = run(&storm);
+        check(&storm, &world);
+    }
+
+    /// Delay, overtaking and duplication alone fail nothing.
+    #[test]
+    fn without_loss_every_transfer_completes(
+        seed in any::<u64>(),
+        node_count in 2usize..=3,
+        journey_count in 1u64..12,
+        duplication in 0u64..50,
+        delay_ms in 1u64..150,
+    ) {
+        let storm = Storm {
+            seed,
+            node_count,
+            journey_count,
+            loss: 0,
+            duplication,
+            damage: 0,
+            delay_ms,
+            abort_percent: 0,
+            half_begun_percent: 0,
+            blow: None,
+        };
+        let world = run(&storm);
+        check(&storm, &world);
+        for journey in world.journeys.values() {
+            for node in [journey.sender, journey.receiver] {
+                prop_assert!(
+                    world.end_of(node, journey.transfer).is_some_and(|(_, well)| well),
+                    "{} failed: {:?}",
+                    journey.transfer,
+                    world.nodes[node].events.iter().filter(|(_, event)| failed(event)).collect::<Vec<_>>()
+                );
+            }
+        }
+    }
+
+    /// Some loss costs repetition, not transfers: a beat in four may be lost and the lease holds.
+    #[test]
+    fn a_little_loss_is_repaired(seed in any::<u64>(), loss in 1u64..8) {
+        let storm = Storm {
+            seed,
+            node_count: 2,
+            journey_count: 6,
+            loss,
+            duplication: 0,
+            damage: 0,
+            delay_ms: 3,
+            abort_percent: 0,
+            half_begun_percent: 0,
+            blow: None,
+        };
+        let world = run(&storm);
+        check(&storm, &world);
+        let arrived = world.nodes.iter().flat_map(|node| &node.events)
+            .filter(|(_, event)| matches!(event, Event::Arrived { .. }))
+            .count();
+        prop_assert!(arrived >= 5, "{arrived} of 6 arrived");
+    }
+}
+
+fn failed(event: &Event) -> bool {
+    matches!(event, Event::ReceiveFailed { .. } | Event::SendFailed { .. })
+}
+
+#[test]
+fn damaged_data_never_arrives() {
+    let mut damaged = 0;
+    for seed in 0..200 {
+        let storm = Storm {
+            seed,
+            node_count: 2,
+            journey_count: 4,
+            loss: 0,
+            duplication: 0,
+            damage: 30,
+            delay_ms: 5,
+            abort_percent: 0,
+            half_begun_percent: 0,
+            blow: None,
+        };
+        // The world itself compares what arrives.
+        let world = run(&storm);
+        check(&storm, &world);
+        damaged += world
+            .nodes
+            .iter()
+            .flat_map(|node| &node.events)
+            .filter(|(_, event)| failed(event))
+            .count();
+    }
+    assert!(damaged > 100, "damage was seen");
+}
+
+#[test]
+fn the_lease_is_what_bounds_a_silent_loss() {
+    assert_eq!(BACK, LEASE + Duration::from_millis(500));
+}

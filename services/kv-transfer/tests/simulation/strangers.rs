@@ -1,0 +1,269 @@
+//! Peers that are not what they should be, and messages that nobody should send.
+
+use std::time::Duration;
+
+use kernels::{BlockId, sampling::SampledToken};
+use kv_transfer::{
+    api::{Command, Event, Identity, TransferFailure, TransferId},
+    notice::{Body, Done, Hello, HelloOk, Notice, Reserve, Source},
+    protocol::{Action, Core, DataEvent, Local},
+};
+use proptest::prelude::*;
+
+use crate::{
+    random::Random,
+    world::{BLOCK_BYTES, CALM, Journey, World, identity},
+};
+
+#[test]
+fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
+    let mut world = World::new(3, 2, 40, CALM);
+    let other = Identity { model_fingerprint: 0xbeef, ..identity() };
+    world.nodes[1].core = Core::new(Local {
+        node_id: world.nodes[1].name.clone(),
+        epoch: world.nodes[1].epoch,
+        identity: other,
+        notice_endpoint: "tcp://node-1:1".to_owned(),
+        data_endpoint: "tcp://node-1:2".to_owned(),
+        transports: vec!["tcp".to_owned()],
+        integrity: vec!["xxh3".to_owned()],
+        block_bytes: BLOCK_BYTES,
+        limits: Default::default(),
+    });
+    let journey = Journey {
+        transfer: TransferId(1),
+        sender: 0,
+        receiver: 1,
+        block_count: 3,
+        cached: 0,
+        deadline: Duration::from_secs(5),
+    };
+    let now = world.now;
+    world.journey(journey, Some(now), Some(now));
+    world.run_until(now + Duration::from_millis(100));
+    for node in &world.nodes {
+        let [(_, event)] = node.events.as_slice() else { panic!("{:?}", node.events) };
+        let (Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. }) = event
+        else {
+            panic!("{event:?}");
+        };
+        assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
+        let line = failure.to_string();
+        for fingerprint in ["0000feed", "0000beef"] {
+            assert!(line.contains(fingerprint), "{line}");
+        }
+    }
+    // The next attempt does not even ask.
+    let again = Journey { transfer: TransferId(2), ..world.journeys[&TransferId(1)].clone() };
+    let now = world.now;
+    world.journey(again, Some(now), None);
+    world.run_until(now);
+    assert!(world.end_of(1, TransferId(2)).is_some());
+}
+
+#[test]
+fn another_weight_version_is_refused_in_reserve_too() {
+    let mut world = World::new(3, 2, 40, CALM);
+    let (now, peer) = (world.now, world.address(1));
+    let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
+    let core = &mut world.nodes[0].core;
+    core.handle_notice(now, &from, Notice::untraced(hello(identity())));
+    core.handle_command(
+        now,
+        Command::Expect {
+            transfer: TransferId(1),
+            peer,
+            prompt_hash: 5,
+            deadline: Duration::from_secs(5),
+            traceparent: String::new(),
+        },
+    );
+    let reserve = Body::Reserve(Reserve {
+        transfer: TransferId(1),
+        model_fingerprint: 0xfeed,
+        weight_version: 4,
+        prompt_hash: 5,
+        first_block: 0,
+        blocks: vec![BlockId(3)],
+    });
+    core.handle_notice(now, &from, Notice::untraced(reserve));
+    let actions: Vec<Action> = std::iter::from_fn(|| core.poll_action()).collect();
+    assert!(
+        actions.iter().any(|action| matches!(action,
+            Action::Emit(Event::SendFailed { failure: TransferFailure::Protocol { detail, .. }, .. })
+                if detail.contains("weight_version 3 against 4"))),
+        "{actions:?}"
+    );
+    assert!(actions.iter().any(|action| matches!(
+        action,
+        Action::SendNotice { notice: Notice { body: Body::Abort { .. }, .. }, .. }
+    )));
+}
+
+fn hello(identity: Identity) -> Body {
+    Body::Hello(Hello {
+        identity,
+        notice_endpoint: "tcp://node-1:1".to_owned(),
+        data_endpoint: "tcp://node-1:2".to_owned(),
+        transports: vec!["tcp".to_owned()],
+        integrity: vec!["xxh3".to_owned()],
+    })
+}
+
+/// Any message a peer can form, about few enough ids that they meet.
+fn anything(random: &mut Random) -> Body {
+    let transfer = TransferId(u128::from(random.below(6)));
+    let number = |random: &mut Random| match random.below(8) {
+        0 => u32::MAX,
+        1 => u32::MAX - 1,
+        _ => random.below(12) as u32,
+    };
+    match random.below(13) {
+        0 => hello(if random.chance(80) { identity() } else { Identity { tp: 2, ..identity() } }),
+        1 => Body::HelloOk(HelloOk {
+            identity: identity(),
+            data_endpoint: "x".to_owned(),
+            transport: if random.chance(80) { "tcp" } else { "pigeon" }.to_owned(),
+            integrity: "xxh3".to_owned(),
+        }),
+        2 if random.chance(10) => Body::Reject { reason: "no".to_owned(), identity: identity() },
+        2 | 3 => Body::Reserve(Reserve {
+            transfer,
+            model_fingerprint: if random.chance(90) { 0xfeed } else { 1 },
+            weight_version: 3,
+            prompt_hash: u128::from(random.below(2)),
+            first_block: number(random),
+            blocks: (0..random.below(5)).map(|block| BlockId(block as u32)).collect(),
+        }),
+        4..=6 => {
+            let block_count = number(random);
+            Body::Chunk {
+                transfer,
+                chunk: number(random),
+                first_block: number(random),
+                block_count,
+                bytes: if random.chance(80) {
+                    u64::from(block_count) * BLOCK_BYTES as u64
+                } else {
+                    random.next()
+                },
+            }
+        }
+        7 => Body::ClearToSend { transfer, chunk: number(random) },
+        8 => {
+            let chunk_count = number(random);
+            Body::Done(Done {
+                transfer,
+                chunk_count,
+                first_index: 0,
+                token: SampledToken { id: 1, logprobs: None },
+                integrity: vec![7; chunk_count.min(20) as usize],
+            })
+        }
+        9 => Body::Ack { transfer },
+        10 => Body::Abort { transfer, reason: String::new() },
+        11 => Body::AbortAck { transfer },
+        _ => Body::Heartbeat { transfers: vec![transfer], awaited: vec![transfer] },
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
+
+    /// Whatever an authenticated peer says: no panic, nothing is posted outside the reservation,
+    /// and each transfer that the node began ends once.
+    #[test]
+    fn a_peer_that_says_anything_harms_only_itself(seed in any::<u64>(), length in 1usize..120) {
+        let mut random = Random::new(seed);
+        let mut world = World::new(seed, 2, 8, CALM);
+        let (mut now, peer) = (world.now, world.address(1));
+        let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
+        let core = &mut world.nodes[0].core;
+        core.handle_notice(now, &from, Notice::untraced(hello(identity())));
+        let (mut begun, mut ended) = (Vec::new(), Vec::new());
+        for step in 0..length {
+            now += Duration::from_millis(random.below(60));
+            let transfer = TransferId(u128::from(random.below(6)));
+            match random.below(10) {
+                0 if !begun.contains(&transfer) => {
+                    begun.push(transfer);
+                    core.handle_command(now, Command::Receive {
+                        transfer,
+                        peer: peer.clone(),
+                        prompt_hash: 0,
+                        first_block: 2,
+                        blocks: vec![BlockId(100), BlockId(101), BlockId(102)],
+                        deadline: Duration::from_secs(60),
+                        traceparent: String::new(),
+                    });
+                }
+                1 if !begun.contains(&transfer) => {
+                    begun.push(transfer);
+                    core.handle_command(now, Command::Expect {
+                        transfer,
+                        peer: peer.clone(),
+                        prompt_hash: 0,
+                        deadline: Duration::from_secs(60),
+                        traceparent: String::new(),
+                    });
+                }
+                2 => core.handle_command(now, Command::Written {
+                    transfer,
+                    first_block: random.below(6) as u32,
+                    blocks: (0..random.below(6)).map(|block| BlockId(block as u32)).collect(),
+                }),
+                _ => core.handle_notice(now, &from, Notice::untraced(anything(&mut random))),
+            }
+            if core.next_deadline(now).is_some_and(|at| at <= now) || step + 1 == length {
+                core.on_deadline(now);
+            }
+            drain(core, now, &mut random, &mut ended);
+        }
+        for _ in 0..3000 {
+            let Some(at) = core.next_deadline(now) else { break };
+            now = now.max(at);
+            core.on_deadline(now);
+            drain(core, now, &mut random, &mut ended);
+        }
+        begun.sort();
+        ended.sort();
+        prop_assert_eq!(begun, ended);
+        prop_assert_eq!(core.table_sizes(), (0, 0, 0));
+    }
+}
+
+fn drain(
+    core: &mut Core,
+    now: std::time::Instant,
+    random: &mut Random,
+    ended: &mut Vec<TransferId>,
+) {
+    while let Some(action) = core.poll_action() {
+        match action {
+            Action::PostReceive { transfer, chunk, blocks, .. } => {
+                assert!(!blocks.is_empty());
+                assert!(blocks.iter().all(|block| (100..103).contains(&block.0)));
+                if random.chance(50) {
+                    let event = DataEvent::Received { transfer, chunk, integrity: 7 };
+                    core.handle_data(now, event);
+                }
+            }
+            Action::SendChunk { transfer, chunk, .. } if random.chance(50) => {
+                core.handle_data(now, DataEvent::Sent { transfer, chunk, integrity: 7 });
+            }
+            Action::CancelReceive { transfer, .. } => {
+                core.handle_data(now, DataEvent::ReceiveReleased { transfer });
+            }
+            Action::CancelSend { transfer, .. } => {
+                core.handle_data(now, DataEvent::SendReleased { transfer });
+            }
+            Action::Emit(
+                Event::Arrived { transfer, .. }
+                | Event::ReceiveFailed { transfer, .. }
+                | Event::Delivered { transfer, .. }
+                | Event::SendFailed { transfer, .. },
+            ) => ended.push(transfer),
+            _ => {}
+        }
+    }
+}

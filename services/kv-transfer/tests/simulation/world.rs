@@ -1,0 +1,713 @@
+//! Several cores, a network that misbehaves, and the memory that chunks move between.
+//!
+//! The world asserts what must always hold: nothing is written into a block that no reception owns
+//! any more, nothing is read from a block that the node has got back, `Arrived` blocks hold what
+//! the sender wrote, and no transfer ends twice.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use kernels::{BlockId, sampling::SampledToken};
+use kv_transfer::{
+    Limits,
+    api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
+    notice::{Notice, Source},
+    protocol::{Action, Core, DataEvent, Local},
+};
+
+use crate::random::Random;
+
+pub const BLOCK_BYTES: usize = 1000;
+pub const TOKEN: u32 = 77;
+
+/// How the network misbehaves, in percent and time.
+#[derive(Clone, Copy, Debug)]
+pub struct Weather {
+    pub loss: u64,
+    pub duplication: u64,
+    pub damage: u64,
+    pub delay_max: Duration,
+    /// How long a transport takes to let go of a block.
+    pub release_max: Duration,
+}
+
+pub const CALM: Weather = Weather {
+    loss: 0,
+    duplication: 0,
+    damage: 0,
+    delay_max: Duration::from_millis(2),
+    release_max: Duration::from_millis(1),
+};
+
+/// One prompt on its way from `sender` to `receiver`.
+#[derive(Clone, Debug)]
+pub struct Journey {
+    pub transfer: TransferId,
+    pub sender: usize,
+    pub receiver: usize,
+    /// Of the prompt; the receiver has the first `cached`.
+    pub block_count: u32,
+    pub cached: u32,
+    pub deadline: Duration,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    Running,
+    Stopped,
+    Dead,
+}
+
+/// The contents of a block that nobody has written.
+const BLANK: u64 = 0;
+
+pub struct Node {
+    pub name: String,
+    pub epoch: Epoch,
+    pub core: Core,
+    pub life: Life,
+    /// What came while the process was stopped.
+    inbox: Vec<Step>,
+    memory: Vec<u64>,
+    /// Blocks that a transfer may write or read here.
+    owners: BTreeMap<BlockId, TransferId>,
+    free: Vec<BlockId>,
+    posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
+    writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
+    sending: BTreeMap<(TransferId, u32), (Epoch, Vec<BlockId>)>,
+    /// Every event, with its time.
+    pub events: Vec<(Instant, Event)>,
+    pub begun: BTreeMap<TransferId, Instant>,
+    pub ended: BTreeMap<TransferId, (Instant, bool)>,
+}
+
+/// Something that will happen at a node.
+#[derive(Clone, Debug)]
+pub enum Step {
+    Command(Command),
+    Notice(Source, Notice),
+    Data(DataEvent),
+    /// The data connection to `peer` is made.
+    Opened {
+        peer: usize,
+    },
+    /// A chunk leaves.
+    Depart {
+        transfer: TransferId,
+        chunk: u32,
+    },
+    /// A chunk's first and last bytes come in.
+    Land {
+        from: usize,
+        link: u64,
+        transfer: TransferId,
+        chunk: u32,
+        contents: Vec<u64>,
+    },
+    Landed {
+        from: usize,
+        link: u64,
+        transfer: TransferId,
+        chunk: u32,
+        contents: Vec<u64>,
+    },
+    Release {
+        receive: bool,
+        transfer: TransferId,
+    },
+    /// The sending node has computed up to this block of the prompt.
+    Compute {
+        transfer: TransferId,
+        end: u32,
+    },
+}
+
+pub struct World {
+    pub now: Instant,
+    pub start: Instant,
+    pub nodes: Vec<Node>,
+    pub random: Random,
+    pub weather: Weather,
+    pub journeys: BTreeMap<TransferId, Journey>,
+    /// Pairs of nodes between which nothing passes.
+    pub cut: BTreeSet<(usize, usize)>,
+    queue: BTreeMap<(Instant, u64), (usize, Step)>,
+    counter: u64,
+    /// Number of the data connection from the first node to the second, while there is one.
+    links: BTreeMap<(usize, usize), u64>,
+    /// Blocks that each sender's journey holds, in the order of the prompt.
+    held: BTreeMap<TransferId, Vec<BlockId>>,
+    pub computes: bool,
+}
+
+impl World {
+    pub fn new(seed: u64, node_count: usize, block_count: u32, weather: Weather) -> Self {
+        let limits = Limits {
+            // Three blocks of the world to a chunk.
+            chunk_bytes_max: 3 * BLOCK_BYTES,
+            ..Limits::default()
+        };
+        Self::with_limits(seed, node_count, block_count, weather, limits)
+    }
+
+    pub fn with_limits(
+        seed: u64,
+        node_count: usize,
+        block_count: u32,
+        weather: Weather,
+        limits: Limits,
+    ) -> Self {
+        let start = Instant::now();
+        let nodes = (0..node_count).map(|index| Node::new(index, block_count, limits)).collect();
+        Self {
+            now: start,
+            start,
+            nodes,
+            random: Random::new(seed),
+            weather,
+            journeys: BTreeMap::new(),
+            cut: BTreeSet::new(),
+            queue: BTreeMap::new(),
+            counter: 0,
+            links: BTreeMap::new(),
+            held: BTreeMap::new(),
+            computes: true,
+        }
+    }
+
+    pub fn at(&mut self, at: Instant, node: usize, step: Step) {
+        self.counter += 1;
+        self.queue.insert((at, self.counter), (node, step));
+    }
+
+    fn soon(&mut self, node: usize, step: Step) {
+        let delay = self.random.up_to(self.weather.delay_max);
+        self.at(self.now + delay, node, step);
+    }
+
+    fn index_of(&self, epoch: Epoch) -> usize {
+        self.nodes.iter().position(|node| node.epoch == epoch).expect("cores speak to nodes")
+    }
+
+    pub fn address(&self, node: usize) -> PeerAddress {
+        let node = &self.nodes[node];
+        PeerAddress {
+            node_id: node.name.clone(),
+            epoch: node.epoch,
+            notice_endpoint: format!("tcp://{}:1", node.name),
+        }
+    }
+
+    /// Gives both nodes their commands at the given times. `None`: the router never got that far.
+    pub fn journey(&mut self, journey: Journey, receive: Option<Instant>, expect: Option<Instant>) {
+        if let Some(at) = receive {
+            let blocks = self.nodes[journey.receiver]
+                .take(journey.transfer, journey.block_count - journey.cached)
+                .expect("the receiver has blocks");
+            let command = self.receive_command(&journey, blocks);
+            self.at(at, journey.receiver, Step::Command(command));
+        }
+        if let Some(at) = expect {
+            let command = self.expect_command(&journey);
+            self.at(at, journey.sender, Step::Command(command));
+        }
+        self.journeys.insert(journey.transfer, journey);
+    }
+
+    pub fn receive_command(&self, journey: &Journey, blocks: Vec<BlockId>) -> Command {
+        Command::Receive {
+            transfer: journey.transfer,
+            peer: self.address(journey.sender),
+            prompt_hash: journey.transfer.0,
+            first_block: journey.cached,
+            blocks,
+            deadline: journey.deadline,
+            traceparent: format!("receive-{}", journey.transfer),
+        }
+    }
+
+    pub fn expect_command(&self, journey: &Journey) -> Command {
+        Command::Expect {
+            transfer: journey.transfer,
+            peer: self.address(journey.receiver),
+            prompt_hash: journey.transfer.0,
+            deadline: journey.deadline,
+            traceparent: format!("expect-{}", journey.transfer),
+        }
+    }
+
+    /// What the sender writes for a block of the prompt.
+    fn content(transfer: TransferId, block: u32) -> u64 {
+        Random::new(transfer.0 as u64 ^ (u64::from(block) << 32)).next() | 1
+    }
+
+    pub fn kill(&mut self, node: usize, peers_notice: bool) {
+        self.nodes[node].life = Life::Dead;
+        let links: Vec<(usize, usize)> = self.links.keys().copied().collect();
+        for (from, to) in links {
+            if from != node && to != node {
+                continue;
+            }
+            self.links.remove(&(from, to));
+            if peers_notice {
+                let peer = self.nodes[node].epoch;
+                let other = if from == node { to } else { from };
+                let reason = "connection reset".to_owned();
+                self.soon(other, Step::Data(DataEvent::Closed { peer, reason }));
+            }
+        }
+    }
+
+    pub fn stop(&mut self, node: usize) {
+        if self.nodes[node].life == Life::Running {
+            self.nodes[node].life = Life::Stopped;
+        }
+    }
+
+    pub fn resume(&mut self, node: usize) {
+        if self.nodes[node].life != Life::Stopped {
+            return;
+        }
+        self.nodes[node].life = Life::Running;
+        for step in std::mem::take(&mut self.nodes[node].inbox) {
+            self.happen(node, step);
+        }
+    }
+
+    /// Runs until `end`, jumping from one happening to the next.
+    pub fn run_until(&mut self, end: Instant) {
+        let (mut turns_now, mut last) = (0, self.now);
+        loop {
+            let deadline = self
+                .nodes
+                .iter()
+                .enumerate()
+                .filter(|(_, node)| node.life == Life::Running)
+                .filter_map(|(index, node)| Some((node.core.next_deadline(self.now)?, index)))
+                .min();
+            let step = self.queue.first_key_value().map(|(key, _)| key.0);
+            let (at, is_step) = match (step, deadline) {
+                (Some(step), Some((deadline, _))) if step <= deadline => (step, true),
+                (Some(step), None) => (step, true),
+                (_, Some((deadline, _))) => (deadline, false),
+                (None, None) => break,
+            };
+            if at > end {
+                break;
+            }
+            self.now = self.now.max(at);
+            turns_now = if self.now == last { turns_now + 1 } else { 0 };
+            last = self.now;
+            assert!(turns_now < 20_000, "time stands still");
+            if is_step {
+                let (_, (node, step)) = self.queue.pop_first().expect("there is a first");
+                self.happen(node, step);
+            } else if let Some((_, node)) = deadline {
+                self.nodes[node].core.on_deadline(self.now);
+                self.act(node);
+            }
+        }
+        self.now = self.now.max(end);
+    }
+
+    fn happen(&mut self, index: usize, step: Step) {
+        let now = self.now;
+        let node = &mut self.nodes[index];
+        match node.life {
+            Life::Dead => return,
+            Life::Stopped => return node.inbox.push(step),
+            Life::Running => {}
+        }
+        match step {
+            Step::Command(command) => {
+                if let Command::Receive { transfer, .. } | Command::Expect { transfer, .. } =
+                    &command
+                {
+                    node.begun.entry(*transfer).or_insert(now);
+                }
+                node.core.handle_command(now, command);
+            }
+            Step::Notice(from, notice) => node.core.handle_notice(now, &from, notice),
+            Step::Data(event) => node.core.handle_data(now, event),
+            Step::Opened { peer } => {
+                if self.nodes[peer].life != Life::Dead {
+                    self.counter += 1;
+                    self.links.insert((index, peer), self.counter);
+                }
+            }
+            Step::Depart { transfer, chunk } => self.depart(index, transfer, chunk),
+            Step::Land { from, link, transfer, chunk, contents } => {
+                self.land(index, from, link, transfer, chunk, contents);
+            }
+            Step::Landed { from, link, transfer, chunk, contents } => {
+                self.landed(index, from, link, transfer, chunk, contents);
+            }
+            Step::Release { receive, transfer } => {
+                let event = if receive {
+                    node.writing.retain(|(id, _), _| *id != transfer);
+                    DataEvent::ReceiveReleased { transfer }
+                } else {
+                    DataEvent::SendReleased { transfer }
+                };
+                node.core.handle_data(now, event);
+            }
+            Step::Compute { transfer, end } => self.compute(index, transfer, end),
+        }
+        self.act(index);
+    }
+
+    fn depart(&mut self, index: usize, transfer: TransferId, chunk: u32) {
+        let node = &self.nodes[index];
+        let Some((peer, blocks)) = node.sending.get(&(transfer, chunk)) else { return };
+        let to = self.index_of(*peer);
+        let Some(link) = self.links.get(&(index, to)).copied() else {
+            // The connection is still being made.
+            return self.at(
+                self.now + Duration::from_millis(3),
+                index,
+                Step::Depart { transfer, chunk },
+            );
+        };
+        let contents: Vec<u64> = blocks
+            .iter()
+            .map(|block| {
+                assert_eq!(
+                    node.owners.get(block),
+                    Some(&transfer),
+                    "{} reads {block:?}, which it has back from {transfer}",
+                    node.name
+                );
+                node.memory[block.index()]
+            })
+            .collect();
+        let integrity = digest(&contents);
+        let mut travelling = contents;
+        if self.random.chance(self.weather.damage) {
+            travelling[0] ^= 1 << self.random.below(64);
+        }
+        let node = &mut self.nodes[index];
+        node.sending.remove(&(transfer, chunk));
+        node.core.handle_data(self.now, DataEvent::Sent { transfer, chunk, integrity });
+        let land = Step::Land { from: index, link, transfer, chunk, contents: travelling };
+        self.soon(to, land);
+    }
+
+    fn land(
+        &mut self,
+        index: usize,
+        from: usize,
+        link: u64,
+        transfer: TransferId,
+        chunk: u32,
+        contents: Vec<u64>,
+    ) {
+        if self.links.get(&(from, index)) != Some(&link) || self.is_cut(from, index) {
+            return;
+        }
+        let Some(blocks) = self.nodes[index].posted.remove(&(transfer, chunk)) else { return };
+        let half = blocks.len() / 2;
+        self.nodes[index].write(transfer, &blocks[..half], &contents[..half]);
+        self.nodes[index].writing.insert((transfer, chunk), blocks);
+        self.soon(index, Step::Landed { from, link, transfer, chunk, contents });
+    }
+
+    fn landed(
+        &mut self,
+        index: usize,
+        from: usize,
+        link: u64,
+        transfer: TransferId,
+        chunk: u32,
+        contents: Vec<u64>,
+    ) {
+        if self.links.get(&(from, index)) != Some(&link) || self.is_cut(from, index) {
+            return;
+        }
+        let node = &mut self.nodes[index];
+        let Some(blocks) = node.writing.remove(&(transfer, chunk)) else { return };
+        node.write(transfer, &blocks, &contents);
+        let integrity = digest(&contents);
+        node.core.handle_data(self.now, DataEvent::Received { transfer, chunk, integrity });
+    }
+
+    fn is_cut(&self, a: usize, b: usize) -> bool {
+        self.cut.contains(&(a.min(b), a.max(b)))
+    }
+
+    /// The sending node's engine: writes blocks in order, some at a time, then finishes.
+    fn compute(&mut self, index: usize, transfer: TransferId, end: u32) {
+        if self.nodes[index].ended.contains_key(&transfer) {
+            return;
+        }
+        let journey = self.journeys[&transfer].clone();
+        let blocks = self.held[&transfer].clone();
+        let begin = blocks
+            .iter()
+            .position(|block| self.nodes[index].memory[block.index()] == BLANK)
+            .unwrap_or(blocks.len()) as u32;
+        for block in begin..end {
+            self.nodes[index].memory[blocks[block as usize].index()] =
+                Self::content(transfer, block);
+        }
+        let written = Command::Written {
+            transfer,
+            first_block: begin,
+            blocks: blocks[begin as usize..end as usize].to_vec(),
+        };
+        self.nodes[index].core.handle_command(self.now, written);
+        if end == journey.block_count {
+            let token = SampledToken { id: TOKEN, logprobs: None };
+            let finish = Command::Finish { transfer, first_index: 5, token };
+            self.nodes[index].core.handle_command(self.now, finish);
+        } else {
+            let rest = u64::from(journey.block_count - end);
+            let end = end + 1 + self.random.below(rest) as u32;
+            let pause = self.random.up_to(Duration::from_millis(40));
+            self.at(self.now + pause, index, Step::Compute { transfer, end });
+        }
+    }
+
+    /// Starts the sending engine of a journey whose blocks are there.
+    pub fn start_computing(&mut self, transfer: TransferId) -> bool {
+        let journey = self.journeys[&transfer].clone();
+        let Some(blocks) = self.nodes[journey.sender].take(transfer, journey.block_count) else {
+            return false;
+        };
+        for block in &blocks {
+            self.nodes[journey.sender].memory[block.index()] = BLANK;
+        }
+        self.held.insert(transfer, blocks);
+        let end = 1 + self.random.below(u64::from(journey.block_count)) as u32;
+        let pause = self.random.up_to(Duration::from_millis(40));
+        self.at(self.now + pause, journey.sender, Step::Compute { transfer, end });
+        true
+    }
+
+    fn act(&mut self, index: usize) {
+        while let Some(action) = self.nodes[index].core.poll_action() {
+            match action {
+                Action::Connect { .. } => {}
+                Action::Disconnect { peer } => self.disconnect(index, peer),
+                Action::SendNotice { peer, notice } => self.send_notice(index, peer, notice),
+                Action::OpenData { peer, .. } => {
+                    let peer = self.index_of(peer);
+                    if self.nodes[peer].life == Life::Dead {
+                        let peer = self.nodes[peer].epoch;
+                        let reason = "connection refused".to_owned();
+                        self.soon(index, Step::Data(DataEvent::Closed { peer, reason }));
+                    } else {
+                        self.soon(index, Step::Opened { peer });
+                    }
+                }
+                Action::PostReceive { transfer, chunk, blocks, .. } => {
+                    let node = &mut self.nodes[index];
+                    for block in &blocks {
+                        assert_eq!(node.owners.get(block), Some(&transfer), "not reserved");
+                    }
+                    let before = node.posted.insert((transfer, chunk), blocks);
+                    assert_eq!(before, None, "posted twice");
+                }
+                Action::SendChunk { peer, transfer, chunk, blocks } => {
+                    let before =
+                        self.nodes[index].sending.insert((transfer, chunk), (peer, blocks));
+                    assert_eq!(before, None, "sent twice");
+                    self.soon(index, Step::Depart { transfer, chunk });
+                }
+                Action::CancelReceive { transfer, .. } => {
+                    // What has begun to be written may go on until it is released.
+                    self.nodes[index].posted.retain(|(id, _), _| *id != transfer);
+                    self.release(index, true, transfer);
+                }
+                Action::CancelSend { transfer, .. } => {
+                    self.nodes[index].sending.retain(|(id, _), _| *id != transfer);
+                    self.release(index, false, transfer);
+                }
+                Action::Emit(event) => self.emitted(index, event),
+            }
+        }
+    }
+
+    fn release(&mut self, index: usize, receive: bool, transfer: TransferId) {
+        let delay = self.random.up_to(self.weather.release_max);
+        self.at(self.now + delay, index, Step::Release { receive, transfer });
+    }
+
+    fn disconnect(&mut self, index: usize, peer: Epoch) {
+        let other = self.index_of(peer);
+        let mut had_link = false;
+        for link in [(index, other), (other, index)] {
+            had_link |= self.links.remove(&link).is_some();
+        }
+        if had_link && !self.is_cut(index, other) {
+            let peer = self.nodes[index].epoch;
+            let reason = "connection closed".to_owned();
+            self.soon(other, Step::Data(DataEvent::Closed { peer, reason }));
+        }
+    }
+
+    fn send_notice(&mut self, index: usize, peer: Epoch, notice: Notice) {
+        let to = self.index_of(peer);
+        if self.is_cut(index, to) || self.random.chance(self.weather.loss) {
+            return;
+        }
+        let node = &self.nodes[index];
+        let from = Source { node_id: node.name.clone(), epoch: node.epoch };
+        if self.random.chance(self.weather.duplication) {
+            self.soon(to, Step::Notice(from.clone(), notice.clone()));
+        }
+        self.soon(to, Step::Notice(from, notice));
+    }
+
+    fn emitted(&mut self, index: usize, event: Event) {
+        let now = self.now;
+        self.nodes[index].events.push((now, event.clone()));
+        match event {
+            Event::Ready { transfer, first_block, block_count, traceparent } => {
+                let journey = &self.journeys[&transfer];
+                assert_eq!(
+                    (first_block, block_count),
+                    (journey.cached, journey.block_count - journey.cached)
+                );
+                assert_eq!(traceparent, format!("receive-{transfer}"));
+                if self.computes {
+                    assert!(self.start_computing(transfer), "the sender has blocks");
+                }
+            }
+            Event::Arrived { transfer, first_index, token, figures } => {
+                assert_eq!((first_index, token.id), (5, TOKEN));
+                let journey = self.journeys[&transfer].clone();
+                let node = &self.nodes[index];
+                let mut written: Vec<u64> = Vec::new();
+                for (block, owner) in &node.owners {
+                    if *owner == transfer {
+                        written.push(node.memory[block.index()]);
+                    }
+                }
+                written.sort_unstable();
+                let mut expected: Vec<u64> = (journey.cached..journey.block_count)
+                    .map(|block| Self::content(transfer, block))
+                    .collect();
+                expected.sort_unstable();
+                assert_eq!(written, expected, "arrived blocks hold something else");
+                assert_eq!(figures.bytes, (expected.len() * BLOCK_BYTES) as u64);
+                self.ended(index, transfer, true);
+            }
+            Event::Delivered { transfer, .. } => self.ended(index, transfer, true),
+            Event::ReceiveFailed { transfer, .. } | Event::SendFailed { transfer, .. } => {
+                self.ended(index, transfer, false);
+            }
+        }
+    }
+
+    fn ended(&mut self, index: usize, transfer: TransferId, well: bool) {
+        let (now, node) = (self.now, &mut self.nodes[index]);
+        assert!(node.begun.contains_key(&transfer), "{transfer} ended at {} unbegun", node.name);
+        let before = node.ended.insert(transfer, (now, well));
+        assert_eq!(before, None, "{transfer} ended twice at {}", node.name);
+        node.give_back(transfer);
+    }
+
+    /// How much has happened or is about to.
+    pub fn steps(&self) -> u64 {
+        self.counter
+    }
+
+    pub fn end_of(&self, node: usize, transfer: TransferId) -> Option<(Instant, bool)> {
+        self.nodes[node].ended.get(&transfer).copied()
+    }
+}
+
+impl Node {
+    fn new(index: usize, block_count: u32, limits: Limits) -> Self {
+        let name = format!("node-{index}");
+        // Neither order of the epochs is favoured.
+        let epoch = Epoch(Random::new(index as u64 + 1).next().into());
+        let local = Local {
+            node_id: name.clone(),
+            epoch,
+            identity: identity(),
+            notice_endpoint: format!("tcp://{name}:1"),
+            data_endpoint: format!("tcp://{name}:2"),
+            transports: vec!["tcp".to_owned()],
+            integrity: vec!["xxh3".to_owned()],
+            block_bytes: BLOCK_BYTES,
+            limits,
+        };
+        Self {
+            name,
+            epoch,
+            core: Core::new(local),
+            life: Life::Running,
+            inbox: Vec::new(),
+            memory: vec![BLANK; block_count as usize],
+            owners: BTreeMap::new(),
+            free: (0..block_count).rev().map(BlockId).collect(),
+            posted: BTreeMap::new(),
+            writing: BTreeMap::new(),
+            sending: BTreeMap::new(),
+            events: Vec::new(),
+            begun: BTreeMap::new(),
+            ended: BTreeMap::new(),
+        }
+    }
+
+    /// Blocks for a transfer, or `None` when there are not enough.
+    pub fn take(&mut self, transfer: TransferId, count: u32) -> Option<Vec<BlockId>> {
+        let rest = self.free.len().checked_sub(count as usize)?;
+        let blocks = self.free.split_off(rest);
+        for block in &blocks {
+            self.owners.insert(*block, transfer);
+        }
+        Some(blocks)
+    }
+
+    /// Freed blocks are spoilt at once and are the next to be taken.
+    fn give_back(&mut self, transfer: TransferId) {
+        let blocks: Vec<BlockId> = self
+            .owners
+            .iter()
+            .filter(|(_, owner)| **owner == transfer)
+            .map(|(block, _)| *block)
+            .collect();
+        for block in blocks {
+            self.owners.remove(&block);
+            self.memory[block.index()] = u64::MAX;
+            self.free.push(block);
+        }
+    }
+
+    fn write(&mut self, transfer: TransferId, blocks: &[BlockId], contents: &[u64]) {
+        for (block, content) in blocks.iter().zip(contents) {
+            assert_eq!(
+                self.owners.get(block),
+                Some(&transfer),
+                "{} gets a write of {transfer} into {block:?}, which it has back",
+                self.name
+            );
+            self.memory[block.index()] = *content;
+        }
+    }
+
+    pub fn free_count(&self) -> usize {
+        self.free.len()
+    }
+}
+
+pub fn identity() -> Identity {
+    Identity {
+        model_fingerprint: 0xfeed,
+        weight_version: 3,
+        kv_layout: "layers=2".to_owned(),
+        block_size: 16,
+        dtype: "f32".to_owned(),
+        tp: 1,
+        protocol_min: 1,
+        protocol_max: 1,
+    }
+}
+
+fn digest(contents: &[u64]) -> u64 {
+    contents.iter().fold(0, |sum, content| Random::new(sum ^ content).next())
+}
