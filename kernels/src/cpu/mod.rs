@@ -20,9 +20,14 @@ mod rope;
 mod sample;
 mod silu;
 mod step;
+#[cfg(test)]
+mod testing;
 pub mod threads;
 
-use std::{io, sync::Mutex};
+use std::{
+    io,
+    sync::{Mutex, PoisonError},
+};
 
 pub use buffer::{CpuBuffer, CpuVector};
 pub use isa::Isa;
@@ -64,6 +69,7 @@ pub struct CpuBackend {
     level: Level,
     /// Locked while weights are packed; operations have it to themselves.
     pool: Mutex<ThreadPool>,
+    products: matmul::Scratch,
 }
 
 impl CpuBackend {
@@ -75,7 +81,7 @@ impl CpuBackend {
         let level =
             Level::find(isa).map_err(|missing| CpuError::MissingFeatures { isa, missing })?;
         let pool = Mutex::new(ThreadPool::new(threads, "baton-cpu")?);
-        Ok(Self { dtype, level, pool })
+        Ok(Self { dtype, level, pool, products: matmul::Scratch::default() })
     }
 
     pub fn dtype(&self) -> Dtype {
@@ -102,7 +108,7 @@ impl CpuBackend {
 
     fn pool(&mut self) -> &mut ThreadPool {
         // A panic while weights were packed left no half-done region behind: the pool is sound.
-        self.pool.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.pool.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -113,7 +119,7 @@ impl Backend for CpuBackend {
     type Step = CpuStep;
 
     fn matrix(&self, source: &dyn RowSource) -> CpuMatrix {
-        let mut pool = self.pool.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
         matmul::pack(&mut pool, self.dtype, source)
     }
 
@@ -182,7 +188,9 @@ impl Backend for CpuBackend {
     fn matmul(&mut self, rows: usize, x: &CpuBuffer, w: &CpuMatrix, out: &mut CpuBuffer) {
         assert_eq!(x.width(), w.cols(), "matmul: the input is as wide as the matrix");
         assert_eq!(out.width(), w.rows(), "matmul: the output is as wide as the matrix is high");
-        matmul::reference::matmul(x.rows(rows), w, out.rows_mut(rows));
+        let (x, out) = (x.rows(rows), out.rows_mut(rows));
+        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
+        matmul::matmul(self.level, pool, &mut self.products, x, w, out);
     }
 
     fn rope_store_kv(

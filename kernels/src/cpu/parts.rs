@@ -26,8 +26,14 @@ impl<'a, T> Parts<'a, T> {
     /// No element is in two slices that are alive at the same time.
     #[allow(clippy::mut_from_ref)] // The exclusive borrow is held by `self`; see the promise above.
     pub unsafe fn slice(&self, start: usize, length: usize) -> &mut [T] {
-        assert!(start <= self.length && length <= self.length - start, "a part is inside");
         // SAFETY: inside the borrowed slice, as checked; disjoint, as promised.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), length) }
+        unsafe { std::slice::from_raw_parts_mut(self.range_ptr(start, length), length) }
+    }
+
+    /// The address of element `start`, from which `length` elements are inside. Panics when they
+    /// are not.
+    pub fn range_ptr(&self, start: usize, length: usize) -> *mut T {
+        assert!(start <= self.length && length <= self.length - start, "a part is inside");
+        self.start.wrapping_add(start)
     }
 }

@@ -17,10 +17,17 @@ pub struct CpuMatrix {
     panels: Panels,
 }
 
-pub(crate) enum Panels {
+enum Panels {
     F32(Aligned<f32>),
     /// Two bf16 in one word, the even input in the lower half.
     Bf16(Aligned<u32>),
+}
+
+/// Consecutive panels.
+#[derive(Clone, Copy)]
+pub(super) enum PanelRange<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [u32]),
 }
 
 impl CpuMatrix {
@@ -49,8 +56,18 @@ impl CpuMatrix {
         }
     }
 
-    pub(crate) fn panels(&self) -> &Panels {
-        &self.panels
+    /// `count` panels from `first` on.
+    pub(super) fn panel_range(&self, first: usize, count: usize) -> PanelRange<'_> {
+        match &self.panels {
+            Panels::F32(words) => {
+                let panel = self.cols * PANEL;
+                PanelRange::F32(&words[first * panel..][..count * panel])
+            }
+            Panels::Bf16(words) => {
+                let panel = self.cols.div_ceil(2) * PANEL;
+                PanelRange::Bf16(&words[first * panel..][..count * panel])
+            }
+        }
     }
 
     pub(crate) fn panel_count(&self) -> usize {

@@ -1,0 +1,119 @@
+//! Tiles in plain Rust, which the compiler turns into the vectors of the level.
+
+use super::{Target, Tile, pack::PanelRange};
+use crate::cpu::{
+    arithmetic::{LANES, multiply_add},
+    isa::{BASELINE_FUSES, Level},
+    matmul::pack::PANEL,
+};
+
+/// Most rows of a block: four rows of 16 sums fit the registers of AVX2.
+pub(super) const BLOCK_ROWS_MAX: usize = 4;
+
+/// Multiplies one row block with one panel.
+///
+/// # Safety
+/// `target` may be written in the tile's rows and columns.
+pub(super) unsafe fn tile(level: Level, tile: &Tile<'_>, target: &Target) {
+    match level {
+        // SAFETY: the caller's promise.
+        Level::Reference | Level::Baseline => unsafe { with_rows::<BASELINE_FUSES>(tile, target) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's promise.
+        _ => level.run(|| unsafe { with_rows::<true>(tile, target) }),
+    }
+}
+
+/// # Safety
+/// As [`tile`].
+#[inline(always)]
+unsafe fn with_rows<const FUSED: bool>(tile: &Tile<'_>, target: &Target) {
+    match tile.row_count {
+        // SAFETY: the caller's promise.
+        1 => unsafe { halves::<1, FUSED>(tile, target) },
+        // SAFETY: the caller's promise.
+        2 => unsafe { halves::<2, FUSED>(tile, target) },
+        // SAFETY: the caller's promise.
+        3 => unsafe { halves::<3, FUSED>(tile, target) },
+        // SAFETY: the caller's promise.
+        4 => unsafe { halves::<4, FUSED>(tile, target) },
+        rows => unreachable!("a block has 1 to {BLOCK_ROWS_MAX} rows, not {rows}"),
+    }
+}
+
+/// The two halves of a panel, one after the other.
+///
+/// # Safety
+/// As [`tile`].
+#[inline(always)]
+unsafe fn halves<const M: usize, const FUSED: bool>(tile: &Tile<'_>, target: &Target) {
+    let (x, rest) = tile.x.as_chunks::<M>();
+    assert!(x.len() == tile.k && rest.is_empty(), "a block is [k][rows]");
+    for first in (0..PANEL).step_by(LANES) {
+        if first >= tile.columns {
+            break;
+        }
+        let sums = match tile.panels {
+            PanelRange::F32(panel) => f32_sums::<M, FUSED>(x, panel, first),
+            PanelRange::Bf16(panel) => bf16_sums::<M, FUSED>(x, panel, first),
+        };
+        let columns = LANES.min(tile.columns - first);
+        for (row, sums) in sums.iter().enumerate() {
+            // SAFETY: the target has `tile.columns` columns in each of the block's rows, and the
+            // sums are elsewhere.
+            unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, first), columns) };
+        }
+    }
+}
+
+#[inline(always)]
+fn f32_sums<const M: usize, const FUSED: bool>(
+    x: &[[f32; M]],
+    panel: &[f32],
+    first: usize,
+) -> [[f32; LANES]; M] {
+    let mut sums = [[0.0; LANES]; M];
+    for (x, weights) in x.iter().zip(panel.chunks_exact(PANEL)) {
+        let weights: &[f32; LANES] = weights[first..][..LANES].try_into().expect("16 lanes");
+        add_products::<M, FUSED>(&mut sums, x, weights);
+    }
+    sums
+}
+
+#[inline(always)]
+fn bf16_sums<const M: usize, const FUSED: bool>(
+    x: &[[f32; M]],
+    panel: &[u32],
+    first: usize,
+) -> [[f32; LANES]; M] {
+    let mut sums = [[0.0; LANES]; M];
+    let (pairs, odd) = x.as_chunks::<2>();
+    let words = |group: usize| -> &[u32; LANES] {
+        panel[group * PANEL + first..][..LANES].try_into().expect("16 lanes")
+    };
+    for (group, [even, odd]) in pairs.iter().enumerate() {
+        let words = words(group);
+        let weights = words.map(|word| f32::from_bits(word << 16));
+        add_products::<M, FUSED>(&mut sums, even, &weights);
+        let weights = words.map(|word| f32::from_bits(word & 0xffff_0000));
+        add_products::<M, FUSED>(&mut sums, odd, &weights);
+    }
+    for last in odd {
+        let weights = words(pairs.len()).map(|word| f32::from_bits(word << 16));
+        add_products::<M, FUSED>(&mut sums, last, &weights);
+    }
+    sums
+}
+
+#[inline(always)]
+fn add_products<const M: usize, const FUSED: bool>(
+    sums: &mut [[f32; LANES]; M],
+    x: &[f32; M],
+    weights: &[f32; LANES],
+) {
+    for (sums, &x) in sums.iter_mut().zip(x) {
+        for (sum, &weight) in sums.iter_mut().zip(weights) {
+            *sum = multiply_add::<FUSED>(x, weight, *sum);
+        }
+    }
+}

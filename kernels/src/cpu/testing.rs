@@ -1,0 +1,34 @@
+//! What the operations' tests share.
+
+use super::isa::{BASELINE_FUSES, Isa, Level};
+
+/// Every level but the reference that this machine has, the compiler's target included.
+pub(crate) fn levels() -> Vec<Level> {
+    let mut levels = vec![Level::Baseline];
+    levels.extend(
+        [Isa::Portable, Isa::Avx512, Isa::Avx512Bf16]
+            .into_iter()
+            .filter_map(|isa| Level::find(isa).ok())
+            .filter(|&level| level != Level::Baseline),
+    );
+    levels
+}
+
+/// True when the level multiplies and adds with one rounding, as the reference does.
+pub(crate) fn fuses(level: Level) -> bool {
+    level != Level::Baseline || BASELINE_FUSES
+}
+
+/// Reproducible numbers between -1 and 1.
+pub(crate) fn numbers(seed: u32, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761) | 1;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / 8_388_608.0 - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
