@@ -3,7 +3,7 @@
 use std::{fs, net::IpAddr, path::Path};
 
 use crate::{
-    error::{ConfigError, Problem},
+    error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
     schema::{Model, Transfer},
     types::Secret,
@@ -11,7 +11,34 @@ use crate::{
 };
 
 impl Config {
-    /// Notes pairs of values that cannot stand together.
+    /// Lowers defaults that a smaller limit, set on purpose, leaves no room for: who asks for small
+    /// steps need not also ask for small chunks.
+    pub(crate) fn fit_defaults(&mut self) {
+        let node = self.node.clone();
+        self.lower("node.chunk_tokens", node.step_tokens, |config| &mut config.node.chunk_tokens);
+        self.lower("node.slots", node.step_tokens, |config| &mut config.node.slots);
+        let router = self.router.clone();
+        self.lower("router.timeout", router.timeout_max, |config| &mut config.router.timeout);
+        self.lower("router.waiting_max", router.requests_max, |config| {
+            &mut config.router.waiting_max
+        });
+    }
+
+    fn lower<T: Value + PartialOrd>(
+        &mut self,
+        key: &str,
+        limit: T,
+        field: impl Fn(&mut Self) -> &mut T,
+    ) {
+        if self.source_of(key) == Source::Default && *field(self) > limit {
+            if let Some(explained) = self.explained.iter_mut().find(|e| e.setting.key() == key) {
+                explained.value = limit.show();
+            }
+            *field(self) = limit;
+        }
+    }
+
+    /// Notes pairs of values that cannot stand together, both set on purpose.
     pub(crate) fn check_combinations(&self, problems: &mut Vec<Problem>) {
         let mut conflict = |detail: String| problems.push(Problem::Conflict { detail });
         let at = |key: &str| format!("{key} ({})", self.source_of(key));
@@ -43,15 +70,6 @@ impl Config {
                 router.timeout.show(),
                 at("router.timeout_max"),
                 router.timeout_max.show(),
-            ));
-        }
-        if router.waiting_max > router.requests_max {
-            conflict(format!(
-                "{} = {} is more than {} = {}: waiting requests count among all",
-                at("router.waiting_max"),
-                router.waiting_max,
-                at("router.requests_max"),
-                router.requests_max,
             ));
         }
         let transfer = &self.transfer;

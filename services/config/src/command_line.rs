@@ -1,6 +1,6 @@
 //! Flags by clap, and the one function that looks at the process.
 
-use std::{env, ffi::OsString, path::PathBuf};
+use std::{env, ffi::OsString, io::Write, path::PathBuf};
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
@@ -29,7 +29,8 @@ pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, C
     let environment = environment_of(env::vars_os())?;
     let config = from_matches(&matches, environment, sections)?;
     if matches.get_flag(EXPLAIN_FLAG) {
-        print!("{}", config.explain(sections));
+        // Whoever reads it may have seen enough.
+        let _ = write!(std::io::stdout(), "{}", config.explain(sections));
         std::process::exit(0);
     }
     Ok(Started { config, matches })
@@ -56,7 +57,8 @@ pub fn args_for(command: Command, sections: &[Section]) -> Command {
                 .help("Prints every setting with its value and where it came from, then exits"),
         );
     for section in sections {
-        let heading = format!("[{}] {}", section.name(), section.about());
+        let about = section.about();
+        let heading = format!("[{}] {}", section.name(), about.trim_end_matches('.'));
         for setting in section.settings() {
             let arg = Arg::new(setting.key())
                 .long(setting.flag())

@@ -104,6 +104,7 @@ impl Config {
         config.explained = explained;
         // Values that were refused stand at their defaults now; combining them would mislead.
         if problems.is_empty() {
+            config.fit_defaults();
             config.check_combinations(&mut problems);
         }
         if problems.is_empty() { Ok(config) } else { Err(ConfigError { problems }) }

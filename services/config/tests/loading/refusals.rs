@@ -1,0 +1,162 @@
+//! What is wrong is named, with what would be right.
+
+use config::{Config, LoadInput, Model, Problem};
+
+use crate::{file, load, refusal};
+
+#[test]
+fn a_typo_in_a_key_names_the_key_and_the_nearest_valid_one() {
+    let message = refusal("[node]\nstep_token = 5\n", &[], &[]);
+    assert!(message.contains("unknown key node.step_token ("), "{message}");
+    assert!(message.contains(".toml line 2)"), "{message}");
+    assert!(message.ends_with("the nearest valid key is node.step_tokens"), "{message}");
+}
+
+#[test]
+fn a_key_in_the_wrong_section_or_in_none_is_sent_to_the_right_one() {
+    let elsewhere = refusal("[router]\nstep_tokens = 5\n", &[], &[]);
+    assert!(elsewhere.ends_with("the nearest valid key is node.step_tokens"), "{elsewhere}");
+    let nowhere = refusal("step_tokens = 5\n", &[], &[]);
+    assert!(nowhere.contains("unknown key step_tokens"), "{nowhere}");
+    assert!(nowhere.ends_with("the nearest valid key is node.step_tokens"), "{nowhere}");
+    let scalar = refusal("node = 5\n", &[], &[]);
+    assert!(scalar.contains("unknown key node "), "{scalar}");
+}
+
+#[test]
+fn a_typo_in_a_section_names_the_nearest_valid_one() {
+    let message = refusal("[ruoter]\nhttp = \"1.2.3.4:5\"\n", &[], &[]);
+    assert!(message.contains("unknown section [ruoter]"), "{message}");
+    assert!(message.ends_with("the nearest valid section is [router]"), "{message}");
+}
+
+#[test]
+fn a_typo_in_a_variable_is_refused_too() {
+    for (name, nearest) in [
+        ("BATON_NODE_STEP_TOKEN", "BATON_NODE_STEP_TOKENS"),
+        ("BATON_ROUTER_HTPP", "BATON_ROUTER_HTTP"),
+        ("BATON_NOED_SLOTS", "BATON_NODE_SLOTS"),
+    ] {
+        let message = refusal("", &[(name, "5")], &[]);
+        assert!(message.contains(name) && message.ends_with(nearest), "{message}");
+    }
+}
+
+#[test]
+fn variables_that_are_not_settings_are_left_alone() {
+    let foreign = [
+        ("PATH", "/bin"),
+        ("BATON_TEST_MODEL", "x.gguf"),
+        ("BATON_CONFIG", "whatever"),
+        // Kubernetes sets these for services named baton-router and baton-node-x.
+        ("BATON_ROUTER_SERVICE_HOST", "10.0.0.1"),
+        ("BATON_ROUTER_SERVICE_PORT_HTTP", "8000"),
+        ("BATON_ROUTER_PORT", "tcp://10.0.0.1:8000"),
+        ("BATON_ROUTER_PORT_8000_TCP_ADDR", "10.0.0.1"),
+        ("BATON_NODE_X_SERVICE_PORT", "1"),
+    ];
+    load("", &foreign, &[]).unwrap();
+}
+
+#[test]
+fn a_bad_value_names_key_value_source_and_what_is_allowed() {
+    let message = refusal("", &[], &[("node.slots", "-3")]);
+    let expected = "node.slots = \"-3\" is not allowed (flag --node-slots); \
+                    allowed: a whole number from 1 to 4096";
+    assert_eq!(message, expected);
+    let message = refusal("", &[("BATON_MODEL_DTYPE", "fp16")], &[]);
+    let expected = "model.dtype = \"fp16\" is not allowed (environment BATON_MODEL_DTYPE); \
+                    allowed: f32 or bf16";
+    assert_eq!(message, expected);
+    let message = refusal("[router]\n\ntimeout = 600\n", &[], &[]);
+    assert!(message.starts_with("router.timeout = 600 is not allowed ("), "{message}");
+    assert!(message.contains("line 3"), "{message}");
+    assert!(message.contains("a duration with its unit such as 500ms"), "{message}");
+    assert!(message.ends_with("from 1s to 24h"), "{message}");
+}
+
+#[test]
+fn wrong_types_and_numbers_out_of_range_are_refused() {
+    for text in [
+        "[node]\nslots = \"64\"",
+        "[node]\nslots = 64.0",
+        "[node]\nslots = true",
+        "[node]\nslots = [64]",
+        "[node]\nslots = 0",
+        "[node]\nslots = -1",
+        "[node]\nslots = 99999999999999999999",
+        "[node.slots]\nx = 1",
+        "[node]\nid = 7",
+        "[node]\nkv_memory = \"1\"",
+        "[node]\nkv_memory = \"1 elephant\"",
+        "[node]\ngrpc = \"localhost\"",
+        "[node]\ngrpc = \"127.0.0.1:99999\"",
+        "[cluster]\nprefill = \"http://a:1\"",
+        "[cluster]\nprefill = [1]",
+        "[cluster]\nprefill = [\"https://a:1\"]",
+        "[cluster]\nkind = \"etcd\"",
+        "[telemetry]\nlog = \"\"",
+    ] {
+        let message = refusal(text, &[], &[]);
+        assert!(message.contains("is not allowed (") && message.contains("allowed: "), "{message}");
+        assert!(!message.contains('\n'), "one clear line: {message}");
+    }
+}
+
+#[test]
+fn a_lower_value_that_is_wrong_is_refused_even_when_a_higher_one_hides_it() {
+    let message = refusal("[node]\nslots = 0\n", &[], &[("node.slots", "8")]);
+    assert!(message.contains("node.slots = 0"), "{message}");
+}
+
+#[test]
+fn all_problems_are_told_at_once() {
+    let text = "[node]\nslots = 0\nstep_token = 1\n[cluser]\n";
+    let error = load(text, &[("BATON_ROUTER_TIMEOUT", "soon")], &[]).unwrap_err();
+    assert_eq!(error.problems.len(), 4, "{error}");
+}
+
+#[test]
+fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
+    let chunk = refusal("[node]\nchunk_tokens = 1024\n", &[], &[]);
+    assert!(chunk.contains("node.chunk_tokens (") && chunk.contains("line 2"), "{chunk}");
+    assert!(chunk.contains("node.step_tokens (default) = 512"), "{chunk}");
+    for (flags, named) in [
+        (vec![("node.slots", "1024")], "node.step_tokens"),
+        (vec![("router.timeout", "2h")], "router.timeout_max"),
+        (vec![("transfer.notice", "0.0.0.0:7000")], "transfer.advertise"),
+        (vec![("cluster.prefill", "a:1"), ("cluster.decode", "a:1")], "http://a:1"),
+    ] {
+        let message = refusal("", &[], &flags);
+        assert!(message.contains(named), "{message}");
+    }
+}
+
+#[test]
+fn files_that_cannot_be_used_say_why() {
+    let absent = LoadInput { file: Some("no/such.toml".into()), ..LoadInput::default() };
+    assert!(matches!(
+        Config::load(absent).unwrap_err().problems[..],
+        [Problem::FileUnreadable { .. }]
+    ));
+    let not_text = file([0xff, 0xfe, 0x00]);
+    let large = file(vec![b'#'; (1 << 20) + 1]);
+    let folder = tempfile::tempdir().unwrap();
+    for path in [not_text.path(), large.path(), folder.path()] {
+        let input = LoadInput { file: Some(path.into()), ..LoadInput::default() };
+        let message = Config::load(input).unwrap_err().to_string();
+        assert!(message.contains(path.to_str().unwrap()), "{message}");
+    }
+    let broken = refusal("[node]\nslots = = 3\n", &[], &[]);
+    assert!(broken.contains("line 2 is not TOML"), "{broken}");
+    let twice = refusal("[node]\nslots = 3\nslots = 4\n", &[], &[]);
+    assert!(twice.contains("is not TOML"), "{twice}");
+}
+
+#[test]
+fn a_missing_path_names_every_way_to_give_it() {
+    let message = Model::default().required_path().unwrap_err().to_string();
+    let expected = "model.path is not set; give flag --model-path, environment BATON_MODEL_PATH, \
+                    or the key in the file";
+    assert_eq!(message, expected);
+}
