@@ -15,8 +15,9 @@ use crate::{
     value::{Array, Value},
 };
 
-/// The most a header may take. The largest vocabularies in use need some 20 MB.
-pub const HEADER_BYTES_MAX: u64 = 256 << 20;
+/// The most a header may take; what is kept of one is a few times that at worst (a String for every
+/// empty string). The largest vocabularies in use need some 20 MB.
+pub const HEADER_BYTES_MAX: u64 = 64 << 20;
 
 const ALIGNMENT_DEFAULT: u64 = 32;
 const DIMENSIONS_MAX: usize = 4;
@@ -75,7 +76,12 @@ impl Header {
             move |source: io::Error| GgufError::Io { path: path.into(), action, source }
         };
         let file = File::open(path).map_err(io_error("open"))?;
-        let file_bytes = file.metadata().map_err(io_error("stat"))?.len();
+        let metadata = file.metadata().map_err(io_error("stat"))?;
+        if !metadata.is_file() {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+            return Err(io_error("read")(source));
+        }
+        let file_bytes = metadata.len();
         let buffered = BufReader::with_capacity(256 << 10, file);
         read_header(HeaderReader::new(buffered, file_bytes, HEADER_BYTES_MAX)).map_err(|error| {
             match error {

@@ -75,9 +75,9 @@ fn wrong_type<'a, T: FromValue<'a>>(key: &str, value: &Value) -> GgufError {
 }
 
 macro_rules! integers {
-    ($($type:ident),*) => {$(
+    ($($type:ident: $wanted:literal),*) => {$(
         impl<'a> FromValue<'a> for $type {
-            const WANTED: &'static str = stringify!($type);
+            const WANTED: &'static str = $wanted;
             fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError> {
                 let integer = value.as_integer().ok_or_else(|| wrong_type::<Self>(key, value))?;
                 $type::try_from(integer).map_err(|_| GgufError::OutOfRange {
@@ -89,7 +89,7 @@ macro_rules! integers {
         }
     )*};
 }
-integers!(u32, u64, usize, i32, i64);
+integers!(u32: "u32", u64: "u64", usize: "u64", i32: "i32", i64: "i64");
 
 impl<'a> FromValue<'a> for f32 {
     const WANTED: &'static str = "f32";

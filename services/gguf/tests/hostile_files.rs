@@ -178,6 +178,16 @@ fn a_header_that_fits_its_file_is_still_bounded() {
 }
 
 #[test]
+fn paths_that_cannot_be_read_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = Header::read_from(folder.path()).unwrap_err().to_string();
+    let path = folder.path().display();
+    assert_eq!(error, format!("cannot read {path}: not a regular file"));
+    let error = Header::read_from(folder.path().join("absent")).unwrap_err();
+    assert!(matches!(error, GgufError::Io { action: "open", .. }), "{error}");
+}
+
+#[test]
 fn a_truncated_file_names_tensor_and_offset() {
     let mut bytes = good_file();
     let bf16 = bytes.parse().unwrap().tensor("bf16").unwrap().offset;

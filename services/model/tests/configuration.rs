@@ -4,6 +4,7 @@ mod common;
 
 use std::fs;
 
+use common::Entry;
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, RopeScaling};
 use serde_json::{Value, json};
 
@@ -181,6 +182,93 @@ fn bad_values_are_refused_with_key_value_and_range() {
     ];
     for (changes, message) in cases {
         assert_eq!(refusal(changes), message);
+    }
+}
+
+/// Opens a GGUF file of the tiny model without rope scaling, some of its entries changed.
+fn open_gguf(changes: &[(&str, Option<Entry<'_>>)]) -> Result<ModelConfig, ModelError> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny.gguf");
+    let config =
+        ModelConfig { rope_scaling: RopeScaling::None, ..common::tiny_llama3().config().clone() };
+    fs::write(&path, common::gguf_with(&config, &[], changes)).unwrap();
+    // Weights are checked by other tests; here the file has none.
+    let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 })?;
+    Ok(checkpoint.config().clone())
+}
+
+#[test]
+fn a_gguf_configuration_is_read_whole() {
+    let config = open_gguf(&[
+        ("tokenizer.ggml.bos_token_id", Some(Entry::U32(1))),
+        ("tokenizer.ggml.eos_token_id", Some(Entry::U32(2))),
+        ("tokenizer.ggml.eot_token_id", Some(Entry::U32(9))),
+        ("llama.rope.scaling.type", Some(Entry::Text("linear"))),
+        ("llama.rope.scaling.factor", Some(Entry::F32(2.5))),
+    ])
+    .unwrap();
+    let expected = ModelConfig {
+        rope_scaling: RopeScaling::Linear { factor: 2.5 },
+        // Without an output tensor the output is the embedding.
+        tied_output: true,
+        bos_token_id: Some(1),
+        eos_token_ids: vec![2, 9],
+        ..common::tiny_llama3().config().clone()
+    };
+    assert_eq!(config, expected);
+}
+
+#[test]
+fn absent_gguf_keys_have_the_formats_defaults() {
+    let config = open_gguf(&[
+        ("llama.attention.key_length", None),
+        ("llama.attention.head_count_kv", None),
+        ("llama.rope.freq_base", None),
+    ])
+    .unwrap();
+    assert_eq!((config.head_dim, config.kv_head_count), (8, 4));
+    assert_eq!((config.rope_theta, config.rope_scaling), (10000.0, RopeScaling::None));
+}
+
+#[test]
+fn bad_gguf_configurations_are_refused_by_key() {
+    let cases = [
+        (
+            ("llama.rope.scaling.type", Some(Entry::Text("yarn"))),
+            "llama.rope.scaling.type is \"yarn\", which is not supported; \
+             supported is \"none\" and \"linear\"",
+        ),
+        (
+            ("general.architecture", Some(Entry::Text("qwen2"))),
+            "architecture \"qwen2\" is not supported; supported is \"llama\"",
+        ),
+        (
+            ("llama.expert_count", Some(Entry::U32(8))),
+            "llama.expert_count is 8, which is not supported; supported is 0",
+        ),
+        (
+            ("llama.rope.dimension_count", Some(Entry::U32(8))),
+            "llama.rope.dimension_count is 8, which is not supported; \
+             supported is the head dimension",
+        ),
+        (("llama.block_count", None), "metadata key \"llama.block_count\" is missing (wanted u64)"),
+        (
+            ("llama.block_count", Some(Entry::Text("many"))),
+            "metadata key \"llama.block_count\" is string, wanted u64",
+        ),
+        (
+            ("llama.attention.head_count_kv", Some(Entry::U32(3))),
+            "KV head count is 3; allowed is a divisor of the 4 attention heads",
+        ),
+        (
+            ("llama.vocab_size", None),
+            "metadata key \"tokenizer.ggml.tokens\" is missing (wanted array of string)",
+        ),
+    ];
+    for (change, message) in cases {
+        let error = open_gguf(&[change]).unwrap_err().to_string();
+        let (_, found) = error.split_once("tiny.gguf: ").expect("names the file");
+        assert_eq!(found, message);
     }
 }
 

@@ -209,41 +209,68 @@ fn neighbouring_pairs(values: &[f32], head_dim: usize, cols: usize) -> Vec<f32> 
         .collect()
 }
 
-/// Writes what a GGUF file of this configuration and these weights holds.
+/// A metadata value to be written.
+#[derive(Clone, Copy, Debug)]
+pub enum Entry<'a> {
+    U32(u32),
+    F32(f32),
+    Text(&'a str),
+}
+
+/// What a GGUF file of this configuration and these weights holds.
 pub fn gguf(config: &ModelConfig, tensors: &[Tensor]) -> Vec<u8> {
+    gguf_with(config, tensors, &[])
+}
+
+/// As [`gguf`], with entries changed, added, or (with `None`) left out.
+pub fn gguf_with(
+    config: &ModelConfig,
+    tensors: &[Tensor],
+    changes: &[(&str, Option<Entry<'_>>)],
+) -> Vec<u8> {
+    let number = |number: usize| Entry::U32(number as u32);
+    let mut entries = vec![
+        ("general.architecture", Entry::Text("llama")),
+        ("llama.embedding_length", number(config.hidden_size)),
+        ("llama.block_count", number(config.layer_count)),
+        ("llama.attention.head_count", number(config.query_head_count)),
+        ("llama.attention.head_count_kv", number(config.kv_head_count)),
+        ("llama.attention.key_length", number(config.head_dim)),
+        ("llama.feed_forward_length", number(config.ffn_size)),
+        ("llama.vocab_size", number(config.vocab_size)),
+        ("llama.context_length", number(config.context_tokens)),
+        ("llama.attention.layer_norm_rms_epsilon", Entry::F32(config.rms_eps)),
+        ("llama.rope.freq_base", Entry::F32(config.rope_theta)),
+    ];
+    for &(key, entry) in changes {
+        entries.retain(|(known, _)| *known != key);
+        entries.extend(entry.map(|entry| (key, entry)));
+    }
+
     let text = |file: &mut Vec<u8>, text: &str| {
         file.extend((text.len() as u64).to_le_bytes());
         file.extend(text.as_bytes());
     };
-    let numbers = [
-        ("llama.embedding_length", config.hidden_size),
-        ("llama.block_count", config.layer_count),
-        ("llama.attention.head_count", config.query_head_count),
-        ("llama.attention.head_count_kv", config.kv_head_count),
-        ("llama.attention.key_length", config.head_dim),
-        ("llama.feed_forward_length", config.ffn_size),
-        ("llama.vocab_size", config.vocab_size),
-        ("llama.context_length", config.context_tokens),
-    ];
     let mut file = b"GGUF".to_vec();
     file.extend(3u32.to_le_bytes());
     file.extend((tensors.len() as u64).to_le_bytes());
-    file.extend((numbers.len() as u64 + 3).to_le_bytes());
-    text(&mut file, "general.architecture");
-    file.extend(8u32.to_le_bytes());
-    text(&mut file, "llama");
-    for (key, number) in numbers {
+    file.extend((entries.len() as u64).to_le_bytes());
+    for (key, entry) in entries {
         text(&mut file, key);
-        file.extend(4u32.to_le_bytes());
-        file.extend((number as u32).to_le_bytes());
-    }
-    for (key, number) in [
-        ("llama.attention.layer_norm_rms_epsilon", config.rms_eps),
-        ("llama.rope.freq_base", config.rope_theta),
-    ] {
-        text(&mut file, key);
-        file.extend(6u32.to_le_bytes());
-        file.extend(number.to_le_bytes());
+        match entry {
+            Entry::U32(value) => {
+                file.extend(4u32.to_le_bytes());
+                file.extend(value.to_le_bytes());
+            }
+            Entry::F32(value) => {
+                file.extend(6u32.to_le_bytes());
+                file.extend(value.to_le_bytes());
+            }
+            Entry::Text(value) => {
+                file.extend(8u32.to_le_bytes());
+                text(&mut file, value);
+            }
+        }
     }
     let mut offset = 0;
     for tensor in tensors {
