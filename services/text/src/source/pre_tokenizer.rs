@@ -40,34 +40,27 @@ pub(super) struct PreTokenizerKind {
     pub adds_bos: bool,
 }
 
-const KINDS: [PreTokenizerKind; 6] = [
+const KINDS: [PreTokenizerKind; 5] = [
     PreTokenizerKind {
-        names: &["smollm", "starcoder", "refact", "codeshell"],
+        names: &["smollm", "starcoder", "refact"],
         splitting: Splitting::DigitsThenGpt2,
         composes: false,
         whole_words_first: false,
         adds_bos: false,
     },
     PreTokenizerKind {
-        names: &["gpt-2", "default", "mpt", "olmo", "phi-2"],
+        names: &["gpt-2", "default", "phi-2"],
         splitting: Splitting::Gpt2,
         composes: false,
         whole_words_first: false,
         adds_bos: false,
     },
     PreTokenizerKind {
-        names: &["llama-bpe", "llama3", "llama-v3", "falcon3"],
+        names: &["llama-bpe", "llama3", "llama-v3"],
         splitting: Splitting::Expression(LLAMA_3),
         composes: false,
         whole_words_first: true,
         adds_bos: true,
-    },
-    PreTokenizerKind {
-        names: &["smaug-bpe"],
-        splitting: Splitting::Expression(LLAMA_3),
-        composes: false,
-        whole_words_first: false,
-        adds_bos: false,
     },
     PreTokenizerKind {
         names: &["qwen2", "deepseek-r1-qwen"],

@@ -10,6 +10,9 @@ use super::TemplateError;
 
 pub(super) fn normalise(messages: &Value) -> Result<Value, TemplateError> {
     let list = messages.as_array().ok_or(TemplateError::NoList { found: type_name(messages) })?;
+    if list.is_empty() {
+        return Err(TemplateError::NoMessages);
+    }
     let normalised = list
         .iter()
         .enumerate()
@@ -46,7 +49,7 @@ impl Message {
                 }
             }
             Some(Value::Null) => {
-                fields.remove("tool_calls");
+                fields.shift_remove("tool_calls");
             }
             Some(other) => {
                 let problem = format!("must be a list, not {}", type_name(other));
@@ -165,6 +168,10 @@ mod tests {
     #[test]
     fn wrong_types_name_place_and_what_is_allowed() {
         assert_eq!(problem(json!({})), "messages must be a list, not an object");
+        assert_eq!(
+            problem(json!([])),
+            "messages is empty; a conversation has at least one message"
+        );
         assert_eq!(problem(json!([1])), "messages[0]: must be an object, not a number");
         assert_eq!(problem(json!([{"content": ""}])), "messages[0].role: is missing");
         assert_eq!(

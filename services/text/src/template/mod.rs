@@ -46,6 +46,8 @@ pub enum TemplateError {
     BadMessage { index: usize, field: String, problem: String },
     #[error("messages must be a list, not {found}")]
     NoList { found: &'static str },
+    #[error("messages is empty; a conversation has at least one message")]
+    NoMessages,
     /// The template itself refuses the conversation (`raise_exception`). The client's fault.
     #[error("the chat template refuses these messages: {reason}")]
     Refused { reason: String },
@@ -65,6 +67,7 @@ impl TemplateError {
             self,
             Self::BadMessage { .. }
                 | Self::NoList { .. }
+                | Self::NoMessages
                 | Self::Refused { .. }
                 | Self::TooLong { .. }
         )

@@ -1,0 +1,93 @@
+//! The real model's tokenizer and template.
+
+mod common;
+
+use std::sync::{Arc, LazyLock};
+
+use serde_json::{Value, json};
+use text::{ModelText, RenderRequest, SpecialTokens, Tokenizer};
+
+static MODEL: LazyLock<ModelText> =
+    LazyLock::new(|| ModelText::open(common::model_path()).unwrap());
+
+fn tokenizer() -> &'static Arc<Tokenizer> {
+    MODEL.tokenizer()
+}
+
+fn golden_runs() -> Vec<Value> {
+    let path = common::workspace().join("integration-tests/golden/smollm2_greedy.json");
+    let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    golden["runs"].as_array().unwrap().clone()
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+fn render(messages: Value) -> String {
+    let request = RenderRequest {
+        messages: &messages,
+        tools: &Value::Null,
+        add_generation_prompt: true,
+        extra: &serde_json::Map::new(),
+        now: std::time::UNIX_EPOCH,
+    };
+    MODEL.chat_template().unwrap().render(&request).unwrap()
+}
+
+#[test]
+fn golden_prompts_become_the_golden_ids() {
+    for run in golden_runs() {
+        let prompt = run["prompt"].as_str().unwrap();
+        let encoded = tokenizer().encode_prompt(prompt, SpecialTokens::Parse).unwrap();
+        assert_eq!(encoded, ids(&run["prompt_ids"]), "{}", run["name"]);
+        assert_eq!(tokenizer().decode(&encoded, false), prompt, "{}", run["name"]);
+    }
+}
+
+#[test]
+fn golden_outputs_become_the_golden_text() {
+    for run in golden_runs() {
+        let text = tokenizer().decode(&ids(&run["output_ids"]), false);
+        assert_eq!(text, run["output_text"].as_str().unwrap(), "{}", run["name"]);
+    }
+}
+
+#[test]
+fn the_files_ids_are_known() {
+    let tokenizer = tokenizer();
+    assert_eq!(tokenizer.vocabulary_size(), 49152);
+    assert_eq!(tokenizer.bos_id(), Some(1));
+    assert_eq!(tokenizer.eos_ids(), [2]);
+    assert_eq!(tokenizer.pad_id(), Some(2));
+    assert_eq!(tokenizer.token_text(2).as_deref(), Some("<|im_end|>"));
+    assert!(tokenizer.is_special(2) && !tokenizer.is_special(504));
+    assert_eq!(tokenizer.token_bytes(7042), Some(&b" Paris"[..]));
+    assert_eq!(tokenizer.token_bytes(49152), None);
+}
+
+#[test]
+fn special_tokens_in_text_are_parsed_only_when_asked_for() {
+    let text = "<|im_start|>user\nhi<|im_end|>";
+    let parsed = tokenizer().encode(text, SpecialTokens::Parse).unwrap();
+    assert_eq!((parsed[0], *parsed.last().unwrap()), (1, 2));
+    let as_text = tokenizer().encode(text, SpecialTokens::AsText).unwrap();
+    assert!(as_text.iter().all(|id| !tokenizer().is_special(*id)), "{as_text:?}");
+    assert_eq!(tokenizer().decode(&as_text, true), text);
+}
+
+#[test]
+fn the_chat_template_is_chatml_with_a_default_system_message() {
+    let user = json!({"role": "user", "content": "Hi"});
+    assert_eq!(
+        render(json!([user])),
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\
+         <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    );
+    let system = json!({"role": "system", "content": "Be brief."});
+    assert_eq!(
+        render(json!([system, user])),
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n\
+         <|im_start|>assistant\n"
+    );
+}

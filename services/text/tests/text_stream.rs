@@ -1,0 +1,130 @@
+//! One choice's tokens to its client's text, with stop strings.
+
+mod common;
+
+use std::sync::{Arc, LazyLock};
+
+use proptest::prelude::*;
+use text::{ModelText, StopHit, StopStrings, TextDelta, TextStream, TextStreamOptions};
+
+static TINY: LazyLock<ModelText> = LazyLock::new(|| common::open_gguf(&common::tiny()).unwrap());
+
+fn stream(stops: &[&str], include_stop: bool, options: TextStreamOptions) -> TextStream {
+    let stops = StopStrings::new(stops, include_stop).unwrap();
+    TextStream::new(Arc::clone(TINY.tokenizer()), stops, options)
+}
+
+/// One token a byte.
+fn ids(text: &str) -> Vec<u32> {
+    text.bytes().map(u32::from).collect()
+}
+
+fn delta(text: &str) -> TextDelta {
+    TextDelta { text: text.into(), stopped: None }
+}
+
+#[test]
+fn a_stop_string_names_the_token_that_completed_it() {
+    let mut stream = stream(&["x", "END"], false, TextStreamOptions::default());
+    assert_eq!(stream.push(&ids("one E")), delta("one "));
+    let stopped = Some(StopHit { stop_index: 1, token_count: 7 });
+    // Two tokens came with and after the one that completed it.
+    assert_eq!(stream.push(&ids("NDab")), TextDelta { text: String::new(), stopped });
+    assert_eq!(stream.token_count(), 7);
+    assert_eq!(stream.push(&ids("more")), TextDelta { text: String::new(), stopped });
+    assert_eq!(stream.finish(), "");
+}
+
+#[test]
+fn the_stop_string_is_shown_when_asked_for() {
+    let mut stream = stream(&["END"], true, TextStreamOptions::default());
+    assert_eq!(stream.push(&ids("aEN")), delta("aEN"), "nothing is held back");
+    let stopped = Some(StopHit { stop_index: 0, token_count: 4 });
+    assert_eq!(stream.push(&ids("Db")), TextDelta { text: "D".into(), stopped });
+}
+
+#[test]
+fn a_stop_string_inside_a_token_cuts_the_tokens_text() {
+    let mut stream = stream(&["ell"], false, TextStreamOptions::default());
+    let stopped = Some(StopHit { stop_index: 0, token_count: 1 });
+    assert_eq!(stream.push(&[260]), TextDelta { text: "h".into(), stopped });
+}
+
+#[test]
+fn held_back_text_comes_at_the_end() {
+    let mut stream = stream(&["END"], false, TextStreamOptions::default());
+    assert_eq!(stream.push(&ids("aEN")), delta("a"));
+    assert_eq!(stream.push(&[0xf0]), delta(""), "half a character may follow what is held back");
+    assert_eq!(stream.finish(), "EN\u{fffd}");
+}
+
+#[test]
+fn special_tokens_are_hidden_unless_asked_for() {
+    let mut hidden = stream(&[], false, TextStreamOptions::default());
+    assert_eq!(hidden.push(&[0x61, common::END]), delta("a"));
+    let options = TextStreamOptions { skip_special: false, ..Default::default() };
+    let mut shown = stream(&["<|end|>"], false, options);
+    let stopped = Some(StopHit { stop_index: 0, token_count: 2 });
+    assert_eq!(shown.push(&[0x61, common::END]), TextDelta { text: "a".into(), stopped });
+}
+
+#[test]
+fn demanded_tokens_cannot_stop() {
+    let options = TextStreamOptions { min_tokens: 3, ..Default::default() };
+    let mut stream = stream(&["ab"], false, options);
+    assert_eq!(stream.push(&ids("aba")), delta("ab"));
+    let stopped = Some(StopHit { stop_index: 0, token_count: 4 });
+    assert_eq!(stream.push(&ids("b")), TextDelta { text: String::new(), stopped });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #[test]
+    fn any_batching_gives_the_text_before_the_first_stop_string(
+        tokens in prop::collection::vec(
+            prop_oneof![
+                Just(0x61), Just(0x62), Just(0xc3), Just(0xa9), Just(0xc3),
+                Just(256), Just(260), Just(common::END), Just(common::TOOL), any::<u8>().prop_map(u32::from),
+            ],
+            0..30,
+        ),
+        stops in prop::collection::vec("[abhelo]{1,3}|é|aé|<tool", 0..4),
+        batch in 1usize..5,
+    ) {
+        let tokenizer = TINY.tokenizer();
+        let stop_list = StopStrings::new(&stops, false).unwrap();
+        let mut stream =
+            TextStream::new(Arc::clone(tokenizer), stop_list, TextStreamOptions::default());
+        let mut text = String::new();
+        let mut hit = None;
+        for batch in tokens.chunks(batch) {
+            let delta = stream.push(batch);
+            text += &delta.text;
+            hit = delta.stopped;
+            if hit.is_some() {
+                break;
+            }
+        }
+        text += &stream.finish();
+
+        let whole = tokenizer.decode(&tokens, true);
+        let end = |stop: &String| whole.find(stop.as_str()).map(|at| at + stop.len());
+        let first = stops.iter().filter_map(end).min();
+        match (first, hit) {
+            (None, None) => prop_assert_eq!(text, whole),
+            (Some(end), Some(hit)) => {
+                let stop = &stops[hit.stop_index];
+                prop_assert!(whole[..end].ends_with(stop.as_str()));
+                prop_assert_eq!(&text, &whole[..end - stop.len()]);
+                // The tokens counted contain the stop string, and no fewer do.
+                let contains = |count: usize| {
+                    let text = tokenizer.decode(&tokens[..count], true);
+                    stops.iter().any(|stop| text.contains(stop.as_str()))
+                };
+                let count = hit.token_count as usize;
+                prop_assert!(contains(count) && !contains(count - 1));
+            }
+            other => prop_assert!(false, "{other:?}"),
+        }
+    }
+}
