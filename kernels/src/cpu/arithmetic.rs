@@ -25,14 +25,18 @@ pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-const LOG2_E: f32 = std::f32::consts::LOG2_E;
+pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln 2 in two parts; the first has few enough bits that multiplying it by an exponent is exact.
-const LN_2_HIGH: f32 = 0.693_359_4;
-const LN_2_LOW: f32 = -2.121_944_4e-4;
+pub(crate) const LN_2_HIGH: f32 = 0.693_359_4;
+pub(crate) const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding and subtracting 1.5 · 2²³ rounds to the nearest integer, ties to even.
-const ROUND: f32 = 12_582_912.0;
+pub(crate) const ROUND: f32 = 12_582_912.0;
 /// Below this `exp` is 0; its true value is under 2⁻¹²⁵.
-const EXP_ZERO: f32 = -87.0;
+pub(crate) const EXP_ZERO: f32 = -87.0;
+
+/// Cephes' polynomial for (e^r - 1 - r) / r², |r| ≤ ln 2 / 2, highest power first.
+pub(crate) const EXP_COEFFICIENTS: [f32; 6] =
+    [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5];
 
 /// e to the power of `x` for `x` ≤ 0 (softmax and sigmoid need no more), within 2 units in the
 /// last place. 0 below -87, -∞ included. NaN gives NaN or 0: callers exclude it.
@@ -43,9 +47,8 @@ pub(crate) fn exp(x: f32) -> f32 {
     let shifted = x * LOG2_E + ROUND;
     let power = shifted - ROUND;
     let rest = (x - power * LN_2_HIGH) - power * LN_2_LOW;
-    // Cephes' polynomial for e^rest, |rest| ≤ ln 2 / 2.
-    let mut sum = 1.987_569_1e-4_f32;
-    for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5] {
+    let mut sum = EXP_COEFFICIENTS[0];
+    for &coefficient in &EXP_COEFFICIENTS[1..] {
         sum = sum * rest + coefficient;
     }
     let value = (sum * (rest * rest) + rest) + 1.0;

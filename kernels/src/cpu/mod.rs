@@ -70,6 +70,7 @@ pub struct CpuBackend {
     /// Locked while weights are packed; operations have it to themselves.
     pool: Mutex<ThreadPool>,
     products: matmul::Scratch,
+    tiles: attention::Scratch,
 }
 
 impl CpuBackend {
@@ -81,7 +82,8 @@ impl CpuBackend {
         let level =
             Level::find(isa).map_err(|missing| CpuError::MissingFeatures { isa, missing })?;
         let pool = Mutex::new(ThreadPool::new(threads, "baton-cpu")?);
-        Ok(Self { dtype, level, pool, products: matmul::Scratch::default() })
+        let (products, tiles) = (matmul::Scratch::default(), attention::Scratch::new(threads));
+        Ok(Self { dtype, level, pool, products, tiles })
     }
 
     pub fn dtype(&self) -> Dtype {
@@ -220,7 +222,9 @@ impl Backend for CpuBackend {
         check_heads(shape, qkv, step);
         assert_eq!(out.width(), shape.query_width(), "attention: the output holds all queries");
         let (qkv, out) = (qkv.rows(step.rows()), out.rows_mut(step.rows()));
-        attention::reference::attention(layer, shape, scale, qkv, step, out);
+        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let scratch = &mut self.tiles;
+        attention::attention(self.level, pool, scratch, layer, shape, scale, qkv, step, out);
     }
 
     fn silu_mul(&mut self, rows: usize, gate_up: &CpuBuffer, out: &mut CpuBuffer) {

@@ -1,0 +1,307 @@
+//! A tile's work on one block with AVX-512: a vector is the 16 tokens of a block for scores and
+//! weights, and 16 dimensions of a head for values.
+
+use std::arch::x86_64::{
+    __m512, _CMP_NLT_UQ, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps,
+    _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256,
+    _mm512_add_epi32, _mm512_add_ps, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512,
+    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32,
+    _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_blend_ps,
+    _mm512_maskz_mov_ps, _mm512_mul_ps, _mm512_reduce_max_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+};
+
+use super::{
+    Kv,
+    tile::{GROUP, TileMemory},
+};
+use crate::{
+    cpu::arithmetic::{EXP_COEFFICIENTS, EXP_ZERO, LANES, LN_2_HIGH, LN_2_LOW, LOG2_E, ROUND, exp},
+    layout::{BLOCK_TOKENS, Dtype},
+};
+
+/// Vectors of a query's weighted values that are in registers together.
+const VECTORS: usize = 4;
+/// Queries that share a load of values.
+const TOGETHER: usize = 4;
+
+/// `keys` and `values` are `[token][dim]`.
+///
+/// # Safety
+/// The machine has AVX-512F and DQ; `tile.dim` is a multiple of 16.
+#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
+pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+    let (dim, count) = (tile.dim, tile.query_count);
+    assert!(dim.is_multiple_of(LANES) && keys.len() == dim * BLOCK_TOKENS);
+    assert_eq!(values.len(), keys.len());
+    let groups = count.div_ceil(GROUP);
+    assert!(tile.queries.len() >= groups * GROUP * dim && tile.weighted.len() >= count * dim);
+    assert!(tile.weights.len() >= groups * GROUP * BLOCK_TOKENS);
+    assert!(tile.keys.len() == keys.len() && tile.values.len() == keys.len());
+    // SAFETY: all pointers below stay inside the slices whose lengths were just checked.
+    unsafe {
+        for first in (0..dim).step_by(LANES) {
+            transpose(keys.as_ptr().add(first), dim, tile.keys.as_mut_ptr().add(first * LANES));
+        }
+        for first in (0..values.len()).step_by(LANES) {
+            let vector = load(values.as_ptr().add(first));
+            _mm512_storeu_ps(tile.values.as_mut_ptr().add(first), vector);
+        }
+        for first in (0..count).step_by(GROUP) {
+            let queries = GROUP.min(count - first);
+            if tile.visible[first + queries - 1] == 0 {
+                continue;
+            }
+            match queries {
+                1 => scores::<1>(tile, first),
+                2 => scores::<2>(tile, first),
+                3 => scores::<3>(tile, first),
+                4 => scores::<4>(tile, first),
+                5 => scores::<5>(tile, first),
+                6 => scores::<6>(tile, first),
+                7 => scores::<7>(tile, first),
+                _ => scores::<GROUP>(tile, first),
+            }
+            for query in first..first + queries {
+                if tile.visible[query] > 0 {
+                    softmax(tile, query);
+                }
+            }
+        }
+        let mut query = 0;
+        while query < count {
+            let end = query + TOGETHER;
+            if end <= count && tile.visible[query] == BLOCK_TOKENS {
+                accumulate::<TOGETHER>(tile, query, BLOCK_TOKENS);
+                query = end;
+            } else {
+                if tile.visible[query] > 0 {
+                    accumulate::<1>(tile, query, tile.visible[query]);
+                }
+                query += 1;
+            }
+        }
+    }
+}
+
+/// 16 elements as f32.
+///
+/// # Safety
+/// `from` points to 16 elements.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load<T: Kv>(from: *const T) -> __m512 {
+    match T::DTYPE {
+        // SAFETY: 16 f32, or 16 bf16 in 32 bytes, as promised.
+        Dtype::F32 => unsafe { _mm512_loadu_ps(from.cast()) },
+        // SAFETY: as above.
+        Dtype::Bf16 => unsafe {
+            let halves = _mm256_loadu_si256(from.cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+        },
+    }
+}
+
+/// Turns 16 dimensions of 16 tokens on their side.
+///
+/// # Safety
+/// `from` points to 16 elements in each of 16 rows, `stride` apart; `to` to 256 elements.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn transpose<T: Kv>(from: *const T, stride: usize, to: *mut f32) {
+    let mut rows = [_mm512_setzero_ps(); 16];
+    for (token, row) in rows.iter_mut().enumerate() {
+        // SAFETY: row `token` is inside, as promised.
+        *row = unsafe { load(from.add(token * stride)) };
+    }
+    // Pairs, then fours of rows within each quarter of a vector, then the quarters themselves.
+    let mut pairs = [_mm512_setzero_ps(); 16];
+    for i in 0..8 {
+        pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+        pairs[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+    }
+    let mut fours = [_mm512_setzero_ps(); 16];
+    for i in 0..4 {
+        for half in 0..2 {
+            let (a, b) = (pairs[4 * i + half], pairs[4 * i + 2 + half]);
+            let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+            fours[4 * i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            fours[4 * i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    // `fours[4 i + c]` has, in quarter q, dimension 4 q + c of the tokens 4 i .. 4 i + 4.
+    for c in 0..4 {
+        let low = _mm512_shuffle_f32x4::<0x88>(fours[c], fours[4 + c]);
+        let high = _mm512_shuffle_f32x4::<0xdd>(fours[c], fours[4 + c]);
+        let low_2 = _mm512_shuffle_f32x4::<0x88>(fours[8 + c], fours[12 + c]);
+        let high_2 = _mm512_shuffle_f32x4::<0xdd>(fours[8 + c], fours[12 + c]);
+        let columns = [
+            _mm512_shuffle_f32x4::<0x88>(low, low_2),
+            _mm512_shuffle_f32x4::<0x88>(high, high_2),
+            _mm512_shuffle_f32x4::<0xdd>(low, low_2),
+            _mm512_shuffle_f32x4::<0xdd>(high, high_2),
+        ];
+        for (quarter, column) in columns.into_iter().enumerate() {
+            // SAFETY: dimension 4 · quarter + c is one of 16.
+            unsafe { _mm512_storeu_ps(to.add((4 * quarter + c) * LANES), column) };
+        }
+    }
+}
+
+/// Scores of `Q` queries from `first`, a group's first, with all 16 keys; those with keys that
+/// are not visible mean nothing.
+///
+/// # Safety
+/// The tile's memory has the lengths that [`add_block`] checks.
+#[target_feature(enable = "avx512f")]
+unsafe fn scores<const Q: usize>(tile: &mut TileMemory, first: usize) {
+    let mut sums = [_mm512_setzero_ps(); Q];
+    // SAFETY: `first` is the start of a group of `[dim][GROUP]` queries.
+    let queries = unsafe { tile.queries.as_ptr().add(first * tile.dim) };
+    for d in 0..tile.dim {
+        // SAFETY: dimension `d` of the keys and of the group's queries is inside.
+        unsafe {
+            let keys = _mm512_loadu_ps(tile.keys.as_ptr().add(d * BLOCK_TOKENS));
+            for (query, sum) in sums.iter_mut().enumerate() {
+                let element = _mm512_set1_ps(*queries.add(d * GROUP + query));
+                *sum = _mm512_fmadd_ps(element, keys, *sum);
+            }
+        }
+    }
+    for (query, sum) in sums.into_iter().enumerate() {
+        // SAFETY: there are scores for every query of the group.
+        unsafe {
+            let to = tile.weights.as_mut_ptr().add((first + query) * BLOCK_TOKENS);
+            _mm512_storeu_ps(to, sum);
+        }
+    }
+}
+
+/// Turns one query's scores into weights and takes them into its maximum and sum.
+///
+/// # Safety
+/// As [`scores`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
+unsafe fn softmax(tile: &mut TileMemory, query: usize) {
+    let visible = ((1_u32 << tile.visible[query]) - 1) as u16;
+    // SAFETY: there are weights for every query.
+    let at = unsafe { tile.weights.as_mut_ptr().add(query * BLOCK_TOKENS) };
+    // SAFETY: 16 of them.
+    let scores = unsafe { _mm512_loadu_ps(at) };
+    let scores = _mm512_mask_blend_ps(visible, _mm512_set1_ps(f32::NEG_INFINITY), scores);
+    let before = tile.maxima[query];
+    let maximum = before.max(_mm512_reduce_max_ps(scores));
+    let weights = exp_lanes(_mm512_sub_ps(scores, _mm512_set1_ps(maximum)));
+    // SAFETY: as above.
+    unsafe { _mm512_storeu_ps(at, weights) };
+    let correction = exp(before - maximum);
+    tile.maxima[query] = maximum;
+    tile.corrections[query] = correction;
+    tile.sums[query] = tile.sums[query] * correction + sum_lanes(weights);
+}
+
+/// [`exp`] of 16 lanes, operation by operation.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn exp_lanes(x: __m512) -> __m512 {
+    // True for NaN too, which then stays NaN.
+    let is_normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(EXP_ZERO));
+    let x = _mm512_maskz_mov_ps(is_normal, x);
+    let round = _mm512_set1_ps(ROUND);
+    let shifted = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E)), round);
+    let power = _mm512_sub_ps(shifted, round);
+    let rest = _mm512_sub_ps(x, _mm512_mul_ps(power, _mm512_set1_ps(LN_2_HIGH)));
+    let rest = _mm512_sub_ps(rest, _mm512_mul_ps(power, _mm512_set1_ps(LN_2_LOW)));
+    let mut sum = _mm512_set1_ps(EXP_COEFFICIENTS[0]);
+    for &coefficient in &EXP_COEFFICIENTS[1..] {
+        sum = _mm512_add_ps(_mm512_mul_ps(sum, rest), _mm512_set1_ps(coefficient));
+    }
+    let value = _mm512_add_ps(_mm512_mul_ps(sum, _mm512_mul_ps(rest, rest)), rest);
+    let value = _mm512_add_ps(value, _mm512_set1_ps(1.0));
+    let bits = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
+    let scale = _mm512_castsi512_ps(_mm512_slli_epi32::<23>(bits));
+    _mm512_maskz_mov_ps(is_normal, _mm512_mul_ps(value, scale))
+}
+
+/// [`crate::cpu::arithmetic::sum_lanes`]: 8 apart, then 4, 2, 1.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
+fn sum_lanes(lanes: __m512) -> f32 {
+    let eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
+    let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+}
+
+/// Adds the first `tokens` values of the block, weighted, to `Q` queries from `first` on.
+///
+/// # Safety
+/// As [`scores`]; the queries exist and `tokens` is at most 16.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn accumulate<const Q: usize>(tile: &mut TileMemory, first: usize, tokens: usize) {
+    let dim = tile.dim;
+    for start in (0..dim).step_by(VECTORS * LANES) {
+        // SAFETY: whole vectors of the head are taken; every pointer is inside its slice.
+        unsafe {
+            match (dim - start) / LANES {
+                1 => columns::<Q, 1>(tile, first, tokens, start),
+                2 => columns::<Q, 2>(tile, first, tokens, start),
+                3 => columns::<Q, 3>(tile, first, tokens, start),
+                _ => columns::<Q, VECTORS>(tile, first, tokens, start),
+            }
+        }
+    }
+}
+
+/// `V` vectors of [`accumulate`], from dimension `start` on.
+///
+/// # Safety
+/// As [`accumulate`]; the dimensions exist.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn columns<const Q: usize, const V: usize>(
+    tile: &mut TileMemory,
+    first: usize,
+    tokens: usize,
+    start: usize,
+) {
+    let dim = tile.dim;
+    let mut sums = [[_mm512_setzero_ps(); V]; Q];
+    for (query, sums) in sums.iter_mut().enumerate() {
+        let correction = _mm512_set1_ps(tile.corrections[first + query]);
+        for (vector, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: as promised.
+            *sum = unsafe {
+                let at = (first + query) * dim + start + vector * LANES;
+                _mm512_mul_ps(_mm512_loadu_ps(tile.weighted.as_ptr().add(at)), correction)
+            };
+        }
+    }
+    for token in 0..tokens {
+        let mut values = [_mm512_setzero_ps(); V];
+        for (vector, value) in values.iter_mut().enumerate() {
+            let at = token * dim + start + vector * LANES;
+            // SAFETY: as promised.
+            *value = unsafe { _mm512_loadu_ps(tile.values.as_ptr().add(at)) };
+        }
+        for (query, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: as promised.
+            let weight =
+                unsafe { *tile.weights.as_ptr().add((first + query) * BLOCK_TOKENS + token) };
+            let weight = _mm512_set1_ps(weight);
+            for (sum, value) in sums.iter_mut().zip(values) {
+                *sum = _mm512_fmadd_ps(weight, value, *sum);
+            }
+        }
+    }
+    for (query, sums) in sums.into_iter().enumerate() {
+        for (vector, sum) in sums.into_iter().enumerate() {
+            let at = (first + query) * dim + start + vector * LANES;
+            // SAFETY: as promised.
+            unsafe { _mm512_storeu_ps(tile.weighted.as_mut_ptr().add(at), sum) };
+        }
+    }
+}

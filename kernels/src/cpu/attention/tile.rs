@@ -1,0 +1,133 @@
+//! The state of one tile: its queries and what they have summed up so far.
+
+use super::{Kv, portable};
+use crate::{
+    cpu::{aligned::Aligned, isa::Level},
+    layout::BLOCK_TOKENS,
+};
+
+/// Queries whose scores are computed together: their elements lie side by side.
+pub(super) const GROUP: usize = 8;
+
+/// One tile's memory, kept from tile to tile. Queries are numbered row by row, and within a row
+/// head by head, so their positions do not decrease.
+pub(super) struct TileMemory {
+    pub dim: usize,
+    pub query_count: usize,
+    /// Query heads of one row.
+    head_count: usize,
+    first_position: usize,
+    /// `[group][dim][GROUP]`, scaled; unused places are zero.
+    pub queries: Aligned<f32>,
+    /// `[query][dim]`: values summed up by weight.
+    pub weighted: Aligned<f32>,
+    /// `[query][token]`: scores, then weights, of the present block.
+    pub weights: Aligned<f32>,
+    /// Per query: greatest score so far.
+    pub maxima: Vec<f32>,
+    /// Per query: sum of weights so far.
+    pub sums: Vec<f32>,
+    /// Per query: what sums from before the present block are multiplied with.
+    pub corrections: Vec<f32>,
+    /// Per query: tokens of the present block that it sees.
+    pub visible: Vec<usize>,
+    /// `[dim][token]` of the present block.
+    pub keys: Aligned<f32>,
+    /// `[token][dim]` of the present block.
+    pub values: Aligned<f32>,
+}
+
+impl Default for TileMemory {
+    fn default() -> Self {
+        let empty = || Aligned::zeroed(0);
+        Self {
+            dim: 0,
+            query_count: 0,
+            head_count: 1,
+            first_position: 0,
+            queries: empty(),
+            weighted: empty(),
+            weights: empty(),
+            maxima: Vec::new(),
+            sums: Vec::new(),
+            corrections: Vec::new(),
+            visible: Vec::new(),
+            keys: empty(),
+            values: empty(),
+        }
+    }
+}
+
+impl TileMemory {
+    /// Makes room for `row_count` rows of `head_count` queries and forgets the last tile.
+    pub fn begin(
+        &mut self,
+        row_count: usize,
+        head_count: usize,
+        dim: usize,
+        first_position: usize,
+    ) {
+        let query_count = row_count * head_count;
+        let groups = query_count.div_ceil(GROUP);
+        if self.dim != dim || self.queries.len() < groups * GROUP * dim {
+            self.queries = Aligned::zeroed(groups * GROUP * dim);
+            self.weighted = Aligned::zeroed(groups * GROUP * dim);
+            self.weights = Aligned::zeroed(groups * GROUP * BLOCK_TOKENS);
+            self.keys = Aligned::zeroed(dim * BLOCK_TOKENS);
+            self.values = Aligned::zeroed(dim * BLOCK_TOKENS);
+        }
+        self.queries[(groups - 1) * GROUP * dim..groups * GROUP * dim].fill(0.0);
+        self.weighted[..query_count * dim].fill(0.0);
+        for (values, first) in [
+            (&mut self.maxima, f32::NEG_INFINITY),
+            (&mut self.sums, 0.0),
+            (&mut self.corrections, 0.0),
+        ] {
+            values.clear();
+            values.resize(query_count, first);
+        }
+        self.visible.clear();
+        self.visible.resize(query_count, 0);
+        (self.dim, self.query_count) = (dim, query_count);
+        (self.head_count, self.first_position) = (head_count, first_position);
+    }
+
+    pub fn set_query(&mut self, query: usize, scale: f32, elements: &[f32]) {
+        let group = &mut self.queries[query / GROUP * GROUP * self.dim..][..GROUP * self.dim];
+        for (place, &element) in group.chunks_exact_mut(GROUP).zip(elements) {
+            place[query % GROUP] = element * scale;
+        }
+    }
+
+    /// Takes in the sequence's block number `index`, as far as each query sees it.
+    pub fn add_block<T: Kv>(&mut self, level: Level, index: usize, keys: &[T], values: &[T]) {
+        for (query, visible) in self.visible.iter_mut().enumerate() {
+            let end = self.first_position + query / self.head_count + 1;
+            *visible = end.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
+        }
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 | Level::Avx512Bf16 if self.dim.is_multiple_of(16) => {
+                // SAFETY: the level was found on this machine, the width was checked.
+                unsafe { super::avx512::add_block(self, keys, values) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 | Level::Avx512Bf16 | Level::Avx2 => {
+                level.run(|| portable::add_block::<T, true>(self, keys, values));
+            }
+            Level::Reference | Level::Baseline => {
+                portable::add_block::<T, { crate::cpu::isa::BASELINE_FUSES }>(self, keys, values);
+            }
+        }
+    }
+
+    /// The attention of one query, after its last block.
+    pub fn finish(&self, level: Level, query: usize, out: &mut [f32]) {
+        let weighted = &self.weighted[query * self.dim..][..self.dim];
+        level.run(|| {
+            for (out, weighted) in out.iter_mut().zip(weighted) {
+                *out = weighted / self.sums[query];
+            }
+        });
+    }
+}
