@@ -1,8 +1,347 @@
-//! `baton bench engine`.
-use anyhow::Result;
+//! `baton bench engine`: how fast one engine reads prompts and writes answers; no network.
+//!
+//! Prompts are random token ids, so no prefix cache helps. Decoding is timed from the moment when
+//! every sequence of the batch has its first token.
+
+use std::{
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use engine::{
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
+    event::{Action, Input, NewSequence, SequenceId, SequenceKind},
+    executor::{ExecutorLimits, cpu::CpuExecutor},
+};
+use indicatif::{ProgressBar, ProgressStyle};
+use kernels::{
+    BLOCK_TOKENS, Dtype, KvArena,
+    cpu::{CpuBackend, CpuOptions, Isa},
+    sampling::Sampling,
+};
+use model::{Checkpoint, LoadFormat};
+use serde::Serialize;
+
+use super::stats::{WorkloadRng, median};
+use crate::model_store;
+
+/// A bench that makes no progress for this long is broken.
+const STALL_MAX: Duration = Duration::from_secs(120);
+
 #[derive(Args, Clone)]
-pub struct EngineArgs {}
-pub fn run(_args: EngineArgs) -> Result<()> {
+pub struct EngineArgs {
+    /// Model: a GGUF file, a Hugging Face folder, or a name `baton model list` prints.
+    #[arg(long, default_value = "smollm2-135m")]
+    model: String,
+    /// Folder with the models that were fetched by name.
+    #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
+    models_dir: PathBuf,
+    /// Random weights from a config.json alone.
+    #[arg(long)]
+    dummy: bool,
+    /// Element type of weights and KV: f32 or bf16.
+    #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
+    dtype: Dtype,
+    /// Threads that compute; by default one for each core.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Batch sizes.
+    #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
+    batch: Vec<u32>,
+    /// Tokens of each prompt when prefill is measured.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    prefill_tokens: u32,
+    /// Tokens of each prompt before decoding is measured.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    context_tokens: u32,
+    /// Tokens that each sequence decodes.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..=65_536))]
+    decode_tokens: u32,
+    /// Runs of each measurement; the median counts.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    runs: u32,
+    /// Steps in flight.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
+    depth: u32,
+    /// Also write the result as JSON to this file.
+    #[arg(long)]
+    json: Option<PathBuf>,
+}
+
+fn parse_dtype(text: &str) -> Result<Dtype, String> {
+    match text {
+        "f32" => Ok(Dtype::F32),
+        "bf16" => Ok(Dtype::Bf16),
+        _ => Err("allowed are f32 and bf16".to_owned()),
+    }
+}
+
+#[derive(Serialize)]
+struct Report {
+    model: String,
+    dtype: String,
+    isa: String,
+    threads: usize,
+    load_s: f64,
+    /// A read stream over memory larger than the caches, all threads.
+    read_bandwidth_gb_per_s: f64,
+    /// Bytes of weights that one decode step must read.
+    weight_bytes: u64,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    what: &'static str,
+    batch: u32,
+    tokens_each: u32,
+    tokens_per_s_median: f64,
+    tokens_per_s_all: Vec<f64>,
+    /// Decode at batch 1 cannot be faster than reading the weights.
+    share_of_read_bandwidth: Option<f64>,
+}
+
+pub fn run(args: EngineArgs) -> Result<()> {
+    ensure!(
+        args.batch.iter().all(|batch| (1..=1024).contains(batch)),
+        "--batch {:?}: allowed are 1 to 1024",
+        args.batch
+    );
+    let path = model_store::resolve(&args.models_dir, &args.model)?;
+    let threads = match args.threads {
+        Some(threads) => threads,
+        None => std::thread::available_parallelism()?.get(),
+    };
+    let read_bandwidth = read_bandwidth_gb_per_s(threads);
+    let (mut bench, mut report) = Bench::start(&args, &path, threads, read_bandwidth)?;
+    let bar = ProgressBar::new(2 * args.batch.len() as u64 * u64::from(args.runs)).with_style(
+        ProgressStyle::with_template("{pos}/{len} runs {wide_bar} {elapsed} {msg}")
+            .expect("the template is constant"),
+    );
+    for what in ["prefill", "decode"] {
+        for &batch in &args.batch {
+            bar.set_message(format!("{what}, batch {batch}"));
+            let mut all = Vec::new();
+            for _ in 0..args.runs {
+                all.push(match what {
+                    "prefill" => bench.prefill(batch, args.prefill_tokens)?,
+                    _ => bench.decode(batch, args.context_tokens, args.decode_tokens)?,
+                });
+                bar.inc(1);
+            }
+            let tokens_per_s_median = median(&all);
+            let share_of_read_bandwidth = (what == "decode" && batch == 1).then(|| {
+                tokens_per_s_median * report.weight_bytes as f64 / 1e9 / read_bandwidth
+            });
+            report.rows.push(Row {
+                what,
+                batch,
+                tokens_each: if what == "prefill" { args.prefill_tokens } else { args.decode_tokens },
+                tokens_per_s_median,
+                tokens_per_s_all: all,
+                share_of_read_bandwidth,
+            });
+        }
+    }
+    bar.finish_and_clear();
+    if let Some(path) = &args.json {
+        std::fs::write(path, serde_json::to_string_pretty(&report)?)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    print_table(&report);
     Ok(())
+}
+
+struct Bench {
+    engine: StepLoop<CpuExecutor>,
+    rng: WorkloadRng,
+    vocabulary: u32,
+    next_id: u128,
+}
+
+impl Bench {
+    fn start(
+        args: &EngineArgs,
+        path: &std::path::Path,
+        threads: usize,
+        read_bandwidth_gb_per_s: f64,
+    ) -> Result<(Self, Report)> {
+        let started = Instant::now();
+        let format = if args.dummy { LoadFormat::Dummy { seed: 0 } } else { LoadFormat::Auto };
+        let checkpoint = Checkpoint::open(path, format)?;
+        let config = checkpoint.config();
+        let backend = CpuBackend::new(CpuOptions { dtype: args.dtype, threads, isa: Isa::Auto })?;
+        let isa = backend.isa_name().to_owned();
+        let batch_max = args.batch.iter().copied().max().unwrap_or(1);
+        let sequence_tokens =
+            args.prefill_tokens.max(args.context_tokens + args.decode_tokens) + BLOCK_TOKENS as u32;
+        ensure!(
+            sequence_tokens as usize <= config.context_tokens,
+            "sequences of {sequence_tokens} tokens are longer than the model's {}",
+            config.context_tokens
+        );
+        let limits = ExecutorLimits {
+            slots: batch_max,
+            step_tokens: 512.max(batch_max),
+            sequence_tokens,
+            blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
+            depth: args.depth,
+            vocabulary: config.vocab_size as u32,
+        };
+        let arena = KvArena::host(config.kv_layout(args.dtype), limits.blocks)?;
+        let executor = CpuExecutor::start(&checkpoint, backend, Arc::clone(&arena), limits)?;
+        let seeds = CacheSeeds {
+            model_fingerprint: checkpoint.model_fingerprint(),
+            weight_version: 0,
+        };
+        let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
+        let report = Report {
+            model: args.model.clone(),
+            dtype: args.dtype.to_string(),
+            isa,
+            threads,
+            load_s: started.elapsed().as_secs_f64(),
+            read_bandwidth_gb_per_s,
+            weight_bytes: config.parameter_count() * args.dtype.bytes() as u64,
+            rows: Vec::new(),
+        };
+        let bench = Self {
+            engine: StepLoop::new(scheduler, executor),
+            rng: WorkloadRng::new(1),
+            vocabulary: limits.vocabulary,
+            next_id: 0,
+        };
+        Ok((bench, report))
+    }
+
+    /// Prompt tokens per second, to the last sequence's first token.
+    fn prefill(&mut self, batch: u32, prompt_tokens: u32) -> Result<f64> {
+        let started = Instant::now();
+        self.submit(batch, prompt_tokens, 1)?;
+        self.run_until_finished(batch, |_| {})?;
+        Ok(f64::from(batch * prompt_tokens) / started.elapsed().as_secs_f64())
+    }
+
+    /// Tokens per second over the whole batch once every sequence decodes.
+    fn decode(&mut self, batch: u32, context_tokens: u32, decode_tokens: u32) -> Result<f64> {
+        self.submit(batch, context_tokens, decode_tokens)?;
+        let (mut begun, mut all_begun, mut counted) = (0, None, 0);
+        self.run_until_finished(batch, |action| {
+            if let Action::Tokens { first_index, tokens, .. } = action {
+                if all_begun.is_some() {
+                    counted += tokens.len();
+                }
+                if *first_index == 0 {
+                    begun += 1;
+                    if begun == batch {
+                        all_begun = Some(Instant::now());
+                    }
+                }
+            }
+        })?;
+        let all_begun = all_begun.context("not every sequence began")?;
+        Ok(counted as f64 / all_begun.elapsed().as_secs_f64())
+    }
+
+    fn submit(&mut self, batch: u32, prompt_tokens: u32, max_tokens: u32) -> Result<()> {
+        let mut actions = Vec::new();
+        for _ in 0..batch {
+            self.next_id += 1;
+            let sequence = NewSequence {
+                id: SequenceId(self.next_id),
+                kind: SequenceKind::Compute,
+                tokens: (0..prompt_tokens)
+                    .map(|_| self.rng.within(0, self.vocabulary - 1))
+                    .collect(),
+                prompt_len: prompt_tokens,
+                sampling: Sampling::greedy(),
+                max_tokens,
+                ignore_stop_tokens: true,
+                cache_salt: String::new(),
+                deadline: Instant::now() + Duration::from_secs(3600),
+            };
+            self.engine.handle(Input::Arrived(sequence), &mut actions);
+        }
+        check(&actions)
+    }
+
+    fn run_until_finished(&mut self, batch: u32, mut seen: impl FnMut(&Action)) -> Result<()> {
+        let (mut finished, mut progress) = (0, Instant::now());
+        while finished < batch {
+            let mut actions = Vec::new();
+            match self.engine.turn(Duration::from_secs(1), &mut actions)? {
+                Turn::Stepped => progress = Instant::now(),
+                Turn::Pending | Turn::Idle => {
+                    ensure!(progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
+                }
+            }
+            check(&actions)?;
+            for action in &actions {
+                seen(action);
+                finished += u32::from(matches!(action, Action::Finished { .. }));
+            }
+        }
+        // What is still in flight belongs to this run.
+        while self.engine.steps_in_flight() > 0 {
+            self.engine.turn(Duration::from_secs(1), &mut Vec::new())?;
+        }
+        Ok(())
+    }
+}
+
+fn check(actions: &[Action]) -> Result<()> {
+    for action in actions {
+        if let Action::Failed { failure, .. } = action {
+            bail!("a sequence failed: {failure}");
+        }
+    }
+    Ok(())
+}
+
+/// Sums 1 GiB with every thread; the best of three.
+fn read_bandwidth_gb_per_s(threads: usize) -> f64 {
+    let words = vec![1u64; (1 << 30) / size_of::<u64>()];
+    let share = words.len().div_ceil(threads);
+    (0..3)
+        .map(|_| {
+            let started = Instant::now();
+            let sum: u64 = std::thread::scope(|scope| {
+                let parts: Vec<_> = words
+                    .chunks(share)
+                    .map(|part| scope.spawn(move || part.iter().fold(0u64, |a, b| a.wrapping_add(*b))))
+                    .collect();
+                parts.into_iter().map(|part| part.join().expect("adding does not panic")).sum()
+            });
+            assert_eq!(sum, words.len() as u64, "the sum keeps the reads from being removed");
+            (words.len() * size_of::<u64>()) as f64 / 1e9 / started.elapsed().as_secs_f64()
+        })
+        .fold(0.0, f64::max)
+}
+
+fn print_table(report: &Report) {
+    println!(
+        "{}  {}  {}  {} threads  loaded in {:.2} s  memory reads {:.1} GB/s",
+        report.model,
+        report.dtype,
+        report.isa,
+        report.threads,
+        report.load_s,
+        report.read_bandwidth_gb_per_s
+    );
+    println!("{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ", "", "batch", "tokens", "tok/s", "least", "most");
+    for row in &report.rows {
+        let least = row.tokens_per_s_all.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = row.tokens_per_s_all.iter().copied().fold(0.0, f64::max);
+        let limit = row
+            .share_of_read_bandwidth
+            .map(|share| format!("{:.0} % of reading the weights at full bandwidth", share * 100.0))
+            .unwrap_or_default();
+        println!(
+            "{:<8} {:>6} {:>8} {:>12.1} {:>12.1} {:>12.1}  {limit}",
+            row.what, row.batch, row.tokens_each, row.tokens_per_s_median, least, most
+        );
+    }
 }
