@@ -1,1 +1,9 @@
-fn main() {}
+//! The decode node; everything is in the library `node`.
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    node::run(node::Role::Decode)
+}

@@ -1,1 +1,38 @@
-//! See Cargo.toml.
+//! What both node binaries share: a gRPC face, the engine thread, transfers, and an orderly end.
+//!
+//! * [`run`] is the whole life of a node process; the binaries' `main` is that call.
+//! * [`Node`] is a running node, for whoever wants one inside another program (tests do).
+//!
+//! A request's way through a node, in the order of the files: `service` (the call) → `attempt`
+//! (checked) → `inbox` → `engine_thread` → `journey` (who is told what, step by step) → `stream` →
+//! `wire` (back to the caller). Beside it: `observe` tells routers load and cached prefixes,
+//! `grpc_server` and `node` start and stop everything.
+//!
+//! Left out: scheduling and computing (crate `engine`), moving KV (crate `kv-transfer`), text,
+//! recovery: a node reports what failed, the router acts.
+
+#![forbid(unsafe_code)]
+
+mod attempt;
+mod engine_thread;
+mod grpc_server;
+mod identity;
+mod inbox;
+mod journey;
+mod known_ids;
+mod node;
+mod observe;
+mod refusal;
+mod run;
+mod service;
+mod settings;
+mod stages;
+mod stream;
+mod transfer_events;
+mod wire;
+
+pub use cluster::Role;
+pub use engine_thread::EngineError;
+pub use node::{Addresses, Node, NodeFailure, StartError};
+pub use run::run;
+pub use settings::{SECTIONS, SettingsError};

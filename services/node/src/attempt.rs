@@ -1,0 +1,478 @@
+//! An attempt as a router asks for it, checked field by field.
+//!
+//! Nothing that a caller sends goes further unchecked: every refusal names the field, its value and
+//! what is allowed.
+
+use std::time::{Duration, Instant};
+
+use cluster::NodeId;
+use engine::event::{NewSequence, SequenceId, SequenceKind};
+use kernels::sampling::Sampling;
+use kv_transfer::api::{Epoch, PeerAddress};
+use proto::v1;
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::refusal::Refusal;
+
+/// A day; a router's own limit is lower.
+const REMAINING_MS_MAX: u64 = 86_400_000;
+const CACHE_SALT_BYTES_MAX: usize = 256;
+const ENDPOINT_BYTES_MAX: usize = 262;
+const STOP_TOKENS_MAX: usize = 1024;
+const LOGPROBS_MAX: u32 = 20;
+/// Beyond this a penalty or temperature is a slip; logits lie far below it.
+const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
+
+/// What every attempt at this node must stay within.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AttemptLimits {
+    pub epoch: Epoch,
+    pub weight_version: u64,
+    pub vocabulary_size: u32,
+    pub prompt_tokens_max: u32,
+    pub sequence_tokens_max: u32,
+}
+
+/// One attempt at a request, checked.
+#[derive(Clone, Debug)]
+pub(crate) struct Attempt {
+    pub request_id: u128,
+    pub sequence: NewSequence,
+    /// The other half of the transfer; `None`: this node does everything.
+    pub peer: Option<PeerAddress>,
+    /// The caller's W3C trace context; empty when there is none.
+    pub traceparent: String,
+}
+
+impl Attempt {
+    /// A `Prefill` call.
+    pub fn send(
+        request: v1::PrefillRequest,
+        traceparent: String,
+        limits: &AttemptLimits,
+        now: Instant,
+    ) -> Result<Self, Refusal> {
+        let peer = request.decode.ok_or_else(|| missing("decode"))?;
+        let peer = checked_peer(peer, &DECODE_FIELDS, limits)?;
+        let mut attempt =
+            Self::checked(request.attempt, SequenceKind::Send, traceparent, limits, now)?;
+        attempt.peer = Some(peer);
+        Ok(attempt)
+    }
+
+    /// A `Decode` call.
+    pub fn receive_or_compute(
+        request: v1::DecodeRequest,
+        traceparent: String,
+        limits: &AttemptLimits,
+        now: Instant,
+    ) -> Result<Self, Refusal> {
+        let peer =
+            request.prefill.map(|peer| checked_peer(peer, &PREFILL_FIELDS, limits)).transpose()?;
+        let kind = if peer.is_some() { SequenceKind::Receive } else { SequenceKind::Compute };
+        let mut attempt = Self::checked(request.attempt, kind, traceparent, limits, now)?;
+        attempt.peer = peer;
+        Ok(attempt)
+    }
+
+    /// Sequences are known to engine and transfers by the same id.
+    pub fn id(&self) -> SequenceId {
+        self.sequence.id
+    }
+
+    /// What both ends of the transfer must have been given alike: xxh3-128 over the token ids.
+    pub fn prompt_hash(&self) -> u128 {
+        let bytes: Vec<u8> =
+            self.sequence.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        xxh3_128(&bytes)
+    }
+
+    fn checked(
+        attempt: Option<v1::Attempt>,
+        kind: SequenceKind,
+        traceparent: String,
+        limits: &AttemptLimits,
+        now: Instant,
+    ) -> Result<Self, Refusal> {
+        let attempt = attempt.ok_or_else(|| missing("attempt"))?;
+        let request_id = id("attempt.request_id", &attempt.request_id)?;
+        let transfer_id = id("attempt.transfer_id", &attempt.transfer_id)?;
+        let named = Epoch(id("attempt.node_epoch", &attempt.node_epoch)?);
+        if named != limits.epoch {
+            return Err(Refusal::OtherEpoch { named, own: limits.epoch });
+        }
+        if attempt.weight_version != limits.weight_version {
+            let (named, own) = (attempt.weight_version, limits.weight_version);
+            return Err(Refusal::OtherWeights { named, own });
+        }
+        check_tokens(&attempt, limits)?;
+        let remaining_ms = attempt.remaining_ms;
+        if remaining_ms == 0 {
+            return Err(Refusal::Deadline);
+        }
+        within("attempt.remaining_ms", remaining_ms, 1, REMAINING_MS_MAX)?;
+        let salt_bytes = attempt.cache_salt.len();
+        if salt_bytes > CACHE_SALT_BYTES_MAX {
+            return Err(Refusal::Field {
+                field: "attempt.cache_salt",
+                value: format!("{salt_bytes} bytes"),
+                allowed: format!("at most {CACHE_SALT_BYTES_MAX} bytes are allowed"),
+            });
+        }
+        let wire = attempt.sampling.ok_or_else(|| missing("attempt.sampling"))?;
+        let (max_tokens, ignore_stop_tokens) = (wire.max_tokens, wire.ignore_stop_tokens);
+        let emitted = attempt.tokens.len() as u32 - attempt.prompt_len;
+        if max_tokens <= emitted {
+            return Err(Refusal::Field {
+                field: "attempt.sampling.max_tokens",
+                value: max_tokens.to_string(),
+                allowed: format!("must be more than the {emitted} tokens that were emitted"),
+            });
+        }
+        let sampling = checked_sampling(wire, limits)?;
+        Ok(Self {
+            request_id,
+            sequence: NewSequence {
+                id: SequenceId(transfer_id),
+                kind,
+                tokens: attempt.tokens,
+                prompt_len: attempt.prompt_len,
+                sampling,
+                max_tokens,
+                ignore_stop_tokens,
+                cache_salt: attempt.cache_salt,
+                deadline: now + Duration::from_millis(remaining_ms),
+            },
+            peer: None,
+            traceparent,
+        })
+    }
+}
+
+fn check_tokens(attempt: &v1::Attempt, limits: &AttemptLimits) -> Result<(), Refusal> {
+    let count = attempt.tokens.len() as u64;
+    if count == 0 {
+        return Err(Refusal::Field {
+            field: "attempt.tokens",
+            value: "empty".into(),
+            allowed: "at least one token is needed".into(),
+        });
+    }
+    // One place must be left for a token to write.
+    let count_max = u64::from(limits.sequence_tokens_max.saturating_sub(1));
+    if count > count_max {
+        return Err(Refusal::Field {
+            field: "attempt.tokens",
+            value: format!("{count} tokens"),
+            allowed: format!("at most {count_max} fit this node"),
+        });
+    }
+    let prompt_max = count.min(u64::from(limits.prompt_tokens_max));
+    within("attempt.prompt_len", u64::from(attempt.prompt_len), 1, prompt_max)?;
+    let outside = |(_, token): &(usize, &u32)| **token >= limits.vocabulary_size;
+    if let Some((index, token)) = attempt.tokens.iter().enumerate().find(outside) {
+        return Err(Refusal::Field {
+            field: "attempt.tokens",
+            value: format!("{token} at index {index}"),
+            allowed: format!("the vocabulary has {} tokens", limits.vocabulary_size),
+        });
+    }
+    Ok(())
+}
+
+fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampling, Refusal> {
+    let large = SAMPLING_MAGNITUDE_MAX;
+    float("attempt.sampling.temperature", wire.temperature, 0.0, large)?;
+    float("attempt.sampling.top_p", wire.top_p, f32::MIN_POSITIVE, 1.0)?;
+    float("attempt.sampling.min_p", wire.min_p, 0.0, 1.0)?;
+    float(
+        "attempt.sampling.repetition_penalty",
+        wire.repetition_penalty,
+        f32::MIN_POSITIVE,
+        large,
+    )?;
+    float("attempt.sampling.presence_penalty", wire.presence_penalty, -large, large)?;
+    float("attempt.sampling.frequency_penalty", wire.frequency_penalty, -large, large)?;
+    let (min, max) = (wire.min_tokens, wire.max_tokens);
+    within("attempt.sampling.min_tokens", u64::from(min), 0, u64::from(max))?;
+    if let Some(count) = wire.logprobs {
+        within("attempt.sampling.logprobs", u64::from(count), 0, u64::from(LOGPROBS_MAX))?;
+    }
+    let stop_count = wire.stop_token_ids.len();
+    if stop_count > STOP_TOKENS_MAX {
+        return Err(Refusal::Field {
+            field: "attempt.sampling.stop_token_ids",
+            value: format!("{stop_count} ids"),
+            allowed: format!("at most {STOP_TOKENS_MAX} are allowed"),
+        });
+    }
+    if let Some(token) = wire.stop_token_ids.iter().find(|id| **id >= limits.vocabulary_size) {
+        return Err(Refusal::Field {
+            field: "attempt.sampling.stop_token_ids",
+            value: token.to_string(),
+            allowed: format!("the vocabulary has {} tokens", limits.vocabulary_size),
+        });
+    }
+    Ok(Sampling {
+        temperature: wire.temperature,
+        top_k: wire.top_k,
+        top_p: wire.top_p,
+        min_p: wire.min_p,
+        seed: wire.seed,
+        repetition_penalty: wire.repetition_penalty,
+        presence_penalty: wire.presence_penalty,
+        frequency_penalty: wire.frequency_penalty,
+        stop_token_ids: wire.stop_token_ids,
+        min_tokens: wire.min_tokens,
+        logprobs: wire.logprobs,
+    })
+}
+
+/// The names of a peer's fields in one request.
+struct PeerFields {
+    node_id: &'static str,
+    epoch: &'static str,
+    notice_endpoint: &'static str,
+}
+
+const DECODE_FIELDS: PeerFields = PeerFields {
+    node_id: "decode.node_id",
+    epoch: "decode.epoch",
+    notice_endpoint: "decode.notice_endpoint",
+};
+
+const PREFILL_FIELDS: PeerFields = PeerFields {
+    node_id: "prefill.node_id",
+    epoch: "prefill.epoch",
+    notice_endpoint: "prefill.notice_endpoint",
+};
+
+fn checked_peer(
+    peer: v1::Peer,
+    fields: &PeerFields,
+    limits: &AttemptLimits,
+) -> Result<PeerAddress, Refusal> {
+    NodeId::parse(&peer.node_id).map_err(|error| Refusal::Field {
+        field: fields.node_id,
+        value: shown(&peer.node_id),
+        allowed: error.to_string(),
+    })?;
+    let epoch = Epoch(id(fields.epoch, &peer.epoch)?);
+    if epoch == limits.epoch {
+        return Err(Refusal::Field {
+            field: fields.epoch,
+            value: epoch.to_string(),
+            allowed: "must name another process than this one".into(),
+        });
+    }
+    let endpoint = &peer.notice_endpoint;
+    if endpoint.len() > ENDPOINT_BYTES_MAX || !is_tcp_endpoint(endpoint) {
+        return Err(Refusal::Field {
+            field: fields.notice_endpoint,
+            value: shown(endpoint),
+            allowed: "must be tcp://host:port".into(),
+        });
+    }
+    Ok(PeerAddress { node_id: peer.node_id, epoch, notice_endpoint: peer.notice_endpoint })
+}
+
+fn is_tcp_endpoint(text: &str) -> bool {
+    let Some((host, port)) = text.strip_prefix("tcp://").and_then(|rest| rest.rsplit_once(':'))
+    else {
+        return false;
+    };
+    // Wildcards and interface names mean something to a bind, not to a connect.
+    let plain = |c: char| c.is_ascii_alphanumeric() || "._-:[]".contains(c);
+    let port_is_one = port.parse::<u16>().is_ok_and(|port| port > 0);
+    !host.is_empty() && host.chars().all(plain) && port_is_one
+}
+
+fn missing(field: &'static str) -> Refusal {
+    Refusal::Field { field, value: "absent".into(), allowed: "must be set".into() }
+}
+
+fn id(field: &'static str, bytes: &[u8]) -> Result<u128, Refusal> {
+    let sixteen: [u8; 16] = bytes.try_into().map_err(|_| Refusal::Field {
+        field,
+        value: format!("{} bytes", bytes.len()),
+        allowed: "must have 16 bytes".into(),
+    })?;
+    Ok(u128::from_be_bytes(sixteen))
+}
+
+fn within(field: &'static str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    let allowed = format!("must be from {min} to {max}");
+    Err(Refusal::Field { field, value: value.to_string(), allowed })
+}
+
+fn float(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), Refusal> {
+    // Neither NaN nor an infinity is in any of the ranges.
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    let allowed = if min == f32::MIN_POSITIVE {
+        format!("must be above 0 and at most {max}")
+    } else {
+        format!("must be from {min} to {max}")
+    };
+    Err(Refusal::Field { field, value: value.to_string(), allowed })
+}
+
+/// Enough of a caller's text to recognise it, on one line.
+fn shown(text: &str) -> String {
+    let start: String = text.chars().take(80).collect();
+    let more = if start.len() < text.len() { "..." } else { "" };
+    format!("{start:?}{more}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: AttemptLimits = AttemptLimits {
+        epoch: Epoch(7),
+        weight_version: 1,
+        vocabulary_size: 100,
+        prompt_tokens_max: 31,
+        sequence_tokens_max: 32,
+    };
+
+    fn bytes(value: u128) -> bytes::Bytes {
+        bytes::Bytes::copy_from_slice(&value.to_be_bytes())
+    }
+
+    fn good() -> v1::PrefillRequest {
+        v1::PrefillRequest {
+            attempt: Some(v1::Attempt {
+                request_id: bytes(1),
+                transfer_id: bytes(2),
+                tokens: vec![5, 6, 7, 8],
+                prompt_len: 3,
+                sampling: Some(v1::Sampling {
+                    top_p: 1.0,
+                    repetition_penalty: 1.0,
+                    max_tokens: 8,
+                    ..Default::default()
+                }),
+                remaining_ms: 1000,
+                cache_salt: String::new(),
+                node_epoch: bytes(7),
+                weight_version: 1,
+            }),
+            decode: Some(v1::Peer {
+                node_id: "decode-0".into(),
+                epoch: bytes(9),
+                notice_endpoint: "tcp://127.0.0.1:5555".into(),
+            }),
+        }
+    }
+
+    fn check(request: v1::PrefillRequest) -> Result<Attempt, Refusal> {
+        Attempt::send(request, String::new(), &LIMITS, Instant::now())
+    }
+
+    #[test]
+    fn a_good_attempt_is_taken_as_it_is() {
+        let attempt = check(good()).unwrap();
+        assert_eq!(attempt.request_id, 1);
+        assert_eq!(attempt.id(), SequenceId(2));
+        assert_eq!(attempt.sequence.kind, SequenceKind::Send);
+        assert_eq!(attempt.sequence.tokens, [5, 6, 7, 8]);
+    }
+
+    #[test]
+    fn the_prompt_hash_is_of_the_tokens_alone() {
+        let hash = check(good()).unwrap().prompt_hash();
+        let mut other = good();
+        other.attempt.as_mut().unwrap().remaining_ms = 2000;
+        assert_eq!(check(other.clone()).unwrap().prompt_hash(), hash);
+        other.attempt.as_mut().unwrap().tokens[0] = 6;
+        assert_ne!(check(other).unwrap().prompt_hash(), hash);
+    }
+
+    #[test]
+    fn every_wrong_field_is_refused_by_its_name() {
+        type Spoil = fn(&mut v1::PrefillRequest, &mut v1::Attempt, &mut v1::Sampling);
+        let cases: &[(&str, Spoil)] = &[
+            ("attempt.request_id = 3 bytes", |_, a, _| a.request_id = vec![1, 2, 3].into()),
+            ("attempt.transfer_id = 0 bytes", |_, a, _| a.transfer_id = vec![].into()),
+            ("attempt.node_epoch = 17 bytes", |_, a, _| a.node_epoch = vec![0; 17].into()),
+            ("node_epoch = ", |_, a, _| a.node_epoch = bytes(8)),
+            ("weight_version = 2", |_, a, _| a.weight_version = 2),
+            ("attempt.tokens = empty", |_, a, _| a.tokens.clear()),
+            ("attempt.tokens = 32 tokens", |_, a, _| a.tokens = vec![1; 32]),
+            ("attempt.tokens = 100 at index 1", |_, a, _| a.tokens[1] = 100),
+            ("attempt.prompt_len = 0", |_, a, _| a.prompt_len = 0),
+            ("attempt.prompt_len = 5", |_, a, _| a.prompt_len = 5),
+            ("time was over", |_, a, _| a.remaining_ms = 0),
+            ("attempt.remaining_ms = 18446744073709551615", |_, a, _| a.remaining_ms = u64::MAX),
+            ("attempt.cache_salt = 300 bytes", |_, a, _| a.cache_salt = "x".repeat(300)),
+            ("attempt.sampling.max_tokens = 1", |_, _, s| s.max_tokens = 1),
+            ("attempt.sampling.max_tokens = 0", |_, _, s| s.max_tokens = 0),
+            ("attempt.sampling.min_tokens = 9", |_, _, s| s.min_tokens = 9),
+            ("attempt.sampling.temperature = NaN", |_, _, s| s.temperature = f32::NAN),
+            ("attempt.sampling.temperature = -1", |_, _, s| s.temperature = -1.0),
+            ("attempt.sampling.top_p = 0", |_, _, s| s.top_p = 0.0),
+            ("attempt.sampling.min_p = 2", |_, _, s| s.min_p = 2.0),
+            ("attempt.sampling.repetition_penalty = 0", |_, _, s| s.repetition_penalty = 0.0),
+            ("attempt.sampling.presence_penalty = inf", |_, _, s| {
+                s.presence_penalty = f32::INFINITY;
+            }),
+            ("attempt.sampling.frequency_penalty = -101", |_, _, s| {
+                s.frequency_penalty = -101.0;
+            }),
+            ("attempt.sampling.logprobs = 21", |_, _, s| s.logprobs = Some(21)),
+            ("attempt.sampling.stop_token_ids = 2000 ids", |_, _, s| {
+                s.stop_token_ids = vec![1; 2000];
+            }),
+            ("attempt.sampling.stop_token_ids = 100", |_, _, s| s.stop_token_ids = vec![100]),
+            ("decode = absent", |r, _, _| r.decode = None),
+            ("decode.node_id = \"\"", |r, _, _| r.decode.as_mut().unwrap().node_id.clear()),
+            ("decode.node_id = \"a b\"", |r, _, _| {
+                r.decode.as_mut().unwrap().node_id = "a b".into();
+            }),
+            ("decode.epoch = 1 bytes", |r, _, _| {
+                r.decode.as_mut().unwrap().epoch = vec![1].into();
+            }),
+            ("decode.epoch = 00000000000000000000000000000007", |r, _, _| {
+                r.decode.as_mut().unwrap().epoch = bytes(7);
+            }),
+            ("decode.notice_endpoint = \"ipc:///tmp/x\"", |r, _, _| {
+                r.decode.as_mut().unwrap().notice_endpoint = "ipc:///tmp/x".into();
+            }),
+            ("decode.notice_endpoint = \"tcp://*:5\"", |r, _, _| {
+                r.decode.as_mut().unwrap().notice_endpoint = "tcp://*:5".into();
+            }),
+            ("decode.notice_endpoint = \"tcp://h:0\"", |r, _, _| {
+                r.decode.as_mut().unwrap().notice_endpoint = "tcp://h:0".into();
+            }),
+        ];
+        for (message, spoil) in cases {
+            let mut request = good();
+            let mut attempt = request.attempt.take().unwrap();
+            let mut sampling = attempt.sampling.take().unwrap();
+            spoil(&mut request, &mut attempt, &mut sampling);
+            attempt.sampling = Some(sampling);
+            request.attempt = Some(attempt);
+            let refusal = check(request).expect_err(message).to_string();
+            assert!(refusal.contains(message), "{refusal:?} does not say {message:?}");
+        }
+    }
+
+    #[test]
+    fn absent_parts_are_named() {
+        for (message, request) in [
+            ("attempt = absent", v1::PrefillRequest { attempt: None, ..good() }),
+            ("attempt.sampling = absent", {
+                let mut request = good();
+                request.attempt.as_mut().unwrap().sampling = None;
+                request
+            }),
+        ] {
+            assert!(check(request).unwrap_err().to_string().contains(message));
+        }
+    }
+}

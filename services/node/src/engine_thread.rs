@@ -1,0 +1,284 @@
+//! The thread that owns the step loop.
+//!
+//! It takes commands of callers and events of transfers, turns the scheduler and its device, and
+//! hands on what comes out ([`Journey`] says to whom). It sleeps while there is nothing to do and
+//! waits for nobody but its device; whoever puts something into one of its two queues wakes it.
+
+use std::{
+    any::Any,
+    io,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use cluster::NodeRecord;
+use crossbeam_channel::{Receiver, TryRecvError, select};
+use engine::{
+    StepLoop, Turn,
+    event::{Action, Input},
+    executor::{Executor, ExecutorError},
+};
+use kv_transfer::{Transfers, api as transfer};
+use telemetry::NodeMetrics;
+use tokio::sync::oneshot;
+
+use crate::{inbox::Command, journey::Journey, observe::Observers};
+
+/// Longest sleep; nothing depends on it.
+const SLEEP_MAX: Duration = Duration::from_secs(1);
+/// How soon a command is offered again to transfers that had no room.
+const RETRY_AFTER: Duration = Duration::from_millis(2);
+/// Commands and events taken between two turns, so that a flood of them cannot stop the device.
+const TAKEN_PER_TURN_MAX: usize = 256;
+
+/// Why the thread ended before it was told to.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    #[error(transparent)]
+    Executor(#[from] ExecutorError),
+    #[error("the transfers stopped")]
+    TransfersStopped,
+    #[error("the engine thread panicked: {reason}")]
+    Panicked { reason: String },
+}
+
+/// What the thread needs.
+pub(crate) struct Parts<E> {
+    pub steps: StepLoop<E>,
+    pub transfers: Arc<Transfers>,
+    pub commands: Receiver<Command>,
+    pub events: Receiver<transfer::Event>,
+    pub record: NodeRecord,
+    pub metrics: NodeMetrics,
+}
+
+/// A running engine thread. End it with [`Command::Stop`], then [`EngineThread::join`].
+#[derive(Debug)]
+pub(crate) struct EngineThread {
+    thread: JoinHandle<Result<(), EngineError>>,
+    ended: oneshot::Receiver<()>,
+}
+
+impl EngineThread {
+    pub fn start<E: Executor + 'static>(parts: Parts<E>) -> io::Result<Self> {
+        // Dropped when the thread ends, however it ends.
+        let (ending, ended) = oneshot::channel();
+        let thread = thread::Builder::new().name("baton-engine".to_owned()).spawn(move || {
+            let _ending: oneshot::Sender<()> = ending;
+            Engine::new(parts).run()
+        })?;
+        Ok(Self { thread, ended })
+    }
+
+    /// Comes back when the thread has ended.
+    pub async fn ended(&mut self) {
+        // Nothing is ever sent: the drop is the message.
+        let _ = (&mut self.ended).await;
+    }
+
+    /// Blocks until the thread has ended.
+    pub fn join(self) -> Result<(), EngineError> {
+        self.thread
+            .join()
+            .unwrap_or_else(|panic| Err(EngineError::Panicked { reason: message_of(&*panic) }))
+    }
+}
+
+struct Engine<E> {
+    steps: StepLoop<E>,
+    transfers: Arc<Transfers>,
+    commands: Receiver<Command>,
+    events: Receiver<transfer::Event>,
+    journey: Journey,
+    observers: Observers,
+    metrics: NodeMetrics,
+    /// Reused by every turn.
+    actions: Vec<Action>,
+    preemptions: u64,
+    /// A command that the transfers had no room for waits in the journey.
+    transfers_are_full: bool,
+    stopping: bool,
+}
+
+impl<E: Executor> Engine<E> {
+    fn new(parts: Parts<E>) -> Self {
+        let Parts { steps, transfers, commands, events, record, metrics } = parts;
+        Self {
+            steps,
+            transfers,
+            commands,
+            events,
+            journey: Journey::new(metrics.clone()),
+            observers: Observers::new(&record, metrics.clone()),
+            metrics,
+            actions: Vec::new(),
+            preemptions: 0,
+            transfers_are_full: false,
+            stopping: false,
+        }
+    }
+
+    /// Until it is told to stop, or the device fails.
+    fn run(mut self) -> Result<(), EngineError> {
+        loop {
+            self.take_what_waits()?;
+            self.settle();
+            if self.stopping {
+                return Ok(());
+            }
+            let turn = self.steps.turn(self.patience(), &mut self.actions)?;
+            let is_idle = turn == Turn::Idle && self.actions.is_empty();
+            self.settle();
+            self.record_steps();
+            self.observers.publish_if_due(Instant::now(), self.steps.scheduler_mut());
+            if is_idle {
+                self.sleep()?;
+            }
+        }
+    }
+
+    /// Takes commands and events without waiting.
+    fn take_what_waits(&mut self) -> Result<(), EngineError> {
+        for _ in 0..TAKEN_PER_TURN_MAX {
+            match self.events.try_recv() {
+                Ok(event) => self.on_event(event),
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return Err(EngineError::TransfersStopped),
+            }
+        }
+        for _ in 0..TAKEN_PER_TURN_MAX {
+            match self.commands.try_recv() {
+                Ok(command) => self.on_command(command),
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => {
+                    self.stopping = true;
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing is in flight: waits for a command, an event or a deadline.
+    fn sleep(&mut self) -> Result<(), EngineError> {
+        let patience = self.patience();
+        select! {
+            recv(self.commands) -> command => match command {
+                Ok(command) => self.on_command(command),
+                // Every caller is gone.
+                Err(_) => self.stopping = true,
+            },
+            recv(self.events) -> event => match event {
+                Ok(event) => self.on_event(event),
+                Err(_) => return Err(EngineError::TransfersStopped),
+            },
+            default(patience) => {}
+        }
+        Ok(())
+    }
+
+    /// How long nothing is due.
+    fn patience(&self) -> Duration {
+        let now = Instant::now();
+        let due = [self.steps.next_deadline(), self.observers.due()].into_iter().flatten().min();
+        let patience = due.map_or(SLEEP_MAX, |due| due.saturating_duration_since(now));
+        let longest = if self.transfers_are_full { RETRY_AFTER } else { SLEEP_MAX };
+        patience.min(longest)
+    }
+
+    fn on_command(&mut self, command: Command) {
+        let now = Instant::now();
+        match command {
+            Command::Begin(arrival) => self.journey.begin(*arrival, now),
+            Command::Cancel { id, place } => self.journey.cancel(id, &place),
+            Command::Observe(observer) => {
+                self.observers.add(observer, now, self.steps.scheduler_mut());
+            }
+            Command::Drain => self.observers.drain(now, self.steps.scheduler_mut()),
+            Command::EndAll => self.journey.end_all("the node stops; its time to drain is over"),
+            Command::Stop => {
+                self.journey.end_all("the node stops");
+                self.stopping = true;
+            }
+        }
+    }
+
+    fn on_event(&mut self, event: transfer::Event) {
+        self.journey.on_transfer_event(event, Instant::now());
+    }
+
+    /// Carries words between scheduler, callers and transfers until nobody has anything to say.
+    fn settle(&mut self) {
+        loop {
+            self.hand_on_actions();
+            if let Some(input) = self.journey.next_input() {
+                self.handle(input);
+            } else if !self.command_transfers() {
+                return;
+            }
+        }
+    }
+
+    fn handle(&mut self, input: Input) {
+        let arrived = match &input {
+            Input::Arrived(sequence) => Some(sequence.id),
+            _ => None,
+        };
+        self.observers.mark_changed();
+        self.steps.handle(input, &mut self.actions);
+        self.hand_on_actions();
+        if let Some(id) = arrived {
+            self.journey.taken(id, Instant::now());
+        }
+    }
+
+    fn hand_on_actions(&mut self) {
+        let now = Instant::now();
+        for action in self.actions.drain(..) {
+            self.journey.on_action(action, now);
+        }
+    }
+
+    /// True when there is something new for the scheduler.
+    fn command_transfers(&mut self) -> bool {
+        self.transfers_are_full = false;
+        while let Some(command) = self.journey.next_command() {
+            let Err(full) = self.transfers.command(command.clone()) else { continue };
+            match command {
+                // A transfer that has not begun is refused; its sequence ends at once.
+                transfer::Command::Receive { transfer, .. }
+                | transfer::Command::Expect { transfer, .. } => {
+                    self.journey.transfer_refused(transfer, full.to_string());
+                    return true;
+                }
+                // One that has begun must be told: its words keep their order until there is room.
+                transfer::Command::Written { .. }
+                | transfer::Command::Finish { .. }
+                | transfer::Command::Abort { .. } => {
+                    self.journey.put_back(command);
+                    self.transfers_are_full = true;
+                    return false;
+                }
+            }
+        }
+        false
+    }
+
+    fn record_steps(&mut self) {
+        for step in self.steps.take_records() {
+            self.observers.mark_changed();
+            self.metrics.step(step.busy, step.rows as usize, step.tokens.into());
+        }
+        let preemptions = self.steps.scheduler().preemptions();
+        if preemptions > self.preemptions {
+            self.metrics.preempted(preemptions - self.preemptions);
+            self.preemptions = preemptions;
+        }
+    }
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+}

@@ -1,0 +1,140 @@
+//! Listens, serves and stops the gRPC services of a node.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use proto::v1::node_server::NodeServer;
+use tokio::{
+    net::{TcpListener, TcpSocket},
+    task::JoinHandle,
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::transport::{Server, server::TcpIncoming};
+use tonic_health::{ServingStatus, server::HealthReporter};
+
+use crate::service::NodeService;
+
+/// A lost router is found after interval + timeout; then its requests are cancelled.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
+const BACKLOG: u32 = 1024;
+/// What a request has beside its tokens: sampling, ids, salt.
+const MESSAGE_BYTES_BESIDE_TOKENS: usize = 64 << 10;
+/// A token id as a varint.
+const TOKEN_BYTES_MAX: usize = 5;
+/// Streams of one connection beside those of attempts: observers, health.
+const OTHER_STREAMS_MAX: u32 = 64;
+/// Health by this name speaks of the node as a whole.
+const WHOLE_NODE: &str = "";
+/// As health checks name the service.
+const NODE_SERVICE: &str = "baton.v1.Node";
+
+/// An address that is taken but not listened on: callers are refused until the node is ready, and a
+/// port in use is found before the model is loaded.
+pub(crate) struct ReservedAddress {
+    socket: TcpSocket,
+    address: SocketAddr,
+}
+
+impl ReservedAddress {
+    pub fn reserve(address: SocketAddr) -> io::Result<Self> {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        // A restart must not wait for connections of its predecessor to time out.
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        let address = socket.local_addr()?;
+        Ok(Self { socket, address })
+    }
+
+    /// With the port that was really taken.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    fn listen(self) -> io::Result<TcpListener> {
+        self.socket.listen(BACKLOG)
+    }
+}
+
+/// The running server.
+#[derive(Debug)]
+pub(crate) struct GrpcServer {
+    health: HealthReporter,
+    /// Dropping it stops accepting.
+    stop: DropGuard,
+    /// `None` once it was seen to have ended.
+    task: Option<JoinHandle<Result<(), tonic::transport::Error>>>,
+}
+
+/// Bounds on one connection.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GrpcLimits {
+    pub attempts_max: u32,
+    pub sequence_tokens_max: u32,
+}
+
+impl GrpcServer {
+    /// Accepts from now on. Health says SERVING once [`Self::set_serving`] was called.
+    pub async fn start(
+        address: ReservedAddress,
+        service: NodeService,
+        limits: GrpcLimits,
+    ) -> io::Result<Self> {
+        let incoming = TcpIncoming::from(address.listen()?).with_nodelay(Some(true));
+        let (health, health_server) = tonic_health::server::health_reporter();
+        set_health(&health, ServingStatus::NotServing).await;
+        let message_bytes_max =
+            limits.sequence_tokens_max as usize * TOKEN_BYTES_MAX + MESSAGE_BYTES_BESIDE_TOKENS;
+        let node = NodeServer::new(service).max_decoding_message_size(message_bytes_max);
+        let stop = CancellationToken::new();
+        let stopped = stop.clone().cancelled_owned();
+        let serve = Server::builder()
+            .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+            .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+            .max_concurrent_streams(limits.attempts_max.saturating_add(OTHER_STREAMS_MAX))
+            .add_service(health_server)
+            .add_service(node)
+            .serve_with_incoming_shutdown(incoming, stopped);
+        let task = Some(tokio::spawn(serve));
+        Ok(Self { health, stop: stop.drop_guard(), task })
+    }
+
+    pub async fn set_serving(&self) {
+        set_health(&self.health, ServingStatus::Serving).await;
+    }
+
+    pub async fn set_not_serving(&self) {
+        set_health(&self.health, ServingStatus::NotServing).await;
+    }
+
+    /// Comes back when the server ended by itself, with the reason.
+    pub async fn ended(&mut self) -> String {
+        let Some(task) = &mut self.task else { return "it ended before".to_owned() };
+        let ended = task.await;
+        self.task = None;
+        match ended {
+            Ok(Ok(())) => "it ended".to_owned(),
+            Ok(Err(error)) => error.to_string(),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    /// Stops accepting and waits, at most `deadline`, until callers have what is theirs; what is
+    /// still open then is closed. False when it came to that.
+    pub async fn shutdown(self, deadline: Duration) -> bool {
+        let Self { health: _, stop, task } = self;
+        drop(stop);
+        let Some(mut task) = task else { return true };
+        if tokio::time::timeout(deadline, &mut task).await.is_ok() {
+            return true;
+        }
+        task.abort();
+        // Waits for the abort alone.
+        let _ = task.await;
+        false
+    }
+}
+
+async fn set_health(health: &HealthReporter, status: ServingStatus) {
+    health.set_service_status(WHOLE_NODE, status).await;
+    health.set_service_status(NODE_SERVICE, status).await;
+}

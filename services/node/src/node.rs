@@ -1,0 +1,367 @@
+//! A running node: how it starts, and how it stops.
+
+use std::{
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use axum::{Router, http::StatusCode, routing::get};
+use cluster::{Epoch, EpochError, NodeId, NodeIdError, NodeRecord, Role};
+use config::Config;
+use engine::{
+    CacheSeeds, Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
+    executor::{
+        Executor, ExecutorLimits,
+        cpu::{CpuExecutor, CpuExecutorError},
+    },
+};
+use kernels::{
+    ArenaError, KvArena,
+    cpu::{CpuBackend, CpuError, CpuOptions, Isa},
+};
+use kv_transfer::{
+    TransferConfig, Transfers,
+    api::{self as transfer, Identity},
+};
+use model::{Checkpoint, ModelError};
+use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
+use tokio::task::JoinError;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    attempt::AttemptLimits,
+    engine_thread::{EngineError, EngineThread, Parts},
+    grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
+    identity::{self, WEIGHT_VERSION, describe},
+    inbox::{Command, Inbox},
+    service::NodeService,
+    settings::{self, SettingsError},
+    transfer_events::TransferEvents,
+};
+
+/// After the drain deadline everything is told to end; a peer that is gone holds blocks for a
+/// lease and half a second.
+const END_WITHIN: Duration = Duration::from_millis(2_500);
+/// Streams that ended are read by then.
+const SERVER_STOP_WITHIN: Duration = Duration::from_secs(1);
+/// A step that is under way ends first.
+const ENGINE_STOP_WITHIN: Duration = Duration::from_secs(10);
+const METRICS_STOP_WITHIN: Duration = Duration::from_millis(500);
+
+/// Why a node cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+    #[error("node.id: {0}")]
+    NodeId(#[from] NodeIdError),
+    #[error(transparent)]
+    Epoch(#[from] EpochError),
+    #[error("node.grpc: cannot listen on {address}: {source}")]
+    Grpc { address: SocketAddr, source: io::Error },
+    #[error("node.metrics: {0}")]
+    Metrics(#[from] TelemetryError),
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error(transparent)]
+    Backend(#[from] CpuError),
+    #[error(transparent)]
+    Executor(#[from] CpuExecutorError),
+    #[error(transparent)]
+    Scheduler(#[from] SchedulerConfigError),
+    #[error(transparent)]
+    Transfers(#[from] kv_transfer::StartError),
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
+    #[error("loading the model ended early: {0}")]
+    Load(JoinError),
+}
+
+impl From<config::ConfigError> for StartError {
+    fn from(error: config::ConfigError) -> Self {
+        Self::Settings(error.into())
+    }
+}
+
+/// Why a node that was serving does so no longer.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeFailure {
+    #[error("the engine ended: {0}")]
+    Engine(#[from] EngineError),
+    #[error("still running after its deadline: {what}")]
+    Deadline { what: String },
+}
+
+/// Where a node can be reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Addresses {
+    pub grpc: SocketAddr,
+    pub metrics: SocketAddr,
+    /// `tcp://host:port`, as peers reach it.
+    pub notice: String,
+}
+
+/// A node that serves. [`Node::drain`] stops it in order; dropping it stops it without.
+pub struct Node {
+    record: NodeRecord,
+    addresses: Addresses,
+    inbox: Inbox,
+    draining: CancellationToken,
+    ready: Arc<AtomicBool>,
+    server: GrpcServer,
+    metrics_server: MetricsServer,
+    engine: EngineThread,
+    transfers: Arc<Transfers>,
+    drain_timeout: Duration,
+}
+
+impl Node {
+    /// Opens the model, starts engine, transfers and servers, in this order, and serves.
+    pub async fn start(role: Role, config: &Config, metrics: &Metrics) -> Result<Self, StartError> {
+        // Whatever can be found wrong at once is found before the model is read.
+        let secret = settings::secret(&config.transfer)?;
+        let served_name = config.model.served_name()?;
+        let epoch = Epoch::mint()?;
+        let node = &config.node;
+        let grpc = ReservedAddress::reserve(node.grpc)
+            .map_err(|source| StartError::Grpc { address: node.grpc, source })?;
+        let grpc_address = grpc.address();
+        let node_id = match &node.id {
+            Some(id) => NodeId::parse(id)?,
+            None => NodeId::parse(&settings::default_node_id(role, grpc_address.port()))?,
+        };
+        let ready = Arc::new(AtomicBool::new(false));
+        let metrics_server =
+            MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
+
+        let Loaded { arena, identity, executor } = load(config.clone()).await?;
+        let limits = executor.limits();
+        let scheduler_config = SchedulerConfig {
+            chunk_tokens: node.chunk_tokens,
+            waiting_max: node.waiting_max,
+            ..SchedulerConfig::new(limits)
+        };
+        let seeds = CacheSeeds {
+            model_fingerprint: identity.model_fingerprint,
+            weight_version: identity.weight_version,
+        };
+        let scheduler = Scheduler::new(scheduler_config, seeds)?;
+        let sequence_tokens_max = scheduler.sequence_tokens_max() as u32;
+        let steps = StepLoop::new(scheduler, executor);
+
+        let transfer_limits =
+            settings::transfer_limits(&config.transfer, scheduler_config.transfers_max);
+        let (sink, events) = TransferEvents::new(transfer_limits.transfers_max, steps.waker());
+        let model_identity = identity::model_identity(&identity);
+        let own_epoch = transfer::Epoch(epoch.value());
+        let transfers = Arc::new(Transfers::start(
+            TransferConfig {
+                node_id: node_id.as_str().to_owned(),
+                epoch: own_epoch,
+                identity,
+                secret,
+                notice_bind: config.transfer.notice,
+                data_bind: config.transfer.data,
+                advertise_host: config.transfer.advertised_host(),
+                limits: transfer_limits,
+            },
+            arena,
+            sink,
+        )?);
+        let record = NodeRecord {
+            node_id,
+            epoch,
+            role,
+            notice_endpoint: transfers.notice_endpoint().to_owned(),
+            model: served_name.clone(),
+            identity: model_identity,
+            prompt_tokens_max: identity::prompt_tokens_max(sequence_tokens_max),
+            sequence_tokens_max,
+            block_count: limits.blocks,
+            vocabulary_size: limits.vocabulary,
+        };
+
+        let attempts_max = attempts_max(&scheduler_config);
+        let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
+        let engine = EngineThread::start(Parts {
+            steps,
+            transfers: transfers.clone(),
+            commands,
+            events,
+            record: record.clone(),
+            metrics: NodeMetrics::new(metrics, &served_name),
+        })
+        .map_err(StartError::Thread)?;
+
+        let draining = CancellationToken::new();
+        let attempt_limits = AttemptLimits {
+            epoch: own_epoch,
+            weight_version: WEIGHT_VERSION,
+            vocabulary_size: record.vocabulary_size,
+            prompt_tokens_max: record.prompt_tokens_max,
+            sequence_tokens_max,
+        };
+        let service = NodeService::new(role, attempt_limits, inbox.clone(), draining.clone());
+        let server =
+            GrpcServer::start(grpc, service, GrpcLimits { attempts_max, sequence_tokens_max })
+                .await
+                .map_err(|source| StartError::Grpc { address: grpc_address, source })?;
+        let addresses = Addresses {
+            grpc: grpc_address,
+            metrics: metrics_server.address(),
+            notice: record.notice_endpoint.clone(),
+        };
+        server.set_serving().await;
+        ready.store(true, Ordering::Release);
+        Ok(Self {
+            record,
+            addresses,
+            inbox,
+            draining,
+            ready,
+            server,
+            metrics_server,
+            engine,
+            transfers,
+            drain_timeout: node.drain_timeout,
+        })
+    }
+
+    pub fn record(&self) -> &NodeRecord {
+        &self.record
+    }
+
+    pub fn addresses(&self) -> &Addresses {
+        &self.addresses
+    }
+
+    /// Comes back when the node can serve no longer, though nobody stopped it, and says what ended.
+    pub async fn failed(&mut self) -> String {
+        tokio::select! {
+            () = self.engine.ended() => "the engine ended".to_owned(),
+            reason = self.server.ended() => format!("the gRPC server ended: {reason}"),
+        }
+    }
+
+    /// Stops in order: takes nothing new, lets what is in work end (bounded by
+    /// `node.drain_timeout`), leaves, and ends every thread and task.
+    pub async fn drain(self) -> Result<(), NodeFailure> {
+        let Self { server, inbox, engine, transfers, metrics_server, .. } = self;
+        let name = describe(&self.record);
+        self.ready.store(false, Ordering::Release);
+        self.draining.cancel();
+        server.set_not_serving().await;
+        info!(in_work = inbox.in_work(), "{name} drains");
+        // Refused only when the engine is gone or stuck, which its join tells below.
+        let _ = inbox.send(Command::Drain);
+        if tokio::time::timeout(self.drain_timeout, inbox.idle()).await.is_err() {
+            let seconds = self.drain_timeout.as_secs_f64();
+            warn!("{name} ends what is still in work after {seconds} s");
+            let _ = inbox.send(Command::EndAll);
+            if tokio::time::timeout(END_WITHIN, inbox.idle()).await.is_err() {
+                warn!("{name} leaves streams that nobody reads");
+            }
+        }
+        // Observers are told, and the streams of the server end with them.
+        let _ = inbox.send(Command::Stop);
+        drop(inbox);
+        if !server.shutdown(SERVER_STOP_WITHIN).await {
+            info!("{name} closed connections that were still open");
+        }
+        let stopped = stop_threads(engine, transfers).await;
+        if let Err(error) = metrics_server.shutdown(METRICS_STOP_WITHIN).await {
+            warn!("{error}");
+        }
+        stopped
+    }
+}
+
+/// Joins the engine thread, then the transfers' threads.
+async fn stop_threads(engine: EngineThread, transfers: Arc<Transfers>) -> Result<(), NodeFailure> {
+    let joined = tokio::task::spawn_blocking(move || engine.join());
+    match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {
+        Err(_) => return Err(NodeFailure::Deadline { what: "the engine thread".into() }),
+        Ok(joined) => joined.expect("join catches panics and is not aborted")?,
+    }
+    let Some(transfers) = Arc::into_inner(transfers) else {
+        return Err(NodeFailure::Deadline { what: "a holder of the transfers".into() });
+    };
+    tokio::task::spawn_blocking(move || transfers.shutdown())
+        .await
+        .expect("shutdown does not panic and is not aborted")
+        .map_err(|error| NodeFailure::Deadline { what: error.threads.join(", ") })
+}
+
+/// What comes of opening a model.
+struct Loaded {
+    arena: Arc<KvArena>,
+    identity: Identity,
+    executor: CpuExecutor,
+}
+
+/// Opens and packs the model, off the async threads.
+async fn load(config: Config) -> Result<Loaded, StartError> {
+    tokio::task::spawn_blocking(move || load_blocking(&config)).await.map_err(StartError::Load)?
+}
+
+fn load_blocking(config: &Config) -> Result<Loaded, StartError> {
+    let started = Instant::now();
+    let path = config.model.required_path()?;
+    let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
+    let model = checkpoint.config();
+    let fingerprint = checkpoint.model_fingerprint();
+    info!(
+        path = %path.display(),
+        format = checkpoint.description(),
+        parameters = model.parameter_count(),
+        layers = model.layer_count,
+        vocabulary = model.vocab_size,
+        context_tokens = model.context_tokens,
+        fingerprint = format_args!("{fingerprint:032x}"),
+        "opened the model"
+    );
+    let dtype = settings::dtype(config.model.dtype);
+    let layout = model.kv_layout(dtype);
+    let blocks = settings::block_count(&config.node, layout)?;
+    let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
+    let arena = KvArena::host(layout, blocks)?;
+    let threads = settings::threads(&config.node);
+    let backend = CpuBackend::new(CpuOptions { dtype, threads, isa: Isa::Auto })?;
+    let isa = backend.isa_name();
+    let executor = CpuExecutor::start(&checkpoint, backend, arena.clone(), limits)?;
+    info!(
+        dtype = %dtype,
+        isa,
+        threads,
+        blocks,
+        block_bytes = layout.block_bytes(),
+        seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
+        "loaded the weights"
+    );
+    Ok(Loaded { arena, identity: identity::identity(fingerprint, layout), executor })
+}
+
+/// Every sequence that the scheduler may know is running, waiting, or in a transfer.
+fn attempts_max(config: &SchedulerConfig) -> u32 {
+    config.limits.slots.saturating_add(config.waiting_max).saturating_add(config.transfers_max)
+}
+
+/// `/live` answers as long as the process does, `/health` while the node takes requests.
+fn probes(ready: Arc<AtomicBool>) -> Router {
+    let health = move || async move {
+        if ready.load(Ordering::Acquire) {
+            (StatusCode::OK, "ready\n")
+        } else {
+            (StatusCode::SERVICE_UNAVAILABLE, "not ready\n")
+        }
+    };
+    Router::new().route("/live", get(|| async { "live\n" })).route("/health", get(health))
+}

@@ -1,0 +1,201 @@
+//! A node as a process: arguments, signals, exit codes.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use clap::{Arg, Command};
+use cluster::Role;
+use config::Config;
+use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tracing::{error, info};
+
+use crate::{
+    node::{Addresses, Node},
+    settings::SECTIONS,
+};
+
+const READY_FILE_FLAG: &str = "ready-file";
+const TELEMETRY_STOP_WITHIN: Duration = Duration::from_secs(2);
+/// The engine and the compute threads have their own; these serve streams.
+const ASYNC_THREADS: usize = 2;
+
+/// Usage and configuration errors end with 2, all others with 1.
+const USAGE: u8 = 2;
+
+/// The whole life of a node process: reads arguments and environment, serves until SIGTERM or
+/// SIGINT, drains. A second signal ends the process at once.
+pub fn run(role: Role) -> ExitCode {
+    let started = Instant::now();
+    let name = program_name(role);
+    let parsed = match config::from_process(command(role), SECTIONS) {
+        Ok(parsed) => parsed,
+        Err(error) => return complain(name, &error, USAGE),
+    };
+    let config = parsed.config;
+    // Found here, so that what is missing is a usage error and told before anything starts.
+    let missing = config.model.required_path().err();
+    if let Some(error) = missing.or_else(|| config.transfer.required_secret().err()) {
+        return complain(name, &error, USAGE);
+    }
+    let ready_file = parsed.matches.get_one::<PathBuf>(READY_FILE_FLAG).cloned();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(ASYNC_THREADS)
+        .thread_name("baton-async")
+        .enable_all()
+        .build();
+    let runtime = match runtime {
+        Ok(runtime) => runtime,
+        Err(error) => return complain(name, &error, 1),
+    };
+    runtime.block_on(serve_with_telemetry(role, &config, ready_file.as_deref(), started))
+}
+
+/// One line a problem, on standard error.
+fn complain(name: &str, error: &dyn std::fmt::Display, code: u8) -> ExitCode {
+    for line in error.to_string().lines() {
+        eprintln!("{name}: {line}");
+    }
+    ExitCode::from(code)
+}
+
+fn program_name(role: Role) -> &'static str {
+    match role {
+        Role::Prefill => "baton-prefill-node",
+        Role::Decode => "baton-decode-node",
+    }
+}
+
+fn command(role: Role) -> Command {
+    let about = match role {
+        Role::Prefill => "Reads prompts and sends their KV to decode nodes",
+        Role::Decode => "Receives KV and writes answers; reads prompts itself where need be",
+    };
+    let ready_file = Arg::new(READY_FILE_FLAG)
+        .long(READY_FILE_FLAG)
+        .value_name("PATH")
+        .value_parser(clap::value_parser!(PathBuf))
+        .help("Where to write a line of JSON with this node's addresses once it is ready");
+    Command::new(program_name(role)).version(env!("CARGO_PKG_VERSION")).about(about).arg(ready_file)
+}
+
+async fn serve_with_telemetry(
+    role: Role,
+    config: &Config,
+    ready_file: Option<&Path>,
+    started: Instant,
+) -> ExitCode {
+    let name = program_name(role);
+    let resource = Resource { service: name.to_owned(), instance: instance(role, config) };
+    let telemetry = match Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource) {
+        Ok(telemetry) => telemetry,
+        Err(error) => return complain(name, &error, 1),
+    };
+    if let Err(error) = telemetry.install() {
+        return complain(name, &error, 1);
+    }
+    let code = match serve(role, config, &telemetry.metrics(), ready_file, started).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    };
+    if let Err(error) = telemetry.shutdown(TELEMETRY_STOP_WITHIN).await {
+        eprintln!("{name}: {error}");
+    }
+    code
+}
+
+/// `telemetry.instance`, else the node's id, else role and port as configured.
+fn instance(role: Role, config: &Config) -> String {
+    let id = config.telemetry.instance.clone().or_else(|| config.node.id.clone());
+    id.unwrap_or_else(|| crate::settings::default_node_id(role, config.node.grpc.port()))
+}
+
+/// From start to drained.
+async fn serve(
+    role: Role,
+    config: &Config,
+    metrics: &Metrics,
+    ready_file: Option<&Path>,
+    started: Instant,
+) -> Result<()> {
+    let mut signals = Signals::listen().context("cannot listen for signals")?;
+    let mut node = tokio::select! {
+        node = Node::start(role, config, metrics) => node?,
+        // Nothing is in work yet.
+        () = signals.next() => return Ok(()),
+    };
+    let addresses = node.addresses();
+    info!(
+        grpc = %addresses.grpc,
+        metrics = %addresses.metrics,
+        notice = %addresses.notice,
+        node_id = %node.record().node_id,
+        epoch = %node.record().epoch,
+        seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
+        "{role} node is ready"
+    );
+    if let Some(path) = ready_file {
+        write_ready_file(path, addresses)
+            .with_context(|| format!("cannot write the ready file {}", path.display()))?;
+    }
+    let failed = tokio::select! {
+        () = signals.next() => None,
+        what = node.failed() => Some(what),
+    };
+    if let Some(what) = &failed {
+        error!("{what}; the node stops");
+    }
+    tokio::select! {
+        drained = node.drain() => drained?,
+        () = signals.next() => bail!("stopped at once by a second signal; work was cut"),
+    }
+    match failed {
+        Some(what) => bail!("{what}"),
+        None => {
+            info!("stopped");
+            Ok(())
+        }
+    }
+}
+
+/// Both signals that mean "stop".
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn listen() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// Readers see the whole line or no file.
+fn write_ready_file(path: &Path, addresses: &Addresses) -> io::Result<()> {
+    let Addresses { grpc, metrics, notice } = addresses;
+    let line = format!(
+        "{{\"ready\":true,\"grpc\":\"{grpc}\",\"metrics\":\"{metrics}\",\"notice\":\"{notice}\"}}\n"
+    );
+    let mut unfinished = path.as_os_str().to_owned();
+    unfinished.push(format!(".{}", std::process::id()));
+    std::fs::write(&unfinished, line)?;
+    std::fs::rename(&unfinished, path)
+}

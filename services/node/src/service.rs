@@ -1,0 +1,120 @@
+//! The gRPC face of a node: `baton.v1.Node`.
+//!
+//! Calls are checked here and begun in the engine thread; what the engine says of them is streamed
+//! back. A dropped call, a closed stream and a lost connection all drop the attempt's stream, and
+//! with it the attempt.
+
+use std::{pin::Pin, sync::Arc, time::Instant};
+
+use cluster::Role;
+use futures_util::{Stream, StreamExt};
+use proto::v1::{self, node_server};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status, metadata::MetadataMap};
+
+use crate::{
+    attempt::{Attempt, AttemptLimits},
+    inbox::{Command, Inbox},
+    observe,
+    refusal::Refusal,
+    wire,
+};
+
+/// A `traceparent` of version 00 has 55 bytes; later versions may append.
+const TRACEPARENT_BYTES_MAX: usize = 128;
+
+type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// Serves the calls of routers.
+#[derive(Debug)]
+pub(crate) struct NodeService {
+    role: Role,
+    limits: AttemptLimits,
+    inbox: Inbox,
+    observer_places: Arc<Semaphore>,
+    /// Cancelled from SIGTERM on.
+    draining: CancellationToken,
+}
+
+impl NodeService {
+    pub fn new(
+        role: Role,
+        limits: AttemptLimits,
+        inbox: Inbox,
+        draining: CancellationToken,
+    ) -> Self {
+        Self { role, limits, inbox, observer_places: observe::places(), draining }
+    }
+
+    /// What every new request must find: the role that serves it, and no drain.
+    fn check_open(&self, role: Role, method: &'static str) -> Result<(), Refusal> {
+        if self.role != role {
+            return Err(Refusal::OtherRole { own: self.role.as_str(), method });
+        }
+        if self.draining.is_cancelled() {
+            return Err(Refusal::Draining);
+        }
+        Ok(())
+    }
+}
+
+#[tonic::async_trait]
+impl node_server::Node for NodeService {
+    type PrefillStream = EventStream<v1::PrefillEvent>;
+    type DecodeStream = EventStream<v1::DecodeEvent>;
+    type ObserveStream = observe::ObserveStream;
+
+    async fn prefill(
+        &self,
+        request: Request<v1::PrefillRequest>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
+        self.check_open(Role::Prefill, "Prefill")?;
+        let traceparent = traceparent(request.metadata());
+        let attempt =
+            Attempt::send(request.into_inner(), traceparent, &self.limits, Instant::now())?;
+        let heard = self.inbox.begin(attempt).await?;
+        let events = heard.filter_map(|heard| async { wire::prefill_event(heard).map(Ok) });
+        Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn decode(
+        &self,
+        request: Request<v1::DecodeRequest>,
+    ) -> Result<Response<Self::DecodeStream>, Status> {
+        self.check_open(Role::Decode, "Decode")?;
+        let traceparent = traceparent(request.metadata());
+        let attempt = Attempt::receive_or_compute(
+            request.into_inner(),
+            traceparent,
+            &self.limits,
+            Instant::now(),
+        )?;
+        let heard = self.inbox.begin(attempt).await?;
+        let events = heard.filter_map(|heard| async { wire::decode_event(heard).map(Ok) });
+        Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn observe(
+        &self,
+        _request: Request<v1::ObserveRequest>,
+    ) -> Result<Response<Self::ObserveStream>, Status> {
+        let place = self.observer_places.clone().try_acquire_owned().map_err(|_| {
+            let reason = format!("{} observers are here already", observe::OBSERVERS_MAX);
+            Refusal::Busy { reason }
+        })?;
+        let (ends, stream) = observe::observer(place);
+        self.inbox.send(Command::Observe(ends))?;
+        Ok(Response::new(stream))
+    }
+}
+
+/// The caller's trace context, which is parsed where it is used; empty when there is none.
+fn traceparent(metadata: &MetadataMap) -> String {
+    metadata
+        .get("traceparent")
+        .and_then(|value| value.to_str().ok())
+        .filter(|text| text.len() <= TRACEPARENT_BYTES_MAX)
+        .unwrap_or_default()
+        .to_owned()
+}

@@ -1,0 +1,82 @@
+//! From the engine's words to the wire's.
+
+use engine::event::FinishReason;
+use kernels::sampling::SampledToken;
+use kv_transfer::api::Figures;
+use proto::v1::{self, decode_event, prefill_event};
+
+use crate::stream::{AttemptEnd, AttemptEvent, Heard};
+
+/// What a `Prefill` stream says; `None` where the stream just ends.
+pub(crate) fn prefill_event(heard: Heard) -> Option<v1::PrefillEvent> {
+    let event = match heard {
+        Heard::Event(AttemptEvent::Tokens { first_index, mut tokens, cached_tokens, finish }) => {
+            prefill_event::Event::Token(v1::PrefillToken {
+                first_index,
+                token: tokens.pop().map(token),
+                finish: finish.map(|reason| finish_reason(reason).into()),
+                cached_tokens,
+            })
+        }
+        // Only decode nodes reserve.
+        Heard::Event(AttemptEvent::Reserved { .. }) => return None,
+        Heard::End(AttemptEnd::Delivered(figures)) => {
+            prefill_event::Event::Delivered(v1::Delivered {
+                bytes: figures.bytes,
+                chunks: figures.chunks,
+                transfer_us: micros(&figures),
+            })
+        }
+        Heard::End(AttemptEnd::Failed { kind, message }) => {
+            prefill_event::Event::Failure(v1::Failure { kind: kind.into(), message })
+        }
+        // Token 0 said so.
+        Heard::End(AttemptEnd::Complete | AttemptEnd::Finished { .. }) => return None,
+    };
+    Some(v1::PrefillEvent { event: Some(event) })
+}
+
+/// What a `Decode` stream says.
+pub(crate) fn decode_event(heard: Heard) -> Option<v1::DecodeEvent> {
+    let event = match heard {
+        Heard::Event(AttemptEvent::Reserved { cached_tokens, alone }) => {
+            decode_event::Event::Reserved(v1::Reserved { cached_tokens, alone })
+        }
+        Heard::Event(AttemptEvent::Tokens { first_index, tokens, .. }) => {
+            let tokens = tokens.into_iter().map(token).collect();
+            decode_event::Event::Tokens(v1::DecodeTokens { first_index, tokens })
+        }
+        Heard::End(AttemptEnd::Finished { reason, received }) => {
+            decode_event::Event::Finished(v1::DecodeFinished {
+                reason: finish_reason(reason).into(),
+                received_bytes: received.bytes,
+                transfer_us: micros(&received),
+            })
+        }
+        Heard::End(AttemptEnd::Failed { kind, message }) => {
+            decode_event::Event::Failure(v1::Failure { kind: kind.into(), message })
+        }
+        // Only prefill nodes end so.
+        Heard::End(AttemptEnd::Complete | AttemptEnd::Delivered(_)) => return None,
+    };
+    Some(v1::DecodeEvent { event: Some(event) })
+}
+
+fn token(token: SampledToken) -> v1::Token {
+    let logprobs = token.logprobs.map(|logprobs| v1::TokenLogprobs {
+        chosen: logprobs.chosen,
+        top: logprobs.top.into_iter().map(|(id, logprob)| v1::TopLogprob { id, logprob }).collect(),
+    });
+    v1::Token { id: token.id, logprobs }
+}
+
+fn finish_reason(reason: FinishReason) -> v1::FinishReason {
+    match reason {
+        FinishReason::Stop => v1::FinishReason::Stop,
+        FinishReason::Length => v1::FinishReason::Length,
+    }
+}
+
+fn micros(figures: &Figures) -> u64 {
+    u64::try_from(figures.elapsed.as_micros()).unwrap_or(u64::MAX)
+}
