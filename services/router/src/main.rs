@@ -1,1 +1,134 @@
-fn main() {}
+//! `baton-router`: reads the configuration, serves until a signal, drains, exits.
+
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use clap::{Arg, Command};
+use cluster::StaticMembership;
+use config::{Config, Section};
+use router::{FrontSettings, RouterSettings, RunningRouter};
+use telemetry::{Resource, Telemetry, TelemetryConfig};
+use text::ModelText;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// What is not exported by then is lost; the collector may be away.
+const TELEMETRY_MAX: Duration = Duration::from_secs(2);
+
+fn main() -> ExitCode {
+    let command = Command::new("baton-router")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Serves the OpenAI API and gRPC in front of Baton's prefill and decode nodes")
+        .arg(
+            Arg::new("ready-file")
+                .long("ready-file")
+                .value_name("FILE")
+                .value_parser(clap::value_parser!(PathBuf))
+                .help("Written once the ports are open: a line of JSON with their addresses"),
+        );
+    let sections = [Section::Model, Section::Router, Section::Cluster, Section::Telemetry];
+    let outcome = config::from_process(command, &sections)
+        .context("the configuration is wrong")
+        .and_then(|started| {
+            let ready_file = started.matches.get_one::<PathBuf>("ready-file").cloned();
+            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+            runtime.block_on(run(&started.config, ready_file.as_deref()))
+        });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("baton-router: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(config: &Config, ready_file: Option<&Path>) -> Result<()> {
+    // Before anything that takes time, so that no signal is missed.
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let instance = config
+        .telemetry
+        .instance
+        .clone()
+        .unwrap_or_else(|| format!("router-{}", config.router.http.port()));
+    let resource = Resource { service: "baton-router".into(), instance };
+    let telemetry = Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource)?;
+    telemetry.install()?;
+
+    let served = serve(config, ready_file, &telemetry, &mut interrupt, &mut terminate).await;
+    if let Err(error) = telemetry.shutdown(TELEMETRY_MAX).await {
+        eprintln!("baton-router: {error}");
+    }
+    served
+}
+
+/// From the model's text side to the last request.
+async fn serve(
+    config: &Config,
+    ready_file: Option<&Path>,
+    telemetry: &Telemetry,
+    interrupt: &mut Signal,
+    terminate: &mut Signal,
+) -> Result<()> {
+    let path = config.model.required_path()?.to_owned();
+    let text = tokio::task::spawn_blocking(move || ModelText::open(path)).await??;
+    let urls = |urls: &[config::GrpcUrl]| -> Vec<String> {
+        urls.iter().map(|url| url.as_str().to_owned()).collect()
+    };
+    let members =
+        StaticMembership::new(urls(&config.cluster.prefill), urls(&config.cluster.decode))?;
+    let settings = RouterSettings {
+        http: config.router.http,
+        grpc: config.router.grpc,
+        drain_timeout: config.router.drain_timeout,
+        front: FrontSettings::new(&config.router, config.model.served_name()?),
+    };
+    let model = settings.front.model.clone();
+    let router = router::start(settings, Arc::new(text), Box::new(members), telemetry.metrics())?;
+    tracing::info!(http = %router.http, grpc = %router.grpc, model, "serving");
+    if let Some(path) = ready_file {
+        write_ready_file(path, &router)?;
+    }
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+    let cut = router.cut();
+    let drained = router.shutdown();
+    tokio::pin!(drained);
+    tokio::select! {
+        drained = &mut drained => drained?,
+        // Asked twice: who is still in work gets its error now.
+        _ = interrupt.recv() => { cut.cancel(); drained.await? }
+        _ = terminate.recv() => { cut.cancel(); drained.await? }
+    }
+    tracing::info!("stopped");
+    Ok(())
+}
+
+/// Whole or not at all: readers poll for the file.
+fn write_ready_file(path: &Path, router: &RunningRouter) -> Result<()> {
+    let line = serde_json::json!({
+        "ready": true,
+        "http": router.http.to_string(),
+        "grpc": router.grpc.to_string(),
+    });
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let name = path.file_name().context("--ready-file names no file")?;
+    let mut partial = name.to_owned();
+    partial.push(".partial");
+    let partial = folder.unwrap_or(Path::new(".")).join(partial);
+    let write = || -> std::io::Result<()> {
+        let mut file = std::fs::File::create(&partial)?;
+        writeln!(file, "{line}")?;
+        file.sync_all()?;
+        std::fs::rename(&partial, path)
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
+}

@@ -1,0 +1,66 @@
+//! gRPC health as the directory sees it.
+
+use std::sync::Arc;
+
+use tokio::task::{JoinError, JoinHandle};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic_health::{
+    ServingStatus,
+    pb::health_server::HealthServer,
+    server::{HealthReporter, HealthService},
+};
+
+use crate::front::Front;
+
+/// The whole server, and the one service that clients use.
+const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];
+
+/// Keeps the health service up to date. Dropping it stops the task without waiting.
+pub struct HealthTask {
+    stop: DropGuard,
+    task: JoinHandle<()>,
+}
+
+impl HealthTask {
+    /// Starts the task; the service says "not serving" until a decode node is there. `draining` is
+    /// cancelled when no new requests are taken.
+    pub fn start(
+        front: Arc<Front>,
+        draining: CancellationToken,
+    ) -> (Self, HealthServer<HealthService>) {
+        let reporter = HealthReporter::new();
+        let service = HealthServer::new(HealthService::from_health_reporter(reporter.clone()));
+        let stop = CancellationToken::new();
+        let task = tokio::spawn(report(front, reporter, draining, stop.clone()));
+        (Self { stop: stop.drop_guard(), task }, service)
+    }
+
+    /// Stops the task and waits until it is gone.
+    pub async fn shutdown(self) -> Result<(), JoinError> {
+        drop(self.stop);
+        self.task.await
+    }
+}
+
+async fn report(
+    front: Arc<Front>,
+    reporter: HealthReporter,
+    draining: CancellationToken,
+    stop: CancellationToken,
+) {
+    let mut changes = front.nodes.changes();
+    let mut heard = false;
+    loop {
+        let serves = !front.is_stopping() && front.nodes.serving().decode_nodes > 0;
+        let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
+        for service in SERVICES {
+            reporter.set_service_status(service, status).await;
+        }
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = draining.cancelled(), if !heard => heard = true,
+            // Ends only with the directory itself, which `front` keeps alive.
+            changed = changes.changed() => if changed.is_err() { return },
+        }
+    }
+}

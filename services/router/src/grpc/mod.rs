@@ -1,0 +1,38 @@
+//! The gRPC API: `baton.v1.Inference`, health and reflection.
+
+mod generate;
+mod health;
+
+use std::sync::Arc;
+
+use proto::v1::inference_server::InferenceServer;
+use tonic::service::Routes;
+use tonic_health::{pb::health_server::HealthServer, server::HealthService};
+
+use crate::front::Front;
+use generate::Generate;
+pub use health::HealthTask;
+
+/// Every gRPC service of the router.
+///
+/// # Errors
+/// When the compiled-in descriptors cannot be read.
+pub fn routes(
+    front: Arc<Front>,
+    health: HealthServer<HealthService>,
+) -> Result<axum::Router, tonic_reflection::server::Error> {
+    let body_bytes_max = usize::try_from(front.settings.body_bytes_max).unwrap_or(usize::MAX);
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let inference =
+        InferenceServer::new(Generate::new(front)).max_decoding_message_size(body_bytes_max);
+    let routes = Routes::new(inference)
+        .add_service(health)
+        .add_service(reflection().build_v1()?)
+        // What older clients ask for.
+        .add_service(reflection().build_v1alpha()?);
+    Ok(routes.prepare().into_axum_router())
+}

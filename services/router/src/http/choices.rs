@@ -1,0 +1,201 @@
+//! Answers as the two APIs write them: tokens and text become choices, whole or in chunks.
+
+use std::sync::Arc;
+
+use proto::v1::{FinishReason, Token, TokenLogprobs};
+use text::Tokenizer;
+
+use super::wire::{
+    ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatTokenLogprob,
+    StopReason, TextChoice, TextLogprobs, TokenLogprob, TopLogprobs,
+};
+use crate::generation::{AnswerEnd, StoppedBy};
+
+/// Which of the two shapes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Api {
+    Chat,
+    Text,
+}
+
+/// One answer as far as it came.
+#[derive(Debug, Default)]
+pub struct Collected {
+    pub text: String,
+    pub token_ids: Vec<u32>,
+    pub chat_logprobs: Vec<ChatTokenLogprob>,
+    pub text_logprobs: TextLogprobs,
+}
+
+/// Turns tokens into what the client asked to see of them.
+pub struct TokenView {
+    pub tokenizer: Arc<Tokenizer>,
+    pub api: Api,
+    /// Log-probabilities of so many tokens beside the chosen one.
+    pub logprobs: Option<u32>,
+    pub token_ids: bool,
+}
+
+impl TokenView {
+    pub fn chat_logprobs(&self, tokens: &[Token]) -> Vec<ChatTokenLogprob> {
+        let Some(count) = self.logprobs else { return Vec::new() };
+        let one = |token: &Token| {
+            let (chosen, top) = self.logprobs_of(token, count);
+            let top = top.into_iter().map(|(id, logprob)| self.token(id, logprob)).collect();
+            ChatTokenLogprob { token: self.token(token.id, chosen), top_logprobs: top }
+        };
+        tokens.iter().map(one).collect()
+    }
+
+    /// `text_offset` is the number of characters before these tokens, and afterwards behind them.
+    pub fn text_logprobs(&self, tokens: &[Token], text_offset: &mut u64) -> TextLogprobs {
+        let Some(count) = self.logprobs else { return TextLogprobs::default() };
+        let mut logprobs = TextLogprobs::default();
+        for token in tokens {
+            let (chosen, top) = self.logprobs_of(token, count);
+            let text = self.text_of(token.id);
+            // As OpenAI has it the chosen token is always among them.
+            let mut shown: Vec<(String, f32)> =
+                top.iter().map(|&(id, logprob)| (self.text_of(id), logprob)).collect();
+            if !top.iter().any(|&(id, _)| id == token.id) {
+                shown.push((text.clone(), chosen));
+            }
+            logprobs.text_offset.push(*text_offset);
+            *text_offset += text.chars().count() as u64;
+            logprobs.tokens.push(text);
+            logprobs.token_logprobs.push(chosen);
+            logprobs.top_logprobs.push(TopLogprobs(shown));
+        }
+        logprobs
+    }
+
+    pub fn ids(&self, tokens: &[Token]) -> Option<Vec<u32>> {
+        self.token_ids.then(|| tokens.iter().map(|token| token.id).collect())
+    }
+
+    fn logprobs_of(&self, token: &Token, count: u32) -> (f32, Vec<(u32, f32)>) {
+        let absent = TokenLogprobs { chosen: f32::NAN, top: vec![] };
+        let logprobs = token.logprobs.as_ref().unwrap_or(&absent);
+        let top = logprobs.top.iter().take(count as usize).map(|top| (top.id, top.logprob));
+        (logprobs.chosen, top.collect())
+    }
+
+    fn token(&self, id: u32, logprob: f32) -> TokenLogprob {
+        let bytes = self.tokenizer.token_bytes(id).unwrap_or_default().to_vec();
+        TokenLogprob { token: self.text_of(id), logprob, bytes }
+    }
+
+    fn text_of(&self, id: u32) -> String {
+        self.tokenizer.token_text(id).unwrap_or_default()
+    }
+}
+
+impl Collected {
+    pub fn push(&mut self, view: &TokenView, tokens: &[Token], text: &str) {
+        self.text.push_str(text);
+        if let Some(ids) = view.ids(tokens) {
+            self.token_ids.extend(ids);
+        }
+        match view.api {
+            Api::Chat => self.chat_logprobs.extend(view.chat_logprobs(tokens)),
+            Api::Text => {
+                let all = &mut self.text_logprobs;
+                let mut offset = match (all.text_offset.last(), all.tokens.last()) {
+                    (Some(offset), Some(token)) => offset + token.chars().count() as u64,
+                    _ => 0,
+                };
+                let new = view.text_logprobs(tokens, &mut offset);
+                all.text_offset.extend(new.text_offset);
+                all.token_logprobs.extend(new.token_logprobs);
+                all.tokens.extend(new.tokens);
+                all.top_logprobs.extend(new.top_logprobs);
+            }
+        }
+    }
+
+    pub fn into_chat_choice(self, view: &TokenView, end: &AnswerEnd) -> ChatChoice {
+        ChatChoice {
+            index: end.choice,
+            message: ChatMessage { role: "assistant", content: self.text, refusal: None },
+            logprobs: view
+                .logprobs
+                .map(|_| ChatLogprobs { content: self.chat_logprobs, refusal: None }),
+            finish_reason: finish_reason(end.reason),
+            stop_reason: stop_reason(end),
+            token_ids: view.token_ids.then_some(self.token_ids),
+        }
+    }
+
+    pub fn into_text_choice<'a>(
+        self,
+        view: &TokenView,
+        end: &AnswerEnd,
+        prompt: &'a [u32],
+    ) -> TextChoice<'a> {
+        TextChoice {
+            index: end.choice,
+            text: self.text,
+            logprobs: view.logprobs.map(|_| self.text_logprobs),
+            finish_reason: Some(finish_reason(end.reason)),
+            stop_reason: stop_reason(end),
+            prompt_token_ids: view.token_ids.then_some(prompt),
+            token_ids: view.token_ids.then_some(self.token_ids),
+        }
+    }
+}
+
+/// The first chunk of a chat answer: who speaks.
+pub fn chat_role(choice: u32) -> ChatChunkChoice {
+    ChatChunkChoice {
+        index: choice,
+        delta: ChatDelta { role: Some("assistant"), content: Some(String::new()) },
+        logprobs: None,
+        finish_reason: None,
+        stop_reason: None,
+        token_ids: None,
+    }
+}
+
+pub fn chat_chunk(
+    view: &TokenView,
+    choice: u32,
+    tokens: &[Token],
+    text: String,
+) -> ChatChunkChoice {
+    let content = view.chat_logprobs(tokens);
+    ChatChunkChoice {
+        index: choice,
+        delta: ChatDelta { role: None, content: Some(text) },
+        logprobs: view.logprobs.map(|_| ChatLogprobs { content, refusal: None }),
+        finish_reason: None,
+        stop_reason: None,
+        token_ids: view.ids(tokens),
+    }
+}
+
+pub fn chat_end(end: &AnswerEnd) -> ChatChunkChoice {
+    // The rest of the text, where some had been held back.
+    let content = (!end.text.is_empty()).then(|| end.text.clone());
+    ChatChunkChoice {
+        index: end.choice,
+        delta: ChatDelta { role: None, content },
+        logprobs: None,
+        finish_reason: Some(finish_reason(end.reason)),
+        stop_reason: stop_reason(end),
+        token_ids: None,
+    }
+}
+
+pub fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length | FinishReason::Unspecified => "length",
+    }
+}
+
+pub fn stop_reason(end: &AnswerEnd) -> Option<StopReason> {
+    end.stopped_by.as_ref().map(|by| match by {
+        StoppedBy::Token(id) => StopReason::Token(*id),
+        StoppedBy::Text(text) => StopReason::Text(text.clone()),
+    })
+}

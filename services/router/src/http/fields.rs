@@ -1,0 +1,239 @@
+//! A JSON request body as named fields, each read with its type and limits.
+//!
+//! The body is walked once, which finds every error of syntax; each field keeps its own text until
+//! it is asked for, so that a refusal can show what was sent. Unknown fields are never looked at.
+
+use std::{borrow::Cow, collections::HashMap, fmt, ops::RangeInclusive};
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{DeserializeOwned, MapAccess, Visitor},
+};
+use serde_json::value::RawValue;
+
+use crate::request::field_error::{FieldError, refused, shown};
+
+/// A body that is not one JSON object.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BodyError {
+    #[error("the body is not UTF-8: invalid byte at offset {offset}")]
+    NotUtf8 { offset: usize },
+    #[error("the body is not valid JSON: {reason} (line {line}, column {column})")]
+    NotJson { reason: String, line: usize, column: usize },
+    #[error("the body is empty; allowed: a JSON object")]
+    Empty,
+}
+
+/// The top-level fields of a request.
+#[derive(Debug)]
+pub struct Fields<'a>(HashMap<Cow<'a, str>, &'a RawValue>);
+
+impl<'a> Fields<'a> {
+    /// Of a field that is named twice the last one counts, as in most JSON parsers.
+    pub fn parse(body: &'a [u8]) -> Result<Self, BodyError> {
+        let text = std::str::from_utf8(body)
+            .map_err(|error| BodyError::NotUtf8 { offset: error.valid_up_to() })?;
+        if text.trim_ascii().is_empty() {
+            return Err(BodyError::Empty);
+        }
+        serde_json::from_str::<Self>(text).map_err(|error| {
+            let reason = error.to_string();
+            // The position is told apart; serde_json appends its own.
+            let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
+            BodyError::NotJson {
+                reason: reason.to_owned(),
+                line: error.line(),
+                column: error.column(),
+            }
+        })
+    }
+
+    /// The field's text; absent and `null` are the same.
+    pub fn raw(&self, name: &str) -> Option<&'a str> {
+        self.0.get(name).map(|raw| raw.get()).filter(|&text| text != "null")
+    }
+
+    /// The field as any type; `allowed` ends the sentence "allowed: ...".
+    pub fn value<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        allowed: &str,
+    ) -> Result<Option<T>, FieldError> {
+        self.raw(name)
+            .map(|text| serde_json::from_str(text).map_err(|_| refused(name, text, allowed)))
+            .transpose()
+    }
+
+    pub fn boolean(&self, name: &str) -> Result<Option<bool>, FieldError> {
+        self.value(name, "true or false")
+    }
+
+    pub fn string(&self, name: &str) -> Result<Option<String>, FieldError> {
+        self.value(name, "a string")
+    }
+
+    /// A number within `range`.
+    pub fn number(
+        &self,
+        name: &str,
+        range: RangeInclusive<f64>,
+    ) -> Result<Option<f32>, FieldError> {
+        let Some(text) = self.raw(name) else { return Ok(None) };
+        match serde_json::from_str::<f64>(text) {
+            Ok(number) if range.contains(&number) => Ok(Some(number as f32)),
+            _ => {
+                let allowed = format!("a number from {} to {}", range.start(), range.end());
+                Err(refused(name, text, &allowed))
+            }
+        }
+    }
+
+    /// A whole number within `range`; `16.0` is one, as in Python's JSON.
+    pub fn integer(
+        &self,
+        name: &str,
+        range: RangeInclusive<i128>,
+    ) -> Result<Option<i128>, FieldError> {
+        let Some(text) = self.raw(name) else { return Ok(None) };
+        whole_number(text).filter(|number| range.contains(number)).map(Some).ok_or_else(|| {
+            let allowed = format!("a whole number from {} to {}", range.start(), range.end());
+            refused(name, text, &allowed)
+        })
+    }
+
+    /// A whole number within a range of `u32`.
+    pub fn count(&self, name: &str, range: RangeInclusive<u32>) -> Result<Option<u32>, FieldError> {
+        let wide = i128::from(*range.start())..=i128::from(*range.end());
+        Ok(self.integer(name, wide)?.map(|number| number as u32))
+    }
+
+    /// Refuses the field unless it is absent, `null`, or one of `neutral` (as JSON text): it is
+    /// known, would change the answer, and is not supported.
+    pub fn unsupported(&self, name: &str, neutral: &[&str]) -> Result<(), FieldError> {
+        match self.raw(name) {
+            Some(text) if !neutral.contains(&text) => Err(FieldError::new(
+                name,
+                format!("is not supported; leave it out (it is {})", shown(text)),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn whole_number(text: &str) -> Option<i128> {
+    if let Ok(number) = text.parse::<i128>() {
+        return Some(number);
+    }
+    let number = serde_json::from_str::<f64>(text).ok()?;
+    // Up to 2^53 a float names one whole number.
+    (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i128)
+}
+
+impl<'de> Deserialize<'de> for Fields<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Walk;
+        impl<'de> Visitor<'de> for Walk {
+            type Value = Fields<'de>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut fields = HashMap::new();
+                while let Some(Name(name)) = map.next_key()? {
+                    fields.insert(name, map.next_value()?);
+                }
+                Ok(Fields(fields))
+            }
+        }
+        deserializer.deserialize_map(Walk)
+    }
+}
+
+/// A key, borrowed where it has no escapes.
+#[derive(Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with<T>(body: &str, read: impl FnOnce(Fields<'_>) -> T) -> T {
+        read(Fields::parse(body.as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn fields_are_read_with_their_types() {
+        let body = r#" {"a": 1.5, "b": true, "c": "x", "d": null, "e": 16.0, "a\u0062": 7} "#;
+        with(body, |fields| {
+            assert_eq!(fields.number("a", 0.0..=2.0), Ok(Some(1.5)));
+            assert_eq!(fields.boolean("b"), Ok(Some(true)));
+            assert_eq!(fields.string("c"), Ok(Some("x".into())));
+            assert_eq!(fields.string("d"), Ok(None));
+            assert_eq!(fields.count("e", 1..=20), Ok(Some(16)));
+            assert_eq!(fields.count("ab", 1..=20), Ok(Some(7)));
+            assert_eq!(fields.count("nobody", 1..=20), Ok(None));
+        });
+    }
+
+    #[test]
+    fn a_wrong_value_is_named_with_what_is_allowed() {
+        let said = |error: FieldError| error.to_string();
+        with(r#"{"t": "hot", "n": -3, "huge": 1e400, "b": 1, "s": 5}"#, |fields| {
+            assert_eq!(
+                said(fields.number("t", 0.0..=2.0).unwrap_err()),
+                r#"t is "hot"; allowed: a number from 0 to 2"#
+            );
+            assert_eq!(
+                said(fields.count("n", 1..=8).unwrap_err()),
+                "n is -3; allowed: a whole number from 1 to 8"
+            );
+            assert_eq!(
+                said(fields.count("huge", 1..=8).unwrap_err()),
+                "huge is 1e400; allowed: a whole number from 1 to 8"
+            );
+            assert_eq!(said(fields.boolean("b").unwrap_err()), "b is 1; allowed: true or false");
+            assert_eq!(said(fields.string("s").unwrap_err()), "s is 5; allowed: a string");
+        });
+        let long = format!(r#"{{"n": "{}"}}"#, "é".repeat(500));
+        with(&long, |fields| {
+            let message = said(fields.count("n", 1..=8).unwrap_err());
+            assert!(message.contains("… (1002 bytes)") && message.len() < 250, "{message}");
+        });
+    }
+
+    #[test]
+    fn a_broken_body_is_refused_with_the_position() {
+        assert_eq!(Fields::parse(b"  ").unwrap_err(), BodyError::Empty);
+        assert_eq!(
+            Fields::parse(b"{\"a\": \"\xff\"}").unwrap_err(),
+            BodyError::NotUtf8 { offset: 7 }
+        );
+        for (body, line, column) in
+            [("{\"a\": 1", 1, 7), ("{\n\"a\": tru}", 2, 9), ("[1]", 1, 0), ("{} x", 1, 4)]
+        {
+            match Fields::parse(body.as_bytes()).unwrap_err() {
+                BodyError::NotJson { line: l, column: c, .. } => {
+                    assert_eq!((l, c), (line, column), "{body}");
+                }
+                other => panic!("{other}"),
+            }
+        }
+        let deep = format!("{{\"a\": {}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
+        // No recursion, so no end of the stack: it is text until somebody asks for it.
+        with(&deep, |fields| {
+            assert!(fields.value::<serde_json::Value>("a", "less depth").is_err());
+        });
+    }
+
+    #[test]
+    fn what_would_change_the_answer_is_not_ignored() {
+        with(r#"{"echo": true, "n": 1, "suffix": null, "beam": false}"#, |fields| {
+            assert!(fields.unsupported("echo", &["false"]).is_err());
+            assert!(fields.unsupported("suffix", &[]).is_ok());
+            assert!(fields.unsupported("beam", &["false"]).is_ok());
+            assert!(fields.unsupported("absent", &[]).is_ok());
+        });
+    }
+}

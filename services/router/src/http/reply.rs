@@ -1,0 +1,335 @@
+//! The answer to a chat or completion request: one JSON body, or a stream of events.
+
+use std::{collections::HashMap, sync::Arc};
+
+use axum::{
+    Json,
+    body::Body,
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use http::{HeaderValue, header};
+use serde::Serialize;
+
+use super::{
+    choices::{
+        Api, Collected, TokenView, chat_chunk, chat_end, chat_role, finish_reason, stop_reason,
+    },
+    common_fields::Delivery,
+    error::ApiError,
+    sse,
+    wire::{Completion, ErrorBody, HandOver, TextChoice, Usage},
+};
+use crate::{
+    generation::{AnswerEnd, Event, RequestError},
+    journey::Started,
+};
+
+/// What all chunks of an answer have in common.
+pub struct Reply {
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    pub model: String,
+    pub system_fingerprint: String,
+    pub view: TokenView,
+    pub delivery: Delivery,
+    pub wants_figures: bool,
+    /// Answers to each prompt.
+    pub choices_per_prompt: u32,
+}
+
+/// Counts over all answers.
+#[derive(Debug, Default)]
+struct Totals {
+    usage: Usage,
+    hand_over: HandOver,
+}
+
+impl Totals {
+    /// `prompts` counts each prompt once, however many answers it has.
+    fn new(prompts: &[Arc<[u32]>]) -> Self {
+        let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u64).sum();
+        let usage = Usage { prompt_tokens, total_tokens: prompt_tokens, ..Usage::default() };
+        Self { usage, hand_over: HandOver::default() }
+    }
+
+    fn tokens(&mut self, count: usize) {
+        self.usage.completion_tokens += count as u64;
+        self.usage.total_tokens += count as u64;
+    }
+
+    fn ended(&mut self, end: &AnswerEnd, choices_per_prompt: u32) {
+        // One prompt is read from the cache once; its first answer says how much of it.
+        if end.choice.is_multiple_of(choices_per_prompt) {
+            self.usage.prompt_tokens_details.cached_tokens += u64::from(end.cached_tokens);
+        }
+        let (all, one) = (&mut self.hand_over, &end.hand_over);
+        all.kv_bytes += one.kv_bytes;
+        all.transfer_us = all.transfer_us.max(one.transfer_us);
+        all.attempts += one.attempts;
+        all.prefill_node.clone_from(&one.prefill_node);
+        all.decode_node.clone_from(&one.decode_node);
+    }
+}
+
+impl Reply {
+    /// Waits for all answers.
+    pub async fn whole(self, mut started: Started) -> Result<Response, RequestError> {
+        let mut totals = Totals::new(&started.prompts);
+        let mut collected: HashMap<u32, Collected> = HashMap::new();
+        let mut ends: Vec<AnswerEnd> = Vec::new();
+        while let Some(event) = started.running.next().await {
+            match event? {
+                Event::Tokens(shown) => {
+                    totals.tokens(shown.tokens.len());
+                    let answer = collected.entry(shown.choice).or_default();
+                    answer.push(&self.view, &shown.tokens, &shown.text);
+                }
+                Event::Finished(end) => {
+                    totals.ended(&end, self.choices_per_prompt);
+                    collected.entry(end.choice).or_default().text.push_str(&end.text);
+                    ends.push(end);
+                }
+            }
+        }
+        ends.sort_by_key(|end| end.choice);
+        let mut taken = |end: &AnswerEnd| collected.remove(&end.choice).unwrap_or_default();
+        Ok(match self.view.api {
+            Api::Chat => {
+                let choices =
+                    ends.iter().map(|end| taken(end).into_chat_choice(&self.view, end)).collect();
+                let mut body = self.completion("chat.completion", choices, &totals);
+                if self.view.token_ids {
+                    body.prompt_token_ids = started.prompts.first().map(|prompt| &**prompt);
+                }
+                Json(body).into_response()
+            }
+            Api::Text => {
+                let choice = |end: &AnswerEnd| {
+                    let prompt = self.prompt(&started.prompts, end.choice);
+                    taken(end).into_text_choice(&self.view, end, prompt)
+                };
+                let choices = ends.iter().map(choice).collect();
+                Json(self.completion("text_completion", choices, &totals)).into_response()
+            }
+        })
+    }
+
+    fn completion<C>(
+        &self,
+        object: &'static str,
+        choices: Vec<C>,
+        totals: &Totals,
+    ) -> Completion<'_, C> {
+        Completion {
+            usage: Some(Some(totals.usage)),
+            baton: self.wants_figures.then(|| totals.hand_over.clone()),
+            ..self.chunk(object, choices)
+        }
+    }
+
+    fn chunk<C>(&self, object: &'static str, choices: Vec<C>) -> Completion<'_, C> {
+        Completion {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            system_fingerprint: &self.system_fingerprint,
+            choices,
+            usage: None,
+            prompt_token_ids: None,
+            baton: None,
+        }
+    }
+
+    fn prompt<'a>(&self, prompts: &'a [Arc<[u32]>], choice: u32) -> &'a [u32] {
+        prompts.get((choice / self.choices_per_prompt) as usize).map_or(&[], |prompt| prompt)
+    }
+
+    /// Answers with a stream. Waits for the first event, so that what fails at once has its status;
+    /// but not for long, so that clients and proxies see that somebody is there.
+    pub async fn stream(self, mut started: Started) -> Result<Response, RequestError> {
+        let first = tokio::time::timeout(sse::KEEP_ALIVE, started.running.next()).await;
+        let first = match first {
+            Ok(Some(Ok(event))) => Some(event),
+            Ok(Some(Err(error))) => return Err(error),
+            Ok(None) | Err(_) => None,
+        };
+        let chunks = Chunks::new(self, started, first);
+        let mut response = Response::new(Body::from_stream(sse::stream(chunks)));
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        // Proxies of the nginx family would hold events back.
+        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+        Ok(response)
+    }
+}
+
+/// The events of a streamed answer, made when the client's connection has room for them.
+pub struct Chunks {
+    reply: Reply,
+    started: Started,
+    first: Option<Event>,
+    totals: Totals,
+    answers: HashMap<u32, AnswerProgress>,
+    end: End,
+}
+
+/// What must be known of an answer to write its next chunk.
+#[derive(Default)]
+struct AnswerProgress {
+    introduced: bool,
+    text_offset: u64,
+    completion_tokens: u64,
+}
+
+#[derive(PartialEq)]
+enum End {
+    NotYet,
+    Done,
+}
+
+impl Chunks {
+    fn new(reply: Reply, started: Started, first: Option<Event>) -> Self {
+        let totals = Totals::new(&started.prompts);
+        Self { reply, started, first, totals, answers: HashMap::new(), end: End::NotYet }
+    }
+
+    /// The next events; `None` when the stream is over. Dropping the future loses nothing.
+    pub async fn next(&mut self) -> Option<Bytes> {
+        if self.end == End::Done {
+            return None;
+        }
+        let event = match self.first.take() {
+            Some(event) => Some(Ok(event)),
+            None => self.started.running.next().await,
+        };
+        let mut out = Vec::new();
+        match event {
+            Some(Ok(Event::Tokens(shown))) => {
+                self.totals.tokens(shown.tokens.len());
+                self.introduce(shown.choice, &mut out);
+                let progress = self.answers.entry(shown.choice).or_default();
+                progress.completion_tokens += shown.tokens.len() as u64;
+                let (reply, view) = (&self.reply, &self.reply.view);
+                match view.api {
+                    Api::Chat => {
+                        let choice = chat_chunk(view, shown.choice, &shown.tokens, shown.text);
+                        self.write(CHAT_CHUNK, shown.choice, choice, &mut out);
+                    }
+                    Api::Text => {
+                        let first = !std::mem::replace(&mut progress.introduced, true);
+                        let logprobs = view.text_logprobs(&shown.tokens, &mut progress.text_offset);
+                        let prompt = reply.prompt(&self.started.prompts, shown.choice);
+                        let choice = TextChoice {
+                            index: shown.choice,
+                            text: shown.text,
+                            logprobs: view.logprobs.map(|_| logprobs),
+                            finish_reason: None,
+                            stop_reason: None,
+                            prompt_token_ids: (first && view.token_ids).then_some(prompt),
+                            token_ids: view.ids(&shown.tokens),
+                        };
+                        self.write(TEXT_CHUNK, shown.choice, choice, &mut out);
+                    }
+                }
+            }
+            Some(Ok(Event::Finished(end))) => {
+                self.totals.ended(&end, self.reply.choices_per_prompt);
+                self.introduce(end.choice, &mut out);
+                match self.reply.view.api {
+                    Api::Chat => self.write(CHAT_CHUNK, end.choice, chat_end(&end), &mut out),
+                    Api::Text => {
+                        let choice = TextChoice {
+                            index: end.choice,
+                            text: end.text.clone(),
+                            logprobs: None,
+                            finish_reason: Some(finish_reason(end.reason)),
+                            stop_reason: stop_reason(&end),
+                            prompt_token_ids: None,
+                            token_ids: None,
+                        };
+                        self.write(TEXT_CHUNK, end.choice, choice, &mut out);
+                    }
+                }
+            }
+            // The one typed error that ends the stream: no [DONE] follows it.
+            Some(Err(error)) => {
+                self.end = End::Done;
+                sse::event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
+            }
+            None => {
+                self.end = End::Done;
+                self.write_last(&mut out);
+            }
+        }
+        Some(out.into())
+    }
+
+    /// A chat answer begins with who speaks.
+    fn introduce(&mut self, choice: u32, out: &mut Vec<u8>) {
+        if self.reply.view.api == Api::Text {
+            return;
+        }
+        let progress = self.answers.entry(choice).or_default();
+        if std::mem::replace(&mut progress.introduced, true) {
+            return;
+        }
+        let mut chunk = self.reply.chunk(CHAT_CHUNK, vec![chat_role(choice)]);
+        chunk.usage = self.usage_of(choice);
+        if self.reply.view.token_ids {
+            chunk.prompt_token_ids = Some(self.reply.prompt(&self.started.prompts, choice));
+        }
+        sse::event(&chunk, out);
+    }
+
+    fn write<C: Serialize>(
+        &self,
+        object: &'static str,
+        choice: u32,
+        content: C,
+        out: &mut Vec<u8>,
+    ) {
+        let mut chunk = self.reply.chunk(object, vec![content]);
+        chunk.usage = self.usage_of(choice);
+        sse::event(&chunk, out);
+    }
+
+    /// The usage that every chunk has: none, `null` when the last one will have it, or that of its
+    /// answer so far.
+    fn usage_of(&self, choice: u32) -> Option<Option<Usage>> {
+        let delivery = &self.reply.delivery;
+        if delivery.continuous_usage {
+            let prompt_tokens = self.reply.prompt(&self.started.prompts, choice).len() as u64;
+            let completion_tokens =
+                self.answers.get(&choice).map_or(0, |progress| progress.completion_tokens);
+            return Some(Some(Usage {
+                prompt_tokens,
+                completion_tokens,
+                total_tokens: prompt_tokens + completion_tokens,
+                ..Usage::default()
+            }));
+        }
+        delivery.include_usage.then_some(None)
+    }
+
+    fn write_last(&self, out: &mut Vec<u8>) {
+        let (delivery, reply) = (&self.reply.delivery, &self.reply);
+        if delivery.include_usage || reply.wants_figures {
+            let object = match reply.view.api {
+                Api::Chat => CHAT_CHUNK,
+                Api::Text => TEXT_CHUNK,
+            };
+            let mut chunk = reply.chunk::<()>(object, vec![]);
+            chunk.usage = delivery.include_usage.then_some(Some(self.totals.usage));
+            chunk.baton = reply.wants_figures.then(|| self.totals.hand_over.clone());
+            sse::event(&chunk, out);
+        }
+        sse::done(out);
+    }
+}
+
+const CHAT_CHUNK: &str = "chat.completion.chunk";
+const TEXT_CHUNK: &str = "text_completion";

@@ -1,0 +1,99 @@
+//! What every API request has: its id and label, its span, its deadline, its body.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use http_body_util::BodyExt;
+use telemetry::propagation;
+use tracing::Span;
+
+use super::error::ApiError;
+use crate::request::ids::{NoRandomness, RequestId, label};
+
+pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// With `1` the answer's last chunk tells what moved between the nodes.
+const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
+
+/// A body of the largest size over a slow line; then the client gave up.
+const BODY_MAX: Duration = Duration::from_secs(30);
+/// Of a body that is refused unread so much is read all the same: a client that is still sending
+/// would otherwise see its connection break instead of the refusal.
+const DISCARD_BYTES_MAX: usize = 64 << 20;
+const DISCARD_MAX: Duration = Duration::from_secs(5);
+
+pub struct RequestContext {
+    pub request_id: RequestId,
+    /// The client's own name for the request.
+    pub label: Option<String>,
+    pub span: Span,
+    pub wants_figures: bool,
+}
+
+impl RequestContext {
+    pub fn new(headers: &HeaderMap, api: &'static str) -> Result<Self, NoRandomness> {
+        let request_id = RequestId::mint()?;
+        let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+        let label = text(&X_REQUEST_ID).and_then(label);
+        let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
+        propagation::set_parent_from_http(&span, headers);
+        let wants_figures = text(&X_BATON_FIGURES) == Some("1");
+        Ok(Self { request_id, label, span, wants_figures })
+    }
+
+    /// What the answer's `x-request-id` says: the client's label, else our id.
+    pub fn echo(&self) -> HeaderValue {
+        let minted = || self.request_id.to_string();
+        let text = self.label.clone().unwrap_or_else(minted);
+        // Labels are visible ASCII and ids are hexadecimal.
+        HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
+    }
+}
+
+/// The whole body, at most `limit` bytes.
+pub async fn read_body(headers: &HeaderMap, mut body: Body, limit: u64) -> Result<Bytes, ApiError> {
+    let announced = headers
+        .get(header::CONTENT_LENGTH)
+        .and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if announced.is_some_and(|bytes| bytes > limit) {
+        discard(&mut body).await;
+        return Err(ApiError::body_too_large(limit));
+    }
+    let mut bytes = BytesMut::new();
+    let read = async {
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|error| ApiError::body_broken(&error.to_string()))?;
+            let Ok(data) = frame.into_data() else { continue };
+            if (bytes.len() + data.len()) as u64 > limit {
+                return Err(ApiError::body_too_large(limit));
+            }
+            bytes.extend_from_slice(&data);
+        }
+        Ok(())
+    };
+    let read = tokio::time::timeout(BODY_MAX, read).await;
+    match read.unwrap_or_else(|_| Err(ApiError::body_timeout(BODY_MAX.as_secs()))) {
+        Ok(()) => Ok(bytes.freeze()),
+        Err(error) => {
+            if error.status == StatusCode::PAYLOAD_TOO_LARGE {
+                discard(&mut body).await;
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Reads on without keeping anything, within bounds.
+async fn discard(body: &mut Body) {
+    let all = async {
+        let mut bytes = 0;
+        while let Some(Ok(frame)) = body.frame().await {
+            bytes += frame.data_ref().map_or(0, Bytes::len);
+            if bytes > DISCARD_BYTES_MAX {
+                break;
+            }
+        }
+    };
+    let _ = tokio::time::timeout(DISCARD_MAX, all).await;
+}

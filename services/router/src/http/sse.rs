@@ -1,0 +1,36 @@
+//! Server-sent events: how they are written, and the comments that keep idle streams alive.
+
+use std::{convert::Infallible, time::Duration};
+
+use bytes::Bytes;
+use futures_util::Stream;
+use serde::Serialize;
+
+use super::reply::Chunks;
+
+/// A silent stream says that it lives: less than the idle limits of common proxies (60 s).
+pub const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// Appends one event with this content.
+pub fn event(content: &impl Serialize, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: ");
+    serde_json::to_writer(&mut *out, content)
+        .expect("a vector takes all bytes, and our own types have text keys only");
+    out.extend_from_slice(b"\n\n");
+}
+
+/// Appends the mark of a complete stream.
+pub fn done(out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: [DONE]\n\n");
+}
+
+/// The stream's bytes, made when the connection asks for them.
+pub fn stream(chunks: Chunks) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
+    futures_util::stream::unfold(chunks, |mut chunks| async move {
+        let bytes = match tokio::time::timeout(KEEP_ALIVE, chunks.next()).await {
+            Ok(next) => next?,
+            Err(_) => Bytes::from_static(b": keep-alive\n\n"),
+        };
+        Some((Ok(bytes), chunks))
+    })
+}

@@ -1,0 +1,212 @@
+//! The list of tokens that a client has been shown: the only truth about an answer.
+//!
+//! Nodes may repeat what they said, in the same attempt (a decode node repeats token 0) or in a
+//! later one. Each index enters the list once, in order. A repetition must be equal.
+
+use std::cmp::Ordering;
+
+use proto::v1::Token;
+
+/// Tokens 0.. of one answer, over all attempts.
+#[derive(Debug)]
+pub struct EmittedTokens {
+    ids: Vec<u32>,
+    tokens_max: u32,
+    vocabulary_size: u32,
+}
+
+/// Why an event cannot be true. The list is unchanged by it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EmissionError {
+    #[error("index {index} was shown as token {shown} and came again as token {offered}")]
+    Contradiction { index: u32, shown: u32, offered: u32 },
+    #[error("tokens came from index {first_index} on, index {expected} is next")]
+    Gap { expected: u32, first_index: u32 },
+    #[error("tokens came up to index {last_index}, the answer has at most {tokens_max}")]
+    TooMany { last_index: u64, tokens_max: u32 },
+    #[error("token {id} at index {index} is not in the vocabulary of {vocabulary_size}")]
+    OutsideVocabulary { index: u32, id: u32, vocabulary_size: u32 },
+    #[error("an event at index {first_index} carried no token")]
+    Empty { first_index: u32 },
+}
+
+impl EmittedTokens {
+    /// An empty answer of at most `tokens_max` tokens with ids below `vocabulary_size`.
+    pub fn new(tokens_max: u32, vocabulary_size: u32) -> Self {
+        Self { ids: Vec::new(), tokens_max, vocabulary_size }
+    }
+
+    /// Token ids in order of their index.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// The index of the token that comes next; also the number of tokens shown.
+    pub fn next_index(&self) -> u32 {
+        self.ids.len() as u32
+    }
+
+    /// Nothing more may be shown.
+    pub fn is_full(&self) -> bool {
+        self.next_index() >= self.tokens_max
+    }
+
+    /// Takes tokens `first_index..` and returns those that are new, with the first one's index.
+    pub fn accept(
+        &mut self,
+        first_index: u32,
+        mut tokens: Vec<Token>,
+    ) -> Result<(u32, Vec<Token>), EmissionError> {
+        if tokens.is_empty() {
+            return Err(EmissionError::Empty { first_index });
+        }
+        let expected = self.next_index();
+        if first_index > expected {
+            return Err(EmissionError::Gap { expected, first_index });
+        }
+        let last_index = u64::from(first_index) + tokens.len() as u64 - 1;
+        if last_index >= u64::from(self.tokens_max) {
+            return Err(EmissionError::TooMany { last_index, tokens_max: self.tokens_max });
+        }
+        for (index, token) in (first_index..).zip(&tokens) {
+            match (index.cmp(&expected), self.ids.get(index as usize)) {
+                (Ordering::Less, Some(&shown)) if shown != token.id => {
+                    return Err(EmissionError::Contradiction { index, shown, offered: token.id });
+                }
+                (Ordering::Less, _) => {}
+                (Ordering::Equal | Ordering::Greater, _) if token.id >= self.vocabulary_size => {
+                    return Err(EmissionError::OutsideVocabulary {
+                        index,
+                        id: token.id,
+                        vocabulary_size: self.vocabulary_size,
+                    });
+                }
+                (Ordering::Equal | Ordering::Greater, _) => {}
+            }
+        }
+        let repeated = ((expected - first_index) as usize).min(tokens.len());
+        let new = tokens.split_off(repeated);
+        self.ids.extend(new.iter().map(|token| token.id));
+        debug_assert!(self.next_index() <= self.tokens_max);
+        Ok((expected, new))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tokens(ids: &[u32]) -> Vec<Token> {
+        ids.iter().map(|&id| Token { id, logprobs: None }).collect()
+    }
+
+    fn ids(tokens: &[Token]) -> Vec<u32> {
+        tokens.iter().map(|token| token.id).collect()
+    }
+
+    #[test]
+    fn a_repeated_token_is_shown_once() {
+        let mut emitted = EmittedTokens::new(8, 100);
+        assert_eq!(ids(&emitted.accept(0, tokens(&[7])).unwrap().1), [7]);
+        let (first, new) = emitted.accept(0, tokens(&[7, 8, 9])).unwrap();
+        assert_eq!((first, ids(&new)), (1, vec![8, 9]));
+        assert_eq!(emitted.ids(), [7, 8, 9]);
+    }
+
+    #[test]
+    fn another_value_for_a_shown_index_is_refused() {
+        let mut emitted = EmittedTokens::new(8, 100);
+        emitted.accept(0, tokens(&[1, 2])).unwrap();
+        assert_eq!(
+            emitted.accept(1, tokens(&[3, 4])),
+            Err(EmissionError::Contradiction { index: 1, shown: 2, offered: 3 })
+        );
+        assert_eq!(emitted.ids(), [1, 2]);
+    }
+
+    #[test]
+    fn a_gap_is_refused() {
+        let mut emitted = EmittedTokens::new(8, 100);
+        assert_eq!(
+            emitted.accept(1, tokens(&[3])),
+            Err(EmissionError::Gap { expected: 0, first_index: 1 })
+        );
+    }
+
+    #[test]
+    fn more_tokens_than_asked_for_are_refused() {
+        let mut emitted = EmittedTokens::new(2, 100);
+        assert_eq!(
+            emitted.accept(0, tokens(&[1, 2, 3])),
+            Err(EmissionError::TooMany { last_index: 2, tokens_max: 2 })
+        );
+        assert_eq!(
+            emitted.accept(u32::MAX, tokens(&[1])),
+            Err(EmissionError::Gap { expected: 0, first_index: u32::MAX })
+        );
+        assert!(emitted.ids().is_empty());
+    }
+
+    #[test]
+    fn an_id_outside_the_vocabulary_and_an_empty_event_are_refused() {
+        let mut emitted = EmittedTokens::new(2, 100);
+        assert_eq!(
+            emitted.accept(0, tokens(&[100])),
+            Err(EmissionError::OutsideVocabulary { index: 0, id: 100, vocabulary_size: 100 })
+        );
+        assert_eq!(emitted.accept(0, vec![]), Err(EmissionError::Empty { first_index: 0 }));
+    }
+
+    /// A window of the true answer, or a lie about it.
+    #[derive(Clone, Debug)]
+    struct Event {
+        first: u32,
+        count: u32,
+        lie_at: Option<u32>,
+    }
+
+    fn event() -> impl Strategy<Value = Event> {
+        (0u32..40, 0u32..8, proptest::option::weighted(0.1, 0u32..8))
+            .prop_map(|(first, count, lie_at)| Event { first, count, lie_at })
+    }
+
+    proptest! {
+        /// Whatever order, overlap, repetition and lies events come in: what is shown is a prefix
+        /// of the true answer, each index once, unless a lie was about an index still unknown.
+        #[test]
+        fn what_is_shown_is_each_index_once(events in proptest::collection::vec(event(), 0..60)) {
+            let truth = |index: u32| index * 31 % 97;
+            let mut emitted = EmittedTokens::new(32, 200);
+            let mut shown: Vec<u32> = Vec::new();
+            for Event { first, count, lie_at } in events {
+                let offered: Vec<u32> = (0..count)
+                    .map(|offset| match lie_at {
+                        Some(lie) if lie == offset && first + offset < shown.len() as u32 => {
+                            shown[(first + offset) as usize] + 100
+                        }
+                        _ => truth(first + offset),
+                    })
+                    .collect();
+                let lies = lie_at
+                    .is_some_and(|lie| lie < count && ((first + lie) as usize) < shown.len());
+                let before = emitted.ids().to_vec();
+                match emitted.accept(first, tokens(&offered)) {
+                    Ok((index, new)) => {
+                        prop_assert!(!lies && count > 0);
+                        prop_assert_eq!(index as usize, shown.len());
+                        shown.extend(ids(&new));
+                    }
+                    Err(_) => {
+                        let gap = first as usize > shown.len();
+                        prop_assert!(lies || gap || count == 0 || first + count > 32);
+                        prop_assert_eq!(emitted.ids(), before.as_slice());
+                    }
+                }
+                prop_assert_eq!(emitted.ids(), shown.as_slice());
+                prop_assert!(shown.iter().zip(0..).all(|(&id, index)| id == truth(index)));
+            }
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Why an attempt, or a whole request, did not complete.
+
+use std::{error::Error as _, fmt};
+
+use proto::v1::{Failure, FailureKind};
+use tonic::{Code, Status};
+
+use super::emitted::EmissionError;
+
+/// Bytes of a peer's message that are kept: one line in a log or an error body.
+const MESSAGE_BYTES_MAX: usize = 300;
+
+/// Which node of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    Prefill,
+    Decode,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        })
+    }
+}
+
+/// What went wrong with an attempt; decides what the next one avoids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The node's queue or blocks are full.
+    Busy,
+    /// The node drains.
+    Draining,
+    /// The connection broke, or could not be made.
+    Lost,
+    /// The KV did not arrive whole.
+    TransferFailed,
+    /// The request's deadline passed at the node.
+    Deadline,
+    /// The node gave up on a stream that was not read; its reader waited for the client.
+    SlowReader,
+    /// The two nodes have different models, weights or layouts.
+    Mismatch,
+    /// The node is another process, or has other weights, than believed.
+    Stale,
+    /// The node knows this transfer id already.
+    Duplicate,
+    /// A defect of the node.
+    Internal,
+    /// The node can never serve this request.
+    Invalid,
+    /// The node said what the protocol does not allow.
+    Violation,
+    /// The node contradicted what the client was shown.
+    Contradiction,
+}
+
+impl Cause {
+    /// The word in logs and metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Busy => "busy",
+            Self::Draining => "draining",
+            Self::Lost => "lost",
+            Self::TransferFailed => "transfer_failed",
+            Self::Deadline => "deadline",
+            Self::SlowReader => "slow_reader",
+            Self::Mismatch => "mismatch",
+            Self::Stale => "stale",
+            Self::Duplicate => "duplicate",
+            Self::Internal => "internal",
+            Self::Invalid => "invalid",
+            Self::Violation => "violation",
+            Self::Contradiction => "contradiction",
+        }
+    }
+
+    fn of_kind(kind: FailureKind) -> Self {
+        match kind {
+            FailureKind::Busy => Self::Busy,
+            FailureKind::TransferFailed => Self::TransferFailed,
+            FailureKind::Deadline => Self::Deadline,
+            FailureKind::Draining => Self::Draining,
+            FailureKind::SlowReader => Self::SlowReader,
+            FailureKind::Mismatch => Self::Mismatch,
+            FailureKind::Internal | FailureKind::Unspecified => Self::Internal,
+            FailureKind::Invalid => Self::Invalid,
+        }
+    }
+}
+
+/// One attempt's end without an answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{side} node: {}: {message}", cause.as_str())]
+pub struct AttemptFailure {
+    pub side: Side,
+    pub cause: Cause,
+    /// One line for people.
+    pub message: String,
+}
+
+impl AttemptFailure {
+    /// The node's own final event.
+    pub fn reported(side: Side, failure: Failure) -> Self {
+        Self { side, cause: Cause::of_kind(failure.kind()), message: one_line(&failure.message) }
+    }
+
+    /// A call that was refused, or a stream that broke.
+    pub fn status(side: Side, status: &Status) -> Self {
+        // A status with a source was made here, of a connection's error; others the node sent.
+        let broken = status.source().is_some();
+        let cause = match status.code() {
+            Code::ResourceExhausted => Cause::Busy,
+            Code::Unavailable if broken => Cause::Lost,
+            Code::Unavailable => Cause::Draining,
+            Code::InvalidArgument => Cause::Invalid,
+            Code::AlreadyExists => Cause::Duplicate,
+            Code::FailedPrecondition => Cause::Stale,
+            Code::DeadlineExceeded => Cause::Deadline,
+            _ if broken => Cause::Lost,
+            _ => Cause::Internal,
+        };
+        let mut message = one_line(status.message());
+        if message.is_empty() {
+            message = status.code().description().to_owned();
+        }
+        Self { side, cause, message }
+    }
+
+    /// The stream ended without its final event.
+    pub fn cut(side: Side) -> Self {
+        let message = "the stream ended without a final event".to_owned();
+        Self { side, cause: Cause::Lost, message }
+    }
+
+    pub fn violation(side: Side, message: impl Into<String>) -> Self {
+        Self { side, cause: Cause::Violation, message: message.into() }
+    }
+
+    pub fn emission(side: Side, error: &EmissionError) -> Self {
+        let cause = match error {
+            EmissionError::Contradiction { .. } => Cause::Contradiction,
+            EmissionError::Gap { .. }
+            | EmissionError::TooMany { .. }
+            | EmissionError::OutsideVocabulary { .. }
+            | EmissionError::Empty { .. } => Cause::Violation,
+        };
+        Self { side, cause, message: error.to_string() }
+    }
+}
+
+/// A peer's text as one bounded line.
+fn one_line(text: &str) -> String {
+    let mut line: String =
+        text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
+    if line.len() > MESSAGE_BYTES_MAX {
+        let end = (0..=MESSAGE_BYTES_MAX).rev().find(|&end| line.is_char_boundary(end));
+        line.truncate(end.expect("0 is a boundary"));
+        line.push('…');
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_told_from_a_broken_connection() {
+        let refused = AttemptFailure::status(Side::Decode, &Status::unavailable("draining"));
+        assert_eq!(refused.cause, Cause::Draining);
+        let mut broken = Status::unavailable("tcp connect error");
+        broken.set_source(std::sync::Arc::new(std::io::Error::other("refused")));
+        assert_eq!(AttemptFailure::status(Side::Decode, &broken).cause, Cause::Lost);
+        let busy = AttemptFailure::status(Side::Prefill, &Status::resource_exhausted("full"));
+        assert_eq!((busy.cause, busy.side), (Cause::Busy, Side::Prefill));
+    }
+
+    #[test]
+    fn a_peers_message_is_one_bounded_line() {
+        let failure = Failure { kind: 99, message: format!("a\nb{}", "ü".repeat(500)) };
+        let failure = AttemptFailure::reported(Side::Decode, failure);
+        assert_eq!(failure.cause, Cause::Internal);
+        assert!(failure.message.starts_with("a b") && failure.message.len() < 310);
+    }
+}

@@ -1,0 +1,183 @@
+//! The nodes as this router sees them: a directory, kept up to date by one task, and connections.
+
+mod channel;
+mod watch;
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard},
+    time::{Duration, Instant},
+};
+
+use cluster::{
+    Directory, Epoch, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role, Wanted,
+};
+use proto::v1::node_client::NodeClient;
+use telemetry::RouterMetrics;
+use tokio::sync::{mpsc, watch as latest};
+use tonic::transport::Channel;
+
+use crate::request::options::ModelLimits;
+pub use watch::NodeWatch;
+
+/// Events of all nodes between two looks of the task; streams wait when it is full.
+const INPUTS_MAX: usize = 1024;
+
+/// Picks nodes and connects to them. Cheap to clone.
+#[derive(Clone)]
+pub struct Nodes(Arc<Shared>);
+
+struct Shared {
+    directory: Mutex<Directory>,
+    /// By URL.
+    channels: Mutex<HashMap<String, Channel>>,
+    inputs: mpsc::Sender<Input>,
+    /// Counts changes of health.
+    changes: latest::Sender<u64>,
+    metrics: RouterMetrics,
+}
+
+/// What is served now.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Serving {
+    pub prefill_nodes: usize,
+    pub decode_nodes: usize,
+    /// What every decode node can take; `None` without any.
+    pub limits: Option<ModelLimits>,
+    /// Of the decode node that was listed first.
+    pub model_fingerprint: u128,
+}
+
+impl Nodes {
+    /// Starts watching the members. `model` is the name that nodes must serve.
+    pub fn watch(
+        membership: &dyn Membership,
+        model: &str,
+        metrics: RouterMetrics,
+    ) -> (Self, NodeWatch) {
+        let (inputs, received) = mpsc::channel(INPUTS_MAX);
+        // Spreads the probes of several routers; time is random enough for that.
+        let seed = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
+        let nodes = Self(Arc::new(Shared {
+            directory: Mutex::new(Directory::new(seed)),
+            channels: Mutex::new(HashMap::new()),
+            inputs,
+            changes: latest::Sender::new(0),
+            metrics,
+        }));
+        let watch = NodeWatch::start(nodes.clone(), membership.watch(), received, model.into());
+        (nodes, watch)
+    }
+
+    /// Chooses a node and counts the attempt there until the result is dropped.
+    pub fn pick(&self, wanted: &Wanted<'_>) -> Result<Assigned, NoNode> {
+        let choice = self.directory().pick(Instant::now(), wanted)?;
+        match self.channel(&choice.address.grpc) {
+            Ok(channel) => Ok(Assigned { nodes: self.clone(), choice, channel }),
+            // Cannot happen to a node that was observed over the same URL.
+            Err(error) => {
+                tracing::error!(%error, url = choice.address.grpc, "not a URL");
+                self.directory().release(choice.assignment);
+                Err(NoNode::NoneUp { role: wanted.role, listed: 1 })
+            }
+        }
+    }
+
+    pub fn serving(&self) -> Serving {
+        let directory = self.directory();
+        let records: Vec<&NodeRecord> = directory.serving(Role::Decode).collect();
+        let least = |of: fn(&NodeRecord) -> u32| records.iter().map(|record| of(record)).min();
+        let limits = || {
+            Some(ModelLimits {
+                prompt_tokens_max: least(|record| record.prompt_tokens_max)?,
+                sequence_tokens_max: least(|record| record.sequence_tokens_max)?,
+                vocabulary_size: least(|record| record.vocabulary_size)?,
+            })
+        };
+        Serving {
+            prefill_nodes: directory.serving(Role::Prefill).count(),
+            decode_nodes: records.len(),
+            limits: limits(),
+            model_fingerprint: records
+                .first()
+                .map_or(0, |record| record.identity.model_fingerprint),
+        }
+    }
+
+    /// Changes whenever a node's health does.
+    pub fn changes(&self) -> latest::Receiver<u64> {
+        self.0.changes.subscribe()
+    }
+
+    fn channel(&self, url: &str) -> Result<Channel, tonic::transport::Error> {
+        let mut channels = self.0.channels.lock().unwrap_or_else(|error| error.into_inner());
+        if let Some(channel) = channels.get(url) {
+            return Ok(channel.clone());
+        }
+        let channel = channel::open(url)?;
+        channels.insert(url.to_owned(), channel.clone());
+        Ok(channel)
+    }
+
+    fn forget_channel(&self, url: &str) {
+        self.0.channels.lock().unwrap_or_else(|error| error.into_inner()).remove(url);
+    }
+
+    /// Held for a few microseconds, never over an await.
+    fn directory(&self) -> MutexGuard<'_, Directory> {
+        self.0.directory.lock().unwrap_or_else(|error| error.into_inner())
+    }
+
+    fn count_nodes(&self) {
+        let directory = self.directory();
+        for role in Role::ALL {
+            for health in Health::ALL {
+                let count = directory.count(role, health);
+                self.0.metrics.set_nodes(role.as_str(), health.as_str(), count);
+            }
+        }
+    }
+}
+
+/// A node that an attempt uses. Dropping it gives the assignment back.
+pub struct Assigned {
+    nodes: Nodes,
+    choice: NodeChoice,
+    channel: Channel,
+}
+
+impl Assigned {
+    pub fn record(&self) -> &NodeRecord {
+        &self.choice.record
+    }
+
+    pub fn epoch(&self) -> Epoch {
+        self.choice.record.epoch
+    }
+
+    pub fn client(&self) -> NodeClient<Channel> {
+        channel::client(self.channel.clone())
+    }
+
+    /// The node took the attempt.
+    pub fn answered(&self) {
+        self.nodes.directory().answered(self.choice.assignment);
+    }
+
+    /// The node refused the attempt as busy.
+    pub fn busy(&self, retry_after: Option<Duration>) {
+        self.nodes.directory().busy(Instant::now(), self.choice.assignment, retry_after);
+    }
+
+    /// The connection broke, or another process is there: have it probed.
+    pub fn lost(&self, reason: String) {
+        // Full only when the task has much to do; then it hears of it by the node's own stream.
+        let _ = self.nodes.0.inputs.try_send(Input::CallLost { epoch: self.epoch(), reason });
+    }
+}
+
+impl Drop for Assigned {
+    fn drop(&mut self) {
+        self.nodes.directory().release(self.choice.assignment);
+    }
+}

@@ -1,0 +1,181 @@
+//! The task that keeps the directory up to date: it follows the membership, holds one `Observe`
+//! stream to each member, and wakes for the directory's deadlines.
+
+use std::{collections::HashMap, sync::Arc, time::Instant};
+
+use cluster::{Action, Input, MemberWatch, NodeAddress, StreamId};
+use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
+use tokio::{
+    sync::mpsc,
+    task::{AbortHandle, JoinError, JoinHandle, JoinSet},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::Code;
+
+use super::{Nodes, channel};
+
+/// The running task. Dropping it stops the task without waiting.
+pub struct NodeWatch {
+    stop: DropGuard,
+    task: JoinHandle<()>,
+}
+
+impl NodeWatch {
+    pub(super) fn start(
+        nodes: Nodes,
+        members: MemberWatch,
+        inputs: mpsc::Receiver<Input>,
+        model: Arc<str>,
+    ) -> Self {
+        let stop = CancellationToken::new();
+        let watch = Watch { nodes, inputs, model, streams: JoinSet::new(), open: HashMap::new() };
+        let task = tokio::spawn(watch.run(members, stop.clone()));
+        Self { stop: stop.drop_guard(), task }
+    }
+
+    /// Stops the task and its streams and waits until they are gone.
+    pub async fn shutdown(self) -> Result<(), JoinError> {
+        drop(self.stop);
+        self.task.await
+    }
+}
+
+struct Watch {
+    nodes: Nodes,
+    inputs: mpsc::Receiver<Input>,
+    model: Arc<str>,
+    streams: JoinSet<()>,
+    open: HashMap<StreamId, AbortHandle>,
+}
+
+impl Watch {
+    async fn run(mut self, mut members: MemberWatch, stop: CancellationToken) {
+        self.nodes.count_nodes();
+        let mut members_end = false;
+        loop {
+            let deadline = self.nodes.directory().next_deadline();
+            let due = async {
+                match deadline {
+                    Some(at) => tokio::time::sleep_until(at.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let mut actions = Vec::new();
+            tokio::select! {
+                () = stop.cancelled() => break,
+                change = members.next(), if !members_end => match change {
+                    Some(change) => self.handle(Input::Member(change), &mut actions),
+                    None => members_end = true,
+                },
+                // We hold a sender ourselves, so the channel never ends.
+                Some(input) = self.inputs.recv() => self.handle(input, &mut actions),
+                () = due => {
+                    self.nodes.directory().on_deadline(Instant::now(), &mut actions);
+                }
+            }
+            for action in actions {
+                self.act(action);
+            }
+            while self.streams.try_join_next().is_some() {}
+        }
+        self.streams.shutdown().await;
+    }
+
+    fn handle(&self, input: Input, actions: &mut Vec<Action>) {
+        self.nodes.directory().handle(Instant::now(), input, actions);
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Observe { stream, address, .. } => {
+                self.open.retain(|_, task| !task.is_finished());
+                let observe = observe(self.nodes.clone(), stream, address, self.model.clone());
+                let task = self.streams.spawn(observe);
+                self.open.insert(stream, task);
+            }
+            Action::StopObserving { stream } => {
+                if let Some(task) = self.open.remove(&stream) {
+                    task.abort();
+                }
+            }
+            Action::HealthChanged { address, from, to, reason, .. } => {
+                tracing::info!(
+                    node = %address, from = from.as_str(), to = to.as_str(), reason,
+                    "node health changed"
+                );
+                self.changed();
+            }
+            Action::Forgotten { address, .. } => {
+                tracing::info!(node = %address, "node left");
+                self.nodes.forget_channel(&address.grpc);
+                self.changed();
+            }
+        }
+    }
+
+    fn changed(&self) {
+        self.nodes.count_nodes();
+        self.nodes.0.changes.send_modify(|count| *count += 1);
+    }
+}
+
+/// Feeds one `Observe` stream into the task until it ends.
+async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, model: Arc<str>) {
+    let reason = match follow(&nodes, stream, &address, &model).await {
+        Ok(()) => "the stream ended".to_owned(),
+        Err(reason) => reason,
+    };
+    // Fails only when the task is gone, and with it everything that could be told.
+    let _ = nodes.0.inputs.send(Input::StreamEnded { stream, reason }).await;
+}
+
+async fn follow(
+    nodes: &Nodes,
+    stream: StreamId,
+    address: &NodeAddress,
+    model: &str,
+) -> Result<(), String> {
+    let failed = |status: tonic::Status| match status.code() {
+        Code::Unavailable => format!("unavailable: {}", status.message()),
+        code => format!("{code:?}: {}", status.message()),
+    };
+    let channel = nodes.channel(&address.grpc).map_err(|error| error.to_string())?;
+    let response = channel::client(channel).observe(ObserveRequest {}).await.map_err(failed)?;
+    let mut events = response.into_inner();
+    let mut draining = false;
+    while let Some(event) = events.message().await.map_err(failed)? {
+        check_model(&event, model)?;
+        let drains = drains(&event).unwrap_or(draining);
+        let changed = std::mem::replace(&mut draining, drains) != drains;
+        if nodes.0.inputs.send(Input::Observed { stream, event }).await.is_err() {
+            return Ok(());
+        }
+        if changed {
+            // No change of health, but of what can be picked.
+            nodes.0.changes.send_modify(|count| *count += 1);
+        }
+    }
+    Ok(())
+}
+
+/// Token ids mean nothing to a node with another model.
+fn check_model(event: &ObserveEvent, model: &str) -> Result<(), String> {
+    match &event.event {
+        Some(Event::Snapshot(snapshot)) => match &snapshot.record {
+            Some(record) if record.model != model => Err(format!(
+                "it serves {:?}, this router serves {model:?}: give both the same model.name",
+                record.model.chars().take(100).collect::<String>()
+            )),
+            _ => Ok(()),
+        },
+        _ => Ok(()),
+    }
+}
+
+fn drains(event: &ObserveEvent) -> Option<bool> {
+    match event.event.as_ref()? {
+        Event::Snapshot(snapshot) => snapshot.load.as_ref(),
+        Event::Delta(delta) => delta.load.as_ref(),
+    }
+    .map(|load| load.draining)
+}

@@ -1,0 +1,176 @@
+//! What is told about each request: one line at its end, and its figures.
+
+use std::{
+    sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use proto::v1::FinishReason;
+use telemetry::{
+    RouterMetrics,
+    metrics::{FinishedRequest, Operation, RequestEnd, RunningRequest},
+};
+
+use crate::{
+    admission::Full,
+    generation::{AnswerEnd, RequestError},
+    request::ids::RequestId,
+};
+
+/// Told when it is dropped: a request that nobody ended was left by its client.
+pub struct RequestRecord {
+    metrics: RouterMetrics,
+    operation: Operation,
+    request_id: RequestId,
+    /// The client's own name for it.
+    label: Option<String>,
+    received: Instant,
+    choices: AtomicU32,
+    prompt_tokens: AtomicU32,
+    state: Mutex<State>,
+    _running: RunningRequest,
+}
+
+#[derive(Default)]
+struct State {
+    first_token: Option<Duration>,
+    last_event: Option<Instant>,
+    completion_tokens: u32,
+    cached_tokens: u32,
+    attempts: u32,
+    kv_bytes: u64,
+    prefill_node: Option<String>,
+    decode_node: Option<String>,
+    answers_ended: u32,
+    cut_short: bool,
+    error: Option<(RequestEnd, String)>,
+}
+
+impl RequestRecord {
+    pub fn new(
+        metrics: &RouterMetrics,
+        operation: Operation,
+        request_id: RequestId,
+        label: Option<String>,
+    ) -> Self {
+        Self {
+            metrics: metrics.clone(),
+            operation,
+            request_id,
+            label,
+            received: Instant::now(),
+            choices: AtomicU32::new(0),
+            prompt_tokens: AtomicU32::new(0),
+            state: Mutex::default(),
+            _running: metrics.request_running(),
+        }
+    }
+
+    pub fn asked(&self, choices: u32, prompt_tokens: u32) {
+        self.choices.store(choices, Ordering::Relaxed);
+        self.prompt_tokens.store(prompt_tokens, Ordering::Relaxed);
+    }
+
+    /// Tokens of some answer were handed to the client.
+    pub fn shown(&self, count: u32) {
+        let now = Instant::now();
+        let mut state = self.state();
+        state.completion_tokens += count;
+        match state.last_event.replace(now) {
+            Some(last) => self.metrics.next_tokens(now - last),
+            None => {
+                let after = now - self.received;
+                state.first_token = Some(after);
+                self.metrics.first_token(self.operation, after);
+            }
+        }
+    }
+
+    pub fn answer_ended(&self, end: &AnswerEnd) {
+        let mut state = self.state();
+        state.cached_tokens += end.cached_tokens;
+        state.attempts += end.hand_over.attempts;
+        state.kv_bytes += end.hand_over.kv_bytes;
+        state.prefill_node.clone_from(&end.hand_over.prefill_node);
+        state.decode_node.clone_from(&end.hand_over.decode_node);
+        state.answers_ended += 1;
+        state.cut_short |= end.reason == FinishReason::Length;
+    }
+
+    pub fn failed(&self, error: &RequestError) {
+        let end = match error {
+            RequestError::Field(_)
+            | RequestError::UnknownModel { .. }
+            | RequestError::Text { .. }
+            | RequestError::Refused { .. } => RequestEnd::Invalid,
+            RequestError::Full(Full::InWork { .. } | Full::Waiting { .. })
+            | RequestError::Busy { .. } => RequestEnd::Overloaded,
+            RequestError::Deadline { .. } => RequestEnd::Deadline,
+            RequestError::SlowClient { .. } => RequestEnd::SlowClient,
+            RequestError::ClientGone => RequestEnd::ClientGone,
+            RequestError::Full(Full::Stopping)
+            | RequestError::NoDecodeNode { .. }
+            | RequestError::AttemptsSpent { .. }
+            | RequestError::Contradiction { .. }
+            | RequestError::Stopped
+            | RequestError::Internal { .. } => RequestEnd::Failed,
+        };
+        self.state().error = Some((end, error.to_string()));
+    }
+
+    /// A request that could not be read at all.
+    pub fn refused(&self, reason: &str) {
+        self.state().error = Some((RequestEnd::Invalid, reason.to_owned()));
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|error| error.into_inner())
+    }
+}
+
+impl Drop for RequestRecord {
+    fn drop(&mut self) {
+        let duration = self.received.elapsed();
+        let state = std::mem::take(&mut *self.state());
+        let choices = self.choices.load(Ordering::Relaxed);
+        let end = match &state.error {
+            Some((end, _)) => *end,
+            None if choices == 0 || state.answers_ended < choices => RequestEnd::ClientGone,
+            // Of several answers one that was cut short is what an operator looks for.
+            None if state.cut_short => RequestEnd::Length,
+            None => RequestEnd::Stop,
+        };
+        let prompt_tokens = self.prompt_tokens.load(Ordering::Relaxed);
+        self.metrics.request_ended(&FinishedRequest {
+            operation: self.operation,
+            end,
+            duration,
+            time_to_first_token: state.first_token,
+            prompt_tokens,
+            completion_tokens: state.completion_tokens,
+            cached_tokens: state.cached_tokens,
+        });
+        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+        tracing::info!(
+            request_id = %self.request_id,
+            label = self.label.as_deref(),
+            api = self.operation.as_str(),
+            end = end.as_str(),
+            error = state.error.as_ref().map(|(_, error)| error.as_str()),
+            choices,
+            prompt_tokens,
+            cached_tokens = state.cached_tokens,
+            completion_tokens = state.completion_tokens,
+            attempts = state.attempts,
+            kv_bytes = state.kv_bytes,
+            prefill_node = state.prefill_node.as_deref(),
+            decode_node = state.decode_node.as_deref(),
+            ttft_ms = state.first_token.map(ms),
+            duration_ms = ms(duration),
+            "request ended"
+        );
+    }
+}

@@ -1,0 +1,89 @@
+//! Ids that the router mints, and labels that clients bring.
+
+use std::fmt;
+
+/// Characters of a client's label that are kept.
+const LABEL_CHARS_MAX: usize = 128;
+
+/// 128 random bits. Names a request at the nodes; the same over all of its attempts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RequestId(pub u128);
+
+/// 128 random bits. Names one attempt at the nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TransferId(pub u128);
+
+/// The system gave no random numbers; nothing can be named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the system gives no random numbers: {0}")]
+pub struct NoRandomness(getrandom::Error);
+
+fn random() -> Result<u128, NoRandomness> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(NoRandomness)?;
+    Ok(u128::from_be_bytes(bytes))
+}
+
+/// A seed for a request that brought none.
+pub fn mint_seed() -> Result<u64, NoRandomness> {
+    random().map(|bits| bits as u64)
+}
+
+impl RequestId {
+    pub fn mint() -> Result<Self, NoRandomness> {
+        random().map(Self)
+    }
+
+    pub fn to_bytes(self) -> bytes::Bytes {
+        bytes::Bytes::copy_from_slice(&self.0.to_be_bytes())
+    }
+}
+
+impl TransferId {
+    pub fn mint() -> Result<Self, NoRandomness> {
+        random().map(Self)
+    }
+
+    pub fn to_bytes(self) -> bytes::Bytes {
+        bytes::Bytes::copy_from_slice(&self.0.to_be_bytes())
+    }
+}
+
+impl fmt::Display for RequestId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Display for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+/// A client's own name for its request, fit to be echoed in a header and a log line: visible ASCII,
+/// bounded. `None` when nothing of it is left. Never a key.
+pub fn label(text: &str) -> Option<String> {
+    let label: String = text.chars().filter(char::is_ascii_graphic).take(LABEL_CHARS_MAX).collect();
+    (!label.is_empty()).then_some(label)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_visible_and_bounded() {
+        assert_eq!(label("req-1").as_deref(), Some("req-1"));
+        assert_eq!(label("a\r\nb: c\u{7f}é").as_deref(), Some("ab:c"));
+        assert_eq!(label("\n\t ").as_deref(), None);
+        assert_eq!(label(&"x".repeat(4000)).unwrap().len(), LABEL_CHARS_MAX);
+    }
+
+    #[test]
+    fn minted_ids_differ() {
+        let ids = [RequestId::mint().unwrap(), RequestId::mint().unwrap()];
+        assert_ne!(ids[0], ids[1]);
+        assert_eq!(ids[0].to_string().len(), 32);
+    }
+}

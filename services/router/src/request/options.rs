@@ -1,0 +1,243 @@
+//! What a client may ask for beside the prompt: the same fields, limits and defaults for HTTP and
+//! gRPC, and how they become what nodes are told.
+
+use std::ops::RangeInclusive;
+
+use proto::v1::Sampling;
+
+use super::field_error::FieldError;
+
+pub const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
+/// 0 would keep no token.
+pub const TOP_P: RangeInclusive<f64> = 0.000_001..=1.0;
+pub const MIN_P: RangeInclusive<f64> = 0.0..=1.0;
+/// Presence and frequency, as OpenAI has them.
+pub const PENALTY: RangeInclusive<f64> = -2.0..=2.0;
+/// 1 changes nothing; logits are divided by it.
+pub const REPETITION_PENALTY: RangeInclusive<f64> = 0.01..=100.0;
+/// -1 and 0 keep every token.
+pub const TOP_K: RangeInclusive<i128> = -1..=i32::MAX as i128;
+/// 64 bits, signed (as OpenAI has it) or not.
+pub const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i128;
+/// What nodes report at most.
+pub const LOGPROBS: RangeInclusive<u32> = 0..=20;
+/// Answers to one prompt, as OpenAI has it.
+pub const CHOICES: RangeInclusive<u32> = 1..=128;
+/// Answers in one request, over all its prompts: each is a request of its own to the nodes.
+pub const CHOICES_PER_REQUEST_MAX: usize = 128;
+/// More stop tokens than any model has.
+pub const STOP_TOKENS_MAX: usize = 256;
+/// What nodes take.
+pub const CACHE_SALT_BYTES_MAX: usize = 256;
+/// Any count of tokens; the model's own limit is checked when the prompt's length is known.
+pub const TOKENS: RangeInclusive<u32> = 1..=i32::MAX as u32;
+
+/// Tokens of a completion whose client does not say, as OpenAI and vLLM have it.
+pub const COMPLETION_TOKENS_DEFAULT: u32 = 16;
+
+/// Fields as the client gave them, each within its own limits.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Options {
+    pub max_tokens: Option<u32>,
+    pub min_tokens: u32,
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<u32>,
+    pub min_p: Option<f32>,
+    pub seed: Option<u64>,
+    pub repetition_penalty: Option<f32>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub stop: Vec<String>,
+    pub include_stop: bool,
+    pub skip_special_tokens: Option<bool>,
+    pub stop_token_ids: Vec<u32>,
+    pub ignore_eos: bool,
+    pub logprobs: Option<u32>,
+    pub cache_salt: String,
+}
+
+/// What the served model allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelLimits {
+    pub prompt_tokens_max: u32,
+    /// Prompt and answer together.
+    pub sequence_tokens_max: u32,
+    pub vocabulary_size: u32,
+}
+
+/// How many tokens an answer has when the client does not say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DefaultLength {
+    /// What is left of the model's longest sequence.
+    Rest,
+    Tokens(u32),
+}
+
+impl Options {
+    /// What nodes are told, with every default filled in. `seed` is used when the client gave none;
+    /// `end_tokens` are the model's own. `max_tokens_name` is the field the client would change.
+    pub fn sampling(
+        &self,
+        prompt_tokens: u32,
+        limits: &ModelLimits,
+        default_length: DefaultLength,
+        end_tokens: &[u32],
+        seed: u64,
+        max_tokens_name: &str,
+    ) -> Result<Sampling, FieldError> {
+        // The prompt's length was checked: it leaves room for a token.
+        let rest = limits.sequence_tokens_max.saturating_sub(prompt_tokens);
+        let max_tokens = match (self.max_tokens, default_length) {
+            (Some(asked), _) if asked > rest => {
+                return Err(FieldError::new(
+                    max_tokens_name,
+                    format!(
+                        "is {asked}; the prompt has {prompt_tokens} tokens and the model's longest \
+                         sequence {}; allowed: at most {rest}",
+                        limits.sequence_tokens_max
+                    ),
+                ));
+            }
+            (Some(asked), _) => asked,
+            (None, DefaultLength::Rest) => rest,
+            (None, DefaultLength::Tokens(count)) => count.min(rest),
+        };
+        if self.min_tokens > max_tokens {
+            return Err(FieldError::new(
+                "min_tokens",
+                format!("is {}; allowed: at most max_tokens, {max_tokens}", self.min_tokens),
+            ));
+        }
+        if let Some(id) = self.stop_token_ids.iter().find(|&&id| id >= limits.vocabulary_size) {
+            return Err(FieldError::new(
+                "stop_token_ids",
+                format!("has {id}; allowed: ids below {}", limits.vocabulary_size),
+            ));
+        }
+        let mut stop_token_ids = self.stop_token_ids.clone();
+        if !self.ignore_eos {
+            stop_token_ids.extend(end_tokens);
+        }
+        stop_token_ids.sort_unstable();
+        stop_token_ids.dedup();
+        Ok(Sampling {
+            temperature: self.temperature.unwrap_or(1.0),
+            top_k: self.top_k.unwrap_or(0),
+            top_p: self.top_p.unwrap_or(1.0),
+            min_p: self.min_p.unwrap_or(0.0),
+            seed: self.seed.unwrap_or(seed),
+            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            max_tokens,
+            min_tokens: self.min_tokens,
+            // Nothing is left to stop at: the node need not look.
+            ignore_stop_tokens: stop_token_ids.is_empty(),
+            stop_token_ids,
+            logprobs: self.logprobs,
+        })
+    }
+}
+
+/// Refuses a prompt that no node can take.
+pub fn check_prompt(field: &str, tokens: &[u32], limits: &ModelLimits) -> Result<(), FieldError> {
+    let count = tokens.len() as u64;
+    // One place must be left for the answer.
+    let longest = limits.prompt_tokens_max.min(limits.sequence_tokens_max.saturating_sub(1));
+    if count == 0 {
+        return Err(FieldError::new(field, "is empty; allowed: at least one token"));
+    }
+    if count > u64::from(longest) {
+        return Err(FieldError::new(
+            field,
+            format!("has {count} tokens; allowed: at most {longest}"),
+        ));
+    }
+    let outside = |(_, id): &(usize, &u32)| **id >= limits.vocabulary_size;
+    match tokens.iter().enumerate().find(outside) {
+        Some((index, id)) => Err(FieldError::new(
+            field,
+            format!(
+                "has token id {id} at index {index}; allowed: ids below {}",
+                limits.vocabulary_size
+            ),
+        )),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: ModelLimits =
+        ModelLimits { prompt_tokens_max: 90, sequence_tokens_max: 100, vocabulary_size: 1000 };
+
+    fn sampling(options: &Options, prompt_tokens: u32) -> Result<Sampling, FieldError> {
+        options.sampling(prompt_tokens, &LIMITS, DefaultLength::Rest, &[2, 0], 77, "max_tokens")
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_openai_api() {
+        let default = sampling(&Options::default(), 40).unwrap();
+        assert_eq!(
+            default,
+            Sampling {
+                temperature: 1.0,
+                top_k: 0,
+                top_p: 1.0,
+                min_p: 0.0,
+                seed: 77,
+                repetition_penalty: 1.0,
+                presence_penalty: 0.0,
+                frequency_penalty: 0.0,
+                max_tokens: 60,
+                min_tokens: 0,
+                stop_token_ids: vec![0, 2],
+                ignore_stop_tokens: false,
+                logprobs: None,
+            }
+        );
+        let short = Options::default()
+            .sampling(90, &LIMITS, DefaultLength::Tokens(16), &[], 0, "max_tokens")
+            .unwrap();
+        assert_eq!(short.max_tokens, 10);
+    }
+
+    #[test]
+    fn ignored_ends_of_sequence_leave_the_clients_own_stop_tokens() {
+        let options = Options { ignore_eos: true, ..Options::default() };
+        let all_ignored = sampling(&options, 1).unwrap();
+        assert!(all_ignored.ignore_stop_tokens && all_ignored.stop_token_ids.is_empty());
+        let own = Options { stop_token_ids: vec![7, 7], ..options };
+        let own = sampling(&own, 1).unwrap();
+        assert_eq!((own.ignore_stop_tokens, own.stop_token_ids), (false, vec![7]));
+    }
+
+    #[test]
+    fn counts_must_fit_the_model() {
+        let said = |options: Options| sampling(&options, 40).unwrap_err().to_string();
+        let long = said(Options { max_tokens: Some(61), ..Options::default() });
+        for words in ["max_tokens is 61", "40 tokens", "100", "at most 60"] {
+            assert!(long.contains(words), "{long}");
+        }
+        let least = said(Options { max_tokens: Some(5), min_tokens: 6, ..Options::default() });
+        assert_eq!(least, "min_tokens is 6; allowed: at most max_tokens, 5");
+        let outside = said(Options { stop_token_ids: vec![1000], ..Options::default() });
+        assert_eq!(outside, "stop_token_ids has 1000; allowed: ids below 1000");
+    }
+
+    #[test]
+    fn a_prompt_must_fit_the_model() {
+        let said =
+            |tokens: &[u32]| check_prompt("prompt", tokens, &LIMITS).unwrap_err().to_string();
+        assert_eq!(said(&[]), "prompt is empty; allowed: at least one token");
+        assert_eq!(said(&[1; 91]), "prompt has 91 tokens; allowed: at most 90");
+        assert_eq!(
+            said(&[1, 1000]),
+            "prompt has token id 1000 at index 1; allowed: ids below 1000"
+        );
+        assert_eq!(check_prompt("prompt", &[1; 90], &LIMITS), Ok(()));
+    }
+}
