@@ -3,11 +3,11 @@
 //! Knows block ids and the arena's guards, nothing of models or schedules.
 //!
 //! * [`api`] is what a node sees: commands in, events out.
-//! * `protocol` decides: pure state machines of the two sides of a transfer and of a pair of nodes;
+//! * [`protocol`] decides: pure state machines of the two sides of a transfer and of a pair of nodes;
 //!   events and `now` in, actions out; no socket, clock, thread.
-//! * `notice` seals and opens the messages that cross (tag, replay window, bounds).
-//! * `shell` runs the protocol: a listener thread, one sender thread per peer, the driver thread.
-//! * `tcp` carries the bytes where there is no GPU.
+//! * [`notice`] seals and opens the messages that cross (tag, replay window, bounds).
+//! * [`shell`] runs the protocol: a listener thread, one sender thread per peer, the driver thread.
+//! * [`transport`] is the seam to what carries the bytes; [`tcp`] does so where there is no GPU.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +17,9 @@ pub mod metrics;
 pub mod notice;
 pub mod protocol;
 pub mod shell;
+pub mod tcp;
+mod threads;
+pub mod transport;
 
 pub use config::{ClusterSecret, Limits, SecretTooShort, TransferConfig};
 pub use metrics::{PeerMetrics, TransferMetrics};

@@ -1,6 +1,12 @@
 //! What a node can see of its transfers from outside.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 /// Counters since start, and gauges of this moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -32,6 +38,84 @@ pub struct TransferMetrics {
 pub struct PeerMetrics {
     pub node_id: String,
     /// The transport that carries KV between the two: `tcp`; empty while they greet.
-    pub path: &'static str,
+    pub path: String,
     pub transfers_active: usize,
+}
+
+/// A bounded set of labels, each with its count.
+#[derive(Debug, Default)]
+struct Refusals(Mutex<BTreeMap<&'static str, u64>>);
+
+impl Refusals {
+    fn count(&self, reason: &'static str) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(reason).or_default() += 1;
+    }
+
+    fn snapshot(&self) -> BTreeMap<&'static str, u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Counted by a transport's threads.
+#[derive(Debug, Default)]
+pub struct DataCounters {
+    bytes_sent: AtomicU64,
+    bytes_received: AtomicU64,
+    chunks_sent: AtomicU64,
+    chunks_received: AtomicU64,
+    refused: Refusals,
+}
+
+impl DataCounters {
+    pub fn sent(&self, bytes: u64) {
+        self.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
+        self.chunks_sent.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn received(&self, bytes: u64) {
+        self.bytes_received.fetch_add(bytes, Ordering::Relaxed);
+        self.chunks_received.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn refuse(&self, reason: &'static str) {
+        self.refused.count(reason);
+    }
+
+    pub fn add_to(&self, metrics: &mut TransferMetrics) {
+        metrics.bytes_sent = self.bytes_sent.load(Ordering::Relaxed);
+        metrics.bytes_received = self.bytes_received.load(Ordering::Relaxed);
+        metrics.chunks_sent = self.chunks_sent.load(Ordering::Relaxed);
+        metrics.chunks_received = self.chunks_received.load(Ordering::Relaxed);
+        metrics.data_refused = self.refused.snapshot();
+    }
+}
+
+/// Counted by the threads around the protocol.
+#[derive(Debug, Default)]
+pub struct NoticeCounters {
+    sent: AtomicU64,
+    received: AtomicU64,
+    refused: Refusals,
+}
+
+impl NoticeCounters {
+    pub fn sent(&self) {
+        self.sent.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn received(&self) {
+        self.received.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn refuse(&self, reason: &'static str) {
+        self.refused.count(reason);
+    }
+
+    pub fn add_to(&self, metrics: &mut TransferMetrics) {
+        metrics.notices_sent = self.sent.load(Ordering::Relaxed);
+        metrics.notices_received = self.received.load(Ordering::Relaxed);
+        for (reason, count) in self.refused.snapshot() {
+            *metrics.notices_refused.entry(reason).or_default() += count;
+        }
+    }
 }

@@ -1,15 +1,50 @@
 //! Runs the protocol: sockets, threads and the clock.
+//!
+//! * The driver thread owns the protocol core and everything it decides about.
+//! * The listener thread receives notices for all pairs, and only parses and hands on.
+//! * Each pair has a sender thread with its own socket; its data connections have theirs.
+//!
+//! Between threads there are bounded channels. Who finds one full never waits: the listener drops
+//! the notice, the driver gives up the pair, the node is told [`Overloaded`].
 
-use std::{io, net::SocketAddr, sync::Arc};
+mod driver;
+mod listener;
+mod outbound;
+pub mod sockets;
 
-use crossbeam_channel::{Sender, TrySendError};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    net::SocketAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Sender, TrySendError, bounded};
 use kernels::KvArena;
 
 use crate::{
     api::{Command, Event},
     config::TransferConfig,
-    metrics::TransferMetrics,
+    metrics::{DataCounters, NoticeCounters, TransferMetrics},
+    notice::{Keys, Sealer, Source},
+    protocol::{Core, Local},
+    tcp::Tcp,
+    threads::Threads,
+    transport::Transport,
 };
+use driver::{Driver, Inputs, Outcome};
+use listener::Listener;
+use outbound::Postbox;
+
+/// Opened notices that wait for the driver; more are dropped and said again by their senders.
+const NOTICES_MAX: usize = 4096;
+/// Reports of data threads that wait for the driver; those threads wait when it is full.
+const DATA_EVENTS_MAX: usize = 4096;
+/// All of a shutdown.
+const SHUTDOWN_MAX: Duration = Duration::from_secs(3);
+/// How long a reader of metrics waits for the driver.
+const METRICS_MAX: Duration = Duration::from_millis(500);
 
 /// Where events go. Called on the driver's thread and must not wait.
 pub trait EventSink: Send + 'static {
@@ -67,6 +102,20 @@ pub struct ShutdownError {
 /// All transfers of one node. Dropping it shuts it down as [`Transfers::shutdown`] does.
 pub struct Transfers {
     notice_endpoint: String,
+    data_endpoint: String,
+    commands: Sender<Command>,
+    commands_max: usize,
+    metrics: Sender<Sender<TransferMetrics>>,
+    running: Mutex<Option<Running>>,
+    outcome: Arc<Mutex<Outcome>>,
+}
+
+/// What a shutdown ends.
+struct Running {
+    listener: Listener,
+    driver: Threads,
+    /// Its end stops the driver.
+    stop: Sender<()>,
 }
 
 impl Transfers {
@@ -76,14 +125,94 @@ impl Transfers {
         arena: Arc<KvArena>,
         events: impl EventSink,
     ) -> Result<Self, StartError> {
-        let _ = (arena, events);
-        Ok(Self { notice_endpoint: format!("tcp://{}", config.notice_bind) })
+        check(&config)?;
+        let keys = Keys::derive(&config.secret);
+        let limits = config.limits;
+        let (command_sender, commands) = bounded(limits.commands_max);
+        let (notice_sender, notices) = bounded(NOTICES_MAX);
+        let (data_sender, data) = bounded(DATA_EVENTS_MAX);
+        let (failure_sender, failures) = bounded(limits.pairs_max);
+        let (metrics_sender, metrics) = bounded(4);
+        let (stop, stopped) = bounded(0);
+        let data_counters = Arc::new(DataCounters::default());
+        let notice_counters = Arc::new(NoticeCounters::default());
+        let block_bytes = arena.block_bytes();
+        let tcp = Tcp::start(
+            config.data_bind,
+            config.epoch,
+            keys.clone(),
+            arena,
+            limits.pairs_max,
+            data_sender,
+            Arc::clone(&data_counters),
+        )
+        .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
+        let data_endpoint = endpoint(&config.advertise_host, tcp.address().port());
+        let context = zmq::Context::new();
+        let listener = Listener::start(
+            &context,
+            config.notice_bind,
+            keys.clone(),
+            config.epoch,
+            notice_sender,
+            Arc::clone(&notice_counters),
+        )?;
+        let notice_endpoint = endpoint(&config.advertise_host, listener.port());
+        let source = Source { node_id: config.node_id.clone(), epoch: config.epoch };
+        let core = Core::new(Local {
+            node_id: config.node_id,
+            epoch: config.epoch,
+            identity: config.identity,
+            notice_endpoint: notice_endpoint.clone(),
+            data_endpoint: data_endpoint.clone(),
+            transports: vec![tcp.name().to_owned()],
+            integrity: vec![INTEGRITY.to_owned()],
+            block_bytes,
+            limits,
+        });
+        let outcome = Arc::new(Mutex::new(Outcome::default()));
+        let driver = Driver {
+            core,
+            transport: Box::new(tcp),
+            data_counters,
+            postbox: Postbox {
+                context,
+                sealer: Sealer::new(keys.clone(), source),
+                keys,
+                counters: notice_counters,
+                failures: failure_sender,
+            },
+            sink: events,
+            inputs: Inputs { commands, notices, data, failures, metrics, stop: stopped },
+            outcome: Arc::clone(&outcome),
+            outbound: BTreeMap::new(),
+            senders: Threads::default(),
+            waiting: VecDeque::new(),
+        };
+        let threads = Threads::default();
+        let name = "kv-driver";
+        threads
+            .spawn(name, move || driver.run(SHUTDOWN_MAX))
+            .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
+        Ok(Self {
+            notice_endpoint,
+            data_endpoint,
+            commands: command_sender,
+            commands_max: limits.commands_max,
+            metrics: metrics_sender,
+            running: Mutex::new(Some(Running { listener, driver: threads, stop })),
+            outcome,
+        })
     }
 
     /// Hands a command to the driver. Never waits.
     pub fn command(&self, command: Command) -> Result<(), Overloaded> {
-        let _ = command;
-        Err(Overloaded { queued: 0 })
+        let queued = self.commands.len();
+        let begins = matches!(command, Command::Receive { .. } | Command::Expect { .. });
+        if begins && queued >= self.commands_max / 2 {
+            return Err(Overloaded { queued });
+        }
+        self.commands.try_send(command).map_err(|_| Overloaded { queued })
     }
 
     /// `tcp://host:port` for the node's record: the advertised host and the port really bound.
@@ -91,14 +220,86 @@ impl Transfers {
         &self.notice_endpoint
     }
 
-    /// Counters since start and what goes on now.
+    /// Where peers send KV. They learn it from greetings.
+    pub fn data_endpoint(&self) -> &str {
+        &self.data_endpoint
+    }
+
+    /// Counters since start and what goes on now; after a shutdown, the last ones. Waits for the
+    /// driver's next turn, half a second at most.
     pub fn metrics(&self) -> TransferMetrics {
-        TransferMetrics::default()
+        let (reply, answer) = bounded(1);
+        let asked = self.metrics.try_send(reply).is_ok();
+        match answer.recv_timeout(METRICS_MAX) {
+            Ok(metrics) if asked => metrics,
+            _ => self.outcome.lock().unwrap_or_else(PoisonError::into_inner).metrics.clone(),
+        }
     }
 
     /// Aborts what is under way (each transfer still gets its final event), closes every socket and
-    /// joins every thread. Takes at most 3 s.
-    pub fn shutdown(self) -> Result<(), ShutdownError> {
-        Ok(())
+    /// joins every thread. Takes at most 3 s and a moment. A second call finds nothing to do.
+    pub fn shutdown(&self) -> Result<(), ShutdownError> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(Running { listener, driver, stop }) = running else { return Ok(()) };
+        drop(stop);
+        let deadline = Instant::now() + SHUTDOWN_MAX + METRICS_MAX;
+        let mut threads = driver.join_all(deadline);
+        threads.append(&mut self.outcome.lock().unwrap_or_else(PoisonError::into_inner).unfinished);
+        threads.extend(listener.shutdown(deadline));
+        if threads.is_empty() { Ok(()) } else { Err(ShutdownError { threads }) }
     }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        if let Err(error) = self.shutdown() {
+            tracing::error!(%error, "transfers did not end cleanly");
+        }
+    }
+}
+
+/// The integrity method: xxh3-64 over each chunk's bytes.
+const INTEGRITY: &str = "xxh3";
+
+fn endpoint(host: &str, port: u16) -> String {
+    // An IPv6 address wants brackets, unless it has them.
+    if host.contains(':') && !host.starts_with('[') {
+        format!("tcp://[{host}]:{port}")
+    } else {
+        format!("tcp://{host}:{port}")
+    }
+}
+
+/// What peers would refuse is refused here, with the field's name.
+fn check(config: &TransferConfig) -> Result<(), StartError> {
+    /// As long as names may be in notices, less room for `tcp://` and a port.
+    const NAME_BYTES_MAX: usize = 200;
+    let names = [
+        ("node_id", &config.node_id),
+        ("advertise_host", &config.advertise_host),
+        ("identity.kv_layout", &config.identity.kv_layout),
+        ("identity.dtype", &config.identity.dtype),
+    ];
+    for (field, name) in names {
+        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+            let allowed = format!("1 to {NAME_BYTES_MAX} bytes");
+            return Err(StartError::Config { field, value: name.clone(), allowed });
+        }
+    }
+    let limits = config.limits;
+    let counts = [
+        ("limits.transfers_max", limits.transfers_max, 1..=32_768),
+        ("limits.pairs_max", limits.pairs_max, 1..=4_096),
+        ("limits.early_max", limits.early_max, 0..=32_768),
+        ("limits.tombstones_max", limits.tombstones_max, 1..=1 << 20),
+        ("limits.chunk_bytes_max", limits.chunk_bytes_max, 1..=256 << 20),
+        ("limits.commands_max", limits.commands_max, 2..=1 << 20),
+    ];
+    for (field, value, allowed) in counts {
+        if !allowed.contains(&value) {
+            let allowed = format!("{} to {}", allowed.start(), allowed.end());
+            return Err(StartError::Config { field, value: value.to_string(), allowed });
+        }
+    }
+    Ok(())
 }

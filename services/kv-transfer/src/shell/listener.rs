@@ -1,0 +1,160 @@
+//! The listener thread: receives, checks the tag, parses, hands on. Nothing here waits for anyone.
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use crossbeam_channel::Sender;
+
+use super::{
+    StartError,
+    sockets::{self, Door},
+};
+use crate::{
+    api::Epoch,
+    metrics::NoticeCounters,
+    notice::{Keys, Opened, Opener, Refusal},
+    threads::Threads,
+};
+
+/// The longest wait for a message, so that a lost wake-up is not for ever.
+const POLL_MS: i64 = 1_000;
+/// Messages taken in one go, before the door is looked at again.
+const BATCH: usize = 64;
+
+/// Tells apart the stop sockets of several listeners in one process.
+static STOP_NUMBER: AtomicU64 = AtomicU64::new(0);
+
+pub struct Listener {
+    /// A message here ends the thread. Used by one thread at a time.
+    stop: Mutex<zmq::Socket>,
+    thread: Threads,
+    port: u16,
+}
+
+impl Listener {
+    pub fn start(
+        context: &zmq::Context,
+        bind: SocketAddr,
+        keys: Keys,
+        me: Epoch,
+        notices: Sender<Opened>,
+        counters: Arc<NoticeCounters>,
+    ) -> Result<Self, StartError> {
+        let bind_error =
+            |error: zmq::Error| StartError::NoticeBind { address: bind, reason: error.to_string() };
+        let door = Door::open(context, keys.clone(), me).map_err(bind_error)?;
+        // From the door to the socket nobody is let in: questions wait for the thread.
+        let (router, port) = sockets::listener(context, bind).map_err(bind_error)?;
+        let number = STOP_NUMBER.fetch_add(1, Ordering::Relaxed);
+        let (stop, stopped) = stop_pair(context, number).map_err(bind_error)?;
+        let name = "kv-notices";
+        let thread = Threads::default();
+        let mut receiver =
+            Receiver { router, door, stopped, opener: Opener::new(keys, me), notices, counters };
+        thread
+            .spawn(name, move || receiver.run())
+            .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
+        Ok(Self { stop: Mutex::new(stop), thread, port })
+    }
+
+    /// The one really bound.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
+        {
+            let stop = self.stop.lock().unwrap_or_else(PoisonError::into_inner);
+            // Fails only when the thread is gone.
+            let _ = stop.send("stop", zmq::DONTWAIT);
+        }
+        self.thread.join_all(deadline)
+    }
+}
+
+fn stop_pair(context: &zmq::Context, number: u64) -> zmq::Result<(zmq::Socket, zmq::Socket)> {
+    let endpoint = format!("inproc://kv-transfer-stop-{number}");
+    let (stop, stopped) = (context.socket(zmq::PAIR)?, context.socket(zmq::PAIR)?);
+    stop.set_linger(0)?;
+    stopped.set_linger(0)?;
+    stopped.bind(&endpoint)?;
+    stop.connect(&endpoint)?;
+    Ok((stop, stopped))
+}
+
+struct Receiver {
+    router: zmq::Socket,
+    door: Door,
+    stopped: zmq::Socket,
+    opener: Opener,
+    notices: Sender<Opened>,
+    counters: Arc<NoticeCounters>,
+}
+
+impl Receiver {
+    fn run(&mut self) {
+        loop {
+            let mut items = [
+                self.router.as_poll_item(zmq::POLLIN),
+                self.door.socket().as_poll_item(zmq::POLLIN),
+                self.stopped.as_poll_item(zmq::POLLIN),
+            ];
+            match zmq::poll(&mut items, POLL_MS) {
+                Ok(_) | Err(zmq::Error::EINTR) => {}
+                Err(error) => return tracing::error!(%error, "the notice listener has ended"),
+            }
+            if items[2].is_readable() {
+                return;
+            }
+            if let Err(error) = self.admit().and_then(|()| self.take_batch())
+                && error != zmq::Error::EINTR
+            {
+                return tracing::error!(%error, "the notice listener has ended");
+            }
+        }
+    }
+
+    fn admit(&self) -> zmq::Result<()> {
+        for _ in 0..BATCH {
+            match self.door.answer()? {
+                Some(true) => {}
+                Some(false) => self.counters.refuse("door"),
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    fn take_batch(&mut self) -> zmq::Result<()> {
+        for _ in 0..BATCH {
+            let Some((parts, count)) = sockets::receive(&self.router)? else { break };
+            // The first part is the routing id, which says nothing.
+            let opened = if count == parts.len() && count > 0 {
+                let frames: Vec<&[u8]> = parts[1..].iter().map(|part| &part[..]).collect();
+                self.opener.open(&frames)
+            } else {
+                Err(Refusal::Frames { frames: count.saturating_sub(1) })
+            };
+            match opened {
+                Ok(opened) => {
+                    self.counters.received();
+                    if self.notices.try_send(opened).is_err() {
+                        // Whatever matters is said again.
+                        self.counters.refuse("driver_busy");
+                    }
+                }
+                Err(refusal) => {
+                    tracing::debug!(%refusal, "a notice was refused");
+                    self.counters.refuse(refusal.label());
+                }
+            }
+        }
+        Ok(())
+    }
+}

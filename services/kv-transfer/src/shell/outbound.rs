@@ -1,0 +1,170 @@
+//! The way out to one peer: a bounded queue and the thread that owns the DEALER.
+
+use std::{
+    io,
+    net::{SocketAddr, ToSocketAddrs},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+
+use super::sockets;
+use crate::{
+    api::{Epoch, PeerAddress},
+    metrics::NoticeCounters,
+    notice::{Keys, Notice, Sealer},
+    threads::Threads,
+};
+
+/// Notices that wait for one peer. A full queue is a lost peer.
+const QUEUE_MAX: usize = 256;
+/// How often an idle thread looks at the state of its connection.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Tells apart the monitors of all DEALERs in one process.
+static MONITOR_NUMBER: AtomicU64 = AtomicU64::new(0);
+
+/// What every sender thread needs.
+#[derive(Clone)]
+pub struct Postbox {
+    pub context: zmq::Context,
+    pub keys: Keys,
+    pub sealer: Arc<Sealer>,
+    pub counters: Arc<NoticeCounters>,
+    /// Peers that cannot be reached, and why.
+    pub failures: Sender<(Epoch, String)>,
+}
+
+/// Dropping it ends the thread, after a short chance for what is queued.
+pub struct Outbound {
+    queue: Sender<Notice>,
+    closing: Arc<AtomicBool>,
+}
+
+/// The queue of this peer is full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{QUEUE_MAX} notices wait for it, the most")]
+pub struct QueueFull;
+
+impl Outbound {
+    pub fn start(postbox: &Postbox, peer: &PeerAddress, threads: &Threads) -> io::Result<Self> {
+        let (queue, notices) = bounded(QUEUE_MAX);
+        let closing = Arc::new(AtomicBool::new(false));
+        let sender = PeerSender {
+            postbox: postbox.clone(),
+            peer: peer.clone(),
+            notices,
+            closing: Arc::clone(&closing),
+        };
+        threads.spawn("kv-notices-out", move || sender.run())?;
+        Ok(Self { queue, closing })
+    }
+
+    pub fn send(&self, notice: Notice) -> Result<(), QueueFull> {
+        self.queue.try_send(notice).map_err(|_| QueueFull)
+    }
+}
+
+impl Drop for Outbound {
+    fn drop(&mut self) {
+        self.closing.store(true, Ordering::Release);
+    }
+}
+
+struct PeerSender {
+    postbox: Postbox,
+    peer: PeerAddress,
+    notices: Receiver<Notice>,
+    closing: Arc<AtomicBool>,
+}
+
+impl PeerSender {
+    fn run(self) {
+        if let Err(reason) = self.send_all() {
+            // The driver answers by dropping our queue; until then it is emptied.
+            let _ = self.postbox.failures.try_send((self.peer.epoch, reason));
+            while !matches!(self.notices.recv_timeout(LOOK), Err(RecvTimeoutError::Disconnected)) {}
+        }
+    }
+
+    fn send_all(&self) -> Result<(), String> {
+        let endpoint = &self.peer.notice_endpoint;
+        let failed = |doing: &str, error: &dyn std::fmt::Display| {
+            format!("notice endpoint {endpoint}: {doing}: {error}")
+        };
+        // Resolved here and not by libzmq, whose one thread serves all pairs.
+        let address = resolve(endpoint).map_err(|error| failed("resolve", &error))?;
+        let Postbox { context, keys, .. } = &self.postbox;
+        let dealer = sockets::outbound(context, keys, self.peer.epoch, address)
+            .map_err(|error| failed("socket", &error))?;
+        let monitor =
+            Monitor::attach(context, &dealer).map_err(|error| failed("monitor", &error))?;
+        dealer.connect(&format!("tcp://{address}")).map_err(|error| failed("connect", &error))?;
+        loop {
+            match self.notices.recv_timeout(LOOK) {
+                Ok(notice) => {
+                    self.send(&dealer, &notice).map_err(|error| failed("send", &error))?
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+            if monitor.was_turned_away() {
+                return Err(failed("connect", &"it has another cluster secret or another epoch"));
+            }
+        }
+    }
+
+    /// A notice that cannot leave is dropped: what matters is said again.
+    fn send(&self, dealer: &zmq::Socket, notice: &Notice) -> zmq::Result<()> {
+        let sealed = match self.postbox.sealer.seal(self.peer.epoch, notice) {
+            Ok(sealed) => sealed,
+            Err(error) => {
+                tracing::error!(%error, peer = self.peer.node_id, "a notice was dropped");
+                return Ok(());
+            }
+        };
+        // On the way out nobody waits for a peer that is not there.
+        let flags = if self.closing.load(Ordering::Acquire) { zmq::DONTWAIT } else { 0 };
+        match dealer.send_multipart([&sealed.frame, &sealed.tag], flags) {
+            Ok(()) => {
+                self.postbox.counters.sent();
+                Ok(())
+            }
+            Err(zmq::Error::EAGAIN | zmq::Error::EINTR) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn resolve(endpoint: &str) -> io::Result<SocketAddr> {
+    let invalid = |reason: &str| io::Error::new(io::ErrorKind::InvalidInput, reason.to_owned());
+    let host_and_port =
+        endpoint.strip_prefix("tcp://").ok_or_else(|| invalid("it must start with tcp://"))?;
+    host_and_port.to_socket_addrs()?.next().ok_or_else(|| invalid("the host has no address"))
+}
+
+/// Hears from libzmq how the connection fares.
+struct Monitor {
+    events: zmq::Socket,
+}
+
+impl Monitor {
+    fn attach(context: &zmq::Context, dealer: &zmq::Socket) -> zmq::Result<Self> {
+        let number = MONITOR_NUMBER.fetch_add(1, Ordering::Relaxed);
+        let endpoint = format!("inproc://kv-transfer-monitor-{number}");
+        dealer.monitor(&endpoint, zmq::SocketEvent::HANDSHAKE_FAILED_AUTH.to_raw().into())?;
+        let events = context.socket(zmq::PAIR)?;
+        events.set_linger(0)?;
+        events.connect(&endpoint)?;
+        Ok(Self { events })
+    }
+
+    /// The only event asked for is that the peer's door stayed shut.
+    fn was_turned_away(&self) -> bool {
+        self.events.recv_multipart(zmq::DONTWAIT).is_ok()
+    }
+}

@@ -1,0 +1,71 @@
+//! The frames of a data connection: a header, then one chunk's blocks in order, nothing between.
+//!
+//! | bytes | field |
+//! | --- | --- |
+//! | 0..4 | `BKV1` |
+//! | 4..8 | chunk, little-endian |
+//! | 8..24 | transfer id, most significant byte first |
+//! | 24..32 | bytes that follow the header, little-endian |
+//! | 32..40 | xxh3-64 of bytes 0..32, little-endian |
+//!
+//! The header's own check finds a stream that has lost its place. The payload's xxh3 is not here:
+//! it is known only when the payload has passed, so it travels in `DONE`.
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::api::TransferId;
+
+const MAGIC: [u8; 4] = *b"BKV1";
+pub const HEADER_BYTES: usize = 40;
+const CHECKED_BYTES: usize = 32;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    pub transfer: TransferId,
+    pub chunk: u32,
+    pub payload_bytes: u64,
+}
+
+impl Header {
+    pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0..4].copy_from_slice(&MAGIC);
+        bytes[4..8].copy_from_slice(&self.chunk.to_le_bytes());
+        bytes[8..24].copy_from_slice(&self.transfer.to_bytes());
+        bytes[24..32].copy_from_slice(&self.payload_bytes.to_le_bytes());
+        let check = xxh3_64(&bytes[..CHECKED_BYTES]);
+        bytes[32..40].copy_from_slice(&check.to_le_bytes());
+        bytes
+    }
+
+    /// `None` when this is no header.
+    pub fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
+        let check = u64::from_le_bytes(bytes[32..40].try_into().ok()?);
+        if bytes[0..4] != MAGIC || xxh3_64(&bytes[..CHECKED_BYTES]) != check {
+            return None;
+        }
+        Some(Self {
+            chunk: u32::from_le_bytes(bytes[4..8].try_into().ok()?),
+            transfer: TransferId::from_bytes(&bytes[8..24])?,
+            payload_bytes: u64::from_le_bytes(bytes[24..32].try_into().ok()?),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_comes_out_as_it_went_in_and_no_changed_bit_passes() {
+        let header =
+            Header { transfer: TransferId(7 << 100), chunk: 3, payload_bytes: u64::MAX - 1 };
+        let bytes = header.to_bytes();
+        assert_eq!(Header::from_bytes(&bytes), Some(header));
+        for bit in 0..8 * HEADER_BYTES {
+            let mut changed = bytes;
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Header::from_bytes(&changed), None);
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! The seam between the protocol and whatever carries the bytes.
+
+use std::time::Instant;
+
+use kernels::{ArenaError, BlockId};
+
+use crate::api::{Epoch, TransferId};
+
+/// Moves blocks. Driven by one thread; its own threads report by
+/// [`DataEvent`](crate::protocol::DataEvent)s.
+///
+/// What a transport promises:
+/// * It writes only into blocks that were posted, and reads only from blocks that were sent.
+/// * Every `send` ends in `Sent`, every `post` in `Received`, unless the transfer is cancelled, a
+///   chunk of it fails (`Failed`) or the connection ends (`Closed`).
+/// * After `cancel_*` answered [`Released::Now`], or reported `SendReleased` / `ReceiveReleased`,
+///   it holds no block of that transfer. Either happens soon, whatever the peer does.
+/// * A stopped peer delays nobody else.
+pub trait Transport: Send {
+    /// As greetings and metrics call it.
+    fn name(&self) -> &'static str;
+
+    /// Makes the connection on which chunks go to `peer`. Failure is reported as `Closed`.
+    fn open(&mut self, peer: Epoch, endpoint: &str);
+
+    /// Sends these blocks after those given before.
+    fn send(
+        &mut self,
+        peer: Epoch,
+        transfer: TransferId,
+        chunk: u32,
+        blocks: &[BlockId],
+    ) -> Result<(), DataError>;
+
+    /// Lets this chunk from this peer be written into these blocks.
+    fn post(
+        &mut self,
+        peer: Epoch,
+        transfer: TransferId,
+        chunk: u32,
+        blocks: &[BlockId],
+    ) -> Result<(), DataError>;
+
+    fn cancel_send(&mut self, peer: Epoch, transfer: TransferId) -> Released;
+
+    fn cancel_receive(&mut self, peer: Epoch, transfer: TransferId) -> Released;
+
+    /// Ends both connections with this peer. Nothing is reported.
+    fn close(&mut self, peer: Epoch);
+
+    /// Ends everything; names the threads that had not ended at `deadline`.
+    fn shutdown(&mut self, deadline: Instant) -> Vec<String>;
+}
+
+/// When a cancelled transfer's blocks are let go of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Released {
+    Now,
+    /// Reported when it has happened.
+    Later,
+}
+
+/// Why a chunk cannot be sent or received.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    #[error("there is no connection to that peer")]
+    NotOpen,
+    #[error("{queued} chunks wait for that peer, the most")]
+    QueueFull { queued: usize },
+}

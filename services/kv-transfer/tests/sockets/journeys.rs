@@ -1,0 +1,216 @@
+//! Transfers that succeed, and those that either side gives up.
+
+use std::time::{Duration, Instant};
+
+use kv_transfer::{
+    api::{Command, Event, Figures, TransferFailure, TransferId},
+    config::LEASE,
+};
+
+use crate::node::{BLOCK_COUNT, Node, blocks, fresh, identity, layout, travel};
+
+#[test]
+fn blocks_arrive_as_they_were_written_in_several_chunks() {
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    let transfer = TransferId(fresh());
+    // The receiver has the first 3 of 43 blocks, and takes the rest in an order of its own.
+    let to: Vec<_> = blocks(100..140).into_iter().rev().collect();
+    decode.receive(transfer, &prefill, 3, &to);
+    prefill.expect(transfer, &decode);
+    let ready = prefill.event();
+    assert_eq!(
+        ready,
+        Event::Ready {
+            transfer,
+            first_block: 3,
+            block_count: 40,
+            traceparent: "00-receive".to_owned()
+        }
+    );
+    let from = blocks(0..43);
+    for range in [0..10, 10..11, 11..43] {
+        let (first, part) = (range.start as u32, &from[range]);
+        prefill.compute(transfer, first, part);
+        prefill.written(transfer, first, part);
+    }
+    prefill.finish(transfer);
+    let Event::Arrived { first_index, token, figures, .. } = decode.event() else {
+        panic!("it arrives");
+    };
+    assert_eq!((first_index, token.id), (3, 42));
+    // 7 blocks, 1 block, then 32 by eights.
+    let bytes = 40 * layout().block_bytes() as u64;
+    assert_eq!(figures, Figures { bytes, chunks: 6, elapsed: figures.elapsed });
+    assert!(figures.elapsed > Duration::ZERO && figures.elapsed < LEASE);
+    decode.assert_holds(transfer, 3, &to);
+    assert!(matches!(prefill.event(), Event::Delivered { figures, .. } if figures.bytes == bytes));
+    for node in [&prefill, &decode] {
+        node.assert_free();
+        node.transfers.shutdown().unwrap();
+    }
+    let metrics = prefill.transfers.metrics();
+    assert_eq!((metrics.delivered, metrics.bytes_sent, metrics.chunks_sent), (1, bytes, 6));
+    let metrics = decode.transfers.metrics();
+    assert_eq!((metrics.arrived, metrics.bytes_received), (1, bytes));
+}
+
+#[test]
+fn many_transfers_share_a_pair_in_both_directions() {
+    let (one, other) = (Node::start("one"), Node::start("other"));
+    let ids: Vec<TransferId> = (0..24).map(|_| TransferId(fresh())).collect();
+    // Even ones go from `one` to `other`; each uses eight blocks of its own on both sides.
+    let sides =
+        |index: usize| if index.is_multiple_of(2) { (&one, &other) } else { (&other, &one) };
+    let place = |index: usize| blocks(8 * index as u32..8 * (index as u32 + 1));
+    for (index, id) in ids.iter().enumerate() {
+        let (sender, receiver) = sides(index);
+        sender.expect(*id, receiver);
+        receiver.receive(*id, sender, 0, &place(index));
+    }
+    let mut ended = 0;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while ended < 2 * ids.len() && Instant::now() < deadline {
+        for node in [&one, &other] {
+            while let Ok(event) = node.events.try_recv() {
+                match event {
+                    Event::Ready { transfer, .. } => {
+                        let index = ids.iter().position(|id| *id == transfer).unwrap();
+                        node.compute(transfer, 0, &place(index));
+                        node.written(transfer, 0, &place(index));
+                        node.finish(transfer);
+                    }
+                    Event::Arrived { transfer, .. } => {
+                        let index = ids.iter().position(|id| *id == transfer).unwrap();
+                        node.assert_holds(transfer, 0, &place(index));
+                        ended += 1;
+                    }
+                    Event::Delivered { .. } => ended += 1,
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        std::thread::yield_now();
+    }
+    assert_eq!(ended, 2 * ids.len());
+    let metrics = one.transfers.metrics();
+    assert_eq!((metrics.transfers_active, metrics.peers.len()), (0, 1));
+    assert_eq!(
+        (metrics.peers[0].path.as_str(), metrics.peers[0].node_id.as_str()),
+        ("tcp", "other")
+    );
+}
+
+#[test]
+fn an_abort_at_either_side_frees_both_at_once() {
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    for decode_aborts in [true, false] {
+        let transfer = TransferId(fresh());
+        decode.receive(transfer, &prefill, 0, &blocks(0..64));
+        prefill.expect(transfer, &decode);
+        assert!(matches!(prefill.event(), Event::Ready { .. }));
+        prefill.compute(transfer, 0, &blocks(0..40));
+        prefill.written(transfer, 0, &blocks(0..40));
+        let aborted = Instant::now();
+        let side = if decode_aborts { &decode } else { &prefill };
+        let reason = "the client left".to_owned();
+        side.transfers.command(Command::Abort { transfer, reason }).unwrap();
+        let failures = [decode.event(), prefill.event()];
+        assert!(aborted.elapsed() < Duration::from_millis(500), "{:?}", aborted.elapsed());
+        for (event, at_decode) in failures.iter().zip([true, false]) {
+            let (Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. }) = event
+            else {
+                panic!("{event:?}");
+            };
+            if at_decode == decode_aborts {
+                assert!(matches!(failure, TransferFailure::Aborted { .. }), "{failure}");
+            } else {
+                assert!(matches!(failure, TransferFailure::PeerAborted { .. }), "{failure}");
+                assert!(failure.to_string().contains("the client left"), "{failure}");
+            }
+        }
+        prefill.assert_free();
+        decode.assert_free();
+    }
+    // The pair goes on.
+    travel(&prefill, &decode, &blocks(0..64), &blocks(0..64));
+}
+
+#[test]
+fn another_model_is_refused_with_both_fingerprints() {
+    let prefill = Node::start("prefill");
+    let mut other = identity();
+    other.model_fingerprint = 0xbeef;
+    let decode = Node::start_with("decode", crate::node::SECRET, other);
+    let transfer = TransferId(fresh());
+    decode.receive(transfer, &prefill, 0, &blocks(0..4));
+    let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
+    assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
+    let line = failure.to_string();
+    assert!(line.contains("0000feed") && line.contains("0000beef"), "{line}");
+}
+
+#[test]
+fn another_secret_is_turned_away_at_the_door() {
+    let prefill = Node::start("prefill");
+    let decode = Node::start_with("decode", "the secret of another cluster", identity());
+    let transfer = TransferId(fresh());
+    let start = Instant::now();
+    decode.receive(transfer, &prefill, 0, &blocks(0..4));
+    let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
+    assert!(failure.to_string().contains("another cluster secret"), "{failure}");
+    assert!(start.elapsed() < Duration::from_secs(1), "long before the lease ends");
+    assert!(prefill.transfers.metrics().notices_refused["door"] > 0);
+    decode.assert_free();
+}
+
+#[test]
+fn a_peer_that_is_not_there_costs_one_lease() {
+    let decode = Node::start("decode");
+    let gone = {
+        let prefill = Node::start("prefill");
+        prefill.transfers.shutdown().unwrap();
+        prefill.address.clone()
+    };
+    let start = Instant::now();
+    decode.receive_from(TransferId(fresh()), gone.clone(), 0, &blocks(0..4));
+    decode.expect_from(TransferId(fresh()), gone);
+    for _ in 0..2 {
+        let (Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. }) =
+            decode.event()
+        else {
+            panic!("both fail");
+        };
+        assert!(matches!(failure, TransferFailure::PeerLost { .. }), "{failure}");
+    }
+    let elapsed = start.elapsed();
+    assert!(elapsed < LEASE + Duration::from_millis(500), "{elapsed:?}");
+    decode.assert_free();
+}
+
+#[test]
+fn a_peer_that_shuts_down_is_noticed_at_once() {
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    let transfer = TransferId(fresh());
+    decode.receive(transfer, &prefill, 0, &blocks(0..BLOCK_COUNT));
+    prefill.expect(transfer, &decode);
+    assert!(matches!(prefill.event(), Event::Ready { .. }));
+    let start = Instant::now();
+    prefill.transfers.shutdown().unwrap();
+    assert!(matches!(prefill.event(), Event::SendFailed { .. }), "the final event still comes");
+    assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    decode.assert_free();
+    prefill.assert_free();
+}
+
+#[test]
+fn shutdown_joins_everything_quickly() {
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    travel(&prefill, &decode, &blocks(0..16), &blocks(0..16));
+    for node in [prefill, decode] {
+        let start = Instant::now();
+        node.transfers.shutdown().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+        node.transfers.shutdown().unwrap();
+    }
+}

@@ -1,0 +1,4 @@
+//! Transfers over real sockets on loopback.
+
+mod journeys;
+mod node;

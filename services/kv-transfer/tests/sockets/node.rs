@@ -1,0 +1,196 @@
+//! Nodes for these tests: transfers, an arena and the events that came.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, unbounded};
+use kernels::{BlockId, Dtype, KvArena, KvLayout, sampling::SampledToken};
+use kv_transfer::{
+    ClusterSecret, Limits, TransferConfig, Transfers,
+    api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
+};
+
+pub const SECRET: &str = "the secret of these tests";
+pub const BLOCK_COUNT: u32 = 256;
+/// Any wait in these tests; far beyond what is asserted about time.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
+/// A number that no other test of this process uses.
+pub fn fresh() -> u128 {
+    NEXT.fetch_add(1, Ordering::Relaxed).into()
+}
+
+/// 16 KiB a block.
+pub fn layout() -> KvLayout {
+    KvLayout { layer_count: 4, kv_head_count: 2, head_dim: 16, dtype: Dtype::F32 }
+}
+
+pub fn identity() -> Identity {
+    Identity {
+        model_fingerprint: 0xfeed,
+        weight_version: 1,
+        kv_layout: layout().to_string(),
+        block_size: 16,
+        dtype: "f32".to_owned(),
+        tp: 1,
+        protocol_min: kv_transfer::notice::PROTOCOL_MIN,
+        protocol_max: kv_transfer::notice::PROTOCOL_MAX,
+    }
+}
+
+pub struct Node {
+    pub transfers: Transfers,
+    pub arena: Arc<KvArena>,
+    pub events: Receiver<Event>,
+    pub address: PeerAddress,
+}
+
+impl Node {
+    pub fn start(name: &str) -> Self {
+        Self::start_with(name, SECRET, identity())
+    }
+
+    pub fn start_with(name: &str, secret: &str, identity: Identity) -> Self {
+        let arena = KvArena::host(layout(), BLOCK_COUNT).unwrap();
+        let (sender, events) = unbounded();
+        let epoch = Epoch((std::process::id() as u128) << 64 | fresh());
+        let config = TransferConfig {
+            node_id: name.to_owned(),
+            epoch,
+            identity,
+            secret: ClusterSecret::new(secret).unwrap(),
+            notice_bind: "127.0.0.1:0".parse().unwrap(),
+            data_bind: "127.0.0.1:0".parse().unwrap(),
+            advertise_host: "127.0.0.1".to_owned(),
+            // Several chunks to a transfer: eight blocks each.
+            limits: Limits { chunk_bytes_max: 128 << 10, ..Limits::default() },
+        };
+        let transfers = Transfers::start(config, Arc::clone(&arena), sender).unwrap();
+        let address = PeerAddress {
+            node_id: name.to_owned(),
+            epoch,
+            notice_endpoint: transfers.notice_endpoint().to_owned(),
+        };
+        Self { transfers, arena, events, address }
+    }
+
+    pub fn receive(&self, transfer: TransferId, peer: &Node, first_block: u32, blocks: &[BlockId]) {
+        self.receive_from(transfer, peer.address.clone(), first_block, blocks);
+    }
+
+    pub fn receive_from(
+        &self,
+        transfer: TransferId,
+        peer: PeerAddress,
+        first_block: u32,
+        blocks: &[BlockId],
+    ) {
+        let command = Command::Receive {
+            transfer,
+            peer,
+            prompt_hash: transfer.0,
+            first_block,
+            blocks: blocks.to_vec(),
+            deadline: PATIENCE,
+            traceparent: "00-receive".to_owned(),
+        };
+        self.transfers.command(command).unwrap();
+    }
+
+    pub fn expect(&self, transfer: TransferId, peer: &Node) {
+        self.expect_from(transfer, peer.address.clone());
+    }
+
+    pub fn expect_from(&self, transfer: TransferId, peer: PeerAddress) {
+        let command = Command::Expect {
+            transfer,
+            peer,
+            prompt_hash: transfer.0,
+            deadline: PATIENCE,
+            traceparent: "00-expect".to_owned(),
+        };
+        self.transfers.command(command).unwrap();
+    }
+
+    pub fn written(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
+        let blocks = blocks.to_vec();
+        self.transfers.command(Command::Written { transfer, first_block, blocks }).unwrap();
+    }
+
+    pub fn finish(&self, transfer: TransferId) {
+        let token = SampledToken { id: 42, logprobs: None };
+        self.transfers.command(Command::Finish { transfer, first_index: 3, token }).unwrap();
+    }
+
+    pub fn event(&self) -> Event {
+        self.events.recv_timeout(PATIENCE).expect("an event comes")
+    }
+
+    /// Writes a pattern that names the transfer and the block of the prompt.
+    pub fn compute(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
+        for (index, block) in blocks.iter().enumerate() {
+            let pattern = pattern(transfer, first_block + index as u32);
+            let mut guard = self.arena.write(*block).unwrap();
+            guard.host_view_mut().unwrap().copy_from_slice(&pattern);
+        }
+    }
+
+    pub fn assert_holds(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
+        for (index, block) in blocks.iter().enumerate() {
+            let guard = self.arena.read(*block).unwrap();
+            let expected = pattern(transfer, first_block + index as u32);
+            assert!(guard.host_view().unwrap() == expected, "{block:?} of {transfer}");
+        }
+    }
+
+    /// No guard is left behind.
+    pub fn assert_free(&self) {
+        for block in 0..BLOCK_COUNT {
+            assert_eq!(self.arena.pins(BlockId(block)).unwrap(), 0, "block {block}");
+        }
+    }
+}
+
+pub fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {
+    range.map(BlockId).collect()
+}
+
+fn pattern(transfer: TransferId, block: u32) -> Vec<u8> {
+    let mut state = transfer.0 as u64 ^ (u64::from(block) << 32) ^ 0x9e37_79b9_7f4a_7c15;
+    let mut bytes = Vec::with_capacity(layout().block_bytes());
+    while bytes.len() < layout().block_bytes() {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        bytes.extend_from_slice(&state.to_be_bytes());
+    }
+    bytes
+}
+
+/// One whole journey; how long the receiver waited for it.
+pub fn travel(sender: &Node, receiver: &Node, from: &[BlockId], to: &[BlockId]) -> Duration {
+    let transfer = TransferId(fresh());
+    let start = Instant::now();
+    sender.expect(transfer, receiver);
+    receiver.receive(transfer, sender, 0, to);
+    match sender.event() {
+        Event::Ready { transfer: ready, .. } => assert_eq!(ready, transfer),
+        other => panic!("{other:?}"),
+    }
+    sender.compute(transfer, 0, from);
+    sender.written(transfer, 0, from);
+    sender.finish(transfer);
+    match receiver.event() {
+        Event::Arrived { transfer: arrived, .. } => assert_eq!(arrived, transfer),
+        other => panic!("{other:?}"),
+    }
+    let elapsed = start.elapsed();
+    receiver.assert_holds(transfer, 0, to);
+    assert!(matches!(sender.event(), Event::Delivered { .. }));
+    elapsed
+}
