@@ -13,6 +13,7 @@
 
 #![forbid(unsafe_code)]
 
+mod export_health;
 mod log_writer;
 mod logs;
 pub mod metrics;
@@ -31,7 +32,7 @@ pub use log_writer::LogSink;
 pub use metrics::{Metrics, NodeMetrics, RouterMetrics};
 pub use server::MetricsServer;
 
-use crate::{log_writer::LogWriter, metrics::Meters};
+use crate::{export_health::ExportHealth, log_writer::LogWriter, metrics::Meters};
 
 /// What is told, and to whom.
 #[derive(Clone, Debug)]
@@ -93,6 +94,7 @@ pub enum TelemetryError {
 pub struct Telemetry {
     dispatch: Dispatch,
     tracer: SdkTracerProvider,
+    export_health: ExportHealth,
     meters: Meters,
     log_writer: LogWriter,
 }
@@ -101,14 +103,15 @@ impl Telemetry {
     /// Sets everything up; nothing is global yet. With OTLP on it must run inside a tokio runtime.
     pub fn start(config: &TelemetryConfig, resource: Resource) -> Result<Self, TelemetryError> {
         let channel = config.otlp.as_deref().map(traces::channel).transpose()?;
-        let tracer = traces::provider(channel.clone(), &resource)?;
+        let export_health = ExportHealth::default();
+        let tracer = traces::provider(channel.clone(), &resource, export_health.clone())?;
         let meters = Meters::new(channel, &resource)?;
         let log_writer = LogWriter::start(config.log_sink.clone())?;
         let logs = logs::layer(config, log_writer.handle())?;
         let subscriber = Registry::default()
             .with(logs)
             .with(traces::layer(&tracer).with_filter(traces::filter()));
-        Ok(Self { dispatch: Dispatch::new(subscriber), tracer, meters, log_writer })
+        Ok(Self { dispatch: Dispatch::new(subscriber), tracer, export_health, meters, log_writer })
     }
 
     /// Makes this the subscriber of the whole process. For `main` alone.
@@ -131,8 +134,8 @@ impl Telemetry {
     /// Sends what is still held and stops, within `deadline`. Call it after draining: an unreachable
     /// collector takes the whole deadline. A missed deadline is an error to log, not to act upon.
     pub async fn shutdown(self, deadline: Duration) -> Result<(), TelemetryError> {
-        let Self { dispatch, tracer, meters, log_writer } = self;
-        let exported = traces::shutdown(tracer, meters, deadline).await;
+        let Self { dispatch, tracer, export_health, meters, log_writer } = self;
+        let exported = traces::shutdown(tracer, meters, export_health, deadline).await;
         // Last, so that it carries whatever the exporters had to say.
         drop(dispatch);
         log_writer.shutdown(deadline).await.and(exported)

@@ -10,15 +10,20 @@ use std::{
         mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
+use tokio::sync::oneshot;
 use tracing_subscriber::fmt::MakeWriter;
 
 use crate::TelemetryError;
 
 /// A burst of a few thousand lines passes; at about 200 bytes each this is below 1 MiB.
 const QUEUED_LINES_MAX: usize = 4096;
+/// How often a full queue is tried again for the request to stop.
+const STOP_RETRY: Duration = Duration::from_millis(2);
+/// How long a process that ends early waits for its last lines.
+const DROP_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Where log lines go.
 #[derive(Clone, Debug, Default)]
@@ -50,6 +55,7 @@ enum Item {
 pub(crate) struct LogWriter {
     handle: LogHandle,
     thread: Option<JoinHandle<()>>,
+    finished: oneshot::Receiver<()>,
 }
 
 /// What the subscriber holds: accepts lines and never waits.
@@ -64,29 +70,39 @@ impl LogWriter {
         let (lines, queued) = sync_channel(QUEUED_LINES_MAX);
         let lost = Arc::new(AtomicU64::new(0));
         let handle = LogHandle { lines, lost: lost.clone() };
+        let (finish, finished) = oneshot::channel();
+        let run = move || {
+            // Dropped with the thread, which closes the channel.
+            let _finish: oneshot::Sender<()> = finish;
+            write_lines(&queued, &lost, &sink);
+        };
         let thread = thread::Builder::new()
             .name("log".into())
-            .spawn(move || write_lines(&queued, &lost, &sink))
+            .spawn(run)
             .map_err(|reason| TelemetryError::LogThread { reason })?;
-        Ok(Self { handle, thread: Some(thread) })
+        Ok(Self { handle, thread: Some(thread), finished })
     }
 
     pub(crate) fn handle(&self) -> LogHandle {
         self.handle.clone()
     }
 
-    /// Writes what is queued and stops, within `deadline`.
+    /// Writes what is queued and stops, within `deadline`. Past it the thread, stuck in a write that
+    /// nobody reads, is left to the end of the process.
     pub(crate) async fn shutdown(mut self, deadline: Duration) -> Result<(), TelemetryError> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
-        let lines = self.handle.lines.clone();
-        let stopped = tokio::task::spawn_blocking(move || {
-            let _ = lines.send(Item::Stop);
-            thread.join()
-        });
+        let stopped = async {
+            while !self.handle.stop() {
+                tokio::time::sleep(STOP_RETRY).await;
+            }
+            // Resolves when the thread ends, by return or by panic.
+            let _ = (&mut self.finished).await;
+        };
         match tokio::time::timeout(deadline, stopped).await {
-            Ok(Ok(Ok(()))) => Ok(()),
-            Ok(_) => Err(TelemetryError::Shutdown { reason: "the log thread panicked".into() }),
             Err(_) => Err(TelemetryError::ShutdownDeadline { what: "writing the log", deadline }),
+            Ok(()) => thread
+                .join()
+                .map_err(|_| TelemetryError::Shutdown { reason: "the log thread panicked".into() }),
         }
     }
 }
@@ -96,15 +112,23 @@ impl LogWriter {
 impl Drop for LogWriter {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        if self.handle.lines.try_send(Item::Stop).is_ok() {
-            let patience = std::time::Instant::now() + Duration::from_millis(500);
-            while !thread.is_finished() && std::time::Instant::now() < patience {
-                thread::sleep(Duration::from_millis(1));
-            }
-            if thread.is_finished() {
-                let _ = thread.join();
-            }
+        let patience = Instant::now() + DROP_PATIENCE;
+        let mut told = self.handle.stop();
+        while !thread.is_finished() && Instant::now() < patience {
+            thread::sleep(STOP_RETRY);
+            told = told || self.handle.stop();
         }
+        if thread.is_finished() {
+            // A panic in there has been printed; there is nobody to hand it to.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl LogHandle {
+    /// Asks the thread to end; false when the queue has no room for that.
+    fn stop(&self) -> bool {
+        !matches!(self.lines.try_send(Item::Stop), Err(TrySendError::Full(_)))
     }
 }
 

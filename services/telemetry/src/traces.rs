@@ -1,6 +1,6 @@
 //! Spans become OpenTelemetry traces.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use opentelemetry::{KeyValue, trace::TracerProvider};
 use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithTonicConfig};
@@ -12,7 +12,11 @@ use tracing::{Subscriber, level_filters::LevelFilter};
 use tracing_opentelemetry::OpenTelemetryLayer;
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::{Resource, TelemetryError, metrics::Meters};
+use crate::{
+    Resource, TelemetryError,
+    export_health::{ExportHealth, Watched},
+    metrics::Meters,
+};
 
 /// A collector is on the same machine or network; slower than this it is away.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -49,6 +53,7 @@ pub(crate) fn otel_resource(resource: &Resource) -> opentelemetry_sdk::Resource 
 pub(crate) fn provider(
     channel: Option<Channel>,
     resource: &Resource,
+    health: ExportHealth,
 ) -> Result<SdkTracerProvider, TelemetryError> {
     let builder = SdkTracerProvider::builder().with_resource(otel_resource(resource));
     let Some(channel) = channel else {
@@ -69,7 +74,9 @@ pub(crate) fn provider(
         .with_max_export_batch_size(512)
         .with_scheduled_delay(EXPORT_INTERVAL)
         .build();
-    let processor = BatchSpanProcessor::builder(exporter).with_batch_config(batch).build();
+    let processor = BatchSpanProcessor::builder(Watched::new(exporter, health))
+        .with_batch_config(batch)
+        .build();
     Ok(builder
         .with_sampler(Sampler::ParentBased(Box::new(Sampler::AlwaysOn)))
         .with_span_processor(processor)
@@ -98,8 +105,10 @@ pub(crate) fn filter() -> LevelFilter {
 pub(crate) async fn shutdown(
     tracer: SdkTracerProvider,
     meters: Meters,
+    health: ExportHealth,
     deadline: Duration,
 ) -> Result<(), TelemetryError> {
+    let began = Instant::now();
     let (done, finished) = tokio::sync::oneshot::channel();
     let flush = move || {
         let outcome = tracer.shutdown_with_timeout(deadline).and(meters.shutdown(deadline));
@@ -109,19 +118,23 @@ pub(crate) async fn shutdown(
         .name("telemetry-flush".into())
         .spawn(flush)
         .map_err(|error| TelemetryError::Shutdown { reason: error.to_string() })?;
+    let late = TelemetryError::ShutdownDeadline { what: "sending traces and metrics", deadline };
     match tokio::time::timeout(deadline, finished).await {
-        Err(_) => {
-            Err(TelemetryError::ShutdownDeadline { what: "sending traces and metrics", deadline })
-        }
+        Err(_) => Err(late),
+        // The exporter's own deadline is the same one and may be noticed first.
+        Ok(Ok(Err(_))) if began.elapsed() >= deadline => Err(late),
         Ok(outcome) => {
             // It has sent its answer or panicked: either way it is at its end.
-            let joined = thread.join();
-            match outcome {
-                Ok(Ok(())) if joined.is_ok() => Ok(()),
-                Ok(Ok(())) => Err(TelemetryError::Shutdown { reason: "the flush panicked".into() }),
-                Ok(Err(error)) => Err(TelemetryError::Shutdown { reason: error.to_string() }),
-                Err(_) => Err(TelemetryError::Shutdown { reason: "the flush panicked".into() }),
-            }
+            let panicked = thread.join().is_err();
+            let reason = match outcome {
+                Ok(Ok(())) if health.is_failing() => {
+                    "the collector was away at the end: the last spans are lost".into()
+                }
+                Ok(Ok(())) if !panicked => return Ok(()),
+                Ok(Err(error)) => error.to_string(),
+                Ok(Ok(())) | Err(_) => "the flush panicked".into(),
+            };
+            Err(TelemetryError::Shutdown { reason })
         }
     }
 }

@@ -8,12 +8,21 @@ use prometheus::proto::{LabelPair, Metric, MetricFamily};
 struct Alias {
     ours: &'static str,
     theirs: &'static str,
-    /// Only metrics with this label, which is then left out.
-    only: Option<(&'static str, &'static str)>,
+    part: Part,
+}
+
+/// Which metrics of a family an alias has.
+#[derive(Clone, Copy)]
+enum Part {
+    All,
+    /// Those with this label, which is then left out.
+    Only(&'static str, &'static str),
+    /// Those whose label has one of these values.
+    Among(&'static str, &'static [&'static str]),
 }
 
 const fn whole(ours: &'static str, theirs: &'static str) -> Alias {
-    Alias { ours, theirs, only: None }
+    Alias { ours, theirs, part: Part::All }
 }
 
 const fn part(
@@ -22,7 +31,7 @@ const fn part(
     label: &'static str,
     value: &'static str,
 ) -> Alias {
-    Alias { ours, theirs, only: Some((label, value)) }
+    Alias { ours, theirs, part: Part::Only(label, value) }
 }
 
 const ALIASES: [Alias; 21] = [
@@ -35,7 +44,11 @@ const ALIASES: [Alias; 21] = [
     ),
     whole("baton_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
     whole("gen_ai_server_request_duration_seconds", "vllm:e2e_request_latency_seconds"),
-    whole("baton_requests_finished_total", "vllm:request_success_total"),
+    Alias {
+        ours: "baton_requests_finished_total",
+        theirs: "vllm:request_success_total",
+        part: Part::Among("finished_reason", &["stop", "length"]),
+    },
     part("baton_tokens_total", "vllm:prompt_tokens_total", "gen_ai_token_type", "input"),
     part("baton_tokens_total", "vllm:generation_tokens_total", "gen_ai_token_type", "output"),
     part("gen_ai_client_token_usage", "vllm:request_prompt_tokens", "gen_ai_token_type", "input"),
@@ -82,17 +95,22 @@ pub(super) fn add(families: &mut Vec<MetricFamily>) {
 
 /// The metric with vLLM's label names; `None` when it is not part of the alias.
 fn renamed(metric: &Metric, alias: &Alias) -> Option<Metric> {
-    let has = |(label, value): (&str, &str)| {
-        metric.get_label().iter().any(|pair| pair.name() == label && pair.value() == value)
+    let value_of = |label: &str| {
+        metric.get_label().iter().find(|pair| pair.name() == label).map(LabelPair::value)
     };
-    if !alias.only.is_none_or(has) {
+    let (belongs, left_out) = match alias.part {
+        Part::All => (true, None),
+        Part::Only(label, value) => (value_of(label) == Some(value), Some(label)),
+        Part::Among(label, values) => (value_of(label).is_some_and(|v| values.contains(&v)), None),
+    };
+    if !belongs {
         return None;
     }
     let mut metric = metric.clone();
     let labels = metric
         .take_label()
         .into_iter()
-        .filter(|pair| alias.only.is_none_or(|(label, _)| pair.name() != label))
+        .filter(|pair| Some(pair.name()) != left_out)
         .map(|mut pair: LabelPair| {
             if pair.name() == "gen_ai_request_model" {
                 pair.set_name("model_name".into());

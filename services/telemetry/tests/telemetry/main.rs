@@ -1,0 +1,25 @@
+//! Telemetry as a service uses it, with a collector in this process.
+
+mod collector;
+mod export;
+mod logs;
+mod metrics;
+mod propagation;
+mod server;
+
+use std::sync::{Arc, Mutex};
+
+use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
+
+/// Telemetry of a service, and where its log lines are.
+fn start(service: &str, otlp: Option<String>) -> (Telemetry, Arc<Mutex<Vec<u8>>>) {
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let config = TelemetryConfig {
+        log: "info".into(),
+        log_format: LogFormat::Json,
+        otlp,
+        log_sink: LogSink::Memory(lines.clone()),
+    };
+    let resource = Resource { service: service.into(), instance: format!("{service}-0") };
+    (Telemetry::start(&config, resource).unwrap(), lines)
+}

@@ -1,0 +1,153 @@
+//! Numbers as Prometheus reads them.
+
+use std::time::Duration;
+
+use telemetry::{
+    NodeMetrics, RouterMetrics,
+    metrics::{
+        FinishedRequest, LoadFigures, Operation, RequestEnd, SequenceEnd, TransferEnd, TransferSide,
+    },
+};
+
+use crate::start;
+
+/// The value of the only line that begins with `name` and holds all of `labels`.
+fn value(text: &str, name: &str, labels: &[&str]) -> f64 {
+    let matches = |line: &&str| {
+        let (series, _) = line.rsplit_once(' ').unwrap_or_default();
+        (series == name || series.starts_with(&format!("{name}{{")))
+            && labels.iter().all(|label| series.contains(label))
+    };
+    let found: Vec<_> = text.lines().filter(matches).collect();
+    assert_eq!(found.len(), 1, "{name} {labels:?}: {found:?} in\n{text}");
+    found[0].rsplit_once(' ').unwrap().1.parse().unwrap()
+}
+
+#[test]
+fn a_request_is_counted_under_our_names_and_vllms() {
+    let (telemetry, _) = start("router", None);
+    let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
+    let running = metrics.request_running();
+    drop(metrics.request_waiting());
+    metrics.first_token(Operation::Chat, Duration::from_millis(30));
+    metrics.next_tokens(Duration::from_millis(12));
+    metrics.request_ended(&FinishedRequest {
+        operation: Operation::Chat,
+        end: RequestEnd::Stop,
+        duration: Duration::from_millis(130),
+        time_to_first_token: Some(Duration::from_millis(30)),
+        prompt_tokens: 100,
+        completion_tokens: 11,
+        cached_tokens: 64,
+    });
+    let text = telemetry.metrics().render_prometheus();
+    let model = r#"model_name="smollm2""#;
+    let ours = [r#"gen_ai_operation_name="chat""#, r#"gen_ai_request_model="smollm2""#];
+    assert_eq!(value(&text, "gen_ai_server_time_to_first_token_seconds_count", &ours), 1.0);
+    assert_eq!(value(&text, "vllm:time_to_first_token_seconds_count", &[model]), 1.0);
+    assert_eq!(value(&text, "vllm:time_to_first_token_seconds_sum", &[model]), 0.03);
+    let per_token = value(&text, "gen_ai_server_time_per_output_token_seconds_sum", &ours);
+    assert!((per_token - 0.01).abs() < 1e-9, "{per_token}");
+    assert_eq!(value(&text, "vllm:inter_token_latency_seconds_count", &[model]), 1.0);
+    assert_eq!(value(&text, "vllm:e2e_request_latency_seconds_sum", &[model]), 0.13);
+    assert_eq!(value(&text, "vllm:prompt_tokens_total", &[model]), 100.0);
+    assert_eq!(value(&text, "vllm:generation_tokens_total", &[model]), 11.0);
+    assert_eq!(value(&text, "vllm:request_prompt_tokens_sum", &[model]), 100.0);
+    let finished = [model, r#"finished_reason="stop""#];
+    assert_eq!(value(&text, "vllm:request_success_total", &finished), 1.0);
+    assert_eq!(value(&text, "vllm:num_requests_running", &[model]), 1.0);
+    assert_eq!(value(&text, "vllm:num_requests_waiting", &[model]), 0.0);
+    assert_eq!(value(&text, "vllm:request_queue_time_seconds_count", &[model]), 1.0);
+    let cached = [r#"gen_ai_token_type="input_cached""#];
+    assert_eq!(value(&text, "baton_tokens_total", &cached), 64.0);
+    assert!(text.contains(r#"target_info{service_instance_id="router-0""#), "{text}");
+    drop(running);
+    let text = telemetry.metrics().render_prometheus();
+    assert_eq!(value(&text, "vllm:num_requests_running", &[model]), 0.0);
+}
+
+#[test]
+fn failures_do_not_count_as_success_and_name_their_kind() {
+    let (telemetry, _) = start("router", None);
+    let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
+    metrics.request_ended(&FinishedRequest {
+        operation: Operation::TextCompletion,
+        end: RequestEnd::Deadline,
+        duration: Duration::from_secs(1),
+        time_to_first_token: None,
+        prompt_tokens: 5,
+        completion_tokens: 0,
+        cached_tokens: 0,
+    });
+    let text = telemetry.metrics().render_prometheus();
+    let failed = [r#"error_type="deadline""#];
+    assert_eq!(value(&text, "gen_ai_server_request_duration_seconds_count", &failed), 1.0);
+    assert!(!text.contains("vllm:request_success_total{"), "{text}");
+    let all = [r#"finished_reason="deadline""#];
+    assert_eq!(value(&text, "baton_requests_finished_total", &all), 1.0);
+}
+
+#[test]
+fn a_node_shows_its_load_under_our_names_and_vllms() {
+    let (telemetry, _) = start("decode", None);
+    let metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2");
+    metrics.set_load(&LoadFigures {
+        running: 3,
+        waiting: 2,
+        pending_prompt_tokens: 77,
+        blocks_free: 40,
+        blocks_cached: 20,
+        blocks_held: 30,
+        blocks_reserved: 10,
+    });
+    metrics.step(Duration::from_millis(5), 3, 40);
+    metrics.prefix_lookup(100, 48);
+    metrics.preempted(2);
+    metrics.queued(Duration::from_millis(1));
+    metrics.prefilled(Duration::from_millis(9));
+    metrics.sequence_ended(SequenceEnd::HandedOver);
+    metrics.transfer_ended(
+        TransferSide::Sender,
+        TransferEnd::Complete,
+        4096,
+        Duration::from_millis(2),
+    );
+    metrics.transfer_ended(TransferSide::Receiver, TransferEnd::PeerLost, 100, Duration::ZERO);
+    let text = telemetry.metrics().render_prometheus();
+    let model = r#"model_name="smollm2""#;
+    assert_eq!(value(&text, "vllm:num_requests_running", &[model]), 3.0);
+    assert_eq!(value(&text, "vllm:num_requests_waiting", &[model]), 2.0);
+    assert_eq!(value(&text, "vllm:kv_cache_usage_perc", &[model]), 0.4);
+    assert_eq!(value(&text, "vllm:prefix_cache_queries_total", &[model]), 100.0);
+    assert_eq!(value(&text, "vllm:prefix_cache_hits_total", &[model]), 48.0);
+    assert_eq!(value(&text, "vllm:num_preemptions_total", &[model]), 2.0);
+    assert_eq!(value(&text, "vllm:request_prefill_time_seconds_count", &[model]), 1.0);
+    assert_eq!(value(&text, "baton_kv_blocks", &[r#"state="cached""#]), 20.0);
+    assert_eq!(value(&text, "baton_step_tokens_total", &[]), 40.0);
+    assert_eq!(value(&text, "baton_pending_prompt_tokens", &[]), 77.0);
+    let handed = [r#"outcome="handed_over""#];
+    assert_eq!(value(&text, "baton_sequences_finished_total", &handed), 1.0);
+    let (sender, receiver) = (r#"side="sender""#, r#"side="receiver""#);
+    assert_eq!(value(&text, "baton_kv_transfer_bytes_total", &[sender]), 4096.0);
+    assert_eq!(value(&text, "baton_kv_transfer_bytes_total", &[receiver]), 100.0);
+    assert_eq!(value(&text, "baton_kv_transfer_duration_seconds_count", &[sender]), 1.0);
+    let lost = [receiver, r#"outcome="peer_lost""#];
+    assert_eq!(value(&text, "baton_kv_transfers_total", &lost), 1.0);
+}
+
+/// One block of `# HELP`, `# TYPE` and series for each name, as scrapers require.
+#[test]
+fn the_text_has_each_family_once() {
+    let (telemetry, _) = start("router", None);
+    let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
+    let _running = metrics.request_running();
+    metrics.set_nodes("decode", "up", 2);
+    let text = telemetry.metrics().render_prometheus();
+    let mut types: Vec<_> = text.lines().filter(|line| line.starts_with("# TYPE ")).collect();
+    let count = types.len();
+    types.sort_unstable();
+    types.dedup();
+    assert_eq!(types.len(), count, "{text}");
+    assert!(text.contains("# TYPE vllm:num_requests_running gauge"), "{text}");
+    assert_eq!(value(&text, "baton_nodes", &[r#"role="decode""#, r#"health="up""#]), 2.0);
+}

@@ -1,0 +1,71 @@
+//! The trace context without a collector, and what peers may send instead of one.
+
+use http::HeaderMap;
+use telemetry::propagation;
+use tracing::{dispatcher::with_default, info_span};
+
+use crate::start;
+
+const CLIENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
+#[test]
+fn a_clients_context_passes_through_when_nothing_is_exported() {
+    let (telemetry, _) = start("router", None);
+    with_default(&telemetry.dispatch(), || {
+        let span = info_span!("request");
+        let mut headers = HeaderMap::new();
+        headers.insert("traceparent", CLIENT.parse().unwrap());
+        headers.insert("tracestate", "vendor=1".parse().unwrap());
+        propagation::set_parent_from_http(&span, &headers);
+        let mut onward = HeaderMap::new();
+        propagation::inject_http(&span, &mut onward);
+        let text = onward["traceparent"].to_str().unwrap();
+        assert_eq!(text.len(), 55);
+        assert_eq!(text[..36], CLIENT[..36], "the same trace");
+        assert_ne!(text[36..52], CLIENT[36..52], "another span");
+        assert_eq!(text[52..], CLIENT[52..], "still sampled");
+        assert_eq!(onward["tracestate"], "vendor=1");
+        assert_eq!(propagation::trace_id(&span).as_deref(), Some(&CLIENT[3..35]));
+    });
+}
+
+#[test]
+fn a_request_without_context_begins_a_trace_that_is_not_sampled() {
+    let (telemetry, _) = start("router", None);
+    with_default(&telemetry.dispatch(), || {
+        let (one, two) = (info_span!("request"), info_span!("request"));
+        let texts = [&one, &two].map(propagation::traceparent);
+        assert!(texts.iter().all(|text| text.ends_with("-00")), "{texts:?}");
+        assert_ne!(texts[0][3..35], texts[1][3..35]);
+    });
+}
+
+#[test]
+fn outside_of_any_span_or_subscriber_there_is_no_context() {
+    assert_eq!(propagation::current_traceparent(), "");
+    assert_eq!(propagation::trace_id(&tracing::Span::none()), None);
+    propagation::set_parent(&tracing::Span::none(), CLIENT);
+}
+
+#[test]
+fn what_is_no_context_changes_nothing() {
+    let (telemetry, _) = start("node", None);
+    with_default(&telemetry.dispatch(), || {
+        for text in [
+            "",
+            "-",
+            "00-0-0-0",
+            "garbage \u{0} \u{1f980}",
+            "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+            "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
+            "00-0AF7651916CD43DD8448EB211C80319C-B7AD6B7169203331-01",
+            &"0".repeat(100_000),
+        ] {
+            let span = info_span!("reserve");
+            propagation::set_parent(&span, text);
+            let trace = propagation::trace_id(&span).expect("a trace of its own");
+            assert!(!trace.starts_with("0af765"), "{text:.60}");
+        }
+    });
+}

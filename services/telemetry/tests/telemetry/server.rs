@@ -1,0 +1,87 @@
+//! The metrics server.
+
+use std::{net::SocketAddr, time::Duration};
+
+use axum::{Router, routing::get};
+use telemetry::{MetricsServer, NodeMetrics, TelemetryError};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use crate::start;
+
+const DEADLINE: Duration = Duration::from_secs(5);
+
+async fn ask(address: SocketAddr, bytes: &[u8]) -> String {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(bytes).await.unwrap();
+    let mut answer = Vec::new();
+    // A reset after the answer is an end like any other.
+    let _ = stream.read_to_end(&mut answer).await;
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+fn request(path: &str) -> Vec<u8> {
+    format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n").into_bytes()
+}
+
+fn any_port() -> SocketAddr {
+    "127.0.0.1:0".parse().unwrap()
+}
+
+#[tokio::test]
+async fn metrics_and_probes_are_served_until_shutdown() {
+    let (telemetry, _) = start("node", None);
+    let metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2");
+    metrics.preempted(4);
+    let probes = Router::new().route("/live", get(|| async { "alive" }));
+    let server = MetricsServer::start(any_port(), telemetry.metrics(), probes).await.unwrap();
+    let address = server.address();
+    let answer = ask(address, &request("/metrics")).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(answer.contains("content-type: text/plain; version=0.0.4"), "{answer}");
+    assert!(answer.contains("vllm:num_preemptions_total{"), "{answer}");
+    assert!(ask(address, &request("/live")).await.ends_with("alive"));
+    assert!(ask(address, &request("/nothing")).await.starts_with("HTTP/1.1 404"));
+    server.shutdown(DEADLINE).await.unwrap();
+    assert!(TcpStream::connect(address).await.is_err(), "the port is free again");
+}
+
+#[tokio::test]
+async fn garbage_and_silence_disturb_nobody_else() {
+    let (telemetry, _) = start("node", None);
+    let server =
+        MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
+    let address = server.address();
+    let silent = TcpStream::connect(address).await.unwrap();
+    for garbage in [&b"\0\xff\xfe\r\n\r\n"[..], b"GET", b"\x16\x03\x01\x02\x00", &[b'A'; 1 << 20]] {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let _ = stream.write_all(garbage).await;
+    }
+    assert!(ask(address, &request("/metrics")).await.starts_with("HTTP/1.1 200"));
+    drop(silent);
+    server.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_silent_client_does_not_hold_up_the_shutdown_beyond_its_deadline() {
+    let (telemetry, _) = start("node", None);
+    let server =
+        MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
+    let _silent = TcpStream::connect(server.address()).await.unwrap();
+    // Once this is answered, the silent connection, which came before, was accepted too.
+    ask(server.address(), &request("/metrics")).await;
+    let outcome = server.shutdown(Duration::from_millis(200)).await;
+    assert!(matches!(outcome, Err(TelemetryError::ShutdownDeadline { .. })), "{outcome:?}");
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_named() {
+    let (telemetry, _) = start("node", None);
+    let one = MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
+    let two = MetricsServer::start(one.address(), telemetry.metrics(), Router::new()).await;
+    let Err(error) = two else { panic!("the port is taken") };
+    assert!(error.to_string().contains(&one.address().to_string()), "{error}");
+    one.shutdown(DEADLINE).await.unwrap();
+}
