@@ -61,3 +61,63 @@ pub struct TokenLogprobs {
     /// Best first, ties by the lower id.
     pub top: Vec<(u32, f32)>,
 }
+
+/// A sampling parameter that is out of its range.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+#[error("{field} is {value}; allowed is {allowed}")]
+pub struct InvalidSampling {
+    pub field: &'static str,
+    pub value: f32,
+    pub allowed: &'static str,
+}
+
+impl Sampling {
+    /// Checks what a peer sent. NaN is outside every range.
+    pub fn validate(&self) -> Result<(), InvalidSampling> {
+        let check = |field, value: f32, is_allowed: bool, allowed| match is_allowed {
+            true => Ok(()),
+            false => Err(InvalidSampling { field, value, allowed }),
+        };
+        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let Self { presence_penalty, frequency_penalty, .. } = *self;
+        let is_temperature = temperature >= 0.0 && temperature.is_finite();
+        check("temperature", temperature, is_temperature, "0 or more")?;
+        check("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "more than 0, at most 1")?;
+        check("min_p", min_p, (0.0..=1.0).contains(&min_p), "0 to 1")?;
+        let is_repetition = repetition_penalty > 0.0 && repetition_penalty.is_finite();
+        check("repetition_penalty", repetition_penalty, is_repetition, "more than 0")?;
+        for (field, value) in
+            [("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)]
+        {
+            check(field, value, (-2.0..=2.0).contains(&value), "-2 to 2")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn greedy_is_valid_and_each_field_has_its_range() {
+        let good = Sampling::greedy();
+        assert_eq!(good.validate(), Ok(()));
+        for (bad, field) in [
+            (Sampling { temperature: -0.1, ..good.clone() }, "temperature"),
+            (Sampling { temperature: f32::INFINITY, ..good.clone() }, "temperature"),
+            (Sampling { temperature: f32::NAN, ..good.clone() }, "temperature"),
+            (Sampling { top_p: 0.0, ..good.clone() }, "top_p"),
+            (Sampling { top_p: 1.1, ..good.clone() }, "top_p"),
+            (Sampling { min_p: -0.1, ..good.clone() }, "min_p"),
+            (Sampling { min_p: f32::NAN, ..good.clone() }, "min_p"),
+            (Sampling { repetition_penalty: 0.0, ..good.clone() }, "repetition_penalty"),
+            (Sampling { presence_penalty: 2.5, ..good.clone() }, "presence_penalty"),
+            (Sampling { frequency_penalty: f32::NAN, ..good.clone() }, "frequency_penalty"),
+        ] {
+            assert_eq!(bad.validate().unwrap_err().field, field);
+        }
+        let error = Sampling { top_p: 1.5, ..good }.validate().unwrap_err();
+        assert_eq!(error.to_string(), "top_p is 1.5; allowed is more than 0, at most 1");
+    }
+}

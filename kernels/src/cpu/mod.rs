@@ -71,6 +71,8 @@ pub struct CpuBackend {
     pool: Mutex<ThreadPool>,
     products: matmul::Scratch,
     tiles: attention::Scratch,
+    /// One per thread.
+    draws: Vec<Mutex<sample::Scratch>>,
 }
 
 impl CpuBackend {
@@ -82,8 +84,14 @@ impl CpuBackend {
         let level =
             Level::find(isa).map_err(|missing| CpuError::MissingFeatures { isa, missing })?;
         let pool = Mutex::new(ThreadPool::new(threads, "baton-cpu")?);
-        let (products, tiles) = (matmul::Scratch::default(), attention::Scratch::new(threads));
-        Ok(Self { dtype, level, pool, products, tiles })
+        Ok(Self {
+            dtype,
+            level,
+            pool,
+            products: matmul::Scratch::default(),
+            tiles: attention::Scratch::new(threads),
+            draws: (0..threads).map(|_| Mutex::default()).collect(),
+        })
     }
 
     pub fn dtype(&self) -> Dtype {
@@ -102,8 +110,12 @@ impl CpuBackend {
         rows: &[SampleRow<'_>],
     ) -> Vec<Result<SampledToken, SampleError>> {
         let mut tokens: Vec<Option<_>> = rows.iter().map(|_| None).collect();
-        self.pool().for_each_piece(&mut tokens, 1, |_, row, token| {
-            token[0] = Some(sample(logits.row(row), &rows[row]));
+        let (level, draws) = (self.level, &self.draws);
+        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
+        pool.for_each_piece(&mut tokens, 1, |thread, row, token| {
+            let mut scratch = draws[thread].lock().unwrap_or_else(PoisonError::into_inner);
+            let drawn = sample::sample_with(level, &mut scratch, logits.row(row), &rows[row]);
+            token[0] = Some(drawn);
         });
         tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
     }

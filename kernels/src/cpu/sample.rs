@@ -1,12 +1,38 @@
-//! From a row of logits to a token.
+//! From a row of raw logits to a token, by the rules of [`crate::sampling`].
+//!
+//! The order is vLLM's:
+//! 1. Log-probabilities are taken from the raw logits.
+//! 2. Stop tokens are masked while the output has fewer than `min_tokens`.
+//! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output).
+//! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
+//! 5. Else `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
+//! 6. min-p keeps tokens with at least `min_p` of the best one's probability.
+//! 7. top-k keeps the k most likely of those, and whoever is as likely as the k-th.
+//! 8. top-p keeps, of what is left and from the most likely down, tokens until their share of the
+//!    probability reaches `top_p`; among equals the lower id comes first.
+//! 9. One of the kept tokens is drawn (`sample/draw.rs` says how).
+//!
+//! The arithmetic is the same at every level and thread count.
 
-use crate::sampling::{SampledToken, Sampling};
+mod draw;
+mod history;
+mod keep;
+mod logprobs;
+
+use super::{
+    arithmetic::{LANES, exp, sum_lanes},
+    isa::{Isa, Level},
+};
+use crate::sampling::{InvalidSampling, SampledToken, Sampling};
+
+/// Temperatures below this are greedy, as in vLLM.
+const GREEDY_BELOW: f32 = 1e-5;
 
 /// Whose token is to be chosen.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {
     pub sampling: &'a Sampling,
-    /// The prompt, then the output so far.
+    /// The prompt, then the output so far. Ids beyond the vocabulary are passed over.
     pub tokens: &'a [u32],
     /// How many of `tokens` are the prompt. The chosen token has output index
     /// `tokens.len() - prompt_len`.
@@ -16,29 +42,297 @@ pub struct SampleRow<'a> {
 /// Why no token can be chosen.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SampleError {
-    /// The model computed nonsense.
+    /// The model computed nonsense, or a penalty led beyond f32.
     #[error("the logit of token {token} is {value}")]
     BadLogit { token: u32, value: f32 },
-    /// A parameter is outside its range.
-    #[error("{field} is {value}; allowed is {allowed}")]
-    BadSampling { field: &'static str, value: f32, allowed: &'static str },
-    /// Every token is masked.
-    #[error("no token of {vocabulary} can be chosen")]
+    #[error(transparent)]
+    BadSampling(#[from] InvalidSampling),
+    /// There is no token, or every one is masked.
+    #[error("none of {vocabulary} tokens can be chosen")]
     NoCandidate { vocabulary: usize },
+    #[error("the prompt has {prompt_len} tokens of {tokens} in all")]
+    BadPromptLen { prompt_len: usize, tokens: usize },
+}
+
+/// Memory that one thread's draws reuse.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    logits: Vec<f32>,
+    probabilities: Vec<f32>,
+    /// All zero between draws.
+    counts: Vec<u32>,
 }
 
 /// Chooses the next token from raw `logits`, one per token of the vocabulary.
 pub fn sample(logits: &[f32], row: &SampleRow<'_>) -> Result<SampledToken, SampleError> {
-    let _ = row;
-    let mut best: Option<(u32, f32)> = None;
-    for (token, &value) in (0_u32..).zip(logits) {
-        if value.is_nan() || value == f32::INFINITY {
-            return Err(SampleError::BadLogit { token, value });
+    let level = Level::find(Isa::Auto).unwrap_or(Level::Baseline);
+    sample_with(level, &mut Scratch::default(), logits, row)
+}
+
+pub(crate) fn sample_with(
+    level: Level,
+    scratch: &mut Scratch,
+    logits: &[f32],
+    row: &SampleRow<'_>,
+) -> Result<SampledToken, SampleError> {
+    let sampling = row.sampling;
+    sampling.validate()?;
+    let Some((prompt, output)) = row.tokens.split_at_checked(row.prompt_len) else {
+        let (prompt_len, tokens) = (row.prompt_len, row.tokens.len());
+        return Err(SampleError::BadPromptLen { prompt_len, tokens });
+    };
+    let raw_best = best(level, logits)?;
+    let is_adjusted = history::adjust(
+        sampling,
+        prompt,
+        output,
+        logits,
+        &mut scratch.logits,
+        &mut scratch.counts,
+    )?;
+    let (adjusted, (best_id, best_logit)) = match is_adjusted {
+        true => (&scratch.logits[..], best(level, &scratch.logits)?),
+        false => (logits, raw_best),
+    };
+    let id = if sampling.temperature < GREEDY_BELOW {
+        best_id
+    } else {
+        let probabilities = &mut scratch.probabilities;
+        weigh(level, adjusted, best_logit, sampling.temperature, probabilities);
+        let key = draw::Key::new(sampling.seed, output.len() as u64);
+        match keep::candidates(level, probabilities, sampling) {
+            None => draw::among_all(level, key, best_id, probabilities),
+            Some(kept) => draw::among(key, &kept),
         }
-        if best.is_none_or(|(_, most)| value > most) {
-            best = Some((token, value));
+    };
+    let logprobs =
+        sampling.logprobs.map(|count| logprobs::of(level, logits, raw_best.1, id, count));
+    Ok(SampledToken { id, logprobs })
+}
+
+/// The greatest logit and the lowest id that has it. -∞ is a masked token; NaN and +∞ are errors.
+fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
+    let (greatest, is_bad) = level.run(|| {
+        let mut greatest = [f32::NEG_INFINITY; LANES];
+        let mut is_bad = [false; LANES];
+        let (groups, rest) = logits.as_chunks::<LANES>();
+        let mut visit = |lane: usize, value: f32| {
+            greatest[lane] = if value > greatest[lane] { value } else { greatest[lane] };
+            is_bad[lane] |= value.is_nan() | (value == f32::INFINITY);
+        };
+        for group in groups {
+            for (lane, &value) in group.iter().enumerate() {
+                visit(lane, value);
+            }
+        }
+        for (lane, &value) in rest.iter().enumerate() {
+            visit(lane, value);
+        }
+        (greatest.into_iter().fold(f32::NEG_INFINITY, f32::max), is_bad.contains(&true))
+    });
+    let find = |is_it: &dyn Fn(f32) -> bool| {
+        logits.iter().position(|&value| is_it(value)).map(|token| token as u32)
+    };
+    if is_bad {
+        let token =
+            find(&|value| value.is_nan() || value == f32::INFINITY).expect("a bad logit was seen");
+        return Err(SampleError::BadLogit { token, value: logits[token as usize] });
+    }
+    if greatest == f32::NEG_INFINITY {
+        return Err(SampleError::NoCandidate { vocabulary: logits.len() });
+    }
+    let token = find(&|value| value == greatest).expect("the greatest logit was seen");
+    Ok((token, greatest))
+}
+
+/// `weights[i] = exp((logits[i] - best) / temperature)`: probabilities relative to the best's.
+fn weigh(level: Level, logits: &[f32], best: f32, temperature: f32, weights: &mut Vec<f32>) {
+    weights.resize(logits.len(), 0.0);
+    level.run(|| {
+        for (weight, &logit) in weights.iter_mut().zip(logits) {
+            *weight = exp((logit - best) / temperature);
+        }
+    });
+}
+
+/// Sum of the weights that are at least `floor`, in one fixed order: lanes within a run, runs in
+/// f64.
+fn total(level: Level, weights: &[f32], floor: f32) -> f64 {
+    const RUN: usize = 64 * LANES;
+    let mut total = 0.0;
+    for run in weights.chunks(RUN) {
+        let lanes = level.run(|| {
+            let mut lanes = [0.0_f32; LANES];
+            let (groups, rest) = run.as_chunks::<LANES>();
+            for group in groups {
+                for (lane, &weight) in lanes.iter_mut().zip(group) {
+                    *lane += if weight >= floor { weight } else { 0.0 };
+                }
+            }
+            for (lane, &weight) in lanes.iter_mut().zip(rest) {
+                *lane += if weight >= floor { weight } else { 0.0 };
+            }
+            lanes
+        });
+        total += f64::from(sum_lanes(lanes));
+    }
+    total
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        cpu::testing::{levels, numbers},
+        sampling::TokenLogprobs,
+    };
+
+    fn row<'a>(sampling: &'a Sampling, tokens: &'a [u32]) -> SampleRow<'a> {
+        SampleRow { sampling, tokens, prompt_len: 0 }
+    }
+
+    fn warm() -> Sampling {
+        Sampling { temperature: 1.0, ..Sampling::greedy() }
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_id_among_equals() {
+        let greedy = Sampling::greedy();
+        for count in [1, 3, 16, 17, 100] {
+            let mut logits = vec![-1.0; count];
+            logits[count / 2] = 2.5;
+            logits[count - 1] = 2.5;
+            let token = sample(&logits, &row(&greedy, &[])).unwrap();
+            assert_eq!(token, SampledToken { id: count as u32 / 2, logprobs: None });
+        }
+        let equal = [0.0; 50];
+        assert_eq!(sample(&equal, &row(&greedy, &[])).unwrap().id, 0);
+        let tiny = Sampling { temperature: 9e-6, ..greedy };
+        assert_eq!(sample(&[1.0, 1.1, 1.1], &row(&tiny, &[])).unwrap().id, 1);
+    }
+
+    #[test]
+    fn nonsense_logits_are_an_error_that_names_the_token() {
+        for sampling in [Sampling::greedy(), warm()] {
+            for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
+                for at in [0, 15, 16, 40] {
+                    let mut logits = numbers(1, 41);
+                    logits[at] = bad;
+                    let error = sample(&logits, &row(&sampling, &[])).unwrap_err();
+                    let SampleError::BadLogit { token, value } = error else { panic!("{error}") };
+                    assert_eq!((token as usize, value.to_bits()), (at, bad.to_bits()));
+                }
+            }
         }
     }
-    let (id, _) = best.ok_or(SampleError::NoCandidate { vocabulary: logits.len() })?;
-    Ok(SampledToken { id, logprobs: None })
+
+    #[test]
+    fn without_a_candidate_there_is_an_error() {
+        let none = |vocabulary| Err(SampleError::NoCandidate { vocabulary });
+        assert_eq!(sample(&[], &row(&warm(), &[])), none(0));
+        assert_eq!(sample(&[f32::NEG_INFINITY; 20], &row(&warm(), &[])), none(20));
+        let masked = Sampling { stop_token_ids: vec![0, 1], min_tokens: 1, ..warm() };
+        assert_eq!(sample(&[1.0, 2.0], &row(&masked, &[])), none(2));
+    }
+
+    #[test]
+    fn bad_parameters_and_prompt_lengths_are_errors() {
+        let bad = Sampling { top_p: f32::NAN, ..warm() };
+        assert!(matches!(sample(&[1.0], &row(&bad, &[])), Err(SampleError::BadSampling(_))));
+        let row = SampleRow { sampling: &warm(), tokens: &[1], prompt_len: 2 };
+        assert!(matches!(sample(&[1.0], &row), Err(SampleError::BadPromptLen { .. })));
+    }
+
+    #[test]
+    fn a_penalty_beyond_f32_is_an_error() {
+        let sampling = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::greedy() };
+        assert_eq!(
+            sample(&[1.0, 50.0], &row(&sampling, &[1])),
+            Err(SampleError::BadLogit { token: 1, value: f32::INFINITY })
+        );
+    }
+
+    #[test]
+    fn masked_tokens_are_never_drawn() {
+        let sampling = Sampling { stop_token_ids: vec![1], min_tokens: 5, ..warm() };
+        let logits = [0.0, 30.0, f32::NEG_INFINITY, 0.0];
+        for index in 0..5_u32 {
+            let tokens = vec![0; index as usize];
+            let id = sample(&logits, &row(&sampling, &tokens)).unwrap().id;
+            assert!(id == 0 || id == 3);
+        }
+        assert_eq!(sample(&logits, &row(&sampling, &[0; 5])).unwrap().id, 1);
+    }
+
+    #[test]
+    fn temperature_sharpens_and_flattens() {
+        let logits = [1.0, 0.0];
+        let share = |temperature| {
+            let wins = (0..2_000_u64)
+                .filter(|&seed| {
+                    let sampling = Sampling { temperature, seed, ..Sampling::greedy() };
+                    sample(&logits, &row(&sampling, &[])).unwrap().id == 0
+                })
+                .count();
+            wins as f64 / 2_000.0
+        };
+        for temperature in [0.2, 1.0, 3.0] {
+            let exact = 1.0 / (1.0 + (-1.0 / f64::from(temperature)).exp());
+            // Five standard deviations of 2,000 draws.
+            assert!((share(temperature) - exact).abs() < 0.056, "{temperature}");
+        }
+    }
+
+    #[test]
+    fn logprobs_come_from_the_raw_logits() {
+        let logits = [2.0_f32, 1.0, 3.0, 3.0, f32::NEG_INFINITY];
+        let whole = logits.iter().map(|&x| f64::from(x).exp()).sum::<f64>().ln();
+        let sampling = Sampling {
+            repetition_penalty: 1.9,
+            stop_token_ids: vec![2],
+            min_tokens: 9,
+            logprobs: Some(3),
+            ..Sampling::greedy()
+        };
+        let token = sample(&logits, &row(&sampling, &[3])).unwrap();
+        assert_eq!(token.id, 0);
+        let TokenLogprobs { chosen, top } = token.logprobs.unwrap();
+        let near = |a: f32, b: f64| (f64::from(a) - b).abs() < 1e-5;
+        assert!(near(chosen, 2.0 - whole));
+        assert_eq!(top.iter().map(|&(id, _)| id).collect::<Vec<_>>(), [2, 3, 0]);
+        assert!(near(top[0].1, 3.0 - whole) && near(top[2].1, 2.0 - whole));
+        let all = Sampling { logprobs: Some(u32::MAX), ..Sampling::greedy() };
+        let top = sample(&logits, &row(&all, &[])).unwrap().logprobs.unwrap().top;
+        assert_eq!(top.len(), 5);
+        assert_eq!(top[4], (4, f32::NEG_INFINITY));
+        let none = Sampling { logprobs: Some(0), ..Sampling::greedy() };
+        assert!(sample(&logits, &row(&none, &[])).unwrap().logprobs.unwrap().top.is_empty());
+    }
+
+    #[test]
+    fn every_level_chooses_the_same_token_with_the_same_logprobs() {
+        let (mut scratch, logits) = (Scratch::default(), numbers(7, 3_001));
+        for seed in 0..200 {
+            let sampling = Sampling {
+                temperature: 0.3 + (seed % 5) as f32,
+                top_k: [0, 5, 300][seed as usize % 3],
+                top_p: [1.0, 0.95, 0.3, 0.999][seed as usize % 4],
+                min_p: [0.0, 0.0, 0.0, 0.05, 0.0][seed as usize % 5],
+                seed,
+                repetition_penalty: 1.1,
+                presence_penalty: 0.1,
+                frequency_penalty: 0.1,
+                stop_token_ids: vec![3],
+                min_tokens: 4,
+                logprobs: Some(5),
+            };
+            let tokens = [1, 2, 3, 2, 5];
+            let row = SampleRow { sampling: &sampling, tokens: &tokens, prompt_len: 2 };
+            let want = sample_with(Level::Reference, &mut scratch, &logits, &row).unwrap();
+            for level in levels() {
+                let got = sample_with(level, &mut scratch, &logits, &row).unwrap();
+                assert_eq!(got, want, "seed {seed} {}", level.name());
+            }
+        }
+    }
 }

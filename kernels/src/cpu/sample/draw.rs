@@ -1,0 +1,247 @@
+//! The draw: an exponential race (the Gumbel-max rule in other words) with counted random numbers.
+//!
+//! Every token `i` gets a number `v` in (0, 1) from (seed, output index, i) alone, waits for
+//! `-ln(1 - v) / p` and the first one wins; ties go to the lower id. A token wins with its share of
+//! the sum of p, whatever other tokens there are and wherever p came from, so equal logits give
+//! equal draws on every device. The number:
+//!
+//! ```text
+//! key  = splitmix64(splitmix64(seed) + index)           two halves: low, high
+//! v    = (triple32(triple32(i ^ low) ^ high) + ½) / 2³²
+//! ```
+//!
+//! `splitmix64(x)` is the first output of Steele, Lea and Flood's generator in state `x`;
+//! `triple32` is Wellons' three-round bijection of 32 bits.
+
+use super::super::{arithmetic::LANES, isa::Level};
+
+/// Seed and output index, mixed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Key {
+    low: u32,
+    high: u32,
+}
+
+impl Key {
+    pub fn new(seed: u64, index: u64) -> Self {
+        let key = splitmix64(splitmix64(seed).wrapping_add(index));
+        Self { low: key as u32, high: (key >> 32) as u32 }
+    }
+
+    /// The random bits of a token.
+    #[inline(always)]
+    fn bits(self, token: u32) -> u32 {
+        triple32(triple32(token ^ self.low) ^ self.high)
+    }
+
+    /// When a token of weight `p` > 0 arrives.
+    fn arrival(self, token: u32, p: f32) -> f64 {
+        let v = (f64::from(self.bits(token)) + 0.5) / 4_294_967_296.0;
+        -(-v).ln_1p() / f64::from(p)
+    }
+}
+
+fn splitmix64(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+#[inline(always)]
+fn triple32(x: u32) -> u32 {
+    let x = (x ^ (x >> 17)).wrapping_mul(0xed5a_d4bb);
+    let x = (x ^ (x >> 11)).wrapping_mul(0xac4c_1b51);
+    let x = (x ^ (x >> 15)).wrapping_mul(0x3184_8bab);
+    x ^ (x >> 14)
+}
+
+/// The first to arrive so far.
+struct Winner {
+    token: u32,
+    arrival: f64,
+}
+
+impl Winner {
+    fn meet(&mut self, token: u32, arrival: f64) {
+        if (arrival, token) < (self.arrival, self.token) {
+            *self = Self { token, arrival };
+        }
+    }
+}
+
+/// Draws from all tokens; `weights[best]` is one of the greatest.
+///
+/// Since -ln(1 - v) ≥ v, a token with v > p · (arrival of the winner so far) has lost, and all but a
+/// handful are passed over by that comparison. Beginning with a likely token makes it sharp.
+pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u32 {
+    let arrival = key.arrival(best, weights[best as usize]);
+    let mut winner = Winner { token: best, arrival };
+    for (run, weights) in weights.chunks(4 * LANES).enumerate() {
+        let first = (run * 4 * LANES) as u32;
+        // Rounded up, as v below is rounded down: nobody who might win is passed over.
+        let bound = winner.arrival as f32 * 1.000_001;
+        let may_win = level.run(|| {
+            let mut may_win = false;
+            for (token, &p) in (first..).zip(weights) {
+                let v = (key.bits(token) >> 8) as i32 as f32 * (1.0 / 16_777_216.0);
+                may_win |= (v <= p * bound) & (p > 0.0);
+            }
+            may_win
+        });
+        if may_win {
+            for (token, &p) in (first..).zip(weights).filter(|&(_, &p)| p > 0.0) {
+                winner.meet(token, key.arrival(token, p));
+            }
+        }
+    }
+    winner.token
+}
+
+/// Draws from some tokens (id, weight > 0), at least one, in any order.
+pub(super) fn among(key: Key, candidates: &[(u32, f32)]) -> u32 {
+    let mut winner = Winner { token: u32::MAX, arrival: f64::INFINITY };
+    for &(token, p) in candidates {
+        winner.meet(token, key.arrival(token, p));
+    }
+    winner.token
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{levels, numbers};
+
+    /// Chi-square statistic of counts against shares.
+    fn chi_square(counts: &[u32], shares: &[f64]) -> f64 {
+        let draws: u32 = counts.iter().sum();
+        counts
+            .iter()
+            .zip(shares)
+            .map(|(&count, &share)| {
+                let expected = share * f64::from(draws);
+                (f64::from(count) - expected).powi(2) / expected
+            })
+            .sum()
+    }
+
+    /// Far enough out that a right generator does not get there once in ten thousand seeds:
+    /// mean + 5 standard deviations of a chi-square distribution.
+    fn limit(degrees: usize) -> f64 {
+        degrees as f64 + 5.0 * (2.0 * degrees as f64).sqrt()
+    }
+
+    fn shares(weights: &[f32]) -> Vec<f64> {
+        let total: f64 = weights.iter().map(|&p| f64::from(p)).sum();
+        weights.iter().map(|&p| f64::from(p) / total).collect()
+    }
+
+    #[test]
+    fn the_documented_hash_does_not_change() {
+        assert_eq!(splitmix64(0), 0xe220_a839_7b1d_cdaf);
+        // Computed by another program from the formula above.
+        let bits = [0, 1, 2].map(|token| Key::new(42, 7).bits(token));
+        assert_eq!(bits, [500_478_835, 4_053_914_327, 3_711_117_863]);
+    }
+
+    #[test]
+    fn draws_over_output_indices_follow_the_weights() {
+        let weights = [1.0_f32, 0.5, 0.25, 0.125, 0.06, 0.03, 0.0, 0.015, 0.9, 0.001];
+        let kept: Vec<(u32, f32)> = (0..).zip(weights).filter(|&(_, p)| p > 0.0).collect();
+        for seed in [0, 1, 0xdead_beef] {
+            let mut counts = [0_u32; 10];
+            for index in 0..200_000 {
+                let token = among(Key::new(seed, index), &kept);
+                counts[token as usize] += 1;
+            }
+            assert_eq!(counts[6], 0);
+            let some = |values: &[f64]| [&values[..6], &values[7..]].concat();
+            let seen: Vec<u32> = [&counts[..6], &counts[7..]].concat();
+            let statistic = chi_square(&seen, &some(&shares(&weights)));
+            assert!(statistic < limit(8), "seed {seed}: {statistic}");
+        }
+    }
+
+    #[test]
+    fn draws_over_seeds_follow_the_weights() {
+        let weights = numbers(3, 64).iter().map(|x| (x * 3.0).exp()).collect::<Vec<f32>>();
+        let mut counts = [0_u32; 64];
+        for seed in 0..200_000 {
+            counts[among_all(Level::Baseline, Key::new(seed, 5), 0, &weights) as usize] += 1;
+        }
+        let statistic = chi_square(&counts, &shares(&weights));
+        assert!(statistic < limit(63), "{statistic}");
+    }
+
+    /// Pairs of draws at neighbouring indices, and with neighbouring seeds, are independent.
+    #[test]
+    fn neighbouring_draws_are_independent() {
+        let weights = [1.0_f32, 0.7, 0.4, 0.2];
+        let shares = shares(&weights);
+        let pairs: Vec<f64> =
+            shares.iter().flat_map(|a| shares.iter().map(move |b| a * b)).collect();
+        let draw =
+            |seed, index| among_all(Level::Baseline, Key::new(seed, index), 0, &weights) as usize;
+        let (mut by_index, mut by_seed) = ([0_u32; 16], [0_u32; 16]);
+        for i in 0..100_000 {
+            by_index[draw(9, 2 * i) * 4 + draw(9, 2 * i + 1)] += 1;
+            by_seed[draw(2 * i, 3) * 4 + draw(2 * i + 1, 3)] += 1;
+        }
+        for (name, counts) in [("index", by_index), ("seed", by_seed)] {
+            let statistic = chi_square(&counts, &pairs);
+            assert!(statistic < limit(15), "{name}: {statistic}");
+        }
+    }
+
+    /// Random bits of neighbouring tokens, indices and seeds are uniform and uncorrelated.
+    #[test]
+    fn bits_are_uniform_in_every_direction() {
+        type Bits = fn(u32) -> u32;
+        let directions: [(&str, Bits); 3] = [
+            ("token", |i| Key::new(1, 1).bits(i)),
+            ("index", |i| Key::new(1, u64::from(i)).bits(100)),
+            ("seed", |i| Key::new(u64::from(i), 1).bits(100)),
+        ];
+        for (name, bits) in directions {
+            let (mut high, mut low, mut pairs) = ([0_u32; 256], [0_u32; 256], [0_u32; 256]);
+            let mut before = bits(0);
+            for i in 1..=200_000 {
+                let now = bits(i);
+                high[(now >> 24) as usize] += 1;
+                low[(now & 255) as usize] += 1;
+                pairs[(now >> 28 << 4 | before >> 28) as usize] += 1;
+                before = now;
+            }
+            for counts in [high, low, pairs] {
+                let statistic = chi_square(&counts, &[1.0 / 256.0; 256]);
+                assert!(statistic < limit(255), "{name}: {statistic}");
+            }
+        }
+    }
+
+    #[test]
+    fn passing_over_tokens_changes_no_draw() {
+        for case in 0..300_u32 {
+            let count = 1 + (case as usize * 37) % 900;
+            let sharpness = (case % 7) as f32 * 3.0;
+            let mut weights: Vec<f32> =
+                numbers(case, count).iter().map(|x| (sharpness * (x - 1.0)).exp()).collect();
+            if case % 3 == 0 {
+                weights.iter_mut().step_by(5).for_each(|p| *p = 0.0);
+            }
+            let Some(best) = (0..count)
+                .filter(|&i| weights[i] > 0.0)
+                .max_by(|&a, &b| weights[a].total_cmp(&weights[b]))
+            else {
+                continue;
+            };
+            let key = Key::new(u64::from(case), 11);
+            let kept: Vec<(u32, f32)> =
+                (0..).zip(weights.iter().copied()).filter(|&(_, p)| p > 0.0).collect();
+            let want = among(key, &kept);
+            for level in levels() {
+                assert_eq!(among_all(level, key, best as u32, &weights), want, "case {case}");
+            }
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! What a sequence's own tokens change: penalties, and the mask of `min_tokens`.
+
+use super::SampleError;
+use crate::sampling::Sampling;
+
+/// In a count: the token is in the prompt. The rest counts its places in the output.
+const IN_PROMPT: u32 = 1 << 31;
+
+/// Writes the changed logits to `adjusted` and says true, or says false when nothing changes.
+/// `counts` is all zero before and after.
+pub(super) fn adjust(
+    sampling: &Sampling,
+    prompt: &[u32],
+    output: &[u32],
+    logits: &[f32],
+    adjusted: &mut Vec<f32>,
+    counts: &mut Vec<u32>,
+) -> Result<bool, SampleError> {
+    let is_masked = (output.len() as u64) < u64::from(sampling.min_tokens)
+        && !sampling.stop_token_ids.is_empty();
+    let repeats = sampling.repetition_penalty != 1.0;
+    let is_penalised =
+        repeats || sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0;
+    if !is_masked && !is_penalised {
+        return Ok(false);
+    }
+    adjusted.clear();
+    adjusted.extend_from_slice(logits);
+    if is_masked {
+        for &token in &sampling.stop_token_ids {
+            if let Some(logit) = adjusted.get_mut(token as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
+    if is_penalised {
+        // The prompt matters to the repetition penalty alone.
+        let prompt = if repeats { prompt } else { &[] };
+        counts.resize(logits.len(), 0);
+        for &token in prompt {
+            if let Some(count) = counts.get_mut(token as usize) {
+                *count |= IN_PROMPT;
+            }
+        }
+        for &token in output {
+            if let Some(count) = counts.get_mut(token as usize) {
+                *count += 1;
+            }
+        }
+        for &token in prompt.iter().chain(output) {
+            // Taken, so that a token is penalised once and the counts end as zeros.
+            let count = counts.get_mut(token as usize).map_or(0, std::mem::take);
+            if count != 0 {
+                penalise(sampling, count, &mut adjusted[token as usize]);
+            }
+        }
+    }
+    Ok(true)
+}
+
+fn penalise(sampling: &Sampling, count: u32, logit: &mut f32) {
+    let penalty = sampling.repetition_penalty;
+    let repeated = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+    let places = count & !IN_PROMPT;
+    *logit = repeated - sampling.frequency_penalty * places as f32;
+    if places > 0 {
+        *logit -= sampling.presence_penalty;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn adjusted(sampling: &Sampling, prompt: &[u32], output: &[u32], logits: &[f32]) -> Vec<f32> {
+        let (mut adjusted, mut counts) = (Vec::new(), Vec::new());
+        let is_adjusted =
+            adjust(sampling, prompt, output, logits, &mut adjusted, &mut counts).unwrap();
+        assert!(counts.iter().all(|&count| count == 0));
+        if is_adjusted { adjusted } else { logits.to_vec() }
+    }
+
+    #[test]
+    fn the_repetition_penalty_takes_prompt_and_output_once_each() {
+        let sampling = Sampling { repetition_penalty: 2.0, ..Sampling::greedy() };
+        let logits = [4.0, -4.0, 6.0, -6.0, 8.0];
+        assert_eq!(
+            adjusted(&sampling, &[0, 1, 0], &[2, 2, 0], &logits),
+            [2.0, -8.0, 3.0, -6.0, 8.0]
+        );
+    }
+
+    #[test]
+    fn presence_and_frequency_take_the_output_only() {
+        let logits = [1.0, 1.0, 1.0];
+        let sampling = Sampling { presence_penalty: 0.5, ..Sampling::greedy() };
+        assert_eq!(adjusted(&sampling, &[0], &[1, 1], &logits), [1.0, 0.5, 1.0]);
+        let sampling = Sampling { frequency_penalty: 0.5, ..Sampling::greedy() };
+        assert_eq!(adjusted(&sampling, &[0], &[1, 1], &logits), [1.0, 0.0, 1.0]);
+        let sampling = Sampling { frequency_penalty: -0.5, ..Sampling::greedy() };
+        assert_eq!(adjusted(&sampling, &[0], &[1, 1], &logits), [1.0, 2.0, 1.0]);
+    }
+
+    #[test]
+    fn repetition_comes_before_the_other_penalties() {
+        let sampling = Sampling {
+            repetition_penalty: 2.0,
+            presence_penalty: 1.0,
+            frequency_penalty: 0.25,
+            ..Sampling::greedy()
+        };
+        assert_eq!(adjusted(&sampling, &[], &[0, 0], &[4.0]), [4.0 / 2.0 - 0.5 - 1.0]);
+    }
+
+    #[test]
+    fn stop_tokens_are_masked_until_min_tokens_are_out() {
+        let sampling =
+            Sampling { stop_token_ids: vec![1, 77], min_tokens: 2, ..Sampling::greedy() };
+        let logits = [0.0, 9.0, 1.0];
+        let masked = [0.0, f32::NEG_INFINITY, 1.0];
+        assert_eq!(adjusted(&sampling, &[5, 5, 5], &[], &logits), masked);
+        assert_eq!(adjusted(&sampling, &[], &[0], &logits), masked);
+        assert_eq!(adjusted(&sampling, &[], &[0, 0], &logits), logits);
+    }
+
+    #[test]
+    fn tokens_beyond_the_vocabulary_are_passed_over() {
+        let sampling = Sampling {
+            repetition_penalty: 2.0,
+            stop_token_ids: vec![u32::MAX],
+            min_tokens: 9,
+            ..Sampling::greedy()
+        };
+        assert_eq!(adjusted(&sampling, &[u32::MAX], &[3], &[1.0]), [1.0]);
+    }
+}
