@@ -16,9 +16,9 @@ use crate::{
     vocabulary::Vocabulary,
 };
 
-/// Longest text encoded in one call, in bytes. While it is encoded a text takes some hundred times its
-/// size in memory.
-pub const TEXT_BYTES_MAX: usize = 8 << 20;
+/// Longest text encoded in one call, in bytes. While it is encoded a text takes some 125 times its size
+/// in memory, so callers also bound how many long texts they encode at once.
+pub const TEXT_BYTES_MAX: usize = 4 << 20;
 
 /// What becomes of text that spells a special token, such as `<|im_end|>`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,8 +44,8 @@ pub enum EncodeError {
 
 /// The tokenizer of one model. Immutable: share it by [`Arc`].
 ///
-/// Encoding costs CPU time in proportion to the text, about a second for a few megabytes; callers on
-/// an async runtime encode long texts on blocking threads.
+/// Encoding costs CPU time in proportion to the text, a second or more for a megabyte; callers on an
+/// async runtime encode long texts on blocking threads.
 pub struct Tokenizer {
     vocabulary: Arc<Vocabulary>,
     bytes: TokenBytes,
@@ -62,7 +62,8 @@ pub struct Tokenizer {
     eos_ids: Vec<u32>,
     pad_id: Option<u32>,
     strip_start: Option<(char, usize)>,
-    longest_token_bytes: usize,
+    /// How much of a text one token can stand for, where that is bounded.
+    token_text_bytes_max: Option<usize>,
 }
 
 /// What a tokenizer is made of, wherever it was read from.
@@ -135,7 +136,11 @@ impl Tokenizer {
         let decoding = parts.decoding.unwrap_or(Decoding::ByteLevel);
         let bytes = TokenBytes::new(&vocabulary, &added, &decoding, &parts.silent)?;
         Ok(Self {
-            longest_token_bytes: bytes.longest(),
+            token_text_bytes_max: token_text_bytes_max(
+                bytes.longest(),
+                &added,
+                parts.normalizer.as_ref(),
+            ),
             bytes,
             model,
             added,
@@ -263,15 +268,10 @@ impl Tokenizer {
     /// A lower bound of the ids that `text` becomes, at no cost: a text that is too long even by this
     /// bound can be refused without encoding it.
     pub fn tokens_at_least(&self, text: &str) -> usize {
-        if self.normalizer.is_some() || self.longest_token_bytes == 0 || self.swallows_spaces() {
-            return 0;
+        match self.token_text_bytes_max {
+            Some(bytes) => text.len().div_ceil(bytes),
+            None => 0,
         }
-        text.len().div_ceil(self.longest_token_bytes)
-    }
-
-    /// True when an added token takes the white space beside it, however much it is.
-    fn swallows_spaces(&self) -> bool {
-        self.added.get_added_tokens_decoder().values().any(|token| token.lstrip || token.rstrip)
     }
 
     pub(crate) fn strip_start(&self) -> Option<(char, usize)> {
@@ -286,6 +286,24 @@ impl std::fmt::Debug for Tokenizer {
             .field("eos_ids", &self.eos_ids)
             .finish_non_exhaustive()
     }
+}
+
+/// How many bytes of text one token can stand for; `None` when there is no bound.
+fn token_text_bytes_max(
+    longest_token: usize,
+    added: &AddedVocabulary,
+    normalizer: Option<&NormalizerWrapper>,
+) -> Option<usize> {
+    let shrinks_to_a = match normalizer {
+        None => 1,
+        // Three Hangul letters of three bytes compose to one syllable of three; none shrink more.
+        Some(NormalizerWrapper::NFC(_)) => 3,
+        Some(_) => return None,
+    };
+    // Such a token takes the white space beside it, however much it is.
+    let mut added = added.get_added_tokens_decoder().values();
+    let bounded = longest_token > 0 && !added.any(|token| token.lstrip || token.rstrip);
+    bounded.then_some(longest_token * shrinks_to_a)
 }
 
 /// `vocabulary` with those added tokens whose string it lacks.

@@ -133,6 +133,7 @@ proptest! {
         assert_all_agree(&text);
         let tokenizer = SMOLLM2.gguf.tokenizer();
         let ids = tokenizer.encode(&text, SpecialTokens::AsText).unwrap();
+        prop_assert!(tokenizer.tokens_at_least(&text) <= ids.len());
         prop_assert_eq!(tokenizer.decode(&ids, true), text);
     }
 }

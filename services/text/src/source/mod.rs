@@ -1,6 +1,7 @@
 //! Where a model's text side is read from: a GGUF file or a Hugging Face folder.
 
-pub(crate) mod frame;
+mod decoder;
+mod frame;
 pub(crate) mod gguf_file;
 pub(crate) mod hugging_face;
 mod packed_json;

@@ -1,0 +1,418 @@
+//! Files that are not what they should be give one typed error that names file, key and what is
+//! allowed.
+
+mod common;
+
+use common::{Metadata, open_gguf, tiny};
+use gguf::{Array, Value};
+use proptest::prelude::*;
+use serde_json::json;
+use text::{LoadError, ModelText, SpecialTokens, VOCABULARY_SIZE_MAX, VocabularyError};
+
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const TYPES: &str = "tokenizer.ggml.token_type";
+const MERGES: &str = "tokenizer.ggml.merges";
+
+fn string(text: &str) -> Value {
+    Value::String(text.to_owned())
+}
+
+fn strings(items: &[&str]) -> Value {
+    Value::Array(Array::String(items.iter().map(|item| (*item).to_owned()).collect()))
+}
+
+fn with(key: &str, value: Value) -> Metadata {
+    let mut metadata = tiny();
+    metadata.insert(key.to_owned(), value);
+    metadata
+}
+
+fn without(key: &str) -> Metadata {
+    let mut metadata = tiny();
+    metadata.remove(key);
+    metadata
+}
+
+/// The error's message without the file's name.
+fn message(metadata: &Metadata) -> String {
+    let message = open_gguf(metadata).unwrap_err().to_string();
+    let (file, message) = message.split_once("model.gguf: ").expect("names the file");
+    assert!(!file.is_empty() && !message.contains('\n'), "{message}");
+    message.to_owned()
+}
+
+#[test]
+fn the_small_model_itself_works() {
+    let model = open_gguf(&tiny()).unwrap();
+    let tokenizer = model.tokenizer();
+    let ids = tokenizer.encode("hello world<|end|><tool>", SpecialTokens::Parse).unwrap();
+    assert_eq!(ids, [260, 259, 0x6f, 0x72, 0x6c, 0x64, common::END, common::TOOL]);
+    assert_eq!(tokenizer.decode(&ids, false), "hello world<|end|><tool>");
+    assert_eq!(tokenizer.decode(&ids, true), "hello world<tool>");
+    let as_text = tokenizer.encode("<|end|><tool>", SpecialTokens::AsText).unwrap();
+    assert!(!as_text.contains(&common::END) && as_text.ends_with(&[common::TOOL]));
+    assert_eq!(tokenizer.encode_prompt("h", SpecialTokens::Parse).unwrap(), [0x68]);
+    assert_eq!(tokenizer.eos_ids(), [common::END]);
+    assert_eq!(tokenizer.tokens_at_least("hello hello"), 2);
+}
+
+#[test]
+fn bos_and_eos_stand_around_prompts_when_the_file_says_so() {
+    let mut metadata = with("tokenizer.ggml.add_bos_token", Value::Bool(true));
+    metadata.insert("tokenizer.ggml.add_eos_token".into(), Value::Bool(true));
+    metadata.insert("tokenizer.ggml.eot_token_id".into(), Value::U64(3));
+    let model = open_gguf(&metadata).unwrap();
+    let ids = model.tokenizer().encode_prompt("h", SpecialTokens::Parse).unwrap();
+    assert_eq!(ids, [common::START, 0x68, common::END]);
+    assert_eq!(model.tokenizer().encode("h", SpecialTokens::Parse).unwrap(), [0x68]);
+    assert_eq!(model.tokenizer().eos_ids(), [3, common::END]);
+}
+
+#[test]
+fn missing_keys_are_named() {
+    for key in [TOKENS, MERGES, "tokenizer.ggml.model"] {
+        let message = message(&without(key));
+        assert!(message.contains(key) && message.contains("is missing"), "{message}");
+    }
+    assert!(open_gguf(&without(TYPES)).is_ok());
+    assert!(
+        open_gguf(&without("tokenizer.ggml.eos_token_id"))
+            .unwrap()
+            .tokenizer()
+            .eos_ids()
+            .is_empty()
+    );
+}
+
+#[test]
+fn wrong_types_are_named_with_the_type_that_is_wanted() {
+    for (key, value, wanted) in [
+        (TOKENS, Value::U32(3), "array of string"),
+        (TOKENS, Value::Array(Array::I32(vec![1])), "array of string"),
+        (MERGES, string("a b"), "array of string"),
+        (TYPES, strings(&["1"]), "array of i32"),
+        ("tokenizer.ggml.model", Value::U32(1), "string"),
+        ("tokenizer.ggml.pre", Value::Bool(true), "string"),
+        ("tokenizer.ggml.eos_token_id", string("</s>"), "u64"),
+        ("tokenizer.ggml.eos_token_id", Value::I32(-1), "u64"),
+        ("tokenizer.ggml.add_bos_token", Value::U32(1), "bool"),
+        ("tokenizer.chat_template", Value::U32(1), "string"),
+    ] {
+        let error = open_gguf(&with(key, value)).unwrap_err();
+        assert!(matches!(error, LoadError::Gguf { .. }), "{error:?}");
+        let message = error.to_string();
+        assert!(message.contains(key) && message.contains(wanted), "{message}");
+    }
+}
+
+#[test]
+fn unsupported_kinds_are_refused_with_those_supported() {
+    assert_eq!(
+        message(&with("tokenizer.ggml.model", string("llama"))),
+        "tokenizer.ggml.model is \"llama\"; supported: gpt2 (byte-level BPE)"
+    );
+    let message = message(&with("tokenizer.ggml.pre", string("gpt-5")));
+    for name in ["\"gpt-5\"", "smollm", "gpt-2", "default", "llama-bpe", "qwen2"] {
+        assert!(message.contains(name), "{message}");
+    }
+}
+
+#[test]
+fn broken_merges_are_named_by_index() {
+    for (merges, expected) in [
+        (
+            ["h e", "he"],
+            "tokenizer.ggml.merges: merge 1 is \"he\"; it must be two tokens with one space between",
+        ),
+        (
+            ["h e", "h e e"],
+            "tokenizer.ggml.merges: merge 1 is \"h e e\"; it must be two tokens with one space between",
+        ),
+        (
+            ["h e", " e"],
+            "tokenizer.ggml.merges: merge 1 is \" e\"; it must be two tokens with one space between",
+        ),
+        (
+            ["h e", "h zz"],
+            "tokenizer.ggml.merges: merge 1 names \"zz\", which is no token of the vocabulary",
+        ),
+        (
+            ["h e", "h z"],
+            "tokenizer.ggml.merges: merge 1 names \"hz\", which is no token of the vocabulary",
+        ),
+    ] {
+        assert_eq!(message(&with(MERGES, strings(&merges))), expected);
+    }
+}
+
+#[test]
+fn ids_beyond_the_vocabulary_are_refused() {
+    for (key, id) in [
+        ("tokenizer.ggml.eos_token_id", 265),
+        ("tokenizer.ggml.bos_token_id", u64::from(u32::MAX) - 1),
+        ("tokenizer.ggml.padding_token_id", u64::MAX),
+        ("tokenizer.ggml.eot_token_id", 1 << 40),
+    ] {
+        let expected = format!("{key}: the id is {id}; the vocabulary has 265 tokens");
+        assert_eq!(message(&with(key, Value::U64(id))), expected);
+    }
+    // Some writers say "none" by −1 in 32 bits.
+    let none = with("tokenizer.ggml.bos_token_id", Value::U32(u32::MAX));
+    assert_eq!(open_gguf(&none).unwrap().tokenizer().bos_id(), None);
+}
+
+#[test]
+fn token_types_must_fit_the_tokens() {
+    let types = |items| with(TYPES, Value::Array(Array::I32(items)));
+    assert_eq!(
+        message(&types(vec![1; 3])),
+        "tokenizer.ggml.token_type: has 3 entries, tokenizer.ggml.tokens has 265"
+    );
+    assert_eq!(
+        message(&types([vec![1; 264], vec![9]].concat())),
+        "tokenizer.ggml.token_type: entry 264 is 9; types are 0 to 6"
+    );
+}
+
+#[test]
+fn no_tokens_are_no_vocabulary() {
+    let mut metadata = with(TOKENS, strings(&[]));
+    for key in [TYPES, "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"] {
+        metadata.remove(key);
+    }
+    metadata.insert(MERGES.into(), strings(&[]));
+    assert_eq!(message(&metadata), "tokenizer.ggml.tokens: there are no tokens");
+}
+
+#[test]
+fn equal_tokens_and_empty_tokens_are_taken() {
+    let mut metadata = with(TOKENS, strings(&["a", "b", "a", ""]));
+    metadata.insert(TYPES.into(), Value::Array(Array::I32(vec![1, 3, 3, 3])));
+    metadata.insert(MERGES.into(), strings(&[]));
+    metadata.insert("tokenizer.ggml.eos_token_id".into(), Value::U32(3));
+    metadata.insert("tokenizer.ggml.bos_token_id".into(), Value::U32(1));
+    let model = open_gguf(&metadata).unwrap();
+    assert_eq!(model.tokenizer().token_bytes(2), Some(&b"a"[..]));
+    assert_eq!(model.tokenizer().token_bytes(3), Some(&b""[..]));
+}
+
+#[test]
+fn a_file_that_ends_early_is_refused_at_every_length() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let mut small = tiny();
+    small.insert(TOKENS.into(), strings(&["a", "b", "ab"]));
+    small.insert(MERGES.into(), strings(&["a b"]));
+    for key in [TYPES, "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"] {
+        small.remove(key);
+    }
+    common::write_gguf(&path, &small);
+    assert!(ModelText::open(&path).is_ok());
+    let bytes = std::fs::read(&path).unwrap();
+    for length in 0..bytes.len() {
+        std::fs::write(&path, &bytes[..length]).unwrap();
+        assert!(ModelText::open(&path).is_err(), "{length} bytes");
+    }
+}
+
+#[test]
+fn paths_that_hold_no_model_are_refused() {
+    let error = ModelText::open("/nowhere/model.gguf").unwrap_err();
+    assert!(matches!(error, LoadError::Io { .. }), "{error:?}");
+    let folder = common::folder(&[("model.bin", "x"), ("text.gguf", "not one")]);
+    for path in [folder.path().to_owned(), folder.path().join("model.bin")] {
+        let error = ModelText::open(path).unwrap_err();
+        assert!(matches!(error, LoadError::NotAModel { .. }), "{error:?}");
+    }
+    let error = ModelText::open(folder.path().join("text.gguf")).unwrap_err();
+    assert!(matches!(error, LoadError::Gguf { .. }), "{error:?}");
+}
+
+/// A tokenizer.json that works, with one place changed.
+fn tokenizer_json(pointer: &str, value: serde_json::Value) -> String {
+    let mut file = json!({
+        "added_tokens": [{"id": 3, "content": "<s>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true},
+        "post_processor": null,
+        "decoder": {"type": "ByteLevel"},
+        "model": {"type": "BPE", "unk_token": null, "dropout": null,
+            "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+    });
+    *file.pointer_mut(pointer).unwrap() = value;
+    file.to_string()
+}
+
+fn open_json(text: &str, more: &[(&str, &str)]) -> Result<ModelText, LoadError> {
+    let mut files = vec![("tokenizer.json", text)];
+    files.extend(more);
+    ModelText::open(common::folder(&files).path())
+}
+
+fn json_message(pointer: &str, value: serde_json::Value) -> String {
+    let message = open_json(&tokenizer_json(pointer, value), &[]).unwrap_err().to_string();
+    let (_, message) = message.split_once("tokenizer.json: ").expect("names the file");
+    message.to_owned()
+}
+
+#[test]
+fn a_working_tokenizer_json_is_taken() {
+    let model = open_json(&tokenizer_json("/normalizer", json!(null)), &[]).unwrap();
+    let ids = model.tokenizer().encode("ab<s>b", SpecialTokens::Parse).unwrap();
+    assert_eq!(ids, [2, 3, 1]);
+}
+
+#[test]
+fn broken_tokenizer_jsons_name_the_key() {
+    for (pointer, value, expected) in [
+        ("/model/type", json!("Unigram"), "model.type is \"Unigram\"; supported: BPE"),
+        ("/model/dropout", json!(0.1), "model.dropout is \"0.1\"; supported: none"),
+        ("/model/vocab", json!({}), "model.vocab: there are no tokens"),
+        (
+            "/model/vocab",
+            json!({"a": 0, "b": 0}),
+            "model.vocab: tokens \"a\" and \"b\" have the same id 0",
+        ),
+        (
+            "/model/unk_token",
+            json!("<unk>"),
+            "model.vocab: the unknown token \"<unk>\" is not in the vocabulary",
+        ),
+        (
+            "/model/merges",
+            json!(["a c"]),
+            "model.merges: merge 0 names \"c\", which is no token of the vocabulary",
+        ),
+        (
+            "/added_tokens/0/id",
+            json!(1),
+            "model.vocab: added token \"<s>\" has id 1, but \"b\" has it in the vocabulary",
+        ),
+        (
+            "/post_processor",
+            json!({"type": "Magic"}),
+            "post_processor.type is \"Magic\"; supported: TemplateProcessing",
+        ),
+        (
+            "/decoder",
+            json!({"type": "WordPiece"}),
+            "decoder is \"WordPiece\"; supported: ByteLevel",
+        ),
+        ("/decoder", json!(null), "decoder is \"null\"; supported: ByteLevel"),
+        ("/pre_tokenizer", json!({"type": "Magic"}), "pre_tokenizer: "),
+        (
+            "/pre_tokenizer",
+            json!({"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}),
+            "pre_tokenizer: ",
+        ),
+        ("/normalizer", json!({"type": "Magic"}), "normalizer: "),
+    ] {
+        let message = json_message(pointer, value);
+        assert!(message.starts_with(expected), "{message}\nwanted: {expected}");
+    }
+    let huge = json_message("/model/vocab", json!({"a": 0, "b": 4_000_000_000u32}));
+    assert_eq!(
+        huge,
+        format!(
+            "model.vocab: token \"b\" has id 4000000000; ids are less than {VOCABULARY_SIZE_MAX}"
+        )
+    );
+}
+
+#[test]
+fn wrong_types_in_json_are_placed() {
+    for (pointer, value) in [
+        ("/model/vocab", json!({"a": -1})),
+        ("/model/vocab", json!({"a": "x"})),
+        ("/model/vocab", json!(7)),
+        ("/model/merges", json!(["ab"])),
+        ("/model/merges", json!([["a", "b", "c"]])),
+        ("/model/merges", json!({})),
+        ("/added_tokens/0/id", json!(-3)),
+        ("/added_tokens", json!("x")),
+        ("/model", json!(null)),
+    ] {
+        let error = open_json(&tokenizer_json(pointer, value), &[]).unwrap_err();
+        assert!(matches!(error, LoadError::Json { .. }), "{error:?}");
+        assert!(error.to_string().contains("line 1 column"), "{error}");
+    }
+    for text in ["", "{", "[]", "\u{feff}{}", &"[".repeat(100_000)] {
+        assert!(matches!(open_json(text, &[]), Err(LoadError::Json { .. })));
+    }
+}
+
+#[test]
+fn eos_ids_come_from_all_configurations() {
+    let good = tokenizer_json("/normalizer", json!(null));
+    let eos =
+        |more: &[(&str, &str)]| open_json(&good, more).unwrap().tokenizer().eos_ids().to_vec();
+    let config = ("tokenizer_config.json", r#"{"eos_token": "b", "bos_token": null}"#);
+    let many = ("generation_config.json", r#"{"eos_token_id": [3, 0, 3]}"#);
+    let one = ("config.json", r#"{"eos_token_id": 2}"#);
+    assert_eq!(eos(&[]), [0u32; 0]);
+    assert_eq!(eos(&[config]), [1]);
+    assert_eq!(eos(&[config, one]), [1, 2]);
+    assert_eq!(
+        eos(&[config, one, many]),
+        [0, 1, 3],
+        "generation_config.json goes before config.json"
+    );
+    assert_eq!(eos(&[("special_tokens_map.json", r#"{"eos_token": {"content": "<s>"}}"#)]), [3]);
+    let beyond = ("generation_config.json", r#"{"eos_token_id": 9}"#);
+    let error = open_json(&good, &[beyond]).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            LoadError::Vocabulary { source: VocabularyError::NoSuchId { id: 9, size: 4, .. }, .. }
+        ),
+        "{error:?}"
+    );
+    for broken in [r#"{"eos_token_id": -1}"#, r#"{"eos_token_id": "x"}"#, "["] {
+        let error = open_json(&good, &[("generation_config.json", broken)]).unwrap_err();
+        assert!(error.to_string().contains("generation_config.json"), "{error}");
+    }
+}
+
+#[test]
+fn added_tokens_of_the_configuration_are_known() {
+    let good = tokenizer_json("/normalizer", json!(null));
+    let config = r#"{"added_tokens_decoder": {"7": {"content": "<x>", "special": true}}}"#;
+    let model = open_json(&good, &[("tokenizer_config.json", config)]).unwrap();
+    assert_eq!(model.tokenizer().encode("<x>", SpecialTokens::Parse).unwrap(), [7]);
+    assert_eq!(model.tokenizer().vocabulary_size(), 8);
+    let clash = r#"{"added_tokens_decoder": {"3": {"content": "<x>", "special": true}}}"#;
+    let error = open_json(&good, &[("tokenizer_config.json", clash)]).unwrap_err();
+    assert!(error.to_string().contains("added_tokens_decoder"), "{error}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+    #[test]
+    fn damaged_files_never_panic(
+        damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let mut metadata = tiny();
+        metadata.insert("tokenizer.ggml.pre".into(), string("llama-bpe"));
+        common::write_gguf(&path, &metadata);
+        let json = tokenizer_json("/normalizer", json!({"type": "NFC"}));
+        std::fs::write(folder.path().join("tokenizer.json"), json).unwrap();
+        for file in ["model.gguf", "tokenizer.json"] {
+            let file = folder.path().join(file);
+            let mut bytes = std::fs::read(&file).unwrap();
+            for (place, byte) in &damage {
+                let place = place.index(bytes.len());
+                bytes[place] = *byte;
+            }
+            std::fs::write(&file, bytes).unwrap();
+        }
+        for path in [path.as_path(), folder.path()] {
+            if let Ok(model) = ModelText::open(path) {
+                let ids = model.tokenizer().encode_prompt("hello <|end|> ab\u{e9}", SpecialTokens::Parse);
+                model.tokenizer().decode(&ids.unwrap(), false);
+            }
+        }
+    }
+}
