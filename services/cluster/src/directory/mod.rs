@@ -1,7 +1,7 @@
 //! A router's view of all nodes: pure, events and `now` in, actions out.
 //!
 //! Life of a member, as [`Health`]:
-//! 1. *Unknown* from [`Input::Joined`] on: an `Observe` stream is asked for, which is also the probe.
+//! 1. *Unknown* from joining on: an `Observe` stream is asked for, which is also the probe.
 //! 2. *Up* from the stream's snapshot on, as long as the stream lasts and its deltas have no gap.
 //! 3. *Suspect* when the stream ends or a call loses its connection: it is not picked any more, and
 //!    probed at once. A node that flaps (up for less than 2 s) is probed with back-off instead.

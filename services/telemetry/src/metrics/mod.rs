@@ -3,7 +3,7 @@
 //! An instrument is an OpenTelemetry one. The OTLP reader pushes it when a collector is given, the
 //! Prometheus reader renders it when asked. Names follow OpenTelemetry's GenAI conventions where they
 //! have one, `baton.*` elsewhere; the rendering repeats some of them under the names that vLLM's
-//! dashboards know ([`alias`]).
+//! dashboards know (module `alias`).
 //!
 //! Cardinality is bounded by construction: every attribute is an enum or a constant of the process.
 
