@@ -155,10 +155,36 @@ unsafe fn run_tile(level: Level, tile: &Tile<'_>, target: &Target, panel_count: 
 }
 
 #[cfg(test)]
+pub(crate) mod testing {
+    use crate::backend::RowSource;
+
+    /// A matrix in memory.
+    pub(crate) struct Plain {
+        pub rows: usize,
+        pub cols: usize,
+        pub values: Vec<f32>,
+    }
+
+    impl RowSource for Plain {
+        fn rows(&self) -> usize {
+            self.rows
+        }
+
+        fn cols(&self) -> usize {
+            self.cols
+        }
+
+        fn read_row(&self, row: usize, out: &mut [f32]) {
+            out.copy_from_slice(&self.values[row * self.cols..][..self.cols]);
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
-    use super::{pack::tests::Plain, *};
+    use super::{testing::Plain, *};
     use crate::cpu::testing::{bits, fuses, levels, numbers};
 
     fn product(level: Level, threads: usize, x: &[f32], w: &CpuMatrix) -> Vec<f32> {

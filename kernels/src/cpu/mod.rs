@@ -172,7 +172,8 @@ impl Backend for CpuBackend {
     ) {
         let width = weight.values().len();
         assert!(x.width() == width && out.width() == width, "rms_norm: widths are equal");
-        norm::rms_norm(self.level, x.rows(rows), weight.values(), eps, out.rows_mut(rows));
+        let (level, out) = (self.level, out.rows_mut(rows));
+        norm::rms_norm(level, self.pool(), x.rows(rows), weight.values(), eps, out);
     }
 
     fn add_rms_norm(
@@ -189,14 +190,8 @@ impl Backend for CpuBackend {
             residual.width() == width && x.width() == width && out.width() == width,
             "add_rms_norm: widths are equal"
         );
-        norm::add_rms_norm(
-            self.level,
-            residual.rows_mut(rows),
-            x.rows(rows),
-            weight.values(),
-            eps,
-            out.rows_mut(rows),
-        );
+        let (level, residual, out) = (self.level, residual.rows_mut(rows), out.rows_mut(rows));
+        norm::add_rms_norm(level, self.pool(), residual, x.rows(rows), weight.values(), eps, out);
     }
 
     fn matmul(&mut self, rows: usize, x: &CpuBuffer, w: &CpuMatrix, out: &mut CpuBuffer) {
@@ -242,7 +237,8 @@ impl Backend for CpuBackend {
     fn silu_mul(&mut self, rows: usize, gate_up: &CpuBuffer, out: &mut CpuBuffer) {
         let width = out.width();
         assert_eq!(gate_up.width(), 2 * width, "silu_mul: gate and up are as wide as the output");
-        silu::silu_mul(self.level, width, gate_up.rows(rows), out.rows_mut(rows));
+        let (level, out) = (self.level, out.rows_mut(rows));
+        silu::silu_mul(level, self.pool(), width, gate_up.rows(rows), out);
     }
 
     fn gather_sampled(&mut self, x: &CpuBuffer, step: &CpuStep, out: &mut CpuBuffer) {

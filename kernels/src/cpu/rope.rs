@@ -35,9 +35,6 @@ impl Rotation {
     }
 }
 
-/// Rows whose rotation is worth another thread.
-const ROWS_PER_TASK: usize = 16;
-
 /// Rotates queries and keys of every row of `qkv` in place and stores keys and values.
 pub(crate) fn rope_store_kv(
     level: Level,
@@ -70,10 +67,11 @@ fn all_rows<T: Element>(
     let (width, half) = (shape.qkv_width(), shape.head_dim / 2);
     let key_end = shape.query_width() + shape.kv_heads * shape.head_dim;
     let step = &*step;
-    pool.for_each_piece(qkv, ROWS_PER_TASK * width, |_, task, piece| {
+    let task_rows = pool.rows_per_task(step.rows(), width);
+    pool.for_each_piece(qkv, task_rows * width, |_, task, piece| {
         level.run(|| {
             for (index, qkv) in piece.chunks_exact_mut(width).enumerate() {
-                let row = task * ROWS_PER_TASK + index;
+                let row = task * task_rows + index;
                 let cosines = &rotation.cosines[row * half..][..half];
                 let sines = &rotation.sines[row * half..][..half];
                 let (rotated, values) = qkv.split_at_mut(key_end);
@@ -131,5 +129,138 @@ pub(crate) mod reference {
             head[i] = x * cosines[i] - y * sines[i];
             head[half + i] = y * cosines[i] + x * sines[i];
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{
+        arena::KvArena,
+        cpu::{
+            step::StepSequence,
+            testing::{bits, levels, numbers},
+        },
+        layout::{BlockId, KvLayout},
+    };
+
+    const SHAPE: HeadShape = HeadShape { query_heads: 4, kv_heads: 2, head_dim: 10 };
+
+    fn step(arena: &Arc<KvArena>, first: u32, rows: usize) -> CpuStep {
+        let blocks: Vec<BlockId> = (0..20).rev().map(BlockId).collect();
+        let tokens = vec![0; rows];
+        let sequence = StepSequence {
+            first_position: first,
+            tokens: &tokens,
+            blocks: &blocks,
+            sampled_rows: 0,
+        };
+        CpuStep::new(arena, &[sequence]).unwrap()
+    }
+
+    fn arena(dtype: Dtype) -> Arc<KvArena> {
+        let layout = KvLayout { layer_count: 3, kv_head_count: 2, head_dim: 10, dtype };
+        KvArena::host(layout, 20).unwrap()
+    }
+
+    fn run(level: Level, arena: &Arc<KvArena>, first: u32, rows: usize) -> Vec<f32> {
+        let mut pool = ThreadPool::new(2, "test").unwrap();
+        let mut qkv = numbers(1, rows * SHAPE.qkv_width());
+        let mut step = step(arena, first, rows);
+        rope_store_kv(level, &mut pool, 1, SHAPE, &numbers(2, 5), &mut qkv, &mut step);
+        qkv
+    }
+
+    #[test]
+    fn rotation_is_the_complex_product_and_values_stay() {
+        let (first, rows) = (37, 30);
+        let before = numbers(1, rows * SHAPE.qkv_width());
+        let after = run(Level::Reference, &arena(Dtype::F32), first, rows);
+        let frequencies = numbers(2, 5);
+        let rotated = 6 * 10;
+        for row in 0..rows {
+            let at = row * SHAPE.qkv_width();
+            for i in 0..rotated {
+                let (head, dim) = (i / 10 * 10, i % 10);
+                let angle = f64::from((first as usize + row) as f32 * frequencies[dim % 5]);
+                let x = f64::from(before[at + head + dim % 5]);
+                let y = f64::from(before[at + head + dim % 5 + 5]);
+                let want = match dim < 5 {
+                    true => x * angle.cos() - y * angle.sin(),
+                    false => y * angle.cos() + x * angle.sin(),
+                };
+                assert!((f64::from(after[at + i]) - want).abs() < 1e-6);
+            }
+            let values = at + rotated..at + SHAPE.qkv_width();
+            assert_eq!(after[values.clone()], before[values]);
+        }
+    }
+
+    #[test]
+    fn keys_and_values_are_stored_at_their_positions_and_nowhere_else() {
+        let (first, rows) = (37, 30);
+        let arena = arena(Dtype::F32);
+        let qkv = run(Level::Reference, &arena, first, rows);
+        let step = step(&arena, first, rows);
+        let mut stored = 0;
+        for row in 0..rows {
+            let position = first as usize + row;
+            let held = step.access.find(BlockId(19 - position as u32 / 16)).unwrap();
+            for head in 0..2 {
+                for (half, start) in [(KvHalf::Key, 40), (KvHalf::Value, 60)] {
+                    let at = row * SHAPE.qkv_width() + start + head * 10;
+                    let got = &step.access.head::<f32>(held, 1, half, head)[position % 16 * 10..];
+                    assert_eq!(got[..10], qkv[at..at + 10]);
+                    stored += got[..10].iter().filter(|&&value| value != 0.0).count();
+                }
+            }
+        }
+        drop(step);
+        let written: usize = (0..20)
+            .map(|id| {
+                let guard = arena.read(BlockId(id)).unwrap();
+                let floats: &[f32] = bytemuck::cast_slice(guard.host_view().unwrap());
+                floats.iter().filter(|&&value| value != 0.0).count()
+            })
+            .sum();
+        assert_eq!(written, stored);
+    }
+
+    #[test]
+    fn every_level_stores_the_same_bytes() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            for (first, rows) in [(0, 1), (15, 2), (3, 150)] {
+                let reference = arena(dtype);
+                let want = run(Level::Reference, &reference, first, rows);
+                for level in levels() {
+                    let arena = arena(dtype);
+                    let got = run(level, &arena, first, rows);
+                    assert_eq!(bits(&got), bits(&want), "{}", level.name());
+                    for id in 0..20 {
+                        let (a, b) =
+                            (arena.read(BlockId(id)).unwrap(), reference.read(BlockId(id)));
+                        assert_eq!(a.host_view(), b.unwrap().host_view());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn other_frequencies_are_not_answered_from_the_first() {
+        let arena = arena(Dtype::F32);
+        let mut pool = ThreadPool::new(1, "test").unwrap();
+        let mut step = step(&arena, 5, 1);
+        let mut rotate_with = |frequencies: &[f32]| {
+            let mut qkv = numbers(1, SHAPE.qkv_width());
+            rope_store_kv(Level::Baseline, &mut pool, 0, SHAPE, frequencies, &mut qkv, &mut step);
+            qkv
+        };
+        let (a, b) = (numbers(2, 5), numbers(3, 5));
+        let first = rotate_with(&a);
+        assert_ne!(rotate_with(&b), first);
+        assert_eq!(rotate_with(&a), first);
     }
 }

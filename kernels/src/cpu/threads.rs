@@ -34,6 +34,9 @@ const INSIDE: u64 = (1 << 16) - 1;
 const OPEN: u64 = 1 << 16;
 const NUMBER_ONE: u64 = 1 << 17;
 
+/// Elements of a cheap operation that take about as long as waking a thread.
+const TASK_ELEMENTS_MIN: usize = 8192;
+
 /// Most threads of one pool.
 pub const THREADS_MAX: usize = 1024;
 
@@ -146,6 +149,13 @@ impl ThreadPool {
         if let Some(payload) = panicked {
             resume_unwind(payload);
         }
+    }
+
+    /// Rows of one task when `rows` rows of `width` elements are shared out: two tasks a thread, but
+    /// none too small to be worth waking one.
+    pub fn rows_per_task(&self, rows: usize, width: usize) -> usize {
+        let worth = TASK_ELEMENTS_MIN.div_ceil(width.max(1));
+        rows.div_ceil(2 * self.threads()).max(worth)
     }
 
     /// Splits `data` into pieces of `piece_len` (the last may be shorter) and calls

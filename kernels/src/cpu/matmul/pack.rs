@@ -152,31 +152,11 @@ pub(crate) fn pack(pool: &mut ThreadPool, dtype: Dtype, source: &dyn RowSource) 
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use proptest::prelude::*;
 
     use super::*;
-
-    /// A matrix in memory.
-    pub(crate) struct Plain {
-        pub rows: usize,
-        pub cols: usize,
-        pub values: Vec<f32>,
-    }
-
-    impl RowSource for Plain {
-        fn rows(&self) -> usize {
-            self.rows
-        }
-
-        fn cols(&self) -> usize {
-            self.cols
-        }
-
-        fn read_row(&self, row: usize, out: &mut [f32]) {
-            out.copy_from_slice(&self.values[row * self.cols..][..self.cols]);
-        }
-    }
+    use crate::cpu::matmul::testing::Plain;
 
     proptest! {
         #[test]
