@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, RecvError, Sender, TrySendError, bounded, select};
+use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
 use kernels::{
     KvArena, KvLayout,
     cpu::{CpuBackend, CpuStep, SampleError, SampleRow, StepSequence},
@@ -46,6 +46,7 @@ pub struct CpuExecutor {
     /// `None` once the thread was told to end.
     plans: Option<Sender<StepPlan>>,
     results: Receiver<Answer>,
+    in_flight: u32,
     waker: CollectWaker,
     woken: Receiver<()>,
     /// `None` once it was joined.
@@ -87,7 +88,8 @@ impl CpuExecutor {
             .name("baton-engine-cpu".to_owned())
             .spawn(move || runner.run(&planned, &answers))?;
         let (waker, woken) = CollectWaker::new();
-        Ok(Self { limits, plans: Some(plans), results, waker, woken, thread: Some(thread) })
+        let (plans, thread) = (Some(plans), Some(thread));
+        Ok(Self { limits, plans, results, in_flight: 0, waker, woken, thread })
     }
 
     /// The thread is gone; says why.
@@ -102,20 +104,21 @@ impl CpuExecutor {
 
 impl Executor for CpuExecutor {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
-        let sent = self.plans.as_ref().map(|plans| plans.try_send(plan));
-        match sent {
-            Some(Ok(())) => Ok(()),
-            Some(Err(TrySendError::Full(plan))) => Err(ExecutorError::BadPlan {
-                step_id: plan.step_id,
-                reason: format!("{} steps are in flight already", self.limits.depth),
-            }),
-            Some(Err(TrySendError::Disconnected(_))) | None => {
-                // An error of an earlier step says more than the silence.
-                match self.results.try_recv() {
-                    Ok(Err(error)) => Err(error),
-                    Ok(Ok(_)) | Err(_) => Err(self.stopped()),
-                }
+        if self.in_flight == self.limits.depth {
+            let reason = format!("{} steps are in flight already", self.in_flight);
+            return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
+        }
+        match self.plans.as_ref().map(|plans| plans.try_send(plan)) {
+            Some(Ok(())) => {
+                self.in_flight += 1;
+                Ok(())
             }
+            // The channel has room for every step in flight: the thread is gone. An error of an
+            // earlier step says more than that.
+            Some(Err(_)) | None => match self.results.try_iter().find_map(Result::err) {
+                Some(error) => Err(error),
+                None => Err(self.stopped()),
+            },
         }
     }
 
@@ -129,7 +132,10 @@ impl Executor for CpuExecutor {
             },
         };
         match answer {
-            Ok(answer) => answer.map(Some),
+            Ok(answer) => {
+                self.in_flight -= 1;
+                answer.map(Some)
+            }
             Err(RecvError) => Err(self.stopped()),
         }
     }
@@ -236,9 +242,9 @@ fn row_failure(error: SampleError) -> RowFailure {
     let reason = error.to_string();
     match error {
         SampleError::BadLogit { .. } => RowFailure::Logits { reason },
-        SampleError::BadSampling { .. } | SampleError::NoCandidate { .. } => {
-            RowFailure::Sampling { reason }
-        }
+        SampleError::BadSampling { .. }
+        | SampleError::NoCandidate { .. }
+        | SampleError::BadPromptLen { .. } => RowFailure::Sampling { reason },
     }
 }
 

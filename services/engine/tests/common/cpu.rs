@@ -1,0 +1,161 @@
+//! Engines that really compute: a tiny model with random weights, and the real one.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use engine::{
+    SchedulerConfig, StepLoop, Turn,
+    event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId},
+    executor::{ExecutorLimits, cpu::CpuExecutor},
+};
+use kernels::{
+    Dtype, KvArena,
+    cpu::{CpuBackend, CpuOptions, Isa},
+    sampling::SampledToken,
+};
+use model::{Checkpoint, LoadFormat};
+use serde::Deserialize;
+
+use super::{pair::Pair, scheduler};
+
+pub type CpuEngine = StepLoop<CpuExecutor>;
+
+/// Two layers, grouped-query attention, 96 tokens of vocabulary, random weights.
+pub fn tiny_model() -> Checkpoint {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let config = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "vocab_size": 96, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2
+    });
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, config.to_string()).expect("a small file");
+    Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).expect("the config is complete")
+}
+
+/// SmolLM2; it is fetched, not part of the repository.
+pub fn real_model() -> Checkpoint {
+    let path = std::env::var_os("BATON_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
+    });
+    assert!(path.is_file(), "{} is not there: run `make model`", path.display());
+    Checkpoint::open(&path, LoadFormat::Auto).expect("the model is whole")
+}
+
+pub fn limits_of(
+    checkpoint: &Checkpoint,
+    slots: u32,
+    step_tokens: u32,
+    blocks: u32,
+    depth: u32,
+) -> ExecutorLimits {
+    let config = checkpoint.config();
+    ExecutorLimits {
+        slots,
+        step_tokens,
+        sequence_tokens: config.context_tokens as u32,
+        blocks,
+        depth,
+        vocabulary: config.vocab_size as u32,
+    }
+}
+
+/// An engine in f32, and the memory that its KV is in.
+pub fn engine(
+    checkpoint: &Checkpoint,
+    config: SchedulerConfig,
+    threads: usize,
+) -> (CpuEngine, Arc<KvArena>) {
+    let options = CpuOptions { dtype: Dtype::F32, threads, isa: Isa::Auto };
+    let backend = CpuBackend::new(options).expect("the options fit this machine");
+    let layout = checkpoint.config().kv_layout(Dtype::F32);
+    let arena = KvArena::host(layout, config.limits.blocks).expect("memory for the arena");
+    let executor = CpuExecutor::start(checkpoint, backend, Arc::clone(&arena), config.limits);
+    let executor = executor.expect("model, arena and limits agree");
+    (StepLoop::new(scheduler(config), executor), arena)
+}
+
+pub fn pair(checkpoint: &Checkpoint, config: SchedulerConfig) -> Pair<CpuExecutor> {
+    let (prefill, from) = engine(checkpoint, config, 1);
+    let (decode, to) = engine(checkpoint, config, 1);
+    Pair::new(prefill, decode, (from, to))
+}
+
+/// How one sequence ended.
+#[derive(Debug, Default, PartialEq)]
+pub struct Outcome {
+    pub tokens: Vec<SampledToken>,
+    pub cached_tokens: u32,
+    pub finish: Option<FinishReason>,
+    pub failure: Option<SequenceFailure>,
+}
+
+impl Outcome {
+    pub fn ids(&self) -> Vec<u32> {
+        self.tokens.iter().map(|token| token.id).collect()
+    }
+}
+
+/// Runs all of them together until the engine is idle.
+pub fn run(engine: &mut CpuEngine, all: Vec<NewSequence>) -> HashMap<SequenceId, Outcome> {
+    let mut outcomes: HashMap<_, _> = all.iter().map(|new| (new.id, Outcome::default())).collect();
+    let mut actions = Vec::new();
+    for new in all {
+        engine.handle(Input::Arrived(new), &mut actions);
+    }
+    let stalled = Instant::now() + Duration::from_secs(300);
+    loop {
+        let turn = engine.turn(Duration::from_secs(60), &mut actions).expect("steps succeed");
+        for action in actions.drain(..) {
+            note(&mut outcomes, action);
+        }
+        if turn == Turn::Idle {
+            return outcomes;
+        }
+        assert!(Instant::now() < stalled, "no end: {:?}", engine.scheduler());
+    }
+}
+
+fn note(outcomes: &mut HashMap<SequenceId, Outcome>, action: Action) {
+    match action {
+        Action::Tokens { id, tokens, cached_tokens, .. } => {
+            let outcome = outcomes.get_mut(&id).expect("known");
+            outcome.tokens.extend(tokens);
+            outcome.cached_tokens = cached_tokens;
+        }
+        Action::Finished { id, reason } => outcomes.get_mut(&id).expect("known").finish = reason,
+        Action::Failed { id, failure } => {
+            outcomes.get_mut(&id).expect("known").failure = Some(failure);
+        }
+        Action::Admitted { .. } => {}
+        action => panic!("a sequence without a transfer says {action:?}"),
+    }
+}
+
+#[derive(Deserialize)]
+pub struct GoldenRun {
+    pub name: String,
+    pub prompt_ids: Vec<u32>,
+    pub output_ids: Vec<u32>,
+}
+
+pub fn golden() -> Vec<GoldenRun> {
+    #[derive(Deserialize)]
+    struct Golden {
+        runs: Vec<GoldenRun>,
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../integration-tests/golden/smollm2_greedy.json");
+    let text = std::fs::read(path).expect("the golden outputs are part of the repository");
+    let golden: Golden = serde_json::from_slice(&text).expect("it is JSON of this shape");
+    assert_eq!(golden.runs.len(), 4);
+    golden.runs
+}

@@ -1,0 +1,96 @@
+//! What the engine's tests share: limits, sequences and the synchronous oracle.
+#![allow(dead_code)] // Each test file uses its part.
+
+pub mod cpu;
+pub mod node;
+pub mod pair;
+
+use std::time::{Duration, Instant};
+
+use engine::{
+    CacheSeeds, Scheduler, SchedulerConfig,
+    event::{FinishReason, NewSequence, SequenceId, SequenceKind},
+    executor::{
+        ExecutorLimits,
+        sim::{CostModel, SimExecutor, next_token},
+    },
+};
+use kernels::sampling::Sampling;
+
+pub const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
+pub const VOCABULARY: u32 = 40;
+
+pub fn limits(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> ExecutorLimits {
+    ExecutorLimits {
+        slots,
+        step_tokens,
+        sequence_tokens: 256,
+        blocks,
+        depth,
+        vocabulary: VOCABULARY,
+    }
+}
+
+/// A config whose queues never overflow and whose waits end with the sequence's deadline only.
+pub fn patient(limits: ExecutorLimits) -> SchedulerConfig {
+    SchedulerConfig {
+        waiting_max: 1000,
+        transfers_max: 1000,
+        reserve_timeout: Duration::from_secs(100_000),
+        ready_timeout: Duration::from_secs(100_000),
+        ..SchedulerConfig::new(limits)
+    }
+}
+
+pub fn scheduler(config: SchedulerConfig) -> Scheduler {
+    Scheduler::new(config, SEEDS).expect("the config is consistent")
+}
+
+pub fn sim(limits: ExecutorLimits, start: Instant) -> SimExecutor {
+    SimExecutor::new(limits, CostModel::default(), start)
+}
+
+/// A greedy sequence that far outlives every test.
+pub fn sequence(id: u128, kind: SequenceKind, tokens: Vec<u32>, start: Instant) -> NewSequence {
+    NewSequence {
+        id: SequenceId(id),
+        kind,
+        prompt_len: tokens.len() as u32,
+        tokens,
+        sampling: Sampling::greedy(),
+        max_tokens: 20,
+        ignore_stop_tokens: false,
+        cache_salt: String::new(),
+        deadline: start + Duration::from_secs(1_000_000),
+    }
+}
+
+/// Tokens of one of a few families; equal families share every prefix.
+pub fn family_tokens(family: u32, len: usize) -> Vec<u32> {
+    (0..len as u32).map(|index| (family * 11 + index * 7 + index / 5) % VOCABULARY).collect()
+}
+
+/// What a sequence must bring on the sim executor: one token at a time, nothing else going on.
+pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Option<FinishReason>) {
+    let mut tokens = new.tokens.clone();
+    let length_max = (new.prompt_len as usize + new.max_tokens as usize).min(sequence_tokens_max);
+    let mut output = Vec::new();
+    loop {
+        let prompt_len = new.prompt_len as usize;
+        let token = next_token(&tokens, prompt_len, &new.sampling, VOCABULARY)
+            .expect("some token is not masked");
+        tokens.push(token);
+        output.push(token);
+        let stops = new.sampling.stop_token_ids.contains(&token) && !new.ignore_stop_tokens;
+        let reason = if stops {
+            Some(FinishReason::Stop)
+        } else if tokens.len() >= length_max {
+            Some(FinishReason::Length)
+        } else {
+            None
+        };
+        if reason.is_some() || new.kind == SequenceKind::Send {
+            return (output, reason);
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! One simulated node and everything its scheduler promises, checked action by action.
+//!
+//! The test plays the transfers: it writes the KV of a `Receive` into the reserved blocks, and it
+//! keeps checking the blocks of a `Send` until it ends the transfer.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::{Duration, Instant},
+};
+
+use engine::{
+    SchedulerConfig, StepLoop, Turn,
+    event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    executor::{
+        Executor,
+        sim::{SimArena, SimExecutor, fingerprints},
+    },
+};
+use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
+
+use super::{oracle, scheduler, sim};
+
+pub struct Node {
+    pub engine: StepLoop<SimExecutor>,
+    pub start: Instant,
+    arena: SimArena,
+    sequences: BTreeMap<SequenceId, Tracked>,
+}
+
+struct Tracked {
+    new: NewSequence,
+    expected: Vec<u32>,
+    reason: Option<FinishReason>,
+    received: Vec<u32>,
+    admitted: bool,
+    alone: bool,
+    end: Option<End>,
+    transfer: Option<Transfer>,
+    abort_told: bool,
+    transfer_failed: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum End {
+    Finished,
+    Failed(SequenceFailure),
+    Aborted,
+}
+
+enum Transfer {
+    Outgoing {
+        first_block: Option<u32>,
+        /// Prompt's block index -> block, with its contents when it was handed over.
+        handed_over: BTreeMap<u32, BlockId>,
+    },
+    Incoming {
+        first_block: u32,
+        blocks: Vec<BlockId>,
+    },
+}
+
+impl Node {
+    pub fn new(config: SchedulerConfig) -> Self {
+        let start = Instant::now();
+        let executor = sim(config.limits, start);
+        let arena = executor.arena();
+        let engine = StepLoop::new(scheduler(config), executor);
+        Self { engine, start, arena, sequences: BTreeMap::new() }
+    }
+
+    pub fn ids(&self) -> Vec<SequenceId> {
+        self.sequences.keys().copied().collect()
+    }
+
+    pub fn now(&self) -> Instant {
+        self.engine.executor().now()
+    }
+
+    pub fn arrive(&mut self, new: NewSequence) {
+        let sequence_max = match new.kind {
+            SequenceKind::Send => self.engine.scheduler().config().limits.sequence_tokens as usize,
+            _ => self.engine.scheduler().sequence_tokens_max(),
+        };
+        let (expected, reason) = oracle(&new, sequence_max);
+        let transfer = (new.kind == SequenceKind::Send)
+            .then(|| Transfer::Outgoing { first_block: None, handed_over: BTreeMap::new() });
+        let tracked = Tracked {
+            new: new.clone(),
+            expected,
+            reason,
+            received: Vec::new(),
+            admitted: false,
+            alone: false,
+            end: None,
+            transfer,
+            abort_told: false,
+            transfer_failed: false,
+        };
+        let id = new.id;
+        assert!(self.sequences.insert(id, tracked).is_none(), "tests use fresh ids");
+        self.input(Input::Arrived(new));
+        // Refused at once: no transfer was ever known.
+        let tracked = self.sequences.get_mut(&id).expect("just inserted");
+        if matches!(tracked.end, Some(End::Failed(_))) && !tracked.abort_told {
+            tracked.transfer = None;
+        }
+    }
+
+    pub fn abort(&mut self, id: SequenceId) {
+        let tracked = self.sequences.get_mut(&id).expect("a known id");
+        if tracked.end.is_none() {
+            tracked.end = Some(End::Aborted);
+        }
+        self.input(Input::Abort { id });
+        let tracked = &self.sequences[&id];
+        let told = tracked.transfer.is_none() || tracked.abort_told;
+        assert!(told, "an abort names a transfer that is under way");
+    }
+
+    /// `Send`: the receiver's reservation arrives. Ignored where it means nothing.
+    pub fn transfer_ready(&mut self, id: SequenceId, wanted_from: u32) {
+        let tracked = self.sequences.get_mut(&id).expect("a known id");
+        let blocks = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS) as u32;
+        if let Some(Transfer::Outgoing { first_block: first_block @ None, .. }) =
+            &mut tracked.transfer
+            && tracked.end.is_none()
+        {
+            let wanted_from = wanted_from % blocks;
+            *first_block = Some(wanted_from);
+            self.input(Input::TransferReady { id, first_block: wanted_from });
+        }
+    }
+
+    /// `Receive`: every reserved block is written. Ignored where nothing is reserved.
+    pub fn kv_arrives(&mut self, id: SequenceId) {
+        let tracked = self.sequences.get_mut(&id).expect("a known id");
+        let Some(Transfer::Incoming { first_block, blocks }) = &tracked.transfer else { return };
+        let kv = fingerprints(&tracked.new.tokens);
+        for (block, kv) in blocks.iter().zip(kv.chunks(BLOCK_TOKENS).skip(*first_block as usize)) {
+            let mut contents = [0; BLOCK_TOKENS];
+            contents[..kv.len()].copy_from_slice(kv);
+            self.arena.write(*block, contents);
+        }
+        tracked.transfer = None;
+        let first_index = tracked.new.tokens.len() as u32 - tracked.new.prompt_len;
+        let token = SampledToken { id: tracked.expected[0], logprobs: None };
+        self.input(Input::KvArrived { id, first_index, token });
+    }
+
+    /// The transfer ends: delivered where everything was handed over, failed otherwise. The last
+    /// write of a failed one lands only now.
+    pub fn transfer_ends(&mut self, id: SequenceId) {
+        let tracked = self.sequences.get_mut(&id).expect("a known id");
+        let delivered = match tracked.transfer.take() {
+            None => return,
+            Some(Transfer::Outgoing { .. }) => tracked.end == Some(End::Finished),
+            Some(Transfer::Incoming { blocks, .. }) => {
+                for block in blocks {
+                    self.arena.write(block, [0xbad; BLOCK_TOKENS]);
+                }
+                false
+            }
+        };
+        tracked.transfer_failed |= !delivered;
+        self.input(Input::TransferEnded { id, delivered });
+        let tracked = &self.sequences[&id];
+        assert!(tracked.end.is_some(), "nothing waits for a transfer that ended");
+    }
+
+    /// Transfers that the node was told are not wanted, or that have delivered everything.
+    pub fn transfers_to_end(&self) -> Vec<SequenceId> {
+        let over = |tracked: &Tracked| match tracked.transfer {
+            None => false,
+            Some(Transfer::Outgoing { .. }) => tracked.end.is_some(),
+            Some(Transfer::Incoming { .. }) => tracked.abort_told,
+        };
+        self.sequences.iter().filter(|(_, tracked)| over(tracked)).map(|(&id, _)| id).collect()
+    }
+
+    pub fn receiving(&self) -> Vec<SequenceId> {
+        let incoming =
+            |tracked: &Tracked| matches!(tracked.transfer, Some(Transfer::Incoming { .. }));
+        self.sequences.iter().filter(|(_, tracked)| incoming(tracked)).map(|(&id, _)| id).collect()
+    }
+
+    pub fn unfinished(&self) -> Vec<SequenceId> {
+        let open = |tracked: &Tracked| tracked.end.is_none();
+        self.sequences.iter().filter(|(_, tracked)| open(tracked)).map(|(&id, _)| id).collect()
+    }
+
+    pub fn finished(&self, id: SequenceId) -> bool {
+        self.sequences[&id].end == Some(End::Finished)
+    }
+
+    pub fn failure(&self, id: SequenceId) -> Option<&SequenceFailure> {
+        match &self.sequences[&id].end {
+            Some(End::Failed(failure)) => Some(failure),
+            _ => None,
+        }
+    }
+
+    pub fn advance(&mut self, time: Duration) {
+        self.engine.executor_mut().advance(time);
+    }
+
+    pub fn turn(&mut self) -> Turn {
+        self.turn_for(Duration::from_secs(10))
+    }
+
+    pub fn turn_for(&mut self, timeout: Duration) -> Turn {
+        let mut actions = Vec::new();
+        let turn = self.engine.turn(timeout, &mut actions).expect("every plan is sound");
+        self.observe(actions);
+        turn
+    }
+
+    /// Turns until nothing is left to do without an input.
+    pub fn run(&mut self) {
+        for _ in 0..100_000 {
+            if self.turn() == Turn::Idle {
+                return;
+            }
+        }
+        panic!("the engine steps without end");
+    }
+
+    /// Nothing may be left: every sequence ended, every transfer ended, every block is back.
+    pub fn assert_all_returned(&self) {
+        assert_eq!(self.unfinished(), []);
+        assert!(self.engine.scheduler().is_idle(), "{:?}", self.engine.scheduler());
+        let load = self.engine.scheduler().load();
+        assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0));
+        assert_eq!((load.running, load.waiting, load.pending_prompt_tokens), (0, 0, 0));
+        assert_eq!(self.engine.scheduler().next_deadline(), None);
+    }
+
+    pub fn input(&mut self, input: Input) {
+        let mut actions = Vec::new();
+        self.engine.handle(input, &mut actions);
+        self.observe(actions);
+    }
+
+    fn observe(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            self.observe_one(action);
+        }
+        self.engine.scheduler().check();
+        self.check_handed_over();
+    }
+
+    fn observe_one(&mut self, action: Action) {
+        let id = match &action {
+            Action::Admitted { id, .. }
+            | Action::Reserve { id, .. }
+            | Action::KvWritten { id, .. }
+            | Action::Tokens { id, .. }
+            | Action::Finished { id, .. }
+            | Action::Failed { id, .. }
+            | Action::AbortTransfer { id, .. } => *id,
+        };
+        let tracked = self.sequences.get_mut(&id).expect("actions name known sequences");
+        if let Action::AbortTransfer { .. } = action {
+            assert!(tracked.transfer.is_some(), "{id:?} has no transfer");
+            assert!(!std::mem::replace(&mut tracked.abort_told, true), "told once");
+            return;
+        }
+        assert_eq!(tracked.end, None, "{id:?} has ended, then {action:?}");
+        match action {
+            Action::Admitted { cached_tokens, alone, .. } => {
+                assert!(!std::mem::replace(&mut tracked.admitted, true), "admitted once");
+                assert!(cached_tokens < tracked.new.tokens.len() as u32);
+                assert_ne!(tracked.new.kind, SequenceKind::Send);
+                tracked.alone = alone;
+            }
+            Action::Reserve { first_block, blocks, .. } => {
+                assert_eq!(tracked.new.kind, SequenceKind::Receive);
+                let total = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS);
+                assert_eq!(first_block as usize + blocks.len(), total);
+                tracked.transfer = Some(Transfer::Incoming { first_block, blocks });
+            }
+            Action::KvWritten { first_block, blocks, .. } => {
+                let Some(Transfer::Outgoing { first_block: Some(wanted), handed_over }) =
+                    &mut tracked.transfer
+                else {
+                    panic!("{id:?} hands over without a transfer");
+                };
+                let next = handed_over.keys().last().map_or(*wanted, |last| last + 1);
+                assert_eq!(first_block, next, "each block once, without gaps");
+                handed_over.extend((first_block..).zip(blocks));
+            }
+            Action::Tokens { first_index, tokens, .. } => {
+                assert!(tracked.admitted || tracked.new.kind == SequenceKind::Send);
+                let given = tracked.new.tokens.len() - tracked.new.prompt_len as usize;
+                assert_eq!(first_index as usize, given + tracked.received.len());
+                assert!(!tokens.is_empty());
+                tracked.received.extend(tokens.iter().map(|token| token.id));
+                let expected = &tracked.expected[..tracked.received.len()];
+                assert_eq!(tracked.received, expected, "{id:?} is token-exact");
+            }
+            Action::Finished { reason, .. } => {
+                assert_eq!(tracked.received, tracked.expected);
+                assert_eq!(reason, tracked.reason);
+                if let Some(Transfer::Outgoing { first_block: Some(first), handed_over }) =
+                    &tracked.transfer
+                {
+                    let total = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS) as u32;
+                    let all = handed_over.len() as u32 == total - first;
+                    assert!(all || tracked.abort_told, "everything is handed over, or aborted");
+                    assert_eq!(tracked.abort_told, reason.is_some());
+                }
+                tracked.end = Some(End::Finished);
+            }
+            Action::Failed { failure, .. } => {
+                match &failure {
+                    SequenceFailure::TransferFailed => {
+                        assert_ne!(tracked.new.kind, SequenceKind::Compute);
+                    }
+                    SequenceFailure::Deadline => {
+                        assert!(tracked.new.deadline <= self.engine.executor().now());
+                    }
+                    SequenceFailure::Busy { .. } => assert!(tracked.received.is_empty()),
+                    failure => panic!("{id:?} failed: {failure}"),
+                }
+                let under_way = tracked.transfer.is_some() && !tracked.transfer_failed;
+                assert!(!under_way || tracked.abort_told || tracked.received.is_empty());
+                tracked.end = Some(End::Failed(failure));
+            }
+            Action::AbortTransfer { .. } => unreachable!("handled above"),
+        }
+    }
+
+    /// What was handed over stays as it was written until its transfer ends.
+    fn check_handed_over(&self) {
+        let mut kv = HashMap::new();
+        for (id, tracked) in &self.sequences {
+            let Some(Transfer::Outgoing { handed_over, .. }) = &tracked.transfer else { continue };
+            let tokens = &tracked.new.tokens;
+            let kv = kv.entry(tokens).or_insert_with(|| fingerprints(tokens));
+            for (&index, &block) in handed_over {
+                let expected = kv.chunks(BLOCK_TOKENS).nth(index as usize).expect("in the prompt");
+                let contents = self.arena.read(block);
+                assert_eq!(contents[..expected.len()], *expected, "{id:?} block {index}");
+            }
+        }
+    }
+}

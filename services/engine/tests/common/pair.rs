@@ -1,0 +1,341 @@
+//! A prefill and a decode engine with a transfer in memory between them, and the router's part.
+//!
+//! Reservations, blocks and completions wait in queues until they are delivered, all at once or a
+//! random part at a time.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::Duration,
+};
+
+use engine::{
+    StepLoop, Turn,
+    event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    executor::{Executor, sim::SimArena},
+};
+use kernels::{BlockId, KvArena, sampling::SampledToken};
+
+/// Carries one block's contents from the prefill node's memory to the decode node's.
+pub trait BlockCopy {
+    fn copy(&self, from: BlockId, to: BlockId);
+}
+
+impl BlockCopy for (SimArena, SimArena) {
+    fn copy(&self, from: BlockId, to: BlockId) {
+        self.1.write(to, self.0.read(from));
+    }
+}
+
+impl BlockCopy for (Arc<KvArena>, Arc<KvArena>) {
+    fn copy(&self, from: BlockId, to: BlockId) {
+        let from = self.0.read(from).expect("a block that was handed over is readable");
+        let mut to = self.1.write(to).expect("a reserved block is writable");
+        to.copy_from_host(from.host_view().expect("host memory")).expect("equal layouts");
+    }
+}
+
+/// What the router has of one request.
+#[derive(Debug, Default)]
+pub struct Answer {
+    pub tokens: Vec<SampledToken>,
+    pub finish: Option<FinishReason>,
+    pub failure: Option<SequenceFailure>,
+    pub cached_at_prefill: u32,
+    pub cached_at_decode: u32,
+    pub blocks_moved: u32,
+    pub left: bool,
+}
+
+impl Answer {
+    pub fn ids(&self) -> Vec<u32> {
+        self.tokens.iter().map(|token| token.id).collect()
+    }
+
+    pub fn ended(&self) -> bool {
+        self.finish.is_some() || self.failure.is_some() || self.left
+    }
+}
+
+/// One transfer between the nodes, as its two ends see it.
+struct Wire {
+    first_block: u32,
+    targets: Vec<BlockId>,
+    ready_told: bool,
+    /// Written at the sender, not copied yet.
+    to_copy: Vec<(u32, BlockId)>,
+    copied: usize,
+    token_0: Option<(u32, SampledToken)>,
+    all_written: bool,
+}
+
+pub struct Pair<E> {
+    pub prefill: StepLoop<E>,
+    pub decode: StepLoop<E>,
+    copy: Box<dyn BlockCopy>,
+    pub answers: HashMap<SequenceId, Answer>,
+    given: HashMap<SequenceId, u32>,
+    wires: BTreeMap<SequenceId, Wire>,
+    /// Transfers under way at the sender without a receiver's reservation yet.
+    expected: BTreeMap<SequenceId, ()>,
+    /// Audits both schedulers after every event.
+    pub check: bool,
+}
+
+impl<E: Executor> Pair<E> {
+    pub fn new(prefill: StepLoop<E>, decode: StepLoop<E>, copy: impl BlockCopy + 'static) -> Self {
+        Self {
+            prefill,
+            decode,
+            copy: Box::new(copy),
+            answers: HashMap::new(),
+            given: HashMap::new(),
+            wires: BTreeMap::new(),
+            expected: BTreeMap::new(),
+            check: true,
+        }
+    }
+
+    /// An attempt over both nodes.
+    pub fn submit(&mut self, new: NewSequence) {
+        let id = new.id;
+        self.answers.insert(id, Answer::default());
+        self.given.insert(id, new.tokens.len() as u32 - new.prompt_len);
+        self.expected.insert(id, ());
+        self.to_prefill(Input::Arrived(NewSequence { kind: SequenceKind::Send, ..new.clone() }));
+        self.to_decode(Input::Arrived(NewSequence { kind: SequenceKind::Receive, ..new }));
+    }
+
+    /// An attempt at the decode node alone.
+    pub fn submit_alone(&mut self, new: NewSequence) {
+        let id = new.id;
+        self.answers.insert(id, Answer::default());
+        self.given.insert(id, new.tokens.len() as u32 - new.prompt_len);
+        self.to_decode(Input::Arrived(NewSequence { kind: SequenceKind::Compute, ..new }));
+    }
+
+    /// The client leaves.
+    pub fn cancel(&mut self, id: SequenceId) {
+        self.answers.get_mut(&id).expect("a known request").left = true;
+        self.to_prefill(Input::Abort { id });
+        self.to_decode(Input::Abort { id });
+    }
+
+    /// One step at each node; true when neither had anything to do.
+    pub fn turn(&mut self) -> bool {
+        self.turn_prefill() & self.turn_decode()
+    }
+
+    pub fn turn_prefill(&mut self) -> bool {
+        let mut actions = Vec::new();
+        let turn = self.prefill.turn(Duration::from_secs(60), &mut actions);
+        let turn = turn.expect("every plan is sound");
+        actions.into_iter().for_each(|action| self.from_prefill(action));
+        turn == Turn::Idle
+    }
+
+    pub fn turn_decode(&mut self) -> bool {
+        let mut actions = Vec::new();
+        let turn = self.decode.turn(Duration::from_secs(60), &mut actions);
+        let turn = turn.expect("every plan is sound");
+        actions.into_iter().for_each(|action| self.from_decode(action));
+        turn == Turn::Idle
+    }
+
+    /// Delivers whatever is on the wire for which `chosen` says so; true when there was something.
+    pub fn deliver(&mut self, mut chosen: impl FnMut() -> bool) -> bool {
+        let mut any = false;
+        for id in self.wires.keys().copied().collect::<Vec<_>>() {
+            if chosen() {
+                any |= self.deliver_ready(id);
+            }
+            if chosen() {
+                any |= self.deliver_block(id);
+            }
+            if chosen() {
+                any |= self.complete(id);
+            }
+        }
+        any
+    }
+
+    /// Until every request has ended and both nodes are idle.
+    pub fn run(&mut self) {
+        for _ in 0..1_000_000 {
+            let moved = self.deliver(|| true);
+            if self.turn() && !moved {
+                let open: Vec<_> =
+                    self.answers.iter().filter(|(_, answer)| !answer.ended()).collect();
+                assert!(open.is_empty(), "nobody can go on, and these are open: {open:?}");
+                return;
+            }
+        }
+        panic!("the pair runs without end");
+    }
+
+    pub fn assert_all_returned(&self) {
+        for node in [&self.prefill, &self.decode] {
+            let load = node.scheduler().load();
+            assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0));
+            assert!(node.scheduler().is_idle());
+        }
+    }
+
+    fn deliver_ready(&mut self, id: SequenceId) -> bool {
+        let Some(wire) = self.wires.get_mut(&id).filter(|wire| !wire.ready_told) else {
+            return false;
+        };
+        wire.ready_told = true;
+        let first_block = wire.first_block;
+        self.to_prefill(Input::TransferReady { id, first_block });
+        true
+    }
+
+    fn deliver_block(&mut self, id: SequenceId) -> bool {
+        let Some(wire) = self.wires.get_mut(&id) else { return false };
+        if wire.to_copy.is_empty() {
+            return false;
+        }
+        let (index, from) = wire.to_copy.remove(0);
+        self.copy.copy(from, wire.targets[(index - wire.first_block) as usize]);
+        wire.copied += 1;
+        true
+    }
+
+    fn complete(&mut self, id: SequenceId) -> bool {
+        let Some(wire) = self.wires.get(&id) else { return false };
+        if !wire.all_written || wire.copied < wire.targets.len() {
+            return false;
+        }
+        let wire = self.wires.remove(&id).expect("looked up just now");
+        self.expected.remove(&id);
+        let (first_index, token) = wire.token_0.expect("token 0 came before the end");
+        self.answers.get_mut(&id).expect("known").blocks_moved = wire.targets.len() as u32;
+        self.to_decode(Input::KvArrived { id, first_index, token });
+        self.to_prefill(Input::TransferEnded { id, delivered: true });
+        true
+    }
+
+    /// A transfer that either side gave up ends on both.
+    fn end_transfer(&mut self, id: SequenceId) {
+        let reserved = self.wires.remove(&id).is_some();
+        if self.expected.remove(&id).is_some() {
+            self.to_prefill(Input::TransferEnded { id, delivered: false });
+        }
+        if reserved {
+            self.to_decode(Input::TransferEnded { id, delivered: false });
+        }
+    }
+
+    fn to_prefill(&mut self, input: Input) {
+        let mut actions = Vec::new();
+        self.prefill.handle(input, &mut actions);
+        if self.check {
+            self.prefill.scheduler().check();
+        }
+        actions.into_iter().for_each(|action| self.from_prefill(action));
+    }
+
+    fn to_decode(&mut self, input: Input) {
+        let mut actions = Vec::new();
+        self.decode.handle(input, &mut actions);
+        if self.check {
+            self.decode.scheduler().check();
+        }
+        actions.into_iter().for_each(|action| self.from_decode(action));
+    }
+
+    fn from_prefill(&mut self, action: Action) {
+        match action {
+            Action::KvWritten { id, first_block, blocks } => {
+                let wire = self.wires.get_mut(&id).expect("reserved before it was written");
+                wire.to_copy.extend((first_block..).zip(blocks));
+            }
+            Action::Tokens { id, first_index, tokens, cached_tokens } => {
+                let [token] = tokens.as_slice() else { panic!("a sender brings one token") };
+                if let Some(wire) = self.wires.get_mut(&id) {
+                    wire.token_0 = Some((first_index, token.clone()));
+                }
+                self.answer(id).cached_at_prefill = cached_tokens;
+                self.emit(id, first_index, tokens);
+            }
+            Action::Finished { id, reason } => match reason {
+                None => {
+                    if let Some(wire) = self.wires.get_mut(&id) {
+                        wire.all_written = true;
+                    }
+                }
+                Some(_) => {
+                    self.answer(id).finish = reason;
+                    self.to_decode(Input::Abort { id });
+                }
+            },
+            Action::Failed { id, failure } => {
+                let answer = self.answer(id);
+                if !answer.ended() {
+                    answer.failure = Some(failure);
+                    self.to_decode(Input::Abort { id });
+                }
+            }
+            Action::AbortTransfer { id, .. } => self.end_transfer(id),
+            action => panic!("a sender says {action:?}"),
+        }
+    }
+
+    fn from_decode(&mut self, action: Action) {
+        match action {
+            Action::Reserve { id, first_block, blocks } => {
+                let wire = Wire {
+                    first_block,
+                    targets: blocks,
+                    ready_told: false,
+                    to_copy: Vec::new(),
+                    copied: 0,
+                    token_0: None,
+                    all_written: false,
+                };
+                self.wires.insert(id, wire);
+            }
+            Action::Admitted { id, cached_tokens, alone } => {
+                self.answer(id).cached_at_decode = cached_tokens;
+                if alone && self.expected.contains_key(&id) {
+                    self.to_prefill(Input::Abort { id });
+                }
+            }
+            Action::Tokens { id, first_index, tokens, .. } => self.emit(id, first_index, tokens),
+            Action::Finished { id, reason } => {
+                assert!(reason.is_some());
+                self.answer(id).finish = reason;
+            }
+            Action::Failed { id, failure } => {
+                let answer = self.answer(id);
+                if !answer.ended() {
+                    answer.failure = Some(failure);
+                    self.to_prefill(Input::Abort { id });
+                }
+            }
+            Action::AbortTransfer { id, .. } => self.end_transfer(id),
+            Action::KvWritten { .. } => panic!("a receiver sends nothing"),
+        }
+    }
+
+    fn answer(&mut self, id: SequenceId) -> &mut Answer {
+        self.answers.get_mut(&id).expect("actions name known requests")
+    }
+
+    /// The router's list: each index once; a repeated index has an equal token.
+    fn emit(&mut self, id: SequenceId, first_index: u32, tokens: Vec<SampledToken>) {
+        let given = self.given[&id];
+        let answer = self.answer(id);
+        assert!(!answer.left, "{id:?} speaks after it was cancelled");
+        for (index, token) in (first_index - given..).zip(tokens) {
+            match answer.tokens.get(index as usize) {
+                Some(known) => assert_eq!(*known, token, "{id:?} repeats index {index}"),
+                None => {
+                    assert_eq!(answer.tokens.len(), index as usize, "{id:?} skips an index");
+                    answer.tokens.push(token);
+                }
+            }
+        }
+    }
+}

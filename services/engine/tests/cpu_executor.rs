@@ -1,0 +1,305 @@
+//! The real executor under random lives: every sequence brings the tokens that it brings alone.
+//! With random weights in f32, so that one wrong bit anywhere would change an answer.
+
+mod common;
+
+use std::{
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use common::{
+    cpu::{CpuEngine, engine, limits_of, pair, run, tiny_model},
+    patient, sequence,
+};
+use engine::{
+    SchedulerConfig, Turn,
+    event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
+    executor::{
+        Executor, ExecutorError,
+        cpu::{CpuExecutor, CpuExecutorError},
+    },
+    plan::{AdmittedRow, RowPlan, Slot, StepPlan},
+};
+use kernels::{
+    BlockId, Dtype, KvArena,
+    cpu::{CpuBackend, CpuOptions, Isa},
+    sampling::Sampling,
+};
+use proptest::prelude::*;
+
+fn tokens(family: u32, len: usize) -> Vec<u32> {
+    (0..len as u32).map(|index| (family * 31 + index * 7 + index / 3) % 96).collect()
+}
+
+fn request(id: u128, family: u32, len: usize, max_tokens: u32) -> NewSequence {
+    NewSequence {
+        max_tokens,
+        sampling: Sampling { stop_token_ids: vec![5, 17, 40], ..Sampling::greedy() },
+        ..sequence(id, SequenceKind::Compute, tokens(family, len), Instant::now())
+    }
+}
+
+/// Answers of single sequences, one at a time and without a cached prefix: the oracle.
+fn alone(new: &NewSequence) -> (Vec<u32>, Option<FinishReason>) {
+    type Known = HashMap<(Vec<u32>, u32, u32), (Vec<u32>, Option<FinishReason>)>;
+    static ORACLE: Mutex<Option<(CpuEngine, u128, Known)>> = Mutex::new(None);
+    let mut oracle: MutexGuard<'_, _> = ORACLE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (engine, uses, known) = oracle.get_or_insert_with(|| {
+        let model = tiny_model();
+        let limits = limits_of(&model, 1, 512, 40, 1);
+        (engine(&model, patient(limits), 1).0, 0, HashMap::new())
+    });
+    let key = (new.tokens.clone(), new.prompt_len, new.max_tokens);
+    let answer = known.entry(key).or_insert_with(|| {
+        *uses += 1;
+        let salted = NewSequence {
+            id: SequenceId(*uses),
+            kind: SequenceKind::Compute,
+            cache_salt: uses.to_string(),
+            ..new.clone()
+        };
+        let outcomes = run(engine, vec![salted]);
+        let outcome = &outcomes[&SequenceId(*uses)];
+        assert_eq!((outcome.failure.as_ref(), outcome.cached_tokens), (None, 0));
+        (outcome.ids(), outcome.finish)
+    });
+    answer.clone()
+}
+
+#[test]
+fn answers_end_in_different_ways() {
+    // Otherwise the random tests below would show little.
+    let mut reasons = Vec::new();
+    for family in 0..12 {
+        let (tokens, reason) = alone(&request(0, family, 20, 30));
+        assert!(tokens.iter().any(|token| *token != tokens[0]) || tokens.len() < 8);
+        reasons.push(reason);
+    }
+    assert!(reasons.contains(&Some(FinishReason::Length)));
+    assert!(reasons.contains(&Some(FinishReason::Stop)));
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Submit {
+        family: u32,
+        len: usize,
+        max_tokens: u32,
+    },
+    Cancel(prop::sample::Index),
+    Turns(u8),
+    /// Does not wait for the step in flight.
+    Glance,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        4 => (0..4u32, 1..70usize, 1..30u32)
+            .prop_map(|(family, len, max_tokens)| Event::Submit { family, len, max_tokens }),
+        1 => any::<prop::sample::Index>().prop_map(Event::Cancel),
+        4 => (1..6u8).prop_map(Event::Turns),
+        1 => Just(Event::Glance),
+    ]
+}
+
+fn live_alone(config: SchedulerConfig, events: Vec<Event>) {
+    let (mut engine, _) = engine(&tiny_model(), config, 1);
+    let mut open: Vec<(NewSequence, Vec<u32>)> = Vec::new();
+    let mut next_id = 0;
+    let mut actions = Vec::new();
+    let end = std::iter::repeat_n(Event::Turns(1), 10_000);
+    for (count, event) in events.iter().cloned().chain(end).enumerate() {
+        let winding_down = count >= events.len();
+        match event {
+            Event::Submit { family, len, max_tokens } => {
+                next_id += 1;
+                let new = request(next_id, family, len, max_tokens);
+                open.push((new.clone(), Vec::new()));
+                engine.handle(Input::Arrived(new), &mut actions);
+            }
+            Event::Cancel(index) if !open.is_empty() => {
+                let (new, _) = open.swap_remove(index.index(open.len()));
+                engine.handle(Input::Abort { id: new.id }, &mut actions);
+            }
+            Event::Cancel(_) => {}
+            Event::Turns(turns) => {
+                for _ in 0..turns {
+                    let turn = engine.turn(Duration::from_secs(60), &mut actions);
+                    if turn.expect("steps succeed") == Turn::Idle && winding_down {
+                        assert!(open.is_empty(), "{open:?} never ended");
+                        assert!(engine.scheduler().is_idle());
+                        let load = engine.scheduler().load();
+                        assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0));
+                        return;
+                    }
+                }
+            }
+            Event::Glance => {
+                engine.turn(Duration::ZERO, &mut actions).expect("steps succeed");
+            }
+        }
+        engine.scheduler().check();
+        for action in actions.drain(..) {
+            match action {
+                Action::Tokens { id, first_index, tokens, .. } => {
+                    let (_, output) =
+                        open.iter_mut().find(|(new, _)| new.id == id).expect("not cancelled");
+                    assert_eq!(output.len(), first_index as usize);
+                    output.extend(tokens.iter().map(|token| token.id));
+                }
+                Action::Finished { id, reason } => {
+                    let index = open.iter().position(|(new, _)| new.id == id);
+                    let (new, output) = open.swap_remove(index.expect("ends once"));
+                    assert_eq!((output, reason), alone(&new));
+                }
+                Action::Admitted { .. } => {}
+                action => panic!("{action:?}"),
+            }
+        }
+    }
+    panic!("no end: {:?}", engine.scheduler());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_life_brings_the_tokens_of_sequences_alone(
+        depth in 1..=2u32,
+        slots in 1..=5u32,
+        blocks in 7..25u32,
+        step_tokens in 5..64u32,
+        chunk_tokens in prop_oneof![Just(u32::MAX), Just(16), 1..20u32],
+        events in prop::collection::vec(event(), 1..60),
+    ) {
+        let limits = limits_of(&tiny_model(), slots, step_tokens, blocks, depth);
+        live_alone(SchedulerConfig { chunk_tokens, ..patient(limits) }, events);
+    }
+
+    #[test]
+    fn any_hand_over_brings_the_tokens_of_sequences_alone(
+        depth in 1..=2u32,
+        slots in 1..=4u32,
+        blocks in 7..25u32,
+        requests in prop::collection::vec(
+            (0..3u32, 1..75usize, 0..3usize, 1..30u32, prop::bool::weighted(0.15), 0..40usize),
+            1..12,
+        ),
+        mut luck in any::<u64>(),
+    ) {
+        let limits = limits_of(&tiny_model(), slots, 32, blocks, depth);
+        let mut pair = pair(&tiny_model(), patient(limits));
+        let mut next = || {
+            luck = luck.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            luck >> 33
+        };
+        let mut all = Vec::new();
+        for (id, (family, len, emitted, max_tokens, cancelled, after)) in (0..).zip(requests) {
+            let mut new = request(id, family, len, max_tokens);
+            // An earlier attempt brought a few tokens already.
+            new.prompt_len -= emitted.min(len - 1) as u32;
+            new.max_tokens += emitted as u32;
+            pair.submit(new.clone());
+            all.push((new, cancelled.then_some(after)));
+        }
+        for round in 0..60 {
+            for (new, after) in &all {
+                if *after == Some(round) && !pair.answers[&new.id].ended() {
+                    pair.cancel(new.id);
+                }
+            }
+            pair.deliver(|| next() % 3 == 0);
+            if next() % 2 == 0 {
+                pair.turn_prefill();
+            }
+            if next() % 2 == 0 {
+                pair.turn_decode();
+            }
+        }
+        pair.run();
+        for (new, _) in &all {
+            let answer = &pair.answers[&new.id];
+            if !answer.left {
+                assert_eq!((answer.ids(), answer.finish), alone(new));
+            }
+        }
+        pair.assert_all_returned();
+    }
+}
+
+fn start(blocks: u32, vocabulary: u32) -> Result<CpuExecutor, CpuExecutorError> {
+    let model = tiny_model();
+    let options = CpuOptions { dtype: Dtype::F32, threads: 1, isa: Isa::Auto };
+    let backend = CpuBackend::new(options).expect("the options fit this machine");
+    let arena = KvArena::host(model.config().kv_layout(Dtype::F32), 8).expect("memory");
+    let limits = limits_of(&model, 2, 16, blocks, 2);
+    CpuExecutor::start(
+        &model,
+        backend,
+        arena,
+        engine::executor::ExecutorLimits { vocabulary, ..limits },
+    )
+}
+
+#[test]
+fn limits_that_do_not_fit_arena_or_model_are_refused_by_name() {
+    let error = start(9, 96).expect_err("the arena has 8 blocks");
+    assert_eq!(error.to_string(), "limits.blocks is 9, the arena has 8");
+    let error = start(8, 95).expect_err("the model knows 96 tokens");
+    assert_eq!(error.to_string(), "limits.vocabulary is 95, the model has 96");
+}
+
+fn first_step(step_id: u64, token_count: u32) -> StepPlan {
+    let admitted = AdmittedRow {
+        slot: Slot(0),
+        generation: 0,
+        tokens: tokens(0, 10),
+        prompt_len: 10,
+        computed: 0,
+        blocks: vec![BlockId(0)],
+        sampling: Sampling::greedy(),
+    };
+    let row = RowPlan { slot: Slot(0), generation: 0, token_count, samples: token_count == 10 };
+    StepPlan { step_id, admitted: vec![admitted], rows: vec![row], ..StepPlan::default() }
+}
+
+#[test]
+fn a_plan_that_does_not_fit_ends_the_executor_with_its_reason() {
+    let mut executor = start(8, 96).expect("everything fits");
+    executor.launch(first_step(0, 11)).expect("launching checks nothing");
+    let error = executor.collect(Duration::from_secs(10)).expect_err("11 of 10 tokens");
+    assert!(matches!(error, ExecutorError::BadPlan { step_id: 0, .. }), "{error}");
+    // The thread is gone; whoever asks again learns it instead of waiting.
+    let error = executor.collect(Duration::from_secs(10)).expect_err("nothing comes any more");
+    assert!(matches!(error, ExecutorError::Stopped { .. }), "{error}");
+}
+
+#[test]
+fn more_steps_than_the_depth_are_refused() {
+    let mut executor = start(8, 96).expect("everything fits");
+    let row = RowPlan { slot: Slot(0), generation: 0, token_count: 1, samples: true };
+    let next = |step_id| StepPlan { step_id, rows: vec![row], ..StepPlan::default() };
+    executor.launch(first_step(0, 10)).expect("the first of two");
+    executor.launch(next(1)).expect("the second of two, whose token nobody has seen");
+    let error = executor.launch(next(2)).expect_err("two are in flight");
+    assert!(matches!(error, ExecutorError::BadPlan { step_id: 2, .. }), "{error}");
+    for step_id in 0..2 {
+        let result = executor.collect(Duration::from_secs(60)).expect("the thread lives");
+        assert_eq!(result.expect("there in time").step_id, step_id);
+    }
+    executor.launch(next(2)).expect("there is room again");
+}
+
+#[test]
+fn a_waker_ends_a_collect_that_waits() {
+    let mut executor = start(8, 96).expect("everything fits");
+    let waker = executor.waker();
+    let begun = Instant::now();
+    let waking = std::thread::spawn(move || waker.wake());
+    let woken = executor.collect(Duration::from_secs(60)).expect("the thread lives");
+    assert_eq!(woken, None);
+    assert!(begun.elapsed() < Duration::from_secs(30));
+    waking.join().expect("waking does not panic");
+}

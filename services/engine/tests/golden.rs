@@ -1,0 +1,133 @@
+//! The real model in f32 brings the golden tokens, whatever the engine does with the prompts.
+
+mod common;
+
+use std::{collections::HashMap, time::Instant};
+
+use common::{
+    cpu::{CpuEngine, GoldenRun, Outcome, engine, golden, limits_of, pair, real_model, run},
+    patient, sequence,
+};
+use engine::{
+    SchedulerConfig,
+    event::{FinishReason, NewSequence, SequenceId, SequenceKind},
+};
+
+fn config(step_tokens: u32, depth: u32) -> SchedulerConfig {
+    patient(limits_of(&real_model(), 16, step_tokens, 240, depth))
+}
+
+/// A golden prompt with `emitted` tokens of its output known already.
+fn attempt(id: u128, golden: &GoldenRun, emitted: usize) -> NewSequence {
+    let mut tokens = golden.prompt_ids.clone();
+    tokens.extend_from_slice(&golden.output_ids[..emitted]);
+    NewSequence {
+        prompt_len: golden.prompt_ids.len() as u32,
+        max_tokens: golden.output_ids.len() as u32,
+        ignore_stop_tokens: true,
+        ..sequence(id, SequenceKind::Compute, tokens, Instant::now())
+    }
+}
+
+fn check(golden: &GoldenRun, emitted: usize, outcome: &Outcome) {
+    assert_eq!(outcome.failure, None, "{}", golden.name);
+    assert_eq!(outcome.ids(), golden.output_ids[emitted..], "{} after {emitted}", golden.name);
+    assert_eq!(outcome.finish, Some(FinishReason::Length), "{}", golden.name);
+}
+
+/// All golden prompts at once.
+fn check_batch(engine: &mut CpuEngine, first_id: u128) -> HashMap<SequenceId, Outcome> {
+    let all = golden();
+    let attempts = (first_id..).zip(&all).map(|(id, golden)| attempt(id, golden, 0)).collect();
+    let outcomes = run(engine, attempts);
+    for (id, golden) in (first_id..).zip(&all) {
+        check(golden, 0, &outcomes[&SequenceId(id)]);
+    }
+    outcomes
+}
+
+#[test]
+fn one_prompt_at_a_time_then_again_over_cached_prefixes_then_after_retries() {
+    let (mut engine, _) = engine(&real_model(), config(512, 2), 2);
+    for (id, golden) in (0..).zip(golden()) {
+        let outcomes = run(&mut engine, vec![attempt(id, &golden, 0)]);
+        check(&golden, 0, &outcomes[&SequenceId(id)]);
+        assert_eq!(outcomes[&SequenceId(id)].cached_tokens, 0);
+    }
+    for (id, golden) in (10..).zip(golden()) {
+        let outcomes = run(&mut engine, vec![attempt(id, &golden, 0)]);
+        check(&golden, 0, &outcomes[&SequenceId(id)]);
+        let expected = (golden.prompt_ids.len() as u32 - 1) / 16 * 16;
+        assert_eq!(outcomes[&SequenceId(id)].cached_tokens, expected, "{}", golden.name);
+    }
+    // Other attempts know part of the answer. With a salt of their own nothing of it is cached, and
+    // the second of each kind finds what the first has computed.
+    for (first_id, emitted) in [(20, 0), (30, 1), (40, 20)] {
+        for again in [0, 100] {
+            let attempts = (first_id + again..).zip(golden()).map(|(id, golden)| NewSequence {
+                cache_salt: format!("retry {emitted}"),
+                ..attempt(id, &golden, emitted)
+            });
+            let outcomes = run(&mut engine, attempts.collect());
+            for (id, golden) in (first_id + again..).zip(golden()) {
+                let outcome = &outcomes[&SequenceId(id)];
+                check(&golden, emitted, outcome);
+                assert_eq!(outcome.cached_tokens > 0, again > 0 && golden.prompt_ids.len() > 16);
+            }
+        }
+    }
+}
+
+#[test]
+fn all_prompts_in_one_batch_and_again_over_cached_prefixes() {
+    let (mut engine, _) = engine(&real_model(), config(512, 2), 2);
+    check_batch(&mut engine, 0);
+    let again = check_batch(&mut engine, 10);
+    assert!(again.values().any(|outcome| outcome.cached_tokens >= 592));
+}
+
+#[test]
+fn prompts_cut_into_chunks_of_16_at_depth_1() {
+    let config = SchedulerConfig { chunk_tokens: 16, ..config(64, 1) };
+    let (mut engine, _) = engine(&real_model(), config, 2);
+    check_batch(&mut engine, 0);
+    assert!(engine.records().all(|record| record.tokens <= 16 * record.rows));
+    assert!(engine.records().len() >= 600 / 16 + 47, "the long prompt's chunks, then its tokens");
+}
+
+#[test]
+fn batches_that_preempt_each_other_bring_the_same_tokens() {
+    // The long prompt with its answer fills 41 blocks of 44.
+    let limits = limits_of(&real_model(), 4, 512, 44, 2);
+    let (mut engine, _) = engine(&real_model(), patient(limits), 2);
+    check_batch(&mut engine, 0);
+    check_batch(&mut engine, 10);
+}
+
+#[test]
+fn prompts_read_by_one_engine_and_answered_by_another_with_and_without_cached_prefixes() {
+    let mut pair = pair(&real_model(), config(512, 2));
+    let mut submit = |first_id: u128, salt: &str| {
+        let all = golden();
+        for (id, golden) in (first_id..).zip(&all) {
+            let new = attempt(id, golden, 0);
+            pair.submit(NewSequence { cache_salt: salt.to_owned(), ..new });
+        }
+        pair.run();
+        pair.assert_all_returned();
+        let mut cached = (0, 0, 0);
+        for (id, golden) in (first_id..).zip(&all) {
+            let answer = &pair.answers[&SequenceId(id)];
+            assert_eq!(answer.ids(), golden.output_ids, "{}", golden.name);
+            cached.0 += answer.cached_at_prefill;
+            cached.1 += answer.cached_at_decode;
+            cached.2 += answer.blocks_moved;
+        }
+        cached
+    };
+    // The first prompt is under one block: the second engine needs no help with it.
+    assert_eq!(submit(0, ""), (0, 0, 2 + 3 + 38));
+    // Now both know every full block: each prompt's rest is under one block, so nothing moves.
+    let (_, at_decode, moved) = submit(10, "");
+    assert_eq!((at_decode, moved), (16 + 32 + 592, 0));
+}

@@ -1,0 +1,193 @@
+//! Two schedulers and a transfer in memory: nobody waits for ever, whatever comes late, and tokens
+//! are those of one engine alone.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{family_tokens, limits, oracle, pair::Pair, patient, scheduler, sequence, sim};
+use engine::{
+    StepLoop,
+    event::{NewSequence, SequenceId, SequenceKind},
+    executor::sim::SimExecutor,
+};
+use proptest::prelude::*;
+
+fn pair(prefill_blocks: u32, decode_blocks: u32, slots: u32, depth: u32) -> Pair<SimExecutor> {
+    let start = Instant::now();
+    let node = |blocks| {
+        let limits = limits(slots, 32, blocks, depth);
+        StepLoop::new(scheduler(patient(limits)), sim(limits, start))
+    };
+    let (prefill, decode) = (node(prefill_blocks), node(decode_blocks));
+    let arenas = (prefill.executor().arena(), decode.executor().arena());
+    Pair::new(prefill, decode, arenas)
+}
+
+fn request(id: u128, len: usize, max_tokens: u32) -> NewSequence {
+    let tokens = family_tokens(id as u32, len);
+    NewSequence { max_tokens, ..sequence(id, SequenceKind::Receive, tokens, Instant::now()) }
+}
+
+fn assert_exact(pair: &Pair<SimExecutor>, new: &NewSequence) {
+    let (expected, reason) = oracle(new, pair.decode.scheduler().sequence_tokens_max());
+    let answer = &pair.answers[&new.id];
+    assert_eq!(answer.ids(), expected);
+    assert_eq!(answer.finish, reason);
+}
+
+#[test]
+fn a_full_prefill_node_and_a_full_decode_node_resolve() {
+    // Each holds two prompts; twelve are there at once. Nothing moves on the wire before both
+    // nodes are stuck: the prefill node full of finished work, the decode node of reservations.
+    let mut pair = pair(6, 7, 4, 2);
+    let requests: Vec<_> = (0..12).map(|id| request(id, 40, 6)).collect();
+    requests.iter().for_each(|new| pair.submit(new.clone()));
+    let mut stuck_full = 0;
+    for _ in 0..10_000 {
+        // Both work until they cannot.
+        while !pair.turn() {}
+        let (prefill, decode) = (pair.prefill.scheduler().load(), pair.decode.scheduler().load());
+        stuck_full += u32::from(prefill.blocks_held == 6 && decode.blocks_reserved == 6);
+        if !pair.deliver(|| true) {
+            break;
+        }
+    }
+    assert!(stuck_full > 0, "the situation did arise");
+    requests.iter().for_each(|new| assert_exact(&pair, new));
+    pair.assert_all_returned();
+}
+
+#[test]
+fn reservations_that_reach_the_prefill_node_in_reverse_order_resolve() {
+    let mut pair = pair(3, 30, 8, 2);
+    let requests: Vec<_> = (0..8).map(|id| request(id, 40, 6)).collect();
+    requests.iter().for_each(|new| pair.submit(new.clone()));
+    // The wire visits requests in order; only the last one's notice passes at first.
+    for late in (0..8).rev() {
+        let mut visited = 0;
+        pair.deliver(|| {
+            visited += 1;
+            visited > late * 3
+        });
+        pair.turn();
+    }
+    pair.run();
+    requests.iter().for_each(|new| assert_exact(&pair, new));
+    pair.assert_all_returned();
+}
+
+#[test]
+fn a_decode_node_that_must_preempt_while_reservations_wait_resolves() {
+    // Answers grow until only preemption makes room, and reserved blocks cannot be displaced.
+    let mut pair = pair(30, 12, 6, 2);
+    let requests: Vec<_> = (0..10).map(|id| request(id, 33, 60)).collect();
+    requests.iter().for_each(|new| pair.submit(new.clone()));
+    pair.run();
+    requests.iter().for_each(|new| assert_exact(&pair, new));
+    assert!(pair.decode.scheduler().preemptions() > 0, "the situation did arise");
+    pair.assert_all_returned();
+}
+
+#[test]
+fn a_prompt_that_the_decode_node_knows_needs_no_peer() {
+    let mut pair = pair(30, 30, 4, 2);
+    let first = request(1, 40, 6);
+    pair.submit(first.clone());
+    pair.run();
+    let again = NewSequence { id: SequenceId(2), ..first.clone() };
+    pair.submit(again.clone());
+    pair.run();
+    assert_exact(&pair, &again);
+    assert_eq!(pair.answers[&again.id].cached_at_decode, 32);
+    assert_eq!(pair.answers[&again.id].blocks_moved, 0);
+    assert_eq!(pair.answers[&first.id].blocks_moved, 3);
+    pair.assert_all_returned();
+}
+
+#[test]
+fn only_blocks_that_the_decode_node_lacks_are_moved() {
+    let mut pair = pair(30, 30, 4, 2);
+    let short = request(1, 40, 6);
+    pair.submit(short.clone());
+    pair.run();
+    let mut long = NewSequence { id: SequenceId(2), ..request(1, 70, 6) };
+    long.tokens[..40].copy_from_slice(&short.tokens);
+    pair.submit(long.clone());
+    pair.run();
+    assert_exact(&pair, &long);
+    let answer = &pair.answers[&long.id];
+    assert_eq!((answer.cached_at_prefill, answer.cached_at_decode), (32, 32));
+    assert_eq!(answer.blocks_moved, 3, "five blocks, two of them known");
+    pair.assert_all_returned();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_delay_on_the_wire_and_any_cancel_leave_tokens_exact_and_nothing_behind(
+        prefill_blocks in 5..20u32,
+        decode_blocks in 5..20u32,
+        slots in 1..=4u32,
+        depth in 1..=2u32,
+        requests in prop::collection::vec(
+            (1..75usize, 1..30u32, prop::bool::weighted(0.15), 0..40usize, any::<bool>()),
+            1..15,
+        ),
+        mut luck in any::<u64>(),
+    ) {
+        let mut pair = pair(prefill_blocks, decode_blocks, slots, depth);
+        let mut next = || {
+            luck = luck.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            luck >> 33
+        };
+        let mut all = Vec::new();
+        for (id, (len, max_tokens, cancelled, cancel_after, alone)) in (0..).zip(requests) {
+            // Few prompts, so that prefixes are shared.
+            let new = NewSequence { id: SequenceId(id), ..request(id % 3, len, max_tokens) };
+            match alone && id % 4 == 0 {
+                true => pair.submit_alone(new.clone()),
+                false => pair.submit(new.clone()),
+            }
+            all.push((new, cancelled.then_some(cancel_after)));
+        }
+        for round in 0..60 {
+            for (new, cancel_after) in &all {
+                if *cancel_after == Some(round) && !pair.answers[&new.id].ended() {
+                    pair.cancel(new.id);
+                }
+            }
+            pair.deliver(|| next() % 3 == 0);
+            if next() % 2 == 0 {
+                pair.turn_prefill();
+            }
+            if next() % 2 == 0 {
+                pair.turn_decode();
+            }
+        }
+        pair.run();
+        for (new, _) in &all {
+            if !pair.answers[&new.id].left {
+                assert_exact(&pair, new);
+            }
+        }
+        pair.assert_all_returned();
+    }
+}
+
+/// Virtual time is each node's own; the waits of these tests end with it only.
+#[test]
+fn a_pair_without_its_wire_ends_by_deadline() {
+    let mut pair = pair(30, 30, 4, 2);
+    let mut lost = request(1, 40, 6);
+    lost.deadline = Instant::now() + Duration::from_secs(5);
+    pair.submit(lost.clone());
+    for node in [&mut pair.prefill, &mut pair.decode] {
+        node.executor_mut().advance(Duration::from_secs(10));
+    }
+    pair.turn();
+    assert!(pair.answers[&lost.id].failure.is_some());
+    pair.turn();
+    pair.assert_all_returned();
+}

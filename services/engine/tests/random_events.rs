@@ -1,0 +1,211 @@
+//! Random lives on one simulated node, at every depth, against the synchronous oracle. After every
+//! input and every step: tokens exact, books balanced, handed-over blocks untouched.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{VOCABULARY, family_tokens, limits, node::Node};
+use engine::{
+    SchedulerConfig, Turn,
+    event::{NewSequence, SequenceId, SequenceKind},
+};
+use kernels::sampling::Sampling;
+use proptest::prelude::*;
+
+#[derive(Clone, Debug)]
+enum Event {
+    Arrive {
+        kind: SequenceKind,
+        family: u32,
+        len: usize,
+        emitted: usize,
+        shape: Shape,
+    },
+    Abort(prop::sample::Index),
+    TransferReady(prop::sample::Index, u32),
+    KvArrives(prop::sample::Index),
+    TransferEnds(prop::sample::Index),
+    Turns(u8),
+    /// A wait that is too short for the step in flight.
+    Glance,
+    Advance(u64),
+}
+
+#[derive(Clone, Debug)]
+struct Shape {
+    max_tokens: u32,
+    min_tokens: u32,
+    ignore_stop_tokens: bool,
+    temperature: f32,
+    seed: u64,
+    salted: bool,
+    deadline_ms: Option<u64>,
+}
+
+fn shape() -> impl Strategy<Value = Shape> {
+    (
+        1..40u32,
+        prop_oneof![3 => Just(0), 1 => 0..8u32],
+        any::<bool>(),
+        prop_oneof![Just(0.0f32), Just(1.0)],
+        0..3u64,
+        prop::bool::weighted(0.1),
+        prop::option::weighted(0.1, 1..2_000u64),
+    )
+        .prop_map(
+            |(
+                max_tokens,
+                min_tokens,
+                ignore_stop_tokens,
+                temperature,
+                seed,
+                salted,
+                deadline_ms,
+            )| {
+                Shape {
+                    max_tokens,
+                    min_tokens,
+                    ignore_stop_tokens,
+                    temperature,
+                    seed,
+                    salted,
+                    deadline_ms,
+                }
+            },
+        )
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let kind = prop_oneof![
+        Just(SequenceKind::Compute),
+        Just(SequenceKind::Send),
+        Just(SequenceKind::Receive)
+    ];
+    let index = any::<prop::sample::Index>;
+    prop_oneof![
+        6 => (kind, 0..3u32, 1..100usize, 0..4usize, shape()).prop_map(
+            |(kind, family, len, emitted, shape)| Event::Arrive { kind, family, len, emitted, shape }
+        ),
+        1 => index().prop_map(Event::Abort),
+        4 => (index(), 0..8u32).prop_map(|(index, from)| Event::TransferReady(index, from)),
+        4 => index().prop_map(Event::KvArrives),
+        2 => index().prop_map(Event::TransferEnds),
+        8 => (1..8u8).prop_map(Event::Turns),
+        1 => Just(Event::Glance),
+        1 => (0..300u64).prop_map(Event::Advance),
+    ]
+}
+
+fn sequence(
+    id: u128,
+    node: &Node,
+    kind: SequenceKind,
+    family: u32,
+    (len, emitted): (usize, usize),
+    shape: Shape,
+) -> NewSequence {
+    let tokens = family_tokens(family, len);
+    let emitted = emitted.min(len - 1);
+    NewSequence {
+        id: SequenceId(id),
+        kind,
+        prompt_len: (len - emitted) as u32,
+        tokens,
+        sampling: Sampling {
+            temperature: shape.temperature,
+            seed: shape.seed,
+            min_tokens: shape.min_tokens,
+            stop_token_ids: vec![3, 4, VOCABULARY - 1],
+            ..Sampling::greedy()
+        },
+        max_tokens: emitted as u32 + shape.max_tokens,
+        ignore_stop_tokens: shape.ignore_stop_tokens,
+        cache_salt: if shape.salted { "tenant".to_owned() } else { String::new() },
+        deadline: node.now() + Duration::from_millis(shape.deadline_ms.unwrap_or(1_000_000_000)),
+    }
+}
+
+fn live(config: SchedulerConfig, events: Vec<Event>) {
+    let mut node = Node::new(config);
+    let mut next_id = 0;
+    for event in events {
+        let ids = node.ids();
+        let pick = |index: prop::sample::Index| (!ids.is_empty()).then(|| *index.get(&ids));
+        match event {
+            Event::Arrive { kind, family, len, emitted, shape } => {
+                next_id += 1;
+                node.arrive(sequence(next_id, &node, kind, family, (len, emitted), shape));
+            }
+            Event::Abort(index) => pick(index).into_iter().for_each(|id| node.abort(id)),
+            Event::TransferReady(index, from) => {
+                pick(index).into_iter().for_each(|id| node.transfer_ready(id, from));
+            }
+            Event::KvArrives(index) => pick(index).into_iter().for_each(|id| node.kv_arrives(id)),
+            Event::TransferEnds(index) => {
+                pick(index).into_iter().for_each(|id| node.transfer_ends(id));
+            }
+            Event::Turns(count) => {
+                for _ in 0..count {
+                    node.turn();
+                }
+            }
+            Event::Glance => {
+                node.turn_for(Duration::from_micros(1));
+            }
+            Event::Advance(ms) => node.advance(Duration::from_millis(ms)),
+        }
+    }
+    wind_down(&mut node);
+    node.assert_all_returned();
+}
+
+/// The peers do their part, and everything must end by itself.
+fn wind_down(node: &mut Node) {
+    for _ in 0..10_000 {
+        let turn = node.turn();
+        for id in node.unfinished() {
+            node.transfer_ready(id, 0);
+        }
+        for id in node.receiving() {
+            node.kv_arrives(id);
+        }
+        for id in node.transfers_to_end() {
+            node.transfer_ends(id);
+        }
+        if turn == Turn::Idle && node.unfinished().is_empty() && node.receiving().is_empty() {
+            return;
+        }
+    }
+    panic!("unfinished without end: {:?}\n{:?}", node.unfinished(), node.engine.scheduler());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_life_is_token_exact_and_leaks_nothing(
+        depth in 1..=3u32,
+        slots in 1..=5u32,
+        blocks in 7..30u32,
+        step_tokens in 5..64u32,
+        chunk_tokens in prop_oneof![Just(u32::MAX), Just(16), 1..20u32],
+        hurried in any::<bool>(),
+        events in prop::collection::vec(event(), 1..120),
+    ) {
+        let limits = limits(slots, step_tokens, blocks, depth);
+        let config = SchedulerConfig { chunk_tokens, ..common::patient(limits) };
+        let config = if hurried {
+            SchedulerConfig {
+                waiting_max: 3,
+                transfers_max: 4,
+                reserve_timeout: Duration::from_millis(50),
+                ready_timeout: Duration::from_millis(50),
+                ..config
+            }
+        } else {
+            config
+        };
+        live(config, events);
+    }
+}
