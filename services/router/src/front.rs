@@ -17,6 +17,9 @@ use crate::{
 /// in which a request is to be over after a kill.
 const ABSENT_MAX: Duration = Duration::from_secs(2);
 
+/// Less than the idle limits of common proxies (60 s).
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
 /// How much the router takes on. From the configuration's `router` section.
 #[derive(Clone, Debug)]
 pub struct FrontSettings {
@@ -35,6 +38,8 @@ pub struct FrontSettings {
     pub timeout_max: Duration,
     pub slow_client_timeout: Duration,
     pub slow_client_events: usize,
+    /// A stream that is silent for so long says that it lives.
+    pub keep_alive: Duration,
 }
 
 impl FrontSettings {
@@ -50,6 +55,7 @@ impl FrontSettings {
             timeout_max: router.timeout_max,
             slow_client_timeout: router.slow_client_timeout,
             slow_client_events: router.slow_client_events as usize,
+            keep_alive: KEEP_ALIVE,
         }
     }
 }

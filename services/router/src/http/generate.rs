@@ -129,6 +129,7 @@ fn reply(
         delivery,
         wants_figures: context.wants_figures,
         choices_per_prompt: asked.choices,
+        keep_alive: front.settings.keep_alive,
     }
 }
 

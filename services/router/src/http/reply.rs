@@ -1,6 +1,6 @@
 //! The answer to a chat or completion request: one JSON body, or a stream of events.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use axum::{
     Json,
@@ -37,6 +37,8 @@ pub struct Reply {
     pub wants_figures: bool,
     /// Answers to each prompt.
     pub choices_per_prompt: u32,
+    /// How long a stream may be silent.
+    pub keep_alive: Duration,
 }
 
 /// Counts over all answers.
@@ -150,14 +152,15 @@ impl Reply {
     /// Answers with a stream. Waits for the first event, so that what fails at once has its status;
     /// but not for long, so that clients and proxies see that somebody is there.
     pub async fn stream(self, mut started: Started) -> Result<Response, RequestError> {
-        let first = tokio::time::timeout(sse::KEEP_ALIVE, started.running.next()).await;
+        let first = tokio::time::timeout(self.keep_alive, started.running.next()).await;
         let first = match first {
             Ok(Some(Ok(event))) => Some(event),
             Ok(Some(Err(error))) => return Err(error),
             Ok(None) | Err(_) => None,
         };
+        let keep_alive = self.keep_alive;
         let chunks = Chunks::new(self, started, first);
-        let mut response = Response::new(Body::from_stream(sse::stream(chunks)));
+        let mut response = Response::new(Body::from_stream(sse::stream(chunks, keep_alive)));
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));

@@ -8,9 +8,6 @@ use serde::Serialize;
 
 use super::reply::Chunks;
 
-/// A silent stream says that it lives: less than the idle limits of common proxies (60 s).
-pub const KEEP_ALIVE: Duration = Duration::from_secs(15);
-
 /// Appends one event with this content.
 pub fn event(content: &impl Serialize, out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: ");
@@ -24,10 +21,14 @@ pub fn done(out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: [DONE]\n\n");
 }
 
-/// The stream's bytes, made when the connection asks for them.
-pub fn stream(chunks: Chunks) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
-    futures_util::stream::unfold(chunks, |mut chunks| async move {
-        let bytes = match tokio::time::timeout(KEEP_ALIVE, chunks.next()).await {
+/// The stream's bytes, made when the connection asks for them. One that is silent for `keep_alive`
+/// says that it lives.
+pub fn stream(
+    chunks: Chunks,
+    keep_alive: Duration,
+) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
+    futures_util::stream::unfold(chunks, move |mut chunks| async move {
+        let bytes = match tokio::time::timeout(keep_alive, chunks.next()).await {
             Ok(next) => next?,
             Err(_) => Bytes::from_static(b": keep-alive\n\n"),
         };

@@ -1,0 +1,472 @@
+//! A node that does as a test says: a real gRPC server with scripted answers.
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use futures_util::Stream;
+use proto::v1::{
+    Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
+    FailureKind, FinishReason, ModelIdentity, NodeDelta, NodeLoad, NodeRecord, NodeSnapshot,
+    ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest, PrefillToken, Reserved, Role,
+    Token, TokenLogprobs, TopLogprob, decode_event, node_server, observe_event, prefill_event,
+};
+use tokio::{
+    runtime::Runtime,
+    sync::{mpsc, watch},
+};
+use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+
+pub const MODEL: &str = "scripted";
+pub const VOCABULARY: u32 = 49152;
+pub const SEQUENCE_MAX: u32 = 2048;
+pub const BLOCK_SIZE: u32 = 16;
+
+/// What a node does with a call.
+#[derive(Clone, Debug)]
+pub enum Behaviour {
+    /// Serves the whole answer.
+    Serve,
+    /// Refuses the call with this status code and message.
+    Refuse(tonic::Code, &'static str),
+    /// Takes the call and ends it with this failure after so many tokens of its own.
+    FailAfter(usize, FailureKind),
+    /// Takes the call and ends the stream without a final event after so many tokens.
+    CutAfter(usize),
+    /// Takes the call and says nothing more after so many tokens.
+    HangAfter(usize),
+    /// Reports that it needs no prefill node.
+    Alone,
+    /// Sends exactly these events, then hangs.
+    DecodeEvents(Vec<decode_event::Event>),
+    PrefillEvents(Vec<prefill_event::Event>),
+    /// Sends tokens without end, as fast as they are taken.
+    Flood,
+}
+
+/// What the node was asked, and when the caller left.
+#[derive(Clone, Debug)]
+pub struct Call {
+    pub attempt: Attempt,
+    /// Whether the other half of a transfer was named.
+    pub with_peer: bool,
+    pub traceparent: Option<String>,
+    pub left: Arc<Mutex<Option<Instant>>>,
+}
+
+/// What all of a node's tasks share with the test.
+pub struct State {
+    role: Role,
+    identity: ModelIdentity,
+    epoch: [u8; 16],
+    node_id: String,
+    /// The behaviour of the next calls, one each; the last stays.
+    behaviours: Mutex<Vec<Behaviour>>,
+    /// The answer, without the token that ends it.
+    answer: Mutex<Vec<u32>>,
+    /// Between two tokens.
+    pace: Mutex<Duration>,
+    pub calls: Mutex<Vec<Call>>,
+    open: AtomicUsize,
+    load: watch::Sender<NodeLoad>,
+}
+
+/// Ends every answer, as in the model that the tests' tokenizer belongs to.
+pub const END: u32 = 2;
+
+impl State {
+    /// Token `index` of the answer, and whether it ends it. Depends on the index alone, so that every
+    /// node and attempt agrees.
+    fn token(&self, index: u32, attempt: &Attempt) -> (Token, Option<FinishReason>) {
+        let answer = self.answer.lock().unwrap();
+        let sampling = attempt.sampling.as_ref().unwrap();
+        let mut id = answer.get(index as usize).copied().unwrap_or(END);
+        if id == END && (sampling.ignore_stop_tokens || index < sampling.min_tokens) {
+            id = 198;
+        }
+        let stops = !sampling.ignore_stop_tokens
+            && index >= sampling.min_tokens
+            && sampling.stop_token_ids.contains(&id);
+        let finish = match (stops, index + 1 >= sampling.max_tokens) {
+            (true, _) => Some(FinishReason::Stop),
+            (false, true) => Some(FinishReason::Length),
+            (false, false) => None,
+        };
+        let logprobs = sampling.logprobs.map(|count| TokenLogprobs {
+            chosen: -0.25,
+            top: (0..count)
+                .map(|rank| TopLogprob { id: id + rank, logprob: -0.25 - rank as f32 })
+                .collect(),
+        });
+        (Token { id, logprobs }, finish)
+    }
+
+    fn next_behaviour(&self) -> Behaviour {
+        let mut behaviours = self.behaviours.lock().unwrap();
+        if behaviours.len() > 1 { behaviours.remove(0) } else { behaviours[0].clone() }
+    }
+
+    fn called<M>(&self, request: &Request<M>, attempt: &Attempt, with_peer: bool) -> CallGuard {
+        let traceparent = request.metadata().get("traceparent");
+        let call = Call {
+            attempt: attempt.clone(),
+            with_peer,
+            traceparent: traceparent.map(|value| value.to_str().unwrap().to_owned()),
+            left: Arc::default(),
+        };
+        self.calls.lock().unwrap().push(call.clone());
+        CallGuard(call.left)
+    }
+}
+
+/// Notes when the caller dropped the stream.
+struct CallGuard(Arc<Mutex<Option<Instant>>>);
+
+impl Drop for CallGuard {
+    fn drop(&mut self) {
+        *self.0.lock().unwrap() = Some(Instant::now());
+    }
+}
+
+struct Events<E> {
+    events: mpsc::Receiver<Result<E, Status>>,
+    state: Arc<State>,
+    _guard: CallGuard,
+}
+
+impl<E> Stream for Events<E> {
+    type Item = Result<E, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.events.poll_recv(cx)
+    }
+}
+
+impl<E> Drop for Events<E> {
+    fn drop(&mut self) {
+        self.state.open.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+struct Service(Arc<State>);
+
+type Boxed<E> = Pin<Box<dyn Stream<Item = Result<E, Status>> + Send>>;
+
+fn stream<E, F>(
+    state: &Arc<State>,
+    guard: CallGuard,
+    script: impl FnOnce(Arc<State>, mpsc::Sender<Result<E, Status>>) -> F,
+) -> Response<Boxed<E>>
+where
+    E: Send + 'static,
+    F: Future<Output = Option<()>> + Send + 'static,
+{
+    let (sender, events) = mpsc::channel(4);
+    state.open.fetch_add(1, Ordering::SeqCst);
+    // `None` is a caller that left; the script ends with it.
+    tokio::spawn(script(state.clone(), sender));
+    Response::new(Box::pin(Events { events, state: state.clone(), _guard: guard }))
+}
+
+fn decode(event: decode_event::Event) -> Result<DecodeEvent, Status> {
+    Ok(DecodeEvent { event: Some(event) })
+}
+
+fn prefill(event: prefill_event::Event) -> Result<PrefillEvent, Status> {
+    Ok(PrefillEvent { event: Some(event) })
+}
+
+fn failure(kind: FailureKind) -> Failure {
+    Failure { kind: kind.into(), message: format!("scripted {}", kind.as_str_name()) }
+}
+
+#[tonic::async_trait]
+impl node_server::Node for Service {
+    type PrefillStream = Boxed<PrefillEvent>;
+    type DecodeStream = Boxed<DecodeEvent>;
+    type ObserveStream = Boxed<ObserveEvent>;
+
+    async fn prefill(
+        &self,
+        request: Request<PrefillRequest>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
+        let attempt = request.get_ref().attempt.clone().unwrap();
+        let guard = self.0.called(&request, &attempt, request.get_ref().decode.is_some());
+        let behaviour = self.0.next_behaviour();
+        if let Behaviour::Refuse(code, message) = behaviour {
+            return Err(Status::new(code, message));
+        }
+        Ok(stream(&self.0, guard, async move |state, events| {
+            let send = async |event| events.send(prefill(event)).await.ok();
+            let first_index = attempt.tokens.len() as u32 - attempt.prompt_len;
+            let pace = *state.pace.lock().unwrap();
+            let (before, after) = match &behaviour {
+                Behaviour::FailAfter(count, kind) => (*count, Some(*kind)),
+                Behaviour::CutAfter(count) => (*count, None),
+                Behaviour::HangAfter(count) => (*count, None),
+                Behaviour::PrefillEvents(scripted) => {
+                    for event in scripted.clone() {
+                        send(event).await?;
+                    }
+                    events.closed().await;
+                    return Some(());
+                }
+                _ => (usize::MAX, None),
+            };
+            if before > 0 {
+                tokio::time::sleep(pace).await;
+                let (token, finish) = state.token(first_index, &attempt);
+                send(prefill_event::Event::Token(PrefillToken {
+                    first_index,
+                    token: Some(token),
+                    finish: finish.map(Into::into),
+                    cached_tokens: 0,
+                }))
+                .await?;
+                if finish.is_some() {
+                    return Some(());
+                }
+            }
+            match behaviour {
+                Behaviour::FailAfter(..) => {
+                    send(prefill_event::Event::Failure(failure(after.unwrap()))).await
+                }
+                Behaviour::CutAfter(_) => Some(()),
+                Behaviour::HangAfter(_) => {
+                    events.closed().await;
+                    Some(())
+                }
+                _ => {
+                    let delivered = Delivered { bytes: 4096, chunks: 1, transfer_us: 77 };
+                    send(prefill_event::Event::Delivered(delivered)).await
+                }
+            }
+        }))
+    }
+
+    async fn decode(
+        &self,
+        request: Request<DecodeRequest>,
+    ) -> Result<Response<Self::DecodeStream>, Status> {
+        let attempt = request.get_ref().attempt.clone().unwrap();
+        let with_peer = request.get_ref().prefill.is_some();
+        let guard = self.0.called(&request, &attempt, with_peer);
+        let behaviour = self.0.next_behaviour();
+        if let Behaviour::Refuse(code, message) = behaviour {
+            return Err(Status::new(code, message));
+        }
+        Ok(stream(&self.0, guard, async move |state, events| {
+            let send = async |event| events.send(decode(event)).await.ok();
+            let mut index = attempt.tokens.len() as u32 - attempt.prompt_len;
+            let pace = *state.pace.lock().unwrap();
+            if let Behaviour::DecodeEvents(scripted) = &behaviour {
+                for event in scripted.clone() {
+                    send(event).await?;
+                }
+                events.closed().await;
+                return Some(());
+            }
+            let alone = matches!(behaviour, Behaviour::Alone) || !with_peer;
+            let reserved = Reserved { cached_tokens: 16, alone };
+            send(decode_event::Event::Reserved(reserved)).await?;
+            let count = match behaviour {
+                Behaviour::FailAfter(count, _)
+                | Behaviour::CutAfter(count)
+                | Behaviour::HangAfter(count) => count,
+                _ => usize::MAX,
+            };
+            // Token 0 of an attempt with a prefill node comes after the transfer.
+            for _ in 0..count {
+                if !matches!(behaviour, Behaviour::Flood) {
+                    tokio::time::sleep(pace).await;
+                }
+                let (token, finish) = state.token(index, &attempt);
+                let tokens = DecodeTokens { first_index: index, tokens: vec![token] };
+                send(decode_event::Event::Tokens(tokens)).await?;
+                index += 1;
+                if let Some(reason) = finish {
+                    let received_bytes = if alone { 0 } else { 4096 };
+                    return send(decode_event::Event::Finished(DecodeFinished {
+                        reason: reason.into(),
+                        received_bytes,
+                        transfer_us: received_bytes / 50,
+                    }))
+                    .await;
+                }
+            }
+            match behaviour {
+                Behaviour::FailAfter(_, kind) => {
+                    send(decode_event::Event::Failure(failure(kind))).await
+                }
+                Behaviour::HangAfter(_) => {
+                    events.closed().await;
+                    Some(())
+                }
+                _ => Some(()),
+            }
+        }))
+    }
+
+    async fn observe(
+        &self,
+        _: Request<ObserveRequest>,
+    ) -> Result<Response<Self::ObserveStream>, Status> {
+        let state = self.0.clone();
+        let guard = CallGuard(Arc::default());
+        let mut load = state.load.subscribe();
+        let first = *load.borrow_and_update();
+        Ok(stream(&self.0, guard, async move |state, events| {
+            let snapshot = NodeSnapshot {
+                record: Some(state.record()),
+                load: Some(first),
+                cached_blocks: vec![],
+            };
+            let event = Some(observe_event::Event::Snapshot(snapshot));
+            events.send(Ok(ObserveEvent { sequence: 0, event })).await.ok()?;
+            for sequence in 1.. {
+                tokio::select! {
+                    changed = load.changed() => changed.ok()?,
+                    () = events.closed() => return None,
+                }
+                let load = Some(*load.borrow_and_update());
+                let delta = NodeDelta { load, cached: vec![], evicted: vec![] };
+                let event = Some(observe_event::Event::Delta(delta));
+                events.send(Ok(ObserveEvent { sequence, event })).await.ok()?;
+            }
+            Some(())
+        }))
+    }
+}
+
+impl State {
+    fn record(&self) -> NodeRecord {
+        NodeRecord {
+            node_id: self.node_id.clone(),
+            epoch: self.epoch.to_vec().into(),
+            role: self.role.into(),
+            notice_endpoint: "tcp://127.0.0.1:9".into(),
+            model: MODEL.into(),
+            identity: Some(self.identity.clone()),
+            prompt_tokens_max: SEQUENCE_MAX - 1,
+            sequence_tokens_max: SEQUENCE_MAX,
+            block_count: 1000,
+            vocabulary_size: VOCABULARY,
+        }
+    }
+}
+
+/// A node process, as far as anybody outside can tell.
+pub struct ScriptedNode {
+    pub state: Arc<State>,
+    pub address: SocketAddr,
+    /// Dropped at a kill, and every socket with it.
+    runtime: Option<Runtime>,
+}
+
+impl ScriptedNode {
+    pub fn start(role: Role, node_id: &str) -> Self {
+        Self::start_at(role, node_id, "127.0.0.1:0".parse().unwrap(), 7)
+    }
+
+    pub fn start_at(role: Role, node_id: &str, address: SocketAddr, fingerprint: u8) -> Self {
+        let mut epoch = [0; 16];
+        getrandom::fill(&mut epoch).unwrap();
+        let state = Arc::new(State {
+            role,
+            identity: ModelIdentity {
+                model_fingerprint: vec![fingerprint; 16].into(),
+                weight_version: 3,
+                kv_layout: "scripted".into(),
+                block_size: BLOCK_SIZE,
+                dtype: "f32".into(),
+                tp: 1,
+                protocol_min: 1,
+                protocol_max: 1,
+            },
+            epoch,
+            node_id: node_id.into(),
+            behaviours: Mutex::new(vec![Behaviour::Serve]),
+            answer: Mutex::new(vec![]),
+            pace: Mutex::new(Duration::from_millis(1)),
+            calls: Mutex::new(vec![]),
+            open: AtomicUsize::new(0),
+            load: watch::Sender::new(NodeLoad::default()),
+        });
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let incoming = {
+            let _inside = runtime.enter();
+            // A restarted node finds its old connections in TIME_WAIT.
+            let socket = tokio::net::TcpSocket::new_v4().unwrap();
+            socket.set_reuseaddr(true).unwrap();
+            socket.bind(address).unwrap();
+            TcpIncoming::from(socket.listen(64).unwrap())
+        };
+        let address = incoming.local_addr().unwrap();
+        let service = node_server::NodeServer::new(Service(state.clone()));
+        runtime.spawn(
+            tonic::transport::Server::builder()
+                .add_service(service)
+                .serve_with_incoming(incoming.with_nodelay(Some(true))),
+        );
+        Self { state, address, runtime: Some(runtime) }
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// From now on.
+    pub fn behave(&self, behaviour: Behaviour) {
+        *self.state.behaviours.lock().unwrap() = vec![behaviour];
+    }
+
+    /// One for each call; the last stays.
+    pub fn behave_in_turn(&self, behaviours: Vec<Behaviour>) {
+        *self.state.behaviours.lock().unwrap() = behaviours;
+    }
+
+    pub fn answer_with(&self, tokens: &[u32]) {
+        *self.state.answer.lock().unwrap() = tokens.to_vec();
+    }
+
+    pub fn pace(&self, pace: Duration) {
+        *self.state.pace.lock().unwrap() = pace;
+    }
+
+    pub fn report(&self, load: NodeLoad) {
+        self.state.load.send_replace(load);
+    }
+
+    pub fn calls(&self) -> Vec<Call> {
+        self.state.calls.lock().unwrap().clone()
+    }
+
+    /// Streams of attempts and observers that are open now.
+    pub fn open_streams(&self) -> usize {
+        self.state.open.load(Ordering::SeqCst)
+    }
+
+    /// As SIGKILL does: every connection breaks, nothing is said.
+    pub fn kill(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Drop for ScriptedNode {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

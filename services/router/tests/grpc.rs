@@ -1,0 +1,300 @@
+//! `Inference/Generate`, health and reflection over gRPC.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{
+    Cluster,
+    client::eventually,
+    encode, long_prompt,
+    node::{Behaviour, END},
+    settings,
+};
+use proto::v1::{
+    FinishReason, Finished, GenerateOptions, GenerateRequest, GenerateResponse, TokenIds,
+    generate_request::Prompt, generate_response::Event, inference_client::InferenceClient,
+};
+use tonic::{Code, Status, Streaming, transport::Channel};
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
+
+const ANSWER: &str = " Paris is the capital of France.";
+
+async fn channel(cluster: &Cluster) -> Channel {
+    Channel::from_shared(format!("http://{}", cluster.router.grpc))
+        .unwrap()
+        .connect()
+        .await
+        .unwrap()
+}
+
+fn request(options: GenerateOptions) -> GenerateRequest {
+    GenerateRequest {
+        model: String::new(),
+        prompt: Some(Prompt::TokenIds(TokenIds { ids: long_prompt() })),
+        options: Some(options),
+        client_request_id: "label".into(),
+    }
+}
+
+fn options() -> GenerateOptions {
+    GenerateOptions { max_tokens: Some(50), ..Default::default() }
+}
+
+async fn generate(
+    cluster: &Cluster,
+    request: GenerateRequest,
+) -> Result<Streaming<GenerateResponse>, Status> {
+    let mut client = InferenceClient::new(channel(cluster).await);
+    Ok(client.generate(request).await?.into_inner())
+}
+
+/// Everything a stream brought: ids, text and the end.
+async fn collect(
+    mut stream: Streaming<GenerateResponse>,
+) -> Result<(Vec<u32>, String, Finished), Status> {
+    let (mut ids, mut text, mut finished) = (Vec::new(), String::new(), None);
+    while let Some(message) = stream.message().await? {
+        match message.event.unwrap() {
+            Event::Tokens(tokens) => {
+                assert_eq!(tokens.first_index as usize, ids.len(), "each index once, in order");
+                ids.extend(tokens.tokens.iter().map(|token| token.id));
+                text.push_str(&tokens.text);
+            }
+            Event::Finished(end) => {
+                assert!(finished.is_none());
+                text.push_str(&end.text);
+                finished = Some(end);
+            }
+        }
+    }
+    Ok((ids, text, finished.expect("a good stream ends with `finished`")))
+}
+
+fn expected() -> Vec<u32> {
+    let mut ids = encode(ANSWER);
+    ids.push(END);
+    ids
+}
+
+#[tokio::test]
+async fn tokens_and_text_are_streamed_and_end_with_finished() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let (ids, text, finished) =
+        collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
+    assert_eq!((ids, text.as_str()), (expected(), ANSWER));
+    assert_eq!(finished.reason(), FinishReason::Stop);
+    assert_eq!(
+        (finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens),
+        (100, expected().len() as u32, 16)
+    );
+    // A prompt as text is tokenised here.
+    let text_prompt = GenerateRequest {
+        prompt: Some(Prompt::Text("Once upon a time".into())),
+        options: None,
+        ..request(options())
+    };
+    let (ids, ..) = collect(generate(&cluster, text_prompt).await.unwrap()).await.unwrap();
+    assert_eq!(ids, expected());
+    let attempt = &cluster.decode[0].calls()[1].attempt;
+    assert_eq!(attempt.tokens, encode("Once upon a time"));
+    assert_eq!(attempt.sampling.as_ref().unwrap().max_tokens, 16);
+}
+
+#[tokio::test]
+async fn tokens_only_has_no_text_but_still_stops_at_strings() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let only = GenerateOptions { tokens_only: true, ..options() };
+    let (ids, text, _) =
+        collect(generate(&cluster, request(only.clone())).await.unwrap()).await.unwrap();
+    assert_eq!((ids, text.as_str()), (expected(), ""));
+    let stop = GenerateOptions { stop: vec!["capital".into()], ..only };
+    let (ids, text, finished) =
+        collect(generate(&cluster, request(stop)).await.unwrap()).await.unwrap();
+    assert_eq!((ids, text.as_str()), (encode(" Paris is the capital"), ""));
+    assert_eq!(finished.reason(), FinishReason::Stop);
+}
+
+#[tokio::test]
+async fn log_probabilities_come_with_their_tokens() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let options = GenerateOptions { logprobs: Some(2), ..options() };
+    let mut stream = generate(&cluster, request(options)).await.unwrap();
+    let Event::Tokens(first) = stream.message().await.unwrap().unwrap().event.unwrap() else {
+        panic!("tokens come first");
+    };
+    let logprobs = first.tokens[0].logprobs.as_ref().unwrap();
+    assert_eq!((logprobs.chosen, logprobs.top.len()), (-0.25, 2));
+}
+
+#[tokio::test]
+async fn mistakes_have_a_status_that_names_the_field() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let with = |change: fn(&mut GenerateOptions)| {
+        let mut options = options();
+        change(&mut options);
+        request(options)
+    };
+    let long = TokenIds { ids: vec![1; 5000] };
+    for (request, code, word) in [
+        (with(|o| o.temperature = Some(-1.0)), Code::InvalidArgument, "options.temperature"),
+        (with(|o| o.temperature = Some(f32::INFINITY)), Code::InvalidArgument, "inf"),
+        (with(|o| o.max_tokens = Some(0)), Code::InvalidArgument, "options.max_tokens"),
+        (with(|o| o.max_tokens = Some(u32::MAX)), Code::InvalidArgument, "options.max_tokens"),
+        (with(|o| o.max_tokens = Some(5000)), Code::InvalidArgument, "2048"),
+        (with(|o| o.logprobs = Some(99)), Code::InvalidArgument, "options.logprobs"),
+        (with(|o| o.timeout_ms = Some(0)), Code::InvalidArgument, "options.timeout_ms"),
+        (with(|o| o.stop = vec![String::new()]), Code::InvalidArgument, "stop"),
+        (GenerateRequest { prompt: None, ..request(options()) }, Code::InvalidArgument, "prompt"),
+        (
+            GenerateRequest { prompt: Some(Prompt::TokenIds(long)), ..request(options()) },
+            Code::InvalidArgument,
+            "5000 tokens",
+        ),
+        (
+            GenerateRequest { prompt: Some(Prompt::Text(String::new())), ..request(options()) },
+            Code::InvalidArgument,
+            "empty",
+        ),
+        (
+            GenerateRequest { model: "nobody".into(), ..request(options()) },
+            Code::NotFound,
+            "nobody",
+        ),
+    ] {
+        let status = generate(&cluster, request).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status}");
+        assert!(status.message().contains(word), "{status} lacks {word:?}");
+    }
+    assert!(cluster.decode[0].calls().is_empty());
+}
+
+#[tokio::test]
+async fn a_deadline_of_the_clients_is_kept() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(0));
+    cluster.prefill[0].behave(Behaviour::HangAfter(1));
+    let short = GenerateOptions { timeout_ms: Some(200), ..options() };
+    let stream = generate(&cluster, request(short)).await.unwrap();
+    let status = collect(stream).await.unwrap_err();
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    // gRPC's own way of saying it; the server may be first or the client.
+    let mut client = InferenceClient::new(channel(&cluster).await);
+    let mut request = tonic::Request::new(request(options()));
+    request.set_timeout(Duration::from_millis(200));
+    let ended = match client.generate(request).await {
+        Ok(stream) => collect(stream.into_inner()).await.unwrap_err(),
+        Err(status) => status,
+    };
+    assert!([Code::DeadlineExceeded, Code::Cancelled].contains(&ended.code()), "{ended}");
+    assert!(cluster.decode[0].calls().iter().all(|call| call.attempt.remaining_ms <= 200));
+}
+
+#[tokio::test]
+async fn overload_is_resource_exhausted_with_retry_after() {
+    let mut settings = settings();
+    settings.front.requests_max = 1;
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(1));
+    let mut first = generate(&cluster, request(options())).await.unwrap();
+    first.message().await.unwrap();
+    let status = generate(&cluster, request(options())).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert_eq!(status.metadata().get("retry-after").unwrap(), "1");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_both_nodes() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.prefill[0].behave(Behaviour::HangAfter(1));
+    cluster.decode[0].behave(Behaviour::HangAfter(0));
+    let mut stream = generate(&cluster, request(options())).await.unwrap();
+    stream.message().await.unwrap();
+    drop(stream);
+    for node in cluster.prefill.iter().chain(&cluster.decode) {
+        eventually("the call is dropped", async || node.calls()[0].left.lock().unwrap().is_some())
+            .await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_ends_alone() {
+    let mut settings = settings();
+    settings.front.slow_client_timeout = Duration::from_millis(200);
+    settings.front.slow_client_events = 4;
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::Flood);
+    let everything =
+        GenerateOptions { max_tokens: Some(1900), ignore_eos: Some(true), ..options() };
+    let channel = Channel::from_shared(format!("http://{}", cluster.router.grpc))
+        .unwrap()
+        .initial_stream_window_size(1024)
+        .connect()
+        .await
+        .unwrap();
+    let mut client = InferenceClient::new(channel);
+    let mut stream = client.generate(request(everything)).await.unwrap().into_inner();
+    eventually("it is given up", async || {
+        cluster.metric("baton_requests_finished_total", &["slow_client"]).await == 1.0
+    })
+    .await;
+    let status = loop {
+        match stream.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("it must not look complete"),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(status.code(), Code::Aborted, "{status}");
+}
+
+#[tokio::test]
+async fn health_follows_the_nodes_and_the_drain() {
+    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+    let channel = channel(&cluster).await;
+    let status = async |service: &str| {
+        let mut client = HealthClient::new(channel.clone());
+        let request = HealthCheckRequest { service: service.into() };
+        client.check(request).await.map(|answer| answer.into_inner().status())
+    };
+    for service in ["", "baton.v1.Inference"] {
+        eventually("serving", async || status(service).await.unwrap() == ServingStatus::Serving)
+            .await;
+    }
+    assert_eq!(status("baton.v1.Nothing").await.unwrap_err().code(), Code::NotFound);
+    cluster.decode[0].kill();
+    eventually("not serving", async || status("").await.unwrap() == ServingStatus::NotServing)
+        .await;
+    let request = request(options());
+    let status = generate(&cluster, request).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable, "{status}");
+}
+
+#[tokio::test]
+async fn reflection_lists_the_services() {
+    use tonic_reflection::pb::v1::{
+        ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+        server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+    };
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let mut client = ServerReflectionClient::new(channel(&cluster).await);
+    let ask = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let mut answers = client
+        .server_reflection_info(futures_util::stream::iter([ask]))
+        .await
+        .unwrap()
+        .into_inner();
+    let answer = answers.message().await.unwrap().unwrap();
+    let Some(MessageResponse::ListServicesResponse(list)) = answer.message_response else {
+        panic!("no list");
+    };
+    let names: Vec<String> = list.service.into_iter().map(|service| service.name).collect();
+    for name in ["baton.v1.Inference", "grpc.health.v1.Health"] {
+        assert!(names.iter().any(|found| found == name), "{names:?}");
+    }
+}

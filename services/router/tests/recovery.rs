@@ -1,0 +1,412 @@
+//! Whatever happens to a node, the client sees each token once or one typed error.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{
+    Cluster,
+    client::{eventually, ids_of, text_of},
+    encode, long_prompt,
+    node::{Behaviour, END, ScriptedNode},
+    settings,
+};
+use proto::v1::{
+    DecodeTokens, FailureKind, PrefillToken, Reserved, Role, Token, decode_event, prefill_event,
+};
+use serde_json::{Value, json};
+use tonic::Code;
+
+const ANSWER: &str = " one two three four five six seven eight nine ten";
+
+fn streamed() -> Value {
+    json!({"prompt": long_prompt(), "max_tokens": 100, "stream": true, "return_token_ids": true})
+}
+
+fn expected() -> Vec<u32> {
+    let mut ids = encode(ANSWER);
+    ids.push(END);
+    ids
+}
+
+/// The whole answer comes, each token once; returns the figures.
+async fn complete(cluster: &Cluster) -> Value {
+    let figures = [("x-baton-figures", "1")];
+    let chunks =
+        cluster.client.stream_with("/v1/completions", &figures, &streamed()).await.chunks().await;
+    assert_eq!(ids_of(&chunks, 0), expected());
+    assert_eq!(text_of(&chunks, 0), ANSWER);
+    chunks.last().unwrap()["baton"].clone()
+}
+
+#[tokio::test]
+async fn a_prefill_node_that_fails_is_replaced_by_another() {
+    for behaviour in [
+        Behaviour::Refuse(Code::ResourceExhausted, "queue full"),
+        Behaviour::Refuse(Code::Unavailable, "draining"),
+        Behaviour::Refuse(Code::FailedPrecondition, "another epoch"),
+        Behaviour::Refuse(Code::AlreadyExists, "known"),
+        Behaviour::Refuse(Code::Internal, "a defect"),
+        Behaviour::FailAfter(0, FailureKind::Busy),
+        Behaviour::FailAfter(0, FailureKind::Draining),
+        Behaviour::FailAfter(1, FailureKind::TransferFailed),
+        Behaviour::FailAfter(1, FailureKind::Mismatch),
+        Behaviour::FailAfter(0, FailureKind::Internal),
+        Behaviour::CutAfter(0),
+        Behaviour::CutAfter(1),
+    ] {
+        let cluster = Cluster::start(2, 1, ANSWER).await;
+        // The KV never comes while the prefill node is broken.
+        let alone_or = |tokens| Behaviour::HangAfter(tokens);
+        for node in &cluster.prefill {
+            node.behave_in_turn(vec![behaviour.clone(), Behaviour::Serve]);
+        }
+        cluster.decode[0].behave_in_turn(vec![alone_or(0), alone_or(0), Behaviour::Serve]);
+        // Both nodes fail once, or one serves: in the end the answer is whole.
+        let figures = complete(&cluster).await;
+        assert_eq!(figures["decode_node"], "decode-0", "{behaviour:?}");
+        let calls = cluster.decode[0].calls();
+        let (first, last) = (&calls[0].attempt, &calls.last().unwrap().attempt);
+        assert!(calls.len() >= 2, "{behaviour:?}");
+        assert_eq!(first.request_id, last.request_id);
+        assert_ne!(first.transfer_id, last.transfer_id);
+        assert_eq!(first.prompt_len, last.prompt_len);
+    }
+}
+
+#[tokio::test]
+async fn a_decode_node_that_fails_is_replaced_over_prompt_and_emitted_tokens() {
+    for (behaviour, shown) in [
+        (Behaviour::Refuse(Code::ResourceExhausted, "queue full"), 0),
+        (Behaviour::Refuse(Code::Unavailable, "draining"), 0),
+        (Behaviour::Refuse(Code::FailedPrecondition, "another epoch"), 0),
+        (Behaviour::FailAfter(0, FailureKind::TransferFailed), 0),
+        (Behaviour::FailAfter(3, FailureKind::Internal), 3),
+        (Behaviour::FailAfter(1, FailureKind::Draining), 1),
+        (Behaviour::FailAfter(5, FailureKind::Busy), 5),
+        (Behaviour::CutAfter(4), 4),
+    ] {
+        let cluster = Cluster::start(1, 2, ANSWER).await;
+        // Whichever is picked first fails, the other serves.
+        let first_calls = || cluster.decode.iter().map(|node| node.calls()).collect::<Vec<_>>();
+        for node in &cluster.decode {
+            node.behave_in_turn(vec![behaviour.clone(), Behaviour::Serve]);
+        }
+        let body = streamed();
+        let stream = cluster.client.stream("/v1/completions", &body);
+        let (mut stream, ()) = tokio::join!(stream, async {
+            eventually("the first call", async || {
+                first_calls().iter().any(|calls| !calls.is_empty())
+            })
+            .await;
+            for node in cluster.decode.iter().filter(|node| node.calls().is_empty()) {
+                node.behave(Behaviour::Serve);
+            }
+        });
+        let chunks = stream.chunks().await;
+        assert_eq!(ids_of(&chunks, 0), expected(), "{behaviour:?}");
+        let mut attempts: Vec<_> =
+            first_calls().into_iter().flatten().map(|call| call.attempt).collect();
+        attempts.sort_by_key(|attempt| attempt.tokens.len());
+        let last = attempts.last().unwrap();
+        assert!(attempts.len() >= 2, "{behaviour:?}");
+        assert_eq!(last.prompt_len, 100);
+        // At least what the node itself had said; token 0 may have come from the prefill node.
+        assert!(last.tokens.len() >= 100 + shown, "{behaviour:?}: {}", last.tokens.len());
+        assert_eq!(last.tokens[100..], expected()[..last.tokens.len() - 100]);
+    }
+}
+
+#[tokio::test]
+async fn a_killed_decode_node_costs_no_token_and_little_time() {
+    let mut cluster = Cluster::start(1, 2, ANSWER).await;
+    for node in &cluster.decode {
+        node.pace(Duration::from_millis(30));
+    }
+    let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
+    let mut ids = Vec::new();
+    let mut killed = None;
+    while let Some(event) = stream.next().await {
+        if event == "[DONE]" {
+            break;
+        }
+        let chunk: Value = serde_json::from_str(&event).unwrap();
+        assert!(chunk["error"].is_null(), "{chunk}");
+        ids.extend(ids_of(&[chunk], 0));
+        if ids.len() == 3 {
+            let busy = cluster.decode.iter().position(|node| !node.calls().is_empty()).unwrap();
+            cluster.decode[busy].kill();
+            killed = Some(Instant::now());
+        }
+    }
+    assert_eq!(ids, expected());
+    assert!(killed.unwrap().elapsed() < Duration::from_secs(3));
+    cluster.wait_nodes(1, 1).await;
+}
+
+#[tokio::test]
+async fn a_killed_prefill_node_is_noticed_at_once() {
+    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.prefill[0].behave(Behaviour::HangAfter(1));
+    cluster.decode[0].behave_in_turn(vec![Behaviour::HangAfter(0), Behaviour::Serve]);
+    let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
+    // Token 0 is shown, the KV never comes.
+    let first: Value = serde_json::from_str(&stream.next().await.unwrap()).unwrap();
+    assert_eq!(ids_of(std::slice::from_ref(&first), 0), expected()[..1]);
+    cluster.prefill[0].kill();
+    let killed = Instant::now();
+    let chunks = stream.chunks().await;
+    assert_eq!([ids_of(&[first], 0), ids_of(&chunks, 0)].concat(), expected());
+    assert!(killed.elapsed() < Duration::from_secs(1), "{:?}", killed.elapsed());
+    // The decode node worked alone, over the prompt and token 0.
+    let calls = cluster.decode[0].calls();
+    assert_eq!((calls.len(), calls[1].with_peer, calls[1].attempt.tokens.len()), (2, false, 101));
+    assert_eq!(cluster.metric("baton_attempts_total", &["prefill_lost"]).await, 1.0);
+}
+
+#[tokio::test]
+async fn without_any_decode_node_left_there_is_one_error_event() {
+    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(2));
+    let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
+    stream.next().await.unwrap();
+    cluster.decode[0].kill();
+    let killed = Instant::now();
+    let events = stream.all().await;
+    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["code"], "no_decode_node", "{last}");
+    assert_eq!(events.iter().filter(|event| event.contains("\"error\"")).count(), 1);
+    assert!(killed.elapsed() < Duration::from_secs(3), "{:?}", killed.elapsed());
+}
+
+#[tokio::test]
+async fn a_decode_node_that_comes_back_in_time_takes_the_request_over() {
+    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(3));
+    let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
+    let mut ids = Vec::new();
+    while ids.len() < 3 {
+        let chunk: Value = serde_json::from_str(&stream.next().await.unwrap()).unwrap();
+        ids.extend(ids_of(&[chunk], 0));
+    }
+    let address = cluster.decode[0].address;
+    cluster.decode[0].kill();
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let reborn = ScriptedNode::start_at(Role::Decode, "decode-0", address, 7);
+    reborn.answer_with(&encode(ANSWER));
+    ids.extend(ids_of(&stream.chunks().await, 0));
+    assert_eq!(ids, expected());
+    assert_eq!(reborn.calls()[0].attempt.tokens.len(), 103);
+}
+
+#[tokio::test]
+async fn the_attempts_are_a_budget() {
+    let cluster = Cluster::start(2, 2, ANSWER).await;
+    for node in &cluster.decode {
+        node.behave(Behaviour::FailAfter(0, FailureKind::Internal));
+    }
+    let body = json!({"prompt": long_prompt(), "max_tokens": 5});
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    assert_eq!(answer.status, 502, "{}", answer.message());
+    assert_eq!(answer.error()["code"], "attempts_spent");
+    assert!(answer.message().contains("4 attempts"), "{}", answer.message());
+    let calls: usize = cluster.decode.iter().map(|node| node.calls().len()).sum();
+    assert_eq!(calls, 4);
+}
+
+#[tokio::test]
+async fn transfers_that_keep_failing_end_with_a_decode_node_alone() {
+    let cluster = Cluster::start(2, 1, ANSWER).await;
+    let failing = Behaviour::FailAfter(0, FailureKind::TransferFailed);
+    cluster.decode[0].behave_in_turn(vec![failing.clone(), failing, Behaviour::Serve]);
+    let figures = complete(&cluster).await;
+    assert_eq!((&figures["attempts"], &figures["prefill_node"]), (&json!(3), &json!(null)));
+    let with_peer: Vec<bool> =
+        cluster.decode[0].calls().iter().map(|call| call.with_peer).collect();
+    assert_eq!(with_peer, [true, true, false]);
+    // Each prefill node was tried once.
+    assert!(cluster.prefill.iter().all(|node| node.calls().len() == 1));
+}
+
+#[tokio::test]
+async fn busy_nodes_are_waited_for() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
+    let request = tokio::spawn({
+        let client = cluster.client.clone();
+        async move {
+            let figures = [("x-baton-figures", "1")];
+            client.stream_with("/v1/completions", &figures, &streamed()).await.chunks().await
+        }
+    });
+    let node = &cluster.decode[0];
+    eventually("several tries", async || node.calls().len() >= 3).await;
+    assert_eq!(cluster.metric("baton_requests", &["state=\"waiting\""]).await, 1.0);
+    node.behave(Behaviour::Serve);
+    let chunks = request.await.unwrap();
+    assert_eq!(ids_of(&chunks, 0), expected());
+    assert_eq!(chunks.last().unwrap()["baton"]["attempts"], 1);
+    assert_eq!(cluster.metric("baton_requests", &["state=\"waiting\""]).await, 0.0);
+}
+
+#[tokio::test]
+async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
+    let mut settings = settings();
+    settings.front.waiting_timeout = Duration::from_millis(400);
+    settings.front.waiting_max = 2;
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
+    let body = json!({"prompt": long_prompt(), "max_tokens": 5});
+    let answers = futures_util::future::join_all(
+        (0..4).map(|_| cluster.client.post("/v1/completions", &body)),
+    )
+    .await;
+    let mut statuses: Vec<u16> = answers.iter().map(|answer| answer.status.as_u16()).collect();
+    statuses.sort_unstable();
+    assert_eq!(statuses, [429, 429, 503, 503]);
+    assert!(answers.iter().all(|answer| answer.headers.contains_key("retry-after")));
+    assert!(answers.iter().all(|answer| answer.error()["code"] == "overloaded"));
+}
+
+#[tokio::test]
+async fn a_busy_prefill_node_makes_the_decode_node_work_alone() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.prefill[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
+    let figures = complete(&cluster).await;
+    assert_eq!(figures["prefill_node"], json!(null));
+}
+
+#[tokio::test]
+async fn only_equal_models_are_paired() {
+    let prefill =
+        vec![ScriptedNode::start_at(Role::Prefill, "prefill-0", "127.0.0.1:0".parse().unwrap(), 9)];
+    let decode = vec![ScriptedNode::start(Role::Decode, "decode-0")];
+    decode[0].answer_with(&encode(ANSWER));
+    let cluster = Cluster::start_over(settings(), prefill, decode).await;
+    let figures = complete(&cluster).await;
+    assert_eq!(figures["prefill_node"], json!(null));
+    assert!(cluster.prefill[0].calls().is_empty());
+}
+
+/// Streams against nodes that send exactly these events; the events that the client saw.
+async fn scripted(
+    prefill: Vec<prefill_event::Event>,
+    decode: Vec<decode_event::Event>,
+) -> Vec<String> {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.prefill[0].behave(Behaviour::PrefillEvents(prefill));
+    cluster.decode[0].behave_in_turn(vec![Behaviour::DecodeEvents(decode), Behaviour::Serve]);
+    cluster.client.stream("/v1/completions", &streamed()).await.all().await
+}
+
+fn token(id: u32) -> Token {
+    Token { id, logprobs: None }
+}
+
+fn decode_tokens(first_index: u32, ids: &[u32]) -> decode_event::Event {
+    let tokens = ids.iter().map(|&id| token(id)).collect();
+    decode_event::Event::Tokens(DecodeTokens { first_index, tokens })
+}
+
+fn reserved() -> decode_event::Event {
+    decode_event::Event::Reserved(Reserved { cached_tokens: 0, alone: false })
+}
+
+fn first_token(id: u32) -> prefill_event::Event {
+    prefill_event::Event::Token(PrefillToken {
+        first_index: 0,
+        token: Some(token(id)),
+        finish: None,
+        cached_tokens: 0,
+    })
+}
+
+#[tokio::test]
+async fn a_contradiction_ends_the_request_with_one_typed_error() {
+    let ids = expected();
+    let events =
+        scripted(vec![first_token(ids[0])], vec![reserved(), decode_tokens(0, &[ids[0] + 1])])
+            .await;
+    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["code"], "contradiction", "{events:?}");
+    assert_eq!(last["error"]["type"], "server_error");
+}
+
+#[tokio::test]
+async fn what_breaks_the_protocol_costs_an_attempt_but_no_token() {
+    let ids = expected();
+    for decode in [
+        vec![decode_tokens(0, &ids[..1])],
+        vec![reserved(), reserved()],
+        vec![reserved(), decode_tokens(0, &ids[..2]), decode_tokens(3, &ids[3..4])],
+        vec![reserved(), decode_tokens(5, &ids[..1])],
+        vec![reserved(), decode_tokens(0, &[])],
+        vec![reserved(), decode_tokens(0, &[u32::MAX])],
+        vec![reserved(), decode_tokens(u32::MAX, &ids[..3])],
+    ] {
+        let mut events = scripted(vec![], decode.clone()).await;
+        assert_eq!(events.pop().as_deref(), Some("[DONE]"), "{decode:?}");
+        let chunks: Vec<Value> =
+            events.iter().map(|event| serde_json::from_str(event).unwrap()).collect();
+        assert_eq!(ids_of(&chunks, 0), ids, "{decode:?}");
+    }
+}
+
+#[tokio::test]
+async fn repeated_tokens_are_shown_once() {
+    let ids = expected();
+    let mut decode = vec![reserved()];
+    for end in 1..=ids.len() {
+        // Everything so far, again and again.
+        decode.push(decode_tokens(0, &ids[..end]));
+    }
+    decode.push(decode_event::Event::Finished(proto::v1::DecodeFinished {
+        reason: proto::v1::FinishReason::Stop.into(),
+        received_bytes: 1,
+        transfer_us: 1,
+    }));
+    let mut events = scripted(vec![first_token(ids[0])], decode).await;
+    assert_eq!(events.pop().as_deref(), Some("[DONE]"));
+    let chunks: Vec<Value> =
+        events.iter().map(|event| serde_json::from_str(event).unwrap()).collect();
+    assert_eq!(ids_of(&chunks, 0), ids);
+}
+
+#[tokio::test]
+async fn a_complete_answer_needs_no_last_word_of_its_node() {
+    // Every token is here when the node is lost or falls silent.
+    for behaviour in [Behaviour::CutAfter(7), Behaviour::HangAfter(7)] {
+        let cluster = Cluster::start(1, 1, ANSWER).await;
+        cluster.decode[0].behave(behaviour);
+        let body = json!({"prompt": long_prompt(), "max_tokens": 7});
+        let answer = cluster.client.post("/v1/completions", &body).await.json();
+        assert_eq!(answer["choices"][0]["finish_reason"], "length");
+        assert_eq!(answer["usage"]["completion_tokens"], 7);
+        assert_eq!(cluster.decode[0].calls().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn requests_go_to_the_least_loaded_nodes() {
+    let cluster = Cluster::start(2, 2, ANSWER).await;
+    let load = proto::v1::NodeLoad {
+        running: 50,
+        waiting: 50,
+        pending_prompt_tokens: 100_000,
+        blocks_free: 1000,
+        ..Default::default()
+    };
+    cluster.prefill[0].report(load);
+    cluster.decode[1].report(load);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    for _ in 0..3 {
+        complete(&cluster).await;
+    }
+    assert_eq!((cluster.prefill[0].calls().len(), cluster.prefill[1].calls().len()), (0, 3));
+    assert_eq!((cluster.decode[0].calls().len(), cluster.decode[1].calls().len()), (3, 0));
+    // A draining node takes nothing, whatever its load.
+    cluster.decode[0].report(proto::v1::NodeLoad { draining: true, ..Default::default() });
+    cluster.wait_nodes(2, 1).await;
+    complete(&cluster).await;
+    assert_eq!(cluster.decode[1].calls().len(), 1);
+}

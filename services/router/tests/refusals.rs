@@ -1,0 +1,289 @@
+//! Every mistake is answered by its own clear refusal, with OpenAI's error object.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{
+    Cluster,
+    client::Answer,
+    long_prompt,
+    node::{Behaviour, VOCABULARY},
+    settings,
+};
+use http::Method;
+use proto::v1::FailureKind;
+use serde_json::{Value, json};
+
+const ANSWER: &str = " fine";
+const PATHS: [&str; 2] = ["/v1/completions", "/v1/chat/completions"];
+
+/// A request that would be served, for either path.
+fn good(path: &str) -> Value {
+    if path.contains("chat") {
+        json!({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3})
+    } else {
+        json!({"prompt": "hello", "max_tokens": 3})
+    }
+}
+
+/// The error object is whole, names the field, and its message holds the words.
+fn check(answer: &Answer, status: u16, param: Option<&str>, words: &[&str]) {
+    let error = answer.error();
+    assert_eq!(answer.status, status, "{error}");
+    assert_eq!(error["param"], json!(param), "{error}");
+    assert!(error["type"].is_string() && error["code"].is_string(), "{error}");
+    assert!(answer.headers.contains_key("x-request-id"));
+    for word in words {
+        assert!(answer.message().contains(word), "{error} lacks {word:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_wrong_field_is_named_with_its_value_and_what_is_allowed() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    for (field, value, words) in [
+        ("max_tokens", json!(-1), &["-1", "1 to 2147483647"][..]),
+        ("max_tokens", json!(0), &["is 0"]),
+        ("max_tokens", json!("many"), &["\"many\""]),
+        ("max_tokens", json!(1e30), &["1e+30", "whole number"]),
+        ("max_tokens", json!(2.5), &["2.5"]),
+        ("max_tokens", json!(100_000), &["100000", "2048", "at most"]),
+        ("min_tokens", json!(4), &["at most max_tokens, 3"]),
+        ("min_tokens", json!(-4), &["-4"]),
+        ("temperature", json!(-0.5), &["-0.5", "0 to 2"]),
+        ("temperature", json!(9), &["9"]),
+        ("temperature", json!("hot"), &["\"hot\""]),
+        ("temperature", json!([1]), &["[1]"]),
+        ("top_p", json!(1.5), &["1.5"]),
+        ("top_p", json!(0), &["is 0"]),
+        ("min_p", json!(2), &["0 to 1"]),
+        ("top_k", json!(-7), &["-7"]),
+        ("top_k", json!(1.5), &["1.5"]),
+        ("presence_penalty", json!(99), &["-2 to 2"]),
+        ("frequency_penalty", json!(-99), &["-99"]),
+        ("repetition_penalty", json!(0), &["is 0"]),
+        ("n", json!(0), &["1 to 128"]),
+        ("n", json!(100_000), &["100000"]),
+        ("best_of", json!(3), &["n, which is 1"]),
+        ("seed", json!("x"), &["\"x\""]),
+        ("seed", json!(1e300), &["1e+300"]),
+        ("stop", json!([1, 2]), &["[1,2]"]),
+        ("stop", json!(vec!["x"; 10_000]), &["10000 strings", "at most 32"]),
+        ("stop", json!("y".repeat(100_000)), &["100000 bytes"]),
+        ("stop", json!([""]), &["empty"]),
+        ("stop_token_ids", json!("2"), &["list of token ids"]),
+        ("stop_token_ids", json!([-1]), &["[-1]"]),
+        ("stop_token_ids", json!([VOCABULARY]), &["49152"]),
+        ("stop_token_ids", json!(vec![1; 1000]), &["1000 ids"]),
+        ("logprobs", json!("all"), &["\"all\""]),
+        ("stream", json!("yes"), &["true or false"]),
+        ("stream_options", json!({"include_usage": true}), &["only with stream"]),
+        ("ignore_eos", json!(1), &["true or false"]),
+        ("return_token_ids", json!("x"), &["true or false"]),
+        ("cache_salt", json!("s".repeat(300)), &["300 bytes"]),
+        ("model", json!(7), &["a string"]),
+        ("echo", json!(true), &["not supported"]),
+        ("logit_bias", json!({"5": 100}), &["not supported"]),
+        ("response_format", json!({"type": "json_object"}), &["text"]),
+    ] {
+        for path in PATHS {
+            let mut body = good(path);
+            body[field] = value.clone();
+            let answer = cluster.client.post(path, &body).await;
+            check(&answer, 400, Some(field), words);
+            assert!(answer.message().starts_with(field), "{}", answer.message());
+        }
+    }
+    // Nothing of it reached a node.
+    assert!(cluster.decode[0].calls().is_empty() && cluster.prefill[0].calls().is_empty());
+    for path in PATHS {
+        assert_eq!(cluster.client.post(path, &good(path)).await.status, 200);
+    }
+}
+
+#[tokio::test]
+async fn prompts_that_cannot_be_served_say_why() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let long: Vec<u32> = vec![5; 9000];
+    let text = "word ".repeat(100_000);
+    for (prompt, words) in [
+        (json!(null), &["missing"][..]),
+        (json!(""), &["empty"]),
+        (json!([]), &["empty"]),
+        (json!([""]), &["empty"]),
+        (json!([[]]), &["empty"]),
+        (json!(long), &["9000", "at most 2047"]),
+        (json!(text), &["at most 2047"]),
+        (json!([1, VOCABULARY]), &["49152 at index 1"]),
+        (json!([-1]), &["-1"]),
+        (json!({"a": 1}), &["map"]),
+        (json!(3.5), &["3.5"]),
+        (json!([1, "a"]), &["\"a\""]),
+        (json!(vec!["a"; 1000]), &["1000 prompts", "at most 128"]),
+    ] {
+        let answer = cluster.client.post("/v1/completions", &json!({"prompt": prompt})).await;
+        check(&answer, 400, Some("prompt"), words);
+    }
+    for (messages, words) in [
+        (json!(null), &["missing"][..]),
+        (json!([]), &["empty"]),
+        (json!("hi"), &["list of messages"]),
+        (json!({"role": "user"}), &["list of messages"]),
+    ] {
+        let answer =
+            cluster.client.post("/v1/chat/completions", &json!({"messages": messages})).await;
+        check(&answer, 400, Some("messages"), words);
+    }
+    for (message, words) in [
+        (json!("hi"), &["messages[0]"][..]),
+        (json!({"content": "hi"}), &["messages[0].role", "missing"]),
+        (json!({"role": 5, "content": "hi"}), &["role"]),
+        (json!({"role": "user", "content": 7}), &["content"]),
+        (
+            json!({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+            &["image_url"],
+        ),
+    ] {
+        let answer =
+            cluster.client.post("/v1/chat/completions", &json!({"messages": [message]})).await;
+        check(&answer, 400, None, words);
+    }
+    let long_chat = json!({"messages": [{"role": "user", "content": text}]});
+    let answer = cluster.client.post("/v1/chat/completions", &long_chat).await;
+    check(&answer, 400, Some("messages"), &["at most 2047"]);
+    for (field, value) in [
+        ("tools", json!([{"type": "function", "function": {"name": "f"}}])),
+        ("chat_template", json!("{{ 1 }}")),
+        ("top_logprobs", json!(5)),
+        ("chat_template_kwargs", json!([1])),
+        ("modalities", json!(["audio"])),
+    ] {
+        let mut body = good("/v1/chat/completions");
+        body[field] = value;
+        let answer = cluster.client.post("/v1/chat/completions", &body).await;
+        check(&answer, 400, Some(field), &[field]);
+    }
+}
+
+#[tokio::test]
+async fn bodies_that_are_no_requests_are_refused_with_the_position() {
+    let mut settings = settings();
+    settings.front.body_bytes_max = 1 << 20;
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    for path in PATHS {
+        for (body, words) in [
+            (&b"{\"prompt\": \"hi\""[..], "line 1, column 15"),
+            (b"{\"prompt\":\n tru}", "line 2"),
+            (b"[]", "JSON"),
+            (b"\"text\"", "JSON"),
+            (b"{\"prompt\": \"\xff\xfe\"}", "UTF-8: invalid byte at offset 12"),
+            (b"", "empty"),
+            (b"{\"prompt\": \"hi\"} trailing", "JSON"),
+            (b"\x00\x01\x02", "JSON"),
+        ] {
+            let answer = cluster.client.post_bytes(path, body).await;
+            check(&answer, 400, None, &[words]);
+            assert_eq!(answer.error()["type"], "invalid_request_error");
+        }
+        let deep = format!("{{\"prompt\": {}1{}}}", "[".repeat(5000), "]".repeat(5000));
+        let answer = cluster.client.send(Method::POST, path, &[], deep).await;
+        assert_eq!(answer.status(), 400);
+        let big = vec![b' '; 3 << 20];
+        let answer = cluster.client.send(Method::POST, path, &[], big).await;
+        assert_eq!(answer.status(), 413);
+    }
+    let answer = cluster.client.get("/v1/nothing").await;
+    assert_eq!((answer.status.as_u16(), answer.message().contains("/v1/nothing")), (404, true));
+    let answer = cluster.client.get("/v1/completions").await;
+    assert_eq!((answer.status.as_u16(), answer.message().contains("POST")), (405, true));
+    assert_eq!(answer.headers["allow"], "POST");
+}
+
+#[tokio::test]
+async fn an_unknown_model_is_not_found() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    for path in PATHS {
+        let mut body = good(path);
+        body["model"] = json!("nobody");
+        let answer = cluster.client.post(path, &body).await;
+        check(&answer, 404, Some("model"), &["nobody", "scripted"]);
+        assert_eq!(answer.error()["code"], "model_not_found");
+        body["model"] = json!("scripted");
+        assert_eq!(cluster.client.post(path, &body).await.status, 200);
+    }
+}
+
+#[tokio::test]
+async fn too_many_requests_are_told_to_come_back() {
+    let mut settings = settings();
+    settings.front.requests_max = 2;
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(1));
+    let body = json!({"prompt": long_prompt(), "max_tokens": 50, "stream": true});
+    let mut streams = Vec::new();
+    for _ in 0..2 {
+        streams.push(cluster.client.stream("/v1/completions", &body).await);
+    }
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    check(&answer, 429, None, &["2 requests"]);
+    assert_eq!(answer.error()["type"], "rate_limit_error");
+    assert_eq!(answer.headers["retry-after"], "1");
+    // More answers than could ever be taken are a mistake, not bad luck.
+    let answer = cluster.client.post("/v1/completions", &json!({"prompt": "a", "n": 3})).await;
+    check(&answer, 400, Some("n"), &["at most 2"]);
+    drop(streams);
+    cluster.decode[0].behave(Behaviour::Serve);
+    common::client::eventually("room again", async || {
+        cluster.client.get("/health").await.json()["requests_in_work"] == 0
+    })
+    .await;
+    let body = json!({"prompt": long_prompt(), "max_tokens": 5});
+    assert_eq!(cluster.client.post("/v1/completions", &body).await.status, 200);
+}
+
+#[tokio::test]
+async fn without_a_decode_node_requests_are_told_to_come_back() {
+    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].kill();
+    cluster.wait_nodes(1, 0).await;
+    let answer = cluster.client.post("/v1/completions", &good("/v1/completions")).await;
+    check(&answer, 503, None, &["no decode node"]);
+    assert!(answer.headers.contains_key("retry-after"));
+}
+
+#[tokio::test]
+async fn a_request_that_takes_too_long_ends_with_one_error() {
+    let mut settings = settings();
+    settings.front.timeout = Duration::from_millis(300);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(0));
+    cluster.prefill[0].behave(Behaviour::HangAfter(0));
+    let body = json!({"prompt": long_prompt(), "max_tokens": 5});
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    check(&answer, 504, None, &["300 ms"]);
+    let remaining = cluster.decode[0].calls()[0].attempt.remaining_ms;
+    assert!((1..=300).contains(&remaining), "{remaining}");
+
+    // In the middle of a stream it is the last event.
+    cluster.decode[0].behave(Behaviour::HangAfter(1));
+    cluster.prefill[0].behave(Behaviour::Serve);
+    let body = json!({"prompt": long_prompt(), "max_tokens": 5, "stream": true});
+    let events = cluster.client.stream("/v1/completions", &body).await.all().await;
+    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["code"], "deadline_exceeded", "{events:?}");
+    assert!(events.len() >= 2 && !events.contains(&"[DONE]".to_owned()));
+}
+
+#[tokio::test]
+async fn what_a_node_can_never_serve_is_the_clients_mistake() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::Refuse(tonic::Code::InvalidArgument, "tokens = 9: no"));
+    let body = json!({"prompt": long_prompt()});
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    check(&answer, 400, None, &["tokens = 9: no"]);
+    cluster.decode[0].behave(Behaviour::FailAfter(0, FailureKind::Invalid));
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    check(&answer, 400, None, &["FAILURE_KIND_INVALID"]);
+    assert_eq!(cluster.decode[0].calls().len(), 2);
+}
