@@ -101,6 +101,11 @@ pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
     }
 }
 
+/// Whether this is a name that `baton model fetch` takes.
+pub fn is_known(name: &str) -> bool {
+    KNOWN.iter().any(|known| known.name == name)
+}
+
 fn known_names() -> String {
     KNOWN.iter().map(|known| known.name).collect::<Vec<_>>().join(", ")
 }

@@ -120,6 +120,9 @@ section! {
         chunk_tokens: u32 = 256,
             "Half a step: two prompts advance at once, and the first KV leaves early.",
             1..=65_536;
+        /// Whether KV of past prompts is kept and found again while no block is needed elsewhere.
+        prefix_cache: bool = true,
+            "It costs nothing when nothing repeats; false is for measuring without it.";
         /// Steps in flight: launched, result not yet read.
         depth: u32 = 2,
             "One computes while the next is planned; more only delays seeing a stop.",

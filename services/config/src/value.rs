@@ -61,6 +61,26 @@ impl Value for u32 {
     }
 }
 
+impl Value for bool {
+    const PLACEHOLDER: &'static str = "BOOL";
+
+    fn allowed() -> String {
+        "true or false".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        text.trim().parse().ok()
+    }
+
+    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+        value.as_bool()
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
 impl Value for ByteSize {
     const PLACEHOLDER: &'static str = "BYTES";
 

@@ -17,15 +17,18 @@ pub(crate) fn blocks_for(token_count: usize) -> u32 {
 pub(crate) struct KvBlocks {
     pool: BlockPool,
     cache: PrefixCache,
+    /// Off: nothing becomes findable.
+    caching: bool,
     /// Scratch of allocations.
     evicted: Vec<BlockId>,
 }
 
 impl KvBlocks {
-    pub(crate) fn new(block_count: u32) -> Self {
+    pub(crate) fn new(block_count: u32, caching: bool) -> Self {
         Self {
             pool: BlockPool::new(block_count),
             cache: PrefixCache::default(),
+            caching,
             evicted: Vec::new(),
         }
     }
@@ -108,7 +111,10 @@ impl KvBlocks {
         index: usize,
         block: BlockId,
     ) {
-        if !self.pool.is_retained(block) && self.cache.insert(chain, tokens, index, block) {
+        if self.caching
+            && !self.pool.is_retained(block)
+            && self.cache.insert(chain, tokens, index, block)
+        {
             self.pool.retain(block);
         }
     }

@@ -18,9 +18,9 @@
 //! When a row needs a block and none is available, the row that arrived last is preempted: it loses
 //! slot and blocks and queues again in its place; what it computed stays cached while it can. The
 //! oldest row can displace every other, and a sequence never needs more than the whole pool, so
-//! the oldest always ends. Only blocks of transfers cannot be displaced; they come back by
-//! themselves: a `Send` takes blocks only once its receiver has reserved its own, so nobody holds
-//! blocks while waiting for a peer's blocks.
+//! the oldest always ends. Only a `Send` and the blocks of transfers cannot be displaced; they come
+//! back by themselves: a `Send` has all its blocks from the start, and it takes them only once its
+//! receiver has reserved its own, so nobody holds blocks while waiting for a peer's blocks.
 //!
 //! Files: `waiting` the queue, `admission` into it and out of it, `running` the plan of a step,
 //! `completion` its result, `transfers` blocks that outlive their sequences.
@@ -82,7 +82,7 @@ impl Scheduler {
         Ok(Self {
             config,
             seeds,
-            kv: KvBlocks::new(config.limits.blocks),
+            kv: KvBlocks::new(config.limits.blocks, config.prefix_cache),
             sequences: HashMap::new(),
             waiting: Waiting::default(),
             reserved_count: 0,

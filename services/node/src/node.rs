@@ -43,6 +43,7 @@ use crate::{
     service::NodeService,
     settings::{self, SettingsError},
     transfer_events::TransferEvents,
+    transfer_figures,
 };
 
 /// After the drain deadline everything is told to end; a peer that is gone holds blocks for a
@@ -107,6 +108,8 @@ pub struct Addresses {
     pub metrics: SocketAddr,
     /// `tcp://host:port`, as peers reach it.
     pub notice: String,
+    /// The same, for KV.
+    pub data: String,
 }
 
 /// A node that serves. [`Node::drain`] stops it in order; dropping it stops it without.
@@ -146,6 +149,7 @@ impl Node {
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
             chunk_tokens: node.chunk_tokens,
+            prefix_cache: node.prefix_cache,
             waiting_max: node.waiting_max,
             ..SchedulerConfig::new(limits)
         };
@@ -176,6 +180,7 @@ impl Node {
             arena,
             sink,
         )?);
+        transfer_figures::register(metrics.meter(), &transfers);
         let record = NodeRecord {
             node_id,
             epoch,
@@ -218,6 +223,7 @@ impl Node {
             grpc: grpc_address,
             metrics: metrics_server.address(),
             notice: record.notice_endpoint.clone(),
+            data: transfers.data_endpoint().to_owned(),
         };
         server.set_serving().await;
         ready.store(true, Ordering::Release);
@@ -291,9 +297,6 @@ async fn stop_threads(engine: EngineThread, transfers: Arc<Transfers>) -> Result
         Err(_) => return Err(NodeFailure::Deadline { what: "the engine thread".into() }),
         Ok(joined) => joined.expect("join catches panics and is not aborted")?,
     }
-    let Some(transfers) = Arc::into_inner(transfers) else {
-        return Err(NodeFailure::Deadline { what: "a holder of the transfers".into() });
-    };
     tokio::task::spawn_blocking(move || transfers.shutdown())
         .await
         .expect("shutdown does not panic and is not aborted")

@@ -271,6 +271,10 @@ impl Common {
                 envs.push((name.to_owned(), value));
             }
         };
+        // Clients ask for a fetched model by the name that it was fetched by.
+        if model_store::is_known(&args.model) {
+            default_env("BATON_MODEL_NAME", args.model.clone());
+        }
         // A secret of this run's own, unless the operator brought one.
         default_env(
             "BATON_TRANSFER_SECRET",

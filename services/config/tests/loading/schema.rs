@@ -65,6 +65,7 @@ fn every_setting_can_be_given_in_each_way() {
             "N" if setting.default != "unset" => setting.default.as_str(),
             "N" => "64",
             "BYTES" => "1MiB",
+            "BOOL" => "false",
             "DURATION" => "2s",
             "ADDR:PORT" => "127.0.0.1:1234",
             "URL" => "http://host:1",

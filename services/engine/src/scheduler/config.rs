@@ -12,6 +12,8 @@ pub struct SchedulerConfig {
     pub step_tokens: u32,
     /// Most tokens that one row advances in one step.
     pub chunk_tokens: u32,
+    /// Whether computed blocks are kept and found again by their tokens.
+    pub prefix_cache: bool,
     /// Newcomers that may wait for blocks or a slot; beyond it they are `Busy`.
     pub waiting_max: u32,
     /// Transfers known at once, from `Arrived` to the end of their last write or read.
@@ -29,6 +31,7 @@ impl SchedulerConfig {
             limits,
             step_tokens: limits.step_tokens,
             chunk_tokens: limits.step_tokens,
+            prefix_cache: true,
             // Four batches of newcomers: more would only age in the queue.
             waiting_max: limits.slots.saturating_mul(4),
             transfers_max: limits.slots.saturating_mul(8),
