@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail};
 use integration_tests::{
     client::{Client, greedy_body},
     cluster::{Cluster, ClusterSpec},
@@ -58,7 +58,8 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-#[tokio::test]
+// The collector must answer while the test waits for processes to end.
+#[tokio::test(flavor = "multi_thread")]
 async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     let collector = Collector::default();
     let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
@@ -102,7 +103,14 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
             check_tree(&spans);
             break;
         }
-        ensure!(Instant::now() < deadline, "spans: {names:?}");
+        if Instant::now() >= deadline {
+            let seen = collector.spans.lock().expect("no holder panics").clone();
+            let seen: Vec<String> = seen
+                .iter()
+                .map(|(service, span)| format!("{service} {} {}", hex(&span.trace_id), span.name))
+                .collect();
+            bail!("of {wanted:?} came {names:?}; all spans:\n{}", seen.join("\n"));
+        }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     server.abort();

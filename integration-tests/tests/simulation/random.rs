@@ -1,0 +1,60 @@
+//! Random numbers that depend on the seed alone.
+
+use std::{ops::RangeInclusive, time::Duration};
+
+/// SplitMix64.
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// A stream of its own, so that more draws here change nothing there.
+    pub fn fork(&mut self) -> Self {
+        Self(self.next())
+    }
+
+    pub fn id(&mut self) -> u128 {
+        u128::from(self.next()) << 64 | u128::from(self.next())
+    }
+
+    /// Below `end`, which is not 0.
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    pub fn within(&mut self, range: RangeInclusive<u32>) -> u32 {
+        let count = u64::from(range.end() - range.start()) + 1;
+        range.start() + self.below(count) as u32
+    }
+
+    pub fn chance(&mut self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+
+    pub fn up_to(&mut self, max: Duration) -> Duration {
+        Duration::from_micros(self.below(max.as_micros() as u64 + 1))
+    }
+
+    pub fn millis(&mut self, range: RangeInclusive<u32>) -> Duration {
+        Duration::from_millis(self.within(range).into())
+    }
+
+    pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len() as u64) as usize].clone()
+    }
+}
+
+/// SplitMix64's finaliser.
+pub fn mix(mut value: u64) -> u64 {
+    value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}

@@ -1,0 +1,122 @@
+//! One request of a client, and what its answer must be.
+
+use std::time::Instant;
+
+use engine::{event::FinishReason, executor::sim::next_token};
+
+use crate::{
+    attempt::Attempt,
+    recovery::{GiveUp, Recovery},
+    scenario::{RequestPlan, VOCABULARY},
+};
+
+pub struct Request {
+    pub id: u64,
+    pub plan: RequestPlan,
+    pub deadline: Instant,
+    /// What the client was shown: the only truth.
+    pub emitted: Vec<u32>,
+    pub recovery: Recovery,
+    pub state: State,
+    /// What the prompt alone determines.
+    answer: Vec<u32>,
+    reason: FinishReason,
+    /// A stop string is complete.
+    is_stopped: bool,
+}
+
+#[derive(Debug)]
+pub enum State {
+    Waiting { until: Instant, for_node: bool },
+    /// `complete_by`: every token is shown, and the node's last event is awaited.
+    Trying { attempt: Attempt, complete_by: Option<Instant> },
+    Ended(End),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    Complete,
+    /// The client went away.
+    Left,
+    GaveUp(GiveUp),
+}
+
+impl Request {
+    pub fn new(now: Instant, plan: RequestPlan, id: u64) -> Self {
+        let (answer, reason) = answer(&plan);
+        Self {
+            id,
+            deadline: now + plan.timeout,
+            plan,
+            emitted: Vec::new(),
+            recovery: Recovery::default(),
+            state: State::Waiting { until: now, for_node: false },
+            answer,
+            reason,
+            is_stopped: false,
+        }
+    }
+
+    pub fn next_deadline(&self) -> Option<Instant> {
+        match &self.state {
+            State::Waiting { until, .. } => Some(self.deadline.min(*until)),
+            State::Trying { complete_by: Some(by), .. } => Some(self.deadline.min(*by)),
+            State::Trying { complete_by: None, .. } => Some(self.deadline),
+            State::Ended(_) => None,
+        }
+    }
+
+    /// Shows what is new of tokens `first_index..`; true when that completes a stop string.
+    pub fn show(&mut self, first_index: u32, ids: &[u32]) -> bool {
+        assert!(!ids.is_empty() && first_index as usize <= self.emitted.len(), "a gap");
+        for (index, id) in (first_index as usize..).zip(ids) {
+            assert_eq!(Some(id), self.answer.get(index), "request {} index {index}", self.id);
+            if index == self.emitted.len() && !self.is_stopped {
+                self.emitted.push(*id);
+                self.is_stopped = self.plan.stops_at == Some(self.emitted.len() as u32);
+            }
+        }
+        self.is_stopped
+    }
+
+    /// Every token of the answer is shown, whatever the nodes may still say.
+    pub fn is_complete(&self) -> bool {
+        self.is_stopped || self.emitted.len() == self.answer.len()
+    }
+
+    /// The answer is complete, and for the right reason where a node has said so.
+    pub fn check_complete(&self, reason: Option<FinishReason>) {
+        assert!(self.is_complete(), "request {} is cut at {}", self.id, self.emitted.len());
+        if let (Some(reason), false) = (reason, self.is_stopped) {
+            assert_eq!(reason, self.reason, "request {}", self.id);
+        }
+    }
+
+    /// What was shown is the beginning of the answer: the whole of it, if the request says so.
+    pub fn check_ended(&self) {
+        let State::Ended(end) = &self.state else {
+            panic!("request {} never ended: {:?}", self.id, self.state)
+        };
+        assert_eq!(self.emitted, self.answer[..self.emitted.len()]);
+        if *end == End::Complete {
+            self.check_complete(None);
+        }
+    }
+}
+
+/// One token at a time, with nothing else going on.
+fn answer(plan: &RequestPlan) -> (Vec<u32>, FinishReason) {
+    let (mut tokens, mut answer) = (plan.prompt.clone(), Vec::new());
+    loop {
+        let token = next_token(&tokens, plan.prompt.len(), &plan.sampling, VOCABULARY);
+        let token = token.expect("some token is not masked");
+        tokens.push(token);
+        answer.push(token);
+        if !plan.ignore_stop_tokens && plan.sampling.stop_token_ids.contains(&token) {
+            return (answer, FinishReason::Stop);
+        }
+        if answer.len() == plan.max_tokens as usize {
+            return (answer, FinishReason::Length);
+        }
+    }
+}

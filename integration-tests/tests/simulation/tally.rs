@@ -1,0 +1,63 @@
+//! What was seen in a run, or in many: so that nobody has to believe that the seeds reach it.
+
+use std::{collections::BTreeMap, fmt};
+
+use crate::{
+    recovery::{Cause, Failure, GiveUp},
+    request::End,
+};
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tally(BTreeMap<&'static str, u64>);
+
+impl Tally {
+    pub fn count(&mut self, what: &'static str) {
+        self.add(what, 1);
+    }
+
+    pub fn add(&mut self, what: &'static str, count: u64) {
+        *self.0.entry(what).or_default() += count;
+    }
+
+    pub fn of(&self, what: &str) -> u64 {
+        self.0.get(what).copied().unwrap_or(0)
+    }
+
+    pub fn add_all(&mut self, other: &Tally) {
+        for (what, count) in &other.0 {
+            self.add(what, *count);
+        }
+    }
+
+    pub fn count_failure(&mut self, failure: &Failure) {
+        self.count(match failure.cause {
+            Cause::Busy => "attempt busy",
+            Cause::Draining => "attempt draining",
+            Cause::Lost => "attempt lost",
+            Cause::TransferFailed => "attempt transfer failed",
+            Cause::Deadline => "attempt deadline",
+            Cause::Stale => "attempt stale",
+        });
+    }
+
+    pub fn count_end(&mut self, end: &End, attempts: u32) {
+        self.count(match end {
+            End::Complete if attempts > 1 => "complete after a retry",
+            End::Complete => "complete",
+            End::Left => "left",
+            End::GaveUp(GiveUp::AttemptsSpent { .. }) => "attempts spent",
+            End::GaveUp(GiveUp::Deadline) => "deadline",
+            End::GaveUp(GiveUp::Busy) => "busy",
+            End::GaveUp(GiveUp::NoDecodeNode) => "no decode node",
+        });
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (what, count) in &self.0 {
+            writeln!(f, "{count:>10} {what}")?;
+        }
+        Ok(())
+    }
+}
