@@ -133,13 +133,16 @@ pub fn run(args: EngineArgs) -> Result<()> {
                 bar.inc(1);
             }
             let tokens_per_s_median = median(&all);
-            let share_of_read_bandwidth = (what == "decode" && batch == 1).then(|| {
-                tokens_per_s_median * report.weight_bytes as f64 / 1e9 / read_bandwidth
-            });
+            let share_of_read_bandwidth = (what == "decode" && batch == 1)
+                .then(|| tokens_per_s_median * report.weight_bytes as f64 / 1e9 / read_bandwidth);
             report.rows.push(Row {
                 what,
                 batch,
-                tokens_each: if what == "prefill" { args.prefill_tokens } else { args.decode_tokens },
+                tokens_each: if what == "prefill" {
+                    args.prefill_tokens
+                } else {
+                    args.decode_tokens
+                },
                 tokens_per_s_median,
                 tokens_per_s_all: all,
                 share_of_read_bandwidth,
@@ -193,10 +196,8 @@ impl Bench {
         };
         let arena = KvArena::host(config.kv_layout(args.dtype), limits.blocks)?;
         let executor = CpuExecutor::start(&checkpoint, backend, Arc::clone(&arena), limits)?;
-        let seeds = CacheSeeds {
-            model_fingerprint: checkpoint.model_fingerprint(),
-            weight_version: 0,
-        };
+        let seeds =
+            CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
         let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
         let report = Report {
             model: args.model.clone(),
@@ -311,7 +312,9 @@ fn read_bandwidth_gb_per_s(threads: usize) -> f64 {
             let sum: u64 = std::thread::scope(|scope| {
                 let parts: Vec<_> = words
                     .chunks(share)
-                    .map(|part| scope.spawn(move || part.iter().fold(0u64, |a, b| a.wrapping_add(*b))))
+                    .map(|part| {
+                        scope.spawn(move || part.iter().fold(0u64, |a, b| a.wrapping_add(*b)))
+                    })
                     .collect();
                 parts.into_iter().map(|part| part.join().expect("adding does not panic")).sum()
             });
@@ -331,7 +334,10 @@ fn print_table(report: &Report) {
         report.load_s,
         report.read_bandwidth_gb_per_s
     );
-    println!("{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ", "", "batch", "tokens", "tok/s", "least", "most");
+    println!(
+        "{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ",
+        "", "batch", "tokens", "tok/s", "least", "most"
+    );
     for row in &report.rows {
         let least = row.tokens_per_s_all.iter().copied().fold(f64::INFINITY, f64::min);
         let most = row.tokens_per_s_all.iter().copied().fold(0.0, f64::max);
