@@ -504,12 +504,7 @@ impl Journey {
         if let Some(events) = record.events.take() {
             self.metrics.sequence_ended(how);
             if let AttemptEnd::Failed { kind, message } = &end {
-                tracing::info!(
-                    request_id = format_args!("{:032x}", record.stages.request_id()),
-                    transfer_id = %TransferId(id.0),
-                    kind = kind.as_str_name(),
-                    "attempt failed: {message}"
-                );
+                log_failure(record.stages.request_id(), id, *kind, message);
             }
             events.end(end);
         }
@@ -549,9 +544,35 @@ impl InWork {
     }
 }
 
+/// Once, where it is handled. What a client or a full node causes is no warning.
+fn log_failure(request_id: u128, id: SequenceId, kind: FailureKind, message: &str) {
+    macro_rules! log {
+        ($level:ident) => {
+            tracing::$level!(
+                request_id = format_args!("{request_id:032x}"),
+                transfer_id = %TransferId(id.0),
+                kind = kind.as_str_name(),
+                "attempt failed: {message}"
+            )
+        };
+    }
+    match kind {
+        FailureKind::Internal | FailureKind::Unspecified => log!(error),
+        FailureKind::TransferFailed | FailureKind::Mismatch => log!(warn),
+        FailureKind::Busy
+        | FailureKind::Deadline
+        | FailureKind::Draining
+        | FailureKind::SlowReader
+        | FailureKind::Invalid => log!(info),
+    }
+}
+
 fn sequence_end(reason: FinishReason) -> SequenceEnd {
     match reason {
         FinishReason::Stop => SequenceEnd::Stop,
         FinishReason::Length => SequenceEnd::Length,
     }
 }
+
+#[cfg(test)]
+mod tests;

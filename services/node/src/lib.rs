@@ -29,6 +29,7 @@ mod settings;
 mod stages;
 mod stream;
 mod transfer_events;
+mod transfer_figures;
 mod wire;
 
 pub use cluster::Role;

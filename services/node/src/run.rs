@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, Command};
 use cluster::Role;
 use config::Config;
@@ -128,7 +128,8 @@ async fn serve(
 ) -> Result<()> {
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let mut node = tokio::select! {
-        node = Node::start(role, config, metrics) => node?,
+        // Its message holds its causes already.
+        node = Node::start(role, config, metrics) => node.map_err(|error| anyhow!("{error}"))?,
         // Nothing is in work yet.
         () = signals.next() => return Ok(()),
     };
@@ -137,6 +138,7 @@ async fn serve(
         grpc = %addresses.grpc,
         metrics = %addresses.metrics,
         notice = %addresses.notice,
+        data = %addresses.data,
         node_id = %node.record().node_id,
         epoch = %node.record().epoch,
         seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
@@ -154,7 +156,7 @@ async fn serve(
         error!("{what}; the node stops");
     }
     tokio::select! {
-        drained = node.drain() => drained?,
+        drained = node.drain() => drained.map_err(|error| anyhow!("{error}"))?,
         () = signals.next() => bail!("stopped at once by a second signal; work was cut"),
     }
     match failed {
@@ -190,12 +192,16 @@ impl Signals {
 
 /// Readers see the whole line or no file.
 fn write_ready_file(path: &Path, addresses: &Addresses) -> io::Result<()> {
-    let Addresses { grpc, metrics, notice } = addresses;
-    let line = format!(
-        "{{\"ready\":true,\"grpc\":\"{grpc}\",\"metrics\":\"{metrics}\",\"notice\":\"{notice}\"}}\n"
-    );
+    let Addresses { grpc, metrics, notice, data } = addresses;
+    let ready = serde_json::json!({
+        "ready": true,
+        "grpc": grpc.to_string(),
+        "metrics": metrics.to_string(),
+        "notice": notice,
+        "data": data,
+    });
     let mut unfinished = path.as_os_str().to_owned();
     unfinished.push(format!(".{}", std::process::id()));
-    std::fs::write(&unfinished, line)?;
+    std::fs::write(&unfinished, format!("{ready}\n"))?;
     std::fs::rename(&unfinished, path)
 }

@@ -1,0 +1,112 @@
+//! What the transfers count, on `/metrics` and over OTLP.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError, Weak},
+    time::{Duration, Instant},
+};
+
+use kv_transfer::{TransferMetrics, Transfers};
+use opentelemetry::{
+    KeyValue,
+    metrics::{AsyncInstrument, Meter},
+};
+
+/// One scrape asks once, however many instruments it reads.
+const FRESH_FOR: Duration = Duration::from_millis(200);
+
+/// The transfers' figures, asked for when somebody looks.
+struct Figures {
+    /// The readers outlive the node in a process that has several.
+    transfers: Weak<Transfers>,
+    last: Mutex<Option<(Instant, Arc<TransferMetrics>)>>,
+}
+
+impl Figures {
+    fn now(&self) -> Option<Arc<TransferMetrics>> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((at, figures)) = &*last
+            && at.elapsed() < FRESH_FOR
+        {
+            return Some(figures.clone());
+        }
+        let figures = Arc::new(self.transfers.upgrade()?.metrics());
+        *last = Some((Instant::now(), figures.clone()));
+        Some(figures)
+    }
+}
+
+/// Registers the instruments; they fall silent when the transfers are gone.
+pub(crate) fn register(meter: &Meter, transfers: &Arc<Transfers>) {
+    let figures =
+        Arc::new(Figures { transfers: Arc::downgrade(transfers), last: Mutex::new(None) });
+    let observe = |read: fn(&TransferMetrics, &dyn AsyncInstrument<u64>)| {
+        let figures = figures.clone();
+        move |instrument: &dyn AsyncInstrument<u64>| {
+            if let Some(figures) = figures.now() {
+                read(&figures, instrument);
+            }
+        }
+    };
+    meter
+        .u64_observable_counter("baton.kv_transfer.notices")
+        .with_description("Notices between nodes; those sent again count in both")
+        .with_callback(observe(|figures, instrument| {
+            instrument.observe(figures.notices_sent, &[direction("sent")]);
+            instrument.observe(figures.notices_received, &[direction("received")]);
+            instrument.observe(figures.notices_resent, &[direction("resent")]);
+        }))
+        .build();
+    meter
+        .u64_observable_counter("baton.kv_transfer.chunks")
+        .with_description("Chunks of KV that moved")
+        .with_callback(observe(|figures, instrument| {
+            instrument.observe(figures.chunks_sent, &[direction("sent")]);
+            instrument.observe(figures.chunks_received, &[direction("received")]);
+        }))
+        .build();
+    meter
+        .u64_observable_counter("baton.kv_transfer.refused")
+        .with_description("Notices and data frames that were not believed or had no place here")
+        .with_callback(observe(|figures, instrument| {
+            refused(instrument, "notice", &figures.notices_refused);
+            refused(instrument, "data", &figures.data_refused);
+        }))
+        .build();
+    meter
+        .u64_observable_gauge("baton.kv_transfer.active")
+        .with_description("Transfers under way")
+        .with_callback(observe(|figures, instrument| {
+            instrument.observe(figures.transfers_active as u64, &[]);
+        }))
+        .build();
+    meter
+        .u64_observable_gauge("baton.kv_transfer.peers")
+        .with_description("Nodes with which this one is connected, by the path that KV takes")
+        .with_callback(observe(|figures, instrument| {
+            let mut peers: BTreeMap<&str, u64> = BTreeMap::new();
+            for peer in &figures.peers {
+                let path = if peer.path.is_empty() { "greeting" } else { peer.path.as_str() };
+                *peers.entry(path).or_default() += 1;
+            }
+            for (path, count) in peers {
+                instrument.observe(count, &[KeyValue::new("path", path.to_owned())]);
+            }
+        }))
+        .build();
+}
+
+fn direction(name: &'static str) -> KeyValue {
+    KeyValue::new("direction", name)
+}
+
+fn refused(
+    instrument: &dyn AsyncInstrument<u64>,
+    what: &'static str,
+    counts: &BTreeMap<&'static str, u64>,
+) {
+    for (reason, count) in counts {
+        instrument
+            .observe(*count, &[KeyValue::new("what", what), KeyValue::new("reason", *reason)]);
+    }
+}

@@ -1,0 +1,369 @@
+//! Real nodes on loopback, and a caller that does what a router does.
+#![allow(dead_code, reason = "no test file uses all of it")]
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use config::{Config, Flags, LoadInput};
+use node::{Node, Role, StartError};
+use proto::v1::{self, decode_event, node_client::NodeClient, observe_event, prefill_event};
+use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
+use tempfile::TempDir;
+use tonic::{Code, Status, Streaming, transport::Channel};
+
+/// Nothing in these tests takes longer, unless it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
+/// Tokens that the made-up models reach.
+pub const DUMMY_CONTEXT: u32 = 4096;
+pub const DUMMY_VOCABULARY: u32 = 96;
+
+/// A folder with the configuration of a small model; its weights are made up. It writes some ten
+/// thousand tokens a second.
+pub fn dummy_model() -> TempDir {
+    model_of(32, 2)
+}
+
+/// Another model: its fingerprint differs.
+pub fn other_model() -> TempDir {
+    model_of(64, 2)
+}
+
+/// A model whose answers take seconds, so that there is time to disturb them.
+pub fn slow_model() -> TempDir {
+    model_of(512, 8)
+}
+
+fn model_of(hidden_size: u32, layers: u32) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let ffn_size = 4 * hidden_size;
+    let config = format!(
+        r#"{{
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+            "hidden_size": {hidden_size}, "intermediate_size": {ffn_size},
+            "num_hidden_layers": {layers}, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": {DUMMY_CONTEXT},
+            "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "vocab_size": {DUMMY_VOCABULARY},
+            "tie_word_embeddings": false, "bos_token_id": 1, "eos_token_id": [2],
+            "torch_dtype": "float32"
+        }}"#
+    );
+    std::fs::write(folder.path().join("config.json"), config).unwrap();
+    folder
+}
+
+/// The real model; it is fetched, not part of the repository.
+pub fn smollm2() -> PathBuf {
+    let path = std::env::var_os("BATON_TEST_MODEL").map_or_else(
+        || {
+            Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
+        },
+        PathBuf::from,
+    );
+    assert!(path.is_file(), "{} is missing: run `make model`", path.display());
+    path
+}
+
+/// Settings of a node on loopback, every port free, f32.
+pub fn settings(model: &Path, load_format: &str, more: &[(&str, &str)]) -> Flags {
+    let mut flags: Flags = [
+        ("model.path", model.to_str().unwrap()),
+        ("model.name", "test-model"),
+        ("model.dtype", "f32"),
+        ("model.load_format", load_format),
+        ("node.grpc", "127.0.0.1:0"),
+        ("node.threads", "1"),
+        ("node.kv_memory", "64MiB"),
+        ("transfer.secret", SECRET),
+    ]
+    .into_iter()
+    .map(|(key, value)| (key.to_owned(), value.to_owned()))
+    .collect();
+    for (key, value) in more {
+        flags.insert((*key).to_owned(), (*value).to_owned());
+    }
+    flags
+}
+
+/// A dummy model's node: few slots, small steps, so that batches and chunks really happen.
+pub fn dummy_settings(model: &Path, more: &[(&str, &str)]) -> Flags {
+    let mut all = vec![
+        ("node.blocks", "128"),
+        ("node.slots", "4"),
+        ("node.step_tokens", "64"),
+        ("node.chunk_tokens", "32"),
+    ];
+    all.extend_from_slice(more);
+    settings(model, "dummy", &all)
+}
+
+/// A node of this process.
+pub struct TestNode {
+    pub node: Node,
+    pub peer: v1::Peer,
+    pub client: NodeClient<Channel>,
+    epoch: bytes::Bytes,
+    _telemetry: Telemetry,
+}
+
+impl TestNode {
+    pub async fn start(role: Role, flags: Flags) -> Self {
+        Self::try_start(role, flags).await.unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    pub async fn try_start(role: Role, flags: Flags) -> Result<Self, StartError> {
+        let telemetry = Telemetry::start(
+            &TelemetryConfig {
+                log: "off".into(),
+                log_format: LogFormat::Json,
+                otlp: None,
+                log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
+            },
+            Resource { service: "test".into(), instance: "test".into() },
+        )
+        .unwrap();
+        let config = Config::load(LoadInput { flags, ..Default::default() })
+            .unwrap_or_else(|error| panic!("{error}"));
+        let node = Node::start(role, &config, &telemetry.metrics()).await?;
+        let client = connect(&node.addresses().grpc.to_string()).await;
+        let record = node.record();
+        let epoch: bytes::Bytes = record.epoch.to_bytes().to_vec().into();
+        let peer = v1::Peer {
+            node_id: record.node_id.to_string(),
+            epoch: epoch.clone(),
+            notice_endpoint: record.notice_endpoint.clone(),
+        };
+        Ok(Self { node, peer, client, epoch, _telemetry: telemetry })
+    }
+
+    pub fn side(&self) -> Side {
+        Side { peer: self.peer.clone(), client: self.client.clone() }
+    }
+
+    /// Ends the node in order; nothing may be left running.
+    pub async fn stop(self) {
+        drop(self.client);
+        tokio::time::timeout(PATIENCE, self.node.drain())
+            .await
+            .expect("in time")
+            .expect("in order");
+    }
+}
+
+/// What a router knows of a node.
+#[derive(Clone)]
+pub struct Side {
+    pub peer: v1::Peer,
+    pub client: NodeClient<Channel>,
+}
+
+pub async fn connect(address: &str) -> NodeClient<Channel> {
+    let endpoint = Channel::from_shared(format!("http://{address}")).unwrap();
+    NodeClient::new(endpoint.connect().await.unwrap())
+}
+
+/// 16 bytes that were never used before in this process.
+pub fn fresh_id() -> bytes::Bytes {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&u64::from(std::process::id()).to_be_bytes());
+    id[8..].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes());
+    id.to_vec().into()
+}
+
+/// `count` tokens of the dummy vocabulary, other ones for each `seed`.
+pub fn dummy_prompt(count: usize, seed: u32) -> Vec<u32> {
+    (0..count as u32).map(|index| 3 + (index * 7 + seed * 31 + index * index) % 90).collect()
+}
+
+/// A greedy attempt of `max_tokens`, never stopped by a stop token.
+pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
+    v1::Attempt {
+        request_id: fresh_id(),
+        transfer_id: fresh_id(),
+        tokens: tokens.to_vec(),
+        prompt_len: tokens.len() as u32,
+        sampling: Some(v1::Sampling {
+            temperature: 0.0,
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            max_tokens,
+            ignore_stop_tokens: true,
+            ..Default::default()
+        }),
+        remaining_ms: 60_000,
+        cache_salt: String::new(),
+        node_epoch: bytes::Bytes::new(),
+        weight_version: 1,
+    }
+}
+
+impl Side {
+    /// `attempt` for this node.
+    pub fn addressed(&self, attempt: &v1::Attempt) -> v1::Attempt {
+        v1::Attempt { node_epoch: self.peer.epoch.clone(), ..attempt.clone() }
+    }
+
+    pub async fn try_decode(
+        &self,
+        attempt: &v1::Attempt,
+        prefill: Option<v1::Peer>,
+    ) -> Result<Streaming<v1::DecodeEvent>, Status> {
+        let request = v1::DecodeRequest { attempt: Some(self.addressed(attempt)), prefill };
+        let mut client = self.client.clone();
+        let answer = client.decode(request);
+        Ok(tokio::time::timeout(PATIENCE, answer).await.expect("in time")?.into_inner())
+    }
+
+    pub async fn try_prefill(
+        &self,
+        attempt: &v1::Attempt,
+        decode: v1::Peer,
+    ) -> Result<Streaming<v1::PrefillEvent>, Status> {
+        let request =
+            v1::PrefillRequest { attempt: Some(self.addressed(attempt)), decode: Some(decode) };
+        let mut client = self.client.clone();
+        let answer = client.prefill(request);
+        Ok(tokio::time::timeout(PATIENCE, answer).await.expect("in time")?.into_inner())
+    }
+
+    pub async fn decode_alone(&self, attempt: &v1::Attempt) -> Decoded {
+        Decoded::of(self.try_decode(attempt, None).await.expect("the node takes it")).await
+    }
+
+    pub async fn observe(&self) -> Observer {
+        let stream = self.client.clone().observe(v1::ObserveRequest {}).await.unwrap();
+        Observer { stream: stream.into_inner(), next: 0, load: None }
+    }
+}
+
+/// A whole `Decode` stream.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Decoded {
+    pub ids: Vec<u32>,
+    pub first_index: Option<u32>,
+    pub reserved: Option<v1::Reserved>,
+    pub finished: Option<v1::DecodeFinished>,
+    pub failure: Option<v1::Failure>,
+}
+
+impl Decoded {
+    pub async fn of(mut stream: Streaming<v1::DecodeEvent>) -> Self {
+        let mut decoded = Self::default();
+        while let Some(event) = next(&mut stream).await.expect("the stream is whole") {
+            decoded.take(event);
+        }
+        decoded
+    }
+
+    pub fn take(&mut self, event: v1::DecodeEvent) {
+        assert!(self.finished.is_none() && self.failure.is_none(), "nothing follows the end");
+        match event.event.expect("no event is empty") {
+            decode_event::Event::Reserved(reserved) => {
+                assert!(self.reserved.is_none() && self.ids.is_empty(), "once, before any token");
+                self.reserved = Some(reserved);
+            }
+            decode_event::Event::Tokens(tokens) => {
+                let first = *self.first_index.get_or_insert(tokens.first_index);
+                assert_eq!(tokens.first_index, first + self.ids.len() as u32, "no gap");
+                assert!(!tokens.tokens.is_empty());
+                self.ids.extend(tokens.tokens.iter().map(|token| token.id));
+            }
+            decode_event::Event::Finished(finished) => self.finished = Some(finished),
+            decode_event::Event::Failure(failure) => self.failure = Some(failure),
+        }
+    }
+}
+
+/// A whole `Prefill` stream.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Prefilled {
+    pub token: Option<v1::PrefillToken>,
+    pub delivered: Option<v1::Delivered>,
+    pub failure: Option<v1::Failure>,
+}
+
+impl Prefilled {
+    pub async fn of(mut stream: Streaming<v1::PrefillEvent>) -> Self {
+        let mut prefilled = Self::default();
+        while let Some(event) = next(&mut stream).await.expect("the stream is whole") {
+            match event.event.expect("no event is empty") {
+                prefill_event::Event::Token(token) => prefilled.token = Some(token),
+                prefill_event::Event::Delivered(figures) => prefilled.delivered = Some(figures),
+                prefill_event::Event::Failure(failure) => prefilled.failure = Some(failure),
+            }
+        }
+        prefilled
+    }
+}
+
+/// The two calls of one attempt, as a router makes them: at the same time, with one transfer id.
+pub async fn hand_over(
+    prefill: &Side,
+    decode: &Side,
+    attempt: &v1::Attempt,
+) -> (Prefilled, Decoded) {
+    let prefilled = async {
+        let stream = prefill.try_prefill(attempt, decode.peer.clone()).await;
+        Prefilled::of(stream.expect("P takes it")).await
+    };
+    let decoded = async {
+        let stream = decode.try_decode(attempt, Some(prefill.peer.clone())).await;
+        Decoded::of(stream.expect("D takes it")).await
+    };
+    tokio::join!(prefilled, decoded)
+}
+
+/// The next event, or the end, in time.
+pub async fn next<T>(stream: &mut Streaming<T>) -> Result<Option<T>, Status> {
+    tokio::time::timeout(PATIENCE, stream.message()).await.expect("an event in time")
+}
+
+/// An `Observe` stream whose numbering is checked.
+pub struct Observer {
+    stream: Streaming<v1::ObserveEvent>,
+    next: u64,
+    pub load: Option<v1::NodeLoad>,
+}
+
+impl Observer {
+    pub async fn event(&mut self) -> Result<observe_event::Event, Status> {
+        let event = next(&mut self.stream).await?.expect("it ends with an error only");
+        assert_eq!(event.sequence, self.next, "no gap");
+        self.next += 1;
+        let event = event.event.expect("no event is empty");
+        match &event {
+            observe_event::Event::Snapshot(snapshot) => self.load = snapshot.load,
+            observe_event::Event::Delta(delta) => self.load = delta.load.or(self.load),
+        }
+        Ok(event)
+    }
+
+    /// Reads until the load is as wanted, and says how long that took.
+    pub async fn until(&mut self, wanted: impl Fn(&v1::NodeLoad) -> bool) -> Duration {
+        let started = Instant::now();
+        while !self.load.as_ref().is_some_and(&wanted) {
+            self.event().await.expect("the node is there");
+        }
+        started.elapsed()
+    }
+}
+
+/// No sequence and no transfer owns a block.
+pub fn is_free(load: &v1::NodeLoad) -> bool {
+    load.running == 0 && load.waiting == 0 && load.blocks_held == 0 && load.blocks_reserved == 0
+}
+
+/// The status of a call that must be refused.
+pub fn refused<T>(answer: Result<T, Status>, code: Code) -> String {
+    let status = answer.err().expect("the call is refused");
+    assert_eq!(status.code(), code, "{status}");
+    status.message().to_owned()
+}

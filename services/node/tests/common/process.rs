@@ -1,0 +1,118 @@
+//! A node in a process of its own, to be stopped and killed.
+//!
+//! The process is this test binary again, running one test that does nothing unless it is told to
+//! be a node.
+
+use std::{
+    fs,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use config::Flags;
+use node::Role;
+use proto::v1;
+
+use super::{PATIENCE, Side, TestNode, connect};
+
+const FOLDER_VARIABLE: &str = "NODE_TEST_PROCESS_FOLDER";
+const SETTINGS: &str = "settings";
+const READY: &str = "ready";
+
+/// Killed when dropped.
+pub struct NodeProcess {
+    child: Child,
+    pub side: Side,
+    _folder: tempfile::TempDir,
+}
+
+impl NodeProcess {
+    /// Runs the test `test_name` of this binary as a node; that test calls [`serve_if_told`].
+    pub async fn start(test_name: &str, role: Role, flags: &Flags) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut settings = format!("{role}\n");
+        for (key, value) in flags {
+            settings.push_str(&format!("{key}={value}\n"));
+        }
+        fs::write(folder.path().join(SETTINGS), settings).unwrap();
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test_name])
+            .env(FOLDER_VARIABLE, folder.path())
+            .stdout(Stdio::null())
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let side = wait_ready(folder.path()).await;
+        Self { child, side, _folder: folder }
+    }
+
+    /// SIGKILL; the process is gone when this returns.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// SIGSTOP: nothing of the process runs, its sockets stay.
+    pub fn freeze(&self) {
+        self.signal("-STOP");
+    }
+
+    pub fn thaw(&self) {
+        self.signal("-CONT");
+    }
+
+    fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
+        assert!(status.unwrap().success());
+    }
+}
+
+impl Drop for NodeProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+async fn wait_ready(folder: &Path) -> Side {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Ok(text) = fs::read_to_string(folder.join(READY)) {
+            let mut lines = text.lines();
+            let mut line = || lines.next().unwrap().to_owned();
+            let (grpc, node_id, epoch, notice_endpoint) = (line(), line(), line(), line());
+            let epoch = u128::from_str_radix(&epoch, 16).unwrap().to_be_bytes().to_vec().into();
+            let peer = v1::Peer { node_id, epoch, notice_endpoint };
+            return Side { peer, client: connect(&grpc).await };
+        }
+        assert!(Instant::now() < deadline, "the node process was not ready in time");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Serves until it is killed, when this process was started for that; else returns at once.
+pub async fn serve_if_told() {
+    let Some(folder) = std::env::var_os(FOLDER_VARIABLE) else { return };
+    let folder = Path::new(&folder);
+    let settings = fs::read_to_string(folder.join(SETTINGS)).unwrap();
+    let mut lines = settings.lines();
+    let role = match lines.next() {
+        Some("prefill") => Role::Prefill,
+        _ => Role::Decode,
+    };
+    let flags: Flags = lines
+        .map(|line| line.split_once('=').unwrap())
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect();
+    let node = TestNode::start(role, flags).await;
+    let (record, addresses) = (node.node.record(), node.node.addresses());
+    let ready = format!(
+        "{}\n{}\n{}\n{}\n",
+        addresses.grpc, record.node_id, record.epoch, record.notice_endpoint
+    );
+    fs::write(folder.join("unfinished"), ready).unwrap();
+    fs::rename(folder.join("unfinished"), folder.join(READY)).unwrap();
+    // A test that forgot its process must not leave it for ever.
+    tokio::time::sleep(2 * PATIENCE).await;
+}

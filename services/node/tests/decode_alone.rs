@@ -1,0 +1,344 @@
+//! One decode node that reads prompts itself, over gRPC.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::*;
+use node::Role;
+use proto::v1::{self, FailureKind, FinishReason};
+use tonic::Code;
+
+async fn decode_node(more: &[(&str, &str)]) -> (TestNode, Side, tempfile::TempDir) {
+    decode_node_of(dummy_model(), more).await
+}
+
+/// Answers take seconds.
+async fn slow_decode_node(more: &[(&str, &str)]) -> (TestNode, Side, tempfile::TempDir) {
+    decode_node_of(slow_model(), more).await
+}
+
+async fn decode_node_of(
+    model: tempfile::TempDir,
+    more: &[(&str, &str)],
+) -> (TestNode, Side, tempfile::TempDir) {
+    let node = TestNode::start(Role::Decode, dummy_settings(model.path(), more)).await;
+    let side = node.side();
+    (node, side, model)
+}
+
+#[tokio::test]
+async fn an_answer_is_written_index_by_index() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let prompt = dummy_prompt(40, 1);
+    let decoded = side.decode_alone(&attempt(&prompt, 20)).await;
+    assert_eq!(decoded.ids.len(), 20);
+    assert_eq!(decoded.first_index, Some(0));
+    assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 0, alone: true }));
+    let finished = decoded.finished.unwrap();
+    assert_eq!(finished.reason(), FinishReason::Length);
+    assert_eq!(finished.received_bytes, 0);
+
+    // A later attempt goes on where an earlier one stopped, and finds the prompt in the cache.
+    let mut later = attempt(&[&prompt[..], &decoded.ids[..7]].concat(), 20);
+    later.prompt_len = 40;
+    let rest = side.decode_alone(&later).await;
+    assert_eq!(rest.first_index, Some(7));
+    assert_eq!(rest.ids, decoded.ids[7..]);
+    assert_eq!(rest.reserved.unwrap().cached_tokens, 32);
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn many_at_once_are_answered_as_each_alone() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let prompts: Vec<Vec<u32>> =
+        (0..8).map(|seed| dummy_prompt(10 + 9 * seed, seed as u32)).collect();
+    let mut alone = Vec::new();
+    for prompt in &prompts {
+        alone.push(side.decode_alone(&attempt(prompt, 12)).await.ids);
+    }
+    let attempts: Vec<v1::Attempt> = prompts
+        .iter()
+        .map(|prompt| v1::Attempt { cache_salt: "other".into(), ..attempt(prompt, 12) })
+        .collect();
+    let together =
+        futures_util::future::join_all(attempts.iter().map(|attempt| side.decode_alone(attempt)));
+    for (found, expected) in together.await.into_iter().zip(alone) {
+        assert_eq!(found.ids, expected);
+    }
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_dropped_stream_frees_its_blocks_within_a_second() {
+    let (node, side, _model) = slow_decode_node(&[]).await;
+    let mut observer = side.observe().await;
+    let mut stream = side.try_decode(&attempt(&dummy_prompt(100, 1), 900), None).await.unwrap();
+    let mut decoded = Decoded::default();
+    while decoded.ids.len() < 3 {
+        decoded.take(next(&mut stream).await.unwrap().unwrap());
+    }
+    observer.until(|load| load.blocks_held > 0 && load.running == 1).await;
+    let left = Instant::now();
+    drop(stream);
+    observer.until(is_free).await;
+    assert!(left.elapsed() < Duration::from_secs(1), "took {:?}", left.elapsed());
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_full_node_is_busy_and_takes_requests_again_later() {
+    let (node, side, _model) =
+        slow_decode_node(&[("node.slots", "1"), ("node.waiting_max", "1"), ("node.blocks", "64")])
+            .await;
+    let mut observer = side.observe().await;
+    let running = side.try_decode(&attempt(&dummy_prompt(30, 1), 900), None).await.unwrap();
+    observer.until(|load| load.running == 1).await;
+    let waiting = side.try_decode(&attempt(&dummy_prompt(30, 2), 900), None).await.unwrap();
+    let third = side.try_decode(&attempt(&dummy_prompt(30, 3), 900), None).await;
+    assert!(refused(third, Code::ResourceExhausted).starts_with("busy"));
+    drop((running, waiting));
+    observer.until(is_free).await;
+    assert_eq!(side.decode_alone(&attempt(&dummy_prompt(30, 3), 5)).await.ids.len(), 5);
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn wrong_fields_are_refused_by_name_and_disturb_nobody() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let good = attempt(&dummy_prompt(20, 1), 8);
+    let expected = side.decode_alone(&good).await.ids;
+    type Spoil = fn(&mut v1::Attempt);
+    let cases: &[(Code, &str, Spoil)] = &[
+        (Code::InvalidArgument, "attempt.tokens = empty", |attempt| attempt.tokens.clear()),
+        (Code::InvalidArgument, "attempt.tokens = 96 at index 3", |attempt| attempt.tokens[3] = 96),
+        (Code::InvalidArgument, "attempt.tokens = 2048 tokens", |attempt| {
+            // 128 blocks hold no more.
+            attempt.tokens = vec![1; 2048];
+        }),
+        (Code::InvalidArgument, "attempt.prompt_len = 21", |attempt| attempt.prompt_len = 21),
+        (Code::InvalidArgument, "attempt.request_id = 2 bytes", |attempt| {
+            attempt.request_id = vec![1, 2].into();
+        }),
+        (Code::InvalidArgument, "attempt.sampling = absent", |attempt| attempt.sampling = None),
+        (Code::InvalidArgument, "attempt.sampling.temperature = NaN", |attempt| {
+            attempt.sampling.as_mut().unwrap().temperature = f32::NAN;
+        }),
+        (Code::FailedPrecondition, "weight_version = 9", |attempt| attempt.weight_version = 9),
+        (Code::DeadlineExceeded, "time was over", |attempt| attempt.remaining_ms = 0),
+    ];
+    for (code, words, spoil) in cases {
+        let mut wrong = attempt(&dummy_prompt(20, 1), 8);
+        spoil(&mut wrong);
+        let message = refused(side.try_decode(&wrong, None).await, *code);
+        assert!(message.contains(words), "{message:?} does not say {words:?}");
+    }
+    let absent = side.client.clone().decode(v1::DecodeRequest::default()).await;
+    assert!(refused(absent, Code::InvalidArgument).contains("attempt = absent"));
+    // Another process than the router believes.
+    let stale = v1::DecodeRequest {
+        attempt: Some(v1::Attempt { node_epoch: fresh_id(), ..attempt(&[1], 2) }),
+        prefill: None,
+    };
+    let message = refused(side.client.clone().decode(stale).await, Code::FailedPrecondition);
+    assert!(message.contains("node_epoch"), "{message}");
+    // The other role's call.
+    let other = side.try_prefill(&attempt(&[1], 2), side.peer.clone()).await;
+    assert!(refused(other, Code::FailedPrecondition).contains("decode node"));
+    // A message beyond every bound.
+    let huge = attempt(&vec![u32::MAX; 200_000], 2);
+    refused(side.try_decode(&huge, None).await, Code::OutOfRange);
+
+    assert_eq!(side.decode_alone(&attempt(&dummy_prompt(20, 1), 8)).await.ids, expected);
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_second_start_of_an_attempt_already_exists() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let long = attempt(&dummy_prompt(20, 1), 500);
+    let mut first = side.try_decode(&long, None).await.unwrap();
+    refused(side.try_decode(&long, None).await, Code::AlreadyExists);
+    // The first goes on untouched.
+    let mut decoded = Decoded::default();
+    while let Some(event) = next(&mut first).await.unwrap() {
+        decoded.take(event);
+    }
+    assert_eq!(decoded.ids.len(), 500);
+    refused(side.try_decode(&long, None).await, Code::AlreadyExists);
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_deadline_ends_the_attempt_that_has_it() {
+    let (node, side, _model) = slow_decode_node(&[]).await;
+    let mut observer = side.observe().await;
+    let short = v1::Attempt { remaining_ms: 200, ..attempt(&dummy_prompt(20, 1), 1000) };
+    let decoded = side.decode_alone(&short).await;
+    assert_eq!(decoded.failure.unwrap().kind(), FailureKind::Deadline);
+    assert!(decoded.ids.len() < 1000);
+    observer.until(is_free).await;
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn observers_see_a_snapshot_then_numbered_changes() {
+    let (node, side, _model) = decode_node(&[]).await;
+    side.decode_alone(&attempt(&dummy_prompt(64, 1), 2)).await;
+    let mut observer = side.observe().await;
+    let v1::observe_event::Event::Snapshot(snapshot) = observer.event().await.unwrap() else {
+        panic!("the first event is a snapshot");
+    };
+    let record = cluster::NodeRecord::try_from(snapshot.record.unwrap()).expect("a valid record");
+    assert_eq!(&record, node.node.record());
+    assert_eq!(record.model, "test-model");
+    assert_eq!((record.prompt_tokens_max, record.sequence_tokens_max), (2047, 2048));
+    assert_eq!((record.block_count, record.vocabulary_size), (128, DUMMY_VOCABULARY));
+    // 64 prompt tokens fill four blocks.
+    assert_eq!(snapshot.cached_blocks.len(), 4);
+    assert!(snapshot.cached_blocks.iter().all(|hash| hash.len() == 16));
+
+    // What is cached later comes as a change, once; what is known is not repeated.
+    side.decode_alone(&attempt(&dummy_prompt(64, 2), 2)).await;
+    let mut cached = Vec::new();
+    while cached.len() < 4 {
+        let v1::observe_event::Event::Delta(delta) = observer.event().await.unwrap() else {
+            panic!("one snapshot only");
+        };
+        cached.extend(delta.cached);
+        assert!(delta.evicted.is_empty());
+    }
+    assert!(cached.iter().all(|hash| !snapshot.cached_blocks.contains(hash)));
+    observer.until(is_free).await;
+    let load = observer.load.unwrap();
+    let total = load.blocks_free + load.blocks_cached + load.blocks_held + load.blocks_reserved;
+    assert_eq!(total, 128);
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_lets_work_end_and_takes_nothing_new() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let mut observer = side.observe().await;
+    let mut stream = side.try_decode(&attempt(&dummy_prompt(20, 1), 600), None).await.unwrap();
+    let mut decoded = Decoded::default();
+    decoded.take(next(&mut stream).await.unwrap().unwrap());
+    let address = node.node.addresses().grpc.to_string();
+    let draining = tokio::spawn(node.stop());
+    observer.until(|load| load.draining).await;
+    let late = side.try_decode(&attempt(&dummy_prompt(20, 2), 5), None).await;
+    assert!(refused(late, Code::Unavailable).contains("drains"));
+    while let Some(event) = next(&mut stream).await.unwrap() {
+        decoded.take(event);
+    }
+    assert_eq!(decoded.ids.len(), 600);
+    assert!(decoded.finished.is_some());
+    let end = loop {
+        if let Err(status) = observer.event().await {
+            break status;
+        }
+    };
+    assert_eq!(end.code(), Code::Unavailable);
+    draining.await.unwrap();
+    assert!(tokio::net::TcpStream::connect(address).await.is_err(), "nobody listens any more");
+}
+
+#[tokio::test]
+async fn a_drain_that_takes_too_long_ends_what_is_left() {
+    let (node, side, _model) = slow_decode_node(&[("node.drain_timeout", "100ms")]).await;
+    let stream = side.try_decode(&attempt(&dummy_prompt(20, 1), 1000), None).await.unwrap();
+    let decoded = tokio::spawn(Decoded::of(stream));
+    let started = Instant::now();
+    node.stop().await;
+    assert!(started.elapsed() < Duration::from_secs(3), "took {:?}", started.elapsed());
+    let decoded = decoded.await.unwrap();
+    assert_eq!(decoded.failure.unwrap().kind(), FailureKind::Draining);
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_named_before_the_model_is_read() {
+    let (node, _side, model) = decode_node(&[]).await;
+    let address = node.node.addresses().grpc.to_string();
+    let flags = dummy_settings(model.path(), &[("node.grpc", &address)]);
+    let error = TestNode::try_start(Role::Decode, flags).await.err().expect("it cannot start");
+    let message = error.to_string();
+    assert!(message.contains("node.grpc") && message.contains(&address), "{message}");
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_lost_connection_cancels_its_requests() {
+    let (node, side, _model) = slow_decode_node(&[]).await;
+    let relay = Relay::start(node.node.addresses().grpc).await;
+    let far = Side { client: connect(&relay.address.to_string()).await, ..side.clone() };
+    let mut observer = side.observe().await;
+    let mut stream = far.try_decode(&attempt(&dummy_prompt(20, 1), 1000), None).await.unwrap();
+    next(&mut stream).await.unwrap();
+    observer.until(|load| load.running == 1).await;
+    // No FIN, no RST: packets just do not arrive any more.
+    relay.black_hole();
+    let lost = Instant::now();
+    observer.until(is_free).await;
+    // Keep-alive: a ping after 500 ms, 2 s for the answer.
+    assert!(lost.elapsed() < Duration::from_millis(3500), "took {:?}", lost.elapsed());
+    drop(stream);
+    node.stop().await;
+}
+
+/// Carries bytes between a client and a node until it is told not to.
+struct Relay {
+    address: std::net::SocketAddr,
+    black_hole: tokio_util::sync::CancellationToken,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Relay {
+    async fn start(node: std::net::SocketAddr) -> Self {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let black_hole = tokio_util::sync::CancellationToken::new();
+        let hole = black_hole.clone();
+        let task = tokio::spawn(async move {
+            let (mut client, _) = listener.accept().await.unwrap();
+            let mut node = tokio::net::TcpStream::connect(node).await.unwrap();
+            tokio::select! {
+                _ = tokio::io::copy_bidirectional(&mut client, &mut node) => {}
+                () = hole.cancelled() => std::future::pending().await,
+            }
+        });
+        Self { address, black_hole, task }
+    }
+
+    fn black_hole(&self) {
+        self.black_hole.cancel();
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[tokio::test]
+async fn a_caller_that_does_not_read_is_ended_alone() {
+    let (node, side, _model) = decode_node(&[("node.blocks", "512")]).await;
+    // A small window, so that little waits in the sockets.
+    let endpoint =
+        tonic::transport::Channel::from_shared(format!("http://{}", node.node.addresses().grpc));
+    let channel = endpoint.unwrap().initial_stream_window_size(1024).connect().await.unwrap();
+    let slow = Side { client: v1::node_client::NodeClient::new(channel), ..side.clone() };
+    let mut long = attempt(&dummy_prompt(20, 1), 4000);
+    long.sampling.as_mut().unwrap().logprobs = Some(20);
+    let mut observer = side.observe().await;
+    let stream = slow.try_decode(&long, None).await.unwrap();
+    // Others are answered meanwhile.
+    assert_eq!(side.decode_alone(&attempt(&dummy_prompt(20, 2), 50)).await.ids.len(), 50);
+    // It was ended with its queue full of events; what it had written stays in the cache.
+    observer.until(|load| is_free(load) && load.blocks_cached > 60).await;
+    let decoded = Decoded::of(stream).await;
+    assert_eq!(decoded.failure.unwrap().kind(), FailureKind::SlowReader);
+    assert!(!decoded.ids.is_empty() && decoded.ids.len() < 4000);
+    node.stop().await;
+}
