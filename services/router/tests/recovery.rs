@@ -165,6 +165,32 @@ async fn a_killed_prefill_node_is_noticed_at_once() {
 }
 
 #[tokio::test]
+async fn a_frozen_decode_node_is_given_up_within_the_lease_and_half_a_second() {
+    let cluster = Cluster::start(1, 2, ANSWER).await;
+    for node in &cluster.decode {
+        node.behave_in_turn(vec![Behaviour::HangAfter(2), Behaviour::Serve]);
+    }
+    let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
+    let mut ids = Vec::new();
+    while ids.len() < 2 {
+        let chunk: Value = serde_json::from_str(&stream.next().await.unwrap()).unwrap();
+        ids.extend(ids_of(&[chunk], 0));
+    }
+    let (frozen, other): (Vec<_>, Vec<_>) =
+        cluster.decode.iter().partition(|node| !node.calls().is_empty());
+    other[0].behave(Behaviour::Serve);
+    frozen[0].freeze(Duration::from_secs(8));
+    let since = Instant::now();
+    ids.extend(ids_of(&stream.chunks().await, 0));
+    assert_eq!(ids, expected());
+    let took = since.elapsed();
+    assert!(took > Duration::from_secs(1) && took < Duration::from_millis(3500), "{took:?}");
+    // Nobody is sent there while it is silent.
+    complete(&cluster).await;
+    assert_eq!(frozen[0].calls().len(), 1);
+}
+
+#[tokio::test]
 async fn without_any_decode_node_left_there_is_one_error_event() {
     let mut cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(2));

@@ -17,9 +17,10 @@ use tracing::Instrument;
 
 use super::{
     choices::{Api, TokenView},
-    common_fields::{self, Delivery, Prompt},
+    common_fields::{self, Delivery},
     error::ApiError,
     fields::Fields,
+    prompt_field::{Prompt, prompts},
     reply::Reply,
     request_context::{RequestContext, X_REQUEST_ID, read_body},
 };
@@ -220,7 +221,7 @@ fn completion_fields(
     common_fields::check_unsupported(fields)?;
     fields.unsupported("suffix", &["\"\""])?;
     let add_special_tokens = fields.boolean("add_special_tokens")?.unwrap_or(true);
-    let prompts = common_fields::prompts(fields)?;
+    let prompts = prompts(fields)?;
     let source = |prompt| match prompt {
         Prompt::Tokens(tokens) => PromptSource::Tokens(tokens),
         Prompt::Text(text) => PromptSource::Text { text, add_special_tokens },

@@ -5,6 +5,7 @@ mod common_fields;
 mod error;
 mod fields;
 mod generate;
+mod prompt_field;
 mod reply;
 mod request_context;
 mod service;

@@ -40,8 +40,10 @@ pub struct Recovery {
 pub enum Then {
     /// Try again at once.
     Retry,
-    /// Every decode node is busy: wait for room, then try all again.
-    WaitForRoom,
+    /// Every decode node is busy: wait for room, at most for what is left, then try all again.
+    WaitForRoom {
+        left: Duration,
+    },
     /// There is no decode node to try: wait for one to come back.
     WaitForNode,
     GiveUp(GiveUp),
@@ -142,10 +144,10 @@ impl Recovery {
     pub fn all_busy(&mut self, now: Instant) -> Then {
         let since = *self.busy_since.get_or_insert(now);
         let waited = now.saturating_duration_since(since);
-        if waited >= self.limits.busy_max {
-            return Then::GiveUp(GiveUp::Busy { waited });
+        match self.limits.busy_max.checked_sub(waited) {
+            None | Some(Duration::ZERO) => Then::GiveUp(GiveUp::Busy { waited }),
+            Some(left) => Then::WaitForRoom { left },
         }
-        Then::WaitForRoom
     }
 
     /// There is no decode node that might do.
@@ -257,12 +259,13 @@ mod tests {
             let busy = failure(Side::Decode, Cause::Busy);
             assert_eq!(recovery.failed(busy, Some(prefill), decode, now), Then::Retry);
             assert!(recovery.avoid_decode().is_empty() && recovery.attempts() == 1);
-            assert_eq!(recovery.all_busy(now), Then::WaitForRoom);
+            let left = Duration::from_secs(30 - second);
+            assert_eq!(recovery.all_busy(now), Then::WaitForRoom { left });
         }
         let waited = LIMITS.busy_max;
         assert_eq!(recovery.all_busy(start + waited), Then::GiveUp(GiveUp::Busy { waited }));
         recovery.admitted();
-        assert_eq!(recovery.all_busy(start + waited), Then::WaitForRoom);
+        assert_eq!(recovery.all_busy(start + waited), Then::WaitForRoom { left: waited });
     }
 
     #[test]

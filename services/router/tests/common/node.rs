@@ -457,6 +457,13 @@ impl ScriptedNode {
         self.state.open.load(Ordering::SeqCst)
     }
 
+    /// As SIGSTOP does, for so long: connections stay open and nothing answers.
+    pub fn freeze(&self, time: Duration) {
+        let runtime = self.runtime.as_ref().expect("a killed node cannot freeze");
+        // Blocks the only thread there is.
+        runtime.spawn(async move { std::thread::sleep(time) });
+    }
+
     /// As SIGKILL does: every connection breaks, nothing is said.
     pub fn kill(&mut self) {
         if let Some(runtime) = self.runtime.take() {
