@@ -123,7 +123,7 @@ fn only_blocks_that_the_decode_node_lacks_are_moved() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
     #[test]
     fn any_delay_on_the_wire_and_any_cancel_leave_tokens_exact_and_nothing_behind(

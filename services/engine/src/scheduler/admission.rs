@@ -67,6 +67,9 @@ impl Scheduler {
         if prompt_len == 0 || prompt_len > len {
             return invalid(format!("prompt_len is {prompt_len}, allowed is 1 to {len} (tokens)"));
         }
+        if let Err(error) = new.sampling.validate() {
+            return invalid(error.to_string());
+        }
         let vocabulary = self.config.limits.vocabulary;
         if let Some(position) = new.tokens.iter().position(|&token| token >= vocabulary) {
             let token = new.tokens[position];

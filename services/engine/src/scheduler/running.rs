@@ -2,10 +2,10 @@
 
 use super::{
     Scheduler,
-    sequence::{Phase, Row},
+    sequence::{Arrival, Phase, Row},
 };
 use crate::{
-    event::{Action, SequenceId},
+    event::{Action, SequenceId, SequenceKind},
     frames::FrameRow,
     kv_blocks::blocks_for,
     plan::{AdmittedRow, RowPlan, StepPlan},
@@ -24,7 +24,7 @@ enum Growth {
     Done,
     /// No block now; some come back with a frame or a transfer.
     Wait,
-    /// No block, and the row itself arrived last.
+    /// No block, and the row itself has made room for older ones.
     Preempted,
 }
 
@@ -112,17 +112,29 @@ impl Scheduler {
             if self.frames.has_deferred() {
                 return Growth::Wait;
             }
-            let &(_, youngest) = self.running.last().expect("this row runs");
-            if youngest != id {
-                self.preempt(youngest);
-            } else if index > 0 {
-                self.preempt(id);
-                return Growth::Preempted;
-            } else {
-                // Alone in the batch: transfers have the rest and will give it back.
-                return Growth::Wait;
+            match self.victim(index) {
+                Some(younger) if younger != id => self.preempt(younger),
+                Some(_) => {
+                    self.preempt(id);
+                    return Growth::Preempted;
+                }
+                // Transfers and senders have the rest and will give it back.
+                None => return Growth::Wait,
             }
         }
+    }
+
+    /// Who makes room for the row at `index`: whoever arrived last of it and all younger rows; the
+    /// row itself only where an older one goes on. A sender is never displaced: it has all its
+    /// blocks, ends by itself, and what it handed over stays held, so that making room could leave
+    /// it without room for ever.
+    fn victim(&self, index: usize) -> Option<SequenceId> {
+        let displaceable =
+            |&&(_, id): &&(Arrival, SequenceId)| self.sequences[&id].kind != SequenceKind::Send;
+        let (older, others) = self.running.split_at(index);
+        let &(_, youngest) = others.iter().rfind(displaceable)?;
+        let others_go_on = || older.iter().any(|entry| displaceable(&entry));
+        (youngest != others[0].1 || others_go_on()).then_some(youngest)
     }
 
     /// Puts the row into the step.

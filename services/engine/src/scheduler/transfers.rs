@@ -28,8 +28,8 @@ enum Side {
     Incoming { blocks: Vec<BlockId> },
 }
 
-/// Blocks of the prompt from `first_block` on, as far as they were handed over. It only grows: a
-/// sequence that was preempted goes on behind what has left already.
+/// Blocks of the prompt from `first_block` on, as far as they were handed over. It only grows:
+/// nothing leaves twice.
 #[derive(Debug, Default)]
 struct Outgoing {
     first_block: u32,

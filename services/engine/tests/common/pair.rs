@@ -102,8 +102,8 @@ impl<E: Executor> Pair<E> {
         self.answers.insert(id, Answer::default());
         self.given.insert(id, new.tokens.len() as u32 - new.prompt_len);
         self.expected.insert(id, ());
-        self.to_prefill(Input::Arrived(NewSequence { kind: SequenceKind::Send, ..new.clone() }));
-        self.to_decode(Input::Arrived(NewSequence { kind: SequenceKind::Receive, ..new }));
+        self.tell_prefill(Input::Arrived(NewSequence { kind: SequenceKind::Send, ..new.clone() }));
+        self.tell_decode(Input::Arrived(NewSequence { kind: SequenceKind::Receive, ..new }));
     }
 
     /// An attempt at the decode node alone.
@@ -111,14 +111,14 @@ impl<E: Executor> Pair<E> {
         let id = new.id;
         self.answers.insert(id, Answer::default());
         self.given.insert(id, new.tokens.len() as u32 - new.prompt_len);
-        self.to_decode(Input::Arrived(NewSequence { kind: SequenceKind::Compute, ..new }));
+        self.tell_decode(Input::Arrived(NewSequence { kind: SequenceKind::Compute, ..new }));
     }
 
     /// The client leaves.
     pub fn cancel(&mut self, id: SequenceId) {
         self.answers.get_mut(&id).expect("a known request").left = true;
-        self.to_prefill(Input::Abort { id });
-        self.to_decode(Input::Abort { id });
+        self.tell_prefill(Input::Abort { id });
+        self.tell_decode(Input::Abort { id });
     }
 
     /// One step at each node; true when neither had anything to do.
@@ -130,7 +130,7 @@ impl<E: Executor> Pair<E> {
         let mut actions = Vec::new();
         let turn = self.prefill.turn(Duration::from_secs(60), &mut actions);
         let turn = turn.expect("every plan is sound");
-        actions.into_iter().for_each(|action| self.from_prefill(action));
+        actions.into_iter().for_each(|action| self.prefill_says(action));
         turn == Turn::Idle
     }
 
@@ -138,7 +138,7 @@ impl<E: Executor> Pair<E> {
         let mut actions = Vec::new();
         let turn = self.decode.turn(Duration::from_secs(60), &mut actions);
         let turn = turn.expect("every plan is sound");
-        actions.into_iter().for_each(|action| self.from_decode(action));
+        actions.into_iter().for_each(|action| self.decode_says(action));
         turn == Turn::Idle
     }
 
@@ -187,7 +187,7 @@ impl<E: Executor> Pair<E> {
         };
         wire.ready_told = true;
         let first_block = wire.first_block;
-        self.to_prefill(Input::TransferReady { id, first_block });
+        self.tell_prefill(Input::TransferReady { id, first_block });
         true
     }
 
@@ -211,8 +211,8 @@ impl<E: Executor> Pair<E> {
         self.expected.remove(&id);
         let (first_index, token) = wire.token_0.expect("token 0 came before the end");
         self.answers.get_mut(&id).expect("known").blocks_moved = wire.targets.len() as u32;
-        self.to_decode(Input::KvArrived { id, first_index, token });
-        self.to_prefill(Input::TransferEnded { id, delivered: true });
+        self.tell_decode(Input::KvArrived { id, first_index, token });
+        self.tell_prefill(Input::TransferEnded { id, delivered: true });
         true
     }
 
@@ -220,32 +220,32 @@ impl<E: Executor> Pair<E> {
     fn end_transfer(&mut self, id: SequenceId) {
         let reserved = self.wires.remove(&id).is_some();
         if self.expected.remove(&id).is_some() {
-            self.to_prefill(Input::TransferEnded { id, delivered: false });
+            self.tell_prefill(Input::TransferEnded { id, delivered: false });
         }
         if reserved {
-            self.to_decode(Input::TransferEnded { id, delivered: false });
+            self.tell_decode(Input::TransferEnded { id, delivered: false });
         }
     }
 
-    fn to_prefill(&mut self, input: Input) {
+    fn tell_prefill(&mut self, input: Input) {
         let mut actions = Vec::new();
         self.prefill.handle(input, &mut actions);
         if self.check {
             self.prefill.scheduler().check();
         }
-        actions.into_iter().for_each(|action| self.from_prefill(action));
+        actions.into_iter().for_each(|action| self.prefill_says(action));
     }
 
-    fn to_decode(&mut self, input: Input) {
+    fn tell_decode(&mut self, input: Input) {
         let mut actions = Vec::new();
         self.decode.handle(input, &mut actions);
         if self.check {
             self.decode.scheduler().check();
         }
-        actions.into_iter().for_each(|action| self.from_decode(action));
+        actions.into_iter().for_each(|action| self.decode_says(action));
     }
 
-    fn from_prefill(&mut self, action: Action) {
+    fn prefill_says(&mut self, action: Action) {
         match action {
             Action::KvWritten { id, first_block, blocks } => {
                 let wire = self.wires.get_mut(&id).expect("reserved before it was written");
@@ -267,14 +267,14 @@ impl<E: Executor> Pair<E> {
                 }
                 Some(_) => {
                     self.answer(id).finish = reason;
-                    self.to_decode(Input::Abort { id });
+                    self.tell_decode(Input::Abort { id });
                 }
             },
             Action::Failed { id, failure } => {
                 let answer = self.answer(id);
                 if !answer.ended() {
                     answer.failure = Some(failure);
-                    self.to_decode(Input::Abort { id });
+                    self.tell_decode(Input::Abort { id });
                 }
             }
             Action::AbortTransfer { id, .. } => self.end_transfer(id),
@@ -282,7 +282,7 @@ impl<E: Executor> Pair<E> {
         }
     }
 
-    fn from_decode(&mut self, action: Action) {
+    fn decode_says(&mut self, action: Action) {
         match action {
             Action::Reserve { id, first_block, blocks } => {
                 let wire = Wire {
@@ -299,7 +299,7 @@ impl<E: Executor> Pair<E> {
             Action::Admitted { id, cached_tokens, alone } => {
                 self.answer(id).cached_at_decode = cached_tokens;
                 if alone && self.expected.contains_key(&id) {
-                    self.to_prefill(Input::Abort { id });
+                    self.tell_prefill(Input::Abort { id });
                 }
             }
             Action::Tokens { id, first_index, tokens, .. } => self.emit(id, first_index, tokens),
@@ -311,7 +311,7 @@ impl<E: Executor> Pair<E> {
                 let answer = self.answer(id);
                 if !answer.ended() {
                     answer.failure = Some(failure);
-                    self.to_prefill(Input::Abort { id });
+                    self.tell_prefill(Input::Abort { id });
                 }
             }
             Action::AbortTransfer { id, .. } => self.end_transfer(id),

@@ -1,0 +1,568 @@
+//! What the scheduler promises, one situation at a time, on the sim executor.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{
+    SEEDS, VOCABULARY, family_tokens, limits, node::Node, patient, scheduler, sequence, sim,
+};
+use engine::{
+    Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop, Turn,
+    event::{Action, CacheChange, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    executor::Executor,
+};
+use kernels::sampling::Sampling;
+
+const COMPUTE: SequenceKind = SequenceKind::Compute;
+const SEND: SequenceKind = SequenceKind::Send;
+const RECEIVE: SequenceKind = SequenceKind::Receive;
+
+fn new(id: u128, kind: SequenceKind, len: usize, max_tokens: u32) -> NewSequence {
+    let tokens = family_tokens(id as u32, len);
+    NewSequence { max_tokens, ..sequence(id, kind, tokens, Instant::now()) }
+}
+
+fn node(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> Node {
+    Node::new(patient(limits(slots, step_tokens, blocks, depth)))
+}
+
+/// What a scheduler answers to one input at once.
+fn actions(scheduler: &mut Scheduler, now: Instant, input: Input) -> Vec<Action> {
+    let mut actions = Vec::new();
+    scheduler.handle(now, input, &mut actions);
+    scheduler.check();
+    actions
+}
+
+fn failure_of(config: SchedulerConfig, new: NewSequence) -> String {
+    let actions = actions(&mut scheduler(config), Instant::now(), Input::Arrived(new));
+    match actions.as_slice() {
+        [Action::Failed { failure, .. }] => failure.to_string(),
+        actions => panic!("not refused: {actions:?}"),
+    }
+}
+
+#[test]
+fn a_prompt_is_read_in_chunks_within_the_step_budget() {
+    let mut node = Node::new(SchedulerConfig { chunk_tokens: 16, ..patient(limits(4, 24, 30, 1)) });
+    node.arrive(new(1, COMPUTE, 70, 3));
+    node.arrive(new(2, COMPUTE, 70, 3));
+    node.run();
+    let records: Vec<_> = node.engine.records().collect();
+    assert_eq!((records[0].rows, records[0].tokens), (2, 24), "16 of the first, 8 of the second");
+    assert!(records.iter().all(|record| record.tokens <= 24));
+    node.assert_all_returned();
+}
+
+#[test]
+fn every_running_row_gets_a_token_beside_a_long_prompt() {
+    let mut node = node(4, 8, 40, 1);
+    // Older by arrival: it would take every budget whole.
+    node.arrive(new(1, SEND, 90, 1));
+    node.arrive(new(2, COMPUTE, 5, 40));
+    node.turn();
+    node.transfer_ready(SequenceId(1), 0);
+    for _ in 0..8 {
+        node.turn();
+    }
+    let both: Vec<_> = node.engine.records().filter(|record| record.rows == 2).collect();
+    assert!(both.len() >= 5);
+    assert!(both.iter().all(|record| record.tokens == 8 && record.sampled == 1));
+    node.run();
+    node.transfer_ends(SequenceId(1));
+    node.assert_all_returned();
+}
+
+#[test]
+fn the_latest_arrival_makes_room_and_finds_its_blocks_cached() {
+    let mut node = node(4, 64, 8, 2);
+    // 4 + 3 blocks at first; each grows to 5.
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 60, 20) });
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(2, COMPUTE, 40, 38) });
+    node.run();
+    assert!(node.engine.scheduler().preemptions() >= 1);
+    assert!(node.finished(SequenceId(1)) && node.finished(SequenceId(2)));
+    // The first was never displaced: its tokens came in one uninterrupted run of steps.
+    let recomputed: u32 = node.engine.records().map(|record| record.tokens).sum();
+    let needed = 60 + 19 + 40 + 37;
+    assert!(recomputed < needed + 40, "{recomputed} tokens for {needed}: the cache was of use");
+    node.assert_all_returned();
+}
+
+#[test]
+fn a_send_is_never_displaced() {
+    let config = SchedulerConfig { chunk_tokens: 4, ..patient(limits(2, 8, 8, 1)) };
+    let mut node = Node::new(config);
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 16, 60) });
+    node.turn();
+    node.arrive(new(2, SEND, 90, 5));
+    node.transfer_ready(SequenceId(2), 1);
+    // The older one needs its third block while the sender reads its prompt, and waits. The harness
+    // checks that each block leaves once, without gaps, with the right contents.
+    node.run();
+    assert_eq!(node.engine.scheduler().preemptions(), 0);
+    assert!(node.finished(SequenceId(2)) && !node.finished(SequenceId(1)));
+    node.transfer_ends(SequenceId(2));
+    node.run();
+    assert!(node.finished(SequenceId(1)));
+    node.assert_all_returned();
+}
+
+#[test]
+fn the_youngest_makes_room_for_older_ones_even_beside_a_send() {
+    let config = SchedulerConfig { chunk_tokens: 4, ..patient(limits(3, 12, 12, 2)) };
+    let mut node = Node::new(config);
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 16, 60) });
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(3, COMPUTE, 16, 60) });
+    node.turn();
+    node.arrive(new(2, SEND, 90, 5));
+    node.transfer_ready(SequenceId(2), 0);
+    node.run();
+    assert!(node.engine.scheduler().preemptions() > 0);
+    assert!(node.finished(SequenceId(2)));
+    node.transfer_ends(SequenceId(2));
+    node.run();
+    node.assert_all_returned();
+}
+
+#[test]
+fn blocks_that_the_sender_has_cached_leave_at_once() {
+    let mut node = node(4, 64, 20, 2);
+    node.arrive(NewSequence { id: SequenceId(1), ..new(3, COMPUTE, 70, 2) });
+    node.run();
+    let mut scheduler_view = Vec::new();
+    let send = NewSequence { id: SequenceId(2), ..new(3, SEND, 70, 2) };
+    node.arrive(send);
+    node.transfer_ready(SequenceId(2), 1);
+    // The plan that admits it hands over blocks 1 to 3 before anything is computed.
+    node.engine.turn(Duration::ZERO, &mut scheduler_view).expect("a sound plan");
+    match scheduler_view.as_slice() {
+        [Action::KvWritten { first_block: 1, blocks, .. }] => assert_eq!(blocks.len(), 3),
+        actions => panic!("{actions:?}"),
+    }
+}
+
+#[test]
+fn a_receive_with_less_than_a_block_to_go_is_alone() {
+    let mut node = node(4, 64, 20, 2);
+    node.arrive(NewSequence { id: SequenceId(1), ..new(3, COMPUTE, 40, 2) });
+    node.run();
+    for (id, len, alone) in [(2, 40, true), (3, 47, true), (4, 48, false), (5, 9, true)] {
+        let receive = NewSequence { id: SequenceId(id), ..new(3, RECEIVE, len, 4) };
+        node.arrive(receive);
+        assert_eq!(node.receiving().is_empty(), alone, "{len} tokens, 32 of them cached");
+        node.receiving().into_iter().for_each(|id| node.kv_arrives(id));
+        node.run();
+        assert!(node.finished(SequenceId(id)));
+    }
+    node.assert_all_returned();
+}
+
+#[test]
+fn an_aborted_receive_keeps_its_blocks_until_no_write_can_land() {
+    let mut node = node(4, 64, 6, 2);
+    node.arrive(new(1, RECEIVE, 90, 2));
+    assert_eq!(node.engine.scheduler().load().blocks_reserved, 6);
+    node.abort(SequenceId(1));
+    assert_eq!(node.engine.scheduler().load().blocks_reserved, 6);
+    node.arrive(new(2, COMPUTE, 30, 2));
+    assert_eq!(node.turn(), Turn::Idle, "no block for anyone else");
+    node.transfer_ends(SequenceId(1));
+    node.run();
+    assert!(node.finished(SequenceId(2)));
+    node.assert_all_returned();
+}
+
+#[test]
+fn kv_that_arrives_after_an_abort_is_dropped() {
+    let mut node = node(4, 64, 6, 2);
+    node.arrive(new(1, RECEIVE, 90, 2));
+    node.abort(SequenceId(1));
+    node.kv_arrives(SequenceId(1));
+    node.assert_all_returned();
+    assert_eq!(node.engine.scheduler().load().blocks_free, 6);
+}
+
+#[test]
+fn kv_with_a_token_that_cannot_follow_fails_its_sequence_alone() {
+    let now = Instant::now();
+    for (first_index, id) in [(1, 3), (0, VOCABULARY)] {
+        let mut scheduler = scheduler(patient(limits(4, 64, 6, 2)));
+        actions(&mut scheduler, now, Input::Arrived(new(1, RECEIVE, 40, 4)));
+        let token = kernels::sampling::SampledToken { id, logprobs: None };
+        let arrived = Input::KvArrived { id: SequenceId(1), first_index, token };
+        let failure = SequenceFailure::TransferFailed;
+        let failed = vec![Action::Failed { id: SequenceId(1), failure }];
+        assert_eq!(actions(&mut scheduler, now, arrived), failed);
+        assert!(scheduler.is_idle());
+        assert_eq!(scheduler.load().blocks_free, 6);
+    }
+}
+
+#[test]
+fn a_receive_that_finds_no_room_in_time_is_busy() {
+    let config = SchedulerConfig {
+        reserve_timeout: Duration::from_millis(50),
+        ..patient(limits(4, 64, 6, 2))
+    };
+    let mut node = Node::new(config);
+    node.arrive(new(1, RECEIVE, 90, 2));
+    node.arrive(new(2, RECEIVE, 20, 2));
+    node.advance(Duration::from_millis(49));
+    node.turn();
+    assert_eq!(node.failure(SequenceId(2)), None);
+    node.advance(Duration::from_millis(1));
+    node.turn();
+    let failure = node.failure(SequenceId(2)).expect("its time is up").to_string();
+    assert_eq!(failure, "busy: no room for the KV of 20 tokens within 50ms");
+    node.kv_arrives(SequenceId(1));
+    node.run();
+    node.assert_all_returned();
+}
+
+#[test]
+fn a_send_whose_reservation_never_comes_fails_and_ends_its_transfer() {
+    let config =
+        SchedulerConfig { ready_timeout: Duration::from_secs(2), ..patient(limits(4, 64, 6, 2)) };
+    let mut node = Node::new(config);
+    node.arrive(new(1, SEND, 40, 2));
+    node.advance(Duration::from_secs(2));
+    node.turn();
+    assert_eq!(node.failure(SequenceId(1)), Some(&SequenceFailure::TransferFailed));
+    assert_eq!(node.transfers_to_end(), [SequenceId(1)]);
+    node.transfer_ends(SequenceId(1));
+    node.assert_all_returned();
+}
+
+#[test]
+fn a_reservation_for_blocks_that_the_prompt_does_not_have_fails_the_send() {
+    let now = Instant::now();
+    let mut scheduler = scheduler(patient(limits(4, 64, 6, 2)));
+    actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 40, 2)));
+    let ready = Input::TransferReady { id: SequenceId(1), first_block: 3 };
+    let actions = actions(&mut scheduler, now, ready);
+    assert!(
+        matches!(
+            actions.as_slice(),
+            [
+                Action::AbortTransfer { .. },
+                Action::Failed { failure: SequenceFailure::TransferFailed, .. }
+            ]
+        ),
+        "{actions:?}"
+    );
+}
+
+#[test]
+fn a_first_token_that_ends_the_request_aborts_the_transfer() {
+    let mut node = node(4, 64, 20, 2);
+    // `max_tokens` 1; the harness checks AbortTransfer and the reason.
+    node.arrive(new(1, SEND, 40, 1));
+    node.transfer_ready(SequenceId(1), 0);
+    node.run();
+    assert!(node.finished(SequenceId(1)));
+    assert_eq!(node.transfers_to_end(), [SequenceId(1)]);
+    node.transfer_ends(SequenceId(1));
+    node.arrive(new(2, RECEIVE, 40, 1));
+    node.kv_arrives(SequenceId(2));
+    assert!(node.finished(SequenceId(2)), "its one token came with the KV");
+    node.assert_all_returned();
+}
+
+#[test]
+fn a_receive_is_not_delayed_by_one_that_waits_for_budget() {
+    let mut node = node(8, 8, 40, 1);
+    node.arrive(new(1, COMPUTE, 90, 2));
+    node.turn();
+    node.arrive(new(2, COMPUTE, 90, 2));
+    node.turn();
+    node.arrive(new(3, RECEIVE, 40, 2));
+    assert_eq!(node.receiving(), [SequenceId(3)]);
+    node.kv_arrives(SequenceId(3));
+    node.run();
+    node.assert_all_returned();
+}
+
+#[test]
+fn blocks_are_given_in_order_of_arrival() {
+    let mut node = node(8, 64, 8, 1);
+    node.arrive(new(1, COMPUTE, 90, 3));
+    node.turn();
+    // Needs 6 blocks, 2 are free: it waits, and so does everyone younger.
+    node.arrive(new(2, COMPUTE, 81, 3));
+    node.turn();
+    node.arrive(new(3, RECEIVE, 20, 3));
+    node.arrive(new(4, COMPUTE, 10, 3));
+    assert_eq!(node.receiving(), []);
+    assert_eq!(node.engine.scheduler().load().running, 1);
+    while !node.finished(SequenceId(1)) {
+        assert_eq!(node.receiving(), []);
+        node.turn();
+    }
+    node.run();
+    assert_eq!(node.receiving(), [SequenceId(3)]);
+    node.kv_arrives(SequenceId(3));
+    node.run();
+    node.assert_all_returned();
+}
+
+#[test]
+fn a_stop_is_seen_one_step_late_and_leaves_nothing_behind() {
+    for depth in 1..=3 {
+        let mut node = node(4, 64, 20, depth);
+        let stops = (0..VOCABULARY / 2).collect();
+        let sampling = Sampling { stop_token_ids: stops, ..Sampling::greedy() };
+        for id in 0..6 {
+            node.arrive(NewSequence { sampling: sampling.clone(), ..new(id, COMPUTE, 20, 40) });
+        }
+        node.run();
+        node.assert_all_returned();
+        let sampled: u32 = node.engine.records().map(|record| record.sampled).sum();
+        assert!(sampled >= 6);
+    }
+}
+
+#[test]
+fn a_length_stop_is_foreseen_and_computes_no_surplus() {
+    let mut node = node(4, 64, 20, 3);
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 20, 10) });
+    node.run();
+    let computed: u32 = node.engine.records().map(|record| record.tokens).sum();
+    assert_eq!(computed, 20 + 9, "the last token needs no KV");
+}
+
+#[test]
+fn a_sequence_grows_to_the_whole_pool_and_ends_there() {
+    let mut node = node(2, 64, 4, 2);
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 60, 1000) });
+    node.run();
+    assert!(node.finished(SequenceId(1)), "with reason length, which the oracle knows");
+    node.assert_all_returned();
+}
+
+#[test]
+fn a_row_without_a_candidate_fails_alone() {
+    let limits = limits(4, 64, 20, 2);
+    let mut engine = StepLoop::new(scheduler(patient(limits)), sim(limits, Instant::now()));
+    let every_token = (0..VOCABULARY).collect();
+    let sampling = Sampling { stop_token_ids: every_token, min_tokens: 5, ..Sampling::greedy() };
+    let mut seen = Vec::new();
+    engine.handle(Input::Arrived(NewSequence { sampling, ..new(1, COMPUTE, 20, 9) }), &mut seen);
+    engine.handle(Input::Arrived(new(2, COMPUTE, 20, 9)), &mut seen);
+    while engine.turn(Duration::from_secs(1), &mut seen).expect("sound plans") != Turn::Idle {}
+    let failure = SequenceFailure::Invalid {
+        reason: "no token can be chosen: every token is masked".to_owned(),
+    };
+    assert!(seen.contains(&Action::Failed { id: SequenceId(1), failure }));
+    assert!(
+        seen.iter().any(|action| matches!(
+            action,
+            Action::Finished { id: SequenceId(2), reason: Some(_) }
+        ))
+    );
+    assert!(engine.scheduler().is_idle());
+}
+
+#[test]
+fn what_can_never_run_is_refused_with_field_value_and_limit() {
+    let config = patient(limits(4, 64, 6, 2));
+    let refusals = [
+        (
+            NewSequence { prompt_len: 0, ..new(1, COMPUTE, 8, 1) },
+            "prompt_len is 0, allowed is 1 to 8 (tokens)",
+        ),
+        (
+            NewSequence { prompt_len: 9, ..new(1, COMPUTE, 8, 1) },
+            "prompt_len is 9, allowed is 1 to 8 (tokens)",
+        ),
+        (
+            NewSequence { tokens: vec![], ..new(1, COMPUTE, 8, 1) },
+            "prompt_len is 8, allowed is 1 to 0 (tokens)",
+        ),
+        (
+            NewSequence { tokens: vec![1, 2, 40], prompt_len: 3, ..new(1, COMPUTE, 8, 1) },
+            "tokens[2] is 40, the vocabulary has 40",
+        ),
+        (new(1, COMPUTE, 96, 1), "the sequence has 96 tokens, this node takes at most 95"),
+        (new(1, SEND, 97, 1), "the sequence has 97 tokens, this node takes at most 96"),
+        (new(1, COMPUTE, 8, 0), "max_tokens is 0, 0 exist already"),
+        (
+            NewSequence { prompt_len: 6, ..new(1, COMPUTE, 8, 2) },
+            "max_tokens is 2, 2 exist already",
+        ),
+        (
+            NewSequence {
+                deadline: Instant::now() - Duration::from_secs(1),
+                ..new(1, COMPUTE, 8, 1)
+            },
+            "the deadline passed",
+        ),
+    ];
+    for (new, message) in refusals {
+        assert_eq!(failure_of(config, new), message);
+    }
+}
+
+#[test]
+fn every_queue_has_a_bound_and_a_known_id_is_a_duplicate() {
+    let now = Instant::now();
+    let config =
+        SchedulerConfig { waiting_max: 2, transfers_max: 1, ..patient(limits(1, 64, 6, 2)) };
+    let mut scheduler = scheduler(config);
+    let mut arrive = |new| actions(&mut scheduler, now, Input::Arrived(new));
+    assert_eq!(arrive(new(1, SEND, 8, 1)), []);
+    let refused = |id: u128, reason: &str| {
+        let failure = SequenceFailure::Busy { reason: reason.to_owned() };
+        vec![Action::Failed { id: SequenceId(id), failure }]
+    };
+    assert_eq!(arrive(new(2, SEND, 8, 1)), refused(2, "1 transfers are under way"));
+    assert_eq!(arrive(new(3, COMPUTE, 8, 1)), []);
+    assert_eq!(arrive(new(4, COMPUTE, 8, 1)), []);
+    assert_eq!(arrive(new(5, COMPUTE, 8, 1)), refused(5, "2 sequences wait already"));
+    let failure = SequenceFailure::Duplicate;
+    let duplicate = vec![Action::Failed { id: SequenceId(3), failure }];
+    assert_eq!(arrive(new(3, COMPUTE, 8, 1)), duplicate);
+    assert_eq!(scheduler.load().waiting, 3);
+}
+
+#[test]
+fn an_id_stays_known_until_its_transfer_has_ended() {
+    let now = Instant::now();
+    let mut scheduler = scheduler(patient(limits(1, 64, 6, 2)));
+    let id = SequenceId(1);
+    actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 8, 1)));
+    let aborted = actions(&mut scheduler, now, Input::Abort { id });
+    assert!(matches!(aborted.as_slice(), [Action::AbortTransfer { .. }]));
+    assert_eq!(actions(&mut scheduler, now, Input::Abort { id }), [], "told once");
+    let failure = SequenceFailure::Duplicate;
+    let again = actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 8, 1)));
+    assert_eq!(again, [Action::Failed { id, failure }]);
+    actions(&mut scheduler, now, Input::TransferEnded { id, delivered: false });
+    assert_eq!(actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 8, 1))), []);
+}
+
+#[test]
+fn inputs_about_unknown_sequences_change_nothing() {
+    let now = Instant::now();
+    let mut scheduler = scheduler(patient(limits(1, 64, 6, 2)));
+    let id = SequenceId(9);
+    let token = kernels::sampling::SampledToken { id: 0, logprobs: None };
+    let overtaken = [
+        Input::Abort { id },
+        Input::TransferReady { id, first_block: 0 },
+        Input::KvArrived { id, first_index: 0, token },
+        Input::TransferEnded { id, delivered: true },
+    ];
+    for input in overtaken {
+        assert_eq!(actions(&mut scheduler, now, input), []);
+        assert!(scheduler.is_idle());
+    }
+}
+
+#[test]
+fn cache_changes_lead_from_one_snapshot_to_the_next() {
+    let mut node = node(4, 64, 8, 2);
+    let mut replica = std::collections::BTreeSet::new();
+    for id in 0..12 {
+        node.arrive(new(id, COMPUTE, 20 + 7 * id as usize % 50, 8));
+        for _ in 0..5 {
+            node.turn();
+            for change in node.engine.scheduler_mut().take_cache_changes() {
+                let changed = match change {
+                    CacheChange::Added(hash) => replica.insert(hash),
+                    CacheChange::Evicted(hash) => replica.remove(&hash),
+                };
+                assert!(changed, "{change:?} tells something new");
+            }
+            let snapshot = node.engine.scheduler().cached_hashes();
+            assert!(replica.iter().eq(&snapshot));
+        }
+    }
+    assert!(!replica.is_empty());
+}
+
+#[test]
+fn load_counts_what_is_known_and_what_is_still_to_compute() {
+    let mut node = node(2, 16, 20, 1);
+    node.arrive(new(1, COMPUTE, 40, 4));
+    node.arrive(new(2, SEND, 30, 4));
+    node.arrive(new(3, RECEIVE, 50, 4));
+    let load = node.engine.scheduler().load();
+    assert_eq!((load.running, load.waiting, load.pending_prompt_tokens), (0, 3, 70));
+    assert_eq!((load.blocks_reserved, load.blocks_free), (4, 16));
+    node.turn();
+    let load = node.engine.scheduler().load();
+    assert_eq!((load.running, load.waiting), (1, 2));
+    // One step is collected, the next is in flight.
+    assert_eq!(load.pending_prompt_tokens, 40 - 32 + 30);
+    assert_eq!((load.blocks_held, load.blocks_free), (3, 13));
+}
+
+#[test]
+fn equal_inputs_give_equal_plans_and_actions() {
+    // Each run has its own hash seeds; nothing may depend on them.
+    let run = || {
+        let start = Instant::now();
+        let limits = limits(3, 24, 14, 2);
+        let mut scheduler = scheduler(patient(limits));
+        let mut executor = sim(limits, start);
+        let (mut actions, mut log) = (Vec::new(), Vec::new());
+        for id in 0..10 {
+            let kind = if id % 3 == 2 { RECEIVE } else { COMPUTE };
+            let new = NewSequence {
+                deadline: start + Duration::from_secs(1000),
+                ..new(id, kind, 10 + 6 * id as usize, 30)
+            };
+            scheduler.handle(start, Input::Arrived(new), &mut actions);
+            while let Some(plan) = scheduler.plan(&mut actions) {
+                log.push(format!("{plan:?}"));
+                executor.launch(plan).expect("within the depth");
+            }
+            let result = executor.collect(Duration::from_secs(9)).expect("sound plans");
+            scheduler.complete(result.expect("virtual time jumps"), &mut actions);
+        }
+        log.extend(actions.iter().map(|action| format!("{action:?}")));
+        log.extend(scheduler.take_cache_changes().iter().map(|change| format!("{change:?}")));
+        log
+    };
+    let first = run();
+    assert!(first.len() > 20);
+    assert_eq!(first, run());
+}
+
+#[test]
+fn the_step_loop_says_idle_pending_or_stepped_and_keeps_figures() {
+    let limits = limits(2, 64, 20, 2);
+    let mut engine = StepLoop::new(scheduler(patient(limits)), sim(limits, Instant::now()));
+    let mut actions = Vec::new();
+    let second = Duration::from_secs(1);
+    assert_eq!(engine.turn(second, &mut actions).expect("nothing to do"), Turn::Idle);
+    engine.handle(Input::Arrived(new(1, COMPUTE, 40, 3)), &mut actions);
+    let glance = engine.turn(Duration::from_micros(1), &mut actions);
+    assert_eq!(glance.expect("a sound plan"), Turn::Pending);
+    assert_eq!(engine.steps_in_flight(), 2);
+    assert_eq!(engine.turn(second, &mut actions).expect("a sound plan"), Turn::Stepped);
+    while engine.turn(second, &mut actions).expect("a sound plan") != Turn::Idle {}
+    let records = engine.take_records();
+    assert_eq!(records.len(), 3);
+    assert_eq!((records[0].rows, records[0].tokens, records[0].sampled), (1, 40, 1));
+    assert!(records.is_sorted_by_key(|record| record.collected_at));
+    assert!(records.iter().all(|record| record.busy > Duration::ZERO));
+    assert_eq!(engine.records().len(), 0);
+}
+
+#[test]
+fn bounds_that_contradict_each_other_are_refused() {
+    let good = patient(limits(4, 64, 6, 2));
+    let error = |config| Scheduler::new(config, SEEDS).expect_err("it contradicts itself");
+    assert_eq!(
+        error(SchedulerConfig { chunk_tokens: 0, ..good }),
+        SchedulerConfigError::Zero { field: "chunk_tokens" }
+    );
+    assert_eq!(
+        error(SchedulerConfig { step_tokens: 3, ..good }).to_string(),
+        "step_tokens is 3, allowed is 4 (one for each slot) to 64 (the executor's)"
+    );
+    assert!(Scheduler::new(SchedulerConfig { step_tokens: 65, ..good }, SEEDS).is_err());
+}
