@@ -60,8 +60,8 @@ const METRICS_STOP_WITHIN: Duration = Duration::from_millis(500);
 pub enum StartError {
     #[error(transparent)]
     Settings(#[from] SettingsError),
-    #[error("node.id: {0}")]
-    NodeId(#[from] NodeIdError),
+    #[error("node.id = {id:?}: {source}")]
+    NodeId { id: String, source: NodeIdError },
     #[error(transparent)]
     Epoch(#[from] EpochError),
     #[error("node.grpc: cannot listen on {address}: {source}")]
@@ -137,10 +137,9 @@ impl Node {
         let grpc = ReservedAddress::reserve(node.grpc)
             .map_err(|source| StartError::Grpc { address: node.grpc, source })?;
         let grpc_address = grpc.address();
-        let node_id = match &node.id {
-            Some(id) => NodeId::parse(id)?,
-            None => NodeId::parse(&settings::default_node_id(role, grpc_address.port()))?,
-        };
+        let id = node.id.clone();
+        let id = id.unwrap_or_else(|| settings::default_node_id(role, grpc_address.port()));
+        let node_id = NodeId::parse(&id).map_err(|source| StartError::NodeId { id, source })?;
         let ready = Arc::new(AtomicBool::new(false));
         let metrics_server =
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;

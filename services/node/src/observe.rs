@@ -253,3 +253,184 @@ fn wire_hashes(hashes: &[BlockHash]) -> Vec<Bytes> {
 pub(crate) fn places() -> Arc<tokio::sync::Semaphore> {
     Arc::new(tokio::sync::Semaphore::new(OBSERVERS_MAX))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use cluster::{Epoch, ModelIdentity, NodeId, Role};
+    use engine::{
+        CacheSeeds, SchedulerConfig,
+        event::{Input, NewSequence, SequenceId, SequenceKind},
+        executor::ExecutorLimits,
+    };
+    use futures_util::{FutureExt, StreamExt};
+    use kernels::sampling::Sampling;
+    use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
+    use tonic::Code;
+    use v1::observe_event::Event;
+
+    use super::*;
+
+    fn scheduler() -> Scheduler {
+        let limits = ExecutorLimits {
+            slots: 4,
+            step_tokens: 64,
+            sequence_tokens: 64,
+            blocks: 16,
+            depth: 2,
+            vocabulary: 10,
+        };
+        let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
+        Scheduler::new(SchedulerConfig::new(limits), seeds).unwrap()
+    }
+
+    /// One more sequence waits, so that there is something to tell.
+    fn arrive(scheduler: &mut Scheduler, id: u128, now: Instant) {
+        let sequence = NewSequence {
+            id: SequenceId(id),
+            kind: SequenceKind::Compute,
+            tokens: vec![1; 20],
+            prompt_len: 20,
+            sampling: Sampling::greedy(),
+            max_tokens: 5,
+            ignore_stop_tokens: true,
+            cache_salt: String::new(),
+            deadline: now + Duration::from_secs(600),
+        };
+        scheduler.handle(now, Input::Arrived(sequence), &mut Vec::new());
+    }
+
+    fn observers() -> Observers {
+        let config = TelemetryConfig {
+            log: "off".into(),
+            log_format: LogFormat::Json,
+            otlp: None,
+            log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
+        };
+        let resource = Resource { service: "test".into(), instance: "test".into() };
+        let telemetry = Telemetry::start(&config, resource).unwrap();
+        let record = NodeRecord {
+            node_id: NodeId::parse("decode-1").unwrap(),
+            epoch: Epoch::from_bytes(&[7; 16]).unwrap(),
+            role: Role::Decode,
+            notice_endpoint: "tcp://127.0.0.1:5555".into(),
+            model: "model".into(),
+            identity: ModelIdentity {
+                model_fingerprint: 1,
+                weight_version: 1,
+                kv_layout: "layout".into(),
+                block_size: 16,
+                dtype: "f32".into(),
+                tp: 1,
+                protocol_min: 1,
+                protocol_max: 1,
+            },
+            prompt_tokens_max: 63,
+            sequence_tokens_max: 64,
+            block_count: 16,
+            vocabulary_size: 10,
+        };
+        Observers::new(&record, NodeMetrics::new(&telemetry.metrics(), "model"))
+    }
+
+    fn add(observers: &mut Observers, now: Instant, scheduler: &mut Scheduler) -> ObserveStream {
+        let (ends, stream) = observer(places().try_acquire_owned().unwrap());
+        observers.add(ends, now, scheduler);
+        stream
+    }
+
+    fn heard(stream: &mut ObserveStream) -> Option<Result<v1::ObserveEvent, Status>> {
+        stream.next().now_or_never().flatten()
+    }
+
+    #[test]
+    fn changes_follow_the_snapshot_in_order_and_not_too_often() {
+        let (mut observers, mut scheduler) = (observers(), scheduler());
+        let mut now = Instant::now();
+        let mut stream = add(&mut observers, now, &mut scheduler);
+        let event = heard(&mut stream).unwrap().unwrap();
+        assert_eq!(event.sequence, 0);
+        assert!(matches!(event.event, Some(Event::Snapshot(_))));
+
+        // Two changes at once are one event, and it waits for its time.
+        for id in [1, 2] {
+            arrive(&mut scheduler, id, now);
+            observers.mark_changed();
+            observers.publish_if_due(now, &mut scheduler);
+        }
+        assert!(heard(&mut stream).is_none());
+        assert_eq!(observers.due(), Some(now + INTERVAL));
+        now += INTERVAL;
+        observers.publish_if_due(now, &mut scheduler);
+        let event = heard(&mut stream).unwrap().unwrap();
+        let Some(Event::Delta(delta)) = event.event else { panic!("a change") };
+        assert_eq!((event.sequence, delta.load.unwrap().waiting), (1, 2));
+
+        // What did not change is not told.
+        assert_eq!(observers.due(), None);
+        observers.mark_changed();
+        observers.publish_if_due(now + INTERVAL, &mut scheduler);
+        assert!(heard(&mut stream).is_none());
+
+        // A drain is told at once.
+        observers.drain(now + INTERVAL, &mut scheduler);
+        let event = heard(&mut stream).unwrap().unwrap();
+        let Some(Event::Delta(delta)) = event.event else { panic!("a change") };
+        assert!(event.sequence == 2 && delta.load.unwrap().draining);
+    }
+
+    #[test]
+    fn a_laggard_is_ended_and_the_others_go_on() {
+        let (mut observers, mut scheduler) = (observers(), scheduler());
+        let mut now = Instant::now();
+        let mut laggard = add(&mut observers, now, &mut scheduler);
+        let mut reader = add(&mut observers, now, &mut scheduler);
+        for round in 0..EVENTS_MAX as u128 {
+            arrive(&mut scheduler, round % 2, now);
+            scheduler.handle(
+                now,
+                Input::Abort { id: SequenceId((round + 1) % 2) },
+                &mut Vec::new(),
+            );
+            // The count of waiting sequences may stand still; the drain flag alternates.
+            observers.draining = round % 2 == 0;
+            now += INTERVAL;
+            observers.mark_changed();
+            observers.publish_if_due(now, &mut scheduler);
+            while heard(&mut reader).is_some() {}
+        }
+        assert_eq!(observers.observers.len(), 1);
+        let events: Vec<_> = std::iter::from_fn(|| heard(&mut laggard)).collect();
+        assert_eq!(events.len(), EVENTS_MAX + 1);
+        for (index, event) in events[..EVENTS_MAX].iter().enumerate() {
+            assert_eq!(event.as_ref().unwrap().sequence, index as u64);
+        }
+        assert_eq!(events[EVENTS_MAX].as_ref().unwrap_err().code(), Code::Aborted);
+    }
+
+    #[test]
+    fn an_observer_that_leaves_is_forgotten_and_a_stop_is_told() {
+        let (mut observers, mut scheduler) = (observers(), scheduler());
+        let now = Instant::now();
+        drop(add(&mut observers, now, &mut scheduler));
+        let mut stream = add(&mut observers, now, &mut scheduler);
+        observers.drain(now, &mut scheduler);
+        assert_eq!(observers.observers.len(), 1);
+        drop(observers);
+        let events: Vec<_> = std::iter::from_fn(|| heard(&mut stream)).collect();
+        assert_eq!(events.len(), 3);
+        assert_eq!(events[2].as_ref().unwrap_err().code(), Code::Unavailable);
+    }
+
+    #[test]
+    fn hashes_are_sixteen_bytes_each_and_parts_are_bounded() {
+        let hashes: Vec<BlockHash> = (0..HASHES_PER_EVENT_MAX as u128 + 5).map(BlockHash).collect();
+        assert_eq!(part_of(&hashes, 0).len(), HASHES_PER_EVENT_MAX);
+        assert_eq!(part_of(&hashes, 1).len(), 5);
+        assert!(part_of(&hashes, 2).is_empty());
+        let wire = wire_hashes(&hashes[..3]);
+        assert_eq!(wire[2][..], 2u128.to_be_bytes());
+        assert_eq!(wire.len(), 3);
+    }
+}

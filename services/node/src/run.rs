@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, Command};
-use cluster::Role;
+use cluster::{NodeId, Role};
 use config::Config;
 use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -38,9 +38,7 @@ pub fn run(role: Role) -> ExitCode {
         Err(error) => return complain(name, &error, USAGE),
     };
     let config = parsed.config;
-    // Found here, so that what is missing is a usage error and told before anything starts.
-    let missing = config.model.required_path().err();
-    if let Some(error) = missing.or_else(|| config.transfer.required_secret().err()) {
+    if let Err(error) = check(&config) {
         return complain(name, &error, USAGE);
     }
     let ready_file = parsed.matches.get_one::<PathBuf>(READY_FILE_FLAG).cloned();
@@ -54,6 +52,16 @@ pub fn run(role: Role) -> ExitCode {
         Err(error) => return complain(name, &error, 1),
     };
     runtime.block_on(serve_with_telemetry(role, &config, ready_file.as_deref(), started))
+}
+
+/// Found before anything starts, so that it is a usage error: what is missing, and a bad name.
+fn check(config: &Config) -> Result<()> {
+    config.model.required_path()?;
+    config.transfer.required_secret()?;
+    if let Some(id) = &config.node.id {
+        NodeId::parse(id).map_err(|error| anyhow!("node.id = {id:?}: {error}"))?;
+    }
+    Ok(())
 }
 
 /// One line a problem, on standard error.

@@ -342,3 +342,28 @@ async fn a_caller_that_does_not_read_is_ended_alone() {
     assert!(!decoded.ids.is_empty() && decoded.ids.len() < 4000);
     node.stop().await;
 }
+
+#[tokio::test]
+async fn health_says_serving_until_the_drain() {
+    use tonic_health::pb::{
+        HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+    };
+    let (node, side, _model) = slow_decode_node(&[]).await;
+    let address = format!("http://{}", node.node.addresses().grpc);
+    let endpoint = tonic::transport::Channel::from_shared(address).unwrap();
+    let mut health = HealthClient::new(endpoint.connect().await.unwrap());
+    for service in ["", "baton.v1.Node"] {
+        let request = HealthCheckRequest { service: service.into() };
+        let answer = health.check(request).await.unwrap().into_inner();
+        assert_eq!(answer.status(), ServingStatus::Serving, "{service:?}");
+    }
+    let request = HealthCheckRequest { service: String::new() };
+    let mut watch = health.watch(request).await.unwrap().into_inner();
+    assert_eq!(next(&mut watch).await.unwrap().unwrap().status(), ServingStatus::Serving);
+    let stream = side.try_decode(&attempt(&dummy_prompt(20, 1), 100), None).await.unwrap();
+    let draining = tokio::spawn(node.stop());
+    assert_eq!(next(&mut watch).await.unwrap().unwrap().status(), ServingStatus::NotServing);
+    assert_eq!(Decoded::of(stream).await.ids.len(), 100);
+    drop((watch, health));
+    draining.await.unwrap();
+}

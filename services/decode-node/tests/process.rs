@@ -1,0 +1,281 @@
+//! The decode node as an operator meets it: arguments, ready file, probes, signals, exit codes.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    path::PathBuf,
+    process::{Child, Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use proto::v1::{self, node_client::NodeClient};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A folder with the configuration of a model whose answers take seconds, and nothing else.
+fn model() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let config = r#"{
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+        "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "vocab_size": 96, "tie_word_embeddings": false, "torch_dtype": "float32"
+    }"#;
+    fs::write(folder.path().join("config.json"), config).unwrap();
+    folder
+}
+
+/// The binary with settings that work; `more` are flags.
+fn command(model: &tempfile::TempDir, more: &[&str]) -> Command {
+    let mut command = bare(more);
+    command
+        .env("BATON_MODEL_PATH", model.path())
+        .env("BATON_MODEL_LOAD_FORMAT", "dummy")
+        .env("BATON_NODE_GRPC", "127.0.0.1:0")
+        .env("BATON_NODE_KV_MEMORY", "16MiB")
+        .env("BATON_TRANSFER_SECRET", "0123456789abcdef0123456789abcdef");
+    command
+}
+
+fn bare(more: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton-decode-node"));
+    command.args(more).env_clear().stdin(Stdio::null());
+    command
+}
+
+/// Runs a command that must end by itself.
+fn ended(mut command: Command) -> (Option<i32>, String) {
+    let Output { status, stderr, .. } = command.output().unwrap();
+    (status.code(), String::from_utf8(stderr).unwrap())
+}
+
+/// A node that became ready. Killed when dropped.
+struct Running {
+    child: Child,
+    ready: serde_json::Value,
+    _folder: tempfile::TempDir,
+}
+
+impl Running {
+    fn start(model: &tempfile::TempDir, more: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let file: PathBuf = folder.path().join("ready.json");
+        let mut command = command(model, more);
+        let mut child =
+            command.arg("--ready-file").arg(&file).stderr(Stdio::piped()).spawn().unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        let ready = loop {
+            if let Ok(text) = fs::read_to_string(&file) {
+                break serde_json::from_str(&text).expect("the file is whole when it is there");
+            }
+            assert_eq!(child.try_wait().unwrap(), None, "the node ended early");
+            assert!(Instant::now() < deadline, "the node was not ready in time");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        Self { child, ready, _folder: folder }
+    }
+
+    fn address(&self, name: &str) -> &str {
+        self.ready[name].as_str().unwrap()
+    }
+
+    fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
+        assert!(status.unwrap().success());
+    }
+
+    fn wait(&mut self) -> Option<i32> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(Instant::now() < deadline, "the node did not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Everything on standard error, once the node has ended.
+    fn log(&mut self) -> String {
+        let mut text = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        text
+    }
+
+    fn http(&self, path: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(self.address("metrics")).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: node\r\nconnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_node_says_where_it_is_answers_probes_and_ends_on_either_signal() {
+    let model = model();
+    for signal in ["-TERM", "-INT"] {
+        let mut node = Running::start(&model, &[]);
+        assert_eq!(node.ready["ready"], true);
+        assert!(node.address("notice").starts_with("tcp://127.0.0.1:"));
+        assert!(node.address("data").starts_with("tcp://127.0.0.1:"));
+        TcpStream::connect(node.address("grpc")).unwrap();
+        assert_eq!(node.http("/live").0, 200);
+        assert_eq!(node.http("/health").0, 200);
+        let (status, metrics) = node.http("/metrics");
+        assert_eq!(status, 200);
+        for name in ["baton_kv_blocks{", "baton_kv_transfer_active"] {
+            assert!(metrics.contains(name), "{name} is missing in\n{metrics}");
+        }
+        node.signal(signal);
+        assert_eq!(node.wait(), Some(0));
+        let log = node.log();
+        let ready = log.lines().filter(|line| line.contains("node is ready")).count();
+        assert_eq!(ready, 1, "{log}");
+        assert!(log.contains(node.address("grpc")), "{log}");
+    }
+}
+
+#[test]
+fn usage_errors_end_with_2_and_name_what_is_wrong() {
+    let model = model();
+    let cases: [(Command, &[&str]); 8] = [
+        (command(&model, &["--node-id", "a b"]), &["node.id", "a b"]),
+        (command(&model, &["--transfer-secret", "short"]), &["transfer.secret", "16"]),
+        (bare(&[]), &["model.path", "BATON_MODEL_PATH"]),
+        (command(&model, &["--no-such-flag"]), &["--no-such-flag"]),
+        (command(&model, &["--node-slots", "many"]), &["node.slots", "many"]),
+        (command(&model, &["--node-slots", "1000"]), &["node.slots", "node.step_tokens"]),
+        (
+            {
+                let mut command = command(&model, &[]);
+                command.env("BATON_NODE_SLOT", "4");
+                command
+            },
+            &["BATON_NODE_SLOT", "BATON_NODE_SLOTS"],
+        ),
+        (
+            {
+                let mut command = command(&model, &[]);
+                command.env_remove("BATON_TRANSFER_SECRET");
+                command
+            },
+            &["transfer.secret"],
+        ),
+    ];
+    for (command, words) in cases {
+        let (code, said) = ended(command);
+        assert_eq!(code, Some(2), "{said}");
+        for word in words {
+            assert!(said.contains(word), "{said:?} does not say {word:?}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_work_ends_with_1_and_one_clear_line() {
+    let model = model();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().to_string();
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&["--model-path", "/no/such/model"], &["/no/such/model"]),
+        (&["--model-load-format", "auto"], &["safetensors"]),
+        (&["--node-grpc", &taken], &["node.grpc", &taken, "in use"]),
+        (&["--node-metrics", &taken], &["node.metrics", &taken, "in use"]),
+        (&["--transfer-notice", &taken], &["notices", &taken]),
+        (&["--transfer-data", &taken], &["KV", &taken, "in use"]),
+        (&["--node-sequence-tokens-max", "9999"], &["node.sequence_tokens_max", "4096"]),
+    ];
+    for (flags, words) in cases {
+        let (code, said) = ended(command(&model, flags));
+        let errors: Vec<&str> = said.lines().filter(|line| !line.contains("INFO")).collect();
+        assert_eq!(code, Some(1), "{flags:?}: {said}");
+        assert_eq!(errors.len(), 1, "{flags:?}: {said}");
+        for word in words {
+            assert!(errors[0].contains(word), "{flags:?}: {said:?} does not say {word:?}");
+        }
+    }
+}
+
+/// A long answer that has begun.
+async fn begin_long_answer(node: &Running) -> tonic::Streaming<v1::DecodeEvent> {
+    let mut client = NodeClient::connect(format!("http://{}", node.address("grpc"))).await.unwrap();
+    let mut observe = client.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
+    let Some(v1::observe_event::Event::Snapshot(snapshot)) =
+        observe.message().await.unwrap().unwrap().event
+    else {
+        panic!("no snapshot");
+    };
+    let attempt = v1::Attempt {
+        request_id: vec![1; 16].into(),
+        transfer_id: vec![2; 16].into(),
+        tokens: vec![5; 20],
+        prompt_len: 20,
+        sampling: Some(v1::Sampling {
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            max_tokens: 400,
+            ignore_stop_tokens: true,
+            ..Default::default()
+        }),
+        remaining_ms: 60_000,
+        node_epoch: snapshot.record.unwrap().epoch,
+        weight_version: 1,
+        ..Default::default()
+    };
+    let request = v1::DecodeRequest { attempt: Some(attempt), prefill: None };
+    let mut stream = client.decode(request).await.unwrap().into_inner();
+    stream.message().await.unwrap().unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn a_terminated_node_ends_its_work_first() {
+    let model = model();
+    let mut node = Running::start(&model, &[]);
+    let mut stream = begin_long_answer(&node).await;
+    node.signal("-TERM");
+    let mut finished = false;
+    while let Some(event) = stream.message().await.unwrap() {
+        finished |= matches!(event.event, Some(v1::decode_event::Event::Finished(_)));
+    }
+    assert!(finished);
+    let waited = tokio::task::spawn_blocking(move || node.wait());
+    assert_eq!(waited.await.unwrap(), Some(0));
+}
+
+#[tokio::test]
+async fn a_second_signal_ends_a_draining_node_at_once() {
+    let model = model();
+    let mut node = Running::start(&model, &[]);
+    let mut stream = begin_long_answer(&node).await;
+    node.signal("-TERM");
+    // It drains: the probe says so, and work goes on.
+    let deadline = Instant::now() + PATIENCE;
+    while node.http("/health").0 == 200 {
+        assert!(Instant::now() < deadline);
+    }
+    assert!(stream.message().await.unwrap().is_some());
+    let second = Instant::now();
+    node.signal("-TERM");
+    let (node, code) = tokio::task::spawn_blocking(move || {
+        let code = node.wait();
+        (node, code)
+    })
+    .await
+    .unwrap();
+    assert_eq!(code, Some(1));
+    assert!(second.elapsed() < Duration::from_secs(3), "took {:?}", second.elapsed());
+    drop(node);
+}
