@@ -32,7 +32,7 @@ pub struct TransferConfig {
 pub struct Limits {
     /// Transfers in any state short of their final event.
     pub transfers_max: usize,
-    /// Peers at a time. Each costs three threads and two sockets.
+    /// Peers at a time. Each costs up to four threads and three sockets.
     pub pairs_max: usize,
     /// `RESERVE`s whose `Expect` has not come yet.
     pub early_max: usize,

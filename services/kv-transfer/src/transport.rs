@@ -4,15 +4,17 @@ use std::time::Instant;
 
 use kernels::{ArenaError, BlockId};
 
-use crate::api::{Epoch, TransferId};
+use crate::{
+    api::{Epoch, TransferId},
+    protocol::DataEvent,
+};
 
-/// Moves blocks. Driven by one thread; its own threads report by
-/// [`DataEvent`](crate::protocol::DataEvent)s.
+/// Moves blocks. Driven by one thread; its own threads tell that thread by [`Report`]s.
 ///
 /// What a transport promises:
 /// * It writes only into blocks that were posted, and reads only from blocks that were sent.
 /// * Every `send` ends in `Sent`, every `post` in `Received`, unless the transfer is cancelled, a
-///   chunk of it fails (`Failed`) or the connection ends (`Closed`).
+///   chunk of it fails (`Failed`) or the connection ends ([`Report::Ended`]).
 /// * After `cancel_*` answered [`Released::Now`], or reported `SendReleased` / `ReceiveReleased`,
 ///   it holds no block of that transfer. Either happens soon, whatever the peer does.
 /// * A stopped peer delays nobody else.
@@ -20,7 +22,11 @@ pub trait Transport: Send {
     /// As greetings and metrics call it.
     fn name(&self) -> &'static str;
 
-    /// Makes the connection on which chunks go to `peer`. Failure is reported as `Closed`.
+    /// From now on `peer` may connect. Whoever may not is turned away, and so learns that it has no
+    /// pair here.
+    fn admit(&mut self, peer: Epoch);
+
+    /// Makes the connection on which chunks go to `peer`. Failure is reported as its end.
     fn open(&mut self, peer: Epoch, endpoint: &str);
 
     /// Sends these blocks after those given before.
@@ -45,11 +51,27 @@ pub trait Transport: Send {
 
     fn cancel_receive(&mut self, peer: Epoch, transfer: TransferId) -> Released;
 
-    /// Ends both connections with this peer. Nothing is reported.
+    /// Ends both connections with this peer. Nothing is reported of them any more.
     fn close(&mut self, peer: Epoch);
+
+    /// Ends both connections, and admits none from this peer.
+    fn dismiss(&mut self, peer: Epoch);
+
+    /// Whether this connection, of which a [`Report::Ended`] tells, is still the one in use: it may
+    /// have been closed or replaced while the report was on its way.
+    fn is_present(&self, peer: Epoch, connection: u64) -> bool;
 
     /// Ends everything; names the threads that had not ended at `deadline`.
     fn shutdown(&mut self, deadline: Instant) -> Vec<String>;
+}
+
+/// What a transport's threads tell the driver.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Report {
+    /// Of one transfer.
+    Data(DataEvent),
+    /// A connection could not be made or has ended.
+    Ended { peer: Epoch, connection: u64, reason: String },
 }
 
 /// When a cancelled transfer's blocks are let go of.

@@ -137,12 +137,14 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
             data_endpoint: hello.data_endpoint.clone(),
             transports: hello.transports.clone(),
             integrity: hello.integrity.clone(),
+            session: hello.session,
         }),
         Body::HelloOk(ok) => notice::Body::HelloOk(v1::HelloOk {
             identity: Some(identity_to_wire(&ok.identity)),
             data_endpoint: ok.data_endpoint.clone(),
             transport: ok.transport.clone(),
             integrity: ok.integrity.clone(),
+            session: ok.session,
         }),
         Body::Reject { reason, identity } => notice::Body::Reject(v1::Reject {
             reason: cut(reason, REASON_BYTES_MAX),
@@ -201,12 +203,14 @@ pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
             data_endpoint: name(hello.data_endpoint, "data_endpoint")?,
             transports: methods(hello.transports, "transports")?,
             integrity: methods(hello.integrity, "integrity")?,
+            session: hello.session,
         }),
         notice::Body::HelloOk(ok) => Body::HelloOk(HelloOk {
             identity: identity(ok.identity)?,
             data_endpoint: name(ok.data_endpoint, "data_endpoint")?,
             transport: name(ok.transport, "transport")?,
             integrity: name(ok.integrity, "integrity")?,
+            session: ok.session,
         }),
         notice::Body::Reject(reject) => Body::Reject {
             reason: bounded(reject.reason, REASON_BYTES_MAX, "reason")?,

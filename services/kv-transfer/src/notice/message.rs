@@ -78,6 +78,8 @@ pub struct Hello {
     pub transports: Vec<String>,
     /// Best first.
     pub integrity: Vec<String>,
+    /// Which of the sender's pairs this is; later ones have higher numbers.
+    pub session: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,6 +88,8 @@ pub struct HelloOk {
     pub data_endpoint: String,
     pub transport: String,
     pub integrity: String,
+    /// Which of the answering process's pairs this is.
+    pub session: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

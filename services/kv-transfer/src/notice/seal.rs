@@ -218,12 +218,14 @@ mod tests {
                 data_endpoint: "tcp://host:2".to_owned(),
                 transports: vec!["nccl".to_owned(), "tcp".to_owned()],
                 integrity: vec!["xxh3".to_owned()],
+                session: 8,
             }),
             Body::HelloOk(HelloOk {
                 identity: identity(),
                 data_endpoint: "tcp://host:2".to_owned(),
                 transport: "tcp".to_owned(),
                 integrity: "xxh3".to_owned(),
+                session: u64::MAX,
             }),
             Body::Reject { reason: "other model".to_owned(), identity: identity() },
             Body::Reserve(Reserve {

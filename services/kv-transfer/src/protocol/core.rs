@@ -31,6 +31,8 @@ pub struct Core {
     tombstones: Tombstones,
     actions: VecDeque<Action>,
     counters: Counters,
+    /// Pairs made so far.
+    sessions: u64,
 }
 
 enum Transfer {
@@ -75,6 +77,7 @@ impl Core {
             transfers: BTreeMap::new(),
             actions: VecDeque::new(),
             counters: Counters::default(),
+            sessions: 0,
         }
     }
 
@@ -381,7 +384,8 @@ impl Core {
             let reason = format!("{} peers have work here, the most", self.pairs.len());
             return Err(TransferFailure::Aborted { reason });
         }
-        let pair = Pair::greet(&mut turn!(self, now), address);
+        self.sessions += 1;
+        let pair = Pair::greet(&mut turn!(self, now), address, self.sessions);
         self.pairs.insert(address.epoch, pair);
         Ok(())
     }
@@ -541,7 +545,8 @@ impl Core {
                 epoch: from.epoch,
                 notice_endpoint: hello.notice_endpoint.clone(),
             };
-            let pair = Pair::met(&mut turn!(self, now), &address);
+            self.sessions += 1;
+            let pair = Pair::met(&mut turn!(self, now), &address, self.sessions);
             self.pairs.insert(from.epoch, pair);
         }
         self.with_pair(now, from.epoch, |pair, turn| pair.on_hello(turn, hello));
@@ -561,12 +566,7 @@ impl Core {
         match change {
             Change::Nothing => {}
             Change::Up => {
-                let sends = transfers
-                    .iter()
-                    .any(|id| matches!(self.transfers.get(id), Some(Transfer::Outgoing(_))));
-                if sends {
-                    pair.open_data(&mut turn!(self, now));
-                }
+                self.open_data(now, epoch);
                 for id in transfers {
                     self.with_transfer(now, id, |side, turn| {
                         if let Transfer::Incoming(incoming) = side {
@@ -585,11 +585,30 @@ impl Core {
                     });
                 }
             }
+            Change::Anew => {
+                for id in transfers {
+                    self.with_transfer(now, id, |side, turn| match side {
+                        Transfer::Outgoing(outgoing) => outgoing.on_pair_anew(turn),
+                        Transfer::Incoming(incoming) => incoming.on_pair_anew(turn),
+                    });
+                }
+                turn!(self, now).act(Action::CloseData { peer: epoch });
+                self.open_data(now, epoch);
+            }
             Change::Refused { reason } => {
                 let peer = pair.peer().node_id.clone();
                 let failure = TransferFailure::Refused { peer, reason };
                 self.end_transfers(now, transfers, &failure);
             }
+        }
+    }
+
+    /// Where something is to be sent to the peer.
+    fn open_data(&mut self, now: Instant, epoch: Epoch) {
+        let Some(pair) = self.pairs.get_mut(&epoch) else { return };
+        let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
+        if sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_ending())) {
+            pair.open_data(&mut turn!(self, now));
         }
     }
 

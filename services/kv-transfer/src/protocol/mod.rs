@@ -62,6 +62,11 @@ pub enum Action {
         peer: Epoch,
         endpoint: String,
     },
+    /// End the data connections with this peer, in both directions; new ones may follow. Nothing is
+    /// reported of the old ones any more.
+    CloseData {
+        peer: Epoch,
+    },
     /// Let this chunk, and nothing else, be written into these blocks.
     PostReceive {
         peer: Epoch,

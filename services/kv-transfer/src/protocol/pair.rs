@@ -21,6 +21,9 @@ use crate::{
 pub struct Pair {
     peer: Peer,
     state: State,
+    /// Which of our pairs this is, and which of the peer's, once it has said so.
+    session: u64,
+    peer_session: Option<u64>,
     /// Those with this peer in any state, endings included.
     transfers: BTreeSet<TransferId>,
     /// The peer's last notice, or the start of our present work if that is later: who is idle need
@@ -55,8 +58,10 @@ enum State {
 pub enum Change {
     Nothing,
     Up,
-    /// The peer has lost its end and made it anew: what it has not answered is said again.
+    /// The peer has greeted again: what it has not answered is said again.
     UpAgain,
+    /// The peer has lost its end and made it anew: what was under way on the old one is over.
+    Anew,
     Refused {
         reason: String,
     },
@@ -71,22 +76,24 @@ pub enum Close {
 
 impl Pair {
     /// We have work for the peer.
-    pub fn greet(turn: &mut Turn<'_>, address: &PeerAddress) -> Self {
-        let pair = Self::new(turn, address);
+    pub fn greet(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
+        let pair = Self::new(turn, address, session);
         pair.send_hello(turn);
         pair
     }
 
     /// The peer has work for us; its `HELLO` goes to [`Pair::on_hello`] next.
-    pub fn met(turn: &mut Turn<'_>, address: &PeerAddress) -> Self {
-        Self::new(turn, address)
+    pub fn met(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
+        Self::new(turn, address, session)
     }
 
-    fn new(turn: &mut Turn<'_>, address: &PeerAddress) -> Self {
+    fn new(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
         turn.act(Action::Connect { peer: address.clone() });
         Self {
             peer: Peer { node_id: address.node_id.clone(), epoch: address.epoch },
             state: State::Greeting { retry: Retry::start(turn.now), until: turn.now + LEASE },
+            session,
+            peer_session: None,
             transfers: BTreeSet::new(),
             alive_at: turn.now,
             peer_works_until: turn.now,
@@ -103,6 +110,7 @@ impl Pair {
             data_endpoint: turn.local.data_endpoint.clone(),
             transports: turn.local.transports.clone(),
             integrity: turn.local.integrity.clone(),
+            session: self.session,
         };
         turn.send(self.peer.epoch, Body::Hello(hello));
     }
@@ -110,6 +118,9 @@ impl Pair {
     /// Also changes our mind: the identities are compared every time.
     pub fn on_hello(&mut self, turn: &mut Turn<'_>, hello: &Hello) -> Change {
         self.heard(turn.now);
+        if self.is_of_the_past(hello.session) {
+            return Change::Nothing;
+        }
         let (ours_first, local) = (turn.local.epoch < self.peer.epoch, turn.local);
         let agreed = match identity::difference(&local.identity, &hello.identity) {
             Some(difference) => Err(difference),
@@ -134,21 +145,33 @@ impl Pair {
             data_endpoint: local.data_endpoint.clone(),
             transport: transport.clone(),
             integrity,
+            session: self.session,
         };
         turn.send(self.peer.epoch, Body::HelloOk(ok));
-        let before = std::mem::replace(
-            &mut self.state,
-            State::Up { data_endpoint: hello.data_endpoint.clone(), transport },
-        );
+        self.up(hello.data_endpoint.clone(), transport, hello.session)
+    }
+
+    fn is_of_the_past(&self, session: u64) -> bool {
+        self.peer_session.is_some_and(|known| session < known)
+    }
+
+    fn up(&mut self, data_endpoint: String, transport: String, session: u64) -> Change {
+        let before = std::mem::replace(&mut self.state, State::Up { data_endpoint, transport });
+        let known = self.peer_session.replace(session);
         match before {
-            State::Up { .. } => Change::UpAgain,
             State::Greeting { .. } | State::Refused { .. } => Change::Up,
+            State::Up { .. } if known == Some(session) => Change::UpAgain,
+            State::Up { .. } => {
+                self.data_opened = false;
+                Change::Anew
+            }
         }
     }
 
     pub fn on_hello_ok(&mut self, turn: &mut Turn<'_>, ok: &HelloOk) -> Change {
         self.heard(turn.now);
-        if !matches!(self.state, State::Greeting { .. }) {
+        let answers_again = self.is_up() && self.peer_session == Some(ok.session);
+        if answers_again || self.refusal().is_some() || self.is_of_the_past(ok.session) {
             return Change::Nothing;
         }
         if let Some(difference) = identity::difference(&turn.local.identity, &ok.identity) {
@@ -163,9 +186,7 @@ impl Pair {
             );
             return self.refuse(turn.now, reason);
         }
-        self.state =
-            State::Up { data_endpoint: ok.data_endpoint.clone(), transport: ok.transport.clone() };
-        Change::Up
+        self.up(ok.data_endpoint.clone(), ok.transport.clone(), ok.session)
     }
 
     /// The peer's reason, seen from here where the identities differ.

@@ -284,6 +284,21 @@ impl Incoming {
         }
     }
 
+    /// The peer has given up what it had with us. Where nothing has been sent it may never have
+    /// heard of the reservation, and hears of it again.
+    pub fn on_pair_anew(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Receiving(receiving) = &mut self.phase else { return self.on_pair_up(turn) };
+        if receiving.chunks.is_empty() {
+            receiving.is_named = false;
+            receiving.retry = Retry::start(turn.now);
+            turn.counters.notices_resent += 1;
+            return self.send_reserve(turn);
+        }
+        let peer = self.peer.node_id.clone();
+        let reason = "it has lost its end of the pair and made it anew".to_owned();
+        self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
+    }
+
     fn broken(&mut self, turn: &mut Turn<'_>, detail: String) {
         let peer = self.peer.node_id.clone();
         self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);

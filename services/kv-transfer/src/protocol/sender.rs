@@ -3,7 +3,7 @@
 //! 1. `Expect` (from the node) and `RESERVE` (from the receiver) come in either order; whichever is
 //!    first waits for the other. With both here the node hears `Ready`.
 //! 2. Each `Written` range is cut into chunks, each announced by `CHUNK` until the receiver answers
-//!    `CTS`; then the transport gets it. Several may be under way.
+//!    `CTS`; then the transport gets it. A few are announced at a time.
 //! 3. `Finish` and the last chunk's departure bring `DONE`, repeated until `ACK`: `Delivered`.
 //! 4. Whatever goes wrong leads to [`Ending`] instead.
 
@@ -23,6 +23,10 @@ use crate::{
     config::LEASE,
     notice::{Body, Done, Reserve},
 };
+
+/// Chunks announced and not yet cleared, per transfer: enough that the next receive is posted while
+/// one travels, few enough that no transfer fills the pair's queue with notices.
+const ANNOUNCED_MAX: usize = 4;
 
 pub struct Outgoing {
     transfer: TransferId,
@@ -72,6 +76,8 @@ struct Chunk {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ChunkState {
+    /// For others to be cleared.
+    Waiting,
     Announced,
     /// Given to the transport.
     Clear,
@@ -230,18 +236,31 @@ impl Outgoing {
             return self.misused(turn, detail);
         }
         for blocks in rest.chunks(turn.local.chunk_blocks()) {
-            let chunk = Chunk {
+            sending.chunks.push(Chunk {
                 first_block: sending.next_block,
                 blocks: blocks.to_vec(),
-                state: ChunkState::Announced,
-            };
+                state: ChunkState::Waiting,
+            });
             sending.next_block += blocks.len() as u32;
-            let index = sending.chunks.len() as u32;
-            turn.send(self.peer.epoch, chunk.notice(self.transfer, index, turn.local.block_bytes));
-            sending.chunks.push(chunk);
         }
-        sending.retry = Retry::start(turn.now);
-        self.send_done_when_all_is_sent(turn);
+        self.announce(turn);
+    }
+
+    fn announce(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Sending(sending) = &mut self.phase else { return };
+        let mut announced = sending.count(ChunkState::Announced);
+        for (index, chunk) in sending.chunks.iter_mut().enumerate() {
+            if announced == ANNOUNCED_MAX {
+                break;
+            }
+            if chunk.state == ChunkState::Waiting {
+                chunk.state = ChunkState::Announced;
+                let notice = chunk.notice(self.transfer, index as u32, turn.local.block_bytes);
+                turn.send(self.peer.epoch, notice);
+                sending.retry = Retry::start(turn.now);
+                announced += 1;
+            }
+        }
     }
 
     pub fn finish(&mut self, turn: &mut Turn<'_>, first_index: u32, token: SampledToken) {
@@ -264,7 +283,11 @@ impl Outgoing {
 
     pub fn on_clear_to_send(&mut self, turn: &mut Turn<'_>, chunk: u32) {
         let Phase::Sending(sending) = &mut self.phase else { return };
-        let Some(cleared) = sending.chunks.get_mut(chunk as usize) else {
+        let announced = sending
+            .chunks
+            .get_mut(chunk as usize)
+            .filter(|chunk| chunk.state != ChunkState::Waiting);
+        let Some(cleared) = announced else {
             let detail = format!("CTS for chunk {chunk}, which was never announced");
             let peer = self.peer.node_id.clone();
             return self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
@@ -281,6 +304,7 @@ impl Outgoing {
         });
         sending.first_clear.get_or_insert(turn.now);
         sending.retry = Retry::start(turn.now);
+        self.announce(turn);
     }
 
     pub fn on_sent(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
@@ -302,7 +326,7 @@ impl Outgoing {
             .iter()
             .map(|chunk| match chunk.state {
                 ChunkState::Sent { integrity } => Some(integrity),
-                ChunkState::Announced | ChunkState::Clear => None,
+                ChunkState::Waiting | ChunkState::Announced | ChunkState::Clear => None,
             })
             .collect();
         let Some(integrity) = integrity else { return };
@@ -383,15 +407,22 @@ impl Outgoing {
         }
     }
 
+    /// The peer has given up what it had with us; it may still reserve for what we expect.
+    pub fn on_pair_anew(&mut self, turn: &mut Turn<'_>) {
+        if !matches!(self.phase, Phase::Expecting { .. }) {
+            let peer = self.peer.node_id.clone();
+            let reason = "it has lost its end of the pair and made it anew".to_owned();
+            self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
+        }
+    }
+
     /// Does nothing when the end has begun.
     fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
         if matches!(self.phase, Phase::Ending(_) | Phase::Delivered) {
             return;
         }
         let reads = match &self.phase {
-            Phase::Sending(sending) => {
-                sending.chunks.iter().any(|chunk| chunk.state == ChunkState::Clear)
-            }
+            Phase::Sending(sending) => sending.count(ChunkState::Clear) > 0,
             _ => false,
         };
         let reason = failure.to_string();
@@ -484,6 +515,10 @@ impl Outgoing {
         self.is_begun
     }
 
+    pub fn is_ending(&self) -> bool {
+        matches!(self.phase, Phase::Ending(_) | Phase::Delivered)
+    }
+
     /// Named in heartbeats.
     pub fn is_wanted(&self) -> bool {
         matches!(self.phase, Phase::Early { .. } | Phase::Sending(_))
@@ -533,7 +568,11 @@ impl Outgoing {
 
 impl Sending {
     fn awaits_answer(&self) -> bool {
-        self.done.is_some() || self.chunks.iter().any(|chunk| chunk.state == ChunkState::Announced)
+        self.done.is_some() || self.count(ChunkState::Announced) > 0
+    }
+
+    fn count(&self, state: ChunkState) -> usize {
+        self.chunks.iter().filter(|chunk| chunk.state == state).count()
     }
 }
 

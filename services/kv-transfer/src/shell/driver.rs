@@ -18,7 +18,7 @@ use crate::{
     notice::Opened,
     protocol::{Action, Core, DataEvent},
     threads::Threads,
-    transport::{Released, Transport},
+    transport::{Released, Report, Transport},
 };
 
 /// The longest sleep, so that no error in a deadline is for ever.
@@ -35,7 +35,7 @@ const FAREWELL: Duration = Duration::from_secs(1);
 pub struct Inputs {
     pub commands: Receiver<Command>,
     pub notices: Receiver<Opened>,
-    pub data: Receiver<DataEvent>,
+    pub data: Receiver<Report>,
     pub failures: Receiver<(Epoch, String)>,
     pub metrics: Receiver<Sender<TransferMetrics>>,
     pub stop: Receiver<()>,
@@ -65,7 +65,7 @@ pub struct Outcome {
 enum Input {
     Command(Command),
     Notice(Box<Opened>),
-    Data(DataEvent),
+    Data(Report),
     Failure(Epoch, String),
     Metrics(Sender<TransferMetrics>),
     ListenerEnded,
@@ -115,7 +115,12 @@ impl<S: EventSink> Driver<S> {
                 Input::Notice(opened) => {
                     self.core.handle_notice(now, &opened.from, opened.notice);
                 }
-                Input::Data(event) => self.core.handle_data(now, event),
+                Input::Data(Report::Data(event)) => self.core.handle_data(now, event),
+                Input::Data(Report::Ended { peer, connection, reason }) => {
+                    if self.transport.is_present(peer, connection) {
+                        self.core.handle_data(now, DataEvent::Closed { peer, reason });
+                    }
+                }
                 Input::Failure(peer, reason) => self.core.handle_peer_failed(now, peer, &reason),
                 Input::Metrics(reply) => {
                     // Whoever asked may have given up.
@@ -162,6 +167,7 @@ impl<S: EventSink> Driver<S> {
             let now = Instant::now();
             match action {
                 Action::Connect { peer } => {
+                    self.transport.admit(peer.epoch);
                     match Outbound::start(&self.postbox, &peer, &self.senders) {
                         Ok(outbound) => {
                             self.outbound.insert(peer.epoch, outbound);
@@ -174,7 +180,7 @@ impl<S: EventSink> Driver<S> {
                 }
                 Action::Disconnect { peer } => {
                     self.outbound.remove(&peer);
-                    self.transport.close(peer);
+                    self.transport.dismiss(peer);
                 }
                 Action::SendNotice { peer, notice } => {
                     if let Some(outbound) = self.outbound.get(&peer)
@@ -183,6 +189,7 @@ impl<S: EventSink> Driver<S> {
                         self.core.handle_peer_failed(now, peer, &error.to_string());
                     }
                 }
+                Action::CloseData { peer } => self.transport.close(peer),
                 Action::OpenData { peer, endpoint } => self.transport.open(peer, &endpoint),
                 Action::PostReceive { peer, transfer, chunk, blocks } => {
                     if let Err(error) = self.transport.post(peer, transfer, chunk, &blocks) {

@@ -20,8 +20,9 @@ use crate::{
     threads::Threads,
 };
 
-/// Notices that wait for one peer. A full queue is a lost peer.
-const QUEUE_MAX: usize = 256;
+/// Notices that wait for one peer: one for each of as many transfers as a node has by default, which
+/// all speak when the pair comes up. A full queue is a lost peer.
+const QUEUE_MAX: usize = 1024;
 /// How often an idle thread looks at the state of its connection.
 const LOOK: Duration = Duration::from_millis(500);
 

@@ -28,7 +28,7 @@ use crate::{
     config::LEASE,
     protocol::DataEvent,
     threads::Threads,
-    transport::Released,
+    transport::{DataError, Released},
 };
 
 /// Connections that have not proven yet who they are. Each may take a handshake's deadline.
@@ -53,7 +53,7 @@ pub struct Inbound {
     readers: Arc<Threads>,
 }
 
-/// One inbox per peer, made by whoever needs it first: the driver that posts, or the connection.
+/// One inbox for each peer that is admitted.
 #[derive(Default)]
 struct Peers {
     inboxes: Mutex<BTreeMap<Epoch, Arc<Inbox>>>,
@@ -71,10 +71,10 @@ struct State {
     posted: HashMap<(TransferId, u32), Vec<BlockWrite>>,
     /// The transfer whose blocks the reader holds, and whether it is cancelled.
     reading: Option<(TransferId, bool)>,
-    /// The connection that may write. A newer one takes its place.
-    connection: Option<TcpStream>,
-    /// Grows with each connection; the highest is the present one.
-    generation: u64,
+    /// The connection that may write, to be interrupted. A newer one takes its place.
+    stream: Option<TcpStream>,
+    /// Its number, also when it has ended.
+    connection: u64,
     /// A reader thread uses this inbox.
     occupied: bool,
     closed: bool,
@@ -85,28 +85,8 @@ impl Peers {
         self.inboxes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn inbox(&self, peer: Epoch) -> Arc<Inbox> {
-        Arc::clone(self.lock().entry(peer).or_default())
-    }
-
-    /// A connection has ended; its inbox goes too, unless something is posted there.
-    fn leave(&self, peer: Epoch, inbox: &Arc<Inbox>, generation: u64) -> bool {
-        let mut inboxes = self.lock();
-        let mut state = inbox.lock();
-        state.occupied = false;
-        let is_present = state.generation == generation && !state.closed;
-        if is_present {
-            state.connection = None;
-            if state.posted.is_empty()
-                && inboxes.get(&peer).is_some_and(|present| Arc::ptr_eq(present, inbox))
-            {
-                // Whoever still waits to enter finds out that this inbox is no longer used.
-                state.closed = true;
-                inboxes.remove(&peer);
-            }
-        }
-        inbox.changed.notify_all();
-        is_present
+    fn inbox(&self, peer: Epoch) -> Option<Arc<Inbox>> {
+        self.lock().get(&peer).cloned()
     }
 }
 
@@ -144,14 +124,24 @@ impl Inbound {
         self.address
     }
 
-    pub fn post(&self, peer: Epoch, transfer: TransferId, chunk: u32, blocks: Vec<BlockWrite>) {
-        let mut inboxes = self.peers.lock();
-        inboxes.entry(peer).or_default().lock().posted.insert((transfer, chunk), blocks);
+    pub fn admit(&self, peer: Epoch) {
+        self.peers.lock().entry(peer).or_default();
+    }
+
+    pub fn post(
+        &self,
+        peer: Epoch,
+        transfer: TransferId,
+        chunk: u32,
+        blocks: Vec<BlockWrite>,
+    ) -> Result<(), DataError> {
+        let inbox = self.peers.inbox(peer).ok_or(DataError::NotOpen)?;
+        inbox.lock().posted.insert((transfer, chunk), blocks);
+        Ok(())
     }
 
     pub fn cancel(&self, peer: Epoch, transfer: TransferId) -> Released {
-        let inboxes = self.peers.lock();
-        let Some(inbox) = inboxes.get(&peer) else { return Released::Now };
+        let Some(inbox) = self.peers.inbox(peer) else { return Released::Now };
         let mut state = inbox.lock();
         state.posted.retain(|(posted, _), _| *posted != transfer);
         match &mut state.reading {
@@ -163,10 +153,14 @@ impl Inbound {
         }
     }
 
-    pub fn close(&self, peer: Epoch) {
+    pub fn dismiss(&self, peer: Epoch) {
         if let Some(inbox) = self.peers.lock().remove(&peer) {
             inbox.close();
         }
+    }
+
+    pub fn is_present(&self, peer: Epoch, connection: u64) -> bool {
+        self.peers.inbox(peer).is_some_and(|inbox| inbox.lock().connection == connection)
     }
 
     pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
@@ -196,38 +190,47 @@ impl Inbox {
         let mut state = self.lock();
         state.closed = true;
         state.posted.clear();
-        if let Some(connection) = &state.connection {
+        if let Some(stream) = &state.stream {
             // Fails only when the connection is gone already.
-            let _ = connection.shutdown(Shutdown::Both);
+            let _ = stream.shutdown(Shutdown::Both);
         }
         self.changed.notify_all();
     }
 
-    /// Makes this the connection that may write, once the one before has let go. `None` when it is
+    /// The reader of this connection has ended.
+    fn leave(&self, connection: u64) {
+        let mut state = self.lock();
+        state.occupied = false;
+        if state.connection == connection {
+            state.stream = None;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Makes this the connection that may write, once the one before has let go. False when it is
     /// superseded itself, or the inbox is closed.
-    fn enter(&self, stream: &TcpStream) -> io::Result<Option<u64>> {
+    fn enter(&self, connection: u64, stream: &TcpStream) -> io::Result<bool> {
         let clone = stream.try_clone()?;
         let mut state = self.lock();
-        if let Some(before) = state.connection.replace(clone) {
+        if let Some(before) = state.stream.replace(clone) {
             let _ = before.shutdown(Shutdown::Both);
         }
-        state.generation += 1;
-        let generation = state.generation;
+        state.connection = connection;
         let deadline = Instant::now() + LEASE;
-        while state.occupied && state.generation == generation && !state.closed {
+        while state.occupied && state.connection == connection && !state.closed {
             let rest = deadline.saturating_duration_since(Instant::now());
             if rest.is_zero() {
-                state.connection = None;
-                return Ok(None);
+                state.stream = None;
+                return Ok(false);
             }
             (state, _) =
                 self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner);
         }
-        if state.generation != generation || state.closed {
-            return Ok(None);
+        if state.connection != connection || state.closed {
+            return Ok(false);
         }
         state.occupied = true;
-        Ok(Some(generation))
+        Ok(true)
     }
 
     /// The blocks posted for this frame.
@@ -333,21 +336,23 @@ impl Acceptor {
 }
 
 fn read_connection(shared: &Shared, peers: &Peers, peer: Epoch, mut stream: TcpStream) {
-    let inbox = peers.inbox(peer);
-    let generation = match inbox.enter(&stream) {
-        Ok(Some(generation)) => generation,
-        Ok(None) => return,
-        Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
+    let Some(inbox) = peers.inbox(peer) else {
+        return shared.counters.refuse("peer_not_admitted");
     };
+    let connection = shared.number_connection();
+    match inbox.enter(connection, &stream) {
+        Ok(true) => {}
+        Ok(false) => return,
+        Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
+    }
     let ended = read_frames(shared, &inbox, &mut stream);
     let reason = match ended {
         Ok(()) => "it closed the data connection".to_owned(),
         Err(error) => format!("data connection from it: {error}"),
     };
-    if peers.leave(peer, &inbox, generation) {
-        // The driver is gone when this fails.
-        let _ = shared.events.send(DataEvent::Closed { peer, reason });
-    }
+    inbox.leave(connection);
+    // The driver, which knows what it has closed meanwhile, finds out whether this one mattered.
+    shared.report_end(peer, connection, reason);
 }
 
 /// Until the peer closes between two frames, or something breaks.
@@ -380,7 +385,7 @@ fn read_frames(shared: &Shared, inbox: &Inbox, stream: &mut TcpStream) -> io::Re
                 DataEvent::Failed { transfer, reason: format!("chunk {}: {error}", header.chunk) }
             }
         };
-        let _ = shared.events.send(event);
+        shared.report(event);
         if let Payload::Cut { rest } = read? {
             drain(inbox, stream, rest)?;
         }

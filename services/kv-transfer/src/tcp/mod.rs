@@ -16,7 +16,10 @@ use std::{
     collections::BTreeMap,
     io,
     net::{SocketAddr, TcpListener},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Instant,
 };
 
@@ -29,7 +32,7 @@ use crate::{
     notice::Keys,
     protocol::DataEvent,
     threads::Threads,
-    transport::{DataError, Released, Transport},
+    transport::{DataError, Released, Report, Transport},
 };
 use inbound::Inbound;
 use outbound::Outbox;
@@ -38,8 +41,25 @@ use outbound::Outbox;
 struct Shared {
     me: Epoch,
     keys: Keys,
-    events: Sender<DataEvent>,
+    reports: Sender<Report>,
     counters: Arc<DataCounters>,
+    /// Connections so far, in either direction.
+    connections: AtomicU64,
+}
+
+impl Shared {
+    fn number_connection(&self) -> u64 {
+        self.connections.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Waits while the driver is behind; in vain only when it is gone.
+    fn report(&self, event: DataEvent) {
+        let _ = self.reports.send(Report::Data(event));
+    }
+
+    fn report_end(&self, peer: Epoch, connection: u64, reason: String) {
+        let _ = self.reports.send(Report::Ended { peer, connection, reason });
+    }
 }
 
 pub struct Tcp {
@@ -59,11 +79,12 @@ impl Tcp {
         keys: Keys,
         arena: Arc<KvArena>,
         connections_max: usize,
-        events: Sender<DataEvent>,
+        reports: Sender<Report>,
         counters: Arc<DataCounters>,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(bind)?;
-        let shared = Arc::new(Shared { me, keys, events, counters });
+        let shared =
+            Arc::new(Shared { me, keys, reports, counters, connections: AtomicU64::new(0) });
         Ok(Self {
             inbound: Inbound::start(Arc::clone(&shared), listener, connections_max)?,
             shared,
@@ -84,9 +105,13 @@ impl Transport for Tcp {
         "tcp"
     }
 
+    fn admit(&mut self, peer: Epoch) {
+        self.inbound.admit(peer);
+    }
+
     fn open(&mut self, peer: Epoch, endpoint: &str) {
         self.close_outbound(peer);
-        let outbox = Arc::new(Outbox::default());
+        let outbox = Arc::new(Outbox::new(self.shared.number_connection()));
         let (shared, endpoint) = (Arc::clone(&self.shared), endpoint.to_owned());
         let writer = {
             let (shared, outbox) = (Arc::clone(&shared), Arc::clone(&outbox));
@@ -97,10 +122,8 @@ impl Transport for Tcp {
                 self.outbound.insert(peer, outbox);
             }
             Err(error) => {
-                // The driver drains this channel and must not wait for itself; if it is full the
-                // chunks for this peer fail one by one instead.
-                let reason = format!("no thread for its data connection: {error}");
-                let _ = shared.events.try_send(DataEvent::Closed { peer, reason });
+                // Without an outbox each chunk for this peer fails as not open.
+                tracing::error!(%error, %peer, "no thread for a data connection");
             }
         }
     }
@@ -131,8 +154,7 @@ impl Transport for Tcp {
             .iter()
             .map(|block| self.arena.write(*block))
             .collect::<Result<Vec<BlockWrite>, _>>()?;
-        self.inbound.post(peer, transfer, chunk, blocks);
-        Ok(())
+        self.inbound.post(peer, transfer, chunk, blocks)
     }
 
     fn cancel_send(&mut self, peer: Epoch, transfer: TransferId) -> Released {
@@ -145,7 +167,19 @@ impl Transport for Tcp {
 
     fn close(&mut self, peer: Epoch) {
         self.close_outbound(peer);
-        self.inbound.close(peer);
+        // A fresh inbox: whatever still uses the one before has lost it.
+        self.inbound.dismiss(peer);
+        self.inbound.admit(peer);
+    }
+
+    fn dismiss(&mut self, peer: Epoch) {
+        self.close_outbound(peer);
+        self.inbound.dismiss(peer);
+    }
+
+    fn is_present(&self, peer: Epoch, connection: u64) -> bool {
+        self.outbound.get(&peer).is_some_and(|outbox| outbox.connection() == connection)
+            || self.inbound.is_present(peer, connection)
     }
 
     fn shutdown(&mut self, deadline: Instant) -> Vec<String> {

@@ -1,10 +1,13 @@
-//! The sending end of a data connection: a queue of borrowed chunks and the thread that writes them.
+//! The sending end of a data connection: a queue of borrowed chunks, the thread that writes them,
+//! and one that only waits for the connection's end. A receiver says nothing here, so a read that
+//! returns is the first sign that it has died.
 
 use std::{
     collections::VecDeque,
-    io::{self, IoSlice, Write},
+    io::{self, IoSlice, Read, Write},
     net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs},
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -34,11 +37,13 @@ const PIECE_BYTES: usize = 256 << 10;
 const PIECE_SLICES: usize = 16;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long the watcher sits in one read.
+const WATCH: Duration = Duration::from_secs(1);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Shared by the driver, which fills it, and the writer thread, which empties it.
-#[derive(Default)]
 pub struct Outbox {
+    connection: u64,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -52,6 +57,8 @@ struct State {
     stream: Option<TcpStream>,
     /// By the driver: nothing more is wanted of this connection.
     closed: bool,
+    /// By the watcher: how the connection ended.
+    broken: Option<String>,
     /// By the writer: the connection has ended, what comes is dropped.
     ended: bool,
 }
@@ -71,6 +78,14 @@ struct Job {
 }
 
 impl Outbox {
+    pub fn new(connection: u64) -> Self {
+        Self { connection, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    pub fn connection(&self) -> u64 {
+        self.connection
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -83,7 +98,7 @@ impl Outbox {
     ) -> Result<(), DataError> {
         let mut state = self.lock();
         if state.closed || state.ended {
-            // `Closed` is on its way.
+            // Its end is reported.
             return Ok(());
         }
         if state.queue.len() >= QUEUE_MAX {
@@ -117,11 +132,11 @@ impl Outbox {
         self.changed.notify_one();
     }
 
-    /// The next chunk, or `None` when the outbox is closed.
+    /// The next chunk, or `None` when the outbox is closed or the connection has ended.
     fn next(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
-            if state.closed {
+            if state.closed || state.broken.is_some() {
                 return None;
             }
             if let Some(job) = state.queue.pop_front() {
@@ -138,6 +153,15 @@ impl Outbox {
 
     fn is_closed(&self) -> bool {
         self.lock().closed
+    }
+
+    fn break_off(&self, reason: String) {
+        let mut state = self.lock();
+        state.broken.get_or_insert(reason);
+        if let Some(stream) = &state.stream {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.changed.notify_one();
     }
 
     fn is_cancelled(&self) -> bool {
@@ -159,25 +183,23 @@ impl Outbox {
 /// The writer thread, from connecting to the end of the connection.
 pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str) {
     let reason = match connect(shared, outbox, peer, endpoint) {
-        Ok(Some(mut stream)) => match write_frames(shared, outbox, &mut stream) {
-            Ok(()) => None,
-            Err(error) => Some(format!("data connection to {endpoint}: {error}")),
+        Ok(Some(stream)) => match use_connection(shared, outbox, stream) {
+            Ok(()) => "it was closed".to_owned(),
+            Err(error) => error.to_string(),
         },
-        Ok(None) => None,
-        Err(error) => Some(format!("no data connection to {endpoint}: {error}")),
+        Ok(None) => "it was closed".to_owned(),
+        Err(error) => format!("it was not made: {error}"),
     };
-    let is_ours = {
+    let reason = {
         let mut state = outbox.lock();
         state.ended = true;
         state.queue.clear();
         state.stream = None;
-        state.closed
+        let reason = state.broken.take().unwrap_or(reason);
+        (!state.closed).then(|| format!("data connection to {endpoint}: {reason}"))
     };
-    if let Some(reason) = reason
-        && !is_ours
-    {
-        // The driver is gone when this fails.
-        let _ = shared.events.send(DataEvent::Closed { peer, reason });
+    if let Some(reason) = reason {
+        shared.report_end(peer, outbox.connection, reason);
     }
 }
 
@@ -205,7 +227,9 @@ fn connect(
         if state.closed {
             return Ok(None);
         }
-        if Instant::now() >= deadline {
+        // A peer that has greeted us listens: when nobody does any more it is gone. What else fails
+        // may be a listener that is busy with strangers.
+        if error.kind() == io::ErrorKind::ConnectionRefused || Instant::now() >= deadline {
             return Err(error);
         }
         // Closing ends the pause.
@@ -235,24 +259,52 @@ fn connect_once(shared: &Shared, peer: Epoch, endpoint: &str) -> io::Result<TcpS
     Err(last)
 }
 
+/// Until the outbox is closed or the connection ends.
+fn use_connection(shared: &Shared, outbox: &Outbox, mut stream: TcpStream) -> io::Result<()> {
+    let watched = stream.try_clone()?;
+    thread::scope(|scope| {
+        thread::Builder::new()
+            .name("kv-data-watch".to_owned())
+            .spawn_scoped(scope, || watch(outbox, watched))?;
+        let written = write_frames(shared, outbox, &mut stream);
+        // Ends the watcher. Fails only when the connection is gone already.
+        let _ = stream.shutdown(Shutdown::Both);
+        written
+    })
+}
+
+fn watch(outbox: &Outbox, mut stream: TcpStream) {
+    let reason = loop {
+        match stream.set_read_timeout(Some(WATCH)).and_then(|()| stream.read(&mut [0; 1])) {
+            Ok(0) => break "the peer closed it".to_owned(),
+            Ok(_) => break "the peer spoke where it has nothing to say".to_owned(),
+            Err(error) if is_pause(&error) => {}
+            Err(error) => break error.to_string(),
+        }
+        if outbox.is_closed() {
+            return;
+        }
+    };
+    outbox.break_off(reason);
+}
+
 fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) -> io::Result<()> {
     stream.set_write_timeout(Some(LOOK))?;
     while let Some(job) = outbox.next() {
         let (transfer, chunk) = (job.transfer, job.chunk);
         let written = write_frame(outbox, stream, job, || {
-            let _ = shared.events.send(DataEvent::SendReleased { transfer });
+            shared.report(DataEvent::SendReleased { transfer });
         });
         // By now the blocks are given back, whatever happened.
         let wanted = outbox.lock().writing.take().map(|(_, wanted)| wanted);
         match wanted {
             Some(Wanted::Cancelled) => {
-                let _ = shared.events.send(DataEvent::SendReleased { transfer });
+                shared.report(DataEvent::SendReleased { transfer });
             }
             Some(Wanted::Yes) => {
                 if let Ok((bytes, integrity)) = &written {
                     shared.counters.sent(*bytes);
-                    let event = DataEvent::Sent { transfer, chunk, integrity: *integrity };
-                    let _ = shared.events.send(event);
+                    shared.report(DataEvent::Sent { transfer, chunk, integrity: *integrity });
                 }
             }
             Some(Wanted::Released) | None => {}

@@ -36,6 +36,7 @@ fn hello(node: usize) -> Body {
         data_endpoint: format!("tcp://node-{node}:2"),
         transports: vec!["tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
+        session: 1,
     })
 }
 

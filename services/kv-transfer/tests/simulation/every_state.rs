@@ -121,3 +121,37 @@ fn a_pair_without_work_falls_silent_and_is_closed() {
         assert_eq!(node.core.next_deadline(world.now), None);
     }
 }
+
+/// The one that slept still has the old pair when the other greets it anew.
+#[test]
+fn after_a_sleep_the_next_transfers_succeed_whoever_slept() {
+    for seed in 0..60 {
+        for sleeper in [SENDER, RECEIVER] {
+            let (mut world, first) = begin(seed);
+            world.run_until(world.start + Duration::from_millis(seed));
+            world.stop(sleeper);
+            world.run_until(world.start + Duration::from_secs(4));
+            world.resume(sleeper);
+            let journeys: Vec<Journey> = (0..5u32)
+                .map(|id| Journey { transfer: TransferId(100 + u128::from(id)), ..first.clone() })
+                .map(|journey| Journey { block_count: 5, ..journey })
+                .collect();
+            for (index, journey) in journeys.iter().enumerate() {
+                let at = world.now + Duration::from_millis(7 * index as u64);
+                world.journey(journey.clone(), Some(at), Some(at));
+            }
+            world.run_until(world.start + Duration::from_secs(10));
+            // What is begun in the instant in which the loss is found out may share its fate, at
+            // once: the router's next attempt comes through.
+            for journey in &journeys {
+                for node in [SENDER, RECEIVER] {
+                    let (at, _) = world.end_of(node, journey.transfer).expect("it ended");
+                    let elapsed = at - world.nodes[node].begun[&journey.transfer];
+                    assert!(elapsed < Duration::from_millis(700), "seed {seed}: {elapsed:?}");
+                }
+            }
+            let (_, well) = world.end_of(RECEIVER, journeys[4].transfer).expect("it ended");
+            assert!(well, "seed {seed}, sleeper {sleeper}");
+        }
+    }
+}

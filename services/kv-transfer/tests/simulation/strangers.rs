@@ -107,6 +107,7 @@ fn hello(identity: Identity) -> Body {
         data_endpoint: "tcp://node-1:2".to_owned(),
         transports: vec!["tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
+        session: 1,
     })
 }
 
@@ -125,6 +126,7 @@ fn anything(random: &mut Random) -> Body {
             data_endpoint: "x".to_owned(),
             transport: if random.chance(80) { "tcp" } else { "pigeon" }.to_owned(),
             integrity: "xxh3".to_owned(),
+            session: random.below(4),
         }),
         2 if random.chance(10) => Body::Reject { reason: "no".to_owned(), identity: identity() },
         2 | 3 => Body::Reserve(Reserve {

@@ -77,6 +77,11 @@ pub struct Node {
     posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     sending: BTreeMap<(TransferId, u32), (Epoch, Vec<BlockId>)>,
+    /// Counts how often this node has closed its data connections with a peer: reports of the ones
+    /// before are of the past.
+    closings: BTreeMap<usize, u64>,
+    /// Peers that may connect here.
+    admitted: BTreeSet<usize>,
     /// Every event, with its time.
     pub events: Vec<(Instant, Event)>,
     pub begun: BTreeMap<TransferId, Instant>,
@@ -88,7 +93,11 @@ pub struct Node {
 pub enum Step {
     Command(Command),
     Notice(Source, Notice),
-    Data(DataEvent),
+    /// The data connection with `peer` has ended.
+    Closed {
+        peer: usize,
+        closings: u64,
+    },
     /// The data connection to `peer` is made.
     Opened {
         peer: usize,
@@ -252,10 +261,7 @@ impl World {
             }
             self.links.remove(&(from, to));
             if peers_notice {
-                let peer = self.nodes[node].epoch;
-                let other = if from == node { to } else { from };
-                let reason = "connection reset".to_owned();
-                self.soon(other, Step::Data(DataEvent::Closed { peer, reason }));
+                self.report_closed(if from == node { to } else { from }, node);
             }
         }
     }
@@ -330,9 +336,19 @@ impl World {
                 node.core.handle_command(now, command);
             }
             Step::Notice(from, notice) => node.core.handle_notice(now, &from, notice),
-            Step::Data(event) => node.core.handle_data(now, event),
+            Step::Closed { peer, closings } => {
+                if node.closings.get(&peer).copied().unwrap_or(0) == closings {
+                    let (peer, reason) = (self.nodes[peer].epoch, "connection closed".to_owned());
+                    let event = DataEvent::Closed { peer, reason };
+                    self.nodes[index].core.handle_data(now, event);
+                }
+            }
             Step::Opened { peer } => {
-                if self.nodes[peer].life != Life::Dead {
+                if self.nodes[peer].life == Life::Dead
+                    || !self.nodes[peer].admitted.contains(&index)
+                {
+                    self.report_closed(index, peer);
+                } else {
                     self.counter += 1;
                     self.links.insert((index, peer), self.counter);
                 }
@@ -488,15 +504,21 @@ impl World {
     fn act(&mut self, index: usize) {
         while let Some(action) = self.nodes[index].core.poll_action() {
             match action {
-                Action::Connect { .. } => {}
-                Action::Disconnect { peer } => self.disconnect(index, peer),
+                Action::Connect { peer } => {
+                    let peer = self.index_of(peer.epoch);
+                    self.nodes[index].admitted.insert(peer);
+                }
+                Action::CloseData { peer } => self.disconnect(index, peer),
+                Action::Disconnect { peer } => {
+                    self.disconnect(index, peer);
+                    let peer = self.index_of(peer);
+                    self.nodes[index].admitted.remove(&peer);
+                }
                 Action::SendNotice { peer, notice } => self.send_notice(index, peer, notice),
                 Action::OpenData { peer, .. } => {
                     let peer = self.index_of(peer);
                     if self.nodes[peer].life == Life::Dead {
-                        let peer = self.nodes[peer].epoch;
-                        let reason = "connection refused".to_owned();
-                        self.soon(index, Step::Data(DataEvent::Closed { peer, reason }));
+                        self.report_closed(index, peer);
                     } else {
                         self.soon(index, Step::Opened { peer });
                     }
@@ -536,15 +558,19 @@ impl World {
 
     fn disconnect(&mut self, index: usize, peer: Epoch) {
         let other = self.index_of(peer);
+        *self.nodes[index].closings.entry(other).or_default() += 1;
         let mut had_link = false;
         for link in [(index, other), (other, index)] {
             had_link |= self.links.remove(&link).is_some();
         }
         if had_link && !self.is_cut(index, other) {
-            let peer = self.nodes[index].epoch;
-            let reason = "connection closed".to_owned();
-            self.soon(other, Step::Data(DataEvent::Closed { peer, reason }));
+            self.report_closed(other, index);
         }
+    }
+
+    fn report_closed(&mut self, to: usize, peer: usize) {
+        let closings = self.nodes[to].closings.get(&peer).copied().unwrap_or(0);
+        self.soon(to, Step::Closed { peer, closings });
     }
 
     fn send_notice(&mut self, index: usize, peer: Epoch, notice: Notice) {
@@ -647,6 +673,8 @@ impl Node {
             posted: BTreeMap::new(),
             writing: BTreeMap::new(),
             sending: BTreeMap::new(),
+            closings: BTreeMap::new(),
+            admitted: BTreeSet::new(),
             events: Vec::new(),
             begun: BTreeMap::new(),
             ended: BTreeMap::new(),

@@ -58,7 +58,11 @@ impl Node {
     }
 
     pub fn start_with(name: &str, secret: &str, identity: Identity) -> Self {
-        let arena = KvArena::host(layout(), BLOCK_COUNT).unwrap();
+        Self::start_in(name, secret, identity, layout())
+    }
+
+    pub fn start_in(name: &str, secret: &str, identity: Identity, layout: KvLayout) -> Self {
+        let arena = KvArena::host(layout, BLOCK_COUNT).unwrap();
         let (sender, events) = unbounded();
         let epoch = Epoch((std::process::id() as u128) << 64 | fresh());
         let config = TransferConfig {
@@ -130,7 +134,9 @@ impl Node {
     }
 
     pub fn event(&self) -> Event {
-        self.events.recv_timeout(PATIENCE).expect("an event comes")
+        self.events
+            .recv_timeout(PATIENCE)
+            .unwrap_or_else(|_| panic!("no event comes: {:?}", self.transfers.metrics()))
     }
 
     /// Writes a pattern that names the transfer and the block of the prompt.

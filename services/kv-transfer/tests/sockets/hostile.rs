@@ -1,0 +1,293 @@
+//! Garbage on both ports, from strangers and from those who know the secret.
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use kv_transfer::{
+    ClusterSecret,
+    api::{Epoch, TransferId},
+    config::LEASE,
+    notice::{Body, Hello, Keys, Notice, Sealer, Source},
+};
+
+use crate::node::{Node, PATIENCE, SECRET, blocks, fresh, identity, travel};
+
+fn keys() -> Keys {
+    Keys::derive(&ClusterSecret::new(SECRET).unwrap())
+}
+
+fn host(endpoint: &str) -> &str {
+    endpoint.strip_prefix("tcp://").unwrap()
+}
+
+/// Waits until the node counted a refusal.
+fn refused(node: &Node, reason: &str) {
+    let start = Instant::now();
+    loop {
+        let metrics = node.transfers.metrics();
+        let counts = [metrics.notices_refused, metrics.data_refused];
+        if counts.iter().any(|counts| counts.get(reason).is_some_and(|count| *count > 0)) {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "no {reason} in {counts:?}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// ZeroMQ's greeting: version 3.1, this mechanism, as a client.
+fn greeting(mechanism: &[u8]) -> Vec<u8> {
+    let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 1];
+    greeting.extend_from_slice(mechanism);
+    greeting.resize(64, 0);
+    greeting
+}
+
+fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..bytes)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 56) as u8
+        })
+        .collect()
+}
+
+/// Until told to stop, one hostile client after another; `hold` keeps them open meanwhile.
+fn besiege(endpoint: String, stop: Arc<AtomicBool>) -> thread::JoinHandle<u64> {
+    thread::spawn(move || {
+        let (mut held, mut count) = (Vec::new(), 0);
+        while !stop.load(Ordering::Relaxed) {
+            let Ok(mut stream) = TcpStream::connect(host(&endpoint)) else { continue };
+            stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+            // A frame of 2^62 bytes, long form, and one that never says how long it is.
+            let huge = [&[2, 0x40][..], &[0; 7]].concat();
+            let attack: Vec<u8> = match count % 6 {
+                0 => noise(count, 300),
+                1 => [greeting(b"NULL"), huge].concat(),
+                2 => [greeting(b"PLAIN"), huge].concat(),
+                3 => greeting(b"PLAIN")[..20].to_vec(),
+                4 => [b"BATONKV1".to_vec(), noise(count, 400)].concat(),
+                _ => Vec::new(),
+            };
+            // The other end may have hung up already.
+            let _ = stream.write_all(&attack);
+            count += 1;
+            // Some stay and say nothing more.
+            held.push(stream);
+            if held.len() > 60 {
+                held.drain(..30);
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        count
+    })
+}
+
+#[test]
+fn garbage_on_both_ports_disturbs_no_transfer() {
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    // The pair is up before the siege; a new pair must come up during it, below.
+    travel(&prefill, &decode, &blocks(0..64), &blocks(0..64));
+    let stop = Arc::new(AtomicBool::new(false));
+    let attackers: Vec<_> = [&prefill, &decode]
+        .iter()
+        .flat_map(|node| [node.transfers.notice_endpoint(), node.transfers.data_endpoint()])
+        .map(|endpoint| besiege(endpoint.to_owned(), Arc::clone(&stop)))
+        .collect();
+    let begin = Instant::now();
+    let mut times = Vec::new();
+    while begin.elapsed() < Duration::from_secs(2) {
+        times.push(travel(&prefill, &decode, &blocks(0..64), &blocks(0..64)));
+    }
+    let late = Node::start("late");
+    let first = travel(&prefill, &late, &blocks(0..64), &blocks(0..64));
+    stop.store(true, Ordering::Relaxed);
+    let attacks: u64 = attackers.into_iter().map(|thread| thread.join().unwrap()).sum();
+    times.sort();
+    let (p50, p99) = (times[times.len() / 2], times[times.len() * 99 / 100]);
+    println!(
+        "{} transfers of 1 MiB during {attacks} attacks: p50 {p50:?}, p99 {p99:?}; \
+         new pair {first:?}",
+        times.len(),
+    );
+    assert!(attacks > 500, "{attacks}");
+    assert!(times.len() > 20, "{}", times.len());
+    // The attackers take their share of two busy cores; none of them holds anybody up for long.
+    assert!(p50 < Duration::from_millis(200) && p99 < LEASE, "{p50:?}, {p99:?}");
+    refused(&decode, "handshake_io");
+}
+
+#[test]
+fn strangers_get_no_frame_in() {
+    let node = Node::start("node");
+    let context = zmq::Context::new();
+    for password in [None, Some("guess"), Some("0".repeat(64).as_str())] {
+        let dealer = context.socket(zmq::DEALER).unwrap();
+        dealer.set_linger(0).unwrap();
+        dealer.set_immediate(true).unwrap();
+        dealer.set_sndtimeo(300).unwrap();
+        if let Some(password) = password {
+            dealer.set_plain_username(Some("baton")).unwrap();
+            dealer.set_plain_password(Some(password)).unwrap();
+        }
+        dealer.connect(node.transfers.notice_endpoint()).unwrap();
+        // Frames without end would fill the memory of whoever takes them.
+        assert_eq!(dealer.send(vec![0; 1 << 19], zmq::SNDMORE), Err(zmq::Error::EAGAIN));
+    }
+    refused(&node, "door");
+    assert_eq!(node.transfers.metrics().notices_received, 0);
+}
+
+#[test]
+fn who_knows_the_door_still_has_to_prove_each_notice() {
+    let node = Node::start("node");
+    let me = node.address.epoch;
+    let context = zmq::Context::new();
+    let dealer = context.socket(zmq::DEALER).unwrap();
+    dealer.set_linger(0).unwrap();
+    dealer.set_plain_username(Some("baton")).unwrap();
+    dealer.set_plain_password(Some(&keys().door_password(me))).unwrap();
+    dealer.connect(node.transfers.notice_endpoint()).unwrap();
+
+    let source = Source { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
+    let sealer = Sealer::new(keys(), source);
+    let notice = Notice::untraced(Body::Ack { transfer: TransferId(1) });
+    let sealed = sealer.seal(me, &notice).unwrap();
+    for _ in 0..2 {
+        dealer.send_multipart([&sealed.frame, &sealed.tag], 0).unwrap();
+    }
+    refused(&node, "replayed");
+    let elsewhere = sealer.seal(Epoch(5), &notice).unwrap();
+    dealer.send_multipart([&elsewhere.frame, &elsewhere.tag], 0).unwrap();
+    refused(&node, "epoch");
+    dealer.send_multipart([noise(1, 100), noise(2, 32)], 0).unwrap();
+    refused(&node, "tag");
+    dealer.send("one frame", 0).unwrap();
+    refused(&node, "frames");
+    let many: Vec<Vec<u8>> = (0..500).map(|seed| noise(seed, 100)).collect();
+    dealer.send_multipart(many, 0).unwrap();
+    // Larger than any notice: libzmq ends the connection, and this DEALER makes another.
+    dealer.send_multipart([noise(1, 2 << 20), noise(2, 32)], 0).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    travel(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
+    assert_eq!(node.transfers.metrics().notices_refused["frames"], 2);
+}
+
+/// Makes `from` known to the node as a peer, as far as a HELLO does.
+fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
+    let context = zmq::Context::new();
+    let dealer = context.socket(zmq::DEALER).unwrap();
+    dealer.set_linger(0).unwrap();
+    dealer.set_plain_username(Some("baton")).unwrap();
+    dealer.set_plain_password(Some(&keys().door_password(to.address.epoch))).unwrap();
+    dealer.connect(to.transfers.notice_endpoint()).unwrap();
+    let hello = Body::Hello(Hello {
+        identity: identity(),
+        notice_endpoint: "tcp://127.0.0.1:9".to_owned(),
+        data_endpoint: "tcp://127.0.0.1:9".to_owned(),
+        transports: vec!["tcp".to_owned()],
+        integrity: vec!["xxh3".to_owned()],
+        session: 1,
+    });
+    let source = Source { node_id: "peer".to_owned(), epoch: from };
+    let sealed =
+        Sealer::new(keys(), source).seal(to.address.epoch, &Notice::untraced(hello)).unwrap();
+    let before = to.transfers.metrics().peers.len();
+    dealer.send_multipart([&sealed.frame, &sealed.tag], 0).unwrap();
+    let start = Instant::now();
+    while to.transfers.metrics().peers.len() == before {
+        assert!(start.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(5));
+    }
+    (context, dealer)
+}
+
+/// Connects to the data port of `to` as process `from`, proving it with `keys`.
+fn data_connection(to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
+    let mut stream = TcpStream::connect(host(to.transfers.data_endpoint())).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut greeting = [0; 40];
+    stream.read_exact(&mut greeting).unwrap();
+    assert_eq!(&greeting[..8], b"BATONKV1");
+    let nonce = noise(9, 32);
+    let (from, to) = (from.to_bytes(), to.address.epoch.to_bytes());
+    let tag = keys.tag_data(&[b"s", &greeting[8..], &nonce, &from, &to]);
+    stream.write_all(&[&nonce[..], &from, &to, &tag].concat()).unwrap();
+    stream
+}
+
+fn is_closed(stream: &mut TcpStream) -> bool {
+    matches!(stream.read(&mut [0; 1]), Ok(0) | Err(_))
+}
+
+#[test]
+fn data_connections_prove_themselves_and_write_only_what_is_posted() {
+    let node = Node::start("node");
+    let stranger = Keys::derive(&ClusterSecret::new("the secret of somebody else").unwrap());
+    let mut wrong = data_connection(&node, Epoch(fresh()), &stranger);
+    assert!(is_closed(&mut wrong));
+    refused(&node, "handshake_tag");
+
+    let peer = Epoch(fresh());
+    let mut early = data_connection(&node, peer, &keys());
+    early.read_exact(&mut [0; 32]).unwrap();
+    assert!(is_closed(&mut early));
+    refused(&node, "peer_not_admitted");
+
+    let (_context, greeting) = greet(&node, peer);
+    let mut stream = data_connection(&node, peer, &keys());
+    stream.read_exact(&mut [0; 32]).unwrap();
+    // A well-formed frame that nobody has posted is read past.
+    let header = |payload_bytes: u64| {
+        let mut bytes = b"BKV1".to_vec();
+        bytes.extend_from_slice(&7u32.to_le_bytes());
+        bytes.extend_from_slice(&TransferId(1).to_bytes());
+        bytes.extend_from_slice(&payload_bytes.to_le_bytes());
+        bytes.extend_from_slice(&xxhash_rust::xxh3::xxh3_64(&bytes).to_le_bytes());
+        bytes
+    };
+    for _ in 0..3 {
+        stream.write_all(&header(100_000)).unwrap();
+        stream.write_all(&noise(3, 100_000)).unwrap();
+    }
+    refused(&node, "frame_not_posted");
+    // One without end is not.
+    stream.write_all(&header(u64::MAX)).unwrap();
+    assert!(is_closed(&mut stream));
+
+    let other = Epoch(fresh());
+    let _other = greet(&node, other);
+    let mut stream = data_connection(&node, other, &keys());
+    stream.read_exact(&mut [0; 32]).unwrap();
+    stream.write_all(&noise(4, 400)).unwrap();
+    drop(greeting);
+    assert!(is_closed(&mut stream), "no frame begins where one should");
+    for block in blocks(0..crate::node::BLOCK_COUNT) {
+        let guard = node.arena.read(block).unwrap();
+        assert!(guard.host_view().unwrap().iter().all(|byte| *byte == 0));
+    }
+}
+
+#[test]
+fn half_handshakes_end_and_make_room() {
+    let node = Node::start("node");
+    let held: Vec<TcpStream> = (0..40)
+        .map(|_| TcpStream::connect(host(node.transfers.data_endpoint())).unwrap())
+        .collect();
+    refused(&node, "handshakes_full");
+    // They have one second; then others come in.
+    for mut stream in held {
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let _ = stream.read(&mut [0; 40]);
+        assert!(is_closed(&mut stream));
+    }
+    travel(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
+}
