@@ -143,7 +143,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-const ISAS: [Isa; 4] = [Isa::Reference, Isa::Portable, Isa::Avx512, Isa::Avx512Bf16];
+const ISAS: [Isa; 5] = [Isa::Reference, Isa::Portable, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
 
 #[test]
 fn f32_logits_do_not_depend_on_chunks_batches_or_threads() {

@@ -9,6 +9,8 @@ pub enum Isa {
     /// The fastest that this machine has.
     #[default]
     Auto,
+    /// AMX tiles for bf16 matrix products of several rows, the rest as `Avx512`. Linux only.
+    Amx,
     /// AVX-512 with `vdpbf16ps` for bf16 matrix products. f32 backends run as `Avx512`.
     Avx512Bf16,
     /// AVX-512 (F, BW, DQ, VL); bf16 weights are widened to f32.
@@ -24,6 +26,7 @@ impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Isa::Auto => "auto",
+            Isa::Amx => "amx",
             Isa::Avx512Bf16 => "avx512-bf16",
             Isa::Avx512 => "avx512",
             Isa::Portable => "portable",
@@ -44,6 +47,8 @@ pub(crate) enum Level {
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
+    #[cfg(target_arch = "x86_64")]
+    Amx,
 }
 
 /// True when multiply-add is one instruction at [`Level::Baseline`], so that using it is cheap.
@@ -56,9 +61,8 @@ impl Level {
         match isa {
             Isa::Reference => Ok(Level::Reference),
             Isa::Portable => Ok(portable()),
-            Isa::Auto => {
-                Ok(avx512_bf16().or_else(|_| avx512()).unwrap_or_else(|_missing| portable()))
-            }
+            Isa::Auto => Ok(fastest()),
+            Isa::Amx => amx(),
             Isa::Avx512 => avx512(),
             Isa::Avx512Bf16 => avx512_bf16(),
         }
@@ -75,6 +79,8 @@ impl Level {
             Level::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
             Level::Avx512Bf16 => "avx512-bf16",
+            #[cfg(target_arch = "x86_64")]
+            Level::Amx => "amx",
         }
     }
 
@@ -90,7 +96,7 @@ impl Level {
             Level::Avx2 => unsafe { with_avx2(work) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Avx512Bf16 => unsafe { with_avx512(work) },
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe { with_avx512(work) },
         }
     }
 }
@@ -136,6 +142,27 @@ fn avx512_bf16() -> Result<Level, Vec<&'static str>> {
     if missing.is_empty() { Ok(Level::Avx512Bf16) } else { Err(missing) }
 }
 
+#[cfg(target_arch = "x86_64")]
+fn amx() -> Result<Level, Vec<&'static str>> {
+    avx512()?;
+    if super::matmul::amx::request() { Ok(Level::Amx) } else { Err(vec!["amx-bf16"]) }
+}
+
+/// Tiles beat everything. `vdpbf16ps` is the next best where it is as quick as an FMA, which is on
+/// AMD's cores; Intel's take two cycles for it.
+#[cfg(target_arch = "x86_64")]
+fn fastest() -> Level {
+    let vendor = std::arch::x86_64::__cpuid(0);
+    let is_intel = (vendor.ebx, vendor.edx, vendor.ecx)
+        == (
+            u32::from_le_bytes(*b"Genu"),
+            u32::from_le_bytes(*b"ineI"),
+            u32::from_le_bytes(*b"ntel"),
+        );
+    let pairs = if is_intel { Err(Vec::new()) } else { avx512_bf16() };
+    amx().or(pairs).or_else(|_| avx512()).unwrap_or_else(|_missing| portable())
+}
+
 #[cfg(not(target_arch = "x86_64"))]
 fn portable() -> Level {
     Level::Baseline
@@ -144,6 +171,16 @@ fn portable() -> Level {
 #[cfg(not(target_arch = "x86_64"))]
 fn avx512() -> Result<Level, Vec<&'static str>> {
     Err(vec!["an x86-64 processor"])
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn fastest() -> Level {
+    portable()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn amx() -> Result<Level, Vec<&'static str>> {
+    avx512()
 }
 
 #[cfg(not(target_arch = "x86_64"))]

@@ -65,7 +65,7 @@ pub(crate) struct Scratch {
 
 /// Chooses the next token from raw `logits`, one per token of the vocabulary.
 pub fn sample(logits: &[f32], row: &SampleRow<'_>) -> Result<SampledToken, SampleError> {
-    let level = Level::find(Isa::Auto).unwrap_or(Level::Baseline);
+    let level = Level::find(Isa::Portable).unwrap_or(Level::Baseline);
     sample_with(level, &mut Scratch::default(), logits, row)
 }
 

@@ -6,12 +6,17 @@ use super::isa::{BASELINE_FUSES, Isa, Level};
 pub(crate) fn levels() -> Vec<Level> {
     let mut levels = vec![Level::Baseline];
     levels.extend(
-        [Isa::Portable, Isa::Avx512, Isa::Avx512Bf16]
+        [Isa::Portable, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx]
             .into_iter()
             .filter_map(|isa| Level::find(isa).ok())
             .filter(|&level| level != Level::Baseline),
     );
     levels
+}
+
+/// True when the level multiplies bf16 in pairs, which rounds otherwise than the reference.
+pub(crate) fn pairs(level: Level) -> bool {
+    matches!(level.name(), "avx512-bf16" | "amx")
 }
 
 /// True when the level multiplies and adds with one rounding, as the reference does.

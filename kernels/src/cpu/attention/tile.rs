@@ -107,12 +107,12 @@ impl TileMemory {
         }
         match level {
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Avx512Bf16 if self.dim.is_multiple_of(16) => {
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx if self.dim.is_multiple_of(16) => {
                 // SAFETY: the level was found on this machine, the width was checked.
                 unsafe { super::avx512::add_block(self, keys, values) }
             }
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Avx512Bf16 | Level::Avx2 => {
+            Level::Avx2 | Level::Avx512 | Level::Avx512Bf16 | Level::Amx => {
                 level.run(|| portable::add_block::<T, true>(self, keys, values));
             }
             Level::Reference | Level::Baseline => {

@@ -1,14 +1,15 @@
 //! Tiles for AVX-512: up to 24 vectors of sums in registers.
 //!
-//! bf16 weights are widened in registers (a shift and a mask give the even and the odd input) and
-//! multiplied in f32. On Intel's cores that is faster than `vdpbf16ps`, which issues every other
-//! cycle: 16 products a cycle against 32 of the two FMA units (measured on a Xeon with AMX,
-//! 60 and 120 G multiply-adds/s per core). It is also exact, where `vdpbf16ps` flushes denormals.
+//! bf16 weights have two ways. *Widened* in registers (a shift and a mask give the even and the odd
+//! input) they are multiplied in f32, which is exact. `vdpbf16ps` takes a pair at once, but flushes
+//! denormals, and Intel's cores issue it every other cycle only: 16 products a cycle against 32 of
+//! the two FMA units (60 and 120 G multiply-adds/s, measured on one core of a Xeon with AMX). So it
+//! is for processors whose `vdpbf16ps` is as quick as an FMA.
 
 use std::arch::x86_64::{
-    __m512, _MM_HINT_T0, _mm_prefetch, _mm512_and_si512, _mm512_castsi512_ps, _mm512_fmadd_ps,
-    _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_storeu_ps, _mm512_set1_epi32, _mm512_set1_ps,
-    _mm512_setzero_ps, _mm512_slli_epi32,
+    __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_and_si512, _mm512_castsi512_ps,
+    _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_storeu_ps,
+    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
 };
 
 use super::{Target, Tile, pack::PanelRange};
@@ -30,24 +31,51 @@ pub(super) fn panels_for(rows: usize) -> usize {
     }
 }
 
+/// What is multiplied with what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Products {
+    /// f32 weights with f32 inputs.
+    F32,
+    /// Widened bf16 weights with f32 inputs.
+    Widened,
+    /// Pairs of bf16 weights with pairs of bf16 inputs.
+    Pairs,
+}
+
 /// Multiplies one row block with 1 to [`panels_for`] panels.
 ///
 /// # Safety
-/// The machine has AVX-512F. `target` may be written in every row of the block, `tile.columns`
-/// elements each.
-pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
-    assert_eq!(tile.x.len(), tile.row_count * tile.k, "a block is [k][rows]");
-    let groups = match tile.panels {
-        PanelRange::F32(panels) => panels.len() == panel_count * tile.k * PANEL,
-        PanelRange::Bf16(panels) => panels.len() == panel_count * tile.k.div_ceil(2) * PANEL,
+/// The machine has AVX-512F, and AVX-512-BF16 for [`Products::Pairs`]. `target` may be written in
+/// every row of the block, `tile.columns` elements each.
+pub(super) unsafe fn tile(
+    products: Products,
+    tile: &Tile<'_>,
+    target: &Target,
+    panel_count: usize,
+) {
+    let inputs = match products {
+        Products::F32 | Products::Widened => tile.k,
+        Products::Pairs => tile.k.div_ceil(2),
     };
-    assert!(groups, "panels are [k][32] or [k / 2][32]");
+    assert_eq!(tile.x.len(), tile.row_count * inputs, "a block is [group][rows]");
+    let (panel_words, groups) = match tile.panels {
+        PanelRange::F32(panels) => (panels.len() / panel_count, tile.k),
+        PanelRange::Bf16(panels) => (panels.len() / panel_count, tile.k.div_ceil(2)),
+    };
+    assert!(panel_words >= groups * PANEL, "a panel has all of the groups");
+    assert_eq!(products == Products::F32, matches!(tile.panels, PanelRange::F32(_)));
     macro_rules! choose {
         ($(($m:literal, $p:literal)),+) => {
             match (tile.row_count, panel_count) {
                 // SAFETY: the lengths were checked above for this many rows and panels; the rest
                 // is the caller's promise.
-                $(($m, $p) => unsafe { sums::<$m, $p>(tile, target) },)+
+                $(($m, $p) => unsafe {
+                    match products {
+                        Products::F32 => f32_tile::<$m, $p>(tile, target, panel_words),
+                        Products::Widened => widened_tile::<$m, $p>(tile, target, panel_words),
+                        Products::Pairs => pairs_tile::<$m, $p>(tile, target, panel_words),
+                    }
+                },)+
                 (rows, panels) => unreachable!("no tile of {rows} rows and {panels} panels"),
             }
         };
@@ -85,88 +113,163 @@ pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) 
 type Sums<const M: usize, const P: usize> = [[[__m512; 2]; P]; M];
 
 /// # Safety
-/// `tile.x` is `[k][M]`, its panels are `P`, and as [`tile`].
+/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` f32, and as [`tile`].
 #[target_feature(enable = "avx512f")]
-unsafe fn sums<const M: usize, const P: usize>(tile: &Tile<'_>, target: &Target) {
+unsafe fn f32_tile<const M: usize, const P: usize>(
+    tile: &Tile<'_>,
+    target: &Target,
+    panel_words: usize,
+) {
+    let PanelRange::F32(panels) = tile.panels else { unreachable!("the panels are f32") };
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
-    let x = tile.x.as_ptr();
-    match tile.panels {
-        PanelRange::F32(panels) => {
-            for k in 0..tile.k {
-                for p in 0..P {
-                    // SAFETY: group `k` of panel `p` and row `k` of the block are inside, as the
-                    // caller promises; a prefetch may point anywhere.
-                    unsafe {
-                        let group = panels.as_ptr().add((p * tile.k + k) * PANEL);
-                        prefetch::<M>(group.cast());
-                        let weights = [_mm512_loadu_ps(group), _mm512_loadu_ps(group.add(LANES))];
-                        add_products(&mut sums, p, x.add(k * M), weights);
-                    }
-                }
+    for k in 0..tile.k {
+        for p in 0..P {
+            // SAFETY: group `k` of panel `p` and of the block are inside, as promised.
+            unsafe {
+                let group = panels.as_ptr().add(p * panel_words + k * PANEL);
+                prefetch::<M>(group.cast());
+                let weights = [_mm512_loadu_ps(group), _mm512_loadu_ps(group.add(LANES))];
+                add_products(&mut sums, p, tile.x.as_ptr().add(k * M), weights);
             }
         }
-        PanelRange::Bf16(panels) => {
-            let groups = tile.k.div_ceil(2);
-            let odd = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
-            for pair in 0..groups {
-                for p in 0..P {
-                    // SAFETY: as above; the second input of the last pair is there when `k` is even.
-                    unsafe {
-                        let group = panels.as_ptr().add((p * groups + pair) * PANEL);
-                        prefetch::<M>(group.cast());
-                        let words = [
-                            _mm512_loadu_si512(group.cast()),
-                            _mm512_loadu_si512(group.add(LANES).cast()),
-                        ];
-                        let x = x.add(pair * 2 * M);
-                        let weights =
-                            words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
-                        add_products(&mut sums, p, x, weights);
-                        if pair * 2 + 1 < tile.k {
-                            let weights = words
-                                .map(|words| _mm512_castsi512_ps(_mm512_and_si512(words, odd)));
-                            add_products(&mut sums, p, x.add(M), weights);
-                        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { store(&sums, tile, target) };
+}
+
+/// # Safety
+/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
+#[target_feature(enable = "avx512f")]
+unsafe fn widened_tile<const M: usize, const P: usize>(
+    tile: &Tile<'_>,
+    target: &Target,
+    panel_words: usize,
+) {
+    let PanelRange::Bf16(panels) = tile.panels else { unreachable!("the panels are bf16") };
+    let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
+    let odd = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+    for pair in 0..tile.k / 2 {
+        for p in 0..P {
+            // SAFETY: the pair is inside panel `p`, and both of its inputs in the block, as promised.
+            unsafe {
+                let words = load_words::<M>(panels.as_ptr().add(p * panel_words + pair * PANEL));
+                let x = tile.x.as_ptr().add(pair * 2 * M);
+                let even_weights =
+                    words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
+                add_products(&mut sums, p, x, even_weights);
+                let odd_weights =
+                    words.map(|words| _mm512_castsi512_ps(_mm512_and_si512(words, odd)));
+                add_products(&mut sums, p, x.add(M), odd_weights);
+            }
+        }
+    }
+    if !tile.k.is_multiple_of(2) {
+        let last = tile.k / 2;
+        for p in 0..P {
+            // SAFETY: the last pair is inside panel `p`, and its even input in the block.
+            unsafe {
+                let words = load_words::<M>(panels.as_ptr().add(p * panel_words + last * PANEL));
+                let weights =
+                    words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
+                add_products(&mut sums, p, tile.x.as_ptr().add(last * 2 * M), weights);
+            }
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { store(&sums, tile, target) };
+}
+
+/// # Safety
+/// `tile.x` is `[k / 2][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn pairs_tile<const M: usize, const P: usize>(
+    tile: &Tile<'_>,
+    target: &Target,
+    panel_words: usize,
+) {
+    let PanelRange::Bf16(panels) = tile.panels else { unreachable!("the panels are bf16") };
+    let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
+    for pair in 0..tile.k.div_ceil(2) {
+        for p in 0..P {
+            // SAFETY: the pair is inside panel `p` and the block, as promised.
+            unsafe {
+                let words = load_words::<M>(panels.as_ptr().add(p * panel_words + pair * PANEL));
+                let x = tile.x.as_ptr().add(pair * M);
+                for (m, sums) in sums.iter_mut().enumerate() {
+                    let x = _mm512_set1_epi32((*x.add(m)).cast_signed());
+                    for (sum, words) in sums[p].iter_mut().zip(words) {
+                        *sum = _mm512_dpbf16_ps(*sum, as_bf16(x), as_bf16(words));
                     }
                 }
             }
         }
     }
-    for (row, sums) in sums.iter().enumerate() {
-        for (vector, sums) in sums.as_flattened().iter().enumerate() {
-            let first = vector * LANES;
-            let columns = LANES.min(tile.columns.saturating_sub(first));
-            let mask = ((1_u32 << columns) - 1) as u16;
-            // SAFETY: the columns that the mask lets through are in the target; the address is
-            // computed without a claim that it is inside when there is none.
-            unsafe { _mm512_mask_storeu_ps(target.at(row, first), mask, *sums) };
-        }
-    }
+    // SAFETY: the caller's promise.
+    unsafe { store(&sums, tile, target) };
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn as_bf16(words: __m512i) -> __m512bh {
+    // SAFETY: both are 64 plain bytes.
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
+}
+
+/// The two vectors of a group of bf16 weights.
+///
+/// # Safety
+/// `group` points to 32 words.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_words<const M: usize>(group: *const u32) -> [__m512i; 2] {
+    prefetch::<M>(group.cast());
+    // SAFETY: as promised.
+    unsafe { [_mm512_loadu_si512(group.cast()), _mm512_loadu_si512(group.add(LANES).cast())] }
 }
 
 /// Adds one input's products, every row with the weights of panel `p`.
 ///
 /// # Safety
-/// `x` points to `M` elements.
+/// `x` points to the bits of `M` f32.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn add_products<const M: usize, const P: usize>(
     sums: &mut Sums<M, P>,
     p: usize,
-    x: *const f32,
+    x: *const u32,
     weights: [__m512; 2],
 ) {
     for (m, sums) in sums.iter_mut().enumerate() {
         // SAFETY: `m` is below `M`.
-        let x = _mm512_set1_ps(unsafe { *x.add(m) });
+        let x = _mm512_set1_ps(unsafe { f32::from_bits(*x.add(m)) });
         for (sum, weights) in sums[p].iter_mut().zip(weights) {
             *sum = _mm512_fmadd_ps(x, weights, *sum);
         }
     }
 }
 
-/// Fetches the two lines that are read a little later. Many rows keep the core busy for longer
-/// than the hardware's own prefetch needs.
+/// # Safety
+/// `target` may be written in `M` rows, `tile.columns` elements each.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store<const M: usize, const P: usize>(
+    sums: &Sums<M, P>,
+    tile: &Tile<'_>,
+    target: &Target,
+) {
+    for (row, sums) in sums.iter().enumerate() {
+        for (vector, sums) in sums.as_flattened().iter().enumerate() {
+            let first = vector * LANES;
+            let columns = LANES.min(tile.columns.saturating_sub(first));
+            let mask = ((1_u32 << columns) - 1) as u16;
+            // SAFETY: the columns that the mask lets through are in the target.
+            unsafe { _mm512_mask_storeu_ps(target.at(row, first), mask, *sums) };
+        }
+    }
+}
+
+/// Fetches the two lines that are read a little later; the address need not be inside. Many rows
+/// keep the core busy for longer than the hardware's own prefetch needs.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn prefetch<const M: usize>(group: *const u8) {

@@ -7,10 +7,13 @@ use crate::{backend::RowSource, layout::Dtype};
 
 /// Output features side by side in one panel: two vectors of 16.
 pub(crate) const PANEL: usize = 32;
+/// bf16 panels have a multiple of this many inputs: a row of a tile.
+pub(super) const INPUTS_STEP: usize = 32;
 
 /// A weight matrix `[out][in]`, packed in panels of 32 output features so that a kernel reads it
 /// front to back: f32 as `[panel][in][32]`, bf16 as `[panel][in / 2][32][2]` (a pair of inputs
-/// is one 32-bit lane). The last panel and an odd last input are filled up with zeros.
+/// is one 32-bit lane). The last panel, and bf16's inputs to a multiple of 32, are filled up
+/// with zeros.
 pub struct CpuMatrix {
     rows: usize,
     cols: usize,
@@ -64,7 +67,7 @@ impl CpuMatrix {
                 PanelRange::F32(&words[first * panel..][..count * panel])
             }
             Panels::Bf16(words) => {
-                let panel = self.cols.div_ceil(2) * PANEL;
+                let panel = groups(Dtype::Bf16, self.cols) * PANEL;
                 PanelRange::Bf16(&words[first * panel..][..count * panel])
             }
         }
@@ -86,7 +89,7 @@ impl CpuMatrix {
                 }
             }
             Panels::Bf16(words) => {
-                let pairs = self.cols.div_ceil(2);
+                let pairs = groups(Dtype::Bf16, self.cols);
                 let panel = &words[panel * pairs * PANEL..][..pairs * PANEL];
                 for (out, group) in out.chunks_mut(2).zip(panel.chunks_exact(PANEL)) {
                     let word = group[lane];
@@ -106,14 +109,18 @@ impl fmt::Debug for CpuMatrix {
     }
 }
 
+/// Words of one output feature: one per input in f32, one per pair of inputs in bf16.
+fn groups(dtype: Dtype, cols: usize) -> usize {
+    match dtype {
+        Dtype::F32 => cols,
+        Dtype::Bf16 => cols.next_multiple_of(INPUTS_STEP) / 2,
+    }
+}
+
 /// Reads `source` once, row by row, panels in parallel.
 pub(crate) fn pack(pool: &mut ThreadPool, dtype: Dtype, source: &dyn RowSource) -> CpuMatrix {
     let (rows, cols) = (source.rows(), source.cols());
-    // Words of one panel: one per input in f32, one per pair of inputs in bf16.
-    let groups = match dtype {
-        Dtype::F32 => cols,
-        Dtype::Bf16 => cols.div_ceil(2),
-    };
+    let groups = groups(dtype, cols);
     let elements = rows
         .checked_next_multiple_of(PANEL)
         .and_then(|rows| rows.checked_mul(groups))
@@ -130,7 +137,12 @@ pub(crate) fn pack(pool: &mut ThreadPool, dtype: Dtype, source: &dyn RowSource) 
         }
         // SAFETY: every panel is packed by one task and panels do not overlap.
         let panel = unsafe { parts.slice(panel * groups * PANEL, groups * PANEL) };
-        for (group, out) in panel.chunks_exact_mut(PANEL).enumerate() {
+        // What is beyond the last input stays zero.
+        let used = match dtype {
+            Dtype::F32 => cols,
+            Dtype::Bf16 => cols.div_ceil(2),
+        };
+        for (group, out) in panel.chunks_exact_mut(PANEL).take(used).enumerate() {
             for (lane, out) in out.iter_mut().take(lanes).enumerate() {
                 let row = &plain[lane * (cols + 1)..][..cols + 1];
                 *out = match dtype {

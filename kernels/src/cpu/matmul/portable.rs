@@ -68,7 +68,7 @@ unsafe fn halves<const M: usize, const FUSED: bool>(tile: &Tile<'_>, target: &Ta
 
 #[inline(always)]
 fn f32_sums<const M: usize, const FUSED: bool>(
-    x: &[[f32; M]],
+    x: &[[u32; M]],
     panel: &[f32],
     first: usize,
 ) -> [[f32; LANES]; M] {
@@ -82,38 +82,33 @@ fn f32_sums<const M: usize, const FUSED: bool>(
 
 #[inline(always)]
 fn bf16_sums<const M: usize, const FUSED: bool>(
-    x: &[[f32; M]],
+    x: &[[u32; M]],
     panel: &[u32],
     first: usize,
 ) -> [[f32; LANES]; M] {
     let mut sums = [[0.0; LANES]; M];
-    let (pairs, odd) = x.as_chunks::<2>();
-    let words = |group: usize| -> &[u32; LANES] {
-        panel[group * PANEL + first..][..LANES].try_into().expect("16 lanes")
-    };
-    for (group, [even, odd]) in pairs.iter().enumerate() {
-        let words = words(group);
+    for (x, words) in x.chunks(2).zip(panel.chunks_exact(PANEL)) {
+        let words: &[u32; LANES] = words[first..][..LANES].try_into().expect("16 lanes");
         let weights = words.map(|word| f32::from_bits(word << 16));
-        add_products::<M, FUSED>(&mut sums, even, &weights);
-        let weights = words.map(|word| f32::from_bits(word & 0xffff_0000));
-        add_products::<M, FUSED>(&mut sums, odd, &weights);
-    }
-    for last in odd {
-        let weights = words(pairs.len()).map(|word| f32::from_bits(word << 16));
-        add_products::<M, FUSED>(&mut sums, last, &weights);
+        add_products::<M, FUSED>(&mut sums, &x[0], &weights);
+        if let Some(odd) = x.get(1) {
+            let weights = words.map(|word| f32::from_bits(word & 0xffff_0000));
+            add_products::<M, FUSED>(&mut sums, odd, &weights);
+        }
     }
     sums
 }
 
+/// Adds one input's products in every row; `x` are f32 bits.
 #[inline(always)]
 fn add_products<const M: usize, const FUSED: bool>(
     sums: &mut [[f32; LANES]; M],
-    x: &[f32; M],
+    x: &[u32; M],
     weights: &[f32; LANES],
 ) {
     for (sums, &x) in sums.iter_mut().zip(x) {
         for (sum, &weight) in sums.iter_mut().zip(weights) {
-            *sum = multiply_add::<FUSED>(x, weight, *sum);
+            *sum = multiply_add::<FUSED>(f32::from_bits(x), weight, *sum);
         }
     }
 }

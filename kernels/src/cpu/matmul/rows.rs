@@ -1,26 +1,51 @@
 //! The rows of the left side, packed in blocks so that a tile reads them front to back.
 
 use super::super::{
-    aligned::Aligned, arithmetic::round_to_bf16, isa::Level, parts::Parts, threads::ThreadPool,
+    aligned::Aligned,
+    arithmetic::{round_to_bf16, to_bf16_bits},
+    isa::Level,
+    parts::Parts,
+    threads::ThreadPool,
 };
 
-/// Row blocks as `[block][k][rows of the block]`. All blocks but the last have equally many rows.
+/// How an element of the left side is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RowFormat {
+    F32,
+    /// f32 that went through bf16.
+    Rounded,
+    /// Two inputs in one word as bf16, the even one in the lower half.
+    Pairs,
+}
+
+impl RowFormat {
+    /// Words of one row of `k` inputs.
+    fn groups(self, k: usize) -> usize {
+        match self {
+            RowFormat::F32 | RowFormat::Rounded => k,
+            RowFormat::Pairs => k.div_ceil(2),
+        }
+    }
+}
+
+/// Row blocks as `[block][group][rows of the block]`, a group being an input or a pair of them.
+/// All blocks but the last have equally many rows.
 pub(super) struct RowBlocks {
-    words: Aligned<f32>,
+    /// f32 bits or pairs.
+    words: Aligned<u32>,
     row_count: usize,
     block_rows: usize,
-    k: usize,
+    groups: usize,
 }
 
 impl Default for RowBlocks {
     fn default() -> Self {
-        Self { words: Aligned::zeroed(0), row_count: 0, block_rows: 1, k: 0 }
+        Self { words: Aligned::zeroed(0), row_count: 0, block_rows: 1, groups: 0 }
     }
 }
 
 impl RowBlocks {
-    /// Packs `x` (`[rows][k]`, at least one row) in blocks of at most `block_rows_max` rows;
-    /// `rounded` passes every element through bf16.
+    /// Packs `x` (`[rows][k]`, at least one row) in blocks of at most `block_rows_max` rows.
     pub fn pack(
         &mut self,
         level: Level,
@@ -28,27 +53,33 @@ impl RowBlocks {
         x: &[f32],
         k: usize,
         block_rows_max: usize,
-        rounded: bool,
+        format: RowFormat,
     ) {
         self.row_count = x.len() / k;
         // Evenly: 13 rows are 7 and 6 rather than 12 and a lonely one.
         let block_count = self.row_count.div_ceil(block_rows_max);
         self.block_rows = self.row_count.div_ceil(block_count);
-        self.k = k;
-        if self.words.len() < x.len() {
-            self.words = Aligned::zeroed(x.len().next_power_of_two());
+        self.groups = format.groups(k);
+        let words = self.row_count * self.groups;
+        if self.words.len() < words {
+            self.words = Aligned::zeroed(words.next_power_of_two());
         }
-        let block_elements = self.block_rows * k;
-        let count = self.count();
-        let parts = Parts::new(&mut self.words[..x.len()]);
+        let (count, block_rows, groups) = (self.count(), self.block_rows, self.groups);
+        let parts = Parts::new(&mut self.words[..words]);
         let pack_block = |block: usize| {
-            let x = &x[block * block_elements..];
-            let x = &x[..block_elements.min(x.len())];
+            let x = &x[block * block_rows * k..];
+            let x = &x[..(block_rows * k).min(x.len())];
+            let length = x.len() / k * groups;
             // SAFETY: each block is packed once, and blocks do not overlap.
-            let out = unsafe { parts.slice(block * block_elements, x.len()) };
-            level.run(|| match rounded {
-                true => interleave(x, k, out, round_to_bf16),
-                false => interleave(x, k, out, |value| value),
+            let out = unsafe { parts.slice(block * block_rows * groups, length) };
+            level.run(|| match format {
+                RowFormat::F32 => interleave::<1>(x, k, out, |[value]| value.to_bits()),
+                RowFormat::Rounded => {
+                    interleave::<1>(x, k, out, |[value]| round_to_bf16(value).to_bits());
+                }
+                RowFormat::Pairs => interleave::<2>(x, k, out, |[even, odd]| {
+                    u32::from(to_bf16_bits(even)) | u32::from(to_bf16_bits(odd)) << 16
+                }),
             });
         };
         // A few rows are packed sooner than another thread would have begun.
@@ -66,7 +97,7 @@ impl RowBlocks {
 
     /// Bytes of every block but the last, which may be smaller.
     pub fn block_bytes(&self) -> usize {
-        self.block_rows * self.k * size_of::<f32>()
+        self.block_rows * self.groups * size_of::<u32>()
     }
 
     pub fn first_row(&self, block: usize) -> usize {
@@ -77,25 +108,38 @@ impl RowBlocks {
         self.block_rows.min(self.row_count - self.first_row(block))
     }
 
-    /// `[k][rows_in(block)]`.
-    pub fn block(&self, block: usize) -> &[f32] {
-        &self.words[self.first_row(block) * self.k..][..self.rows_in(block) * self.k]
+    /// `[group][rows_in(block)]`.
+    pub fn block(&self, block: usize) -> &[u32] {
+        &self.words[self.first_row(block) * self.groups..][..self.rows_in(block) * self.groups]
     }
 }
 
-/// `[rows][k]` to `[k][rows]`.
+/// `[rows][k]` to `[group][rows]`, a group being `N` inputs; the last is filled up with zeros.
 #[inline(always)]
-fn interleave(x: &[f32], k: usize, out: &mut [f32], convert: impl Fn(f32) -> f32) {
+fn interleave<const N: usize>(
+    x: &[f32],
+    k: usize,
+    out: &mut [u32],
+    convert: impl Fn([f32; N]) -> u32,
+) {
     let rows = x.len() / k;
-    if rows == 1 {
-        for (out, &value) in out.iter_mut().zip(x) {
-            *out = convert(value);
-        }
-        return;
-    }
     for (row, x) in x.chunks_exact(k).enumerate() {
-        for (group, &value) in out.chunks_exact_mut(rows).zip(x) {
-            group[row] = convert(value);
+        let (groups, rest) = x.as_chunks::<N>();
+        let (whole, last) = out.split_at_mut(groups.len() * rows);
+        if rows == 1 {
+            // Said apart, so that it becomes vectors.
+            for (out, &group) in whole.iter_mut().zip(groups) {
+                *out = convert(group);
+            }
+        } else {
+            for (out, &group) in whole.chunks_exact_mut(rows).zip(groups) {
+                out[row] = convert(group);
+            }
+        }
+        if !rest.is_empty() {
+            let mut group = [0.0; N];
+            group[..rest.len()].copy_from_slice(rest);
+            last[row] = convert(group);
         }
     }
 }

@@ -1,0 +1,322 @@
+//! Matrix products on AMX tiles: 16 × 16 sums of 32 bf16 products each in one instruction.
+//!
+//! Panels are laid out as the second operand wants them: a row of a B tile is 16 pairs, half a group
+//! of a panel. Rows of the left side are packed into A tiles of 16 rows × 32 inputs. One pass takes
+//! up to 32 rows and one panel: two A tiles, two B tiles, four tiles of sums. Sums run over the
+//! inputs in order, pair by pair, for each row alone: the result does not depend on the batch.
+//! Denormals are flushed, and a pair's two products are added before they meet the sum, so it is
+//! not the reference's to the bit.
+
+use std::arch::{asm, x86_64::__cpuid_count};
+
+use super::{
+    super::{aligned::Aligned, arithmetic::to_bf16_bits, isa::Level, parts::Parts},
+    CpuMatrix, Target, grid,
+    pack::{INPUTS_STEP, PANEL, PanelRange},
+};
+use crate::cpu::threads::ThreadPool;
+
+/// Rows from which tiles beat vectors: below, memory is the limit either way.
+pub(super) const ROWS_MIN: usize = 4;
+
+/// Rows of a tile.
+const TILE_ROWS: usize = 16;
+/// Rows of one pass: two tiles.
+const PASS_ROWS: usize = 2 * TILE_ROWS;
+/// Words of an A tile: 16 rows of 16 pairs.
+const TILE_WORDS: usize = TILE_ROWS * INPUTS_STEP / 2;
+/// Bytes of weights that stay in a core's second-level cache while all rows pass by.
+const WEIGHTS_BYTES: usize = 768 << 10;
+
+/// True when the processor has AMX for bf16 and the system lets this process use it. Asks the
+/// system for that, once and for good, which costs each thread that uses tiles 8 KiB.
+pub(in crate::cpu) fn request() -> bool {
+    const AMX_BF16: u32 = 1 << 22;
+    const AMX_TILE: u32 = 1 << 24;
+    let has_features = __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE;
+    has_features && request_permission()
+}
+
+#[cfg(target_os = "linux")]
+fn request_permission() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+    // SAFETY: the call changes nothing but this process's permission; an old kernel refuses it.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn request_permission() -> bool {
+    false
+}
+
+/// The left side in A tiles: `[tile][step][row][pair]`, a step being 32 inputs. Rows of the last
+/// tile beyond the last row are left from earlier products; they are never loaded.
+pub(super) struct RowTiles {
+    words: Aligned<u32>,
+}
+
+impl Default for RowTiles {
+    fn default() -> Self {
+        Self { words: Aligned::zeroed(0) }
+    }
+}
+
+impl RowTiles {
+    fn pack(&mut self, level: Level, pool: &mut ThreadPool, x: &[f32], k: usize) {
+        let (rows, steps) = (x.len() / k, k.div_ceil(INPUTS_STEP));
+        let tile_words = steps * TILE_WORDS;
+        let words = rows.div_ceil(TILE_ROWS) * tile_words;
+        if self.words.len() < words {
+            self.words = Aligned::zeroed(words.next_power_of_two());
+        }
+        let pack_tile = |tile: usize, out: &mut [u32]| {
+            level.run(|| {
+                let x = &x[tile * TILE_ROWS * k..];
+                for (row, x) in x.chunks_exact(k).take(TILE_ROWS).enumerate() {
+                    for (step, x) in x.chunks(INPUTS_STEP).enumerate() {
+                        let start = step * TILE_WORDS + row * INPUTS_STEP / 2;
+                        pack_inputs(x, &mut out[start..][..INPUTS_STEP / 2]);
+                    }
+                }
+            });
+        };
+        let tiles = &mut self.words[..words];
+        if x.len() < 1 << 15 {
+            for (tile, out) in tiles.chunks_exact_mut(tile_words).enumerate() {
+                pack_tile(tile, out);
+            }
+        } else {
+            pool.for_each_piece(tiles, tile_words, |_, tile, out| pack_tile(tile, out));
+        }
+    }
+}
+
+/// Up to 32 inputs as 16 pairs, filled up with zeros.
+#[inline(always)]
+fn pack_inputs(x: &[f32], out: &mut [u32]) {
+    let mut inputs = [0.0; INPUTS_STEP];
+    inputs[..x.len()].copy_from_slice(x);
+    for (out, [even, odd]) in out.iter_mut().zip(inputs.as_chunks::<2>().0) {
+        *out = u32::from(to_bf16_bits(*even)) | u32::from(to_bf16_bits(*odd)) << 16;
+    }
+}
+
+/// `out = x · wᵀ` for bf16 weights and at least one row.
+///
+/// # Safety
+/// [`request`] said yes in this process.
+pub(super) unsafe fn matmul(
+    level: Level,
+    pool: &mut ThreadPool,
+    tiles: &mut RowTiles,
+    x: &[f32],
+    w: &CpuMatrix,
+    out: &mut [f32],
+) {
+    let (n, k, rows) = (w.rows(), w.cols(), x.len() / w.cols());
+    tiles.pack(level, pool, x, k);
+    let (tiles, steps) = (&*tiles, k.div_ceil(INPUTS_STEP));
+    let passes = rows.div_ceil(PASS_ROWS);
+    let panel_bytes = w.byte_count() / w.panel_count();
+    let cached_panels = (WEIGHTS_BYTES / panel_bytes).max(1);
+    let grid = grid(pool, w, 1);
+    let sums = Parts::new(out);
+    pool.run(grid.task_count(), &|_, task| {
+        let mut tiles_held = Configuration::none();
+        let (_, panels) = grid.part(task);
+        for first in panels.clone().step_by(cached_panels) {
+            for pass in 0..passes {
+                let first_row = pass * PASS_ROWS;
+                let pass_rows = PASS_ROWS.min(rows - first_row);
+                // SAFETY: the caller's promise.
+                unsafe { tiles_held.set(pass_rows) };
+                let a = &tiles.words[2 * pass * steps * TILE_WORDS..];
+                for panel in first..panels.end.min(first + cached_panels) {
+                    let columns = PANEL.min(n - panel * PANEL);
+                    let start = first_row * n + panel * PANEL;
+                    let length = (pass_rows - 1) * n + columns;
+                    let target = Target { start: sums.range_ptr(start, length), stride: n };
+                    let PanelRange::Bf16(b) = w.panel_range(panel, 1) else {
+                        unreachable!("tiles multiply bf16")
+                    };
+                    // SAFETY: the configuration is that of `pass_rows`. The target is inside the
+                    // output, and this block and panel belong to this task alone.
+                    unsafe { pass_over(steps, a, b, pass_rows, columns, &target) };
+                }
+            }
+        }
+    });
+}
+
+/// The tile registers' shapes on this thread. Dropping it lets the registers go, so that the system
+/// need not save them.
+struct Configuration {
+    /// Rows of a pass that the tiles are shaped for; 0 is none.
+    rows: usize,
+}
+
+/// `ldtilecfg`'s operand.
+#[repr(C, align(64))]
+struct Shapes {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    column_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Configuration {
+    fn none() -> Self {
+        Self { rows: 0 }
+    }
+
+    /// Shapes tiles 0, 1 (sums) and 4 (A) for the first 16 of `rows`, 2, 3 and 5 for the rest, and 6,
+    /// 7 for B.
+    ///
+    /// # Safety
+    /// [`request`] said yes in this process; `rows` is 1 to 32.
+    unsafe fn set(&mut self, rows: usize) {
+        if self.rows == rows {
+            return;
+        }
+        let (first, second) = (rows.min(TILE_ROWS) as u8, rows.saturating_sub(TILE_ROWS) as u8);
+        let mut shapes = Shapes {
+            palette: 1,
+            start_row: 0,
+            reserved: [0; 14],
+            column_bytes: [0; 16],
+            rows: [0; 16],
+        };
+        for (tile, rows) in
+            [first, first, second, second, first, second, 16, 16].into_iter().enumerate()
+        {
+            // A tile without rows must have no columns either.
+            shapes.column_bytes[tile] = if rows == 0 { 0 } else { 64 };
+            shapes.rows[tile] = rows;
+        }
+        // SAFETY: the shapes are valid for palette 1; nothing but tile registers changes.
+        unsafe {
+            asm!("ldtilecfg [{}]", in(reg) &shapes, options(nostack, preserves_flags, readonly));
+        }
+        self.rows = rows;
+    }
+}
+
+impl Drop for Configuration {
+    fn drop(&mut self) {
+        if self.rows != 0 {
+            // SAFETY: tiles were configured, so the machine has them.
+            unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
+        }
+    }
+}
+
+/// Multiplies `rows` rows with one panel, over `steps` steps of 32 inputs.
+///
+/// # Safety
+/// This thread's tiles are configured for `rows`; `target` may be written in `rows` rows,
+/// `columns` elements each.
+unsafe fn pass_over(
+    steps: usize,
+    a: &[u32],
+    b: &[u32],
+    rows: usize,
+    columns: usize,
+    target: &Target,
+) {
+    let tile_count = rows.div_ceil(TILE_ROWS);
+    assert!(a.len() >= tile_count * steps * TILE_WORDS && b.len() == steps * PANEL * TILE_ROWS);
+    if columns == PANEL {
+        // SAFETY: lengths as just checked; the target has whole panels' rows.
+        return unsafe { tiles(steps, a, b, rows, target) };
+    }
+    // The last panel is not full: by way of a buffer.
+    let mut buffer = [0.0_f32; PASS_ROWS * PANEL];
+    let whole = Target { start: buffer.as_mut_ptr(), stride: PANEL };
+    // SAFETY: as above; the buffer has 32 rows of a panel.
+    unsafe { tiles(steps, a, b, rows, &whole) };
+    for (row, sums) in buffer.chunks_exact(PANEL).take(rows).enumerate() {
+        // SAFETY: these columns are in the target, and the buffer is elsewhere.
+        unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, 0), columns) };
+    }
+}
+
+/// # Safety
+/// As [`pass_over`]; `target` may be written in `rows` rows of 32 elements, `a` has a tile of
+/// `steps` steps for every 16 rows, and `b` is a panel of `steps` steps.
+unsafe fn tiles(steps: usize, a: &[u32], b: &[u32], rows: usize, target: &Target) {
+    let stride_bytes = target.stride * size_of::<f32>();
+    let a = a.as_ptr();
+    if rows > TILE_ROWS {
+        // SAFETY: the loop reads `steps` times 1 KiB of each A tile and 2 KiB of the panel; the
+        // stores write the configured rows of 64 bytes. No other register or memory changes.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "2:",
+                "tileloadd tmm4, [{a} + {stride_a}*1]",
+                "tileloadd tmm6, [{b} + {stride_b}*1]",
+                "tileloadd tmm5, [{a2} + {stride_a}*1]",
+                "tileloadd tmm7, [{b} + {stride_b}*1 + 64]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {a}, 1024",
+                "add {a2}, 1024",
+                "add {b}, 2048",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {stride_c}*1], tmm0",
+                "tilestored [{c} + {stride_c}*1 + 64], tmm1",
+                "tilestored [{c2} + {stride_c}*1], tmm2",
+                "tilestored [{c2} + {stride_c}*1 + 64], tmm3",
+                a = inout(reg) a => _,
+                a2 = inout(reg) a.add(steps * TILE_WORDS) => _,
+                b = inout(reg) b.as_ptr() => _,
+                steps = inout(reg) steps => _,
+                c = in(reg) target.start,
+                c2 = in(reg) target.at(TILE_ROWS, 0),
+                stride_a = in(reg) 64_usize,
+                stride_b = in(reg) 128_usize,
+                stride_c = in(reg) stride_bytes,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+    } else {
+        // SAFETY: as above, with one A tile.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "2:",
+                "tileloadd tmm4, [{a} + {stride_a}*1]",
+                "tileloadd tmm6, [{b} + {stride_b}*1]",
+                "tileloadd tmm7, [{b} + {stride_b}*1 + 64]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "add {a}, 1024",
+                "add {b}, 2048",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {stride_c}*1], tmm0",
+                "tilestored [{c} + {stride_c}*1 + 64], tmm1",
+                a = inout(reg) a => _,
+                b = inout(reg) b.as_ptr() => _,
+                steps = inout(reg) steps => _,
+                c = in(reg) target.start,
+                stride_a = in(reg) 64_usize,
+                stride_b = in(reg) 128_usize,
+                stride_c = in(reg) stride_bytes,
+                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+    }
+}
