@@ -26,15 +26,26 @@ pub struct Begun {
 /// What the router hears of a call. The last four end it.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Said {
-    Reserved { alone: bool },
+    Reserved {
+        alone: bool,
+    },
     /// On a prefill node this is token 0, with `finish` when it ends all.
-    Tokens { first_index: u32, ids: Vec<u32>, finish: Option<FinishReason> },
+    Tokens {
+        first_index: u32,
+        ids: Vec<u32>,
+        finish: Option<FinishReason>,
+    },
     /// Prefill: the decode node has everything.
     Delivered,
     /// Decode: the answer is complete.
-    Finished { reason: FinishReason },
+    Finished {
+        reason: FinishReason,
+    },
     /// Refused at once, or failed later.
-    Failed { kind: Failed, message: String },
+    Failed {
+        kind: Failed,
+        message: String,
+    },
     /// Prefill: token 0 said that it is the last. Or the connection ended.
     Cut,
 }

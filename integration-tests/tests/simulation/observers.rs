@@ -82,12 +82,7 @@ impl Observers {
         self.publish(now, scheduler, outs);
     }
 
-    pub fn publish_if_due(
-        &mut self,
-        now: Instant,
-        scheduler: &mut Scheduler,
-        outs: &mut Vec<Out>,
-    ) {
+    pub fn publish_if_due(&mut self, now: Instant, scheduler: &mut Scheduler, outs: &mut Vec<Out>) {
         if self.changed && self.told_at.is_none_or(|told_at| now >= told_at + INTERVAL) {
             self.publish(now, scheduler, outs);
         }

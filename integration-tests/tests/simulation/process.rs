@@ -2,7 +2,7 @@
 //! `services/kv-transfer`'s shell join them. Steps in, consequences out; no randomness, no clock.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     time::{Duration, Instant},
 };
 
@@ -59,8 +59,13 @@ pub enum Step {
     /// The router dropped a call.
     Cancel(TransferId),
     /// The router's connection ended.
-    CallsCut { connection: u64 },
-    Observe { connection: u64, stream: StreamId },
+    CallsCut {
+        connection: u64,
+    },
+    Observe {
+        connection: u64,
+        stream: StreamId,
+    },
     StopObserving(StreamId),
     Transfer(transfer::Event),
     Drain,
@@ -70,7 +75,16 @@ pub enum Step {
     Command(Command),
     Notice(Source, Box<Notice>),
     Data(DataEvent),
-    PeerFailed { peer: Epoch, reason: &'static str },
+    PeerFailed {
+        peer: Epoch,
+        reason: &'static str,
+    },
+    /// A data connection with the peer ended, when this process had closed so many with it.
+    Closed {
+        peer: Epoch,
+        closings: u64,
+        reason: &'static str,
+    },
     /// Some deadline has come.
     Wake,
 }
@@ -83,13 +97,30 @@ pub enum Out {
     /// From the engine thread to the driver thread, and back.
     ToDriver(Command),
     ToEngine(transfer::Event),
-    Notice { to: Epoch, notice: Notice },
-    OpenData { to: Epoch },
-    Disconnect { peer: Epoch },
-    Depart { transfer: TransferId, chunk: u32 },
-    Release { is_receive: bool, transfer: TransferId },
+    Notice {
+        to: Epoch,
+        notice: Notice,
+    },
+    OpenData {
+        to: Epoch,
+    },
+    /// Both data connections with the peer end.
+    CloseData {
+        peer: Epoch,
+    },
+    Depart {
+        transfer: TransferId,
+        chunk: u32,
+    },
+    Release {
+        is_receive: bool,
+        transfer: TransferId,
+    },
     /// The scheduler has its blocks back.
-    Returned { transfer: TransferId, tenure: Tenure },
+    Returned {
+        transfer: TransferId,
+        tenure: Tenure,
+    },
     /// Drained: nothing is in work any more.
     Drained,
 }
@@ -116,6 +147,10 @@ pub struct Process {
     pub engine: StepLoop<Device>,
     pub core: Core,
     pub wires: Wires,
+    /// Peers that may connect for data, and how often connections with each were closed here:
+    /// reports of the ones before are of the past.
+    admitted: BTreeSet<Epoch>,
+    closings: BTreeMap<Epoch, u64>,
     pub journey: Journey,
     observers: Observers,
     /// Calls that may still be cancelled, with the connection they came by.
@@ -173,6 +208,8 @@ impl Process {
             engine: StepLoop::new(scheduler, device),
             core,
             wires,
+            admitted: BTreeSet::new(),
+            closings: BTreeMap::new(),
             journey: Journey::default(),
             observers: Observers::new(&record),
             record,
@@ -246,6 +283,13 @@ impl Process {
                 self.core.handle_peer_failed(now, peer, reason);
                 return self.run_driver(outs);
             }
+            Step::Closed { peer, closings, reason } => {
+                if closings == self.closings(peer) {
+                    let reason = reason.to_owned();
+                    self.core.handle_data(now, DataEvent::Closed { peer, reason });
+                }
+                return self.run_driver(outs);
+            }
             Step::Wake => {
                 if self.core.next_deadline(now).is_some_and(|at| at <= now) {
                     self.core.on_deadline(now);
@@ -305,6 +349,7 @@ impl Process {
                 break;
             }
         }
+        self.check_settled();
         let now = self.now;
         self.observers.publish_if_due(now, self.engine.scheduler_mut(), outs);
         if self.is_draining && self.journey.is_empty() {
@@ -407,7 +452,7 @@ impl Process {
     }
 
     /// With all actions handed on: what is reserved is reserved by transfers that are told of.
-    pub fn check_settled(&self) {
+    fn check_settled(&self) {
         let reserved: usize = self.tenures.values().map(|tenure| tenure.reserved.len()).sum();
         let load = self.load();
         assert_eq!(load.blocks_reserved as usize, reserved, "{}: reservations", self.name);
@@ -429,11 +474,31 @@ impl Process {
 
     // The driver thread.
 
+    /// Whether the peer may connect for data.
+    pub fn admits(&self, peer: Epoch) -> bool {
+        self.admitted.contains(&peer)
+    }
+
+    pub fn closings(&self, peer: Epoch) -> u64 {
+        self.closings.get(&peer).copied().unwrap_or(0)
+    }
+
+    fn close_data(&mut self, peer: Epoch, outs: &mut Vec<Out>) {
+        *self.closings.entry(peer).or_default() += 1;
+        outs.push(Out::CloseData { peer });
+    }
+
     fn run_driver(&mut self, outs: &mut Vec<Out>) {
         while let Some(action) = self.core.poll_action() {
             match action {
-                CoreAction::Connect { .. } => {}
-                CoreAction::Disconnect { peer } => outs.push(Out::Disconnect { peer }),
+                CoreAction::Connect { peer } => {
+                    self.admitted.insert(peer.epoch);
+                }
+                CoreAction::Disconnect { peer } => {
+                    self.admitted.remove(&peer);
+                    self.close_data(peer, outs);
+                }
+                CoreAction::CloseData { peer } => self.close_data(peer, outs),
                 CoreAction::SendNotice { peer, notice } => {
                     outs.push(Out::Notice { to: peer, notice });
                 }

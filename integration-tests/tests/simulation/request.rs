@@ -27,9 +27,15 @@ pub struct Request {
 
 #[derive(Debug)]
 pub enum State {
-    Waiting { until: Instant, for_node: bool },
+    Waiting {
+        until: Instant,
+        for_node: bool,
+    },
     /// `complete_by`: every token is shown, and the node's last event is awaited.
-    Trying { attempt: Attempt, complete_by: Option<Instant> },
+    Trying {
+        attempt: Attempt,
+        complete_by: Option<Instant>,
+    },
     Ended(End),
 }
 

@@ -8,7 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{Action, Directory, Input, MemberChange, NoNode, NodeAddress, Role, StreamId, Wanted};
+use cluster::{
+    Action, Directory, Input, MemberChange, NoNode, NodeAddress, Role, StreamId, Wanted,
+};
 use engine::event::{FinishReason, NewSequence, SequenceId};
 use kv_transfer::api::{Epoch, PeerAddress, TransferId};
 
@@ -17,7 +19,7 @@ use crate::{
     journey::{Begun, Said},
     process::{Call, notice_endpoint, prompt_hash, sequence_kind},
     random::Random,
-    recovery::{Cause, Failure, GiveUp, Recovery, Side, Then},
+    recovery::{Cause, Failure, GiveUp, Side, Then},
     request::{End, Request, State},
     scenario::RequestPlan,
     tally::Tally,
@@ -39,11 +41,25 @@ pub struct CallId {
 /// What the router wants done, in order.
 #[derive(Debug)]
 pub enum Act {
-    Call { place: usize, call: Box<Call> },
+    Call {
+        place: usize,
+        call: Box<Call>,
+    },
     /// The stream of a call is dropped.
-    Cancel { place: usize, connection: u64, transfer: TransferId },
-    Observe { place: usize, connection: u64, stream: StreamId },
-    StopObserving { place: usize, stream: StreamId },
+    Cancel {
+        place: usize,
+        connection: u64,
+        transfer: TransferId,
+    },
+    Observe {
+        place: usize,
+        connection: u64,
+        stream: StreamId,
+    },
+    StopObserving {
+        place: usize,
+        stream: StreamId,
+    },
 }
 
 pub struct Router {
@@ -132,10 +148,8 @@ impl Router {
         let Some(open) = self.calls.get(&call) else { return };
         let id = open.request;
         // A call that ended need not be cancelled.
-        if matches!(
-            said,
-            Said::Delivered | Said::Finished { .. } | Said::Failed { .. } | Said::Cut
-        ) {
+        if matches!(said, Said::Delivered | Said::Finished { .. } | Said::Failed { .. } | Said::Cut)
+        {
             self.calls.remove(&call);
         }
         let State::Trying { attempt, .. } = &mut self.request(id).state else {

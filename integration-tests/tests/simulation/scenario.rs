@@ -95,11 +95,11 @@ impl Scenario {
             }
         }
         let longest = longest_sequence(&nodes);
-        let request_count = random.within(1..=if random.chance(20) { 24 } else { 8 });
+        let most = if random.chance(20) { 24 } else { 8 };
+        let request_count = random.within(1..=most);
         let rush = random.millis(1..=3000);
-        let requests = (0..request_count)
-            .map(|_| request(&mut random, is_mild, longest, rush))
-            .collect();
+        let requests =
+            (0..request_count).map(|_| request(&mut random, is_mild, longest, rush)).collect();
         let weather = weather(&mut random, is_mild);
         let blow_count = if is_mild { random.below(2) } else { random.below(7) };
         let mut blows: Vec<_> = (0..blow_count)
@@ -136,10 +136,9 @@ fn node(
         depth,
         vocabulary: VOCABULARY,
     };
-    let mut scheduler = SchedulerConfig {
-        chunk_tokens: random.pick(&[u32::MAX, 16, random.clone().within(1..=40)]),
-        ..SchedulerConfig::new(limits)
-    };
+    let any_chunk = random.within(1..=40);
+    let chunk_tokens = random.pick(&[u32::MAX, 16, any_chunk]);
+    let mut scheduler = SchedulerConfig { chunk_tokens, ..SchedulerConfig::new(limits) };
     let mut transfers = Limits {
         chunk_bytes_max: random.within(1..=4) as usize * BLOCK_BYTES,
         ..Limits::default()
@@ -174,7 +173,8 @@ fn request(random: &mut Random, is_mild: bool, longest: u32, rush: Duration) -> 
     .min(room);
     // Families share prefixes.
     let (family, tail) = (random.within(0..=3), random.within(0..=2));
-    let prompt = (0..prompt_len).map(|index| prompt_token(family, tail, prompt_len, index)).collect();
+    let prompt =
+        (0..prompt_len).map(|index| prompt_token(family, tail, prompt_len, index)).collect();
     let sampling = Sampling {
         temperature: random.pick(&[0.0, 1.0]),
         seed: random.below(3),
@@ -182,7 +182,8 @@ fn request(random: &mut Random, is_mild: bool, longest: u32, rush: Duration) -> 
         stop_token_ids: if random.chance(60) { vec![3, 4] } else { vec![] },
         ..Sampling::greedy()
     };
-    let patience = if is_mild { random.millis(120_000..=120_000) } else { random.millis(2_000..=25_000) };
+    let patience =
+        if is_mild { random.millis(120_000..=120_000) } else { random.millis(2_000..=25_000) };
     let hurried = !is_mild && random.chance(10);
     RequestPlan {
         at: random.up_to(rush),
@@ -219,7 +220,11 @@ fn weather(random: &mut Random, is_mild: bool) -> Weather {
             Duration::from_millis(100),
         ]),
         release_max: random.millis(0..=60),
-        hop_max: random.pick(&[Duration::ZERO, Duration::from_micros(100), Duration::from_millis(2)]),
+        hop_max: random.pick(&[
+            Duration::ZERO,
+            Duration::from_micros(100),
+            Duration::from_millis(2),
+        ]),
     }
 }
 

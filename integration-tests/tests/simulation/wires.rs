@@ -19,7 +19,8 @@ pub struct Wires {
     arena: SimArena,
     /// The KV that each attempt's tokens must have.
     prompts: BTreeMap<TransferId, Vec<u64>>,
-    /// Blocks that a transfer may write or read here, with their place in the prompt.
+    /// Transfers without their final event, and blocks that they may write or read here, with their
+    /// place in the prompt.
     lent: BTreeMap<TransferId, BTreeMap<BlockId, u32>>,
     posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     /// The first bytes of the chunk are written.
@@ -55,12 +56,20 @@ impl Wires {
     /// The core gets this command next.
     pub fn on_command(&mut self, command: &Command) {
         match command {
-            Command::Receive { transfer, first_block, blocks, .. }
-            | Command::Written { transfer, first_block, blocks } => {
-                let lent = self.lent.entry(*transfer).or_default();
-                lent.extend(blocks.iter().copied().zip(*first_block..));
+            Command::Receive { transfer, first_block, blocks, .. } => {
+                let blocks = blocks.iter().copied().zip(*first_block..);
+                self.lent.insert(*transfer, blocks.collect());
             }
-            Command::Expect { .. } | Command::Finish { .. } | Command::Abort { .. } => {}
+            Command::Expect { transfer, .. } => {
+                self.lent.insert(*transfer, BTreeMap::new());
+            }
+            // It may cross the end of its transfer.
+            Command::Written { transfer, first_block, blocks } => {
+                if let Some(lent) = self.lent.get_mut(transfer) {
+                    lent.extend(blocks.iter().copied().zip(*first_block..));
+                }
+            }
+            Command::Finish { .. } | Command::Abort { .. } => {}
         }
     }
 
@@ -83,7 +92,9 @@ impl Wires {
     }
 
     pub fn post(&mut self, transfer: TransferId, chunk: u32, blocks: Vec<BlockId>) {
-        blocks.iter().for_each(|block| self.check_lent(transfer, *block, "posts"));
+        for block in &blocks {
+            self.check_lent(transfer, *block, "posts");
+        }
         let before = self.posted.insert((transfer, chunk), blocks);
         assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is posted twice", self.name);
     }
