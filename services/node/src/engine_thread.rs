@@ -282,3 +282,167 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use cluster::{Epoch, ModelIdentity, NodeId, Role};
+    use engine::{
+        CacheSeeds, Scheduler, SchedulerConfig,
+        event::{NewSequence, SequenceId, SequenceKind},
+        executor::{CollectWaker, ExecutorLimits},
+        plan::{StepPlan, StepResult},
+    };
+    use futures_util::StreamExt;
+    use kernels::{Dtype, KvArena, KvLayout, sampling::Sampling};
+    use kv_transfer::{ClusterSecret, Limits, TransferConfig};
+    use proto::v1::FailureKind;
+    use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
+
+    use super::*;
+    use crate::{
+        attempt::Attempt,
+        identity,
+        inbox::Inbox,
+        refusal::Refusal,
+        stream::{AttemptEnd, Heard},
+        transfer_events::TransferEvents,
+    };
+
+    const LIMITS: ExecutorLimits = ExecutorLimits {
+        slots: 2,
+        step_tokens: 16,
+        sequence_tokens: 64,
+        blocks: 8,
+        depth: 2,
+        vocabulary: 10,
+    };
+
+    /// A device that fails with its first step.
+    struct BrokenDevice;
+
+    impl Executor for BrokenDevice {
+        fn launch(&mut self, _plan: StepPlan) -> Result<(), ExecutorError> {
+            Err(ExecutorError::Stopped { reason: "it burnt down".into() })
+        }
+
+        fn collect(&mut self, _timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+            Ok(None)
+        }
+
+        fn limits(&self) -> ExecutorLimits {
+            LIMITS
+        }
+    }
+
+    fn parts() -> (Parts<BrokenDevice>, Inbox) {
+        let config = TelemetryConfig {
+            log: "off".into(),
+            log_format: LogFormat::Json,
+            otlp: None,
+            log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
+        };
+        let resource = Resource { service: "test".into(), instance: "test".into() };
+        let telemetry = Telemetry::start(&config, resource).unwrap();
+        let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
+        let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, dtype: Dtype::F32 };
+        let identity = identity::identity(1, layout);
+        let model_identity: ModelIdentity = identity::model_identity(&identity);
+        let (sink, events) = TransferEvents::new(8, CollectWaker::default());
+        let transfers = Transfers::start(
+            TransferConfig {
+                node_id: "decode-1".into(),
+                epoch: transfer::Epoch(1),
+                identity,
+                secret: ClusterSecret::new([7; 32]).unwrap(),
+                notice_bind: "127.0.0.1:0".parse().unwrap(),
+                data_bind: "127.0.0.1:0".parse().unwrap(),
+                advertise_host: "127.0.0.1".into(),
+                limits: Limits::default(),
+            },
+            KvArena::host(layout, LIMITS.blocks).unwrap(),
+            sink,
+        )
+        .unwrap();
+        let record = NodeRecord {
+            node_id: NodeId::parse("decode-1").unwrap(),
+            epoch: Epoch::from_bytes(&[1; 16]).unwrap(),
+            role: Role::Decode,
+            notice_endpoint: transfers.notice_endpoint().to_owned(),
+            model: "model".into(),
+            identity: model_identity,
+            prompt_tokens_max: 63,
+            sequence_tokens_max: 64,
+            block_count: LIMITS.blocks,
+            vocabulary_size: LIMITS.vocabulary,
+        };
+        let (inbox, commands) = Inbox::new(4, CollectWaker::default());
+        let parts = Parts {
+            steps: StepLoop::new(scheduler, BrokenDevice),
+            transfers: Arc::new(transfers),
+            commands,
+            events,
+            record,
+            metrics: NodeMetrics::new(&telemetry.metrics(), "model"),
+        };
+        (parts, inbox)
+    }
+
+    fn attempt(id: u128) -> Attempt {
+        Attempt {
+            request_id: id,
+            sequence: NewSequence {
+                id: SequenceId(id),
+                kind: SequenceKind::Compute,
+                tokens: vec![1, 2, 3],
+                prompt_len: 3,
+                sampling: Sampling::greedy(),
+                max_tokens: 4,
+                ignore_stop_tokens: true,
+                cache_salt: String::new(),
+                deadline: Instant::now() + Duration::from_secs(60),
+            },
+            peer: None,
+            traceparent: String::new(),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_broken_device_ends_every_request_with_a_typed_failure_and_then_the_thread() {
+        let (parts, inbox) = parts();
+        let mut engine = EngineThread::start(parts).unwrap();
+        // Refused when the device breaks before the answer is out, failed when after.
+        let kind = match inbox.begin(attempt(1)).await {
+            Ok(stream) => match stream.collect::<Vec<Heard>>().await.pop() {
+                Some(Heard::End(AttemptEnd::Failed { kind, .. })) => kind,
+                other => panic!("{other:?}"),
+            },
+            Err(refusal) => {
+                assert_eq!(refusal, Refusal::Stopped);
+                FailureKind::Internal
+            }
+        };
+        assert_eq!(kind, FailureKind::Internal);
+        engine.ended().await;
+        assert_eq!(inbox.begin(attempt(2)).await.unwrap_err(), Refusal::Stopped);
+        let error = engine.join().unwrap_err().to_string();
+        assert!(error.contains("it burnt down"), "{error}");
+        inbox.idle().await;
+    }
+
+    #[tokio::test]
+    async fn an_idle_thread_stops_when_told_and_when_everyone_left() {
+        for tell in [true, false] {
+            let (parts, inbox) = parts();
+            let mut engine = EngineThread::start(parts).unwrap();
+            if tell {
+                inbox.send(Command::Stop).unwrap();
+            }
+            drop(inbox);
+            engine.ended().await;
+            engine.join().unwrap();
+        }
+    }
+}

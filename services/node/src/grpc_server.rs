@@ -8,10 +8,10 @@ use tokio::{
     task::JoinHandle,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::transport::{Server, server::TcpIncoming};
+use tonic::transport::Server;
 use tonic_health::{ServingStatus, server::HealthReporter};
 
-use crate::service::NodeService;
+use crate::{connection, service::NodeService};
 
 /// A lost router is found after interval + timeout; then its requests are cancelled.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
@@ -79,7 +79,7 @@ impl GrpcServer {
         service: NodeService,
         limits: GrpcLimits,
     ) -> io::Result<Self> {
-        let incoming = TcpIncoming::from(address.listen()?).with_nodelay(Some(true));
+        let incoming = connection::incoming(address.listen()?);
         let (health, health_server) = tonic_health::server::health_reporter();
         set_health(&health, ServingStatus::NotServing).await;
         let message_bytes_max =

@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod attempt;
+mod connection;
 mod engine_thread;
 mod grpc_server;
 mod identity;

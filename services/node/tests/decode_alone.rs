@@ -367,3 +367,35 @@ async fn health_says_serving_until_the_drain() {
     drop((watch, health));
     draining.await.unwrap();
 }
+
+#[tokio::test]
+async fn garbage_and_silence_on_the_grpc_port_disturb_nobody() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let (node, side, _model) = decode_node(&[]).await;
+    let address = node.node.addresses().grpc;
+    let expected = side.decode_alone(&attempt(&dummy_prompt(20, 1), 50)).await.ids;
+    let mut silent = tokio::net::TcpStream::connect(address).await.unwrap();
+    let noise: Vec<u8> =
+        (0..100_000u32).map(|byte| (byte.wrapping_mul(0x9e37_79b9) >> 24) as u8).collect();
+    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    let messages: [&[u8]; 5] = [
+        &noise,
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
+        preface,
+        &[&preface[..], &[0xff; 64]].concat(),
+        // A frame that announces 16 MiB.
+        &[&preface[..], &[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1]].concat(),
+    ];
+    for message in messages {
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        // Either end may close first.
+        let _ = stream.write_all(message).await;
+        let again = attempt(&dummy_prompt(20, 1), 50);
+        assert_eq!(side.decode_alone(&again).await.ids, expected);
+    }
+    // The node says goodbye and closes.
+    let mut said = Vec::new();
+    let closed = tokio::time::timeout(Duration::from_secs(10), silent.read_to_end(&mut said)).await;
+    assert!(closed.is_ok(), "a silent connection is closed");
+    node.stop().await;
+}
