@@ -293,6 +293,22 @@ fn more_steps_than_the_depth_are_refused() {
 }
 
 #[test]
+fn an_executor_that_is_dropped_ends_its_thread_and_lets_go_of_every_block() {
+    let model = tiny_model();
+    let (mut engine, arena) = engine(&model, patient(limits_of(&model, 2, 16, 8, 2)), 1);
+    let mut actions = Vec::new();
+    engine.handle(Input::Arrived(request(1, 0, 40, 20)), &mut actions);
+    engine.turn(Duration::ZERO, &mut actions).expect("launching succeeds");
+    assert!(engine.steps_in_flight() > 0);
+    drop(engine);
+    // The thread held the arena too.
+    assert_eq!(std::sync::Arc::strong_count(&arena), 1);
+    for block in 0..8 {
+        assert_eq!(arena.pins(BlockId(block)).expect("in range"), 0);
+    }
+}
+
+#[test]
 fn a_waker_ends_a_collect_that_waits() {
     let mut executor = start(8, 96).expect("everything fits");
     let waker = executor.waker();

@@ -190,11 +190,12 @@ proptest! {
         blocks in 7..30u32,
         step_tokens in 5..64u32,
         chunk_tokens in prop_oneof![Just(u32::MAX), Just(16), 1..20u32],
+        prefix_cache in prop::bool::weighted(0.8),
         hurried in any::<bool>(),
         events in prop::collection::vec(event(), 1..120),
     ) {
         let limits = limits(slots, step_tokens, blocks, depth);
-        let config = SchedulerConfig { chunk_tokens, ..common::patient(limits) };
+        let config = SchedulerConfig { chunk_tokens, prefix_cache, ..common::patient(limits) };
         let config = if hurried {
             SchedulerConfig {
                 waiting_max: 3,

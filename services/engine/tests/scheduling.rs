@@ -483,6 +483,24 @@ fn cache_changes_lead_from_one_snapshot_to_the_next() {
 }
 
 #[test]
+fn nothing_is_found_again_while_the_prefix_cache_is_off() {
+    let config = SchedulerConfig { prefix_cache: false, ..patient(limits(2, 64, 8, 2)) };
+    let mut node = Node::new(config);
+    for id in 0..2 {
+        node.arrive(NewSequence {
+            id: SequenceId(id),
+            ignore_stop_tokens: true,
+            ..new(7, COMPUTE, 40, 3)
+        });
+        node.run();
+    }
+    let computed: u32 = node.engine.records().map(|record| record.tokens).sum();
+    assert_eq!(computed, 2 * (40 + 2));
+    assert_eq!(node.engine.scheduler().load().blocks_free, 8);
+    assert_eq!(node.engine.scheduler_mut().take_cache_changes(), []);
+}
+
+#[test]
 fn load_counts_what_is_known_and_what_is_still_to_compute() {
     let mut node = node(2, 16, 20, 1);
     node.arrive(new(1, COMPUTE, 40, 4));
