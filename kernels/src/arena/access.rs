@@ -110,8 +110,8 @@ impl StepAccess {
     ) -> &[T] {
         let layout = self.arena.layout;
         // SAFETY: the pointer is at the head's first element, and the head's elements follow.
-        // The block is borrowed by this value; it is written through `store` only, whose callers
-        // promise that no slice of that block is alive.
+        // The block is borrowed by this value; it is written through `token_mut` only, whose
+        // callers promise that no slice of the token is alive.
         unsafe {
             slice::from_raw_parts(
                 self.head_ptr::<T>(held, layer, half, head),
@@ -120,32 +120,31 @@ impl StepAccess {
         }
     }
 
-    /// Writes one token of one head, `head_dim` elements.
+    /// One token of one head, `head_dim` elements, to be written.
     ///
     /// Panics when `T` is not the arena's type, the block is held for reading only, or a number is
     /// out of range.
     ///
     /// # Safety
-    /// No slice of this head is alive, and no other thread writes the same token of it now.
+    /// As long as the slice lives, there is no other one with this token of this head, from here
+    /// or from [`Self::head`], on any thread.
     #[inline]
-    pub unsafe fn store<T: Element>(
+    #[allow(clippy::mut_from_ref)] // Exclusive by the caller's promise: threads share a step.
+    pub unsafe fn token_mut<T: Element>(
         &self,
         held: HeldBlock,
         layer: usize,
         half: KvHalf,
         head: usize,
         token: usize,
-        values: impl ExactSizeIterator<Item = T>,
-    ) {
+    ) -> &mut [T] {
         let dim = self.arena.layout.head_dim;
         assert!(self.is_written(held), "block {:?} is held for reading", self.blocks[held.index()]);
-        assert!(token < BLOCK_TOKENS && values.len() == dim, "one token of one head");
+        assert!(token < BLOCK_TOKENS, "a block has {BLOCK_TOKENS} tokens");
         // SAFETY: inside the head, as just checked; the caller keeps others away.
         unsafe {
-            let to = self.head_ptr::<T>(held, layer, half, head).add(token * dim);
-            for (offset, value) in values.take(dim).enumerate() {
-                to.add(offset).write(value);
-            }
+            let start = self.head_ptr::<T>(held, layer, half, head).add(token * dim);
+            slice::from_raw_parts_mut(start, dim)
         }
     }
 
@@ -251,7 +250,7 @@ mod tests {
         let held = access.find(BlockId(6)).unwrap();
         let token = [1.0_f32, 2.0, 3.0, 4.0];
         // SAFETY: one thread, and no slice is alive.
-        unsafe { access.store(held, 1, KvHalf::Value, 1, 15, token.iter().copied()) };
+        unsafe { access.token_mut(held, 1, KvHalf::Value, 1, 15) }.copy_from_slice(&token);
         assert_eq!(access.head::<f32>(held, 1, KvHalf::Value, 1)[60..], token);
         drop(access);
         let guard = arena.read(BlockId(6)).unwrap();
@@ -262,12 +261,12 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "held for reading")]
-    fn a_block_held_for_reading_cannot_be_stored_to() {
+    fn a_block_held_for_reading_cannot_be_written_to() {
         let arena = arena();
         let access = StepAccess::acquire(&arena, &ids(&[1]), &[]).unwrap();
         let held = access.find(BlockId(1)).unwrap();
-        // SAFETY: refused before anything is written.
-        unsafe { access.store(held, 0, KvHalf::Key, 0, 0, [0.0_f32; 4].into_iter()) };
+        // SAFETY: refused.
+        unsafe { access.token_mut::<f32>(held, 0, KvHalf::Key, 0, 0) };
     }
 
     #[test]

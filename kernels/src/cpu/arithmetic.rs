@@ -102,7 +102,7 @@ pub(crate) fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::isa::{Isa, Level};
+    use crate::cpu::{isa::per_level, testing::levels};
 
     #[test]
     fn exp_is_within_two_units_in_the_last_place() {
@@ -130,15 +130,17 @@ mod tests {
             .iter()
             .map(|&x| std::hint::black_box(exp(-x.abs())).to_bits() ^ silu(x).to_bits())
             .collect();
-        for isa in [Isa::Portable, Isa::Avx512] {
-            let Ok(level) = Level::find(isa) else { continue };
-            let mut vector = vec![0_u32; inputs.len()];
-            level.run(|| {
-                for (out, &x) in vector.iter_mut().zip(&inputs) {
+        per_level! {
+            fn all(inputs: &[f32], out: &mut [u32]) {
+                for (out, &x) in out.iter_mut().zip(inputs) {
                     *out = exp(-x.abs()).to_bits() ^ silu(x).to_bits();
                 }
-            });
-            assert_eq!(vector, scalar, "{isa}");
+            }
+        }
+        for level in levels() {
+            let mut vector = vec![0_u32; inputs.len()];
+            all(level, &inputs, &mut vector);
+            assert_eq!(vector, scalar, "{}", level.name());
         }
     }
 

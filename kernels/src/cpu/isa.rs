@@ -83,35 +83,50 @@ impl Level {
             Level::Amx => "amx",
         }
     }
+}
 
-    /// Runs `work`, inlined into a function compiled for this level, so that plain loops in it
-    /// become this level's vectors. Results are the same at every level: the compiler neither
-    /// reorders nor fuses floating-point operations.
-    #[inline(always)]
-    pub fn run<R>(self, work: impl FnOnce() -> R) -> R {
-        match self {
-            Level::Reference | Level::Baseline => work(),
-            // SAFETY: a `Level` is made by `find` alone, which saw these features on this machine.
+/// Defines a function with a `level: Level` before its other parameters, whose body is compiled
+/// once for every level, so that plain loops in it (and in what is `inline(always)` inside them)
+/// become this level's vectors. Results are the same at every level: the compiler neither reorders
+/// nor fuses floating-point operations.
+macro_rules! per_level {
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident(
+        $($argument:ident: $type:ty),* $(,)?
+    ) $(-> $output:ty)? $body:block) => {
+        $(#[$attribute])*
+        $visibility fn $name(level: $crate::cpu::isa::Level, $($argument: $type),*) $(-> $output)? {
+            use $crate::cpu::isa::Level;
+
+            #[inline(always)]
+            fn plain($($argument: $type),*) $(-> $output)? $body
+
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => unsafe { with_avx2(work) },
-            // SAFETY: as above.
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($argument: $type),*) $(-> $output)? {
+                plain($($argument),*)
+            }
+
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe { with_avx512(work) },
+            #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+            fn avx512($($argument: $type),*) $(-> $output)? {
+                plain($($argument),*)
+            }
+
+            match level {
+                Level::Reference | Level::Baseline => plain($($argument),*),
+                // SAFETY: a `Level` is made by `find` alone, which saw these features here.
+                #[cfg(target_arch = "x86_64")]
+                Level::Avx2 => unsafe { avx2($($argument),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
+                    avx512($($argument),*)
+                },
+            }
         }
-    }
+    };
 }
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
-    work()
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
-fn with_avx512<R>(work: impl FnOnce() -> R) -> R {
-    work()
-}
+pub(crate) use per_level;
 
 #[cfg(target_arch = "x86_64")]
 macro_rules! missing {

@@ -2,7 +2,7 @@
 
 use super::{
     arithmetic::{LANES, sum_lanes},
-    isa::Level,
+    isa::{Level, per_level},
     parts::Parts,
     threads::ThreadPool,
 };
@@ -23,12 +23,7 @@ pub(crate) fn rms_norm(
     let width = weight.len();
     let task_len = pool.rows_per_task(x.len() / width, width) * width;
     pool.for_each_piece(out, task_len, |_, task, out| {
-        level.run(|| {
-            let x = x[task * task_len..].chunks_exact(width);
-            for (x, out) in x.zip(out.chunks_exact_mut(width)) {
-                norm_row(x, weight, eps, out);
-            }
-        });
+        norm_rows(level, &x[task * task_len..], weight, eps, out);
     });
 }
 
@@ -53,16 +48,38 @@ pub(crate) fn add_rms_norm(
         let start = task * task_len;
         // SAFETY: the same rows as `out`'s, which this task alone has.
         let residual = unsafe { residual.slice(start, out.len()) };
-        level.run(|| {
-            let rows = residual.chunks_exact_mut(width).zip(x[start..].chunks_exact(width));
-            for ((residual, x), out) in rows.zip(out.chunks_exact_mut(width)) {
-                for (residual, &x) in residual.iter_mut().zip(x) {
-                    *residual += x;
-                }
-                norm_row(residual, weight, eps, out);
-            }
-        });
+        add_and_norm_rows(level, residual, &x[start..], weight, eps, out);
     });
+}
+
+per_level! {
+    /// As many rows as `out` has.
+    fn norm_rows(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        let width = weight.len();
+        for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+            norm_row(x, weight, eps, out);
+        }
+    }
+}
+
+per_level! {
+    /// As many rows as `out` has.
+    fn add_and_norm_rows(
+        residual: &mut [f32],
+        x: &[f32],
+        weight: &[f32],
+        eps: f32,
+        out: &mut [f32],
+    ) {
+        let width = weight.len();
+        let rows = residual.chunks_exact_mut(width).zip(x.chunks_exact(width));
+        for ((residual, x), out) in rows.zip(out.chunks_exact_mut(width)) {
+            for (residual, &x) in residual.iter_mut().zip(x) {
+                *residual += x;
+            }
+            norm_row(residual, weight, eps, out);
+        }
+    }
 }
 
 #[inline(always)]

@@ -2,7 +2,12 @@
 
 use half::bf16;
 
-use super::{arithmetic::to_bf16, isa::Level, step::CpuStep, threads::ThreadPool};
+use super::{
+    arithmetic::to_bf16,
+    isa::{Level, per_level},
+    step::CpuStep,
+    threads::ThreadPool,
+};
 use crate::{
     arena::Element,
     backend::HeadShape,
@@ -33,6 +38,12 @@ impl Rotation {
             sines: angles().map(|angle| angle.sin() as f32).collect(),
         }
     }
+
+    /// Cosines and sines of one row.
+    fn row(&self, row: usize, dim: usize) -> (&[f32], &[f32]) {
+        let range = row * (dim / 2)..(row + 1) * (dim / 2);
+        (&self.cosines[range.clone()], &self.sines[range])
+    }
 }
 
 /// Rotates queries and keys of every row of `qkv` in place and stores keys and values.
@@ -48,13 +59,38 @@ pub(crate) fn rope_store_kv(
     let known = step.rotation.take().filter(|known| *known.frequencies == *frequencies);
     let rotation = known.unwrap_or_else(|| Rotation::new(&step.positions, frequencies));
     match step.layout().dtype {
-        Dtype::F32 => all_rows(level, pool, layer, shape, &rotation, qkv, step, |x: f32| x),
-        Dtype::Bf16 => all_rows::<bf16>(level, pool, layer, shape, &rotation, qkv, step, to_bf16),
+        Dtype::F32 => all_rows::<f32>(level, pool, layer, shape, &rotation, qkv, step),
+        Dtype::Bf16 => all_rows::<bf16>(level, pool, layer, shape, &rotation, qkv, step),
     }
     step.rotation = Some(rotation);
 }
 
-fn all_rows<T: Element>(
+/// A KV element type and how rows of f32 become it.
+trait Stored: Element {
+    fn store(level: Level, values: &[f32], to: &mut [Self]);
+}
+
+impl Stored for f32 {
+    fn store(_level: Level, values: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(values);
+    }
+}
+
+impl Stored for bf16 {
+    fn store(level: Level, values: &[f32], to: &mut [bf16]) {
+        round(level, values, to);
+    }
+}
+
+per_level! {
+    fn round(values: &[f32], to: &mut [bf16]) {
+        for (to, &value) in to.iter_mut().zip(values) {
+            *to = to_bf16(value);
+        }
+    }
+}
+
+fn all_rows<T: Stored>(
     level: Level,
     pool: &mut ThreadPool,
     layer: usize,
@@ -62,72 +98,73 @@ fn all_rows<T: Element>(
     rotation: &Rotation,
     qkv: &mut [f32],
     step: &mut CpuStep,
-    convert: impl Fn(f32) -> T + Copy + Sync,
 ) {
-    let (width, half) = (shape.qkv_width(), shape.head_dim / 2);
-    let key_end = shape.query_width() + shape.kv_heads * shape.head_dim;
+    let (width, dim) = (shape.qkv_width(), shape.head_dim);
+    let key_end = shape.query_width() + shape.kv_heads * dim;
     let step = &*step;
     let task_rows = pool.rows_per_task(step.rows(), width);
     pool.for_each_piece(qkv, task_rows * width, |_, task, piece| {
-        level.run(|| {
-            for (index, qkv) in piece.chunks_exact_mut(width).enumerate() {
-                let row = task * task_rows + index;
-                let cosines = &rotation.cosines[row * half..][..half];
-                let sines = &rotation.sines[row * half..][..half];
-                let (rotated, values) = qkv.split_at_mut(key_end);
-                for head in rotated.chunks_exact_mut(shape.head_dim) {
-                    match level {
-                        Level::Reference => reference::rotate(head, cosines, sines),
-                        _ => rotate(head, cosines, sines),
-                    }
-                }
-                let keys = &rotated[shape.query_width()..];
-                store_row(layer, shape, keys, values, step, row, convert);
+        for (index, qkv) in piece.chunks_exact_mut(width).enumerate() {
+            let row = task * task_rows + index;
+            let (cosines, sines) = rotation.row(row, dim);
+            let (rotated, values) = qkv.split_at_mut(key_end);
+            match level {
+                Level::Reference => reference::rotate_heads(rotated, cosines, sines),
+                _ => rotate_heads(level, rotated, cosines, sines),
             }
-        });
+            let keys = &rotated[shape.query_width()..];
+            store_row::<T>(level, layer, dim, keys, values, step, row);
+        }
     });
 }
 
-/// Rotates the pairs (i, i + dim/2) of one head. Bit-equal to [`reference::rotate`].
-#[inline(always)]
-fn rotate(head: &mut [f32], cosines: &[f32], sines: &[f32]) {
-    let (low, high) = head.split_at_mut(cosines.len());
-    for (((low, high), &cosine), &sine) in low.iter_mut().zip(high).zip(cosines).zip(sines) {
-        (*low, *high) = (*low * cosine - *high * sine, *high * cosine + *low * sine);
+per_level! {
+    /// Rotates the pairs (i, i + dim/2) of every head. Bit-equal to [`reference::rotate_heads`].
+    fn rotate_heads(heads: &mut [f32], cosines: &[f32], sines: &[f32]) {
+        for head in heads.chunks_exact_mut(2 * cosines.len()) {
+            let (low, high) = head.split_at_mut(cosines.len());
+            for (((low, high), &cosine), &sine) in
+                low.iter_mut().zip(high).zip(cosines).zip(sines)
+            {
+                (*low, *high) = (*low * cosine - *high * sine, *high * cosine + *low * sine);
+            }
+        }
     }
 }
 
-#[inline(always)]
-fn store_row<T: Element>(
+fn store_row<T: Stored>(
+    level: Level,
     layer: usize,
-    shape: HeadShape,
+    dim: usize,
     keys: &[f32],
     values: &[f32],
     step: &CpuStep,
     row: usize,
-    convert: impl Fn(f32) -> T + Copy,
 ) {
     let block = step.row_blocks[row];
     let token = step.positions[row] as usize % BLOCK_TOKENS;
     for (half, data) in [(KvHalf::Key, keys), (KvHalf::Value, values)] {
-        for (head, data) in data.chunks_exact(shape.head_dim).enumerate() {
-            let elements = data.iter().map(|&value| convert(value));
-            // SAFETY: the step is borrowed exclusively, so no slice of its blocks is alive; a
-            // (block, token) belongs to one row, because a written block belongs to one sequence
-            // (it was acquired once) and positions of a sequence differ.
-            unsafe { step.access.store(block, layer, half, head, token, elements) };
+        for (head, data) in data.chunks_exact(dim).enumerate() {
+            // SAFETY: the step is borrowed exclusively, so no other slice of its blocks is alive
+            // but those of this function; a (block, token) belongs to one row, because a written
+            // block belongs to one sequence (it was acquired once) and positions of a sequence
+            // differ.
+            let to = unsafe { step.access.token_mut(block, layer, half, head, token) };
+            T::store(level, data, to);
         }
     }
 }
 
 pub(crate) mod reference {
-    /// One head: dimension `i` and `i + dim/2` are a point that is turned by angle `i`.
-    pub(crate) fn rotate(head: &mut [f32], cosines: &[f32], sines: &[f32]) {
-        let half = head.len() / 2;
-        for i in 0..half {
-            let (x, y) = (head[i], head[half + i]);
-            head[i] = x * cosines[i] - y * sines[i];
-            head[half + i] = y * cosines[i] + x * sines[i];
+    /// In every head, dimension `i` and `i + dim/2` are a point that is turned by angle `i`.
+    pub(crate) fn rotate_heads(heads: &mut [f32], cosines: &[f32], sines: &[f32]) {
+        let half = cosines.len();
+        for head in heads.chunks_exact_mut(2 * half) {
+            for i in 0..half {
+                let (x, y) = (head[i], head[half + i]);
+                head[i] = x * cosines[i] - y * sines[i];
+                head[half + i] = y * cosines[i] + x * sines[i];
+            }
         }
     }
 }

@@ -21,7 +21,7 @@ mod logprobs;
 
 use super::{
     arithmetic::{LANES, exp, sum_lanes},
-    isa::{Isa, Level},
+    isa::{Isa, Level, per_level},
 };
 use crate::sampling::{InvalidSampling, SampledToken, Sampling};
 
@@ -98,6 +98,7 @@ pub(crate) fn sample_with(
         best_id
     } else {
         let probabilities = &mut scratch.probabilities;
+        probabilities.resize(adjusted.len(), 0.0);
         weigh(level, adjusted, best_logit, sampling.temperature, probabilities);
         let key = draw::Key::new(sampling.seed, output.len() as u64);
         match keep::candidates(level, probabilities, sampling) {
@@ -112,24 +113,7 @@ pub(crate) fn sample_with(
 
 /// The greatest logit and the lowest id that has it. -∞ is a masked token; NaN and +∞ are errors.
 fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
-    let (greatest, is_bad) = level.run(|| {
-        let mut greatest = [f32::NEG_INFINITY; LANES];
-        let mut is_bad = [false; LANES];
-        let (groups, rest) = logits.as_chunks::<LANES>();
-        let mut visit = |lane: usize, value: f32| {
-            greatest[lane] = if value > greatest[lane] { value } else { greatest[lane] };
-            is_bad[lane] |= value.is_nan() | (value == f32::INFINITY);
-        };
-        for group in groups {
-            for (lane, &value) in group.iter().enumerate() {
-                visit(lane, value);
-            }
-        }
-        for (lane, &value) in rest.iter().enumerate() {
-            visit(lane, value);
-        }
-        (greatest.into_iter().fold(f32::NEG_INFINITY, f32::max), is_bad.contains(&true))
-    });
+    let (greatest, is_bad) = look_over(level, logits);
     let find = |is_it: &dyn Fn(f32) -> bool| {
         logits.iter().position(|&value| is_it(value)).map(|token| token as u32)
     };
@@ -145,23 +129,42 @@ fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
     Ok((token, greatest))
 }
 
-/// `weights[i] = exp((logits[i] - best) / temperature)`: probabilities relative to the best's.
-fn weigh(level: Level, logits: &[f32], best: f32, temperature: f32, weights: &mut Vec<f32>) {
-    weights.resize(logits.len(), 0.0);
-    level.run(|| {
+per_level! {
+    /// The greatest logit that is not NaN, and whether one is NaN or +∞.
+    fn look_over(logits: &[f32]) -> (f32, bool) {
+        let mut greatest = [f32::NEG_INFINITY; LANES];
+        let mut is_bad = [false; LANES];
+        let (groups, rest) = logits.as_chunks::<LANES>();
+        for group in groups {
+            for ((greatest, is_bad), &value) in greatest.iter_mut().zip(&mut is_bad).zip(group) {
+                *greatest = if value > *greatest { value } else { *greatest };
+                *is_bad |= value.is_nan() | (value == f32::INFINITY);
+            }
+        }
+        for ((greatest, is_bad), &value) in greatest.iter_mut().zip(&mut is_bad).zip(rest) {
+            *greatest = if value > *greatest { value } else { *greatest };
+            *is_bad |= value.is_nan() | (value == f32::INFINITY);
+        }
+        (greatest.into_iter().fold(f32::NEG_INFINITY, f32::max), is_bad.contains(&true))
+    }
+}
+
+per_level! {
+    /// `weights[i] = exp((logits[i] - best) / temperature)`: probabilities relative to the best's.
+    fn weigh(logits: &[f32], best: f32, temperature: f32, weights: &mut [f32]) {
         for (weight, &logit) in weights.iter_mut().zip(logits) {
             *weight = exp((logit - best) / temperature);
         }
-    });
+    }
 }
 
-/// Sum of the weights that are at least `floor`, in one fixed order: lanes within a run, runs in
-/// f64.
-fn total(level: Level, weights: &[f32], floor: f32) -> f64 {
-    const RUN: usize = 64 * LANES;
-    let mut total = 0.0;
-    for run in weights.chunks(RUN) {
-        let lanes = level.run(|| {
+per_level! {
+    /// Sum of the weights that are at least `floor`, in one fixed order: lanes within a run, runs
+    /// in f64.
+    fn total(weights: &[f32], floor: f32) -> f64 {
+        const RUN: usize = 64 * LANES;
+        let mut total = 0.0;
+        for run in weights.chunks(RUN) {
             let mut lanes = [0.0_f32; LANES];
             let (groups, rest) = run.as_chunks::<LANES>();
             for group in groups {
@@ -172,11 +175,10 @@ fn total(level: Level, weights: &[f32], floor: f32) -> f64 {
             for (lane, &weight) in lanes.iter_mut().zip(rest) {
                 *lane += if weight >= floor { weight } else { 0.0 };
             }
-            lanes
-        });
-        total += f64::from(sum_lanes(lanes));
+            total += f64::from(sum_lanes(lanes));
+        }
+        total
     }
-    total
 }
 
 #[cfg(test)]

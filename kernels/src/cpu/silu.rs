@@ -1,6 +1,10 @@
 //! The gated activation: `out[i] = silu(gate[i]) · up[i]`.
 
-use super::{arithmetic::silu, isa::Level, threads::ThreadPool};
+use super::{
+    arithmetic::silu,
+    isa::{Level, per_level},
+    threads::ThreadPool,
+};
 
 /// `gate_up` is `[rows][2 · width]`, gates first; `out` is `[rows][width]`. Bit-equal to
 /// [`reference::silu_mul`] at every level.
@@ -16,16 +20,21 @@ pub(crate) fn silu_mul(
     }
     let task_rows = pool.rows_per_task(out.len() / width, width);
     pool.for_each_piece(out, task_rows * width, |_, task, out| {
-        level.run(|| {
-            let gate_up = gate_up[task * task_rows * 2 * width..].chunks_exact(2 * width);
-            for (gate_up, out) in gate_up.zip(out.chunks_exact_mut(width)) {
-                let (gate, up) = gate_up.split_at(width);
-                for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
-                    *out = silu(gate) * up;
-                }
-            }
-        });
+        silu_mul_rows(level, width, &gate_up[task * task_rows * 2 * width..], out);
     });
+}
+
+per_level! {
+    /// As many rows as `out` has.
+    fn silu_mul_rows(width: usize, gate_up: &[f32], out: &mut [f32]) {
+        let rows = gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width));
+        for (gate_up, out) in rows {
+            let (gate, up) = gate_up.split_at(width);
+            for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+                *out = silu(gate) * up;
+            }
+        }
+    }
 }
 
 pub(crate) mod reference {

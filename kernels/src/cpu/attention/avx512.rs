@@ -196,7 +196,8 @@ unsafe fn softmax(tile: &mut TileMemory, query: usize) {
     let weights = exp_lanes(_mm512_sub_ps(scores, _mm512_set1_ps(maximum)));
     // SAFETY: as above.
     unsafe { _mm512_storeu_ps(at, weights) };
-    let correction = exp(before - maximum);
+    // Mostly the maximum stays, and then this is exp(0).
+    let correction = if maximum == before { 1.0 } else { exp(before - maximum) };
     tile.maxima[query] = maximum;
     tile.corrections[query] = correction;
     tile.sums[query] = tile.sums[query] * correction + sum_lanes(weights);

@@ -5,7 +5,10 @@ use super::{
     tile::{GROUP, TileMemory},
 };
 use crate::{
-    cpu::arithmetic::{exp, multiply_add, sum_lanes},
+    cpu::{
+        arithmetic::{exp, multiply_add, sum_lanes},
+        isa::{BASELINE_FUSES, Level},
+    },
     layout::BLOCK_TOKENS,
 };
 
@@ -13,8 +16,36 @@ use crate::{
 const TOGETHER: usize = 4;
 
 /// `keys` and `values` are `[token][dim]`.
+pub(super) fn add_block<T: Kv>(level: Level, tile: &mut TileMemory, keys: &[T], values: &[T]) {
+    match level {
+        Level::Reference | Level::Baseline => {
+            add::<T, BASELINE_FUSES>(tile, keys, values);
+        }
+        // SAFETY: the level was found on this machine.
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => unsafe { avx2_add(tile, keys, values) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
+            avx512_add(tile, keys, values);
+        },
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn avx2_add<T: Kv>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+    add::<T, true>(tile, keys, values);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+fn avx512_add<T: Kv>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+    add::<T, true>(tile, keys, values);
+}
+
 #[inline(always)]
-pub(super) fn add_block<T: Kv, const FUSED: bool>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+fn add<T: Kv, const FUSED: bool>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
     let dim = tile.dim;
     for (token, key) in keys.chunks_exact(dim).enumerate() {
         for (column, &element) in tile.keys.chunks_exact_mut(BLOCK_TOKENS).zip(key) {
@@ -66,7 +97,8 @@ fn softmax(tile: &mut TileMemory, query: usize) {
     for weight in weights.iter_mut() {
         *weight = exp(*weight - maximum);
     }
-    let correction = exp(before - maximum);
+    // Mostly the maximum stays, and then this is exp(0).
+    let correction = if maximum == before { 1.0 } else { exp(before - maximum) };
     tile.maxima[query] = maximum;
     tile.corrections[query] = correction;
     tile.sums[query] = tile.sums[query] * correction + sum_lanes(*weights);

@@ -2,7 +2,10 @@
 
 use super::{Kv, portable};
 use crate::{
-    cpu::{aligned::Aligned, isa::Level},
+    cpu::{
+        aligned::Aligned,
+        isa::{Level, per_level},
+    },
     layout::BLOCK_TOKENS,
 };
 
@@ -106,28 +109,26 @@ impl TileMemory {
             *visible = end.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
         }
         match level {
+            // SAFETY: the level was found on this machine, the width was checked.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Avx512Bf16 | Level::Amx if self.dim.is_multiple_of(16) => {
-                // SAFETY: the level was found on this machine, the width was checked.
-                unsafe { super::avx512::add_block(self, keys, values) }
-            }
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx2 | Level::Avx512 | Level::Avx512Bf16 | Level::Amx => {
-                level.run(|| portable::add_block::<T, true>(self, keys, values));
-            }
-            Level::Reference | Level::Baseline => {
-                portable::add_block::<T, { crate::cpu::isa::BASELINE_FUSES }>(self, keys, values);
-            }
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx if self.dim.is_multiple_of(16) => unsafe {
+                super::avx512::add_block(self, keys, values);
+            },
+            _ => portable::add_block(level, self, keys, values),
         }
     }
 
     /// The attention of one query, after its last block.
     pub fn finish(&self, level: Level, query: usize, out: &mut [f32]) {
         let weighted = &self.weighted[query * self.dim..][..self.dim];
-        level.run(|| {
-            for (out, weighted) in out.iter_mut().zip(weighted) {
-                *out = weighted / self.sums[query];
-            }
-        });
+        divide(level, weighted, self.sums[query], out);
+    }
+}
+
+per_level! {
+    fn divide(values: &[f32], by: f32, out: &mut [f32]) {
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = value / by;
+        }
     }
 }

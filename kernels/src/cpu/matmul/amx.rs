@@ -10,7 +10,12 @@
 use std::arch::{asm, x86_64::__cpuid_count};
 
 use super::{
-    super::{aligned::Aligned, arithmetic::to_bf16_bits, isa::Level, parts::Parts},
+    super::{
+        aligned::Aligned,
+        arithmetic::to_bf16_bits,
+        isa::{Level, per_level},
+        parts::Parts,
+    },
     CpuMatrix, Target, grid,
     pack::{INPUTS_STEP, PANEL, PanelRange},
 };
@@ -71,15 +76,7 @@ impl RowTiles {
             self.words = Aligned::zeroed(words.next_power_of_two());
         }
         let pack_tile = |tile: usize, out: &mut [u32]| {
-            level.run(|| {
-                let x = &x[tile * TILE_ROWS * k..];
-                for (row, x) in x.chunks_exact(k).take(TILE_ROWS).enumerate() {
-                    for (step, x) in x.chunks(INPUTS_STEP).enumerate() {
-                        let start = step * TILE_WORDS + row * INPUTS_STEP / 2;
-                        pack_inputs(x, &mut out[start..][..INPUTS_STEP / 2]);
-                    }
-                }
-            });
+            pack_tile_rows(level, &x[tile * TILE_ROWS * k..], k, out);
         };
         let tiles = &mut self.words[..words];
         if x.len() < 1 << 15 {
@@ -88,6 +85,18 @@ impl RowTiles {
             }
         } else {
             pool.for_each_piece(tiles, tile_words, |_, tile, out| pack_tile(tile, out));
+        }
+    }
+}
+
+per_level! {
+    /// Up to 16 rows of `x` as the steps of one tile.
+    fn pack_tile_rows(x: &[f32], k: usize, out: &mut [u32]) {
+        for (row, x) in x.chunks_exact(k).take(TILE_ROWS).enumerate() {
+            for (step, x) in x.chunks(INPUTS_STEP).enumerate() {
+                let start = step * TILE_WORDS + row * INPUTS_STEP / 2;
+                pack_inputs(x, &mut out[start..][..INPUTS_STEP / 2]);
+            }
         }
     }
 }

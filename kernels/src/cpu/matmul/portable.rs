@@ -16,12 +16,24 @@ pub(super) const BLOCK_ROWS_MAX: usize = 4;
 /// `target` may be written in the tile's rows and columns.
 pub(super) unsafe fn tile(level: Level, tile: &Tile<'_>, target: &Target) {
     match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level was found on this machine, and levels above it have what it has; the
+        // rest is the caller's promise.
+        Level::Avx2 | Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
+            avx2_tile(tile, target);
+        },
         // SAFETY: the caller's promise.
         Level::Reference | Level::Baseline => unsafe { with_rows::<BASELINE_FUSES>(tile, target) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's promise.
-        _ => level.run(|| unsafe { with_rows::<true>(tile, target) }),
     }
+}
+
+/// # Safety
+/// As [`tile`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn avx2_tile(tile: &Tile<'_>, target: &Target) {
+    // SAFETY: the caller's promise.
+    unsafe { with_rows::<true>(tile, target) }
 }
 
 /// # Safety

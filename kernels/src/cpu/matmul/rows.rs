@@ -3,7 +3,7 @@
 use super::super::{
     aligned::Aligned,
     arithmetic::{round_to_bf16, to_bf16_bits},
-    isa::Level,
+    isa::{Level, per_level},
     parts::Parts,
     threads::ThreadPool,
 };
@@ -72,15 +72,7 @@ impl RowBlocks {
             let length = x.len() / k * groups;
             // SAFETY: each block is packed once, and blocks do not overlap.
             let out = unsafe { parts.slice(block * block_rows * groups, length) };
-            level.run(|| match format {
-                RowFormat::F32 => interleave::<1>(x, k, out, |[value]| value.to_bits()),
-                RowFormat::Rounded => {
-                    interleave::<1>(x, k, out, |[value]| round_to_bf16(value).to_bits());
-                }
-                RowFormat::Pairs => interleave::<2>(x, k, out, |[even, odd]| {
-                    u32::from(to_bf16_bits(even)) | u32::from(to_bf16_bits(odd)) << 16
-                }),
-            });
+            pack_block_rows(level, x, k, format, out);
         };
         // A few rows are packed sooner than another thread would have begun.
         if x.len() < 1 << 15 {
@@ -111,6 +103,20 @@ impl RowBlocks {
     /// `[group][rows_in(block)]`.
     pub fn block(&self, block: usize) -> &[u32] {
         &self.words[self.first_row(block) * self.groups..][..self.rows_in(block) * self.groups]
+    }
+}
+
+per_level! {
+    fn pack_block_rows(x: &[f32], k: usize, format: RowFormat, out: &mut [u32]) {
+        match format {
+            RowFormat::F32 => interleave::<1>(x, k, out, |[value]| value.to_bits()),
+            RowFormat::Rounded => {
+                interleave::<1>(x, k, out, |[value]| round_to_bf16(value).to_bits());
+            }
+            RowFormat::Pairs => interleave::<2>(x, k, out, |[even, odd]| {
+                u32::from(to_bf16_bits(even)) | u32::from(to_bf16_bits(odd)) << 16
+            }),
+        }
     }
 }
 

@@ -13,7 +13,10 @@
 //! `splitmix64(x)` is the first output of Steele, Lea and Flood's generator in state `x`;
 //! `triple32` is Wellons' three-round bijection of 32 bits.
 
-use super::super::{arithmetic::LANES, isa::Level};
+use super::super::{
+    arithmetic::LANES,
+    isa::{Level, per_level},
+};
 
 /// Seed and output index, mixed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,21 +84,25 @@ pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u
         let first = (run * 4 * LANES) as u32;
         // Rounded up, as v below is rounded down: nobody who might win is passed over.
         let bound = winner.arrival as f32 * 1.000_001;
-        let may_win = level.run(|| {
-            let mut may_win = false;
-            for (token, &p) in (first..).zip(weights) {
-                let v = (key.bits(token) >> 8) as i32 as f32 * (1.0 / 16_777_216.0);
-                may_win |= (v <= p * bound) & (p > 0.0);
-            }
-            may_win
-        });
-        if may_win {
+        if may_win(level, key, first, weights, bound) {
             for (token, &p) in (first..).zip(weights).filter(|&(_, &p)| p > 0.0) {
                 winner.meet(token, key.arrival(token, p));
             }
         }
     }
     winner.token
+}
+
+per_level! {
+    /// Whether one of the tokens from `first` on could arrive before `bound`.
+    fn may_win(key: Key, first: u32, weights: &[f32], bound: f32) -> bool {
+        let mut may_win = false;
+        for (token, &p) in (first..).zip(weights) {
+            let v = (key.bits(token) >> 8) as i32 as f32 * (1.0 / 16_777_216.0);
+            may_win |= (v <= p * bound) & (p > 0.0);
+        }
+        may_win
+    }
 }
 
 /// Draws from some tokens (id, weight > 0), at least one, in any order.

@@ -3,7 +3,10 @@
 //! Hardly any token matters, so nothing is sorted that need not be: tokens above a *cut* are
 //! gathered, and only when they turn out not to be enough, the cut is lowered.
 
-use super::{super::isa::Level, total};
+use super::{
+    super::isa::{Level, per_level},
+    total,
+};
 use crate::sampling::Sampling;
 
 /// Probabilities, relative to the best token's, above which tokens are looked at first. The last
@@ -96,18 +99,27 @@ fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
 /// Tokens with at least `cut`, and more than nothing.
 fn gather(level: Level, weights: &[f32], cut: f32, kept: &mut Vec<Ranked>) {
     kept.clear();
-    let is_kept = |weight: f32| (weight >= cut) & (weight > 0.0);
     for (run, weights) in weights.chunks(RUN).enumerate() {
-        let any = level.run(|| weights.iter().fold(false, |any, &weight| any | is_kept(weight)));
-        if any {
+        if any_kept(level, weights, cut) {
             let first = (run * RUN) as u32;
             kept.extend(
                 (first..)
                     .zip(weights)
-                    .filter(|&(_, &weight)| is_kept(weight))
+                    .filter(|&(_, &weight)| is_kept(weight, cut))
                     .map(|(id, &weight)| ranked(id, weight)),
             );
         }
+    }
+}
+
+#[inline(always)]
+fn is_kept(weight: f32, cut: f32) -> bool {
+    (weight >= cut) & (weight > 0.0)
+}
+
+per_level! {
+    fn any_kept(weights: &[f32], cut: f32) -> bool {
+        weights.iter().fold(false, |any, &weight| any | is_kept(weight, cut))
     }
 }
 

@@ -2,10 +2,7 @@
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
-use super::{
-    super::{arithmetic::exp, isa::Level},
-    total,
-};
+use super::{super::isa::Level, total, weigh};
 use crate::sampling::TokenLogprobs;
 
 /// `logits` are raw and none is NaN or +∞; `best` is the greatest, `chosen` one of the ids.
@@ -17,11 +14,7 @@ pub(super) fn of(
     count: u32,
 ) -> TokenLogprobs {
     let mut weights = vec![0.0_f32; logits.len()];
-    level.run(|| {
-        for (weight, &logit) in weights.iter_mut().zip(logits) {
-            *weight = exp(logit - best);
-        }
-    });
+    weigh(level, logits, best, 1.0, &mut weights);
     let log_total = total(level, &weights, 0.0).ln();
     let logprob = |id: u32| (f64::from(logits[id as usize]) - f64::from(best) - log_total) as f32;
     let top = top_ids(logits, count).into_iter().map(|id| (id, logprob(id))).collect();
