@@ -40,6 +40,7 @@ pub struct Frames {
 }
 
 impl Frames {
+    /// Steps in flight.
     pub fn len(&self) -> usize {
         self.in_flight.len()
     }
@@ -48,10 +49,12 @@ impl Frames {
         self.in_flight.is_empty()
     }
 
+    /// The step that is launched next.
     pub fn next_step(&self) -> StepId {
         self.next_step
     }
 
+    /// A step with these rows goes out; returns its number.
     pub fn launch(&mut self, rows: Vec<FrameRow>) -> StepId {
         let step_id = self.next_step;
         self.next_step += 1;
@@ -113,6 +116,7 @@ impl Slots {
         }
     }
 
+    /// Free and occupied ones.
     pub fn total(&self) -> u32 {
         self.generations.len() as u32
     }
@@ -121,6 +125,7 @@ impl Slots {
         self.free.len() as u32
     }
 
+    /// A free slot, with the generation of its new occupant.
     pub fn occupy(&mut self) -> Option<(Slot, Generation)> {
         let slot = self.free.pop()?;
         Some((slot, self.generations[slot.0 as usize]))
@@ -137,10 +142,12 @@ impl Slots {
         }
     }
 
+    /// Whether the slot still has the occupant of that generation.
     pub fn is_current(&self, slot: Slot, generation: Generation) -> bool {
         self.generations[slot.0 as usize] == generation
     }
 
+    /// Slots whose occupants the executor must forget, each once.
     pub fn take_released(&mut self) -> Vec<Slot> {
         std::mem::take(&mut self.released)
     }

@@ -12,7 +12,7 @@
 //!    may have come, and with it the end.
 //!
 //! A plan is made before the results of the steps in flight are known, so positions and lengths of
-//! a [`Row`] are upper bounds. A stop is seen one step late; the block for the surplus token was
+//! a running row are upper bounds. A stop is seen one step late; the block for the surplus token was
 //! taken when its row was planned and goes back with its frame.
 //!
 //! When a row needs a block and none is available, the row that arrived last is preempted: it loses

@@ -181,7 +181,7 @@ fn wind_down(node: &mut Node) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
     #[test]
     fn any_life_is_token_exact_and_leaks_nothing(

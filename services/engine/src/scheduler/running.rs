@@ -177,7 +177,7 @@ impl Scheduler {
             unreachable!("only running rows are preempted");
         };
         self.running.retain(|&(_, other)| other != id);
-        self.waiting.push_compute(arrival, id);
+        self.waiting.push_preempted(arrival, id);
         self.preemptions += 1;
         self.vacate(row);
     }

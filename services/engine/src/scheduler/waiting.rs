@@ -30,11 +30,18 @@ impl Waiting {
         insert(&mut self.receives, arrival, id);
     }
 
-    /// A newcomer, or one that was preempted and comes back to its place.
     pub(super) fn push_compute(&mut self, arrival: Arrival, id: SequenceId) {
         insert(&mut self.computes, arrival, id);
         if self.computes.front() == Some(&(arrival, id)) {
             self.compute_starved = false;
+        }
+    }
+
+    /// One that had to make room comes back to its place. What it waits for is blocks.
+    pub(super) fn push_preempted(&mut self, arrival: Arrival, id: SequenceId) {
+        insert(&mut self.computes, arrival, id);
+        if self.computes.front() == Some(&(arrival, id)) {
+            self.compute_starved = true;
         }
     }
 
@@ -95,9 +102,13 @@ mod tests {
         let mut waiting = Waiting::default();
         waiting.push_compute(5, B);
         waiting.push_compute(9, C);
-        waiting.push_compute(2, A);
+        waiting.push_receive(3, SequenceId(4));
+        waiting.push_preempted(2, A);
         assert_eq!(waiting.next_compute(), Some(A));
+        assert_eq!(waiting.next_receive(), None, "the older one lacks blocks");
         waiting.remove(2, A);
+        assert_eq!(waiting.next_receive(), Some(SequenceId(4)));
+        waiting.admitted_receive();
         assert_eq!(waiting.next_compute(), Some(B));
         assert_eq!(waiting.len(), 2);
     }
