@@ -112,7 +112,8 @@ unsafe impl Sync for KvArena {}
 impl KvArena {
     /// An arena in host memory, zeroed. Pages that nobody touches cost nothing.
     pub fn host(layout: KvLayout, block_count: u32) -> Result<Arc<Self>, ArenaError> {
-        let block_bytes = layout.block_bytes();
+        // An overflowing size would lend memory that is not there.
+        let block_bytes = if layout.fits_memory() { layout.block_bytes() } else { usize::MAX };
         let bad = |reason| ArenaError::BadSize { block_count, block_bytes, reason };
         if block_count == 0 || block_bytes == 0 {
             return Err(bad("neither may be 0"));

@@ -71,6 +71,14 @@ impl KvLayout {
         self.layer_count * 2 * self.kv_head_count * self.head_elements()
     }
 
+    /// Whether the sizes below can be computed at all.
+    pub fn fits_memory(&self) -> bool {
+        [2, self.kv_head_count, BLOCK_TOKENS, self.head_dim, self.dtype.bytes()]
+            .into_iter()
+            .try_fold(self.layer_count, usize::checked_mul)
+            .is_some()
+    }
+
     /// Bytes of one block.
     pub fn block_bytes(&self) -> usize {
         self.block_elements() * self.dtype.bytes()

@@ -53,16 +53,15 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
             if tile.visible[first + queries - 1] == 0 {
                 continue;
             }
-            match queries {
-                1 => scores::<1>(tile, first),
-                2 => scores::<2>(tile, first),
-                3 => scores::<3>(tile, first),
-                4 => scores::<4>(tile, first),
-                5 => scores::<5>(tile, first),
-                6 => scores::<6>(tile, first),
-                7 => scores::<7>(tile, first),
-                _ => scores::<GROUP>(tile, first),
+            macro_rules! choose {
+                ($($queries:literal),+) => {
+                    match queries {
+                        $($queries => scores::<$queries>(tile, first),)+
+                        _ => scores::<GROUP>(tile, first),
+                    }
+                };
             }
+            choose!(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             for query in first..first + queries {
                 if tile.visible[query] > 0 {
                     softmax(tile, query);

@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Queries whose scores are computed together: their elements lie side by side.
-pub(super) const GROUP: usize = 8;
+pub(super) const GROUP: usize = 16;
 
 /// One tile's memory, kept from tile to tile. Queries are numbered row by row, and within a row
 /// head by head, so their positions do not decrease.
