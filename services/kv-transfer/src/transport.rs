@@ -87,7 +87,7 @@ pub enum Released {
 pub enum DataError {
     #[error(transparent)]
     Arena(#[from] ArenaError),
-    #[error("there is no connection to that peer")]
+    #[error("that peer is not connected")]
     NotOpen,
     #[error("{queued} chunks wait for that peer, the most")]
     QueueFull { queued: usize },

@@ -7,15 +7,30 @@ use std::{
 
 use super::{
     Action, Counters, DataEvent, Local, Peer, Turn,
-    pair::{Change, Close, Pair},
+    pair::{Close, Pair},
     receiver::Incoming,
     sender::Outgoing,
     tombstone::{Tombstone, Tombstones},
 };
 use crate::{
-    api::{Command, Epoch, Event, PeerAddress, TransferFailure, TransferId},
-    notice::{Body, Hello, Notice, Reserve, Source},
+    api::{Command, Epoch, Event, TransferFailure, TransferId},
+    notice::{Body, Notice, Source},
 };
+
+/// Borrows what a turn needs and leaves the tables free.
+macro_rules! turn {
+    ($core:expr, $now:expr) => {
+        Turn {
+            now: $now,
+            local: &$core.local,
+            actions: &mut $core.actions,
+            counters: &mut $core.counters,
+        }
+    };
+}
+
+mod begin;
+mod pairs;
 
 /// Deadlines beyond a day are a day, so that no clock overflows.
 const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
@@ -54,18 +69,6 @@ impl Side {
             Side::Receiver => Event::ReceiveFailed { transfer, failure },
         }
     }
-}
-
-/// Borrows what a turn needs and leaves the tables free.
-macro_rules! turn {
-    ($core:expr, $now:expr) => {
-        Turn {
-            now: $now,
-            local: &$core.local,
-            actions: &mut $core.actions,
-            counters: &mut $core.counters,
-        }
-    };
 }
 
 impl Core {
@@ -311,170 +314,6 @@ impl Core {
         (self.transfers.len(), self.early_count(), self.tombstones.len())
     }
 
-    // Beginnings.
-
-    /// Finds or makes the pair for a new transfer; `None` when the transfer has failed instead.
-    fn admit(
-        &mut self,
-        now: Instant,
-        transfer: TransferId,
-        address: &PeerAddress,
-        side: Side,
-    ) -> Option<Peer> {
-        match self.transfers.get(&transfer) {
-            Some(Transfer::Outgoing(outgoing)) if !outgoing.is_begun() => {
-                let peer = outgoing.peer().node_id.clone();
-                let detail = "RESERVE came for a transfer that is received here".to_owned();
-                let failure = TransferFailure::Protocol { peer, detail };
-                turn!(self, now).emit(side.failed(transfer, failure));
-                return None;
-            }
-            Some(_) => {
-                // The first start goes on; nodes answer a second one themselves.
-                tracing::warn!(%transfer, "a transfer was begun twice; the second is ignored");
-                return None;
-            }
-            None => {}
-        }
-        let peer = Peer { node_id: address.node_id.clone(), epoch: address.epoch };
-        match self.admission(now, transfer, address) {
-            Ok(()) => Some(peer),
-            Err(failure) => {
-                turn!(self, now).emit(side.failed(transfer, failure));
-                None
-            }
-        }
-    }
-
-    fn admission(
-        &mut self,
-        now: Instant,
-        transfer: TransferId,
-        address: &PeerAddress,
-    ) -> Result<(), TransferFailure> {
-        match self.tombstones.get(transfer) {
-            Some(Tombstone::Failed { reason }) => {
-                let reason = format!("the transfer had ended before: {reason}");
-                return Err(TransferFailure::Aborted { reason });
-            }
-            Some(Tombstone::Complete) => {
-                let reason = "a transfer with this id was completed before".to_owned();
-                return Err(TransferFailure::Aborted { reason });
-            }
-            None => {}
-        }
-        if address.epoch == self.local.epoch {
-            let reason = "the peer is this process itself".to_owned();
-            return Err(TransferFailure::Aborted { reason });
-        }
-        if self.transfers.len() >= self.local.limits.transfers_max {
-            let reason = format!("{} transfers are under way, the most", self.transfers.len());
-            return Err(TransferFailure::Aborted { reason });
-        }
-        if let Some(pair) = self.pairs.get(&address.epoch) {
-            return match pair.refusal() {
-                Some(reason) => Err(TransferFailure::Refused {
-                    peer: address.node_id.clone(),
-                    reason: reason.to_owned(),
-                }),
-                None => Ok(()),
-            };
-        }
-        if !self.make_room_for_pair(now) {
-            let reason = format!("{} peers have work here, the most", self.pairs.len());
-            return Err(TransferFailure::Aborted { reason });
-        }
-        self.sessions += 1;
-        let pair = Pair::greet(&mut turn!(self, now), address, self.sessions);
-        self.pairs.insert(address.epoch, pair);
-        Ok(())
-    }
-
-    fn insert(&mut self, now: Instant, id: TransferId, peer: Epoch, transfer: Transfer) {
-        if let Some(pair) = self.pairs.get_mut(&peer) {
-            pair.begin(now, id);
-            if matches!(transfer, Transfer::Outgoing(_)) {
-                pair.open_data(&mut turn!(self, now));
-            }
-        }
-        self.transfers.insert(id, transfer);
-        debug_assert!(self.transfers.len() <= self.local.limits.transfers_max);
-    }
-
-    /// True when `Expect` finds the transfer that its `RESERVE` has made.
-    fn meet_early_reserve(
-        &mut self,
-        now: Instant,
-        transfer: TransferId,
-        address: &PeerAddress,
-        prompt_hash: u128,
-        deadline: Duration,
-        traceparent: &str,
-    ) -> bool {
-        let Some(Transfer::Outgoing(outgoing)) = self.transfers.get_mut(&transfer) else {
-            return false;
-        };
-        if outgoing.is_begun() {
-            return false;
-        }
-        if outgoing.peer().epoch == address.epoch || !outgoing.is_early() {
-            self.with_outgoing(now, transfer, |outgoing, turn| {
-                outgoing.on_expect(turn, prompt_hash, deadline, traceparent.to_owned());
-            });
-            return true;
-        }
-        // Someone else has reserved under this id: not the one that the router has named.
-        let stranger = outgoing.peer().epoch;
-        let reason = format!("the router paired this transfer with {}", address.node_id);
-        turn!(self, now).send(stranger, Body::Abort { transfer, reason });
-        self.transfers.remove(&transfer);
-        if let Some(pair) = self.pairs.get_mut(&stranger) {
-            pair.end(now, transfer);
-        }
-        false
-    }
-
-    fn on_reserve(&mut self, now: Instant, from: &Source, reserve: Reserve, traceparent: String) {
-        let transfer = reserve.transfer;
-        match self.transfers.get(&transfer) {
-            Some(Transfer::Outgoing(outgoing)) if outgoing.peer().epoch == from.epoch => {
-                return self.with_outgoing_of(now, from, transfer, |outgoing, turn| {
-                    outgoing.on_reserve(turn, reserve, traceparent);
-                });
-            }
-            Some(_) => {
-                let reason = "this transfer id is in use with another peer".to_owned();
-                return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
-            }
-            None => {}
-        }
-        if let Some(tombstone) = self.tombstones.get(transfer) {
-            if let Tombstone::Failed { reason } = tombstone {
-                let reason = reason.clone();
-                turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
-            }
-            return;
-        }
-        let limits = self.local.limits;
-        if self.early_count() >= limits.early_max || self.transfers.len() >= limits.transfers_max {
-            let reason = format!("{} transfers are known here, the most", self.transfers.len());
-            return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
-        }
-        let peer = Peer { node_id: from.node_id.clone(), epoch: from.epoch };
-        let early = Outgoing::early(&mut turn!(self, now), peer, reserve, traceparent);
-        self.insert(now, transfer, from.epoch, Transfer::Outgoing(early));
-    }
-
-    fn early_count(&self) -> usize {
-        let is_early = |transfer: &&Transfer| match transfer {
-            Transfer::Outgoing(outgoing) => outgoing.is_early(),
-            Transfer::Incoming(_) => false,
-        };
-        self.transfers.values().filter(is_early).count()
-    }
-
-    // Ends.
-
     fn abort(&mut self, now: Instant, transfer: TransferId, reason: String) {
         if !self.transfers.contains_key(&transfer) {
             // It may be cancelled before it is begun.
@@ -529,190 +368,6 @@ impl Core {
             self.bury(now, id);
         }
     }
-
-    // Pairs.
-
-    fn on_hello(&mut self, now: Instant, from: &Source, hello: &Hello) {
-        if from.epoch == self.local.epoch {
-            return turn!(self, now).refuse("own_epoch");
-        }
-        if !self.pairs.contains_key(&from.epoch) {
-            if !self.make_room_for_pair(now) {
-                return turn!(self, now).refuse("pairs_full");
-            }
-            let address = PeerAddress {
-                node_id: from.node_id.clone(),
-                epoch: from.epoch,
-                notice_endpoint: hello.notice_endpoint.clone(),
-            };
-            self.sessions += 1;
-            let pair = Pair::met(&mut turn!(self, now), &address, self.sessions);
-            self.pairs.insert(from.epoch, pair);
-        }
-        self.with_pair(now, from.epoch, |pair, turn| pair.on_hello(turn, hello));
-    }
-
-    fn with_pair(
-        &mut self,
-        now: Instant,
-        epoch: Epoch,
-        act: impl FnOnce(&mut Pair, &mut Turn<'_>) -> Change,
-    ) {
-        let Some(pair) = self.pairs.get_mut(&epoch) else {
-            return turn!(self, now).refuse("pair_not_up");
-        };
-        let change = act(pair, &mut turn!(self, now));
-        let transfers: Vec<TransferId> = pair.transfers().iter().copied().collect();
-        match change {
-            Change::Nothing => {}
-            Change::Up => {
-                self.open_data(now, epoch);
-                for id in transfers {
-                    self.with_transfer(now, id, |side, turn| {
-                        if let Transfer::Incoming(incoming) = side {
-                            incoming.on_pair_up(turn);
-                        }
-                    });
-                }
-            }
-            Change::UpAgain => {
-                for id in transfers {
-                    self.with_transfer(now, id, |side, turn| {
-                        match side {
-                            Transfer::Outgoing(outgoing) => outgoing.resend(turn),
-                            Transfer::Incoming(incoming) => incoming.resend(turn),
-                        };
-                    });
-                }
-            }
-            Change::Anew => {
-                for id in transfers {
-                    self.with_transfer(now, id, |side, turn| match side {
-                        Transfer::Outgoing(outgoing) => outgoing.on_pair_anew(turn),
-                        Transfer::Incoming(incoming) => incoming.on_pair_anew(turn),
-                    });
-                }
-                turn!(self, now).act(Action::CloseData { peer: epoch });
-                self.open_data(now, epoch);
-            }
-            Change::Refused { reason } => {
-                let peer = pair.peer().node_id.clone();
-                let failure = TransferFailure::Refused { peer, reason };
-                self.end_transfers(now, transfers, &failure);
-            }
-        }
-    }
-
-    /// Where something is to be sent to the peer.
-    fn open_data(&mut self, now: Instant, epoch: Epoch) {
-        let Some(pair) = self.pairs.get_mut(&epoch) else { return };
-        let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
-        if sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_ending())) {
-            pair.open_data(&mut turn!(self, now));
-        }
-    }
-
-    fn lose_pair(&mut self, now: Instant, epoch: Epoch, reason: &str) {
-        let Some(pair) = self.pairs.remove(&epoch) else { return };
-        let failure = TransferFailure::PeerLost {
-            peer: pair.peer().node_id.clone(),
-            reason: reason.to_owned(),
-        };
-        self.end_transfers(now, pair.transfers().iter().copied().collect(), &failure);
-        turn!(self, now).act(Action::Disconnect { peer: epoch });
-    }
-
-    fn end_transfers(
-        &mut self,
-        now: Instant,
-        transfers: Vec<TransferId>,
-        failure: &TransferFailure,
-    ) {
-        for id in transfers {
-            self.with_transfer(now, id, |side, turn| match side {
-                Transfer::Outgoing(outgoing) => outgoing.on_peer_lost(turn, failure.clone()),
-                Transfer::Incoming(incoming) => incoming.on_peer_lost(turn, failure.clone()),
-            });
-        }
-    }
-
-    fn close_pair(&mut self, epoch: Epoch) {
-        if self.pairs.remove(&epoch).is_some() {
-            self.actions.push_back(Action::Disconnect { peer: epoch });
-        }
-    }
-
-    /// The longest idle pair makes room.
-    fn make_room_for_pair(&mut self, now: Instant) -> bool {
-        if self.pairs.len() < self.local.limits.pairs_max {
-            return true;
-        }
-        let idle = self
-            .pairs
-            .values()
-            .filter(|pair| pair.is_idle(now))
-            .min_by_key(|pair| pair.idle_since())
-            .map(|pair| pair.peer().epoch);
-        match idle {
-            Some(epoch) => {
-                self.close_pair(epoch);
-                true
-            }
-            None => false,
-        }
-    }
-
-    fn send_heartbeat(&mut self, now: Instant, epoch: Epoch) {
-        let Some(pair) = self.pairs.get(&epoch) else { return };
-        let (mut transfers, mut awaited) = (Vec::new(), Vec::new());
-        for id in pair.transfers() {
-            match self.transfers.get(id) {
-                Some(Transfer::Outgoing(outgoing)) if outgoing.is_awaiting() => awaited.push(*id),
-                Some(Transfer::Outgoing(outgoing)) if outgoing.is_wanted() => transfers.push(*id),
-                Some(Transfer::Incoming(incoming)) if incoming.is_wanted() => transfers.push(*id),
-                Some(_) | None => {}
-            }
-        }
-        turn!(self, now).send(epoch, Body::Heartbeat { transfers, awaited });
-    }
-
-    fn on_heartbeat(
-        &mut self,
-        now: Instant,
-        from: &Source,
-        transfers: &[TransferId],
-        awaited: &[TransferId],
-    ) {
-        if transfers.is_empty() && awaited.is_empty() {
-            return;
-        }
-        if let Some(pair) = self.pairs.get_mut(&from.epoch) {
-            pair.on_peer_works(now);
-        }
-        for id in transfers {
-            if let Some(transfer) = self.transfers.get_mut(id)
-                && transfer.peer().epoch == from.epoch
-            {
-                transfer.renew(now);
-            }
-        }
-        // What the peer wants and we have given up, it may never have heard of.
-        for id in transfers.iter().chain(awaited) {
-            if let Some(Tombstone::Failed { reason }) = self.tombstones.get(*id) {
-                let abort = Body::Abort { transfer: *id, reason: reason.clone() };
-                turn!(self, now).send(from.epoch, abort);
-            }
-        }
-        for id in awaited {
-            if let Some(Transfer::Incoming(incoming)) = self.transfers.get_mut(id)
-                && incoming.peer().epoch == from.epoch
-            {
-                incoming.on_awaited(now);
-            }
-        }
-    }
-
-    // One transfer.
 
     fn with_transfer(
         &mut self,

@@ -17,6 +17,7 @@
 //! * A failed event is emitted only when the transport has let go of every block of the transfer.
 //! * Only pairs with work speak; a pair is lost as a whole.
 
+mod chunks;
 pub mod core;
 mod ending;
 pub mod identity;

@@ -13,6 +13,7 @@ use kernels::{BlockId, sampling::SampledToken};
 
 use super::{
     Action, Peer, Turn,
+    chunks::Chunks,
     ending::{Ending, Tell},
     identity,
     retry::Retry,
@@ -23,10 +24,6 @@ use crate::{
     config::LEASE,
     notice::{Body, Done, Reserve},
 };
-
-/// Chunks announced and not yet cleared, per transfer: enough that the next receive is posted while
-/// one travels, few enough that no transfer fills the pair's queue with notices.
-const ANNOUNCED_MAX: usize = 4;
 
 pub struct Outgoing {
     transfer: TransferId,
@@ -57,33 +54,12 @@ enum Phase {
 }
 
 struct Sending {
-    /// Of the prompt: what was reserved, and how far the node has written.
-    next_block: u32,
-    end_block: u32,
-    chunks: Vec<Chunk>,
+    chunks: Chunks,
     /// Index and value of the first token, once the node has finished.
     finish: Option<(u32, SampledToken)>,
     done: Option<Done>,
     first_clear: Option<Instant>,
     retry: Retry,
-}
-
-struct Chunk {
-    first_block: u32,
-    blocks: Vec<BlockId>,
-    state: ChunkState,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ChunkState {
-    /// For others to be cleared.
-    Waiting,
-    Announced,
-    /// Given to the transport.
-    Clear,
-    Sent {
-        integrity: u64,
-    },
 }
 
 impl Outgoing {
@@ -173,27 +149,23 @@ impl Outgoing {
         let end_block = u32::try_from(reserve.blocks.len())
             .ok()
             .and_then(|block_count| reserve.first_block.checked_add(block_count));
-        let problem = if let Some(difference) = identity::difference(&turn.local.identity, &theirs)
-        {
-            Some(format!("RESERVE: {difference}"))
-        } else if reserve.prompt_hash != prompt_hash {
-            Some(format!(
+        let problem = match (identity::difference(&turn.local.identity, &theirs), end_block) {
+            (Some(difference), _) => Err(format!("RESERVE: {difference}")),
+            (None, _) if reserve.prompt_hash != prompt_hash => Err(format!(
                 "RESERVE is for prompt {:032x}, this prefill is of {prompt_hash:032x}",
                 reserve.prompt_hash
-            ))
-        } else if end_block.is_none() {
-            Some(format!("RESERVE starts at block {} and overflows", reserve.first_block))
-        } else {
-            None
+            )),
+            (None, None) => {
+                Err(format!("RESERVE starts at block {} and overflows", reserve.first_block))
+            }
+            (None, Some(end_block)) => Ok(end_block),
         };
-        if let Some(detail) = problem {
-            let peer = self.peer.node_id.clone();
-            return self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
-        }
+        let end_block = match problem {
+            Ok(end_block) => end_block,
+            Err(detail) => return self.broken(turn, detail),
+        };
         self.phase = Phase::Sending(Sending {
-            next_block: reserve.first_block,
-            end_block: end_block.unwrap_or(reserve.first_block),
-            chunks: Vec::new(),
+            chunks: Chunks::new(reserve.first_block, end_block),
             finish: None,
             done: None,
             first_clear: None,
@@ -222,43 +194,19 @@ impl Outgoing {
             }
             return;
         };
-        let skipped = sending.next_block.saturating_sub(first_block) as usize;
-        let given_end = first_block as usize + blocks.len();
-        let rest = blocks.get(skipped..).unwrap_or_default();
-        let in_order = first_block <= sending.next_block
-            // Only what the receiver has cached may be given and is skipped.
-            && (skipped == 0 || sending.chunks.is_empty());
-        if !in_order || (!rest.is_empty() && given_end > sending.end_block as usize) {
-            let detail = format!(
-                "blocks {first_block} to {given_end} were written where {} to {} were due",
-                sending.next_block, sending.end_block
-            );
-            return self.misused(turn, detail);
+        match sending.chunks.add(first_block, &blocks, turn.local.chunk_blocks()) {
+            Ok(()) => self.announce(turn),
+            Err(error) => self.misused(turn, error.to_string()),
         }
-        for blocks in rest.chunks(turn.local.chunk_blocks()) {
-            sending.chunks.push(Chunk {
-                first_block: sending.next_block,
-                blocks: blocks.to_vec(),
-                state: ChunkState::Waiting,
-            });
-            sending.next_block += blocks.len() as u32;
-        }
-        self.announce(turn);
     }
 
     fn announce(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &mut self.phase else { return };
-        let mut announced = sending.count(ChunkState::Announced);
-        for (index, chunk) in sending.chunks.iter_mut().enumerate() {
-            if announced == ANNOUNCED_MAX {
-                break;
-            }
-            if chunk.state == ChunkState::Waiting {
-                chunk.state = ChunkState::Announced;
-                let notice = chunk.notice(self.transfer, index as u32, turn.local.block_bytes);
+        while let Some(chunk) = sending.chunks.announce() {
+            sending.retry = Retry::start(turn.now);
+            let notice = sending.chunks.notice(self.transfer, chunk, turn.local.block_bytes);
+            if let Some(notice) = notice {
                 turn.send(self.peer.epoch, notice);
-                sending.retry = Retry::start(turn.now);
-                announced += 1;
             }
         }
     }
@@ -270,12 +218,11 @@ impl Outgoing {
             }
             return;
         };
-        if sending.next_block != sending.end_block {
-            let detail = format!(
-                "Finish came when blocks {} to {} were still due",
-                sending.next_block, sending.end_block
-            );
-            return self.misused(turn, detail);
+        let due = sending.chunks.due();
+        if !due.is_empty() {
+            let reason =
+                format!("Finish came when blocks {} to {} were still due", due.start, due.end);
+            return self.misused(turn, reason);
         }
         sending.finish.get_or_insert((first_index, token));
         self.send_done_when_all_is_sent(turn);
@@ -283,24 +230,17 @@ impl Outgoing {
 
     pub fn on_clear_to_send(&mut self, turn: &mut Turn<'_>, chunk: u32) {
         let Phase::Sending(sending) = &mut self.phase else { return };
-        let announced = sending
-            .chunks
-            .get_mut(chunk as usize)
-            .filter(|chunk| chunk.state != ChunkState::Waiting);
-        let Some(cleared) = announced else {
-            let detail = format!("CTS for chunk {chunk}, which was never announced");
-            let peer = self.peer.node_id.clone();
-            return self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+        let blocks = match sending.chunks.clear(chunk) {
+            Ok(Some(blocks)) => blocks,
+            // Repeated.
+            Ok(None) => return,
+            Err(error) => return self.broken(turn, error.to_string()),
         };
-        if cleared.state != ChunkState::Announced {
-            return;
-        }
-        cleared.state = ChunkState::Clear;
         turn.act(Action::SendChunk {
             peer: self.peer.epoch,
             transfer: self.transfer,
             chunk,
-            blocks: cleared.blocks.clone(),
+            blocks,
         });
         sending.first_clear.get_or_insert(turn.now);
         sending.retry = Retry::start(turn.now);
@@ -309,10 +249,8 @@ impl Outgoing {
 
     pub fn on_sent(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
         let Phase::Sending(sending) = &mut self.phase else { return };
-        if let Some(sent) = sending.chunks.get_mut(chunk as usize) {
-            sent.state = ChunkState::Sent { integrity };
-            self.send_done_when_all_is_sent(turn);
-        }
+        sending.chunks.sent(chunk, integrity);
+        self.send_done_when_all_is_sent(turn);
     }
 
     fn send_done_when_all_is_sent(&mut self, turn: &mut Turn<'_>) {
@@ -321,18 +259,10 @@ impl Outgoing {
         if sending.done.is_some() {
             return;
         }
-        let integrity: Option<Vec<u64>> = sending
-            .chunks
-            .iter()
-            .map(|chunk| match chunk.state {
-                ChunkState::Sent { integrity } => Some(integrity),
-                ChunkState::Waiting | ChunkState::Announced | ChunkState::Clear => None,
-            })
-            .collect();
-        let Some(integrity) = integrity else { return };
+        let Some(integrity) = sending.chunks.integrity() else { return };
         let done = Done {
             transfer: self.transfer,
-            chunk_count: sending.chunks.len() as u32,
+            chunk_count: sending.chunks.count(),
             first_index: *first_index,
             token: token.clone(),
             integrity,
@@ -345,14 +275,11 @@ impl Outgoing {
     pub fn on_ack(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &self.phase else { return };
         if sending.done.is_none() {
-            let detail = "ACK came before DONE was sent".to_owned();
-            let peer = self.peer.node_id.clone();
-            return self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+            return self.broken(turn, "ACK came before DONE was sent".to_owned());
         }
-        let block_count: usize = sending.chunks.iter().map(|chunk| chunk.blocks.len()).sum();
         let figures = Figures {
-            bytes: (block_count * turn.local.block_bytes) as u64,
-            chunks: sending.chunks.len() as u32,
+            bytes: (sending.chunks.block_count() * turn.local.block_bytes) as u64,
+            chunks: sending.chunks.count(),
             elapsed: sending
                 .first_clear
                 .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
@@ -396,6 +323,11 @@ impl Outgoing {
         self.abort(turn, reason);
     }
 
+    fn broken(&mut self, turn: &mut Turn<'_>, detail: String) {
+        let peer = self.peer.node_id.clone();
+        self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+    }
+
     pub fn on_data_failed(&mut self, turn: &mut Turn<'_>, reason: String) {
         self.fail(turn, TransferFailure::Aborted { reason }, Tell::Abort);
     }
@@ -422,7 +354,7 @@ impl Outgoing {
             return;
         }
         let reads = match &self.phase {
-            Phase::Sending(sending) => sending.count(ChunkState::Clear) > 0,
+            Phase::Sending(sending) => sending.chunks.are_read(),
             _ => false,
         };
         let reason = failure.to_string();
@@ -450,9 +382,9 @@ impl Outgoing {
     pub fn resend(&mut self, turn: &mut Turn<'_>) -> bool {
         let Phase::Sending(sending) = &self.phase else { return false };
         let mut resent = 0;
-        for (index, chunk) in sending.chunks.iter().enumerate() {
-            if chunk.state == ChunkState::Announced {
-                let notice = chunk.notice(self.transfer, index as u32, turn.local.block_bytes);
+        for chunk in sending.chunks.unanswered() {
+            let notice = sending.chunks.notice(self.transfer, chunk, turn.local.block_bytes);
+            if let Some(notice) = notice {
                 turn.send(self.peer.epoch, notice);
                 resent += 1;
             }
@@ -568,22 +500,6 @@ impl Outgoing {
 
 impl Sending {
     fn awaits_answer(&self) -> bool {
-        self.done.is_some() || self.count(ChunkState::Announced) > 0
-    }
-
-    fn count(&self, state: ChunkState) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.state == state).count()
-    }
-}
-
-impl Chunk {
-    fn notice(&self, transfer: TransferId, chunk: u32, block_bytes: usize) -> Body {
-        Body::Chunk {
-            transfer,
-            chunk,
-            first_block: self.first_block,
-            block_count: self.blocks.len() as u32,
-            bytes: (self.blocks.len() * block_bytes) as u64,
-        }
+        self.done.is_some() || self.chunks.has_unanswered()
     }
 }

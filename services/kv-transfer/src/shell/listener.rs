@@ -6,7 +6,7 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use crossbeam_channel::Sender;
@@ -22,6 +22,8 @@ use crate::{
     threads::Threads,
 };
 
+/// How long dropping a listener may take.
+const DROP_MAX: Duration = Duration::from_secs(1);
 /// The longest wait for a message, so that a lost wake-up is not for ever.
 const POLL_MS: i64 = 1_000;
 /// Messages taken in one go, before the door is looked at again.
@@ -75,6 +77,13 @@ impl Listener {
             let _ = stop.send("stop", zmq::DONTWAIT);
         }
         self.thread.join_all(deadline)
+    }
+}
+
+impl Drop for Listener {
+    /// For a start that fails halfway; otherwise the thread has ended before.
+    fn drop(&mut self) {
+        self.shutdown(Instant::now() + DROP_MAX);
     }
 }
 

@@ -142,7 +142,8 @@ impl Transfers {
             config.epoch,
             keys.clone(),
             arena,
-            limits.pairs_max,
+            // While a connection is replaced the one before may still be ending.
+            2 * limits.pairs_max,
             data_sender,
             Arc::clone(&data_counters),
         )

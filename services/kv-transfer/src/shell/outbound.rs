@@ -169,3 +169,68 @@ impl Monitor {
         self.events.recv_multipart(zmq::DONTWAIT).is_ok()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::{
+        api::TransferId,
+        config::ClusterSecret,
+        notice::{Body, Source},
+    };
+
+    fn postbox() -> (Postbox, Receiver<(Epoch, String)>) {
+        let keys = Keys::derive(&ClusterSecret::new("the secret of this test").unwrap());
+        let (failures, failed) = bounded(4);
+        let from = Source { node_id: "me".to_owned(), epoch: Epoch(1) };
+        let postbox = Postbox {
+            context: zmq::Context::new(),
+            sealer: Sealer::new(keys.clone(), from),
+            keys,
+            counters: Arc::default(),
+            failures,
+        };
+        (postbox, failed)
+    }
+
+    fn peer(notice_endpoint: &str) -> PeerAddress {
+        PeerAddress {
+            node_id: "peer".to_owned(),
+            epoch: Epoch(2),
+            notice_endpoint: notice_endpoint.to_owned(),
+        }
+    }
+
+    fn notice() -> Notice {
+        Notice::untraced(Body::Ack { transfer: TransferId(1) })
+    }
+
+    #[test]
+    fn a_queue_that_nobody_empties_is_refused_at_its_bound_and_ends_soon() {
+        let (postbox, _failed) = postbox();
+        let threads = Threads::default();
+        // Nobody listens on the discard port.
+        let outbound = Outbound::start(&postbox, &peer("tcp://127.0.0.1:9"), &threads).unwrap();
+        let start = Instant::now();
+        let taken = (0..2 * QUEUE_MAX).take_while(|_| outbound.send(notice()).is_ok()).count();
+        assert!((QUEUE_MAX..QUEUE_MAX + 16).contains(&taken), "{taken}");
+        assert!(start.elapsed() < Duration::from_secs(1), "nobody waits");
+        drop(outbound);
+        assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn an_endpoint_that_is_none_is_reported() {
+        let (postbox, failed) = postbox();
+        let threads = Threads::default();
+        let outbound = Outbound::start(&postbox, &peer("ipc://somewhere"), &threads).unwrap();
+        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(5)).unwrap();
+        assert_eq!(epoch, Epoch(2));
+        assert!(reason.contains("ipc://somewhere") && reason.contains("tcp://"), "{reason}");
+        drop(outbound);
+        assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
+    }
+}

@@ -2,15 +2,19 @@
 //!
 //! One connection per pair and direction, made by the sender, proven on both ends by tags over
 //! fresh nonces ([`handshake`]), then a sequence of frames ([`frame`]). Each connection has one
-//! thread at either end: [`outbound`] writes straight from borrowed blocks, [`inbound`] reads
-//! straight into the posted ones. Neither encrypted nor sealed frame by frame: the network between
+//! thread at either end that moves bytes: [`writer`] straight from borrowed blocks, [`reader`] straight
+//! into the posted ones. Neither encrypted nor sealed frame by frame: the network between
 //! the nodes is the operator's, and each chunk's xxh3 travels in the sealed `DONE`.
 
 mod frame;
 mod handshake;
 mod inbound;
+mod inbox;
 mod outbound;
+mod outbox;
+mod reader;
 mod stream;
+mod writer;
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +24,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use crossbeam_channel::Sender;
@@ -35,7 +39,10 @@ use crate::{
     transport::{DataError, Released, Report, Transport},
 };
 use inbound::Inbound;
-use outbound::Outbox;
+use outbox::Outbox;
+
+/// How long dropping a transport may take.
+const DROP_MAX: Duration = Duration::from_secs(1);
 
 /// What both directions share.
 struct Shared {
@@ -189,6 +196,16 @@ impl Transport for Tcp {
         let mut unfinished = self.inbound.shutdown(deadline);
         unfinished.extend(self.writers.join_all(deadline));
         unfinished
+    }
+}
+
+impl Drop for Tcp {
+    /// For a start that fails halfway; a transport in use is shut down by its driver.
+    fn drop(&mut self) {
+        let unfinished = self.shutdown(Instant::now() + DROP_MAX);
+        if !unfinished.is_empty() {
+            tracing::error!(?unfinished, "data threads did not end");
+        }
     }
 }
 

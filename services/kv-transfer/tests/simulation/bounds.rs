@@ -9,7 +9,10 @@ use kv_transfer::{
     notice::{Body, Hello, Notice, Reserve, Source},
 };
 
-use crate::world::{CALM, Journey, Step, World, identity};
+use crate::{
+    node::identity,
+    world::{CALM, Journey, Step, World},
+};
 
 const LIMITS: Limits = Limits {
     transfers_max: 10,

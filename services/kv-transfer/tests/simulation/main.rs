@@ -5,6 +5,7 @@
 mod bounds;
 mod circular_wait;
 mod every_state;
+mod node;
 mod random;
 mod storms;
 mod strangers;

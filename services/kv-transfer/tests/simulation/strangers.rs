@@ -11,8 +11,9 @@ use kv_transfer::{
 use proptest::prelude::*;
 
 use crate::{
+    node::identity,
     random::Random,
-    world::{BLOCK_BYTES, CALM, Journey, World, identity},
+    world::{BLOCK_BYTES, CALM, Journey, World},
 };
 
 #[test]

@@ -279,7 +279,7 @@ fn data_connections_prove_themselves_and_write_only_what_is_posted() {
 #[test]
 fn half_handshakes_end_and_make_room() {
     let node = Node::start("node");
-    let held: Vec<TcpStream> = (0..40)
+    let held: Vec<TcpStream> = (0..150)
         .map(|_| TcpStream::connect(host(node.transfers.data_endpoint())).unwrap())
         .collect();
     refused(&node, "handshakes_full");

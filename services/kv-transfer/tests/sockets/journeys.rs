@@ -1,13 +1,19 @@
 //! Transfers that succeed, and those that either side gives up.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
+use kernels::KvArena;
 use kv_transfer::{
-    api::{Command, Event, Figures, TransferFailure, TransferId},
+    Overloaded, StartError, TransferConfig, Transfers,
+    api::{Command, Epoch, Event, Figures, PeerAddress, TransferFailure, TransferId},
     config::LEASE,
 };
 
-use crate::node::{BLOCK_COUNT, Node, blocks, fresh, identity, layout, travel};
+use crate::node::{BLOCK_COUNT, Node, SECRET, blocks, config, fresh, identity, layout, travel};
 
 #[test]
 fn blocks_arrive_as_they_were_written_in_several_chunks() {
@@ -140,7 +146,7 @@ fn another_model_is_refused_with_both_fingerprints() {
     let prefill = Node::start("prefill");
     let mut other = identity();
     other.model_fingerprint = 0xbeef;
-    let decode = Node::start_with("decode", crate::node::SECRET, other);
+    let decode = Node::start_with("decode", SECRET, other);
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..4));
     let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
@@ -213,4 +219,101 @@ fn shutdown_joins_everything_quickly() {
         assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
         node.transfers.shutdown().unwrap();
     }
+}
+
+#[test]
+fn an_endpoint_that_is_none_fails_its_transfer_at_once() {
+    let decode = Node::start("decode");
+    let nowhere = PeerAddress {
+        node_id: "nowhere".to_owned(),
+        epoch: Epoch(fresh()),
+        notice_endpoint: "carrier pigeon".to_owned(),
+    };
+    let start = Instant::now();
+    decode.receive_from(TransferId(fresh()), nowhere, 0, &blocks(0..4));
+    let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
+    assert!(failure.to_string().contains("carrier pigeon"), "{failure}");
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_port_in_use_is_named_and_nothing_is_left_behind() {
+    let node = Node::start("node");
+    let bound = |endpoint: &str| endpoint.strip_prefix("tcp://").unwrap().parse().unwrap();
+    let taken: SocketAddr = bound(node.transfers.notice_endpoint());
+    let (mut config, free) = (config("other", SECRET, identity()), {
+        let other = Node::start("free");
+        let port: SocketAddr = bound(other.transfers.data_endpoint());
+        other.transfers.shutdown().unwrap();
+        port
+    });
+    config.notice_bind = taken;
+    config.data_bind = free;
+    let start = |config: &TransferConfig| {
+        Transfers::start(config.clone(), Arc::clone(&node.arena), |_| {}).err()
+    };
+    let error = start(&config).expect("the notice port is taken");
+    assert!(matches!(error, StartError::NoticeBind { address, .. } if address == taken));
+    assert!(error.to_string().contains(&taken.to_string()), "{error}");
+    // The data port, which was bound before, is free again.
+    config.notice_bind = "127.0.0.1:0".parse().unwrap();
+    assert!(start(&config).is_none());
+    config.data_bind = bound(node.transfers.data_endpoint());
+    let error = start(&config).expect("the data port is taken");
+    assert!(matches!(error, StartError::DataBind { .. }), "{error}");
+    config.data_bind = free;
+    config.node_id = String::new();
+    let error = start(&config).expect("a node has a name");
+    assert_eq!(error.to_string(), "node_id = \"\": 1 to 200 bytes");
+}
+
+/// A node that does not take its events is told that it is overloaded, and loses none of them.
+#[test]
+fn events_wait_for_their_node_and_commands_for_its_events() {
+    let mut config = config("slow", SECRET, identity());
+    config.limits.commands_max = 8;
+    let (sender, events) = crossbeam_channel::bounded(1);
+    let arena = KvArena::host(layout(), 8).unwrap();
+    let transfers = Transfers::start(config, arena, sender).unwrap();
+    // Each fails at once, with one event.
+    let peer = PeerAddress {
+        node_id: "nowhere".to_owned(),
+        epoch: Epoch(fresh()),
+        notice_endpoint: "nowhere".to_owned(),
+    };
+    let expect = |transfer| {
+        transfers.command(Command::Expect {
+            transfer,
+            peer: peer.clone(),
+            prompt_hash: 0,
+            deadline: Duration::from_secs(9),
+            traceparent: String::new(),
+        })
+    };
+    let (mut taken, mut refused) = (Vec::new(), 0);
+    let start = Instant::now();
+    while refused == 0 {
+        let transfer = TransferId(fresh());
+        match expect(transfer) {
+            Ok(()) => taken.push(transfer),
+            Err(Overloaded { queued }) => {
+                assert!(queued >= 4, "{queued}");
+                refused += 1;
+            }
+        }
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(start.elapsed() < Duration::from_secs(10), "the sink is full");
+    }
+    // Half of the queue is kept for what has begun.
+    let (transfer, reason) = (TransferId(fresh()), String::new());
+    transfers.command(Command::Abort { transfer, reason }).unwrap();
+    let mut ended = Vec::new();
+    while ended.len() < taken.len() {
+        match events.recv_timeout(Duration::from_secs(5)).expect("every event comes") {
+            Event::SendFailed { transfer, .. } => ended.push(transfer),
+            other => panic!("{other:?}"),
+        }
+    }
+    ended.sort();
+    assert_eq!(ended, taken);
 }

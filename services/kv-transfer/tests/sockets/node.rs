@@ -45,6 +45,20 @@ pub fn identity() -> Identity {
     }
 }
 
+pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
+    TransferConfig {
+        node_id: name.to_owned(),
+        epoch: Epoch((std::process::id() as u128) << 64 | fresh()),
+        identity,
+        secret: ClusterSecret::new(secret).unwrap(),
+        notice_bind: "127.0.0.1:0".parse().unwrap(),
+        data_bind: "127.0.0.1:0".parse().unwrap(),
+        advertise_host: "127.0.0.1".to_owned(),
+        // Several chunks to a transfer: eight blocks each.
+        limits: Limits { chunk_bytes_max: 128 << 10, ..Limits::default() },
+    }
+}
+
 pub struct Node {
     pub transfers: Transfers,
     pub arena: Arc<KvArena>,
@@ -64,18 +78,8 @@ impl Node {
     pub fn start_in(name: &str, secret: &str, identity: Identity, layout: KvLayout) -> Self {
         let arena = KvArena::host(layout, BLOCK_COUNT).unwrap();
         let (sender, events) = unbounded();
-        let epoch = Epoch((std::process::id() as u128) << 64 | fresh());
-        let config = TransferConfig {
-            node_id: name.to_owned(),
-            epoch,
-            identity,
-            secret: ClusterSecret::new(secret).unwrap(),
-            notice_bind: "127.0.0.1:0".parse().unwrap(),
-            data_bind: "127.0.0.1:0".parse().unwrap(),
-            advertise_host: "127.0.0.1".to_owned(),
-            // Several chunks to a transfer: eight blocks each.
-            limits: Limits { chunk_bytes_max: 128 << 10, ..Limits::default() },
-        };
+        let config = config(name, secret, identity);
+        let epoch = config.epoch;
         let transfers = Transfers::start(config, Arc::clone(&arena), sender).unwrap();
         let address = PeerAddress {
             node_id: name.to_owned(),

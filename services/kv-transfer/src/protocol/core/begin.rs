@@ -1,0 +1,178 @@
+//! How transfers begin: by a command, by a peer's `RESERVE`, in either order.
+
+use std::time::{Duration, Instant};
+
+use super::{Core, Side, Transfer};
+use crate::{
+    api::{Epoch, PeerAddress, TransferFailure, TransferId},
+    notice::{Body, Reserve, Source},
+    protocol::{Peer, Turn, pair::Pair, sender::Outgoing, tombstone::Tombstone},
+};
+
+impl Core {
+    /// Finds or makes the pair for a new transfer; `None` when the transfer has failed instead.
+    pub(super) fn admit(
+        &mut self,
+        now: Instant,
+        transfer: TransferId,
+        address: &PeerAddress,
+        side: Side,
+    ) -> Option<Peer> {
+        match self.transfers.get(&transfer) {
+            Some(Transfer::Outgoing(outgoing)) if !outgoing.is_begun() => {
+                let peer = outgoing.peer().node_id.clone();
+                let detail = "RESERVE came for a transfer that is received here".to_owned();
+                let failure = TransferFailure::Protocol { peer, detail };
+                turn!(self, now).emit(side.failed(transfer, failure));
+                return None;
+            }
+            Some(_) => {
+                // The first start goes on; nodes answer a second one themselves.
+                tracing::warn!(%transfer, "a transfer was begun twice; the second is ignored");
+                return None;
+            }
+            None => {}
+        }
+        let peer = Peer { node_id: address.node_id.clone(), epoch: address.epoch };
+        match self.admission(now, transfer, address) {
+            Ok(()) => Some(peer),
+            Err(failure) => {
+                turn!(self, now).emit(side.failed(transfer, failure));
+                None
+            }
+        }
+    }
+
+    fn admission(
+        &mut self,
+        now: Instant,
+        transfer: TransferId,
+        address: &PeerAddress,
+    ) -> Result<(), TransferFailure> {
+        match self.tombstones.get(transfer) {
+            Some(Tombstone::Failed { reason }) => {
+                let reason = format!("the transfer had ended before: {reason}");
+                return Err(TransferFailure::Aborted { reason });
+            }
+            Some(Tombstone::Complete) => {
+                let reason = "a transfer with this id was completed before".to_owned();
+                return Err(TransferFailure::Aborted { reason });
+            }
+            None => {}
+        }
+        if address.epoch == self.local.epoch {
+            let reason = "the peer is this process itself".to_owned();
+            return Err(TransferFailure::Aborted { reason });
+        }
+        if self.transfers.len() >= self.local.limits.transfers_max {
+            let reason = format!("{} transfers are under way, the most", self.transfers.len());
+            return Err(TransferFailure::Aborted { reason });
+        }
+        if let Some(pair) = self.pairs.get(&address.epoch) {
+            return match pair.refusal() {
+                Some(reason) => Err(TransferFailure::Refused {
+                    peer: address.node_id.clone(),
+                    reason: reason.to_owned(),
+                }),
+                None => Ok(()),
+            };
+        }
+        if !self.make_room_for_pair(now) {
+            let reason = format!("{} peers have work here, the most", self.pairs.len());
+            return Err(TransferFailure::Aborted { reason });
+        }
+        self.sessions += 1;
+        let pair = Pair::greet(&mut turn!(self, now), address, self.sessions);
+        self.pairs.insert(address.epoch, pair);
+        Ok(())
+    }
+
+    pub(super) fn insert(&mut self, now: Instant, id: TransferId, peer: Epoch, transfer: Transfer) {
+        if let Some(pair) = self.pairs.get_mut(&peer) {
+            pair.begin(now, id);
+            if matches!(transfer, Transfer::Outgoing(_)) {
+                pair.open_data(&mut turn!(self, now));
+            }
+        }
+        self.transfers.insert(id, transfer);
+        debug_assert!(self.transfers.len() <= self.local.limits.transfers_max);
+    }
+
+    /// True when `Expect` finds the transfer that its `RESERVE` has made.
+    pub(super) fn meet_early_reserve(
+        &mut self,
+        now: Instant,
+        transfer: TransferId,
+        address: &PeerAddress,
+        prompt_hash: u128,
+        deadline: Duration,
+        traceparent: &str,
+    ) -> bool {
+        let Some(Transfer::Outgoing(outgoing)) = self.transfers.get_mut(&transfer) else {
+            return false;
+        };
+        if outgoing.is_begun() {
+            return false;
+        }
+        if outgoing.peer().epoch == address.epoch || !outgoing.is_early() {
+            self.with_outgoing(now, transfer, |outgoing, turn| {
+                outgoing.on_expect(turn, prompt_hash, deadline, traceparent.to_owned());
+            });
+            return true;
+        }
+        // Someone else has reserved under this id: not the one that the router has named.
+        let stranger = outgoing.peer().epoch;
+        let reason = format!("the router paired this transfer with {}", address.node_id);
+        turn!(self, now).send(stranger, Body::Abort { transfer, reason });
+        self.transfers.remove(&transfer);
+        if let Some(pair) = self.pairs.get_mut(&stranger) {
+            pair.end(now, transfer);
+        }
+        false
+    }
+
+    pub(super) fn on_reserve(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        reserve: Reserve,
+        traceparent: String,
+    ) {
+        let transfer = reserve.transfer;
+        match self.transfers.get(&transfer) {
+            Some(Transfer::Outgoing(outgoing)) if outgoing.peer().epoch == from.epoch => {
+                return self.with_outgoing_of(now, from, transfer, |outgoing, turn| {
+                    outgoing.on_reserve(turn, reserve, traceparent);
+                });
+            }
+            Some(_) => {
+                let reason = "this transfer id is in use with another peer".to_owned();
+                return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+            }
+            None => {}
+        }
+        if let Some(tombstone) = self.tombstones.get(transfer) {
+            if let Tombstone::Failed { reason } = tombstone {
+                let reason = reason.clone();
+                turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+            }
+            return;
+        }
+        let limits = self.local.limits;
+        if self.early_count() >= limits.early_max || self.transfers.len() >= limits.transfers_max {
+            let reason = format!("{} transfers are known here, the most", self.transfers.len());
+            return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+        }
+        let peer = Peer { node_id: from.node_id.clone(), epoch: from.epoch };
+        let early = Outgoing::early(&mut turn!(self, now), peer, reserve, traceparent);
+        self.insert(now, transfer, from.epoch, Transfer::Outgoing(early));
+    }
+
+    pub(super) fn early_count(&self) -> usize {
+        let is_early = |transfer: &&Transfer| match transfer {
+            Transfer::Outgoing(outgoing) => outgoing.is_early(),
+            Transfer::Incoming(_) => false,
+        };
+        self.transfers.values().filter(is_early).count()
+    }
+}

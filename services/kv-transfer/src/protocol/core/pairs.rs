@@ -1,0 +1,196 @@
+//! How pairs come up, are made anew, refused, lost and closed, and what that does to transfers.
+
+use std::time::Instant;
+
+use super::{Core, Transfer};
+use crate::{
+    api::{Epoch, PeerAddress, TransferFailure, TransferId},
+    notice::{Body, Hello, Source},
+    protocol::{
+        Action, Turn,
+        pair::{Change, Pair},
+        tombstone::Tombstone,
+    },
+};
+
+impl Core {
+    pub(super) fn on_hello(&mut self, now: Instant, from: &Source, hello: &Hello) {
+        if from.epoch == self.local.epoch {
+            return turn!(self, now).refuse("own_epoch");
+        }
+        if !self.pairs.contains_key(&from.epoch) {
+            if !self.make_room_for_pair(now) {
+                return turn!(self, now).refuse("pairs_full");
+            }
+            let address = PeerAddress {
+                node_id: from.node_id.clone(),
+                epoch: from.epoch,
+                notice_endpoint: hello.notice_endpoint.clone(),
+            };
+            self.sessions += 1;
+            let pair = Pair::met(&mut turn!(self, now), &address, self.sessions);
+            self.pairs.insert(from.epoch, pair);
+        }
+        self.with_pair(now, from.epoch, |pair, turn| pair.on_hello(turn, hello));
+    }
+
+    pub(super) fn with_pair(
+        &mut self,
+        now: Instant,
+        epoch: Epoch,
+        act: impl FnOnce(&mut Pair, &mut Turn<'_>) -> Change,
+    ) {
+        let Some(pair) = self.pairs.get_mut(&epoch) else {
+            return turn!(self, now).refuse("pair_not_up");
+        };
+        let change = act(pair, &mut turn!(self, now));
+        let transfers: Vec<TransferId> = pair.transfers().iter().copied().collect();
+        match change {
+            Change::Nothing => {}
+            Change::Up => {
+                self.open_data(now, epoch);
+                for id in transfers {
+                    self.with_transfer(now, id, |side, turn| {
+                        if let Transfer::Incoming(incoming) = side {
+                            incoming.on_pair_up(turn);
+                        }
+                    });
+                }
+            }
+            Change::UpAgain => {
+                for id in transfers {
+                    self.with_transfer(now, id, |side, turn| {
+                        match side {
+                            Transfer::Outgoing(outgoing) => outgoing.resend(turn),
+                            Transfer::Incoming(incoming) => incoming.resend(turn),
+                        };
+                    });
+                }
+            }
+            Change::Anew => {
+                for id in transfers {
+                    self.with_transfer(now, id, |side, turn| match side {
+                        Transfer::Outgoing(outgoing) => outgoing.on_pair_anew(turn),
+                        Transfer::Incoming(incoming) => incoming.on_pair_anew(turn),
+                    });
+                }
+                turn!(self, now).act(Action::CloseData { peer: epoch });
+                self.open_data(now, epoch);
+            }
+            Change::Refused { reason } => {
+                let peer = pair.peer().node_id.clone();
+                let failure = TransferFailure::Refused { peer, reason };
+                self.end_transfers(now, transfers, &failure);
+            }
+        }
+    }
+
+    /// Where something is to be sent to the peer.
+    fn open_data(&mut self, now: Instant, epoch: Epoch) {
+        let Some(pair) = self.pairs.get_mut(&epoch) else { return };
+        let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
+        if sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_ending())) {
+            pair.open_data(&mut turn!(self, now));
+        }
+    }
+
+    pub(super) fn lose_pair(&mut self, now: Instant, epoch: Epoch, reason: &str) {
+        let Some(pair) = self.pairs.remove(&epoch) else { return };
+        let failure = TransferFailure::PeerLost {
+            peer: pair.peer().node_id.clone(),
+            reason: reason.to_owned(),
+        };
+        self.end_transfers(now, pair.transfers().iter().copied().collect(), &failure);
+        turn!(self, now).act(Action::Disconnect { peer: epoch });
+    }
+
+    fn end_transfers(
+        &mut self,
+        now: Instant,
+        transfers: Vec<TransferId>,
+        failure: &TransferFailure,
+    ) {
+        for id in transfers {
+            self.with_transfer(now, id, |side, turn| match side {
+                Transfer::Outgoing(outgoing) => outgoing.on_peer_lost(turn, failure.clone()),
+                Transfer::Incoming(incoming) => incoming.on_peer_lost(turn, failure.clone()),
+            });
+        }
+    }
+
+    pub(super) fn close_pair(&mut self, epoch: Epoch) {
+        if self.pairs.remove(&epoch).is_some() {
+            self.actions.push_back(Action::Disconnect { peer: epoch });
+        }
+    }
+
+    /// The longest idle pair makes room.
+    pub(super) fn make_room_for_pair(&mut self, now: Instant) -> bool {
+        if self.pairs.len() < self.local.limits.pairs_max {
+            return true;
+        }
+        let idle = self
+            .pairs
+            .values()
+            .filter(|pair| pair.is_idle(now))
+            .min_by_key(|pair| pair.idle_since())
+            .map(|pair| pair.peer().epoch);
+        match idle {
+            Some(epoch) => {
+                self.close_pair(epoch);
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub(super) fn send_heartbeat(&mut self, now: Instant, epoch: Epoch) {
+        let Some(pair) = self.pairs.get(&epoch) else { return };
+        let (mut transfers, mut awaited) = (Vec::new(), Vec::new());
+        for id in pair.transfers() {
+            match self.transfers.get(id) {
+                Some(Transfer::Outgoing(outgoing)) if outgoing.is_awaiting() => awaited.push(*id),
+                Some(Transfer::Outgoing(outgoing)) if outgoing.is_wanted() => transfers.push(*id),
+                Some(Transfer::Incoming(incoming)) if incoming.is_wanted() => transfers.push(*id),
+                Some(_) | None => {}
+            }
+        }
+        turn!(self, now).send(epoch, Body::Heartbeat { transfers, awaited });
+    }
+
+    pub(super) fn on_heartbeat(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        transfers: &[TransferId],
+        awaited: &[TransferId],
+    ) {
+        if transfers.is_empty() && awaited.is_empty() {
+            return;
+        }
+        if let Some(pair) = self.pairs.get_mut(&from.epoch) {
+            pair.on_peer_works(now);
+        }
+        for id in transfers {
+            if let Some(transfer) = self.transfers.get_mut(id)
+                && transfer.peer().epoch == from.epoch
+            {
+                transfer.renew(now);
+            }
+        }
+        // What the peer wants and we have given up, it may never have heard of.
+        for id in transfers.iter().chain(awaited) {
+            if let Some(Tombstone::Failed { reason }) = self.tombstones.get(*id) {
+                let abort = Body::Abort { transfer: *id, reason: reason.clone() };
+                turn!(self, now).send(from.epoch, abort);
+            }
+        }
+        for id in awaited {
+            if let Some(Transfer::Incoming(incoming)) = self.transfers.get_mut(id)
+                && incoming.peer().epoch == from.epoch
+            {
+                incoming.on_awaited(now);
+            }
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! What each peer may write: posted by the driver, taken by the reader of the peer's connection.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+    net::{Shutdown, TcpStream},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use kernels::BlockWrite;
+
+use super::frame::Header;
+use crate::{
+    api::{Epoch, TransferId},
+    config::LEASE,
+    transport::Released,
+};
+
+/// One inbox for each peer that is admitted.
+#[derive(Default)]
+pub struct Peers {
+    inboxes: Mutex<BTreeMap<Epoch, Arc<Inbox>>>,
+}
+
+/// What may be written by one peer.
+#[derive(Default)]
+pub struct Inbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    posted: HashMap<(TransferId, u32), Vec<BlockWrite>>,
+    /// The transfer whose blocks the reader holds, and whether it is cancelled.
+    reading: Option<(TransferId, bool)>,
+    /// The connection that may write, to be interrupted. A newer one takes its place.
+    stream: Option<TcpStream>,
+    /// Its number, also when it has ended.
+    connection: u64,
+    /// A reader thread uses this inbox.
+    occupied: bool,
+    closed: bool,
+}
+
+impl Peers {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Epoch, Arc<Inbox>>> {
+        self.inboxes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn admit(&self, peer: Epoch) {
+        self.lock().entry(peer).or_default();
+    }
+
+    pub fn inbox(&self, peer: Epoch) -> Option<Arc<Inbox>> {
+        self.lock().get(&peer).cloned()
+    }
+
+    /// Closes the peer's inbox, and forgets it.
+    pub fn dismiss(&self, peer: Epoch) {
+        if let Some(inbox) = self.lock().remove(&peer) {
+            inbox.close();
+        }
+    }
+
+    pub fn dismiss_all(&self) {
+        for inbox in std::mem::take(&mut *self.lock()).into_values() {
+            inbox.close();
+        }
+    }
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn post(&self, transfer: TransferId, chunk: u32, blocks: Vec<BlockWrite>) {
+        self.lock().posted.insert((transfer, chunk), blocks);
+    }
+
+    pub fn cancel(&self, transfer: TransferId) -> Released {
+        let mut state = self.lock();
+        state.posted.retain(|(posted, _), _| *posted != transfer);
+        match &mut state.reading {
+            Some((reading, cancelled)) if *reading == transfer => {
+                *cancelled = true;
+                Released::Later
+            }
+            _ => Released::Now,
+        }
+    }
+
+    /// The number of the connection that entered last.
+    pub fn connection(&self) -> u64 {
+        self.lock().connection
+    }
+
+    pub fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        state.posted.clear();
+        if let Some(stream) = &state.stream {
+            // Fails only when the connection is gone already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.changed.notify_all();
+    }
+
+    /// The reader of this connection has ended.
+    pub fn leave(&self, connection: u64) {
+        let mut state = self.lock();
+        state.occupied = false;
+        if state.connection == connection {
+            state.stream = None;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Makes this the connection that may write, once the one before has let go. False when it is
+    /// superseded itself, or the inbox is closed.
+    pub fn enter(&self, connection: u64, stream: &TcpStream) -> io::Result<bool> {
+        let clone = stream.try_clone()?;
+        let mut state = self.lock();
+        if let Some(before) = state.stream.replace(clone) {
+            let _ = before.shutdown(Shutdown::Both);
+        }
+        state.connection = connection;
+        let deadline = Instant::now() + LEASE;
+        while state.occupied && state.connection == connection && !state.closed {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                state.stream = None;
+                return Ok(false);
+            }
+            (state, _) =
+                self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.connection != connection || state.closed {
+            return Ok(false);
+        }
+        state.occupied = true;
+        Ok(true)
+    }
+
+    /// The blocks posted for this frame.
+    pub fn take(&self, header: &Header) -> Option<Vec<BlockWrite>> {
+        let mut state = self.lock();
+        let blocks = state.posted.remove(&(header.transfer, header.chunk))?;
+        state.reading = Some((header.transfer, false));
+        Some(blocks)
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        let state = self.lock();
+        state.closed || matches!(state.reading, Some((_, true)))
+    }
+
+    /// The reader has given back its blocks; true when the transfer was cancelled meanwhile.
+    pub fn give_back(&self) -> bool {
+        self.lock().reading.take().is_some_and(|(_, cancelled)| cancelled)
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+}

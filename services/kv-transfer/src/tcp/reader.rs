@@ -1,0 +1,216 @@
+//! Reads frames into the blocks posted for them.
+
+use std::{
+    io::{self, IoSliceMut, Read},
+    net::TcpStream,
+    time::{Duration, Instant},
+};
+
+use kernels::BlockWrite;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::{
+    Shared,
+    frame::{HEADER_BYTES, Header},
+    inbox::{Inbox, Peers},
+    stream::{LOOK, is_pause, read_exact_by},
+};
+use crate::{api::Epoch, config::LEASE, protocol::DataEvent};
+
+/// Largest frame that is read past when nobody waits for it; a larger one ends the connection.
+const DRAIN_BYTES_MAX: u64 = 256 << 20;
+
+/// What is read and hashed in one go.
+const PIECE_BYTES: usize = 256 << 10;
+const PIECE_SLICES: usize = 16;
+
+/// How long an idle connection sits in one read.
+const IDLE_LOOK: Duration = Duration::from_secs(1);
+
+/// The reader thread of one proven connection, from entering the inbox to its end.
+pub fn read_connection(shared: &Shared, peers: &Peers, peer: Epoch, mut stream: TcpStream) {
+    let Some(inbox) = peers.inbox(peer) else {
+        return shared.counters.refuse("peer_not_admitted");
+    };
+    let connection = shared.number_connection();
+    match inbox.enter(connection, &stream) {
+        Ok(true) => {}
+        Ok(false) => return,
+        Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
+    }
+    let ended = read_frames(shared, &inbox, &mut stream);
+    let reason = match ended {
+        Ok(()) => "it closed the data connection".to_owned(),
+        Err(error) => format!("data connection from it: {error}"),
+    };
+    inbox.leave(connection);
+    // The driver, which knows what it has closed meanwhile, finds out whether this one mattered.
+    shared.report_end(peer, connection, reason);
+}
+
+/// Until the peer closes between two frames, or something breaks.
+fn read_frames(shared: &Shared, inbox: &Inbox, stream: &mut TcpStream) -> io::Result<()> {
+    while let Some(header) = read_header(inbox, stream)? {
+        let Some(blocks) = inbox.take(&header) else {
+            // Cancelled here while it was on its way.
+            shared.counters.refuse("frame_not_posted");
+            if header.payload_bytes > DRAIN_BYTES_MAX {
+                let reason = format!("a frame of {} bytes for nobody", header.payload_bytes);
+                return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+            }
+            drain(inbox, stream, header.payload_bytes)?;
+            continue;
+        };
+        let transfer = header.transfer;
+        // The blocks are given back inside, whatever happens.
+        let read = read_payload(inbox, stream, &header, blocks);
+        let cancelled = inbox.give_back();
+        let event = match &read {
+            _ if cancelled => DataEvent::ReceiveReleased { transfer },
+            Ok(Payload::Whole { integrity }) => {
+                shared.counters.received(header.payload_bytes);
+                DataEvent::Received { transfer, chunk: header.chunk, integrity: *integrity }
+            }
+            Ok(Payload::Cut { .. }) => {
+                DataEvent::Failed { transfer, reason: "the data connection was closed".to_owned() }
+            }
+            Err(error) => {
+                DataEvent::Failed { transfer, reason: format!("chunk {}: {error}", header.chunk) }
+            }
+        };
+        shared.report(event);
+        if let Payload::Cut { rest } = read? {
+            drain(inbox, stream, rest)?;
+        }
+    }
+    Ok(())
+}
+
+/// `None` when the connection ends here, where it may.
+fn read_header(inbox: &Inbox, stream: &mut TcpStream) -> io::Result<Option<Header>> {
+    let mut bytes = [0; HEADER_BYTES];
+    stream.set_read_timeout(Some(IDLE_LOOK))?;
+    let first = loop {
+        match stream.read(&mut bytes) {
+            Ok(0) => return Ok(None),
+            Ok(count) => break count,
+            Err(error) if is_pause(&error) => {
+                if inbox.is_closed() {
+                    return Ok(None);
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    };
+    read_exact_by(stream, &mut bytes[first..], Instant::now() + LEASE)?;
+    stream.set_read_timeout(Some(LOOK))?;
+    match Header::from_bytes(&bytes) {
+        Some(header) => Ok(Some(header)),
+        None => Err(io::Error::new(io::ErrorKind::InvalidData, "no frame begins where one should")),
+    }
+}
+
+enum Payload {
+    Whole {
+        integrity: u64,
+    },
+    /// Cancelled: the blocks are given back, and so much of the frame is still to come.
+    Cut {
+        rest: u64,
+    },
+}
+
+fn read_payload(
+    inbox: &Inbox,
+    stream: &mut TcpStream,
+    header: &Header,
+    mut blocks: Vec<BlockWrite>,
+) -> io::Result<Payload> {
+    let posted_bytes: u64 = blocks.iter().map(|block| block.byte_count() as u64).sum();
+    if posted_bytes != header.payload_bytes {
+        let reason = format!("{} bytes where {posted_bytes} were posted", header.payload_bytes);
+        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+    }
+    let mut views: Vec<&mut [u8]> = blocks
+        .iter_mut()
+        .map(BlockWrite::host_view_mut)
+        .collect::<Option<_>>()
+        .ok_or_else(|| io::Error::other("the blocks are not in host memory"))?;
+    let mut hash = Xxh3::new();
+    let (mut index, mut offset, mut rest) = (0, 0, header.payload_bytes);
+    let mut progress = Instant::now();
+    while rest > 0 {
+        if inbox.is_cancelled() {
+            return Ok(Payload::Cut { rest });
+        }
+        let mut count = match read_piece(stream, &mut views[index..], offset) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => count,
+            Err(error) if is_pause(&error) => {
+                check_progress(progress)?;
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        progress = Instant::now();
+        rest -= count as u64;
+        // What has just come is still in the cache.
+        while count > 0 {
+            let end = views[index].len().min(offset + count);
+            hash.update(&views[index][offset..end]);
+            count -= end - offset;
+            if end == views[index].len() {
+                (index, offset) = (index + 1, 0);
+            } else {
+                offset = end;
+            }
+        }
+    }
+    Ok(Payload::Whole { integrity: hash.digest() })
+}
+
+fn read_piece(stream: &mut TcpStream, views: &mut [&mut [u8]], offset: usize) -> io::Result<usize> {
+    let mut slices = Vec::with_capacity(PIECE_SLICES.min(views.len()));
+    let (mut begin, mut bytes) = (offset, 0);
+    for view in views.iter_mut().take(PIECE_SLICES) {
+        let end = view.len().min(begin + PIECE_BYTES - bytes);
+        bytes += end - begin;
+        slices.push(IoSliceMut::new(&mut view[begin..end]));
+        begin = 0;
+        if bytes == PIECE_BYTES {
+            break;
+        }
+    }
+    stream.read_vectored(&mut slices)
+}
+
+/// Reads past what nobody wants any more.
+fn drain(inbox: &Inbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()> {
+    let mut scratch = vec![0; 64 << 10];
+    let mut progress = Instant::now();
+    while bytes > 0 {
+        let most = scratch.len().min(usize::try_from(bytes).unwrap_or(usize::MAX));
+        match stream.read(&mut scratch[..most]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => {
+                bytes -= count as u64;
+                progress = Instant::now();
+            }
+            Err(error) if is_pause(&error) => check_progress(progress)?,
+            Err(error) => return Err(error),
+        }
+        if inbox.is_closed() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// A peer that begins a frame and does not go on for a lease is lost, even if it still speaks.
+fn check_progress(since: Instant) -> io::Result<()> {
+    if since.elapsed() < LEASE {
+        return Ok(());
+    }
+    let reason = format!("no byte came for {} s within a frame", LEASE.as_secs());
+    Err(io::Error::new(io::ErrorKind::TimedOut, reason))
+}

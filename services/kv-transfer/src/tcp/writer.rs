@@ -1,0 +1,208 @@
+//! Writes the chunks of an outbox into its connection, straight from the blocks.
+
+use std::{
+    io::{self, IoSlice, Write},
+    net::TcpStream,
+    time::Instant,
+};
+
+use kernels::BlockRead;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::{
+    Shared,
+    frame::Header,
+    outbox::{Job, Outbox},
+    stream::{LOOK, is_pause},
+};
+use crate::{config::LEASE, protocol::DataEvent};
+
+/// What is hashed and handed to the kernel in one go: still in the second-level cache when the
+/// kernel copies it.
+const PIECE_BYTES: usize = 256 << 10;
+const PIECE_SLICES: usize = 16;
+
+/// Until the outbox is closed or the connection ends.
+pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) -> io::Result<()> {
+    stream.set_write_timeout(Some(LOOK))?;
+    while let Some(job) = outbox.next() {
+        let (transfer, chunk) = (job.transfer, job.chunk);
+        let written = write_frame(outbox, stream, job);
+        // The blocks are given back, whatever happened.
+        if outbox.give_back() {
+            shared.report(DataEvent::SendReleased { transfer });
+        } else if let Ok(Frame::Whole { payload_bytes, integrity }) = &written {
+            shared.counters.sent(*payload_bytes);
+            shared.report(DataEvent::Sent { transfer, chunk, integrity: *integrity });
+        }
+        if let Frame::Cut { rest } = written? {
+            fill(outbox, stream, rest)?;
+        }
+    }
+    Ok(())
+}
+
+enum Frame {
+    Whole {
+        payload_bytes: u64,
+        integrity: u64,
+    },
+    /// Cancelled halfway: so much must still be filled up, so that the next frame finds its place.
+    Cut {
+        rest: u64,
+    },
+}
+
+/// Writes one frame and gives back its blocks.
+fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<Frame> {
+    let payload_bytes: u64 = job.blocks.iter().map(|block| block.byte_count() as u64).sum();
+    let header = Header { transfer: job.transfer, chunk: job.chunk, payload_bytes }.to_bytes();
+    let views: Vec<&[u8]> = job
+        .blocks
+        .iter()
+        .map(BlockRead::host_view)
+        .collect::<Option<_>>()
+        .ok_or_else(|| io::Error::other("the blocks are not in host memory"))?;
+    let mut pieces = Pieces::new(&views);
+    let mut hash = Xxh3::new();
+    let mut rest = header.len() as u64 + payload_bytes;
+    // The header travels with the first piece.
+    let mut head = Some(&header[..]);
+    while rest > 0 {
+        let piece = pieces.next();
+        piece.iter().for_each(|slice| hash.update(slice));
+        let mut slices: Vec<IoSlice<'_>> =
+            head.take().into_iter().chain(piece).map(IoSlice::new).collect();
+        if !write_piece(outbox, stream, &mut slices, &mut rest)? {
+            return Ok(Frame::Cut { rest });
+        }
+    }
+    Ok(Frame::Whole { payload_bytes, integrity: hash.digest() })
+}
+
+/// False when the frame was cancelled on the way.
+fn write_piece(
+    outbox: &Outbox,
+    stream: &mut TcpStream,
+    mut slices: &mut [IoSlice<'_>],
+    rest: &mut u64,
+) -> io::Result<bool> {
+    let mut progress = Instant::now();
+    while !slices.is_empty() {
+        match stream.write_vectored(slices) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => {
+                *rest -= count as u64;
+                IoSlice::advance_slices(&mut slices, count);
+                progress = Instant::now();
+            }
+            Err(error) if is_pause(&error) => check_progress(progress)?,
+            Err(error) => return Err(error),
+        }
+        if outbox.is_cancelled() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn fill(outbox: &Outbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()> {
+    let zeros = [0; 16 << 10];
+    let mut progress = Instant::now();
+    while bytes > 0 {
+        match stream.write(&zeros[..zeros.len().min(usize::try_from(bytes).unwrap_or(usize::MAX))])
+        {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => {
+                bytes -= count as u64;
+                progress = Instant::now();
+            }
+            Err(error) if is_pause(&error) => check_progress(progress)?,
+            Err(error) => return Err(error),
+        }
+        if outbox.is_closed() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+/// A peer that takes nothing for a lease is lost, even if it still speaks.
+fn check_progress(since: Instant) -> io::Result<()> {
+    if since.elapsed() < LEASE {
+        return Ok(());
+    }
+    let reason = format!("the peer took no byte for {} s", LEASE.as_secs());
+    Err(io::Error::new(io::ErrorKind::TimedOut, reason))
+}
+
+/// Cuts a row of slices into pieces of bounded size.
+struct Pieces<'a> {
+    views: &'a [&'a [u8]],
+    /// How much of the first view has gone.
+    offset: usize,
+}
+
+impl<'a> Pieces<'a> {
+    fn new(views: &'a [&'a [u8]]) -> Self {
+        Self { views, offset: 0 }
+    }
+
+    /// Empty at the end.
+    fn next(&mut self) -> Vec<&'a [u8]> {
+        let (mut piece, mut bytes) = (Vec::new(), 0);
+        while let Some((view, rest)) = self.views.split_first() {
+            if bytes == PIECE_BYTES || piece.len() == PIECE_SLICES {
+                break;
+            }
+            let end = view.len().min(self.offset + PIECE_BYTES - bytes);
+            let slice = &view[self.offset..end];
+            if !slice.is_empty() {
+                piece.push(slice);
+                bytes += slice.len();
+            }
+            if end == view.len() {
+                self.views = rest;
+                self.offset = 0;
+            } else {
+                self.offset = end;
+            }
+        }
+        piece
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn pieces_are_bounded_and_join_to_the_whole(
+            lengths in prop::collection::vec(0usize..700_000, 0..40),
+        ) {
+            let bytes: Vec<Vec<u8>> = lengths
+                .iter()
+                .enumerate()
+                .map(|(index, length)| vec![index as u8; *length])
+                .collect();
+            let views: Vec<&[u8]> = bytes.iter().map(Vec::as_slice).collect();
+            let mut pieces = Pieces::new(&views);
+            let mut joined = Vec::new();
+            loop {
+                let piece = pieces.next();
+                if piece.is_empty() {
+                    break;
+                }
+                prop_assert!(piece.len() <= PIECE_SLICES);
+                prop_assert!(piece.iter().map(|slice| slice.len()).sum::<usize>() <= PIECE_BYTES);
+                for slice in piece {
+                    joined.extend_from_slice(slice);
+                }
+            }
+            prop_assert_eq!(joined, bytes.concat());
+        }
+    }
+}

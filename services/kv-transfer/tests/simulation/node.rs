@@ -1,0 +1,144 @@
+//! One simulated node: a core, its memory, and who may touch which block.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
+
+use kernels::BlockId;
+use kv_transfer::{
+    Limits,
+    api::{Epoch, Event, Identity, TransferId},
+    protocol::{Core, Local},
+};
+
+use crate::{
+    random::Random,
+    world::{BLOCK_BYTES, Step},
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    Running,
+    Stopped,
+    Dead,
+}
+
+/// The contents of a block that nobody has written.
+pub const BLANK: u64 = 0;
+
+pub struct Node {
+    pub name: String,
+    pub epoch: Epoch,
+    pub core: Core,
+    pub life: Life,
+    /// What came while the process was stopped.
+    pub inbox: Vec<Step>,
+    pub memory: Vec<u64>,
+    /// Blocks that a transfer may write or read here.
+    pub owners: BTreeMap<BlockId, TransferId>,
+    pub free: Vec<BlockId>,
+    pub posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
+    pub writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
+    pub sending: BTreeMap<(TransferId, u32), (Epoch, Vec<BlockId>)>,
+    /// Counts how often this node has closed its data connections with a peer: reports of the ones
+    /// before are of the past.
+    pub closings: BTreeMap<usize, u64>,
+    /// Peers that may connect here.
+    pub admitted: BTreeSet<usize>,
+    /// Every event, with its time.
+    pub events: Vec<(Instant, Event)>,
+    pub begun: BTreeMap<TransferId, Instant>,
+    pub ended: BTreeMap<TransferId, (Instant, bool)>,
+}
+
+impl Node {
+    pub fn new(index: usize, block_count: u32, limits: Limits) -> Self {
+        let name = format!("node-{index}");
+        // Neither order of the epochs is favoured.
+        let epoch = Epoch(Random::new(index as u64 + 1).next().into());
+        let local = Local {
+            node_id: name.clone(),
+            epoch,
+            identity: identity(),
+            notice_endpoint: format!("tcp://{name}:1"),
+            data_endpoint: format!("tcp://{name}:2"),
+            transports: vec!["tcp".to_owned()],
+            integrity: vec!["xxh3".to_owned()],
+            block_bytes: BLOCK_BYTES,
+            limits,
+        };
+        Self {
+            name,
+            epoch,
+            core: Core::new(local),
+            life: Life::Running,
+            inbox: Vec::new(),
+            memory: vec![BLANK; block_count as usize],
+            owners: BTreeMap::new(),
+            free: (0..block_count).rev().map(BlockId).collect(),
+            posted: BTreeMap::new(),
+            writing: BTreeMap::new(),
+            sending: BTreeMap::new(),
+            closings: BTreeMap::new(),
+            admitted: BTreeSet::new(),
+            events: Vec::new(),
+            begun: BTreeMap::new(),
+            ended: BTreeMap::new(),
+        }
+    }
+
+    /// Blocks for a transfer, or `None` when there are not enough.
+    pub fn take(&mut self, transfer: TransferId, count: u32) -> Option<Vec<BlockId>> {
+        let rest = self.free.len().checked_sub(count as usize)?;
+        let blocks = self.free.split_off(rest);
+        for block in &blocks {
+            self.owners.insert(*block, transfer);
+        }
+        Some(blocks)
+    }
+
+    /// Freed blocks are spoilt at once and are the next to be taken.
+    pub fn give_back(&mut self, transfer: TransferId) {
+        let blocks: Vec<BlockId> = self
+            .owners
+            .iter()
+            .filter(|(_, owner)| **owner == transfer)
+            .map(|(block, _)| *block)
+            .collect();
+        for block in blocks {
+            self.owners.remove(&block);
+            self.memory[block.index()] = u64::MAX;
+            self.free.push(block);
+        }
+    }
+
+    pub fn write(&mut self, transfer: TransferId, blocks: &[BlockId], contents: &[u64]) {
+        for (block, content) in blocks.iter().zip(contents) {
+            assert_eq!(
+                self.owners.get(block),
+                Some(&transfer),
+                "{} gets a write of {transfer} into {block:?}, which it has back",
+                self.name
+            );
+            self.memory[block.index()] = *content;
+        }
+    }
+
+    pub fn free_count(&self) -> usize {
+        self.free.len()
+    }
+}
+
+pub fn identity() -> Identity {
+    Identity {
+        model_fingerprint: 0xfeed,
+        weight_version: 3,
+        kv_layout: "layers=2".to_owned(),
+        block_size: 16,
+        dtype: "f32".to_owned(),
+        tp: 1,
+        protocol_min: 1,
+        protocol_max: 1,
+    }
+}
