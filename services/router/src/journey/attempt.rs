@@ -7,7 +7,9 @@
 //!
 //! Token 0 is shown only once the decode node holds a reservation: a request that is then refused
 //! has shown nothing. A token 0 that ends the request needs no decode node. Once the decode node
-//! writes, the KV is there, and what becomes of the prefill node no longer matters.
+//! writes, the KV is there, and what becomes of the prefill node no longer matters. A transfer that
+//! fails before token 0 is here may have failed because token 0 ends the request: the prefill node
+//! is heard first, for as long as the caller waits.
 //!
 //! Nothing here reads a socket or a clock.
 
@@ -18,7 +20,7 @@ use proto::v1::{
 
 use super::{
     emitted::EmittedTokens,
-    failure::{AttemptFailure, Side},
+    failure::{AttemptFailure, Cause, Side},
 };
 
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub struct Attempt {
     prefill: Prefill,
     /// The prefill node has nothing more to say.
     delivered: bool,
+    /// The decode node's transfer failed while token 0 is awaited.
+    transfer_failed: Option<AttemptFailure>,
     figures: Figures,
 }
 
@@ -84,6 +88,7 @@ impl Attempt {
             decode: Decode::Opening,
             prefill: if with_prefill { Prefill::Reading } else { Prefill::Ended },
             delivered: false,
+            transfer_failed: None,
             figures: Figures::default(),
         }
     }
@@ -152,8 +157,14 @@ impl Attempt {
                     reason => vec![Next::Finish(reason)],
                 }
             }
-            (Some(DecodeEvent::Failure(failure)), _) => {
-                vec![Next::Fail(AttemptFailure::reported(Side::Decode, failure))]
+            (Some(DecodeEvent::Failure(failure)), decode) => {
+                let failure = AttemptFailure::reported(Side::Decode, failure);
+                let awaits_token_0 = self.prefill == Prefill::Reading && decode != Decode::Writing;
+                if failure.cause == Cause::TransferFailed && awaits_token_0 {
+                    self.transfer_failed = Some(failure);
+                    return vec![];
+                }
+                vec![Next::Fail(failure)]
             }
             (None, _) => violation("an event has no known content"),
         }
@@ -211,13 +222,20 @@ impl Attempt {
                         }
                         next
                     }
+                    // It was the transfer that failed, not the request that ended.
+                    (None, Decode::Opening) if self.transfer_failed.is_some() => {
+                        self.token_0_is_late()
+                    }
                     (None, Decode::Opening) => {
                         self.prefill = Prefill::Waiting(token);
                         vec![]
                     }
                     (None, Decode::Reserved | Decode::Writing) => {
                         self.prefill = Prefill::Sending;
-                        self.show(Side::Prefill, self.first_index, vec![token], emitted)
+                        let mut next =
+                            self.show(Side::Prefill, self.first_index, vec![token], emitted);
+                        next.extend(self.token_0_is_late());
+                        next
                     }
                 };
             }
@@ -238,6 +256,9 @@ impl Attempt {
 
     /// The prefill node's stream broke or ended.
     pub fn prefill_failed(&mut self, failure: AttemptFailure) -> Vec<Next> {
+        if self.transfer_failed.is_some() {
+            return self.token_0_is_late();
+        }
         if self.expects_prefill() && self.decode != Decode::Writing {
             // The decode node would find out too, but only when its lease ends.
             return vec![Next::Fail(failure)];
@@ -246,6 +267,16 @@ impl Attempt {
             self.prefill = Prefill::Ended;
         }
         vec![]
+    }
+
+    /// A failed transfer waits no longer for token 0. Nothing follows when none has failed.
+    pub fn token_0_is_late(&mut self) -> Vec<Next> {
+        self.transfer_failed.take().map(Next::Fail).into_iter().collect()
+    }
+
+    /// Whether the decode node may still say something.
+    pub fn expects_decode(&self) -> bool {
+        self.transfer_failed.is_none()
     }
 
     /// Whether the prefill node's stream is still worth reading.
@@ -278,8 +309,6 @@ mod tests {
     use proto::v1::{DecodeFinished, DecodeTokens, Delivered, Failure, FailureKind, Reserved};
 
     use super::*;
-    use crate::journey::failure::Cause;
-
     fn token(id: u32) -> Token {
         Token { id, logprobs: None }
     }
@@ -296,6 +325,10 @@ mod tests {
     fn finished() -> Option<DecodeEvent> {
         let reason = FinishReason::Length.into();
         Some(DecodeEvent::Finished(DecodeFinished { reason, received_bytes: 9, transfer_us: 3 }))
+    }
+
+    fn failed(kind: FailureKind) -> Option<DecodeEvent> {
+        Some(DecodeEvent::Failure(Failure { kind: kind.into(), message: "2 of 4 chunks".into() }))
     }
 
     fn first(first_index: u32, id: u32, finish: Option<FinishReason>) -> Option<PrefillEvent> {
@@ -471,11 +504,48 @@ mod tests {
 
     #[test]
     fn a_reported_failure_keeps_its_kind() {
+        for (kind, cause) in [
+            (FailureKind::Busy, Cause::Busy),
+            (FailureKind::Mismatch, Cause::Mismatch),
+            (FailureKind::Internal, Cause::Internal),
+        ] {
+            let (mut attempt, mut emitted) = pair();
+            let next = attempt.decode_said(failed(kind), &mut emitted);
+            assert_eq!(causes(&next), [cause]);
+        }
+        // With token 0 here it is known that the request goes on.
         let (mut attempt, mut emitted) = pair();
-        let failure =
-            Failure { kind: FailureKind::TransferFailed.into(), message: "2 of 4 chunks".into() };
-        let next = attempt.decode_said(Some(DecodeEvent::Failure(failure)), &mut emitted);
+        attempt.prefill_said(first(0, 5, None), &mut emitted);
+        let next = attempt.decode_said(failed(FailureKind::TransferFailed), &mut emitted);
         assert_eq!(causes(&next), [Cause::TransferFailed]);
+    }
+
+    #[test]
+    fn a_failed_transfer_hears_token_0_first() {
+        let transfer_failed = || {
+            let (mut attempt, mut emitted) = pair();
+            attempt.decode_said(reserved(false), &mut emitted);
+            let next = attempt.decode_said(failed(FailureKind::TransferFailed), &mut emitted);
+            assert_eq!(next, []);
+            assert!(!attempt.expects_decode() && attempt.expects_prefill());
+            (attempt, emitted)
+        };
+        let (mut attempt, mut emitted) = transfer_failed();
+        assert_eq!(
+            attempt.prefill_said(first(0, 5, Some(FinishReason::Stop)), &mut emitted),
+            [show(Side::Prefill, 0, &[5]), Next::Finish(FinishReason::Stop)]
+        );
+        // One that does not end the request is kept, and the transfer has failed.
+        let (mut attempt, mut emitted) = transfer_failed();
+        let next = attempt.prefill_said(first(0, 5, None), &mut emitted);
+        assert_eq!(next[0], show(Side::Prefill, 0, &[5]));
+        assert_eq!(causes(&next), [Cause::TransferFailed]);
+        // So it has when the prefill node is lost or takes too long.
+        let (mut attempt, _) = transfer_failed();
+        let next = attempt.prefill_failed(lost(Side::Prefill));
+        assert_eq!(causes(&next), [Cause::TransferFailed]);
+        let (mut attempt, _) = transfer_failed();
+        assert_eq!(causes(&attempt.token_0_is_late()), [Cause::TransferFailed]);
     }
 
     proptest! {

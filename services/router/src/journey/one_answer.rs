@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use cluster::{NoNode, Role, Wanted};
+use cluster::{ModelIdentity, NoNode, Role, Wanted};
 use proto::v1::{DecodeEvent, FinishReason, PrefillEvent, Token};
 use telemetry::metrics::AttemptEnd;
 use tracing::{Instrument, Span, field};
@@ -27,6 +27,9 @@ use crate::{
 
 /// How long a complete answer waits for the node's last event, which only adds figures.
 const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
+/// How long a failed transfer waits for the prefill node's token 0, which may be all there is to
+/// send. Not longer: the other attempt could have begun.
+const TOKEN_0_MAX: Duration = Duration::from_millis(200);
 /// Between two looks for a node that may come back.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
@@ -38,6 +41,8 @@ pub struct Journey<'a> {
     record: &'a RequestRecord,
     spec: AnswerSpec,
     emitted: EmittedTokens,
+    /// Of the nodes that made the first emitted token. Others would go on with another answer.
+    identity: Option<ModelIdentity>,
     answer: Answer,
     recovery: Recovery,
     waiting: Option<Waiting>,
@@ -63,6 +68,7 @@ impl<'a> Journey<'a> {
             emitted: EmittedTokens::new(spec.sampling.max_tokens, plan.limits.vocabulary_size),
             answer: Answer::new(&plan.answer, &spec.sampling),
             recovery: Recovery::new(front.recovery_limits()),
+            identity: None,
             waiting: None,
             figures: HandOverFigures::default(),
             cached_tokens: None,
@@ -134,7 +140,7 @@ impl<'a> Journey<'a> {
             new_tokens_max: self.spec.sampling.max_tokens - emitted,
             computes_prompt: alone,
             prefix: &[],
-            identity: None,
+            identity: self.identity.as_ref(),
             exclude: self.recovery.avoid_decode(),
         };
         let decode = self.front.nodes.pick(&wanted)?;
@@ -189,7 +195,7 @@ impl<'a> Journey<'a> {
                 // The decode node first: once it writes, the other one no longer matters.
                 biased;
                 // Step 5: the decode node repeats token 0 and goes on.
-                said = decode_events.next() => match said {
+                said = decode_events.next(), if attempt.expects_decode() => match said {
                     Ok(Some(DecodeEvent { event })) => {
                         decode.answered();
                         attempt.decode_said(event, &mut self.emitted)
@@ -212,6 +218,9 @@ impl<'a> Journey<'a> {
                 () = tokio::time::sleep(LAST_EVENT_MAX), if self.is_complete() => {
                     vec![Next::Finish(FinishReason::Length)]
                 }
+                () = tokio::time::sleep(TOKEN_0_MAX), if !attempt.expects_decode() => {
+                    attempt.token_0_is_late()
+                }
             };
             match self.act(next, &mut prefill_events, &mut first_shown).await? {
                 Some(outcome) => break outcome,
@@ -220,6 +229,9 @@ impl<'a> Journey<'a> {
         };
         // Both streams end here; what was not finished is cancelled by it.
         drop((decode_events, prefill_events));
+        if self.identity.is_none() && self.emitted.next_index() > 0 {
+            self.identity = Some(decode.record().identity.clone());
+        }
 
         let figures = attempt.figures();
         self.figures.kv_bytes += figures.kv_bytes;
