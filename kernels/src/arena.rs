@@ -426,6 +426,10 @@ mod tests {
         assert!(matches!(KvArena::host(layout(), 0), Err(ArenaError::BadSize { .. })));
         let huge = KvLayout { layer_count: usize::MAX >> 12, ..layout() };
         assert!(KvArena::host(huge, u32::MAX).is_err());
+        // Its bytes would wrap to a small number.
+        let wrapping =
+            KvLayout { layer_count: (1 << 57) + 1, kv_head_count: 1, head_dim: 4, ..layout() };
+        assert!(matches!(KvArena::host(wrapping, 1), Err(ArenaError::BadSize { .. })));
         let empty = KvLayout { layer_count: 0, ..layout() };
         assert!(matches!(KvArena::host(empty, 4), Err(ArenaError::BadSize { .. })));
     }

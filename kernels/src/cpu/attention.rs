@@ -18,7 +18,7 @@ use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
 
-use self::tile::TileMemory;
+use self::tile::{BLOCKS_TOGETHER, TileMemory};
 use super::{
     arithmetic::from_bf16,
     isa::Level,
@@ -148,10 +148,14 @@ fn tiles<T: Kv>(
         }
         let last_block = (first_position + tile.row_count - 1) / BLOCK_TOKENS;
         let table = &step.tables[tile.sequence.table.clone()][..=last_block];
-        for (index, &block) in table.iter().enumerate() {
-            let keys = step.access.head::<T>(block, layer, KvHalf::Key, kv_head);
-            let values = step.access.head::<T>(block, layer, KvHalf::Value, kv_head);
-            memory.add_block(level, index, keys, values);
+        for (number, blocks) in table.chunks(BLOCKS_TOGETHER).enumerate() {
+            let mut parts: [(&[T], &[T]); BLOCKS_TOGETHER] = [(&[], &[]); BLOCKS_TOGETHER];
+            for (part, &block) in parts.iter_mut().zip(blocks) {
+                let keys = step.access.head(block, layer, KvHalf::Key, kv_head);
+                let values = step.access.head(block, layer, KvHalf::Value, kv_head);
+                *part = (keys, values);
+            }
+            memory.add_blocks(level, number * BLOCKS_TOGETHER, &parts[..blocks.len()]);
         }
         for row in 0..tile.row_count {
             for head in 0..head_count {

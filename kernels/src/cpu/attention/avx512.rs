@@ -14,7 +14,7 @@ use std::arch::x86_64::{
 
 use super::{
     Kv,
-    tile::{GROUP, TileMemory},
+    tile::{BLOCKS_TOGETHER, FEW_QUERIES, GROUP, TileMemory},
 };
 use crate::{
     cpu::arithmetic::{EXP_COEFFICIENTS, EXP_ZERO, LANES, LN_2_HIGH, LN_2_LOW, LOG2_E, ROUND, exp},
@@ -38,7 +38,7 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
     let groups = count.div_ceil(GROUP);
     assert!(tile.queries.len() >= groups * GROUP * dim && tile.weighted.len() >= count * dim);
     assert!(tile.weights.len() >= groups * GROUP * BLOCK_TOKENS);
-    assert!(tile.keys.len() == keys.len() && tile.values.len() == keys.len());
+    assert!(tile.keys.len() >= keys.len() && tile.values.len() >= keys.len());
     // SAFETY: all pointers below stay inside the slices whose lengths were just checked.
     unsafe {
         for first in (0..dim).step_by(LANES) {
@@ -64,22 +64,133 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
             choose!(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             for query in first..first + queries {
                 if tile.visible[query] > 0 {
-                    softmax(tile, query);
+                    softmax(tile, query, query);
                 }
             }
         }
+        let values = tile.values.as_ptr();
         let mut query = 0;
         while query < count {
             let end = query + TOGETHER;
             if end <= count && tile.visible[query] == BLOCK_TOKENS {
-                accumulate::<TOGETHER>(tile, query, BLOCK_TOKENS);
+                accumulate::<TOGETHER, f32>(tile, values, query, query, BLOCK_TOKENS);
                 query = end;
             } else {
-                if tile.visible[query] > 0 {
-                    accumulate::<1>(tile, query, tile.visible[query]);
+                let tokens = tile.visible[query];
+                if tokens > 0 {
+                    accumulate::<1, f32>(tile, values, query, query, tokens);
                 }
                 query += 1;
             }
+        }
+    }
+}
+
+/// As [`add_block`], several blocks from number `first` on, for a tile of few queries. One query's
+/// scores with one block are a single chain of additions, so those of several blocks run side by
+/// side; values are used as they lie.
+///
+/// # Safety
+/// As [`add_block`]; the tile has at most [`FEW_QUERIES`] queries.
+#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
+pub(super) unsafe fn add_few<T: Kv>(tile: &mut TileMemory, first: usize, blocks: &[(&[T], &[T])]) {
+    let (dim, count) = (tile.dim, tile.query_count);
+    let head = dim * BLOCK_TOKENS;
+    assert!(dim.is_multiple_of(LANES) && count <= FEW_QUERIES && blocks.len() <= BLOCKS_TOGETHER);
+    assert!(blocks.iter().all(|(keys, values)| keys.len() == head && values.len() == head));
+    assert!(tile.queries.len() >= GROUP * dim && tile.weighted.len() >= count * dim);
+    assert!(tile.weights.len() >= BLOCKS_TOGETHER * FEW_QUERIES * BLOCK_TOKENS);
+    assert!(tile.keys.len() >= BLOCKS_TOGETHER * head);
+    // SAFETY: all pointers below stay inside the slices whose lengths were just checked.
+    unsafe {
+        for (block, (keys, _)) in blocks.iter().enumerate() {
+            let turned = tile.keys.as_mut_ptr().add(block * head);
+            for first in (0..dim).step_by(LANES) {
+                transpose(keys.as_ptr().add(first), dim, turned.add(first * LANES));
+            }
+        }
+        macro_rules! choose {
+            ($(($queries:literal, $blocks:literal)),+) => {
+                match (count, blocks.len()) {
+                    $(($queries, $blocks) => few_scores::<$queries, $blocks>(tile),)+
+                    (queries, blocks) => unreachable!("{queries} queries, {blocks} blocks"),
+                }
+            };
+        }
+        choose!(
+            (1, 1),
+            (2, 1),
+            (3, 1),
+            (4, 1),
+            (1, 2),
+            (2, 2),
+            (3, 2),
+            (4, 2),
+            (1, 3),
+            (2, 3),
+            (3, 3),
+            (4, 3),
+            (1, 4),
+            (2, 4),
+            (3, 4),
+            (4, 4)
+        );
+        for (block, (_, values)) in blocks.iter().enumerate() {
+            tile.look_at(first + block);
+            let at = block * FEW_QUERIES;
+            for query in 0..count {
+                if tile.visible[query] > 0 {
+                    softmax(tile, query, at + query);
+                }
+            }
+            let values = values.as_ptr();
+            if tile.visible[0] == BLOCK_TOKENS {
+                match count {
+                    1 => accumulate::<1, T>(tile, values, 0, at, BLOCK_TOKENS),
+                    2 => accumulate::<2, T>(tile, values, 0, at, BLOCK_TOKENS),
+                    3 => accumulate::<3, T>(tile, values, 0, at, BLOCK_TOKENS),
+                    _ => accumulate::<4, T>(tile, values, 0, at, BLOCK_TOKENS),
+                }
+                continue;
+            }
+            for query in 0..count {
+                let tokens = tile.visible[query];
+                if tokens > 0 {
+                    accumulate::<1, T>(tile, values, query, at + query, tokens);
+                }
+            }
+        }
+    }
+}
+
+/// Scores of all `Q` queries with the keys of `B` blocks.
+///
+/// # Safety
+/// The tile's memory has the lengths that [`add_few`] checks.
+#[target_feature(enable = "avx512f")]
+unsafe fn few_scores<const Q: usize, const B: usize>(tile: &mut TileMemory) {
+    let head = tile.dim * BLOCK_TOKENS;
+    let mut sums = [[_mm512_setzero_ps(); B]; Q];
+    for d in 0..tile.dim {
+        let mut keys = [_mm512_setzero_ps(); B];
+        for (block, keys) in keys.iter_mut().enumerate() {
+            let at = block * head + d * BLOCK_TOKENS;
+            // SAFETY: dimension `d` of block `block` is inside.
+            *keys = unsafe { _mm512_loadu_ps(tile.keys.as_ptr().add(at)) };
+        }
+        for (query, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: dimension `d` of the first group's queries is inside.
+            let element = _mm512_set1_ps(unsafe { *tile.queries.as_ptr().add(d * GROUP + query) });
+            for (sum, keys) in sums.iter_mut().zip(keys) {
+                *sum = _mm512_fmadd_ps(element, keys, *sum);
+            }
+        }
+    }
+    for (query, sums) in sums.into_iter().enumerate() {
+        for (block, sum) in sums.into_iter().enumerate() {
+            let at = (block * FEW_QUERIES + query) * BLOCK_TOKENS;
+            // SAFETY: there are scores for every block and query.
+            unsafe { _mm512_storeu_ps(tile.weights.as_mut_ptr().add(at), sum) };
         }
     }
 }
@@ -177,16 +288,16 @@ unsafe fn scores<const Q: usize>(tile: &mut TileMemory, first: usize) {
     }
 }
 
-/// Turns one query's scores into weights and takes them into its maximum and sum.
+/// Turns one query's scores, number `at`, into weights and takes them into its maximum and sum.
 ///
 /// # Safety
-/// As [`scores`].
+/// There are scores number `at`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-unsafe fn softmax(tile: &mut TileMemory, query: usize) {
+unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
     let visible = ((1_u32 << tile.visible[query]) - 1) as u16;
-    // SAFETY: there are weights for every query.
-    let at = unsafe { tile.weights.as_mut_ptr().add(query * BLOCK_TOKENS) };
+    // SAFETY: as promised.
+    let at = unsafe { tile.weights.as_mut_ptr().add(at * BLOCK_TOKENS) };
     // SAFETY: 16 of them.
     let scores = unsafe { _mm512_loadu_ps(at) };
     let scores = _mm512_mask_blend_ps(visible, _mm512_set1_ps(f32::NEG_INFINITY), scores);
@@ -235,22 +346,29 @@ fn sum_lanes(lanes: __m512) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
 }
 
-/// Adds the first `tokens` values of the block, weighted, to `Q` queries from `first` on.
+/// Adds the first `tokens` values of a block (`[token][dim]`), weighted, to `Q` queries from `first`
+/// on; their weights are number `at` on.
 ///
 /// # Safety
-/// As [`scores`]; the queries exist and `tokens` is at most 16.
+/// Queries, weights and values exist.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn accumulate<const Q: usize>(tile: &mut TileMemory, first: usize, tokens: usize) {
+unsafe fn accumulate<const Q: usize, T: Kv>(
+    tile: &mut TileMemory,
+    values: *const T,
+    first: usize,
+    at: usize,
+    tokens: usize,
+) {
     let dim = tile.dim;
     for start in (0..dim).step_by(VECTORS * LANES) {
         // SAFETY: whole vectors of the head are taken; every pointer is inside its slice.
         unsafe {
             match (dim - start) / LANES {
-                1 => columns::<Q, 1>(tile, first, tokens, start),
-                2 => columns::<Q, 2>(tile, first, tokens, start),
-                3 => columns::<Q, 3>(tile, first, tokens, start),
-                _ => columns::<Q, VECTORS>(tile, first, tokens, start),
+                1 => columns::<Q, 1, T>(tile, values, first, at, tokens, start),
+                2 => columns::<Q, 2, T>(tile, values, first, at, tokens, start),
+                3 => columns::<Q, 3, T>(tile, values, first, at, tokens, start),
+                _ => columns::<Q, VECTORS, T>(tile, values, first, at, tokens, start),
             }
         }
     }
@@ -262,9 +380,11 @@ unsafe fn accumulate<const Q: usize>(tile: &mut TileMemory, first: usize, tokens
 /// As [`accumulate`]; the dimensions exist.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn columns<const Q: usize, const V: usize>(
+unsafe fn columns<const Q: usize, const V: usize, T: Kv>(
     tile: &mut TileMemory,
+    values: *const T,
     first: usize,
+    at: usize,
     tokens: usize,
     start: usize,
 ) {
@@ -281,18 +401,17 @@ unsafe fn columns<const Q: usize, const V: usize>(
         }
     }
     for token in 0..tokens {
-        let mut values = [_mm512_setzero_ps(); V];
-        for (vector, value) in values.iter_mut().enumerate() {
-            let at = token * dim + start + vector * LANES;
+        let mut vectors = [_mm512_setzero_ps(); V];
+        for (vector, value) in vectors.iter_mut().enumerate() {
+            let from = token * dim + start + vector * LANES;
             // SAFETY: as promised.
-            *value = unsafe { _mm512_loadu_ps(tile.values.as_ptr().add(at)) };
+            *value = unsafe { load(values.add(from)) };
         }
         for (query, sums) in sums.iter_mut().enumerate() {
             // SAFETY: as promised.
-            let weight =
-                unsafe { *tile.weights.as_ptr().add((first + query) * BLOCK_TOKENS + token) };
+            let weight = unsafe { *tile.weights.as_ptr().add((at + query) * BLOCK_TOKENS + token) };
             let weight = _mm512_set1_ps(weight);
-            for (sum, value) in sums.iter_mut().zip(values) {
+            for (sum, value) in sums.iter_mut().zip(vectors) {
                 *sum = _mm512_fmadd_ps(weight, value, *sum);
             }
         }

@@ -47,8 +47,9 @@ fn avx512_add<T: Kv>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
 #[inline(always)]
 fn add<T: Kv, const FUSED: bool>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
     let dim = tile.dim;
+    let turned = &mut tile.keys[..dim * BLOCK_TOKENS];
     for (token, key) in keys.chunks_exact(dim).enumerate() {
-        for (column, &element) in tile.keys.chunks_exact_mut(BLOCK_TOKENS).zip(key) {
+        for (column, &element) in turned.chunks_exact_mut(BLOCK_TOKENS).zip(key) {
             column[token] = element.widen();
         }
     }

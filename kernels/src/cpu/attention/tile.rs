@@ -11,6 +11,10 @@ use crate::{
 
 /// Queries whose scores are computed together: their elements lie side by side.
 pub(super) const GROUP: usize = 16;
+/// Most blocks that are taken in together, where a tile has few queries.
+pub(super) const BLOCKS_TOGETHER: usize = 4;
+/// Queries up to which blocks are taken in together: a row or so of grouped query heads.
+pub(super) const FEW_QUERIES: usize = 4;
 
 /// One tile's memory, kept from tile to tile. Queries are numbered row by row, and within a row
 /// head by head, so their positions do not decrease.
@@ -24,7 +28,8 @@ pub(super) struct TileMemory {
     pub queries: Aligned<f32>,
     /// `[query][dim]`: values summed up by weight.
     pub weighted: Aligned<f32>,
-    /// `[query][token]`: scores, then weights, of the present block.
+    /// `[query][token]`: scores, then weights, of the present block; with few queries
+    /// `[block][FEW_QUERIES][token]`.
     pub weights: Aligned<f32>,
     /// Per query: greatest score so far.
     pub maxima: Vec<f32>,
@@ -34,7 +39,7 @@ pub(super) struct TileMemory {
     pub corrections: Vec<f32>,
     /// Per query: tokens of the present block that it sees.
     pub visible: Vec<usize>,
-    /// `[dim][token]` of the present block.
+    /// `[dim][token]` of the present block, or `[block][dim][token]`.
     pub keys: Aligned<f32>,
     /// `[token][dim]` of the present block.
     pub values: Aligned<f32>,
@@ -76,7 +81,7 @@ impl TileMemory {
             self.queries = Aligned::zeroed(groups * GROUP * dim);
             self.weighted = Aligned::zeroed(groups * GROUP * dim);
             self.weights = Aligned::zeroed(groups * GROUP * BLOCK_TOKENS);
-            self.keys = Aligned::zeroed(dim * BLOCK_TOKENS);
+            self.keys = Aligned::zeroed(BLOCKS_TOGETHER * dim * BLOCK_TOKENS);
             self.values = Aligned::zeroed(dim * BLOCK_TOKENS);
         }
         self.queries[(groups - 1) * GROUP * dim..groups * GROUP * dim].fill(0.0);
@@ -102,19 +107,36 @@ impl TileMemory {
         }
     }
 
-    /// Takes in the sequence's block number `index`, as far as each query sees it.
-    pub fn add_block<T: Kv>(&mut self, level: Level, index: usize, keys: &[T], values: &[T]) {
+    /// Takes in the sequence's blocks from number `first` on, as far as each query sees them. Each
+    /// is (keys, values), `[token][dim]`; at most [`BLOCKS_TOGETHER`].
+    pub fn add_blocks<T: Kv>(&mut self, level: Level, first: usize, blocks: &[(&[T], &[T])]) {
+        #[cfg(target_arch = "x86_64")]
+        if matches!(level, Level::Avx512 | Level::Avx512Bf16 | Level::Amx)
+            && self.dim.is_multiple_of(16)
+        {
+            if self.query_count <= FEW_QUERIES {
+                // SAFETY: the level was found on this machine, width and count were checked.
+                return unsafe { super::avx512::add_few(self, first, blocks) };
+            }
+            for (index, (keys, values)) in (first..).zip(blocks) {
+                self.look_at(index);
+                // SAFETY: as above.
+                unsafe { super::avx512::add_block(self, keys, values) };
+            }
+            return;
+        }
+        for (index, (keys, values)) in (first..).zip(blocks) {
+            self.look_at(index);
+            portable::add_block(level, self, keys, values);
+        }
+    }
+
+    /// Sets what each query sees of the sequence's block number `index`.
+    #[inline]
+    pub fn look_at(&mut self, index: usize) {
         for (query, visible) in self.visible.iter_mut().enumerate() {
             let end = self.first_position + query / self.head_count + 1;
             *visible = end.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
-        }
-        match level {
-            // SAFETY: the level was found on this machine, the width was checked.
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 | Level::Avx512Bf16 | Level::Amx if self.dim.is_multiple_of(16) => unsafe {
-                super::avx512::add_block(self, keys, values);
-            },
-            _ => portable::add_block(level, self, keys, values),
         }
     }
 
