@@ -13,7 +13,8 @@ use crate::{
     grpc::{self, HealthTask},
     http,
     net::{self, Protocol},
-    nodes::{NodeWatch, Nodes},
+    nodes::{NodeWatch, Nodes, Served},
+    request::ids::NoRandomness,
 };
 
 /// After requests were told to end, so long until they have.
@@ -35,6 +36,8 @@ pub enum StartError {
     Listen { setting: &'static str, address: SocketAddr, reason: io::Error },
     #[error("the gRPC descriptors cannot be served: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
+    #[error("{0}")]
+    NoRandomness(#[from] NoRandomness),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -78,7 +81,9 @@ pub fn start(
 
     let model = settings.front.model.clone();
     let router_metrics = RouterMetrics::new(&metrics, &model);
-    let (nodes, watch) = Nodes::watch(&*membership, &model, router_metrics.clone());
+    let vocabulary_size = text.tokenizer().vocabulary_size();
+    let served = Served { model: model.into(), vocabulary_size };
+    let (nodes, watch) = Nodes::watch(&*membership, served, router_metrics.clone())?;
     let front = Arc::new(Front::new(settings.front, text, nodes, router_metrics));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());

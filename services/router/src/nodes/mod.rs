@@ -17,8 +17,11 @@ use telemetry::RouterMetrics;
 use tokio::sync::{mpsc, watch as latest};
 use tonic::transport::Channel;
 
-use crate::request::options::ModelLimits;
-pub use watch::NodeWatch;
+use crate::request::{
+    ids::{NoRandomness, mint_seed},
+    options::ModelLimits,
+};
+pub use watch::{NodeWatch, Served};
 
 /// Events of all nodes between two looks of the task; streams wait when it is full.
 const INPUTS_MAX: usize = 1024;
@@ -49,15 +52,18 @@ pub struct Serving {
 }
 
 impl Nodes {
-    /// Starts watching the members. `model` is the name that nodes must serve.
+    /// Starts watching the members, of which those that serve `served` are used.
+    ///
+    /// # Errors
+    /// When the system gives no random numbers.
     pub fn watch(
         membership: &dyn Membership,
-        model: &str,
+        served: Served,
         metrics: RouterMetrics,
-    ) -> (Self, NodeWatch) {
+    ) -> Result<(Self, NodeWatch), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
-        // Spreads the probes of several routers; time is random enough for that.
-        let seed = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
+        // Spreads the probes of several routers.
+        let seed = mint_seed()?;
         let nodes = Self(Arc::new(Shared {
             directory: Mutex::new(Directory::new(seed)),
             channels: Mutex::new(HashMap::new()),
@@ -65,8 +71,8 @@ impl Nodes {
             changes: latest::Sender::new(0),
             metrics,
         }));
-        let watch = NodeWatch::start(nodes.clone(), membership.watch(), received, model.into());
-        (nodes, watch)
+        let watch = NodeWatch::start(nodes.clone(), membership.watch(), received, served);
+        Ok((nodes, watch))
     }
 
     /// Chooses a node and counts the attempt there until the result is dropped.

@@ -14,6 +14,15 @@ use tonic::Code;
 
 use super::{Nodes, channel};
 
+/// What nodes must serve to be used.
+#[derive(Clone, Debug)]
+pub struct Served {
+    /// The name of the model.
+    pub model: Arc<str>,
+    /// How many token ids the router's tokenizer may send.
+    pub vocabulary_size: u32,
+}
+
 /// The running task. Dropping it stops the task without waiting.
 pub struct NodeWatch {
     stop: DropGuard,
@@ -25,10 +34,10 @@ impl NodeWatch {
         nodes: Nodes,
         members: MemberWatch,
         inputs: mpsc::Receiver<Input>,
-        model: Arc<str>,
+        served: Served,
     ) -> Self {
         let stop = CancellationToken::new();
-        let watch = Watch { nodes, inputs, model, streams: JoinSet::new(), open: HashMap::new() };
+        let watch = Watch { nodes, inputs, served, streams: JoinSet::new(), open: HashMap::new() };
         let task = tokio::spawn(watch.run(members, stop.clone()));
         Self { stop: stop.drop_guard(), task }
     }
@@ -43,7 +52,7 @@ impl NodeWatch {
 struct Watch {
     nodes: Nodes,
     inputs: mpsc::Receiver<Input>,
-    model: Arc<str>,
+    served: Served,
     streams: JoinSet<()>,
     open: HashMap<StreamId, AbortHandle>,
 }
@@ -89,7 +98,7 @@ impl Watch {
         match action {
             Action::Observe { stream, address, .. } => {
                 self.open.retain(|_, task| !task.is_finished());
-                let observe = observe(self.nodes.clone(), stream, address, self.model.clone());
+                let observe = observe(self.nodes.clone(), stream, address, self.served.clone());
                 let task = self.streams.spawn(observe);
                 self.open.insert(stream, task);
             }
@@ -120,8 +129,8 @@ impl Watch {
 }
 
 /// Feeds one `Observe` stream into the task until it ends.
-async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, model: Arc<str>) {
-    let reason = match follow(&nodes, stream, &address, &model).await {
+async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, served: Served) {
+    let reason = match follow(&nodes, stream, &address, &served).await {
         Ok(()) => "the stream ended".to_owned(),
         Err(reason) => reason,
     };
@@ -133,7 +142,7 @@ async fn follow(
     nodes: &Nodes,
     stream: StreamId,
     address: &NodeAddress,
-    model: &str,
+    served: &Served,
 ) -> Result<(), String> {
     let failed = |status: tonic::Status| match status.code() {
         Code::Unavailable => format!("unavailable: {}", status.message()),
@@ -144,7 +153,7 @@ async fn follow(
     let mut events = response.into_inner();
     let mut draining = false;
     while let Some(event) = events.message().await.map_err(failed)? {
-        check_model(&event, model)?;
+        served.check(&event)?;
         let drains = drains(&event).unwrap_or(draining);
         let changed = std::mem::replace(&mut draining, drains) != drains;
         if nodes.0.inputs.send(Input::Observed { stream, event }).await.is_err() {
@@ -158,17 +167,27 @@ async fn follow(
     Ok(())
 }
 
-/// Token ids mean nothing to a node with another model.
-fn check_model(event: &ObserveEvent, model: &str) -> Result<(), String> {
-    match &event.event {
-        Some(Event::Snapshot(snapshot)) => match &snapshot.record {
-            Some(record) if record.model != model => Err(format!(
+impl Served {
+    /// Token ids mean nothing to a node with another model. A vocabulary larger than the tokenizer's
+    /// is one that was padded.
+    fn check(&self, event: &ObserveEvent) -> Result<(), String> {
+        let Some(Event::Snapshot(snapshot)) = &event.event else { return Ok(()) };
+        let Some(record) = &snapshot.record else { return Ok(()) };
+        let model = &*self.model;
+        if record.model != model {
+            return Err(format!(
                 "it serves {:?}, this router serves {model:?}: give both the same model.name",
                 record.model.chars().take(100).collect::<String>()
-            )),
-            _ => Ok(()),
-        },
-        _ => Ok(()),
+            ));
+        }
+        if record.vocabulary_size < self.vocabulary_size {
+            return Err(format!(
+                "its model has {} token ids, this router's tokenizer has {}: give both the same \
+                 model.path",
+                record.vocabulary_size, self.vocabulary_size
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -178,4 +197,29 @@ fn drains(event: &ObserveEvent) -> Option<bool> {
         Event::Delta(delta) => delta.load.as_ref(),
     }
     .map(|load| load.draining)
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::v1::{NodeRecord, NodeSnapshot};
+
+    use super::*;
+
+    #[test]
+    fn a_node_with_another_model_or_too_few_token_ids_is_refused() {
+        let served = Served { model: "ours".into(), vocabulary_size: 1000 };
+        let check = |model: &str, vocabulary_size| {
+            let record = NodeRecord { model: model.into(), vocabulary_size, ..Default::default() };
+            let snapshot = NodeSnapshot { record: Some(record), ..Default::default() };
+            served.check(&ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) })
+        };
+        // Padded for the device, or not.
+        assert_eq!((check("ours", 1000), check("ours", 1024)), (Ok(()), Ok(())));
+        assert!(check("theirs", 1000).unwrap_err().contains("\"theirs\""));
+        assert_eq!(
+            check("ours", 999).unwrap_err(),
+            "its model has 999 token ids, this router's tokenizer has 1000: give both the same \
+             model.path"
+        );
+    }
 }

@@ -42,6 +42,8 @@ pub enum Behaviour {
     CutAfter(usize),
     /// Takes the call and says nothing more after so many tokens.
     HangAfter(usize),
+    /// Waits for ever for the KV of this prefill node; serves with any other, or alone.
+    NoKvFrom(&'static str),
     /// Reports that it needs no prefill node.
     Alone,
     /// Sends exactly these events, then hangs.
@@ -256,9 +258,15 @@ impl node_server::Node for Service {
         request: Request<DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
         let attempt = request.get_ref().attempt.clone().unwrap();
-        let with_peer = request.get_ref().prefill.is_some();
+        let peer = request.get_ref().prefill.clone();
+        let with_peer = peer.is_some();
         let guard = self.0.called(&request, &attempt, with_peer);
-        let behaviour = self.0.next_behaviour();
+        let behaviour = match self.0.next_behaviour() {
+            Behaviour::NoKvFrom(node_id) if peer.is_some_and(|peer| peer.node_id == node_id) => {
+                Behaviour::HangAfter(0)
+            }
+            other => other,
+        };
         if let Behaviour::Refuse(code, message) = behaviour {
             return Err(Status::new(code, message));
         }
