@@ -339,11 +339,6 @@ impl Incoming {
         }
     }
 
-    /// The sender waits for `RESERVE`: one is on its way, or was lost and will be repeated.
-    pub fn on_awaited(&mut self, now: Instant) {
-        self.lease = now + LEASE;
-    }
-
     /// Says again what was not answered. True when there was something.
     pub fn resend(&mut self, turn: &mut Turn<'_>) -> bool {
         match &self.phase {

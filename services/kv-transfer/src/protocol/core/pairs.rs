@@ -48,6 +48,8 @@ impl Core {
         match change {
             Change::Nothing => {}
             Change::Up => {
+                let (peer, transport) = (&pair.peer().node_id, pair.transport());
+                tracing::info!(peer, transport, "pair is up");
                 self.open_data(now, epoch);
                 for id in transfers {
                     self.with_transfer(now, id, |side, turn| {
@@ -79,6 +81,7 @@ impl Core {
             }
             Change::Refused { reason } => {
                 let peer = pair.peer().node_id.clone();
+                tracing::warn!(peer, reason, "pair is refused");
                 let failure = TransferFailure::Refused { peer, reason };
                 self.end_transfers(now, transfers, &failure);
             }
@@ -96,6 +99,12 @@ impl Core {
 
     pub(super) fn lose_pair(&mut self, now: Instant, epoch: Epoch, reason: &str) {
         let Some(pair) = self.pairs.remove(&epoch) else { return };
+        let (peer, transfers) = (&pair.peer().node_id, pair.transfers().len());
+        if transfers > 0 {
+            tracing::warn!(peer, transfers, reason, "pair is lost");
+        } else {
+            tracing::debug!(peer, reason, "idle pair is closed by its peer");
+        }
         let failure = TransferFailure::PeerLost {
             peer: pair.peer().node_id.clone(),
             reason: reason.to_owned(),
@@ -183,13 +192,6 @@ impl Core {
             if let Some(Tombstone::Failed { reason }) = self.tombstones.get(*id) {
                 let abort = Body::Abort { transfer: *id, reason: reason.clone() };
                 turn!(self, now).send(from.epoch, abort);
-            }
-        }
-        for id in awaited {
-            if let Some(Transfer::Incoming(incoming)) = self.transfers.get_mut(id)
-                && incoming.peer().epoch == from.epoch
-            {
-                incoming.on_awaited(now);
             }
         }
     }
