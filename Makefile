@@ -6,6 +6,7 @@ PREFILL ?= 1
 DECODE ?= 1
 HTTP ?= 127.0.0.1:8000
 DTYPE ?= bf16
+RELEASE = $(or $(CARGO_TARGET_DIR),target)/release
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
@@ -15,8 +16,8 @@ help: ## This list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 run: build ## Fetch the model, build, start a cluster, stream one answer, keep serving (ONCE=1: stop then).
-	target/release/baton model fetch $(MODEL)
-	target/release/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) \
+	test -e "$(MODEL)" || $(RELEASE)/baton model fetch $(MODEL)
+	$(RELEASE)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) \
 		--http $(HTTP) --dtype $(DTYPE) --sample $(if $(ONCE),--once)
 
 build: deps ## The four release binaries, in target/release.
@@ -37,8 +38,8 @@ lint: ## Lints, warnings are errors.
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 
 bench: build ## Engine speed on this machine, as a table.
-	target/release/baton model fetch $(MODEL)
-	target/release/baton bench engine --model $(MODEL)
+	test -e "$(MODEL)" || $(RELEASE)/baton model fetch $(MODEL)
+	$(RELEASE)/baton bench engine --model $(MODEL)
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh

@@ -4,17 +4,18 @@
 # of them wants every core.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-$PWD/target}
 
 cargo build --locked --workspace --bins
-target/debug/baton model fetch smollm2-135m >/dev/null
+"$target/debug/baton" model fetch smollm2-135m >/dev/null
 # The OpenAI client that users have; the cluster tests drive it against a real cluster.
-python3 -m pip install --quiet --upgrade --target target/python 'openai==3.52.0'
+python3 -m pip install --quiet --upgrade --target "$target/python" 'openai==3.52.0'
 
-log=target/test.log
+log=$target/test.log
 : >"$log"
 status=0
-cargo test --locked --workspace --exclude integration-tests -- --quiet 2>&1 | tee -a "$log" || status=1
-PYTHONPATH=$PWD/target/python cargo test --locked -p integration-tests -- --test-threads=1 2>&1 |
+cargo test --locked --no-fail-fast --workspace --exclude integration-tests -- --quiet 2>&1 | tee -a "$log" || status=1
+PYTHONPATH=$target/python cargo test --locked --no-fail-fast -p integration-tests -- --test-threads=1 2>&1 |
     tee -a "$log" || status=1
 
 awk -v status=$status '

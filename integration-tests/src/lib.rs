@@ -4,6 +4,8 @@
 //! choice, and ends them by id. [`client`] is a plain HTTP client that keeps every event with the
 //! time it came. [`golden`] reads the reference outputs.
 
+#![forbid(unsafe_code)]
+
 pub mod client;
 pub mod cluster;
 pub mod golden;

@@ -30,17 +30,27 @@ async fn check(client: &Client, run: &GoldenRun) -> Result<()> {
     Ok(())
 }
 
-/// Usage of the last event that has one.
-async fn usage_of(client: &Client, prompt_ids: &[u32], tokens: usize) -> Result<(Vec<u32>, Value)> {
-    let mut stream = client.stream("/v1/completions", &greedy_body(prompt_ids, tokens)).await?;
+/// The output's token ids, and the last event, which has usage and figures.
+async fn answer_of(
+    client: &Client,
+    prompt_ids: &[u32],
+    tokens: usize,
+) -> Result<(Vec<u32>, Value)> {
+    let mut stream = client
+        .stream_with(
+            "/v1/completions",
+            &greedy_body(prompt_ids, tokens),
+            &[("x-baton-figures", "1")],
+        )
+        .await?;
     let events = stream.all().await?;
-    let usage = events
+    let last = events
         .iter()
         .filter(|event| !event.is_done())
-        .map(|event| event.json()["usage"].clone())
-        .rfind(|usage| !usage.is_null())
+        .map(integration_tests::client::Event::json)
+        .rfind(|event| !event["usage"].is_null())
         .expect("usage was asked for");
-    Ok((events.iter().flat_map(|event| event.token_ids()).collect(), usage))
+    Ok((events.iter().flat_map(|event| event.token_ids()).collect(), last))
 }
 
 #[tokio::test]
@@ -102,39 +112,47 @@ fn longest() -> GoldenRun {
     golden().runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("there are runs")
 }
 
-#[tokio::test]
-async fn prefix_hits_on_the_prefill_node() -> Result<()> {
-    // The decode node forgets: its cache is off.
-    let spec = ClusterSpec::smollm2().set_decode("BATON_NODE_PREFIX_CACHE", false);
+/// Half of the prompt first, then the whole: something is found, and the rest still travels.
+async fn check_prefix_hits(spec: ClusterSpec, name: &str) -> Result<()> {
     let (cluster, client) = client(spec).await?;
     let run = longest();
-    for round in 0..2 {
-        let (found, usage) = usage_of(&client, &run.prompt_ids, run.output_ids.len()).await?;
-        assert_eq!(found, run.output_ids);
-        let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
-        assert_eq!(cached > 0, round == 1, "round {round}: {usage}");
-    }
+    client.greedy(&run.prompt_ids[..run.prompt_ids.len() / 2], 2).await?;
+    let (found, last) = answer_of(&client, &run.prompt_ids, run.output_ids.len()).await?;
+    assert_eq!(found, run.output_ids, "hits on {name}");
+    let cached = last["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
+    assert!(cached > 0, "hits on {name}: {last}");
+    assert!(last["baton"]["kv_bytes"].as_u64().unwrap_or(0) > 0, "hits on {name}: {last}");
     cluster.stop()
 }
 
 #[tokio::test]
-async fn prefix_hits_on_the_decode_node_and_on_both() -> Result<()> {
-    for (name, setting) in [("decode", Some(false)), ("both", None)] {
-        let mut spec = ClusterSpec::smollm2();
-        if let Some(on) = setting {
-            spec = spec.set_prefill("BATON_NODE_PREFIX_CACHE", on);
-        }
-        let (cluster, client) = client(spec).await?;
-        let run = longest();
-        for round in 0..2 {
-            let (found, usage) = usage_of(&client, &run.prompt_ids, run.output_ids.len()).await?;
-            assert_eq!(found, run.output_ids, "hits on {name}, round {round}");
-            let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
-            assert_eq!(cached > 0, round == 1, "hits on {name}, round {round}: {usage}");
-        }
-        cluster.stop()?;
+async fn prefix_hits_on_the_prefill_node() -> Result<()> {
+    let spec = ClusterSpec::smollm2().set_decode("BATON_NODE_PREFIX_CACHE", false);
+    check_prefix_hits(spec, "the prefill node").await
+}
+
+#[tokio::test]
+async fn prefix_hits_on_the_decode_node() -> Result<()> {
+    let spec = ClusterSpec::smollm2().set_prefill("BATON_NODE_PREFIX_CACHE", false);
+    check_prefix_hits(spec, "the decode node").await
+}
+
+#[tokio::test]
+async fn prefix_hits_on_both() -> Result<()> {
+    check_prefix_hits(ClusterSpec::smollm2(), "both").await
+}
+
+#[tokio::test]
+async fn a_prompt_that_the_decode_node_knows_needs_no_prefill_node() -> Result<()> {
+    let (cluster, client) = client(ClusterSpec::smollm2()).await?;
+    let run = longest();
+    for round in 0..2 {
+        let (found, last) = answer_of(&client, &run.prompt_ids, run.output_ids.len()).await?;
+        assert_eq!(found, run.output_ids, "round {round}");
+        let moved = last["baton"]["kv_bytes"].as_u64().unwrap_or(0);
+        assert_eq!(moved > 0, round == 0, "round {round}: {last}");
     }
-    Ok(())
+    cluster.stop()
 }
 
 #[tokio::test]

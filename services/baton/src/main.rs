@@ -3,6 +3,9 @@
 //! `up` runs a whole cluster on this machine, `bench` measures an engine or a server, `model` fetches
 //! weights. Each lives in a module of its own; this file only reads the command line.
 
+// Only `up::process` starts processes in a way that the standard library does not offer.
+#![deny(unsafe_code)]
+
 mod bench;
 mod http_client;
 mod model_store;

@@ -16,7 +16,7 @@ use std::{
 };
 
 use engine::event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind};
-use kernels::sampling::SampledToken;
+use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 use kv_transfer::api::{self as transfer, Figures, PeerAddress, TransferFailure, TransferId};
 use proto::v1::FailureKind;
 use telemetry::{
@@ -174,8 +174,10 @@ impl Journey {
         let id = SequenceId(id.0);
         let Some(record) = self.in_work.get_mut(&id) else { return };
         record.transfer = TransferState::Over;
-        // The abort of its transfer comes back as an action, and ends at once: nothing is in flight.
+        // Nothing is in flight. The abort's own action may have come and gone before the refusal, so
+        // the end is told here; a second one means nothing.
         self.inputs.push_back(Input::Abort { id });
+        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
         self.fail(id, SequenceEnd::Busy, AttemptEnd::failed(FailureKind::Busy, reason));
     }
 
@@ -186,6 +188,8 @@ impl Journey {
             Action::Reserve { id, first_block, blocks } => {
                 let Some(record) = self.in_work.get_mut(&id) else { return };
                 let Some(peer) = record.peer.clone() else { return };
+                let cached_tokens = first_block * BLOCK_TOKENS as u32;
+                record.stages.span(Stage::Reserve).record("cached_tokens", cached_tokens);
                 record.stages.end(Stage::Reserve);
                 record.stages.begin(Stage::Transfer);
                 record.transfer = TransferState::UnderWay { abort_asked: false };

@@ -136,6 +136,8 @@ impl Observers {
     /// A new observer begins with a snapshot; what it says is not repeated by the next change.
     pub fn add(&mut self, mut observer: ObserverEnds, now: Instant, scheduler: &mut Scheduler) {
         self.publish(now, scheduler);
+        // On an idle node nothing else notices those that left.
+        self.observers.retain(|observer| !observer.events.is_closed());
         let hashes = scheduler.cached_hashes();
         let mut parts = hashes.chunks(HASHES_PER_EVENT_MAX);
         let snapshot = v1::NodeSnapshot {

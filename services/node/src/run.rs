@@ -51,7 +51,11 @@ pub fn run(role: Role) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return complain(name, &error, 1),
     };
-    runtime.block_on(serve_with_telemetry(role, &config, ready_file.as_deref(), started))
+    let code =
+        runtime.block_on(serve_with_telemetry(role, &config, ready_file.as_deref(), started));
+    // Dropping it would wait without limit for blocking work, such as a load that a signal cut.
+    runtime.shutdown_background();
+    code
 }
 
 /// Found before anything starts, so that it is a usage error: what is missing, and a bad name.

@@ -39,9 +39,9 @@ pub struct EngineArgs {
     /// Folder with the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
-    /// Random weights from a config.json alone.
-    #[arg(long)]
-    dummy: bool,
+    /// `dummy`: random weights from a config.json alone.
+    #[arg(long, default_value = "auto", value_parser = parse_load_format)]
+    load_format: LoadFormat,
     /// Element type of weights and KV: f32 or bf16.
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: Dtype,
@@ -76,6 +76,14 @@ fn parse_dtype(text: &str) -> Result<Dtype, String> {
         "f32" => Ok(Dtype::F32),
         "bf16" => Ok(Dtype::Bf16),
         _ => Err("allowed are f32 and bf16".to_owned()),
+    }
+}
+
+fn parse_load_format(text: &str) -> Result<LoadFormat, String> {
+    match text {
+        "auto" => Ok(LoadFormat::Auto),
+        "dummy" => Ok(LoadFormat::Dummy { seed: 0 }),
+        _ => Err("allowed are auto and dummy".to_owned()),
     }
 }
 
@@ -173,8 +181,7 @@ impl Bench {
         read_bandwidth_gb_per_s: f64,
     ) -> Result<(Self, Report)> {
         let started = Instant::now();
-        let format = if args.dummy { LoadFormat::Dummy { seed: 0 } } else { LoadFormat::Auto };
-        let checkpoint = Checkpoint::open(path, format)?;
+        let checkpoint = Checkpoint::open(path, args.load_format)?;
         let config = checkpoint.config();
         let backend = CpuBackend::new(CpuOptions { dtype: args.dtype, threads, isa: Isa::Auto })?;
         let isa = backend.isa_name().to_owned();

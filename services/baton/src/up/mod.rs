@@ -5,19 +5,22 @@
 
 mod backoff;
 mod child;
+#[allow(unsafe_code)]
 mod process;
 mod sample;
 
 use std::{
     ffi::OsString,
     io::Write,
-    net::SocketAddr,
+    net::{SocketAddr, TcpListener},
     path::PathBuf,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
+use config::{Config, LoadInput, Source};
+use serde_json::Value;
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
@@ -36,32 +39,37 @@ const READY_WITHIN: Duration = Duration::from_secs(120);
 /// From SIGTERM to SIGKILL: requests in flight may end.
 const STOP_WITHIN: Duration = Duration::from_secs(30);
 const NODES_MAX: u32 = 64;
+/// Served when neither flag nor configuration names a model.
+const DEFAULT_MODEL: &str = "smollm2-135m";
 
 #[derive(Args)]
 pub struct UpArgs {
     /// Model to serve: a GGUF file, a Hugging Face folder, or a name `baton model list` prints.
-    #[arg(long, env = "BATON_MODEL_PATH", default_value = "smollm2-135m")]
-    model: String,
+    /// [default: the configuration's, else smollm2-135m]
+    #[arg(long)]
+    model: Option<String>,
     /// Prefill nodes. With 0 the decode nodes read the prompts themselves.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=i64::from(NODES_MAX)))]
     prefill: u32,
     /// Decode nodes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(NODES_MAX)))]
     decode: u32,
-    /// Where the OpenAI HTTP API listens.
-    #[arg(long, env = "BATON_ROUTER_HTTP", default_value = "127.0.0.1:8000")]
-    http: SocketAddr,
-    /// Where the gRPC API listens.
-    #[arg(long, env = "BATON_ROUTER_GRPC", default_value = "127.0.0.1:8001")]
-    grpc: SocketAddr,
-    /// Element type of weights and KV.
-    #[arg(long, env = "BATON_MODEL_DTYPE", default_value = "bf16")]
-    dtype: DtypeArg,
-    /// `dummy`: random weights from a config.json alone.
-    #[arg(long, env = "BATON_MODEL_LOAD_FORMAT", default_value = "auto")]
-    load_format: LoadFormatArg,
-    /// Configuration file for all services; the flags here win over it.
+    /// Where the OpenAI HTTP API listens. [default: the configuration's, else 127.0.0.1:8000]
     #[arg(long)]
+    http: Option<SocketAddr>,
+    /// Where the gRPC API listens. [default: the configuration's, else 127.0.0.1:8001]
+    #[arg(long)]
+    grpc: Option<SocketAddr>,
+    /// Element type of weights and KV. [default: the configuration's, else bf16]
+    #[arg(long)]
+    dtype: Option<DtypeArg>,
+    /// `dummy`: random weights; the model then needs no weights, but the router its tokenizer.
+    /// [default: the configuration's, else auto]
+    #[arg(long)]
+    load_format: Option<LoadFormatArg>,
+    /// Configuration file for all services; the environment (BATON_*) and the flags here win over
+    /// it. Addresses of nodes and the list of them are `up`'s own.
+    #[arg(long, env = "BATON_CONFIG")]
     config: Option<PathBuf>,
     /// Folder with the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
@@ -173,6 +181,9 @@ async fn up(args: UpArgs) -> Result<()> {
         _ = interrupt.recv() => Ok(()),
         _ = terminate.recv() => Ok(()),
     };
+    if cluster.nodes.is_empty() {
+        return outcome;
+    }
     say("baton: stopping (once more to stop at once)");
     tokio::select! {
         () = cluster.stop() => outcome,
@@ -197,7 +208,7 @@ async fn serve(args: &UpArgs, started: Instant, cluster: &mut Cluster) -> Result
     }
     let router = cluster.router.insert(Supervised::start(common.router(args, &prefill, &decode)));
     let ready = router.ready().await?;
-    wait_healthy(&ready.http).await?;
+    wait_healthy(&ready.http, args.prefill, args.decode).await?;
     say(&format!(
         "baton: ready after {:.2} s: OpenAI API http://{}/v1  gRPC {}  metrics http://{}/metrics",
         started.elapsed().as_secs_f64(),
@@ -215,17 +226,22 @@ async fn serve(args: &UpArgs, started: Instant, cluster: &mut Cluster) -> Result
     std::future::pending().await
 }
 
-/// The router is up before it has seen its nodes; users want both.
-async fn wait_healthy(http: &str) -> Result<()> {
+/// The router is up before it has seen its nodes; users want all of them.
+async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
     let client = HttpClient::new(Duration::from_secs(1));
     let deadline = Instant::now() + READY_WITHIN;
     loop {
-        if let Ok((status, _)) = client.get(&format!("http://{http}/health")).await
-            && status.is_success()
-        {
-            return Ok(());
+        if let Ok((_, body)) = client.get(&format!("http://{http}/health")).await {
+            let health: Value = serde_json::from_slice(&body).unwrap_or_default();
+            if health["prefill_nodes"] == prefill && health["decode_nodes"] == decode {
+                return Ok(());
+            }
         }
-        ensure!(Instant::now() < deadline, "the router saw no decode node");
+        ensure!(
+            Instant::now() < deadline,
+            "the router did not see {prefill} prefill and {decode} decode nodes within {} s",
+            READY_WITHIN.as_secs()
+        );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -241,7 +257,10 @@ struct Common {
 
 impl Common {
     fn new(args: &UpArgs) -> Result<Self> {
-        let model = model_store::resolve(&args.models_dir, &args.model)?;
+        // Read as the services will read it, to find mistakes once and before anything starts.
+        let environment = std::env::vars().filter(|(name, _)| name.starts_with("BATON_")).collect();
+        let file = args.config.clone();
+        let config = Config::load(LoadInput { file, environment, ..LoadInput::default() })?;
         let bin_dir = match &args.bin_dir {
             Some(folder) => folder.clone(),
             None => std::env::current_exe()?
@@ -257,31 +276,48 @@ impl Common {
                 path.display()
             );
         }
-        let mut secret = [0; 32];
-        getrandom::fill(&mut secret).map_err(|error| anyhow!("no random numbers: {error}"))?;
-        let dtype = args.dtype.to_possible_value().expect("no variant is hidden");
-        let load_format = args.load_format.to_possible_value().expect("no variant is hidden");
-        let mut envs = vec![
-            ("BATON_MODEL_PATH".to_owned(), model.display().to_string()),
-            ("BATON_MODEL_DTYPE".to_owned(), dtype.get_name().to_owned()),
-            ("BATON_MODEL_LOAD_FORMAT".to_owned(), load_format.get_name().to_owned()),
-        ];
-        let mut default_env = |name: &str, value: String| {
-            if std::env::var_os(name).is_none() {
-                envs.push((name.to_owned(), value));
-            }
-        };
-        // Clients ask for a fetched model by the name that it was fetched by.
-        if model_store::is_known(&args.model) {
-            default_env("BATON_MODEL_NAME", args.model.clone());
+        for (name, given, configured) in
+            [("http", args.http, config.router.http), ("grpc", args.grpc, config.router.grpc)]
+        {
+            // Found now rather than after every node has loaded.
+            let address = given.unwrap_or(configured);
+            TcpListener::bind(address)
+                .with_context(|| format!("cannot listen on {address} (--{name})"))?;
         }
-        // A secret of this run's own, unless the operator brought one.
-        default_env(
-            "BATON_TRANSFER_SECRET",
-            secret.iter().map(|byte| format!("{byte:02x}")).collect(),
-        );
-        // Lines pass through our pipe, so the services cannot see that a person reads them.
-        default_env("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
+        let mut envs = Vec::new();
+        let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
+        let asked = match (&args.model, &config.model.path) {
+            (Some(model), _) => Some(model.as_str()),
+            (None, None) => Some(DEFAULT_MODEL),
+            (None, Some(_)) => None,
+        };
+        if let Some(asked) = asked {
+            let path = model_store::resolve(&args.models_dir, asked)?;
+            set("BATON_MODEL_PATH", path.display().to_string());
+            // Clients ask for a fetched model by the name that it was fetched by.
+            if model_store::is_known(asked) && config.model.name.is_none() {
+                set("BATON_MODEL_NAME", asked.to_owned());
+            }
+        }
+        for (name, value) in [
+            ("BATON_MODEL_DTYPE", args.dtype.and_then(|dtype| dtype.to_possible_value())),
+            ("BATON_MODEL_LOAD_FORMAT", args.load_format.and_then(|it| it.to_possible_value())),
+        ] {
+            if let Some(value) = value {
+                set(name, value.get_name().to_owned());
+            }
+        }
+        if config.transfer.secret.is_none() && config.transfer.secret_file.is_none() {
+            // A secret of this run's own.
+            let mut secret = [0; 32];
+            getrandom::fill(&mut secret).map_err(|error| anyhow!("no random numbers: {error}"))?;
+            let secret = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+            set("BATON_TRANSFER_SECRET", secret);
+        }
+        if config.source_of("telemetry.log_format") == Source::Default {
+            // Lines pass through our pipe, so the services cannot see that a person reads them.
+            set("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
+        }
         let ready_dir = tempfile::tempdir().context("no temporary folder")?;
         Ok(Self { bin_dir, envs, config: args.config.clone(), ready_dir })
     }
@@ -327,9 +363,11 @@ impl Common {
     }
 
     fn router(&self, args: &UpArgs, prefill: &[String], decode: &[String]) -> ChildSpec {
+        let address =
+            |address: Option<SocketAddr>| address.map(|it| it.to_string()).unwrap_or_default();
         let flags = flags(&[
-            ("--router-http", &args.http.to_string()),
-            ("--router-grpc", &args.grpc.to_string()),
+            ("--router-http", &address(args.http)),
+            ("--router-grpc", &address(args.grpc)),
             ("--cluster-prefill", &prefill.join(",")),
             ("--cluster-decode", &decode.join(",")),
         ]);

@@ -344,7 +344,8 @@ fn full_transfers_are_a_busy_node() {
     scene.journey.transfer_refused(TRANSFER, "the transfer queue is full".into());
     assert_eq!(scene.input(), Input::Abort { id: ID });
     assert_eq!(caller.failure(), (FailureKind::Busy, "the transfer queue is full".into()));
-    // The scheduler answers the abort; its transfer is over at once.
+    // Told whether or not the scheduler answers the abort: it answers only the first one.
+    assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
     scene.act(Action::AbortTransfer { id: ID, reason: "cancelled".into() });
     assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
     scene.assert_quiet();
