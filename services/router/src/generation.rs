@@ -93,7 +93,11 @@ pub enum RequestError {
     ClientGone,
     /// The prompt or the messages cannot be rendered or tokenised.
     #[error("{reason}")]
-    Text { reason: String },
+    Text {
+        /// The field that is to blame, if one is.
+        field: Option<&'static str>,
+        reason: String,
+    },
     #[error("the router stopped before the request was complete")]
     Stopped,
     #[error("the router failed: {reason}")]

@@ -147,7 +147,7 @@ async fn prompts_that_cannot_be_served_say_why() {
     ] {
         let answer =
             cluster.client.post("/v1/chat/completions", &json!({"messages": [message]})).await;
-        check(&answer, 400, None, words);
+        check(&answer, 400, Some("messages"), words);
     }
     let long_chat = json!({"messages": [{"role": "user", "content": text}]});
     let answer = cluster.client.post("/v1/chat/completions", &long_chat).await;
@@ -164,6 +164,22 @@ async fn prompts_that_cannot_be_served_say_why() {
         let answer = cluster.client.post("/v1/chat/completions", &body).await;
         check(&answer, 400, Some(field), &[field]);
     }
+}
+
+#[tokio::test]
+async fn template_variables_that_the_router_sets_are_refused_by_name() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    for name in ["messages", "tools", "documents", "add_generation_prompt", "bos_token"] {
+        let mut body = good("/v1/chat/completions");
+        body["chat_template_kwargs"] = json!({"enable_thinking": false, name: "mine"});
+        let answer = cluster.client.post("/v1/chat/completions", &body).await;
+        let param = format!("chat_template_kwargs.{name}");
+        check(&answer, 400, Some(&param), &[&param, "allowed"]);
+    }
+    assert!(cluster.decode[0].calls().is_empty());
+    let mut body = good("/v1/chat/completions");
+    body["chat_template_kwargs"] = json!({"enable_thinking": false});
+    assert_eq!(cluster.client.post("/v1/chat/completions", &body).await.status, 200);
 }
 
 #[tokio::test]

@@ -28,7 +28,7 @@ use crate::{
     },
 };
 
-/// Milliseconds after which a refused client may find room, as in HTTP's `Retry-After`.
+/// Seconds after which a refused client may find room, as in HTTP's `Retry-After`.
 const RETRY_AFTER: &str = "1";
 
 pub struct Generate {

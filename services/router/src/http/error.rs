@@ -144,8 +144,12 @@ impl From<RequestError> for ApiError {
             RequestError::ClientGone => {
                 Self::server(StatusCode::REQUEST_TIMEOUT, "client_gone", message)
             }
-            RequestError::Text { .. } => {
-                Self::invalid(StatusCode::BAD_REQUEST, "invalid_text", message)
+            RequestError::Text { field, .. } => {
+                let error = Self::invalid(StatusCode::BAD_REQUEST, "invalid_text", message);
+                match field {
+                    Some(field) => error.param(field),
+                    None => error,
+                }
             }
             RequestError::Internal { .. } => {
                 Self::server(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)

@@ -11,7 +11,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use http::{HeaderMap, Request};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use telemetry::metrics::Operation;
 use tracing::Instrument;
 
@@ -206,11 +206,42 @@ fn chat_source(fields: &Fields<'_>) -> Result<ChatSource, FieldError> {
         messages,
         add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
         continue_final_message,
-        template_kwargs: fields
-            .value("chat_template_kwargs", "an object of template variables")?
-            .unwrap_or_default(),
-        bytes: text.len(),
+        template_kwargs: template_kwargs(fields)?,
+        bytes: text.len() + fields.raw("chat_template_kwargs").map_or(0, str::len),
     })
+}
+
+/// Variables that the template has from the router or the model. Another value would make a prompt
+/// of something else than was checked.
+const TEMPLATE_VARIABLES_RESERVED: [&str; 15] = [
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "strftime_now",
+    "raise_exception",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+    "additional_special_tokens",
+];
+
+fn template_kwargs(fields: &Fields<'_>) -> Result<Map<String, Value>, FieldError> {
+    const NAME: &str = "chat_template_kwargs";
+    let variables: Map<String, Value> =
+        fields.value(NAME, "an object of template variables")?.unwrap_or_default();
+    match TEMPLATE_VARIABLES_RESERVED.iter().find(|&&name| variables.contains_key(name)) {
+        Some(name) => Err(FieldError::new(
+            format!("{NAME}.{name}"),
+            "is set by the router; allowed: only the template's own variables",
+        )),
+        None => Ok(variables),
+    }
 }
 
 fn completion_fields(

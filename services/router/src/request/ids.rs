@@ -29,6 +29,11 @@ pub fn mint_seed() -> Result<u64, NoRandomness> {
     random().map(|bits| bits as u64)
 }
 
+/// A text that nothing else contains.
+pub fn mint_mark() -> Result<String, NoRandomness> {
+    random().map(|bits| format!("{bits:032x}"))
+}
+
 impl RequestId {
     pub fn mint() -> Result<Self, NoRandomness> {
         random().map(Self)

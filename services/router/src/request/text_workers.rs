@@ -3,10 +3,13 @@
 
 use std::sync::Arc;
 
-use text::{EncodeError, ModelText, RenderRequest, SpecialTokens, TemplateError, Tokenizer};
+use serde_json::Value;
+use text::{
+    ChatTemplate, EncodeError, ModelText, RenderRequest, SpecialTokens, TemplateError, Tokenizer,
+};
 use tokio::sync::Semaphore;
 
-use super::field_error::FieldError;
+use super::{field_error::FieldError, ids::mint_mark};
 use crate::generation::RequestError;
 
 /// Up to this many bytes a prompt takes less than a millisecond, less than a thread's detour costs.
@@ -26,13 +29,13 @@ pub enum PromptSource {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChatSource {
-    pub messages: serde_json::Value,
+    pub messages: Value,
     pub add_generation_prompt: bool,
     /// The last message is the beginning of the answer.
     pub continue_final_message: bool,
     /// Further variables for the template.
-    pub template_kwargs: serde_json::Map<String, serde_json::Value>,
-    /// Length of the request's messages as JSON.
+    pub template_kwargs: serde_json::Map<String, Value>,
+    /// Length of the messages and variables as JSON.
     pub bytes: usize,
 }
 
@@ -123,51 +126,63 @@ fn tokens(
             })?)
         }
         PromptSource::Chat(chat) => {
-            let prompt = render(text, &chat)?;
+            let template = text.chat_template().map_err(|error| template_failed(&error))?;
+            let prompt = render(template, &chat)?;
             check_length(&prompt)?;
             Ok(encoded(tokenizer.encode(&prompt, SpecialTokens::Parse))?)
         }
     }
 }
 
-fn render(text: &ModelText, chat: &ChatSource) -> Result<String, RequestError> {
-    let failed = |error: &TemplateError| match error {
-        TemplateError::Missing => RequestError::Text { reason: error.to_string() },
-        error if error.is_requests_fault() => RequestError::Text { reason: error.to_string() },
-        error => RequestError::Internal { reason: error.to_string() },
-    };
-    let template = text.chat_template().map_err(failed)?;
-    let prompt = template
-        .render(&RenderRequest {
-            messages: &chat.messages,
-            tools: &serde_json::Value::Null,
+fn template_failed(error: &TemplateError) -> RequestError {
+    let reason = error.to_string();
+    match error {
+        TemplateError::Missing => RequestError::Text { field: None, reason },
+        error if error.is_requests_fault() => {
+            RequestError::Text { field: Some("messages"), reason }
+        }
+        _ => RequestError::Internal { reason },
+    }
+}
+
+fn render(template: &ChatTemplate, chat: &ChatSource) -> Result<String, RequestError> {
+    let render = |messages: &Value| {
+        let rendered = template.render(&RenderRequest {
+            messages,
+            tools: &Value::Null,
             add_generation_prompt: chat.add_generation_prompt,
             extra: &chat.template_kwargs,
             now: std::time::SystemTime::now(),
-        })
-        .map_err(|error| failed(&error))?;
+        });
+        rendered.map_err(|error| template_failed(&error))
+    };
     if !chat.continue_final_message {
-        return Ok(prompt);
+        return render(&chat.messages);
     }
-    cut_behind_final_message(prompt, &chat.messages).map_err(RequestError::from)
+    // The template may write the content elsewhere too, so a mark shows where the message ends.
+    let mark = mint_mark().map_err(|error| RequestError::Internal { reason: error.to_string() })?;
+    let mut prompt = render(&with_mark_at_the_end(&chat.messages, &mark)?)?;
+    let end = prompt.rfind(&mark).ok_or_else(|| {
+        let problem = "is true; the chat template changes the end of the last message, so it \
+                       cannot be continued";
+        FieldError::new("continue_final_message", problem)
+    })?;
+    prompt.truncate(end);
+    Ok(prompt)
 }
 
-/// Leaves the last message open, without what the template puts behind it.
-fn cut_behind_final_message(
-    mut prompt: String,
-    messages: &serde_json::Value,
-) -> Result<String, FieldError> {
-    let last = messages.as_array().and_then(|messages| messages.last());
-    let content = last.and_then(|message| message["content"].as_str()).map(str::trim);
-    let refused = |problem: &str| FieldError::new("continue_final_message", problem);
-    let content = content
-        .filter(|content| !content.is_empty())
-        .ok_or_else(|| refused("is true; allowed: only with text in the last message"))?;
-    let start = prompt.rfind(content).ok_or_else(|| {
-        refused("is true; the chat template changes the last message, so it cannot be continued")
-    })?;
-    prompt.truncate(start + content.len());
-    Ok(prompt)
+/// The messages with `mark` behind the last one's text.
+fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldError> {
+    let mut messages = messages.clone();
+    let last = messages.as_array_mut().and_then(|messages| messages.last_mut());
+    match last.and_then(|message| message.get_mut("content")) {
+        Some(Value::String(content)) if !content.trim().is_empty() => content.push_str(mark),
+        _ => {
+            let problem = "is true; allowed: only with text in the last message";
+            return Err(FieldError::new("continue_final_message", problem));
+        }
+    }
+    Ok(messages)
 }
 
 #[cfg(test)]
@@ -176,16 +191,43 @@ mod tests {
 
     use super::*;
 
+    const TEMPLATE: &str = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n\
+                            {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
+
+    fn continued(template: &str, content: Value) -> Result<String, RequestError> {
+        let template = ChatTemplate::new(template, Default::default()).unwrap();
+        let chat = ChatSource {
+            messages: json!([
+                {"role": "user", "content": "sure"},
+                {"role": "assistant", "content": content},
+            ]),
+            add_generation_prompt: false,
+            continue_final_message: true,
+            template_kwargs: Default::default(),
+            bytes: 0,
+        };
+        render(&template, &chat)
+    }
+
     #[test]
     fn the_final_message_is_left_open() {
-        let prompt = "<|u|>sure<|e|><|a|>sure, it<|e|>\n".to_owned();
-        let messages = json!([{"content": "sure"}, {"content": " sure, it "}]);
-        assert_eq!(
-            cut_behind_final_message(prompt.clone(), &messages).unwrap(),
-            "<|u|>sure<|e|><|a|>sure, it"
-        );
-        for last in [json!([]), json!([{"content": ""}]), json!([{"content": "absent"}])] {
-            assert!(cut_behind_final_message(prompt.clone(), &last).is_err());
+        // Some of it comes again in what the template writes behind the message.
+        for content in ["sure, it", "<", "|", "end", "<|end|>", "a ", "ü"] {
+            assert_eq!(
+                continued(TEMPLATE, json!(content)).unwrap(),
+                format!("<|user|>sure<|end|>\n<|assistant|>{content}")
+            );
         }
+    }
+
+    #[test]
+    fn a_final_message_without_an_end_of_its_own_is_refused() {
+        let refused = |template, content| match continued(template, content) {
+            Err(RequestError::Field(error)) => error.field == "continue_final_message",
+            other => panic!("{other:?}"),
+        };
+        assert!(refused(TEMPLATE, json!("")) && refused(TEMPLATE, json!(null)));
+        assert!(refused("{{ messages[0].content }}", json!("sure")));
+        assert!(refused("{{ messages[1].content[:4] }}", json!("sure")));
     }
 }
