@@ -1,5 +1,7 @@
 //! `baton-router`: reads the configuration, serves until a signal, drains, exits.
 
+#![forbid(unsafe_code)]
+
 use std::{
     io::Write,
     path::{Path, PathBuf},
@@ -19,6 +21,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// What is not exported by then is lost; the collector may be away.
 const TELEMETRY_MAX: Duration = Duration::from_secs(2);
+/// Exit code for a wrong argument or setting, as of a wrong flag.
+const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let command = Command::new("baton-router")
@@ -32,26 +36,67 @@ fn main() -> ExitCode {
                 .help("Written once the ports are open: a line of JSON with their addresses"),
         );
     let sections = [Section::Model, Section::Router, Section::Cluster, Section::Telemetry];
-    let outcome = config::from_process(command, &sections)
-        .context("the configuration is wrong")
-        .and_then(|started| {
-            let ready_file = started.matches.get_one::<PathBuf>("ready-file").cloned();
-            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-            runtime.block_on(run(&started.config, ready_file.as_deref()))
-        });
-    match outcome {
+    let started = match config::from_process(command, &sections) {
+        Ok(started) => started,
+        Err(error) => return complain(&error, USAGE),
+    };
+    let setup = match Setup::new(started.config) {
+        Ok(setup) => setup,
+        Err(error) => return complain(&error, USAGE),
+    };
+    let ready_file = started.matches.get_one::<PathBuf>("ready-file").cloned();
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return complain(&error, 1),
+    };
+    let code = match runtime.block_on(run(setup, ready_file.as_deref())) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("baton-router: {error:#}");
-            ExitCode::FAILURE
-        }
+        Err(error) => complain(&format!("{error:#}"), 1),
+    };
+    // Dropping it would wait without limit for blocking work, such as a model that is being read.
+    runtime.shutdown_background();
+    code
+}
+
+/// One line a problem, on standard error.
+fn complain(error: &dyn std::fmt::Display, code: u8) -> ExitCode {
+    for line in error.to_string().lines() {
+        eprintln!("baton-router: {line}");
+    }
+    ExitCode::from(code)
+}
+
+/// What the configuration says, checked before anything starts.
+struct Setup {
+    config: Config,
+    model_path: PathBuf,
+    settings: RouterSettings,
+    members: StaticMembership,
+}
+
+impl Setup {
+    fn new(config: Config) -> Result<Self> {
+        let model_path = config.model.required_path()?.to_owned();
+        let settings = RouterSettings {
+            http: config.router.http,
+            grpc: config.router.grpc,
+            drain_timeout: config.router.drain_timeout,
+            front: FrontSettings::new(&config.router, config.model.served_name()?),
+        };
+        let urls = |urls: &[config::GrpcUrl]| -> Vec<String> {
+            urls.iter().map(|url| url.as_str().to_owned()).collect()
+        };
+        let members =
+            StaticMembership::new(urls(&config.cluster.prefill), urls(&config.cluster.decode))?;
+        Ok(Self { config, model_path, settings, members })
     }
 }
 
-async fn run(config: &Config, ready_file: Option<&Path>) -> Result<()> {
+async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
     // Before anything that takes time, so that no signal is missed.
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
+    let config = &setup.config;
     let instance = config
         .telemetry
         .instance
@@ -61,7 +106,7 @@ async fn run(config: &Config, ready_file: Option<&Path>) -> Result<()> {
     let telemetry = Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource)?;
     telemetry.install()?;
 
-    let served = serve(config, ready_file, &telemetry, &mut interrupt, &mut terminate).await;
+    let served = serve(setup, ready_file, &telemetry, &mut interrupt, &mut terminate).await;
     if let Err(error) = telemetry.shutdown(TELEMETRY_MAX).await {
         eprintln!("baton-router: {error}");
     }
@@ -70,24 +115,19 @@ async fn run(config: &Config, ready_file: Option<&Path>) -> Result<()> {
 
 /// From the model's text side to the last request.
 async fn serve(
-    config: &Config,
+    setup: Setup,
     ready_file: Option<&Path>,
     telemetry: &Telemetry,
     interrupt: &mut Signal,
     terminate: &mut Signal,
 ) -> Result<()> {
-    let path = config.model.required_path()?.to_owned();
-    let text = tokio::task::spawn_blocking(move || ModelText::open(path)).await??;
-    let urls = |urls: &[config::GrpcUrl]| -> Vec<String> {
-        urls.iter().map(|url| url.as_str().to_owned()).collect()
-    };
-    let members =
-        StaticMembership::new(urls(&config.cluster.prefill), urls(&config.cluster.decode))?;
-    let settings = RouterSettings {
-        http: config.router.http,
-        grpc: config.router.grpc,
-        drain_timeout: config.router.drain_timeout,
-        front: FrontSettings::new(&config.router, config.model.served_name()?),
+    let Setup { model_path, settings, members, .. } = setup;
+    let text = tokio::task::spawn_blocking(move || ModelText::open(model_path));
+    let text = tokio::select! {
+        text = text => text??,
+        // Nothing was begun that would have to end.
+        _ = interrupt.recv() => return Ok(()),
+        _ = terminate.recv() => return Ok(()),
     };
     let model = settings.front.model.clone();
     let router = router::start(settings, Arc::new(text), Box::new(members), telemetry.metrics())?;

@@ -1,0 +1,85 @@
+//! The binary from outside: exit codes and signals.
+
+use std::{
+    fs::File,
+    os::unix::fs::OpenOptionsExt,
+    process::{Child, Command, ExitStatus, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+/// No test waits longer than this for the process.
+const DEADLINE: Duration = Duration::from_secs(20);
+/// Linux's flag of open(2).
+const O_NONBLOCK: i32 = 0o4000;
+
+fn router(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton-router"));
+    command.env_clear().args(arguments).stdout(Stdio::null()).stderr(Stdio::piped());
+    command
+}
+
+/// What was said, and the exit code.
+fn ended(output: &Output) -> (String, Option<i32>) {
+    (String::from_utf8_lossy(&output.stderr).into_owned(), output.status.code())
+}
+
+fn wait(child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("the process does not end");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_wrong_flag_or_setting_is_a_usage_error() {
+    for (arguments, word) in [
+        (&["--no-such-flag"][..], "no-such-flag"),
+        (&[], "model.path"),
+        (&["--router-http", "nowhere"], "router.http"),
+    ] {
+        let (said, code) = ended(&router(arguments).output().unwrap());
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains(word), "{said}");
+    }
+}
+
+#[test]
+fn a_model_that_is_not_there_is_a_failure() {
+    let (said, code) = ended(&router(&["--model-path", "/nowhere/model.gguf"]).output().unwrap());
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("/nowhere/model.gguf"), "{said}");
+}
+
+#[test]
+fn a_signal_ends_a_router_whose_model_cannot_be_read_yet() {
+    let folder = tempfile::tempdir().unwrap();
+    // A pipe that nobody writes: whoever opens it waits.
+    let path = folder.path().join("tokenizer.json");
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let model = folder.path().to_str().unwrap();
+    let mut child = router(&["--model-path", model]).spawn().unwrap();
+    // Opens only once the router reads, and then it takes signals.
+    let deadline = Instant::now() + DEADLINE;
+    let _writer = loop {
+        match File::options().write(true).custom_flags(O_NONBLOCK).open(&path) {
+            Ok(writer) => break writer,
+            Err(_) if Instant::now() < deadline && child.try_wait().unwrap().is_none() => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(error) => {
+                child.kill().unwrap();
+                panic!("the router does not read its model: {error}");
+            }
+        }
+    };
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    assert_eq!(wait(&mut child).code(), Some(0));
+}
