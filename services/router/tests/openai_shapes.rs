@@ -459,6 +459,32 @@ async fn the_final_message_can_be_continued() {
 }
 
 #[tokio::test]
+async fn every_answer_carries_the_clients_label_or_an_id() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    for (method, path, status) in [
+        (http::Method::GET, "/v1/models", 200),
+        (http::Method::GET, "/v1/models/other", 404),
+        (http::Method::GET, "/health", 200),
+        (http::Method::GET, "/metrics", 200),
+        (http::Method::GET, "/nowhere", 404),
+        (http::Method::DELETE, "/v1/completions", 405),
+        (http::Method::POST, "/v1/completions", 400),
+    ] {
+        let label = [("x-request-id", "mine-7")];
+        for (headers, is_label) in [(&label[..], true), (&[], false)] {
+            let answer = cluster.client.send(method.clone(), path, headers, "").await;
+            assert_eq!(answer.status(), status, "{path}");
+            let ids: Vec<_> = answer.headers().get_all("x-request-id").iter().collect();
+            assert_eq!(ids.len(), 1, "{path}");
+            match is_label {
+                true => assert_eq!(ids[0], "mine-7", "{path}"),
+                false => assert_eq!(ids[0].len(), 32, "{path}"),
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn models_health_and_metrics_tell_what_is_served() {
     let mut cluster = Cluster::start(1, 1, ANSWER).await;
     let models = cluster.client.get("/v1/models").await.json();
@@ -466,6 +492,14 @@ async fn models_health_and_metrics_tell_what_is_served() {
     assert_eq!(models["data"][0]["id"], "scripted");
     assert_eq!(models["data"][0]["object"], "model");
     assert_eq!(models["data"][0]["max_model_len"], 2048);
+    let model = cluster.client.get("/v1/models/scripted").await;
+    assert_eq!(model.json(), models["data"][0]);
+    for other in ["/v1/models/other", "/v1/models/some/other%20one"] {
+        let answer = cluster.client.get(other).await;
+        assert_eq!(answer.status, 404);
+        assert_eq!(answer.error()["code"], "model_not_found");
+        assert!(answer.message().contains("other"), "{}", answer.message());
+    }
 
     let health = cluster.client.get("/health").await;
     assert_eq!(health.status, 200);

@@ -35,7 +35,7 @@ impl RequestContext {
     pub fn new(headers: &HeaderMap, api: &'static str) -> Result<Self, NoRandomness> {
         let request_id = RequestId::mint()?;
         let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
-        let label = text(&X_REQUEST_ID).and_then(label);
+        let label = label_of(headers);
         let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
         propagation::set_parent_from_http(&span, headers);
         let wants_figures = text(&X_BATON_FIGURES) == Some("1");
@@ -44,11 +44,20 @@ impl RequestContext {
 
     /// What the answer's `x-request-id` says: the client's label, else our id.
     pub fn echo(&self) -> HeaderValue {
-        let minted = || self.request_id.to_string();
-        let text = self.label.clone().unwrap_or_else(minted);
-        // Labels are visible ASCII and ids are hexadecimal.
-        HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
+        echo(self.label.as_deref(), self.request_id)
     }
+}
+
+/// The client's own name for the request.
+pub fn label_of(headers: &HeaderMap) -> Option<String> {
+    headers.get(X_REQUEST_ID).and_then(|value| label(value.to_str().ok()?))
+}
+
+/// The label, else the id.
+pub fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderValue {
+    let text = client_label.map_or_else(|| request_id.to_string(), str::to_owned);
+    // Labels are visible ASCII and ids are hexadecimal.
+    HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
 }
 
 /// The whole body, at most `limit` bytes.

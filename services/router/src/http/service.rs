@@ -5,7 +5,8 @@ use std::sync::Arc;
 use axum::{
     Json, Router,
     body::Body,
-    extract::State,
+    extract::{Path, Request, State},
+    middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{MethodRouter, get, post},
 };
@@ -16,9 +17,10 @@ use telemetry::Metrics;
 use super::{
     error::ApiError,
     generate::{chat_completions, completions},
+    request_context::{X_REQUEST_ID, echo, label_of},
     wire::{ModelCard, ModelList},
 };
-use crate::front::Front;
+use crate::{front::Front, generation::RequestError, request::ids::RequestId};
 
 /// Everything that is served over HTTP. `started` is the process's start, in seconds since 1970.
 pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
@@ -26,11 +28,26 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
         .route("/v1/chat/completions", only("POST", post(chat_completions)))
         .route("/v1/completions", only("POST", post(completions)))
         .route("/v1/models", only("GET", get(move |state| models(state, started))))
+        // Names of models may hold slashes.
+        .route("/v1/models/{*id}", only("GET", get(move |state, id| model(state, id, started))))
         .route("/health", only("GET", get(health)))
         .route("/live", only("GET", get(async || "live\n")))
         .route("/metrics", only("GET", get(async move || render(&metrics))))
         .fallback(async |uri: Uri| ApiError::no_such_path(uri.path()))
+        .layer(middleware::from_fn(with_request_id))
         .with_state(front)
+}
+
+/// Every answer has an `x-request-id`; those of the API have it from their request already.
+async fn with_request_id(request: Request, next: Next) -> Response {
+    let label = label_of(request.headers());
+    let mut response = next.run(request).await;
+    if !response.headers().contains_key(X_REQUEST_ID)
+        && let Ok(request_id) = RequestId::mint()
+    {
+        response.headers_mut().insert(X_REQUEST_ID, echo(label.as_deref(), request_id));
+    }
+    response
 }
 
 fn only(allowed: &'static str, route: MethodRouter<Arc<Front>>) -> MethodRouter<Arc<Front>> {
@@ -42,14 +59,27 @@ fn only(allowed: &'static str, route: MethodRouter<Arc<Front>>) -> MethodRouter<
 }
 
 async fn models(State(front): State<Arc<Front>>, started: u64) -> Response {
-    let card = ModelCard {
+    Json(ModelList { object: "list", data: vec![card(&front, started)] }).into_response()
+}
+
+async fn model(State(front): State<Arc<Front>>, Path(id): Path<String>, started: u64) -> Response {
+    let served = &front.settings.model;
+    if id != *served {
+        let model = id.chars().take(200).collect();
+        let error = RequestError::UnknownModel { model, served: served.clone() };
+        return ApiError::from(error).into_response();
+    }
+    Json(card(&front, started)).into_response()
+}
+
+fn card(front: &Front, started: u64) -> ModelCard<'_> {
+    ModelCard {
         id: &front.settings.model,
         object: "model",
         created: started,
         owned_by: "baton",
         max_model_len: front.nodes.serving().limits.map(|limits| limits.sequence_tokens_max),
-    };
-    Json(ModelList { object: "list", data: vec![card] }).into_response()
+    }
 }
 
 /// Whether requests can be served, and by what.
