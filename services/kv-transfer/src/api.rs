@@ -6,15 +6,17 @@
 //!    3. [`Event::ReceiveFailed`] (no write can land any more: the blocks may be freed).
 //!
 //! At the prefill node (sender):
-//! 1. [`Event::ReserveArrived`] may come before or after [`Command::Expect`], which the node gives
-//!    when the router's `Prefill` call is here; [`Event::Ready`] says that both are.
+//! 1. The receiver's `RESERVE` may come before or after [`Command::Expect`], which the node gives when
+//!    the router's `Prefill` call is here; [`Event::Ready`] says that both are. A `RESERVE` that no
+//!    `Expect` follows is refused after one lease.
 //! 2. [`Command::Written`] for each computed range, in order; the node keeps a reference on every
 //!    block that it has handed over.
 //! 3. [`Command::Finish`] with token 0.
 //! 4. [`Event::Delivered`] or [`Event::SendFailed`]: no read is in flight, references may go.
 //!
 //! Every transfer ends with exactly one of the four final events on each side that knew of it,
-//! [`Command::Abort`] included, within lease + 0.5 s of losing the peer.
+//! [`Command::Abort`] included, within lease + 0.5 s of losing the peer. A second start of an id that
+//! is under way is ignored, and of one that has ended fails at once: ids are used once.
 
 use std::{fmt, time::Duration};
 

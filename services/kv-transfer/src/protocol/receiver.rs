@@ -4,7 +4,7 @@
 //!    and again until the sender names the transfer.
 //! 2. Each `CHUNK` is checked against the reservation, its receive is posted, `CTS` answers.
 //! 3. When every reserved block is written and `DONE` agrees: `ACK`, `Arrived`.
-//! 4. Whatever goes wrong leads to [`Ending`] instead.
+//! 4. Whatever goes wrong leads to `ending` instead.
 
 use std::{
     collections::BTreeMap,

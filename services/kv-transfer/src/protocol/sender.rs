@@ -5,7 +5,7 @@
 //! 2. Each `Written` range is cut into chunks, each announced by `CHUNK` until the receiver answers
 //!    `CTS`; then the transport gets it. A few are announced at a time.
 //! 3. `Finish` and the last chunk's departure bring `DONE`, repeated until `ACK`: `Delivered`.
-//! 4. Whatever goes wrong leads to [`Ending`] instead.
+//! 4. Whatever goes wrong leads to `ending` instead.
 
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,8 @@
 //! KV over TCP: from the arena's blocks into the arena's blocks, for hosts without a GPU.
 //!
 //! One connection per pair and direction, made by the sender, proven on both ends by tags over
-//! fresh nonces ([`handshake`]), then a sequence of frames ([`frame`]). Each connection has one
-//! thread at either end that moves bytes: [`writer`] straight from borrowed blocks, [`reader`] straight
+//! fresh nonces (`handshake`), then a sequence of frames (`frame`). Each connection has one
+//! thread at either end that moves bytes: `writer` straight from borrowed blocks, `reader` straight
 //! into the posted ones. Neither encrypted nor sealed frame by frame: the network between
 //! the nodes is the operator's, and each chunk's xxh3 travels in the sealed `DONE`.
 
