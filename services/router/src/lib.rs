@@ -1,13 +1,13 @@
 //! The front of Baton: the OpenAI HTTP API and gRPC in, attempts on nodes out.
 //!
 //! A request's path, in the order of the files:
-//! 1. [`http`] or [`grpc`] reads and checks the request's fields; [`request`] has what both share.
-//! 2. [`journey`] tokenises, picks nodes, makes attempts and owns the list of emitted tokens. What
+//! 1. `http` or `grpc` reads and checks the request's fields; `request` has what both share.
+//! 2. `journey` tokenises, picks nodes, makes attempts and owns the list of emitted tokens. What
 //!    events mean and what follows a failure is decided there by pure state machines.
-//! 3. [`nodes`] knows the nodes: a directory kept up to date by `Observe` streams, and connections.
-//! 4. [`generation`] carries the answers back as bounded events, which [`http`] and [`grpc`] write.
+//! 3. `nodes` knows the nodes: a directory kept up to date by `Observe` streams, and connections.
+//! 4. `generation` carries the answers back as bounded events, which `http` and `grpc` write.
 //!
-//! [`start`] serves all of it; the binary only reads the configuration and waits for signals.
+//! `start` serves all of it; the binary only reads the configuration and waits for signals.
 //! Left out: tokenising itself (`text`), the choice among nodes (`cluster`), what nodes do.
 
 #![forbid(unsafe_code)]

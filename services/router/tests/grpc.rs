@@ -273,6 +273,31 @@ async fn health_follows_the_nodes_and_the_drain() {
 }
 
 #[tokio::test]
+async fn health_says_at_once_that_the_router_drains() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(1));
+    let channel = channel(&cluster).await;
+    let mut stream = generate(&cluster, request(options())).await.unwrap();
+    stream.message().await.unwrap();
+    let Cluster { router, prefill, decode, .. } = cluster;
+    let cut = router.cut();
+    let shutdown = tokio::spawn(router.shutdown());
+    eventually("not serving", async || {
+        let mut client = HealthClient::new(channel.clone());
+        let request = HealthCheckRequest { service: "baton.v1.Inference".into() };
+        client.check(request).await.unwrap().into_inner().status() == ServingStatus::NotServing
+    })
+    .await;
+    // What is in work goes on until it ends, or is told to.
+    assert!(!shutdown.is_finished());
+    cut.cancel();
+    let ended = collect(stream).await.unwrap_err();
+    assert_eq!(ended.code(), Code::Unavailable, "{ended}");
+    shutdown.await.unwrap().unwrap();
+    drop((prefill, decode));
+}
+
+#[tokio::test]
 async fn reflection_lists_the_services() {
     use tonic_reflection::pb::v1::{
         ServerReflectionRequest, server_reflection_client::ServerReflectionClient,

@@ -450,3 +450,17 @@ async fn requests_go_to_the_least_loaded_nodes() {
     complete(&cluster).await;
     assert_eq!(cluster.decode[1].calls().len(), 1);
 }
+
+#[tokio::test]
+async fn a_gap_in_a_nodes_events_means_observe_again() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let node = &cluster.decode[0];
+    assert_eq!(node.observed(), 1);
+    node.report(NodeLoad { running: 1, ..Default::default() });
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(node.observed(), 1);
+    node.report_with_a_gap(NodeLoad { running: 2, ..Default::default() });
+    eventually("it is observed again", async || node.observed() == 2).await;
+    cluster.wait_nodes(1, 1).await;
+    complete(&cluster).await;
+}

@@ -5,7 +5,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::{Duration, Instant},
@@ -78,6 +78,10 @@ pub struct State {
     pub calls: Mutex<Vec<Call>>,
     open: AtomicUsize,
     load: watch::Sender<NodeLoad>,
+    /// Events that the next delta leaves out.
+    skip: AtomicU64,
+    /// How often somebody began to observe.
+    observed: AtomicUsize,
 }
 
 /// Ends every answer, as in the model that the tests' tokenizer belongs to.
@@ -327,6 +331,7 @@ impl node_server::Node for Service {
         _: Request<ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
         let state = self.0.clone();
+        state.observed.fetch_add(1, Ordering::SeqCst);
         let guard = CallGuard(Arc::default());
         let mut load = state.load.subscribe();
         let first = *load.borrow_and_update();
@@ -338,17 +343,18 @@ impl node_server::Node for Service {
             };
             let event = Some(observe_event::Event::Snapshot(snapshot));
             events.send(Ok(ObserveEvent { sequence: 0, event })).await.ok()?;
-            for sequence in 1.. {
+            let mut sequence = 0;
+            loop {
                 tokio::select! {
                     changed = load.changed() => changed.ok()?,
                     () = events.closed() => return None,
                 }
+                sequence += 1 + state.skip.swap(0, Ordering::SeqCst);
                 let load = Some(*load.borrow_and_update());
                 let delta = NodeDelta { load, cached: vec![], evicted: vec![] };
                 let event = Some(observe_event::Event::Delta(delta));
                 events.send(Ok(ObserveEvent { sequence, event })).await.ok()?;
             }
-            Some(())
         }))
     }
 }
@@ -406,6 +412,8 @@ impl ScriptedNode {
             calls: Mutex::new(vec![]),
             open: AtomicUsize::new(0),
             load: watch::Sender::new(NodeLoad::default()),
+            skip: AtomicU64::new(0),
+            observed: AtomicUsize::new(0),
         });
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -454,6 +462,16 @@ impl ScriptedNode {
 
     pub fn report(&self, load: NodeLoad) {
         self.state.load.send_replace(load);
+    }
+
+    /// Reports a load as if an event before it had been lost.
+    pub fn report_with_a_gap(&self, load: NodeLoad) {
+        self.state.skip.store(1, Ordering::SeqCst);
+        self.report(load);
+    }
+
+    pub fn observed(&self) -> usize {
+        self.state.observed.load(Ordering::SeqCst)
     }
 
     pub fn calls(&self) -> Vec<Call> {
