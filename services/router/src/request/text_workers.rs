@@ -126,7 +126,7 @@ fn tokens(
             })?)
         }
         PromptSource::Chat(chat) => {
-            let template = text.chat_template().map_err(|error| template_failed(error))?;
+            let template = text.chat_template().map_err(template_failed)?;
             let prompt = render(template, &chat)?;
             check_length(&prompt)?;
             Ok(encoded(tokenizer.encode(&prompt, SpecialTokens::Parse))?)
