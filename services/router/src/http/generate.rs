@@ -273,3 +273,18 @@ fn completion_fields(
     };
     Ok((asked, common_fields::delivery(fields)?))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chats_template_variables_count_as_its_bytes() {
+        let long = "x".repeat(5000);
+        let messages = r#"[{"role":"user","content":"hi"}]"#;
+        let body =
+            format!(r#"{{"messages":{messages},"chat_template_kwargs":{{"system":"{long}"}}}}"#);
+        let chat = chat_source(&Fields::parse(body.as_bytes()).unwrap()).unwrap();
+        assert_eq!(chat.bytes, messages.len() + r#"{"system":""}"#.len() + 5000);
+    }
+}
