@@ -285,9 +285,6 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
-    use cluster::{Epoch, ModelIdentity, NodeId, Role};
     use engine::{
         CacheSeeds, Scheduler, SchedulerConfig,
         event::{NewSequence, SequenceId, SequenceKind},
@@ -298,7 +295,6 @@ mod tests {
     use kernels::{Dtype, KvArena, KvLayout, sampling::Sampling};
     use kv_transfer::{ClusterSecret, Limits, TransferConfig};
     use proto::v1::FailureKind;
-    use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
 
     use super::*;
     use crate::{
@@ -307,6 +303,7 @@ mod tests {
         inbox::Inbox,
         refusal::Refusal,
         stream::{AttemptEnd, Heard},
+        testing,
         transfer_events::TransferEvents,
     };
 
@@ -337,19 +334,10 @@ mod tests {
     }
 
     fn parts() -> (Parts<BrokenDevice>, Inbox) {
-        let config = TelemetryConfig {
-            log: "off".into(),
-            log_format: LogFormat::Json,
-            otlp: None,
-            log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
-        };
-        let resource = Resource { service: "test".into(), instance: "test".into() };
-        let telemetry = Telemetry::start(&config, resource).unwrap();
         let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
         let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, dtype: Dtype::F32 };
         let identity = identity::identity(1, layout);
-        let model_identity: ModelIdentity = identity::model_identity(&identity);
         let (sink, events) = TransferEvents::new(8, CollectWaker::default());
         let transfers = Transfers::start(
             TransferConfig {
@@ -366,26 +354,14 @@ mod tests {
             sink,
         )
         .unwrap();
-        let record = NodeRecord {
-            node_id: NodeId::parse("decode-1").unwrap(),
-            epoch: Epoch::from_bytes(&[1; 16]).unwrap(),
-            role: Role::Decode,
-            notice_endpoint: transfers.notice_endpoint().to_owned(),
-            model: "model".into(),
-            identity: model_identity,
-            prompt_tokens_max: 63,
-            sequence_tokens_max: 64,
-            block_count: LIMITS.blocks,
-            vocabulary_size: LIMITS.vocabulary,
-        };
         let (inbox, commands) = Inbox::new(4, CollectWaker::default());
         let parts = Parts {
             steps: StepLoop::new(scheduler, BrokenDevice),
             transfers: Arc::new(transfers),
             commands,
             events,
-            record,
-            metrics: NodeMetrics::new(&telemetry.metrics(), "model"),
+            record: testing::record(),
+            metrics: testing::metrics(),
         };
         (parts, inbox)
     }

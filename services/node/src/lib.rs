@@ -29,6 +29,8 @@ mod service;
 mod settings;
 mod stages;
 mod stream;
+#[cfg(test)]
+mod testing;
 mod transfer_events;
 mod transfer_figures;
 mod wire;

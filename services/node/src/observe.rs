@@ -258,9 +258,6 @@ pub(crate) fn places() -> Arc<tokio::sync::Semaphore> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
-    use cluster::{Epoch, ModelIdentity, NodeId, Role};
     use engine::{
         CacheSeeds, SchedulerConfig,
         event::{Input, NewSequence, SequenceId, SequenceKind},
@@ -268,11 +265,11 @@ mod tests {
     };
     use futures_util::{FutureExt, StreamExt};
     use kernels::sampling::Sampling;
-    use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
     use tonic::Code;
     use v1::observe_event::Event;
 
     use super::*;
+    use crate::testing;
 
     fn scheduler() -> Scheduler {
         let limits = ExecutorLimits {
@@ -304,36 +301,7 @@ mod tests {
     }
 
     fn observers() -> Observers {
-        let config = TelemetryConfig {
-            log: "off".into(),
-            log_format: LogFormat::Json,
-            otlp: None,
-            log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
-        };
-        let resource = Resource { service: "test".into(), instance: "test".into() };
-        let telemetry = Telemetry::start(&config, resource).unwrap();
-        let record = NodeRecord {
-            node_id: NodeId::parse("decode-1").unwrap(),
-            epoch: Epoch::from_bytes(&[7; 16]).unwrap(),
-            role: Role::Decode,
-            notice_endpoint: "tcp://127.0.0.1:5555".into(),
-            model: "model".into(),
-            identity: ModelIdentity {
-                model_fingerprint: 1,
-                weight_version: 1,
-                kv_layout: "layout".into(),
-                block_size: 16,
-                dtype: "f32".into(),
-                tp: 1,
-                protocol_min: 1,
-                protocol_max: 1,
-            },
-            prompt_tokens_max: 63,
-            sequence_tokens_max: 64,
-            block_count: 16,
-            vocabulary_size: 10,
-        };
-        Observers::new(&record, NodeMetrics::new(&telemetry.metrics(), "model"))
+        Observers::new(&testing::record(), testing::metrics())
     }
 
     fn add(observers: &mut Observers, now: Instant, scheduler: &mut Scheduler) -> ObserveStream {

@@ -1,13 +1,9 @@
-use std::{
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use crossbeam_channel::Receiver;
 use engine::{event::NewSequence, executor::CollectWaker};
 use futures_util::{FutureExt, StreamExt};
 use kernels::{BlockId, sampling::Sampling};
-use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 use tokio::sync::Semaphore;
 
 use super::*;
@@ -15,6 +11,7 @@ use crate::{
     attempt::Attempt,
     inbox::{Command, CommandSender},
     stream::{AttemptStream, Heard, attempt_stream},
+    testing,
 };
 
 const ID: SequenceId = SequenceId(0xabc);
@@ -38,18 +35,9 @@ struct Caller {
 
 impl Scene {
     fn new() -> Self {
-        let config = TelemetryConfig {
-            log: "off".into(),
-            log_format: telemetry::LogFormat::Json,
-            otlp: None,
-            log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
-        };
-        let resource = Resource { service: "test".into(), instance: "test".into() };
-        let telemetry = Telemetry::start(&config, resource).unwrap();
-        let metrics = NodeMetrics::new(&telemetry.metrics(), "model");
         let (cancels, cancelled) = CommandSender::new(16, CollectWaker::default());
         Self {
-            journey: Journey::new(metrics),
+            journey: Journey::new(testing::metrics()),
             cancels,
             cancelled,
             places: Arc::new(Semaphore::new(4)),

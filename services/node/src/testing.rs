@@ -1,0 +1,44 @@
+//! What the unit tests of several modules need.
+
+use std::sync::{Arc, Mutex};
+
+use cluster::{Epoch, ModelIdentity, NodeId, NodeRecord, Role};
+use telemetry::{LogFormat, LogSink, NodeMetrics, Resource, Telemetry, TelemetryConfig};
+
+/// Instruments that nobody reads.
+pub(crate) fn metrics() -> NodeMetrics {
+    let config = TelemetryConfig {
+        log: "off".into(),
+        log_format: LogFormat::Json,
+        otlp: None,
+        log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
+    };
+    let resource = Resource { service: "test".into(), instance: "test".into() };
+    let telemetry = Telemetry::start(&config, resource).unwrap();
+    NodeMetrics::new(&telemetry.metrics(), "model")
+}
+
+/// A decode node's record.
+pub(crate) fn record() -> NodeRecord {
+    NodeRecord {
+        node_id: NodeId::parse("decode-1").unwrap(),
+        epoch: Epoch::from_bytes(&[1; 16]).unwrap(),
+        role: Role::Decode,
+        notice_endpoint: "tcp://127.0.0.1:5555".into(),
+        model: "model".into(),
+        identity: ModelIdentity {
+            model_fingerprint: 1,
+            weight_version: 1,
+            kv_layout: "layout".into(),
+            block_size: 16,
+            dtype: "f32".into(),
+            tp: 1,
+            protocol_min: 1,
+            protocol_max: 1,
+        },
+        prompt_tokens_max: 63,
+        sequence_tokens_max: 64,
+        block_count: 16,
+        vocabulary_size: 10,
+    }
+}
