@@ -147,13 +147,22 @@ const ISAS: [Isa; 5] = [Isa::Reference, Isa::Portable, Isa::Avx512, Isa::Avx512B
 
 #[test]
 fn f32_logits_do_not_depend_on_chunks_batches_or_threads() {
+    check_chunks(Dtype::F32, &[1, 2, 3]);
+}
+
+#[test]
+fn bf16_logits_do_not_depend_on_chunks_batches_or_threads() {
+    check_chunks(Dtype::Bf16, &[2]);
+}
+
+fn check_chunks(dtype: Dtype, thread_counts: &[usize]) {
     let tokens = prompt(1, 75);
     for isa in ISAS {
-        let Some(mut whole) = Model::new(Dtype::F32, isa, 1) else { continue };
+        let Some(mut whole) = Model::new(dtype, isa, 1) else { continue };
         let want = whole.forward(&[(0, &tokens, &table(0))]);
-        for threads in [1, 2, 3] {
+        for &threads in thread_counts {
             for chunk in [1, 7, 16, 40] {
-                let mut model = Model::new(Dtype::F32, isa, threads).unwrap();
+                let mut model = Model::new(dtype, isa, threads).unwrap();
                 let (mut got, mut first) = (Vec::new(), 0);
                 for piece in tokens.chunks(chunk) {
                     // Neighbours on both sides, which start anew in every step.
@@ -166,7 +175,8 @@ fn f32_logits_do_not_depend_on_chunks_batches_or_threads() {
                     got.extend_from_slice(&logits[3 * VOCABULARY..][..piece.len() * VOCABULARY]);
                     first += piece.len() as u32;
                 }
-                assert_eq!(bits(&got), bits(&want), "{isa}, {threads} threads, chunks of {chunk}");
+                let context = format!("{dtype} {isa}, {threads} threads, chunks of {chunk}");
+                assert_eq!(bits(&got), bits(&want), "{context}");
             }
         }
     }

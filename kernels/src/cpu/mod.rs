@@ -1,11 +1,15 @@
 //! The backend that runs everywhere.
 //!
 //! Each operation is one file or folder with its plain f32 `reference` beside the fast code, which
-//! is chosen at run time ([`Isa`]). Two promises hold at every level:
-//! * a row's result does not depend on the rows beside it, on the thread count, or on how a
-//!   prompt is cut into chunks;
-//! * with f32 weights, levels that have a fused multiply-add (all but `Portable` on machines
-//!   without FMA) agree with the reference to the last bit.
+//! is chosen at run time ([`Isa`]). Two promises hold:
+//! * at every level and in both types a row's result does not depend on the rows beside it, on
+//!   the thread count, or on how a prompt is cut into chunks;
+//! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) agree with
+//!   the reference to the last bit, but for bf16 weights at `Amx` and `Avx512Bf16`, whose products
+//!   are rounded otherwise.
+//!
+//! Buffers, matrices and steps that do not fit each other are defects of the caller and panic; what
+//! comes from outside (block ids, logits, sampling parameters) is answered with errors.
 
 mod aligned;
 mod arithmetic;

@@ -1,11 +1,12 @@
 //! Matrix products on AMX tiles: 16 × 16 sums of 32 bf16 products each in one instruction.
 //!
 //! Panels are laid out as the second operand wants them: a row of a B tile is 16 pairs, half a group
-//! of a panel. Rows of the left side are packed into A tiles of 16 rows × 32 inputs. One pass takes
-//! up to 32 rows and one panel: two A tiles, two B tiles, four tiles of sums. Sums run over the
-//! inputs in order, pair by pair, for each row alone: the result does not depend on the batch.
-//! Denormals are flushed, and a pair's two products are added before they meet the sum, so it is
-//! not the reference's to the bit.
+//! of a panel. Rows of the left side are packed into A tiles of 16 rows × 32 inputs. A pass fills
+//! four tiles of sums: up to 32 rows of one panel, or up to 16 rows of two panels, whose two
+//! streams from memory are quicker than one. Sums run over the inputs in order, pair by pair, for
+//! each row alone: the result does not depend on the batch.
+//! Within a step of 32 inputs the even and the odd ones are summed apart, and denormals are flushed, so
+//! it is not the reference's to the bit; `avx512.rs` has the same order for a row alone.
 
 use std::arch::{asm, x86_64::__cpuid_count};
 
@@ -21,12 +22,9 @@ use super::{
 };
 use crate::cpu::threads::ThreadPool;
 
-/// Rows from which tiles beat vectors: below, memory is the limit either way.
-pub(super) const ROWS_MIN: usize = 4;
-
 /// Rows of a tile.
 const TILE_ROWS: usize = 16;
-/// Rows of one pass: two tiles.
+/// Most rows of one pass: two tiles.
 const PASS_ROWS: usize = 2 * TILE_ROWS;
 /// Words of an A tile: 16 rows of 16 pairs.
 const TILE_WORDS: usize = TILE_ROWS * INPUTS_STEP / 2;
@@ -132,26 +130,32 @@ pub(super) unsafe fn matmul(
     let grid = grid(pool, w, 1);
     let sums = Parts::new(out);
     pool.run(grid.task_count(), &|_, task| {
-        let mut tiles_held = Configuration::none();
+        let mut shapes = TileShapes::none();
         let (_, panels) = grid.part(task);
         for first in panels.clone().step_by(cached_panels) {
+            let end = panels.end.min(first + cached_panels);
             for pass in 0..passes {
                 let first_row = pass * PASS_ROWS;
                 let pass_rows = PASS_ROWS.min(rows - first_row);
                 // SAFETY: the caller's promise.
-                unsafe { tiles_held.set(pass_rows) };
+                unsafe { shapes.set(pass_rows) };
                 let a = &tiles.words[2 * pass * steps * TILE_WORDS..];
-                for panel in first..panels.end.min(first + cached_panels) {
-                    let columns = PANEL.min(n - panel * PANEL);
+                let panels_max = if pass_rows > TILE_ROWS { 1 } else { 2 };
+                let mut panel = first;
+                while panel < end {
+                    let panel_count = panels_max.min(end - panel);
+                    let columns = (panel_count * PANEL).min(n - panel * PANEL);
                     let start = first_row * n + panel * PANEL;
                     let length = (pass_rows - 1) * n + columns;
                     let target = Target { start: sums.range_ptr(start, length), stride: n };
-                    let PanelRange::Bf16(b) = w.panel_range(panel, 1) else {
+                    let PanelRange::Bf16(b) = w.panel_range(panel, panel_count) else {
                         unreachable!("tiles multiply bf16")
                     };
-                    // SAFETY: the configuration is that of `pass_rows`. The target is inside the
-                    // output, and this block and panel belong to this task alone.
-                    unsafe { pass_over(steps, a, b, pass_rows, columns, &target) };
+                    let pass = Pass { steps, a, b, rows: pass_rows, panel_count };
+                    // SAFETY: the tiles are shaped for `pass_rows`. The target is inside the
+                    // output, and these rows and panels belong to this task alone.
+                    unsafe { pass.run(columns, &target) };
+                    panel += panel_count;
                 }
             }
         }
@@ -160,14 +164,14 @@ pub(super) unsafe fn matmul(
 
 /// The tile registers' shapes on this thread. Dropping it lets the registers go, so that the system
 /// need not save them.
-struct Configuration {
+struct TileShapes {
     /// Rows of a pass that the tiles are shaped for; 0 is none.
     rows: usize,
 }
 
 /// `ldtilecfg`'s operand.
 #[repr(C, align(64))]
-struct Shapes {
+struct Configuration {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -175,13 +179,14 @@ struct Shapes {
     rows: [u8; 16],
 }
 
-impl Configuration {
+impl TileShapes {
     fn none() -> Self {
         Self { rows: 0 }
     }
 
-    /// Shapes tiles 0, 1 (sums) and 4 (A) for the first 16 of `rows`, 2, 3 and 5 for the rest, and 6,
-    /// 7 for B.
+    /// Shapes the tiles for passes of so many rows. Up to 16: tiles 0 to 3 are sums, 4 is A, 5 and 6
+    /// are B. Up to 32: 0, 1 and 4 are sums and A of the first 16 rows, 2, 3 and 5 of the rest, 6 and
+    /// 7 are B.
     ///
     /// # Safety
     /// [`request`] said yes in this process; `rows` is 1 to 32.
@@ -189,30 +194,36 @@ impl Configuration {
         if self.rows == rows {
             return;
         }
-        let (first, second) = (rows.min(TILE_ROWS) as u8, rows.saturating_sub(TILE_ROWS) as u8);
-        let mut shapes = Shapes {
+        let rows_of = match rows.checked_sub(TILE_ROWS) {
+            None | Some(0) => [rows, rows, rows, rows, rows, 16, 16, 16],
+            Some(rest) => [16, 16, rest, rest, 16, rest, 16, 16],
+        };
+        let mut configuration = Configuration {
             palette: 1,
             start_row: 0,
             reserved: [0; 14],
             column_bytes: [0; 16],
             rows: [0; 16],
         };
-        for (tile, rows) in
-            [first, first, second, second, first, second, 16, 16].into_iter().enumerate()
-        {
-            // A tile without rows must have no columns either.
-            shapes.column_bytes[tile] = if rows == 0 { 0 } else { 64 };
-            shapes.rows[tile] = rows;
+        for (tile, rows) in rows_of.into_iter().enumerate() {
+            configuration.column_bytes[tile] = 64;
+            configuration.rows[tile] = rows as u8;
         }
         // SAFETY: the shapes are valid for palette 1; nothing but tile registers changes.
         unsafe {
-            asm!("ldtilecfg [{}]", in(reg) &shapes, options(nostack, preserves_flags, readonly));
+            asm!(
+                "ldtilecfg [{}]",
+                in(reg) &raw const configuration,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, preserves_flags, readonly),
+            );
         }
         self.rows = rows;
     }
 }
 
-impl Drop for Configuration {
+impl Drop for TileShapes {
     fn drop(&mut self) {
         if self.rows != 0 {
             // SAFETY: tiles were configured, so the machine has them.
@@ -221,45 +232,57 @@ impl Drop for Configuration {
     }
 }
 
-/// Multiplies `rows` rows with one panel, over `steps` steps of 32 inputs.
-///
-/// # Safety
-/// This thread's tiles are configured for `rows`; `target` may be written in `rows` rows,
-/// `columns` elements each.
-unsafe fn pass_over(
+/// Up to 32 rows times one panel, or up to 16 rows times two.
+struct Pass<'a> {
+    /// Steps of 32 inputs.
     steps: usize,
-    a: &[u32],
-    b: &[u32],
+    a: &'a [u32],
+    b: &'a [u32],
     rows: usize,
-    columns: usize,
-    target: &Target,
-) {
-    let tile_count = rows.div_ceil(TILE_ROWS);
-    assert!(a.len() >= tile_count * steps * TILE_WORDS && b.len() == steps * PANEL * TILE_ROWS);
-    if columns == PANEL {
-        // SAFETY: lengths as just checked; the target has whole panels' rows.
-        return unsafe { tiles(steps, a, b, rows, target) };
-    }
-    // The last panel is not full: by way of a buffer.
-    let mut buffer = [0.0_f32; PASS_ROWS * PANEL];
-    let whole = Target { start: buffer.as_mut_ptr(), stride: PANEL };
-    // SAFETY: as above; the buffer has 32 rows of a panel.
-    unsafe { tiles(steps, a, b, rows, &whole) };
-    for (row, sums) in buffer.chunks_exact(PANEL).take(rows).enumerate() {
-        // SAFETY: these columns are in the target, and the buffer is elsewhere.
-        unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, 0), columns) };
-    }
+    panel_count: usize,
 }
 
-/// # Safety
-/// As [`pass_over`]; `target` may be written in `rows` rows of 32 elements, `a` has a tile of
-/// `steps` steps for every 16 rows, and `b` is a panel of `steps` steps.
-unsafe fn tiles(steps: usize, a: &[u32], b: &[u32], rows: usize, target: &Target) {
-    let stride_bytes = target.stride * size_of::<f32>();
-    let a = a.as_ptr();
-    if rows > TILE_ROWS {
+impl Pass<'_> {
+    /// # Safety
+    /// This thread's tiles are shaped for the pass's rows; `target` may be written in as many rows,
+    /// `columns` elements each.
+    unsafe fn run(&self, columns: usize, target: &Target) {
+        let width = self.panel_count * PANEL;
+        assert!(self.a.len() >= self.rows.div_ceil(TILE_ROWS) * self.steps * TILE_WORDS);
+        assert_eq!(self.b.len(), self.panel_count * self.steps * PANEL * TILE_ROWS);
+        if columns == width {
+            // SAFETY: lengths as just checked; the target has whole panels' rows.
+            return unsafe { self.multiply(target) };
+        }
+        // The last panel is not full: by way of a buffer.
+        let mut buffer = [0.0_f32; PASS_ROWS * PANEL];
+        let whole = Target { start: buffer.as_mut_ptr(), stride: width };
+        // SAFETY: as above; the buffer has 32 rows of one panel, or 16 of two.
+        unsafe { self.multiply(&whole) };
+        for (row, sums) in buffer.chunks_exact(width).take(self.rows).enumerate() {
+            // SAFETY: these columns are in the target, and the buffer is elsewhere.
+            unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, 0), columns) };
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::run`], whole panels wide, and `a` and `b` have the lengths that it checks.
+    unsafe fn multiply(&self, target: &Target) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match (self.rows > TILE_ROWS, self.panel_count) {
+                (true, _) => self.two_tiles_one_panel(target),
+                (false, 1) => self.one_tile_one_panel(target),
+                (false, _) => self.one_tile_two_panels(target),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::multiply`], for more than 16 rows and one panel.
+    unsafe fn two_tiles_one_panel(&self, target: &Target) {
         // SAFETY: the loop reads `steps` times 1 KiB of each A tile and 2 KiB of the panel; the
-        // stores write the configured rows of 64 bytes. No other register or memory changes.
+        // stores write the shaped rows of 64 bytes. Nothing else changes.
         unsafe {
             asm!(
                 "tilezero tmm0",
@@ -284,46 +307,94 @@ unsafe fn tiles(steps: usize, a: &[u32], b: &[u32], rows: usize, target: &Target
                 "tilestored [{c} + {stride_c}*1 + 64], tmm1",
                 "tilestored [{c2} + {stride_c}*1], tmm2",
                 "tilestored [{c2} + {stride_c}*1 + 64], tmm3",
-                a = inout(reg) a => _,
-                a2 = inout(reg) a.add(steps * TILE_WORDS) => _,
-                b = inout(reg) b.as_ptr() => _,
-                steps = inout(reg) steps => _,
+                a = inout(reg) self.a.as_ptr() => _,
+                a2 = inout(reg) self.a.as_ptr().add(self.steps * TILE_WORDS) => _,
+                b = inout(reg) self.b.as_ptr() => _,
+                steps = inout(reg) self.steps => _,
                 c = in(reg) target.start,
                 c2 = in(reg) target.at(TILE_ROWS, 0),
                 stride_a = in(reg) 64_usize,
                 stride_b = in(reg) 128_usize,
-                stride_c = in(reg) stride_bytes,
+                stride_c = in(reg) target.stride * size_of::<f32>(),
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                 out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                 options(nostack),
             );
         }
-    } else {
-        // SAFETY: as above, with one A tile.
+    }
+
+    /// # Safety
+    /// As [`Self::multiply`], for up to 16 rows and two panels.
+    unsafe fn one_tile_two_panels(&self, target: &Target) {
+        // SAFETY: as above, with one A tile and 2 KiB of each panel.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "2:",
+                "tileloadd tmm4, [{a} + {stride_a}*1]",
+                "tileloadd tmm5, [{b} + {stride_b}*1]",
+                "tileloadd tmm6, [{b2} + {stride_b}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm5",
+                "tdpbf16ps tmm2, tmm4, tmm6",
+                "tileloadd tmm5, [{b} + {stride_b}*1 + 64]",
+                "tileloadd tmm6, [{b2} + {stride_b}*1 + 64]",
+                "tdpbf16ps tmm1, tmm4, tmm5",
+                "tdpbf16ps tmm3, tmm4, tmm6",
+                "add {a}, 1024",
+                "add {b}, 2048",
+                "add {b2}, 2048",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {stride_c}*1], tmm0",
+                "tilestored [{c} + {stride_c}*1 + 64], tmm1",
+                "tilestored [{c} + {stride_c}*1 + 128], tmm2",
+                "tilestored [{c} + {stride_c}*1 + 192], tmm3",
+                a = inout(reg) self.a.as_ptr() => _,
+                b = inout(reg) self.b.as_ptr() => _,
+                b2 = inout(reg) self.b.as_ptr().add(self.steps * PANEL * TILE_ROWS) => _,
+                steps = inout(reg) self.steps => _,
+                c = in(reg) target.start,
+                stride_a = in(reg) 64_usize,
+                stride_b = in(reg) 128_usize,
+                stride_c = in(reg) target.stride * size_of::<f32>(),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                options(nostack),
+            );
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::multiply`], for up to 16 rows and one panel.
+    unsafe fn one_tile_one_panel(&self, target: &Target) {
+        // SAFETY: as above, with one A tile and one panel.
         unsafe {
             asm!(
                 "tilezero tmm0",
                 "tilezero tmm1",
                 "2:",
                 "tileloadd tmm4, [{a} + {stride_a}*1]",
-                "tileloadd tmm6, [{b} + {stride_b}*1]",
-                "tileloadd tmm7, [{b} + {stride_b}*1 + 64]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{b} + {stride_b}*1]",
+                "tileloadd tmm6, [{b} + {stride_b}*1 + 64]",
+                "tdpbf16ps tmm0, tmm4, tmm5",
+                "tdpbf16ps tmm1, tmm4, tmm6",
                 "add {a}, 1024",
                 "add {b}, 2048",
                 "dec {steps}",
                 "jnz 2b",
                 "tilestored [{c} + {stride_c}*1], tmm0",
                 "tilestored [{c} + {stride_c}*1 + 64], tmm1",
-                a = inout(reg) a => _,
-                b = inout(reg) b.as_ptr() => _,
-                steps = inout(reg) steps => _,
+                a = inout(reg) self.a.as_ptr() => _,
+                b = inout(reg) self.b.as_ptr() => _,
+                steps = inout(reg) self.steps => _,
                 c = in(reg) target.start,
                 stride_a = in(reg) 64_usize,
                 stride_b = in(reg) 128_usize,
-                stride_c = in(reg) stride_bytes,
-                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
+                stride_c = in(reg) target.stride * size_of::<f32>(),
+                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
                 options(nostack),
             );
         }

@@ -7,13 +7,16 @@
 //! is for processors whose `vdpbf16ps` is as quick as an FMA.
 
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_and_si512, _mm512_castsi512_ps,
-    _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_storeu_ps,
-    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
+    __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512,
+    _mm512_castsi512_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_mask_storeu_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
 };
 
 use super::{Target, Tile, pack::PanelRange};
-use crate::cpu::{arithmetic::LANES, matmul::pack::PANEL};
+use crate::cpu::{
+    arithmetic::LANES,
+    matmul::pack::{INPUTS_STEP, PANEL},
+};
 
 /// Most rows of a block: 12 rows of a panel are 24 vectors of sums.
 pub(super) const BLOCK_ROWS_MAX: usize = 12;
@@ -38,6 +41,8 @@ pub(super) enum Products {
     F32,
     /// Widened bf16 weights with f32 inputs.
     Widened,
+    /// As `Widened`, in the order of AMX tiles; one row only.
+    Stepped,
     /// Pairs of bf16 weights with pairs of bf16 inputs.
     Pairs,
 }
@@ -55,15 +60,32 @@ pub(super) unsafe fn tile(
 ) {
     let inputs = match products {
         Products::F32 | Products::Widened => tile.k,
+        Products::Stepped => tile.k.next_multiple_of(INPUTS_STEP),
         Products::Pairs => tile.k.div_ceil(2),
     };
     assert_eq!(tile.x.len(), tile.row_count * inputs, "a block is [group][rows]");
     let (panel_words, groups) = match tile.panels {
-        PanelRange::F32(panels) => (panels.len() / panel_count, tile.k),
-        PanelRange::Bf16(panels) => (panels.len() / panel_count, tile.k.div_ceil(2)),
+        PanelRange::F32(panels) => (panels.len() / panel_count, inputs),
+        PanelRange::Bf16(panels) if products == Products::Pairs => {
+            (panels.len() / panel_count, inputs)
+        }
+        PanelRange::Bf16(panels) => (panels.len() / panel_count, inputs.div_ceil(2)),
     };
     assert!(panel_words >= groups * PANEL, "a panel has all of the groups");
     assert_eq!(products == Products::F32, matches!(tile.panels, PanelRange::F32(_)));
+    if products == Products::Stepped {
+        assert_eq!(tile.row_count, 1, "one row is summed in steps");
+        // SAFETY: the lengths were checked above; the rest is the caller's promise.
+        return unsafe {
+            match panel_count {
+                1 => stepped_tile::<1>(tile, target, panel_words),
+                2 => stepped_tile::<2>(tile, target, panel_words),
+                3 => stepped_tile::<3>(tile, target, panel_words),
+                4 => stepped_tile::<4>(tile, target, panel_words),
+                panels => unreachable!("no tile of one row and {panels} panels"),
+            }
+        };
+    }
     macro_rules! choose {
         ($(($m:literal, $p:literal)),+) => {
             match (tile.row_count, panel_count) {
@@ -72,7 +94,9 @@ pub(super) unsafe fn tile(
                 $(($m, $p) => unsafe {
                     match products {
                         Products::F32 => f32_tile::<$m, $p>(tile, target, panel_words),
-                        Products::Widened => widened_tile::<$m, $p>(tile, target, panel_words),
+                        Products::Widened | Products::Stepped => {
+                            widened_tile::<$m, $p>(tile, target, panel_words);
+                        }
                         Products::Pairs => pairs_tile::<$m, $p>(tile, target, panel_words),
                     }
                 },)+
@@ -173,6 +197,44 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
                 add_products(&mut sums, p, tile.x.as_ptr().add(last * 2 * M), weights);
             }
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { store(&sums, tile, target) };
+}
+
+/// One row in the order of AMX tiles: in every step of 32 inputs the even and the odd ones are summed
+/// from zero, apart, and then both are added to the sum.
+///
+/// # Safety
+/// `tile.x` is `[k]` filled up to whole steps, its panels are `P` of `panel_words` words, and as
+/// [`tile`].
+#[target_feature(enable = "avx512f")]
+unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_words: usize) {
+    let PanelRange::Bf16(panels) = tile.panels else { unreachable!("the panels are bf16") };
+    let mut sums: Sums<1, P> = [[[_mm512_setzero_ps(); 2]; P]; 1];
+    let odd_mask = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+    for (step, x) in tile.x.as_chunks::<INPUTS_STEP>().0.iter().enumerate() {
+        let mut even_sums = [[_mm512_setzero_ps(); 2]; P];
+        let mut odd_sums = even_sums;
+        for (pair, x) in x.as_chunks::<2>().0.iter().enumerate() {
+            let [even_x, odd_x] = x.map(|x| _mm512_set1_ps(f32::from_bits(x)));
+            let group = (step * INPUTS_STEP / 2 + pair) * PANEL;
+            for (p, (even_sums, odd_sums)) in even_sums.iter_mut().zip(&mut odd_sums).enumerate() {
+                // SAFETY: the group is inside panel `p`, as promised.
+                let words =
+                    unsafe { load_words::<1>(panels.as_ptr().add(p * panel_words + group)) };
+                for ((even, odd), words) in even_sums.iter_mut().zip(odd_sums).zip(words) {
+                    let weights = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
+                    *even = _mm512_fmadd_ps(even_x, weights, *even);
+                    let weights = _mm512_castsi512_ps(_mm512_and_si512(words, odd_mask));
+                    *odd = _mm512_fmadd_ps(odd_x, weights, *odd);
+                }
+            }
+        }
+        let parts = even_sums.as_flattened().iter().zip(odd_sums.as_flattened());
+        for (sum, (&even, &odd)) in sums[0].as_flattened_mut().iter_mut().zip(parts) {
+            *sum = _mm512_add_ps(*sum, _mm512_add_ps(even, odd));
         }
     }
     // SAFETY: the caller's promise.

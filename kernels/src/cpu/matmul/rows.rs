@@ -1,11 +1,14 @@
 //! The rows of the left side, packed in blocks so that a tile reads them front to back.
 
-use super::super::{
-    aligned::Aligned,
-    arithmetic::{round_to_bf16, to_bf16_bits},
-    isa::{Level, per_level},
-    parts::Parts,
-    threads::ThreadPool,
+use super::{
+    super::{
+        aligned::Aligned,
+        arithmetic::{round_to_bf16, to_bf16_bits},
+        isa::{Level, per_level},
+        parts::Parts,
+        threads::ThreadPool,
+    },
+    pack::INPUTS_STEP,
 };
 
 /// How an element of the left side is stored.
@@ -14,6 +17,8 @@ pub(super) enum RowFormat {
     F32,
     /// f32 that went through bf16.
     Rounded,
+    /// As `Rounded`, filled up with zeros to whole steps of 32 inputs; one row only.
+    Stepped,
     /// Two inputs in one word as bf16, the even one in the lower half.
     Pairs,
 }
@@ -23,6 +28,7 @@ impl RowFormat {
     fn groups(self, k: usize) -> usize {
         match self {
             RowFormat::F32 | RowFormat::Rounded => k,
+            RowFormat::Stepped => k.next_multiple_of(INPUTS_STEP),
             RowFormat::Pairs => k.div_ceil(2),
         }
     }
@@ -112,6 +118,11 @@ per_level! {
             RowFormat::F32 => interleave::<1>(x, k, out, |[value]| value.to_bits()),
             RowFormat::Rounded => {
                 interleave::<1>(x, k, out, |[value]| round_to_bf16(value).to_bits());
+            }
+            RowFormat::Stepped => {
+                let (inputs, filling) = out.split_at_mut(k);
+                interleave::<1>(x, k, inputs, |[value]| round_to_bf16(value).to_bits());
+                filling.fill(0);
             }
             RowFormat::Pairs => interleave::<2>(x, k, out, |[even, odd]| {
                 u32::from(to_bf16_bits(even)) | u32::from(to_bf16_bits(odd)) << 16
