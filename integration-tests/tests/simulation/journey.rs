@@ -15,6 +15,8 @@ use kernels::sampling::SampledToken;
 use kv_transfer::api::{self as transfer, PeerAddress, TransferFailure, TransferId};
 use proto::v1::FailureKind;
 
+pub const TRANSFERS_FULL: &str = "the transfer queue is full";
+
 /// A call of the router, as the node takes it.
 #[derive(Clone, Debug)]
 pub struct Begun {
@@ -168,9 +170,15 @@ impl Journey {
     pub fn transfer_refused(&mut self, id: TransferId) {
         let id = SequenceId(id.0);
         let Some(record) = self.in_work.get_mut(&id) else { return };
-        record.transfer = TransferState::Over;
-        self.inputs.push_back(Input::Abort { id });
-        self.end(id, Said::failed(FailureKind::Busy, "the transfer queue is full"));
+        let before = std::mem::replace(&mut record.transfer, TransferState::Over);
+        // One that was aborted while its command waited is not aborted again: its end is owed.
+        self.inputs.push_back(match before {
+            TransferState::UnderWay { abort_asked: true } => {
+                Input::TransferEnded { id, delivered: false }
+            }
+            _ => Input::Abort { id },
+        });
+        self.end(id, Said::failed(FailureKind::Busy, TRANSFERS_FULL));
     }
 
     pub fn on_action(&mut self, action: Action, now: Instant) {

@@ -34,7 +34,39 @@ use tally::Tally;
 use world::World;
 
 /// In an ordinary test run.
-const SEEDS: u64 = 300;
+const SEEDS: u64 = 1000;
+
+/// What so many seeds must have seen, each at least once.
+const REACHED: [&str; 28] = [
+    "alone",
+    "arrived",
+    "attempt busy",
+    "attempt draining",
+    "attempt lost",
+    "attempt stale",
+    "attempt transfer failed",
+    "calls cut",
+    "chunks damaged",
+    "complete",
+    "complete after a retry",
+    "cuts",
+    "data connections broken",
+    "deadline",
+    "delivered",
+    "drained in time",
+    "freezes",
+    "kills",
+    "left",
+    "mild",
+    "no decode node",
+    "notices resent",
+    "preemptions",
+    "receive failed",
+    "reserved",
+    "send failed",
+    "the transfer queue is full",
+    "token 0 was all",
+];
 
 /// Prints how to run a seed again, when it fails.
 struct Running(u64);
@@ -89,6 +121,11 @@ fn seeds_lose_no_token_and_no_block() {
         all.add_all(&run(seed, false).0);
     }
     eprint!("{all}");
+    if count >= SEEDS {
+        for what in REACHED {
+            assert_ne!(all.of(what), 0, "no seed saw: {what}");
+        }
+    }
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! What lies between the processes: notices, and data connections.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kv_transfer::{
     api::{Epoch, TransferId},
+    config::LEASE,
     notice::Notice,
 };
 
@@ -15,6 +16,8 @@ use crate::{
 
 /// How soon a chunk looks again for a connection that is being made.
 const LOOK_AGAIN: Duration = Duration::from_millis(3);
+/// Between two tries to connect.
+const CONNECT_AGAIN: Duration = Duration::from_millis(50);
 
 impl World {
     pub fn is_cut(&self, a: usize, b: usize) -> bool {
@@ -35,15 +38,27 @@ impl World {
     }
 
     pub fn open_data(&mut self, from: usize, to: Epoch) {
+        let closings = self.processes[from].closings(to);
         let to = self.by_epoch[&to];
-        self.soon(Happening::Opened { from, to });
+        let give_up = self.now + LEASE;
+        self.soon(Happening::Connect { from, to, closings, give_up });
     }
 
-    pub fn opened(&mut self, from: usize, to: usize) {
+    /// The connection is made, or tried again for a lease.
+    pub fn connect(&mut self, from: usize, to: usize, closings: u64, give_up: Instant) {
         let (maker, taker) = (&self.processes[from], &self.processes[to]);
-        if taker.life == Life::Dead || !taker.admits(maker.epoch) {
+        if maker.life == Life::Dead || maker.closings(taker.epoch) != closings {
+            return;
+        }
+        if self.is_cut(from, to) {
+            if self.now < give_up {
+                return self
+                    .after(CONNECT_AGAIN, Happening::Connect { from, to, closings, give_up });
+            }
+            self.closed(from, to, "connection timed out");
+        } else if taker.life == Life::Dead || !taker.admits(maker.epoch) {
             self.closed(from, to, "connection refused");
-        } else if maker.life != Life::Dead && !self.is_cut(from, to) {
+        } else {
             self.counter += 1;
             self.links.insert((from, to), self.counter);
         }
@@ -89,17 +104,12 @@ impl World {
         self.soon(Happening::Land { from: process, to, link, cargo });
     }
 
-    /// The first bytes come in. What comes for a frozen process waits in its socket.
+    /// The first bytes come in.
     pub fn land(&mut self, from: usize, to: usize, link: u64, cargo: Cargo) {
-        if self.links.get(&(from, to)) != Some(&link) || self.is_cut(from, to) {
-            return;
-        }
-        match self.processes[to].life {
-            Life::Dead => {}
-            Life::Frozen { .. } => {
-                self.after(LOOK_AGAIN, Happening::Land { from, to, link, cargo });
-            }
-            Life::Running => {
+        match self.passage(from, to, link) {
+            Passage::Lost => {}
+            Passage::Later => self.after(LOOK_AGAIN, Happening::Land { from, to, link, cargo }),
+            Passage::Free => {
                 if self.processes[to].wires.land(&cargo) {
                     self.soon(Happening::Landed { from, to, link, cargo });
                 }
@@ -107,20 +117,36 @@ impl World {
         }
     }
 
+    /// The last bytes come in.
     pub fn landed(&mut self, from: usize, to: usize, link: u64, cargo: Cargo) {
-        if self.links.get(&(from, to)) != Some(&link) || self.is_cut(from, to) {
-            return;
-        }
-        match self.processes[to].life {
-            Life::Dead => {}
-            Life::Frozen { .. } => {
-                self.after(LOOK_AGAIN, Happening::Landed { from, to, link, cargo });
-            }
-            Life::Running => {
+        match self.passage(from, to, link) {
+            Passage::Lost => {}
+            Passage::Later => self.after(LOOK_AGAIN, Happening::Landed { from, to, link, cargo }),
+            Passage::Free => {
                 if let Some(received) = self.processes[to].wires.landed(&cargo) {
                     self.step(to, Step::Data(received));
                 }
             }
         }
     }
+
+    /// Data connections lose nothing while they last. What comes for a frozen process waits in its
+    /// socket, and across a cut it is sent again until it gets through.
+    fn passage(&self, from: usize, to: usize, link: u64) -> Passage {
+        if self.links.get(&(from, to)) != Some(&link) {
+            return Passage::Lost;
+        }
+        match self.processes[to].life {
+            Life::Dead => Passage::Lost,
+            Life::Frozen { .. } => Passage::Later,
+            Life::Running if self.is_cut(from, to) => Passage::Later,
+            Life::Running => Passage::Free,
+        }
+    }
+}
+
+enum Passage {
+    Free,
+    Later,
+    Lost,
 }

@@ -461,7 +461,10 @@ impl Process {
     /// Nothing may be left of any request or transfer.
     pub fn check_quiet(&self) {
         let (name, load) = (&self.name, self.load());
-        assert!(self.engine.scheduler().is_idle(), "{name}: {:?}", self.engine.scheduler());
+        assert!(
+            self.engine.scheduler().is_idle(),
+            "{name}: the scheduler knows something, {load:?}"
+        );
         assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0), "{name}: {load:?}");
         assert!(self.journey.is_empty(), "{name}: attempts are still in work");
         assert!(self.tenures.is_empty(), "{name}: {:?}", self.tenures);

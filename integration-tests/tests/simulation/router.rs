@@ -159,8 +159,12 @@ impl Router {
             return;
         }
         let answers = !matches!(said, Said::Failed { .. } | Said::Cut);
+        let is_all = matches!(said, Said::Tokens { finish: Some(_), .. });
         let assignment = attempt.node(call.side).assignment;
         let next = attempt.said(call.side, said);
+        if is_all {
+            self.tally.count("token 0 was all");
+        }
         if answers {
             self.directory.answered(assignment);
         }

@@ -86,27 +86,52 @@ impl Scenario {
     pub fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
         let is_mild = random.chance(40);
-        let depth = random.within(1..=3);
-        let sequence_tokens = random.within(64..=200);
+        // Many requests at once for few blocks, or room for all.
+        let is_crowded = random.chance(40);
+        let (depth, sequence_tokens) = (random.within(1..=3), random.within(64..=200));
         let mut nodes = Vec::new();
         for role in Role::ALL {
             for _ in 0..random.within(1..=3) {
-                nodes.push(node(&mut random, is_mild, role, depth, sequence_tokens));
+                let blocks = match is_crowded {
+                    true => random.within(6..=16),
+                    false => random.within(14..=60),
+                };
+                nodes.push(node(&mut random, is_mild, role, blocks, depth, sequence_tokens));
             }
         }
         let longest = longest_sequence(&nodes);
-        let most = if random.chance(20) { 24 } else { 8 };
-        let request_count = random.within(1..=most);
-        let rush = random.millis(1..=3000);
+        let request_count = random.within(1..=if is_crowded { 20 } else { 8 });
+        let rush = random.millis(1..=if is_crowded { 300 } else { 3000 });
         let requests =
             (0..request_count).map(|_| request(&mut random, is_mild, longest, rush)).collect();
         let weather = weather(&mut random, is_mild);
         let blow_count = if is_mild { random.below(2) } else { random.below(7) };
         let mut blows: Vec<_> = (0..blow_count)
-            .map(|_| (random.millis(0..=5000), blow(&mut random, is_mild, &nodes)))
+            .map(|_| (random.millis(0..=5000), blow(&mut random, &nodes)))
+            .filter(|(_, blow)| !is_mild || is_survived(blow, &nodes))
             .collect();
         blows.sort_by_key(|&(at, _)| at);
         Self { is_mild, weather, nodes, requests, blows }
+    }
+}
+
+/// Whether every request completes in spite of it: there is another decode node, or the one is back
+/// before requests stop waiting for it.
+fn is_survived(blow: &Blow, nodes: &[NodePlan]) -> bool {
+    let has_spare = |place: usize| {
+        nodes[place].role == Role::Prefill
+            || nodes.iter().filter(|node| node.role == Role::Decode).count() > 1
+    };
+    match *blow {
+        Blow::Kill { place, is_heard, back_after } => {
+            has_spare(place) || is_heard && back_after < Duration::from_secs(1)
+        }
+        Blow::Freeze { place, for_ } => has_spare(place) || for_ < Duration::from_millis(1500),
+        Blow::Drain { place, .. } => has_spare(place),
+        Blow::Cut { .. }
+        | Blow::BreakData { .. }
+        | Blow::QueueFull { .. }
+        | Blow::BreakCalls { .. } => true,
     }
 }
 
@@ -124,6 +149,7 @@ fn node(
     random: &mut Random,
     is_mild: bool,
     role: Role,
+    blocks: u32,
     depth: u32,
     sequence_tokens: u32,
 ) -> NodePlan {
@@ -132,7 +158,7 @@ fn node(
         slots,
         step_tokens: slots.max(random.within(8..=64)),
         sequence_tokens,
-        blocks: random.within(6..=40),
+        blocks,
         depth,
         vocabulary: VOCABULARY,
     };
@@ -167,7 +193,7 @@ fn request(random: &mut Random, is_mild: bool, longest: u32, rush: Duration) -> 
     let room = longest - prompt_len;
     let max_tokens = match random.below(8) {
         0 => 1,
-        1 => room,
+        1 | 2 => room,
         _ => random.within(1..=30),
     }
     .min(room);
@@ -211,7 +237,7 @@ fn weather(random: &mut Random, is_mild: bool) -> Weather {
     };
     let (loss, duplication, damage) = (sometimes(25), sometimes(30), sometimes(8));
     Weather {
-        loss: if is_mild { 0 } else { loss },
+        loss: if is_mild { loss.min(3) } else { loss },
         duplication,
         damage: if is_mild { 0 } else { damage },
         delay_max: random.pick(&[
@@ -228,7 +254,7 @@ fn weather(random: &mut Random, is_mild: bool) -> Weather {
     }
 }
 
-fn blow(random: &mut Random, is_mild: bool, nodes: &[NodePlan]) -> Blow {
+fn blow(random: &mut Random, nodes: &[NodePlan]) -> Blow {
     let place = random.below(nodes.len() as u64) as usize;
     let of_role = |role| {
         let of_role = |(_, node): &(usize, &NodePlan)| node.role == role;
@@ -239,10 +265,11 @@ fn blow(random: &mut Random, is_mild: bool, nodes: &[NodePlan]) -> Blow {
     if random.chance(50) {
         std::mem::swap(&mut a, &mut b);
     }
-    let back_after = random.millis(20..=if is_mild { 900 } else { 4000 });
-    match random.below(if is_mild { 6 } else { 8 }) {
-        0 | 1 => Blow::Kill { place, is_heard: is_mild || random.chance(60), back_after },
-        2 => Blow::Freeze { place, for_: random.millis(20..=if is_mild { 1400 } else { 7000 }) },
+    let is_short = random.chance(50);
+    let back_after = random.millis(20..=if is_short { 900 } else { 4000 });
+    match random.below(8) {
+        0 | 1 => Blow::Kill { place, is_heard: random.chance(60), back_after },
+        2 => Blow::Freeze { place, for_: random.millis(20..=if is_short { 1400 } else { 7000 }) },
         3 => Blow::BreakData { a, b },
         4 => Blow::QueueFull { from: a, to: b },
         5 => Blow::BreakCalls { place },

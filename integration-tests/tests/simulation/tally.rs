@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, fmt};
 
 use crate::{
+    journey::TRANSFERS_FULL,
     recovery::{Cause, Failure, GiveUp},
     request::End,
 };
@@ -30,6 +31,9 @@ impl Tally {
     }
 
     pub fn count_failure(&mut self, failure: &Failure) {
+        if failure.message == TRANSFERS_FULL {
+            self.count(TRANSFERS_FULL);
+        }
         self.count(match failure.cause {
             Cause::Busy => "attempt busy",
             Cause::Draining => "attempt draining",

@@ -81,14 +81,17 @@ impl Wires {
                 for (&block, &index) in self.lent.get(transfer).into_iter().flatten() {
                     self.check_contents(*transfer, index, &self.arena.read(block), "arrived");
                 }
-                self.lent.remove(transfer);
+                self.end(*transfer);
             }
             Event::ReceiveFailed { transfer, .. }
             | Event::Delivered { transfer, .. }
-            | Event::SendFailed { transfer, .. } => {
-                self.lent.remove(transfer);
-            }
+            | Event::SendFailed { transfer, .. } => self.end(*transfer),
         }
+    }
+
+    fn end(&mut self, transfer: TransferId) {
+        let ended = self.lent.remove(&transfer);
+        assert!(ended.is_some(), "{}: {transfer} ends twice, or never began", self.name);
     }
 
     pub fn post(&mut self, transfer: TransferId, chunk: u32, blocks: Vec<BlockId>) {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use kv_transfer::{
-    api::{Epoch, TransferId},
+    api::{Epoch, Event, TransferId},
     config::LEASE,
 };
 
@@ -79,9 +79,11 @@ pub enum Happening {
         request: usize,
     },
     // Data connections.
-    Opened {
+    Connect {
         from: usize,
         to: usize,
+        closings: u64,
+        give_up: Instant,
     },
     Depart {
         process: usize,
@@ -131,6 +133,8 @@ pub struct World {
     /// Pairs of processes between which nothing passes, and since when; until when, for the past.
     pub cuts: BTreeSet<(usize, usize)>,
     pub silences: Vec<Silence>,
+    /// Transfers whose receiver has everything.
+    arrived: BTreeSet<TransferId>,
     pub counter: u64,
     queue: BTreeMap<(Instant, u64), Happening>,
     /// When each process wakes by itself.
@@ -176,6 +180,7 @@ impl World {
             links: BTreeMap::new(),
             cuts: BTreeSet::new(),
             silences: Vec::new(),
+            arrived: BTreeSet::new(),
             counter: 0,
             queue: BTreeMap::new(),
             wakes: Vec::new(),
@@ -298,7 +303,9 @@ impl World {
                 self.router.arrive(now, request as u64, plan);
             }
             Happening::Leave { request } => self.router.leave(now, request as u64),
-            Happening::Opened { from, to } => self.opened(from, to),
+            Happening::Connect { from, to, closings, give_up } => {
+                self.connect(from, to, closings, give_up);
+            }
             Happening::Depart { process, transfer, chunk } => {
                 self.depart(process, transfer, chunk);
             }
@@ -358,6 +365,7 @@ impl World {
                     self.in_order(Order::ToDriver(process), hop_max, happening);
                 }
                 Out::ToEngine(event) => {
+                    self.check_event(&event);
                     let step = Step::Transfer(event);
                     let happening = Happening::Step { process, step };
                     self.in_order(Order::ToEngine(process), hop_max, happening);
@@ -445,6 +453,20 @@ impl World {
         self.soon(Happening::Step { process, step });
         if let Life::Frozen { .. } = self.processes[process].life {
             self.expect_no_answer(place, process);
+        }
+    }
+
+    /// A sender may fail where its receiver has everything, since the last word is always
+    /// uncertain; never the other way round.
+    fn check_event(&mut self, event: &Event) {
+        match event {
+            Event::Arrived { transfer, .. } => {
+                assert!(self.arrived.insert(*transfer), "{transfer} arrived twice");
+            }
+            Event::Delivered { transfer, .. } => {
+                assert!(self.arrived.contains(transfer), "{transfer} was delivered, not arrived");
+            }
+            Event::Ready { .. } | Event::ReceiveFailed { .. } | Event::SendFailed { .. } => {}
         }
     }
 
