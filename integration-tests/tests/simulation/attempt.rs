@@ -2,28 +2,14 @@
 //!
 //! Nodes are our own here: what the protocol does not allow is a defect and panics.
 
-use cluster::{AssignmentId, NodeChoice};
 use engine::event::FinishReason;
 use kv_transfer::api::TransferId;
 
 use crate::{
     journey::{Failed, Said},
+    nodes::Assigned,
     recovery::{Cause, Failure, Side},
 };
-
-/// A node that an attempt uses.
-#[derive(Clone, Debug)]
-pub struct Assigned {
-    pub place: usize,
-    pub epoch: cluster::Epoch,
-    pub assignment: AssignmentId,
-}
-
-impl Assigned {
-    pub fn new(place: usize, choice: &NodeChoice) -> Self {
-        Self { place, epoch: choice.record.epoch, assignment: choice.assignment }
-    }
-}
 
 #[derive(Debug)]
 pub struct Attempt {

@@ -5,9 +5,10 @@ use std::time::Duration;
 use kv_transfer::api::Epoch;
 
 use crate::{
+    checks::Silence,
     process::{Life, Process, Step},
     scenario::Blow,
-    world::{Happening, Silence, World},
+    world::{Happening, World},
 };
 
 /// A node that drains tells its peers why their transfers end, and goes by then.
@@ -96,12 +97,19 @@ impl World {
             }
             Blow::BreakCalls { place } => {
                 self.router.tally.count("calls cut");
-                self.connection_ends(place, self.router.connection(place));
+                self.connection_ends(place, self.router.nodes.connection(place));
+            }
+            Blow::RestartRouter => {
+                self.router.tally.count("router restarts");
+                for place in 0..self.places.len() {
+                    self.calls_cut(place, self.router.nodes.connection(place));
+                }
+                self.router.restart(self.now);
             }
             Blow::Drain { place, patience, back_after } => {
                 let process = standing(place);
                 let node = &self.processes[process];
-                if node.life == Life::Running && !node.is_draining {
+                if node.life == Life::Running && !node.engine.is_draining() {
                     self.router.tally.count("drains");
                     self.after(patience, Happening::Trouble(Trouble::DrainEnds { process }));
                     let leaves = patience + LEAVES_WITHIN;
@@ -150,7 +158,7 @@ impl World {
                 self.closed(peer, process, "connection reset");
             }
         }
-        let connection = self.router.connection(place);
+        let connection = self.router.nodes.connection(place);
         if is_heard {
             self.soon(Happening::ConnectionEnds { place, connection });
         } else {
@@ -164,7 +172,7 @@ impl World {
             return;
         }
         self.router.tally.count("freezes");
-        node.life = Life::Frozen { since: self.now };
+        node.life = Life::Frozen;
         node.freezes.push((self.now, None));
         let place = node.place;
         self.set_wake(process, None);
@@ -176,7 +184,7 @@ impl World {
     fn thaw(&mut self, process: usize) {
         let now = self.now;
         let node = &mut self.processes[process];
-        if !matches!(node.life, Life::Frozen { .. }) {
+        if node.life != Life::Frozen {
             return;
         }
         node.life = Life::Running;
@@ -191,7 +199,7 @@ impl World {
 
     /// The router asks every 500 ms whether the connection lives, and waits 2 s for an answer.
     pub fn expect_no_answer(&mut self, place: usize, process: usize) {
-        let connection = self.router.connection(place);
+        let connection = self.router.nodes.connection(place);
         let after = self.random.millis(2000..=2500);
         self.after(after, Happening::KeepAlive { place, connection, process });
     }
@@ -210,7 +218,7 @@ impl World {
     fn leave(&mut self, process: usize) {
         if self.processes[process].life == Life::Running {
             let mut outs = Vec::new();
-            self.processes[process].stop_transfers(self.now, &mut outs);
+            self.processes[process].driver.stop(self.now, &mut outs);
             self.follow(process, outs);
             self.die(process, true);
         } else if self.processes[process].life != Life::Dead {

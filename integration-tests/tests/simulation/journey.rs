@@ -65,7 +65,8 @@ impl Said {
         Self::Failed { kind: Failed::Reported(kind), message: message.into() }
     }
 
-    fn is_end(&self) -> bool {
+    /// Nothing follows it on this call.
+    pub fn is_end(&self) -> bool {
         match self {
             Self::Reserved { .. } | Self::Tokens { .. } => false,
             Self::Delivered | Self::Finished { .. } | Self::Failed { .. } | Self::Cut => true,

@@ -15,9 +15,14 @@
 
 mod attempt;
 mod blows;
+mod calls;
+mod checks;
 mod device;
+mod driver_thread;
+mod engine_thread;
 mod journey;
 mod network;
+mod nodes;
 mod observers;
 mod process;
 mod random;

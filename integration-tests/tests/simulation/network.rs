@@ -6,6 +6,7 @@ use kv_transfer::{
     api::{Epoch, TransferId},
     config::LEASE,
     notice::Notice,
+    protocol::DataEvent,
 };
 
 use crate::{
@@ -38,7 +39,7 @@ impl World {
     }
 
     pub fn open_data(&mut self, from: usize, to: Epoch) {
-        let closings = self.processes[from].closings(to);
+        let closings = self.processes[from].driver.closings(to);
         let to = self.by_epoch[&to];
         let give_up = self.now + LEASE;
         self.soon(Happening::Connect { from, to, closings, give_up });
@@ -47,7 +48,7 @@ impl World {
     /// The connection is made, or tried again for a lease.
     pub fn connect(&mut self, from: usize, to: usize, closings: u64, give_up: Instant) {
         let (maker, taker) = (&self.processes[from], &self.processes[to]);
-        if maker.life == Life::Dead || maker.closings(taker.epoch) != closings {
+        if maker.life == Life::Dead || maker.driver.closings(taker.epoch) != closings {
             return;
         }
         if self.is_cut(from, to) {
@@ -56,7 +57,7 @@ impl World {
                     .after(CONNECT_AGAIN, Happening::Connect { from, to, closings, give_up });
             }
             self.closed(from, to, "connection timed out");
-        } else if taker.life == Life::Dead || !taker.admits(maker.epoch) {
+        } else if taker.life == Life::Dead || !taker.driver.admits(maker.epoch) {
             self.closed(from, to, "connection refused");
         } else {
             self.counter += 1;
@@ -67,7 +68,7 @@ impl World {
     /// `at` finds its connection with `peer` ended.
     pub fn closed(&mut self, at: usize, peer: usize, reason: &'static str) {
         let peer = self.processes[peer].epoch;
-        let closings = self.processes[at].closings(peer);
+        let closings = self.processes[at].driver.closings(peer);
         let step = Step::Closed { peer, closings, reason };
         self.soon(Happening::Step { process: at, step });
     }
@@ -86,7 +87,7 @@ impl World {
 
     pub fn depart(&mut self, process: usize, transfer: TransferId, chunk: u32) {
         let node = &self.processes[process];
-        let Some(peer) = node.wires.destination(transfer, chunk) else { return };
+        let Some(peer) = node.driver.wires.destination(transfer, chunk) else { return };
         let to = self.by_epoch[&peer];
         let link = self.links.get(&(process, to)).copied();
         let (Some(link), Life::Running) = (link, node.life) else {
@@ -95,7 +96,11 @@ impl World {
             }
             return;
         };
-        let (mut cargo, sent) = self.processes[process].wires.depart(transfer, chunk);
+        if self.random.chance(self.weather.failure) {
+            let reason = "the block cannot be read".to_owned();
+            return self.step(process, Step::Data(DataEvent::Failed { transfer, reason }));
+        }
+        let (mut cargo, sent) = self.processes[process].driver.wires.depart(transfer, chunk);
         if self.random.chance(self.weather.damage) {
             self.router.tally.count("chunks damaged");
             cargo.contents[0][0] ^= 1 << self.random.below(64);
@@ -110,7 +115,7 @@ impl World {
             Passage::Lost => {}
             Passage::Later => self.after(LOOK_AGAIN, Happening::Land { from, to, link, cargo }),
             Passage::Free => {
-                if self.processes[to].wires.land(&cargo) {
+                if self.processes[to].driver.wires.land(&cargo) {
                     self.soon(Happening::Landed { from, to, link, cargo });
                 }
             }
@@ -123,7 +128,7 @@ impl World {
             Passage::Lost => {}
             Passage::Later => self.after(LOOK_AGAIN, Happening::Landed { from, to, link, cargo }),
             Passage::Free => {
-                if let Some(received) = self.processes[to].wires.landed(&cargo) {
+                if let Some(received) = self.processes[to].driver.wires.landed(&cargo) {
                     self.step(to, Step::Data(received));
                 }
             }
@@ -138,7 +143,7 @@ impl World {
         }
         match self.processes[to].life {
             Life::Dead => Passage::Lost,
-            Life::Frozen { .. } => Passage::Later,
+            Life::Frozen => Passage::Later,
             Life::Running if self.is_cut(from, to) => Passage::Later,
             Life::Running => Passage::Free,
         }

@@ -125,7 +125,8 @@ impl Observer {
     fn tell(&mut self, event: Event, outs: &mut Vec<Out>) {
         let event = v1::ObserveEvent { sequence: self.next, event: Some(event) };
         self.next += 1;
-        outs.push(Out::Observed(self.stream, event));
+        let (connection, stream) = (self.connection, self.stream);
+        outs.push(Out::Observed { connection, stream, event });
     }
 }
 

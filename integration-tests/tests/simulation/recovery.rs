@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use cluster::Epoch;
+use cluster::{Epoch, Role};
 use proto::v1::FailureKind;
 
 use crate::journey::Failed;
@@ -17,6 +17,15 @@ const ABSENT_MAX: Duration = Duration::from_secs(2);
 pub enum Side {
     Prefill,
     Decode,
+}
+
+impl Side {
+    pub fn of(role: Role) -> Self {
+        match role {
+            Role::Prefill => Self::Prefill,
+            Role::Decode => Self::Decode,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -64,7 +73,7 @@ pub struct Recovery {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Then {
     Retry,
-    WaitForRoom,
+    WaitForRoom { left: Duration },
     WaitForNode,
     GiveUp(GiveUp),
 }
@@ -131,10 +140,10 @@ impl Recovery {
 
     pub fn all_busy(&mut self, now: Instant) -> Then {
         let since = *self.busy_since.get_or_insert(now);
-        if now.saturating_duration_since(since) >= BUSY_MAX {
-            return Then::GiveUp(GiveUp::Busy);
+        match BUSY_MAX.checked_sub(now.saturating_duration_since(since)) {
+            None | Some(Duration::ZERO) => Then::GiveUp(GiveUp::Busy),
+            Some(left) => Then::WaitForRoom { left },
         }
-        Then::WaitForRoom
     }
 
     pub fn none_there(&mut self, now: Instant) -> Then {

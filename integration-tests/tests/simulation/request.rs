@@ -63,6 +63,10 @@ impl Request {
         }
     }
 
+    pub fn has_ended(&self) -> bool {
+        matches!(self.state, State::Ended(_))
+    }
+
     pub fn next_deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Waiting { until, .. } => Some(self.deadline.min(*until)),

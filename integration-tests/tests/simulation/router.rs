@@ -1,23 +1,24 @@
-//! The router: the real directory, and around it the smallest faithful copy of what
-//! `services/router` does: ids, attempts, one list of emitted tokens for each request, recovery.
-//!
-//! Every token is compared with the oracle's as soon as it is shown.
+//! The router: around the real directory the smallest faithful copy of what `services/router` does:
+//! ids, attempts, one list of emitted tokens for each request, recovery.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use cluster::{
-    Action, Directory, Input, MemberChange, NoNode, NodeAddress, Role, StreamId, Wanted,
+use cluster::{NoNode, Role, StreamId, Wanted};
+use engine::{
+    event::{FinishReason, NewSequence, SequenceId, SequenceKind},
+    executor::sim::fingerprints,
 };
-use engine::event::{FinishReason, NewSequence, SequenceId};
 use kv_transfer::api::{Epoch, PeerAddress, TransferId};
+use proto::v1::ObserveEvent;
 
 use crate::{
-    attempt::{Assigned, Attempt, Next},
+    attempt::{Attempt, Next},
     journey::{Begun, Said},
-    process::{Call, notice_endpoint, prompt_hash, sequence_kind},
+    nodes::{Assigned, Nodes, Watch},
+    process::{Call, notice_endpoint},
     random::Random,
     recovery::{Cause, Failure, GiveUp, Side, Then},
     request::{End, Request, State},
@@ -51,25 +52,12 @@ pub enum Act {
         connection: u64,
         transfer: TransferId,
     },
-    Observe {
-        place: usize,
-        connection: u64,
-        stream: StreamId,
-    },
-    StopObserving {
-        place: usize,
-        stream: StreamId,
-    },
 }
 
 pub struct Router {
-    directory: Directory,
-    addresses: Vec<NodeAddress>,
-    /// Number of the connection to each place.
-    connections: Vec<u64>,
+    pub nodes: Nodes,
     requests: BTreeMap<u64, Request>,
     calls: BTreeMap<CallId, OpenCall>,
-    streams: BTreeMap<StreamId, usize>,
     random: Random,
     acts: Vec<Act>,
     pub tally: Tally,
@@ -83,34 +71,18 @@ struct OpenCall {
 
 impl Router {
     pub fn new(now: Instant, roles: &[Role], mut random: Random) -> Self {
-        let address = |(place, &role): (usize, &Role)| NodeAddress {
-            role,
-            grpc: format!("http://place-{place}:3"),
-        };
-        let addresses: Vec<_> = roles.iter().enumerate().map(address).collect();
-        let mut router = Self {
-            directory: Directory::new(random.next()),
-            connections: vec![0; addresses.len()],
-            addresses: addresses.clone(),
+        Self {
+            nodes: Nodes::new(now, roles, random.next()),
             requests: BTreeMap::new(),
             calls: BTreeMap::new(),
-            streams: BTreeMap::new(),
             random,
             acts: Vec::new(),
             tally: Tally::default(),
-        };
-        for address in addresses {
-            router.tell_directory(now, Input::Member(MemberChange::Joined(address)));
         }
-        router
     }
 
-    pub fn take_acts(&mut self) -> Vec<Act> {
-        std::mem::take(&mut self.acts)
-    }
-
-    pub fn connection(&self, place: usize) -> u64 {
-        self.connections[place]
+    pub fn take_acts(&mut self) -> (Vec<Act>, Vec<Watch>) {
+        (std::mem::take(&mut self.acts), self.nodes.take_watches())
     }
 
     pub fn requests(&self) -> impl Iterator<Item = &Request> {
@@ -118,38 +90,34 @@ impl Router {
     }
 
     pub fn all_ended(&self) -> bool {
-        self.requests.values().all(|request| matches!(request.state, State::Ended(_)))
+        self.requests.values().all(Request::has_ended)
     }
 
-    /// All nodes are there, and nothing is counted as being in work.
     pub fn check_quiet(&self) {
-        for node in self.directory.nodes() {
-            assert_eq!(node.health, cluster::Health::Up, "{node:?}");
-            assert_eq!(node.in_flight, 0, "{node:?}");
-            assert!(!node.load.draining, "{node:?}");
-        }
+        self.nodes.check_quiet();
         assert!(self.calls.is_empty(), "calls are open");
     }
 
     // What happens.
 
     pub fn arrive(&mut self, now: Instant, id: u64, plan: RequestPlan) {
-        let request = Request::new(now, plan, id);
-        self.requests.insert(id, request);
+        self.requests.insert(id, Request::new(now, plan, id));
         self.go_on(now, id);
     }
 
     /// The client goes away.
     pub fn leave(&mut self, now: Instant, id: u64) {
-        self.end(now, id, End::Left);
+        if !self.requests[&id].has_ended() {
+            self.end(now, id, End::Left);
+        }
     }
 
+    /// A node said something on a call.
     pub fn said(&mut self, now: Instant, call: CallId, said: Said) {
         let Some(open) = self.calls.get(&call) else { return };
         let id = open.request;
-        // A call that ended need not be cancelled.
-        if matches!(said, Said::Delivered | Said::Finished { .. } | Said::Failed { .. } | Said::Cut)
-        {
+        if said.is_end() {
+            // Nothing is left to cancel.
             self.calls.remove(&call);
         }
         let State::Trying { attempt, .. } = &mut self.request(id).state else {
@@ -158,61 +126,57 @@ impl Router {
         if call.side == Side::Prefill && !attempt.expects_prefill() {
             return;
         }
-        let answers = !matches!(said, Said::Failed { .. } | Said::Cut);
+        let node = attempt.node(call.side).clone();
+        let is_answer = !matches!(said, Said::Failed { .. } | Said::Cut);
         let is_all = matches!(said, Said::Tokens { finish: Some(_), .. });
-        let assignment = attempt.node(call.side).assignment;
         let next = attempt.said(call.side, said);
+        if is_answer {
+            self.nodes.answered(&node);
+        }
         if is_all {
             self.tally.count("token 0 was all");
-        }
-        if answers {
-            self.directory.answered(assignment);
         }
         self.act(now, id, next);
     }
 
     /// A connection to a node has ended, with every stream on it.
-    pub fn connection_lost(&mut self, now: Instant, place: usize, connection: u64) {
-        if self.connections[place] != connection {
-            return;
-        }
-        self.connections[place] += 1;
-        let of_it = |place_of: usize, by: u64| place_of == place && by == connection;
-        let cut: Vec<CallId> = self
-            .calls
-            .iter()
-            .filter(|(_, call)| of_it(call.place, call.connection))
-            .map(|(id, _)| *id)
-            .collect();
+    pub fn connection_lost(&mut self, now: Instant, place: usize) {
+        let connection = self.nodes.connection(place);
+        let is_on_it = |call: &OpenCall| (call.place, call.connection) == (place, connection);
+        let cut = self.calls.iter().filter(|(_, call)| is_on_it(call));
+        let cut: Vec<CallId> = cut.map(|(id, _)| *id).collect();
+        self.nodes.connection_lost(now, place);
         for call in cut {
             self.said(now, call, Said::Cut);
         }
-        let streams = self.streams.iter().filter(|(_, at)| **at == place);
-        for stream in streams.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.stream_ended(now, stream);
+        self.wake_waiting(now);
+    }
+
+    pub fn observed(&mut self, now: Instant, stream: StreamId, event: ObserveEvent) {
+        self.nodes.observed(now, stream, event);
+        self.wake_waiting(now);
+    }
+
+    /// Another router takes its place and knows nothing: its clients must ask again.
+    pub fn restart(&mut self, now: Instant) {
+        for request in self.requests.values_mut().filter(|request| !request.has_ended()) {
+            self.tally.count("left");
+            request.state = State::Ended(End::Left);
         }
-    }
-
-    pub fn observed(&mut self, now: Instant, stream: StreamId, event: proto::v1::ObserveEvent) {
-        self.tell_directory(now, Input::Observed { stream, event });
-    }
-
-    pub fn stream_ended(&mut self, now: Instant, stream: StreamId) {
-        self.streams.remove(&stream);
-        let reason = "the stream ended".to_owned();
-        self.tell_directory(now, Input::StreamEnded { stream, reason });
+        self.calls.clear();
+        self.acts.clear();
+        self.nodes.restart(now, self.random.next());
     }
 
     pub fn next_deadline(&self) -> Option<Instant> {
         let requests = self.requests.values().filter_map(Request::next_deadline);
-        requests.chain(self.directory.next_deadline()).min()
+        requests.chain(self.nodes.next_deadline()).min()
     }
 
     pub fn on_deadline(&mut self, now: Instant) {
-        if self.directory.next_deadline().is_some_and(|at| at <= now) {
-            let mut actions = Vec::new();
-            self.directory.on_deadline(now, &mut actions);
-            self.follow_directory(now, actions);
+        if self.nodes.next_deadline().is_some_and(|at| at <= now) {
+            self.nodes.on_deadline(now);
+            self.wake_waiting(now);
         }
         let due = |request: &&Request| request.next_deadline().is_some_and(|at| at <= now);
         let ids: Vec<u64> = self.requests.values().filter(due).map(|request| request.id).collect();
@@ -224,6 +188,18 @@ impl Router {
                 // Every token is shown, and the node's last word does not come.
                 State::Trying { .. } => self.complete(now, id, None),
                 State::Ended(_) => {}
+            }
+        }
+    }
+
+    /// Those who wait for a node look at once when any node's health changes.
+    fn wake_waiting(&mut self, now: Instant) {
+        if !self.nodes.take_changed() {
+            return;
+        }
+        for request in self.requests.values_mut() {
+            if let State::Waiting { until, for_node: true } = &mut request.state {
+                *until = now;
             }
         }
     }
@@ -257,7 +233,7 @@ impl Router {
     fn follow(&mut self, now: Instant, id: u64, then: Then) -> bool {
         let until = match then {
             Then::Retry => return true,
-            Then::WaitForRoom => now + ASK_AGAIN,
+            Then::WaitForRoom { left } => now + ASK_AGAIN.min(left),
             Then::WaitForNode => now + LOOK_AGAIN,
             Then::GiveUp(reason) => {
                 self.end(now, id, End::GaveUp(reason));
@@ -269,6 +245,7 @@ impl Router {
         false
     }
 
+    /// A decode node, and a prefill node that fits it; without one the decode node works alone.
     fn pick(&mut self, now: Instant, id: u64) -> Result<(Assigned, Option<Assigned>), NoNode> {
         let request = &self.requests[&id];
         let emitted = request.emitted.len() as u32;
@@ -284,36 +261,30 @@ impl Router {
             identity: None,
             exclude: request.recovery.avoid_decode(),
         };
-        let decode = self.directory.pick(now, &wanted)?;
-        let identity = decode.record.identity.clone();
-        let place = |address: &NodeAddress| {
-            self.addresses.iter().position(|known| known == address).expect("it is listed")
-        };
-        let decode_node = Assigned::new(place(&decode.address), &decode);
+        let (decode, choice) = self.nodes.pick(now, &wanted)?;
+        let identity = &choice.record.identity;
         if alone || wanted.tokens < identity.block_size {
-            return Ok((decode_node, None));
+            return Ok((decode, None));
         }
-        let prefill = self.directory.pick(
-            now,
-            &Wanted {
-                role: Role::Prefill,
-                new_tokens_max: 1,
-                computes_prompt: true,
-                identity: Some(&identity),
-                exclude: request.recovery.avoid_prefill(),
-                ..wanted
-            },
-        );
-        let prefill = prefill.ok().map(|choice| Assigned::new(place(&choice.address), &choice));
-        Ok((decode_node, prefill))
+        let wanted = Wanted {
+            role: Role::Prefill,
+            new_tokens_max: 1,
+            computes_prompt: true,
+            identity: Some(identity),
+            exclude: request.recovery.avoid_prefill(),
+            ..wanted
+        };
+        let prefill = self.nodes.pick(now, &wanted).ok();
+        Ok((decode, prefill.map(|(prefill, _)| prefill)))
     }
 
     fn attempt(&mut self, now: Instant, id: u64, decode: Assigned, prefill: Option<Assigned>) {
         self.tally.count("attempts");
         let transfer = TransferId(self.random.id());
-        self.call(now, id, transfer, Side::Decode, &decode, prefill.as_ref());
+        let kind = if prefill.is_some() { SequenceKind::Receive } else { SequenceKind::Compute };
+        self.call(now, id, transfer, kind, &decode, prefill.as_ref());
         if let Some(prefill) = &prefill {
-            self.call(now, id, transfer, Side::Prefill, prefill, Some(&decode));
+            self.call(now, id, transfer, SequenceKind::Send, prefill, Some(&decode));
         }
         let request = self.request(id);
         let attempt = Attempt::new(transfer, request.emitted.len() as u32, decode, prefill);
@@ -325,38 +296,39 @@ impl Router {
         now: Instant,
         request_id: u64,
         transfer: TransferId,
-        side: Side,
+        kind: SequenceKind,
         node: &Assigned,
         peer: Option<&Assigned>,
     ) {
-        let (place, connection) = (node.place, self.connections[node.place]);
+        let (place, connection) = (node.place, self.nodes.connection(node.place));
+        let side = Side::of(self.nodes.role(place));
         let open = OpenCall { request: request_id, place, connection };
         self.calls.insert(CallId { transfer, side }, open);
         let peer = peer.map(|peer| PeerAddress {
-            node_id: format!("{}-{}", self.addresses[peer.place].role, peer.place),
+            node_id: format!("{}-{}", self.nodes.role(peer.place), peer.place),
             epoch: Epoch(peer.epoch.value()),
             notice_endpoint: notice_endpoint(peer.place),
         });
         let request = &self.requests[&request_id];
         let tokens = [&request.plan.prompt[..], &request.emitted].concat();
-        let remaining = request.deadline.saturating_duration_since(now);
         let begun = Begun {
-            prompt_hash: prompt_hash(&tokens),
+            // Any hash of the tokens will do.
+            prompt_hash: fingerprints(&tokens).last().copied().unwrap_or_default().into(),
             sequence: NewSequence {
                 id: SequenceId(transfer.0),
-                kind: sequence_kind(self.addresses[place].role, peer.is_some()),
+                kind,
                 tokens,
                 prompt_len: request.plan.prompt.len() as u32,
                 sampling: request.plan.sampling.clone(),
                 max_tokens: request.plan.max_tokens,
                 ignore_stop_tokens: request.plan.ignore_stop_tokens,
                 cache_salt: request.plan.cache_salt.clone(),
-                // The node counts the remaining time from when it hears of it.
-                deadline: now + remaining,
+                deadline: request.deadline,
             },
             peer,
         };
         let epoch = Epoch(node.epoch.value());
+        let remaining = request.deadline.saturating_duration_since(now);
         let call = Box::new(Call { connection, epoch, remaining, begun });
         self.acts.push(Act::Call { place, call });
     }
@@ -398,8 +370,8 @@ impl Router {
         self.tally.count_failure(&failure);
         let Some(attempt) = self.end_attempt(now, id, Some(&failure)) else { return };
         let prefill = attempt.prefill_node.as_ref().map(|node| node.epoch);
-        let request = self.request(id);
-        let then = request.recovery.failed(failure, prefill, attempt.decode_node.epoch, now);
+        let recovery = &mut self.request(id).recovery;
+        let then = recovery.failed(failure, prefill, attempt.decode_node.epoch, now);
         if self.follow(now, id, then) {
             self.go_on(now, id);
         }
@@ -411,10 +383,7 @@ impl Router {
     }
 
     fn end(&mut self, now: Instant, id: u64, end: End) {
-        if matches!(self.requests[&id].state, State::Ended(_)) {
-            assert_eq!(end, End::Left, "a request ends once");
-            return;
-        }
+        assert!(!self.requests[&id].has_ended(), "request {id} ends twice");
         self.tally.count_end(&end, self.requests[&id].recovery.attempts());
         self.end_attempt(now, id, None);
         self.request(id).state = State::Ended(end);
@@ -428,18 +397,14 @@ impl Router {
         let transfer = attempt.transfer;
         self.drop_call(CallId { transfer, side: Side::Decode });
         self.drop_call(CallId { transfer, side: Side::Prefill });
-        let failed = failure.map(|failure| (failure.cause, attempt.node(failure.side)));
-        match failed {
-            Some((Cause::Busy, node)) => self.directory.busy(now, node.assignment, None),
-            Some((Cause::Lost | Cause::Stale, node)) => {
-                let (epoch, reason) = (node.epoch, "the call was lost".to_owned());
-                self.tell_directory(now, Input::CallLost { epoch, reason });
-            }
-            _ => {}
+        match failure.map(|failure| (failure.cause, attempt.node(failure.side))) {
+            Some((Cause::Busy, node)) => self.nodes.busy(now, node),
+            Some((Cause::Lost | Cause::Stale, node)) => self.nodes.call_lost(now, node),
+            Some(_) | None => {}
         }
-        self.directory.release(attempt.decode_node.assignment);
+        self.nodes.release(&attempt.decode_node);
         if let Some(prefill) = &attempt.prefill_node {
-            self.directory.release(prefill.assignment);
+            self.nodes.release(prefill);
         }
         Some(attempt)
     }
@@ -447,43 +412,6 @@ impl Router {
     fn drop_call(&mut self, id: CallId) {
         if let Some(OpenCall { place, connection, .. }) = self.calls.remove(&id) {
             self.acts.push(Act::Cancel { place, connection, transfer: id.transfer });
-        }
-    }
-
-    // The directory.
-
-    fn tell_directory(&mut self, now: Instant, input: Input) {
-        let mut actions = Vec::new();
-        self.directory.handle(now, input, &mut actions);
-        self.follow_directory(now, actions);
-    }
-
-    fn follow_directory(&mut self, now: Instant, actions: Vec<Action>) {
-        let mut has_changed = false;
-        for action in actions {
-            match action {
-                Action::Observe { stream, address, .. } => {
-                    let place = self.addresses.iter().position(|known| *known == address);
-                    let place = place.expect("it is listed");
-                    self.streams.insert(stream, place);
-                    let connection = self.connections[place];
-                    self.acts.push(Act::Observe { place, connection, stream });
-                }
-                Action::StopObserving { stream } => {
-                    if let Some(place) = self.streams.remove(&stream) {
-                        self.acts.push(Act::StopObserving { place, stream });
-                    }
-                }
-                Action::HealthChanged { .. } => has_changed = true,
-                Action::Forgotten { .. } => unreachable!("every place stays listed"),
-            }
-        }
-        if has_changed {
-            for request in self.requests.values_mut() {
-                if let State::Waiting { until, for_node: true } = &mut request.state {
-                    *until = now;
-                }
-            }
         }
     }
 }

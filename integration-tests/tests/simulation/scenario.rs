@@ -29,8 +29,9 @@ pub struct Scenario {
 pub struct Weather {
     pub loss: u64,
     pub duplication: u64,
-    /// Of chunks.
+    /// Of chunks: they arrive changed, or cannot be sent at all.
     pub damage: u64,
+    pub failure: u64,
     pub delay_max: Duration,
     /// How long a transport takes to let go of a block.
     pub release_max: Duration,
@@ -78,6 +79,8 @@ pub enum Blow {
     QueueFull { from: usize, to: usize },
     /// The router's connection to a node ends.
     BreakCalls { place: usize },
+    /// The router dies, its clients with it, and another one starts.
+    RestartRouter,
     /// SIGTERM: what is in work ends, at most for `patience`; then another process starts.
     Drain { place: usize, patience: Duration, back_after: Duration },
 }
@@ -131,18 +134,23 @@ fn is_survived(blow: &Blow, nodes: &[NodePlan]) -> bool {
         Blow::Cut { .. }
         | Blow::BreakData { .. }
         | Blow::QueueFull { .. }
-        | Blow::BreakCalls { .. } => true,
+        | Blow::BreakCalls { .. }
+        | Blow::RestartRouter => true,
+    }
+}
+
+impl NodePlan {
+    /// In tokens.
+    pub fn longest_sequence(&self) -> u32 {
+        let limits = self.scheduler.limits;
+        limits.sequence_tokens.min(limits.blocks * BLOCK_TOKENS as u32)
     }
 }
 
 /// The longest sequence that every decode node takes: the router refuses longer ones.
 fn longest_sequence(nodes: &[NodePlan]) -> u32 {
-    let longest = |node: &NodePlan| {
-        let limits = node.scheduler.limits;
-        limits.sequence_tokens.min(limits.blocks * BLOCK_TOKENS as u32)
-    };
     let decode = nodes.iter().filter(|node| node.role == Role::Decode);
-    decode.map(longest).min().expect("there is a decode node")
+    decode.map(NodePlan::longest_sequence).min().expect("there is a decode node")
 }
 
 fn node(
@@ -164,15 +172,22 @@ fn node(
     };
     let any_chunk = random.within(1..=40);
     let chunk_tokens = random.pick(&[u32::MAX, 16, any_chunk]);
-    let mut scheduler = SchedulerConfig { chunk_tokens, ..SchedulerConfig::new(limits) };
+    let mut scheduler = SchedulerConfig {
+        chunk_tokens,
+        prefix_cache: random.chance(90),
+        ..SchedulerConfig::new(limits)
+    };
     let mut transfers = Limits {
         chunk_bytes_max: random.within(1..=4) as usize * BLOCK_BYTES,
+        pair_idle: random.pick(&[Duration::from_secs(60), Duration::from_millis(200)]),
         ..Limits::default()
     };
     if !is_mild && random.chance(20) {
         scheduler.waiting_max = random.within(1..=3);
         scheduler.transfers_max = random.within(1..=3);
         transfers.early_max = random.within(0..=2) as usize;
+        transfers.transfers_max = random.within(1..=8) as usize;
+        transfers.pairs_max = random.within(1..=3) as usize;
         transfers.commands_max = random.within(2..=6) as usize;
         transfers.tombstones_max = random.within(1..=4) as usize;
     }
@@ -235,11 +250,13 @@ fn weather(random: &mut Random, is_mild: bool) -> Weather {
         true => random.below(most),
         false => 0,
     };
-    let (loss, duplication, damage) = (sometimes(25), sometimes(30), sometimes(8));
+    let (loss, duplication) = (sometimes(25), sometimes(30));
+    let (damage, failure) = (sometimes(8), sometimes(4));
     Weather {
         loss: if is_mild { loss.min(3) } else { loss },
         duplication,
         damage: if is_mild { 0 } else { damage },
+        failure: if is_mild { 0 } else { failure },
         delay_max: random.pick(&[
             Duration::from_micros(300),
             Duration::from_millis(5),
@@ -267,13 +284,16 @@ fn blow(random: &mut Random, nodes: &[NodePlan]) -> Blow {
     }
     let is_short = random.chance(50);
     let back_after = random.millis(20..=if is_short { 900 } else { 4000 });
-    match random.below(8) {
-        0 | 1 => Blow::Kill { place, is_heard: random.chance(60), back_after },
-        2 => Blow::Freeze { place, for_: random.millis(20..=if is_short { 1400 } else { 7000 }) },
-        3 => Blow::BreakData { a, b },
-        4 => Blow::QueueFull { from: a, to: b },
-        5 => Blow::BreakCalls { place },
-        6 => Blow::Cut { a, b, for_: random.millis(20..=6000) },
+    match random.below(17) {
+        0..=3 => Blow::Kill { place, is_heard: random.chance(60), back_after },
+        4 | 5 => {
+            Blow::Freeze { place, for_: random.millis(20..=if is_short { 1400 } else { 7000 }) }
+        }
+        6 | 7 => Blow::BreakData { a, b },
+        8 | 9 => Blow::QueueFull { from: a, to: b },
+        10 | 11 => Blow::BreakCalls { place },
+        12 | 13 => Blow::Cut { a, b, for_: random.millis(20..=6000) },
+        14 => Blow::RestartRouter,
         _ => Blow::Drain { place, patience: random.millis(0..=3000), back_after },
     }
 }

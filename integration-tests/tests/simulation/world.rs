@@ -1,32 +1,28 @@
 //! The whole cluster on one clock: a queue of what will happen, and whoever it happens to.
 //!
-//! `world` keeps the time and hands on; `network` is what lies between the processes, `blows` what
-//! goes wrong.
+//! Here is the time, and who hears of what. [`calls`](crate::calls) lie between the router and the
+//! nodes, [`network`](crate::network) between the nodes; [`blows`](crate::blows) are what goes wrong,
+//! [`checks`](crate::checks) what must hold nevertheless.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::{Duration, Instant},
 };
 
-use kv_transfer::{
-    api::{Epoch, Event, TransferId},
-    config::LEASE,
-};
+use kv_transfer::api::{Epoch, TransferId};
 
 use crate::{
     blows::Trouble,
+    checks::Silence,
     journey::Said,
-    process::{Call, Life, Out, Process, Step, Tenure},
+    process::{Call, Life, Out, Process, Step},
     random::{Random, mix},
     recovery::Side,
-    router::{Act, CallId, Router},
+    router::{CallId, Router},
     scenario::{Scenario, Weather},
-    tally::Tally,
     wires::Cargo,
 };
 
-/// Everything of a lost peer is back within this time.
-const BACK: Duration = Duration::from_millis(500).saturating_add(LEASE);
 /// The last request ends by its deadline; this much later nothing may be left of any.
 const QUIET: Duration = Duration::from_secs(10);
 /// More happenings than this at one instant are an endless loop.
@@ -56,11 +52,10 @@ pub enum Happening {
         said: Said,
     },
     Observed {
+        place: usize,
+        connection: u64,
         stream: cluster::StreamId,
         event: Box<proto::v1::ObserveEvent>,
-    },
-    StreamEnded {
-        stream: cluster::StreamId,
     },
     ConnectionEnds {
         place: usize,
@@ -134,14 +129,15 @@ pub struct World {
     pub cuts: BTreeSet<(usize, usize)>,
     pub silences: Vec<Silence>,
     /// Transfers whose receiver has everything.
-    arrived: BTreeSet<TransferId>,
+    pub arrived: BTreeSet<TransferId>,
     pub counter: u64,
     queue: BTreeMap<(Instant, u64), Happening>,
     /// When each process wakes by itself.
     wakes: Vec<Option<Instant>>,
     /// When the last message of one order arrives: words of a call, of a stream, between threads.
     orders: BTreeMap<Order, Instant>,
-    digest: u64,
+    /// A number that equal runs share.
+    pub digest: u64,
     is_traced: bool,
 }
 
@@ -152,15 +148,6 @@ enum Order {
     Stream(cluster::StreamId),
     ToDriver(usize),
     ToEngine(usize),
-}
-
-/// `of` did not speak to `to`, or to anyone.
-#[derive(Clone, Copy, Debug)]
-pub struct Silence {
-    pub of: usize,
-    pub to: Option<usize>,
-    pub from: Instant,
-    pub until: Option<Instant>,
 }
 
 impl World {
@@ -280,16 +267,14 @@ impl World {
             Happening::Step { process, step } => self.step(process, step),
             Happening::Call { place, call } => self.call_arrives(place, call),
             Happening::Observe { place, connection, stream } => {
-                let process = self.places[place].process;
-                if self.processes[process].life == Life::Dead {
-                    self.soon(Happening::StreamEnded { stream });
-                } else if connection == self.router.connection(place) {
-                    self.step(process, Step::Observe { connection, stream });
-                }
+                self.observe_arrives(place, connection, stream);
             }
             Happening::Said { call, said } => self.router.said(now, call, said),
-            Happening::Observed { stream, event } => self.router.observed(now, stream, *event),
-            Happening::StreamEnded { stream } => self.router.stream_ended(now, stream),
+            Happening::Observed { place, connection, stream, event } => {
+                if connection == self.router.nodes.connection(place) {
+                    self.router.observed(now, stream, *event);
+                }
+            }
             Happening::ConnectionEnds { place, connection } => {
                 self.connection_ends(place, connection);
             }
@@ -313,7 +298,7 @@ impl World {
             Happening::Landed { from, to, link, cargo } => self.landed(from, to, link, cargo),
             Happening::Release { process, is_receive, transfer } => {
                 if self.processes[process].life != Life::Dead {
-                    let event = self.processes[process].wires.released(is_receive, transfer);
+                    let event = self.processes[process].driver.wires.released(is_receive, transfer);
                     self.step(process, Step::Data(event));
                 }
             }
@@ -326,7 +311,7 @@ impl World {
         let node = &mut self.processes[process];
         match node.life {
             Life::Dead => return,
-            Life::Frozen { .. } => return node.backlog.push(step),
+            Life::Frozen => return node.backlog.push(step),
             Life::Running => {}
         }
         let mut outs = Vec::new();
@@ -347,16 +332,14 @@ impl World {
         for out in outs {
             match out {
                 Out::Say(transfer, said) => {
-                    let side = match self.processes[process].record.role {
-                        cluster::Role::Prefill => Side::Prefill,
-                        cluster::Role::Decode => Side::Decode,
-                    };
+                    let side = Side::of(self.processes[process].record.role);
                     let call = CallId { transfer, side };
                     let happening = Happening::Said { call, said };
                     self.in_order(Order::Call(call), self.weather.delay_max, happening);
                 }
-                Out::Observed(stream, event) => {
-                    let happening = Happening::Observed { stream, event: Box::new(event) };
+                Out::Observed { connection, stream, event } => {
+                    let (place, event) = (self.processes[process].place, Box::new(event));
+                    let happening = Happening::Observed { place, connection, stream, event };
                     self.in_order(Order::Stream(stream), self.weather.delay_max, happening);
                 }
                 Out::ToDriver(command) => {
@@ -386,148 +369,6 @@ impl World {
                 Out::Drained => self.drained(process),
             }
         }
-    }
-
-    fn follow_router(&mut self) {
-        loop {
-            let acts = self.router.take_acts();
-            if acts.is_empty() {
-                return;
-            }
-            for act in acts {
-                match act {
-                    Act::Call { place, call } => {
-                        self.to_place(place, Happening::Call { place, call });
-                    }
-                    Act::Cancel { place, connection, transfer } => {
-                        // On a connection that has ended the node knows already.
-                        if connection == self.router.connection(place) {
-                            let (process, step) =
-                                (self.places[place].process, Step::Cancel(transfer));
-                            self.to_place(place, Happening::Step { process, step });
-                        }
-                    }
-                    Act::Observe { place, connection, stream } => {
-                        let happening = Happening::Observe { place, connection, stream };
-                        self.to_place(place, happening);
-                    }
-                    Act::StopObserving { place, stream } => {
-                        let (process, step) =
-                            (self.places[place].process, Step::StopObserving(stream));
-                        self.to_place(place, Happening::Step { process, step });
-                    }
-                }
-            }
-        }
-    }
-
-    /// From the router: in order.
-    fn to_place(&mut self, place: usize, happening: Happening) {
-        let earliest = self.now + self.random.up_to(self.weather.delay_max);
-        let at = earliest.max(self.places[place].reached_at);
-        self.places[place].reached_at = at;
-        self.at(at, happening);
-    }
-
-    fn call_arrives(&mut self, place: usize, call: Box<Call>) {
-        let process = self.places[place].process;
-        let connection = call.connection;
-        if connection != self.router.connection(place) {
-            return;
-        }
-        if self.processes[process].life == Life::Dead {
-            // Connection refused.
-            return self.soon(Happening::ConnectionEnds { place, connection });
-        }
-        self.step(process, Step::Call(call));
-    }
-
-    /// Both ends find out.
-    pub fn connection_ends(&mut self, place: usize, connection: u64) {
-        if connection != self.router.connection(place) {
-            return;
-        }
-        let process = self.places[place].process;
-        self.router.connection_lost(self.now, place, connection);
-        let step = Step::CallsCut { connection };
-        self.soon(Happening::Step { process, step });
-        if let Life::Frozen { .. } = self.processes[process].life {
-            self.expect_no_answer(place, process);
-        }
-    }
-
-    /// A sender may fail where its receiver has everything, since the last word is always
-    /// uncertain; never the other way round.
-    fn check_event(&mut self, event: &Event) {
-        match event {
-            Event::Arrived { transfer, .. } => {
-                assert!(self.arrived.insert(*transfer), "{transfer} arrived twice");
-            }
-            Event::Delivered { transfer, .. } => {
-                assert!(self.arrived.contains(transfer), "{transfer} was delivered, not arrived");
-            }
-            Event::Ready { .. } | Event::ReceiveFailed { .. } | Event::SendFailed { .. } => {}
-        }
-    }
-
-    /// The scheduler of `process` has the blocks of a transfer back: in time, if its peer was lost.
-    fn check_tenure(&self, process: usize, transfer: TransferId, tenure: &Tenure) {
-        let peer = self.by_epoch[&tenure.peer];
-        let slack = 2 * self.weather.hop_max + Duration::from_millis(1);
-        let froze = &self.processes[process].freezes;
-        for silence in self.silences.iter().filter(|silence| silence.of == peer) {
-            if silence.to.is_some_and(|to| to != process) {
-                continue;
-            }
-            let from = silence.from.max(tenure.since);
-            if silence.until.is_some_and(|until| until <= from + BACK) {
-                continue;
-            }
-            // One that was frozen itself starts to count when it goes on.
-            let thawed = froze
-                .iter()
-                .filter(|(at, until)| *at <= from + BACK && until.is_none_or(|until| until > from));
-            let thawed = thawed.filter_map(|(_, until)| *until).max();
-            let bound = thawed.unwrap_or(from).max(from) + BACK + slack;
-            assert!(
-                self.now <= bound,
-                "{} got the blocks of {transfer} back {:?} too late: {} fell silent after {:?}, now {:?}",
-                self.processes[process].name,
-                self.now - bound,
-                self.processes[peer].name,
-                silence.from - self.start,
-                self.now - self.start,
-            );
-        }
-    }
-
-    /// At the end: nothing is left anywhere.
-    pub fn check_quiet(&self) {
-        for request in self.router.requests() {
-            request.check_ended();
-        }
-        for place in &self.places {
-            let process = &self.processes[place.process];
-            assert_eq!(process.life, Life::Running, "{} is back", process.name);
-            process.check_quiet();
-        }
-        self.router.check_quiet();
-    }
-
-    /// What was seen, and a number that equal runs share.
-    pub fn outcome(&self) -> (Tally, u64) {
-        let mut tally = self.router.tally.clone();
-        for process in &self.processes {
-            let counters = process.core.counters();
-            tally.add("arrived", counters.arrived);
-            tally.add("receive failed", counters.receive_failed);
-            tally.add("delivered", counters.delivered);
-            tally.add("send failed", counters.send_failed);
-            tally.add("notices resent", counters.notices_resent);
-            tally.add("preemptions", process.engine.scheduler().preemptions());
-        }
-        tally.add("processes", self.processes.len() as u64);
-        (tally, self.digest)
     }
 
     fn note(&mut self, happening: &Happening) {
