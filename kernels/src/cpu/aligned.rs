@@ -7,6 +7,7 @@ use std::{
     ops::{Deref, DerefMut},
     ptr::NonNull,
     slice,
+    sync::Arc,
 };
 
 use bytemuck::Pod;
@@ -14,6 +15,8 @@ use memmap2::MmapMut;
 
 /// A cache line and a full vector.
 const LINE: usize = 64;
+/// Memory that a slab takes from the system at a time.
+const SLAB_BYTES: usize = 32 << 20;
 /// A huge page. Weights are streamed from memory in every step, and one translation per 4 KiB would
 /// cost a good part of the bandwidth.
 const HUGE_PAGE: usize = 2 << 20;
@@ -30,7 +33,10 @@ pub(crate) struct Aligned<T: Pod> {
 enum Memory {
     Nothing,
     Heap(Layout),
-    Map { _owner: MmapMut },
+    /// Part of a mapping that no one else was given.
+    Map {
+        _owner: Arc<MmapMut>,
+    },
 }
 
 // SAFETY: owns its memory like a Box<[T]>.
@@ -45,8 +51,10 @@ impl<T: Pod> Aligned<T> {
         let layout = Layout::from_size_align(bytes, LINE).expect("a buffer fits the address space");
         let (start, memory) = if bytes == 0 {
             (NonNull::dangling(), Memory::Nothing)
-        } else if let Some((start, map)) = huge_pages(bytes) {
-            (start.cast(), Memory::Map { _owner: map })
+        } else if let Some(pages) =
+            (bytes >= 2 * HUGE_PAGE).then(|| HugePages::map(bytes)).flatten()
+        {
+            (pages.start.cast(), Memory::Map { _owner: pages.map })
         } else {
             // SAFETY: the size is not 0.
             let raw = unsafe { alloc_zeroed(layout) };
@@ -66,20 +74,70 @@ impl Aligned<u32> {
     }
 }
 
-/// A mapping in huge pages, where that pays and the system has it.
-fn huge_pages(bytes: usize) -> Option<(NonNull<u8>, MmapMut)> {
-    if bytes < 2 * HUGE_PAGE {
-        return None;
+/// Huge pages that many matrices share, so that none of them wastes the rest of its last one.
+#[derive(Default)]
+pub(crate) struct Slab {
+    rest: Option<HugePages>,
+}
+
+impl Slab {
+    /// Zeros, like [`Aligned::zeroed`], beside what was taken before. The slab's memory goes back to
+    /// the system when the last buffer from it is dropped.
+    pub fn zeroed<T: Pod>(&mut self, length: usize) -> Aligned<T> {
+        let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
+        // What fills a quarter of a slab by itself has huge pages of its own.
+        if bytes == 0 || bytes >= SLAB_BYTES / 4 {
+            return Aligned::zeroed(length);
+        }
+        if self.rest.as_ref().is_none_or(|rest| rest.length < bytes) {
+            self.rest = HugePages::map(SLAB_BYTES);
+        }
+        match self.rest.as_mut().map(|rest| rest.take(bytes)) {
+            Some(HugePages { map, start, .. }) => Aligned {
+                start: start.cast(),
+                length,
+                memory: Memory::Map { _owner: map },
+                _owns: PhantomData,
+            },
+            None => Aligned::zeroed(length),
+        }
     }
-    let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE)?).ok()?;
-    // A refusal costs speed only.
-    #[cfg(target_os = "linux")]
-    let _ = map.advise(memmap2::Advice::HugePage);
-    let raw = map.as_mut_ptr();
-    let skip = raw.align_offset(HUGE_PAGE);
-    assert!(skip <= HUGE_PAGE, "the next huge page begins inside the first {HUGE_PAGE} bytes");
-    // SAFETY: `skip` is inside the mapping, which has HUGE_PAGE bytes more than asked for.
-    Some((NonNull::new(unsafe { raw.add(skip) })?, map))
+}
+
+/// A range of a mapping, zeroed, that is handed out once. Huge where the system has such pages.
+struct HugePages {
+    map: Arc<MmapMut>,
+    start: NonNull<u8>,
+    length: usize,
+}
+
+// SAFETY: `start` points into `map`, and the range belongs to this value alone.
+unsafe impl Send for HugePages {}
+
+impl HugePages {
+    fn map(bytes: usize) -> Option<Self> {
+        let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE)?).ok()?;
+        // A refusal costs speed only.
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        let raw = map.as_mut_ptr();
+        let skip = raw.align_offset(HUGE_PAGE);
+        assert!(skip <= HUGE_PAGE, "the next huge page begins inside the first {HUGE_PAGE} bytes");
+        // SAFETY: `skip` is inside the mapping, which has HUGE_PAGE bytes more than asked for.
+        let start = NonNull::new(unsafe { raw.add(skip) })?;
+        Some(Self { map: Arc::new(map), start, length: bytes })
+    }
+
+    /// Takes the first bytes away from the range, whole lines.
+    fn take(&mut self, bytes: usize) -> Self {
+        assert!(bytes <= self.length, "the range has as much left");
+        let taken = Self { map: Arc::clone(&self.map), start: self.start, length: bytes };
+        let used = bytes.next_multiple_of(LINE).min(self.length);
+        // SAFETY: at most at the end of the range.
+        self.start = unsafe { self.start.add(used) };
+        self.length -= used;
+        taken
+    }
 }
 
 impl<T: Pod> Deref for Aligned<T> {
@@ -121,6 +179,23 @@ mod tests {
             assert!(length == 0 || (memory.as_ptr() as usize).is_multiple_of(LINE));
             assert!(memory.iter().all(|&value| value == 0.0));
             memory.fill(1.0);
+        }
+    }
+
+    #[test]
+    fn buffers_of_a_slab_do_not_overlap_and_outlive_it() {
+        let mut slab = Slab::default();
+        let lengths = [1, 0, 17, 1 << 18, 3 << 20, 5 << 18, 1 << 22, 1000, 2 << 20];
+        let mut buffers: Vec<Aligned<u32>> =
+            (0..40).map(|i| slab.zeroed(lengths[i % lengths.len()])).collect();
+        drop(slab);
+        for (number, buffer) in (1..).zip(&mut buffers) {
+            assert!(buffer.is_empty() || (buffer.as_ptr() as usize).is_multiple_of(LINE));
+            assert!(buffer.iter().all(|&word| word == 0));
+            buffer.fill(number);
+        }
+        for (number, buffer) in (1..).zip(&buffers) {
+            assert!(buffer.iter().all(|&word| word == number));
         }
     }
 }

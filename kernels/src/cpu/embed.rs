@@ -20,6 +20,7 @@ mod tests {
     use super::*;
     use crate::{
         cpu::{
+            aligned::Slab,
             matmul::{pack, testing::Plain},
             testing::numbers,
         },
@@ -32,7 +33,7 @@ mod tests {
             let mut pool = ThreadPool::new(threads, "test").unwrap();
             let source = Plain { rows: 77, cols: 33, values: numbers(1, 77 * 33) };
             for dtype in [Dtype::F32, Dtype::Bf16] {
-                let table = pack(&mut pool, dtype, &source);
+                let table = pack(&mut pool, &mut Slab::default(), dtype, &source);
                 for count in [0, 1, 40, 1000] {
                     let tokens: Vec<u32> = (0..count).map(|i| i * 31 % 77).collect();
                     let mut out = vec![f32::NAN; tokens.len() * 33];
@@ -54,8 +55,12 @@ mod tests {
     #[should_panic(expected = "token 77 is in the vocabulary")]
     fn a_token_beyond_the_table_is_a_defect() {
         let mut pool = ThreadPool::new(1, "test").unwrap();
-        let table =
-            pack(&mut pool, Dtype::F32, &Plain { rows: 77, cols: 2, values: numbers(1, 154) });
+        let table = pack(
+            &mut pool,
+            &mut Slab::default(),
+            Dtype::F32,
+            &Plain { rows: 77, cols: 2, values: numbers(1, 154) },
+        );
         embed(&mut pool, &table, &[77], &mut [0.0; 2]);
     }
 }

@@ -258,7 +258,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{testing::Plain, *};
-    use crate::cpu::testing::{bits, fuses, levels, numbers, pairs};
+    use crate::cpu::{
+        aligned::Slab,
+        testing::{bits, fuses, levels, numbers, pairs},
+    };
 
     fn product(level: Level, threads: usize, x: &[f32], w: &CpuMatrix) -> Vec<f32> {
         let mut pool = ThreadPool::new(threads, "test").unwrap();
@@ -272,7 +275,7 @@ mod tests {
         let x = numbers(2, rows * k);
         let mut pool = ThreadPool::new(1, "test").unwrap();
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            let w = pack(&mut pool, dtype, &source);
+            let w = pack(&mut pool, &mut Slab::default(), dtype, &source);
             let mut want = vec![0.0; rows * n];
             reference::matmul(&x, &w, &mut want);
             for level in levels() {
@@ -306,11 +309,26 @@ mod tests {
     fn an_empty_product_is_empty_and_no_inputs_give_zeros() {
         let mut pool = ThreadPool::new(1, "test").unwrap();
         for level in levels() {
-            let w = pack(&mut pool, Dtype::F32, &Plain { rows: 3, cols: 2, values: vec![1.0; 6] });
+            let w = pack(
+                &mut pool,
+                &mut Slab::default(),
+                Dtype::F32,
+                &Plain { rows: 3, cols: 2, values: vec![1.0; 6] },
+            );
             assert!(product(level, 1, &[], &w).is_empty());
-            let w = pack(&mut pool, Dtype::F32, &Plain { rows: 0, cols: 2, values: vec![] });
+            let w = pack(
+                &mut pool,
+                &mut Slab::default(),
+                Dtype::F32,
+                &Plain { rows: 0, cols: 2, values: vec![] },
+            );
             matmul(level, &mut pool, &mut Scratch::default(), &[1.0, 2.0], &w, &mut []);
-            let w = pack(&mut pool, Dtype::Bf16, &Plain { rows: 2, cols: 0, values: vec![] });
+            let w = pack(
+                &mut pool,
+                &mut Slab::default(),
+                Dtype::Bf16,
+                &Plain { rows: 2, cols: 0, values: vec![] },
+            );
             let mut out = [7.0; 4];
             matmul(level, &mut pool, &mut Scratch::default(), &[], &w, &mut out);
             assert_eq!(out, [0.0; 4]);
@@ -324,7 +342,7 @@ mod tests {
         let x = numbers(4, 40 * k);
         let mut pool = ThreadPool::new(1, "test").unwrap();
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            let w = pack(&mut pool, dtype, &source);
+            let w = pack(&mut pool, &mut Slab::default(), dtype, &source);
             for level in levels() {
                 let whole = product(level, 2, &x, &w);
                 for count in [1, 3, 15, 17] {

@@ -39,7 +39,7 @@ pub use matmul::CpuMatrix;
 pub use sample::{SampleError, SampleRow, sample};
 pub use step::{CpuStep, StepError, StepSequence};
 
-use self::{isa::Level, threads::ThreadPool};
+use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{Backend, HeadShape, RowSource},
     layout::{Dtype, KvLayout},
@@ -73,6 +73,8 @@ pub struct CpuBackend {
     level: Level,
     /// Locked while weights are packed; operations have it to themselves.
     pool: Mutex<ThreadPool>,
+    /// Where small matrices are packed.
+    slab: Mutex<Slab>,
     products: matmul::Scratch,
     tiles: attention::Scratch,
     /// One per thread.
@@ -92,6 +94,7 @@ impl CpuBackend {
             dtype,
             level,
             pool,
+            slab: Mutex::default(),
             products: matmul::Scratch::default(),
             tiles: attention::Scratch::new(threads),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
@@ -138,7 +141,8 @@ impl Backend for CpuBackend {
 
     fn matrix(&self, source: &dyn RowSource) -> CpuMatrix {
         let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
-        matmul::pack(&mut pool, self.dtype, source)
+        let mut slab = self.slab.lock().unwrap_or_else(PoisonError::into_inner);
+        matmul::pack(&mut pool, &mut slab, self.dtype, source)
     }
 
     fn vector(&self, values: &[f32]) -> CpuVector {

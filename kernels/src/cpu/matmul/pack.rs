@@ -2,7 +2,12 @@
 
 use std::fmt;
 
-use super::super::{aligned::Aligned, arithmetic::to_bf16_bits, parts::Parts, threads::ThreadPool};
+use super::super::{
+    aligned::{Aligned, Slab},
+    arithmetic::to_bf16_bits,
+    parts::Parts,
+    threads::ThreadPool,
+};
 use crate::{backend::RowSource, layout::Dtype};
 
 /// Output features side by side in one panel: two vectors of 16.
@@ -117,15 +122,20 @@ fn groups(dtype: Dtype, cols: usize) -> usize {
     }
 }
 
-/// Reads `source` once, row by row, panels in parallel.
-pub(crate) fn pack(pool: &mut ThreadPool, dtype: Dtype, source: &dyn RowSource) -> CpuMatrix {
+/// Reads `source` once, row by row, panels in parallel. The matrix lies in `slab`'s memory.
+pub(crate) fn pack(
+    pool: &mut ThreadPool,
+    slab: &mut Slab,
+    dtype: Dtype,
+    source: &dyn RowSource,
+) -> CpuMatrix {
     let (rows, cols) = (source.rows(), source.cols());
     let groups = groups(dtype, cols);
     let elements = rows
         .checked_next_multiple_of(PANEL)
         .and_then(|rows| rows.checked_mul(groups))
         .expect("a matrix fits the address space");
-    let mut words = Aligned::<u32>::zeroed(elements);
+    let mut words = slab.zeroed::<u32>(elements);
     let parts = Parts::new(&mut words);
     pool.run(rows.div_ceil(PANEL), &|_, panel| {
         let first = panel * PANEL;
@@ -177,7 +187,7 @@ mod tests {
             let source = Plain { rows, cols, values };
             let mut pool = ThreadPool::new(threads, "test").unwrap();
             for dtype in [Dtype::F32, Dtype::Bf16] {
-                let matrix = pack(&mut pool, dtype, &source);
+                let matrix = pack(&mut pool, &mut Slab::default(), dtype, &source);
                 prop_assert_eq!((matrix.rows(), matrix.cols(), matrix.dtype()), (rows, cols, dtype));
                 let mut row = vec![0.0; cols];
                 for index in 0..rows {
