@@ -77,10 +77,11 @@ fn filled(backend: &CpuBackend, rows: usize, width: usize) -> CpuBuffer {
     buffer
 }
 
-/// The ceiling: how fast all threads together read memory that no cache holds.
+/// The ceiling: how fast threads together read memory that no cache holds. Four streams each: one
+/// alone does not keep enough lines on their way.
 fn memory(c: &mut Criterion) {
     const BYTES: usize = 1 << 30;
-    const PIECE: usize = 1 << 17;
+    const PIECE: usize = 1 << 19;
     let mut group = c.benchmark_group("memory");
     group.throughput(Throughput::Bytes(BYTES as u64));
     let words = vec![1_u64; BYTES / 8];
@@ -89,10 +90,16 @@ fn memory(c: &mut Criterion) {
         group.bench_function(BenchmarkId::new("read", format!("{threads} threads")), |b| {
             b.iter(|| {
                 pool.run(words.len() / PIECE, &|_, piece| {
-                    let mut lanes = [0_u64; 32];
-                    for line in words[piece * PIECE..][..PIECE].as_chunks::<32>().0 {
-                        for (lane, word) in lanes.iter_mut().zip(line) {
-                            *lane ^= word;
+                    let piece = &words[piece * PIECE..][..PIECE];
+                    let mut lanes = [0_u64; 8];
+                    let mut streams = piece.chunks_exact(PIECE / 4).map(|s| s.as_chunks::<8>().0);
+                    let streams: [&[[u64; 8]]; 4] =
+                        std::array::from_fn(|_| streams.next().expect("four streams"));
+                    for line in 0..PIECE / 32 {
+                        for stream in streams {
+                            for (lane, word) in lanes.iter_mut().zip(&stream[line]) {
+                                *lane ^= word;
+                            }
                         }
                     }
                     black_box(lanes);
