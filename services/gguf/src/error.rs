@@ -54,10 +54,30 @@ pub enum GgufError {
         TensorKind::supported_names()
     )]
     UnsupportedKind { tensor: String, offset: u64, found: TensorKind },
+    #[error(
+        "this is part {number} of {count}; open the first, {first:?}, with the others beside it"
+    )]
+    NotFirstPart { number: u32, count: u32, first: String },
+    /// The other parts cannot be found by a name that does not say which part it is.
+    #[error("the name of a part of a split model must end in {wanted:?}; it is {found:?}")]
+    PartName { found: String, wanted: String },
+    #[error("part {number} of {count} is missing: there is no file {}", path.display())]
+    MissingPart { number: u32, count: u32, path: PathBuf },
+    #[error(
+        "the parts are of different models: {key} is {}, but by the first part it should be {}",
+        shown(*found), shown(*wanted)
+    )]
+    PartMismatch { key: &'static str, found: Option<u64>, wanted: Option<u64> },
+    #[error("all parts together have {found} tensors; the first says {wanted}")]
+    PartTensors { found: u64, wanted: u64 },
     #[error("metadata key {key:?} is missing (wanted {wanted})")]
     MissingKey { key: String, wanted: &'static str },
     #[error("metadata key {key:?} is {found}, wanted {wanted}")]
     WrongType { key: String, found: String, wanted: &'static str },
     #[error("metadata key {key:?} is {found}, which does not fit {wanted}")]
     OutOfRange { key: String, found: String, wanted: &'static str },
+}
+
+fn shown(number: Option<u64>) -> String {
+    number.map_or_else(|| "absent".into(), |number| number.to_string())
 }

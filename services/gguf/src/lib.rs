@@ -2,7 +2,8 @@
 //!
 //! [`Header`] is read from a file or from its bytes, with every count, length and offset checked
 //! against the file's real size before it is believed: a hostile file costs a typed error, never a
-//! panic or an allocation out of proportion. Left out: mapping files, decoding tensors, and what the
+//! panic or an allocation out of proportion. [`Split`] finds the other files of a model that is cut into
+//! several. Left out: mapping files, decoding tensors, and what the
 //! metadata means to a model (crate `model`) or a tokenizer (crate `text`).
 //!
 //! ```no_run
@@ -18,11 +19,13 @@ mod error;
 mod header;
 mod metadata;
 mod reader;
+mod split;
 mod tensor;
 mod value;
 
 pub use error::GgufError;
 pub use header::{HEADER_BYTES_MAX, Header};
 pub use metadata::{FromValue, Metadata};
-pub use tensor::{SUPPORTED_KINDS, TensorInfo, TensorKind};
+pub use split::Split;
+pub use tensor::{TensorInfo, TensorKind};
 pub use value::{Array, Value};

@@ -3,62 +3,93 @@
 use std::fmt;
 
 /// How a tensor's elements are stored. Kinds that cannot be decoded keep their number.
+///
+/// What the blocks of each kind hold is told where they are decoded, in crate `model`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TensorKind {
     F32,
     F16,
-    /// Blocks of 32: f16 scale, f16 minimum, 32 unsigned nibbles (low ones first).
-    Q4_1,
-    /// Blocks of 32: f16 scale, 32 signed bytes.
-    Q8_0,
     Bf16,
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4K,
+    Q5K,
+    Q6K,
     Other(u32),
 }
 
-/// The kinds whose layout is known here.
-pub const SUPPORTED_KINDS: [TensorKind; 5] =
-    [TensorKind::F32, TensorKind::F16, TensorKind::Bf16, TensorKind::Q4_1, TensorKind::Q8_0];
+/// A supported kind as files have it.
+struct Known {
+    kind: TensorKind,
+    number: u32,
+    name: &'static str,
+    block: KindBlock,
+}
+
+const fn known(
+    kind: TensorKind,
+    number: u32,
+    name: &'static str,
+    elements: u64,
+    bytes: u64,
+) -> Known {
+    Known { kind, number, name, block: KindBlock { elements, bytes } }
+}
+
+static KNOWN: [Known; 11] = [
+    known(TensorKind::F32, 0, "F32", 1, 4),
+    known(TensorKind::F16, 1, "F16", 1, 2),
+    known(TensorKind::Bf16, 30, "BF16", 1, 2),
+    known(TensorKind::Q4_0, 2, "Q4_0", 32, 2 + 16),
+    known(TensorKind::Q4_1, 3, "Q4_1", 32, 2 + 2 + 16),
+    known(TensorKind::Q5_0, 6, "Q5_0", 32, 2 + 4 + 16),
+    known(TensorKind::Q5_1, 7, "Q5_1", 32, 2 + 2 + 4 + 16),
+    known(TensorKind::Q8_0, 8, "Q8_0", 32, 2 + 32),
+    known(TensorKind::Q4K, 12, "Q4_K", 256, 2 + 2 + 12 + 128),
+    known(TensorKind::Q5K, 13, "Q5_K", 256, 2 + 2 + 12 + 32 + 128),
+    known(TensorKind::Q6K, 14, "Q6_K", 256, 128 + 64 + 16 + 2),
+];
 
 impl TensorKind {
     /// From the number in the file.
     pub fn from_number(number: u32) -> Self {
-        match number {
-            0 => TensorKind::F32,
-            1 => TensorKind::F16,
-            3 => TensorKind::Q4_1,
-            8 => TensorKind::Q8_0,
-            30 => TensorKind::Bf16,
-            other => TensorKind::Other(other),
-        }
+        let known = KNOWN.iter().find(|known| known.number == number);
+        known.map_or(TensorKind::Other(number), |known| known.kind)
     }
 
     /// The number in the file.
     pub fn number(self) -> u32 {
         match self {
-            TensorKind::F32 => 0,
-            TensorKind::F16 => 1,
-            TensorKind::Q4_1 => 3,
-            TensorKind::Q8_0 => 8,
-            TensorKind::Bf16 => 30,
             TensorKind::Other(number) => number,
+            kind => kind.known().expect("all but `Other` are known").number,
         }
     }
 
     /// Elements and bytes of one block; `None` for a kind that is not supported.
     pub fn block(self) -> Option<KindBlock> {
-        let (elements, bytes) = match self {
-            TensorKind::F32 => (1, 4),
-            TensorKind::F16 | TensorKind::Bf16 => (1, 2),
-            TensorKind::Q4_1 => (32, 2 + 2 + 16),
-            TensorKind::Q8_0 => (32, 2 + 32),
-            TensorKind::Other(_) => return None,
-        };
-        Some(KindBlock { elements, bytes })
+        self.known().map(|known| known.block)
     }
 
-    /// For messages: `F32, F16, BF16, Q4_1, Q8_0`.
+    /// As messages have it; `None` for a kind that is not supported.
+    pub fn name(self) -> Option<&'static str> {
+        self.known().map(|known| known.name)
+    }
+
+    /// The kinds whose layout is known here.
+    pub fn supported() -> impl Iterator<Item = TensorKind> {
+        KNOWN.iter().map(|known| known.kind)
+    }
+
+    /// For messages: `F32, F16, BF16, …`.
     pub fn supported_names() -> String {
-        SUPPORTED_KINDS.map(|kind| kind.to_string()).join(", ")
+        KNOWN.iter().map(|known| known.name).collect::<Vec<_>>().join(", ")
+    }
+
+    fn known(self) -> Option<&'static Known> {
+        KNOWN.iter().find(|known| known.kind == self)
     }
 }
 
@@ -71,25 +102,15 @@ pub struct KindBlock {
 
 impl fmt::Display for TensorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(name) = self.name() {
+            return f.write_str(name);
+        }
+        let other = self.number();
         // Names of kinds that are only reported, so that a message says more than a number.
-        let other = match self {
-            TensorKind::F32 => return f.write_str("F32"),
-            TensorKind::F16 => return f.write_str("F16"),
-            TensorKind::Bf16 => return f.write_str("BF16"),
-            TensorKind::Q4_1 => return f.write_str("Q4_1"),
-            TensorKind::Q8_0 => return f.write_str("Q8_0"),
-            TensorKind::Other(number) => *number,
-        };
         let name = match other {
-            2 => "Q4_0",
-            6 => "Q5_0",
-            7 => "Q5_1",
             9 => "Q8_1",
             10 => "Q2_K",
             11 => "Q3_K",
-            12 => "Q4_K",
-            13 => "Q5_K",
-            14 => "Q6_K",
             15 => "Q8_K",
             16 => "IQ2_XXS",
             17 => "IQ2_XS",
@@ -108,6 +129,8 @@ impl fmt::Display for TensorKind {
             34 => "TQ1_0",
             35 => "TQ2_0",
             39 => "MXFP4",
+            40 => "NVFP4",
+            41 => "Q1_0",
             _ => return write!(f, "number {other}"),
         };
         write!(f, "{name} (number {other})")
@@ -131,5 +154,27 @@ impl TensorInfo {
     pub fn elements(&self) -> u64 {
         // Checked against overflow when the header was read.
         self.dims.iter().product()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_numbers_and_names_belong_together() {
+        for kind in TensorKind::supported() {
+            assert_eq!(TensorKind::from_number(kind.number()), kind);
+            assert!(kind.block().is_some());
+        }
+        for number in (0..64).chain([u32::MAX]) {
+            let kind = TensorKind::from_number(number);
+            assert_eq!(kind.number(), number);
+            let is_supported = TensorKind::supported().any(|supported| supported == kind);
+            assert_eq!(kind.block().is_some(), is_supported, "{kind}");
+        }
+        assert_eq!(TensorKind::Q4K.to_string(), "Q4_K");
+        assert_eq!(TensorKind::from_number(10).to_string(), "Q2_K (number 10)");
+        assert_eq!(TensorKind::from_number(77).to_string(), "number 77");
     }
 }

@@ -49,7 +49,7 @@ impl Bytes {
     }
 }
 
-/// A small file with every value type, and one tensor of every supported kind.
+/// A small file with every value type and tensors of several kinds, one of them unsupported.
 fn good_file() -> Bytes {
     let mut bytes = Bytes::start(3, 6, 16)
         .text("general.architecture")
@@ -88,7 +88,7 @@ fn good_file() -> Bytes {
         .tensor("q4_1", &[64, 2], 3, 128)
         .tensor("q8_0", &[32, 1], 8, 256)
         .tensor("bf16", &[4], 30, 320)
-        .tensor("q6_k", &[256], 14, 384)
+        .tensor("q2_k", &[256], 10, 384)
         .pad(64)
         .data(448)
 }
@@ -118,16 +118,19 @@ fn every_type_and_kind_is_read_from_memory_and_from_a_file() {
         (TensorKind::Q4_1, Some(80)),
         (TensorKind::Q8_0, Some(34)),
         (TensorKind::Bf16, Some(8)),
-        (TensorKind::Other(14), None),
+        (TensorKind::Other(10), None),
     ];
     assert_eq!(sizes, expected);
     let (q4_1, _) = header.require_tensor("q4_1").unwrap();
     assert_eq!(q4_1.offset, header.data_offset + 128);
     assert_eq!(q4_1.elements(), 128);
-    let error = header.require_tensor("q6_k").unwrap_err().to_string();
-    assert!(error.contains("\"q6_k\" at offset"), "{error}");
+    let error = header.require_tensor("q2_k").unwrap_err().to_string();
+    assert!(error.contains("\"q2_k\" at offset"), "{error}");
     assert!(
-        error.ends_with("is of kind Q6_K (number 14); supported are F32, F16, BF16, Q4_1, Q8_0"),
+        error.ends_with(
+            "is of kind Q2_K (number 10); supported are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
+             Q8_0, Q4_K, Q5_K, Q6_K"
+        ),
         "{error}"
     );
 }

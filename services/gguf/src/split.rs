@@ -1,0 +1,97 @@
+//! Models split over several files, `NAME-00001-of-0000N.gguf` and so on: every part is a GGUF file of
+//! its own; the first has the metadata, and each says which part of how many it is.
+
+use std::path::{Path, PathBuf};
+
+use crate::{error::GgufError, header::Header};
+
+/// The part's number, from 0; its name counts from 1.
+const NUMBER: &str = "split.no";
+const COUNT: &str = "split.count";
+/// Tensors of all parts together.
+const TENSOR_COUNT: &str = "split.tensors.count";
+/// What five digits can count to.
+const PARTS_MAX: u32 = 99_999;
+
+/// The parts of one model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Split {
+    /// In order, the first included.
+    paths: Vec<PathBuf>,
+    tensor_count: Option<u64>,
+}
+
+impl Split {
+    /// What `header`, read from `path`, says of further parts; `None` for a model in one file.
+    ///
+    /// # Errors
+    /// `NotFirstPart`, `PartName` and `MissingPart`, and those of asking for values.
+    pub fn of_first(path: &Path, header: &Header) -> Result<Option<Self>, GgufError> {
+        let count = header.metadata.get::<u32>(COUNT)?.unwrap_or(1);
+        if count <= 1 {
+            return Ok(None);
+        }
+        let number = header.metadata.require::<u32>(NUMBER)?;
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let stem = (count <= PARTS_MAX && number < count)
+            .then(|| name.strip_suffix(&ending(number, count)))
+            .flatten()
+            .ok_or_else(|| GgufError::PartName {
+                found: name.into(),
+                wanted: ending(number, count),
+            })?;
+        if number != 0 {
+            let first = format!("{stem}{}", ending(0, count));
+            return Err(GgufError::NotFirstPart { number: number + 1, count, first });
+        }
+        let paths: Vec<PathBuf> = (0..count)
+            .map(|number| path.with_file_name(format!("{stem}{}", ending(number, count))))
+            .collect();
+        match (1..).zip(&paths).find(|(_, path)| !path.is_file()) {
+            None => Ok(Some(Self { paths, tensor_count: header.metadata.get(TENSOR_COUNT)? })),
+            Some((number, path)) => {
+                Err(GgufError::MissingPart { number, count, path: path.clone() })
+            }
+        }
+    }
+
+    /// The files of all parts, in order.
+    pub fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// Checks that `header` is that of the part at `paths()[index]`.
+    ///
+    /// # Errors
+    /// `PartMismatch`, and those of asking for values.
+    pub fn check_part(&self, index: usize, header: &Header) -> Result<(), GgufError> {
+        let metadata = &header.metadata;
+        let expected = [
+            (NUMBER, Some(index as u64)),
+            (COUNT, Some(self.paths.len() as u64)),
+            (TENSOR_COUNT, self.tensor_count),
+        ];
+        for (key, wanted) in expected {
+            let found = metadata.get::<u64>(key)?;
+            if found != wanted {
+                return Err(GgufError::PartMismatch { key, found, wanted });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that all parts together have as many tensors as the first says.
+    ///
+    /// # Errors
+    /// `PartTensors`.
+    pub fn check_tensor_count(&self, found: u64) -> Result<(), GgufError> {
+        match self.tensor_count {
+            Some(wanted) if wanted != found => Err(GgufError::PartTensors { found, wanted }),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn ending(number: u32, count: u32) -> String {
+    format!("-{:05}-of-{count:05}.gguf", u64::from(number) + 1)
+}
