@@ -97,6 +97,7 @@ impl Checkpoint {
         let mut checkpoint = Self { path: path.into(), config, weights, fingerprint: 0 };
         checkpoint.check_weights()?;
         checkpoint.fingerprint = checkpoint.compute_fingerprint()?;
+        checkpoint.forget_pages();
         Ok(checkpoint)
     }
 
@@ -179,6 +180,16 @@ impl Checkpoint {
         Ok(values)
     }
 
+    /// What was read of the files no longer counts as this process's memory. Without it, a process
+    /// that has packed its weights would have held them twice.
+    pub(crate) fn forget_pages(&self) {
+        match &self.weights {
+            Weights::Gguf(file) => file.forget_pages(),
+            Weights::Folder(folder) => folder.forget_pages(),
+            Weights::Dummy(_) => {}
+        }
+    }
+
     fn stored(&self, weight: Weight) -> Result<StoredTensor<'_>, ModelError> {
         match &self.weights {
             Weights::Gguf(file) => file.tensor(weight, &self.config),
@@ -210,6 +221,14 @@ impl Checkpoint {
             tensor.name
         );
         Ok(tensor)
+    }
+
+    /// The error for an element of a stored weight that is infinite or no number.
+    pub(crate) fn not_finite(&self, weight: Weight, element: usize, found: f32) -> ModelError {
+        match self.checked(weight) {
+            Ok(tensor) => tensor.not_finite(element, found),
+            Err(error) => error,
+        }
     }
 
     fn check_weights(&self) -> Result<(), ModelError> {
@@ -260,13 +279,17 @@ impl StoredTensor<'_> {
         self.encoding.decode_row(self.bytes, out);
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
-            Some(element) => Err(ModelError::NotFinite {
-                path: self.path.into(),
-                tensor: self.name.clone(),
-                offset: self.offset,
-                element,
-                found: out[element],
-            }),
+            Some(element) => Err(self.not_finite(element, out[element])),
+        }
+    }
+
+    fn not_finite(&self, element: usize, found: f32) -> ModelError {
+        ModelError::NotFinite {
+            path: self.path.into(),
+            tensor: self.name.clone(),
+            offset: self.offset,
+            element,
+            found,
         }
     }
 }

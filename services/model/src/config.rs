@@ -1,31 +1,19 @@
 //! What a checkpoint says about its model, whichever format says it.
 
+mod architecture;
 mod gguf_metadata;
 mod hugging_face;
 
-use std::path::Path;
+use std::{num::NonZeroUsize, path::Path};
 
 use kernels::{Dtype, KvLayout, backend::HeadShape};
 
+pub use self::architecture::Architecture;
 pub(crate) use self::{
     gguf_metadata::from_gguf,
     hugging_face::{JsonFile, from_hugging_face},
 };
 use crate::{error::ModelError, rope, weight::Weight};
-
-/// The families whose forward pass is built.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Architecture {
-    Llama,
-}
-
-impl Architecture {
-    pub fn name(self) -> &'static str {
-        match self {
-            Architecture::Llama => "llama",
-        }
-    }
-}
 
 /// A model's shape and constants, validated: every division below is exact, every size bounded.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,6 +35,8 @@ pub struct ModelConfig {
     pub rms_eps: f32,
     pub rope_theta: f32,
     pub rope_scaling: RopeScaling,
+    /// `None` when every layer sees the whole sequence.
+    pub sliding_window: Option<SlidingWindow>,
     /// The output projection is the embedding.
     pub tied_output: bool,
     pub bos_token_id: Option<u32>,
@@ -71,6 +61,29 @@ pub enum RopeScaling {
     },
     /// Each frequency divided by its own number (`head_dim / 2` of them): GGUF's `rope_freqs`.
     Divisors(Vec<f32>),
+}
+
+/// Some layers, or all, see only the last tokens of a sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlidingWindow {
+    /// What a token sees, itself the last.
+    pub tokens: NonZeroUsize,
+    /// Which layers have the window: one entry for each, at least one true.
+    pub layers: Vec<bool>,
+}
+
+impl SlidingWindow {
+    /// A window in those layers that `has_window` names; `None` when that is none, or 0 tokens.
+    fn of_layers(
+        tokens: usize,
+        layer_count: usize,
+        has_window: impl Fn(usize) -> bool,
+    ) -> Option<Self> {
+        let tokens = NonZeroUsize::new(tokens)?;
+        // A count beyond is refused later; it must not be allocated before.
+        let layers: Vec<bool> = (0..layer_count.min(LAYERS_MAX)).map(has_window).collect();
+        layers.contains(&true).then_some(Self { tokens, layers })
+    }
 }
 
 // Far above every published model, low enough that sizes of weights and KV do not overflow.
@@ -152,6 +165,12 @@ impl ModelConfig {
                 }
             }
         }
+        if let Some(window) = &self.sliding_window
+            && window.layers.len() != self.layer_count
+        {
+            let allowed = format!("{} (one for each layer)", self.layer_count);
+            return bad("number of layer types", window.layers.len().to_string(), allowed);
+        }
         let ids = self.bos_token_id.iter().chain(&self.eos_token_ids);
         if let Some(id) = ids.into_iter().find(|&&id| id as usize >= self.vocab_size) {
             let allowed = format!("less than the vocabulary size {}", self.vocab_size);
@@ -181,6 +200,12 @@ impl ModelConfig {
     /// What attention scores are multiplied by.
     pub fn attention_scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    /// How many tokens a layer's attention sees, where that is bounded.
+    pub fn window(&self, layer: usize) -> Option<NonZeroUsize> {
+        let window = self.sliding_window.as_ref()?;
+        window.layers[layer].then_some(window.tokens)
     }
 
     /// Radians per position of each of the `head_dim / 2` rotary pairs, scaling applied.

@@ -1,5 +1,7 @@
 //! How elements lie in a checkpoint, and how a row of them becomes f32.
 
+mod blocks;
+
 use gguf::TensorKind;
 use half::{bf16, f16};
 
@@ -9,15 +11,15 @@ pub enum Encoding {
     F32,
     F16,
     Bf16,
-    /// Blocks of 32: f16 scale, f16 minimum, 32 nibbles; element = scale * nibble + minimum.
+    Q4_0,
     Q4_1,
-    /// Blocks of 32: f16 scale, 32 signed bytes; element = scale * byte.
+    Q5_0,
+    Q5_1,
     Q8_0,
+    Q4K,
+    Q5K,
+    Q6K,
 }
-
-const BLOCK_ELEMENTS: usize = 32;
-const Q4_1_BLOCK_BYTES: usize = 4 + BLOCK_ELEMENTS / 2;
-const Q8_0_BLOCK_BYTES: usize = 2 + BLOCK_ELEMENTS;
 
 impl Encoding {
     pub fn of_gguf(kind: TensorKind) -> Option<Self> {
@@ -25,8 +27,14 @@ impl Encoding {
             TensorKind::F32 => Encoding::F32,
             TensorKind::F16 => Encoding::F16,
             TensorKind::Bf16 => Encoding::Bf16,
+            TensorKind::Q4_0 => Encoding::Q4_0,
             TensorKind::Q4_1 => Encoding::Q4_1,
+            TensorKind::Q5_0 => Encoding::Q5_0,
+            TensorKind::Q5_1 => Encoding::Q5_1,
             TensorKind::Q8_0 => Encoding::Q8_0,
+            TensorKind::Q4K => Encoding::Q4K,
+            TensorKind::Q5K => Encoding::Q5K,
+            TensorKind::Q6K => Encoding::Q6K,
             TensorKind::Other(_) => return None,
         })
     }
@@ -40,82 +48,73 @@ impl Encoding {
         })
     }
 
+    fn kind(self) -> TensorKind {
+        match self {
+            Encoding::F32 => TensorKind::F32,
+            Encoding::F16 => TensorKind::F16,
+            Encoding::Bf16 => TensorKind::Bf16,
+            Encoding::Q4_0 => TensorKind::Q4_0,
+            Encoding::Q4_1 => TensorKind::Q4_1,
+            Encoding::Q5_0 => TensorKind::Q5_0,
+            Encoding::Q5_1 => TensorKind::Q5_1,
+            Encoding::Q8_0 => TensorKind::Q8_0,
+            Encoding::Q4K => TensorKind::Q4K,
+            Encoding::Q5K => TensorKind::Q5K,
+            Encoding::Q6K => TensorKind::Q6K,
+        }
+    }
+
     /// Bytes of a row of `cols` elements; `None` when they are no whole number of blocks.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
-        let (elements, bytes) = match self {
-            Encoding::F32 => (1, 4),
-            Encoding::F16 | Encoding::Bf16 => (1, 2),
-            Encoding::Q4_1 => (BLOCK_ELEMENTS, Q4_1_BLOCK_BYTES),
-            Encoding::Q8_0 => (BLOCK_ELEMENTS, Q8_0_BLOCK_BYTES),
-        };
+        let block = self.kind().block()?;
+        let (elements, bytes) = (block.elements as usize, block.bytes as usize);
         cols.is_multiple_of(elements).then(|| cols / elements * bytes)
     }
 
     pub fn name(self) -> &'static str {
-        match self {
-            Encoding::F32 => "F32",
-            Encoding::F16 => "F16",
-            Encoding::Bf16 => "BF16",
-            Encoding::Q4_1 => "Q4_1",
-            Encoding::Q8_0 => "Q8_0",
-        }
+        self.kind().name().expect("every encoding is of a supported kind")
     }
 
-    /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. Exact: every value of
-    /// every encoding but the products of Q4_1 and Q8_0 is an f32, and those round once.
+    /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. A product or a sum
+    /// rounds once to f32; F32, F16 and BF16 do not round at all. Where `row` is shorter than that,
+    /// what it has no whole block for stays as it was; files are checked when they are opened.
     pub fn decode_row(self, row: &[u8], out: &mut [f32]) {
-        debug_assert_eq!(Some(row.len()), self.row_bytes(out.len()));
         match self {
-            Encoding::F32 => {
-                for (value, &bytes) in out.iter_mut().zip(row.as_chunks::<4>().0) {
-                    *value = f32::from_le_bytes(bytes);
-                }
-            }
+            Encoding::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),
             Encoding::F16 => {
-                for (value, &bytes) in out.iter_mut().zip(row.as_chunks::<2>().0) {
-                    *value = f16::from_le_bytes(bytes).to_f32();
-                }
+                each(row, out, |bytes, [value]| *value = f16::from_le_bytes(*bytes).to_f32());
             }
             Encoding::Bf16 => {
-                for (value, &bytes) in out.iter_mut().zip(row.as_chunks::<2>().0) {
-                    *value = bf16::from_le_bytes(bytes).to_f32();
-                }
+                each(row, out, |bytes, [value]| *value = bf16::from_le_bytes(*bytes).to_f32());
             }
-            Encoding::Q4_1 => {
-                let blocks = row.as_chunks::<Q4_1_BLOCK_BYTES>().0;
-                for (block, out) in blocks.iter().zip(out.as_chunks_mut().0) {
-                    decode_q4_1(block, out);
-                }
-            }
-            Encoding::Q8_0 => {
-                let blocks = row.as_chunks::<Q8_0_BLOCK_BYTES>().0;
-                for (block, out) in blocks.iter().zip(out.as_chunks_mut().0) {
-                    decode_q8_0(block, out);
-                }
-            }
+            Encoding::Q4_0 => each(row, out, blocks::q4_0),
+            Encoding::Q4_1 => each(row, out, blocks::q4_1),
+            Encoding::Q5_0 => each(row, out, blocks::q5_0),
+            Encoding::Q5_1 => each(row, out, blocks::q5_1),
+            Encoding::Q8_0 => each(row, out, blocks::q8_0),
+            Encoding::Q4K => each(row, out, blocks::q4_k),
+            Encoding::Q5K => each(row, out, blocks::q5_k),
+            Encoding::Q6K => each(row, out, blocks::q6_k),
         }
     }
 }
 
-fn decode_q4_1(block: &[u8; Q4_1_BLOCK_BYTES], out: &mut [f32; BLOCK_ELEMENTS]) {
-    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
-    let minimum = f16::from_le_bytes([block[2], block[3]]).to_f32();
-    let (low, high) = out.split_at_mut(BLOCK_ELEMENTS / 2);
-    for ((low, high), &nibbles) in low.iter_mut().zip(high).zip(&block[4..]) {
-        *low = scale * f32::from(nibbles & 15) + minimum;
-        *high = scale * f32::from(nibbles >> 4) + minimum;
-    }
-}
-
-fn decode_q8_0(block: &[u8; Q8_0_BLOCK_BYTES], out: &mut [f32; BLOCK_ELEMENTS]) {
-    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
-    for (value, &byte) in out.iter_mut().zip(&block[2..]) {
-        *value = scale * f32::from(byte as i8);
+/// Decodes block after block; the blocks' sizes are those of `decode`.
+fn each<const BYTES: usize, const ELEMENTS: usize>(
+    row: &[u8],
+    out: &mut [f32],
+    decode: impl Fn(&[u8; BYTES], &mut [f32; ELEMENTS]),
+) {
+    for (block, out) in row.as_chunks().0.iter().zip(out.as_chunks_mut().0) {
+        decode(block, out);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use gguf::Header;
+    use proptest::prelude::*;
+
     use super::*;
 
     fn decode(encoding: Encoding, bytes: &[u8], cols: usize) -> Vec<f32> {
@@ -123,6 +122,10 @@ mod tests {
         let mut out = vec![f32::NAN; cols];
         encoding.decode_row(bytes, &mut out);
         out
+    }
+
+    fn encodings() -> Vec<Encoding> {
+        TensorKind::supported().map(|kind| Encoding::of_gguf(kind).unwrap()).collect()
     }
 
     #[test]
@@ -135,36 +138,61 @@ mod tests {
         assert_eq!(decode(Encoding::Bf16, &[0x80, 0x3f, 0xc0, 0xff], 2)[0], 1.0);
     }
 
+    /// The fixture holds, for every quantised kind, a tensor of random blocks and a second one of
+    /// the same name with `.f32` behind it: what the `gguf` Python package makes of the first.
     #[test]
-    fn q4_1_takes_low_nibbles_first() {
-        let mut row = Vec::new();
-        for (scale, minimum) in [(0.5f32, -2.0f32), (1.0, 0.0)] {
-            row.extend(f16::from_f32(scale).to_le_bytes());
-            row.extend(f16::from_f32(minimum).to_le_bytes());
-            row.extend((0..16u8).map(|i| i | (15 - i) << 4));
+    fn quantised_blocks_equal_those_of_the_python_package_bit_for_bit() {
+        let file = include_bytes!("../tests/fixtures/quantised.gguf");
+        let header = Header::parse(file).unwrap();
+        let bytes = |name: &str| {
+            let (info, bytes) = header.require_tensor(name).unwrap();
+            (info, &file[info.offset as usize..][..bytes as usize])
+        };
+        let mut kinds = Vec::new();
+        for tensor in header.tensors().iter().filter(|tensor| !tensor.name.ends_with(".f32")) {
+            let (info, blocks) = bytes(&tensor.name);
+            let (_, expected) = bytes(&format!("{}.f32", tensor.name));
+            let encoding = Encoding::of_gguf(info.kind).unwrap();
+            assert_eq!(encoding.name(), tensor.name);
+            let found = decode(encoding, blocks, info.elements() as usize);
+            let found: Vec<u8> = found.iter().flat_map(|value| value.to_le_bytes()).collect();
+            assert!(found == expected, "{}", tensor.name);
+            kinds.push(info.kind);
         }
-        let out = decode(Encoding::Q4_1, &row, 64);
-        let expected: Vec<f32> = [(0.5, -2.0), (1.0, 0.0)]
-            .into_iter()
-            .flat_map(|(scale, minimum)| {
-                let nibbles = (0..16).chain((0..16).rev());
-                nibbles.map(move |nibble| scale * nibble as f32 + minimum)
-            })
-            .collect();
-        assert_eq!(out, expected);
-    }
-
-    #[test]
-    fn q8_0_is_signed() {
-        let mut row = f16::from_f32(0.25).to_le_bytes().to_vec();
-        row.extend((0..32i8).map(|i| (i - 16) as u8));
-        let expected: Vec<f32> = (0..32).map(|i| 0.25 * (i - 16) as f32).collect();
-        assert_eq!(decode(Encoding::Q8_0, &row, 32), expected);
+        let mut quantised: Vec<_> =
+            TensorKind::supported().filter(|kind| kind.block().unwrap().elements > 1).collect();
+        kinds.sort_by_key(|kind| kind.number());
+        quantised.sort_by_key(|kind| kind.number());
+        assert_eq!(kinds, quantised);
     }
 
     #[test]
     fn rows_of_broken_blocks_have_no_size() {
         assert_eq!(Encoding::Q4_1.row_bytes(33), None);
+        assert_eq!(Encoding::Q6K.row_bytes(255), None);
         assert_eq!(Encoding::Q8_0.row_bytes(64), Some(68));
+        assert_eq!(Encoding::Q4K.row_bytes(512), Some(288));
+    }
+
+    proptest! {
+        /// A block that is not whole is no block.
+        #[test]
+        fn truncated_rows_are_decoded_as_far_as_they_go(
+            encoding in prop::sample::select(encodings()),
+            bytes in prop::collection::vec(any::<u8>(), 0..600),
+            cols in 0_usize..600,
+        ) {
+            const UNTOUCHED: f32 = 1.2345e37;
+            let block = encoding.kind().block().unwrap();
+            let (elements, size) = (block.elements as usize, block.bytes as usize);
+            let whole = (bytes.len() / size).min(cols / elements) * elements;
+            let mut out = vec![UNTOUCHED; cols];
+            encoding.decode_row(&bytes, &mut out);
+            prop_assert!(out[whole..].iter().all(|&value| value == UNTOUCHED));
+            let mut again = vec![0.0; whole];
+            encoding.decode_row(&bytes[..whole / elements * size], &mut again);
+            let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            prop_assert_eq!(bits(&out[..whole]), bits(&again));
+        }
     }
 }

@@ -18,8 +18,8 @@ pub enum ModelError {
     Json { path: PathBuf, source: serde_json::Error },
     #[error("{} is larger than {limit} bytes", path.display())]
     FileTooLarge { path: PathBuf, limit: u64 },
-    #[error("{}: architecture {found} is not supported; supported is {supported}", path.display())]
-    Architecture { path: PathBuf, found: String, supported: &'static str },
+    #[error("{}: architecture {found} is not supported; supported are {supported}", path.display())]
+    Architecture { path: PathBuf, found: String, supported: String },
     /// A key of the configuration is absent or of the wrong type.
     #[error("{}: key {key:?}: {reason}", path.display())]
     ConfigKey { path: PathBuf, key: String, reason: String },

@@ -2,7 +2,7 @@
 
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::config::{ModelConfig, RopeScaling};
+use crate::config::{ModelConfig, RopeScaling, SlidingWindow};
 
 /// What of one stored weight enters the fingerprint.
 pub struct DirectoryEntry<'a> {
@@ -25,7 +25,7 @@ pub fn of<'a>(
 ) -> u128 {
     let mut hash = Hash(Xxh3::new());
     // Changes whenever the meaning of what follows does.
-    hash.bytes(b"baton model 1");
+    hash.bytes(b"baton model 2");
     hash.config(config);
     hash.numbers(&[dummy_seed.is_some().into(), dummy_seed.unwrap_or(0)]);
     for entry in directory {
@@ -75,6 +75,7 @@ impl Hash {
             rms_eps,
             rope_theta,
             rope_scaling,
+            sliding_window,
             tied_output,
             bos_token_id,
             eos_token_ids,
@@ -115,6 +116,14 @@ impl Hash {
             RopeScaling::Divisors(divisors) => {
                 self.bytes(b"divisors");
                 self.floats(divisors);
+            }
+        }
+        match sliding_window {
+            None => self.bytes(b"full"),
+            Some(SlidingWindow { tokens, layers }) => {
+                self.bytes(b"window");
+                self.numbers(&[tokens.get() as u64]);
+                self.numbers(&layers.iter().map(|&layer| layer.into()).collect::<Vec<_>>());
             }
         }
         self.numbers(&[(*tied_output).into()]);

@@ -4,7 +4,8 @@
 //!   `config.json` alone, checks that every weight is there in its shape, and serves weights row by
 //!   row in f32, in Hugging Face's order.
 //! * [`ModelConfig`] is what both formats say about the model, validated.
-//! * [`Llama`] packs the weights for a backend of crate `kernels` and runs the forward pass.
+//! * [`Llama`] packs the weights for a backend of crate `kernels` and runs the forward pass of every
+//!   [`Architecture`].
 //!
 //! Left out: tokenizers and templates (crate `text`), batching and sampling (crate `engine`),
 //! arithmetic (crate `kernels`).
@@ -22,7 +23,7 @@ mod rope;
 mod weight;
 
 pub use checkpoint::{Checkpoint, LoadFormat};
-pub use config::{Architecture, ModelConfig, RopeScaling};
+pub use config::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 pub use error::ModelError;
 pub use llama::{Limits, Llama, LoadProgress};
 pub use matrix::{MatrixSource, StackedRows};

@@ -1,4 +1,7 @@
-//! The Llama family: packing its weights, and its forward pass from top to bottom.
+//! Packing a model's weights, and its forward pass from top to bottom: Llama's, with what sets other
+//! architectures apart named where it is done.
+
+use std::num::NonZeroUsize;
 
 use kernels::{Backend, RowSource, backend::HeadShape};
 
@@ -6,7 +9,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::ModelConfig,
     error::ModelError,
-    matrix::StackedRows,
+    matrix::{CheckedRows, NotFinite, StackedRows},
     weight::{LayerWeight, Weight},
 };
 
@@ -28,6 +31,12 @@ struct Layer<B: Backend> {
     attention_norm: B::Vector,
     /// Queries, keys, values: `[qkv_width][hidden]`.
     qkv: B::Matrix,
+    /// `[qkv_width]`: Qwen2.
+    qkv_bias: Option<B::Vector>,
+    /// Of every query head and of every key head: Qwen3.
+    head_norms: Option<HeadNorms<B>>,
+    /// Tokens that attention sees: Mistral, and some layers of Qwen.
+    window: Option<NonZeroUsize>,
     /// `[hidden][query_width]`.
     attention_output: B::Matrix,
     ffn_norm: B::Vector,
@@ -35,6 +44,11 @@ struct Layer<B: Backend> {
     gate_up: B::Matrix,
     /// `[hidden][ffn]`.
     down: B::Matrix,
+}
+
+struct HeadNorms<B: Backend> {
+    query: B::Vector,
+    key: B::Vector,
 }
 
 /// Reused by every layer of every step.
@@ -102,21 +116,37 @@ impl<B: Backend> Llama<B> {
             .map(|layer| {
                 let weight = |weight| Weight::Layer(layer, weight);
                 Ok(Layer {
-                    attention_norm: packer.vector(weight(LayerWeight::AttentionNorm))?,
+                    attention_norm: packer.vector(&[weight(LayerWeight::AttentionNorm)])?,
                     qkv: packer.matrix(&[
                         weight(LayerWeight::Query),
                         weight(LayerWeight::Key),
                         weight(LayerWeight::Value),
                     ])?,
+                    qkv_bias: match config.architecture.has_qkv_bias() {
+                        false => None,
+                        true => Some(packer.vector(&[
+                            weight(LayerWeight::QueryBias),
+                            weight(LayerWeight::KeyBias),
+                            weight(LayerWeight::ValueBias),
+                        ])?),
+                    },
+                    head_norms: match config.architecture.has_head_norms() {
+                        false => None,
+                        true => Some(HeadNorms {
+                            query: packer.vector(&[weight(LayerWeight::QueryNorm)])?,
+                            key: packer.vector(&[weight(LayerWeight::KeyNorm)])?,
+                        }),
+                    },
+                    window: config.window(layer),
                     attention_output: packer.matrix(&[weight(LayerWeight::AttentionOutput)])?,
-                    ffn_norm: packer.vector(weight(LayerWeight::FfnNorm))?,
+                    ffn_norm: packer.vector(&[weight(LayerWeight::FfnNorm)])?,
                     gate_up: packer
                         .matrix(&[weight(LayerWeight::Gate), weight(LayerWeight::Up)])?,
                     down: packer.matrix(&[weight(LayerWeight::Down)])?,
                 })
             })
             .collect::<Result<Vec<_>, ModelError>>()?;
-        let output_norm = packer.vector(Weight::OutputNorm)?;
+        let output_norm = packer.vector(&[Weight::OutputNorm])?;
         let output = match config.tied_output {
             true => None,
             false => Some(packer.matrix(&[Weight::Output])?),
@@ -191,8 +221,14 @@ impl<B: Backend> Llama<B> {
                 backend.add_rms_norm(rows, residual, delta, &layer.attention_norm, eps, normed);
             }
             backend.matmul(rows, normed, &layer.qkv, qkv);
+            if let Some(bias) = &layer.qkv_bias {
+                backend.add_bias(rows, bias, qkv);
+            }
+            if let Some(HeadNorms { query, key }) = &layer.head_norms {
+                backend.norm_heads(rows, heads, query, key, eps, qkv);
+            }
             backend.rope_store_kv(index, heads, &self.rope_frequencies, qkv, step);
-            backend.attention(index, heads, scale, qkv, step, attended);
+            backend.attention(index, heads, scale, layer.window, qkv, step, attended);
             backend.matmul(rows, attended, &layer.attention_output, delta);
 
             backend.add_rms_norm(rows, residual, delta, &layer.ffn_norm, eps, normed);
@@ -228,14 +264,22 @@ impl<B: Backend> Packer<'_, B> {
             .iter()
             .map(|&weight| self.checkpoint.matrix(weight))
             .collect::<Result<Vec<_>, _>>()?;
-        let source = StackedRows::new(parts);
+        let source = CheckedRows::new(StackedRows::new(parts));
         let matrix = self.backend.matrix(&source);
+        if let Some(NotFinite { part, element, found }) = source.not_finite() {
+            return Err(self.checkpoint.not_finite(weights[part], element, found));
+        }
+        self.checkpoint.forget_pages();
         self.count((source.rows() * source.cols()) as u64);
         Ok(matrix)
     }
 
-    fn vector(&mut self, weight: Weight) -> Result<B::Vector, ModelError> {
-        let values = self.checkpoint.vector(weight)?;
+    /// `weights` behind each other, as one vector.
+    fn vector(&mut self, weights: &[Weight]) -> Result<B::Vector, ModelError> {
+        let mut values = Vec::new();
+        for &weight in weights {
+            values.extend(self.checkpoint.vector(weight)?);
+        }
         self.count(values.len() as u64);
         Ok(self.backend.vector(&values))
     }

@@ -1,5 +1,7 @@
 //! Weight matrices as row sources for a backend to pack.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use kernels::RowSource;
 
 use crate::{checkpoint::dummy::RandomRows, encoding::Encoding};
@@ -101,6 +103,68 @@ impl RowSource for StackedRows<'_> {
             row -= part.rows;
         }
         panic!("row {row} past the last of {}", self.rows());
+    }
+}
+
+/// Passes rows on and remembers the first, by number, that has an element which is infinite or no
+/// number: whoever packs them has no way to refuse one.
+pub(crate) struct CheckedRows<'a> {
+    rows: StackedRows<'a>,
+    first_bad: AtomicUsize,
+}
+
+/// Where an element that is not finite stands.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct NotFinite {
+    /// Index of the matrix in the stack.
+    pub part: usize,
+    /// In the file's order of elements.
+    pub element: usize,
+    pub found: f32,
+}
+
+impl<'a> CheckedRows<'a> {
+    pub fn new(rows: StackedRows<'a>) -> Self {
+        Self { rows, first_bad: AtomicUsize::new(usize::MAX) }
+    }
+
+    /// What was met so far that is not finite.
+    pub fn not_finite(&self) -> Option<NotFinite> {
+        let mut row = self.first_bad.load(Ordering::Relaxed);
+        for (part, matrix) in self.rows.parts.iter().enumerate() {
+            if row < matrix.rows {
+                let mut values = vec![0.0; matrix.cols];
+                matrix.read_row(row, &mut values);
+                let column = values.iter().position(|value| !value.is_finite())?;
+                let stored_row = match &matrix.data {
+                    MatrixData::Stored { order, .. } => order.stored_row(row),
+                    MatrixData::Random(_) => row,
+                };
+                let element = stored_row * matrix.cols + column;
+                return Some(NotFinite { part, element, found: values[column] });
+            }
+            row -= matrix.rows;
+        }
+        None
+    }
+}
+
+impl RowSource for CheckedRows<'_> {
+    fn rows(&self) -> usize {
+        self.rows.rows()
+    }
+
+    fn cols(&self) -> usize {
+        self.rows.cols()
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        self.rows.read_row(row, out);
+        // Without a branch for each element, so that it takes no time beside the decoding.
+        let all_finite = out.iter().fold(true, |finite, value| finite & value.is_finite());
+        if !all_finite {
+            self.first_bad.fetch_min(row, Ordering::Relaxed);
+        }
     }
 }
 

@@ -1,6 +1,6 @@
-//! The weights of the Llama family: which there are, their shapes, and their names in each format.
+//! The weights of a model: which there are, their shapes, and their names in each format.
 
-use crate::config::ModelConfig;
+use crate::config::{Architecture, ModelConfig};
 
 /// One weight of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,6 +19,12 @@ pub enum LayerWeight {
     Query,
     Key,
     Value,
+    QueryBias,
+    KeyBias,
+    ValueBias,
+    /// Normalises every query head by itself.
+    QueryNorm,
+    KeyNorm,
     AttentionOutput,
     FfnNorm,
     Gate,
@@ -48,24 +54,62 @@ impl WeightShape {
 }
 
 impl LayerWeight {
-    pub const ALL: [LayerWeight; 9] = [
+    const ALL: [LayerWeight; 14] = [
         LayerWeight::AttentionNorm,
         LayerWeight::Query,
         LayerWeight::Key,
         LayerWeight::Value,
+        LayerWeight::QueryBias,
+        LayerWeight::KeyBias,
+        LayerWeight::ValueBias,
+        LayerWeight::QueryNorm,
+        LayerWeight::KeyNorm,
         LayerWeight::AttentionOutput,
         LayerWeight::FfnNorm,
         LayerWeight::Gate,
         LayerWeight::Up,
         LayerWeight::Down,
     ];
+
+    /// Those that a layer of `architecture` has, in the order of the forward pass.
+    pub fn of(architecture: Architecture) -> impl Iterator<Item = LayerWeight> {
+        Self::ALL.into_iter().filter(move |weight| match weight {
+            LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
+                architecture.has_qkv_bias()
+            }
+            LayerWeight::QueryNorm | LayerWeight::KeyNorm => architecture.has_head_norms(),
+            _ => true,
+        })
+    }
+
+    /// Names in GGUF and in Hugging Face's checkpoints, within a layer.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            LayerWeight::AttentionNorm => ("attn_norm.weight", "input_layernorm.weight"),
+            LayerWeight::Query => ("attn_q.weight", "self_attn.q_proj.weight"),
+            LayerWeight::Key => ("attn_k.weight", "self_attn.k_proj.weight"),
+            LayerWeight::Value => ("attn_v.weight", "self_attn.v_proj.weight"),
+            LayerWeight::QueryBias => ("attn_q.bias", "self_attn.q_proj.bias"),
+            LayerWeight::KeyBias => ("attn_k.bias", "self_attn.k_proj.bias"),
+            LayerWeight::ValueBias => ("attn_v.bias", "self_attn.v_proj.bias"),
+            LayerWeight::QueryNorm => ("attn_q_norm.weight", "self_attn.q_norm.weight"),
+            LayerWeight::KeyNorm => ("attn_k_norm.weight", "self_attn.k_norm.weight"),
+            LayerWeight::AttentionOutput => ("attn_output.weight", "self_attn.o_proj.weight"),
+            LayerWeight::FfnNorm => ("ffn_norm.weight", "post_attention_layernorm.weight"),
+            LayerWeight::Gate => ("ffn_gate.weight", "mlp.gate_proj.weight"),
+            LayerWeight::Up => ("ffn_up.weight", "mlp.up_proj.weight"),
+            LayerWeight::Down => ("ffn_down.weight", "mlp.down_proj.weight"),
+        }
+    }
 }
 
 impl Weight {
     /// Every weight of a model, in the order of the forward pass.
     pub fn all(config: &ModelConfig) -> impl Iterator<Item = Weight> + use<> {
-        let layers = (0..config.layer_count)
-            .flat_map(|layer| LayerWeight::ALL.map(|weight| Weight::Layer(layer, weight)));
+        let architecture = config.architecture;
+        let layers = (0..config.layer_count).flat_map(move |layer| {
+            LayerWeight::of(architecture).map(move |weight| Weight::Layer(layer, weight))
+        });
         let output = (!config.tied_output).then_some(Weight::Output);
         std::iter::once(Weight::Embedding)
             .chain(layers)
@@ -78,13 +122,15 @@ impl Weight {
         let query_width = config.query_head_count * config.head_dim;
         let kv_width = config.kv_head_count * config.head_dim;
         let matrix = |rows, cols| WeightShape::Matrix { rows, cols };
+        let vector = |len| WeightShape::Vector { len };
         match self {
             Weight::Embedding | Weight::Output => matrix(config.vocab_size, hidden),
-            Weight::OutputNorm => WeightShape::Vector { len: hidden },
+            Weight::OutputNorm => vector(hidden),
             Weight::Layer(_, weight) => match weight {
-                LayerWeight::AttentionNorm | LayerWeight::FfnNorm => {
-                    WeightShape::Vector { len: hidden }
-                }
+                LayerWeight::AttentionNorm | LayerWeight::FfnNorm => vector(hidden),
+                LayerWeight::QueryBias => vector(query_width),
+                LayerWeight::KeyBias | LayerWeight::ValueBias => vector(kv_width),
+                LayerWeight::QueryNorm | LayerWeight::KeyNorm => vector(config.head_dim),
                 LayerWeight::Query => matrix(query_width, hidden),
                 LayerWeight::Key | LayerWeight::Value => matrix(kv_width, hidden),
                 LayerWeight::AttentionOutput => matrix(hidden, query_width),
@@ -100,20 +146,7 @@ impl Weight {
             Weight::Embedding => "token_embd.weight".into(),
             Weight::OutputNorm => "output_norm.weight".into(),
             Weight::Output => "output.weight".into(),
-            Weight::Layer(layer, weight) => {
-                let name = match weight {
-                    LayerWeight::AttentionNorm => "attn_norm",
-                    LayerWeight::Query => "attn_q",
-                    LayerWeight::Key => "attn_k",
-                    LayerWeight::Value => "attn_v",
-                    LayerWeight::AttentionOutput => "attn_output",
-                    LayerWeight::FfnNorm => "ffn_norm",
-                    LayerWeight::Gate => "ffn_gate",
-                    LayerWeight::Up => "ffn_up",
-                    LayerWeight::Down => "ffn_down",
-                };
-                format!("blk.{layer}.{name}.weight")
-            }
+            Weight::Layer(layer, weight) => format!("blk.{layer}.{}", weight.names().0),
         }
     }
 
@@ -123,20 +156,7 @@ impl Weight {
             Weight::Embedding => "model.embed_tokens.weight".into(),
             Weight::OutputNorm => "model.norm.weight".into(),
             Weight::Output => "lm_head.weight".into(),
-            Weight::Layer(layer, weight) => {
-                let name = match weight {
-                    LayerWeight::AttentionNorm => "input_layernorm",
-                    LayerWeight::Query => "self_attn.q_proj",
-                    LayerWeight::Key => "self_attn.k_proj",
-                    LayerWeight::Value => "self_attn.v_proj",
-                    LayerWeight::AttentionOutput => "self_attn.o_proj",
-                    LayerWeight::FfnNorm => "post_attention_layernorm",
-                    LayerWeight::Gate => "mlp.gate_proj",
-                    LayerWeight::Up => "mlp.up_proj",
-                    LayerWeight::Down => "mlp.down_proj",
-                };
-                format!("model.layers.{layer}.{name}.weight")
-            }
+            Weight::Layer(layer, weight) => format!("model.layers.{layer}.{}", weight.names().1),
         }
     }
 }

@@ -5,7 +5,11 @@ mod common;
 use std::{fs, path::Path};
 
 use common::{Element, Tensor};
-use model::{Checkpoint, LoadFormat, ModelError, Weight};
+use kernels::{
+    WeightFormat,
+    cpu::{CpuBackend, CpuOptions, Isa},
+};
+use model::{Checkpoint, Limits, Llama, LoadFormat, ModelError, Weight};
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -76,6 +80,12 @@ fn the_real_model_is_opened_without_reading_it() {
     assert_ne!(dummy.model_fingerprint(), checkpoint.model_fingerprint());
 }
 
+/// The same weights, read as Mistral's.
+fn make_mistral(config: &mut String, window: &str) {
+    let class = format!("\"MistralForCausalLM\"], \"sliding_window\": {window}");
+    *config = config.replace("\"LlamaForCausalLM\"]", &class);
+}
+
 #[test]
 fn fingerprints_differ_wherever_models_do() {
     let dummy = common::tiny_llama3();
@@ -94,14 +104,18 @@ fn fingerprints_differ_wherever_models_do() {
         fingerprint(1, Element::F32, &|tensors, _| tensors[5].bytes[0] ^= 1),
         fingerprint(1, Element::F32, &|tensors, _| *tensors[5].bytes.last_mut().unwrap() ^= 1),
         fingerprint(1, Element::F32, &|_, config| *config = config.replace("1e-05", "1e-06")),
+        fingerprint(1, Element::F32, &|_, config| make_mistral(config, "null")),
+        fingerprint(1, Element::F32, &|_, config| make_mistral(config, "9")),
+        fingerprint(1, Element::F32, &|_, config| make_mistral(config, "10")),
         fingerprint(1, Element::F32, &|_, config| {
             *config = config.replace("\"rope_theta\": 10000.0", "\"rope_theta\": 10001.0");
         }),
         dummy.model_fingerprint(),
     ];
-    for (index, variant) in variants.iter().enumerate() {
-        assert_ne!(*variant, plain, "variant {index}");
-    }
+    let mut distinct: Vec<u128> = variants.iter().copied().chain([plain]).collect();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert_eq!(distinct.len(), variants.len() + 1);
     // How a model is cut into files is no part of it.
     assert_eq!(fingerprint(3, Element::F32, &|_, _| {}), plain);
     let seed = |seed| {
@@ -193,6 +207,50 @@ fn norms_that_are_not_finite_are_refused() {
     assert!(matches!(error, ModelError::NotFinite { element: 2, .. }), "{error}");
 }
 
+fn load(checkpoint: &Checkpoint, weights: WeightFormat) -> Result<(), ModelError> {
+    let options = CpuOptions { weights, threads: 2, isa: Isa::Auto };
+    let backend = CpuBackend::new(options).unwrap();
+    let limits = Limits { rows_max: 1, sampled_max: 1 };
+    Llama::load(checkpoint, &backend, limits, &mut |_| ()).map(drop)
+}
+
+#[test]
+fn matrices_that_are_not_finite_are_refused_when_they_are_packed() {
+    let dummy = common::tiny_llama3();
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |path: &Path, name: &str, element: usize| {
+        let checkpoint = open(path).unwrap();
+        for weights in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
+            match load(&checkpoint, weights) {
+                Err(ModelError::NotFinite { tensor, element: found, .. }) => {
+                    assert_eq!((tensor.as_str(), found), (name, element), "{weights}");
+                }
+                other => panic!("{name} {element} {weights}: {other:?}"),
+            }
+        }
+    };
+    let good = common::hugging_face_tensors(&dummy, Element::F32);
+    common::write_folder(folder.path(), &good, 1);
+    load(&open(folder.path()).unwrap(), WeightFormat::Bf16).unwrap();
+    let matrices = good.iter().enumerate().filter(|(_, tensor)| tensor.dims.len() == 2);
+    for (index, tensor) in matrices {
+        let last = tensor.bytes.len() / 4 - 1;
+        for (element, bad) in [(0, f32::NAN), (37, f32::INFINITY), (last, f32::NEG_INFINITY)] {
+            let mut tensors = good.clone();
+            tensors[index].bytes[element * 4..][..4].copy_from_slice(&bad.to_le_bytes());
+            common::write_folder(folder.path(), &tensors, 1);
+            refused(folder.path(), &tensor.name, element);
+        }
+    }
+    // Rows that the file holds in another order are named by their place in it.
+    let path = folder.path().join("tiny.gguf");
+    let mut tensors = common::gguf_tensors(&dummy, Element::F32);
+    let query = tensors.iter_mut().find(|tensor| tensor.name == "blk.0.attn_q.weight").unwrap();
+    query.bytes[100 * 4..][..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    fs::write(&path, common::gguf(dummy.config(), &tensors)).unwrap();
+    refused(&path, "blk.0.attn_q.weight", 100);
+}
+
 #[test]
 fn a_truncated_safetensors_file_names_tensor_and_offset() {
     let folder = tempfile::tempdir().unwrap();
@@ -250,20 +308,22 @@ fn a_gguf_file_of_another_kind_or_architecture_is_refused() {
     // The value follows its key, its type and its length.
     let value = position(b"general.architecture") + 20 + 4 + 8;
     other[value..value + 5].copy_from_slice(b"bloom");
-    assert!(
-        message(&other)
-            .ends_with("architecture \"bloom\" is not supported; supported is \"llama\"")
-    );
+    assert!(message(&other).ends_with(
+        "architecture \"bloom\" is not supported; supported are \"llama\", \"qwen2\", \"qwen3\""
+    ));
 
     let mut other = good.clone();
     let name = b"blk.1.ffn_up.weight";
     // The kind follows the name, the number of dimensions and two of them.
     let kind = position(name) + name.len() + 4 + 16;
-    other[kind..kind + 4].copy_from_slice(&12u32.to_le_bytes());
+    other[kind..kind + 4].copy_from_slice(&10u32.to_le_bytes());
     let found = message(&other);
     assert!(found.contains("tensor \"blk.1.ffn_up.weight\" at offset"), "{found}");
     assert!(
-        found.ends_with("is of kind Q4_K (number 12); supported are F32, F16, BF16, Q4_1, Q8_0"),
+        found.ends_with(
+            "is of kind Q2_K (number 10); supported are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
+             Q8_0, Q4_K, Q5_K, Q6_K"
+        ),
         "{found}"
     );
 

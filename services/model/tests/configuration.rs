@@ -69,6 +69,62 @@ fn absent_keys_have_the_defaults_of_transformers() {
 }
 
 #[test]
+fn absent_keys_have_the_defaults_of_each_architecture() {
+    let open = |class: &str, changes: Value| {
+        let mut config: Value =
+            serde_json::from_slice(&fs::read(common::fixture("tiny_llama3/config.json")).unwrap())
+                .unwrap();
+        for key in ["head_dim", "num_key_value_heads", "max_position_embeddings"] {
+            config.as_object_mut().unwrap().remove(key);
+        }
+        config["architectures"] = json!([class]);
+        config["num_attention_heads"] = json!(32);
+        config["hidden_size"] = json!(128);
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        fs::write(&path, config.to_string()).unwrap();
+        Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 }).map(|it| it.config().clone())
+    };
+    let shape =
+        |config: ModelConfig| (config.kv_head_count, config.head_dim, config.context_tokens);
+    assert_eq!(shape(open("LlamaForCausalLM", json!({})).unwrap()), (32, 4, 2048));
+    assert_eq!(shape(open("MistralForCausalLM", json!({})).unwrap()), (8, 4, 131_072));
+    assert_eq!(shape(open("Qwen2ForCausalLM", json!({})).unwrap()), (32, 4, 32_768));
+    assert_eq!(shape(open("Qwen3ForCausalLM", json!({})).unwrap()), (32, 128, 32_768));
+
+    let window = |class: &str, changes: Value| {
+        let config = open(class, changes).unwrap();
+        config.sliding_window.map(|window| (window.tokens.get(), window.layers))
+    };
+    // Absent is the default, null is none.
+    assert_eq!(window("MistralForCausalLM", json!({})), Some((4096, vec![true; 3])));
+    assert_eq!(window("MistralForCausalLM", json!({"sliding_window": null})), None);
+    assert_eq!(window("LlamaForCausalLM", json!({"sliding_window": 5})), None);
+    assert_eq!(window("Qwen2ForCausalLM", json!({"sliding_window": 5})), None);
+    let on = json!({"use_sliding_window": true, "sliding_window": 5, "max_window_layers": 2});
+    assert_eq!(window("Qwen2ForCausalLM", on), Some((5, vec![false, false, true])));
+    let all_full = json!({"use_sliding_window": true, "max_window_layers": 3});
+    assert_eq!(window("Qwen3ForCausalLM", all_full), None);
+    let types = json!({"use_sliding_window": true, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});
+    assert_eq!(window("Qwen3ForCausalLM", types), Some((5, vec![true, false, true])));
+
+    let refusal = |changes| open("Qwen3ForCausalLM", changes).unwrap_err().to_string();
+    let few = json!({"use_sliding_window": true, "layer_types": ["sliding_attention"]});
+    let message = refusal(few);
+    assert!(message.ends_with("number of layer types is 1; allowed is 3 (one for each layer)"));
+    let chunked = json!({"use_sliding_window": true, "layer_types": ["chunked_attention"]});
+    let message = refusal(chunked);
+    assert!(
+        message.contains("key \"layer_types\": unknown variant `chunked_attention`"),
+        "{message}"
+    );
+}
+
+#[test]
 fn rope_is_read_in_old_and_new_spelling() {
     let linear = RopeScaling::Linear { factor: 2.5 };
     let old = open(json!({"rope_scaling": {"type": "linear", "factor": 2.5}})).unwrap();
@@ -107,12 +163,20 @@ fn what_is_not_built_is_refused_by_name() {
     let cases = [
         (
             json!({"architectures": ["MixtralForCausalLM"]}),
-            "architecture [\"MixtralForCausalLM\"] is not supported; \
-             supported is \"LlamaForCausalLM\"",
+            "architecture \"MixtralForCausalLM\" is not supported; supported are \
+             \"LlamaForCausalLM\", \"MistralForCausalLM\", \"Qwen2ForCausalLM\", \"Qwen3ForCausalLM\"",
         ),
         (
             json!({"hidden_act": "gelu"}),
             "hidden_act is \"gelu\", which is not supported; supported is \"silu\"",
+        ),
+        (
+            json!({"architectures": ["Qwen3ForCausalLM"], "attention_bias": true}),
+            "attention_bias is true, which is not supported; supported is false",
+        ),
+        (
+            json!({"rope_parameters": {"partial_rotary_factor": 0.5}}),
+            "rope_parameters.partial_rotary_factor is 0.5, which is not supported; supported is 1",
         ),
         (
             json!({"attention_bias": true}),
@@ -239,8 +303,8 @@ fn bad_gguf_configurations_are_refused_by_key() {
              supported is \"none\" and \"linear\"",
         ),
         (
-            ("general.architecture", Some(Entry::Text("qwen2"))),
-            "architecture \"qwen2\" is not supported; supported is \"llama\"",
+            ("general.architecture", Some(Entry::Text("gemma3"))),
+            "architecture \"gemma3\" is not supported; supported are \"llama\", \"qwen2\", \"qwen3\"",
         ),
         (
             ("llama.expert_count", Some(Entry::U32(8))),

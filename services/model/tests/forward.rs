@@ -9,7 +9,7 @@ use common::{
     Element,
     sequence::{Runner, Sequence},
 };
-use kernels::{Dtype, cpu::Isa};
+use kernels::{WeightFormat, cpu::Isa};
 use model::{Checkpoint, Limits, Llama, LoadFormat, LoadProgress};
 
 /// The reference's tokens, and (position, logits) of some of them.
@@ -31,8 +31,13 @@ fn worst_difference(found: &[f32], expected: &[f32]) -> f32 {
 }
 
 /// The logits of every token, in f32, fed whole.
-fn all_logits(checkpoint: &Checkpoint, dtype: Dtype, isa: Isa, tokens: &[u32]) -> Vec<Vec<f32>> {
-    let mut runner = Runner::new(checkpoint, dtype, isa, 64);
+fn all_logits(
+    checkpoint: &Checkpoint,
+    weights: WeightFormat,
+    isa: Isa,
+    tokens: &[u32],
+) -> Vec<Vec<f32>> {
+    let mut runner = Runner::new(checkpoint, weights, isa, 64);
     let mut sequence = runner.sequence(tokens.len());
     runner.forward(&mut [(&mut sequence, tokens, tokens.len() as u32)])
 }
@@ -41,7 +46,7 @@ fn all_logits(checkpoint: &Checkpoint, dtype: Dtype, isa: Isa, tokens: &[u32]) -
 fn f32_logits_equal_the_reference() {
     let (tokens, expected) = reference();
     for isa in [Isa::Auto, Isa::Portable] {
-        let logits = all_logits(&common::tiny_llama3(), Dtype::F32, isa, &tokens);
+        let logits = all_logits(&common::tiny_llama3(), WeightFormat::F32, isa, &tokens);
         for (position, expected) in &expected {
             let worst = worst_difference(&logits[*position], expected);
             assert!(worst < 1e-5, "{isa}: position {position} is off by {worst}");
@@ -53,7 +58,7 @@ fn f32_logits_equal_the_reference() {
 fn bf16_logits_are_near_the_reference() {
     let (tokens, expected) = reference();
     for isa in [Isa::Auto, Isa::Portable] {
-        let logits = all_logits(&common::tiny_llama3(), Dtype::Bf16, isa, &tokens);
+        let logits = all_logits(&common::tiny_llama3(), WeightFormat::Bf16, isa, &tokens);
         for (position, expected) in &expected {
             // Logits are about 1; products over 32 rounded inputs each add 2^-9 or so.
             let worst = worst_difference(&logits[*position], expected);
@@ -69,8 +74,8 @@ fn bf16_logits_are_near_the_reference() {
 fn chunks_and_batches_change_no_bit_in_f32() {
     let (tokens, _) = reference();
     let checkpoint = common::tiny_llama3();
-    let whole = all_logits(&checkpoint, Dtype::F32, Isa::Auto, &tokens);
-    let mut runner = Runner::new(&checkpoint, Dtype::F32, Isa::Auto, 64);
+    let whole = all_logits(&checkpoint, WeightFormat::F32, Isa::Auto, &tokens);
+    let mut runner = Runner::new(&checkpoint, WeightFormat::F32, Isa::Auto, 64);
     for chunk in [1, 5, 16, 36] {
         let mut sequence = runner.sequence(tokens.len());
         let logits = runner.prefill(&mut sequence, &tokens, chunk);
@@ -91,7 +96,8 @@ fn every_format_of_one_model_gives_the_same_logits() {
     let (tokens, _) = reference();
     let dummy = common::tiny_llama3();
     let folder = tempfile::tempdir().unwrap();
-    let logits = |checkpoint: &Checkpoint| all_logits(checkpoint, Dtype::F32, Isa::Auto, &tokens);
+    let logits =
+        |checkpoint: &Checkpoint| all_logits(checkpoint, WeightFormat::F32, Isa::Auto, &tokens);
     let from_dummy = logits(&dummy);
     let mut rounded = Vec::new();
     for (element, shards) in
@@ -128,7 +134,7 @@ fn every_format_of_one_model_gives_the_same_logits() {
 fn progress_counts_every_parameter_once() {
     let checkpoint = common::tiny_llama3();
     let backend = kernels::cpu::CpuBackend::new(kernels::cpu::CpuOptions {
-        dtype: Dtype::F32,
+        weights: WeightFormat::F32,
         threads: 1,
         isa: Isa::Auto,
     })

@@ -5,7 +5,7 @@ mod common;
 use std::{fs, path::Path};
 
 use common::sequence::{Runner, argmax};
-use kernels::{Dtype, cpu::Isa};
+use kernels::{WeightFormat, cpu::Isa};
 use model::{Checkpoint, LoadFormat};
 use serde::Deserialize;
 
@@ -56,7 +56,7 @@ fn smollm2() -> Checkpoint {
 
 /// Greedy tokens of every prompt, in f32, with prompts cut into chunks.
 fn check_greedy(chunk: usize, rows_max: usize) {
-    let mut runner = Runner::new(&smollm2(), Dtype::F32, Isa::Auto, rows_max);
+    let mut runner = Runner::new(&smollm2(), WeightFormat::F32, Isa::Auto, rows_max);
     for run in golden() {
         let mut sequence = runner.sequence(run.total_tokens());
         let mut logits = runner.prefill(&mut sequence, &run.prompt_ids, chunk);
@@ -84,35 +84,46 @@ fn f32_greedy_tokens_of_chunks_of_16_are_the_golden_ones() {
 
 #[test]
 fn bf16_agrees_with_the_golden_ids_wherever_they_are_sure() {
-    const SURE_MARGIN: f32 = 0.15;
-    const TOP5_TOLERANCE: f32 = 0.15;
-    let mut runner = Runner::new(&smollm2(), Dtype::Bf16, Isa::Auto, 640);
-    let mut failures = Vec::new();
+    check_forced(WeightFormat::Bf16, 0.15, 0.15);
+}
+
+#[test]
+fn q8_agrees_with_the_golden_ids_wherever_they_are_sure() {
+    check_forced(WeightFormat::Q8, 0.3, 0.6);
+}
+
+/// Teacher-forced: every step sees the golden tokens before it. Where the golden margin is at least
+/// `sure_margin`, the best token is the golden one.
+fn check_forced(weights: WeightFormat, sure_margin: f32, top5_tolerance: f32) {
+    let mut runner = Runner::new(&smollm2(), weights, Isa::Auto, 640);
+    let (mut failures, mut steps, mut equal) = (Vec::new(), 0, 0);
     for run in golden() {
         let mut sequence = runner.sequence(run.total_tokens());
         let mut logits = runner.prefill(&mut sequence, &run.prompt_ids, usize::MAX);
         let worst = run.worst_top5(&logits);
         println!("{}: first step's top 5 off by {worst:.3}", run.name);
-        if worst > TOP5_TOLERANCE {
+        if worst > top5_tolerance {
             failures.push(format!("{}: first step's top 5 off by {worst}", run.name));
         }
-        // Teacher-forced: every step sees the golden tokens before it.
         for (step, (&id, &margin)) in
             run.output_ids.iter().zip(&run.top1_top2_margin_per_step).enumerate()
         {
             let found = argmax(&logits);
+            steps += 1;
+            equal += usize::from(found == id);
             if found != id {
                 let mismatch = format!(
                     "{} step {step}: {found} instead of {id}, golden margin {margin}",
                     run.name
                 );
                 println!("{mismatch}");
-                if margin >= SURE_MARGIN {
+                if margin >= sure_margin {
                     failures.push(mismatch);
                 }
             }
             logits = runner.decode(&mut sequence, id);
         }
     }
+    println!("{weights}: {equal} of {steps} best tokens are the golden ones");
     assert!(failures.is_empty(), "{failures:#?}");
 }

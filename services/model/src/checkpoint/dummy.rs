@@ -28,6 +28,7 @@ impl DummyWeights {
     pub fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
         let key = xxh3_64_with_seed(weight.hugging_face_name().as_bytes(), self.seed);
         let (mean, deviation) = match weight.shape(config) {
+            WeightShape::Vector { .. } if is_bias(weight) => (0.0, 0.05),
             // Norms near 1, so that activations keep their size.
             WeightShape::Vector { .. } => (1.0, 0.05),
             WeightShape::Matrix { cols, .. } => {
@@ -45,6 +46,11 @@ impl DummyWeights {
         // A uniform distribution of this deviation.
         RandomRows { key, mean, amplitude: deviation * 3.0f32.sqrt() }
     }
+}
+
+fn is_bias(weight: Weight) -> bool {
+    let Weight::Layer(_, weight) = weight else { return false };
+    matches!(weight, LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias)
 }
 
 impl RandomRows {

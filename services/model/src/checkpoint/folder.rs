@@ -53,6 +53,10 @@ impl SafetensorsFolder {
         })
     }
 
+    pub fn forget_pages(&self) {
+        self.shards.iter().for_each(|shard| shard.file.forget_pages());
+    }
+
     fn open_sharded(folder: &Path, index: &Path) -> Result<Self, ModelError> {
         let bad_index = |reason: String| ModelError::ShardIndex { path: index.into(), reason };
         let json = read_json(index)?;

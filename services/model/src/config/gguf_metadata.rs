@@ -4,33 +4,34 @@ use std::path::Path;
 
 use gguf::{FromValue, GgufError, Header};
 
-use super::{Architecture, ModelConfig, RopeScaling};
+use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 use crate::error::ModelError;
 
-/// `rope_divisors` are the elements of the tensor `rope_freqs.weight`, where the file has it.
+/// `has_output` says whether there is a tensor for the output projection, and `rope_divisors` are the
+/// elements of `rope_freqs.weight`, where there is one.
 pub(crate) fn from_gguf(
     path: &Path,
     header: &Header,
+    has_output: bool,
     rope_divisors: Option<Vec<f32>>,
 ) -> Result<ModelConfig, ModelError> {
-    let metadata = Metadata { path, header };
-    let architecture = metadata.require::<&str>("general.architecture")?;
-    if architecture != "llama" {
-        return Err(ModelError::Architecture {
-            path: path.into(),
-            found: format!("{architecture:?}"),
-            supported: "\"llama\"",
-        });
-    }
-    if let Some(experts) = metadata.get::<u32>("llama.expert_count")?
+    let name = header.metadata.require::<&str>("general.architecture");
+    let name = name.map_err(|source| ModelError::Gguf { path: path.into(), source })?;
+    let architecture = Architecture::of_gguf(name).ok_or_else(|| ModelError::Architecture {
+        path: path.into(),
+        found: format!("{name:?}"),
+        supported: Architecture::gguf_names(),
+    })?;
+    let metadata = Metadata { path, header, architecture };
+    if let Some(experts) = metadata.of_model::<u32>("expert_count")?
         && experts > 0
     {
-        return Err(metadata.unsupported("llama.expert_count", experts.to_string(), "0"));
+        return Err(metadata.unsupported("expert_count", experts.to_string(), "0"));
     }
 
-    let hidden_size = metadata.require::<usize>("llama.embedding_length")?;
-    let query_head_count = metadata.require::<usize>("llama.attention.head_count")?;
-    let head_dim = match metadata.get("llama.attention.key_length")? {
+    let hidden_size = metadata.require::<usize>("embedding_length")?;
+    let query_head_count = metadata.require::<usize>("attention.head_count")?;
+    let head_dim = match metadata.of_model("attention.key_length")? {
         Some(key_length) => key_length,
         None if query_head_count > 0 && hidden_size.is_multiple_of(query_head_count) => {
             hidden_size / query_head_count
@@ -45,17 +46,34 @@ pub(crate) fn from_gguf(
         }
     };
     // A head's values are as wide as its keys, and all of it is rotated.
-    for key in ["llama.attention.value_length", "llama.rope.dimension_count"] {
-        if let Some(found) = metadata.get::<usize>(key)?
+    for key in ["attention.value_length", "rope.dimension_count"] {
+        if let Some(found) = metadata.of_model::<usize>(key)?
             && found != head_dim
         {
             return Err(metadata.unsupported(key, found.to_string(), "the head dimension"));
         }
     }
-    let vocab_size = match metadata.get("llama.vocab_size")? {
-        Some(size) => size,
-        None => metadata.require::<&[String]>("tokenizer.ggml.tokens")?.len(),
+    let vocab_size = match metadata.of_model("vocab_size")? {
+        Some(size) => {
+            // The tokenizer that the file brings would name rows that the embedding does not have.
+            if let Some(tokens) = metadata.get::<&[String]>("tokenizer.ggml.tokens")?
+                && tokens.len() > size
+            {
+                return Err(ModelError::ConfigValue {
+                    path: path.into(),
+                    name: "vocabulary size",
+                    found: size.to_string(),
+                    allowed: format!(
+                        "at least the {} tokens of the file's tokenizer",
+                        tokens.len()
+                    ),
+                });
+            }
+            size
+        }
+        None => metadata.tokens()?.len(),
     };
+    let layer_count = metadata.require("block_count")?;
     let mut eos_token_ids = Vec::new();
     for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
         if let Some(id) = metadata.get::<u32>(key)?
@@ -66,19 +84,23 @@ pub(crate) fn from_gguf(
     }
 
     ModelConfig {
-        architecture: Architecture::Llama,
+        architecture,
         hidden_size,
-        layer_count: metadata.require("llama.block_count")?,
+        layer_count,
         query_head_count,
-        kv_head_count: metadata.get("llama.attention.head_count_kv")?.unwrap_or(query_head_count),
+        kv_head_count: metadata.of_model("attention.head_count_kv")?.unwrap_or(query_head_count),
         head_dim,
-        ffn_size: metadata.require("llama.feed_forward_length")?,
+        ffn_size: metadata.require("feed_forward_length")?,
         vocab_size,
-        context_tokens: metadata.require("llama.context_length")?,
-        rms_eps: metadata.require("llama.attention.layer_norm_rms_epsilon")?,
-        rope_theta: metadata.get("llama.rope.freq_base")?.unwrap_or(10_000.0),
+        context_tokens: metadata.require("context_length")?,
+        rms_eps: metadata.require("attention.layer_norm_rms_epsilon")?,
+        rope_theta: metadata.of_model("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&metadata, rope_divisors)?,
-        tied_output: header.tensor("output.weight").is_none(),
+        // No known file of these architectures says which layers: it is all of them.
+        sliding_window: metadata
+            .of_model::<usize>("attention.sliding_window")?
+            .and_then(|tokens| SlidingWindow::of_layers(tokens, layer_count, |_| true)),
+        tied_output: !has_output,
         bos_token_id: metadata.get("tokenizer.ggml.bos_token_id")?,
         eos_token_ids,
     }
@@ -89,15 +111,15 @@ fn rope_scaling(
     metadata: &Metadata<'_>,
     divisors: Option<Vec<f32>>,
 ) -> Result<RopeScaling, ModelError> {
-    const TYPE: &str = "llama.rope.scaling.type";
-    let factor = match metadata.get("llama.rope.scaling.factor")? {
+    const TYPE: &str = "rope.scaling.type";
+    let factor = match metadata.of_model("rope.scaling.factor")? {
         Some(factor) => Some(factor),
         // Its name before there were other kinds of scaling.
-        None => metadata.get("llama.rope.scale_linear")?,
+        None => metadata.of_model("rope.scale_linear")?,
     };
     // As llama.cpp: a factor without a type is linear, and 0 is no factor.
     let factor = factor.filter(|&factor: &f32| factor != 0.0 && factor != 1.0);
-    let scaling = match metadata.get::<&str>(TYPE)? {
+    let scaling = match metadata.of_model::<&str>(TYPE)? {
         Some("none") => RopeScaling::None,
         Some("linear") | None => match factor {
             Some(factor) => RopeScaling::Linear { factor },
@@ -118,19 +140,34 @@ fn rope_scaling(
     }
 }
 
-/// The metadata with errors that name the file.
+/// The metadata with errors that name the file. Keys of the model begin with its architecture's name,
+/// which callers leave out.
 struct Metadata<'a> {
     path: &'a Path,
     header: &'a Header,
+    architecture: Architecture,
 }
 
 impl<'a> Metadata<'a> {
-    fn get<T: FromValue<'a>>(&self, key: &str) -> Result<Option<T>, ModelError> {
-        self.header.metadata.get(key).map_err(|source| self.error(source))
+    fn get<T: FromValue<'a>>(&self, full_key: &str) -> Result<Option<T>, ModelError> {
+        self.header.metadata.get(full_key).map_err(|source| self.error(source))
+    }
+
+    fn of_model<T: FromValue<'a>>(&self, key: &str) -> Result<Option<T>, ModelError> {
+        self.get(&self.full_key(key))
     }
 
     fn require<T: FromValue<'a>>(&self, key: &str) -> Result<T, ModelError> {
-        self.header.metadata.require(key).map_err(|source| self.error(source))
+        self.header.metadata.require(&self.full_key(key)).map_err(|source| self.error(source))
+    }
+
+    fn tokens(&self) -> Result<&'a [String], ModelError> {
+        let tokens = self.header.metadata.require("tokenizer.ggml.tokens");
+        tokens.map_err(|source| self.error(source))
+    }
+
+    fn full_key(&self, key: &str) -> String {
+        format!("{}.{key}", self.architecture.name())
     }
 
     fn error(&self, source: GgufError) -> ModelError {
@@ -138,6 +175,7 @@ impl<'a> Metadata<'a> {
     }
 
     fn unsupported(&self, key: &str, found: String, supported: &'static str) -> ModelError {
-        ModelError::Unsupported { path: self.path.into(), key: key.into(), found, supported }
+        let key = self.full_key(key);
+        ModelError::Unsupported { path: self.path.into(), key, found, supported }
     }
 }

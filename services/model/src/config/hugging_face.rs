@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::de::DeserializeOwned;
+use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
-use super::{Architecture, ModelConfig, RopeScaling};
+use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 use crate::error::ModelError;
 
 const SUPPORTED_ROPE: &str = "\"default\", \"linear\" and \"llama3\"";
@@ -16,12 +16,13 @@ pub(crate) fn from_hugging_face(
     generation: Option<&JsonFile>,
 ) -> Result<ModelConfig, ModelError> {
     let fields = config.fields()?;
-    check_architecture(&fields)?;
-    check_supported(&fields)?;
+    let architecture = architecture(&fields)?;
+    check_supported(&fields, architecture)?;
+    let defaults = Defaults::of(architecture);
 
     let hidden_size = fields.require::<usize>("hidden_size")?;
     let query_head_count = fields.require::<usize>("num_attention_heads")?;
-    let head_dim = match fields.get("head_dim")? {
+    let head_dim = match fields.get_or("head_dim", defaults.head_dim)? {
         Some(head_dim) => head_dim,
         None if query_head_count > 0 && hidden_size.is_multiple_of(query_head_count) => {
             hidden_size / query_head_count
@@ -45,20 +46,23 @@ pub(crate) fn from_hugging_face(
     }
     let (rope_theta, rope_scaling) = rope(&fields)?;
 
-    // Defaults are those of transformers' LlamaConfig.
+    let layer_count = fields.require("num_hidden_layers")?;
     ModelConfig {
-        architecture: Architecture::Llama,
+        architecture,
         hidden_size,
-        layer_count: fields.require("num_hidden_layers")?,
+        layer_count,
         query_head_count,
-        kv_head_count: fields.get("num_key_value_heads")?.unwrap_or(query_head_count),
+        kv_head_count: fields
+            .get_or("num_key_value_heads", defaults.kv_head_count)?
+            .unwrap_or(query_head_count),
         head_dim,
         ffn_size: fields.require("intermediate_size")?,
         vocab_size: fields.require("vocab_size")?,
-        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(2048),
+        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(defaults.context_tokens),
         rms_eps: fields.get("rms_norm_eps")?.unwrap_or(1e-6),
         rope_theta,
         rope_scaling,
+        sliding_window: sliding_window(&fields, architecture, layer_count)?,
         tied_output: fields.get("tie_word_embeddings")?.unwrap_or(false),
         bos_token_id: fields.get("bos_token_id")?,
         eos_token_ids,
@@ -66,38 +70,102 @@ pub(crate) fn from_hugging_face(
     .validate(&config.path)
 }
 
-fn check_architecture(fields: &Fields<'_>) -> Result<(), ModelError> {
-    let architectures = fields.get::<Vec<String>>("architectures")?;
-    let found = match architectures.as_deref() {
-        Some([architecture]) if architecture == "LlamaForCausalLM" => return Ok(()),
-        Some(others) => format!("{others:?}"),
+/// What an absent key means, as the configuration classes of transformers have it. A null is
+/// "none", not absent.
+struct Defaults {
+    /// `None`: as many as query heads.
+    kv_head_count: Option<usize>,
+    /// `None`: the hidden size shared out among the query heads.
+    head_dim: Option<usize>,
+    context_tokens: usize,
+}
+
+impl Defaults {
+    fn of(architecture: Architecture) -> Self {
+        let (kv_head_count, head_dim, context_tokens) = match architecture {
+            Architecture::Llama => (None, None, 2048),
+            Architecture::Mistral => (Some(8), None, 131_072),
+            Architecture::Qwen2 => (Some(32), None, 32_768),
+            Architecture::Qwen3 => (Some(32), Some(128), 32_768),
+        };
+        Self { kv_head_count, head_dim, context_tokens }
+    }
+}
+
+fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
+    let (known, found) = match fields.get::<Vec<String>>("architectures")?.as_deref() {
+        Some([class]) => (Architecture::of_class(class), format!("{class:?}")),
+        Some(others) => (None, format!("{others:?}")),
         // Older files name the family only.
-        None => match fields.get::<String>("model_type")? {
-            Some(family) if family == "llama" => return Ok(()),
-            family => format!("(none), model_type {family:?}"),
-        },
+        None => {
+            let family = fields.get::<String>("model_type")?;
+            let known = family.as_deref().and_then(Architecture::of_model_type);
+            (known, format!("(none), model_type {family:?}"))
+        }
     };
-    let supported = "\"LlamaForCausalLM\"";
-    Err(ModelError::Architecture { path: fields.path.into(), found, supported })
+    known.ok_or_else(|| {
+        let supported = Architecture::classes();
+        ModelError::Architecture { path: fields.path.into(), found, supported }
+    })
+}
+
+/// Which layers see how much of a sequence.
+fn sliding_window(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    layer_count: usize,
+) -> Result<Option<SlidingWindow>, ModelError> {
+    const TOKENS_DEFAULT: usize = 4096;
+    const FULL_LAYERS_DEFAULT: usize = 28;
+    let tokens = || fields.get_or::<usize>("sliding_window", Some(TOKENS_DEFAULT));
+    match architecture {
+        Architecture::Llama => Ok(None),
+        Architecture::Mistral => {
+            Ok(tokens()?.and_then(|tokens| SlidingWindow::of_layers(tokens, layer_count, |_| true)))
+        }
+        Architecture::Qwen2 | Architecture::Qwen3 => {
+            if fields.get("use_sliding_window")? != Some(true) {
+                return Ok(None);
+            }
+            let Some(tokens) = tokens()? else { return Ok(None) };
+            let Some(types) = fields.get::<Vec<LayerType>>("layer_types")? else {
+                let full = fields.get("max_window_layers")?.unwrap_or(FULL_LAYERS_DEFAULT);
+                return Ok(SlidingWindow::of_layers(tokens, layer_count, |layer| layer >= full));
+            };
+            // How many there are is checked with the rest of the configuration.
+            Ok(SlidingWindow::of_layers(tokens, types.len(), |layer| {
+                types[layer] == LayerType::SlidingAttention
+            }))
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum LayerType {
+    FullAttention,
+    SlidingAttention,
 }
 
 /// Refuses what would change the arithmetic.
-fn check_supported(fields: &Fields<'_>) -> Result<(), ModelError> {
+fn check_supported(fields: &Fields<'_>, architecture: Architecture) -> Result<(), ModelError> {
     if let Some(activation) = fields.get::<String>("hidden_act")?
         && activation != "silu"
     {
         return Err(fields.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
     }
-    for key in ["attention_bias", "mlp_bias"] {
+    // Transformers reads these for some architectures only; in others' files they mean nothing.
+    let biases: &[&str] = match architecture {
+        Architecture::Llama => &["attention_bias", "mlp_bias"],
+        Architecture::Qwen3 => &["attention_bias"],
+        Architecture::Mistral | Architecture::Qwen2 => &[],
+    };
+    for &key in biases {
         if fields.get(key)? == Some(true) {
             return Err(fields.unsupported(key, "true".into(), "false"));
         }
     }
-    if let Some(factor) = fields.get::<f64>("partial_rotary_factor")?
-        && factor != 1.0
-    {
-        return Err(fields.unsupported("partial_rotary_factor", factor.to_string(), "1"));
-    }
+    fields.check_rotary_factor()?;
     if let Some(quantization) = fields.get::<Map<String, Value>>("quantization_config")? {
         let found = quantization.get("quant_method").unwrap_or(&Value::Null).to_string();
         return Err(fields.unsupported(
@@ -121,6 +189,7 @@ fn rope(fields: &Fields<'_>) -> Result<(f32, RopeScaling), ModelError> {
     };
     let object = fields.require::<Map<String, Value>>(scaling_key)?;
     let parameters = Fields { path: fields.path, object: &object, parent: Some(scaling_key) };
+    parameters.check_rotary_factor()?;
     let theta = parameters.get("rope_theta")?.or(outer_theta).unwrap_or(THETA_DEFAULT);
 
     let kind = match parameters.get::<String>("rope_type")? {
@@ -159,7 +228,7 @@ impl JsonFile {
     }
 }
 
-/// The keys of one object, with errors that name file and key. A null is an absent key.
+/// The keys of one object, with errors that name file and key.
 struct Fields<'a> {
     path: &'a Path,
     object: &'a Map<String, Value>,
@@ -168,6 +237,7 @@ struct Fields<'a> {
 }
 
 impl Fields<'_> {
+    /// A null is an absent key.
     fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, ModelError> {
         match self.object.get(key) {
             None | Some(Value::Null) => Ok(None),
@@ -175,6 +245,15 @@ impl Fields<'_> {
                 .map(Some)
                 .map_err(|error| self.bad(key, error.to_string())),
         }
+    }
+
+    /// As [`get`](Self::get), but a null is no absent key.
+    fn get_or<T: DeserializeOwned>(
+        &self,
+        key: &str,
+        absent: Option<T>,
+    ) -> Result<Option<T>, ModelError> {
+        if self.object.contains_key(key) { self.get(key) } else { Ok(absent) }
     }
 
     fn require<T: DeserializeOwned>(&self, key: &str) -> Result<T, ModelError> {
@@ -186,6 +265,15 @@ impl Fields<'_> {
         match self.object.get(key) {
             Some(Value::Array(_)) => self.require(key),
             _ => Ok(self.get::<u32>(key)?.into_iter().collect()),
+        }
+    }
+
+    /// Heads are rotated whole.
+    fn check_rotary_factor(&self) -> Result<(), ModelError> {
+        const KEY: &str = "partial_rotary_factor";
+        match self.get::<f64>(KEY)? {
+            None | Some(1.0) => Ok(()),
+            Some(factor) => Err(self.unsupported(KEY, factor.to_string(), "1")),
         }
     }
 

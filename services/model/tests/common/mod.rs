@@ -97,6 +97,7 @@ impl Element {
 }
 
 /// A tensor to be written: name, dimensions with the slowest first, bytes.
+#[derive(Clone)]
 pub struct Tensor {
     pub name: String,
     pub dims: Vec<u64>,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kernels::{
-    BlockId, Dtype, KvArena,
+    BlockId, KvArena, WeightFormat,
     cpu::{CpuBackend, CpuOptions, CpuStep, Isa, StepSequence},
 };
 use model::{Checkpoint, Limits, Llama};
@@ -23,12 +23,18 @@ pub struct Sequence {
 }
 
 impl Runner {
-    pub fn new(checkpoint: &Checkpoint, dtype: Dtype, isa: Isa, rows_max: usize) -> Self {
+    pub fn new(
+        checkpoint: &Checkpoint,
+        weights: impl Into<WeightFormat>,
+        isa: Isa,
+        rows_max: usize,
+    ) -> Self {
+        let weights = weights.into();
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let backend = CpuBackend::new(CpuOptions { dtype, threads, isa }).unwrap();
+        let backend = CpuBackend::new(CpuOptions { weights, threads, isa }).unwrap();
         let limits = Limits { rows_max, sampled_max: rows_max };
         let llama = Llama::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
-        let arena = KvArena::host(checkpoint.config().kv_layout(dtype), 512).unwrap();
+        let arena = KvArena::host(checkpoint.config().kv_layout(weights.kv_dtype()), 512).unwrap();
         Self { backend, llama, arena, next_block: 0 }
     }
 

@@ -1,0 +1,131 @@
+//! GGUF's quantised blocks. A small one has 32 elements of one scale; a "K" block has 256 in 8 or 16
+//! groups whose scales are themselves small integers. Every element is `scale * integer`, plus or
+//! minus a minimum; each function does these operations in ggml's order, so that results are equal
+//! to the bit.
+
+use half::f16;
+
+const SMALL: usize = 32;
+const LARGE: usize = 256;
+
+fn f16_at(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// f16 scale, 32 nibbles: `scale * (nibble - 8)`. Low nibbles are the first half.
+pub fn q4_0(block: &[u8; 18], out: &mut [f32; SMALL]) {
+    let scale = f16_at(block, 0);
+    nibbles(&block[2..], out, |nibble, _| scale * (f32::from(nibble) - 8.0));
+}
+
+/// f16 scale, f16 minimum, 32 nibbles: `scale * nibble + minimum`.
+pub fn q4_1(block: &[u8; 20], out: &mut [f32; SMALL]) {
+    let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
+    nibbles(&block[4..], out, |nibble, _| scale * f32::from(nibble) + minimum);
+}
+
+/// f16 scale, 32 high bits, 32 nibbles: `scale * (five bits - 16)`.
+pub fn q5_0(block: &[u8; 22], out: &mut [f32; SMALL]) {
+    let scale = f16_at(block, 0);
+    let high = u32::from_le_bytes([block[2], block[3], block[4], block[5]]);
+    nibbles(&block[6..], out, |nibble, at| scale * (f32::from(fifth_bit(nibble, high, at)) - 16.0));
+}
+
+/// f16 scale, f16 minimum, 32 high bits, 32 nibbles: `scale * five bits + minimum`.
+pub fn q5_1(block: &[u8; 24], out: &mut [f32; SMALL]) {
+    let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
+    let high = u32::from_le_bytes([block[4], block[5], block[6], block[7]]);
+    nibbles(&block[8..], out, |nibble, at| {
+        scale * f32::from(fifth_bit(nibble, high, at)) + minimum
+    });
+}
+
+/// f16 scale, 32 signed bytes: `scale * byte`.
+pub fn q8_0(block: &[u8; 34], out: &mut [f32; SMALL]) {
+    let scale = f16_at(block, 0);
+    for (value, &byte) in out.iter_mut().zip(&block[2..]) {
+        *value = scale * f32::from(byte as i8);
+    }
+}
+
+fn nibbles(bytes: &[u8], out: &mut [f32; SMALL], value: impl Fn(u8, usize) -> f32) {
+    const HALF: usize = SMALL / 2;
+    for (at, &byte) in bytes.iter().enumerate() {
+        out[at] = value(byte & 15, at);
+        out[HALF + at] = value(byte >> 4, HALF + at);
+    }
+}
+
+fn fifth_bit(nibble: u8, high: u32, at: usize) -> u8 {
+    nibble | ((high >> at & 1) as u8) << 4
+}
+
+/// f16 scale, f16 minimum, 8 scales and minima of 6 bits, 256 nibbles; 8 groups of 32, two of which
+/// share 32 bytes: low nibbles the first, high ones the second.
+pub fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
+    let groups = group_scales(block);
+    for (pair, bytes) in block[16..].as_chunks::<32>().0.iter().enumerate() {
+        for (half, (scale, minimum)) in [groups[2 * pair], groups[2 * pair + 1]].iter().enumerate()
+        {
+            let out = &mut out[64 * pair + 32 * half..][..32];
+            for (value, byte) in out.iter_mut().zip(bytes) {
+                *value = scale * f32::from(byte >> (4 * half) & 15) - minimum;
+            }
+        }
+    }
+}
+
+/// As [`q4_k`], with 32 bytes of fifth bits before the nibbles: bit `group` of byte `i` belongs to
+/// element `i` of that group.
+pub fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
+    let groups = group_scales(block);
+    let high = &block[16..48];
+    for (group, (scale, minimum)) in groups.iter().enumerate() {
+        let (pair, half) = (group / 2, group % 2);
+        let bytes = &block[48 + 32 * pair..][..32];
+        for (i, value) in out[32 * group..][..32].iter_mut().enumerate() {
+            let five_bits = (bytes[i] >> (4 * half) & 15) | (high[i] >> group & 1) << 4;
+            *value = scale * f32::from(five_bits) - minimum;
+        }
+    }
+}
+
+/// Scale and minimum of each of the 8 groups of a Q4_K or Q5_K block.
+fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
+    let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
+    // The first four have their six bits in a byte each; the others' low four are in the last four
+    // bytes and their high two on top of the first eight.
+    let bits = &block[4..16];
+    std::array::from_fn(|group| {
+        let (group_scale, group_minimum) = match group {
+            0..4 => (bits[group] & 63, bits[group + 4] & 63),
+            _ => (
+                bits[group + 4] & 15 | bits[group - 4] >> 6 << 4,
+                bits[group + 4] >> 4 | bits[group] >> 6 << 4,
+            ),
+        };
+        (scale * f32::from(group_scale), minimum * f32::from(group_minimum))
+    })
+}
+
+/// 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale:
+/// `scale * group scale * (six bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32
+/// of high bits.
+pub fn q6_k(block: &[u8; 210], out: &mut [f32; LARGE]) {
+    let scale = f16_at(block, 208);
+    for (half, out) in out.as_chunks_mut::<128>().0.iter_mut().enumerate() {
+        let low = &block[64 * half..][..64];
+        let high = &block[128 + 32 * half..][..32];
+        let group_scales = &block[192 + 8 * half..][..8];
+        // 32 elements take one place of the four in every byte of high bits.
+        for (quarter, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let low = &low[quarter % 2 * 32..][..32];
+            for (i, value) in out.iter_mut().enumerate() {
+                let nibble = low[i] >> (4 * (quarter / 2)) & 15;
+                let six_bits = nibble | (high[i] >> (2 * quarter) & 3) << 4;
+                let group_scale = group_scales[2 * quarter + i / 16] as i8;
+                *value = scale * f32::from(group_scale) * (f32::from(six_bits) - 32.0);
+            }
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Every architecture, from a folder and from a GGUF file, against what transformers computed from the
+//! same weights (`fixtures/architectures.py`).
+
+mod common;
+
+use std::{num::NonZeroUsize, path::PathBuf};
+
+use common::sequence::Runner;
+use kernels::{Dtype, cpu::Isa};
+use model::{Architecture, Checkpoint, LoadFormat, SlidingWindow};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Expected {
+    tokens: Vec<u32>,
+    positions: Vec<usize>,
+    /// By model, one row for each position.
+    logits: std::collections::BTreeMap<String, Vec<Vec<f32>>>,
+}
+
+fn expected() -> Expected {
+    let path = common::fixture("architectures/logits.json");
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// The folder of a model, and its GGUF file where it has one.
+fn files(name: &str) -> Vec<PathBuf> {
+    let folder = common::fixture("architectures").join(name);
+    let gguf = folder.join("model.gguf");
+    let has_gguf = gguf.is_file();
+    std::iter::once(folder).chain(has_gguf.then_some(gguf)).collect()
+}
+
+fn open(path: &PathBuf) -> Checkpoint {
+    Checkpoint::open(path, LoadFormat::Auto).unwrap()
+}
+
+#[test]
+fn f32_logits_equal_those_of_transformers() {
+    let expected = expected();
+    let mut checked = Vec::new();
+    for (name, rows) in &expected.logits {
+        for path in files(name) {
+            for isa in [Isa::Auto, Isa::Portable] {
+                let mut runner = Runner::new(&open(&path), Dtype::F32, isa, 64);
+                let mut sequence = runner.sequence(expected.tokens.len());
+                let count = expected.tokens.len() as u32;
+                let logits = runner.forward(&mut [(&mut sequence, &expected.tokens, count)]);
+                for (&position, expected) in expected.positions.iter().zip(rows) {
+                    let found = &logits[position];
+                    assert_eq!(found.len(), expected.len());
+                    let differences = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+                    let worst = differences.fold(0.0, f32::max);
+                    let path = path.display();
+                    assert!(worst < 1e-4, "{path}, {isa}: position {position} is off by {worst}");
+                }
+            }
+            checked.push(path.strip_prefix(common::fixture("architectures")).unwrap().to_owned());
+        }
+    }
+    let names: Vec<_> = checked.iter().map(|path| path.to_str().unwrap()).collect();
+    assert_eq!(
+        names,
+        [
+            "llama3",
+            "llama3/model.gguf",
+            "mistral",
+            "mistral/model.gguf",
+            "qwen2",
+            "qwen2/model.gguf",
+            "qwen2_window",
+            "qwen3",
+            "qwen3/model.gguf",
+        ]
+    );
+}
+
+#[test]
+fn chunks_and_single_tokens_change_no_bit_of_any_architecture() {
+    let Expected { tokens, logits, .. } = expected();
+    for name in logits.keys() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let mut runner = Runner::new(&open(&files(name)[0]), dtype, Isa::Auto, 64);
+            let mut sequence = runner.sequence(tokens.len());
+            let count = tokens.len() as u32;
+            let whole = runner.forward(&mut [(&mut sequence, &tokens, count)]);
+            for chunk in [1, 3, 16, 40] {
+                let mut sequence = runner.sequence(tokens.len());
+                let logits = runner.prefill(&mut sequence, &tokens, chunk);
+                assert_eq!(logits, whole[tokens.len() - 1], "{name}, {dtype}, chunks of {chunk}");
+            }
+        }
+    }
+}
+
+#[test]
+fn configurations_name_architecture_window_and_width() {
+    let config = |name: &str| open(&files(name)[0]).config().clone();
+    let window = |layers: &[bool]| {
+        Some(SlidingWindow { tokens: NonZeroUsize::new(7).unwrap(), layers: layers.into() })
+    };
+    let llama = config("llama3");
+    assert_eq!((llama.architecture, llama.tied_output), (Architecture::Llama, true));
+    assert_eq!(llama.sliding_window, None);
+    let mistral = config("mistral");
+    assert_eq!(mistral.architecture, Architecture::Mistral);
+    assert_eq!(mistral.sliding_window, window(&[true, true]));
+    assert_eq!(mistral.window(0), NonZeroUsize::new(7));
+    let qwen2 = config("qwen2_window");
+    assert_eq!(qwen2.architecture, Architecture::Qwen2);
+    assert_eq!(qwen2.sliding_window, window(&[false, true]));
+    assert_eq!((qwen2.window(0), qwen2.window(1)), (None, NonZeroUsize::new(7)));
+    assert_eq!(config("qwen2").sliding_window, None);
+    let qwen3 = config("qwen3");
+    assert_eq!((qwen3.architecture, qwen3.head_dim), (Architecture::Qwen3, 16));
+
+    // Converters call Mistral's models Llama's; all else is the same in both formats.
+    for name in ["llama3", "mistral", "qwen2", "qwen3"] {
+        let (folder, gguf) = (config(name), open(&files(name)[1]).config().clone());
+        let architecture = match folder.architecture {
+            Architecture::Mistral => Architecture::Llama,
+            other => other,
+        };
+        assert_eq!(gguf.architecture, architecture);
+        assert_eq!(gguf.head_dim, folder.head_dim);
+        assert_eq!(gguf.sliding_window, folder.sliding_window);
+        assert_eq!(gguf.tied_output, folder.tied_output);
+        assert_eq!(gguf.parameter_count(), folder.parameter_count());
+    }
+}
+
+#[test]
+fn dummy_weights_of_every_architecture_run() {
+    let Expected { tokens, logits, .. } = expected();
+    for name in logits.keys() {
+        let config = common::fixture("architectures").join(name).join("config.json");
+        let checkpoint = Checkpoint::open(config, LoadFormat::Dummy { seed: 3 }).unwrap();
+        let mut runner = Runner::new(&checkpoint, Dtype::F32, Isa::Auto, 64);
+        let mut sequence = runner.sequence(tokens.len());
+        let logits = runner.prefill(&mut sequence, &tokens, 64);
+        let square = logits.iter().map(|logit| logit * logit).sum::<f32>() / logits.len() as f32;
+        assert!((0.1..10.0).contains(&square), "{name}: mean square {square}");
+    }
+}

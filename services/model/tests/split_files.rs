@@ -1,0 +1,147 @@
+//! GGUF models cut into several files.
+
+mod common;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use common::{Element, Entry};
+use model::{Checkpoint, LoadFormat, ModelError};
+
+const PARTS: usize = 3;
+
+fn part(folder: &Path, number: usize) -> PathBuf {
+    folder.join(format!("tiny-{number:05}-of-{PARTS:05}.gguf"))
+}
+
+/// Writes the tiny model in three parts, of which the first has no tensors, as splitting tools can
+/// leave it. `change` may alter a part's split keys: number, count and tensors of all.
+fn write(folder: &Path, change: impl Fn(usize, &mut [Option<u32>; 3])) -> Checkpoint {
+    let dummy = common::tiny_llama3();
+    let tensors = common::gguf_tensors(&dummy, Element::F32);
+    let (front, back) = tensors.split_at(tensors.len() / 2);
+    for (index, tensors) in [&[], front, back].into_iter().enumerate() {
+        let all = (front.len() + back.len()) as u32;
+        let mut keys = [Some(index as u32), Some(PARTS as u32), Some(all)];
+        change(index, &mut keys);
+        let [number, count, all] = keys.map(|key| key.map(Entry::U32));
+        let mut entries =
+            vec![("split.no", number), ("split.count", count), ("split.tensors.count", all)];
+        if index > 0 {
+            // Only the first part says what model it is.
+            entries.push(("general.architecture", None));
+        }
+        let bytes = common::gguf_with(dummy.config(), tensors, &entries);
+        fs::write(part(folder, index + 1), bytes).unwrap();
+    }
+    dummy
+}
+
+fn open(path: &Path) -> Result<Checkpoint, ModelError> {
+    Checkpoint::open(path, LoadFormat::Auto)
+}
+
+fn refusal(folder: &Path) -> String {
+    open(&part(folder, 1)).unwrap_err().to_string()
+}
+
+#[test]
+fn all_parts_together_are_the_whole_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let dummy = write(folder.path(), |_, _| ());
+    let split = open(&part(folder.path(), 1)).unwrap();
+    let whole = folder.path().join("whole.gguf");
+    let tensors = common::gguf_tensors(&dummy, Element::F32);
+    fs::write(&whole, common::gguf(dummy.config(), &tensors)).unwrap();
+    let whole = open(&whole).unwrap();
+    assert_eq!(split.config(), whole.config());
+    assert_eq!(split.stored_bytes(), whole.stored_bytes());
+    // How a model is cut into files is no part of what it is.
+    assert_eq!(split.model_fingerprint(), whole.model_fingerprint());
+    for weight in model::Weight::all(whole.config()) {
+        assert_eq!(common::elements(&split, weight), common::elements(&whole, weight));
+    }
+}
+
+#[test]
+fn a_missing_part_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), |_, _| ());
+    fs::remove_file(part(folder.path(), 2)).unwrap();
+    let missing = part(folder.path(), 2);
+    let expected = format!("part 2 of 3 is missing: there is no file {}", missing.display());
+    assert!(refusal(folder.path()).ends_with(&expected), "{}", refusal(folder.path()));
+}
+
+#[test]
+fn another_part_than_the_first_names_the_first() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), |_, _| ());
+    let message = open(&part(folder.path(), 2)).unwrap_err().to_string();
+    let expected = "this is part 2 of 3; open the first, \"tiny-00001-of-00003.gguf\", with the \
+                    others beside it";
+    assert!(message.ends_with(expected), "{message}");
+}
+
+#[test]
+fn a_part_by_another_name_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), |_, _| ());
+    let renamed = folder.path().join("model.gguf");
+    fs::rename(part(folder.path(), 1), &renamed).unwrap();
+    let message = open(&renamed).unwrap_err().to_string();
+    let expected = "the name of a part of a split model must end in \"-00001-of-00003.gguf\"; it \
+                    is \"model.gguf\"";
+    assert!(message.ends_with(expected), "{message}");
+}
+
+#[test]
+fn parts_that_contradict_each_other_are_refused() {
+    type Change = fn(usize, &mut [Option<u32>; 3]);
+    let cases: [(Change, &str); 6] = [
+        (
+            |index, keys| keys[0] = Some([0, 2, 2][index]),
+            "tiny-00002-of-00003.gguf: the parts are of different models: split.no is 2, but by the \
+             first part it should be 1",
+        ),
+        (
+            |index, keys| keys[1] = Some([3, 3, 4][index]),
+            "tiny-00003-of-00003.gguf: the parts are of different models: split.count is 4, but by \
+             the first part it should be 3",
+        ),
+        (
+            |index, keys| keys[2] = [keys[2], None, keys[2]][index],
+            "tiny-00002-of-00003.gguf: the parts are of different models: split.tensors.count is \
+             absent, but by the first part it should be 31",
+        ),
+        (
+            |_, keys| keys[2] = Some(7),
+            "tiny-00001-of-00003.gguf: all parts together have 31 tensors; the first says 7",
+        ),
+        (|_, keys| keys[0] = None, "metadata key \"split.no\" is missing (wanted u32)"),
+        (|_, keys| keys[1] = Some(u32::MAX), "it is \"tiny-00001-of-00003.gguf\""),
+    ];
+    for (change, expected) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), change);
+        let message = refusal(folder.path());
+        assert!(message.ends_with(expected), "{message}");
+    }
+}
+
+#[test]
+fn a_tensor_in_two_parts_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), |_, keys| keys[2] = None);
+    // The second part's tensors once more, called the third.
+    let second = fs::read(part(folder.path(), 2)).unwrap();
+    let key = b"split.no";
+    let at = second.windows(key.len()).position(|bytes| bytes == key).unwrap() + key.len() + 4;
+    let mut third = second;
+    third[at..at + 4].copy_from_slice(&2u32.to_le_bytes());
+    fs::write(part(folder.path(), 3), third).unwrap();
+    let message = refusal(folder.path());
+    assert!(message.ends_with("tensor \"token_embd.weight\" appears twice"), "{message}");
+}
