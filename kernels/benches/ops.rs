@@ -7,7 +7,7 @@ use std::{hint::black_box, sync::Arc, time::Duration};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kernels::{
-    Backend, BlockId, Dtype, KvArena, KvLayout, RowSource,
+    Backend, BlockId, Dtype, KvArena, KvLayout, RowSource, WeightFormat,
     backend::HeadShape,
     cpu::{
         CpuBackend, CpuBuffer, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, SampleRow,
@@ -48,8 +48,10 @@ impl RowSource for Weights {
     }
 }
 
-fn backend(dtype: Dtype) -> CpuBackend {
-    CpuBackend::new(CpuOptions { dtype, threads: THREADS, isa: Isa::Auto }).unwrap()
+const FORMATS: [WeightFormat; 3] = [WeightFormat::Bf16, WeightFormat::Q8, WeightFormat::F32];
+
+fn backend(weights: WeightFormat) -> CpuBackend {
+    CpuBackend::new(CpuOptions { weights, threads: THREADS, isa: Isa::Auto }).unwrap()
 }
 
 fn arena(dtype: Dtype, layer_count: usize) -> Arc<KvArena> {
@@ -122,16 +124,18 @@ fn fork_join(c: &mut Criterion) {
 }
 
 fn matmul(c: &mut Criterion) {
-    for dtype in [Dtype::Bf16, Dtype::F32] {
-        let mut backend = backend(dtype);
-        let mut group = c.benchmark_group(format!("matmul {dtype}"));
+    for format in FORMATS {
+        let mut backend = backend(format);
+        let mut group = c.benchmark_group(format!("matmul {format}"));
         for (name, n, k) in
             [("gate_up", 2 * INNER, WIDTH), ("down", WIDTH, INNER), ("logits", VOCABULARY, WIDTH)]
         {
             // Several copies, so that they come from memory as they do in a forward.
-            let copies = (64_usize << 20).div_ceil(n * k * dtype.bytes());
-            let matrices: Vec<CpuMatrix> =
-                (0..copies).map(|_| backend.matrix(&Weights { rows: n, cols: k })).collect();
+            let mut matrices: Vec<CpuMatrix> = Vec::new();
+            while matrices.iter().map(CpuMatrix::byte_count).sum::<usize>() < 64 << 20 {
+                matrices.push(backend.matrix(&Weights { rows: n, cols: k }));
+            }
+            let copies = matrices.len();
             for rows in [1, 8, 64, 512] {
                 if name == "logits" && rows > 64 {
                     continue;
@@ -139,7 +143,7 @@ fn matmul(c: &mut Criterion) {
                 let x = filled(&backend, rows, k);
                 let mut out = backend.buffer(rows, n);
                 group.throughput(match rows {
-                    1 => Throughput::Bytes((n * k * dtype.bytes()) as u64),
+                    1 => Throughput::Bytes(matrices[0].byte_count() as u64),
                     _ => Throughput::Elements((2 * n * k * rows) as u64),
                 });
                 let mut next = 0;
@@ -157,7 +161,7 @@ fn matmul(c: &mut Criterion) {
 
 fn attention(c: &mut Criterion) {
     for dtype in [Dtype::Bf16, Dtype::F32] {
-        let mut backend = backend(dtype);
+        let mut backend = backend(dtype.into());
         let arena = arena(dtype, 1);
         let mut group = c.benchmark_group(format!("attention {dtype}"));
         for (name, batch, first, rows) in [
@@ -175,7 +179,7 @@ fn attention(c: &mut Criterion) {
             let keys: usize = (0..rows).map(|row| first as usize + row + 1).sum::<usize>() * batch;
             group.throughput(Throughput::Elements((2 * 2 * keys * SHAPE.query_width()) as u64));
             group.bench_function(name, |b| {
-                b.iter(|| backend.attention(0, SHAPE, 0.125, &qkv, &step, &mut out));
+                b.iter(|| backend.attention(0, SHAPE, 0.125, None, &qkv, &step, &mut out));
             });
         }
         group.finish();
@@ -183,7 +187,7 @@ fn attention(c: &mut Criterion) {
 }
 
 fn sampling(c: &mut Criterion) {
-    let mut backend = backend(Dtype::F32);
+    let mut backend = backend(WeightFormat::F32);
     let mut logits = filled(&backend, 8, VOCABULARY);
     for logit in logits.rows_mut(8) {
         *logit = (*logit * 200.0).powi(3) / 100.0;
@@ -202,7 +206,8 @@ fn sampling(c: &mut Criterion) {
             Sampling { repetition_penalty: 1.1, logprobs: Some(20), ..Sampling::greedy() },
         ),
     ] {
-        let row = SampleRow { sampling: &sampling, tokens: &tokens, prompt_len: 400 };
+        let row =
+            SampleRow { sampling: &sampling, tokens: &tokens, prompt_len: 400, allowed: None };
         for rows in [1, 8] {
             group.bench_function(BenchmarkId::new(name, format!("{rows} rows")), |b| {
                 b.iter(|| backend.sample(&logits, &vec![row; rows]));
@@ -237,8 +242,8 @@ struct Model {
 }
 
 impl Model {
-    fn new(dtype: Dtype) -> Self {
-        let backend = backend(dtype);
+    fn new(format: WeightFormat) -> Self {
+        let backend = backend(format);
         let matrix = |rows, cols| backend.matrix(&Weights { rows, cols });
         let layers = (0..LAYERS)
             .map(|_| Layer {
@@ -254,7 +259,7 @@ impl Model {
             norm: backend.vector(&[1.0; WIDTH]),
             frequencies: backend
                 .vector(&std::array::from_fn::<f32, 32, _>(|i| 10_000_f32.powf(i as f32 / -32.0))),
-            arena: arena(dtype, LAYERS),
+            arena: arena(format.kv_dtype(), LAYERS),
             residual: buffer(WIDTH),
             x: buffer(WIDTH),
             y: buffer(WIDTH),
@@ -277,7 +282,7 @@ impl Model {
             let (qkv, inner) = (&mut self.qkv, &mut self.inner);
             backend.matmul(rows, x, &layer.qkv, qkv);
             backend.rope_store_kv(index, SHAPE, &self.frequencies, qkv, &mut step);
-            backend.attention(index, SHAPE, 0.125, qkv, &step, x);
+            backend.attention(index, SHAPE, 0.125, None, qkv, &step, x);
             backend.matmul(rows, x, &layer.out, y);
             backend.add_rms_norm(rows, residual, y, norm, 1e-5, x);
             backend.matmul(rows, x, &layer.gate_up, &mut self.gate_up);
@@ -292,9 +297,9 @@ impl Model {
 
 /// Tokens per second of a whole forward; greedy sampling would add some microseconds.
 fn model(c: &mut Criterion) {
-    for dtype in [Dtype::Bf16, Dtype::F32] {
-        let mut model = Model::new(dtype);
-        let mut group = c.benchmark_group(format!("smollm2-135m {dtype}"));
+    for format in FORMATS {
+        let mut model = Model::new(format);
+        let mut group = c.benchmark_group(format!("smollm2-135m {format}"));
         for length in [128, 512] {
             let tokens = vec![7; length];
             group.throughput(Throughput::Elements(length as u64));

@@ -4,6 +4,8 @@
 //! an element. Shapes are `[rows][width]`, row-major; `rows` is what one step really has, at most
 //! what the buffer was made for.
 
+use std::num::NonZeroUsize;
+
 use crate::layout::KvLayout;
 
 /// A weight matrix being read, row by row, in f32. Implemented by the loaders; concatenations
@@ -44,7 +46,7 @@ impl HeadShape {
 pub trait Backend: Send + 'static {
     /// A packed weight matrix `[out][in]`.
     type Matrix: Send + Sync;
-    /// A small f32 vector: a norm's weight, rope frequencies.
+    /// A small f32 vector: a norm's weight, a bias, rope frequencies.
     type Vector: Send + Sync;
     /// Activations `[rows][width]`.
     type Buffer: Send;
@@ -84,6 +86,19 @@ pub trait Backend: Send + 'static {
     );
     /// `out[rows][w.out] = x[rows][w.in] · wᵀ`.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
+    /// `x[row] += bias`.
+    fn add_bias(&mut self, rows: usize, bias: &Self::Vector, x: &mut Self::Buffer);
+    /// RMS norm of every query head of `qkv` by itself with one weight `[head_dim]`, and of every
+    /// key head with the other; values stay.
+    fn norm_heads(
+        &mut self,
+        rows: usize,
+        shape: HeadShape,
+        query_weight: &Self::Vector,
+        key_weight: &Self::Vector,
+        eps: f32,
+        qkv: &mut Self::Buffer,
+    );
     /// Rotates queries and keys in `qkv` (half-split pairs: dimension i with i + dim/2, as Hugging
     /// Face's Llama), then stores keys and values of every row into its block.
     /// `frequencies[dim/2]` are radians per position, scaling already applied.
@@ -96,11 +111,13 @@ pub trait Backend: Send + 'static {
         step: &mut Self::Step,
     );
     /// Causal attention of every row over its sequence's blocks; `out` is `[rows][query_width]`.
+    /// With a `window` of n, a row sees itself and the n - 1 tokens before it, and no others.
     fn attention(
         &mut self,
         layer: usize,
         shape: HeadShape,
         scale: f32,
+        window: Option<NonZeroUsize>,
         qkv: &Self::Buffer,
         step: &Self::Step,
         out: &mut Self::Buffer,

@@ -18,7 +18,55 @@ impl BlockId {
     }
 }
 
-/// Element type of weights, activations at a matrix product's input, and KV.
+/// How the numbers of weight matrices are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightFormat {
+    F32,
+    Bf16,
+    /// Whole numbers of 8 bits, 32 of them with one scale. Inputs of products are rounded likewise.
+    Q8,
+}
+
+impl WeightFormat {
+    /// The element type of the KV that goes with it.
+    pub fn kv_dtype(self) -> Dtype {
+        match self {
+            WeightFormat::F32 => Dtype::F32,
+            WeightFormat::Bf16 | WeightFormat::Q8 => Dtype::Bf16,
+        }
+    }
+
+    /// Bytes of so many weights, filling apart.
+    pub fn bytes(self, weights: u64) -> u64 {
+        match self {
+            WeightFormat::F32 => weights * 4,
+            WeightFormat::Bf16 => weights * 2,
+            // 32 numbers and an f16.
+            WeightFormat::Q8 => weights + weights / 16,
+        }
+    }
+}
+
+impl From<Dtype> for WeightFormat {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => WeightFormat::F32,
+            Dtype::Bf16 => WeightFormat::Bf16,
+        }
+    }
+}
+
+impl fmt::Display for WeightFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            WeightFormat::F32 => "f32",
+            WeightFormat::Bf16 => "bf16",
+            WeightFormat::Q8 => "q8",
+        })
+    }
+}
+
+/// Element type of KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dtype {
     F32,
@@ -71,17 +119,18 @@ impl KvLayout {
         self.layer_count * 2 * self.kv_head_count * self.head_elements()
     }
 
-    /// Whether the sizes below can be computed at all.
-    pub fn fits_memory(&self) -> bool {
-        [2, self.kv_head_count, BLOCK_TOKENS, self.head_dim, self.dtype.bytes()]
-            .into_iter()
-            .try_fold(self.layer_count, usize::checked_mul)
-            .is_some()
-    }
-
     /// Bytes of one block.
     pub fn block_bytes(&self) -> usize {
         self.block_elements() * self.dtype.bytes()
+    }
+
+    /// As [`Self::block_bytes`], or `None` when that exceeds the address space.
+    pub fn checked_block_bytes(&self) -> Option<usize> {
+        BLOCK_TOKENS
+            .checked_mul(self.head_dim)?
+            .checked_mul(self.kv_head_count)?
+            .checked_mul(self.layer_count)?
+            .checked_mul(2 * self.dtype.bytes())
     }
 
     /// Where, in elements from the block's start, `[token][dim]` of one head begins.

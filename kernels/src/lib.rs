@@ -17,4 +17,4 @@ pub mod sampling;
 
 pub use arena::{ArenaError, BlockRead, BlockWrite, KvArena};
 pub use backend::{Backend, RowSource};
-pub use layout::{BLOCK_TOKENS, BlockId, Dtype, KvLayout};
+pub use layout::{BLOCK_TOKENS, BlockId, Dtype, KvLayout, WeightFormat};

@@ -2,7 +2,7 @@
 
 use std::{fs::File, io, ops::Deref, path::Path};
 
-use memmap2::{Advice, Mmap};
+use memmap2::{Advice, Mmap, UncheckedAdvice};
 
 /// A file mapped for reading, whole.
 ///
@@ -43,6 +43,18 @@ impl MappedFile {
     pub fn bytes(&self) -> &[u8] {
         self.map.as_deref().unwrap_or_default()
     }
+
+    /// Pages read so far no longer count as this process's memory; read again they come back from
+    /// the system's cache, or from the file.
+    pub fn forget_pages(&self) {
+        if let Some(map) = &self.map {
+            // SAFETY: of a read-only mapping of a file no page is ever changed here, so dropping
+            // one loses nothing: the next read maps the file's bytes again.
+            let refused = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
+            // A refused hint costs memory only.
+            let _ = refused;
+        }
+    }
 }
 
 impl Deref for MappedFile {
@@ -66,6 +78,31 @@ mod tests {
         let mapped = MappedFile::open(file.path()).unwrap();
         assert_eq!(mapped.bytes(), b"baton");
         assert_eq!(mapped.len(), 5);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn forgotten_pages_leave_the_resident_memory_and_come_back_when_read() {
+        const LENGTH: usize = 64 << 20;
+        let resident = || {
+            let status = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            let mut here = false;
+            status.lines().find_map(|line| {
+                here |= line.contains("baton-forgotten");
+                let kib = line.strip_prefix("Rss:").filter(|_| here)?;
+                kib.trim().strip_suffix(" kB")?.parse::<usize>().ok()
+            })
+        };
+        let mut file = tempfile::Builder::new().prefix("baton-forgotten").tempfile().unwrap();
+        file.write_all(&vec![7; LENGTH]).unwrap();
+        let mapped = MappedFile::open(file.path()).unwrap();
+        let sum = || mapped.iter().map(|&byte| u64::from(byte)).sum::<u64>();
+        for _ in 0..2 {
+            assert_eq!(sum(), 7 * LENGTH as u64);
+            assert_eq!(resident(), Some(LENGTH >> 10));
+            mapped.forget_pages();
+            assert_eq!(resident(), Some(0));
+        }
     }
 
     #[test]

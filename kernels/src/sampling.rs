@@ -47,6 +47,45 @@ impl Sampling {
     }
 }
 
+/// The tokens of a vocabulary that may be chosen next, as bits: what a grammar leaves of it. One word
+/// holds 32 tokens, as devices like it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct TokenMask {
+    words: Box<[u32]>,
+}
+
+impl TokenMask {
+    /// Of a vocabulary of this many tokens. Token `i` is bit `i % 32` of word `i / 32`; words that
+    /// are missing allow nothing, tokens beyond the vocabulary are dropped.
+    pub fn new(mut words: Vec<u32>, vocabulary: u32) -> Self {
+        words.resize(vocabulary.div_ceil(32) as usize, 0);
+        if let (Some(last), rest @ 1..) = (words.last_mut(), vocabulary % 32) {
+            *last &= (1 << rest) - 1;
+        }
+        Self { words: words.into() }
+    }
+
+    pub fn words(&self) -> &[u32] {
+        &self.words
+    }
+
+    pub fn allows(&self, token: u32) -> bool {
+        let word = self.words.get(token as usize / 32);
+        word.is_some_and(|word| word >> (token % 32) & 1 == 1)
+    }
+
+    /// How many tokens are allowed.
+    pub fn count(&self) -> u32 {
+        self.words.iter().map(|word| word.count_ones()).sum()
+    }
+}
+
+impl std::fmt::Debug for TokenMask {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "TokenMask({} tokens)", self.count())
+    }
+}
+
 /// A chosen token and, where asked for, how likely it was.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
@@ -98,6 +137,17 @@ impl Sampling {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mask_ends_with_the_vocabulary() {
+        let mask = TokenMask::new(vec![0b101, u32::MAX, u32::MAX], 35);
+        assert_eq!(mask.words(), [0b101, 0b111]);
+        assert_eq!(mask.count(), 5);
+        let allowed: Vec<u32> = (0..200).filter(|&token| mask.allows(token)).collect();
+        assert_eq!(allowed, [0, 2, 32, 33, 34]);
+        assert_eq!(TokenMask::new(vec![1], 64).words(), [1, 0]);
+        assert!(!TokenMask::new(vec![1], 0).allows(0));
+    }
 
     #[test]
     fn greedy_is_valid_and_each_field_has_its_range() {

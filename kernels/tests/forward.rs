@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kernels::{
-    Backend, BlockId, Dtype, KvArena, KvLayout, RowSource,
+    Backend, BlockId, KvArena, KvLayout, RowSource, WeightFormat,
     backend::HeadShape,
     cpu::{
         CpuBackend, CpuBuffer, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, SampleError,
@@ -62,8 +62,8 @@ struct Model {
 }
 
 impl Model {
-    fn new(dtype: Dtype, isa: Isa, threads: usize) -> Option<Self> {
-        let backend = CpuBackend::new(CpuOptions { dtype, threads, isa }).ok()?;
+    fn new(weights: WeightFormat, isa: Isa, threads: usize) -> Option<Self> {
+        let backend = CpuBackend::new(CpuOptions { weights, threads, isa }).ok()?;
         let matrix = |rows, cols, seed| backend.matrix(&Weights { rows, cols, seed });
         let layers = (0..LAYERS as u32)
             .map(|layer| Layer {
@@ -78,7 +78,7 @@ impl Model {
             layer_count: LAYERS,
             kv_head_count: SHAPE.kv_heads,
             head_dim: SHAPE.head_dim,
-            dtype,
+            dtype: weights.kv_dtype(),
         };
         Some(Self {
             embedding: matrix(VOCABULARY, WIDTH, 99),
@@ -116,7 +116,7 @@ impl Model {
             }
             backend.matmul(rows, &x, &layer.qkv, &mut qkv);
             backend.rope_store_kv(index, SHAPE, &self.frequencies, &mut qkv, &mut step);
-            backend.attention(index, SHAPE, 0.25, &qkv, &step, &mut heads);
+            backend.attention(index, SHAPE, 0.25, None, &qkv, &step, &mut heads);
             backend.matmul(rows, &heads, &layer.out, &mut y);
             backend.add_rms_norm(rows, &mut residual, &y, &layer.norm, 1e-5, &mut x);
             backend.matmul(rows, &x, &layer.gate_up, &mut gate_up);
@@ -143,26 +143,32 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-const ISAS: [Isa; 5] = [Isa::Reference, Isa::Portable, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
+const ISAS: [Isa; 6] =
+    [Isa::Reference, Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
 
 #[test]
 fn f32_logits_do_not_depend_on_chunks_batches_or_threads() {
-    check_chunks(Dtype::F32, &[1, 2, 3]);
+    check_chunks(WeightFormat::F32, &[1, 2, 3]);
 }
 
 #[test]
 fn bf16_logits_do_not_depend_on_chunks_batches_or_threads() {
-    check_chunks(Dtype::Bf16, &[2]);
+    check_chunks(WeightFormat::Bf16, &[2]);
 }
 
-fn check_chunks(dtype: Dtype, thread_counts: &[usize]) {
+#[test]
+fn q8_logits_do_not_depend_on_chunks_batches_or_threads() {
+    check_chunks(WeightFormat::Q8, &[2]);
+}
+
+fn check_chunks(format: WeightFormat, thread_counts: &[usize]) {
     let tokens = prompt(1, 75);
     for isa in ISAS {
-        let Some(mut whole) = Model::new(dtype, isa, 1) else { continue };
+        let Some(mut whole) = Model::new(format, isa, 1) else { continue };
         let want = whole.forward(&[(0, &tokens, &table(0))]);
         for &threads in thread_counts {
             for chunk in [1, 7, 16, 40] {
-                let mut model = Model::new(dtype, isa, threads).unwrap();
+                let mut model = Model::new(format, isa, threads).unwrap();
                 let (mut got, mut first) = (Vec::new(), 0);
                 for piece in tokens.chunks(chunk) {
                     // Neighbours on both sides, which start anew in every step.
@@ -175,7 +181,7 @@ fn check_chunks(dtype: Dtype, thread_counts: &[usize]) {
                     got.extend_from_slice(&logits[3 * VOCABULARY..][..piece.len() * VOCABULARY]);
                     first += piece.len() as u32;
                 }
-                let context = format!("{dtype} {isa}, {threads} threads, chunks of {chunk}");
+                let context = format!("{format} {isa}, {threads} threads, chunks of {chunk}");
                 assert_eq!(bits(&got), bits(&want), "{context}");
             }
         }
@@ -185,10 +191,10 @@ fn check_chunks(dtype: Dtype, thread_counts: &[usize]) {
 #[test]
 fn f32_logits_are_the_same_bits_at_every_level_with_fma() {
     let tokens = prompt(4, 60);
-    let mut reference = Model::new(Dtype::F32, Isa::Reference, 1).unwrap();
+    let mut reference = Model::new(WeightFormat::F32, Isa::Reference, 1).unwrap();
     let want = reference.forward(&[(0, &tokens, &table(0))]);
     for isa in ISAS {
-        let Some(mut model) = Model::new(Dtype::F32, isa, 2) else { continue };
+        let Some(mut model) = Model::new(WeightFormat::F32, isa, 2) else { continue };
         let got = model.forward(&[(0, &tokens, &table(0))]);
         if model.backend.isa_name() == "portable" && cfg!(target_arch = "x86_64") {
             assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-4), "{isa}");
@@ -199,30 +205,32 @@ fn f32_logits_are_the_same_bits_at_every_level_with_fma() {
 }
 
 #[test]
-fn bf16_logits_stay_near_f32() {
+fn bf16_and_q8_logits_stay_near_f32() {
     let tokens = prompt(5, 60);
-    let mut exact = Model::new(Dtype::F32, Isa::Auto, 1).unwrap();
+    let mut exact = Model::new(WeightFormat::F32, Isa::Auto, 1).unwrap();
     let want = exact.forward(&[(0, &tokens, &table(0))]);
     let spread = want.iter().fold(0.0_f32, |most, logit| most.max(logit.abs()));
-    for isa in ISAS.into_iter().chain([Isa::Auto]) {
-        let Some(mut model) = Model::new(Dtype::Bf16, isa, 2) else { continue };
-        let got = model.forward(&[(0, &tokens, &table(0))]);
-        let worst = got.iter().zip(&want).fold(0.0_f32, |most, (a, b)| most.max((a - b).abs()));
-        assert!(worst > 0.0 && worst < 0.05 * spread, "{isa}: {worst} of {spread}");
+    for format in [WeightFormat::Bf16, WeightFormat::Q8] {
+        for isa in ISAS.into_iter().chain([Isa::Auto]) {
+            let Some(mut model) = Model::new(format, isa, 2) else { continue };
+            let got = model.forward(&[(0, &tokens, &table(0))]);
+            let worst = got.iter().zip(&want).fold(0.0_f32, |most, (a, b)| most.max((a - b).abs()));
+            assert!(worst > 0.0 && worst < 0.05 * spread, "{format} {isa}: {worst} of {spread}");
+        }
     }
 }
 
 #[test]
 fn blocks_moved_to_another_arena_continue_the_sequence_to_the_bit() {
     let (tokens, blocks) = (prompt(6, 50), table(3));
-    for dtype in [Dtype::F32, Dtype::Bf16] {
-        let mut alone = Model::new(dtype, Isa::Auto, 2).unwrap();
+    for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
+        let mut alone = Model::new(format, Isa::Auto, 2).unwrap();
         alone.forward(&[(0, &tokens[..49], &blocks)]);
         let want = alone.forward(&[(49, &tokens[49..], &blocks)]);
 
-        let mut sender = Model::new(dtype, Isa::Auto, 1).unwrap();
+        let mut sender = Model::new(format, Isa::Auto, 1).unwrap();
         sender.forward(&[(0, &tokens[..49], &blocks)]);
-        let mut receiver = Model::new(dtype, Isa::Auto, 2).unwrap();
+        let mut receiver = Model::new(format, Isa::Auto, 2).unwrap();
         let landing = table(20);
         for (&from, &to) in blocks.iter().zip(&landing).take(4) {
             let source = sender.arena.read(from).unwrap();
@@ -231,7 +239,7 @@ fn blocks_moved_to_another_arena_continue_the_sequence_to_the_bit() {
             receiver.arena.write(to).unwrap().copy_from_host(&bytes).unwrap();
         }
         let got = receiver.forward(&[(49, &tokens[49..], &landing)]);
-        assert_eq!(bits(&got), bits(&want), "{dtype}");
+        assert_eq!(bits(&got), bits(&want), "{format}");
     }
 }
 
@@ -240,7 +248,7 @@ fn sequences_read_a_shared_prefix_even_in_the_step_that_writes_it() {
     let tokens = prompt(7, 40);
     let (first, mut second) = (table(0), table(30));
     second[..2].copy_from_slice(&first[..2]);
-    let mut model = Model::new(Dtype::F32, Isa::Auto, 2).unwrap();
+    let mut model = Model::new(WeightFormat::F32, Isa::Auto, 2).unwrap();
     let logits = model.forward(&[(0, &tokens, &first), (32, &tokens[32..], &second)]);
     let rest = 8 * VOCABULARY;
     assert_eq!(bits(&logits[32 * VOCABULARY..][..rest]), bits(&logits[40 * VOCABULARY..][..rest]));
@@ -249,7 +257,7 @@ fn sequences_read_a_shared_prefix_even_in_the_step_that_writes_it() {
 #[test]
 fn rows_are_sampled_side_by_side_as_they_are_alone() {
     let tokens = prompt(8, 20);
-    let mut model = Model::new(Dtype::F32, Isa::Auto, 2).unwrap();
+    let mut model = Model::new(WeightFormat::F32, Isa::Auto, 2).unwrap();
     let logits = model.forward(&[(0, &tokens, &table(0))]);
     let samplings: Vec<Sampling> = (0..20)
         .map(|seed| Sampling {
@@ -263,7 +271,12 @@ fn rows_are_sampled_side_by_side_as_they_are_alone() {
     let rows: Vec<_> = samplings
         .iter()
         .zip(1..)
-        .map(|(sampling, length)| SampleRow { sampling, tokens: &tokens[..length], prompt_len: 1 })
+        .map(|(sampling, length)| SampleRow {
+            sampling,
+            tokens: &tokens[..length],
+            prompt_len: 1,
+            allowed: None,
+        })
         .collect();
     let together = model.backend.sample(&model.logits, &rows);
     for ((row, logits), token) in rows.iter().zip(logits.chunks(VOCABULARY)).zip(&together) {
@@ -274,11 +287,11 @@ fn rows_are_sampled_side_by_side_as_they_are_alone() {
 
 #[test]
 fn nonsense_in_one_row_is_that_rows_error_alone() {
-    let mut model = Model::new(Dtype::F32, Isa::Auto, 2).unwrap();
+    let mut model = Model::new(WeightFormat::F32, Isa::Auto, 2).unwrap();
     model.forward(&[(0, &prompt(9, 3), &table(0))]);
     model.logits.rows_mut(2)[VOCABULARY + 5] = f32::NAN;
     let greedy = Sampling::greedy();
-    let row = SampleRow { sampling: &greedy, tokens: &[1], prompt_len: 1 };
+    let row = SampleRow { sampling: &greedy, tokens: &[1], prompt_len: 1, allowed: None };
     let tokens = model.backend.sample(&model.logits, &[row; 3]);
     assert!(matches!(tokens[1], Err(SampleError::BadLogit { token: 5, .. })));
     assert!(tokens[0].is_ok() && tokens[2].is_ok());
@@ -286,7 +299,7 @@ fn nonsense_in_one_row_is_that_rows_error_alone() {
 
 #[test]
 fn an_isa_that_the_machine_lacks_names_what_is_missing() {
-    let options = |isa, threads| CpuOptions { dtype: Dtype::Bf16, threads, isa };
+    let options = |isa, threads| CpuOptions { weights: WeightFormat::Bf16, threads, isa };
     for isa in ISAS {
         if let Err(error) = CpuBackend::new(options(isa, 1)) {
             let expected = format!("for isa {isa}");

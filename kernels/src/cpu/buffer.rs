@@ -50,7 +50,7 @@ impl fmt::Debug for CpuBuffer {
     }
 }
 
-/// A small f32 vector: a norm's weight, rope frequencies.
+/// A small f32 vector: a norm's weight, a bias, rope frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CpuVector(Box<[f32]>);
 

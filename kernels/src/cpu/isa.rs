@@ -15,23 +15,48 @@ pub enum Isa {
     Avx512Bf16,
     /// AVX-512 (F, BW, DQ, VL); bf16 weights are widened to f32.
     Avx512,
-    /// Nothing assumed: plain Rust that the compiler vectorises, for AVX2 with FMA where that is
-    /// found, else for the compiler's target.
+    /// AVX2 with FMA and F16C; bf16 weights are widened to f32.
+    Avx2,
+    /// Nothing assumed: plain Rust that the compiler vectorises for its target.
     Portable,
     /// The plain f32 loops that define every operation. Single-threaded and slow.
     Reference,
 }
 
-impl fmt::Display for Isa {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Isa {
+    /// From the fastest on; what a machine runs comes with the first that it has.
+    pub const ALL: [Isa; 7] = [
+        Isa::Auto,
+        Isa::Amx,
+        Isa::Avx512Bf16,
+        Isa::Avx512,
+        Isa::Avx2,
+        Isa::Portable,
+        Isa::Reference,
+    ];
+
+    /// The word for people and settings.
+    pub fn name(self) -> &'static str {
+        match self {
             Isa::Auto => "auto",
             Isa::Amx => "amx",
             Isa::Avx512Bf16 => "avx512-bf16",
             Isa::Avx512 => "avx512",
+            Isa::Avx2 => "avx2",
             Isa::Portable => "portable",
             Isa::Reference => "reference",
-        })
+        }
+    }
+
+    /// The one with this [`Self::name`].
+    pub fn of_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|isa| isa.name() == name)
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -60,21 +85,22 @@ impl Level {
     pub fn find(isa: Isa) -> Result<Self, Vec<&'static str>> {
         match isa {
             Isa::Reference => Ok(Level::Reference),
-            Isa::Portable => Ok(portable()),
+            Isa::Portable => Ok(Level::Baseline),
             Isa::Auto => Ok(fastest()),
             Isa::Amx => amx(),
             Isa::Avx512 => avx512(),
             Isa::Avx512Bf16 => avx512_bf16(),
+            Isa::Avx2 => avx2(),
         }
     }
 
-    /// The name to show: the [`Isa`], more exactly where that matters.
+    /// The [`Isa`]'s name.
     pub fn name(self) -> &'static str {
         match self {
             Level::Reference => "reference",
             Level::Baseline => "portable",
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => "portable (avx2)",
+            Level::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
@@ -140,8 +166,9 @@ macro_rules! missing {
 }
 
 #[cfg(target_arch = "x86_64")]
-fn portable() -> Level {
-    if missing!("avx2", "fma").is_empty() { Level::Avx2 } else { Level::Baseline }
+fn avx2() -> Result<Level, Vec<&'static str>> {
+    let missing = missing!("avx2", "fma", "f16c");
+    if missing.is_empty() { Ok(Level::Avx2) } else { Err(missing) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -175,12 +202,13 @@ fn fastest() -> Level {
             u32::from_le_bytes(*b"ntel"),
         );
     let pairs = if is_intel { Err(Vec::new()) } else { avx512_bf16() };
-    amx().or(pairs).or_else(|_| avx512()).unwrap_or_else(|_missing| portable())
+    let found = amx().or(pairs).or_else(|_| avx512()).or_else(|_| avx2());
+    found.unwrap_or(Level::Baseline)
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn portable() -> Level {
-    Level::Baseline
+fn avx2() -> Result<Level, Vec<&'static str>> {
+    avx512()
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -190,7 +218,7 @@ fn avx512() -> Result<Level, Vec<&'static str>> {
 
 #[cfg(not(target_arch = "x86_64"))]
 fn fastest() -> Level {
-    portable()
+    Level::Baseline
 }
 
 #[cfg(not(target_arch = "x86_64"))]

@@ -10,9 +10,12 @@
 #[cfg(target_arch = "x86_64")]
 pub(super) mod amx;
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod pack;
 mod portable;
+mod q8;
 pub(crate) mod reference;
 mod rows;
 
@@ -26,7 +29,7 @@ use self::{
     rows::{RowBlocks, RowFormat},
 };
 use super::{isa::Level, parts::Parts, threads::ThreadPool};
-use crate::layout::Dtype;
+use crate::layout::WeightFormat;
 
 /// Bytes of packed rows that are multiplied with one panel after another: they stay in a core's
 /// second-level cache.
@@ -85,13 +88,13 @@ pub(crate) fn matmul(
         return reference::matmul(x, w, out);
     }
     #[cfg(target_arch = "x86_64")]
-    if level == Level::Amx && w.dtype() == Dtype::Bf16 && x.len() / w.cols() > 1 {
+    if level == Level::Amx && w.format() == WeightFormat::Bf16 && x.len() / w.cols() > 1 {
         // SAFETY: the level is found only when the system lets this process use AMX.
         return unsafe { amx::matmul(level, pool, &mut scratch.tiles, x, w, out) };
     }
-    let kernel = Kernel::of(level, w.dtype());
+    let kernel = Kernel::of(level, w.format());
     let blocks = &mut scratch.blocks;
-    blocks.pack(level, pool, x, w.cols(), kernel.block_rows_max(), kernel.row_format(w.dtype()));
+    blocks.pack(level, pool, x, w.cols(), kernel.block_rows_max(), kernel.row_format(w.format()));
     let blocks = &*blocks;
     let group_len = (ROW_GROUP_BYTES / blocks.block_bytes()).clamp(1, blocks.count());
     let grid = grid(pool, w, blocks.count().div_ceil(group_len));
@@ -156,48 +159,75 @@ impl Grid {
 /// The code that multiplies a tile.
 #[derive(Clone, Copy)]
 enum Kernel {
-    Portable(Level),
+    Portable,
+    PortableQ8,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx2Q8,
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Products),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Q8,
 }
 
 impl Kernel {
-    fn of(level: Level, dtype: Dtype) -> Self {
+    fn of(level: Level, format: WeightFormat) -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             use avx512::Products;
-            match (level, dtype) {
-                (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, Dtype::F32) => {
+            match (level, format) {
+                (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::F32) => {
                     return Kernel::Avx512(Products::F32);
                 }
-                (Level::Avx512, Dtype::Bf16) => return Kernel::Avx512(Products::Widened),
+                (Level::Avx512, WeightFormat::Bf16) => return Kernel::Avx512(Products::Widened),
                 // A row alone, which is quicker without tiles, in their order.
-                (Level::Amx, Dtype::Bf16) => return Kernel::Avx512(Products::Stepped),
-                (Level::Avx512Bf16, Dtype::Bf16) => return Kernel::Avx512(Products::Pairs),
-                (Level::Reference | Level::Baseline | Level::Avx2, _) => {}
+                (Level::Amx, WeightFormat::Bf16) => return Kernel::Avx512(Products::Stepped),
+                (Level::Avx512Bf16, WeightFormat::Bf16) => return Kernel::Avx512(Products::Pairs),
+                // Without a level of its own, because the bits are the same.
+                (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)
+                    if std::arch::is_x86_feature_detected!("avx512vnni") =>
+                {
+                    return Kernel::Avx512Q8;
+                }
+                (
+                    Level::Avx2 | Level::Avx512 | Level::Avx512Bf16 | Level::Amx,
+                    WeightFormat::Q8,
+                ) => return Kernel::Avx2Q8,
+                (Level::Avx2, WeightFormat::F32 | WeightFormat::Bf16) => return Kernel::Avx2,
+                (Level::Reference | Level::Baseline, _) => {}
             }
         }
-        let _ = dtype;
-        Kernel::Portable(level)
+        match format {
+            WeightFormat::F32 | WeightFormat::Bf16 => Kernel::Portable,
+            WeightFormat::Q8 => Kernel::PortableQ8,
+        }
     }
 
-    fn row_format(self, dtype: Dtype) -> RowFormat {
-        match (self, dtype) {
+    fn row_format(self, format: WeightFormat) -> RowFormat {
+        match (self, format) {
             #[cfg(target_arch = "x86_64")]
             (Kernel::Avx512(avx512::Products::Pairs), _) => RowFormat::Pairs,
             #[cfg(target_arch = "x86_64")]
             (Kernel::Avx512(avx512::Products::Stepped), _) => RowFormat::Stepped,
-            (_, Dtype::F32) => RowFormat::F32,
-            (_, Dtype::Bf16) => RowFormat::Rounded,
+            (_, WeightFormat::F32) => RowFormat::F32,
+            (_, WeightFormat::Bf16) => RowFormat::Rounded,
+            (_, WeightFormat::Q8) => RowFormat::Q8,
         }
     }
 
     /// Most rows of a block.
     fn block_rows_max(self) -> usize {
         match self {
-            Kernel::Portable(_) => portable::BLOCK_ROWS_MAX,
+            Kernel::Portable | Kernel::PortableQ8 => portable::BLOCK_ROWS_MAX,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => avx2::BLOCK_ROWS_MAX,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2Q8 => q8::avx2::BLOCK_ROWS_MAX,
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx512(_) => avx512::BLOCK_ROWS_MAX,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512Q8 => q8::avx512::BLOCK_ROWS_MAX,
         }
     }
 
@@ -206,23 +236,35 @@ impl Kernel {
     fn panels_max(self, rows: usize) -> usize {
         let _ = rows;
         match self {
-            Kernel::Portable(_) => 1,
+            Kernel::Portable | Kernel::PortableQ8 => 1,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => avx2::panels_for(rows),
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2Q8 => 1,
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx512(_) => avx512::panels_for(rows),
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512Q8 => q8::avx512::panels_for(rows),
         }
     }
 
     /// # Safety
     /// `target` may be written in the tile's rows and columns; the kernel came from [`Self::of`].
     unsafe fn run(self, tile: &Tile<'_>, target: &Target, panel_count: usize) {
-        match self {
-            // SAFETY: the target is the caller's promise.
-            Kernel::Portable(level) => unsafe { portable::tile(level, tile, target) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: the level was found on this machine; the target is the caller's promise.
-            Kernel::Avx512(products) => unsafe {
-                avx512::tile(products, tile, target, panel_count);
-            },
+        // SAFETY: the features were found on this machine; the target is the caller's promise.
+        unsafe {
+            match self {
+                Kernel::Portable => portable::tile(tile, target),
+                Kernel::PortableQ8 => q8::portable::tile(tile, target),
+                #[cfg(target_arch = "x86_64")]
+                Kernel::Avx2 => avx2::tile(tile, target, panel_count),
+                #[cfg(target_arch = "x86_64")]
+                Kernel::Avx2Q8 => q8::avx2::tile(tile, target),
+                #[cfg(target_arch = "x86_64")]
+                Kernel::Avx512(products) => avx512::tile(products, tile, target, panel_count),
+                #[cfg(target_arch = "x86_64")]
+                Kernel::Avx512Q8 => q8::avx512::tile(tile, target, panel_count),
+            }
         }
     }
 }
@@ -263,6 +305,8 @@ mod tests {
         testing::{bits, fuses, levels, numbers, pairs},
     };
 
+    const FORMATS: [WeightFormat; 3] = [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8];
+
     fn product(level: Level, threads: usize, x: &[f32], w: &CpuMatrix) -> Vec<f32> {
         let mut pool = ThreadPool::new(threads, "test").unwrap();
         let mut out = vec![f32::NAN; x.len() / w.cols() * w.rows()];
@@ -274,14 +318,14 @@ mod tests {
         let source = Plain { rows: n, cols: k, values: numbers(1, n * k) };
         let x = numbers(2, rows * k);
         let mut pool = ThreadPool::new(1, "test").unwrap();
-        for dtype in [Dtype::F32, Dtype::Bf16] {
-            let w = pack(&mut pool, &mut Slab::default(), dtype, &source);
+        for format in FORMATS {
+            let w = pack(&mut pool, &mut Slab::default(), format, &source);
             let mut want = vec![0.0; rows * n];
             reference::matmul(&x, &w, &mut want);
             for level in levels() {
                 let got = product(level, threads, &x, &w);
-                let context = format!("{rows}x{k}x{n} {dtype} {}", level.name());
-                if fuses(level) && !(dtype == Dtype::Bf16 && pairs(level)) {
+                let context = format!("{rows}x{k}x{n} {format} {}", level.name());
+                if fuses(level) && !(format == WeightFormat::Bf16 && pairs(level)) {
                     assert_eq!(bits(&got), bits(&want), "{context}");
                 } else {
                     let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * (k as f32);
@@ -301,8 +345,15 @@ mod tests {
 
     #[test]
     fn a_large_product_agrees_with_the_reference() {
+        let names: Vec<_> = levels().into_iter().map(Level::name).collect();
+        println!("levels of this machine: {}", names.join(", "));
         check(150, 1536, 100, 2);
         check(1, 576, 960, 2);
+        // Around the groups of rows that one core takes, of 768 KiB each.
+        for rows in [255, 256, 257, 511, 512, 513] {
+            check(rows, 576, 33, 2);
+            check(rows, 39, 65, 2);
+        }
     }
 
     #[test]
@@ -312,21 +363,21 @@ mod tests {
             let w = pack(
                 &mut pool,
                 &mut Slab::default(),
-                Dtype::F32,
+                WeightFormat::F32,
                 &Plain { rows: 3, cols: 2, values: vec![1.0; 6] },
             );
             assert!(product(level, 1, &[], &w).is_empty());
             let w = pack(
                 &mut pool,
                 &mut Slab::default(),
-                Dtype::F32,
+                WeightFormat::F32,
                 &Plain { rows: 0, cols: 2, values: vec![] },
             );
             matmul(level, &mut pool, &mut Scratch::default(), &[1.0, 2.0], &w, &mut []);
             let w = pack(
                 &mut pool,
                 &mut Slab::default(),
-                Dtype::Bf16,
+                WeightFormat::Bf16,
                 &Plain { rows: 2, cols: 0, values: vec![] },
             );
             let mut out = [7.0; 4];
@@ -341,8 +392,8 @@ mod tests {
         let source = Plain { rows: n, cols: k, values: numbers(3, n * k) };
         let x = numbers(4, 40 * k);
         let mut pool = ThreadPool::new(1, "test").unwrap();
-        for dtype in [Dtype::F32, Dtype::Bf16] {
-            let w = pack(&mut pool, &mut Slab::default(), dtype, &source);
+        for format in FORMATS {
+            let w = pack(&mut pool, &mut Slab::default(), format, &source);
             for level in levels() {
                 let whole = product(level, 2, &x, &w);
                 for count in [1, 3, 15, 17] {

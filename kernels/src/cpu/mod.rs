@@ -2,11 +2,11 @@
 //!
 //! Each operation is one file or folder with its plain f32 `reference` beside the fast code, which
 //! is chosen at run time ([`Isa`]). Two promises hold:
-//! * at every level and in both types a row's result does not depend on the rows beside it, on
+//! * at every level and in every format a row's result does not depend on the rows beside it, on
 //!   the thread count, or on how a prompt is cut into chunks;
 //! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) agree with
-//!   the reference to the last bit, but for bf16 weights at `Amx` and `Avx512Bf16`, whose products
-//!   are rounded otherwise.
+//!   the reference to the last bit, but for bf16 weights at `Amx` and `Avx512Bf16` and bf16 KV at
+//!   `Avx512Bf16`, whose products are rounded otherwise.
 //!
 //! Buffers, matrices and steps that do not fit each other are defects of the caller and panic; what
 //! comes from outside (block ids, logits, sampling parameters) is answered with errors.
@@ -14,6 +14,7 @@
 mod aligned;
 mod arithmetic;
 mod attention;
+mod bias;
 mod buffer;
 mod embed;
 mod isa;
@@ -27,9 +28,12 @@ mod step;
 #[cfg(test)]
 mod testing;
 pub mod threads;
+#[cfg(target_arch = "x86_64")]
+mod vectors;
 
 use std::{
     io,
+    num::NonZeroUsize,
     sync::{Mutex, PoisonError},
 };
 
@@ -42,15 +46,15 @@ pub use step::{CpuStep, StepError, StepSequence};
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{Backend, HeadShape, RowSource},
-    layout::{Dtype, KvLayout},
+    layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
 };
 
 /// How a CPU backend is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuOptions {
-    /// Of weights and KV. Activations are f32, rounded to bf16 where a bf16 product reads them.
-    pub dtype: Dtype,
+    /// Of weights. Activations are f32, and rounded likewise where a product reads them.
+    pub weights: WeightFormat,
     /// Threads of one forward, the calling one included; 1 to [`threads::THREADS_MAX`].
     pub threads: usize,
     pub isa: Isa,
@@ -69,7 +73,7 @@ pub enum CpuError {
 
 /// Runs forwards on the calling thread and its own pool of workers.
 pub struct CpuBackend {
-    dtype: Dtype,
+    weights: WeightFormat,
     level: Level,
     /// Locked while weights are packed; operations have it to themselves.
     pool: Mutex<ThreadPool>,
@@ -83,7 +87,7 @@ pub struct CpuBackend {
 
 impl CpuBackend {
     pub fn new(options: CpuOptions) -> Result<Self, CpuError> {
-        let CpuOptions { dtype, threads, isa } = options;
+        let CpuOptions { weights, threads, isa } = options;
         if threads == 0 || threads > threads::THREADS_MAX {
             return Err(CpuError::BadThreads { threads });
         }
@@ -91,7 +95,7 @@ impl CpuBackend {
             Level::find(isa).map_err(|missing| CpuError::MissingFeatures { isa, missing })?;
         let pool = Mutex::new(ThreadPool::new(threads, "baton-cpu")?);
         Ok(Self {
-            dtype,
+            weights,
             level,
             pool,
             slab: Mutex::default(),
@@ -101,11 +105,11 @@ impl CpuBackend {
         })
     }
 
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
+    pub fn weights(&self) -> WeightFormat {
+        self.weights
     }
 
-    /// The code that runs, for logs: `avx512-bf16`, `avx512`, `portable (avx2)`, …
+    /// The code that runs, for logs: `amx`, `avx512`, `avx2`, …
     pub fn isa_name(&self) -> &'static str {
         self.level.name()
     }
@@ -142,7 +146,7 @@ impl Backend for CpuBackend {
     fn matrix(&self, source: &dyn RowSource) -> CpuMatrix {
         let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
         let mut slab = self.slab.lock().unwrap_or_else(PoisonError::into_inner);
-        matmul::pack(&mut pool, &mut slab, self.dtype, source)
+        matmul::pack(&mut pool, &mut slab, self.weights, source)
     }
 
     fn vector(&self, values: &[f32]) -> CpuVector {
@@ -210,6 +214,31 @@ impl Backend for CpuBackend {
         matmul::matmul(self.level, pool, &mut self.products, x, w, out);
     }
 
+    fn add_bias(&mut self, rows: usize, bias: &CpuVector, x: &mut CpuBuffer) {
+        assert_eq!(x.width(), bias.values().len(), "add_bias: widths are equal");
+        let level = self.level;
+        bias::add_bias(level, self.pool(), bias.values(), x.rows_mut(rows));
+    }
+
+    fn norm_heads(
+        &mut self,
+        rows: usize,
+        shape: HeadShape,
+        query_weight: &CpuVector,
+        key_weight: &CpuVector,
+        eps: f32,
+        qkv: &mut CpuBuffer,
+    ) {
+        let (query, key) = (query_weight.values(), key_weight.values());
+        assert!(
+            query.len() == shape.head_dim && key.len() == shape.head_dim,
+            "norm_heads: weights are as wide as a head"
+        );
+        assert_eq!(qkv.width(), shape.qkv_width(), "a fused row holds queries, keys and values");
+        let level = self.level;
+        norm::norm_heads(level, self.pool(), shape, query, key, eps, qkv.rows_mut(rows));
+    }
+
     fn rope_store_kv(
         &mut self,
         layer: usize,
@@ -230,6 +259,7 @@ impl Backend for CpuBackend {
         layer: usize,
         shape: HeadShape,
         scale: f32,
+        window: Option<NonZeroUsize>,
         qkv: &CpuBuffer,
         step: &CpuStep,
         out: &mut CpuBuffer,
@@ -239,7 +269,9 @@ impl Backend for CpuBackend {
         let (qkv, out) = (qkv.rows(step.rows()), out.rows_mut(step.rows()));
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut self.tiles;
-        attention::attention(self.level, pool, scratch, layer, shape, scale, qkv, step, out);
+        attention::attention(
+            self.level, pool, scratch, layer, shape, scale, window, qkv, step, out,
+        );
     }
 
     fn silu_mul(&mut self, rows: usize, gate_up: &CpuBuffer, out: &mut CpuBuffer) {

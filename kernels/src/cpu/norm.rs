@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation: `out = x / sqrt(mean(x²) + eps) · weight`.
+//! Root-mean-square normalisation, of rows or of the heads within: `x / sqrt(mean(x²) + eps) · weight`.
 
 use super::{
     arithmetic::{LANES, sum_lanes},
@@ -6,6 +6,7 @@ use super::{
     parts::Parts,
     threads::ThreadPool,
 };
+use crate::backend::HeadShape;
 
 /// Normalises every row of `x` (`[rows][weight.len()]`) into `out`. Bit-equal to
 /// [`reference::rms_norm`] at every level.
@@ -82,8 +83,56 @@ per_level! {
     }
 }
 
+/// Normalises every query head of every row of `qkv` (`[rows][qkv_width]`) with one weight and every
+/// key head with the other, each head by itself; values stay. Bit-equal to
+/// [`reference::norm_heads`] at every level.
+pub(crate) fn norm_heads(
+    level: Level,
+    pool: &mut ThreadPool,
+    shape: HeadShape,
+    query_weight: &[f32],
+    key_weight: &[f32],
+    eps: f32,
+    qkv: &mut [f32],
+) {
+    let width = shape.qkv_width();
+    if level == Level::Reference || qkv.is_empty() {
+        return reference::norm_heads(shape, query_weight, key_weight, eps, qkv);
+    }
+    let task_rows = pool.rows_per_task(qkv.len() / width, width);
+    pool.for_each_piece(qkv, task_rows * width, |_, _, rows| {
+        for row in rows.chunks_exact_mut(width) {
+            let (queries, rest) = row.split_at_mut(shape.query_width());
+            let (keys, _values) = rest.split_at_mut(shape.kv_heads * shape.head_dim);
+            norm_in_place(level, queries, query_weight, eps);
+            norm_in_place(level, keys, key_weight, eps);
+        }
+    });
+}
+
+per_level! {
+    /// Each piece as long as `weight`.
+    fn norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+        for x in x.chunks_exact_mut(weight.len()) {
+            let scale = scale(x, eps);
+            for (x, &weight) in x.iter_mut().zip(weight) {
+                *x = *x * scale * weight;
+            }
+        }
+    }
+}
+
 #[inline(always)]
 fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let scale = scale(x, eps);
+    for ((out, &value), &weight) in out.iter_mut().zip(x).zip(weight) {
+        *out = value * scale * weight;
+    }
+}
+
+/// What brings the mean square of `x` to one.
+#[inline(always)]
+fn scale(x: &[f32], eps: f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     let (groups, rest) = x.as_chunks::<LANES>();
     for group in groups {
@@ -94,14 +143,11 @@ fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     for (lane, &value) in lanes.iter_mut().zip(rest) {
         *lane += value * value;
     }
-    let scale = 1.0 / (sum_lanes(lanes) / x.len() as f32 + eps).sqrt();
-    for ((out, &value), &weight) in out.iter_mut().zip(x).zip(weight) {
-        *out = value * scale * weight;
-    }
+    1.0 / (sum_lanes(lanes) / x.len() as f32 + eps).sqrt()
 }
 
 pub(crate) mod reference {
-    use super::{LANES, sum_lanes};
+    use super::{HeadShape, LANES, sum_lanes};
 
     pub(crate) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
@@ -129,6 +175,23 @@ pub(crate) mod reference {
             *residual += x;
         }
         rms_norm(residual, weight, eps, out);
+    }
+
+    pub(crate) fn norm_heads(
+        shape: HeadShape,
+        query_weight: &[f32],
+        key_weight: &[f32],
+        eps: f32,
+        qkv: &mut [f32],
+    ) {
+        for row in qkv.chunks_exact_mut(shape.qkv_width()) {
+            for head in 0..shape.query_heads + shape.kv_heads {
+                let weight = if head < shape.query_heads { query_weight } else { key_weight };
+                let head = &mut row[head * shape.head_dim..][..shape.head_dim];
+                let x = head.to_vec();
+                rms_norm(&x, weight, eps, head);
+            }
+        }
     }
 }
 
@@ -189,6 +252,33 @@ mod tests {
             rows in 0_usize..40, width in 1_usize..700, threads in 1_usize..4
         ) {
             check(rows, width, threads);
+        }
+
+        #[test]
+        fn heads_of_any_shape_agree_with_the_reference(
+            rows in 0_usize..20,
+            kv_heads in 1_usize..4,
+            group in 1_usize..4,
+            half in 1_usize..70,
+            threads in 1_usize..4,
+        ) {
+            let shape = HeadShape { query_heads: kv_heads * group, kv_heads, head_dim: 2 * half };
+            let mut pool = ThreadPool::new(threads, "test").unwrap();
+            let qkv = numbers(1, rows * shape.qkv_width());
+            let (query, key) = (numbers(2, shape.head_dim), numbers(3, shape.head_dim));
+            let mut want = qkv.clone();
+            reference::norm_heads(shape, &query, &key, 1e-6, &mut want);
+            let values = shape.query_width() + kv_heads * shape.head_dim;
+            for (row, before) in
+                want.chunks(shape.qkv_width()).zip(qkv.chunks(shape.qkv_width()))
+            {
+                prop_assert_eq!(&row[values..], &before[values..]);
+            }
+            for level in levels() {
+                let mut got = qkv.clone();
+                norm_heads(level, &mut pool, shape, &query, &key, 1e-6, &mut got);
+                prop_assert_eq!(bits(&got), bits(&want), "{}", level.name());
+            }
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! The order is vLLM's:
 //! 1. Log-probabilities are taken from the raw logits.
-//! 2. Stop tokens are masked while the output has fewer than `min_tokens`.
+//! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the output
+//!    has fewer than `min_tokens`.
 //! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output).
 //! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
 //! 5. Else `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
@@ -23,7 +24,7 @@ use super::{
     arithmetic::{LANES, exp, sum_lanes},
     isa::{Isa, Level, per_level},
 };
-use crate::sampling::{InvalidSampling, SampledToken, Sampling};
+use crate::sampling::{InvalidSampling, SampledToken, Sampling, TokenMask};
 
 /// Temperatures below this are greedy, as in vLLM.
 const GREEDY_BELOW: f32 = 1e-5;
@@ -37,6 +38,8 @@ pub struct SampleRow<'a> {
     /// How many of `tokens` are the prompt. The chosen token has output index
     /// `tokens.len() - prompt_len`.
     pub prompt_len: usize,
+    /// `None`: every token may be chosen.
+    pub allowed: Option<&'a TokenMask>,
 }
 
 /// Why no token can be chosen.
@@ -65,7 +68,7 @@ pub(crate) struct Scratch {
 
 /// Chooses the next token from raw `logits`, one per token of the vocabulary.
 pub fn sample(logits: &[f32], row: &SampleRow<'_>) -> Result<SampledToken, SampleError> {
-    let level = Level::find(Isa::Portable).unwrap_or(Level::Baseline);
+    let level = Level::find(Isa::Auto).unwrap_or(Level::Baseline);
     sample_with(level, &mut Scratch::default(), logits, row)
 }
 
@@ -86,6 +89,7 @@ pub(crate) fn sample_with(
         sampling,
         prompt,
         output,
+        row.allowed,
         logits,
         &mut scratch.logits,
         &mut scratch.counts,
@@ -190,7 +194,7 @@ mod tests {
     };
 
     fn row<'a>(sampling: &'a Sampling, tokens: &'a [u32]) -> SampleRow<'a> {
-        SampleRow { sampling, tokens, prompt_len: 0 }
+        SampleRow { sampling, tokens, prompt_len: 0, allowed: None }
     }
 
     fn warm() -> Sampling {
@@ -241,7 +245,7 @@ mod tests {
     fn bad_parameters_and_prompt_lengths_are_errors() {
         let bad = Sampling { top_p: f32::NAN, ..warm() };
         assert!(matches!(sample(&[1.0], &row(&bad, &[])), Err(SampleError::BadSampling(_))));
-        let row = SampleRow { sampling: &warm(), tokens: &[1], prompt_len: 2 };
+        let row = SampleRow { sampling: &warm(), tokens: &[1], prompt_len: 2, allowed: None };
         assert!(matches!(sample(&[1.0], &row), Err(SampleError::BadPromptLen { .. })));
     }
 
@@ -264,6 +268,34 @@ mod tests {
             assert!(id == 0 || id == 3);
         }
         assert_eq!(sample(&logits, &row(&sampling, &[0; 5])).unwrap().id, 1);
+    }
+
+    #[test]
+    fn only_what_a_grammar_allows_is_drawn_and_its_logprob_is_the_raw_one() {
+        let logits = [9.0, 1.0, 8.0, 1.0, 7.0];
+        let allowed = TokenMask::new(vec![0b01010], 5);
+        for sampling in [
+            Sampling::greedy(),
+            warm(),
+            Sampling { temperature: 2.0, top_k: 3, top_p: 0.9, min_p: 0.1, ..warm() },
+        ] {
+            let mut drawn = [0; 5];
+            for seed in 0..200 {
+                let sampling = Sampling { seed, logprobs: Some(1), ..sampling.clone() };
+                let row = SampleRow { allowed: Some(&allowed), ..row(&sampling, &[]) };
+                let token = sample(&logits, &row).unwrap();
+                drawn[token.id as usize] += 1;
+                let TokenLogprobs { chosen, top } = token.logprobs.unwrap();
+                assert_eq!(top[0].0, 0, "the best of the raw logits");
+                assert!((chosen - top[0].1 + 8.0).abs() < 1e-5);
+            }
+            assert_eq!((drawn[0], drawn[2], drawn[4]), (0, 0, 0));
+            assert!(drawn[1] > 60);
+        }
+        let nothing = TokenMask::new(vec![], 5);
+        let warm = warm();
+        let row = SampleRow { allowed: Some(&nothing), ..row(&warm, &[]) };
+        assert_eq!(sample(&logits, &row), Err(SampleError::NoCandidate { vocabulary: 5 }));
     }
 
     #[test]
@@ -329,7 +361,7 @@ mod tests {
                 logprobs: Some(5),
             };
             let tokens = [1, 2, 3, 2, 5];
-            let row = SampleRow { sampling: &sampling, tokens: &tokens, prompt_len: 2 };
+            let row = SampleRow { prompt_len: 2, ..row(&sampling, &tokens) };
             let want = sample_with(Level::Reference, &mut scratch, &logits, &row).unwrap();
             for level in levels() {
                 let got = sample_with(level, &mut scratch, &logits, &row).unwrap();

@@ -4,14 +4,11 @@ use super::isa::{BASELINE_FUSES, Isa, Level};
 
 /// Every level but the reference that this machine has, the compiler's target included.
 pub(crate) fn levels() -> Vec<Level> {
-    let mut levels = vec![Level::Baseline];
-    levels.extend(
-        [Isa::Portable, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx]
-            .into_iter()
-            .filter_map(|isa| Level::find(isa).ok())
-            .filter(|&level| level != Level::Baseline),
-    );
-    levels
+    Isa::ALL
+        .into_iter()
+        .filter(|isa| !matches!(isa, Isa::Auto | Isa::Reference))
+        .filter_map(|isa| Level::find(isa).ok())
+        .collect()
 }
 
 /// True when the level multiplies bf16 in pairs, which rounds otherwise than the reference.

@@ -8,7 +8,8 @@
 //! 4. The caller closes the job and waits for those who entered. A worker that was never scheduled
 //!    is not waited for: on a busy machine the caller does the work alone.
 //!
-//! Between regions a worker spins for [`SPIN`] and then parks, so that an idle pool costs nothing.
+//! Between regions a worker spins for some tens of microseconds and then parks, so that an idle pool
+//! costs nothing.
 
 use std::{
     any::Any,

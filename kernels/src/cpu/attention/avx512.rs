@@ -2,22 +2,22 @@
 //! weights, and 16 dimensions of a head for values.
 
 use std::arch::x86_64::{
-    __m512, _CMP_NLT_UQ, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps,
-    _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256,
-    _mm512_add_epi32, _mm512_add_ps, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512,
-    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32,
-    _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_blend_ps,
-    _mm512_maskz_mov_ps, _mm512_mul_ps, _mm512_reduce_max_ps, _mm512_set1_epi32, _mm512_set1_ps,
-    _mm512_setzero_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
-    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    __m512, _CMP_NLT_UQ, _mm256_loadu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_castps_si512,
+    _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32, _mm512_fmadd_ps,
+    _mm512_loadu_ps, _mm512_mask_blend_ps, _mm512_maskz_mov_ps, _mm512_mul_ps,
+    _mm512_reduce_max_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
+    _mm512_storeu_ps, _mm512_sub_ps,
 };
 
 use super::{
     Kv,
-    tile::{BLOCKS_TOGETHER, FEW_QUERIES, GROUP, TileMemory},
+    tile::{BLOCKS_TOGETHER, FEW_QUERIES, GROUP, Seen, TileMemory},
 };
 use crate::{
-    cpu::arithmetic::{EXP_COEFFICIENTS, EXP_ZERO, LANES, LN_2_HIGH, LN_2_LOW, LOG2_E, ROUND, exp},
+    cpu::{
+        arithmetic::{EXP_COEFFICIENTS, EXP_ZERO, LANES, LN_2_HIGH, LN_2_LOW, LOG2_E, ROUND, exp},
+        vectors::{sum_lanes, transpose_vectors},
+    },
     layout::{BLOCK_TOKENS, Dtype},
 };
 
@@ -25,6 +25,7 @@ use crate::{
 const VECTORS: usize = 4;
 /// Queries that share a load of values.
 const TOGETHER: usize = 4;
+const WHOLE_BLOCK: Seen = Seen { begin: 0, end: BLOCK_TOKENS };
 
 /// `keys` and `values` are `[token][dim]`.
 ///
@@ -50,7 +51,7 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
         }
         for first in (0..count).step_by(GROUP) {
             let queries = GROUP.min(count - first);
-            if tile.visible[first + queries - 1] == 0 {
+            if !tile.any_sees(first..first + queries) {
                 continue;
             }
             macro_rules! choose {
@@ -63,7 +64,7 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
             }
             choose!(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             for query in first..first + queries {
-                if tile.visible[query] > 0 {
+                if !tile.seen[query].is_empty() {
                     softmax(tile, query, query);
                 }
             }
@@ -72,12 +73,12 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
         let mut query = 0;
         while query < count {
             let end = query + TOGETHER;
-            if end <= count && tile.visible[query] == BLOCK_TOKENS {
-                accumulate::<TOGETHER, f32>(tile, values, query, query, BLOCK_TOKENS);
+            if end <= count && tile.all_see_all(query..end) {
+                accumulate::<TOGETHER, f32>(tile, values, query, query, WHOLE_BLOCK);
                 query = end;
             } else {
-                let tokens = tile.visible[query];
-                if tokens > 0 {
+                let tokens = tile.seen[query];
+                if !tokens.is_empty() {
                     accumulate::<1, f32>(tile, values, query, query, tokens);
                 }
                 query += 1;
@@ -139,23 +140,23 @@ pub(super) unsafe fn add_few<T: Kv>(tile: &mut TileMemory, first: usize, blocks:
             tile.look_at(first + block);
             let at = block * FEW_QUERIES;
             for query in 0..count {
-                if tile.visible[query] > 0 {
+                if !tile.seen[query].is_empty() {
                     softmax(tile, query, at + query);
                 }
             }
             let values = values.as_ptr();
-            if tile.visible[0] == BLOCK_TOKENS {
+            if tile.all_see_all(0..count) {
                 match count {
-                    1 => accumulate::<1, T>(tile, values, 0, at, BLOCK_TOKENS),
-                    2 => accumulate::<2, T>(tile, values, 0, at, BLOCK_TOKENS),
-                    3 => accumulate::<3, T>(tile, values, 0, at, BLOCK_TOKENS),
-                    _ => accumulate::<4, T>(tile, values, 0, at, BLOCK_TOKENS),
+                    1 => accumulate::<1, T>(tile, values, 0, at, WHOLE_BLOCK),
+                    2 => accumulate::<2, T>(tile, values, 0, at, WHOLE_BLOCK),
+                    3 => accumulate::<3, T>(tile, values, 0, at, WHOLE_BLOCK),
+                    _ => accumulate::<4, T>(tile, values, 0, at, WHOLE_BLOCK),
                 }
                 continue;
             }
             for query in 0..count {
-                let tokens = tile.visible[query];
-                if tokens > 0 {
+                let tokens = tile.seen[query];
+                if !tokens.is_empty() {
                     accumulate::<1, T>(tile, values, query, at + query, tokens);
                 }
             }
@@ -220,42 +221,14 @@ unsafe fn load<T: Kv>(from: *const T) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn transpose<T: Kv>(from: *const T, stride: usize, to: *mut f32) {
-    let mut rows = [_mm512_setzero_ps(); 16];
+    let mut rows = [_mm512_setzero_ps(); LANES];
     for (token, row) in rows.iter_mut().enumerate() {
         // SAFETY: row `token` is inside, as promised.
         *row = unsafe { load(from.add(token * stride)) };
     }
-    // Pairs, then fours of rows within each quarter of a vector, then the quarters themselves.
-    let mut pairs = [_mm512_setzero_ps(); 16];
-    for i in 0..8 {
-        pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
-        pairs[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
-    }
-    let mut fours = [_mm512_setzero_ps(); 16];
-    for i in 0..4 {
-        for half in 0..2 {
-            let (a, b) = (pairs[4 * i + half], pairs[4 * i + 2 + half]);
-            let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
-            fours[4 * i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-            fours[4 * i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-        }
-    }
-    // `fours[4 i + c]` has, in quarter q, dimension 4 q + c of the tokens 4 i .. 4 i + 4.
-    for c in 0..4 {
-        let low = _mm512_shuffle_f32x4::<0x88>(fours[c], fours[4 + c]);
-        let high = _mm512_shuffle_f32x4::<0xdd>(fours[c], fours[4 + c]);
-        let low_2 = _mm512_shuffle_f32x4::<0x88>(fours[8 + c], fours[12 + c]);
-        let high_2 = _mm512_shuffle_f32x4::<0xdd>(fours[8 + c], fours[12 + c]);
-        let columns = [
-            _mm512_shuffle_f32x4::<0x88>(low, low_2),
-            _mm512_shuffle_f32x4::<0x88>(high, high_2),
-            _mm512_shuffle_f32x4::<0xdd>(low, low_2),
-            _mm512_shuffle_f32x4::<0xdd>(high, high_2),
-        ];
-        for (quarter, column) in columns.into_iter().enumerate() {
-            // SAFETY: dimension 4 · quarter + c is one of 16.
-            unsafe { _mm512_storeu_ps(to.add((4 * quarter + c) * LANES), column) };
-        }
+    for (dimension, column) in transpose_vectors(rows).into_iter().enumerate() {
+        // SAFETY: one of 16 dimensions.
+        unsafe { _mm512_storeu_ps(to.add(dimension * LANES), column) };
     }
 }
 
@@ -295,12 +268,13 @@ unsafe fn scores<const Q: usize>(tile: &mut TileMemory, first: usize) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
 unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
-    let visible = ((1_u32 << tile.visible[query]) - 1) as u16;
+    let Seen { begin, end } = tile.seen[query];
+    let seen = ((1_u32 << end) - (1_u32 << begin)) as u16;
     // SAFETY: as promised.
     let at = unsafe { tile.weights.as_mut_ptr().add(at * BLOCK_TOKENS) };
     // SAFETY: 16 of them.
     let scores = unsafe { _mm512_loadu_ps(at) };
-    let scores = _mm512_mask_blend_ps(visible, _mm512_set1_ps(f32::NEG_INFINITY), scores);
+    let scores = _mm512_mask_blend_ps(seen, _mm512_set1_ps(f32::NEG_INFINITY), scores);
     let before = tile.maxima[query];
     let maximum = before.max(_mm512_reduce_max_ps(scores));
     let weights = exp_lanes(_mm512_sub_ps(scores, _mm512_set1_ps(maximum)));
@@ -336,17 +310,7 @@ fn exp_lanes(x: __m512) -> __m512 {
     _mm512_maskz_mov_ps(is_normal, _mm512_mul_ps(value, scale))
 }
 
-/// [`crate::cpu::arithmetic::sum_lanes`]: 8 apart, then 4, 2, 1.
-#[inline]
-#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-fn sum_lanes(lanes: __m512) -> f32 {
-    let eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
-    let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
-    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
-}
-
-/// Adds the first `tokens` values of a block (`[token][dim]`), weighted, to `Q` queries from `first`
+/// Adds the values of `tokens` of a block (`[token][dim]`), weighted, to `Q` queries from `first`
 /// on; their weights are number `at` on.
 ///
 /// # Safety
@@ -358,7 +322,7 @@ unsafe fn accumulate<const Q: usize, T: Kv>(
     values: *const T,
     first: usize,
     at: usize,
-    tokens: usize,
+    tokens: Seen,
 ) {
     let dim = tile.dim;
     for start in (0..dim).step_by(VECTORS * LANES) {
@@ -385,7 +349,7 @@ unsafe fn columns<const Q: usize, const V: usize, T: Kv>(
     values: *const T,
     first: usize,
     at: usize,
-    tokens: usize,
+    tokens: Seen,
     start: usize,
 ) {
     let dim = tile.dim;
@@ -400,7 +364,7 @@ unsafe fn columns<const Q: usize, const V: usize, T: Kv>(
             };
         }
     }
-    for token in 0..tokens {
+    for token in tokens.begin..tokens.end {
         let mut vectors = [_mm512_setzero_ps(); V];
         for (vector, value) in vectors.iter_mut().enumerate() {
             let from = token * dim + start + vector * LANES;

@@ -2,7 +2,7 @@
 
 use super::{
     Kv,
-    tile::{GROUP, TileMemory},
+    tile::{GROUP, Seen, TileMemory},
 };
 use crate::{
     cpu::{
@@ -57,13 +57,12 @@ fn add<T: Kv, const FUSED: bool>(tile: &mut TileMemory, keys: &[T], values: &[T]
         *to = value.widen();
     }
     for first in (0..tile.query_count).step_by(TOGETHER) {
-        let last = tile.query_count.min(first + TOGETHER) - 1;
-        if tile.visible[last] > 0 {
+        if tile.any_sees(first..tile.query_count.min(first + TOGETHER)) {
             scores::<FUSED>(tile, first);
         }
     }
     for query in 0..tile.query_count {
-        if tile.visible[query] > 0 {
+        if !tile.seen[query].is_empty() {
             softmax(tile, query);
             accumulate::<FUSED>(tile, query);
         }
@@ -92,7 +91,9 @@ fn scores<const FUSED: bool>(tile: &mut TileMemory, first: usize) {
 fn softmax(tile: &mut TileMemory, query: usize) {
     let weights: &mut [f32; BLOCK_TOKENS] =
         (&mut tile.weights[query * BLOCK_TOKENS..][..BLOCK_TOKENS]).try_into().expect("16 tokens");
-    weights[tile.visible[query]..].fill(f32::NEG_INFINITY);
+    let Seen { begin, end } = tile.seen[query];
+    weights[..begin].fill(f32::NEG_INFINITY);
+    weights[end..].fill(f32::NEG_INFINITY);
     let before = tile.maxima[query];
     let maximum = weights.iter().fold(before, |a, &b| a.max(b));
     for weight in weights.iter_mut() {
@@ -112,8 +113,10 @@ fn accumulate<const FUSED: bool>(tile: &mut TileMemory, query: usize) {
     for weighted in weighted.iter_mut() {
         *weighted *= tile.corrections[query];
     }
-    let weights = &tile.weights[query * BLOCK_TOKENS..][..tile.visible[query]];
-    for (&weight, values) in weights.iter().zip(tile.values.chunks_exact(tile.dim)) {
+    let Seen { begin, end } = tile.seen[query];
+    let weights = &tile.weights[query * BLOCK_TOKENS..][begin..end];
+    let values = &tile.values[begin * tile.dim..end * tile.dim];
+    for (&weight, values) in weights.iter().zip(values.chunks_exact(tile.dim)) {
         for (weighted, &value) in weighted.iter_mut().zip(values) {
             *weighted = multiply_add::<FUSED>(weight, value, *weighted);
         }

@@ -1,5 +1,7 @@
 //! The definition, one query at a time.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use crate::{
@@ -17,13 +19,14 @@ pub(crate) fn attention(
     layer: usize,
     shape: HeadShape,
     scale: f32,
+    window: usize,
     qkv: &[f32],
     step: &CpuStep,
     out: &mut [f32],
 ) {
     match step.layout().dtype {
-        Dtype::F32 => all_queries(layer, shape, scale, qkv, step, out, |x: f32| x),
-        Dtype::Bf16 => all_queries::<bf16>(layer, shape, scale, qkv, step, out, from_bf16),
+        Dtype::F32 => all_queries(layer, shape, scale, window, qkv, step, out, |x: f32| x),
+        Dtype::Bf16 => all_queries::<bf16>(layer, shape, scale, window, qkv, step, out, from_bf16),
     }
 }
 
@@ -31,6 +34,7 @@ fn all_queries<T: Element>(
     layer: usize,
     shape: HeadShape,
     scale: f32,
+    window: usize,
     qkv: &[f32],
     step: &CpuStep,
     out: &mut [f32],
@@ -39,15 +43,18 @@ fn all_queries<T: Element>(
     let dim = shape.head_dim;
     for sequence in &step.sequences {
         for row in sequence.rows.clone() {
-            let visible = step.positions[row] as usize + 1;
+            let end = step.positions[row] as usize + 1;
+            let begin = end.saturating_sub(window);
             for head in 0..shape.query_heads {
                 let query = &qkv[row * shape.qkv_width() + head * dim..][..dim];
                 let kv_head = head / (shape.query_heads / shape.kv_heads);
                 let mut state = Softmax::new(dim);
                 for (index, &block) in step.tables[sequence.table.clone()].iter().enumerate() {
-                    let tokens = visible.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
-                    if tokens == 0 {
-                        break;
+                    let in_block =
+                        |token: usize| token.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
+                    let tokens = in_block(begin)..in_block(end);
+                    if tokens.is_empty() {
+                        continue;
                     }
                     let keys = step.access.head::<T>(block, layer, KvHalf::Key, kv_head);
                     let values = step.access.head::<T>(block, layer, KvHalf::Value, kv_head);
@@ -72,21 +79,21 @@ impl Softmax {
         Self { maximum: f32::NEG_INFINITY, sum: 0.0, weighted: vec![0.0; dim] }
     }
 
-    /// Takes in the first `tokens` of a block. Products with keys run over the dimensions in
+    /// Takes in some tokens of a block. Products with keys run over the dimensions in
     /// order, weighted values over the tokens in order, each step one fused multiply-add.
     fn add_block<T: Element>(
         &mut self,
         query: &[f32],
         scale: f32,
-        tokens: usize,
+        tokens: Range<usize>,
         keys: &[T],
         values: &[T],
         widen: impl Fn(T) -> f32,
     ) {
         let dim = query.len();
         let mut scores = [f32::NEG_INFINITY; BLOCK_TOKENS];
-        for (token, score) in scores.iter_mut().take(tokens).enumerate() {
-            *score = (0..dim)
+        for token in tokens.clone() {
+            scores[token] = (0..dim)
                 .fold(0.0, |sum, d| (query[d] * scale).mul_add(widen(keys[token * dim + d]), sum));
         }
         let maximum = scores.iter().fold(self.maximum, |a, &b| a.max(b));
@@ -96,7 +103,7 @@ impl Softmax {
         self.sum = self.sum * correction + sum_lanes(weights);
         for d in 0..dim {
             let mut weighted = self.weighted[d] * correction;
-            for token in 0..tokens {
+            for token in tokens.clone() {
                 weighted = weights[token].mul_add(widen(values[token * dim + d]), weighted);
             }
             self.weighted[d] = weighted;

@@ -1,5 +1,7 @@
 //! The state of one tile: its queries and what they have summed up so far.
 
+use std::ops::Range;
+
 use super::{Kv, portable};
 use crate::{
     cpu::{
@@ -24,6 +26,8 @@ pub(super) struct TileMemory {
     /// Query heads of one row.
     head_count: usize,
     first_position: usize,
+    /// Tokens that a query sees, itself the last.
+    window: usize,
     /// `[group][dim][GROUP]`, scaled; unused places are zero.
     pub queries: Aligned<f32>,
     /// `[query][dim]`: values summed up by weight.
@@ -38,11 +42,28 @@ pub(super) struct TileMemory {
     /// Per query: what sums from before the present block are multiplied with.
     pub corrections: Vec<f32>,
     /// Per query: tokens of the present block that it sees.
-    pub visible: Vec<usize>,
+    pub seen: Vec<Seen>,
     /// `[dim][token]` of the present block, or `[block][dim][token]`.
     pub keys: Aligned<f32>,
     /// `[token][dim]` of the present block.
     pub values: Aligned<f32>,
+}
+
+/// Some tokens of a block, one after the other; may be none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub begin: usize,
+    pub end: usize,
+}
+
+impl Seen {
+    pub fn is_empty(self) -> bool {
+        self.begin >= self.end
+    }
+
+    pub fn is_whole(self) -> bool {
+        self == Seen { begin: 0, end: BLOCK_TOKENS }
+    }
 }
 
 impl Default for TileMemory {
@@ -53,13 +74,14 @@ impl Default for TileMemory {
             query_count: 0,
             head_count: 1,
             first_position: 0,
+            window: usize::MAX,
             queries: empty(),
             weighted: empty(),
             weights: empty(),
             maxima: Vec::new(),
             sums: Vec::new(),
             corrections: Vec::new(),
-            visible: Vec::new(),
+            seen: Vec::new(),
             keys: empty(),
             values: empty(),
         }
@@ -74,6 +96,7 @@ impl TileMemory {
         head_count: usize,
         dim: usize,
         first_position: usize,
+        window: usize,
     ) {
         let query_count = row_count * head_count;
         let groups = query_count.div_ceil(GROUP);
@@ -94,10 +117,10 @@ impl TileMemory {
             values.clear();
             values.resize(query_count, first);
         }
-        self.visible.clear();
-        self.visible.resize(query_count, 0);
+        self.seen.clear();
+        self.seen.resize(query_count, Seen::default());
         (self.dim, self.query_count) = (dim, query_count);
-        (self.head_count, self.first_position) = (head_count, first_position);
+        (self.head_count, self.first_position, self.window) = (head_count, first_position, window);
     }
 
     pub fn set_query(&mut self, query: usize, scale: f32, elements: &[f32]) {
@@ -134,10 +157,25 @@ impl TileMemory {
     /// Sets what each query sees of the sequence's block number `index`.
     #[inline]
     pub fn look_at(&mut self, index: usize) {
-        for (query, visible) in self.visible.iter_mut().enumerate() {
+        let in_block =
+            |position: usize| position.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
+        for (query, seen) in self.seen.iter_mut().enumerate() {
             let end = self.first_position + query / self.head_count + 1;
-            *visible = end.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
+            let begin = end.saturating_sub(self.window);
+            *seen = Seen { begin: in_block(begin), end: in_block(end) };
         }
+    }
+
+    /// True when one of `queries` sees a token of the present block.
+    #[inline]
+    pub fn any_sees(&self, queries: Range<usize>) -> bool {
+        self.seen[queries].iter().any(|seen| !seen.is_empty())
+    }
+
+    /// True when each of `queries` sees all tokens of the present block.
+    #[inline]
+    pub fn all_see_all(&self, queries: Range<usize>) -> bool {
+        self.seen[queries].iter().all(|seen| seen.is_whole())
     }
 
     /// The attention of one query, after its last block.

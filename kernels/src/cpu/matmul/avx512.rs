@@ -70,6 +70,7 @@ pub(super) unsafe fn tile(
             (panels.len() / panel_count, inputs)
         }
         PanelRange::Bf16(panels) => (panels.len() / panel_count, inputs.div_ceil(2)),
+        PanelRange::Q8(_) => unreachable!("8-bit panels have tiles of their own"),
     };
     assert!(panel_words >= groups * PANEL, "a panel has all of the groups");
     assert_eq!(products == Products::F32, matches!(tile.panels, PanelRange::F32(_)));

@@ -2,13 +2,16 @@
 
 use std::fmt;
 
-use super::super::{
-    aligned::{Aligned, Slab},
-    arithmetic::to_bf16_bits,
-    parts::Parts,
-    threads::ThreadPool,
+use super::{
+    super::{
+        aligned::{Aligned, Slab},
+        arithmetic::to_bf16_bits,
+        parts::Parts,
+        threads::ThreadPool,
+    },
+    q8,
 };
-use crate::{backend::RowSource, layout::Dtype};
+use crate::{backend::RowSource, layout::WeightFormat};
 
 /// Output features side by side in one panel: two vectors of 16.
 pub(crate) const PANEL: usize = 32;
@@ -17,8 +20,8 @@ pub(super) const INPUTS_STEP: usize = 32;
 
 /// A weight matrix `[out][in]`, packed in panels of 32 output features so that a kernel reads it
 /// front to back: f32 as `[panel][in][32]`, bf16 as `[panel][in / 2][32][2]` (a pair of inputs
-/// is one 32-bit lane). The last panel, and bf16's inputs to a multiple of 32, are filled up
-/// with zeros.
+/// is one 32-bit lane), q8 as `[panel][in / 32]` of `[8][32][4]` bytes and 32 scales. The last
+/// panel, and the inputs of bf16 and q8 to a multiple of 32, are filled up with zeros.
 pub struct CpuMatrix {
     rows: usize,
     cols: usize,
@@ -29,6 +32,8 @@ enum Panels {
     F32(Aligned<f32>),
     /// Two bf16 in one word, the even input in the lower half.
     Bf16(Aligned<u32>),
+    /// As [`q8`] has it.
+    Q8(Aligned<u32>),
 }
 
 /// Consecutive panels.
@@ -36,6 +41,7 @@ enum Panels {
 pub(super) enum PanelRange<'a> {
     F32(&'a [f32]),
     Bf16(&'a [u32]),
+    Q8(&'a [u32]),
 }
 
 impl CpuMatrix {
@@ -49,10 +55,11 @@ impl CpuMatrix {
         self.cols
     }
 
-    pub fn dtype(&self) -> Dtype {
+    pub fn format(&self) -> WeightFormat {
         match self.panels {
-            Panels::F32(_) => Dtype::F32,
-            Panels::Bf16(_) => Dtype::Bf16,
+            Panels::F32(_) => WeightFormat::F32,
+            Panels::Bf16(_) => WeightFormat::Bf16,
+            Panels::Q8(_) => WeightFormat::Q8,
         }
     }
 
@@ -60,21 +67,18 @@ impl CpuMatrix {
     pub fn byte_count(&self) -> usize {
         match &self.panels {
             Panels::F32(words) => words.len() * 4,
-            Panels::Bf16(words) => words.len() * 4,
+            Panels::Bf16(words) | Panels::Q8(words) => words.len() * 4,
         }
     }
 
     /// `count` panels from `first` on.
     pub(super) fn panel_range(&self, first: usize, count: usize) -> PanelRange<'_> {
+        let panel = panel_words(self.format(), self.cols);
+        let range = first * panel..(first + count) * panel;
         match &self.panels {
-            Panels::F32(words) => {
-                let panel = self.cols * PANEL;
-                PanelRange::F32(&words[first * panel..][..count * panel])
-            }
-            Panels::Bf16(words) => {
-                let panel = groups(Dtype::Bf16, self.cols) * PANEL;
-                PanelRange::Bf16(&words[first * panel..][..count * panel])
-            }
+            Panels::F32(words) => PanelRange::F32(&words[range]),
+            Panels::Bf16(words) => PanelRange::Bf16(&words[range]),
+            Panels::Q8(words) => PanelRange::Q8(&words[range]),
         }
     }
 
@@ -85,17 +89,14 @@ impl CpuMatrix {
     /// Row `row` as f32.
     pub(crate) fn copy_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.rows && out.len() == self.cols, "a row of the matrix");
-        let (panel, lane) = (row / PANEL, row % PANEL);
-        match &self.panels {
-            Panels::F32(words) => {
-                let panel = &words[panel * self.cols * PANEL..][..self.cols * PANEL];
+        let lane = row % PANEL;
+        match self.panel_range(row / PANEL, 1) {
+            PanelRange::F32(panel) => {
                 for (out, group) in out.iter_mut().zip(panel.chunks_exact(PANEL)) {
                     *out = group[lane];
                 }
             }
-            Panels::Bf16(words) => {
-                let pairs = groups(Dtype::Bf16, self.cols);
-                let panel = &words[panel * pairs * PANEL..][..pairs * PANEL];
+            PanelRange::Bf16(panel) => {
                 for (out, group) in out.chunks_mut(2).zip(panel.chunks_exact(PANEL)) {
                     let word = group[lane];
                     out[0] = f32::from_bits(word << 16);
@@ -104,21 +105,42 @@ impl CpuMatrix {
                     }
                 }
             }
+            PanelRange::Q8(panel) => {
+                let blocks = panel.as_chunks::<{ q8::PANEL_BLOCK_WORDS }>().0;
+                for (out, block) in out.chunks_mut(q8::BLOCK).zip(blocks) {
+                    let (numbers, scale) = q8::weights_of(block, lane);
+                    for (out, number) in out.iter_mut().zip(numbers) {
+                        *out = f32::from(number) * scale;
+                    }
+                }
+            }
         }
+    }
+
+    /// Block `block` of row `row`: numbers and scale.
+    ///
+    /// # Panics
+    /// When the matrix is not 8-bit.
+    pub(super) fn q8_block(&self, row: usize, block: usize) -> ([i8; q8::BLOCK], f32) {
+        let PanelRange::Q8(panel) = self.panel_range(row / PANEL, 1) else {
+            panic!("an 8-bit matrix, not {}", self.format())
+        };
+        q8::weights_of(&panel.as_chunks().0[block], row % PANEL)
     }
 }
 
 impl fmt::Debug for CpuMatrix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CpuMatrix[{}][{}] {}", self.rows, self.cols, self.dtype())
+        write!(f, "CpuMatrix[{}][{}] {}", self.rows, self.cols, self.format())
     }
 }
 
-/// Words of one output feature: one per input in f32, one per pair of inputs in bf16.
-fn groups(dtype: Dtype, cols: usize) -> usize {
-    match dtype {
-        Dtype::F32 => cols,
-        Dtype::Bf16 => cols.next_multiple_of(INPUTS_STEP) / 2,
+/// Words of one panel.
+fn panel_words(format: WeightFormat, cols: usize) -> usize {
+    match format {
+        WeightFormat::F32 => cols * PANEL,
+        WeightFormat::Bf16 => cols.next_multiple_of(INPUTS_STEP) / 2 * PANEL,
+        WeightFormat::Q8 => cols.div_ceil(q8::BLOCK) * q8::PANEL_BLOCK_WORDS,
     }
 }
 
@@ -126,51 +148,60 @@ fn groups(dtype: Dtype, cols: usize) -> usize {
 pub(crate) fn pack(
     pool: &mut ThreadPool,
     slab: &mut Slab,
-    dtype: Dtype,
+    format: WeightFormat,
     source: &dyn RowSource,
 ) -> CpuMatrix {
     let (rows, cols) = (source.rows(), source.cols());
-    let groups = groups(dtype, cols);
-    let elements = rows
-        .checked_next_multiple_of(PANEL)
-        .and_then(|rows| rows.checked_mul(groups))
-        .expect("a matrix fits the address space");
+    let panel_words = panel_words(format, cols);
+    let elements =
+        rows.div_ceil(PANEL).checked_mul(panel_words).expect("a matrix fits the address space");
     let mut words = slab.zeroed::<u32>(elements);
     let parts = Parts::new(&mut words);
     pool.run(rows.div_ceil(PANEL), &|_, panel| {
         let first = panel * PANEL;
         let lanes = PANEL.min(rows - first);
-        // One row more than needed, of zeros: the partner of an odd last input.
-        let mut plain = vec![0.0_f32; (cols + 1) * lanes];
-        for (lane, row) in plain.chunks_exact_mut(cols + 1).enumerate() {
+        // Zeros up to whole blocks and pairs.
+        let padded = cols.next_multiple_of(INPUTS_STEP);
+        let mut plain = vec![0.0_f32; padded * lanes];
+        for (lane, row) in plain.chunks_exact_mut(padded.max(1)).enumerate() {
             source.read_row(first + lane, &mut row[..cols]);
         }
         // SAFETY: every panel is packed by one task and panels do not overlap.
-        let panel = unsafe { parts.slice(panel * groups * PANEL, groups * PANEL) };
-        // What is beyond the last input stays zero.
-        let used = match dtype {
-            Dtype::F32 => cols,
-            Dtype::Bf16 => cols.div_ceil(2),
-        };
-        for (group, out) in panel.chunks_exact_mut(PANEL).take(used).enumerate() {
-            for (lane, out) in out.iter_mut().take(lanes).enumerate() {
-                let row = &plain[lane * (cols + 1)..][..cols + 1];
-                *out = match dtype {
-                    Dtype::F32 => row[group].to_bits(),
-                    Dtype::Bf16 => {
-                        let even = to_bf16_bits(row[group * 2]);
-                        let odd = to_bf16_bits(row[group * 2 + 1]);
-                        u32::from(even) | u32::from(odd) << 16
-                    }
-                };
-            }
+        let panel = unsafe { parts.slice(panel * panel_words, panel_words) };
+        for (lane, row) in plain.chunks_exact(padded.max(1)).enumerate() {
+            pack_row(format, lane, row, panel);
         }
     });
-    let panels = match dtype {
-        Dtype::F32 => Panels::F32(words.into_f32()),
-        Dtype::Bf16 => Panels::Bf16(words),
+    let panels = match format {
+        WeightFormat::F32 => Panels::F32(words.into_f32()),
+        WeightFormat::Bf16 => Panels::Bf16(words),
+        WeightFormat::Q8 => Panels::Q8(words),
     };
     CpuMatrix { rows, cols, panels }
+}
+
+/// Writes a row, zeros up to a multiple of 32 inputs, to its lane of a panel.
+fn pack_row(format: WeightFormat, lane: usize, row: &[f32], panel: &mut [u32]) {
+    let words = panel.iter_mut().skip(lane).step_by(PANEL);
+    match format {
+        WeightFormat::F32 => {
+            for (word, value) in words.zip(row) {
+                *word = value.to_bits();
+            }
+        }
+        WeightFormat::Bf16 => {
+            for (word, pair) in words.zip(row.as_chunks::<2>().0) {
+                let [even, odd] = pair.map(|value| u32::from(to_bf16_bits(value)));
+                *word = even | odd << 16;
+            }
+        }
+        WeightFormat::Q8 => {
+            let blocks = panel.as_chunks_mut::<{ q8::PANEL_BLOCK_WORDS }>().0;
+            for (block, values) in blocks.iter_mut().zip(row.as_chunks::<{ q8::BLOCK }>().0) {
+                q8::set_weights(block, lane, values);
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -186,17 +217,25 @@ mod tests {
             let values: Vec<f32> = (0..rows * cols).map(|i| i as f32 * 0.25 - 100.0).collect();
             let source = Plain { rows, cols, values };
             let mut pool = ThreadPool::new(threads, "test").unwrap();
-            for dtype in [Dtype::F32, Dtype::Bf16] {
-                let matrix = pack(&mut pool, &mut Slab::default(), dtype, &source);
-                prop_assert_eq!((matrix.rows(), matrix.cols(), matrix.dtype()), (rows, cols, dtype));
+            for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
+                let matrix = pack(&mut pool, &mut Slab::default(), format, &source);
+                prop_assert_eq!((matrix.rows(), matrix.cols(), matrix.format()), (rows, cols, format));
                 let mut row = vec![0.0; cols];
                 for index in 0..rows {
                     matrix.copy_row(index, &mut row);
-                    let want = source.values[index * cols..][..cols].iter().map(|&value| match dtype {
-                        Dtype::F32 => value,
-                        Dtype::Bf16 => half::bf16::from_f32(value).to_f32(),
-                    });
-                    prop_assert!(row.iter().copied().eq(want));
+                    let values = &source.values[index * cols..][..cols];
+                    let greatest = values.iter().fold(0.0, |a: f32, b| a.max(b.abs()));
+                    for (found, &value) in row.iter().zip(values) {
+                        match format {
+                            WeightFormat::F32 => prop_assert_eq!(*found, value),
+                            WeightFormat::Bf16 => {
+                                prop_assert_eq!(*found, half::bf16::from_f32(value).to_f32());
+                            }
+                            WeightFormat::Q8 => {
+                                prop_assert!((found - value).abs() <= greatest / 250.0);
+                            }
+                        }
+                    }
                 }
             }
         }

@@ -1,39 +1,22 @@
-//! Tiles in plain Rust, which the compiler turns into the vectors of the level.
+//! Tiles in plain Rust, which the compiler turns into vectors of its target.
 
 use super::{Target, Tile, pack::PanelRange};
 use crate::cpu::{
     arithmetic::{LANES, multiply_add},
-    isa::{BASELINE_FUSES, Level},
+    isa::BASELINE_FUSES,
     matmul::pack::PANEL,
 };
 
-/// Most rows of a block: four rows of 16 sums fit the registers of AVX2.
+/// Most rows of a block: four rows of 16 sums are 16 vectors of four lanes.
 pub(super) const BLOCK_ROWS_MAX: usize = 4;
 
 /// Multiplies one row block with one panel.
 ///
 /// # Safety
 /// `target` may be written in the tile's rows and columns.
-pub(super) unsafe fn tile(level: Level, tile: &Tile<'_>, target: &Target) {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: the level was found on this machine, and levels above it have what it has; the
-        // rest is the caller's promise.
-        Level::Avx2 | Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
-            avx2_tile(tile, target);
-        },
-        // SAFETY: the caller's promise.
-        Level::Reference | Level::Baseline => unsafe { with_rows::<BASELINE_FUSES>(tile, target) },
-    }
-}
-
-/// # Safety
-/// As [`tile`].
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn avx2_tile(tile: &Tile<'_>, target: &Target) {
+pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target) {
     // SAFETY: the caller's promise.
-    unsafe { with_rows::<true>(tile, target) }
+    unsafe { with_rows::<BASELINE_FUSES>(tile, target) }
 }
 
 /// # Safety
@@ -68,6 +51,7 @@ unsafe fn halves<const M: usize, const FUSED: bool>(tile: &Tile<'_>, target: &Ta
         let sums = match tile.panels {
             PanelRange::F32(panel) => f32_sums::<M, FUSED>(x, panel, first),
             PanelRange::Bf16(panel) => bf16_sums::<M, FUSED>(x, panel, first),
+            PanelRange::Q8(_) => unreachable!("8-bit panels have tiles of their own"),
         };
         let columns = LANES.min(tile.columns - first);
         for (row, sums) in sums.iter().enumerate() {

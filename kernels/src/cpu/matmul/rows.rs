@@ -9,6 +9,7 @@ use super::{
         threads::ThreadPool,
     },
     pack::INPUTS_STEP,
+    q8,
 };
 
 /// How an element of the left side is stored.
@@ -21,6 +22,8 @@ pub(super) enum RowFormat {
     Stepped,
     /// Two inputs in one word as bf16, the even one in the lower half.
     Pairs,
+    /// Blocks of 32 inputs, as [`q8::pack_inputs`] has them.
+    Q8,
 }
 
 impl RowFormat {
@@ -30,6 +33,7 @@ impl RowFormat {
             RowFormat::F32 | RowFormat::Rounded => k,
             RowFormat::Stepped => k.next_multiple_of(INPUTS_STEP),
             RowFormat::Pairs => k.div_ceil(2),
+            RowFormat::Q8 => k.div_ceil(q8::BLOCK) * q8::INPUT_WORDS,
         }
     }
 }
@@ -112,8 +116,18 @@ impl RowBlocks {
     }
 }
 
+/// Packs the rows of one block.
+fn pack_block_rows(level: Level, x: &[f32], k: usize, format: RowFormat, out: &mut [u32]) {
+    #[cfg(target_arch = "x86_64")]
+    if level == Level::Avx512Bf16 && format == RowFormat::Pairs && x.len() > k {
+        // SAFETY: the level was found on this machine.
+        return unsafe { avx512_pairs(x, k, out) };
+    }
+    pack_any_rows(level, x, k, format, out);
+}
+
 per_level! {
-    fn pack_block_rows(x: &[f32], k: usize, format: RowFormat, out: &mut [u32]) {
+    fn pack_any_rows(x: &[f32], k: usize, format: RowFormat, out: &mut [u32]) {
         match format {
             RowFormat::F32 => interleave::<1>(x, k, out, |[value]| value.to_bits()),
             RowFormat::Rounded => {
@@ -127,6 +141,26 @@ per_level! {
             RowFormat::Pairs => interleave::<2>(x, k, out, |[even, odd]| {
                 u32::from(to_bf16_bits(even)) | u32::from(to_bf16_bits(odd)) << 16
             }),
+            RowFormat::Q8 => quantise(x, k, out),
+        }
+    }
+}
+
+/// `[rows][k]` to `[block][INPUT_WORDS][rows]`; the last block is filled up with zeros.
+#[inline(always)]
+fn quantise(x: &[f32], k: usize, out: &mut [u32]) {
+    let rows = x.len() / k;
+    for (row, x) in x.chunks_exact(k).enumerate() {
+        let (whole, rest) = x.as_chunks::<{ q8::BLOCK }>();
+        let mut last = [0.0; q8::BLOCK];
+        last[..rest.len()].copy_from_slice(rest);
+        let last = (!rest.is_empty()).then_some(&last);
+        for (block, out) in
+            whole.iter().chain(last).zip(out.chunks_exact_mut(q8::INPUT_WORDS * rows))
+        {
+            for (word, packed) in q8::pack_inputs(block).into_iter().enumerate() {
+                out[word * rows + row] = packed;
+            }
         }
     }
 }
@@ -157,6 +191,44 @@ fn interleave<const N: usize>(
             let mut group = [0.0; N];
             group[..rest.len()].copy_from_slice(rest);
             last[row] = convert(group);
+        }
+    }
+}
+
+/// [`RowFormat::Pairs`] of 1 to 16 rows: vectors of 16 pairs, turned on their side.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn avx512_pairs(x: &[f32], k: usize, out: &mut [u32]) {
+    use std::arch::x86_64::{
+        __m512, __m512bh, _mm512_cvtne2ps_pbh, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
+        _mm512_setzero_ps,
+    };
+
+    use super::super::{arithmetic::LANES, vectors::transpose_vectors};
+
+    let (rows, groups) = (x.len() / k, k.div_ceil(2));
+    assert!(rows <= LANES && out.len() == rows * groups, "a block is [group][rows]");
+    let mask = |count: usize| ((1_u32 << count.min(LANES)) - 1) as u16;
+    for first in (0..groups).step_by(LANES) {
+        let inputs = k - first * 2;
+        let masks = [mask(inputs), mask(inputs.saturating_sub(LANES))];
+        let mut pairs = [_mm512_setzero_ps(); LANES];
+        for (row, pairs) in pairs.iter_mut().take(rows).enumerate() {
+            // SAFETY: the masks let through what is left of the row; both types are 64 plain bytes.
+            *pairs = unsafe {
+                let from = x.as_ptr().add(row * k + first * 2);
+                let low = _mm512_maskz_loadu_ps(masks[0], from);
+                let high = _mm512_maskz_loadu_ps(masks[1], from.wrapping_add(LANES));
+                std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low))
+            };
+        }
+        let count = LANES.min(groups - first);
+        for (group, column) in transpose_vectors(pairs).into_iter().take(count).enumerate() {
+            // SAFETY: the mask lets through the group's rows.
+            unsafe {
+                let to = out.as_mut_ptr().add((first + group) * rows).cast();
+                _mm512_mask_storeu_ps(to, mask(rows), column);
+            }
         }
     }
 }

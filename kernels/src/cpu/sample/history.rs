@@ -1,7 +1,8 @@
-//! What a sequence's own tokens change: penalties, and the mask of `min_tokens`.
+//! What a sequence's own tokens change: penalties, and the mask of `min_tokens`. Before them, what
+//! its grammar does not allow.
 
 use super::SampleError;
-use crate::sampling::Sampling;
+use crate::sampling::{Sampling, TokenMask};
 
 /// In a count: the token is in the prompt. The rest counts its places in the output.
 const IN_PROMPT: u32 = 1 << 31;
@@ -12,6 +13,7 @@ pub(super) fn adjust(
     sampling: &Sampling,
     prompt: &[u32],
     output: &[u32],
+    allowed: Option<&TokenMask>,
     logits: &[f32],
     adjusted: &mut Vec<f32>,
     counts: &mut Vec<u32>,
@@ -21,11 +23,14 @@ pub(super) fn adjust(
     let repeats = sampling.repetition_penalty != 1.0;
     let is_penalised =
         repeats || sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0;
-    if !is_masked && !is_penalised {
+    if allowed.is_none() && !is_masked && !is_penalised {
         return Ok(false);
     }
     adjusted.clear();
     adjusted.extend_from_slice(logits);
+    if let Some(allowed) = allowed {
+        keep_allowed(allowed, adjusted);
+    }
     if is_masked {
         for &token in &sampling.stop_token_ids {
             if let Some(logit) = adjusted.get_mut(token as usize) {
@@ -58,6 +63,23 @@ pub(super) fn adjust(
     Ok(true)
 }
 
+fn keep_allowed(allowed: &TokenMask, logits: &mut [f32]) {
+    let words = allowed.words().iter().copied().chain(std::iter::repeat(0));
+    for (logits, word) in logits.chunks_mut(32).zip(words) {
+        match word {
+            0 => logits.fill(f32::NEG_INFINITY),
+            u32::MAX => {}
+            _ => {
+                for (bit, logit) in logits.iter_mut().enumerate() {
+                    if word >> bit & 1 == 0 {
+                        *logit = f32::NEG_INFINITY;
+                    }
+                }
+            }
+        }
+    }
+}
+
 fn penalise(sampling: &Sampling, count: u32, logit: &mut f32) {
     let penalty = sampling.repetition_penalty;
     let repeated = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
@@ -73,9 +95,19 @@ mod tests {
     use super::*;
 
     fn adjusted(sampling: &Sampling, prompt: &[u32], output: &[u32], logits: &[f32]) -> Vec<f32> {
+        masked(sampling, prompt, output, None, logits)
+    }
+
+    fn masked(
+        sampling: &Sampling,
+        prompt: &[u32],
+        output: &[u32],
+        allowed: Option<&TokenMask>,
+        logits: &[f32],
+    ) -> Vec<f32> {
         let (mut adjusted, mut counts) = (Vec::new(), Vec::new());
         let is_adjusted =
-            adjust(sampling, prompt, output, logits, &mut adjusted, &mut counts).unwrap();
+            adjust(sampling, prompt, output, allowed, logits, &mut adjusted, &mut counts).unwrap();
         assert!(counts.iter().all(|&count| count == 0));
         if is_adjusted { adjusted } else { logits.to_vec() }
     }
@@ -121,6 +153,30 @@ mod tests {
         assert_eq!(adjusted(&sampling, &[5, 5, 5], &[], &logits), masked);
         assert_eq!(adjusted(&sampling, &[], &[0], &logits), masked);
         assert_eq!(adjusted(&sampling, &[], &[0, 0], &logits), logits);
+    }
+
+    #[test]
+    fn what_is_not_allowed_stays_so_whatever_the_penalties() {
+        const NONE: f32 = f32::NEG_INFINITY;
+        let logits: Vec<f32> = (0..70).map(|token| token as f32 - 35.0).collect();
+        let mask = TokenMask::new(vec![1 << 3, 0, u32::MAX], 70);
+        let kept = |token: usize| if token == 3 || token >= 64 { logits[token] } else { NONE };
+        let greedy = Sampling::greedy();
+        let all: Vec<f32> = (0..70).map(kept).collect();
+        assert_eq!(masked(&greedy, &[], &[], Some(&mask), &logits), all);
+        let sampling = Sampling {
+            repetition_penalty: 2.0,
+            presence_penalty: -2.0,
+            frequency_penalty: -2.0,
+            ..greedy
+        };
+        let tokens: Vec<u32> = (0..70).collect();
+        let left = masked(&sampling, &tokens, &tokens, Some(&mask), &logits);
+        assert_eq!((left[3], left[69]), (-64.0 + 4.0, 17.0 + 4.0));
+        assert!(left.iter().enumerate().all(|(token, &x)| (x == NONE) == (kept(token) == NONE)));
+        // A mask of a smaller vocabulary allows nothing beyond it.
+        let small = TokenMask::new(vec![u32::MAX], 32);
+        assert_eq!(masked(&Sampling::greedy(), &[], &[], Some(&small), &logits)[32..], [NONE; 38]);
     }
 
     #[test]

@@ -1,0 +1,279 @@
+//! Attention over bf16 KV with `vdpbf16ps`: queries, keys, weights and values are multiplied in
+//! pairs of bf16 and summed in f32.
+//!
+//! Keys are taken in *spans* of 64 tokens counted from position 0, with one running maximum and sum
+//! per query. Four spans are a *segment*: it begins anew, and the segments of a query are merged in
+//! order at the end. Both cuts belong to the position, not to the step, so the result does not
+//! depend on chunks, and a long context can be shared out over the threads by segments.
+//!
+//! Queries and weights are rounded to bf16, so the result is not the reference's to the bit.
+
+mod kernel;
+mod tile;
+
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
+
+use self::{
+    kernel::SpanParts,
+    tile::{SEGMENT_BLOCKS, SPAN_BLOCKS, STRIP, Tile},
+};
+use super::{RowTile, SHARED_WORK_MIN, tile_work};
+use crate::{
+    backend::HeadShape,
+    cpu::{
+        parts::Parts,
+        step::{CpuStep, SequenceRows},
+        threads::ThreadPool,
+    },
+    layout::{BLOCK_TOKENS, KvHalf},
+};
+
+/// Most queries of a tile. Turning a span's keys on their side costs as much as some ten queries;
+/// twice as many queries would push their sums out of the first-level cache.
+const TILE_QUERIES_MAX: usize = 96;
+/// Tasks per thread that are aimed for, so that no thread waits long for the last.
+const TASKS_PER_THREAD: usize = 4;
+
+/// Memory that is reused.
+pub(super) struct Scratch {
+    tiles: Vec<Mutex<Tile>>,
+    /// Of tiles that are split by segments: the sums of each.
+    partial: Vec<f32>,
+}
+
+impl Scratch {
+    pub fn new(threads: usize) -> Self {
+        Self { tiles: (0..threads).map(|_| Mutex::default()).collect(), partial: Vec::new() }
+    }
+}
+
+/// The queries of one tile and one KV head.
+struct Work<'a> {
+    tile: &'a RowTile<'a>,
+    kv_head: usize,
+    /// Block numbers of the sequence that its queries see.
+    blocks: Range<usize>,
+}
+
+impl Work<'_> {
+    /// Segments that its queries see.
+    fn segments(&self) -> Range<usize> {
+        self.blocks.start / SEGMENT_BLOCKS..self.blocks.end.div_ceil(SEGMENT_BLOCKS)
+    }
+}
+
+/// True when heads of this width can be computed here.
+pub(super) fn fits(shape: HeadShape) -> bool {
+    shape.head_dim.is_multiple_of(16)
+}
+
+/// As [`super::attention`], over bf16 KV.
+///
+/// # Safety
+/// The machine has AVX-512 (F, BW, DQ, VL) and AVX-512-BF16; [`fits`] holds.
+pub(super) unsafe fn attention(
+    pool: &mut ThreadPool,
+    scratch: &mut Scratch,
+    layer: usize,
+    shape: HeadShape,
+    scale: f32,
+    window: usize,
+    qkv: &[f32],
+    step: &CpuStep,
+    out: &mut [f32],
+) {
+    let group = shape.query_heads / shape.kv_heads;
+    let rows = row_tiles(step, group, tile_queries(pool, step.rows() * shape.query_heads));
+    let works: Vec<Work<'_>> = rows
+        .iter()
+        .flat_map(|tile| {
+            let blocks = visible_blocks(tile, window);
+            (0..shape.kv_heads).map(move |kv_head| Work { tile, kv_head, blocks: blocks.clone() })
+        })
+        .collect();
+    let pass = Pass { layer, shape, scale, window, qkv, step };
+    let Scratch { tiles, partial } = scratch;
+    let sums = Parts::new(out);
+    let threads = pool.threads();
+    let multiply_adds = tile_work(&rows, step, window) * (group + 4) * shape.kv_heads;
+    let is_small = multiply_adds * shape.head_dim * 2 < SHARED_WORK_MIN;
+    let mut share = |tasks: usize, task: &(dyn Fn(usize, usize) + Sync)| match is_small {
+        true => (0..tasks).for_each(|number| task(0, number)),
+        false => pool.run(tasks, task),
+    };
+    let memory = |thread: usize| tiles[thread].lock().unwrap_or_else(PoisonError::into_inner);
+
+    if is_small || works.len() >= 2 * threads {
+        share(works.len(), &|thread, number| {
+            let (work, mut tile) = (&works[number], memory(thread));
+            // SAFETY: the features and the width are the caller's promise; rows and heads belong
+            // to this task alone.
+            unsafe {
+                pass.begin(work, &mut tile);
+                for segment in work.segments() {
+                    pass.segment(work, segment, &mut tile);
+                    kernel::merge_own(&mut tile);
+                }
+                pass.finish(work, &mut tile, &sums);
+            }
+        });
+        return;
+    }
+
+    // Few tiles: each segment is a task, and its sums wait in memory for the others.
+    let pieces: Vec<(usize, usize)> = works
+        .iter()
+        .enumerate()
+        .flat_map(|(index, work)| work.segments().map(move |segment| (index, segment)))
+        .collect();
+    let query_floats = tile::sums_len(shape.head_dim);
+    let piece_floats = TILE_QUERIES_MAX.max(group) * query_floats;
+    if partial.len() < pieces.len() * piece_floats {
+        partial.resize(pieces.len() * piece_floats, 0.0);
+    }
+    let parts = Parts::new(partial);
+    share(pieces.len(), &|thread, number| {
+        let (index, segment) = pieces[number];
+        let (work, mut tile) = (&works[index], memory(thread));
+        let length = work.tile.row_count * group * query_floats;
+        // SAFETY: as above; every piece has a place of its own.
+        unsafe {
+            pass.begin(work, &mut tile);
+            pass.segment(work, segment, &mut tile);
+            kernel::write_sums(&tile, parts.slice(number * piece_floats, length));
+        }
+    });
+    share(works.len(), &|thread, index| {
+        let (work, mut tile) = (&works[index], memory(thread));
+        let length = work.tile.row_count * group * query_floats;
+        tile.begin(work.tile.row_count, group, shape.head_dim, scale);
+        for (number, _) in pieces.iter().enumerate().filter(|(_, piece)| piece.0 == index) {
+            // SAFETY: as above; the pieces were written by the region before, and their merge
+            // only reads.
+            unsafe {
+                kernel::merge(&mut tile, parts.slice(number * piece_floats, length));
+            }
+        }
+        // SAFETY: as above.
+        unsafe { pass.finish(work, &mut tile, &sums) };
+    });
+}
+
+/// What all tasks of one call share.
+struct Pass<'a> {
+    layer: usize,
+    shape: HeadShape,
+    scale: f32,
+    window: usize,
+    qkv: &'a [f32],
+    step: &'a CpuStep,
+}
+
+impl Pass<'_> {
+    /// Query heads to a KV head.
+    fn group(&self) -> usize {
+        self.shape.query_heads / self.shape.kv_heads
+    }
+
+    /// Loads the queries and forgets the last tile's sums.
+    fn begin(&self, work: &Work<'_>, tile: &mut Tile) {
+        let (group, dim) = (self.group(), self.shape.head_dim);
+        tile.begin(work.tile.row_count, group, dim, self.scale);
+        for row in 0..work.tile.row_count {
+            let qkv = &self.qkv[(work.tile.first_row + row) * self.shape.qkv_width()..];
+            for head in 0..group {
+                let query = &qkv[(work.kv_head * group + head) * dim..][..dim];
+                tile.set_query(row * group + head, query);
+            }
+        }
+    }
+
+    /// The sums over one segment, from nothing.
+    ///
+    /// # Safety
+    /// As [`attention`].
+    unsafe fn segment(&self, work: &Work<'_>, segment: usize, tile: &mut Tile) {
+        let blocks = work.blocks.start.max(segment * SEGMENT_BLOCKS)
+            ..work.blocks.end.min((segment + 1) * SEGMENT_BLOCKS);
+        let table = &self.step.tables[work.tile.sequence.table.clone()];
+        let first_position = first_position(work.tile);
+        tile.begin_segment();
+        let span_parts = |span: usize| -> SpanParts<'_> {
+            std::array::from_fn(|index| {
+                let number = span * SPAN_BLOCKS + index;
+                if !blocks.contains(&number) {
+                    return (&[][..], &[][..]);
+                }
+                let head =
+                    |half| self.step.access.head(table[number], self.layer, half, work.kv_head);
+                (head(KvHalf::Key), head(KvHalf::Value))
+            })
+        };
+        let spans = blocks.start / SPAN_BLOCKS..blocks.end.div_ceil(SPAN_BLOCKS);
+        for span in spans {
+            let parts = span_parts(span);
+            let first_token = span * SPAN_BLOCKS * BLOCK_TOKENS;
+            tile.look_at(first_token, first_position, self.window);
+            // SAFETY: the caller's promise.
+            unsafe { kernel::add_span(tile, &parts) };
+        }
+    }
+
+    /// Writes the merged sums out.
+    ///
+    /// # Safety
+    /// As [`attention`]; rows and heads belong to this task alone.
+    unsafe fn finish(&self, work: &Work<'_>, tile: &mut Tile, out: &Parts<'_, f32>) {
+        let (group, dim) = (self.group(), self.shape.head_dim);
+        for row in 0..work.tile.row_count {
+            let start =
+                (work.tile.first_row + row) * self.shape.query_width() + work.kv_head * group * dim;
+            // SAFETY: the caller's promise.
+            let out = unsafe { out.slice(start, group * dim) };
+            for (head, out) in out.chunks_exact_mut(dim).enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { kernel::finish(tile, row * group + head, out) };
+            }
+        }
+    }
+}
+
+/// Queries of a tile, so that all queries of a step make a few tiles for every thread.
+fn tile_queries(pool: &ThreadPool, query_count: usize) -> usize {
+    let even = query_count / (pool.threads() * TASKS_PER_THREAD);
+    (even / STRIP * STRIP).clamp(STRIP, TILE_QUERIES_MAX)
+}
+
+/// Late rows see most keys: they begin first, so that no long task is left for the end.
+fn row_tiles(step: &CpuStep, group: usize, tile_queries: usize) -> Vec<RowTile<'_>> {
+    let tile_rows = (tile_queries / group).max(1);
+    let tiles = |sequence: &'_ SequenceRows| {
+        let rows = sequence.rows.clone();
+        rows.step_by(tile_rows).rev().collect::<Vec<_>>()
+    };
+    step.sequences
+        .iter()
+        .flat_map(|sequence| {
+            tiles(sequence).into_iter().map(move |first_row| RowTile {
+                sequence,
+                first_row,
+                row_count: tile_rows.min(sequence.rows.end - first_row),
+            })
+        })
+        .collect()
+}
+
+/// Position of a tile's first row.
+fn first_position(tile: &RowTile<'_>) -> usize {
+    tile.sequence.first_position + tile.first_row - tile.sequence.rows.start
+}
+
+/// Numbers of the blocks that a tile's rows see.
+fn visible_blocks(tile: &RowTile<'_>, window: usize) -> Range<usize> {
+    let first = first_position(tile);
+    let last = first + tile.row_count - 1;
+    (first + 1).saturating_sub(window) / BLOCK_TOKENS..last / BLOCK_TOKENS + 1
+}

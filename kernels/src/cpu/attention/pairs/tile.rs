@@ -1,0 +1,132 @@
+//! The state of one tile: its queries, the present span, and what was summed up so far.
+
+use crate::{
+    cpu::{
+        aligned::Aligned,
+        arithmetic::{LANES, to_bf16_bits},
+    },
+    layout::BLOCK_TOKENS,
+};
+
+/// Blocks of one span.
+pub(super) const SPAN_BLOCKS: usize = 4;
+/// Tokens of one span: four vectors of scores.
+pub(super) const SPAN: usize = SPAN_BLOCKS * BLOCK_TOKENS;
+/// Blocks of one segment.
+pub(super) const SEGMENT_BLOCKS: usize = 4 * SPAN_BLOCKS;
+/// Queries whose sums are in registers together: 6 · 4 vectors.
+pub(super) const STRIP: usize = 6;
+/// What a maximum begins with. Finite, so that differences are numbers.
+pub(super) const NO_SCORE: f32 = -1e30;
+
+/// Floats of one query's sums in memory: the maximum, the sum of weights, filling to a vector,
+/// the weighted values.
+pub(super) fn sums_len(dim: usize) -> usize {
+    LANES + dim
+}
+
+/// One tile's memory, kept from tile to tile. Queries are numbered row by row, and within a row
+/// head by head, so their positions do not decrease.
+pub(super) struct Tile {
+    pub dim: usize,
+    pub query_count: usize,
+    /// Query heads of one row.
+    head_count: usize,
+    /// Scores to powers of two: the softmax's scale over ln 2.
+    pub log2_scale: f32,
+    /// `[strip][dim / 2][STRIP]`: pairs of a query's elements.
+    pub queries: Aligned<u32>,
+    /// `[dim / 2][SPAN]` of the present span: pairs of a key's elements.
+    pub keys: Aligned<u32>,
+    /// `[SPAN / 2][dim]` of the present span: pairs of tokens.
+    pub values: Aligned<u32>,
+    /// `[STRIP][SPAN / 2]` of the present strip and span: pairs of tokens.
+    pub weights: Aligned<u32>,
+    /// Per query of the present span: the tokens it sees, a bit each.
+    pub seen: Vec<u64>,
+    /// Tokens of the present span that some query sees, counted from the first.
+    pub known: usize,
+    /// Of the present segment, per query: the greatest score.
+    pub maxima: Vec<f32>,
+    /// Of the present segment: `[query][16]`, sums of weights by lane.
+    pub sums: Aligned<f32>,
+    /// Of the present segment: `[query][dim]`, values summed up by weight.
+    pub weighted: Aligned<f32>,
+    /// Of all merged segments: `[query][sums_len(dim)]`.
+    pub merged: Aligned<f32>,
+}
+
+impl Default for Tile {
+    fn default() -> Self {
+        Self {
+            dim: 0,
+            query_count: 0,
+            head_count: 1,
+            log2_scale: 0.0,
+            queries: Aligned::zeroed(0),
+            keys: Aligned::zeroed(0),
+            values: Aligned::zeroed(0),
+            weights: Aligned::zeroed(STRIP * SPAN / 2),
+            seen: Vec::new(),
+            known: 0,
+            maxima: Vec::new(),
+            sums: Aligned::zeroed(0),
+            weighted: Aligned::zeroed(0),
+            merged: Aligned::zeroed(0),
+        }
+    }
+}
+
+impl Tile {
+    /// Makes room for `row_count` rows of `head_count` queries and forgets the last tile.
+    pub fn begin(&mut self, row_count: usize, head_count: usize, dim: usize, scale: f32) {
+        let query_count = row_count * head_count;
+        let room = query_count.next_multiple_of(STRIP);
+        if self.dim != dim || self.sums.len() < room * LANES {
+            self.queries = Aligned::zeroed(room * dim / 2);
+            self.keys = Aligned::zeroed(dim / 2 * SPAN);
+            self.values = Aligned::zeroed(SPAN / 2 * dim);
+            self.sums = Aligned::zeroed(room * LANES);
+            self.weighted = Aligned::zeroed(room * dim);
+            self.merged = Aligned::zeroed(room * sums_len(dim));
+        }
+        (self.dim, self.query_count, self.head_count) = (dim, query_count, head_count);
+        self.log2_scale = scale * std::f32::consts::LOG2_E;
+        for merged in self.merged.chunks_exact_mut(sums_len(dim)).take(query_count) {
+            merged.fill(0.0);
+            merged[0] = NO_SCORE;
+        }
+        self.seen.clear();
+        self.seen.resize(query_count, 0);
+    }
+
+    pub fn set_query(&mut self, query: usize, elements: &[f32]) {
+        let strip_words = self.dim / 2 * STRIP;
+        let strip = &mut self.queries[query / STRIP * strip_words..][..strip_words];
+        let places = strip.iter_mut().skip(query % STRIP).step_by(STRIP);
+        for (place, pair) in places.zip(elements.as_chunks::<2>().0) {
+            let [even, odd] = pair.map(|element| u32::from(to_bf16_bits(element)));
+            *place = even | odd << 16;
+        }
+    }
+
+    /// Begins the sums of a segment.
+    pub fn begin_segment(&mut self) {
+        self.maxima.clear();
+        self.maxima.resize(self.query_count, NO_SCORE);
+        self.sums[..self.query_count * LANES].fill(0.0);
+        self.weighted[..self.query_count * self.dim].fill(0.0);
+    }
+
+    /// Sets what each query sees of the span that begins with token `first`, when the first row is
+    /// at `position` and a row sees `window` tokens, itself the last.
+    pub fn look_at(&mut self, first: usize, position: usize, window: usize) {
+        let in_span = |token: usize| token.saturating_sub(first).min(SPAN);
+        let below = |token: usize| ((1_u128 << in_span(token)) - 1) as u64;
+        for (row, seen) in self.seen.chunks_mut(self.head_count).enumerate() {
+            let end = position + row + 1;
+            seen.fill(below(end) & !below(end.saturating_sub(window)));
+        }
+        self.known = in_span(position + self.query_count / self.head_count);
+    }
+}

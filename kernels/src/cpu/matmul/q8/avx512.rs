@@ -1,0 +1,134 @@
+//! 8-bit tiles for AVX-512 with VNNI: `vpdpbusd` multiplies four bytes with four bytes and adds up.
+
+use std::arch::x86_64::{
+    __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_cvtepi32_ps,
+    _mm512_cvtph_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_loadu_si512,
+    _mm512_mask_storeu_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
+};
+
+use super::{
+    super::{PanelRange, Target, Tile},
+    BLOCK, GROUP, INPUT_WORDS, NUMBER_WORDS, PANEL_BLOCK_WORDS,
+};
+use crate::cpu::{arithmetic::LANES, matmul::pack::PANEL};
+
+/// Most rows of a block: 6 rows of a panel are 12 vectors of whole numbers and 12 of sums.
+pub(in crate::cpu::matmul) const BLOCK_ROWS_MAX: usize = 6;
+/// How far ahead weights are fetched when few rows make memory the limit.
+const PREFETCH_BYTES: usize = 2176;
+const GROUPS: usize = BLOCK / GROUP;
+
+/// Panels that one tile takes for blocks of so many rows.
+pub(in crate::cpu::matmul) fn panels_for(rows: usize) -> usize {
+    match rows {
+        0..=1 => 4,
+        2..=3 => 2,
+        _ => 1,
+    }
+}
+
+/// Multiplies one row block with 1 to [`panels_for`] panels.
+///
+/// # Safety
+/// The machine has AVX-512 (F, BW) and AVX-512-VNNI. `target` may be written in every row of the
+/// block, `tile.columns` elements each.
+pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
+    let blocks = tile.k.div_ceil(BLOCK);
+    let PanelRange::Q8(panels) = tile.panels else { unreachable!("the panels are 8-bit") };
+    assert_eq!(tile.x.len(), tile.row_count * blocks * INPUT_WORDS, "a block is [group][rows]");
+    assert_eq!(panels.len(), panel_count * blocks * PANEL_BLOCK_WORDS);
+    macro_rules! choose {
+        ($(($m:literal, $p:literal)),+) => {
+            match (tile.row_count, panel_count) {
+                // SAFETY: the lengths were checked above for this many rows and panels; the rest
+                // is the caller's promise.
+                $(($m, $p) => unsafe { sized::<$m, $p>(tile, panels, target, blocks) },)+
+                (rows, panels) => unreachable!("no tile of {rows} rows and {panels} panels"),
+            }
+        };
+    }
+    choose!((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1), (1, 2), (2, 2), (3, 2), (1, 3), (1, 4));
+}
+
+/// # Safety
+/// `tile.x` is `[blocks][INPUT_WORDS][M]`, `panels` is `[P][blocks][PANEL_BLOCK_WORDS]`, and as
+/// [`tile`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn sized<const M: usize, const P: usize>(
+    tile: &Tile<'_>,
+    panels: &[u32],
+    target: &Target,
+    blocks: usize,
+) {
+    let mut sums = [[[_mm512_setzero_ps(); 2]; P]; M];
+    for block in 0..blocks {
+        for p in 0..P {
+            // SAFETY: block and panel are inside, as promised.
+            unsafe {
+                let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
+                let weights = panels.as_ptr().add((p * blocks + block) * PANEL_BLOCK_WORDS);
+                add_block::<M, P>(&mut sums, p, x, weights);
+            }
+        }
+    }
+    for (row, sums) in sums.iter().enumerate() {
+        for (vector, sums) in sums.as_flattened().iter().enumerate() {
+            let first = vector * LANES;
+            let columns = LANES.min(tile.columns.saturating_sub(first));
+            let mask = ((1_u32 << columns) - 1) as u16;
+            // SAFETY: the columns that the mask lets through are in the target.
+            unsafe { _mm512_mask_storeu_ps(target.at(row, first), mask, *sums) };
+        }
+    }
+}
+
+/// Adds one block's products of every row to the sums of panel `p`.
+///
+/// # Safety
+/// `x` points to `[INPUT_WORDS][M]` words, `weights` to a panel's block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn add_block<const M: usize, const P: usize>(
+    sums: &mut [[[__m512; 2]; P]; M],
+    p: usize,
+    x: *const u32,
+    weights: *const u32,
+) {
+    // SAFETY: as promised.
+    unsafe {
+        let word = |group: usize, m: usize| (*x.add(group * M + m)).cast_signed();
+        let mut whole: [[__m512i; 2]; M] =
+            std::array::from_fn(|m| [_mm512_set1_epi32(word(GROUPS + 1, m)); 2]);
+        for group in 0..GROUPS {
+            let at = weights.add(group * PANEL);
+            prefetch::<M>(at.cast());
+            let numbers = [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(LANES).cast())];
+            for (m, whole) in whole.iter_mut().enumerate() {
+                let x = _mm512_set1_epi32(word(group, m));
+                for (whole, numbers) in whole.iter_mut().zip(numbers) {
+                    *whole = _mm512_dpbusd_epi32(*whole, numbers, x);
+                }
+            }
+        }
+        let scales = weights.add(NUMBER_WORDS);
+        let scales =
+            [0, LANES / 2].map(|at| _mm512_cvtph_ps(_mm256_loadu_si256(scales.add(at).cast())));
+        for (m, whole) in whole.into_iter().enumerate() {
+            let x_scale = _mm512_set1_ps(f32::from_bits(*x.add(GROUPS * M + m)));
+            for ((sum, whole), scale) in sums[m][p].iter_mut().zip(whole).zip(scales) {
+                let scale = _mm512_mul_ps(scale, x_scale);
+                *sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), scale, *sum);
+            }
+        }
+    }
+}
+
+/// Fetches the two lines that are read a little later; the address need not be inside.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn prefetch<const M: usize>(group: *const u8) {
+    if M <= 4 {
+        _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES).cast());
+        _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES + 64).cast());
+    }
+}

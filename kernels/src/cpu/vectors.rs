@@ -1,0 +1,54 @@
+//! What several operations do with vectors of AVX-512.
+
+use std::arch::x86_64::{
+    __m512, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps, _mm256_add_ps,
+    _mm256_castps256_ps128, _mm256_extractf128_ps, _mm512_castpd_ps, _mm512_castps_pd,
+    _mm512_castps512_ps256, _mm512_extractf32x8_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4,
+    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+};
+
+use super::arithmetic::LANES;
+
+/// 16 vectors turned on their side.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
+    // Pairs, then fours of rows within each quarter of a vector, then the quarters themselves.
+    let mut pairs = [_mm512_setzero_ps(); LANES];
+    for i in 0..8 {
+        pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+        pairs[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+    }
+    let mut fours = [_mm512_setzero_ps(); LANES];
+    for i in 0..4 {
+        for half in 0..2 {
+            let (a, b) = (pairs[4 * i + half], pairs[4 * i + 2 + half]);
+            let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+            fours[4 * i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            fours[4 * i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    // `fours[4 i + c]` has, in quarter q, column 4 q + c of the rows 4 i .. 4 i + 4.
+    let mut columns = [_mm512_setzero_ps(); LANES];
+    for c in 0..4 {
+        let low = _mm512_shuffle_f32x4::<0x88>(fours[c], fours[4 + c]);
+        let high = _mm512_shuffle_f32x4::<0xdd>(fours[c], fours[4 + c]);
+        let low_2 = _mm512_shuffle_f32x4::<0x88>(fours[8 + c], fours[12 + c]);
+        let high_2 = _mm512_shuffle_f32x4::<0xdd>(fours[8 + c], fours[12 + c]);
+        columns[c] = _mm512_shuffle_f32x4::<0x88>(low, low_2);
+        columns[4 + c] = _mm512_shuffle_f32x4::<0x88>(high, high_2);
+        columns[8 + c] = _mm512_shuffle_f32x4::<0xdd>(low, low_2);
+        columns[12 + c] = _mm512_shuffle_f32x4::<0xdd>(high, high_2);
+    }
+    columns
+}
+
+/// [`super::arithmetic::sum_lanes`]: 8 apart, then 4, 2, 1.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
+pub(crate) fn sum_lanes(lanes: __m512) -> f32 {
+    let eight = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
+    let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+}
