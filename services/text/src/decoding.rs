@@ -1,7 +1,5 @@
 //! What bytes each token stands for.
 
-use tokenizers::AddedVocabulary;
-
 use crate::{error::VocabularyError, vocabulary::Vocabulary};
 
 /// How a token's string becomes bytes. Text is the bytes of its tokens, one after the other, read as
@@ -80,10 +78,11 @@ pub(crate) struct TokenBytes {
 }
 
 impl TokenBytes {
+    /// An added token may be kept in another form than the vocabulary's: `added` says which.
     /// `silent` ids (placeholders of the format; sorted) stand for nothing.
     pub fn new(
         vocabulary: &Vocabulary,
-        added: &AddedVocabulary,
+        added: impl Fn(u32) -> Option<String>,
         decoding: &Decoding,
         silent: &[u32],
     ) -> Result<Self, VocabularyError> {
@@ -92,8 +91,7 @@ impl TokenBytes {
         for id in 0..vocabulary.size() {
             let shown = silent.binary_search(&id).is_err();
             if let Some(token) = vocabulary.string(id).filter(|_| shown) {
-                // An added token may be kept in the form that the normaliser gave it.
-                match added.simple_id_to_token(id) {
+                match added(id) {
                     Some(token) => decoding.append(&token, &mut bytes),
                     None => decoding.append(token, &mut bytes),
                 }
@@ -174,8 +172,7 @@ mod tests {
         let mut strings = PackedStrings::default();
         assert!(["a", "[PAD3]", "bc"].iter().all(|token| strings.push(token)));
         let vocabulary = Vocabulary::new(&strings, &[0, 3, 2]).unwrap();
-        let added = AddedVocabulary::new();
-        let table = TokenBytes::new(&vocabulary, &added, &Decoding::ByteLevel, &[3]).unwrap();
+        let table = TokenBytes::new(&vocabulary, |_| None, &Decoding::ByteLevel, &[3]).unwrap();
         let all: Vec<Option<&[u8]>> = (0..5).map(|id| table.get(id)).collect();
         assert_eq!(all, [Some(&b"a"[..]), Some(b""), Some(b"bc"), Some(b""), None]);
         assert_eq!(table.longest(), 2);

@@ -24,6 +24,8 @@ pub struct DetokenizerOptions {
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     options: DetokenizerOptions,
+    /// Special tokens that give text all the same.
+    shown: Arc<[u32]>,
     utf8: Utf8Stream,
     /// Characters that are still to be dropped from the start.
     strip: Option<(char, usize)>,
@@ -32,7 +34,13 @@ pub struct Detokenizer {
 impl Detokenizer {
     pub fn new(tokenizer: Arc<Tokenizer>, options: DetokenizerOptions) -> Self {
         let strip = if options.continues { None } else { tokenizer.strip_start() };
-        Self { tokenizer, options, utf8: Utf8Stream::default(), strip }
+        Self { tokenizer, options, shown: Arc::default(), utf8: Utf8Stream::default(), strip }
+    }
+
+    /// These special tokens give their names as text whatever the options say.
+    pub fn showing(mut self, tokens: Arc<[u32]>) -> Self {
+        self.shown = tokens;
+        self
     }
 
     /// The text that is certain now. Ids outside the vocabulary give none.
@@ -44,7 +52,8 @@ impl Detokenizer {
 
     /// As [`push`](Self::push), appending to `text`.
     pub fn push_to(&mut self, id: u32, text: &mut String) {
-        if self.options.skip_special && self.tokenizer.is_special(id) {
+        let skips = self.options.skip_special && self.tokenizer.is_special(id);
+        if skips && !self.shown.contains(&id) {
             return;
         }
         let Some(bytes) = self.tokenizer.token_bytes(id) else { return };

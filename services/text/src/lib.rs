@@ -1,12 +1,15 @@
 //! Text on its way to and from a model: tokenizer, chat template, detokeniser, stop strings.
 //!
-//! * [`ModelText`] reads a model's [`Tokenizer`] and [`ChatTemplate`] out of a GGUF file or a Hugging
-//!   Face folder.
+//! * [`ModelText`] reads a model's [`Tokenizer`], [`ChatTemplate`] and [`SamplingDefaults`] out of a GGUF
+//!   file or a Hugging Face folder.
 //! * [`TextStream`] turns one choice's tokens into text as they come: a [`Detokenizer`] that never
 //!   shows half a character and [`StopStrings`] that hold back what may begin a stop string.
+//! * [`ToolParser`] tells calls of tools from content in that text.
 //!
-//! Nothing here knows kernels, sockets or clocks; the router links it, nodes do not need it. Encoding
-//! and rendering are CPU work in proportion to the text: long ones belong on blocking threads.
+//! * [`TokenTable`] is the part that a node needs: the bytes of each token.
+//!
+//! Nothing here knows kernels, sockets or clocks. Encoding and rendering are CPU work in proportion
+//! to the text: long ones belong on blocking threads.
 
 #![forbid(unsafe_code)]
 
@@ -16,18 +19,24 @@ mod detokenizer;
 mod error;
 mod model_text;
 mod packed;
+mod sampling_defaults;
 mod source;
 mod stop;
 mod stream;
 mod template;
+mod token_table;
 mod tokenizer;
+mod tools;
 mod vocabulary;
 
 pub use detokenizer::{Detokenizer, DetokenizerOptions};
 pub use error::{LoadError, VocabularyError};
-pub use model_text::ModelText;
+pub use model_text::{ModelText, ModelTextOptions};
+pub use sampling_defaults::SamplingDefaults;
 pub use stop::{STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, StopError, StopProgress, StopStrings};
 pub use stream::{StopHit, TextDelta, TextStream, TextStreamOptions};
 pub use template::{ChatTemplate, RENDERED_BYTES_MAX, RenderRequest, TEMPLATE_FUEL, TemplateError};
+pub use token_table::TokenTable;
 pub use tokenizer::{EncodeError, SpecialTokens, TEXT_BYTES_MAX, Tokenizer};
+pub use tools::{ToolCall, ToolFormat, ToolParser, ToolPiece};
 pub use vocabulary::VOCABULARY_SIZE_MAX;

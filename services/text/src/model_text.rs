@@ -4,19 +4,40 @@ use std::{path::Path, sync::Arc};
 
 use crate::{
     error::LoadError,
-    source::{Source, gguf_file, hugging_face},
+    sampling_defaults::SamplingDefaults,
+    source::{Opened, Source},
     template::{ChatTemplate, TemplateError},
     tokenizer::Tokenizer,
+    tools::ToolFormat,
 };
 
-/// A model's tokenizer and chat template.
+/// A model's tokenizer, chat template and sampling defaults.
 #[derive(Debug)]
 pub struct ModelText {
     tokenizer: Arc<Tokenizer>,
     chat_template: Result<ChatTemplate, TemplateError>,
+    sampling_defaults: SamplingDefaults,
+    tool_format: Option<ToolFormat>,
+}
+
+/// What takes the place of what a model says of itself.
+#[derive(Clone, Debug, Default)]
+pub struct ModelTextOptions {
+    /// A chat template, as Jinja.
+    pub chat_template: Option<String>,
+    /// How calls of tools are written; else what the chat template asks for.
+    pub tool_format: Option<ToolFormat>,
 }
 
 impl ModelText {
+    /// [`open_with`](Self::open_with) nothing replaced.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
+        Self::open_with(path, ModelTextOptions::default())
+    }
+
     /// Reads a `.gguf` file or a Hugging Face folder, without the weights.
     ///
     /// A chat template that is missing or does not compile is no error here: the model can still
@@ -24,28 +45,24 @@ impl ModelText {
     ///
     /// # Errors
     /// See [`LoadError`]; each names the file, the key and what is allowed.
-    pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
-        let path = path.as_ref();
-        let is_folder = std::fs::metadata(path)
-            .map_err(|source| LoadError::Io { path: path.into(), source })?
-            .is_dir();
-        let is_gguf = path.extension().is_some_and(|name| name.eq_ignore_ascii_case("gguf"));
-        let (source, file, [tokens_key, merges_key]) = match (is_folder, is_gguf) {
-            (true, _) => {
-                let file = path.join(hugging_face::TOKENIZER_FILE);
-                (hugging_face::read(path)?, file, hugging_face::KEYS)
-            }
-            (false, true) => (gguf_file::read(path)?, path.into(), gguf_file::KEYS),
-            (false, false) => return Err(LoadError::NotAModel { path: path.into() }),
-        };
-        let Source { parts, templates } = source;
-        let tokenizer = Tokenizer::new(parts).map_err(|source| {
-            let key = if source.is_about_merges() { merges_key } else { tokens_key };
-            LoadError::Vocabulary { path: file, key, source }
-        })?;
+    pub fn open_with(path: impl AsRef<Path>, options: ModelTextOptions) -> Result<Self, LoadError> {
+        let Opened { source, file, keys } = Opened::read(path.as_ref())?;
+        let Source { parts, mut templates, sampling_defaults } = source;
+        if let Some(template) = options.chat_template {
+            (templates.default, templates.tool_use) = (Some(template), None);
+        }
+        let tokenizer = Tokenizer::new(parts).map_err(|error| keys.blame(file, error))?;
+        let source = templates.tool_use.as_ref().or(templates.default.as_ref());
+        let tool_format = options
+            .tool_format
+            .or_else(|| source.and_then(|source| ToolFormat::of_template(source, &tokenizer)));
+        let chat_template = ChatTemplate::from_sources(templates);
+        let takes_tools = chat_template.as_ref().is_ok_and(ChatTemplate::takes_tools);
         Ok(Self {
             tokenizer: Arc::new(tokenizer),
-            chat_template: ChatTemplate::from_sources(templates),
+            chat_template,
+            sampling_defaults,
+            tool_format: tool_format.filter(|_| takes_tools),
         })
     }
 
@@ -57,5 +74,16 @@ impl ModelText {
     /// `Missing` when the model brings no template, `Syntax` when it does not compile.
     pub fn chat_template(&self) -> Result<&ChatTemplate, &TemplateError> {
         self.chat_template.as_ref()
+    }
+
+    /// How the model writes calls of tools; `None` when its template does not show tools to it or
+    /// asks for calls in a way that is not known here.
+    pub fn tool_format(&self) -> Option<ToolFormat> {
+        self.tool_format
+    }
+
+    /// For requests that do not say.
+    pub fn sampling_defaults(&self) -> &SamplingDefaults {
+        &self.sampling_defaults
     }
 }

@@ -66,6 +66,12 @@ impl TextStream {
         Self { detokenizer, stops, min_tokens, token_count: 0, stopped: None }
     }
 
+    /// These special tokens give their names as text whatever the options say.
+    pub fn showing(mut self, tokens: Arc<[u32]>) -> Self {
+        self.detokenizer = self.detokenizer.showing(tokens);
+        self
+    }
+
     /// Takes the next tokens of the answer.
     pub fn push(&mut self, ids: &[u32]) -> TextDelta {
         let mut text = String::new();

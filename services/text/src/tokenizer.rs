@@ -134,7 +134,9 @@ impl Tokenizer {
         added_as_text.set_encode_special_tokens(true);
 
         let decoding = parts.decoding.unwrap_or(Decoding::ByteLevel);
-        let bytes = TokenBytes::new(&vocabulary, &added, &decoding, &parts.silent)?;
+        // Perhaps in the form that the normaliser gave it.
+        let added_form = |id| added.simple_id_to_token(id);
+        let bytes = TokenBytes::new(&vocabulary, added_form, &decoding, &parts.silent)?;
         Ok(Self {
             token_text_bytes_max: token_text_bytes_max(
                 bytes.longest(),
@@ -307,7 +309,7 @@ fn token_text_bytes_max(
 }
 
 /// `vocabulary` with those added tokens whose string it lacks.
-fn add_missing(
+pub(crate) fn add_missing(
     vocabulary: Vocabulary,
     parts: &mut TokenizerParts,
 ) -> Result<Vocabulary, VocabularyError> {

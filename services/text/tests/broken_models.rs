@@ -7,7 +7,9 @@ use common::{Metadata, open_gguf, tiny};
 use gguf::{Array, Value};
 use proptest::prelude::*;
 use serde_json::json;
-use text::{LoadError, ModelText, SpecialTokens, VOCABULARY_SIZE_MAX, VocabularyError};
+use text::{
+    LoadError, ModelText, SamplingDefaults, SpecialTokens, VOCABULARY_SIZE_MAX, VocabularyError,
+};
 
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TYPES: &str = "tokenizer.ggml.token_type";
@@ -384,6 +386,113 @@ fn added_tokens_of_the_configuration_are_known() {
     let clash = r#"{"added_tokens_decoder": {"3": {"content": "<x>", "special": true}}}"#;
     let error = open_json(&good, &[("tokenizer_config.json", clash)]).unwrap_err();
     assert!(error.to_string().contains("added_tokens_decoder"), "{error}");
+}
+
+#[test]
+fn tokens_that_configurations_name_are_special() {
+    let good = tokenizer_json("/normalizer", json!(null));
+    let is_special = |more: &[(&str, &str)]| {
+        let model = open_json(&good, more).unwrap();
+        let id = model.tokenizer().token_id("b").unwrap();
+        model.tokenizer().is_special(id)
+    };
+    assert!(!is_special(&[]));
+    for (file, text) in [
+        ("tokenizer_config.json", r#"{"pad_token": "b"}"#),
+        ("special_tokens_map.json", r#"{"unk_token": {"content": "b"}}"#),
+        ("special_tokens_map.json", r#"{"additional_special_tokens": ["x", {"content": "b"}]}"#),
+        ("tokenizer_config.json", r#"{"additional_special_tokens": ["b"]}"#),
+    ] {
+        assert!(is_special(&[(file, text)]), "{file}: {text}");
+    }
+}
+
+#[test]
+fn the_configuration_says_what_stands_around_a_prompt() {
+    let post = json!({
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [3], "tokens": ["<s>"]}},
+    });
+    let good = tokenizer_json("/post_processor", post);
+    let prompt = |flags: &str| {
+        let config = format!(r#"{{"bos_token": "<s>", "eos_token": "b"{flags}}}"#);
+        let model = open_json(&good, &[("tokenizer_config.json", &config)]).unwrap();
+        model.tokenizer().encode_prompt("a", SpecialTokens::Parse).unwrap()
+    };
+    assert_eq!(prompt(""), [3, 0], "the post-processor's");
+    assert_eq!(prompt(r#", "add_bos_token": null"#), [3, 0]);
+    assert_eq!(prompt(r#", "add_bos_token": true"#), [3, 0]);
+    assert_eq!(prompt(r#", "add_bos_token": false"#), [0]);
+    assert_eq!(prompt(r#", "add_bos_token": false, "add_eos_token": true"#), [0, 1]);
+}
+
+#[test]
+fn sampling_defaults_are_the_models_own() {
+    let good = tokenizer_json("/normalizer", json!(null));
+    let defaults = |generation: &str| {
+        open_json(&good, &[("generation_config.json", generation)])
+            .map(|model| *model.sampling_defaults())
+    };
+    assert_eq!(defaults("{}").unwrap(), SamplingDefaults::default());
+    let all = r#"{"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05,
+        "repetition_penalty": 1.1, "do_sample": true, "max_new_tokens": 9}"#;
+    let expected = SamplingDefaults {
+        temperature: Some(0.7),
+        top_k: Some(20),
+        top_p: Some(0.8),
+        min_p: Some(0.05),
+        repetition_penalty: Some(1.1),
+    };
+    assert_eq!(defaults(all).unwrap(), expected);
+    assert_eq!(defaults(r#"{"top_k": -1, "top_p": null}"#).unwrap().top_k, Some(0));
+
+    let mut metadata = tiny();
+    metadata.insert("general.sampling.temp".into(), Value::F32(0.7));
+    metadata.insert("general.sampling.top_k".into(), Value::I32(20));
+    let model = open_gguf(&metadata).unwrap();
+    let expected =
+        SamplingDefaults { temperature: Some(0.7), top_k: Some(20), ..SamplingDefaults::default() };
+    assert_eq!(*model.sampling_defaults(), expected);
+
+    for (bad, problem) in [
+        (r#"{"temperature": 3}"#, "generation_config.json: temperature: is 3; allowed: 0 to 2"),
+        (r#"{"top_p": 0}"#, "generation_config.json: top_p: is 0; allowed: 0.000001 to 1"),
+        (r#"{"top_k": -2}"#, "generation_config.json: top_k: is -2; allowed: -1 to 2147483647"),
+    ] {
+        let error = defaults(bad).unwrap_err().to_string();
+        assert!(error.ends_with(problem), "{error}");
+    }
+    metadata.insert("general.sampling.temp".into(), Value::F32(-1.0));
+    assert_eq!(message(&metadata), "general.sampling.temp: is -1; allowed: 0 to 2");
+}
+
+#[test]
+fn a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused() {
+    let good = tokenizer_json("/normalizer", json!(null));
+    let with = |config: &str| open_json(&good, &[("config.json", config)]).map(drop);
+    with(r#"{"vocab_size": 4}"#).unwrap();
+    with(r#"{"vocab_size": 64}"#).unwrap();
+    let error = with(r#"{"vocab_size": 3}"#).unwrap_err().to_string();
+    let problem = "config.json: vocab_size: is 3, but tokenizer.json has token id 3: they are of \
+                   different models";
+    assert!(error.ends_with(problem), "{error}");
+    // What ends an answer must be a token too.
+    let error = with(r#"{"vocab_size": 64, "eos_token_id": 9}"#).unwrap_err().to_string();
+    assert!(error.contains("is 9; the vocabulary has 4 tokens"), "{error}");
+}
+
+#[test]
+fn a_later_part_of_a_split_model_names_the_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny-00002-of-00002.gguf");
+    let mut metadata = Metadata::new();
+    metadata.insert("split.no".into(), Value::U32(1));
+    metadata.insert("split.count".into(), Value::U32(2));
+    common::write_gguf(&path, &metadata);
+    let error = ModelText::open(&path).unwrap_err().to_string();
+    assert!(error.contains("open the first, \"tiny-00001-of-00002.gguf\""), "{error}");
 }
 
 proptest! {

@@ -189,3 +189,15 @@ fn sentence_pieces_are_split_and_joined_as_the_crate_does() {
         }
     }
 }
+
+#[test]
+fn a_token_table_has_what_the_tokenizer_has() {
+    let path = common::model_path();
+    let table = text::TokenTable::open(&path).unwrap();
+    let tokenizer = SMOLLM2.gguf.tokenizer();
+    assert_eq!(table.size(), tokenizer.vocabulary_size());
+    for id in 0..=table.size() {
+        assert_eq!(table.bytes(id), tokenizer.token_bytes(id), "{id}");
+        assert_eq!(table.is_special(id), tokenizer.is_special(id), "{id}");
+    }
+}

@@ -51,6 +51,44 @@ fn a_stop_string_inside_a_token_cuts_the_tokens_text() {
 }
 
 #[test]
+fn single_special_tokens_may_be_shown_where_others_are_skipped() {
+    let tokenizer = TINY.tokenizer();
+    let [start, end] = ["<|start|>", "<|end|>"].map(|name| tokenizer.token_id(name).unwrap());
+    let answer = [vec![start], ids("a"), vec![end]].concat();
+    let plain = stream(&[], false, TextStreamOptions::default());
+    assert_eq!(plain.clone().push(&answer), delta("a"));
+    assert_eq!(plain.showing([start].into()).push(&answer), delta("<|start|>a"));
+}
+
+#[test]
+fn stop_strings_are_compared_character_by_character_as_they_were_sent() {
+    let text_before = |stop: &str, text: &str| {
+        let mut stream = stream(&[stop], false, TextStreamOptions::default());
+        let delta = stream.push(&ids(text));
+        delta.text + &if delta.stopped.is_some() { String::new() } else { stream.finish() }
+    };
+    for (stop, text, expected) in [
+        // A letter with its accent is not the letter and then the accent.
+        ("é", "caf\u{65}\u{301}!", "caf\u{65}\u{301}!"),
+        ("\u{65}\u{301}", "caf\u{65}\u{301}!", "caf"),
+        // The accent alone; what it stood on stays.
+        ("\u{301}", "caf\u{65}\u{301}!", "cafe"),
+        // The first of several that are shown as one; the joiner alone.
+        ("👩", "a👩\u{200d}👧b", "a"),
+        ("\u{200d}", "a👩\u{200d}👧b", "a👩"),
+        ("👩\u{200d}👧", "a👩\u{200d}👦 👩\u{200d}👧", "a👩\u{200d}👦 "),
+        // From right to left, with a mark of direction.
+        ("שלום", "אמר שלום", "אמר "),
+        ("\u{200f}", "א\u{200f}ב", "א"),
+        ("\0", "a\0b", "a"),
+        ("\u{feff}", "a\u{feff}b", "a"),
+        ("\u{10ffff}", "a\u{10fffe}\u{10ffff}b", "a\u{10fffe}"),
+    ] {
+        assert_eq!(text_before(stop, text), expected, "{stop:?} in {text:?}");
+    }
+}
+
+#[test]
 fn held_back_text_comes_at_the_end() {
     let mut stream = stream(&["END"], false, TextStreamOptions::default());
     assert_eq!(stream.push(&ids("aEN")), delta("a"));

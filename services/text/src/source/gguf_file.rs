@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use gguf::{Header, Metadata};
+use gguf::{Header, Metadata, Split};
 use tokenizers::AddedToken;
 
 use super::{Source, TemplateSources, pre_tokenizer::PreTokenizerKind};
@@ -11,6 +11,7 @@ use crate::{
     decoding::Decoding,
     error::{LoadError, VocabularyError},
     packed::PackedStrings,
+    sampling_defaults::{SamplingDefaults, UncheckedDefaults},
     tokenizer::TokenizerParts,
 };
 
@@ -47,8 +48,14 @@ mod token_type {
 pub(crate) fn read(path: &Path) -> Result<Source, LoadError> {
     let gguf = |source| LoadError::Gguf { path: path.into(), source };
     let header = Header::read_from(path).map_err(gguf)?;
+    // Of a split model the first part has the tokenizer; the others say which that is.
+    Split::of_first(path, &header).map_err(gguf)?;
     let file = File { path, metadata: &header.metadata };
-    Ok(Source { parts: file.parts()?, templates: file.templates()? })
+    Ok(Source {
+        parts: file.parts()?,
+        templates: file.templates()?,
+        sampling_defaults: file.sampling_defaults()?,
+    })
 }
 
 struct File<'a> {
@@ -160,6 +167,19 @@ impl File<'_> {
             }
         }
         Ok(templates)
+    }
+
+    fn sampling_defaults(&self) -> Result<SamplingDefaults, LoadError> {
+        let number = |key| Ok::<_, LoadError>((key, self.get::<f64>(key)?));
+        const TOP_K: &str = "general.sampling.top_k";
+        let unchecked = UncheckedDefaults {
+            temperature: number("general.sampling.temp")?,
+            top_k: (TOP_K, self.get(TOP_K)?),
+            top_p: number("general.sampling.top_p")?,
+            min_p: number("general.sampling.min_p")?,
+            repetition_penalty: number("general.sampling.penalty_repeat")?,
+        };
+        unchecked.check().map_err(|(key, problem)| self.invalid(key, problem))
     }
 
     /// The id at `key`, which is one of the vocabulary. −1 in 32 bits is how some writers say "none".

@@ -2,7 +2,11 @@
 //!
 //! `tokenizer.json` says how text is split. What stands around it is spread over
 //! `tokenizer_config.json`, `special_tokens_map.json` (names of special tokens),
-//! `generation_config.json`, `config.json` (tokens that end an answer) and `chat_template.jinja`.
+//! `generation_config.json` (sampling defaults, tokens that end an answer), `config.json` (such tokens
+//! too) and `chat_template.jinja`.
+
+mod configs;
+mod tokenizer_file;
 
 use std::{
     fs::File,
@@ -10,17 +14,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use serde::{Deserialize, de::DeserializeOwned};
-use serde_json::Value;
-use tokenizers::{AddedToken, NormalizerWrapper, PreTokenizerWrapper};
+use serde::de::DeserializeOwned;
+use tokenizers::AddedToken;
 
-use super::{
-    Source, TemplateSources,
-    decoder::{self, decoding_of},
-    frame::{self, FrameError, PromptFrame},
-    packed_json::{PackedMerges, PackedVocabulary},
+use self::{
+    configs::{
+        ChatTemplates, GenerationConfig, ModelConfig, NAMED_TOKENS, NamedTokens, SpecialTokensMap,
+        TokenizerConfig,
+    },
+    tokenizer_file::{TokenizerFile, parts_of},
 };
-use crate::{byte_pair::BytePairOptions, error::LoadError, tokenizer::TokenizerParts};
+use super::{Source, TemplateSources};
+use crate::{error::LoadError, sampling_defaults::SamplingDefaults, tokenizer::TokenizerParts};
 
 pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Where tokens and merges are, for errors found while they are put together.
@@ -28,10 +33,6 @@ pub(crate) const KEYS: [&str; 2] = ["model.vocab", "model.merges"];
 /// The largest in use has 33 MB.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
-
-/// Names under which configurations give single special tokens.
-const NAMED_TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// Reads the text files of `folder`; no weight is touched.
 pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
@@ -45,6 +46,7 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     let map: SpecialTokensMap =
         read_json(&folder.join("special_tokens_map.json"), CONFIG_BYTES_MAX)?.unwrap_or_default();
     add_configured_tokens(&config, &config_path, &mut parts)?;
+    mark_special(&config.named, &map.0, &mut parts);
 
     let mut templates = TemplateSources::default();
     for name in NAMED_TOKENS {
@@ -54,38 +56,85 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     }
     let id_of = |name: &str| id_of_token(&parts, templates.special_tokens.get(name)?);
     let (bos_id, eos_id, pad_id) = (id_of("bos_token"), id_of("eos_token"), id_of("pad_token"));
+    if config.add_bos_token.is_some() || config.add_eos_token.is_some() {
+        // As transformers 5: what is said here takes the place of the post-processor.
+        let wanted = |flag: Option<bool>, id: Option<u32>| id.filter(|_| flag == Some(true));
+        parts.prompt_prefix = wanted(config.add_bos_token, bos_id).into_iter().collect();
+        parts.prompt_suffix = wanted(config.add_eos_token, eos_id).into_iter().collect();
+    }
     parts.bos_id = bos_id;
     parts.pad_id = pad_id;
     parts.eos_ids.extend(eos_id);
-    let generation: Option<ModelConfig> =
-        read_json(&folder.join("generation_config.json"), CONFIG_BYTES_MAX)?;
-    let ends = match generation.and_then(|config| config.eos_token_id) {
-        Some(ends) => Some(ends),
-        None => read_json::<ModelConfig>(&folder.join("config.json"), CONFIG_BYTES_MAX)?
-            .and_then(|config| config.eos_token_id),
-    };
-    match ends {
-        Some(OneOrMany::One(id)) => parts.eos_ids.push(id),
-        Some(OneOrMany::Many(ids)) => parts.eos_ids.extend(ids),
-        None => {}
+    let model_path = folder.join("config.json");
+    let model: Option<ModelConfig> = read_json(&model_path, CONFIG_BYTES_MAX)?;
+    if let Some(size) = model.as_ref().and_then(|model| model.vocab_size) {
+        check_embedding(&parts, size, model_path)?;
     }
+    let (sampling_defaults, ends) = generation(folder, model)?;
+    parts.eos_ids.extend(ends);
+    add_templates(folder, config.chat_template, &mut templates)?;
+    Ok(Source { parts, templates, sampling_defaults })
+}
 
-    match config.chat_template {
+/// Every id of the tokenizer must be a row of the model's embedding; rows beyond them are padding.
+fn check_embedding(parts: &TokenizerParts, rows: u64, path: PathBuf) -> Result<(), LoadError> {
+    let added = parts.added.iter().map(|(id, _)| id);
+    match parts.ids.iter().chain(added).max() {
+        Some(&largest) if u64::from(largest) >= rows => Err(LoadError::Invalid {
+            path,
+            key: "vocab_size".to_owned(),
+            problem: format!(
+                "is {rows}, but {TOKENIZER_FILE} has token id {largest}: they are of different models"
+            ),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// What `generation_config.json` says, and the tokens that end an answer: its own, or those of
+/// `config.json`.
+fn generation(
+    folder: &Path,
+    model: Option<ModelConfig>,
+) -> Result<(SamplingDefaults, Vec<u32>), LoadError> {
+    let path = folder.join("generation_config.json");
+    let generation: GenerationConfig = read_json(&path, CONFIG_BYTES_MAX)?.unwrap_or_default();
+    let defaults = generation.sampling_defaults().map_err(|(key, problem)| LoadError::Invalid {
+        path,
+        key: key.to_owned(),
+        problem,
+    })?;
+    let ends = match generation.eos_token_id {
+        Some(ends) => Some(ends),
+        None => model.and_then(|config| config.eos_token_id),
+    };
+    Ok((defaults, ends.map(|ends| ends.ids()).unwrap_or_default()))
+}
+
+/// The templates of `tokenizer_config.json` and of files of their own, which is what newer writers
+/// leave, and what counts when there are both.
+fn add_templates(
+    folder: &Path,
+    configured: Option<ChatTemplates>,
+    templates: &mut TemplateSources,
+) -> Result<(), LoadError> {
+    match configured {
         Some(ChatTemplates::One(template)) => templates.insert("default", template),
         Some(ChatTemplates::Named(list)) => {
             list.into_iter().for_each(|named| templates.insert(&named.name, named.template));
         }
         None => {}
     }
-    // A file of its own is what newer writers leave, and what counts when there are both.
-    if let Some(template) = read_text(&folder.join("chat_template.jinja"), CONFIG_BYTES_MAX)? {
-        templates.insert("default", template);
+    let files = [
+        ("default", folder.join("chat_template.jinja")),
+        ("tool_use", folder.join("additional_chat_templates").join("tool_use.jinja")),
+    ];
+    for (name, path) in files {
+        if let Some(template) = read_text(&path, CONFIG_BYTES_MAX)? {
+            templates.insert(name, template);
+        }
     }
-    let more = folder.join("additional_chat_templates").join("tool_use.jinja");
-    if let Some(template) = read_text(&more, CONFIG_BYTES_MAX)? {
-        templates.insert("tool_use", template);
-    }
-    Ok(Source { parts, templates })
+    Ok(())
 }
 
 /// The file's text; `None` when there is no such file.
@@ -109,202 +158,6 @@ fn read_json<T: DeserializeOwned>(path: &Path, bytes_max: u64) -> Result<Option<
     let Some(text) = read_text(path, bytes_max)? else { return Ok(None) };
     let parsed = serde_json::from_str(&text);
     parsed.map(Some).map_err(|source| LoadError::Json { path: path.into(), source })
-}
-
-#[derive(Deserialize)]
-struct TokenizerFile {
-    #[serde(default)]
-    added_tokens: Vec<AddedTokenEntry>,
-    #[serde(default)]
-    normalizer: Value,
-    #[serde(default)]
-    pre_tokenizer: Value,
-    #[serde(default)]
-    post_processor: Value,
-    #[serde(default)]
-    decoder: Value,
-    model: ModelEntry,
-}
-
-#[derive(Deserialize)]
-struct AddedTokenEntry {
-    id: u32,
-    #[serde(flatten)]
-    token: AddedToken,
-}
-
-#[derive(Deserialize)]
-struct ModelEntry {
-    /// Absent in old files, which are all of one kind.
-    #[serde(rename = "type")]
-    kind: Option<String>,
-    #[serde(default)]
-    vocab: PackedVocabulary,
-    #[serde(default)]
-    merges: PackedMerges,
-    unk_token: Option<String>,
-    #[serde(default)]
-    fuse_unk: bool,
-    #[serde(default)]
-    byte_fallback: bool,
-    #[serde(default)]
-    ignore_merges: bool,
-    dropout: Option<f64>,
-    continuing_subword_prefix: Option<String>,
-    end_of_word_suffix: Option<String>,
-}
-
-fn parts_of(file: TokenizerFile, path: &Path) -> Result<TokenizerParts, LoadError> {
-    let unsupported = |key: &str, found: String, supported: &str| LoadError::Unsupported {
-        path: path.into(),
-        key: key.to_owned(),
-        found,
-        supported: supported.to_owned(),
-    };
-    let invalid = |key: &str, problem: String| LoadError::Invalid {
-        path: path.into(),
-        key: key.to_owned(),
-        problem,
-    };
-
-    let model = file.model;
-    if let Some(kind) = model.kind.filter(|kind| kind != "BPE") {
-        return Err(unsupported("model.type", kind, "BPE"));
-    }
-    for (key, affix) in [
-        ("model.continuing_subword_prefix", model.continuing_subword_prefix),
-        ("model.end_of_word_suffix", model.end_of_word_suffix),
-    ] {
-        if let Some(affix) = affix.filter(|affix| !affix.is_empty()) {
-            return Err(unsupported(key, affix, "none"));
-        }
-    }
-    if let Some(dropout) = model.dropout.filter(|dropout| *dropout != 0.0) {
-        return Err(unsupported("model.dropout", dropout.to_string(), "none"));
-    }
-
-    let normalizer: Option<NormalizerWrapper> = serde_json::from_value(file.normalizer)
-        .map_err(|error| invalid("normalizer", error.to_string()))?;
-    let pre_tokenizer: Option<PreTokenizerWrapper> = serde_json::from_value(file.pre_tokenizer)
-        .map_err(|error| invalid("pre_tokenizer", error.to_string()))?;
-    let frame =
-        PromptFrame::of_post_processor(&file.post_processor).map_err(|error| match error {
-            FrameError::UnsupportedType(found) => {
-                unsupported("post_processor.type", found, frame::SUPPORTED_TYPES)
-            }
-            FrameError::Malformed(problem) => invalid("post_processor", problem),
-        })?;
-    let decoding = decoding_of(&file.decoder)
-        .map_err(|found| unsupported("decoder", found, decoder::SUPPORTED))?;
-
-    Ok(TokenizerParts {
-        strings: model.vocab.strings,
-        ids: model.vocab.ids,
-        merges: model.merges.0,
-        options: BytePairOptions {
-            unknown_token: model.unk_token,
-            fuse_unknown: model.fuse_unk,
-            byte_fallback: model.byte_fallback,
-            whole_words_first: model.ignore_merges,
-        },
-        added: file.added_tokens.into_iter().map(|entry| (entry.id, entry.token)).collect(),
-        normalizer,
-        pre_tokenizer,
-        decoding: Some(decoding),
-        prompt_prefix: frame.prefix,
-        prompt_suffix: frame.suffix,
-        ..TokenizerParts::default()
-    })
-}
-
-/// `tokenizer_config.json`, as far as it matters here.
-#[derive(Default, Deserialize)]
-struct TokenizerConfig {
-    #[serde(flatten)]
-    named: NamedTokens,
-    chat_template: Option<ChatTemplates>,
-    #[serde(default)]
-    added_tokens_decoder: std::collections::BTreeMap<u32, AddedTokenConfig>,
-}
-
-#[derive(Default, Deserialize)]
-struct SpecialTokensMap(NamedTokens);
-
-#[derive(Default, Deserialize)]
-struct NamedTokens {
-    bos_token: Option<NamedToken>,
-    eos_token: Option<NamedToken>,
-    unk_token: Option<NamedToken>,
-    sep_token: Option<NamedToken>,
-    pad_token: Option<NamedToken>,
-    cls_token: Option<NamedToken>,
-    mask_token: Option<NamedToken>,
-}
-
-impl NamedTokens {
-    fn token(&self, name: &str) -> Option<&str> {
-        let token = match name {
-            "bos_token" => &self.bos_token,
-            "eos_token" => &self.eos_token,
-            "unk_token" => &self.unk_token,
-            "sep_token" => &self.sep_token,
-            "pad_token" => &self.pad_token,
-            "cls_token" => &self.cls_token,
-            "mask_token" => &self.mask_token,
-            _ => return None,
-        };
-        token.as_ref().map(|token| match token {
-            NamedToken::Plain(content) | NamedToken::Full { content } => content.as_str(),
-        })
-    }
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum NamedToken {
-    Plain(String),
-    Full { content: String },
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum ChatTemplates {
-    One(String),
-    Named(Vec<NamedTemplate>),
-}
-
-#[derive(Deserialize)]
-struct NamedTemplate {
-    name: String,
-    template: String,
-}
-
-#[derive(Deserialize)]
-struct AddedTokenConfig {
-    content: String,
-    #[serde(default)]
-    single_word: bool,
-    #[serde(default)]
-    lstrip: bool,
-    #[serde(default)]
-    rstrip: bool,
-    #[serde(default)]
-    normalized: bool,
-    #[serde(default)]
-    special: bool,
-}
-
-/// `generation_config.json` and `config.json`, as far as they matter here.
-#[derive(Deserialize)]
-struct ModelConfig {
-    eos_token_id: Option<OneOrMany>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum OneOrMany {
-    One(u32),
-    Many(Vec<u32>),
 }
 
 /// Adds those tokens of `added_tokens_decoder` that tokenizer.json does not have.
@@ -333,6 +186,17 @@ fn add_configured_tokens(
         parts.added.push((id, token));
     }
     Ok(())
+}
+
+/// Tokens that a configuration names are special, even where tokenizer.json does not say so.
+fn mark_special(config: &NamedTokens, map: &NamedTokens, parts: &mut TokenizerParts) {
+    for name in config.all().chain(map.all()) {
+        if let Some((_, token)) = parts.added.iter_mut().find(|(_, token)| token.content == name) {
+            token.special = true;
+        } else if let Some(id) = id_of_token(parts, name) {
+            parts.added.push((id, AddedToken::from(name, true).normalized(false)));
+        }
+    }
 }
 
 /// The id of a token named in a configuration.

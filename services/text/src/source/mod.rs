@@ -7,14 +7,60 @@ pub(crate) mod hugging_face;
 mod packed_json;
 mod pre_tokenizer;
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
-use crate::tokenizer::TokenizerParts;
+use crate::{
+    error::{LoadError, VocabularyError},
+    sampling_defaults::SamplingDefaults,
+    tokenizer::TokenizerParts,
+};
+
+/// A source that was read, and where errors in its vocabulary are to be looked for.
+pub(crate) struct Opened {
+    pub source: Source,
+    pub file: PathBuf,
+    pub keys: VocabularyKeys,
+}
+
+/// The keys of tokens and merges.
+pub(crate) struct VocabularyKeys([&'static str; 2]);
+
+impl Opened {
+    /// Reads a `.gguf` file or a Hugging Face folder, without the weights.
+    pub fn read(path: &Path) -> Result<Self, LoadError> {
+        let is_folder = std::fs::metadata(path)
+            .map_err(|source| LoadError::Io { path: path.into(), source })?
+            .is_dir();
+        let is_gguf = path.extension().is_some_and(|name| name.eq_ignore_ascii_case("gguf"));
+        let (source, file, keys) = match (is_folder, is_gguf) {
+            (true, _) => {
+                let file = path.join(hugging_face::TOKENIZER_FILE);
+                (hugging_face::read(path)?, file, hugging_face::KEYS)
+            }
+            (false, true) => (gguf_file::read(path)?, path.into(), gguf_file::KEYS),
+            (false, false) => return Err(LoadError::NotAModel { path: path.into() }),
+        };
+        Ok(Self { source, file, keys: VocabularyKeys(keys) })
+    }
+}
+
+impl VocabularyKeys {
+    /// The error with the file and the key that it is about.
+    pub fn blame(&self, path: PathBuf, source: VocabularyError) -> LoadError {
+        let [tokens, merges] = self.0;
+        let key = if source.is_about_merges() { merges } else { tokens };
+        LoadError::Vocabulary { path, key, source }
+    }
+}
 
 /// All that a source says.
 pub(crate) struct Source {
     pub parts: TokenizerParts,
     pub templates: TemplateSources,
+    pub sampling_defaults: SamplingDefaults,
 }
 
 /// Chat templates as the model brings them.

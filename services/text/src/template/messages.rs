@@ -74,8 +74,8 @@ impl Message {
         for (part_index, part) in parts.iter().enumerate() {
             let text = match part {
                 Value::String(text) => Some(text),
-                _ => match (part["type"].as_str(), &part["text"]) {
-                    (Some("text") | None, Value::String(text)) => Some(text),
+                _ => match (part.get("type").map(Value::as_str), &part["text"]) {
+                    (Some(Some("text")) | None, Value::String(text)) => Some(text),
                     _ => None,
                 },
             };
@@ -181,6 +181,10 @@ mod tests {
         assert_eq!(
             problem(json!([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])),
             "messages[0].content[0]: is a part of type \"image_url\"; this model takes text parts"
+        );
+        assert_eq!(
+            problem(json!([{"role": "user", "content": [{"type": {}, "text": "a"}]}])),
+            "messages[0].content[0]: is a part of type \"an object\"; this model takes text parts"
         );
     }
 }

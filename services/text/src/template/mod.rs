@@ -94,6 +94,7 @@ pub struct RenderRequest<'a> {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     has_tool_use: bool,
+    takes_tools: bool,
     special_tokens: BTreeMap<String, String>,
 }
 
@@ -124,7 +125,16 @@ impl ChatTemplate {
                 |error| TemplateError::Syntax { name: name.to_owned(), reason: reason_of(&error) },
             )?;
         }
-        Ok(Self { environment, has_tool_use, special_tokens: sources.special_tokens })
+        let takes_tools = has_tool_use
+            || environment
+                .get_template(DEFAULT)
+                .is_ok_and(|template| template.undeclared_variables(false).contains("tools"));
+        Ok(Self { environment, has_tool_use, takes_tools, special_tokens: sources.special_tokens })
+    }
+
+    /// Whether it shows the model the tools of a request.
+    pub fn takes_tools(&self) -> bool {
+        self.takes_tools
     }
 
     /// The prompt for a conversation, as text: encode it with
@@ -233,9 +243,10 @@ fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let Some(length) = rest[start..].find("%}") else { break };
+        // The end is another percent sign than the beginning: `{%}` is no tag.
+        let Some(inside) = rest[start + 2..].find("%}") else { break };
         let (before, tag_on) = rest.split_at(start);
-        let (tag, after) = tag_on.split_at(length + 2);
+        let (tag, after) = tag_on.split_at(inside + 4);
         let inner = &tag[2..tag.len() - 2];
         let word = inner.trim_matches(['-', '+']).trim();
         out.push_str(before);

@@ -96,6 +96,10 @@ fn put_value(bytes: &mut Vec<u8>, value: &Value) {
             kind(5);
             bytes.extend(v.to_le_bytes());
         }
+        Value::F32(v) => {
+            kind(6);
+            bytes.extend(v.to_le_bytes());
+        }
         Value::Bool(v) => {
             kind(7);
             bytes.push(u8::from(*v));

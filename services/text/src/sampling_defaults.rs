@@ -1,0 +1,59 @@
+//! How a model's authors would have answers drawn where a request does not say.
+
+use std::{fmt::Display, ops::RangeInclusive};
+
+/// What the model brings (`generation_config.json`, or `general.sampling.*` in GGUF); `None` where it
+/// says nothing. Every number is within the limits that requests have.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SamplingDefaults {
+    pub temperature: Option<f32>,
+    /// 0 keeps every token.
+    pub top_k: Option<u32>,
+    pub top_p: Option<f32>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+}
+
+/// The numbers as a file has them, each with its key.
+#[derive(Debug)]
+pub(crate) struct UncheckedDefaults {
+    pub temperature: (&'static str, Option<f64>),
+    pub top_k: (&'static str, Option<i64>),
+    pub top_p: (&'static str, Option<f64>),
+    pub min_p: (&'static str, Option<f64>),
+    pub repetition_penalty: (&'static str, Option<f64>),
+}
+
+/// A key, and what is wrong with its value.
+pub(crate) type BadDefault = (&'static str, String);
+
+impl UncheckedDefaults {
+    pub fn check(self) -> Result<SamplingDefaults, BadDefault> {
+        let number = |(key, value), allowed: RangeInclusive<f64>| {
+            Ok::<_, BadDefault>(within(key, value, allowed)?.map(|value| value as f32))
+        };
+        let top_k = within(self.top_k.0, self.top_k.1, -1..=i64::from(i32::MAX))?;
+        Ok(SamplingDefaults {
+            temperature: number(self.temperature, 0.0..=2.0)?,
+            top_k: top_k.map(|top_k| u32::try_from(top_k).unwrap_or(0)),
+            // 0 would keep no token.
+            top_p: number(self.top_p, 1e-6..=1.0)?,
+            min_p: number(self.min_p, 0.0..=1.0)?,
+            repetition_penalty: number(self.repetition_penalty, 0.01..=100.0)?,
+        })
+    }
+}
+
+fn within<T: Display + PartialOrd>(
+    key: &'static str,
+    value: Option<T>,
+    allowed: RangeInclusive<T>,
+) -> Result<Option<T>, BadDefault> {
+    match value {
+        Some(value) if !allowed.contains(&value) => {
+            let (least, most) = allowed.into_inner();
+            Err((key, format!("is {value}; allowed: {least} to {most}")))
+        }
+        value => Ok(value),
+    }
+}

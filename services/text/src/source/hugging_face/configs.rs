@@ -1,0 +1,150 @@
+//! The smaller files beside `tokenizer.json`, as far as they matter here.
+
+use serde::Deserialize;
+
+use crate::sampling_defaults::{BadDefault, SamplingDefaults, UncheckedDefaults};
+
+/// `tokenizer_config.json`.
+#[derive(Default, Deserialize)]
+pub struct TokenizerConfig {
+    #[serde(flatten)]
+    pub named: NamedTokens,
+    pub chat_template: Option<ChatTemplates>,
+    pub add_bos_token: Option<bool>,
+    pub add_eos_token: Option<bool>,
+    #[serde(default)]
+    pub added_tokens_decoder: std::collections::BTreeMap<u32, AddedTokenConfig>,
+}
+
+#[derive(Default, Deserialize)]
+pub struct SpecialTokensMap(pub NamedTokens);
+
+#[derive(Default, Deserialize)]
+pub struct NamedTokens {
+    bos_token: Option<NamedToken>,
+    eos_token: Option<NamedToken>,
+    unk_token: Option<NamedToken>,
+    sep_token: Option<NamedToken>,
+    pad_token: Option<NamedToken>,
+    cls_token: Option<NamedToken>,
+    mask_token: Option<NamedToken>,
+    additional_special_tokens: Option<Vec<NamedToken>>,
+}
+
+/// Names under which configurations give single special tokens.
+pub const NAMED_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+impl NamedTokens {
+    pub fn token(&self, name: &str) -> Option<&str> {
+        let token = match name {
+            "bos_token" => &self.bos_token,
+            "eos_token" => &self.eos_token,
+            "unk_token" => &self.unk_token,
+            "sep_token" => &self.sep_token,
+            "pad_token" => &self.pad_token,
+            "cls_token" => &self.cls_token,
+            "mask_token" => &self.mask_token,
+            _ => return None,
+        };
+        token.as_ref().map(NamedToken::content)
+    }
+
+    /// Every token that is named.
+    pub fn all(&self) -> impl Iterator<Item = &str> {
+        let additional = self.additional_special_tokens.iter().flatten().map(NamedToken::content);
+        NAMED_TOKENS.into_iter().filter_map(|name| self.token(name)).chain(additional)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub enum NamedToken {
+    Plain(String),
+    Full { content: String },
+}
+
+impl NamedToken {
+    pub fn content(&self) -> &str {
+        match self {
+            NamedToken::Plain(content) | NamedToken::Full { content } => content,
+        }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub enum ChatTemplates {
+    One(String),
+    Named(Vec<NamedTemplate>),
+}
+
+#[derive(Deserialize)]
+pub struct NamedTemplate {
+    pub name: String,
+    pub template: String,
+}
+
+#[derive(Deserialize)]
+pub struct AddedTokenConfig {
+    pub content: String,
+    #[serde(default)]
+    pub single_word: bool,
+    #[serde(default)]
+    pub lstrip: bool,
+    #[serde(default)]
+    pub rstrip: bool,
+    #[serde(default)]
+    pub normalized: bool,
+    #[serde(default)]
+    pub special: bool,
+}
+
+/// `config.json`.
+#[derive(Deserialize)]
+pub struct ModelConfig {
+    /// Rows of the embedding.
+    pub vocab_size: Option<u64>,
+    pub eos_token_id: Option<OneOrMany>,
+}
+
+/// `generation_config.json`. Like vLLM this takes its numbers and leaves
+/// `do_sample` alone: which of the two a request wants it says by its temperature.
+#[derive(Default, Deserialize)]
+pub struct GenerationConfig {
+    pub eos_token_id: Option<OneOrMany>,
+    temperature: Option<f64>,
+    top_k: Option<i64>,
+    top_p: Option<f64>,
+    min_p: Option<f64>,
+    repetition_penalty: Option<f64>,
+}
+
+impl GenerationConfig {
+    pub fn sampling_defaults(&self) -> Result<SamplingDefaults, BadDefault> {
+        UncheckedDefaults {
+            temperature: ("temperature", self.temperature),
+            top_k: ("top_k", self.top_k),
+            top_p: ("top_p", self.top_p),
+            min_p: ("min_p", self.min_p),
+            repetition_penalty: ("repetition_penalty", self.repetition_penalty),
+        }
+        .check()
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub enum OneOrMany {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+impl OneOrMany {
+    pub fn ids(self) -> Vec<u32> {
+        match self {
+            OneOrMany::One(id) => vec![id],
+            OneOrMany::Many(ids) => ids,
+        }
+    }
+}

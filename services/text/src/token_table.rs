@@ -1,0 +1,67 @@
+//! The bytes of a model's tokens, without the rest of its tokenizer.
+
+use std::{collections::HashMap, path::Path};
+
+use crate::{
+    decoding::{Decoding, TokenBytes},
+    error::{LoadError, VocabularyError},
+    source::Opened,
+    tokenizer::{TokenizerParts, add_missing},
+    vocabulary::Vocabulary,
+};
+
+/// What every token of a model stands for: what is needed to match answers, not to read or write
+/// text.
+#[derive(Clone, Debug)]
+pub struct TokenTable {
+    bytes: TokenBytes,
+    /// Sorted.
+    special: Vec<u32>,
+    size: u32,
+}
+
+impl TokenTable {
+    /// Reads a `.gguf` file or a Hugging Face folder, without the weights.
+    ///
+    /// # Errors
+    /// See [`LoadError`]; each names the file, the key and what is allowed.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
+        let Opened { source, file, keys } = Opened::read(path.as_ref())?;
+        Self::new(source.parts).map_err(|error| keys.blame(file, error))
+    }
+
+    fn new(mut parts: TokenizerParts) -> Result<Self, VocabularyError> {
+        let vocabulary = Vocabulary::new(&parts.strings, &parts.ids)?;
+        let vocabulary = add_missing(vocabulary, &mut parts)?;
+        let added: HashMap<u32, (String, bool)> = std::mem::take(&mut parts.added)
+            .into_iter()
+            .filter_map(|(_, token)| {
+                let id = vocabulary.id(&token.content)?;
+                Some((id, (token.content, token.special)))
+            })
+            .collect();
+        parts.silent.sort_unstable();
+        let decoding = parts.decoding.unwrap_or(Decoding::ByteLevel);
+        let added_form = |id| added.get(&id).map(|(content, _)| content.clone());
+        let bytes = TokenBytes::new(&vocabulary, added_form, &decoding, &parts.silent)?;
+        let special = added.iter().filter(|(_, (_, special))| *special).map(|(&id, _)| id);
+        let mut special: Vec<u32> = special.collect();
+        special.sort_unstable();
+        Ok(Self { bytes, special, size: vocabulary.size() })
+    }
+
+    /// Highest token id + 1. A model may have more rows than that.
+    pub fn size(&self) -> u32 {
+        self.size
+    }
+
+    /// The bytes a token stands for; a special token's are its name. Empty for placeholders, `None`
+    /// outside the vocabulary.
+    pub fn bytes(&self, id: u32) -> Option<&[u8]> {
+        self.bytes.get(id)
+    }
+
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special.binary_search(&id).is_ok()
+    }
+}

@@ -1,0 +1,300 @@
+//! One JSON object, byte by byte: where it ends, or where it stops being JSON.
+
+/// Objects and lists within each other, at most; serde_json takes 127.
+const DEPTH_MAX: usize = 64;
+
+/// What one byte brought.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    More,
+    /// A key of the object itself is complete; it lies between these offsets, quotes included.
+    Key(usize, usize),
+    /// So is a text that is the value of such a key.
+    Text(usize, usize),
+    /// The byte closes the object.
+    Complete,
+    /// With this byte it is not the beginning of a JSON object.
+    Broken,
+}
+
+/// What may come next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Expect {
+    /// The first byte.
+    Open,
+    /// A key or the end, behind `{`.
+    KeyOrEnd,
+    /// A key, behind a comma.
+    Key,
+    Colon,
+    Value,
+    /// A value or the end, behind `[`.
+    ValueOrEnd,
+    CommaOrEnd,
+    Text(InText),
+    Number(InNumber),
+    /// The rest of `true`, `false` or `null`.
+    Word(&'static [u8]),
+    Nothing,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InText {
+    Plain,
+    Escape,
+    /// So many hexadecimal digits are still to come.
+    Unicode(u8),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InNumber {
+    Minus,
+    Zero,
+    Whole,
+    Point,
+    Fraction,
+    Exponent,
+    ExponentSign,
+    ExponentDigits,
+}
+
+/// Reads an object as it comes. After `Complete` or `Broken` every byte is `Broken`.
+#[derive(Clone, Debug)]
+pub(super) struct JsonObject {
+    /// What is open, outermost first: true for an object, false for a list.
+    open: Vec<bool>,
+    expect: Expect,
+    /// Bytes read.
+    at: usize,
+    text_start: usize,
+    text_is_key: bool,
+}
+
+impl JsonObject {
+    pub fn new() -> Self {
+        Self { open: Vec::new(), expect: Expect::Open, at: 0, text_start: 0, text_is_key: false }
+    }
+
+    pub fn feed(&mut self, byte: u8) -> Step {
+        let step = self.step(byte);
+        self.at += 1;
+        if matches!(step, Step::Complete | Step::Broken) {
+            self.expect = Expect::Nothing;
+        }
+        step
+    }
+
+    fn step(&mut self, byte: u8) -> Step {
+        match self.expect {
+            Expect::Text(state) => return self.in_text(state, byte),
+            Expect::Number(state) => {
+                if let Some(next) = number(state, byte) {
+                    self.expect = Expect::Number(next);
+                    return Step::More;
+                }
+                if !is_whole(state) {
+                    return Step::Broken;
+                }
+                // The byte behind a number is no part of it.
+                self.expect = Expect::CommaOrEnd;
+            }
+            Expect::Word([next, rest @ ..]) => {
+                if byte != *next {
+                    return Step::Broken;
+                }
+                self.expect = if rest.is_empty() { Expect::CommaOrEnd } else { Expect::Word(rest) };
+                return Step::More;
+            }
+            _ => {}
+        }
+        if byte.is_ascii_whitespace() && byte != b'\x0c' {
+            return if self.open.is_empty() { Step::Broken } else { Step::More };
+        }
+        match (self.expect, byte) {
+            (Expect::Open, b'{') => self.begin(true),
+            (Expect::Key | Expect::KeyOrEnd, b'"') => self.begin_text(true),
+            (Expect::Colon, b':') => self.go_on(Expect::Value),
+            (Expect::CommaOrEnd, b',') => match self.open.last() {
+                Some(true) => self.go_on(Expect::Key),
+                _ => self.go_on(Expect::Value),
+            },
+            (Expect::KeyOrEnd | Expect::CommaOrEnd, b'}') => self.end(true),
+            (Expect::ValueOrEnd | Expect::CommaOrEnd, b']') => self.end(false),
+            (Expect::Value | Expect::ValueOrEnd, _) => self.begin_value(byte),
+            _ => Step::Broken,
+        }
+    }
+
+    fn go_on(&mut self, expect: Expect) -> Step {
+        self.expect = expect;
+        Step::More
+    }
+
+    fn begin(&mut self, is_object: bool) -> Step {
+        if self.open.len() == DEPTH_MAX {
+            return Step::Broken;
+        }
+        self.open.push(is_object);
+        self.go_on(if is_object { Expect::KeyOrEnd } else { Expect::ValueOrEnd })
+    }
+
+    fn end(&mut self, is_object: bool) -> Step {
+        if self.open.pop() != Some(is_object) {
+            return Step::Broken;
+        }
+        if self.open.is_empty() {
+            return Step::Complete;
+        }
+        self.go_on(Expect::CommaOrEnd)
+    }
+
+    fn begin_text(&mut self, is_key: bool) -> Step {
+        (self.text_start, self.text_is_key) = (self.at, is_key);
+        self.go_on(Expect::Text(InText::Plain))
+    }
+
+    fn begin_value(&mut self, byte: u8) -> Step {
+        match byte {
+            b'"' => self.begin_text(false),
+            b'{' => self.begin(true),
+            b'[' => self.begin(false),
+            b't' => self.go_on(Expect::Word(b"rue")),
+            b'f' => self.go_on(Expect::Word(b"alse")),
+            b'n' => self.go_on(Expect::Word(b"ull")),
+            b'-' => self.go_on(Expect::Number(InNumber::Minus)),
+            b'0' => self.go_on(Expect::Number(InNumber::Zero)),
+            b'1'..=b'9' => self.go_on(Expect::Number(InNumber::Whole)),
+            _ => Step::Broken,
+        }
+    }
+
+    fn in_text(&mut self, state: InText, byte: u8) -> Step {
+        let next = match (state, byte) {
+            (InText::Plain, b'"') => return self.end_text(),
+            (InText::Plain, b'\\') => InText::Escape,
+            (InText::Plain, 0x20..) => InText::Plain,
+            (InText::Escape, b'u') => InText::Unicode(4),
+            (InText::Escape, b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't') => {
+                InText::Plain
+            }
+            (InText::Unicode(1), _) if byte.is_ascii_hexdigit() => InText::Plain,
+            (InText::Unicode(left), _) if byte.is_ascii_hexdigit() => InText::Unicode(left - 1),
+            _ => return Step::Broken,
+        };
+        self.go_on(Expect::Text(next))
+    }
+
+    fn end_text(&mut self) -> Step {
+        let is_outermost = self.open.len() == 1;
+        let (start, end) = (self.text_start, self.at + 1);
+        self.expect = if self.text_is_key { Expect::Colon } else { Expect::CommaOrEnd };
+        match (is_outermost, self.text_is_key) {
+            (true, true) => Step::Key(start, end),
+            (true, false) => Step::Text(start, end),
+            (false, _) => Step::More,
+        }
+    }
+}
+
+/// The state after one more byte of a number; `None` where the byte is no part of it.
+fn number(state: InNumber, byte: u8) -> Option<InNumber> {
+    use InNumber::{Exponent, ExponentDigits, ExponentSign, Fraction, Minus, Point, Whole, Zero};
+    Some(match (state, byte) {
+        (Minus, b'0') => Zero,
+        (Minus, b'1'..=b'9') | (Whole, b'0'..=b'9') => Whole,
+        (Zero | Whole, b'.') => Point,
+        (Point | Fraction, b'0'..=b'9') => Fraction,
+        (Zero | Whole | Fraction, b'e' | b'E') => Exponent,
+        (Exponent, b'+' | b'-') => ExponentSign,
+        (Exponent | ExponentSign | ExponentDigits, b'0'..=b'9') => ExponentDigits,
+        _ => return None,
+    })
+}
+
+fn is_whole(state: InNumber) -> bool {
+    use InNumber::{ExponentDigits, Fraction, Whole, Zero};
+    matches!(state, Zero | Whole | Fraction | ExponentDigits)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::{Map, Value};
+
+    use super::*;
+
+    /// How the last byte that was needed ended it, and how many there were.
+    fn read(text: &str) -> (Step, usize) {
+        let mut object = JsonObject::new();
+        for (at, &byte) in text.as_bytes().iter().enumerate() {
+            let step = object.feed(byte);
+            if matches!(step, Step::Complete | Step::Broken) {
+                return (step, at + 1);
+            }
+        }
+        (Step::More, text.len())
+    }
+
+    fn json() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            prop::num::f64::NORMAL.prop_map(Value::from),
+            any::<String>().prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 24, 5, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::vec((any::<String>(), inner), 0..4)
+                    .prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn an_object_ends_with_its_last_byte_however_it_is_written(
+            members in prop::collection::vec((any::<String>(), json()), 0..4),
+            pretty in any::<bool>(),
+            behind in any::<String>(),
+        ) {
+            let object = Value::Object(members.into_iter().collect::<Map<_, _>>());
+            let text = match pretty {
+                true => serde_json::to_string_pretty(&object).unwrap(),
+                false => object.to_string(),
+            };
+            prop_assert_eq!(read(&format!("{text}{behind}")), (Step::Complete, text.len()));
+        }
+
+        /// Complete exactly where serde_json takes the text, broken only where no further text helps.
+        #[test]
+        fn it_agrees_with_serde_json(text in r#"\{[ \n]?("[a\\"u0-9\n]{0,6}"|[-+0-9.eE]{1,6}|[\[\]{},:"tfn ]|true|null){0,10}\}"#) {
+            let (step, used) = read(&text);
+            let taken = serde_json::from_str::<&serde_json::value::RawValue>(&text[..used]);
+            prop_assert_eq!(step == Step::Complete, taken.is_ok(), "{}", text);
+        }
+    }
+
+    #[test]
+    fn keys_and_texts_of_the_object_itself_are_told() {
+        let text = r#"{"a\"": {"b": "c"}, "d": "e"}"#;
+        let mut object = JsonObject::new();
+        let mut told = Vec::new();
+        for byte in text.bytes() {
+            match object.feed(byte) {
+                Step::Key(start, end) => told.push(("key", &text[start..end])),
+                Step::Text(start, end) => told.push(("text", &text[start..end])),
+                _ => {}
+            }
+        }
+        assert_eq!(told, [("key", r#""a\"""#), ("key", r#""d""#), ("text", r#""e""#)]);
+    }
+
+    #[test]
+    fn depth_has_a_bound() {
+        let deep = |depth: usize| format!("{{\"a\":{}{}}}", "[".repeat(depth), "]".repeat(depth));
+        assert_eq!(read(&deep(DEPTH_MAX - 1)).0, Step::Complete);
+        assert_eq!(read(&deep(DEPTH_MAX)).0, Step::Broken);
+    }
+}

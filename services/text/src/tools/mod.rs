@@ -1,0 +1,62 @@
+//! Calls of tools in the text of an answer.
+//!
+//! Models write calls as text, each family in its own way ([`ToolFormat`]). [`ToolParser`] takes the
+//! text as it comes and tells calls from content. It leaves out what models cannot be held to without
+//! a grammar: that a call is made at all, and that its arguments fit the tool's schema.
+
+mod json_object;
+mod parser;
+
+pub use parser::{ToolCall, ToolParser, ToolPiece};
+
+use crate::tokenizer::Tokenizer;
+
+const PYTHON_TAG: &str = "<|python_tag|>";
+const CALL_START: &str = "<tool_call>";
+const CALL_END: &str = "</tool_call>";
+
+/// How a model writes its calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToolFormat {
+    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another, with text
+    /// before, between or behind: Hermes, Qwen 2.5 and Qwen 3.
+    Hermes,
+    /// `{"name": ..., "parameters": {...}}` as the whole answer, several with `;` between them; or
+    /// the same behind `<|python_tag|>`, also after text: Llama 3.1 to 3.3.
+    Llama3,
+}
+
+impl ToolFormat {
+    /// What a chat template asks the model to write, as far as that is known here.
+    pub(crate) fn of_template(source: &str, tokenizer: &Tokenizer) -> Option<Self> {
+        // Qwen 3 Coder has the same tags around calls that are no JSON.
+        if source.contains(CALL_START) && !source.contains("<function=") {
+            return Some(Self::Hermes);
+        }
+        let is_llama = source.contains("\"parameters\": ")
+            && (source.contains(PYTHON_TAG) || tokenizer.token_id(PYTHON_TAG).is_some());
+        is_llama.then_some(Self::Llama3)
+    }
+
+    /// What a call begins with, and what ends it.
+    pub(crate) fn marks(self) -> (&'static str, Option<&'static str>) {
+        match self {
+            Self::Hermes => (CALL_START, Some(CALL_END)),
+            Self::Llama3 => (PYTHON_TAG, None),
+        }
+    }
+
+    /// Whether an answer may be a call without any mark.
+    fn takes_bare(self) -> bool {
+        self == Self::Llama3
+    }
+
+    /// Special tokens that must become text all the same: the marks, where the vocabulary has them
+    /// so.
+    pub fn shown_tokens(self, tokenizer: &Tokenizer) -> Vec<u32> {
+        let (start, end) = self.marks();
+        let ids =
+            [Some(start), end].into_iter().flatten().filter_map(|mark| tokenizer.token_id(mark));
+        ids.filter(|&id| tokenizer.is_special(id)).collect()
+    }
+}

@@ -1,0 +1,511 @@
+//! Tells calls from content in the text of one answer.
+//!
+//! Text arrives in pieces of any size; how it was cut makes no difference. Content is emitted at
+//! once, except what may still belong to a call: white space, the beginning of a mark, a JSON object
+//! whose keys and name are those of a call so far. A call is emitted when its object is complete.
+//! What turns out to be none (broken JSON, a function that was not offered, an answer that ends
+//! within a call) is content, whole and in its place. White space right before and behind a call
+//! belongs to the call.
+
+use std::sync::Arc;
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::{
+    ToolFormat,
+    json_object::{JsonObject, Step},
+};
+
+/// A call of a function.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCall {
+    pub name: String,
+    /// A JSON object, as the model wrote it.
+    pub arguments: String,
+}
+
+/// A part of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToolPiece {
+    Content(String),
+    Call(ToolCall),
+}
+
+/// Reads one answer.
+///
+/// Lifecycle: [`push`](Self::push) for each piece of text, then [`finish`](Self::finish).
+#[derive(Clone, Debug)]
+pub struct ToolParser {
+    format: ToolFormat,
+    /// Functions that may be called.
+    names: Arc<[String]>,
+    state: State,
+    /// Text that is not emitted because it may belong to a call.
+    held: String,
+    /// A call without a mark may begin: at the start and behind a call.
+    bare: bool,
+    /// A call was read and only white space since.
+    behind_call: bool,
+    /// The last call's closing mark may come.
+    closes: bool,
+}
+
+#[derive(Clone, Debug)]
+enum State {
+    /// Between calls; what is held is white space and, behind a bare call, one `;`.
+    Text,
+    /// What is held from `start` on is the beginning of a mark.
+    Mark { start: usize },
+    /// Behind a mark: white space until the object begins.
+    Marked,
+    /// Within an object that begins at `start`.
+    Object { start: usize, key: Key, json: JsonObject },
+}
+
+/// The key whose value is being read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Key {
+    Name,
+    Other,
+}
+
+/// What became of a character.
+enum Taken {
+    Yes,
+    /// What is held is no call; the character is not part of it.
+    FallsOut,
+    /// Nor is it with the character, which is held now.
+    FallsOutWithIt,
+}
+
+impl ToolParser {
+    pub fn new(format: ToolFormat, names: Arc<[String]>) -> Self {
+        Self {
+            format,
+            names,
+            state: State::Text,
+            held: String::new(),
+            bare: format.takes_bare(),
+            behind_call: false,
+            closes: false,
+        }
+    }
+
+    /// Takes the next piece of text; appends what is certain.
+    pub fn push(&mut self, text: &str, out: &mut Vec<ToolPiece>) {
+        for char in text.chars() {
+            match self.take(char, out) {
+                Taken::Yes => {}
+                Taken::FallsOut => {
+                    self.fall_out(out);
+                    // In plain text every character finds its place.
+                    self.take(char, out);
+                }
+                Taken::FallsOutWithIt => self.fall_out(out),
+            }
+        }
+    }
+
+    /// The answer ended: what is held belongs to it, but for white space and the beginning of a
+    /// closing mark behind a call.
+    pub fn finish(mut self, out: &mut Vec<ToolPiece>) {
+        let ends_a_call = self.behind_call
+            && match self.state {
+                State::Text => true,
+                State::Mark { start } => self.closes && self.begins_the_end(start),
+                State::Marked | State::Object { .. } => false,
+            };
+        if !ends_a_call {
+            self.fall_out(out);
+        }
+    }
+
+    /// Bytes of text that are held back now.
+    pub fn held_bytes(&self) -> usize {
+        self.held.len()
+    }
+
+    fn take(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Taken {
+        match self.state {
+            State::Text if char.is_whitespace() => self.held.push(char),
+            State::Text if char == '<' => {
+                self.state = State::Mark { start: self.held.len() };
+                self.held.push(char);
+            }
+            State::Text if char == '{' && self.bare => return self.begin_object(),
+            State::Text if char == ';' && self.separates() => self.held.push(char),
+            State::Text => {
+                self.held.push(char);
+                self.fall_out(out);
+            }
+            State::Mark { start } => {
+                self.held.push(char);
+                return self.take_mark(start);
+            }
+            State::Marked if char.is_whitespace() => self.held.push(char),
+            State::Marked if char == '{' => return self.begin_object(),
+            State::Marked => return Taken::FallsOut,
+            State::Object { .. } => return self.take_json(char, out),
+        }
+        Taken::Yes
+    }
+
+    /// Whether a `;` stands between two bare calls.
+    fn separates(&self) -> bool {
+        self.bare && self.behind_call && !self.held.contains(';')
+    }
+
+    fn begins_the_end(&self, start: usize) -> bool {
+        let (_, end) = self.format.marks();
+        end.is_some_and(|end| end.starts_with(&self.held[start..]))
+    }
+
+    /// The last character of what is held was read as part of a mark.
+    fn take_mark(&mut self, start: usize) -> Taken {
+        let (begin, end) = self.format.marks();
+        let mark = &self.held[start..];
+        if mark == begin {
+            self.state = State::Marked;
+        } else if self.closes && Some(mark) == end {
+            (self.state, self.closes) = (State::Text, false);
+            self.held.clear();
+        } else if begin.starts_with(mark) || self.closes && self.begins_the_end(start) {
+            return Taken::Yes;
+        } else {
+            self.held.pop();
+            return Taken::FallsOut;
+        }
+        Taken::Yes
+    }
+
+    fn begin_object(&mut self) -> Taken {
+        let mut json = JsonObject::new();
+        json.feed(b'{');
+        self.state = State::Object { start: self.held.len(), key: Key::Other, json };
+        self.held.push('{');
+        Taken::Yes
+    }
+
+    fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Taken {
+        let State::Object { start, key, json } = &mut self.state else { return Taken::FallsOut };
+        let mut bytes = [0; 4];
+        // Characters of several bytes occur in texts alone, where each of their bytes is taken.
+        let steps = char.encode_utf8(&mut bytes).bytes().map(|byte| json.feed(byte));
+        let step = steps.last().unwrap_or(Step::Broken);
+        if step == Step::Broken {
+            return Taken::FallsOut;
+        }
+        self.held.push(char);
+        let object = &self.held[*start..];
+        let is_call_so_far = match step {
+            Step::Key(from, to) => {
+                let (is_known, is_name) = match &object[from..to] {
+                    "\"name\"" => (true, true),
+                    "\"arguments\"" | "\"parameters\"" | "\"type\"" | "\"id\"" => (true, false),
+                    _ => (false, false),
+                };
+                *key = if is_name { Key::Name } else { Key::Other };
+                is_known
+            }
+            Step::Text(from, to) if *key == Key::Name => {
+                let name = serde_json::from_str::<String>(&object[from..to]);
+                name.is_ok_and(|name| self.names.contains(&name))
+            }
+            Step::Complete => match call(object) {
+                Some(call) if self.names.contains(&call.name) => {
+                    self.emit(call, out);
+                    true
+                }
+                _ => false,
+            },
+            _ => true,
+        };
+        if is_call_so_far {
+            return Taken::Yes;
+        }
+        Taken::FallsOutWithIt
+    }
+
+    fn emit(&mut self, call: ToolCall, out: &mut Vec<ToolPiece>) {
+        out.push(ToolPiece::Call(call));
+        self.held.clear();
+        self.state = State::Text;
+        (self.bare, self.behind_call) = (self.format.takes_bare(), true);
+        self.closes = self.format.marks().1.is_some();
+    }
+
+    /// What is held is content.
+    fn fall_out(&mut self, out: &mut Vec<ToolPiece>) {
+        self.state = State::Text;
+        if self.held.is_empty() {
+            return;
+        }
+        (self.bare, self.behind_call, self.closes) = (false, false, false);
+        match out.last_mut() {
+            Some(ToolPiece::Content(content)) => content.push_str(&self.held),
+            _ => out.push(ToolPiece::Content(self.held.clone())),
+        }
+        self.held.clear();
+    }
+}
+
+/// The object as a call.
+fn call(object: &str) -> Option<ToolCall> {
+    #[derive(Deserialize)]
+    struct Call<'a> {
+        name: String,
+        #[serde(borrow, alias = "parameters")]
+        arguments: Option<&'a RawValue>,
+        r#type: Option<String>,
+    }
+    let call: Call<'_> = serde_json::from_str(object).ok()?;
+    if call.r#type.is_some_and(|kind| kind != "function") {
+        return None;
+    }
+    let arguments = match call.arguments.map(RawValue::get) {
+        None => "{}".to_owned(),
+        Some(arguments) if arguments.starts_with('{') => arguments.to_owned(),
+        // Some models write the object once more as a text.
+        Some(text) => {
+            let inner: String = serde_json::from_str(text).ok()?;
+            let is_object = serde_json::from_str::<&RawValue>(&inner)
+                .is_ok_and(|inner| inner.get().starts_with('{'));
+            is_object.then_some(inner)?
+        }
+    };
+    Some(ToolCall { name: call.name, arguments })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parser(format: ToolFormat) -> ToolParser {
+        ToolParser::new(format, Arc::new(["weather".to_owned(), "f".to_owned()]))
+    }
+
+    fn read(format: ToolFormat, pieces: &[&str]) -> Vec<ToolPiece> {
+        let (mut parser, mut out) = (parser(format), Vec::new());
+        for piece in pieces {
+            parser.push(piece, &mut out);
+        }
+        parser.finish(&mut out);
+        out
+    }
+
+    fn content(text: &str) -> ToolPiece {
+        ToolPiece::Content(text.into())
+    }
+
+    fn call(name: &str, arguments: &str) -> ToolPiece {
+        ToolPiece::Call(ToolCall { name: name.into(), arguments: arguments.into() })
+    }
+
+    #[test]
+    fn hermes_calls_are_read_with_the_text_around_them() {
+        let read = |text: &str| read(ToolFormat::Hermes, &[text]);
+        assert_eq!(
+            read(
+                "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Köln\"}}\n\
+                 </tool_call>\n<tool_call>\n{\"name\":\"f\",\"arguments\":{}}\n</tool_call>\n"
+            ),
+            [content("I look."), call("weather", "{\"city\": \"Köln\"}"), call("f", "{}")]
+        );
+        assert_eq!(
+            read(
+                "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": [1.50, null]}}</tool_call> so"
+            ),
+            [call("f", "{\"a\": [1.50, null]}"), content(" so")]
+        );
+        // Ended by its stop token or length before the mark, or within it.
+        for end in ["", "\n", "\n</tool", "</tool_call>"] {
+            let text = format!("<tool_call>{{\"name\": \"f\"}}{end}");
+            assert_eq!(read(&text), [call("f", "{}")]);
+        }
+    }
+
+    #[test]
+    fn llama_calls_are_read_bare_and_behind_their_tag() {
+        let read = |text: &str| read(ToolFormat::Llama3, &[text]);
+        let bare = "{\"name\": \"f\", \"parameters\": {\"a\": \"}{\"}}";
+        let expected = call("f", "{\"a\": \"}{\"}");
+        assert_eq!(read(bare), std::slice::from_ref(&expected));
+        assert_eq!(read(&format!("\n\n{bare}\n")), std::slice::from_ref(&expected));
+        assert_eq!(read(&format!("<|python_tag|>{bare}")), std::slice::from_ref(&expected));
+        assert_eq!(
+            read(&format!("Sure. <|python_tag|> {bare}; {bare}")),
+            [content("Sure."), expected.clone(), expected.clone()]
+        );
+        assert_eq!(
+            read(&format!("{bare}; {bare}\n{bare}")),
+            [expected.clone(), expected.clone(), expected.clone()]
+        );
+        assert_eq!(
+            read("{\"type\": \"function\", \"name\": \"f\", \"parameters\": {}}"),
+            [call("f", "{}")]
+        );
+    }
+
+    #[test]
+    fn what_is_no_call_is_content_to_the_last_character() {
+        for (format, text) in [
+            // Broken, cut short, of the wrong shape, of a function that nobody offered.
+            (
+                ToolFormat::Hermes,
+                "a <tool_call>{\"name\": \"f\", \"arguments\": {1}}</tool_call> b",
+            ),
+            (ToolFormat::Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"b"),
+            (ToolFormat::Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": 7}</tool_call>"),
+            (ToolFormat::Hermes, "<tool_call>{\"name\": \"g\", \"arguments\": {}}</tool_call>"),
+            (ToolFormat::Hermes, "<tool_call>{\"name\": \"f\", \"name\": \"f\"}</tool_call>"),
+            (ToolFormat::Hermes, "<tool_call>{\"arguments\": {}}</tool_call>"),
+            (ToolFormat::Hermes, "<tool_call>{}</tool_call>"),
+            (ToolFormat::Hermes, "the tags <tool_call> and </tool_call> \n"),
+            (ToolFormat::Hermes, "<tool_call>{\"name\": \"\\ud800\"}"),
+            (ToolFormat::Hermes, "{\"name\": \"f\", \"arguments\": {}}"),
+            (ToolFormat::Hermes, " a<b <<tool_cal"),
+            (ToolFormat::Llama3, "{\"name\": \"Bob\", \"age\": 3}"),
+            (ToolFormat::Llama3, "{\"answer\": 42}"),
+            (ToolFormat::Llama3, "so {\"name\": \"f\", \"parameters\": {}}"),
+            (ToolFormat::Llama3, "<|python_tag|>search.call(query=\"x\")"),
+            (ToolFormat::Llama3, "; {\"name\": \"f\"}"),
+            (ToolFormat::Llama3, " \u{301}\u{feff}\0 "),
+        ] {
+            assert_eq!(read(format, &[text]), [content(text)], "{format:?}");
+        }
+        // Behind what was broken the next call is read all the same.
+        assert_eq!(
+            read(ToolFormat::Hermes, &["<tool_call>{\"name\": <tool_call>{\"name\": \"f\"}"]),
+            [content("<tool_call>{\"name\": "), call("f", "{}")]
+        );
+        assert_eq!(
+            read(ToolFormat::Llama3, &["{\"name\": \"f\"}; and {\"name\": \"f\"}"]),
+            [call("f", "{}"), content("; and {\"name\": \"f\"}")]
+        );
+    }
+
+    #[test]
+    fn arguments_that_are_json_in_a_text_are_taken_out_of_it() {
+        assert_eq!(
+            read(ToolFormat::Hermes, &[r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}"#]),
+            [call("f", r#"{"a": 1}"#)]
+        );
+        let text = r#"<tool_call>{"name": "f", "arguments": "a"}"#;
+        assert_eq!(read(ToolFormat::Hermes, &[text]), [content(text)]);
+    }
+
+    #[test]
+    fn text_is_shown_as_soon_as_it_cannot_be_a_call() {
+        let shown_after = |format, text: &str| {
+            let (mut parser, mut out) = (parser(format), Vec::new());
+            parser.push(text, &mut out);
+            assert_eq!(parser.held_bytes() == 0, out == [content(text)], "{text}: {out:?}");
+            parser.held_bytes() == 0
+        };
+        for (format, held, shown) in [
+            (ToolFormat::Hermes, "<", "<b"),
+            (ToolFormat::Hermes, "<tool_call> ", "<tool_call> a"),
+            (ToolFormat::Hermes, "<tool_call>{\"name\"", "<tool_call>{\"nome\""),
+            (ToolFormat::Hermes, "<tool_call>{\"name\": \"g", "<tool_call>{\"name\": \"g\""),
+            (ToolFormat::Llama3, " {", " {a"),
+            (ToolFormat::Llama3, "{\"name\": \"f\", ", "{\"name\": \"f\", 1"),
+            (ToolFormat::Llama3, "{\"nam", "{\"a\""),
+        ] {
+            assert!(!shown_after(format, held) && shown_after(format, shown), "{held} {shown}");
+        }
+    }
+
+    /// Bits of calls and of text, in any order.
+    fn bits() -> impl Strategy<Value = String> {
+        let bit = prop_oneof![
+            Just("<tool_call>"),
+            Just("</tool_call>"),
+            Just("<|python_tag|>"),
+            Just("{\"name\": \"f\", \"arguments\": {\"a\": \"é\\\"<tool_call>\"}}"),
+            Just("{\"name\": \"weather\", \"parameters\": {}}"),
+            Just("{\"name\": \"f\", \"arguments\": "),
+            Just("{\"name\": \"g\"}"),
+            Just("{\"b\": 1}"),
+            Just("<tool"),
+            Just("<"),
+            Just("{"),
+            Just("\""),
+            Just("}"),
+            Just(";"),
+            Just("\n"),
+            Just(" "),
+            Just("a"),
+            Just("👩‍👩‍👧"),
+        ];
+        prop::collection::vec(bit, 0..12).prop_map(|bits| bits.concat())
+    }
+
+    /// Adjacent content is one.
+    fn joined(pieces: Vec<ToolPiece>) -> Vec<ToolPiece> {
+        let mut all: Vec<ToolPiece> = Vec::new();
+        for piece in pieces {
+            match (all.last_mut(), piece) {
+                (Some(ToolPiece::Content(text)), ToolPiece::Content(more)) => text.push_str(&more),
+                (_, piece) => all.push(piece),
+            }
+        }
+        all
+    }
+
+    proptest! {
+        #[test]
+        fn how_the_text_is_cut_makes_no_difference(
+            text in bits(),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+            llama in any::<bool>(),
+        ) {
+            let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
+            let ends: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| ends[cut.index(ends.len())]).collect();
+            cuts.extend([0, text.len()]);
+            cuts.sort_unstable();
+            let pieces: Vec<&str> = cuts.windows(2).map(|cut| &text[cut[0]..cut[1]]).collect();
+            prop_assert_eq!(joined(read(format, &pieces)), joined(read(format, &[&text])));
+        }
+
+        /// What is shown and the calls are the text in its order: but for white space and marks
+        /// nothing is missing, nothing is new.
+        #[test]
+        fn no_text_is_lost(text in bits(), llama in any::<bool>()) {
+            let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
+            let written = |piece: ToolPiece| match piece {
+                ToolPiece::Content(text) => text,
+                ToolPiece::Call(ToolCall { name, arguments }) => match name.as_str() {
+                    "weather" => format!("{{\"name\":\"weather\",\"parameters\":{arguments}}}"),
+                    _ => format!("{{\"name\":\"f\",\"arguments\":{arguments}}}"),
+                },
+            };
+            let shown: String = read(format, &[&text]).into_iter().map(written).collect();
+            let (shown, text) = (without_marks(&shown), without_marks(&text));
+            // Of a closing mark that was cut short.
+            let cut = text.strip_suffix('<').unwrap_or(&text);
+            prop_assert!(shown == text || shown == cut, "{shown:?} {text:?}");
+        }
+
+        #[test]
+        fn text_without_a_call_is_shown_as_it_is(text in any::<String>(), llama in any::<bool>()) {
+            let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
+            let pieces: Vec<String> = text.chars().map(String::from).collect();
+            let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+            let shown = joined(read(format, &pieces));
+            match text.is_empty() {
+                true => prop_assert_eq!(shown, []),
+                false => prop_assert_eq!(shown, [content(&text)]),
+            }
+        }
+    }
+
+    fn without_marks(text: &str) -> String {
+        let text = text.replace("</tool_call>", "").replace("<tool_call>", "");
+        let text = text.replace("<|python_tag|>", "");
+        text.chars().filter(|char| !char.is_whitespace() && *char != ';').collect()
+    }
+}

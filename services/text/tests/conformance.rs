@@ -1,0 +1,177 @@
+//! Real vocabularies: the ids that llama.cpp's own test vectors and the `tokenizers` Python package give.
+//!
+//! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts them into target/tokenizers. Where it was
+//! never run these tests say so and pass, unless BATON_TEST_COMPLETE is set, as `make test` does.
+
+mod common;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::SystemTime,
+};
+
+use serde_json::{Map, Value, json};
+use text::{
+    LoadError, ModelText, RenderRequest, SpecialTokens, StopStrings, TextStream, TextStreamOptions,
+    ToolFormat, ToolParser, ToolPiece,
+};
+
+/// The fetched file or folder, or `None` where nothing was fetched.
+fn fetched(name: &str) -> Option<PathBuf> {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+    let folder = target.join("tokenizers");
+    if !folder.join("complete").is_file() {
+        let may_lack = std::env::var_os("BATON_TEST_COMPLETE").is_none();
+        assert!(may_lack, "{} is incomplete", folder.display());
+        println!("skipped: {} is incomplete; run deploy/fetch-tokenizers.sh", folder.display());
+        return None;
+    }
+    let path = folder.join(name);
+    assert!(path.exists(), "{} was fetched without {name}", folder.display());
+    Some(path)
+}
+
+/// Texts and ids as `llama.cpp` keeps them beside a vocabulary: texts with a line of their own between
+/// them, ids of one text on one line, without the tokens around a prompt.
+fn vectors(vocabulary: &Path) -> Vec<(String, Vec<u32>)> {
+    let read = |ending: &str| {
+        let path = format!("{}.{ending}", vocabulary.display());
+        fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
+    };
+    let (texts, ids) = (read("inp"), read("out"));
+    let texts = texts.split("\n__ggml_vocab_test__\n").map(str::to_owned);
+    let ids =
+        ids.lines().map(|line| line.split_whitespace().map(|id| id.parse().unwrap()).collect());
+    texts.zip(ids).collect()
+}
+
+#[test]
+fn calls_that_real_templates_write_are_read_back() {
+    let arguments = json!({"city": "Köln \"🌦\"", "days": 3});
+    let call = json!({"type": "function",
+        "function": {"name": "weather", "arguments": arguments}});
+    let tools = json!([{"type": "function", "function": {"name": "weather",
+        "description": "Tells it", "parameters": {"type": "object", "properties": {}}}}]);
+    let formats = [("llama3_2", ToolFormat::Llama3, 1), ("qwen2_5", ToolFormat::Hermes, 2)];
+    for (name, format, calls) in formats {
+        let Some(path) = fetched(name) else { return };
+        let model = ModelText::open(&path).unwrap();
+        assert_eq!(model.tool_format(), Some(format), "{name}");
+        let rendered = |messages: Value| {
+            let request = RenderRequest {
+                messages: &messages,
+                tools: &tools,
+                add_generation_prompt: false,
+                extra: &Map::new(),
+                now: SystemTime::UNIX_EPOCH,
+            };
+            model.chat_template().unwrap().render(&request).unwrap()
+        };
+        let question = json!({"role": "user", "content": "Weather?"});
+        let answer =
+            json!({"role": "assistant", "content": "", "tool_calls": vec![call.clone(); calls]});
+        let before = rendered(json!([question]));
+        let prompt = rendered(json!([question, answer]));
+        assert!(before.contains("Tells it"), "{name}: {before}");
+        // Behind the line that says who speaks.
+        let answer = prompt.strip_prefix(&before).unwrap().split_once('\n').unwrap().1;
+        let tokenizer = model.tokenizer();
+        // As the router has it: special tokens give no text, but for those that begin calls.
+        let stops = StopStrings::new::<&str>(&[], false).unwrap();
+        let mut text = TextStream::new(tokenizer.clone(), stops, TextStreamOptions::default())
+            .showing(format.shown_tokens(tokenizer).into());
+        let mut parser = ToolParser::new(format, Arc::new(["weather".to_owned()]));
+        let mut pieces = Vec::new();
+        for id in tokenizer.encode(answer, SpecialTokens::Parse).unwrap() {
+            parser.push(&text.push(&[id]).text, &mut pieces);
+        }
+        parser.push(&text.finish(), &mut pieces);
+        parser.finish(&mut pieces);
+        assert_eq!(pieces.len(), calls, "{name}: {answer:?} gave {pieces:?}");
+        for piece in pieces {
+            let ToolPiece::Call(call) = piece else { panic!("{name}: {piece:?}") };
+            assert_eq!(call.name, "weather");
+            assert_eq!(serde_json::from_str::<Value>(&call.arguments).unwrap(), arguments);
+        }
+    }
+    let Some(path) = fetched("gpt2") else { return };
+    assert_eq!(ModelText::open(&path).unwrap().tool_format(), None);
+}
+
+#[test]
+fn llama_cpps_vectors_give_its_ids() {
+    // One vocabulary for every kind of splitting that is built.
+    for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact"] {
+        let Some(path) = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf")) else { return };
+        let model = ModelText::open(&path).unwrap();
+        let tokenizer = model.tokenizer();
+        let vectors = vectors(&path);
+        assert!(vectors.len() >= 40, "{name}: {} vectors", vectors.len());
+        for (text, ids) in vectors {
+            let found = tokenizer.encode(&text, SpecialTokens::AsText).unwrap();
+            assert_eq!(found, ids, "{name}: {text:?}");
+            let composed = name == "qwen2";
+            let decoded = tokenizer.decode(&found, false);
+            assert!(composed || decoded == text, "{name}: {text:?} came back as {decoded:?}");
+        }
+    }
+}
+
+#[test]
+fn other_kinds_are_refused_by_name_with_what_is_supported() {
+    let cases = [
+        ("deepseek-llm", "tokenizer.ggml.pre is \"deepseek-llm\"; supported: smollm, starcoder,"),
+        ("falcon", "tokenizer.ggml.pre is \"falcon\"; supported: "),
+        ("command-r", "tokenizer.ggml.pre is \"command-r\"; supported: "),
+        ("llama-spm", "tokenizer.ggml.model is \"llama\"; supported: gpt2 (byte-level BPE)"),
+        ("bert-bge", "tokenizer.ggml.model is \"bert\"; supported: gpt2 (byte-level BPE)"),
+    ];
+    for (name, expected) in cases {
+        let Some(path) = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf")) else { return };
+        let error = ModelText::open(&path).unwrap_err();
+        assert!(matches!(error, LoadError::Unsupported { .. }), "{name}: {error}");
+        assert!(error.to_string().contains(expected), "{name}: {error}");
+    }
+}
+
+#[test]
+fn folders_give_the_ids_and_texts_of_the_python_package() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/conformance.json");
+    let expected: Value = serde_json::from_str(&fs::read_to_string(fixture).unwrap()).unwrap();
+    let texts: Vec<String> = serde_json::from_value(expected["texts"].clone()).unwrap();
+    for (family, rows) in expected["families"].as_object().unwrap() {
+        let Some(folder) = fetched(family) else { return };
+        let model = ModelText::open(folder).unwrap();
+        let tokenizer = model.tokenizer();
+        for (text, row) in texts.iter().zip(rows.as_array().unwrap()) {
+            let ids: Vec<u32> = serde_json::from_value(row["ids"].clone()).unwrap();
+            let mut prompt: Vec<u32> = serde_json::from_value(row["prefix"].clone()).unwrap();
+            prompt.extend(&ids);
+            let found = tokenizer.encode(text, SpecialTokens::Parse).unwrap();
+            assert_eq!(found, ids, "{family}: {text:?}");
+            let found = tokenizer.encode_prompt(text, SpecialTokens::Parse).unwrap();
+            assert_eq!(found, prompt, "{family}: {text:?} as a prompt");
+            assert_eq!(tokenizer.decode(&ids, false), row["decoded"], "{family}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn folders_name_the_tokens_that_begin_and_end() {
+    let cases = [
+        ("llama3_2", Some("<|begin_of_text|>"), &["<|eot_id|>"][..], true),
+        ("qwen2_5", None, &["<|im_end|>"], true),
+        ("gpt2", Some("<|endoftext|>"), &["<|endoftext|>"], false),
+    ];
+    for (family, bos, eos, has_template) in cases {
+        let Some(folder) = fetched(family) else { return };
+        let model = ModelText::open(folder).unwrap();
+        let tokenizer = model.tokenizer();
+        let id = |token: &str| tokenizer.token_id(token).unwrap();
+        assert_eq!(tokenizer.bos_id(), bos.map(id), "{family}");
+        assert_eq!(tokenizer.eos_ids(), eos.iter().map(|token| id(token)).collect::<Vec<_>>());
+        assert_eq!(model.chat_template().is_ok(), has_template, "{family}");
+    }
+}
