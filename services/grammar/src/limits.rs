@@ -1,0 +1,34 @@
+//! What a grammar may be, and what following it may cost.
+
+use llguidance::api::ParserLimits;
+
+/// A JSON schema as text. The largest schemas of tools in use have some ten thousand bytes.
+pub const SCHEMA_BYTES_MAX: usize = 64 << 10;
+/// Objects and lists inside each other. Compiling a schema recurses.
+pub const SCHEMA_DEPTH_MAX: usize = 32;
+pub const REGEX_BYTES_MAX: usize = 16 << 10;
+/// Groups inside each other.
+pub const REGEX_DEPTH_MAX: u32 = 64;
+
+/// White space between two tokens of JSON: a line's end and a deep indentation. Without a bound
+/// small models indent for ever.
+pub(crate) const JSON_WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+
+/// Bounds of llguidance. Its own defaults allow a single grammar half a gigabyte of lexer states.
+pub(crate) fn parser_limits() -> ParserLimits {
+    ParserLimits {
+        // 1 to 2 kB each.
+        max_lexer_states: 10_000,
+        // 14,000 a millisecond.
+        step_lexer_fuel: 200_000,
+        // 20,000 a millisecond.
+        step_max_items: 50_000,
+        max_items_in_row: 2_000,
+        // 50,000 a millisecond.
+        initial_lexer_fuel: 1_000_000,
+        max_grammar_size: 100_000,
+        precompute_large_lexemes: true,
+        // The answer and the grammar are the client's: neither belongs into a log.
+        verbose_errors: false,
+    }
+}

@@ -1,0 +1,239 @@
+//! What matchers allow is what they accept, wherever an answer goes.
+
+use std::sync::LazyLock;
+
+use grammar::{Compiler, Grammar, GrammarError, Matcher, Token};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+/// The 256 bytes, tokens of several bytes that cut JSON in all places, and silent ones.
+static TOKENS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
+    let words = [
+        "{\"", "\":", "\": ", "\",", "\"}", "},", "tr", "true", "als", "null", "12", "123", "-1",
+        "0.", "e5", "  ", "\n  ", "\n\n", "[]", "{}", "[[", "é", "日本", "\\n", "\\u00", "name",
+        "na", "me\":", "\"a", "ab", "abc", "yes", "no", "ye", " ", "a\"", "],", "]}",
+    ];
+    let mut tokens: Vec<Vec<u8>> = (0..=255_u8).map(|byte| vec![byte]).collect();
+    tokens.extend(words.iter().map(|word| word.as_bytes().to_vec()));
+    // Silent, and the halves of a character.
+    tokens.extend([vec![], "é".as_bytes()[..1].to_vec(), vec![0xe6, 0x97], vec![]]);
+    tokens
+});
+
+static COMPILER: LazyLock<Compiler> = LazyLock::new(|| {
+    Compiler::new(TOKENS.iter().map(|bytes| match bytes.is_empty() {
+        true => Token::Silent,
+        false => Token::Text(bytes),
+    }))
+});
+
+fn compile(grammar: &Grammar) -> Matcher {
+    COMPILER.compile(grammar).unwrap_or_else(|error| panic!("{grammar:?} {error}"))
+}
+
+fn schema(schema: Value) -> Grammar {
+    Grammar::JsonSchema(schema.to_string())
+}
+
+fn regex(regex: &str) -> Grammar {
+    Grammar::Regex(regex.to_owned())
+}
+
+fn allowed(matcher: &mut Matcher) -> Vec<u32> {
+    let words = matcher.allowed().unwrap();
+    assert_eq!(words.len(), TOKENS.len().div_ceil(32));
+    (0..TOKENS.len() as u32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
+}
+
+/// The text that a byte-by-byte answer may have: accepted to its end, which may be one.
+fn matches(grammar: &Grammar, text: &str) -> bool {
+    let mut matcher = compile(grammar);
+    let taken = text.bytes().all(|byte| matcher.accept(u32::from(byte)).is_ok());
+    taken && matcher.may_end().unwrap()
+}
+
+#[test]
+fn a_regex_is_the_whole_answer_and_says_when_it_is_complete() {
+    for (expression, whole, others) in [
+        ("yes|no", vec!["yes", "no"], vec!["", "y", "yesno", " yes", "YES"]),
+        (r"[0-9]{2,4}", vec!["12", "1234"], vec!["1", "12345", "12a"]),
+        ("(é|日)+", vec!["é", "日é"], vec!["e", ""]),
+        (r"a/b\\c", vec![r"a/b\c"], vec!["a/b"]),
+        (r"(?i)ok\.?", vec!["OK", "ok."], vec!["okk"]),
+        (r"\d+\s\w*", vec!["7 ", "7 x_"], vec!["7"]),
+    ] {
+        let grammar = regex(expression);
+        for text in whole {
+            assert!(matches(&grammar, text), "{expression} {text}");
+        }
+        for text in others {
+            assert!(!matches(&grammar, text), "{expression} {text:?}");
+        }
+    }
+    let mut matcher = compile(&regex("[0-9]{2,4}"));
+    let ends: Vec<(bool, bool)> = (0..4)
+        .map(|_| {
+            matcher.accept(u32::from(b'7')).unwrap();
+            (matcher.may_end().unwrap(), matcher.is_complete())
+        })
+        .collect();
+    assert_eq!(ends, [(false, false), (true, false), (true, false), (true, true)]);
+    assert!(allowed(&mut matcher).is_empty());
+    assert!(matcher.accept(u32::from(b'7')).is_err());
+}
+
+#[test]
+fn a_json_object_is_any_object_and_nothing_else() {
+    let grammar = Grammar::json_object();
+    for text in ["{}", r#"{"a": [1, -2.5e-3, null, {"b": "é \" x"}], "": false}"#, "{\n}"] {
+        assert!(matches(&grammar, text), "{text}");
+    }
+    for text in ["", "[]", "1", "{", "{}}", "{} {}", r#"{"a"}"#, r#"{"a": 01}"#, r#"{a: 1}"#] {
+        assert!(!matches(&grammar, text), "{text}");
+    }
+}
+
+#[test]
+fn white_space_between_tokens_of_json_has_a_bound() {
+    let grammar = schema(json!({"type": "array", "items": {"type": "integer"}}));
+    let spaced = |count: usize| format!("[{0}1{0},{0}2{0}]", " \n".repeat(count / 2));
+    assert!(matches(&grammar, &spaced(40)));
+    assert!(!matches(&grammar, &spaced(42)));
+}
+
+#[test]
+fn properties_come_in_the_order_of_the_schema() {
+    let grammar = Grammar::JsonSchema(
+        r#"{"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "integer"}},
+            "required": ["a", "z"], "additionalProperties": false}"#
+            .into(),
+    );
+    assert!(matches(&grammar, r#"{"z": 1, "a": 2}"#));
+    assert!(!matches(&grammar, r#"{"a": 2, "z": 1}"#));
+}
+
+#[test]
+fn what_cannot_be_followed_is_an_error_that_says_why() {
+    let said = |grammar: Grammar| match COMPILER.compile(&grammar) {
+        Err(error @ GrammarError::Unsupported { .. }) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    for (grammar, words) in [
+        (schema(json!({"not": {"type": "string"}})), "not"),
+        (schema(json!({"type": "weird"})), "weird"),
+        (schema(json!({"$ref": "#/$defs/nothing"})), "nothing"),
+        (schema(json!({"$ref": "https://example.com/x.json"})), "example.com"),
+        (schema(json!({"type": "integer", "minimum": 5, "maximum": 4})), "nsatisfiable"),
+        (schema(json!({"type": "string", "pattern": "(?<=a)b"})), "look"),
+    ] {
+        let message = said(grammar);
+        assert!(message.contains(words), "{message} has no {words:?}");
+        assert!(message.len() < 320 && !message.contains('\n'), "{message}");
+    }
+    // Its own options are not the client's to set.
+    let sly = schema(json!({"x-guidance": {"lenient": true}, "not": {}}));
+    assert!(said(sly).contains("not"));
+}
+
+/// Deep, wide and self-referring schemas within the bounds either compile or are refused; on the
+/// stack of a small thread.
+#[test]
+fn schemas_at_the_bounds_neither_overflow_nor_hang() {
+    let deep =
+        |wrap: &dyn Fn(Value) -> Value| (0..14).fold(json!({"type": "null"}), |s, _| wrap(s));
+    let many = |count: usize| (0..count).map(|i| json!({"const": format!("value {i}")}));
+    let grammars = [
+        schema(deep(&|inner| json!({"type": "array", "items": inner}))),
+        schema(deep(&|inner| json!({"anyOf": [inner, {"type": "string"}]}))),
+        schema(deep(&|inner| json!({"allOf": [inner]}))),
+        schema(json!({"$ref": "#"})),
+        schema(json!({"type": "array", "items": {"$ref": "#"}})),
+        schema(
+            json!({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}),
+        ),
+        schema(json!({"anyOf": many(1500).collect::<Vec<_>>()})),
+        schema(json!({"enum": (0..4000).collect::<Vec<_>>()})),
+        schema(json!({"type": "string", "maxLength": 1_000_000})),
+        schema(json!({"type": "array", "items": {"type": "integer"}, "minItems": 100_000})),
+        schema(
+            json!({"allOf": (0..12).map(|i| json!({"anyOf": [{"multipleOf": i + 2}, {"minimum": i}]})).collect::<Vec<_>>()}),
+        ),
+        regex(&format!("{}a{}", "(".repeat(60), "?)*".repeat(60))),
+        regex(&"(a|aa)*".repeat(1000)),
+        regex(&"[a-z]{0,50}".repeat(200)),
+        regex("(a{1000}){1000}"),
+        regex("(((((x{50}){50}){50}){50}){50})"),
+        regex("(x+x+)+y"),
+    ];
+    let work = move || {
+        for grammar in &grammars {
+            if let Ok(mut matcher) = COMPILER.compile(grammar) {
+                // Bounded as well, as an error if need be.
+                let _ = matcher.allowed();
+            }
+        }
+    };
+    std::thread::Builder::new().stack_size(2 << 20).spawn(work).unwrap().join().unwrap();
+}
+
+fn grammars() -> impl Strategy<Value = Grammar> {
+    prop_oneof![
+        Just(Grammar::json_object()),
+        Just(schema(
+            json!({"type": "object", "properties": {"name": {"type": "string", "maxLength": 5},
+            "n": {"type": ["integer", "null"], "minimum": -20, "maximum": 1234}}, "required": ["name"],
+            "additionalProperties": false})
+        )),
+        Just(schema(json!({"type": "array", "items": {"enum": ["abc", "é", true, null, 12]}}))),
+        Just(schema(json!({"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items":
+            {"$ref": "#/$defs/t"}, "maxItems": 3}}}))),
+        Just(regex("(yes|no)+")),
+        Just(regex("[a-c]{1,3}(日本|é)?( [0-9]{2})*")),
+        Just(regex(r"(\w+\s?){1,4}\.")),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    /// Tokens are allowed if and only if they are accepted; a copy that takes the output anew has
+    /// the same masks; an answer that may end is one, byte by byte.
+    #[test]
+    fn any_walk_stays_within_the_grammar(
+        grammar in grammars(),
+        picks in prop::collection::vec(any::<prop::sample::Index>(), 1..25),
+    ) {
+        let mut matcher = compile(&grammar);
+        let (mut output, mut text) = (Vec::new(), Vec::new());
+        for pick in picks {
+            let allowed_now = allowed(&mut matcher);
+            let others = (0..TOKENS.len() as u32).filter(|token| !allowed_now.contains(token));
+            for token in others {
+                // And nothing comes of trying.
+                prop_assert!(matcher.accept(token).is_err(), "{} after {:?}", token, text);
+            }
+            for &token in allowed_now.iter().step_by(allowed_now.len() / 4 + 1) {
+                prop_assert!(matcher.clone().accept(token).is_ok(), "{} after {:?}", token, text);
+            }
+            if allowed_now.is_empty() {
+                prop_assert!(matcher.is_complete());
+                break;
+            }
+            let token = *pick.get(&allowed_now);
+            matcher.accept(token).unwrap();
+            output.push(token);
+            text.extend_from_slice(&TOKENS[token as usize]);
+            let mut resumed = compile(&grammar);
+            output.iter().for_each(|token| resumed.accept(*token).unwrap());
+            prop_assert_eq!(resumed.is_complete(), matcher.is_complete());
+            prop_assert_eq!(allowed(&mut resumed), allowed(&mut matcher));
+            if matcher.may_end().unwrap() {
+                let text = String::from_utf8(text.clone()).expect("whole characters");
+                prop_assert!(matches(&grammar, &text), "{}", text);
+                if let Grammar::JsonSchema(_) = grammar {
+                    prop_assert!(serde_json::from_str::<Value>(&text).is_ok(), "{}", text);
+                }
+            }
+        }
+    }
+}
