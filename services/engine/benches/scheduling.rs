@@ -21,7 +21,7 @@ fn answer(plan: &StepPlan) -> StepResult {
     let rows = plan.rows.iter().map(|row| {
         let token = SampledToken { id: 7, logprobs: None };
         let tokens = if row.samples { vec![token] } else { Vec::new() };
-        RowResult { slot: row.slot, generation: row.generation, tokens, failure: None }
+        RowResult { slot: row.slot, generation: row.generation, tokens, drafted: 0, failure: None }
     });
     StepResult { step_id: plan.step_id, rows: rows.collect(), busy: Duration::ZERO }
 }
@@ -36,6 +36,7 @@ fn decoding(batch: u32) -> Scheduler {
         blocks: batch * 512,
         depth: 1,
         vocabulary: 50_000,
+        speculation: None,
     };
     let config = SchedulerConfig { waiting_max: batch, ..SchedulerConfig::new(limits) };
     let seeds = CacheSeeds { model_fingerprint: 0, weight_version: 0 };
@@ -51,6 +52,7 @@ fn decoding(batch: u32) -> Scheduler {
             max_tokens: 1 << 16,
             ignore_stop_tokens: true,
             cache_salt: String::new(),
+            constraint: None,
             deadline: now + Duration::from_secs(3600),
         };
         scheduler.handle(now, Input::Arrived(sequence), &mut actions);
@@ -108,6 +110,7 @@ fn arrival(criterion: &mut Criterion) {
                     max_tokens: 16,
                     ignore_stop_tokens: true,
                     cache_salt: String::new(),
+                    constraint: None,
                     deadline: Instant::now() + Duration::from_secs(3600),
                 }
             },

@@ -21,6 +21,8 @@ use kernels::{
     sampling::{SampledToken, Sampling},
 };
 
+use crate::constraint::Constraint;
+
 /// Names a sequence at this node: the attempt's transfer id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u128);
@@ -46,6 +48,8 @@ pub struct NewSequence {
     pub ignore_stop_tokens: bool,
     /// Seeds the prefix cache's hash chain.
     pub cache_salt: String,
+    /// What the answer must match; has taken the output in `tokens`.
+    pub constraint: Option<Constraint>,
     /// The sequence fails with `Deadline` when it is not finished by then.
     pub deadline: Instant,
 }
@@ -102,7 +106,7 @@ pub enum Action {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token was chosen.
+    /// A stop token was chosen, or the answer is complete and its grammar lets nothing follow.
     Stop,
     /// `max_tokens` or the longest sequence was reached.
     Length,

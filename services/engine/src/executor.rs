@@ -2,6 +2,7 @@
 
 pub mod batch;
 pub mod cpu;
+pub mod ngram;
 pub mod sim;
 
 use std::time::{Duration, Instant};
@@ -47,6 +48,24 @@ pub struct ExecutorLimits {
     pub depth: u32,
     /// Token ids are below it.
     pub vocabulary: u32,
+    /// `None`: a step brings at most one token a row.
+    pub speculation: Option<Speculation>,
+}
+
+/// Guessing tokens ahead. A row's forward then also holds tokens that the executor believes to come
+/// next (drafts), and each is kept if it is the token that would have been sampled in its place: the
+/// output is the same with and without, only sooner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Speculation {
+    /// Most drafts of one row in one step.
+    pub row_drafts: u32,
+    /// A step takes drafts up to this many tokens in all. Small steps wait for the weights to be
+    /// read, and tokens more cost little; large ones wait for arithmetic.
+    pub step_tokens: u32,
+    /// How many of the last tokens must have occurred before, at least,
+    pub ngram_min: u32,
+    /// and how many are compared to find the best occurrence.
+    pub ngram_max: u32,
 }
 
 #[derive(Debug, thiserror::Error)]

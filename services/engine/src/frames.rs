@@ -22,6 +22,7 @@ pub struct FrameRow {
     pub sequence: SequenceId,
     pub token_count: u32,
     pub samples: bool,
+    pub drafts_max: u32,
 }
 
 #[derive(Clone, Debug)]

@@ -3,7 +3,7 @@
 //! The core is pure, inputs and `now` in, actions and plans out: [`scheduler`] decides,
 //! [`block_pool`] and [`prefix_cache`] keep the books of the KV blocks, [`frames`] those of the steps
 //! in flight. Around it: [`executor`] is the seam to the device with its implementations, and
-//! [`step_loop`] drives both. What crosses the seams is in [`event`] (node and scheduler) and
+//! [`step_loop`] drives both; [`constraint`] is the seam to grammars. What crosses the seams is in [`event`] (node and scheduler) and
 //! [`plan`] (scheduler and executor).
 //!
 //! Left out: models and arithmetic (crates `model` and `kernels`), moving KV between nodes (crate
@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod block_pool;
+pub mod constraint;
 pub mod event;
 pub mod executor;
 pub mod frames;
@@ -23,4 +24,4 @@ pub mod step_loop;
 pub use block_pool::BlockCounts;
 pub use prefix_cache::{CacheSeeds, HashChain};
 pub use scheduler::{Scheduler, SchedulerConfig, SchedulerConfigError};
-pub use step_loop::{StepLoop, StepRecord, Turn};
+pub use step_loop::{Speculated, StepLoop, StepRecord, Turn};

@@ -3,11 +3,14 @@
 //! A [`StepPlan`] is a diff: rows that left, rows that are new, blocks that were added, and how many
 //! tokens each scheduled row advances. The executor keeps the rest: tokens, positions, block tables
 //! and sampling state of every slot. Tokens sampled in a step stay in the executor's token pool, so
-//! the next step can be launched before they are read.
+//! the next step can be launched before they are read. For the same reason it is the executor that
+//! guesses tokens ahead: the scheduler only says how many may be, and plans with that bound.
+
+use std::sync::Arc;
 
 use kernels::{
     BlockId,
-    sampling::{SampledToken, Sampling},
+    sampling::{SampledToken, Sampling, TokenMask},
 };
 
 /// Numbers the steps of one engine, from 0.
@@ -33,6 +36,10 @@ pub struct StepPlan {
     pub extended: Vec<(Slot, Vec<BlockId>)>,
     /// The rows of this forward, at least one.
     pub rows: Vec<RowPlan>,
+    /// What the constrained rows that sample may choose: a bitmask each, uploaded with the step.
+    pub masks: Vec<RowMask>,
+    /// Most drafts of all rows together.
+    pub drafts_max: u32,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -47,6 +54,17 @@ pub struct AdmittedRow {
     pub computed: u32,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
+    /// It never samples without a mask, and has no drafts.
+    pub constrained: bool,
+}
+
+/// What one row may choose in this step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowMask {
+    pub slot: Slot,
+    /// The tokens that the row has then: a mask of another position is none.
+    pub length: u32,
+    pub allowed: Arc<TokenMask>,
 }
 
 /// One row of a forward: `token_count` tokens from the row's position on.
@@ -58,6 +76,9 @@ pub struct RowPlan {
     /// True when these are the last tokens known to the device: a token is sampled, written to the
     /// token pool behind them and returned.
     pub samples: bool,
+    /// Of a row that samples: how many drafts the executor may put behind its tokens. There are
+    /// blocks for their KV. It returns one token more than it finds to be right.
+    pub drafts_max: u32,
 }
 
 /// What one step brought.
@@ -74,8 +95,11 @@ pub struct StepResult {
 pub struct RowResult {
     pub slot: Slot,
     pub generation: Generation,
-    /// 0 when the row did not sample or failed, else 1..k.
+    /// 0 when the row did not sample or failed, else 1 and the drafts that were right. The KV of
+    /// all but the last is written.
     pub tokens: Vec<SampledToken>,
+    /// Drafts that were looked at.
+    pub drafted: u32,
     /// No token could be chosen. Every later row of the same occupant fails likewise.
     pub failure: Option<RowFailure>,
 }
@@ -86,6 +110,9 @@ pub enum RowFailure {
     /// The sampling parameters allow none.
     #[error("no token can be chosen: {reason}")]
     Sampling { reason: String },
+    /// A constrained row came to its choice without the mask for it. A defect.
+    #[error("no token can be chosen: the mask for position {position} is missing")]
+    NoMask { position: u32 },
     /// The model computed something that is no number.
     #[error("the forward pass failed: {reason}")]
     Logits { reason: String },

@@ -8,7 +8,7 @@ use std::{
 use crate::{
     event::{Action, Input},
     executor::{CollectWaker, Executor, ExecutorError},
-    plan::{StepId, StepPlan},
+    plan::{RowResult, StepId, StepPlan},
     scheduler::Scheduler,
 };
 
@@ -31,7 +31,7 @@ pub enum Turn {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepRecord {
     pub step_id: StepId,
-    /// Rows of the forward, their tokens, and how many of them sampled.
+    /// Rows of the forward, their tokens with drafts, and how many of them sampled.
     pub rows: u32,
     pub tokens: u32,
     pub sampled: u32,
@@ -44,6 +44,34 @@ pub struct StepRecord {
     pub busy: Duration,
 }
 
+/// What guessing ahead has come to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Speculated {
+    /// Rows of steps that had drafts.
+    pub rows: u64,
+    /// Their drafts, and those that were right.
+    pub drafted: u64,
+    pub accepted: u64,
+    /// How often the first draft of a row was right, the first two, and so on.
+    pub accepted_at: Vec<u64>,
+}
+
+impl Speculated {
+    fn add(&mut self, row: &RowResult) {
+        if row.drafted == 0 {
+            return;
+        }
+        let accepted = row.tokens.len().saturating_sub(1);
+        self.rows += 1;
+        self.drafted += u64::from(row.drafted);
+        self.accepted += accepted as u64;
+        if self.accepted_at.len() < accepted {
+            self.accepted_at.resize(accepted, 0);
+        }
+        self.accepted_at[..accepted].iter_mut().for_each(|count| *count += 1);
+    }
+}
+
 /// A scheduler with its executor, `depth` steps in flight. One thread owns it.
 #[derive(Debug)]
 pub struct StepLoop<E> {
@@ -52,6 +80,7 @@ pub struct StepLoop<E> {
     /// Figures of the steps in flight.
     launched: VecDeque<StepRecord>,
     records: VecDeque<StepRecord>,
+    speculated: Speculated,
 }
 
 impl<E: Executor> StepLoop<E> {
@@ -63,6 +92,7 @@ impl<E: Executor> StepLoop<E> {
             executor,
             launched: VecDeque::new(),
             records: VecDeque::with_capacity(RECORDS_MAX),
+            speculated: Speculated::default(),
         }
     }
 
@@ -92,6 +122,10 @@ impl<E: Executor> StepLoop<E> {
         let mut record = self.launched.pop_front().expect("a result belongs to a launched step");
         record.collected_at = self.executor.now();
         record.busy = result.busy;
+        for row in &result.rows {
+            record.tokens += row.drafted;
+            self.speculated.add(row);
+        }
         if self.records.len() == RECORDS_MAX {
             self.records.pop_front();
         }
@@ -140,6 +174,11 @@ impl<E: Executor> StepLoop<E> {
     /// Takes the figures of the steps since the last call.
     pub fn take_records(&mut self) -> Vec<StepRecord> {
         self.records.drain(..).collect()
+    }
+
+    /// Takes what guessing ahead has come to since the last call.
+    pub fn take_speculated(&mut self) -> Speculated {
+        std::mem::take(&mut self.speculated)
     }
 
     fn launch_planned(&mut self, actions: &mut Vec<Action>) -> Result<(), ExecutorError> {

@@ -23,7 +23,7 @@ use engine::{
     plan::{AdmittedRow, RowPlan, Slot, StepPlan},
 };
 use kernels::{
-    BlockId, Dtype, KvArena,
+    BlockId, Dtype, KvArena, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
     sampling::Sampling,
 };
@@ -231,7 +231,7 @@ proptest! {
 
 fn start(blocks: u32, vocabulary: u32) -> Result<CpuExecutor, CpuExecutorError> {
     let model = tiny_model();
-    let options = CpuOptions { dtype: Dtype::F32, threads: 1, isa: Isa::Auto };
+    let options = CpuOptions { weights: WeightFormat::F32, threads: 1, isa: Isa::Auto };
     let backend = CpuBackend::new(options).expect("the options fit this machine");
     let arena = KvArena::host(model.config().kv_layout(Dtype::F32), 8).expect("memory");
     let limits = limits_of(&model, 2, 16, blocks, 2);
@@ -260,8 +260,15 @@ fn first_step(step_id: u64, token_count: u32) -> StepPlan {
         computed: 0,
         blocks: vec![BlockId(0)],
         sampling: Sampling::greedy(),
+        constrained: false,
     };
-    let row = RowPlan { slot: Slot(0), generation: 0, token_count, samples: token_count == 10 };
+    let row = RowPlan {
+        slot: Slot(0),
+        generation: 0,
+        token_count,
+        samples: token_count == 10,
+        drafts_max: 0,
+    };
     StepPlan { step_id, admitted: vec![admitted], rows: vec![row], ..StepPlan::default() }
 }
 
@@ -279,7 +286,8 @@ fn a_plan_that_does_not_fit_ends_the_executor_with_its_reason() {
 #[test]
 fn more_steps_than_the_depth_are_refused() {
     let mut executor = start(8, 96).expect("everything fits");
-    let row = RowPlan { slot: Slot(0), generation: 0, token_count: 1, samples: true };
+    let row =
+        RowPlan { slot: Slot(0), generation: 0, token_count: 1, samples: true, drafts_max: 0 };
     let next = |step_id| StepPlan { step_id, rows: vec![row], ..StepPlan::default() };
     executor.launch(first_step(0, 10)).expect("the first of two");
     executor.launch(next(1)).expect("the second of two, whose token nobody has seen");

@@ -6,11 +6,12 @@ use std::{collections::HashMap, time::Instant};
 
 use common::{
     cpu::{CpuEngine, GoldenRun, Outcome, engine, golden, limits_of, pair, real_model, run},
-    patient, sequence,
+    patient, sequence, speculation,
 };
 use engine::{
     SchedulerConfig,
     event::{FinishReason, NewSequence, SequenceId, SequenceKind},
+    executor::ExecutorLimits,
 };
 
 fn config(step_tokens: u32, depth: u32) -> SchedulerConfig {
@@ -99,12 +100,52 @@ fn prompts_cut_into_chunks_of_16_at_depth_1() {
 }
 
 #[test]
-fn batches_that_preempt_each_other_bring_the_same_tokens() {
-    // The long prompt with its answer fills 41 blocks of 44.
-    let limits = limits_of(&real_model(), 4, 512, 44, 2);
-    let (mut engine, _) = engine(&real_model(), patient(limits), 2);
+fn drafts_bring_the_same_tokens_alone_together_and_in_two_halves() {
+    let with_drafts = |config: SchedulerConfig| {
+        let speculation = Some(speculation(8, 64));
+        let limits = ExecutorLimits { speculation, ..config.limits };
+        SchedulerConfig { limits, ..config }
+    };
+    let (mut engine, _) = engine(&real_model(), with_drafts(config(512, 2)), 2);
     check_batch(&mut engine, 0);
-    check_batch(&mut engine, 10);
+    for (id, golden) in (10..).zip(golden()) {
+        let outcomes = run(&mut engine, vec![attempt(id, &golden, 0)]);
+        check(&golden, 0, &outcomes[&SequenceId(id)]);
+    }
+    let speculated = engine.take_speculated();
+    assert!(speculated.accepted > 0, "{speculated:?}");
+
+    let mut pair = pair(&real_model(), with_drafts(config(512, 2)));
+    for (id, golden) in (20..).zip(golden()) {
+        pair.submit(attempt(id, &golden, 0));
+    }
+    pair.run();
+    for (id, golden) in (20..).zip(golden()) {
+        assert_eq!(pair.answers[&SequenceId(id)].ids(), golden.output_ids, "{}", golden.name);
+    }
+}
+
+#[test]
+fn batches_that_preempt_each_other_bring_the_same_tokens() {
+    // The short prompts are all let in, and then grow by three blocks each: more than there are.
+    let short: Vec<GoldenRun> =
+        golden().into_iter().filter(|golden| golden.prompt_ids.len() < 100).collect();
+    let limits = limits_of(&real_model(), 8, 512, 16, 2);
+    let (mut engine, _) = engine(&real_model(), patient(limits), 2);
+    let copies = |copy: u32| {
+        let of_copy = (10 * u128::from(copy)..).zip(&short).map(move |(id, golden)| NewSequence {
+            cache_salt: copy.to_string(),
+            ..attempt(id, golden, 0)
+        });
+        of_copy.collect::<Vec<_>>()
+    };
+    let outcomes = run(&mut engine, [copies(1), copies(2)].concat());
+    for copy in [10, 20] {
+        for (id, golden) in (copy..).zip(&short) {
+            check(golden, 0, &outcomes[&SequenceId(id)]);
+        }
+    }
+    assert!(engine.scheduler().preemptions() > 0, "the situation did arise");
 }
 
 #[test]

@@ -1,14 +1,16 @@
-//! Random lives on one simulated node, at every depth, against the synchronous oracle. After every
-//! input and every step: tokens exact, books balanced, handed-over blocks untouched.
+//! Random lives on one simulated node, at every depth, with drafts and without, sequences with and
+//! without a grammar in one batch, against the synchronous oracle. After every input and every step:
+//! tokens exact, books balanced, handed-over blocks untouched.
 
 mod common;
 
 use std::time::Duration;
 
-use common::{VOCABULARY, family_tokens, limits, node::Node};
+use common::{VOCABULARY, family_tokens, grammar::HashGrammar, limits, node::Node, speculation};
 use engine::{
     SchedulerConfig, Turn,
     event::{NewSequence, SequenceId, SequenceKind},
+    executor::ExecutorLimits,
 };
 use kernels::sampling::Sampling;
 use proptest::prelude::*;
@@ -40,6 +42,8 @@ struct Shape {
     temperature: f32,
     seed: u64,
     salted: bool,
+    /// Its grammar, and how long a whole answer is.
+    grammar: Option<(u64, u32)>,
     deadline_ms: Option<u64>,
 }
 
@@ -51,6 +55,7 @@ fn shape() -> impl Strategy<Value = Shape> {
         prop_oneof![Just(0.0f32), Just(1.0)],
         0..3u64,
         prop::bool::weighted(0.1),
+        prop::option::weighted(0.4, (0..3u64, 5..60u32)),
         prop::option::weighted(0.1, 1..2_000u64),
     )
         .prop_map(
@@ -61,6 +66,7 @@ fn shape() -> impl Strategy<Value = Shape> {
                 temperature,
                 seed,
                 salted,
+                grammar,
                 deadline_ms,
             )| {
                 Shape {
@@ -70,6 +76,7 @@ fn shape() -> impl Strategy<Value = Shape> {
                     temperature,
                     seed,
                     salted,
+                    grammar,
                     deadline_ms,
                 }
             },
@@ -107,6 +114,9 @@ fn sequence(
 ) -> NewSequence {
     let tokens = family_tokens(family, len);
     let emitted = emitted.min(len - 1);
+    let constraint = shape.grammar.map(|(seed, answer_len)| {
+        HashGrammar::new(seed, answer_len).after(&tokens[len - emitted..]).constraint()
+    });
     NewSequence {
         id: SequenceId(id),
         kind,
@@ -122,6 +132,7 @@ fn sequence(
         max_tokens: emitted as u32 + shape.max_tokens,
         ignore_stop_tokens: shape.ignore_stop_tokens,
         cache_salt: if shape.salted { "tenant".to_owned() } else { String::new() },
+        constraint,
         deadline: node.now() + Duration::from_millis(shape.deadline_ms.unwrap_or(1_000_000_000)),
     }
 }
@@ -192,9 +203,11 @@ proptest! {
         chunk_tokens in prop_oneof![Just(u32::MAX), Just(16), 1..20u32],
         prefix_cache in prop::bool::weighted(0.8),
         hurried in any::<bool>(),
+        drafts in prop::option::of((1..8u32, 1..64u32)),
         events in prop::collection::vec(event(), 1..120),
     ) {
-        let limits = limits(slots, step_tokens, blocks, depth);
+        let speculation = drafts.map(|(row_drafts, step_tokens)| speculation(row_drafts, step_tokens));
+        let limits = ExecutorLimits { speculation, ..limits(slots, step_tokens, blocks, depth) };
         let config = SchedulerConfig { chunk_tokens, prefix_cache, ..common::patient(limits) };
         let config = if hurried {
             SchedulerConfig {

@@ -407,8 +407,9 @@ fn what_can_never_run_is_refused_with_field_value_and_limit() {
 #[test]
 fn every_queue_has_a_bound_and_a_known_id_is_a_duplicate() {
     let now = Instant::now();
+    // One finds the slot free, one waits.
     let config =
-        SchedulerConfig { waiting_max: 2, transfers_max: 1, ..patient(limits(1, 64, 6, 2)) };
+        SchedulerConfig { waiting_max: 1, transfers_max: 1, ..patient(limits(1, 64, 6, 2)) };
     let mut scheduler = scheduler(config);
     let mut arrive = |new| actions(&mut scheduler, now, Input::Arrived(new));
     assert_eq!(arrive(new(1, SEND, 8, 1)), []);

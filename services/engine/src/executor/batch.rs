@@ -3,35 +3,42 @@
 //! Every executor applies plans through [`Batch::apply`], so the rules of the diff stand here once.
 //! The tokens of a row live here, sampled ones included: a step reads what the step before
 //! sampled without the scheduler having seen it. Positions advance here as well.
+//!
+//! Drafts join a row's tokens for the step that verifies them: [`Batch::apply`] puts them there,
+//! [`Batch::sampled`] keeps those that were right and takes the rest back, position included.
+
+use std::{ops::Range, sync::Arc};
 
 use kernels::{
     BLOCK_TOKENS, BlockId,
-    sampling::{SampledToken, Sampling},
+    sampling::{SampledToken, Sampling, TokenMask},
 };
 
 use super::{ExecutorError, ExecutorLimits};
-use crate::plan::{AdmittedRow, Generation, RowFailure, RowResult, Slot, StepPlan};
+use crate::plan::{
+    AdmittedRow, Generation, RowFailure, RowMask, RowPlan, RowResult, Slot, StepPlan,
+};
 
 /// The occupant of one slot.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BatchRow {
     pub generation: Generation,
-    /// Prompt, then output, as far as it is sampled.
+    /// Prompt, then output, as far as it is sampled; during a step then its drafts.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
     /// Tokens whose KV is computed, or is by the end of the step being run.
     pub position: usize,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
+    /// It never samples without a mask.
+    pub constrained: bool,
+    /// What it may choose in the present step.
+    pub allowed: Option<Arc<TokenMask>>,
+    /// Most drafts that its next step is worth: one more than were right the last time, and twice
+    /// as many after all were.
+    drafts_max: usize,
     /// No token could be chosen: the row computes nothing any more until it is released.
     pub failure: Option<RowFailure>,
-}
-
-impl BatchRow {
-    /// Index in the whole answer of the token that is sampled next.
-    pub fn output_index(&self) -> u32 {
-        (self.tokens.len() - self.prompt_len) as u32
-    }
 }
 
 /// What one row computes in a step.
@@ -41,14 +48,34 @@ pub struct ScheduledRow {
     pub generation: Generation,
     /// Position of its first token in this step.
     pub start: usize,
-    /// 0 for a row that has failed: it takes no part in the forward.
+    /// Drafts included. 0 for a row that has failed: it takes no part in the forward.
     pub token_count: usize,
     pub samples: bool,
+    /// How many of the tokens are drafts, the last ones.
+    pub draft_count: usize,
 }
 
 impl ScheduledRow {
+    /// Of a row that has failed.
+    fn skipped(planned: &RowPlan, row: &BatchRow) -> Self {
+        Self {
+            slot: planned.slot,
+            generation: planned.generation,
+            start: row.position,
+            token_count: 0,
+            samples: false,
+            draft_count: 0,
+        }
+    }
+
     pub fn end(&self) -> usize {
         self.start + self.token_count
+    }
+
+    /// The lengths of the row's tokens after which a token is chosen: that of all known ones, then
+    /// with each draft one more.
+    pub fn sampled_lengths(&self) -> Range<usize> {
+        self.end() - self.draft_count..self.end() + usize::from(self.samples)
     }
 }
 
@@ -63,11 +90,16 @@ impl Batch {
         Self { rows: (0..limits.slots).map(|_| None).collect(), limits }
     }
 
-    /// Applies the diff and advances the rows of the step by their tokens. After an error the
-    /// batch is of no more use.
-    pub fn apply(&mut self, plan: &StepPlan) -> Result<Vec<ScheduledRow>, ExecutorError> {
+    /// Applies the diff and advances the rows of the step by their tokens and their drafts:
+    /// `guess` says what may follow a row's tokens, at most so many. After an error the batch is of
+    /// no more use.
+    pub fn apply(
+        &mut self,
+        plan: &StepPlan,
+        guess: impl FnMut(&BatchRow, usize) -> Vec<u32>,
+    ) -> Result<Vec<ScheduledRow>, ExecutorError> {
         let step_id = plan.step_id;
-        self.apply_or(plan).map_err(|reason| ExecutorError::BadPlan { step_id, reason })
+        self.apply_or(plan, guess).map_err(|reason| ExecutorError::BadPlan { step_id, reason })
     }
 
     /// The occupant of a slot that is part of the present step.
@@ -81,38 +113,65 @@ impl Batch {
         slots.zip(&self.rows).filter_map(|(slot, row)| Some((slot, row.as_ref()?)))
     }
 
-    /// Takes what sampling brought for a row of the present step: the token joins the row's tokens,
-    /// a failure stays with the occupant. Returns the row's result.
+    /// Takes what sampling brought for a row of the present step, one answer for each of its
+    /// [`sampled_lengths`](ScheduledRow::sampled_lengths). The first counts; so does each one more as
+    /// long as the draft before it is the token that was chosen in its place. They join the row's
+    /// tokens. A failure stays with the occupant; behind right drafts it is left for the next step
+    /// to meet. Returns the row's result.
     pub fn sampled(
         &mut self,
         scheduled: &ScheduledRow,
-        token: Result<SampledToken, RowFailure>,
+        answers: impl IntoIterator<Item = Result<SampledToken, RowFailure>>,
     ) -> RowResult {
+        let drafts_max = self.drafts_max();
         let row = self.row_mut(scheduled.slot);
-        match token {
-            Ok(token) => {
-                row.tokens.push(token.id);
-                RowResult { tokens: vec![token], ..self.unsampled(scheduled) }
+        let known = scheduled.end() - scheduled.draft_count;
+        let mut chosen: Vec<SampledToken> = Vec::with_capacity(1);
+        for (length, answer) in scheduled.sampled_lengths().zip(answers) {
+            match answer {
+                Ok(token) => chosen.push(token),
+                Err(failure) if chosen.is_empty() => row.failure = Some(failure),
+                Err(_) => {}
             }
-            Err(failure) => {
-                row.failure = Some(failure);
-                self.unsampled(scheduled)
+            let draft = row.tokens.get(length);
+            if draft.is_none() || draft != chosen.get(length - known).map(|token| &token.id) {
+                break;
             }
         }
+        row.tokens.truncate(known);
+        row.tokens.extend(chosen.iter().map(|token| token.id));
+        let right = chosen.len().saturating_sub(1);
+        row.position = known + right;
+        match scheduled.draft_count {
+            0 => {}
+            all if all == right => row.drafts_max = (row.drafts_max * 2).min(drafts_max),
+            _ => row.drafts_max = right + 1,
+        }
+        let drafted = scheduled.draft_count as u32;
+        RowResult { tokens: chosen, drafted, ..self.unsampled(scheduled) }
     }
 
     /// The result of a row of the present step that did not sample, or has failed.
     pub fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
         let ScheduledRow { slot, generation, .. } = *scheduled;
         let failure = self.row(slot).failure.clone();
-        RowResult { slot, generation, tokens: Vec::new(), failure }
+        RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure }
+    }
+
+    /// Of any row.
+    fn drafts_max(&self) -> usize {
+        self.limits.speculation.map_or(0, |speculation| speculation.row_drafts as usize)
     }
 
     fn row_mut(&mut self, slot: Slot) -> &mut BatchRow {
         self.rows[slot.0 as usize].as_mut().expect("a scheduled slot is occupied")
     }
 
-    fn apply_or(&mut self, plan: &StepPlan) -> Result<Vec<ScheduledRow>, String> {
+    fn apply_or(
+        &mut self,
+        plan: &StepPlan,
+        mut guess: impl FnMut(&BatchRow, usize) -> Vec<u32>,
+    ) -> Result<Vec<ScheduledRow>, String> {
         for &slot in &plan.released {
             let row = self.slot(slot)?.take();
             row.ok_or_else(|| format!("slot {} is released but empty", slot.0))?;
@@ -127,9 +186,10 @@ impl Batch {
             row.blocks.extend_from_slice(blocks);
         }
         let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
-        if plan.rows.is_empty() || tokens > self.limits.step_tokens as usize {
+        let mut drafts_left = plan.drafts_max as usize;
+        if plan.rows.is_empty() || tokens + drafts_left > self.limits.step_tokens as usize {
             return Err(format!(
-                "{} rows with {tokens} tokens, allowed are 1 to {} tokens",
+                "{} rows with {tokens} tokens and {drafts_left} drafts, allowed are 1 to {} tokens",
                 plan.rows.len(),
                 self.limits.step_tokens
             ));
@@ -146,13 +206,7 @@ impl Batch {
             }
             if row.failure.is_some() {
                 // Planned before its failure was known.
-                scheduled.push(ScheduledRow {
-                    slot: planned.slot,
-                    generation: planned.generation,
-                    start: row.position,
-                    token_count: 0,
-                    samples: false,
-                });
+                scheduled.push(ScheduledRow::skipped(planned, row));
                 continue;
             }
             let (start, token_count) = (row.position, planned.token_count as usize);
@@ -164,20 +218,46 @@ impl Batch {
             if planned.samples != (end == row.tokens.len()) {
                 return Err(format!("slot {slot} samples before its last token, or not after it"));
             }
-            if end > row.blocks.len() * BLOCK_TOKENS {
+            if planned.samples && row.constrained {
+                let has_place =
+                    |mask: &&RowMask| mask.slot == planned.slot && mask.length as usize == end;
+                let mask = plan.masks.iter().find(has_place);
+                row.allowed = mask.map(|mask| mask.allowed.clone());
+                if row.allowed.is_none() {
+                    // Rather no token than one that its grammar may not allow.
+                    row.failure = Some(RowFailure::NoMask { position: end as u32 });
+                    scheduled.push(ScheduledRow::skipped(planned, row));
+                    continue;
+                }
+            }
+            let drafts_max = planned.drafts_max as usize;
+            if drafts_max > 0 && row.constrained {
+                return Err(format!("slot {slot} is constrained and has {drafts_max} drafts"));
+            }
+            if drafts_max > 0 && !planned.samples {
+                return Err(format!("slot {slot} has {drafts_max} drafts and does not sample"));
+            }
+            let upper = end + drafts_max;
+            if upper > row.blocks.len() * BLOCK_TOKENS {
                 let blocks = row.blocks.len();
-                return Err(format!("slot {slot} plans to position {end} with {blocks} blocks"));
+                return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
             }
             if scheduled.iter().any(|other| other.slot == planned.slot) {
                 return Err(format!("slot {slot} is planned twice"));
             }
-            row.position = end;
+            let most = drafts_max.min(drafts_left).min(row.drafts_max);
+            let mut drafts = if most > 0 { guess(row, most) } else { Vec::new() };
+            drafts.truncate(most);
+            drafts_left -= drafts.len();
+            row.tokens.extend_from_slice(&drafts);
+            row.position = end + drafts.len();
             scheduled.push(ScheduledRow {
                 slot: planned.slot,
                 generation: planned.generation,
                 start,
-                token_count,
+                token_count: token_count + drafts.len(),
                 samples: planned.samples,
+                draft_count: drafts.len(),
             });
         }
         Ok(scheduled)
@@ -197,6 +277,7 @@ impl Batch {
         if let Some(&token) = admitted.tokens.iter().find(|&&id| id >= self.limits.vocabulary) {
             return Err(format!("slot {slot} has token {token}, outside the vocabulary"));
         }
+        let drafts_max = self.drafts_max();
         let place = self.slot(admitted.slot)?;
         if place.is_some() {
             return Err(format!("slot {slot} is admitted but occupied"));
@@ -208,6 +289,9 @@ impl Batch {
             position: computed,
             blocks: admitted.blocks.clone(),
             sampling: admitted.sampling.clone(),
+            constrained: admitted.constrained,
+            allowed: None,
+            drafts_max,
             failure: None,
         });
         Ok(())
@@ -230,7 +314,7 @@ impl Batch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::RowPlan;
+    use crate::executor::Speculation;
 
     const LIMITS: ExecutorLimits = ExecutorLimits {
         slots: 2,
@@ -239,6 +323,12 @@ mod tests {
         blocks: 4,
         depth: 2,
         vocabulary: 100,
+        speculation: Some(Speculation {
+            row_drafts: 4,
+            step_tokens: 8,
+            ngram_min: 1,
+            ngram_max: 1,
+        }),
     };
 
     fn admitted(tokens: usize, computed: u32) -> AdmittedRow {
@@ -250,26 +340,119 @@ mod tests {
             computed,
             blocks: vec![BlockId(1)],
             sampling: Sampling::greedy(),
+            constrained: false,
         }
     }
 
     fn row(token_count: u32, samples: bool) -> RowPlan {
-        RowPlan { slot: Slot(0), generation: 3, token_count, samples }
+        RowPlan { slot: Slot(0), generation: 3, token_count, samples, drafts_max: 0 }
     }
 
     fn plan(admitted: Vec<AdmittedRow>, rows: Vec<RowPlan>) -> StepPlan {
         StepPlan { step_id: 5, admitted, rows, ..StepPlan::default() }
     }
 
+    fn apply(batch: &mut Batch, plan: &StepPlan) -> Result<Vec<ScheduledRow>, ExecutorError> {
+        batch.apply(plan, |_, _| panic!("no drafts are planned"))
+    }
+
+    fn token(id: u32) -> Result<SampledToken, RowFailure> {
+        Ok(SampledToken { id, logprobs: None })
+    }
+
+    fn ids(result: &RowResult) -> Vec<u32> {
+        result.tokens.iter().map(|token| token.id).collect()
+    }
+
+    /// A step of a row with six tokens and at most two drafts behind them.
+    fn drafting(drafts: &[u32]) -> (Batch, ScheduledRow) {
+        let mut batch = Batch::new(LIMITS);
+        let plan = StepPlan {
+            drafts_max: 2,
+            ..plan(vec![admitted(6, 0)], vec![RowPlan { drafts_max: 8, ..row(6, true) }])
+        };
+        let scheduled = batch.apply(&plan, |_, most| {
+            assert_eq!(most, 2, "the step's bound is below the row's");
+            drafts.to_vec()
+        });
+        let scheduled = scheduled.expect("fits")[0];
+        assert_eq!(scheduled.token_count, 6 + drafts.len());
+        assert_eq!(scheduled.sampled_lengths(), 6..7 + drafts.len());
+        (batch, scheduled)
+    }
+
+    #[test]
+    fn drafts_are_kept_up_to_the_first_that_is_wrong_and_one_token_follows() {
+        let draws = [
+            (vec![50, 51], [60, 61, 62], vec![60]),
+            (vec![50, 51], [50, 61, 62], vec![50, 61]),
+            (vec![50, 51], [50, 51, 62], vec![50, 51, 62]),
+            (vec![50], [50, 61, 62], vec![50, 61]),
+            (vec![], [60, 61, 62], vec![60]),
+        ];
+        for (drafts, answers, kept) in draws {
+            let (mut batch, scheduled) = drafting(&drafts);
+            let result = batch.sampled(&scheduled, answers.map(token));
+            assert_eq!((ids(&result), result.drafted), (kept.clone(), drafts.len() as u32));
+            let occupant = batch.row(Slot(0));
+            assert_eq!(occupant.tokens[6..], kept);
+            assert_eq!(occupant.position, 6 + kept.len() - 1, "the last one's KV is not computed");
+            // The next step goes on behind what was kept.
+            let next = apply(&mut batch, &plan(vec![], vec![row(1, true)])).expect("fits");
+            assert_eq!((next[0].start, next[0].token_count), (6 + kept.len() - 1, 1));
+        }
+    }
+
+    #[test]
+    fn a_row_that_guesses_wrong_guesses_less_until_it_is_right_again() {
+        let limits = ExecutorLimits { step_tokens: 16, ..LIMITS };
+        let mut batch = Batch::new(limits);
+        let mut plan = StepPlan {
+            drafts_max: 8,
+            ..plan(vec![admitted(6, 0)], vec![RowPlan { drafts_max: 4, ..row(6, true) }])
+        };
+        plan.admitted[0].blocks.push(BlockId(2));
+        let mut asked = Vec::new();
+        for right in [4, 1, 2, 0, 1, 2, 4] {
+            let scheduled = batch.apply(&plan, |_, most| {
+                asked.push(most);
+                vec![50; most]
+            });
+            let scheduled = scheduled.expect("fits")[0];
+            let answers =
+                (0..=scheduled.draft_count).map(|index| token(50 + u32::from(index >= right)));
+            batch.sampled(&scheduled, answers);
+            plan.admitted.clear();
+            plan.rows[0].token_count = 1;
+        }
+        assert_eq!(asked, [4, 4, 2, 4, 1, 2, 4]);
+    }
+
+    #[test]
+    fn a_failure_behind_right_drafts_is_met_again_and_one_behind_a_wrong_draft_never_was() {
+        let nonsense = || Err(RowFailure::Logits { reason: "NaN".into() });
+        let (mut batch, scheduled) = drafting(&[50, 51]);
+        let result = batch.sampled(&scheduled, [token(50), nonsense(), token(1)]);
+        assert_eq!((ids(&result), result.failure), (vec![50], None));
+        let next = apply(&mut batch, &plan(vec![], vec![row(1, true)])).expect("fits");
+        assert_eq!(next[0].start, 6, "the draft is computed again, as the last known token");
+        let result = batch.sampled(&next[0], [nonsense()]);
+        assert!(result.failure.is_some());
+
+        let (mut batch, scheduled) = drafting(&[50, 51]);
+        let result = batch.sampled(&scheduled, [token(60), nonsense(), nonsense()]);
+        assert_eq!((ids(&result), result.failure), (vec![60], None));
+    }
+
     #[test]
     fn positions_advance_with_the_steps_and_sampled_tokens_are_read_back() {
         let mut batch = Batch::new(LIMITS);
-        let first = batch.apply(&plan(vec![admitted(6, 0)], vec![row(4, false)])).expect("fits");
+        let first =
+            apply(&mut batch, &plan(vec![admitted(6, 0)], vec![row(4, false)])).expect("fits");
         assert_eq!((first[0].start, first[0].end()), (0, 4));
-        let sampling = batch.apply(&plan(vec![], vec![row(2, true)])).expect("fits");
-        batch.sampled(&sampling[0], Ok(SampledToken { id: 42, logprobs: None }));
-        assert_eq!(batch.row(Slot(0)).output_index(), 1);
-        let third = batch.apply(&plan(vec![], vec![row(1, true)])).expect("fits");
+        let sampling = apply(&mut batch, &plan(vec![], vec![row(2, true)])).expect("fits");
+        batch.sampled(&sampling[0], [token(42)]);
+        let third = apply(&mut batch, &plan(vec![], vec![row(1, true)])).expect("fits");
         assert_eq!((third[0].start, third[0].token_count), (6, 1));
         assert_eq!(batch.row(Slot(0)).tokens[6], 42);
     }
@@ -285,6 +468,18 @@ mod tests {
             (plan(vec![admitted(20, 15)], vec![row(5, true)]), "position 20 with 1 blocks"),
             (plan(vec![admitted(200, 0)], vec![row(5, false)]), "200 tokens (at most 64)"),
             (plan(vec![], vec![row(1, true)]), "planned but empty"),
+            (
+                StepPlan { drafts_max: 3, ..plan(vec![admitted(6, 0)], vec![row(6, true)]) },
+                "6 tokens and 3 drafts",
+            ),
+            (
+                plan(vec![admitted(6, 0)], vec![RowPlan { drafts_max: 1, ..row(5, false) }]),
+                "does not sample",
+            ),
+            (
+                plan(vec![admitted(6, 0)], vec![RowPlan { drafts_max: 11, ..row(6, true) }]),
+                "position 17 with 1 blocks",
+            ),
             (plan(vec![admitted(6, 0), admitted(6, 0)], vec![row(1, false)]), "occupied"),
             (
                 StepPlan { released: vec![Slot(1)], ..plan(vec![], vec![row(1, true)]) },
@@ -299,7 +494,7 @@ mod tests {
             ),
         ];
         for (plan, reason) in contradictions {
-            let error = Batch::new(LIMITS).apply(&plan).expect_err(reason).to_string();
+            let error = apply(&mut Batch::new(LIMITS), &plan).expect_err(reason).to_string();
             assert!(error.contains(reason), "{error}");
             assert!(error.contains("step 5"), "{error}");
         }
@@ -308,24 +503,57 @@ mod tests {
     #[test]
     fn a_failed_row_takes_no_part_until_it_is_released() {
         let mut batch = Batch::new(LIMITS);
-        let first = batch.apply(&plan(vec![admitted(6, 0)], vec![row(6, true)])).expect("fits");
+        let first =
+            apply(&mut batch, &plan(vec![admitted(6, 0)], vec![row(6, true)])).expect("fits");
         let failure = RowFailure::Sampling { reason: "all masked".into() };
-        let result = batch.sampled(&first[0], Err(failure.clone()));
+        let result = batch.sampled(&first[0], [Err(failure.clone())]);
         assert_eq!(result.failure, Some(failure.clone()));
         // The next step was launched before anyone knew.
-        let second = batch.apply(&plan(vec![], vec![row(1, true)])).expect("is skipped");
+        let second = apply(&mut batch, &plan(vec![], vec![row(1, true)])).expect("is skipped");
         assert_eq!((second[0].token_count, second[0].samples), (0, false));
         assert_eq!(batch.unsampled(&second[0]).failure, Some(failure));
         let again =
             StepPlan { released: vec![Slot(0)], ..plan(vec![admitted(6, 0)], vec![row(6, true)]) };
-        assert_eq!(batch.apply(&again).expect("fits")[0].token_count, 6);
+        assert_eq!(apply(&mut batch, &again).expect("fits")[0].token_count, 6);
+    }
+
+    #[test]
+    fn a_constrained_row_without_the_mask_of_its_position_fails_alone() {
+        let constrained = || AdmittedRow { constrained: true, ..admitted(6, 0) };
+        let mask = |slot, length| {
+            let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
+            RowMask { slot: Slot(slot), length, allowed }
+        };
+        let step = |masks| {
+            let plan = StepPlan { masks, ..plan(vec![constrained()], vec![row(6, true)]) };
+            let mut batch = Batch::new(LIMITS);
+            let scheduled = apply(&mut batch, &plan).expect("the batch goes on");
+            (batch.row(Slot(0)).allowed.is_some(), scheduled[0], batch.unsampled(&scheduled[0]))
+        };
+        let (has_mask, scheduled, result) = step(vec![mask(0, 6)]);
+        assert!(has_mask && scheduled.samples && result.failure.is_none());
+        for masks in [vec![], vec![mask(0, 5), mask(0, 7), mask(1, 6)]] {
+            let (has_mask, scheduled, result) = step(masks);
+            assert!(!has_mask && !scheduled.samples && scheduled.token_count == 0);
+            assert_eq!(result.failure, Some(RowFailure::NoMask { position: 6 }));
+        }
+        // Before its last known token it chooses nothing.
+        let chunk = plan(vec![constrained()], vec![row(4, false)]);
+        assert_eq!(apply(&mut Batch::new(LIMITS), &chunk).expect("fits")[0].token_count, 4);
+        let drafting = StepPlan {
+            drafts_max: 1,
+            masks: vec![mask(0, 6)],
+            ..plan(vec![constrained()], vec![RowPlan { drafts_max: 1, ..row(6, true) }])
+        };
+        let error = apply(&mut Batch::new(LIMITS), &drafting).expect_err("has drafts").to_string();
+        assert!(error.contains("constrained"), "{error}");
     }
 
     #[test]
     fn a_row_of_an_earlier_occupant_is_refused() {
         let mut batch = Batch::new(LIMITS);
-        batch.apply(&plan(vec![admitted(6, 0)], vec![row(1, false)])).expect("fits");
+        apply(&mut batch, &plan(vec![admitted(6, 0)], vec![row(1, false)])).expect("fits");
         let stale = RowPlan { generation: 2, ..row(1, false) };
-        assert!(batch.apply(&plan(vec![], vec![stale])).is_err());
+        assert!(apply(&mut batch, &plan(vec![], vec![stale])).is_err());
     }
 }

@@ -22,6 +22,7 @@ use model::{Checkpoint, Limits, Llama, LoadProgress, ModelError};
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits,
     batch::{Batch, ScheduledRow},
+    ngram,
 };
 use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
 
@@ -77,10 +78,13 @@ impl CpuExecutor {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CpuExecutorError> {
         check(checkpoint, &backend, &arena, limits)?;
-        let largest_step =
-            Limits { rows_max: limits.step_tokens as usize, sampled_max: limits.slots as usize };
+        let speculating = limits.speculation.map_or(0, |speculation| speculation.step_tokens);
+        let largest_step = Limits {
+            rows_max: limits.step_tokens as usize,
+            sampled_max: limits.slots.max(speculating) as usize,
+        };
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
-        let runner = Runner { model, backend, arena, batch: Batch::new(limits) };
+        let runner = Runner { model, backend, arena, limits, batch: Batch::new(limits) };
         // Room for every step in flight on both ways: neither side ever waits to send.
         let (plans, planned) = bounded(limits.depth as usize);
         let (answers, results) = bounded(limits.depth as usize);
@@ -108,17 +112,19 @@ impl Executor for CpuExecutor {
             let reason = format!("{} steps are in flight already", self.in_flight);
             return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
         }
-        match self.plans.as_ref().map(|plans| plans.try_send(plan)) {
-            Some(Ok(())) => {
-                self.in_flight += 1;
-                Ok(())
-            }
-            // The channel has room for every step in flight: the thread is gone. An error of an
-            // earlier step says more than that.
-            Some(Err(_)) | None => match self.results.try_iter().find_map(Result::err) {
-                Some(error) => Err(error),
-                None => Err(self.stopped()),
-            },
+        let is_sent = match &self.plans {
+            Some(plans) => plans.try_send(plan).is_ok(),
+            None => false,
+        };
+        if is_sent {
+            self.in_flight += 1;
+            return Ok(());
+        }
+        // The channel has room for every step in flight: the thread is gone. An error of an earlier
+        // step says more than that.
+        match self.results.try_iter().find_map(Result::err) {
+            Some(error) => Err(error),
+            None => Err(self.stopped()),
         }
     }
 
@@ -165,6 +171,7 @@ struct Runner {
     model: Llama<CpuBackend>,
     backend: CpuBackend,
     arena: Arc<KvArena>,
+    limits: ExecutorLimits,
     batch: Batch,
 }
 
@@ -183,7 +190,10 @@ impl Runner {
 
     fn step(&mut self, plan: &StepPlan) -> Answer {
         let started = Instant::now();
-        let scheduled = self.batch.apply(plan)?;
+        let scheduled = self.batch.apply(plan, |row, most| match &self.limits.speculation {
+            Some(rules) => ngram::guess(&row.tokens, most, rules),
+            None => Vec::new(),
+        })?;
         let sequences: Vec<_> = scheduled
             .iter()
             .filter(|row| row.token_count > 0)
@@ -207,19 +217,23 @@ impl Runner {
         let batch = &self.batch;
         let sampled: Vec<_> = scheduled
             .iter()
-            .filter(|row| row.samples)
-            .map(|row| {
-                let row = batch.row(row.slot);
-                let prompt_len = row.prompt_len;
-                SampleRow { sampling: &row.sampling, tokens: &row.tokens, prompt_len }
+            .flat_map(|scheduled| {
+                let row = batch.row(scheduled.slot);
+                scheduled.sampled_lengths().map(move |length| SampleRow {
+                    sampling: &row.sampling,
+                    tokens: &row.tokens[..length],
+                    prompt_len: row.prompt_len,
+                    allowed: row.allowed.as_deref(),
+                })
             })
             .collect();
-        let mut tokens = self.backend.sample(logits, &sampled).into_iter();
+        let mut answers = self.backend.sample(logits, &sampled).into_iter();
         let mut results = Vec::with_capacity(scheduled.len());
         for row in scheduled {
+            let answers = answers.by_ref().take(row.sampled_lengths().len());
             results.push(if row.samples {
-                let token = tokens.next().expect("one answer for every sampled row");
-                self.batch.sampled(row, token.map_err(row_failure))
+                let answers: Vec<_> = answers.map(|answer| answer.map_err(row_failure)).collect();
+                self.batch.sampled(row, answers)
             } else {
                 self.batch.unsampled(row)
             });
@@ -234,7 +248,7 @@ fn step_sequence<'a>(batch: &'a Batch, scheduled: &ScheduledRow) -> StepSequence
         first_position: scheduled.start as u32,
         tokens: &row.tokens[scheduled.start..scheduled.end()],
         blocks: &row.blocks,
-        sampled_rows: u32::from(scheduled.samples),
+        sampled_rows: scheduled.sampled_lengths().len() as u32,
     }
 }
 
@@ -255,7 +269,7 @@ fn check(
     limits: ExecutorLimits,
 ) -> Result<(), CpuExecutorError> {
     let config = checkpoint.config();
-    let (found, wanted) = (arena.layout(), config.kv_layout(backend.dtype()));
+    let (found, wanted) = (arena.layout(), config.kv_layout(backend.weights().kv_dtype()));
     if found != wanted {
         return Err(CpuExecutorError::Layout { found, wanted });
     }

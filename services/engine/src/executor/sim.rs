@@ -3,8 +3,9 @@
 //! The "KV" of a position is a fingerprint of all tokens up to it, and the next token is a hash of
 //! the last fingerprint. So a step that reads a block which was not written, was written by someone
 //! else or was reused too early is found at once, and output is comparable token by token across
-//! chunking, preemption, recompute and transfer. A step is carried out only when it is collected,
-//! as late as a device might.
+//! chunking, preemption, recompute and transfer. Drafts are made to be right or wrong by hash, their
+//! KV is written either way. A step is carried out only when it is collected, as late as a device
+//! might.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -14,12 +15,12 @@ use std::{
 
 use kernels::{
     BLOCK_TOKENS, BlockId,
-    sampling::{SampledToken, Sampling},
+    sampling::{SampledToken, Sampling, TokenMask},
 };
 
 use super::{
     Executor, ExecutorError, ExecutorLimits,
-    batch::{Batch, ScheduledRow},
+    batch::{Batch, BatchRow, ScheduledRow},
 };
 use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
 
@@ -80,15 +81,17 @@ pub fn fingerprints(tokens: &[u32]) -> Vec<u64> {
     all
 }
 
-/// The token that follows `tokens`; `None` when every token is masked.
+/// The token that follows `tokens`, one of those `allowed` if that is said; `None` when every token
+/// is masked.
 pub fn next_token(
     tokens: &[u32],
     prompt_len: usize,
     sampling: &Sampling,
+    allowed: Option<&TokenMask>,
     vocabulary: u32,
 ) -> Option<u32> {
     let last = fingerprints(tokens).last().copied().unwrap_or(0);
-    choose(last, tokens.len() - prompt_len, sampling, vocabulary)
+    choose(last, tokens.len() - prompt_len, sampling, allowed, vocabulary)
 }
 
 fn extend_fingerprints(all: &mut Vec<u64>, tokens: &[u32]) {
@@ -101,12 +104,41 @@ fn extend_fingerprints(all: &mut Vec<u64>, tokens: &[u32]) {
 }
 
 /// By hash; with a seed where the temperature is above 0; stop tokens as `min_tokens` has it.
-fn choose(last: u64, output_len: usize, sampling: &Sampling, vocabulary: u32) -> Option<u32> {
+fn choose(
+    last: u64,
+    output_len: usize,
+    sampling: &Sampling,
+    allowed: Option<&TokenMask>,
+    vocabulary: u32,
+) -> Option<u32> {
     let seed = if sampling.temperature > 0.0 { sampling.seed } else { 0 };
     let first = (mix(last ^ mix(seed)) % u64::from(vocabulary)) as u32;
     let masked = output_len < sampling.min_tokens as usize;
-    let allowed = |token: &u32| !masked || !sampling.stop_token_ids.contains(token);
-    (first..vocabulary).chain(0..first).find(allowed)
+    let may_be_chosen = |token: &u32| {
+        (!masked || !sampling.stop_token_ids.contains(token))
+            && allowed.is_none_or(|allowed| allowed.allows(*token))
+    };
+    (first..vocabulary).chain(0..first).find(may_be_chosen)
+}
+
+/// Drafts by hash: five of eight are right, two are wrong, and after the eighth no more are made.
+fn guess(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
+    let mut history = fingerprints(&row.tokens);
+    let mut known = row.tokens.clone();
+    while known.len() < row.tokens.len() + most {
+        let last = history.last().copied().unwrap_or(0);
+        let output_len = known.len() - row.prompt_len;
+        let Some(right) = choose(last, output_len, &row.sampling, None, vocabulary) else {
+            break;
+        };
+        match mix(!last) % 8 {
+            0 => break,
+            1 | 2 => known.push((right + 1) % vocabulary),
+            _ => known.push(right),
+        }
+        extend_fingerprints(&mut history, &known);
+    }
+    known.split_off(row.tokens.len())
 }
 
 /// SplitMix64's finaliser.
@@ -159,9 +191,14 @@ impl SimExecutor {
     }
 
     fn carry_out(&mut self, plan: &StepPlan) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
-        let scheduled = self.batch.apply(plan)?;
+        let vocabulary = self.limits.vocabulary;
+        let scheduled = self.batch.apply(plan, |row, most| guess(row, most, vocabulary))?;
         for admitted in &plan.admitted {
             self.histories[admitted.slot.0 as usize] = fingerprints(&admitted.tokens);
+        }
+        for row in scheduled.iter().filter(|row| row.draft_count > 0) {
+            let history = &mut self.histories[row.slot.0 as usize];
+            extend_fingerprints(history, &self.batch.row(row.slot).tokens);
         }
         let bad = |reason| ExecutorError::BadPlan { step_id: plan.step_id, reason };
         self.check_writes(&scheduled).map_err(bad)?;
@@ -232,14 +269,18 @@ impl SimExecutor {
     }
 
     fn sample(&mut self, scheduled: &ScheduledRow) -> RowResult {
+        let vocabulary = self.limits.vocabulary;
         let history = &mut self.histories[scheduled.slot.0 as usize];
         let row = self.batch.row(scheduled.slot);
-        let last = history.last().copied().unwrap_or(0);
-        let output_len = row.tokens.len() - row.prompt_len;
-        let token = choose(last, output_len, &row.sampling, self.limits.vocabulary)
-            .map(|id| SampledToken { id, logprobs: None })
-            .ok_or_else(|| RowFailure::Sampling { reason: "every token is masked".to_owned() });
-        let result = self.batch.sampled(scheduled, token);
+        let answers = scheduled.sampled_lengths().map(|length| {
+            let (output_len, allowed) = (length - row.prompt_len, row.allowed.as_deref());
+            choose(history[length - 1], output_len, &row.sampling, allowed, vocabulary)
+                .map(|id| SampledToken { id, logprobs: None })
+                .ok_or_else(|| RowFailure::Sampling { reason: "every token is masked".to_owned() })
+        });
+        let answers: Vec<_> = answers.collect();
+        history.truncate(scheduled.end() - scheduled.draft_count);
+        let result = self.batch.sampled(scheduled, answers);
         extend_fingerprints(history, &self.batch.row(scheduled.slot).tokens);
         result
     }

@@ -53,8 +53,9 @@ impl Scheduler {
             let reason = format!("{} transfers are under way", self.transfers.len());
             return Err(SequenceFailure::Busy { reason });
         }
-        if new.kind != SequenceKind::Send && self.waiting.len() >= self.config.waiting_max as usize
-        {
+        // Those for whom there is a slot wait for the next step only.
+        let waiting_max = self.config.waiting_max.saturating_add(self.unclaimed_slots());
+        if new.kind != SequenceKind::Send && self.waiting.len() >= waiting_max as usize {
             let reason = format!("{} sequences wait already", self.waiting.len());
             return Err(SequenceFailure::Busy { reason });
         }
@@ -145,21 +146,26 @@ impl Scheduler {
         for (index, &block) in blocks.iter().enumerate().take(computed / BLOCK_TOKENS) {
             self.kv.publish(&sequence.chain, &sequence.tokens, index, block);
         }
-        sequence.push(token.id);
         sequence.kind = SequenceKind::Compute;
+        let finish = sequence.take_token(token.id);
         sequence.phase = Phase::Ready(Table { blocks, computed });
         self.reserved_count -= 1;
         let entry = (sequence.arrival, id);
         self.ready.insert(self.ready.partition_point(|&other| other < entry), entry);
+        let finish = match finish {
+            Ok(finish) => finish,
+            Err(failure) => return self.fail(id, failure.into(), actions),
+        };
+        let sequence = &self.sequences[&id];
         actions.push(Action::Tokens {
             id,
             first_index,
             tokens: vec![token],
             cached_tokens: sequence.cached_tokens.unwrap_or(0),
         });
-        if let Some(reason) = sequence.finish_reason() {
+        if finish.is_some() {
             self.remove(id);
-            actions.push(Action::Finished { id, reason: Some(reason) });
+            actions.push(Action::Finished { id, reason: finish });
         }
     }
 
@@ -293,7 +299,7 @@ impl Scheduler {
 
     /// Blocks to leave for the batch: one for each row, so that a newcomer is not preempted at the
     /// next step already. None when the batch is empty: then anything that fits may run.
-    fn headroom(&self) -> u32 {
+    pub(super) fn headroom(&self) -> u32 {
         (self.running.len() + self.ready.len()) as u32
     }
 }

@@ -4,6 +4,7 @@ use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 
 use super::{Scheduler, sequence::Phase};
 use crate::{
+    constraint::ConstraintFailure,
     event::{Action, SequenceFailure, SequenceId, SequenceKind},
     frames::FrameRow,
     plan::{RowFailure, StepResult},
@@ -24,6 +25,7 @@ impl Scheduler {
             match answer.failure {
                 None => {
                     debug_assert_eq!(row.samples, !answer.tokens.is_empty());
+                    debug_assert!(answer.tokens.len() <= 1 + row.drafts_max as usize);
                     self.row_done(row, answer.tokens, actions);
                 }
                 Some(failure) => self.fail(row.sequence, failure.into(), actions),
@@ -43,24 +45,25 @@ impl Scheduler {
     ) {
         let id = done.sequence;
         let sequence = self.sequences.get_mut(&id).expect("a current row's sequence is known");
+        let drafts_right = tokens.len().saturating_sub(1);
+        let first_index = sequence.next_index();
+        let finish = match sequence.take_output(&mut tokens) {
+            Ok(finish) => finish,
+            Err(failure) => return self.fail(id, failure.into(), actions),
+        };
         let Phase::Running(row) = &mut sequence.phase else {
             unreachable!("a current row's sequence runs");
         };
-        row.computed += done.token_count as usize;
-        while row.published < row.computed / BLOCK_TOKENS {
+        let drafts_missing = done.drafts_max as usize - drafts_right;
+        row.launched -= drafts_missing;
+        row.length -= drafts_missing;
+        row.computed += done.token_count as usize + drafts_right;
+        // What was chosen behind the end is computed, and nobody's.
+        let confirmed = row.computed.min(sequence.tokens.len());
+        while row.published < confirmed / BLOCK_TOKENS {
             let index = row.published;
             self.kv.publish(&sequence.chain, &sequence.tokens, index, row.blocks[index]);
             row.published += 1;
-        }
-        let first_index = sequence.next_index();
-        let mut finish = None;
-        for (count, token) in tokens.iter().enumerate() {
-            sequence.push(token.id);
-            finish = sequence.finish_reason();
-            if finish.is_some() {
-                tokens.truncate(count + 1);
-                break;
-            }
         }
         if sequence.kind == SequenceKind::Send && finish.is_none() {
             self.hand_over_written(id, !tokens.is_empty(), actions);
@@ -98,7 +101,18 @@ impl From<RowFailure> for SequenceFailure {
         let reason = failure.to_string();
         match failure {
             RowFailure::Sampling { .. } => SequenceFailure::Invalid { reason },
-            RowFailure::Logits { .. } => SequenceFailure::Internal { reason },
+            RowFailure::NoMask { .. } | RowFailure::Logits { .. } => {
+                SequenceFailure::Internal { reason }
+            }
+        }
+    }
+}
+
+impl From<ConstraintFailure> for SequenceFailure {
+    fn from(failure: ConstraintFailure) -> Self {
+        match failure {
+            ConstraintFailure::TooComplex { reason } => SequenceFailure::Invalid { reason },
+            ConstraintFailure::Broken { reason } => SequenceFailure::Internal { reason },
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::executor::ExecutorLimits;
+use crate::executor::{ExecutorLimits, Speculation};
 
 /// The bounds of one scheduler. [`SchedulerConfig::new`] has the defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,16 @@ impl SchedulerConfig {
             ("limits.depth", depth),
             ("chunk_tokens", self.chunk_tokens),
         ];
-        for (field, value) in positive {
+        let guessing = self.limits.speculation.into_iter().flat_map(|speculation| {
+            let Speculation { row_drafts, step_tokens, ngram_min, ngram_max } = speculation;
+            [
+                ("limits.speculation.row_drafts", row_drafts),
+                ("limits.speculation.step_tokens", step_tokens),
+                ("limits.speculation.ngram_min", ngram_min),
+                ("limits.speculation.ngram_max", ngram_max),
+            ]
+        });
+        for (field, value) in positive.into_iter().chain(guessing) {
             if value == 0 {
                 return Err(SchedulerConfigError::Zero { field });
             }

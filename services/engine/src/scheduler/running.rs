@@ -1,14 +1,17 @@
 //! The plan of one step: who advances by how much, and who must make room.
 
+use kernels::{BLOCK_TOKENS, BlockId};
+
 use super::{
     Scheduler,
     sequence::{Arrival, Phase, Row},
 };
 use crate::{
     event::{Action, SequenceId, SequenceKind},
+    executor::Speculation,
     frames::FrameRow,
     kv_blocks::blocks_for,
-    plan::{AdmittedRow, RowPlan, StepPlan},
+    plan::{AdmittedRow, RowMask, RowPlan, StepPlan},
 };
 
 /// A plan being made.
@@ -43,6 +46,7 @@ impl Scheduler {
         if draft.frame.is_empty() {
             return None;
         }
+        self.speculate(&mut draft);
         let mut plan = draft.plan;
         plan.released = self.slots.take_released();
         plan.step_id = self.frames.launch(draft.frame);
@@ -86,6 +90,10 @@ impl Scheduler {
     fn pending(&self, id: SequenceId) -> u32 {
         let sequence = &self.sequences[&id];
         let row = self.row(id);
+        // What may follow a token is known once the token is.
+        if sequence.constraint.is_some() && row.length > sequence.tokens.len() {
+            return 0;
+        }
         // The last token of a sequence needs no KV: nothing comes after it.
         if row.length >= sequence.length_here() { 0 } else { (row.length - row.launched) as u32 }
     }
@@ -100,12 +108,7 @@ impl Scheduler {
         }
         loop {
             if let Some(blocks) = self.kv.allocate(missing) {
-                let row = self.row_mut(id);
-                row.blocks.extend_from_slice(&blocks);
-                let (slot, announced) = (row.slot, row.announced);
-                if announced {
-                    draft.plan.extended.push((slot, blocks));
-                }
+                self.append(id, blocks, draft);
                 return Growth::Done;
             }
             // Blocks that come back with a frame may be enough: nobody is displaced for nothing.
@@ -121,6 +124,14 @@ impl Scheduler {
                 // Transfers and senders have the rest and will give it back.
                 None => return Growth::Wait,
             }
+        }
+    }
+
+    fn append(&mut self, id: SequenceId, blocks: Vec<BlockId>, draft: &mut Draft) {
+        let row = self.row_mut(id);
+        row.blocks.extend_from_slice(&blocks);
+        if row.announced {
+            draft.plan.extended.push((row.slot, blocks));
         }
     }
 
@@ -154,18 +165,71 @@ impl Scheduler {
                 computed: row.computed as u32,
                 blocks: row.blocks.clone(),
                 sampling: sequence.sampling.clone(),
+                constrained: sequence.constraint.is_some(),
             });
         }
         row.launched += count as usize;
         let samples = row.launched == row.length;
         if samples {
+            if let Some(constraint) = &sequence.constraint {
+                let (slot, length) = (row.slot, row.length as u32);
+                let allowed = constraint.allowed().clone();
+                draft.plan.masks.push(RowMask { slot, length, allowed });
+            }
             row.length += 1;
         }
         row.last_step = Some(step_id);
         let (slot, generation) = (row.slot, row.generation);
         draft.budget -= count;
-        draft.plan.rows.push(RowPlan { slot, generation, token_count: count, samples });
-        draft.frame.push(FrameRow { slot, generation, sequence: id, token_count: count, samples });
+        let token_count = count;
+        draft.plan.rows.push(RowPlan { slot, generation, token_count, samples, drafts_max: 0 });
+        let row = FrameRow { slot, generation, sequence: id, token_count, samples, drafts_max: 0 };
+        draft.frame.push(row);
+    }
+
+    /// Lets rows that sample guess ahead, oldest first. Drafts take what is left of the step, and of
+    /// the blocks: nobody waits or makes room for them. How many there will be, and are right, is not
+    /// known here; all are counted until the result is here.
+    fn speculate(&mut self, draft: &mut Draft) {
+        let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
+        else {
+            return;
+        };
+        let used = self.config.step_tokens - draft.budget;
+        draft.plan.drafts_max = step_tokens.min(self.config.step_tokens).saturating_sub(used);
+        let most = row_drafts.min(draft.plan.drafts_max);
+        for index in 0..draft.frame.len() {
+            let FrameRow { sequence: id, samples, .. } = draft.frame[index];
+            let sequence = &self.sequences[&id];
+            let may_guess = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
+            if !samples || !may_guess {
+                continue;
+            }
+            let to_the_end = sequence.length_here() - self.row(id).length;
+            let wanted = (most as usize).min(to_the_end);
+            let count = self.cover(id, wanted, draft);
+            let row = self.row_mut(id);
+            row.launched += count as usize;
+            row.length += count as usize;
+            draft.plan.rows[index].drafts_max = count;
+            draft.frame[index].drafts_max = count;
+        }
+    }
+
+    /// How many of `count` more positions the row's table covers, with a block more if it needs one
+    /// and every row of the batch could have another.
+    fn cover(&mut self, id: SequenceId, count: usize, draft: &mut Draft) -> u32 {
+        let headroom = self.headroom();
+        let row = self.row(id);
+        let missing = blocks_for(row.launched + count).saturating_sub(row.blocks.len() as u32);
+        if missing > 0
+            && self.kv.pool().available() >= missing + headroom
+            && let Some(blocks) = self.kv.allocate(missing)
+        {
+            self.append(id, blocks, draft);
+        }
+        let row = self.row(id);
+        count.min(row.blocks.len() * BLOCK_TOKENS - row.launched) as u32
     }
 
     /// The sequence loses slot and blocks and queues again in its place. Tokens that are still out

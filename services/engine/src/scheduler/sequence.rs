@@ -2,9 +2,13 @@
 
 use std::time::Instant;
 
-use kernels::{BLOCK_TOKENS, BlockId, sampling::Sampling};
+use kernels::{
+    BLOCK_TOKENS, BlockId,
+    sampling::{SampledToken, Sampling},
+};
 
 use crate::{
+    constraint::{Constraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind},
     plan::{Generation, Slot, StepId},
     prefix_cache::{CacheSeeds, HashChain},
@@ -28,6 +32,8 @@ pub(super) struct Sequence {
     pub(super) length_max: usize,
     pub(super) sampling: Sampling,
     pub(super) ignore_stop_tokens: bool,
+    /// Has taken the output in `tokens`; its mask is the next token's.
+    pub(super) constraint: Option<Constraint>,
     pub(super) chain: HashChain,
     /// Prompt tokens that were cached when the sequence was first admitted.
     pub(super) cached_tokens: Option<u32>,
@@ -119,6 +125,7 @@ impl Sequence {
             length_max,
             sampling: new.sampling,
             ignore_stop_tokens: new.ignore_stop_tokens,
+            constraint: new.constraint,
             chain,
             cached_tokens: None,
             deadline: new.deadline,
@@ -140,13 +147,50 @@ impl Sequence {
         (self.tokens.len() - self.prompt_len) as u32
     }
 
-    pub(super) fn push(&mut self, token: u32) {
+    fn push(&mut self, token: u32) {
         self.tokens.push(token);
         self.chain.extend(&self.tokens);
     }
 
-    /// Whether the last token ends the request.
-    pub(super) fn finish_reason(&self) -> Option<FinishReason> {
+    /// Takes what a step has brought, up to the token that ends the request; what lies behind it
+    /// leaves `tokens`.
+    pub(super) fn take_output(
+        &mut self,
+        tokens: &mut Vec<SampledToken>,
+    ) -> Result<Option<FinishReason>, ConstraintFailure> {
+        for index in 0..tokens.len() {
+            let finish = self.take_token(tokens[index].id)?;
+            if finish.is_some() {
+                tokens.truncate(index + 1);
+                return Ok(finish);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes the next token, whoever chose it; says whether it ends the request.
+    pub(super) fn take_token(
+        &mut self,
+        token: u32,
+    ) -> Result<Option<FinishReason>, ConstraintFailure> {
+        self.push(token);
+        let finish = self.finish_reason();
+        // A stop token is no part of the answer.
+        if finish != Some(FinishReason::Stop)
+            && let Some(constraint) = &mut self.constraint
+        {
+            if constraint.accept(token)? {
+                return Ok(Some(FinishReason::Stop));
+            }
+            if finish.is_none() && self.kind != SequenceKind::Send {
+                constraint.renew()?;
+            }
+        }
+        Ok(finish)
+    }
+
+    /// Whether the last token ends the request, as far as it can be seen without a grammar.
+    fn finish_reason(&self) -> Option<FinishReason> {
         let last = self.tokens.last()?;
         if !self.ignore_stop_tokens && self.sampling.stop_token_ids.contains(last) {
             Some(FinishReason::Stop)

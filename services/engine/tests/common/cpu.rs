@@ -13,7 +13,7 @@ use engine::{
     executor::{ExecutorLimits, cpu::CpuExecutor},
 };
 use kernels::{
-    Dtype, KvArena,
+    Dtype, KvArena, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
     sampling::SampledToken,
 };
@@ -65,6 +65,7 @@ pub fn limits_of(
         blocks,
         depth,
         vocabulary: config.vocab_size as u32,
+        speculation: None,
     }
 }
 
@@ -74,7 +75,7 @@ pub fn engine(
     config: SchedulerConfig,
     threads: usize,
 ) -> (CpuEngine, Arc<KvArena>) {
-    let options = CpuOptions { dtype: Dtype::F32, threads, isa: Isa::Auto };
+    let options = CpuOptions { weights: WeightFormat::F32, threads, isa: Isa::Auto };
     let backend = CpuBackend::new(options).expect("the options fit this machine");
     let layout = checkpoint.config().kv_layout(Dtype::F32);
     let arena = KvArena::host(layout, config.limits.blocks).expect("memory for the arena");

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 pub mod cpu;
+pub mod grammar;
 pub mod node;
 pub mod pair;
 
@@ -11,7 +12,7 @@ use engine::{
     CacheSeeds, Scheduler, SchedulerConfig,
     event::{FinishReason, NewSequence, SequenceId, SequenceKind},
     executor::{
-        ExecutorLimits,
+        ExecutorLimits, Speculation,
         sim::{CostModel, SimExecutor, next_token},
     },
 };
@@ -28,7 +29,13 @@ pub fn limits(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> Executor
         blocks,
         depth,
         vocabulary: VOCABULARY,
+        speculation: None,
     }
+}
+
+/// Drafts, found by the last two to four tokens where tokens are looked up.
+pub fn speculation(row_drafts: u32, step_tokens: u32) -> Speculation {
+    Speculation { row_drafts, step_tokens, ngram_min: 2, ngram_max: 4 }
 }
 
 /// A config whose queues never overflow and whose waits end with the sequence's deadline only.
@@ -61,6 +68,7 @@ pub fn sequence(id: u128, kind: SequenceKind, tokens: Vec<u32>, start: Instant) 
         max_tokens: 20,
         ignore_stop_tokens: false,
         cache_salt: String::new(),
+        constraint: None,
         deadline: start + Duration::from_secs(1_000_000),
     }
 }
@@ -75,14 +83,23 @@ pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Optio
     let mut tokens = new.tokens.clone();
     let length_max = (new.prompt_len as usize + new.max_tokens as usize).min(sequence_tokens_max);
     let mut output = Vec::new();
+    let mut constraint = new.constraint.clone();
     loop {
         let prompt_len = new.prompt_len as usize;
-        let token = next_token(&tokens, prompt_len, &new.sampling, VOCABULARY)
+        let allowed = constraint.as_ref().map(|constraint| &**constraint.allowed());
+        let token = next_token(&tokens, prompt_len, &new.sampling, allowed, VOCABULARY)
             .expect("some token is not masked");
         tokens.push(token);
         output.push(token);
         let stops = new.sampling.stop_token_ids.contains(&token) && !new.ignore_stop_tokens;
-        let reason = if stops {
+        let mut accept = |token| {
+            constraint.as_mut().is_some_and(|constraint| {
+                let is_complete = constraint.accept(token).expect("it was allowed");
+                constraint.renew().expect("it goes on");
+                is_complete
+            })
+        };
+        let reason = if stops || accept(token) {
             Some(FinishReason::Stop)
         } else if tokens.len() >= length_max {
             Some(FinishReason::Length)

@@ -1,0 +1,78 @@
+//! A grammar over token ids: what may follow depends, by hash, on everything before it.
+
+use engine::constraint::{Constraint, ConstraintFailure, Matcher};
+use kernels::sampling::TokenMask;
+
+use super::VOCABULARY;
+
+#[derive(Clone, Debug)]
+pub struct HashGrammar {
+    pub state: u64,
+    /// Tokens until the answer is complete.
+    pub left: u32,
+    /// When to fail, in tokens left, and how.
+    pub fails_at: Option<(u32, ConstraintFailure)>,
+}
+
+impl HashGrammar {
+    pub fn new(seed: u64, left: u32) -> Self {
+        Self { state: mix(seed), left, fails_at: None }
+    }
+
+    /// One that has taken `output`, whatever it is.
+    pub fn after(mut self, output: &[u32]) -> Self {
+        for &token in output {
+            self.advance(token);
+        }
+        self
+    }
+
+    pub fn constraint(self) -> Constraint {
+        Constraint::new(Box::new(self)).expect("the first mask is there")
+    }
+
+    fn advance(&mut self, token: u32) {
+        self.state = mix(self.state ^ u64::from(token));
+        self.left = self.left.saturating_sub(1);
+    }
+
+    fn allows(&self, token: u32) -> bool {
+        // One token that is nobody's stop token can always come.
+        token == 5 + (self.state % 30) as u32
+            || mix(self.state ^ !u64::from(token)).is_multiple_of(6)
+    }
+}
+
+impl Matcher for HashGrammar {
+    fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure> {
+        assert!(self.allows(token), "token {token} was not allowed");
+        self.advance(token);
+        Ok(())
+    }
+
+    fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
+        match &self.fails_at {
+            Some((left, failure)) if *left == self.left => return Err(failure.clone()),
+            _ => {}
+        }
+        let mut words = vec![0; VOCABULARY.div_ceil(32) as usize];
+        for token in (0..VOCABULARY).filter(|&token| self.allows(token)) {
+            words[token as usize / 32] |= 1 << (token % 32);
+        }
+        Ok(TokenMask::new(words, VOCABULARY))
+    }
+
+    fn is_complete(&self) -> bool {
+        self.left == 0
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Matcher> {
+        Box::new(self.clone())
+    }
+}
+
+fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    value ^ (value >> 31)
+}

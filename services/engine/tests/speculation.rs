@@ -1,0 +1,216 @@
+//! Drafts change how soon tokens come, and nothing else.
+
+mod common;
+
+use std::{collections::HashMap, time::Instant};
+
+use common::{
+    cpu::{CpuEngine, Outcome, engine, limits_of, pair, run, tiny_model},
+    family_tokens, limits,
+    node::Node,
+    oracle, patient, sequence, speculation,
+};
+use engine::{
+    SchedulerConfig, SchedulerConfigError, Speculated,
+    event::{FinishReason, NewSequence, SequenceId, SequenceKind},
+    executor::{ExecutorLimits, Speculation},
+};
+use kernels::sampling::Sampling;
+use proptest::prelude::*;
+
+const COMPUTE: SequenceKind = SequenceKind::Compute;
+
+fn sim_node(blocks: u32, drafts: Option<Speculation>) -> Node {
+    Node::new(patient(ExecutorLimits { speculation: drafts, ..limits(4, 64, blocks, 2) }))
+}
+
+fn long(id: u128, len: usize, max_tokens: u32) -> NewSequence {
+    let new = sequence(id, COMPUTE, family_tokens(id as u32, len), Instant::now());
+    NewSequence { max_tokens, ignore_stop_tokens: true, ..new }
+}
+
+#[test]
+fn an_answer_takes_fewer_steps_and_is_counted_draft_by_draft() {
+    let mut steps = Vec::new();
+    for drafts in [None, Some(speculation(6, 64))] {
+        let mut node = sim_node(40, drafts);
+        node.arrive(long(1, 30, 120));
+        node.run();
+        assert!(node.finished(SequenceId(1)));
+        node.assert_all_returned();
+        steps.push(node.engine.records().len());
+        let Speculated { rows, drafted, accepted, accepted_at } = node.engine.take_speculated();
+        if drafts.is_none() {
+            assert_eq!((rows, drafted, accepted), (0, 0, 0));
+            continue;
+        }
+        assert!(rows > 0 && accepted > 0 && accepted < drafted, "{accepted} of {drafted}");
+        assert_eq!(accepted_at.iter().sum::<u64>(), accepted);
+        assert!(accepted_at.is_sorted_by(|first, second| first >= second), "{accepted_at:?}");
+        assert!(accepted_at[0] <= rows && accepted_at.len() <= 6);
+        assert_eq!(node.engine.take_speculated(), Speculated::default(), "taken once");
+    }
+    assert_eq!(steps[0], 120);
+    assert!(steps[1] < 80, "{} steps", steps[1]);
+}
+
+#[test]
+fn a_step_holds_no_more_than_its_tokens_and_a_full_one_no_drafts() {
+    let mut node = sim_node(60, Some(speculation(8, 10)));
+    for id in 1..=4 {
+        node.arrive(long(id, 30, 60));
+    }
+    node.run();
+    let records: Vec<_> = node.engine.records().collect();
+    let (reading, decoding) = records.split_at(2);
+    assert_eq!(reading.iter().map(|record| record.tokens).collect::<Vec<_>>(), [64, 58]);
+    let most = decoding.iter().filter(|record| record.rows == 4).map(|record| record.tokens).max();
+    assert_eq!(most, Some(10));
+    node.assert_all_returned();
+}
+
+#[test]
+fn the_next_turn_finds_the_whole_answer_in_the_cache_and_nothing_behind_its_end() {
+    for stops in [false, true] {
+        let mut node = sim_node(40, Some(speculation(7, 64)));
+        let stop_token_ids = if stops { (0..8).collect() } else { Vec::new() };
+        let sampling = Sampling { stop_token_ids, min_tokens: 20, ..Sampling::greedy() };
+        let first = NewSequence {
+            ignore_stop_tokens: false,
+            sampling: sampling.clone(),
+            ..long(1, 30, 60)
+        };
+        let (answer, reason) = oracle(&first, 256);
+        assert_eq!(reason == Some(FinishReason::Stop), stops);
+        node.arrive(first.clone());
+        node.run();
+        let full_blocks = (30 + answer.len() - 1) / 16;
+        assert_eq!(node.engine.scheduler().cached_hashes().len(), full_blocks);
+        // The sim executor reads what is cached and finds the KV of these very tokens.
+        let mut tokens = first.tokens;
+        tokens.extend(&answer);
+        tokens.extend([9, 9, 9]);
+        let computed: u32 = node.engine.take_records().iter().map(|record| record.tokens).sum();
+        assert!(computed > 0);
+        node.arrive(NewSequence { prompt_len: tokens.len() as u32, tokens, ..long(2, 1, 1) });
+        node.run();
+        let computed: u32 = node.engine.take_records().iter().map(|record| record.tokens).sum();
+        assert_eq!(computed as usize, 33 + answer.len() - 16 * full_blocks);
+        node.assert_all_returned();
+    }
+}
+
+#[test]
+fn a_sender_makes_no_drafts_and_its_receiver_does() {
+    let limits = ExecutorLimits { speculation: Some(speculation(5, 64)), ..real_limits(8, 2) };
+    let mut pair = pair(&tiny_model(), patient(limits));
+    pair.submit(request(1, Sampling::greedy()));
+    pair.run();
+    pair.assert_all_returned();
+    assert_eq!(pair.prefill.take_speculated(), Speculated::default());
+    assert!(pair.decode.take_speculated().accepted > 0);
+    let alone = run(&mut cpu_engine(None), vec![request(1, Sampling::greedy())]);
+    assert_eq!(pair.answers[&SequenceId(1)].tokens, alone[&SequenceId(1)].tokens);
+}
+
+#[test]
+fn a_bound_of_zero_is_refused_by_name() {
+    let rules = speculation(4, 64);
+    for (field, rules) in [
+        ("limits.speculation.row_drafts", Speculation { row_drafts: 0, ..rules }),
+        ("limits.speculation.ngram_min", Speculation { ngram_min: 0, ..rules }),
+    ] {
+        let limits = ExecutorLimits { speculation: Some(rules), ..limits(4, 64, 40, 2) };
+        let error = engine::Scheduler::new(SchedulerConfig::new(limits), common::SEEDS);
+        assert_eq!(error.expect_err(field), SchedulerConfigError::Zero { field });
+    }
+}
+
+fn real_limits(slots: u32, depth: u32) -> ExecutorLimits {
+    limits_of(&tiny_model(), slots, 128, 160, depth)
+}
+
+fn cpu_engine(drafts: Option<Speculation>) -> CpuEngine {
+    let limits = ExecutorLimits { speculation: drafts, ..real_limits(8, 2) };
+    engine(&tiny_model(), patient(limits), 2).0
+}
+
+/// The random model repeats itself soon, when it may.
+fn request(id: u128, sampling: Sampling) -> NewSequence {
+    let tokens = (0..24).map(|index| (index % 6 * 7 + 3 + id as u32) % 96).collect();
+    NewSequence { sampling, max_tokens: 60, ..sequence(id, COMPUTE, tokens, Instant::now()) }
+}
+
+/// With all that a request can ask of its tokens.
+fn demanding(seed: u64, temperature: f32) -> Sampling {
+    Sampling {
+        temperature,
+        seed,
+        top_k: 20,
+        top_p: 0.98,
+        min_p: 0.001,
+        repetition_penalty: 1.02,
+        presence_penalty: 0.05,
+        frequency_penalty: 0.01,
+        stop_token_ids: vec![1, 2, 3, 40, 41],
+        min_tokens: 12,
+        logprobs: Some(3),
+    }
+}
+
+#[test]
+fn tokens_logprobs_penalties_and_stops_are_the_same_to_the_last_bit() {
+    let requests = || -> Vec<_> {
+        let samplings = [
+            Sampling::greedy(),
+            demanding(1, 0.0),
+            demanding(2, 0.05),
+            demanding(3, 0.3),
+            Sampling { temperature: 0.1, seed: 4, logprobs: Some(0), ..Sampling::greedy() },
+            Sampling { temperature: 1.5, seed: 5, ..Sampling::greedy() },
+        ];
+        (1..).zip(samplings).map(|(id, sampling)| request(id, sampling)).collect()
+    };
+    let plain: HashMap<SequenceId, Outcome> = run(&mut cpu_engine(None), requests());
+    for drafts in [1, 3, 8] {
+        let mut engine = cpu_engine(Some(speculation(drafts, 128)));
+        assert_eq!(run(&mut engine, requests()), plain, "{drafts} drafts");
+        let Speculated { accepted, drafted, .. } = engine.take_speculated();
+        assert!(accepted > 20 && accepted < drafted, "{accepted} of {drafted}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// Real forwards in f32: batches, chunks, preemption, any depth, any drafts.
+    #[test]
+    fn any_batch_brings_the_tokens_of_sequences_alone(
+        row_drafts in 1..12u32,
+        step_tokens in 2..128u32,
+        (ngram_min, more) in (1..4u32, 0..4u32),
+        depth in 1..=3u32,
+        slots in 1..=4u32,
+        blocks in 8..40u32,
+        chunk_tokens in prop_oneof![Just(64u32), Just(5)],
+        requests in prop::collection::vec((0..3u64, prop_oneof![Just(0.0f32), Just(0.2)]), 1..5),
+    ) {
+        let requests: Vec<_> = (1..)
+            .zip(requests)
+            .map(|(id, (seed, temperature))| request(id, demanding(seed, temperature)))
+            .collect();
+        let rules = Speculation { row_drafts, step_tokens, ngram_min, ngram_max: ngram_min + more };
+        let limits = ExecutorLimits {
+            speculation: Some(rules),
+            ..limits_of(&tiny_model(), slots, 64, blocks, depth)
+        };
+        let config = SchedulerConfig { chunk_tokens, ..patient(limits) };
+        let outcomes = run(&mut engine(&tiny_model(), config, 1).0, requests.clone());
+        for new in requests {
+            let id = new.id;
+            let alone = run(&mut cpu_engine(None), vec![new]);
+            prop_assert_eq!(&outcomes[&id].tokens, &alone[&id].tokens);
+            prop_assert_eq!(&outcomes[&id].finish, &alone[&id].finish);
+        }
+    }
+}
