@@ -13,6 +13,8 @@ pub enum EpochError {
     NoRandomness { reason: String },
     #[error("an epoch has 16 bytes, not {byte_count}")]
     Length { byte_count: usize },
+    #[error("{text:?} is no epoch; allowed: 32 digits of 0-9 and a-f")]
+    Text { text: String },
     /// Nobody mints it; it would be a forgotten field.
     #[error("an epoch of zero names no process")]
     Zero,
@@ -35,6 +37,17 @@ impl Epoch {
             0 => Err(EpochError::Zero),
             value => Ok(Self(value)),
         }
+    }
+
+    /// From its 32 hexadecimal digits, as [`fmt::Display`] writes them.
+    pub fn parse(text: &str) -> Result<Self, EpochError> {
+        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        let wrong = || EpochError::Text { text: text.chars().take(64).collect() };
+        if text.len() != 32 || !text.bytes().all(is_digit) {
+            return Err(wrong());
+        }
+        let value = u128::from_str_radix(text, 16).map_err(|_| wrong())?;
+        Self::from_bytes(&value.to_be_bytes())
     }
 
     pub fn to_bytes(self) -> [u8; 16] {
@@ -67,6 +80,7 @@ mod tests {
         let (a, b) = (Epoch::mint().unwrap(), Epoch::mint().unwrap());
         assert_ne!(a, b);
         assert_eq!(Epoch::from_bytes(&a.to_bytes()), Ok(a));
+        assert_eq!(Epoch::parse(&a.to_string()), Ok(a));
     }
 
     #[test]

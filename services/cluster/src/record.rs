@@ -30,6 +30,10 @@ impl Role {
             Self::Decode => "decode",
         }
     }
+
+    pub fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|role| role.as_str() == text)
+    }
 }
 
 impl fmt::Display for Role {
@@ -170,7 +174,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             node_id: NodeId::parse(&wire.node_id)?,
             epoch: Epoch::from_bytes(&wire.epoch)?,
             role,
-            notice_endpoint: endpoint(wire.notice_endpoint)?,
+            notice_endpoint: url("notice_endpoint", "tcp://", wire.notice_endpoint)?,
             model: text("model", wire.model)?,
             identity: identity.try_into()?,
             prompt_tokens_max: range("prompt_tokens_max", wire.prompt_tokens_max, 1, tokens_max)?,
@@ -260,18 +264,27 @@ fn text(field: &'static str, value: String) -> Result<String, RecordError> {
     Ok(value)
 }
 
-fn endpoint(value: String) -> Result<String, RecordError> {
-    let value = text("notice_endpoint", value)?;
+/// `scheme` followed by `host:port`.
+pub(crate) fn url(
+    field: &'static str,
+    scheme: &'static str,
+    value: String,
+) -> Result<String, RecordError> {
+    let value = text(field, value)?;
+    let host_byte = |c: char| c.is_ascii_alphanumeric() || "._-:[]%".contains(c);
     let port = value
-        .strip_prefix("tcp://")
+        .strip_prefix(scheme)
         .and_then(|rest| rest.rsplit_once(':'))
-        .filter(|(host, _)| !host.is_empty())
+        .filter(|(host, _)| !host.is_empty() && host.chars().all(host_byte))
         .and_then(|(_, port)| port.parse::<u16>().ok());
     match port {
         Some(1..) => Ok(value),
         _ => {
-            let allowed = "tcp://host:port";
-            Err(RecordError::Text { field: "notice_endpoint", value, allowed })
+            let allowed = match scheme {
+                "tcp://" => "tcp://host:port",
+                _ => "http://host:port",
+            };
+            Err(RecordError::Text { field, value, allowed })
         }
     }
 }

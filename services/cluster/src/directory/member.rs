@@ -8,11 +8,12 @@ use std::{
 
 use proto::v1;
 
-use super::{
-    AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, NodeView, StreamId,
+use super::{AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, NodeView, SILENCE_MAX, StreamId};
+use crate::{
+    Epoch, Load, NodeAddress, NodeRecord, RecordError,
     backoff::{Jitter, doubled},
+    record::sixteen_bytes,
 };
-use crate::{Epoch, Load, NodeAddress, NodeRecord, RecordError, record::sixteen_bytes};
 
 /// The first wait after a failed probe: a restarted process needs about as long.
 const PROBE_DELAY_FIRST: Duration = Duration::from_millis(100);
@@ -39,6 +40,8 @@ pub(super) struct Member {
     /// Failures since it was last up for a while.
     failures: u32,
     pub(super) seen: Option<Seen>,
+    /// When it last told a change of its load or cache: some work was done.
+    pub(super) changed_at: Option<Instant>,
     /// This router's attempts that its load cannot show yet.
     pub(super) unseen: BTreeMap<AssignmentId, Unseen>,
     /// All of this router's attempts on the present process.
@@ -55,8 +58,14 @@ pub(super) struct Stream {
 }
 
 enum StreamState {
-    Asked { answer_by: Instant },
-    Synced { last: u64 },
+    Asked {
+        answer_by: Instant,
+    },
+    /// `check_at`: when its silence is no longer taken for idleness.
+    Synced {
+        last: u64,
+        check_at: Instant,
+    },
 }
 
 impl Stream {
@@ -111,6 +120,7 @@ impl Member {
             up_since: None,
             failures: 0,
             seen: None,
+            changed_at: None,
             unseen: BTreeMap::new(),
             in_flight: 0,
             busy_until: None,
@@ -136,7 +146,7 @@ impl Member {
         match &self.stream {
             None => self.retry_at,
             Some(Stream { state: StreamState::Asked { answer_by }, .. }) => Some(*answer_by),
-            Some(Stream { state: StreamState::Synced { .. }, .. }) => None,
+            Some(Stream { state: StreamState::Synced { check_at, .. }, .. }) => Some(*check_at),
         }
     }
 
@@ -165,7 +175,7 @@ impl Member {
     ) -> Result<Verdict, RecordError> {
         let Some(stream) = &mut self.stream else { return Ok(Verdict::Applied) };
         match stream.state {
-            StreamState::Synced { last } => {
+            StreamState::Synced { last, .. } => {
                 return Err(RecordError::SequenceGap { last, found: sequence });
             }
             StreamState::Asked { .. } if sequence != 0 => {
@@ -183,7 +193,7 @@ impl Member {
         let load = snapshot.load.ok_or(RecordError::Missing { field: "load" })?.into();
         let mut cached = HashSet::new();
         remember(&mut cached, &snapshot.cached_blocks, &record)?;
-        stream.state = StreamState::Synced { last: 0 };
+        stream.state = StreamState::Synced { last: 0, check_at: now + SILENCE_MAX };
         let epoch = record.epoch;
         self.seen = Some(Seen { record: Arc::new(record), load, cached });
         self.load_reported(now);
@@ -203,11 +213,15 @@ impl Member {
             StreamState::Asked { .. } => {
                 return Err(RecordError::NoSnapshot { found: "a delta" });
             }
-            StreamState::Synced { last } if last.checked_add(1) != Some(sequence) => {
+            StreamState::Synced { last, .. } if last.checked_add(1) != Some(sequence) => {
                 return Err(RecordError::SequenceGap { last: *last, found: sequence });
             }
-            StreamState::Synced { last } => *last = sequence,
+            StreamState::Synced { last, check_at } => {
+                *last = sequence;
+                *check_at = now + SILENCE_MAX;
+            }
         }
+        self.changed_at = Some(now);
         for hash in &delta.evicted {
             seen.cached.remove(&sixteen_bytes("evicted", hash)?);
         }
@@ -229,6 +243,7 @@ impl Member {
     /// Another process stands here: what this router had given to the old one is gone.
     pub(super) fn forget_process(&mut self) {
         self.unseen.clear();
+        self.changed_at = None;
         self.in_flight = 0;
         self.busy_until = None;
         self.busy_count = 0;

@@ -14,7 +14,6 @@
 //!
 //! Each member is either being observed or waits for its next probe, never neither.
 
-mod backoff;
 mod member;
 mod select;
 
@@ -25,15 +24,20 @@ use std::{
 
 use proto::v1;
 
-use crate::{Epoch, Load, MemberChange, NodeAddress, NodeRecord, Role};
-use backoff::Jitter;
+use crate::{Epoch, Load, MemberChange, NodeAddress, NodeRecord, Role, backoff::Jitter};
 use member::{Member, Verdict};
 
 pub use select::{NoNode, NodeChoice, Wanted};
 
 /// A node that says nothing within this time of being asked is not there: the lease of DESIGN.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Most cached blocks believed of one node: 4 MiB of hashes here. They are hints; more are ignored.
+/// A node that told nothing for so long is asked for a fresh snapshot: an idle one has nothing to
+/// tell, and one whose engine hangs answers every ping of its connection all the same.
+pub const SILENCE_MAX: Duration = Duration::from_secs(30);
+/// Most cached blocks believed of one node: 4 MiB of hashes here, the KV of 4 Mi tokens. They are hints:
+/// a prompt whose blocks are beyond them is computed anew, or found by the node itself. More are
+/// ignored in silence because nobody has to act: such a node is large, not broken, and the next
+/// evictions make room for its next blocks.
 pub const CACHED_BLOCKS_MAX: usize = 1 << 18;
 
 /// Names a member of one directory; never used again after it is forgotten.
@@ -169,13 +173,17 @@ impl Directory {
         self.members.values().filter_map(Member::deadline).min()
     }
 
-    /// Probes what is due and gives up on probes that were not answered.
+    /// Probes what is due, asks nodes that are silent for too long again, and gives up on probes that were not answered.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let due = |member: &Member| member.deadline().is_some_and(|deadline| deadline <= now);
         let keys: Vec<_> =
             self.members.iter().filter(|(_, member)| due(member)).map(|(key, _)| *key).collect();
         for key in keys {
-            if self.member(key).stream.is_some() {
+            if self.member(key).is_synced() {
+                // It counts as up until the answer is late.
+                self.stop_observing(key, actions);
+                self.observe(now, key, actions);
+            } else if self.member(key).stream.is_some() {
                 self.stop_observing(key, actions);
                 let reason = format!("no snapshot within {PROBE_TIMEOUT:?}");
                 self.lost(now, key, reason, actions);
@@ -203,6 +211,12 @@ impl Directory {
             let seen = member.serving()?;
             (member.address.role == role).then_some(&*seen.record)
         })
+    }
+
+    /// Cached blocks that are known of the nodes of this role that can be picked.
+    pub fn cached_blocks(&self, role: Role) -> usize {
+        let of_role = self.members.values().filter(|member| member.address.role == role);
+        of_role.filter_map(|member| Some(member.serving()?.cached.len())).sum()
     }
 
     fn joined(&mut self, now: Instant, address: NodeAddress, actions: &mut Vec<Action>) {
@@ -255,8 +269,11 @@ impl Directory {
                     self.reject(now, key, reason, actions);
                     return;
                 }
+                let was_up = self.member(key).health == Health::Up && member_epoch == Some(epoch);
                 self.set_health(key, Health::Up, format!("process {epoch} answers"), actions);
-                self.member(key).up_since = Some(now);
+                if !was_up {
+                    self.member(key).up_since = Some(now);
+                }
             }
             Verdict::Resync { reason } => {
                 self.stop_observing(key, actions);
@@ -365,7 +382,7 @@ impl Directory {
                 assert_eq!(self.streams.get(&stream.id), Some(key));
             }
             if member.health == Health::Up {
-                assert!(member.seen.is_some() && member.is_synced());
+                assert!(member.seen.is_some() && member.stream.is_some());
             }
         }
         assert!(self.streams.len() <= self.members.len());

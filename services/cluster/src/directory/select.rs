@@ -25,7 +25,7 @@ use super::{
     AssignmentId, Directory, NodeKey, PROBE_TIMEOUT,
     member::{Member, Seen, Unseen},
 };
-use crate::{Epoch, ModelIdentity, NodeAddress, NodeRecord, Role};
+use crate::{Epoch, ModelIdentity, NodeAddress, NodeRecord, PrefixKeys, Role};
 
 const DECODE_ROW_COST: u64 = 64;
 const PREFILL_ROW_COST: u64 = 16;
@@ -39,6 +39,8 @@ const NEW_TOKENS_COUNTED: u32 = 64;
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     pub role: Role,
+    /// The model's name; `None` where every node serves the same.
+    pub model: Option<&'a str>,
     /// The client's prompt, in tokens.
     pub prompt_tokens: u32,
     /// The prompt and what was already emitted.
@@ -47,8 +49,9 @@ pub struct Wanted<'a> {
     pub new_tokens_max: u32,
     /// The node reads the prompt itself (always so on a prefill node).
     pub computes_prompt: bool,
-    /// Hash chain of the full blocks of `tokens`, first block first; empty when not known.
-    pub prefix: &'a [u128],
+    /// Keys of the prompt's blocks for each identity among the nodes; those of another identity find
+    /// nothing cached, nor does a prompt whose keys are not known.
+    pub prefix: &'a [PrefixKeys],
     /// What the node must fit: the identity of the other half of the attempt.
     pub identity: Option<&'a ModelIdentity>,
     /// Processes that have failed this request already.
@@ -74,6 +77,8 @@ pub struct NodeChoice {
 pub enum NoNode {
     #[error("no {role} node is listed")]
     NoneListed { role: Role },
+    #[error("no {role} node that is up serves the model")]
+    OtherModel { role: Role },
     #[error("none of {listed} {role} nodes is up")]
     NoneUp { role: Role, listed: usize },
     #[error("every {role} node that is up is draining")]
@@ -94,9 +99,10 @@ impl NoNode {
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Busy { retry_after, .. } => Some(*retry_after),
-            Self::NoneUp { .. } | Self::Draining { .. } | Self::Excluded { .. } => {
-                Some(PROBE_TIMEOUT)
-            }
+            Self::OtherModel { .. }
+            | Self::NoneUp { .. }
+            | Self::Draining { .. }
+            | Self::Excluded { .. } => Some(PROBE_TIMEOUT),
             Self::NoneListed { .. } | Self::NoneFits { .. } | Self::TooLong { .. } => None,
         }
     }
@@ -105,12 +111,13 @@ impl NoNode {
     fn rank(&self) -> u8 {
         match self {
             Self::NoneListed { .. } => 0,
-            Self::NoneUp { .. } => 1,
-            Self::Draining { .. } => 2,
-            Self::NoneFits { .. } => 3,
-            Self::TooLong { .. } => 4,
-            Self::Excluded { .. } => 5,
-            Self::Busy { .. } => 6,
+            Self::OtherModel { .. } => 1,
+            Self::NoneUp { .. } => 2,
+            Self::Draining { .. } => 3,
+            Self::NoneFits { .. } => 4,
+            Self::TooLong { .. } => 5,
+            Self::Excluded { .. } => 6,
+            Self::Busy { .. } => 7,
         }
     }
 
@@ -138,10 +145,7 @@ impl Directory {
     pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
         let role = wanted.role;
         let listed = self.members.values().filter(|member| member.address.role == role).count();
-        let mut refusal = match listed {
-            0 => NoNode::NoneListed { role },
-            _ => NoNode::NoneUp { role, listed },
-        };
+        let mut refusal = NoNode::NoneListed { role };
         let mut best: Option<(Rank, NodeKey)> = None;
         for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
             match eligible(now, member, wanted) {
@@ -173,6 +177,11 @@ impl Directory {
         if let Some(attempt) = member.unseen.get_mut(&assignment) {
             attempt.answered = true;
         }
+    }
+
+    /// When the attempt's node last told a change of its load or cache.
+    pub fn changed_at(&self, assignment: AssignmentId) -> Option<Instant> {
+        self.members.get(self.assignments.get(&assignment)?)?.changed_at
     }
 
     /// The node refused the attempt as Busy, with or without saying for how long. Releases it.
@@ -231,6 +240,10 @@ fn eligible<'a>(
     wanted: &Wanted<'_>,
 ) -> Result<&'a Seen, Option<NoNode>> {
     let role = wanted.role;
+    let named = |name: &str| wanted.model.is_none_or(|model| model == name);
+    if member.seen.as_ref().is_some_and(|seen| !named(&seen.record.model)) {
+        return Err(Some(NoNode::OtherModel { role }));
+    }
     let Some(seen) = member.serving() else {
         let draining = member.health == super::Health::Up;
         return Err(draining.then_some(NoNode::Draining { role }));
@@ -266,8 +279,11 @@ struct Need {
 
 impl Need {
     fn of(seen: &Seen, wanted: &Wanted<'_>) -> Self {
-        let block_size = seen.record.identity.block_size;
-        let hits = wanted.prefix.iter().take_while(|hash| seen.cached.contains(hash)).count();
+        let identity = &seen.record.identity;
+        let block_size = identity.block_size;
+        let keys = wanted.prefix.iter().find(|keys| keys.are_of(identity));
+        let keys = keys.map_or(&[][..], PrefixKeys::keys);
+        let hits = keys.iter().take_while(|key| seen.cached.contains(key)).count();
         // The last token is always computed: its logits are wanted.
         let cached_tokens = u32::try_from(hits)
             .unwrap_or(u32::MAX)

@@ -3,7 +3,7 @@
 mod static_list;
 
 use std::{
-    collections::{BTreeSet, VecDeque},
+    collections::{BTreeMap, VecDeque},
     fmt,
     future::Future,
     pin::Pin,
@@ -13,7 +13,7 @@ use std::{
 
 use tokio::sync::watch;
 
-use crate::Role;
+use crate::{Epoch, Role};
 
 pub use static_list::StaticMembership;
 
@@ -31,7 +31,11 @@ impl fmt::Display for NodeAddress {
     }
 }
 
-/// One difference between two lists of members.
+/// Who is listed, and which process stands behind each address where the source knows it.
+pub type Members = BTreeMap<NodeAddress, Option<Epoch>>;
+
+/// One difference between two lists of members. A new process behind an old address is another node:
+/// its address left and joined.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemberChange {
     Joined(NodeAddress),
@@ -66,26 +70,26 @@ pub type Shutdown = Pin<Box<dyn Future<Output = Result<(), MembershipError>> + S
 
 /// The current list, from which watches are made. A source replaces it as a whole.
 pub struct MemberList {
-    list: watch::Sender<Arc<BTreeSet<NodeAddress>>>,
+    list: watch::Sender<Arc<Members>>,
 }
 
 impl MemberList {
-    pub fn new(members: BTreeSet<NodeAddress>) -> Self {
+    pub fn new(members: Members) -> Self {
         Self { list: watch::Sender::new(Arc::new(members)) }
     }
 
-    pub fn replace(&self, members: BTreeSet<NodeAddress>) {
+    pub fn replace(&self, members: Members) {
         self.list.send_replace(Arc::new(members));
     }
 
-    pub fn members(&self) -> Arc<BTreeSet<NodeAddress>> {
+    pub fn members(&self) -> Arc<Members> {
         self.list.borrow().clone()
     }
 
     pub fn watch(&self) -> MemberWatch {
         MemberWatch {
             list: self.list.subscribe(),
-            seen: BTreeSet::new(),
+            seen: Members::new(),
             changes: VecDeque::new(),
             fresh: true,
         }
@@ -94,8 +98,8 @@ impl MemberList {
 
 /// Turns lists into changes. Bounded however slowly it is read: only the latest list counts.
 pub struct MemberWatch {
-    list: watch::Receiver<Arc<BTreeSet<NodeAddress>>>,
-    seen: BTreeSet<NodeAddress>,
+    list: watch::Receiver<Arc<Members>>,
+    seen: Members,
     changes: VecDeque<MemberChange>,
     /// The list at the time of the call to `watch` was not looked at yet.
     fresh: bool,
@@ -113,12 +117,19 @@ impl MemberWatch {
                 return None;
             }
             let latest = self.list.borrow_and_update().clone();
-            let left = self.seen.difference(&latest).cloned().map(MemberChange::Left);
-            let joined = latest.difference(&self.seen).cloned().map(MemberChange::Joined);
-            self.changes = left.chain(joined).collect();
+            let gone = missing(&self.seen, &latest).map(MemberChange::Left);
+            let come = missing(&latest, &self.seen).map(MemberChange::Joined);
+            self.changes = gone.chain(come).collect();
             self.seen = (*latest).clone();
         }
     }
+}
+
+/// What `one` has and `other` has not, or with another process.
+fn missing<'a>(one: &'a Members, other: &'a Members) -> impl Iterator<Item = NodeAddress> + 'a {
+    one.iter()
+        .filter(|(address, process)| other.get(*address) != Some(*process))
+        .map(|(address, _)| address.clone())
 }
 
 #[cfg(test)]
@@ -129,31 +140,48 @@ mod tests {
         NodeAddress { role: Role::Decode, grpc: format!("http://127.0.0.1:{port}") }
     }
 
+    fn list<const N: usize>(ports: [u16; N]) -> Members {
+        ports.map(|port| (decode(port), None)).into()
+    }
+
     #[tokio::test]
     async fn a_watch_begins_with_everyone_and_goes_on_with_changes() {
-        let list = MemberList::new([decode(1), decode(2)].into());
-        let mut watch = list.watch();
+        let members = MemberList::new(list([1, 2]));
+        let mut watch = members.watch();
         assert_eq!(watch.next().await, Some(MemberChange::Joined(decode(1))));
         assert_eq!(watch.next().await, Some(MemberChange::Joined(decode(2))));
-        list.replace([decode(2), decode(3)].into());
+        members.replace(list([2, 3]));
         assert_eq!(watch.next().await, Some(MemberChange::Left(decode(1))));
         assert_eq!(watch.next().await, Some(MemberChange::Joined(decode(3))));
-        drop(list);
+        drop(members);
         assert_eq!(watch.next().await, None);
     }
 
     #[tokio::test]
     async fn a_slow_reader_sees_only_the_latest_list() {
-        let list = MemberList::new(BTreeSet::new());
-        let mut watch = list.watch();
+        let members = MemberList::new(Members::new());
+        let mut watch = members.watch();
         for port in 1..1000 {
-            list.replace([decode(port)].into());
+            members.replace(list([port]));
         }
         assert_eq!(watch.next().await, Some(MemberChange::Joined(decode(999))));
-        list.replace(BTreeSet::new());
-        list.replace([decode(999)].into());
-        list.replace([decode(5)].into());
+        members.replace(Members::new());
+        members.replace(list([999]));
+        members.replace(list([5]));
         assert_eq!(watch.next().await, Some(MemberChange::Left(decode(999))));
         assert_eq!(watch.next().await, Some(MemberChange::Joined(decode(5))));
+    }
+
+    #[tokio::test]
+    async fn a_new_process_behind_an_old_address_left_and_joined() {
+        let process = |byte| Some(Epoch::from_bytes(&[byte; 16]).unwrap());
+        let members = MemberList::new([(decode(1), process(1)), (decode(2), process(2))].into());
+        let mut watch = members.watch();
+        assert!(watch.next().await.is_some() && watch.next().await.is_some());
+        members.replace([(decode(1), process(3)), (decode(2), process(2))].into());
+        assert_eq!(watch.next().await, Some(MemberChange::Left(decode(1))));
+        assert_eq!(watch.next().await, Some(MemberChange::Joined(decode(1))));
+        drop(members);
+        assert_eq!(watch.next().await, None);
     }
 }

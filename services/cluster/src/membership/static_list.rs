@@ -1,8 +1,8 @@
 //! Members that are listed in the configuration.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::time::Duration;
 
-use super::{MemberList, MemberWatch, Membership, MembershipError, NodeAddress, Shutdown};
+use super::{MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress, Shutdown};
 use crate::Role;
 
 /// A list that never changes.
@@ -22,13 +22,13 @@ impl StaticMembership {
     {
         let prefill = prefill.into_iter().map(|url| (Role::Prefill, url.into()));
         let decode = decode.into_iter().map(|url| (Role::Decode, url.into()));
-        let mut members = BTreeSet::<NodeAddress>::new();
+        let mut members = Members::new();
         for (role, grpc) in prefill.chain(decode) {
             let address = NodeAddress { role, grpc };
-            if members.iter().any(|member| member.grpc == address.grpc) {
+            if members.keys().any(|member| member.grpc == address.grpc) {
                 return Err(MembershipError::Duplicate { address });
             }
-            members.insert(address);
+            members.insert(address, None);
         }
         Ok(Self { list: MemberList::new(members) })
     }
@@ -40,7 +40,7 @@ impl Membership for StaticMembership {
     }
 
     fn last_known(&self) -> Vec<NodeAddress> {
-        self.list.members().iter().cloned().collect()
+        self.list.members().keys().cloned().collect()
     }
 
     /// Nothing runs; watches end.

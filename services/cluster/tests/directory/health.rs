@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use crate::world::*;
-use cluster::{Health, Input, Load, NoNode, NodeRecord, Role};
+use cluster::{
+    Health, Input, Load, NoNode, NodeRecord, Role,
+    directory::{PROBE_TIMEOUT, SILENCE_MAX},
+};
 use proto::v1;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -18,7 +21,8 @@ fn a_member_is_up_from_its_snapshot_on() {
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
     assert_eq!(world.health_of(&node), Some(Health::Up));
     assert_eq!(world.pick(&wanted(Role::Decode, 8)).unwrap().address, node);
-    assert_eq!(world.directory.next_deadline(), None, "a node that is up needs no probing");
+    let next = world.directory.next_deadline();
+    assert_eq!(next, Some(world.now + SILENCE_MAX), "a node that is up needs no probing");
 }
 
 #[test]
@@ -70,6 +74,59 @@ fn a_probe_that_is_not_answered_fails() {
     let event = snapshot(&record(Role::Decode, 1), idle(), &[]);
     world.input(Input::Observed { stream: probe, event });
     assert_eq!(world.health_of(&node), Some(Health::Down));
+}
+
+#[test]
+fn a_silent_node_is_asked_again_and_stays_up_if_it_answers() {
+    let mut world = World::new();
+    let node = decode(1);
+    world.up(&node, &record(Role::Decode, 1), idle());
+    for round in 0..3 {
+        let before = world.stream_of(&node).unwrap();
+        world.advance(SILENCE_MAX - SECOND);
+        assert_eq!(world.stream_of(&node), Some(before), "round {round}");
+        world.advance(SECOND);
+        assert_ne!(world.stream_of(&node).unwrap(), before);
+        assert_eq!(world.pick(&wanted(Role::Decode, 8)).unwrap().address, node);
+        world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
+        // Whoever tells something is not silent.
+        world.advance(SILENCE_MAX - SECOND);
+        world.send(&node, delta(1, Some(idle()), &[], &[]));
+        world.advance(2 * SECOND);
+        world.send(&node, delta(2, Some(idle()), &[], &[]));
+    }
+    assert_eq!(world.health.len(), 1, "it was up all the time: {:?}", world.health);
+}
+
+#[test]
+fn a_node_that_hangs_is_down_although_its_connection_lives() {
+    let mut world = World::new();
+    let node = decode(1);
+    world.up(&node, &record(Role::Decode, 1), idle());
+    world.advance(SILENCE_MAX + PROBE_TIMEOUT);
+    assert_eq!(world.health_of(&node), Some(Health::Suspect));
+    assert!(world.pick(&wanted(Role::Decode, 8)).is_err());
+    world.advance(PROBE_TIMEOUT);
+    assert_eq!(world.health_of(&node), Some(Health::Down));
+    // It goes on.
+    world.advance(2 * SECOND);
+    world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
+    assert_eq!(world.health_of(&node), Some(Health::Up));
+}
+
+#[test]
+fn changes_tell_that_a_node_works_and_snapshots_do_not() {
+    let mut world = World::new();
+    let node = decode(1);
+    world.up(&node, &record(Role::Decode, 1), idle());
+    let picked = world.pick(&wanted(Role::Decode, 8)).unwrap().assignment;
+    assert_eq!(world.directory.changed_at(picked), None);
+    world.advance(SECOND);
+    world.send(&node, delta(1, Some(idle()), &[], &[]));
+    let changed = world.now;
+    world.advance(SILENCE_MAX);
+    world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
+    assert_eq!(world.directory.changed_at(picked), Some(changed));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use crate::world::*;
-use cluster::{Load, ModelIdentity, NoNode, NodeRecord, Role, Wanted};
+use cluster::{CacheIdentity, Load, ModelIdentity, NoNode, NodeRecord, PrefixKeys, Role, Wanted};
 
 fn three() -> World {
     let mut world = World::new();
@@ -63,11 +63,14 @@ fn a_node_without_room_is_picked_last() {
 #[test]
 fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
     let mut world = World::new();
-    let prefix: Vec<u128> = (1..=50).collect();
+    let tokens: Vec<u32> = (0..805).collect();
+    let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
+    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let keys = prefix[0].keys();
     for number in 1..=2 {
         let node = decode(number);
         world.join(&node);
-        let cached = if number == 2 { &prefix[..] } else { &[] };
+        let cached = if number == 2 { keys } else { &[] };
         world.send(&node, snapshot(&record(Role::Decode, number.into()), idle(), cached));
     }
     let request = Wanted { prefix: &prefix, computes_prompt: true, ..wanted(Role::Decode, 805) };
@@ -80,8 +83,49 @@ fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
     world.send(&decode(2), delta(1, Some(loaded), &[], &[]));
     assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(1));
     // What was evicted draws nobody.
-    world.send(&decode(2), delta(2, Some(idle()), &[], &prefix));
+    world.send(&decode(2), delta(2, Some(idle()), &[], keys));
     assert_eq!(world.directory.nodes().nth(1).unwrap().cached_blocks, 0);
+}
+
+#[test]
+fn keys_of_another_identity_draw_nobody() {
+    let mut world = World::new();
+    let tokens: Vec<u32> = (0..805).collect();
+    let ours = record(Role::Decode, 1);
+    let mut retrained = record(Role::Decode, 2);
+    retrained.identity.weight_version += 1;
+    let [keys_of_ours, keys_of_retrained] = [&ours, &retrained]
+        .map(|record| PrefixKeys::new(CacheIdentity::of(&record.identity), "", &tokens));
+    for (port, record) in [(1, &ours), (2, &retrained)] {
+        world.join(&decode(port));
+        // Both hold what only a node with the new weights can mean.
+        world.send(&decode(port), snapshot(record, idle(), keys_of_retrained.keys()));
+    }
+    let mut cached_at = |prefix: &[PrefixKeys], record: &NodeRecord| {
+        let identity = Some(&record.identity);
+        let request = Wanted { prefix, identity, ..wanted(Role::Decode, 805) };
+        world.pick(&request).unwrap().cached_tokens
+    };
+    let both = [keys_of_ours, keys_of_retrained];
+    assert_eq!((cached_at(&both, &ours), cached_at(&both, &retrained)), (0, 800));
+    assert_eq!(cached_at(&both[..1], &retrained), 0);
+}
+
+#[test]
+fn a_request_goes_to_nodes_of_its_model_only() {
+    let mut world = three();
+    let other = NodeRecord { model: "other".into(), ..record(Role::Decode, 4) };
+    world.up(&decode(4), &other, Load { running: 40, ..idle() });
+    let of_model = |model| Wanted { model: Some(model), ..wanted(Role::Decode, 100) };
+    for _ in 0..8 {
+        assert_eq!(world.pick(&of_model("other")).unwrap().record.epoch, other.epoch);
+        assert_ne!(world.pick(&of_model("smollm2")).unwrap().record.epoch, other.epoch);
+    }
+    let nobody = world.pick(&of_model("nobody")).unwrap_err();
+    assert_eq!(nobody, NoNode::OtherModel { role: Role::Decode });
+    // One that is away may be what is asked for.
+    world.end_stream(&decode(4));
+    assert!(matches!(world.pick(&of_model("other")), Err(NoNode::NoneUp { .. })));
 }
 
 #[test]

@@ -175,6 +175,7 @@ pub fn delta(
 pub fn wanted(role: Role, tokens: u32) -> Wanted<'static> {
     Wanted {
         role,
+        model: None,
         prompt_tokens: tokens,
         tokens,
         new_tokens_max: 16,

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 /// Random numbers that depend on the seed alone (splitmix64): a run can be repeated.
-pub(super) struct Jitter(u64);
+pub(crate) struct Jitter(u64);
 
 impl Jitter {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
@@ -19,14 +19,14 @@ impl Jitter {
     }
 
     /// Between half of `duration` and all of it.
-    pub(super) fn spread(&mut self, duration: Duration) -> Duration {
+    pub(crate) fn spread(&mut self, duration: Duration) -> Duration {
         let fraction = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         duration / 2 + (duration / 2).mul_f64(fraction)
     }
 }
 
 /// `first`, doubled with every failure before this one, at most `longest`.
-pub(super) fn doubled(first: Duration, failures: u32, longest: Duration) -> Duration {
+pub(crate) fn doubled(first: Duration, failures: u32, longest: Duration) -> Duration {
     first.saturating_mul(1u32.checked_shl(failures).unwrap_or(u32::MAX)).min(longest)
 }
 

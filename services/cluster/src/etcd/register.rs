@@ -1,0 +1,171 @@
+//! A node's record in etcd: does what a [`Registrant`] wants done.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tokio::task::JoinHandle;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::{
+    entry::NodeEntry,
+    registrant::{Action, Call, Input, Registrant, Report},
+    session::{CallError, Session},
+    settings::{EtcdError, EtcdSettings},
+};
+
+/// A process that starts waits no longer to hear whether it is welcome.
+const CHECK_WITHIN: Duration = Duration::from_secs(3);
+
+/// An etcd that may be registered with.
+pub struct Registrar {
+    settings: Arc<EtcdSettings>,
+    seed: u64,
+}
+
+impl Registrar {
+    /// Asks etcd once, so that a wrong password is found before a model is loaded. That etcd does
+    /// not answer is no error: registering waits for it.
+    pub async fn connect(settings: EtcdSettings) -> Result<Self, EtcdError> {
+        let settings = Arc::new(settings);
+        if let Err(error) = Session::new(settings.clone()).check(CHECK_WITHIN).await {
+            error.refuse_start(&settings)?;
+            tracing::warn!(
+                etcd = settings.endpoints(),
+                reason = error.reason(),
+                "etcd is away: this node registers when it is back"
+            );
+        }
+        Ok(Self { settings, seed: super::seed()? })
+    }
+
+    /// Registers in the background and keeps the record until [`Registration::leave`].
+    pub fn register(self, entry: NodeEntry) -> Registration {
+        let (leave, stop) = (CancellationToken::new(), CancellationToken::new());
+        let Self { settings, seed } = self;
+        let register = Register {
+            registrant: Registrant::new(Instant::now(), seed),
+            key: entry.key(&settings.prefix),
+            value: entry.value(),
+            settings,
+            call: None,
+        };
+        let task = tokio::spawn(register.run(leave.clone(), stop.clone()));
+        Registration { leave, stop: stop.drop_guard(), task }
+    }
+}
+
+/// A node's record, renewed for as long as this lives. Dropping it leaves the record to its lease.
+pub struct Registration {
+    leave: CancellationToken,
+    stop: DropGuard,
+    task: JoinHandle<()>,
+}
+
+impl Registration {
+    /// Takes the record away, so that routers hear of it at once. Gives up after `within`; then the
+    /// lease does it.
+    pub async fn leave(self, within: Duration) {
+        self.leave.cancel();
+        if tokio::time::timeout(within, self.task).await.is_err() {
+            tracing::warn!(?within, "etcd did not confirm that this node left");
+        }
+        drop(self.stop);
+    }
+}
+
+/// A call that is out. It takes the connection along and brings it back; given up, both are gone.
+type CallOut = Pin<Box<dyn Future<Output = (Session, Input)> + Send>>;
+
+struct Register {
+    registrant: Registrant,
+    settings: Arc<EtcdSettings>,
+    key: String,
+    value: String,
+    call: Option<CallOut>,
+}
+
+impl Register {
+    async fn run(mut self, leave: CancellationToken, stop: CancellationToken) {
+        let mut session = Some(Session::new(self.settings.clone()));
+        let mut leaving = false;
+        loop {
+            let deadline = self.registrant.next_deadline();
+            let mut actions = Vec::new();
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = leave.cancelled(), if !leaving => {
+                    leaving = true;
+                    self.registrant.handle(Instant::now(), Input::Leave, &mut actions);
+                }
+                (returned, input) = outcome(&mut self.call) => {
+                    self.call = None;
+                    session = Some(returned);
+                    self.registrant.handle(Instant::now(), input, &mut actions);
+                }
+                () = super::sleep_until(deadline) => {
+                    self.registrant.on_deadline(Instant::now(), &mut actions);
+                }
+            }
+            for action in actions {
+                match action {
+                    Action::Finish => return,
+                    Action::Report(report) => self.log(report),
+                    Action::Call { call, within } => {
+                        let fresh = || Session::new(self.settings.clone());
+                        let session = session.take().unwrap_or_else(fresh);
+                        self.call = Some(self.start(call, within, session));
+                    }
+                }
+            }
+        }
+    }
+
+    fn start(&self, call: Call, within: Duration, mut session: Session) -> CallOut {
+        let (key, value) = (self.key.clone(), self.value.clone());
+        Box::pin(async move {
+            let outcome = match call {
+                Call::Write => session
+                    .write(key, value, within)
+                    .await
+                    .map(|(lease, ttl)| Input::Written { lease, ttl }),
+                Call::Renew(lease) => session.renew(lease, within).await.map(|()| Input::Renewed),
+                Call::Remove(lease) => session.revoke(lease, within).await.map(|()| Input::Removed),
+            };
+            let input = outcome.unwrap_or_else(|error| match error {
+                CallError::LeaseGone => Input::Expired,
+                error => Input::Failed { reason: error.reason().to_owned() },
+            });
+            (session, input)
+        })
+    }
+
+    fn log(&self, report: Report) {
+        let (etcd, key) = (self.settings.endpoints(), &self.key);
+        match report {
+            Report::Registered { ttl, .. } => tracing::info!(etcd, key, ?ttl, "registered in etcd"),
+            Report::Recovered => tracing::info!(etcd, key, "etcd is back and kept the record"),
+            Report::Lost { reason } => {
+                tracing::warn!(etcd, key, reason, "the record in etcd is lost; registering again");
+            }
+            Report::Away { reason } => {
+                tracing::warn!(etcd, key, reason, "etcd is away; this node serves on");
+            }
+            Report::Removed => tracing::info!(etcd, key, "left etcd"),
+            Report::NotRemoved { reason } => {
+                tracing::warn!(etcd, key, reason, "could not leave etcd; the lease will end");
+            }
+        }
+    }
+}
+
+/// The outcome of the call; never, while there is none.
+async fn outcome(call: &mut Option<CallOut>) -> (Session, Input) {
+    match call {
+        Some(call) => call.await,
+        None => std::future::pending().await,
+    }
+}

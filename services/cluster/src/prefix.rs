@@ -1,0 +1,115 @@
+//! The keys under which nodes cache the blocks of a prompt.
+//!
+//! A node's engine keys each full block by a hash of its tokens and of the key before it; the first
+//! key follows from model, weights and the tenant's salt. Nodes publish the keys they hold; a router
+//! computes those of a prompt here, to see which node knows how much of it. The engine has a chain
+//! of its own (it grows with a sequence and compares tokens); a test of the crate `node`, which sees
+//! both, holds the two together.
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::ModelIdentity;
+
+/// What keys depend on beside tokens and salt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheIdentity {
+    model_fingerprint: u128,
+    weight_version: u64,
+    block_size: u32,
+}
+
+impl CacheIdentity {
+    pub fn of(identity: &ModelIdentity) -> Self {
+        Self {
+            model_fingerprint: identity.model_fingerprint,
+            weight_version: identity.weight_version,
+            block_size: identity.block_size,
+        }
+    }
+}
+
+/// One prompt's keys on nodes of one identity.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefixKeys {
+    identity: CacheIdentity,
+    keys: Vec<u128>,
+}
+
+impl PrefixKeys {
+    /// Keys of the full blocks of `tokens`, first block first.
+    pub fn new(identity: CacheIdentity, cache_salt: &str, tokens: &[u32]) -> Self {
+        let mut bytes = Vec::with_capacity(24 + cache_salt.len());
+        bytes.extend_from_slice(&identity.model_fingerprint.to_le_bytes());
+        bytes.extend_from_slice(&identity.weight_version.to_le_bytes());
+        bytes.extend_from_slice(cache_salt.as_bytes());
+        let mut parent = xxh3_128(&bytes);
+        let blocks = tokens.chunks_exact(identity.block_size.max(1) as usize);
+        let keys = blocks.map(|block| {
+            bytes.clear();
+            bytes.extend_from_slice(&parent.to_le_bytes());
+            bytes.extend(block.iter().flat_map(|token| token.to_le_bytes()));
+            parent = xxh3_128(&bytes);
+            parent
+        });
+        Self { keys: keys.collect(), identity }
+    }
+
+    /// The keys, of the first block first.
+    pub fn keys(&self) -> &[u128] {
+        &self.keys
+    }
+
+    /// Whether nodes of this identity use these keys.
+    pub fn are_of(&self, identity: &ModelIdentity) -> bool {
+        self.identity == CacheIdentity::of(identity)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity() -> ModelIdentity {
+        ModelIdentity {
+            model_fingerprint: 5,
+            weight_version: 1,
+            kv_layout: "block".into(),
+            block_size: 16,
+            dtype: "f32".into(),
+            tp: 1,
+            protocol_min: 1,
+            protocol_max: 1,
+        }
+    }
+
+    #[test]
+    fn a_longer_prompt_begins_with_the_keys_of_a_shorter_one() {
+        let tokens: Vec<u32> = (0..100).collect();
+        let long = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens);
+        assert_eq!(long.keys().len(), 6);
+        for count in 0..tokens.len() {
+            let short = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens[..count]);
+            assert_eq!(short.keys(), &long.keys()[..count / 16]);
+        }
+    }
+
+    #[test]
+    fn another_salt_token_or_identity_has_other_keys_from_there_on() {
+        let tokens: Vec<u32> = (0..48).collect();
+        let ours = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens);
+        let mut other = tokens.clone();
+        other[20] += 1;
+        let other = PrefixKeys::new(CacheIdentity::of(&identity()), "", &other);
+        assert_eq!(other.keys()[0], ours.keys()[0]);
+        assert!(other.keys()[1] != ours.keys()[1] && other.keys()[2] != ours.keys()[2]);
+
+        let retrained = ModelIdentity { weight_version: 2, ..identity() };
+        for foreign in [
+            PrefixKeys::new(CacheIdentity::of(&identity()), "tenant", &tokens),
+            PrefixKeys::new(CacheIdentity::of(&retrained), "", &tokens),
+        ] {
+            assert!(foreign.keys().iter().all(|key| !ours.keys().contains(key)));
+        }
+        assert!(ours.are_of(&identity()) && !ours.are_of(&retrained));
+    }
+}

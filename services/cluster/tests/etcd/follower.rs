@@ -1,0 +1,386 @@
+//! A router's view of the records against an etcd whose watch breaks, hangs and is compacted.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use cluster::{
+    Epoch, Members, NodeAddress, Role,
+    etcd::follower::{Action, Change, Follower, Input, RECORDS_MAX, Record, Report},
+};
+use proptest::prelude::*;
+
+const PREFIX: &str = "/baton";
+const HEALS_WITHIN: Duration = Duration::from_secs(16);
+
+fn key(node: u8, process: u8) -> Vec<u8> {
+    format!("{PREFIX}/nodes/node-{node}/{}", epoch(process)).into_bytes()
+}
+
+fn epoch(process: u8) -> Epoch {
+    Epoch::from_bytes(&[process + 1; 16]).unwrap()
+}
+
+fn value(node: u8, process: u8, port: u16) -> Vec<u8> {
+    let epoch = epoch(process);
+    format!(
+        "{{\"version\":1,\"node_id\":\"node-{node}\",\"epoch\":\"{epoch}\",\"role\":\"decode\",\
+         \"grpc\":\"http://h:{port}\"}}"
+    )
+    .into_bytes()
+}
+
+fn address(port: u16) -> NodeAddress {
+    NodeAddress { role: Role::Decode, grpc: format!("http://h:{port}") }
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Write {
+        node: u8,
+        process: u8,
+        port: u16,
+    },
+    /// Something that is no node, under a node's key or another one.
+    WriteGarbage {
+        node: u8,
+        process: u8,
+        value: Vec<u8>,
+        foreign: bool,
+    },
+    Remove {
+        node: u8,
+        process: u8,
+    },
+    /// The watch delivers what it has.
+    Deliver,
+    /// The watch ends, with or without a delivery before.
+    Break,
+    /// etcd neither answers nor delivers for a while.
+    Hang {
+        ms: u64,
+    },
+    /// etcd refuses connections for a while.
+    Stop {
+        ms: u64,
+    },
+    /// The past is forgotten: a watch that is behind ends.
+    Compact,
+    Wait {
+        ms: u64,
+    },
+}
+
+struct World {
+    now: Instant,
+    revision: i64,
+    records: BTreeMap<Vec<u8>, Record>,
+    /// The records among them that are nodes: port and process.
+    nodes: BTreeMap<Vec<u8>, (u16, Epoch)>,
+    follower: Follower,
+    /// What an open watch has still to deliver.
+    watch: Option<VecDeque<Change>>,
+    /// When a reading gives up.
+    reading: Option<Instant>,
+    asked: bool,
+    hangs_until: Instant,
+    stopped_until: Instant,
+    published: Option<Members>,
+    reports: Vec<Report>,
+}
+
+impl World {
+    fn new() -> Self {
+        let now = Instant::now();
+        let mut world = Self {
+            now,
+            revision: 1,
+            records: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+            follower: Follower::new(now, PREFIX, 3),
+            watch: None,
+            reading: None,
+            asked: false,
+            hangs_until: now,
+            stopped_until: now,
+            published: None,
+            reports: Vec::new(),
+        };
+        world.wait(Duration::from_millis(1));
+        world
+    }
+
+    fn input(&mut self, input: Input) {
+        let mut actions = Vec::new();
+        self.follower.handle(self.now, input, &mut actions);
+        self.perform(actions);
+    }
+
+    fn perform(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Read { within } => {
+                    assert!(self.reading.is_none() && self.watch.is_none());
+                    assert!(!within.is_zero() && within <= Duration::from_secs(5));
+                    self.reading = Some(self.now + within);
+                }
+                Action::AskProgress => {
+                    assert!(self.watch.is_some() && !self.asked, "one question at a time");
+                    self.asked = true;
+                }
+                Action::Disconnect => (self.watch, self.asked) = (None, false),
+                Action::Publish(members) => {
+                    assert_ne!(self.published.as_ref(), Some(&members), "nothing changed");
+                    self.published = Some(members);
+                }
+                Action::Report(report) => self.reports.push(report),
+            }
+        }
+        assert_eq!(self.follower.next_deadline().is_some(), self.reading.is_none());
+    }
+
+    fn change(&mut self, change: Change) {
+        if let Some(watch) = &mut self.watch {
+            watch.push_back(change);
+        }
+    }
+
+    fn write(&mut self, key: Vec<u8>, value: Vec<u8>) {
+        self.revision += 1;
+        self.nodes.remove(&key);
+        let record = Record { key: key.clone(), value, modified: self.revision };
+        self.records.insert(key, record.clone());
+        self.change(Change::Written(record));
+    }
+
+    fn remove(&mut self, key: &[u8]) {
+        if self.records.remove(key).is_some() {
+            self.revision += 1;
+            self.change(Change::Removed { key: key.to_vec(), modified: self.revision });
+        }
+    }
+
+    fn fail(&mut self, reason: &str) {
+        (self.watch, self.asked) = (None, false);
+        self.input(Input::Failed { reason: reason.into() });
+    }
+
+    fn deliver(&mut self) {
+        let Some(watch) = &mut self.watch else { return };
+        if self.now < self.hangs_until || (watch.is_empty() && !self.asked) {
+            return;
+        }
+        let changes = watch.drain(..).collect();
+        self.asked = false;
+        self.input(Input::Changed { changes });
+    }
+
+    fn read(&mut self, gives_up: Instant) {
+        if self.now < self.stopped_until {
+            self.reading = None;
+            self.fail("refused");
+        } else if self.now >= self.hangs_until {
+            self.reading = None;
+            self.watch = Some(VecDeque::new());
+            let records = self.records.values().cloned().collect();
+            self.input(Input::Read { records });
+        } else if self.now >= gives_up {
+            self.reading = None;
+            self.fail("no answer");
+        }
+    }
+
+    /// Lets time pass in steps; readings are answered at each, the watch delivers if asked to.
+    fn wait_and(&mut self, time: Duration, deliver: bool) {
+        let end = self.now + time;
+        loop {
+            if let Some(gives_up) = self.reading {
+                self.read(gives_up);
+            }
+            if deliver || self.asked {
+                self.deliver();
+            }
+            if self.now >= end {
+                break;
+            }
+            let step = self.now + Duration::from_millis(50);
+            self.now = self.follower.next_deadline().unwrap_or(step).clamp(self.now, step).min(end);
+            let mut actions = Vec::new();
+            self.follower.on_deadline(self.now, &mut actions);
+            self.perform(actions);
+            // Deadlines lie in the future or were just met.
+            self.now = self.now.max((self.now + Duration::from_millis(1)).min(end));
+        }
+    }
+
+    fn wait(&mut self, time: Duration) {
+        self.wait_and(time, true);
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Write { node, process, port } => {
+                self.write(key(node, process), value(node, process, port));
+                self.nodes.insert(key(node, process), (port, epoch(process)));
+            }
+            Event::WriteGarbage { node, process, value, foreign } => {
+                let mut key = key(node, process);
+                if foreign {
+                    key.extend([b'/'; 300]);
+                    key.push(node);
+                }
+                self.write(key, value);
+            }
+            Event::Remove { node, process } => self.remove(&key(node, process)),
+            Event::Deliver => self.deliver(),
+            Event::Break => {
+                if self.watch.is_some() {
+                    self.fail("the watch ended");
+                }
+            }
+            Event::Hang { ms } => self.hangs_until = self.now + Duration::from_millis(ms),
+            Event::Stop { ms } => {
+                self.stopped_until = self.now + Duration::from_millis(ms);
+                if self.watch.is_some() {
+                    self.fail("broken pipe");
+                }
+            }
+            Event::Compact => {
+                if self.watch.as_ref().is_some_and(|watch| !watch.is_empty()) {
+                    self.fail("compacted");
+                }
+            }
+            Event::Wait { ms } => self.wait_and(Duration::from_millis(ms), false),
+        }
+    }
+
+    /// What the records say, worked out the plain way.
+    fn expected(&self) -> Members {
+        let mut newest = BTreeMap::new();
+        for (key, (port, epoch)) in &self.nodes {
+            let Some(record) = self.records.get(key) else { continue };
+            let found = (record.modified, *epoch);
+            newest.entry(*port).and_modify(|it| *it = found.max(*it)).or_insert(found);
+        }
+        newest.into_iter().map(|(port, (_, epoch))| (address(port), Some(epoch))).collect()
+    }
+
+    fn count(&self, is: impl Fn(&Report) -> bool) -> usize {
+        self.reports.iter().filter(|report| is(report)).count()
+    }
+}
+
+fn events() -> impl Strategy<Value = Event> {
+    let (node, process, port) = (0..4u8, 0..3u8, 1..4u16);
+    let garbage = prop_oneof![
+        Just(Vec::new()),
+        prop::collection::vec(any::<u8>(), 0..40),
+        Just(vec![b' '; 5000]),
+        Just(value(9, 0, 1)),
+    ];
+    prop_oneof![
+        6 => (node.clone(), process.clone(), port)
+            .prop_map(|(node, process, port)| Event::Write { node, process, port }),
+        2 => (node.clone(), process.clone(), garbage, any::<bool>()).prop_map(
+            |(node, process, value, foreign)| Event::WriteGarbage { node, process, value, foreign }
+        ),
+        4 => (node, process).prop_map(|(node, process)| Event::Remove { node, process }),
+        4 => Just(Event::Deliver),
+        2 => Just(Event::Break),
+        1 => (0..8000u64).prop_map(|ms| Event::Hang { ms }),
+        1 => (0..8000u64).prop_map(|ms| Event::Stop { ms }),
+        1 => Just(Event::Compact),
+        4 => (0..3000u64).prop_map(|ms| Event::Wait { ms }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn whatever_happened_the_members_are_soon_what_the_records_say(
+        history in prop::collection::vec(events(), 0..60),
+    ) {
+        let mut world = World::new();
+        history.into_iter().for_each(|event| world.happen(event));
+        world.wait(HEALS_WITHIN);
+        prop_assert_eq!(world.published.clone(), Some(world.expected()));
+        // And stay so, without reading again.
+        let told = world.reports.len();
+        world.wait(Duration::from_secs(30));
+        prop_assert_eq!(world.reports.len(), told);
+    }
+
+    #[test]
+    fn a_bad_record_is_told_once_however_often_it_is_read(
+        garbage in prop::collection::vec(any::<u8>(), 0..40),
+        breaks in prop::collection::vec(0..4000u64, 0..10),
+    ) {
+        let mut world = World::new();
+        world.happen(Event::WriteGarbage { node: 1, process: 1, value: garbage, foreign: false });
+        for ms in breaks {
+            world.wait(Duration::from_millis(ms));
+            world.happen(Event::Break);
+        }
+        world.wait(HEALS_WITHIN);
+        prop_assert_eq!(world.count(|report| matches!(report, Report::Ignored { .. })), 1);
+        prop_assert_eq!(world.published, Some(Members::new()));
+    }
+}
+
+#[test]
+fn a_node_joins_moves_to_another_process_and_leaves() {
+    let mut world = World::new();
+    world.happen(Event::Write { node: 1, process: 0, port: 1 });
+    world.happen(Event::Deliver);
+    assert_eq!(world.published, Some([(address(1), Some(epoch(0)))].into()));
+    // Its successor registers while the old record still stands, then the lease of that ends.
+    world.happen(Event::Write { node: 1, process: 1, port: 1 });
+    world.happen(Event::Deliver);
+    assert_eq!(world.published, Some([(address(1), Some(epoch(1)))].into()));
+    world.happen(Event::Remove { node: 1, process: 0 });
+    world.happen(Event::Deliver);
+    assert_eq!(world.published, Some([(address(1), Some(epoch(1)))].into()));
+    world.happen(Event::Remove { node: 1, process: 1 });
+    world.happen(Event::Deliver);
+    assert_eq!(world.published, Some(Members::new()));
+}
+
+#[test]
+fn members_stay_while_etcd_is_away_and_what_changed_shows_afterwards() {
+    let mut world = World::new();
+    for node in [1, 2] {
+        world.happen(Event::Write { node, process: 0, port: u16::from(node) });
+    }
+    world.happen(Event::Deliver);
+    let before = world.published.clone();
+    world.happen(Event::Stop { ms: 20_000 });
+    world.wait(Duration::from_secs(19));
+    assert_eq!(world.published, before);
+    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 2, "broken, refused");
+    world.happen(Event::Remove { node: 1, process: 0 });
+    world.wait(Duration::from_secs(4));
+    assert_eq!(world.published, Some([(address(2), Some(epoch(0)))].into()));
+    assert_eq!(world.reports.last(), Some(&Report::Following { nodes: 1 }));
+}
+
+#[test]
+fn a_hung_etcd_is_noticed_by_its_silence() {
+    let mut world = World::new();
+    world.happen(Event::Hang { ms: 60_000 });
+    world.wait(Duration::from_secs(5));
+    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 1);
+}
+
+#[test]
+fn more_records_than_a_cluster_can_have_are_told_once_and_left_out() {
+    let mut world = World::new();
+    for index in 0..RECORDS_MAX + 10 {
+        world.write(format!("{PREFIX}/nodes/x/{index}").into_bytes(), Vec::new());
+    }
+    world.happen(Event::Deliver);
+    world.happen(Event::Break);
+    world.wait(HEALS_WITHIN);
+    assert_eq!(world.count(|report| *report == Report::TooMany), 1);
+}

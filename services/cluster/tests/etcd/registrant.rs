@@ -1,0 +1,323 @@
+//! A node's registration against an etcd that fails, hangs, forgets and comes back.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use cluster::etcd::registrant::{Action, Call, Input, LeaseId, Registrant, Report};
+use proptest::prelude::*;
+
+const TTL: Duration = Duration::from_secs(5);
+/// The longest back-off, the longest call, and some.
+const HEALS_WITHIN: Duration = Duration::from_secs(6);
+
+/// What becomes of one call.
+#[derive(Clone, Copy, Debug)]
+enum Fate {
+    Answered {
+        after_ms: u64,
+    },
+    /// Refused at once; nothing was done.
+    Refused,
+    /// Done there, but the answer is lost and the caller's time runs out.
+    AnswerLost,
+    /// Neither done nor answered.
+    Hung,
+    /// The lease is gone when etcd comes to it, also one that was just granted.
+    LeaseGone,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    /// The next calls end like this.
+    Next(Fate),
+    Wait {
+        ms: u64,
+    },
+    /// etcd loses all its data.
+    Forget,
+    /// etcd restarts: leases run their full time again.
+    Restart,
+    Leave,
+}
+
+/// etcd as far as leases and one record go.
+#[derive(Default)]
+struct Etcd {
+    leases: BTreeMap<i64, Instant>,
+    /// The lease under which the record stands.
+    record: Option<i64>,
+    granted: i64,
+}
+
+impl Etcd {
+    fn expire(&mut self, now: Instant) {
+        self.leases.retain(|_, ends| *ends > now);
+        self.record = self.record.filter(|lease| self.leases.contains_key(lease));
+    }
+
+    fn perform(&mut self, now: Instant, call: Call) -> Input {
+        self.expire(now);
+        match call {
+            Call::Write => {
+                self.granted += 1;
+                self.leases.insert(self.granted, now + TTL);
+                self.record = Some(self.granted);
+                Input::Written { lease: LeaseId(self.granted), ttl: TTL }
+            }
+            Call::Renew(lease) => match self.leases.get_mut(&lease.0) {
+                Some(ends) => {
+                    *ends = now + TTL;
+                    Input::Renewed
+                }
+                None => Input::Expired,
+            },
+            Call::Remove(lease) => {
+                self.leases.remove(&lease.0);
+                self.expire(now);
+                Input::Removed
+            }
+        }
+    }
+}
+
+struct World {
+    now: Instant,
+    etcd: Etcd,
+    registrant: Registrant,
+    fate: Fate,
+    /// The outcome of the call that is out, and when it comes.
+    out: Option<(Instant, Input)>,
+    finished: bool,
+    reports: Vec<Report>,
+}
+
+impl World {
+    fn new() -> Self {
+        let now = Instant::now();
+        let registrant = Registrant::new(now, 7);
+        let fate = Fate::Answered { after_ms: 1 };
+        let (etcd, reports) = (Etcd::default(), Vec::new());
+        let mut world = Self { now, etcd, registrant, fate, out: None, finished: false, reports };
+        world.wait(Duration::ZERO);
+        world
+    }
+
+    fn input(&mut self, input: Input) {
+        let mut actions = Vec::new();
+        self.registrant.handle(self.now, input, &mut actions);
+        self.perform(actions);
+    }
+
+    fn perform(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            assert!(!self.finished, "{action:?} after the end");
+            match action {
+                Action::Call { call, within } => {
+                    assert!(!within.is_zero() && within <= Duration::from_secs(3));
+                    let replaces = matches!(call, Call::Remove(_));
+                    assert!(replaces || self.out.is_none(), "{call:?} while another call is out");
+                    self.out = Some(self.call(call, within));
+                }
+                Action::Finish => {
+                    assert!(self.out.is_none());
+                    self.finished = true;
+                }
+                Action::Report(report) => self.reports.push(report),
+            }
+        }
+        let waits = self.registrant.next_deadline().is_some();
+        let expected = !self.finished && self.out.is_none();
+        assert_eq!(waits, expected, "a call is out, or a deadline is set, or it is over");
+    }
+
+    fn call(&mut self, call: Call, within: Duration) -> (Instant, Input) {
+        let failed = |reason: &str| Input::Failed { reason: reason.into() };
+        match self.fate {
+            Fate::Answered { after_ms } if Duration::from_millis(after_ms) < within => {
+                let input = self.etcd.perform(self.now, call);
+                (self.now + Duration::from_millis(after_ms), input)
+            }
+            Fate::Refused => (self.now, failed("refused")),
+            Fate::Answered { .. } | Fate::AnswerLost => {
+                self.etcd.perform(self.now, call);
+                (self.now + within, failed("no answer"))
+            }
+            Fate::Hung => (self.now + within, failed("no answer")),
+            Fate::LeaseGone => {
+                if let Call::Renew(lease) | Call::Remove(lease) = call {
+                    self.etcd.leases.remove(&lease.0);
+                    self.etcd.expire(self.now);
+                }
+                (self.now, Input::Expired)
+            }
+        }
+    }
+
+    /// Lets time pass, in the order in which things are due.
+    fn wait(&mut self, time: Duration) {
+        let end = self.now + time;
+        loop {
+            let deadline = self.registrant.next_deadline();
+            let returns = self.out.as_ref().map(|(at, _)| *at);
+            let Some(next) = deadline.into_iter().chain(returns).min().filter(|at| *at <= end)
+            else {
+                break;
+            };
+            self.now = self.now.max(next);
+            self.etcd.expire(self.now);
+            match self.out.take_if(|(at, _)| *at <= next) {
+                Some((_, input)) => self.input(input),
+                None => {
+                    let mut actions = Vec::new();
+                    self.registrant.on_deadline(self.now, &mut actions);
+                    self.perform(actions);
+                }
+            }
+        }
+        self.now = end;
+        self.etcd.expire(end);
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Next(fate) => self.fate = fate,
+            Event::Wait { ms } => self.wait(Duration::from_millis(ms)),
+            Event::Forget => {
+                self.etcd.leases.clear();
+                self.etcd.record = None;
+            }
+            Event::Restart => {
+                self.etcd.leases.values_mut().for_each(|ends| *ends = self.now + TTL);
+            }
+            Event::Leave => self.input(Input::Leave),
+        }
+    }
+
+    fn count(&self, is: impl Fn(&Report) -> bool) -> usize {
+        self.reports.iter().filter(|report| is(report)).count()
+    }
+}
+
+fn events() -> impl Strategy<Value = Event> {
+    let fates = prop_oneof![
+        4 => (0..4000u64).prop_map(|after_ms| Fate::Answered { after_ms }),
+        1 => Just(Fate::Refused),
+        1 => Just(Fate::AnswerLost),
+        1 => Just(Fate::Hung),
+        1 => Just(Fate::LeaseGone),
+    ];
+    prop_oneof![
+        4 => fates.prop_map(Event::Next),
+        6 => (0..8000u64).prop_map(|ms| Event::Wait { ms }),
+        1 => Just(Event::Forget),
+        1 => Just(Event::Restart),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn whatever_happened_a_healthy_etcd_has_the_record_soon_and_keeps_it(
+        history in prop::collection::vec(events(), 0..40),
+        after_ms in 0..500u64,
+    ) {
+        let mut world = World::new();
+        history.into_iter().for_each(|event| world.happen(event));
+        world.fate = Fate::Answered { after_ms };
+        // A renewal that is due last learns that the lease is gone.
+        world.wait(TTL / 3 + HEALS_WITHIN);
+        for _ in 0..100 {
+            prop_assert!(world.etcd.record.is_some());
+            world.wait(Duration::from_millis(300));
+        }
+    }
+
+    #[test]
+    fn leaving_ends_soon_and_takes_away_what_it_can(
+        history in prop::collection::vec(events(), 0..20),
+        healthy: bool,
+        afterwards in prop::collection::vec(events(), 0..10),
+    ) {
+        let mut world = World::new();
+        history.into_iter().for_each(|event| world.happen(event));
+        if healthy {
+            world.fate = Fate::Answered { after_ms: 1 };
+            world.wait(TTL / 3 + HEALS_WITHIN);
+        }
+        world.happen(Event::Leave);
+        // What was being written and what removes it, each within its time.
+        world.wait(Duration::from_secs(5));
+        prop_assert!(world.finished);
+        if healthy {
+            prop_assert_eq!(world.etcd.record, None);
+            prop_assert!(world.reports.ends_with(&[Report::Removed]));
+        }
+        afterwards.into_iter().for_each(|event| world.happen(event));
+        world.happen(Event::Leave);
+    }
+}
+
+#[test]
+fn a_lease_is_renewed_every_third_of_its_time_and_never_taken_twice() {
+    let mut world = World::new();
+    world.wait(TTL * 20);
+    assert_eq!(world.etcd.granted, 1);
+    assert_eq!(world.reports, [Report::Registered { lease: LeaseId(1), ttl: TTL }]);
+}
+
+#[test]
+fn a_lease_that_etcd_forgot_is_replaced_at_the_next_renewal() {
+    let mut world = World::new();
+    world.happen(Event::Forget);
+    world.wait(TTL / 3 + Duration::from_millis(200));
+    assert_eq!((world.etcd.granted, world.etcd.record), (2, Some(2)));
+    assert_eq!(world.count(|report| matches!(report, Report::Lost { .. })), 1);
+}
+
+#[test]
+fn a_lease_that_ends_before_the_record_is_written_is_replaced() {
+    let mut world = World::new();
+    world.happen(Event::Next(Fate::LeaseGone));
+    world.wait(TTL);
+    assert_eq!(world.etcd.record, None);
+    world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
+    world.wait(HEALS_WITHIN);
+    assert!(world.etcd.record.is_some());
+}
+
+#[test]
+fn an_outage_shorter_than_the_lease_loses_nothing() {
+    let mut world = World::new();
+    world.happen(Event::Next(Fate::Refused));
+    world.wait(TTL / 2);
+    world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
+    world.wait(TTL);
+    assert_eq!((world.etcd.granted, world.etcd.record), (1, Some(1)));
+    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 1);
+    assert_eq!(world.count(|report| *report == Report::Recovered), 1);
+}
+
+#[test]
+fn a_lease_that_nothing_confirmed_for_its_time_is_lost_whatever_etcd_says_later() {
+    let mut world = World::new();
+    world.happen(Event::Next(Fate::Hung));
+    world.wait(TTL * 2);
+    assert_eq!(world.count(|report| matches!(report, Report::Lost { .. })), 1);
+    // It wakes with the lease alive again, as after a restart; the record is written anew.
+    world.etcd.leases.insert(1, world.now + TTL);
+    world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
+    world.wait(HEALS_WITHIN);
+    assert_eq!((world.etcd.granted, world.etcd.record), (2, Some(2)));
+}
+
+#[test]
+fn a_failure_that_repeats_itself_is_told_once() {
+    let mut world = World::new();
+    world.happen(Event::Next(Fate::Refused));
+    world.wait(Duration::from_secs(600));
+    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 1);
+    world.happen(Event::Next(Fate::Hung));
+    world.wait(Duration::from_secs(600));
+    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 2);
+}
