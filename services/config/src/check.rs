@@ -1,12 +1,12 @@
 //! Values that must fit each other, and values that are made of several.
 
-use std::{fs, net::IpAddr, path::Path};
+use std::{fs, net::IpAddr};
 
 use crate::{
     error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
     schema::{Model, Transfer},
-    types::Secret,
+    types::{ModelPath, Pair, Secret},
     value::Value,
 };
 
@@ -17,6 +17,9 @@ impl Config {
         let node = self.node.clone();
         self.lower("node.chunk_tokens", node.step_tokens, |config| &mut config.node.chunk_tokens);
         self.lower("node.slots", node.step_tokens, |config| &mut config.node.slots);
+        self.lower("node.speculate_ngram_min", node.speculate_ngram_max, |config| {
+            &mut config.node.speculate_ngram_min
+        });
         let router = self.router.clone();
         self.lower("router.timeout", router.timeout_max, |config| &mut config.router.timeout);
         self.lower("router.waiting_max", router.requests_max, |config| {
@@ -62,6 +65,15 @@ impl Config {
                 node.step_tokens,
             ));
         }
+        if node.speculate_ngram_min > node.speculate_ngram_max {
+            conflict(format!(
+                "{} = {} is more than {} = {}",
+                at("node.speculate_ngram_min"),
+                node.speculate_ngram_min,
+                at("node.speculate_ngram_max"),
+                node.speculate_ngram_max,
+            ));
+        }
         let router = &self.router;
         if router.timeout > router.timeout_max {
             conflict(format!(
@@ -71,6 +83,37 @@ impl Config {
                 at("router.timeout_max"),
                 router.timeout_max.show(),
             ));
+        }
+        let mut names: Vec<String> = self.model.served_name().into_iter().collect();
+        for Pair { name, value } in &router.models {
+            if ModelPath::parse(value).is_none() {
+                conflict(format!(
+                    "{} has {name}={value}; allowed: {}",
+                    at("router.models"),
+                    <ModelPath as Value>::allowed(),
+                ));
+            }
+            if names.contains(name) {
+                conflict(format!(
+                    "{} names {name:?}, which is another model's name already",
+                    at("router.models"),
+                ));
+            }
+            names.push(name.clone());
+        }
+        let model_count = names.len();
+        for pair @ Pair { name: alias, value: name } in &router.aliases {
+            if !names[..model_count].contains(name) {
+                conflict(format!(
+                    "{} has {pair}: there is no model {name:?}; allowed: {}",
+                    at("router.aliases"),
+                    names[..model_count].join(", "),
+                ));
+            }
+            if names.contains(alias) {
+                conflict(format!("{} has {pair}: {alias:?} is taken", at("router.aliases")));
+            }
+            names.push(alias.clone());
         }
         let transfer = &self.transfer;
         if transfer.secret.is_some() && transfer.secret_file.is_some() {
@@ -102,6 +145,66 @@ impl Config {
                 ));
             }
         }
+        self.check_etcd(&mut conflict);
+    }
+
+    fn check_etcd(&self, conflict: &mut impl FnMut(String)) {
+        let cluster = &self.cluster;
+        if cluster.etcd.is_empty() {
+            return;
+        }
+        let at = |key: &str| format!("{key} ({})", self.source_of(key));
+        let etcd = at("cluster.etcd");
+        for (key, list) in
+            [("cluster.prefill", &cluster.prefill), ("cluster.decode", &cluster.decode)]
+        {
+            if !list.is_empty() {
+                let listed = at(key);
+                conflict(format!("{etcd} and {listed} are both set; list the nodes or use etcd"));
+            }
+        }
+        let https = cluster.etcd.iter().filter(|url| url.is_https()).count();
+        if https > 0 && https < cluster.etcd.len() {
+            conflict(format!("{etcd} has http and https endpoints; give all of them one scheme"));
+        } else if https > 0 && cluster.etcd_ca.is_none() {
+            conflict(format!("{etcd} is https; set cluster.etcd_ca to trust its certificate"));
+        }
+        for (key, file) in [
+            ("cluster.etcd_ca", &cluster.etcd_ca),
+            ("cluster.etcd_cert", &cluster.etcd_cert),
+            ("cluster.etcd_key", &cluster.etcd_key),
+        ] {
+            if https == 0 && file.is_some() {
+                conflict(format!("{} is set, but {etcd} is not https", at(key)));
+            }
+        }
+        for (one, other, set) in [
+            (
+                "cluster.etcd_user",
+                "cluster.etcd_password",
+                (cluster.etcd_user.is_some(), cluster.etcd_password.is_some()),
+            ),
+            (
+                "cluster.etcd_cert",
+                "cluster.etcd_key",
+                (cluster.etcd_cert.is_some(), cluster.etcd_key.is_some()),
+            ),
+        ] {
+            let (set, unset) = match set {
+                (true, false) => (one, other),
+                (false, true) => (other, one),
+                _ => continue,
+            };
+            conflict(format!("{} is set without {unset}; give both", at(set)));
+        }
+        if self.node.grpc.ip().is_unspecified() && self.transfer.advertise.is_none() {
+            conflict(format!(
+                "{} = {} listens on every address; set transfer.advertise to the host under which \
+                 routers reach this node",
+                at("node.grpc"),
+                self.node.grpc,
+            ));
+        }
     }
 }
 
@@ -114,21 +217,16 @@ pub(crate) fn missing(key: &str) -> ConfigError {
 
 impl Model {
     /// `path`, which every service needs.
-    pub fn required_path(&self) -> Result<&Path, ConfigError> {
-        self.path.as_deref().ok_or_else(|| missing("model.path"))
+    pub fn required_path(&self) -> Result<&ModelPath, ConfigError> {
+        self.path.as_ref().ok_or_else(|| missing("model.path"))
     }
 
-    /// `name`, or the name of the file or folder without `.gguf`.
+    /// `name`, or what the path calls the model.
     pub fn served_name(&self) -> Result<String, ConfigError> {
         if let Some(name) = &self.name {
             return Ok(name.clone());
         }
-        let path = self.required_path()?;
-        let last = path.file_name().map(|name| name.to_string_lossy().into_owned());
-        let Some(last) = last.filter(|name| !name.is_empty()) else {
-            return Err(missing("model.name"));
-        };
-        Ok(last.strip_suffix(".gguf").unwrap_or(&last).to_owned())
+        self.required_path()?.served_name().ok_or_else(|| missing("model.name"))
     }
 }
 
@@ -155,10 +253,22 @@ impl Transfer {
     pub fn advertised_host(&self) -> String {
         match &self.advertise {
             Some(host) => host.clone(),
-            None => match self.notice.ip() {
-                IpAddr::V4(ip) => ip.to_string(),
-                IpAddr::V6(ip) => format!("[{ip}]"),
-            },
+            None => url_host(self.notice.ip()),
         }
+    }
+
+    /// The host under which routers reach a node that listens for them there.
+    pub fn advertised_grpc_host(&self, listens: IpAddr) -> String {
+        match &self.advertise {
+            Some(host) if listens.is_unspecified() => host.clone(),
+            _ => url_host(listens),
+        }
+    }
+}
+
+fn url_host(ip: IpAddr) -> String {
+    match ip {
+        IpAddr::V4(ip) => ip.to_string(),
+        IpAddr::V6(ip) => format!("[{ip}]"),
     }
 }

@@ -6,11 +6,14 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::{
     error::{ConfigError, Problem},
+    hub,
     load::{Config, Environment, Flags, LoadInput, Section},
 };
 
 const FILE_FLAG: &str = "config";
 const FILE_VARIABLE: &str = "BATON_CONFIG";
+/// Lies beside the services and fetches models.
+const FETCHER: &str = "baton";
 const EXPLAIN_FLAG: &str = "explain-config";
 
 /// What a process begins with.
@@ -27,7 +30,9 @@ pub struct Started {
 pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, ConfigError> {
     let matches = args_for(command, sections).get_matches();
     let environment = environment_of(env::vars_os())?;
-    let config = from_matches(&matches, environment, sections)?;
+    let mut config = from_matches(&matches, environment, sections)?;
+    let program = env::current_exe().ok();
+    config.hub = config.hub.fetched_by(program.map(|program| program.with_file_name(FETCHER)));
     if matches.get_flag(EXPLAIN_FLAG) {
         // Whoever reads it may have seen enough.
         let _ = write!(std::io::stdout(), "{}", config.explain(sections));
@@ -93,15 +98,15 @@ pub fn from_matches(
     Config::load(LoadInput { file, environment, flags })
 }
 
-/// The variables that begin with `BATON_`; one that is not UTF-8 is a problem, not a panic.
-fn environment_of(
+/// The variables that begin with `BATON_` and those that place the hub's cache; one that is not UTF-8 is a problem, not a panic.
+pub fn environment_of(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> Result<Environment, ConfigError> {
     let mut environment = Environment::new();
     let mut problems = Vec::new();
     for (name, value) in variables {
         let Ok(name) = name.into_string() else { continue };
-        if !name.starts_with("BATON_") {
+        if !name.starts_with("BATON_") && !hub::VARIABLES.contains(&name.as_str()) {
             continue;
         }
         match value.into_string() {

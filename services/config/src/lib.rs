@@ -15,6 +15,7 @@
 //!
 //! * `main` calls [`from_process`]; it alone reads the process's arguments and environment.
 //! * Tests and everything else call [`Config::load`] with maps.
+//! * [`hub`] finds models in the hub's cache.
 //! * [`Config::explain`] lists each value with its source. Secrets are never printed.
 //!
 //! Left out: what the values mean. Each service turns its section into its own types.
@@ -26,19 +27,20 @@ mod command_line;
 mod error;
 mod explain;
 mod file;
+pub mod hub;
 mod load;
 pub mod schema;
 mod section;
 mod types;
 mod value;
 
-pub use command_line::{Started, args_for, from_matches, from_process};
+pub use command_line::{Started, args_for, environment_of, from_matches, from_process};
 pub use error::{ConfigError, Problem, Source};
 pub use explain::{Explained, Explanation};
 pub use load::{Config, Environment, Flags, LoadInput, Section};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::Setting;
 pub use types::{
-    ByteSize, ClusterKind, Dtype, GrpcUrl, LoadFormat, LogFormat, Secret, format_duration,
-    parse_duration,
+    ByteSize, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel, Isa, LoadFormat, LogFormat, ModelPath,
+    Pair, Password, Secret, Speculate, ToolFormat, format_duration, parse_duration, parts_of,
 };

@@ -9,6 +9,7 @@ use crate::{
     error::{ConfigError, Problem, Source},
     explain::Explained,
     file::{File, FileText},
+    hub::Hub,
     schema::{Cluster, Model, Node, Router, Telemetry, Transfer},
     section::{Declared, Setting},
     value::Value,
@@ -17,7 +18,7 @@ use crate::{
 /// Every variable of Baton's begins with this.
 const ENV_PREFIX: &str = "BATON_";
 
-/// Variables as a map; only those that begin with `BATON_` are looked at.
+/// Variables as a map; only those that begin with `BATON_` and those of [`Hub`] are looked at.
 pub type Environment = BTreeMap<String, String>;
 
 /// Values of flags by key (`node.slots`), as they were typed.
@@ -60,12 +61,14 @@ macro_rules! sections {
         #[derive(Clone, Debug, Default)]
         pub struct Config {
             $( $(#[doc = $about])+ pub $field: $Name, )+
+            /// Where models of the hub lie.
+            pub hub: Hub,
             pub(crate) explained: Vec<Explained>,
         }
 
         impl Config {
             fn read(reader: &mut Reader<'_>) -> Self {
-                Self { $( $field: $Name::read(reader), )+ explained: Vec::new() }
+                Self { $( $field: $Name::read(reader), )+ hub: Hub::default(), explained: Vec::new() }
             }
         }
     };
@@ -102,6 +105,7 @@ impl Config {
         let mut config = Self::read(&mut reader);
         let Reader { mut problems, explained, .. } = reader;
         config.explained = explained;
+        config.hub = Hub::new(&input.environment);
         // Values that were refused stand at their defaults now; combining them would mislead.
         if problems.is_empty() {
             config.fit_defaults();

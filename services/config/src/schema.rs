@@ -7,7 +7,10 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use crate::{
     section::section,
-    types::{ByteSize, ClusterKind, Dtype, GrpcUrl, LoadFormat, LogFormat, Secret},
+    types::{
+        ByteSize, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat, ModelPath, Pair,
+        Password, Secret, Speculate, ToolFormat,
+    },
 };
 
 const fn loopback(port: u16) -> SocketAddr {
@@ -21,18 +24,27 @@ const fn secs(count: u64) -> Duration {
 section! {
     /// Which model is served and how its weights are read. The same on router and nodes.
     pub struct Model = "model" {
-        /// A GGUF file, or a folder with config.json, tokenizer.json and safetensors.
-        path: Option<PathBuf> = None,
+        /// A GGUF file, a folder with config.json, tokenizer.json and safetensors, or a model of the hub:
+        /// hf:ORG/NAME[@REVISION], or hf:ORG/NAME[@REVISION]/FILE.gguf for one file of it. What is not in
+        /// the cache yet is fetched; HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE count.
+        path: Option<ModelPath> = None,
             "Every service needs it: the router for tokenizer and chat template, nodes for weights.";
         /// The name under which clients ask for the model.
         name: Option<String> = None,
-            "Unset means the name of the file or folder, without .gguf.";
-        /// The number format of weights, activations and KV.
+            "Unset means the name of the file or folder, without .gguf; ORG/NAME for a model of the hub.";
+        /// The number format of weights, activations and KV; with q8, KV is bf16.
         dtype: Dtype = Dtype::Bf16,
-            "Half the memory and traffic of f32; f32 is for exact comparisons.";
+            "Half the memory and traffic of f32, which is for exact comparisons; q8 halves the weights again and rounds more.";
         /// auto reads the weights at the path; dummy makes seeded random ones from a config.json alone.
         load_format: LoadFormat = LoadFormat::Auto,
-            "dummy is for measuring speed without a download.";
+            "dummy is for measuring speed without the weights; the router still needs a tokenizer.json.";
+        /// A file with a chat template, as Jinja, in place of the model's own. Only the router reads it.
+        chat_template: Option<PathBuf> = None,
+            "Models bring the one they were trained with; some lack the part that shows tools.";
+        /// How the model writes calls of tools: hermes is JSON between tool_call tags, llama3 JSON
+        /// alone or behind the python tag, auto what the chat template asks for.
+        tool_format: ToolFormat = ToolFormat::Auto,
+            "Templates show the model what to write, so it can be read off them.";
     }
 }
 
@@ -45,6 +57,13 @@ section! {
         /// Where the gRPC API (baton.v1.Inference), health and reflection are served.
         grpc: SocketAddr = loopback(8001),
             "The port after HTTP's.";
+        /// Further models beside that of [model], each as NAME=PATH: the name that its nodes have as
+        /// model.name, and a path as in model.path, for tokenizer and chat template.
+        models: Vec<Pair> = Vec::new(),
+            "One cluster serves one model unless more are named.";
+        /// Further names for models, each as ALIAS=NAME.
+        aliases: Vec<Pair> = Vec::new(),
+            "For clients that ask for a name they were built with.";
         /// Largest request body; a larger one is answered with 413.
         body_bytes_max: ByteSize = ByteSize::mib(4),
             "128 Ki tokens take about 1 MiB as text or as JSON ids; four times that.",
@@ -53,7 +72,8 @@ section! {
         requests_max: u32 = 1024,
             "Some hundred KiB each at worst, so the router stays under a few hundred MiB.",
             1..=1_000_000;
-        /// Of these, requests that wait until a node has room; one more is answered with 429.
+        /// Of these, requests that wait until a node has room, for whichever model; one more is answered
+        /// with 429.
         waiting_max: u32 = 512,
             "Half of the requests: what waits longer than the other half takes is better refused.",
             0..=1_000_000;
@@ -65,11 +85,18 @@ section! {
         attempts_max: u32 = 4,
             "A lost prefill node, a lost decode node and one Busy can befall one request; more is a storm.",
             1..=16;
-        /// Time for a whole request when the client names none.
+        /// Time for a whole request. Over gRPC a client may name another; over HTTP none can.
         timeout: Duration = secs(600),
             "4,096 tokens at 10 a second take seven minutes.",
             secs(1)..=secs(86_400);
-        /// The longest time a client may ask for.
+        /// How long a node may be silent on an attempt before it counts as lost and the next attempt
+        /// begins. Once the decode node writes, only a token ends its silence; before that, while the
+        /// request waits or its prompt is read, any change of load that the awaited node reports does.
+        idle_timeout: Duration = secs(60),
+            "Longer than the slowest step; raise it where one chunk of a prompt takes a minute.",
+            secs(1)..=secs(86_400);
+        /// The longest time over gRPC: a larger timeout_ms is refused, a later deadline of the call is
+        /// brought down to it.
         timeout_max: Duration = secs(3600),
             "An hour covers the longest sequences on the slowest machines.",
             secs(1)..=secs(86_400);
@@ -127,10 +154,34 @@ section! {
         depth: u32 = 2,
             "One computes while the next is planned; more only delays seeing a stop.",
             1..=8;
+        /// Whether a step may verify guessed tokens along with the known ones: off, or ngram, which
+        /// guesses what followed the last time the sequence said the same. The answer is the same.
+        speculate: Speculate = Speculate::Off,
+            "Up to four times as fast where answers repeat their prompt, nothing elsewhere.";
+        /// The most tokens guessed ahead for one sequence in one step.
+        speculate_tokens: u32 = 8,
+            "From here on each costs about what it brings, on a CPU and where answers do repeat.",
+            1..=64;
+        /// Steps of this many tokens carry no guesses, smaller ones up to it.
+        speculate_step_tokens: u32 = 64,
+            "Up to about here a CPU waits for the weights, beyond it for its arithmetic.",
+            2..=65_536;
+        /// How many tokens must repeat before what followed them is guessed.
+        speculate_ngram_min: u32 = 3,
+            "Two repeat by chance, in any prose; three seldom do.",
+            1..=64;
+        /// How many tokens are compared to find the best of several places that repeat.
+        speculate_ngram_max: u32 = 8,
+            "A line of code or half a sentence; beyond it places hardly differ in what follows.",
+            1..=64;
         /// Threads that compute.
         threads: Option<u32> = None,
             "Unset means as many as the process may use at once.",
             1..=1024;
+        /// The instructions that forwards use: auto takes the fastest that the machine has, the
+        /// others are refused where they are missing.
+        isa: Isa = Isa::Auto,
+            "Another one is for comparing machines: f32 has the same bits from avx2 up.";
         /// Sequences that wait for a slot; one more is answered Busy and tried elsewhere.
         waiting_max: u32 = 256,
             "Four full batches; a longer queue belongs in the router.",
@@ -156,6 +207,7 @@ section! {
         data: SocketAddr = loopback(0),
             "Port 0 as above.";
         /// Host name or IP address under which peers reach the two; needed when they listen on all.
+        /// With etcd also the host of node.grpc when that listens on all.
         advertise: Option<String> = None,
             "Unset means the address that notice listens on.";
         /// The most bytes of KV sent in one chunk.
@@ -173,17 +225,41 @@ section! {
 }
 
 section! {
-    /// Which nodes the router knows.
+    /// How router and nodes find each other: by a list that the router reads, or through etcd.
     pub struct Cluster = "cluster" {
-        /// How members are known. static: they are listed here.
-        kind: ClusterKind = ClusterKind::Static,
-            "Needs nothing else to run.";
         /// gRPC addresses of prefill nodes.
         prefill: Vec<GrpcUrl> = Vec::new(),
             "Without any, decode nodes read prompts themselves.";
         /// gRPC addresses of decode nodes.
         decode: Vec<GrpcUrl> = Vec::new(),
             "At least one is needed before the router is ready.";
+        /// Endpoints of an etcd cluster. Nodes then register there and routers follow it, so that
+        /// nodes join and leave while everything runs; prefill and decode stay empty.
+        etcd: Vec<EtcdUrl> = Vec::new(),
+            "A list needs nothing else to run.";
+        /// What the cluster's keys in etcd begin with; clusters that share an etcd need one each.
+        etcd_prefix: EtcdPrefix = EtcdPrefix::default(),
+            "One cluster needs no name; /baton/staging is a second one.";
+        /// The etcd user; it needs read and write permission on the prefix, for routers read alone.
+        etcd_user: Option<String> = None,
+            "etcd asks nobody's name until its operator enables authentication.";
+        /// The etcd user's password. Prefer the environment: flags are visible to every user of the
+        /// machine.
+        etcd_password: Option<Password> = None,
+            "Goes with etcd_user.";
+        /// A PEM file with the certificate authority that signed etcd's certificate.
+        etcd_ca: Option<PathBuf> = None,
+            "Needed exactly when the endpoints are https; no authority is trusted unasked.";
+        /// A PEM file with the certificate that this process shows to etcd.
+        etcd_cert: Option<PathBuf> = None,
+            "For an etcd that asks its clients for certificates; needs etcd_key.";
+        /// A PEM file with the key of etcd_cert.
+        etcd_key: Option<PathBuf> = None,
+            "Goes with etcd_cert.";
+        /// How long etcd keeps a node's record after the node last renewed it, in whole seconds.
+        etcd_ttl: Duration = secs(10),
+            "Routers notice a lost node themselves within 2.5 s: this only removes its record.",
+            secs(2)..=secs(3600);
     }
 }
 

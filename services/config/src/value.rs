@@ -5,8 +5,8 @@ use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 use toml::de::DeValue;
 
 use crate::types::{
-    ByteSize, ClusterKind, Dtype, GrpcUrl, LoadFormat, LogFormat, Secret, format_duration,
-    parse_duration,
+    ByteSize, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat, ModelPath, Pair,
+    Password, Secret, Speculate, ToolFormat, format_duration, parse_duration,
 };
 
 /// A type that a setting can have.
@@ -149,6 +149,22 @@ impl Value for PathBuf {
     }
 }
 
+impl Value for ModelPath {
+    const PLACEHOLDER: &'static str = "PATH";
+
+    fn allowed() -> String {
+        "a path, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the hub".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
 impl Value for SocketAddr {
     const PLACEHOLDER: &'static str = "ADDR:PORT";
 
@@ -174,6 +190,72 @@ impl Value for GrpcUrl {
 
     fn from_text(text: &str) -> Option<Self> {
         Self::parse(text)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for Pair {
+    const PLACEHOLDER: &'static str = "NAME=VALUE";
+
+    fn allowed() -> String {
+        "NAME=VALUE".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for EtcdUrl {
+    const PLACEHOLDER: &'static str = "URL";
+
+    fn allowed() -> String {
+        "host:port, http://host:port or https://host:port".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for EtcdPrefix {
+    const PLACEHOLDER: &'static str = "TEXT";
+
+    fn allowed() -> String {
+        "words of ASCII letters, digits, '.', '_' and '-' with '/' between them, at most 128 bytes"
+            .into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for Password {
+    const PLACEHOLDER: &'static str = "SECRET";
+    const SECRET: bool = true;
+
+    fn allowed() -> String {
+        "text that is not empty".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        (!text.is_empty()).then(|| Self::new(text))
     }
 
     fn show(&self) -> String {
@@ -257,7 +339,12 @@ macro_rules! choice_value {
             const PLACEHOLDER: &'static str = "WORD";
 
             fn allowed() -> String {
-                Self::WORDS.join(" or ")
+                match Self::WORDS {
+                    [first @ .., last] if !first.is_empty() => {
+                        format!("{} or {last}", first.join(", "))
+                    }
+                    words => words.concat(),
+                }
             }
 
             fn from_text(text: &str) -> Option<Self> {
@@ -271,7 +358,7 @@ macro_rules! choice_value {
     )+ };
 }
 
-choice_value!(Dtype, LoadFormat, ClusterKind, LogFormat);
+choice_value!(Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat);
 
 macro_rules! ranged {
     ($($Scalar:ty),+) => { $(

@@ -41,6 +41,8 @@ choice! {
         F32 = "f32",
         /// 16 bits with the range of f32: half the memory, the fast path.
         Bf16 = "bf16",
+        /// Weights in 8 bits, KV in bf16: where reading weights is the limit, the fastest.
+        Q8 = "q8",
     }
 }
 
@@ -55,10 +57,44 @@ choice! {
 }
 
 choice! {
-    /// How the members of a cluster are known.
-    pub enum ClusterKind {
-        /// They are listed in the configuration.
-        Static = "static",
+    /// The instructions that forwards use.
+    pub enum Isa {
+        /// The fastest that the machine has.
+        Auto = "auto",
+        /// AMX tiles (Linux on Intel), the rest as avx512.
+        Amx = "amx",
+        /// AVX-512 with products of bf16 pairs.
+        Avx512Bf16 = "avx512-bf16",
+        /// AVX-512.
+        Avx512 = "avx512",
+        /// AVX2 with FMA.
+        Avx2 = "avx2",
+        /// What every machine of the build's target has.
+        Portable = "portable",
+        /// The slow loops that define every operation.
+        Reference = "reference",
+    }
+}
+
+choice! {
+    /// How a model writes calls of tools.
+    pub enum ToolFormat {
+        /// As the chat template asks for them.
+        Auto = "auto",
+        /// JSON between `<tool_call>` and `</tool_call>`.
+        Hermes = "hermes",
+        /// JSON alone or behind `<|python_tag|>`.
+        Llama3 = "llama3",
+    }
+}
+
+choice! {
+    /// Whether and how tokens are guessed ahead.
+    pub enum Speculate {
+        /// Every step brings one token a row.
+        Off = "off",
+        /// What followed the last time the sequence said the same.
+        Ngram = "ngram",
     }
 }
 

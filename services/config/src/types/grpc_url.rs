@@ -10,19 +10,8 @@ impl GrpcUrl {
     /// `None` unless there is a host and a port from 1 to 65535, and nothing behind them.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
-        let authority = text.strip_prefix("http://").unwrap_or(text);
-        let authority = authority.strip_suffix('/').unwrap_or(authority);
-        let (host, port) = authority.rsplit_once(':')?;
-        let port: u16 = port.parse().ok().filter(|port| *port > 0)?;
-        let host_is_plain = match host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
-            Some(inner) => inner.parse::<std::net::Ipv6Addr>().is_ok(),
-            None => {
-                !host.is_empty()
-                    && host.len() <= 253
-                    && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
-            }
-        };
-        host_is_plain.then(|| Self(format!("http://{host}:{port}")))
+        authority(text.strip_prefix("http://").unwrap_or(text))
+            .map(|authority| Self(format!("http://{authority}")))
     }
 
     /// The whole URL, as `tonic::transport::Endpoint` takes it.
@@ -40,6 +29,21 @@ impl fmt::Display for GrpcUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
+}
+
+/// `host:port` of what follows a URL's scheme; `None` when it is anything else.
+pub(super) fn authority(text: &str) -> Option<String> {
+    let (host, port) = text.strip_suffix('/').unwrap_or(text).rsplit_once(':')?;
+    let port: u16 = port.parse().ok().filter(|port| *port > 0)?;
+    let host_is_plain = match host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        Some(inner) => inner.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => {
+            !host.is_empty()
+                && host.len() <= 253
+                && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+        }
+    };
+    host_is_plain.then(|| format!("{host}:{port}"))
 }
 
 #[cfg(test)]

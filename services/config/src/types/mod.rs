@@ -3,11 +3,18 @@
 mod byte_size;
 mod choice;
 mod duration;
+mod etcd;
 mod grpc_url;
+mod model_path;
+mod pair;
 mod secret;
 
 pub use byte_size::ByteSize;
-pub use choice::{ClusterKind, Dtype, LoadFormat, LogFormat};
+pub use choice::{Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat};
 pub use duration::{format_duration, parse_duration};
+pub use etcd::{EtcdPrefix, EtcdUrl};
 pub use grpc_url::GrpcUrl;
-pub use secret::Secret;
+pub(crate) use model_path::is_word;
+pub use model_path::{HubModel, ModelPath, parts_of};
+pub use pair::Pair;
+pub use secret::{Password, Secret};

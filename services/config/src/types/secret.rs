@@ -2,6 +2,23 @@
 
 use std::fmt;
 
+/// Declares a text that is hidden wherever it is shown.
+macro_rules! hidden {
+    ($Name:ident) => {
+        impl fmt::Debug for $Name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("(hidden)")
+            }
+        }
+
+        impl fmt::Display for $Name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("(hidden)")
+            }
+        }
+    };
+}
+
 /// A secret. `Debug` and `Display` hide it; only [`Secret::reveal`] gives it away.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
@@ -21,14 +38,21 @@ impl Secret {
     }
 }
 
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("(hidden)")
+hidden!(Secret);
+
+/// A password for somebody else's server, which decides how long it must be. Hidden likewise.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Password(String);
+
+impl Password {
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// The text itself, for the one place that sends it.
+    pub fn reveal(&self) -> &str {
+        &self.0
     }
 }
 
-impl fmt::Display for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("(hidden)")
-    }
-}
+hidden!(Password);

@@ -53,7 +53,7 @@ fn every_kind_of_value_is_read_from_toml_and_from_text_alike() {
         ("BATON_TELEMETRY_OTLP", "http://collector:4317"),
     ];
     for config in [load(toml, &[], &[]).unwrap(), load("", &text, &[]).unwrap()] {
-        assert_eq!(config.model.required_path().unwrap().to_str(), Some("models/a.gguf"));
+        assert_eq!(config.model.required_path().unwrap().to_string(), "models/a.gguf");
         assert_eq!(config.model.served_name().unwrap(), "a");
         assert_eq!(config.model.dtype, Dtype::F32);
         assert_eq!(config.router.http.to_string(), "0.0.0.0:80");

@@ -66,7 +66,7 @@ fn a_bad_value_names_key_value_source_and_what_is_allowed() {
     assert_eq!(message, expected);
     let message = refusal("", &[("BATON_MODEL_DTYPE", "fp16")], &[]);
     let expected = "model.dtype = \"fp16\" is not allowed (environment BATON_MODEL_DTYPE); \
-                    allowed: f32 or bf16";
+                    allowed: f32, bf16 or q8";
     assert_eq!(message, expected);
     let message = refusal("[router]\n\ntimeout = 600\n", &[], &[]);
     assert!(message.starts_with("router.timeout = 600 is not allowed ("), "{message}");
@@ -94,7 +94,9 @@ fn wrong_types_and_numbers_out_of_range_are_refused() {
         "[cluster]\nprefill = \"http://a:1\"",
         "[cluster]\nprefill = [1]",
         "[cluster]\nprefill = [\"https://a:1\"]",
-        "[cluster]\nkind = \"etcd\"",
+        "[cluster]\netcd = [\"ftp://a:1\"]",
+        "[cluster]\netcd_prefix = \"a b\"",
+        "[cluster]\netcd_ttl = \"1s\"",
         "[telemetry]\nlog = \"\"",
     ] {
         let message = refusal(text, &[], &[]);
@@ -118,6 +120,8 @@ fn all_problems_are_told_at_once() {
 
 #[test]
 fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
+    let ngram = refusal("[node]\nspeculate_ngram_min = 9\n", &[], &[]);
+    assert!(ngram.contains("node.speculate_ngram_max (default) = 8"), "{ngram}");
     let chunk = refusal("[node]\nchunk_tokens = 1024\n", &[], &[]);
     assert!(chunk.contains("node.chunk_tokens (") && chunk.contains("line 2"), "{chunk}");
     assert!(chunk.contains("node.step_tokens (default) = 512"), "{chunk}");
@@ -130,6 +134,48 @@ fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
         let message = refusal("", &[], &flags);
         assert!(message.contains(named), "{message}");
     }
+}
+
+#[test]
+fn names_of_models_are_told_apart() {
+    let models = [("model.path", "m/first.gguf"), ("router.models", "second=m/2.gguf,third=m/3")];
+    let with = |key, value| [&models[..], &[(key, value)]].concat();
+    let config = load("", &[], &with("router.aliases", "latest=second,best=first")).unwrap();
+    assert_eq!((config.router.models.len(), config.router.aliases.len()), (2, 2));
+    for (flags, words) in [
+        (with("router.models", "first=x"), ["router.models", "\"first\""]),
+        (with("router.models", "a=x,a=y"), ["router.models", "\"a\""]),
+        (with("router.aliases", "latest=fourth"), ["fourth", "first, second, third"]),
+        (with("router.aliases", "latest=second,latest=third"), ["latest=third", "taken"]),
+        (with("router.aliases", "first=second"), ["first=second", "taken"]),
+        // An alias of an alias leads nowhere.
+        (with("router.aliases", "a=second,b=a"), ["b=a", "no model"]),
+        (with("router.aliases", "second"), ["router.aliases", "NAME=VALUE"]),
+    ] {
+        let message = refusal("", &[], &flags);
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    }
+}
+
+#[test]
+fn etcd_settings_that_do_not_fit_each_other_are_refused_in_one_line() {
+    let (http, https) = (("cluster.etcd", "a:2379"), ("cluster.etcd", "https://a:2379"));
+    let ca = ("cluster.etcd_ca", "ca.pem");
+    for (flags, named) in [
+        (vec![http, ("cluster.decode", "b:1")], "list the nodes or use etcd"),
+        (vec![http, ca], "is not https"),
+        (vec![https], "cluster.etcd_ca"),
+        (vec![("cluster.etcd", "a:1,https://b:1"), ca], "one scheme"),
+        (vec![http, ("cluster.etcd_user", "u")], "without cluster.etcd_password"),
+        (vec![http, ("cluster.etcd_password", "p")], "without cluster.etcd_user"),
+        (vec![https, ca, ("cluster.etcd_key", "k")], "without cluster.etcd_cert"),
+        (vec![http, ("node.grpc", "0.0.0.0:1")], "transfer.advertise"),
+    ] {
+        let message = refusal("", &[], &flags);
+        assert!(message.contains(named) && !message.contains('\n'), "{message}");
+    }
+    let whole = [https, ca, ("cluster.etcd_cert", "c"), ("cluster.etcd_key", "k")];
+    load("", &[], &whole).unwrap();
 }
 
 #[test]

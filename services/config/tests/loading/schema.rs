@@ -11,6 +11,14 @@ fn settings() -> Vec<Setting> {
 }
 
 #[test]
+fn the_example_configuration_is_one() {
+    let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/baton.toml");
+    let config = Config::load(LoadInput { file: Some(file), ..LoadInput::default() }).unwrap();
+    assert_eq!(config.cluster.decode.len(), 1);
+    assert_eq!(config.model.name.as_deref(), Some("smollm2-135m"));
+}
+
+#[test]
 fn every_setting_has_one_name_everywhere() {
     let setting =
         settings().into_iter().find(|setting| setting.key() == "node.step_tokens").unwrap();
@@ -69,6 +77,9 @@ fn every_setting_can_be_given_in_each_way() {
             "DURATION" => "2s",
             "ADDR:PORT" => "127.0.0.1:1234",
             "URL" => "http://host:1",
+            "LIST" if setting.name == "models" => "other=path",
+            // There is no model that it could name.
+            "LIST" if setting.name == "aliases" => "",
             "LIST" => "http://host:1",
             "SECRET" => "0123456789abcdef",
             "WORD" => setting.default.as_str(),

@@ -33,6 +33,16 @@ fn a_secret_is_not_in_any_error() {
 }
 
 #[test]
+fn a_password_of_any_length_is_read_and_never_shown() {
+    let config = load("[cluster]\netcd_password = \"horse\"\n", &[], &[]).unwrap();
+    assert_eq!(config.cluster.etcd_password.as_ref().unwrap().reveal(), "horse");
+    let wrong_type = refusal("[cluster]\netcd_password = [\"horse\"]\n", &[], &[]);
+    for shown in [format!("{config:?}"), config.explain(Section::ALL).to_string(), wrong_type] {
+        assert!(!shown.contains("horse"), "{shown}");
+    }
+}
+
+#[test]
 fn a_secret_file_is_read_without_its_line_end() {
     let file = file(format!("{SECRET}\n"));
     let transfer = Transfer { secret_file: Some(file.path().into()), ..Transfer::default() };

@@ -1,0 +1,237 @@
+//! Models of a hub in the cache that all programs of a machine share.
+//!
+//! The layout is the hub's own: `models--ORG--NAME` with `refs/REVISION` (a commit) and
+//! `snapshots/COMMIT/FILE`. Services only read it. What is missing is fetched by the program `baton`
+//! that lies beside them, so that one binary carries the HTTP and TLS clients, not four.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    path::{Path, PathBuf},
+    process::{ExitStatus, Stdio},
+};
+
+use crate::{
+    load::Environment,
+    types::{HubModel, ModelPath, is_word, parts_of},
+};
+
+/// A commit is 40 digits.
+const REF_BYTES_MAX: u64 = 256;
+/// Variables that say where the cache is, in falling precedence.
+pub(crate) const VARIABLES: [&str; 3] = ["HF_HUB_CACHE", "HF_HOME", "HOME"];
+
+/// How much of a model is needed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Parts {
+    /// Tokenizer, chat template and sampling defaults: what the router reads. All of a GGUF file.
+    Text,
+    /// The weights as well.
+    All,
+}
+
+/// Where the cache is, and what fills it.
+#[derive(Clone, Debug, Default)]
+pub struct Hub {
+    cache: Option<PathBuf>,
+    fetcher: Option<PathBuf>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum HubError {
+    #[error("{model} has no cache to lie in: set HF_HOME to a folder")]
+    NoCache { model: HubModel },
+    #[error(
+        "{model} is not in {cache}: run `baton model fetch {model}` on this machine",
+        cache = cache.display()
+    )]
+    NotCached { model: HubModel, cache: PathBuf },
+    #[error("cannot run {program}, which fetches {model}: {source}", program = program.display())]
+    NotRun { model: HubModel, program: PathBuf, source: io::Error },
+    #[error(
+        "cannot fetch {model}: `baton model fetch` ended with {status}; its line above says why"
+    )]
+    NotFetched { model: HubModel, status: ExitStatus },
+}
+
+impl Hub {
+    /// `HF_HUB_CACHE`, else `hub` in `HF_HOME`, else where the hub's own tools have it.
+    pub fn new(environment: &Environment) -> Self {
+        let folder =
+            |name: &str| environment.get(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let [cache, home, user] = VARIABLES.map(folder);
+        let cache = cache
+            .or_else(|| home.map(|home| home.join("hub")))
+            .or_else(|| user.map(|user| user.join(".cache").join("huggingface").join("hub")));
+        Self { cache, fetcher: None }
+    }
+
+    /// Has missing models fetched by `program`, as `PROGRAM model fetch NAME`.
+    pub fn fetched_by(self, program: Option<PathBuf>) -> Self {
+        Self { fetcher: program.filter(|program| program.is_file()), ..self }
+    }
+
+    /// The folder of all cached models.
+    pub fn cache(&self) -> Option<&Path> {
+        self.cache.as_deref()
+    }
+
+    /// The path of a model that is here whole: a folder, or a GGUF file (the first of its parts).
+    pub fn find(&self, model: &HubModel, parts: Parts) -> Option<PathBuf> {
+        let folder = self.cache.as_ref()?.join(cache_folder(model));
+        let snapshots = folder.join("snapshots");
+        let by_commit = snapshots.join(&model.revision);
+        let snapshot = if by_commit.is_dir() {
+            by_commit
+        } else {
+            snapshots.join(commit_of(&folder.join("refs").join(&model.revision))?)
+        };
+        let here = |name: &str| snapshot.join(name).is_file();
+        if let Some(file) = &model.file {
+            let all = parts_of(file);
+            return all.iter().all(|part| here(part)).then(|| snapshot.join(&all[0]));
+        }
+        let text = here("config.json") && here("tokenizer.json");
+        (text && (parts == Parts::Text || has_weights(&snapshot))).then_some(snapshot)
+    }
+
+    /// A local path as it is; a hub's model from the cache, fetched first where it is not there.
+    ///
+    /// # Errors
+    /// [`HubError`]; that a local path leads nowhere is found by who opens it.
+    pub async fn obtain(&self, path: &ModelPath, parts: Parts) -> Result<PathBuf, HubError> {
+        let model = match path {
+            ModelPath::Local(path) => return Ok(path.clone()),
+            ModelPath::Hub(model) => model,
+        };
+        if let Some(found) = self.find(model, parts) {
+            return Ok(found);
+        }
+        let model = model.clone();
+        let Some(cache) = self.cache.clone() else { return Err(HubError::NoCache { model }) };
+        let Some(program) = self.fetcher.clone() else {
+            return Err(HubError::NotCached { model, cache });
+        };
+        let mut fetch = tokio::process::Command::new(&program);
+        fetch.args(["model", "fetch", &model.to_string()]);
+        if parts == Parts::Text {
+            fetch.arg("--text-only");
+        }
+        // It gives up by itself when nothing arrives; a service that is stopped takes it along.
+        let status = fetch.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true).status();
+        match status.await {
+            Err(source) => Err(HubError::NotRun { model, program, source }),
+            Ok(status) if !status.success() => Err(HubError::NotFetched { model, status }),
+            Ok(_) => self.find(&model, parts).ok_or(HubError::NotCached { model, cache }),
+        }
+    }
+}
+
+/// The folder of a model in the cache.
+pub fn cache_folder(model: &HubModel) -> String {
+    format!("models--{}", model.name.replace('/', "--"))
+}
+
+fn commit_of(reference: &Path) -> Option<String> {
+    let mut commit = String::new();
+    File::open(reference).ok()?.take(REF_BYTES_MAX).read_to_string(&mut commit).ok()?;
+    Some(commit.trim().to_owned()).filter(|commit| is_word(commit))
+}
+
+/// At least one file of weights, and every part that one of them belongs to.
+fn has_weights(snapshot: &Path) -> bool {
+    let Ok(entries) = fs::read_dir(snapshot) else { return false };
+    let names: Vec<String> = entries
+        .flatten()
+        // Behind a link whose blob is gone there is nothing.
+        .filter(|entry| entry.path().is_file())
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.ends_with(".safetensors"))
+        .collect();
+    !names.is_empty()
+        && names.iter().flat_map(|name| parts_of(name)).all(|part| names.contains(&part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hub(text: &str) -> HubModel {
+        match ModelPath::parse(text) {
+            Some(ModelPath::Hub(model)) => model,
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+
+    fn environment(variables: &[(&str, &Path)]) -> Environment {
+        let text = |path: &Path| path.to_str().unwrap().to_owned();
+        variables.iter().map(|(name, path)| ((*name).to_owned(), text(path))).collect()
+    }
+
+    #[test]
+    fn the_cache_is_where_the_hubs_own_tools_have_it() {
+        let [cache, home, user] = ["/c", "/h", "/u"].map(Path::new);
+        let of = |variables: &[_]| Hub::new(&environment(variables)).cache;
+        let all = [("HF_HUB_CACHE", cache), ("HF_HOME", home), ("HOME", user)];
+        assert_eq!(of(&all), Some("/c".into()));
+        assert_eq!(of(&all[1..]), Some("/h/hub".into()));
+        assert_eq!(of(&all[2..]), Some("/u/.cache/huggingface/hub".into()));
+        assert_eq!(of(&[]), None);
+    }
+
+    #[test]
+    fn a_model_is_found_once_all_that_is_needed_of_it_is_here() {
+        let home = tempfile::tempdir().unwrap();
+        let hub_of_home = Hub::new(&environment(&[("HF_HUB_CACHE", home.path())]));
+        let folder = home.path().join("models--acme--tiny");
+        let snapshot = folder.join("snapshots").join("0a1b");
+        fs::create_dir_all(folder.join("refs")).unwrap();
+        fs::create_dir_all(&snapshot).unwrap();
+        fs::write(folder.join("refs").join("main"), "0a1b\n").unwrap();
+        let add = |name: &str| fs::write(snapshot.join(name), "x").unwrap();
+        let model = hub("hf:acme/tiny");
+        let found = |parts| hub_of_home.find(&model, parts);
+
+        add("config.json");
+        assert_eq!(found(Parts::Text), None);
+        add("tokenizer.json");
+        assert_eq!(found(Parts::Text), Some(snapshot.clone()));
+        add("model-00001-of-00002.safetensors");
+        assert_eq!(found(Parts::All), None);
+        add("model-00002-of-00002.safetensors");
+        assert_eq!(found(Parts::All), Some(snapshot.clone()));
+        assert_eq!(hub_of_home.find(&hub("hf:acme/tiny@0a1b"), Parts::All), Some(snapshot.clone()));
+        assert_eq!(hub_of_home.find(&hub("hf:acme/tiny@v2"), Parts::Text), None);
+
+        let file = hub("hf:acme/tiny/m-00001-of-00002.gguf");
+        add("m-00001-of-00002.gguf");
+        assert_eq!(hub_of_home.find(&file, Parts::Text), None);
+        add("m-00002-of-00002.gguf");
+        let first = snapshot.join("m-00001-of-00002.gguf");
+        assert_eq!(hub_of_home.find(&file, Parts::Text), Some(first));
+    }
+
+    #[test]
+    fn a_reference_that_leads_out_of_the_cache_is_not_followed() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().join("models--acme--tiny");
+        fs::create_dir_all(folder.join("refs")).unwrap();
+        fs::create_dir_all(folder.join("snapshots")).unwrap();
+        fs::write(folder.join("refs").join("main"), "..").unwrap();
+        fs::write(folder.join("config.json"), "x").unwrap();
+        fs::write(folder.join("tokenizer.json"), "x").unwrap();
+        let found = Hub::new(&environment(&[("HF_HUB_CACHE", home.path())]));
+        assert_eq!(found.find(&hub("hf:acme/tiny"), Parts::Text), None);
+    }
+
+    #[tokio::test]
+    async fn without_a_program_to_fetch_it_the_error_says_what_to_run() {
+        let home = tempfile::tempdir().unwrap();
+        let hub = Hub::new(&environment(&[("HF_HOME", home.path())]));
+        let path = ModelPath::parse("hf:acme/tiny").unwrap();
+        let error = hub.obtain(&path, Parts::All).await.unwrap_err().to_string();
+        assert!(error.contains("baton model fetch hf:acme/tiny"), "{error}");
+        let error = Hub::default().obtain(&path, Parts::All).await.unwrap_err().to_string();
+        assert!(error.contains("HF_HOME"), "{error}");
+    }
+}

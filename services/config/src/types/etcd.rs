@@ -1,0 +1,101 @@
+//! Where an etcd cluster is, and which part of it is ours.
+
+use std::fmt;
+
+use super::grpc_url::authority;
+
+/// `http://host:port` or `https://host:port`; plain `host:port` is read as the former.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EtcdUrl(String);
+
+impl EtcdUrl {
+    pub fn parse(text: &str) -> Option<Self> {
+        let text = text.trim();
+        let (scheme, rest) = match text.split_once("://") {
+            Some((scheme @ ("http" | "https"), rest)) => (scheme, rest),
+            Some(_) => return None,
+            None => ("http", text),
+        };
+        authority(rest).map(|authority| Self(format!("{scheme}://{authority}")))
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    pub fn is_https(&self) -> bool {
+        self.0.starts_with("https://")
+    }
+}
+
+impl fmt::Display for EtcdUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What the keys of one cluster begin with: `/` and words with `/` between them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EtcdPrefix(String);
+
+/// Part of every key; longer ones only make them unreadable.
+const PREFIX_BYTES_MAX: usize = 128;
+
+impl EtcdPrefix {
+    /// Slashes at either end make no difference.
+    pub fn parse(text: &str) -> Option<Self> {
+        let path = text.trim().trim_matches('/');
+        let is_word = |word: &str| {
+            !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+        };
+        (path.len() < PREFIX_BYTES_MAX && path.split('/').all(is_word))
+            .then(|| Self(format!("/{path}")))
+    }
+
+    /// With a slash in front and none at the end.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl Default for EtcdPrefix {
+    fn default() -> Self {
+        Self("/baton".into())
+    }
+}
+
+impl fmt::Display for EtcdPrefix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_are_read_with_and_without_a_scheme() {
+        for (text, url) in [
+            ("127.0.0.1:2379", "http://127.0.0.1:2379"),
+            ("http://etcd-0.etcd:2379/", "http://etcd-0.etcd:2379"),
+            ("https://[::1]:2379", "https://[::1]:2379"),
+        ] {
+            assert_eq!(EtcdUrl::parse(text).unwrap().as_str(), url);
+        }
+        for text in ["", "etcd", "ftp://etcd:1", "https://etcd", "https://http://etcd:1", "a b:1"] {
+            assert_eq!(EtcdUrl::parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_prefix_is_one_path_however_its_ends_are_written() {
+        for text in ["baton/a", "/baton/a", "/baton/a/"] {
+            assert_eq!(EtcdPrefix::parse(text).unwrap().as_str(), "/baton/a");
+        }
+        for text in ["", "/", "a//b", "a b", "a/\u{e9}", &"x".repeat(128)] {
+            assert_eq!(EtcdPrefix::parse(text), None, "{text}");
+        }
+        assert_eq!(EtcdPrefix::parse("baton"), Some(EtcdPrefix::default()));
+    }
+}
