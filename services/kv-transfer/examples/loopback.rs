@@ -156,7 +156,7 @@ fn hops() -> Outcome<()> {
     }
     // Sealed, about 200 bytes.
     let reason = "x".repeat(100);
-    let notice = Notice::untraced(Body::Abort { transfer: TransferId(1), reason });
+    let notice = Notice::untraced(Body::give_up(TransferId(1), reason));
     let (mut far, mut near) = (ends.pop().ok_or("two")?, ends.pop().ok_or("two")?);
     const ROUNDS: usize = 4_000;
     let echo = thread::spawn(move || {

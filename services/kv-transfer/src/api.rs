@@ -128,6 +128,11 @@ pub enum Command {
     Finish { transfer: TransferId, first_index: u32, token: SampledToken },
     /// Either side: give up. Ends with the failed event once that is safe.
     Abort { transfer: TransferId, reason: String },
+    /// The process has other weights from now on. Every transfer that has begun fails, whatever its
+    /// side: the KV of one prompt comes from one set of weights. An [`Event::Arrived`] that was
+    /// emitted before this command was taken may still be on its way to the node, which knows what
+    /// it began under which weights.
+    WeightsChanged { weight_version: u64 },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -163,8 +168,12 @@ pub enum TransferFailure {
     PeerAborted { peer: String, reason: String },
     #[error("aborted here: {reason}")]
     Aborted { reason: String },
+    /// The peer has another model, other weights or another layout than this node.
     #[error("{peer} refused: {reason}")]
     Refused { peer: String, reason: String },
+    /// This node's own weights are no longer those under which the transfer began.
+    #[error("weight_version changed from {from} to {to} while the transfer was under way")]
+    WeightsChanged { from: u64, to: u64 },
     #[error("no answer in time while {waiting_for}")]
     Deadline { waiting_for: String },
     #[error("chunk {chunk} arrived damaged")]

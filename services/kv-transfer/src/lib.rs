@@ -8,6 +8,7 @@
 //! * [`notice`] seals and opens the messages that cross (tag, replay window, bounds).
 //! * [`shell`] runs the protocol: a listener thread, one sender thread per peer, the driver thread.
 //! * [`transport`] is the seam to what carries the bytes; [`tcp`] does so where there is no GPU.
+//! * [`resolve`] finds where a peer is, within a deadline.
 
 #![forbid(unsafe_code)]
 
@@ -16,11 +17,12 @@ pub mod config;
 pub mod metrics;
 pub mod notice;
 pub mod protocol;
+pub mod resolve;
 pub mod shell;
 pub mod tcp;
 mod threads;
 pub mod transport;
 
 pub use config::{ClusterSecret, Limits, SecretTooShort, TransferConfig};
-pub use metrics::{PeerMetrics, TransferMetrics};
+pub use metrics::{MetricsReader, PeerMetrics, TransferMetrics};
 pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};

@@ -1,12 +1,17 @@
 //! What a node can see of its transfers from outside.
+//!
+//! Everything is read without asking anyone: threads count in atomics, and the driver leaves a copy
+//! of what only the protocol knows ([`Figures::publish`]) after each turn and before each event.
 
 use std::{
     collections::BTreeMap,
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
 };
+
+use crate::protocol::Core;
 
 /// Counters since start, and gauges of this moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -40,6 +45,63 @@ pub struct PeerMetrics {
     /// The transport that carries KV between the two: `tcp`; empty while they greet.
     pub path: String,
     pub transfers_active: usize,
+}
+
+/// Reads the figures of transfers that it does not keep alive.
+#[derive(Clone, Debug)]
+pub struct MetricsReader(Weak<Figures>);
+
+impl MetricsReader {
+    /// `None` when the transfers are gone. Never waits for them.
+    pub fn read(&self) -> Option<TransferMetrics> {
+        self.0.upgrade().map(|figures| figures.read())
+    }
+}
+
+/// All that is counted for one node's transfers.
+#[derive(Debug, Default)]
+pub(crate) struct Figures {
+    /// Written by the driver, which holds the lock for the length of a move.
+    protocol: Mutex<TransferMetrics>,
+    pub data: Arc<DataCounters>,
+    pub notices: Arc<NoticeCounters>,
+}
+
+impl Figures {
+    /// What the protocol counts, and what it has under way, as of now.
+    pub fn publish(&self, core: &Core) {
+        let counters = core.counters();
+        let metrics = TransferMetrics {
+            notices_resent: counters.notices_resent,
+            notices_refused: counters.notices_refused.clone(),
+            arrived: counters.arrived,
+            receive_failed: counters.receive_failed,
+            delivered: counters.delivered,
+            send_failed: counters.send_failed,
+            transfers_active: core.active_count(),
+            peers: core
+                .pairs()
+                .map(|pair| PeerMetrics {
+                    node_id: pair.peer().node_id.clone(),
+                    path: pair.transport().to_owned(),
+                    transfers_active: pair.transfers().len(),
+                })
+                .collect(),
+            ..TransferMetrics::default()
+        };
+        *self.protocol.lock().unwrap_or_else(PoisonError::into_inner) = metrics;
+    }
+
+    pub fn read(&self) -> TransferMetrics {
+        let mut metrics = self.protocol.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        self.data.add_to(&mut metrics);
+        self.notices.add_to(&mut metrics);
+        metrics
+    }
+
+    pub fn reader(self: &Arc<Self>) -> MetricsReader {
+        MetricsReader(Arc::downgrade(self))
+    }
 }
 
 /// A bounded set of labels, each with its count.

@@ -7,7 +7,7 @@ use kernels::{
 };
 use proto::v1::{self, notice};
 
-use super::{Body, Done, Hello, HelloOk, Refusal, Reserve};
+use super::{AbortCause, Body, Done, Hello, HelloOk, Refusal, Reserve};
 use crate::api::{Identity, TransferId};
 
 /// Longest node id, endpoint or name of a method, in bytes.
@@ -129,6 +129,21 @@ fn token(token: v1::Token) -> Checked<SampledToken> {
     Ok(SampledToken { id: token.id, logprobs })
 }
 
+fn abort_cause_to_wire(cause: AbortCause) -> v1::AbortCause {
+    match cause {
+        AbortCause::GivenUp => v1::AbortCause::Unspecified,
+        AbortCause::Mismatch => v1::AbortCause::Mismatch,
+    }
+}
+
+/// A cause that is not known here is no reason to go on.
+fn abort_cause(cause: v1::AbortCause) -> AbortCause {
+    match cause {
+        v1::AbortCause::Unspecified => AbortCause::GivenUp,
+        v1::AbortCause::Mismatch => AbortCause::Mismatch,
+    }
+}
+
 pub fn body_to_wire(body: &Body) -> notice::Body {
     match body {
         Body::Hello(hello) => notice::Body::Hello(v1::Hello {
@@ -177,13 +192,16 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
             first_index: done.first_index,
             token: Some(token_to_wire(&done.token)),
             integrity: done.integrity.clone(),
+            model_fingerprint: bits_to_wire(done.model_fingerprint),
+            weight_version: done.weight_version,
         }),
         Body::Ack { transfer } => {
             notice::Body::Ack(v1::Ack { transfer_id: transfer_to_wire(transfer) })
         }
-        Body::Abort { transfer, reason } => notice::Body::Abort(v1::Abort {
+        Body::Abort { transfer, cause, reason } => notice::Body::Abort(v1::Abort {
             transfer_id: transfer_to_wire(transfer),
             reason: cut(reason, REASON_BYTES_MAX),
+            cause: abort_cause_to_wire(*cause).into(),
         }),
         Body::AbortAck { transfer } => {
             notice::Body::AbortAck(v1::AbortAck { transfer_id: transfer_to_wire(transfer) })
@@ -240,10 +258,13 @@ pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
             first_index: done.first_index,
             token: token(done.token.ok_or(Refusal::Malformed { field: "token" })?)?,
             integrity: done.integrity,
+            model_fingerprint: bits(&done.model_fingerprint, "model_fingerprint")?,
+            weight_version: done.weight_version,
         }),
         notice::Body::Ack(ack) => Body::Ack { transfer: transfer(&ack.transfer_id)? },
         notice::Body::Abort(abort) => Body::Abort {
             transfer: transfer(&abort.transfer_id)?,
+            cause: abort_cause(abort.cause()),
             reason: bounded(abort.reason, REASON_BYTES_MAX, "reason")?,
         },
         notice::Body::AbortAck(ack) => Body::AbortAck { transfer: transfer(&ack.transfer_id)? },

@@ -55,6 +55,7 @@ pub enum Body {
     },
     Abort {
         transfer: TransferId,
+        cause: AbortCause,
         reason: String,
     },
     /// Nothing of this transfer is in flight any more on the side that says so.
@@ -67,6 +68,22 @@ pub enum Body {
         /// Wanted, and their `RESERVE` has not been seen.
         awaited: Vec<TransferId>,
     },
+}
+
+impl Body {
+    /// An `ABORT` that says nothing of models or weights.
+    pub fn give_up(transfer: TransferId, reason: String) -> Self {
+        Self::Abort { transfer, cause: AbortCause::GivenUp, reason }
+    }
+}
+
+/// What the other side is to make of an `ABORT`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AbortCause {
+    /// The transfer is not wanted any more, or something went wrong.
+    GivenUp,
+    /// The two have, or now have, different models or weights.
+    Mismatch,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,4 +129,7 @@ pub struct Done {
     pub token: SampledToken,
     /// One value a chunk.
     pub integrity: Vec<u64>,
+    /// Of the model and weights that computed the KV and the token.
+    pub model_fingerprint: u128,
+    pub weight_version: u64,
 }

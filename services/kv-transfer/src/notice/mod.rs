@@ -12,7 +12,7 @@ mod seal;
 
 pub use codec::{identity_from_wire, identity_to_wire};
 pub use keys::Keys;
-pub use message::{Body, Done, Hello, HelloOk, Notice, Reserve, Source};
+pub use message::{AbortCause, Body, Done, Hello, HelloOk, Notice, Reserve, Source};
 pub use seal::{Opened, Opener, Refusal, Sealed, Sealer};
 
 /// Oldest and newest message set that this release speaks.

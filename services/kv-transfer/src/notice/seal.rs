@@ -129,6 +129,11 @@ impl Opener {
         if tag.len() != TAG_BYTES || !self.keys.check_notice(frame, tag) {
             return Err(Refusal::Tag);
         }
+        self.read(frame)
+    }
+
+    /// What comes after the tag: reads a frame of somebody who knows the cluster's secret.
+    pub fn read(&mut self, frame: &[u8]) -> Result<Opened, Refusal> {
         let envelope =
             v1::Notice::decode(frame).map_err(|_| Refusal::Malformed { field: "notice" })?;
         let from = Source {
@@ -168,7 +173,7 @@ mod tests {
     use crate::{
         api::{Identity, TransferId},
         config::ClusterSecret,
-        notice::{Done, Hello, HelloOk, Reserve},
+        notice::{AbortCause, Done, Hello, HelloOk, Reserve},
     };
 
     const ME: Epoch = Epoch(2);
@@ -244,9 +249,20 @@ mod tests {
                 first_index: 20,
                 token: SampledToken { id: 0, logprobs: Some(logprobs) },
                 integrity: vec![0, u64::MAX],
+                model_fingerprint: 3,
+                weight_version: 4,
             }),
             Body::Ack { transfer },
-            Body::Abort { transfer, reason: "the client left".to_owned() },
+            Body::Abort {
+                transfer,
+                cause: AbortCause::GivenUp,
+                reason: "the client left".to_owned(),
+            },
+            Body::Abort {
+                transfer,
+                cause: AbortCause::Mismatch,
+                reason: "other weights".to_owned(),
+            },
             Body::AbortAck { transfer },
             Body::Heartbeat { transfers: vec![transfer], awaited: vec![TransferId(0)] },
         ];

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     api::{Command, Epoch, Event, TransferFailure, TransferId},
-    notice::{Body, Notice, Source},
+    notice::{AbortCause, Body, Notice, Source},
 };
 
 /// Borrows what a turn needs and leaves the tables free.
@@ -156,6 +156,31 @@ impl Core {
                 });
             }
             Command::Abort { transfer, reason } => self.abort(now, transfer, reason),
+            Command::WeightsChanged { weight_version } => {
+                self.on_weights_changed(now, weight_version);
+            }
+        }
+    }
+
+    /// Pairs that are up stay: from now on each `RESERVE` names the new version, and peers that have
+    /// it too go on. Those that were refused may find that they agree now.
+    fn on_weights_changed(&mut self, now: Instant, to: u64) {
+        let from = std::mem::replace(&mut self.local.identity.weight_version, to);
+        if from == to {
+            return;
+        }
+        let failure = TransferFailure::WeightsChanged { from, to };
+        let transfers: Vec<TransferId> = self.transfers.keys().copied().collect();
+        for id in transfers {
+            self.with_transfer(now, id, |side, turn| match side {
+                Transfer::Outgoing(outgoing) => outgoing.on_weights_changed(turn, failure.clone()),
+                Transfer::Incoming(incoming) => incoming.on_weights_changed(turn, failure.clone()),
+            });
+        }
+        let refused = self.pairs.values().filter(|pair| pair.refusal().is_some());
+        let refused: Vec<Epoch> = refused.map(|pair| pair.peer().epoch).collect();
+        for epoch in refused {
+            self.close_pair(epoch);
         }
     }
 
@@ -194,7 +219,7 @@ impl Core {
             Body::Hello(_) | Body::HelloOk(_) | Body::Reject { .. } => {}
             Body::Reserve(reserve) => self.on_reserve(now, from, reserve, traceparent),
             Body::Chunk { transfer, chunk, first_block, block_count, bytes } => {
-                self.with_incoming(now, from, transfer, |incoming, turn| {
+                self.with_incoming(now, from, transfer, &traceparent, |incoming, turn| {
                     incoming.on_chunk(turn, chunk, first_block, block_count, bytes);
                 });
             }
@@ -204,14 +229,16 @@ impl Core {
                 });
             }
             Body::Done(done) => {
-                self.with_incoming(now, from, done.transfer, |incoming, turn| {
+                self.with_incoming(now, from, done.transfer, &traceparent, |incoming, turn| {
                     incoming.on_done(turn, done);
                 });
             }
             Body::Ack { transfer } => {
                 self.with_outgoing_of(now, from, transfer, |outgoing, turn| outgoing.on_ack(turn));
             }
-            Body::Abort { transfer, reason } => self.on_abort(now, from, transfer, reason),
+            Body::Abort { transfer, cause, reason } => {
+                self.on_abort(now, from, transfer, cause, reason);
+            }
             Body::AbortAck { transfer } => self.on_abort_ack(now, from, transfer),
             Body::Heartbeat { transfers, awaited } => {
                 self.on_heartbeat(now, from, &transfers, &awaited);
@@ -317,7 +344,8 @@ impl Core {
     fn abort(&mut self, now: Instant, transfer: TransferId, reason: String) {
         if !self.transfers.contains_key(&transfer) {
             // It may be cancelled before it is begun.
-            return self.tombstones.bury(now, transfer, Tombstone::Failed { reason });
+            let tombstone = Tombstone::Failed { cause: AbortCause::GivenUp, reason };
+            return self.tombstones.bury(now, transfer, tombstone);
         }
         self.with_transfer(now, transfer, |side, turn| match side {
             Transfer::Outgoing(outgoing) => outgoing.abort(turn, reason),
@@ -325,15 +353,22 @@ impl Core {
         });
     }
 
-    fn on_abort(&mut self, now: Instant, from: &Source, transfer: TransferId, reason: String) {
+    fn on_abort(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        transfer: TransferId,
+        cause: AbortCause,
+        reason: String,
+    ) {
         if !self.transfers.contains_key(&transfer) {
             let reason = format!("{} aborted: {reason}", from.node_id);
-            self.tombstones.bury(now, transfer, Tombstone::Failed { reason });
+            self.tombstones.bury(now, transfer, Tombstone::Failed { cause, reason });
             return turn!(self, now).send(from.epoch, Body::AbortAck { transfer });
         }
         self.with_transfer_of(now, from, transfer, |side, turn| match side {
-            Transfer::Outgoing(outgoing) => outgoing.on_abort(turn, reason),
-            Transfer::Incoming(incoming) => incoming.on_abort(turn, reason),
+            Transfer::Outgoing(outgoing) => outgoing.on_abort(turn, cause, reason),
+            Transfer::Incoming(incoming) => incoming.on_abort(turn, cause, reason),
         });
     }
 
@@ -425,12 +460,13 @@ impl Core {
         });
     }
 
-    /// `CHUNK` and `DONE`. A sender whose transfer is over here is told so.
+    /// `CHUNK` and `DONE`. A sender whose transfer is over here is told so, in its own trace.
     fn with_incoming(
         &mut self,
         now: Instant,
         from: &Source,
         transfer: TransferId,
+        traceparent: &str,
         act: impl FnOnce(&mut Incoming, &mut Turn<'_>),
     ) {
         if self.transfers.contains_key(&transfer) {
@@ -441,10 +477,12 @@ impl Core {
         }
         let answer = match self.tombstones.get(transfer) {
             Some(Tombstone::Complete) => Body::Ack { transfer },
-            Some(Tombstone::Failed { reason }) => Body::Abort { transfer, reason: reason.clone() },
-            None => Body::Abort { transfer, reason: "the transfer is not known here".to_owned() },
+            Some(Tombstone::Failed { cause, reason }) => {
+                Body::Abort { transfer, cause: *cause, reason: reason.clone() }
+            }
+            None => Body::give_up(transfer, "the transfer is not known here".to_owned()),
         };
-        turn!(self, now).send(from.epoch, answer);
+        turn!(self, now).send_traced(from.epoch, answer, traceparent);
     }
 }
 

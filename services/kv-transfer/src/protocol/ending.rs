@@ -8,11 +8,11 @@
 
 use std::time::Instant;
 
-use super::{Action, Peer, Turn, retry::Retry};
+use super::{Action, Peer, Turn, retry::Retry, tombstone::Tombstone};
 use crate::{
-    api::{Event, TransferId},
+    api::{Event, TransferFailure, TransferId},
     config::LEASE,
-    notice::Body,
+    notice::{AbortCause, Body},
 };
 
 /// What the peer hears of the end.
@@ -33,6 +33,7 @@ pub struct Ending {
     transfer: TransferId,
     peer: Peer,
     traceparent: String,
+    cause: AbortCause,
     reason: String,
     /// Until it is emitted. `None` from the start when the node never began the transfer.
     event: Option<Event>,
@@ -44,13 +45,14 @@ pub struct Ending {
 }
 
 impl Ending {
-    /// `cancel` is the action that makes the transport let go, where it has something.
+    /// `event` tells the node of `failure`, if it is to be told; `cancel` is the action that makes
+    /// the transport let go, where it has something.
     pub fn begin(
         turn: &mut Turn<'_>,
         transfer: TransferId,
         peer: Peer,
         traceparent: String,
-        reason: String,
+        failure: &TransferFailure,
         event: Option<Event>,
         cancel: Option<Action>,
         tell: Tell,
@@ -59,7 +61,8 @@ impl Ending {
             transfer,
             peer,
             traceparent,
-            reason,
+            cause: cause_of(failure),
+            reason: failure.to_string(),
             event,
             releasing: cancel.is_some(),
             owes_abort_ack: tell == Tell::AbortAck,
@@ -73,13 +76,18 @@ impl Ending {
         ending
     }
 
+    pub fn cause(&self) -> AbortCause {
+        self.cause
+    }
+
     pub fn reason(&self) -> &str {
         &self.reason
     }
 
-    /// Nothing is left to do: the entry may become a tombstone.
-    pub fn is_over(&self) -> bool {
-        !self.releasing && self.event.is_none() && self.abort.is_none()
+    /// What is remembered once nothing is left to do.
+    pub fn tombstone(&self) -> Option<Tombstone> {
+        let is_over = !self.releasing && self.event.is_none() && self.abort.is_none();
+        is_over.then(|| Tombstone::Failed { cause: self.cause, reason: self.reason.clone() })
     }
 
     /// The node has not had its final event yet.
@@ -122,7 +130,8 @@ impl Ending {
     }
 
     fn send_abort(&self, turn: &mut Turn<'_>) {
-        let abort = Body::Abort { transfer: self.transfer, reason: self.reason.clone() };
+        let (transfer, cause, reason) = (self.transfer, self.cause, self.reason.clone());
+        let abort = Body::Abort { transfer, cause, reason };
         turn.send_traced(self.peer.epoch, abort, &self.traceparent);
     }
 
@@ -134,7 +143,23 @@ impl Ending {
             turn.emit(event);
         }
         if std::mem::take(&mut self.owes_abort_ack) {
-            turn.send(self.peer.epoch, Body::AbortAck { transfer: self.transfer });
+            let ack = Body::AbortAck { transfer: self.transfer };
+            turn.send_traced(self.peer.epoch, ack, &self.traceparent);
         }
+    }
+}
+
+/// What the peer is told of it.
+fn cause_of(failure: &TransferFailure) -> AbortCause {
+    match failure {
+        TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {
+            AbortCause::Mismatch
+        }
+        TransferFailure::PeerLost { .. }
+        | TransferFailure::PeerAborted { .. }
+        | TransferFailure::Aborted { .. }
+        | TransferFailure::Deadline { .. }
+        | TransferFailure::Damaged { .. }
+        | TransferFailure::Protocol { .. } => AbortCause::GivenUp,
     }
 }

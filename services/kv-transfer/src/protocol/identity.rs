@@ -39,6 +39,15 @@ pub fn difference(ours: &Identity, theirs: &Identity) -> Option<String> {
     ))
 }
 
+/// What forbids KV that comes from this model and these weights, or is for them.
+pub fn weights_difference(
+    ours: &Identity,
+    model_fingerprint: u128,
+    weight_version: u64,
+) -> Option<String> {
+    difference(ours, &Identity { model_fingerprint, weight_version, ..ours.clone() })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

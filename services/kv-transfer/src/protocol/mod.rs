@@ -14,6 +14,7 @@
 //! What holds at all times:
 //! * A transfer that the node has begun ends with exactly one final event.
 //! * `Arrived` is emitted only when every reserved block was written and `DONE` matches.
+//! * A transfer that the node has begun began under the weights that the process has now.
 //! * A failed event is emitted only when the transport has let go of every block of the transfer.
 //! * Only pairs with work speak; a pair is lost as a whole.
 
@@ -36,9 +37,9 @@ use kernels::BlockId;
 
 pub use self::core::Core;
 use crate::{
-    api::{Epoch, Event, Identity, PeerAddress, TransferId},
+    api::{Epoch, Event, Identity, PeerAddress, TransferFailure, TransferId},
     config::Limits,
-    notice::{Body, Notice},
+    notice::{AbortCause, Body, Notice},
 };
 
 /// What the shell is to do, in order.
@@ -117,6 +118,7 @@ pub enum DataEvent {
 pub struct Local {
     pub node_id: String,
     pub epoch: Epoch,
+    /// The weight version changes by [`crate::api::Command::WeightsChanged`].
     pub identity: Identity,
     pub notice_endpoint: String,
     pub data_endpoint: String,
@@ -152,6 +154,26 @@ pub struct Counters {
 pub struct Peer {
     pub node_id: String,
     pub epoch: Epoch,
+}
+
+impl Peer {
+    /// What it means here that the peer has aborted.
+    fn aborted(&self, cause: AbortCause, reason: String) -> TransferFailure {
+        let peer = self.node_id.clone();
+        match cause {
+            AbortCause::GivenUp => TransferFailure::PeerAborted { peer, reason },
+            AbortCause::Mismatch => TransferFailure::Refused { peer, reason },
+        }
+    }
+
+    /// What a start is told whose transfer has ended already.
+    fn ended_before(&self, cause: AbortCause, reason: &str) -> TransferFailure {
+        let reason = format!("the transfer had ended before: {reason}");
+        match cause {
+            AbortCause::GivenUp => TransferFailure::Aborted { reason },
+            AbortCause::Mismatch => TransferFailure::Refused { peer: self.node_id.clone(), reason },
+        }
+    }
 }
 
 /// One turn of the core: the time, who we are, and where its consequences go.

@@ -134,11 +134,7 @@ impl Pair {
         };
         let (transport, integrity) = match agreed {
             Ok(agreed) => agreed,
-            Err(reason) => {
-                let identity = local.identity.clone();
-                turn.send(self.peer.epoch, Body::Reject { reason: reason.clone(), identity });
-                return self.refuse(turn.now, reason);
-            }
+            Err(reason) => return self.reject(turn, reason),
         };
         let ok = HelloOk {
             identity: local.identity.clone(),
@@ -175,7 +171,8 @@ impl Pair {
             return Change::Nothing;
         }
         if let Some(difference) = identity::difference(&turn.local.identity, &ok.identity) {
-            return self.refuse(turn.now, difference);
+            // It believes that we agree: our weights have changed since our HELLO.
+            return self.reject(turn, difference);
         }
         if !turn.local.transports.contains(&ok.transport)
             || !turn.local.integrity.contains(&ok.integrity)
@@ -184,7 +181,7 @@ impl Pair {
                 "it chose transport {:?} with integrity {:?}, which were not offered",
                 ok.transport, ok.integrity
             );
-            return self.refuse(turn.now, reason);
+            return self.reject(turn, reason);
         }
         self.up(ok.data_endpoint.clone(), ok.transport.clone(), ok.session)
     }
@@ -201,6 +198,12 @@ impl Pair {
             return Change::Nothing;
         }
         let reason = identity::difference(&turn.local.identity, identity).unwrap_or(reason);
+        self.refuse(turn.now, reason)
+    }
+
+    fn reject(&mut self, turn: &mut Turn<'_>, reason: String) -> Change {
+        let identity = turn.local.identity.clone();
+        turn.send(self.peer.epoch, Body::Reject { reason: reason.clone(), identity });
         self.refuse(turn.now, reason)
     }
 

@@ -3,7 +3,8 @@
 //! 1. `Receive` brings the reserved blocks. `RESERVE` tells the sender as soon as the pair is up,
 //!    and again until the sender names the transfer.
 //! 2. Each `CHUNK` is checked against the reservation, its receive is posted, `CTS` answers.
-//! 3. When every reserved block is written and `DONE` agrees: `ACK`, `Arrived`.
+//! 3. When every reserved block is written and `DONE` agrees, model and weights included: `ACK`,
+//!    `Arrived`.
 //! 4. Whatever goes wrong leads to `ending` instead.
 
 use std::{
@@ -16,13 +17,14 @@ use kernels::BlockId;
 use super::{
     Action, Peer, Turn,
     ending::{Ending, Tell},
+    identity::weights_difference,
     retry::Retry,
     tombstone::Tombstone,
 };
 use crate::{
     api::{Event, Figures, TransferFailure, TransferId},
     config::LEASE,
-    notice::{Body, Done, Reserve},
+    notice::{AbortCause, Body, Done, Reserve},
 };
 
 pub struct Incoming {
@@ -205,6 +207,14 @@ impl Incoming {
     fn complete_when_all_agrees(&mut self, turn: &mut Turn<'_>) {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let Some(done) = &receiving.done else { return };
+        let (fingerprint, version) = (done.model_fingerprint, done.weight_version);
+        if let Some(reason) = weights_difference(&turn.local.identity, fingerprint, version) {
+            let failure = TransferFailure::Refused {
+                peer: self.peer.node_id.clone(),
+                reason: format!("DONE: {reason}"),
+            };
+            return self.fail(turn, failure, Tell::Abort);
+        }
         if receiving.chunks.len() < done.integrity.len()
             || receiving.chunks.values().any(|chunk| chunk.integrity.is_none())
         {
@@ -239,17 +249,17 @@ impl Incoming {
                 elapsed: receiving.written_at.saturating_duration_since(receiving.reserved_at),
             },
         };
-        turn.send(self.peer.epoch, Body::Ack { transfer: self.transfer });
+        let ack = Body::Ack { transfer: self.transfer };
+        turn.send_traced(self.peer.epoch, ack, &self.traceparent);
         self.phase = Phase::Arrived;
         turn.emit(event);
     }
 
-    pub fn on_abort(&mut self, turn: &mut Turn<'_>, reason: String) {
+    pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
         if let Phase::Ending(ending) = &mut self.phase {
             return ending.on_abort(turn);
         }
-        let peer = self.peer.node_id.clone();
-        self.fail(turn, TransferFailure::PeerAborted { peer, reason }, Tell::AbortAck);
+        self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
     }
 
     pub fn on_abort_ack(&mut self) {
@@ -267,6 +277,12 @@ impl Incoming {
     pub fn abort(&mut self, turn: &mut Turn<'_>, reason: String) {
         let tell = self.tell();
         self.fail(turn, TransferFailure::Aborted { reason }, tell);
+    }
+
+    /// What is reserved may hang on KV of the weights before, and the sender may compute with them.
+    pub fn on_weights_changed(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
+        let tell = self.tell();
+        self.fail(turn, failure, tell);
     }
 
     pub fn on_data_failed(&mut self, turn: &mut Turn<'_>, reason: String) {
@@ -315,8 +331,7 @@ impl Incoming {
             }
             _ => false,
         };
-        let reason = failure.to_string();
-        let event = Event::ReceiveFailed { transfer: self.transfer, failure };
+        let event = Event::ReceiveFailed { transfer: self.transfer, failure: failure.clone() };
         let cancel = writes
             .then_some(Action::CancelReceive { peer: self.peer.epoch, transfer: self.transfer });
         self.phase = Phase::Ending(Ending::begin(
@@ -324,7 +339,7 @@ impl Incoming {
             self.transfer,
             self.peer.clone(),
             self.traceparent.clone(),
-            reason,
+            &failure,
             Some(event),
             cancel,
             tell,
@@ -408,10 +423,8 @@ impl Incoming {
     pub fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Arrived => Some(Tombstone::Complete),
-            Phase::Ending(ending) if ending.is_over() => {
-                Some(Tombstone::Failed { reason: ending.reason().to_owned() })
-            }
-            _ => None,
+            Phase::Ending(ending) => ending.tombstone(),
+            Phase::Greeting | Phase::Receiving(_) => None,
         }
     }
 

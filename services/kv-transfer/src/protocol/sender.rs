@@ -15,14 +15,14 @@ use super::{
     Action, Peer, Turn,
     chunks::Chunks,
     ending::{Ending, Tell},
-    identity,
+    identity::weights_difference,
     retry::Retry,
     tombstone::Tombstone,
 };
 use crate::{
-    api::{Event, Figures, Identity, TransferFailure, TransferId},
+    api::{Event, Figures, TransferFailure, TransferId},
     config::LEASE,
-    notice::{Body, Done, Reserve},
+    notice::{AbortCause, Body, Done, Reserve},
 };
 
 pub struct Outgoing {
@@ -113,8 +113,7 @@ impl Outgoing {
         match std::mem::replace(&mut self.phase, Phase::Expecting { prompt_hash }) {
             Phase::Early { reserve } => self.match_reserve(turn, prompt_hash, reserve, theirs),
             Phase::Ending(ending) => {
-                let reason = format!("the transfer had ended before: {}", ending.reason());
-                let failure = TransferFailure::Aborted { reason };
+                let failure = self.peer.ended_before(ending.cause(), ending.reason());
                 turn.emit(Event::SendFailed { transfer: self.transfer, failure });
                 self.phase = Phase::Ending(ending);
             }
@@ -141,24 +140,24 @@ impl Outgoing {
         reserve: Reserve,
         traceparent: String,
     ) {
-        let theirs = Identity {
-            model_fingerprint: reserve.model_fingerprint,
-            weight_version: reserve.weight_version,
-            ..turn.local.identity.clone()
-        };
+        let (fingerprint, version) = (reserve.model_fingerprint, reserve.weight_version);
+        if let Some(reason) = weights_difference(&turn.local.identity, fingerprint, version) {
+            let failure = TransferFailure::Refused {
+                peer: self.peer.node_id.clone(),
+                reason: format!("RESERVE: {reason}"),
+            };
+            return self.fail(turn, failure, Tell::Abort);
+        }
         let end_block = u32::try_from(reserve.blocks.len())
             .ok()
             .and_then(|block_count| reserve.first_block.checked_add(block_count));
-        let problem = match (identity::difference(&turn.local.identity, &theirs), end_block) {
-            (Some(difference), _) => Err(format!("RESERVE: {difference}")),
-            (None, _) if reserve.prompt_hash != prompt_hash => Err(format!(
+        let problem = match end_block {
+            _ if reserve.prompt_hash != prompt_hash => Err(format!(
                 "RESERVE is for prompt {:032x}, this prefill is of {prompt_hash:032x}",
                 reserve.prompt_hash
             )),
-            (None, None) => {
-                Err(format!("RESERVE starts at block {} and overflows", reserve.first_block))
-            }
-            (None, Some(end_block)) => Ok(end_block),
+            None => Err(format!("RESERVE starts at block {} and overflows", reserve.first_block)),
+            Some(end_block) => Ok(end_block),
         };
         let end_block = match problem {
             Ok(end_block) => end_block,
@@ -266,6 +265,9 @@ impl Outgoing {
             first_index: *first_index,
             token: token.clone(),
             integrity,
+            // Those that `RESERVE` named: with others the transfer would have ended.
+            model_fingerprint: turn.local.identity.model_fingerprint,
+            weight_version: turn.local.identity.weight_version,
         };
         sending.done = Some(done.clone());
         sending.retry = Retry::start(turn.now);
@@ -288,12 +290,11 @@ impl Outgoing {
         turn.emit(Event::Delivered { transfer: self.transfer, figures });
     }
 
-    pub fn on_abort(&mut self, turn: &mut Turn<'_>, reason: String) {
+    pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
         if let Phase::Ending(ending) = &mut self.phase {
             return ending.on_abort(turn);
         }
-        let peer = self.peer.node_id.clone();
-        self.fail(turn, TransferFailure::PeerAborted { peer, reason }, Tell::AbortAck);
+        self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
     }
 
     pub fn on_abort_ack(&mut self) {
@@ -311,11 +312,17 @@ impl Outgoing {
     /// The node gives up. The receiver may not know of the transfer yet; if its `RESERVE` comes
     /// later the tombstone answers it.
     pub fn abort(&mut self, turn: &mut Turn<'_>, reason: String) {
-        let tell = match self.phase {
-            Phase::Expecting { .. } => Tell::Nothing,
-            _ => Tell::Abort,
-        };
+        let tell = self.tell();
         self.fail(turn, TransferFailure::Aborted { reason }, tell);
+    }
+
+    /// What the node has begun it began under the weights before. A `RESERVE` that nothing has
+    /// followed yet names its own, and is judged when something does.
+    pub fn on_weights_changed(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
+        if self.is_begun {
+            let tell = self.tell();
+            self.fail(turn, failure, tell);
+        }
     }
 
     /// The node broke the contract of its commands; the receiver is not left waiting.
@@ -357,8 +364,9 @@ impl Outgoing {
             Phase::Sending(sending) => sending.chunks.are_read(),
             _ => false,
         };
-        let reason = failure.to_string();
-        let event = self.is_begun.then_some(Event::SendFailed { transfer: self.transfer, failure });
+        let event = self
+            .is_begun
+            .then(|| Event::SendFailed { transfer: self.transfer, failure: failure.clone() });
         let cancel =
             reads.then_some(Action::CancelSend { peer: self.peer.epoch, transfer: self.transfer });
         self.phase = Phase::Ending(Ending::begin(
@@ -366,7 +374,7 @@ impl Outgoing {
             self.transfer,
             self.peer.clone(),
             self.traceparent.clone(),
-            reason,
+            &failure,
             event,
             cancel,
             tell,
@@ -403,10 +411,7 @@ impl Outgoing {
         }
         if turn.now >= self.deadline {
             let waiting_for = self.waiting_for().to_owned();
-            let tell = match self.phase {
-                Phase::Expecting { .. } => Tell::Nothing,
-                _ => Tell::Abort,
-            };
+            let tell = self.tell();
             return self.fail(turn, TransferFailure::Deadline { waiting_for }, tell);
         }
         if self.is_leased() && turn.now >= self.lease {
@@ -474,10 +479,16 @@ impl Outgoing {
     pub fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Delivered => Some(Tombstone::Complete),
-            Phase::Ending(ending) if ending.is_over() => {
-                Some(Tombstone::Failed { reason: ending.reason().to_owned() })
-            }
-            _ => None,
+            Phase::Ending(ending) => ending.tombstone(),
+            Phase::Expecting { .. } | Phase::Early { .. } | Phase::Sending(_) => None,
+        }
+    }
+
+    /// Before `RESERVE` the receiver may not know of the transfer.
+    fn tell(&self) -> Tell {
+        match self.phase {
+            Phase::Expecting { .. } => Tell::Nothing,
+            _ => Tell::Abort,
         }
     }
 

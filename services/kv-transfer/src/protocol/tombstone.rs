@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::api::TransferId;
+use crate::{api::TransferId, notice::AbortCause};
 
 /// Far longer than any notice is repeated or a router waits for an answer.
 const KEPT_FOR: Duration = Duration::from_secs(30);
@@ -16,7 +16,7 @@ pub enum Tombstone {
     /// Arrived or delivered.
     Complete,
     /// Failed, or cancelled before it was known.
-    Failed { reason: String },
+    Failed { cause: AbortCause, reason: String },
 }
 
 /// A bounded table; the oldest make room.
@@ -93,7 +93,8 @@ mod tests {
         let now = Instant::now();
         let mut tombstones = Tombstones::new(3);
         tombstones.bury(now, TransferId(1), Tombstone::Complete);
-        tombstones.bury(now, TransferId(1), Tombstone::Failed { reason: "late".to_owned() });
+        let (cause, reason) = (AbortCause::GivenUp, "late".to_owned());
+        tombstones.bury(now, TransferId(1), Tombstone::Failed { cause, reason });
         assert_eq!(tombstones.get(TransferId(1)), Some(&Tombstone::Complete));
         assert_eq!(tombstones.len(), 1);
     }

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, Sender, never, select};
+use crossbeam_channel::{Receiver, never, select};
 
 use super::{
     EventSink,
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     api::{Command, Epoch, Event},
-    metrics::{DataCounters, PeerMetrics, TransferMetrics},
+    metrics::Figures,
     notice::Opened,
     protocol::{Action, Core, DataEvent},
     threads::Threads,
@@ -31,35 +31,28 @@ const BATCH: usize = 256;
 /// How long transfers may take to end when the node stops.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Where the driver's inputs come from. The end of `stop` ends it.
+/// Where the driver's inputs come from. The end of `stop` ends it, as does that of `notices`.
 pub struct Inputs {
     pub commands: Receiver<Command>,
     pub notices: Receiver<Opened>,
     pub data: Receiver<Report>,
     pub failures: Receiver<(Epoch, String)>,
-    pub metrics: Receiver<Sender<TransferMetrics>>,
     pub stop: Receiver<()>,
 }
 
 pub struct Driver<S> {
     pub core: Core,
     pub transport: Box<dyn Transport>,
-    pub data_counters: Arc<DataCounters>,
+    pub figures: Arc<Figures>,
     pub postbox: Postbox,
     pub sink: S,
     pub inputs: Inputs,
-    /// The last metrics and the threads that would not end, when the driver has.
-    pub outcome: Arc<Mutex<Outcome>>,
+    /// The threads that would not end, when the driver has.
+    pub unfinished: Arc<Mutex<Vec<String>>>,
     pub outbound: BTreeMap<Epoch, Outbound>,
     pub senders: Threads,
     /// Events that found no room.
     pub waiting: VecDeque<Event>,
-}
-
-#[derive(Debug, Default)]
-pub struct Outcome {
-    pub metrics: TransferMetrics,
-    pub unfinished: Vec<String>,
 }
 
 enum Input {
@@ -67,33 +60,37 @@ enum Input {
     Notice(Box<Opened>),
     Data(Report),
     Failure(Epoch, String),
-    Metrics(Sender<TransferMetrics>),
     ListenerEnded,
     Stop,
     Nothing,
 }
 
 impl<S: EventSink> Driver<S> {
-    /// Until `stop` ends; then everything under way is ended too. `join_by` bounds the rest.
+    /// Until `stop` or the listener ends; then everything under way is ended too, and the sink is
+    /// dropped. `shutdown_max` bounds that.
     pub fn run(mut self, shutdown_max: Duration) {
-        while !matches!(self.turn(SLEEP_MAX), Turned::Stopped) {}
+        let reason = loop {
+            if let Turned::Stopped { reason } = self.turn(SLEEP_MAX) {
+                break reason;
+            }
+        };
         let stopped = Instant::now();
-        self.core.abort_all(stopped, "the node stops");
+        self.core.abort_all(stopped, reason);
         self.act();
         while self.core.active_count() > 0 && stopped.elapsed() < FAREWELL {
             self.inputs.stop = never();
             self.turn(OFFER_AGAIN);
         }
-        let metrics = self.metrics();
+        self.figures.publish(&self.core);
         // Dropping the queues lets the last notices leave and ends their threads.
         self.outbound.clear();
         let deadline = stopped + shutdown_max;
-        let Self { mut transport, senders, inputs, outcome, .. } = self;
+        let Self { mut transport, senders, inputs, unfinished, .. } = self;
         // Data threads that wait for room in this channel must find out that nobody listens.
         drop(inputs);
-        let mut unfinished = transport.shutdown(deadline);
-        unfinished.extend(senders.join_all(deadline));
-        *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Outcome { metrics, unfinished };
+        let mut threads = transport.shutdown(deadline);
+        threads.extend(senders.join_all(deadline));
+        *unfinished.lock().unwrap_or_else(PoisonError::into_inner) = threads;
     }
 
     /// Takes what has come, does what is due, and what follows from both.
@@ -122,15 +119,13 @@ impl<S: EventSink> Driver<S> {
                     }
                 }
                 Input::Failure(peer, reason) => self.core.handle_peer_failed(now, peer, &reason),
-                Input::Metrics(reply) => {
-                    // Whoever asked may have given up.
-                    let _ = reply.try_send(self.metrics());
-                }
                 Input::ListenerEnded => {
-                    // It has logged why. Peers fall silent to us, and leases end what they hold.
+                    // Deaf to its peers the node would fail every transfer and still look whole.
+                    tracing::error!("transfers end: nothing listens for notices any more");
                     self.inputs.notices = never();
+                    return Turned::Stopped { reason: "the notice listener has ended" };
                 }
-                Input::Stop => return Turned::Stopped,
+                Input::Stop => return Turned::Stopped { reason: "the node stops" },
                 Input::Nothing => break,
             }
             self.act();
@@ -139,6 +134,7 @@ impl<S: EventSink> Driver<S> {
             self.core.on_deadline(now);
             self.act();
         }
+        self.figures.publish(&self.core);
         self.offer();
         Turned::Running
     }
@@ -156,7 +152,6 @@ impl<S: EventSink> Driver<S> {
                 failure.map_or(Input::Nothing, |(peer, reason)| Input::Failure(peer, reason))
             }
             recv(commands) -> command => command.map_or(Input::Nothing, Input::Command),
-            recv(self.inputs.metrics) -> reply => reply.map_or(Input::Nothing, Input::Metrics),
             recv(self.inputs.stop) -> _ => Input::Stop,
             default(sleep) => Input::Nothing,
         }
@@ -214,6 +209,8 @@ impl<S: EventSink> Driver<S> {
                     }
                 }
                 Action::Emit(event) => {
+                    // Whoever acts on the event finds it counted.
+                    self.figures.publish(&self.core);
                     self.waiting.push_back(event);
                     self.offer();
                 }
@@ -229,35 +226,59 @@ impl<S: EventSink> Driver<S> {
             }
         }
     }
-
-    fn metrics(&self) -> TransferMetrics {
-        let counters = self.core.counters();
-        let mut metrics = TransferMetrics {
-            notices_resent: counters.notices_resent,
-            notices_refused: counters.notices_refused.clone(),
-            arrived: counters.arrived,
-            receive_failed: counters.receive_failed,
-            delivered: counters.delivered,
-            send_failed: counters.send_failed,
-            transfers_active: self.core.active_count(),
-            peers: self
-                .core
-                .pairs()
-                .map(|pair| PeerMetrics {
-                    node_id: pair.peer().node_id.clone(),
-                    path: pair.transport().to_owned(),
-                    transfers_active: pair.transfers().len(),
-                })
-                .collect(),
-            ..TransferMetrics::default()
-        };
-        self.data_counters.add_to(&mut metrics);
-        self.postbox.counters.add_to(&mut metrics);
-        metrics
-    }
 }
 
 enum Turned {
     Running,
-    Stopped,
+    Stopped { reason: &'static str },
+}
+
+#[cfg(test)]
+mod tests {
+    use crossbeam_channel::{RecvTimeoutError, unbounded};
+    use kernels::{Dtype, KvArena, KvLayout};
+
+    use super::super::{SHUTDOWN_MAX, Transfers};
+    use crate::{
+        ClusterSecret, Limits, TransferConfig,
+        api::{Epoch, Identity},
+        notice::{PROTOCOL_MAX, PROTOCOL_MIN},
+    };
+    use std::time::Instant;
+
+    #[test]
+    fn transfers_end_with_their_listener() {
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 16, dtype: Dtype::F32 };
+        let config = TransferConfig {
+            node_id: "node".to_owned(),
+            epoch: Epoch(1),
+            identity: Identity {
+                model_fingerprint: 1,
+                weight_version: 1,
+                kv_layout: layout.to_string(),
+                block_size: 16,
+                dtype: "f32".to_owned(),
+                tp: 1,
+                protocol_min: PROTOCOL_MIN,
+                protocol_max: PROTOCOL_MAX,
+            },
+            secret: ClusterSecret::new("the secret of this test").unwrap(),
+            notice_bind: "127.0.0.1:0".parse().unwrap(),
+            data_bind: "127.0.0.1:0".parse().unwrap(),
+            advertise_host: "127.0.0.1".to_owned(),
+            limits: Limits::default(),
+        };
+        let (sink, events) = unbounded();
+        let transfers = Transfers::start(config, KvArena::host(layout, 1).unwrap(), sink).unwrap();
+
+        let deadline = Instant::now() + 2 * SHUTDOWN_MAX;
+        let stuck = {
+            let running = transfers.running.lock().unwrap();
+            running.as_ref().unwrap().listener.shutdown(deadline)
+        };
+        assert!(stuck.is_empty(), "{stuck:?}");
+        // Whoever waits for events learns that none will come.
+        assert_eq!(events.recv_deadline(deadline), Err(RecvTimeoutError::Disconnected));
+        transfers.shutdown().unwrap();
+    }
 }

@@ -2,10 +2,7 @@
 
 use std::{
     net::SocketAddr,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -29,8 +26,8 @@ const POLL_MS: i64 = 1_000;
 /// Messages taken in one go, before the door is looked at again.
 const BATCH: usize = 64;
 
-/// Tells apart the stop sockets of several listeners in one process.
-static STOP_NUMBER: AtomicU64 = AtomicU64::new(0);
+/// A context has one listener, as it has one door.
+const STOP: &str = "inproc://kv-transfer-stop";
 
 pub struct Listener {
     /// A message here ends the thread. Used by one thread at a time.
@@ -53,8 +50,7 @@ impl Listener {
         let door = Door::open(context, keys.clone(), me).map_err(bind_error)?;
         // From the door to the socket nobody is let in: questions wait for the thread.
         let (router, port) = sockets::listener(context, bind).map_err(bind_error)?;
-        let number = STOP_NUMBER.fetch_add(1, Ordering::Relaxed);
-        let (stop, stopped) = stop_pair(context, number).map_err(bind_error)?;
+        let (stop, stopped) = stop_pair(context).map_err(bind_error)?;
         let name = "kv-notices";
         let thread = Threads::default();
         let mut receiver =
@@ -87,13 +83,12 @@ impl Drop for Listener {
     }
 }
 
-fn stop_pair(context: &zmq::Context, number: u64) -> zmq::Result<(zmq::Socket, zmq::Socket)> {
-    let endpoint = format!("inproc://kv-transfer-stop-{number}");
+fn stop_pair(context: &zmq::Context) -> zmq::Result<(zmq::Socket, zmq::Socket)> {
     let (stop, stopped) = (context.socket(zmq::PAIR)?, context.socket(zmq::PAIR)?);
     stop.set_linger(0)?;
     stopped.set_linger(0)?;
-    stopped.bind(&endpoint)?;
-    stop.connect(&endpoint)?;
+    stopped.bind(STOP)?;
+    stop.connect(STOP)?;
     Ok((stop, stopped))
 }
 

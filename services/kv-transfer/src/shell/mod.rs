@@ -26,14 +26,15 @@ use kernels::KvArena;
 use crate::{
     api::{Command, Event},
     config::TransferConfig,
-    metrics::{DataCounters, NoticeCounters, TransferMetrics},
+    metrics::{Figures, MetricsReader, TransferMetrics},
     notice::{Keys, Sealer, Source},
     protocol::{Core, Local},
+    resolve::Resolver,
     tcp::Tcp,
     threads::Threads,
     transport::Transport,
 };
-use driver::{Driver, Inputs, Outcome};
+use driver::{Driver, Inputs};
 use listener::Listener;
 use outbound::Postbox;
 
@@ -43,8 +44,8 @@ const NOTICES_MAX: usize = 4096;
 const DATA_EVENTS_MAX: usize = 4096;
 /// All of a shutdown.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(3);
-/// How long a reader of metrics waits for the driver.
-const METRICS_MAX: Duration = Duration::from_millis(500);
+/// What the driver may take beyond that to hear of it.
+const SHUTDOWN_SLACK: Duration = Duration::from_millis(500);
 
 /// Where events go. Called on the driver's thread and must not wait.
 pub trait EventSink: Send + 'static {
@@ -105,9 +106,9 @@ pub struct Transfers {
     data_endpoint: String,
     commands: Sender<Command>,
     commands_max: usize,
-    metrics: Sender<Sender<TransferMetrics>>,
+    figures: Arc<Figures>,
     running: Mutex<Option<Running>>,
-    outcome: Arc<Mutex<Outcome>>,
+    unfinished: Arc<Mutex<Vec<String>>>,
 }
 
 /// What a shutdown ends.
@@ -132,10 +133,9 @@ impl Transfers {
         let (notice_sender, notices) = bounded(NOTICES_MAX);
         let (data_sender, data) = bounded(DATA_EVENTS_MAX);
         let (failure_sender, failures) = bounded(limits.pairs_max);
-        let (metrics_sender, metrics) = bounded(4);
         let (stop, stopped) = bounded(0);
-        let data_counters = Arc::new(DataCounters::default());
-        let notice_counters = Arc::new(NoticeCounters::default());
+        let figures = Arc::new(Figures::default());
+        let resolver = Resolver::system();
         let block_bytes = arena.block_bytes();
         let tcp = Tcp::start(
             config.data_bind,
@@ -145,7 +145,8 @@ impl Transfers {
             // While a connection is replaced the one before may still be ending.
             2 * limits.pairs_max,
             data_sender,
-            Arc::clone(&data_counters),
+            resolver.clone(),
+            Arc::clone(&figures.data),
         )
         .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
         let data_endpoint = endpoint(&config.advertise_host, tcp.address().port());
@@ -156,7 +157,7 @@ impl Transfers {
             keys.clone(),
             config.epoch,
             notice_sender,
-            Arc::clone(&notice_counters),
+            Arc::clone(&figures.notices),
         )?;
         let notice_endpoint = endpoint(&config.advertise_host, listener.port());
         let source = Source { node_id: config.node_id.clone(), epoch: config.epoch };
@@ -171,21 +172,23 @@ impl Transfers {
             block_bytes,
             limits,
         });
-        let outcome = Arc::new(Mutex::new(Outcome::default()));
+        let unfinished = Arc::default();
         let driver = Driver {
             core,
             transport: Box::new(tcp),
-            data_counters,
+            figures: Arc::clone(&figures),
             postbox: Postbox {
                 context,
                 sealer: Sealer::new(keys.clone(), source),
                 keys,
-                counters: notice_counters,
+                resolver,
+                counters: Arc::clone(&figures.notices),
                 failures: failure_sender,
+                monitors: Arc::default(),
             },
             sink: events,
-            inputs: Inputs { commands, notices, data, failures, metrics, stop: stopped },
-            outcome: Arc::clone(&outcome),
+            inputs: Inputs { commands, notices, data, failures, stop: stopped },
+            unfinished: Arc::clone(&unfinished),
             outbound: BTreeMap::new(),
             senders: Threads::default(),
             waiting: VecDeque::new(),
@@ -200,9 +203,9 @@ impl Transfers {
             data_endpoint,
             commands: command_sender,
             commands_max: limits.commands_max,
-            metrics: metrics_sender,
+            figures,
             running: Mutex::new(Some(Running { listener, driver: threads, stop })),
-            outcome,
+            unfinished,
         })
     }
 
@@ -226,15 +229,14 @@ impl Transfers {
         &self.data_endpoint
     }
 
-    /// Counters since start and what goes on now; after a shutdown, the last ones. Waits for the
-    /// driver's next turn, half a second at most.
+    /// Counters since start and what goes on now; after a shutdown, the last ones. Never waits.
     pub fn metrics(&self) -> TransferMetrics {
-        let (reply, answer) = bounded(1);
-        let asked = self.metrics.try_send(reply).is_ok();
-        match answer.recv_timeout(METRICS_MAX) {
-            Ok(metrics) if asked => metrics,
-            _ => self.outcome.lock().unwrap_or_else(PoisonError::into_inner).metrics.clone(),
-        }
+        self.figures.read()
+    }
+
+    /// The same, for whoever must not keep the transfers alive.
+    pub fn metrics_reader(&self) -> MetricsReader {
+        self.figures.reader()
     }
 
     /// Aborts what is under way (each transfer still gets its final event), closes every socket and
@@ -243,9 +245,9 @@ impl Transfers {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(Running { listener, driver, stop }) = running else { return Ok(()) };
         drop(stop);
-        let deadline = Instant::now() + SHUTDOWN_MAX + METRICS_MAX;
+        let deadline = Instant::now() + SHUTDOWN_MAX + SHUTDOWN_SLACK;
         let mut threads = driver.join_all(deadline);
-        threads.append(&mut self.outcome.lock().unwrap_or_else(PoisonError::into_inner).unfinished);
+        threads.append(&mut self.unfinished.lock().unwrap_or_else(PoisonError::into_inner));
         threads.extend(listener.shutdown(deadline));
         if threads.is_empty() { Ok(()) } else { Err(ShutdownError { threads }) }
     }

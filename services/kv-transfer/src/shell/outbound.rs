@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{SocketAddr, ToSocketAddrs},
+    net::{SocketAddr, TcpStream},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -17,6 +17,7 @@ use crate::{
     api::{Epoch, PeerAddress},
     metrics::NoticeCounters,
     notice::{Keys, Notice, Sealer},
+    resolve::Resolver,
     threads::Threads,
 };
 
@@ -25,9 +26,8 @@ use crate::{
 const QUEUE_MAX: usize = 1024;
 /// How often an idle thread looks at the state of its connection.
 const LOOK: Duration = Duration::from_millis(500);
-
-/// Tells apart the monitors of all DEALERs in one process.
-static MONITOR_NUMBER: AtomicU64 = AtomicU64::new(0);
+/// How long one of a name's several addresses has to answer, out of a lease of seconds.
+const CONNECT: Duration = Duration::from_millis(300);
 
 /// What every sender thread needs.
 #[derive(Clone)]
@@ -35,9 +35,13 @@ pub struct Postbox {
     pub context: zmq::Context,
     pub keys: Keys,
     pub sealer: Arc<Sealer>,
+    pub resolver: Resolver,
     pub counters: Arc<NoticeCounters>,
     /// Peers that cannot be reached, and why.
     pub failures: Sender<(Epoch, String)>,
+    /// Monitors attached in this context so far. A pair made anew may meet its old thread on its way
+    /// out, so the peer's epoch does not name one.
+    pub monitors: Arc<AtomicU64>,
 }
 
 /// Dropping it ends the thread, after a short chance for what is queued.
@@ -97,13 +101,14 @@ impl PeerSender {
         let failed = |doing: &str, error: &dyn std::fmt::Display| {
             format!("notice endpoint {endpoint}: {doing}: {error}")
         };
+        let Postbox { context, keys, monitors, resolver, .. } = &self.postbox;
         // Resolved here and not by libzmq, whose one thread serves all pairs.
-        let address = resolve(endpoint).map_err(|error| failed("resolve", &error))?;
-        let Postbox { context, keys, .. } = &self.postbox;
+        let addresses = resolver.resolve(endpoint).map_err(|error| failed("resolve", &error))?;
+        let address = first_that_answers(&addresses);
         let dealer = sockets::outbound(context, keys, self.peer.epoch, address)
             .map_err(|error| failed("socket", &error))?;
-        let monitor =
-            Monitor::attach(context, &dealer).map_err(|error| failed("monitor", &error))?;
+        let monitor = Monitor::attach(context, monitors, &dealer)
+            .map_err(|error| failed("monitor", &error))?;
         dealer.connect(&format!("tcp://{address}")).map_err(|error| failed("connect", &error))?;
         loop {
             match self.notices.recv_timeout(LOOK) {
@@ -141,11 +146,12 @@ impl PeerSender {
     }
 }
 
-fn resolve(endpoint: &str) -> io::Result<SocketAddr> {
-    let invalid = |reason: &str| io::Error::new(io::ErrorKind::InvalidInput, reason.to_owned());
-    let host_and_port =
-        endpoint.strip_prefix("tcp://").ok_or_else(|| invalid("it must start with tcp://"))?;
-    host_and_port.to_socket_addrs()?.next().ok_or_else(|| invalid("the host has no address"))
+/// libzmq connects to one address. A name may have several, of which some lead nowhere (IPv6 beside
+/// IPv4); a name with one costs no attempt. When none answers now, the first is kept trying.
+fn first_that_answers(addresses: &[SocketAddr]) -> SocketAddr {
+    let answers = |address: &&SocketAddr| TcpStream::connect_timeout(address, CONNECT).is_ok();
+    let several = addresses.len() > 1;
+    *several.then(|| addresses.iter().find(answers)).flatten().unwrap_or(&addresses[0])
 }
 
 /// Hears from libzmq how the connection fares.
@@ -154,8 +160,12 @@ struct Monitor {
 }
 
 impl Monitor {
-    fn attach(context: &zmq::Context, dealer: &zmq::Socket) -> zmq::Result<Self> {
-        let number = MONITOR_NUMBER.fetch_add(1, Ordering::Relaxed);
+    fn attach(
+        context: &zmq::Context,
+        monitors: &AtomicU64,
+        dealer: &zmq::Socket,
+    ) -> zmq::Result<Self> {
+        let number = monitors.fetch_add(1, Ordering::Relaxed);
         let endpoint = format!("inproc://kv-transfer-monitor-{number}");
         dealer.monitor(&endpoint, zmq::SocketEvent::HANDSHAKE_FAILED_AUTH.to_raw().into())?;
         let events = context.socket(zmq::PAIR)?;
@@ -172,7 +182,7 @@ impl Monitor {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
+    use std::{net::TcpListener, time::Instant};
 
     use super::*;
     use crate::{
@@ -189,8 +199,10 @@ mod tests {
             context: zmq::Context::new(),
             sealer: Sealer::new(keys.clone(), from),
             keys,
+            resolver: Resolver::system(),
             counters: Arc::default(),
             failures,
+            monitors: Arc::default(),
         };
         (postbox, failed)
     }
@@ -232,5 +244,42 @@ mod tests {
         assert!(reason.contains("ipc://somewhere") && reason.contains("tcp://"), "{reason}");
         drop(outbound);
         assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
+    }
+
+    #[test]
+    fn a_name_that_nobody_has_is_reported() {
+        let (postbox, failed) = postbox();
+        let threads = Threads::default();
+        let nowhere = peer("tcp://nowhere.invalid:9");
+        let outbound = Outbound::start(&postbox, &nowhere, &threads).unwrap();
+        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(5)).unwrap();
+        assert_eq!(epoch, Epoch(2));
+        assert!(reason.contains("resolve: ") && reason.contains("nowhere.invalid"), "{reason}");
+        drop(outbound);
+        assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
+    }
+
+    #[test]
+    fn of_several_addresses_the_first_that_answers_is_taken() {
+        let listener = || TcpListener::bind("127.0.0.1:0").unwrap();
+        let (open, other) = (listener(), listener());
+        let [open_at, other_at] = [&open, &other].map(|it| it.local_addr().unwrap());
+        let closed_at = listener().local_addr().unwrap();
+        assert_eq!(first_that_answers(&[closed_at, open_at, other_at]), open_at);
+        assert_eq!(first_that_answers(&[closed_at]), closed_at);
+        assert_eq!(first_that_answers(&[closed_at, closed_at]), closed_at);
+    }
+
+    #[test]
+    fn ways_to_the_same_peer_may_overlap() {
+        let (postbox, failed) = postbox();
+        let threads = Threads::default();
+        let peer = peer("tcp://127.0.0.1:9");
+        // As when a pair is made anew while the thread of the one before still sends.
+        let ways: Vec<Outbound> =
+            (0..3).map(|_| Outbound::start(&postbox, &peer, &threads).unwrap()).collect();
+        drop(ways);
+        assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
+        assert_eq!(failed.try_recv().ok(), None);
     }
 }

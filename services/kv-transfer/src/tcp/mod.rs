@@ -6,7 +6,7 @@
 //! into the posted ones. Neither encrypted nor sealed frame by frame: the network between
 //! the nodes is the operator's, and each chunk's xxh3 travels in the sealed `DONE`.
 
-mod frame;
+pub mod frame;
 mod handshake;
 mod inbound;
 mod inbox;
@@ -35,6 +35,7 @@ use crate::{
     metrics::DataCounters,
     notice::Keys,
     protocol::DataEvent,
+    resolve::Resolver,
     threads::Threads,
     transport::{DataError, Released, Report, Transport},
 };
@@ -49,6 +50,7 @@ struct Shared {
     me: Epoch,
     keys: Keys,
     reports: Sender<Report>,
+    resolver: Resolver,
     counters: Arc<DataCounters>,
     /// Connections so far, in either direction.
     connections: AtomicU64,
@@ -87,11 +89,12 @@ impl Tcp {
         arena: Arc<KvArena>,
         connections_max: usize,
         reports: Sender<Report>,
+        resolver: Resolver,
         counters: Arc<DataCounters>,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(bind)?;
-        let shared =
-            Arc::new(Shared { me, keys, reports, counters, connections: AtomicU64::new(0) });
+        let connections = AtomicU64::new(0);
+        let shared = Arc::new(Shared { me, keys, reports, resolver, counters, connections });
         Ok(Self {
             inbound: Inbound::start(Arc::clone(&shared), listener, connections_max)?,
             shared,

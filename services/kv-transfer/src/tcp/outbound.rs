@@ -4,7 +4,7 @@
 
 use std::{
     io::{self, Read},
-    net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs},
+    net::{Shutdown, SocketAddr, TcpStream},
     thread,
     time::{Duration, Instant},
 };
@@ -41,8 +41,9 @@ fn connect(
     endpoint: &str,
 ) -> io::Result<Option<TcpStream>> {
     let deadline = Instant::now() + LEASE;
+    let addresses = shared.resolver.resolve(endpoint).map_err(io::Error::other)?;
     loop {
-        let error = match connect_once(shared, peer, endpoint) {
+        let error = match connect_once(shared, peer, &addresses, deadline) {
             Ok(stream) => return Ok(outbox.connected(&stream)?.then_some(stream)),
             Err(error) => error,
         };
@@ -57,12 +58,16 @@ fn connect(
     }
 }
 
-fn connect_once(shared: &Shared, peer: Epoch, endpoint: &str) -> io::Result<TcpStream> {
-    let host_and_port = endpoint.strip_prefix("tcp://").unwrap_or(endpoint);
+/// Tries each address until `deadline`, the first in any case.
+fn connect_once(
+    shared: &Shared,
+    peer: Epoch,
+    addresses: &[SocketAddr],
+    deadline: Instant,
+) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
-    let addresses: Vec<SocketAddr> = host_and_port.to_socket_addrs()?.collect();
     for address in addresses {
-        let made = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).and_then(|mut stream| {
+        let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
             handshake::connect(&mut stream, &shared.keys, shared.me, peer)
                 .map_err(io::Error::other)?;
@@ -71,6 +76,9 @@ fn connect_once(shared: &Shared, peer: Epoch, endpoint: &str) -> io::Result<TcpS
         match made {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
+        }
+        if Instant::now() >= deadline {
+            break;
         }
     }
     Err(last)
@@ -103,4 +111,37 @@ fn watch(outbox: &Outbox, mut stream: TcpStream) {
         }
     };
     outbox.break_off(reason);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, atomic::AtomicU64};
+
+    use crossbeam_channel::bounded;
+
+    use super::*;
+    use crate::{config::ClusterSecret, notice::Keys, resolve::Resolver, transport::Report};
+
+    #[test]
+    fn a_name_that_nobody_has_ends_the_connection() {
+        let (reports, reported) = bounded(4);
+        let shared = Shared {
+            me: Epoch(1),
+            keys: Keys::derive(&ClusterSecret::new("the secret of this test").unwrap()),
+            reports,
+            resolver: Resolver::system(),
+            counters: Arc::default(),
+            connections: AtomicU64::new(0),
+        };
+        let outbox = Outbox::new(shared.number_connection());
+        run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9");
+        let Ok(Report::Ended { peer, connection, reason }) = reported.try_recv() else {
+            panic!("its end is reported");
+        };
+        assert_eq!((peer, connection), (Epoch(2), outbox.connection()));
+        assert!(
+            reason.contains("it was not made: ") && reason.contains("nowhere.invalid"),
+            "{reason}"
+        );
+    }
 }

@@ -84,7 +84,7 @@ fn tombstones_are_bounded_whoever_cancels() {
         if id % 2 == 0 {
             core.handle_command(now, Command::Abort { transfer, reason });
         } else {
-            core.handle_notice(now, &peer, Notice::untraced(Body::Abort { transfer, reason }));
+            core.handle_notice(now, &peer, Notice::untraced(Body::give_up(transfer, reason)));
         }
         assert!(core.table_sizes().2 <= LIMITS.tombstones_max);
     }

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use kv_transfer::api::{Command, TransferId};
+use kv_transfer::{
+    api::{Command, Event, TransferFailure, TransferId},
+    config::LEASE,
+};
 
 use crate::world::{Journey, Step, Weather, World};
 
@@ -102,6 +105,95 @@ fn an_abort_from_either_side_ends_both_within_a_heartbeat() {
                 assert_eq!(world.nodes[node].free_count(), 40);
             }
         }
+    }
+}
+
+/// The world compares what arrives with what the receiver's weights would have written.
+#[test]
+fn weights_that_change_at_any_moment_fail_what_has_begun_and_nothing_later() {
+    for (step, moment) in moments().enumerate() {
+        for changing in [&[SENDER][..], &[RECEIVER], &[SENDER, RECEIVER], &[RECEIVER, SENDER]] {
+            let (mut world, journey) = begin(step as u64);
+            let at = world.start + moment;
+            for node in changing {
+                let changed = Command::WeightsChanged { weight_version: 4 };
+                world.at(at, *node, Step::Command(changed));
+            }
+            world.run_until(world.start + Duration::from_secs(30));
+            for node in [SENDER, RECEIVER] {
+                let (ended, well) = world.end_of(node, journey.transfer).expect("it ended");
+                assert!(!well || ended <= at || !changing.contains(&node), "{moment:?}");
+                // Begun after the other has changed, it may find the pair refused, or wait for a
+                // RESERVE that the tombstone has answered.
+                let begun = world.nodes[node].begun[&journey.transfer];
+                assert!(ended <= begun.max(at) + BACK, "{moment:?}: {:?}", ended - at);
+                assert_eq!(world.nodes[node].free_count(), 40);
+                if !well {
+                    assert_mismatch(&world, node, &format!("at {moment:?} with {changing:?}"));
+                }
+            }
+            // With the same weights again the next attempt succeeds.
+            for node in [SENDER, RECEIVER] {
+                let changed = Command::WeightsChanged { weight_version: 5 };
+                world.at(world.now, node, Step::Command(changed));
+            }
+            let next = Journey { transfer: TransferId(10), ..journey };
+            let now = world.now;
+            world.journey(next, Some(now), Some(now));
+            world.run_until(now + Duration::from_secs(5));
+            for node in [SENDER, RECEIVER] {
+                let (_, well) = world.end_of(node, TransferId(10)).expect("it ended");
+                assert!(well, "{moment:?}: {:?}", world.nodes[node].events);
+            }
+        }
+    }
+}
+
+/// One side is updated, then the other: what lies between is refused at HELLO.
+#[test]
+fn a_pair_that_was_refused_comes_up_as_soon_as_the_weights_agree() {
+    for seed in 0..20 {
+        let mut world = World::new(seed, 2, 40, WEATHER);
+        let change = |world: &mut World, node| {
+            let changed = Command::WeightsChanged { weight_version: 4 };
+            world.at(world.now, node, Step::Command(changed));
+        };
+        let attempt = |world: &mut World, id| {
+            let journey = Journey {
+                transfer: TransferId(id),
+                sender: SENDER,
+                receiver: RECEIVER,
+                block_count: 3,
+                cached: 0,
+                deadline: Duration::from_secs(5),
+            };
+            let now = world.now;
+            world.journey(journey, Some(now), Some(now + WEATHER.delay_max * 2));
+            world.run_until(now + LEASE / 4);
+            [SENDER, RECEIVER].map(|node| world.end_of(node, TransferId(id)).map(|(_, well)| well))
+        };
+        change(&mut world, SENDER);
+        assert_eq!(attempt(&mut world, 1), [Some(false); 2], "seed {seed}");
+        for node in [SENDER, RECEIVER] {
+            assert_mismatch(&world, node, &format!("seed {seed}"));
+        }
+        change(&mut world, RECEIVER);
+        assert_eq!(attempt(&mut world, 2), [Some(true); 2], "seed {seed}");
+    }
+}
+
+/// Every transfer that failed at `node` did so because of the weights.
+fn assert_mismatch(world: &World, node: usize, when: &str) {
+    for (_, event) in &world.nodes[node].events {
+        let (Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. }) = event
+        else {
+            continue;
+        };
+        let named = matches!(
+            failure,
+            TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { from: 3, to: 4 }
+        );
+        assert!(named, "{when}: {failure}");
     }
 }
 

@@ -31,12 +31,16 @@ pub struct Node {
     pub name: String,
     pub epoch: Epoch,
     pub core: Core,
+    /// Of the weights that its engine computes with.
+    pub weight_version: u64,
     pub life: Life,
     /// What came while the process was stopped.
     pub inbox: Vec<Step>,
     pub memory: Vec<u64>,
     /// Blocks that a transfer may write or read here.
     pub owners: BTreeMap<BlockId, TransferId>,
+    /// The same blocks in the order in which the transfer got them.
+    pub taken: BTreeMap<TransferId, Vec<BlockId>>,
     pub free: Vec<BlockId>,
     pub posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     pub writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
@@ -71,11 +75,13 @@ impl Node {
         Self {
             name,
             epoch,
+            weight_version: local.identity.weight_version,
             core: Core::new(local),
             life: Life::Running,
             inbox: Vec::new(),
             memory: vec![BLANK; block_count as usize],
             owners: BTreeMap::new(),
+            taken: BTreeMap::new(),
             free: (0..block_count).rev().map(BlockId).collect(),
             posted: BTreeMap::new(),
             writing: BTreeMap::new(),
@@ -95,18 +101,13 @@ impl Node {
         for block in &blocks {
             self.owners.insert(*block, transfer);
         }
+        self.taken.insert(transfer, blocks.clone());
         Some(blocks)
     }
 
     /// Freed blocks are spoilt at once and are the next to be taken.
     pub fn give_back(&mut self, transfer: TransferId) {
-        let blocks: Vec<BlockId> = self
-            .owners
-            .iter()
-            .filter(|(_, owner)| **owner == transfer)
-            .map(|(block, _)| *block)
-            .collect();
-        for block in blocks {
+        for block in self.taken.remove(&transfer).unwrap_or_default() {
             self.owners.remove(&block);
             self.memory[block.index()] = u64::MAX;
             self.free.push(block);

@@ -1,11 +1,11 @@
 //! Peers that are not what they should be, and messages that nobody should send.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
     api::{Command, Event, Identity, TransferFailure, TransferId},
-    notice::{Body, Done, Hello, HelloOk, Notice, Reserve, Source},
+    notice::{AbortCause, Body, Done, Hello, HelloOk, Notice, Reserve, Source},
     protocol::{Action, Core, DataEvent, Local},
 };
 use proptest::prelude::*;
@@ -62,43 +62,147 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
     assert!(world.end_of(1, TransferId(2)).is_some());
 }
 
-#[test]
-fn another_weight_version_is_refused_in_reserve_too() {
-    let mut world = World::new(3, 2, 40, CALM);
+/// Node 0 has said that it expects, or that it receives; everything it then wants done.
+fn begun(receives: bool) -> (Core, Source, Instant) {
+    let world = World::new(3, 2, 40, CALM);
     let (now, peer) = (world.now, world.address(1));
     let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
-    let core = &mut world.nodes[0].core;
+    let (transfer, deadline) = (TransferId(1), Duration::from_secs(5));
+    let mut core = world.nodes.into_iter().next().expect("there are two").core;
     core.handle_notice(now, &from, Notice::untraced(hello(identity())));
+    let traceparent = String::new();
     core.handle_command(
         now,
-        Command::Expect {
-            transfer: TransferId(1),
-            peer,
-            prompt_hash: 5,
-            deadline: Duration::from_secs(5),
-            traceparent: String::new(),
+        if receives {
+            let blocks = vec![BlockId(3)];
+            let (prompt_hash, first_block) = (5, 0);
+            Command::Receive {
+                transfer,
+                peer,
+                prompt_hash,
+                first_block,
+                blocks,
+                deadline,
+                traceparent,
+            }
+        } else {
+            Command::Expect { transfer, peer, prompt_hash: 5, deadline, traceparent }
         },
     );
-    let reserve = Body::Reserve(Reserve {
-        transfer: TransferId(1),
-        model_fingerprint: 0xfeed,
-        weight_version: 4,
-        prompt_hash: 5,
-        first_block: 0,
-        blocks: vec![BlockId(3)],
-    });
-    core.handle_notice(now, &from, Notice::untraced(reserve));
+    while core.poll_action().is_some() {}
+    (core, from, now)
+}
+
+/// The node hears of a refusal with these words, and the peer of a mismatch.
+fn assert_refused(core: &mut Core, words: &str) {
     let actions: Vec<Action> = std::iter::from_fn(|| core.poll_action()).collect();
-    assert!(
-        actions.iter().any(|action| matches!(action,
-            Action::Emit(Event::SendFailed { failure: TransferFailure::Protocol { detail, .. }, .. })
-                if detail.contains("weight_version 3 against 4"))),
-        "{actions:?}"
-    );
-    assert!(actions.iter().any(|action| matches!(
-        action,
-        Action::SendNotice { notice: Notice { body: Body::Abort { .. }, .. }, .. }
-    )));
+    let is_refusal = |action: &Action| match action {
+        Action::Emit(
+            Event::SendFailed { failure: TransferFailure::Refused { reason, .. }, .. }
+            | Event::ReceiveFailed { failure: TransferFailure::Refused { reason, .. }, .. },
+        ) => reason.contains(words),
+        _ => false,
+    };
+    assert!(actions.iter().any(is_refusal), "{actions:?}");
+    let tells_peer = |action: &Action| match action {
+        Action::SendNotice { notice, .. } => {
+            matches!(notice.body, Body::Abort { cause: AbortCause::Mismatch, .. })
+        }
+        _ => false,
+    };
+    assert!(actions.iter().any(tells_peer), "{actions:?}");
+    let has_arrived = |action: &Action| matches!(action, Action::Emit(Event::Arrived { .. }));
+    assert!(!actions.iter().any(has_arrived), "{actions:?}");
+}
+
+#[test]
+fn a_reserve_for_another_model_or_other_weights_is_refused_by_its_name() {
+    for (model_fingerprint, weight_version, words) in [
+        (0xfeed, 4, "weight_version 3 against 4"),
+        (0xbeef, 3, "model_fingerprint 0000000000000000000000000000feed against"),
+    ] {
+        let (mut core, from, now) = begun(false);
+        let reserve = Body::Reserve(Reserve {
+            transfer: TransferId(1),
+            model_fingerprint,
+            weight_version,
+            prompt_hash: 5,
+            first_block: 0,
+            blocks: vec![BlockId(3)],
+        });
+        core.handle_notice(now, &from, Notice::untraced(reserve));
+        assert_refused(&mut core, words);
+    }
+}
+
+#[test]
+fn a_refused_reserve_is_a_refusal_for_who_sent_it() {
+    let (mut core, from, now) = begun(true);
+    let (transfer, reason) = (TransferId(1), "weight_version 3 against 4".to_owned());
+    let abort = Body::Abort { transfer, cause: AbortCause::Mismatch, reason };
+    core.handle_notice(now, &from, Notice::untraced(abort));
+    let events: Vec<Event> = std::iter::from_fn(|| core.poll_action())
+        .filter_map(|action| match action {
+            Action::Emit(event) => Some(event),
+            _ => None,
+        })
+        .collect();
+    let [Event::ReceiveFailed { failure: TransferFailure::Refused { peer, reason }, .. }] =
+        events.as_slice()
+    else {
+        panic!("{events:?}");
+    };
+    assert_eq!((peer.as_str(), reason.as_str()), ("node-1", "weight_version 3 against 4"));
+}
+
+/// Every block is written and undamaged; only what `DONE` says of the weights is wrong.
+#[test]
+fn kv_of_another_model_or_other_weights_never_arrives() {
+    for (model_fingerprint, weight_version, is_ours) in
+        [(0xfeed, 3, true), (0xfeed, 4, false), (0xbeef, 3, false)]
+    {
+        for done_first in [false, true] {
+            let (mut core, from, now) = begun(true);
+            let transfer = TransferId(1);
+            let chunk = Body::Chunk {
+                transfer,
+                chunk: 0,
+                first_block: 0,
+                block_count: 1,
+                bytes: BLOCK_BYTES as u64,
+            };
+            core.handle_notice(now, &from, Notice::untraced(chunk));
+            while core.poll_action().is_some() {}
+            let done = Notice::untraced(Body::Done(Done {
+                transfer,
+                chunk_count: 1,
+                first_index: 0,
+                token: SampledToken { id: 1, logprobs: None },
+                integrity: vec![7],
+                model_fingerprint,
+                weight_version,
+            }));
+            let received = DataEvent::Received { transfer, chunk: 0, integrity: 7 };
+            if done_first {
+                core.handle_notice(now, &from, done);
+                if !is_ours {
+                    core.handle_data(now, DataEvent::ReceiveReleased { transfer });
+                }
+                core.handle_data(now, received);
+            } else {
+                core.handle_data(now, received);
+                core.handle_notice(now, &from, done);
+            }
+            if is_ours {
+                let mut actions = std::iter::from_fn(|| core.poll_action());
+                assert!(
+                    actions.any(|action| matches!(action, Action::Emit(Event::Arrived { .. })))
+                );
+            } else {
+                assert_refused(&mut core, "DONE: ");
+            }
+        }
+    }
 }
 
 fn hello(identity: Identity) -> Body {
@@ -161,10 +265,16 @@ fn anything(random: &mut Random) -> Body {
                 first_index: 0,
                 token: SampledToken { id: 1, logprobs: None },
                 integrity: vec![7; chunk_count.min(20) as usize],
+                model_fingerprint: identity().model_fingerprint,
+                weight_version: if random.chance(90) { identity().weight_version } else { 9 },
             })
         }
         9 => Body::Ack { transfer },
-        10 => Body::Abort { transfer, reason: String::new() },
+        10 => Body::Abort {
+            transfer,
+            cause: if random.chance(50) { AbortCause::GivenUp } else { AbortCause::Mismatch },
+            reason: String::new(),
+        },
         11 => Body::AbortAck { transfer },
         _ => Body::Heartbeat { transfers: vec![transfer], awaited: vec![transfer] },
     }

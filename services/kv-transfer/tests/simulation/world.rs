@@ -2,7 +2,7 @@
 //!
 //! The world asserts what must always hold: nothing is written into a block that no reception owns
 //! any more, nothing is read from a block that the node has got back, `Arrived` blocks hold what
-//! the sender wrote, and no transfer ends twice.
+//! the sender wrote with the weights that the receiver has, and no transfer ends twice.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +13,7 @@ use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
     Limits,
     api::{Command, Epoch, Event, PeerAddress, TransferId},
-    notice::{Notice, Source},
+    notice::{Body, Notice, Source},
     protocol::{Action, DataEvent},
 };
 
@@ -117,6 +117,8 @@ pub struct World {
     /// Blocks that each sender's journey holds, in the order of the prompt.
     held: BTreeMap<TransferId, Vec<BlockId>>,
     pub computes: bool,
+    /// Transfers whose `ACK` was sent in their trace.
+    traced_acks: BTreeSet<TransferId>,
 }
 
 impl World {
@@ -151,6 +153,7 @@ impl World {
             links: BTreeMap::new(),
             held: BTreeMap::new(),
             computes: true,
+            traced_acks: BTreeSet::new(),
         }
     }
 
@@ -215,9 +218,10 @@ impl World {
         }
     }
 
-    /// What the sender writes for a block of the prompt.
-    fn content(transfer: TransferId, block: u32) -> u64 {
-        Random::new(transfer.0 as u64 ^ (u64::from(block) << 32)).next() | 1
+    /// What a sender with these weights writes for a block of the prompt.
+    fn content(transfer: TransferId, block: u32, weight_version: u64) -> u64 {
+        let seed = transfer.0 as u64 ^ (u64::from(block) << 32) ^ weight_version.rotate_right(8);
+        Random::new(seed).next() | 1
     }
 
     pub fn kill(&mut self, node: usize, peers_notice: bool) {
@@ -300,6 +304,9 @@ impl World {
                     &command
                 {
                     node.begun.entry(*transfer).or_insert(now);
+                }
+                if let Command::WeightsChanged { weight_version } = command {
+                    node.weight_version = weight_version;
                 }
                 node.core.handle_command(now, command);
             }
@@ -431,9 +438,10 @@ impl World {
             .iter()
             .position(|block| self.nodes[index].memory[block.index()] == BLANK)
             .unwrap_or(blocks.len()) as u32;
+        let weight_version = self.nodes[index].weight_version;
         for block in begin..end {
             self.nodes[index].memory[blocks[block as usize].index()] =
-                Self::content(transfer, block);
+                Self::content(transfer, block, weight_version);
         }
         let written = Command::Written {
             transfer,
@@ -542,6 +550,16 @@ impl World {
     }
 
     fn send_notice(&mut self, index: usize, peer: Epoch, notice: Notice) {
+        match &notice.body {
+            Body::Reserve(_) | Body::Done(_) => {
+                assert_ne!(notice.traceparent, "", "{:?} starts or ends work", notice.body);
+            }
+            // A repeated CHUNK has no trace in which it could be answered.
+            Body::Ack { transfer } if !notice.traceparent.is_empty() => {
+                self.traced_acks.insert(*transfer);
+            }
+            _ => {}
+        }
         let to = self.index_of(peer);
         if self.is_cut(index, to) || self.random.chance(self.weather.loss) {
             return;
@@ -573,22 +591,20 @@ impl World {
                 assert_eq!((first_index, token.id), (5, TOKEN));
                 let journey = self.journeys[&transfer].clone();
                 let node = &self.nodes[index];
-                let mut written: Vec<u64> = Vec::new();
-                for (block, owner) in &node.owners {
-                    if *owner == transfer {
-                        written.push(node.memory[block.index()]);
-                    }
-                }
-                written.sort_unstable();
-                let mut expected: Vec<u64> = (journey.cached..journey.block_count)
-                    .map(|block| Self::content(transfer, block))
+                // Each content in the block that was reserved for its place in the prompt.
+                let written: Vec<u64> =
+                    node.taken[&transfer].iter().map(|block| node.memory[block.index()]).collect();
+                let expected: Vec<u64> = (journey.cached..journey.block_count)
+                    .map(|block| Self::content(transfer, block, node.weight_version))
                     .collect();
-                expected.sort_unstable();
                 assert_eq!(written, expected, "arrived blocks hold something else");
                 assert_eq!(figures.bytes, (expected.len() * BLOCK_BYTES) as u64);
                 self.ended(index, transfer, true);
             }
-            Event::Delivered { transfer, .. } => self.ended(index, transfer, true),
+            Event::Delivered { transfer, .. } => {
+                assert!(self.traced_acks.contains(&transfer), "the ACK of {transfer} has no trace");
+                self.ended(index, transfer, true);
+            }
             Event::ReceiveFailed { transfer, .. } | Event::SendFailed { transfer, .. } => {
                 self.ended(index, transfer, false);
             }

@@ -13,7 +13,9 @@ use kv_transfer::{
     config::LEASE,
 };
 
-use crate::node::{BLOCK_COUNT, Node, SECRET, blocks, config, fresh, identity, layout, travel};
+use crate::node::{
+    BLOCK_COUNT, Node, PATIENCE, SECRET, blocks, config, fresh, identity, layout, travel,
+};
 
 #[test]
 fn blocks_arrive_as_they_were_written_in_several_chunks() {
@@ -153,6 +155,41 @@ fn another_model_is_refused_with_both_fingerprints() {
     assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
     let line = failure.to_string();
     assert!(line.contains("0000feed") && line.contains("0000beef"), "{line}");
+}
+
+#[test]
+fn weights_that_change_fail_what_is_under_way_and_are_refused_until_both_have_them() {
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    let changed = |weight_version| Command::WeightsChanged { weight_version };
+    let failure_of = |node: &Node| match node.event() {
+        Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. } => failure,
+        other => panic!("{other:?}"),
+    };
+    // Everything is there but the last word.
+    let transfer = TransferId(fresh());
+    decode.receive(transfer, &prefill, 0, &blocks(0..16));
+    prefill.expect(transfer, &decode);
+    assert!(matches!(prefill.event(), Event::Ready { .. }));
+    prefill.compute(transfer, 0, &blocks(0..16));
+    prefill.written(transfer, 0, &blocks(0..16));
+    decode.transfers.command(changed(2)).unwrap();
+    let failure = failure_of(&decode);
+    assert_eq!(failure, TransferFailure::WeightsChanged { from: 1, to: 2 });
+    let failure = failure_of(&prefill);
+    assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
+    assert!(failure.to_string().contains("weight_version changed from 1 to 2"), "{failure}");
+    // The pair is up still; RESERVE says what is wrong.
+    let transfer = TransferId(fresh());
+    prefill.expect(transfer, &decode);
+    decode.receive(transfer, &prefill, 0, &blocks(0..16));
+    for node in [&prefill, &decode] {
+        let failure = failure_of(node);
+        assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
+        assert!(failure.to_string().contains("weight_version 1 against 2"), "{failure}");
+        node.assert_free();
+    }
+    prefill.transfers.command(changed(2)).unwrap();
+    travel(&prefill, &decode, &blocks(0..16), &blocks(0..16));
 }
 
 #[test]
@@ -316,4 +353,42 @@ fn events_wait_for_their_node_and_commands_for_its_events() {
     }
     ended.sort();
     assert_eq!(ended, taken);
+}
+
+/// A scrape never waits for the driver, whatever holds it up.
+#[test]
+fn figures_are_there_while_the_driver_is_held_up() {
+    let (entered, in_sink) = crossbeam_channel::bounded(1);
+    let (release, held) = crossbeam_channel::bounded::<()>(0);
+    let sink = move |_: Event| {
+        let _ = entered.try_send(());
+        let _ = held.recv();
+    };
+    let arena = KvArena::host(layout(), 8).unwrap();
+    let transfers = Transfers::start(config("held", SECRET, identity()), arena, sink).unwrap();
+    let peer = PeerAddress {
+        node_id: "nowhere".to_owned(),
+        epoch: Epoch(fresh()),
+        notice_endpoint: "nowhere".to_owned(),
+    };
+    let reader = transfers.metrics_reader();
+    assert_eq!(reader.read().unwrap().send_failed, 0);
+    let expect = Command::Expect {
+        transfer: TransferId(fresh()),
+        peer,
+        prompt_hash: 0,
+        deadline: Duration::from_secs(9),
+        traceparent: String::new(),
+    };
+    transfers.command(expect).unwrap();
+    in_sink.recv_timeout(PATIENCE).expect("the transfer fails");
+    // The driver sits in the sink with the event, and what the event tells is counted.
+    let figures = reader.read().expect("the transfers live");
+    assert_eq!((figures.send_failed, figures.transfers_active), (1, 0));
+    assert_eq!(transfers.metrics(), figures);
+    drop(release);
+    transfers.shutdown().unwrap();
+    assert_eq!(reader.read().map(|figures| figures.send_failed), Some(1), "the last ones stay");
+    drop(transfers);
+    assert_eq!(reader.read(), None);
 }

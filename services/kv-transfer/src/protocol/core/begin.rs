@@ -34,7 +34,7 @@ impl Core {
             None => {}
         }
         let peer = Peer { node_id: address.node_id.clone(), epoch: address.epoch };
-        match self.admission(now, transfer, address) {
+        match self.admission(now, transfer, &peer, address) {
             Ok(()) => Some(peer),
             Err(failure) => {
                 turn!(self, now).emit(side.failed(transfer, failure));
@@ -47,12 +47,12 @@ impl Core {
         &mut self,
         now: Instant,
         transfer: TransferId,
+        peer: &Peer,
         address: &PeerAddress,
     ) -> Result<(), TransferFailure> {
         match self.tombstones.get(transfer) {
-            Some(Tombstone::Failed { reason }) => {
-                let reason = format!("the transfer had ended before: {reason}");
-                return Err(TransferFailure::Aborted { reason });
+            Some(Tombstone::Failed { cause, reason }) => {
+                return Err(peer.ended_before(*cause, reason));
             }
             Some(Tombstone::Complete) => {
                 let reason = "a transfer with this id was completed before".to_owned();
@@ -123,7 +123,7 @@ impl Core {
         // Someone else has reserved under this id: not the one that the router has named.
         let stranger = outgoing.peer().epoch;
         let reason = format!("the router paired this transfer with {}", address.node_id);
-        turn!(self, now).send(stranger, Body::Abort { transfer, reason });
+        turn!(self, now).send(stranger, Body::give_up(transfer, reason));
         self.transfers.remove(&transfer);
         if let Some(pair) = self.pairs.get_mut(&stranger) {
             pair.end(now, transfer);
@@ -147,21 +147,23 @@ impl Core {
             }
             Some(_) => {
                 let reason = "this transfer id is in use with another peer".to_owned();
-                return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+                let abort = Body::give_up(transfer, reason);
+                return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
             }
             None => {}
         }
         if let Some(tombstone) = self.tombstones.get(transfer) {
-            if let Tombstone::Failed { reason } = tombstone {
-                let reason = reason.clone();
-                turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+            if let Tombstone::Failed { cause, reason } = tombstone {
+                let abort = Body::Abort { transfer, cause: *cause, reason: reason.clone() };
+                turn!(self, now).send_traced(from.epoch, abort, &traceparent);
             }
             return;
         }
         let limits = self.local.limits;
         if self.early_count() >= limits.early_max || self.transfers.len() >= limits.transfers_max {
             let reason = format!("{} transfers are known here, the most", self.transfers.len());
-            return turn!(self, now).send(from.epoch, Body::Abort { transfer, reason });
+            let abort = Body::give_up(transfer, reason);
+            return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
         }
         let peer = Peer { node_id: from.node_id.clone(), epoch: from.epoch };
         let early = Outgoing::early(&mut turn!(self, now), peer, reserve, traceparent);

@@ -189,8 +189,8 @@ impl Core {
         }
         // What the peer wants and we have given up, it may never have heard of.
         for id in transfers.iter().chain(awaited) {
-            if let Some(Tombstone::Failed { reason }) = self.tombstones.get(*id) {
-                let abort = Body::Abort { transfer: *id, reason: reason.clone() };
+            if let Some(Tombstone::Failed { cause, reason }) = self.tombstones.get(*id) {
+                let abort = Body::Abort { transfer: *id, cause: *cause, reason: reason.clone() };
                 turn!(self, now).send(from.epoch, abort);
             }
         }
