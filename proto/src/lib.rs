@@ -1,9 +1,14 @@
 //! What crosses the wire between clients, routers and nodes.
 //!
-//! The `.proto` files beside this crate are the contract; everything here is generated from them.
+//! The `.proto` files beside this crate are the contract; all but a bound on time is generated from
+//! them.
 //! Ids are 16 raw bytes on the wire. A deadline is always the time that remains, in milliseconds.
 
 #![forbid(unsafe_code)]
+
+mod timed_body;
+
+pub use timed_body::TimedBody;
 
 /// Messages and services of package `baton.v1`.
 pub mod v1 {
