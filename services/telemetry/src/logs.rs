@@ -3,7 +3,12 @@
 use std::io::{IsTerminal, stderr};
 
 use tracing::Subscriber;
-use tracing_subscriber::{EnvFilter, Layer, fmt, registry::LookupSpan};
+use tracing_subscriber::{
+    Layer,
+    filter::{ParseError, Targets},
+    fmt,
+    registry::LookupSpan,
+};
 
 use crate::{LogFormat, LogSink, TelemetryConfig, TelemetryError, log_writer::LogHandle};
 
@@ -15,7 +20,7 @@ pub(crate) fn layer<S>(
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
-    let filter = EnvFilter::builder().parse(&config.log).map_err(|error| {
+    let filter: Targets = config.log.parse().map_err(|error: ParseError| {
         TelemetryError::BadFilter { filter: config.log.clone(), reason: error.to_string() }
     })?;
     let terminal = matches!(config.log_sink, LogSink::Stderr) && stderr().is_terminal();

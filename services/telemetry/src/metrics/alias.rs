@@ -34,7 +34,7 @@ const fn part(
     Alias { ours, theirs, part: Part::Only(label, value) }
 }
 
-const ALIASES: [Alias; 21] = [
+const ALIASES: [Alias; 25] = [
     // Of a router.
     whole("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     whole("gen_ai_server_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
@@ -68,6 +68,13 @@ const ALIASES: [Alias; 21] = [
     whole("baton_prefix_cache_queries_total", "vllm:prefix_cache_queries_total"),
     whole("baton_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"),
     whole("baton_preemptions_total", "vllm:num_preemptions_total"),
+    whole("baton_speculation_rows_total", "vllm:spec_decode_num_drafts_total"),
+    whole("baton_speculation_drafted_total", "vllm:spec_decode_num_draft_tokens_total"),
+    whole("baton_speculation_accepted_total", "vllm:spec_decode_num_accepted_tokens_total"),
+    whole(
+        "baton_speculation_accepted_at_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    ),
     whole("baton_sequence_queue_time_seconds", "vllm:request_queue_time_seconds"),
     whole("baton_sequence_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
 ];

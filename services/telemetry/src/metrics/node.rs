@@ -106,6 +106,10 @@ pub struct NodeMetrics {
     prefix_queries: Counter<u64>,
     prefix_hits: Counter<u64>,
     preemptions: Counter<u64>,
+    speculated_rows: Counter<u64>,
+    speculated_drafted: Counter<u64>,
+    speculated_accepted: Counter<u64>,
+    speculated_accepted_at: Counter<u64>,
     transfers: Counter<u64>,
     transfer_bytes: Counter<u64>,
     transfer_duration: Histogram<f64>,
@@ -129,7 +133,7 @@ impl NodeMetrics {
         let gauge = |name: &'static str, description: &'static str| {
             meter.u64_gauge(name).with_description(description).build()
         };
-        Self {
+        let metrics = Self {
             model: KeyValue::new("gen_ai.request.model", model.to_owned()),
             sequences: gauge("baton.sequences", "Sequences on this node, by state"),
             pending_prompt_tokens: gauge(
@@ -159,6 +163,16 @@ impl NodeMetrics {
             prefix_queries: counter("baton.prefix_cache.queries", "Prompt tokens looked up"),
             prefix_hits: counter("baton.prefix_cache.hits", "Prompt tokens found in the cache"),
             preemptions: counter("baton.preemptions", "Sequences preempted for want of blocks"),
+            speculated_rows: counter("baton.speculation.rows", "Rows of steps that had drafts"),
+            speculated_drafted: counter("baton.speculation.drafted", "Tokens guessed ahead"),
+            speculated_accepted: counter(
+                "baton.speculation.accepted",
+                "Tokens guessed ahead that were right",
+            ),
+            speculated_accepted_at: counter(
+                "baton.speculation.accepted_at",
+                "Tokens guessed ahead that were right, by place in their row, from 0",
+            ),
             transfers: counter("baton.kv_transfers", "KV transfers ended, by side and how"),
             transfer_bytes: counter("baton.kv_transfer.bytes", "KV moved, in bytes, by side"),
             transfer_duration: seconds(
@@ -166,7 +180,12 @@ impl NodeMetrics {
                 "Time of complete KV transfers, by side",
                 &STEP_SECONDS,
             ),
+        };
+        // What has not happened is a zero, not an absence: rates and alerts need the first value.
+        for counter in [&metrics.preemptions, &metrics.prefix_queries, &metrics.prefix_hits] {
+            counter.add(0, std::slice::from_ref(&metrics.model));
         }
+        metrics
     }
 
     /// The figures that the node also reports to routers; call it at every report.
@@ -223,6 +242,19 @@ impl NodeMetrics {
 
     pub fn preempted(&self, count: u64) {
         self.preemptions.add(count, std::slice::from_ref(&self.model));
+    }
+
+    /// Over some steps: rows that had drafts, their drafts, those that were right, and these by
+    /// their place in the row.
+    pub fn speculated(&self, rows: u64, drafted: u64, accepted: u64, accepted_at: &[u64]) {
+        let model = std::slice::from_ref(&self.model);
+        self.speculated_rows.add(rows, model);
+        self.speculated_drafted.add(drafted, model);
+        self.speculated_accepted.add(accepted, model);
+        for (place, &count) in accepted_at.iter().enumerate() {
+            let position = KeyValue::new("position", place as i64);
+            self.speculated_accepted_at.add(count, &[self.model.clone(), position]);
+        }
     }
 
     /// `bytes` are those that moved, complete or not.

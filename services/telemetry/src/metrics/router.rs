@@ -134,6 +134,7 @@ pub struct RouterMetrics {
     requests: UpDownCounter<i64>,
     attempts: Counter<u64>,
     nodes: Gauge<u64>,
+    cached_blocks: Gauge<u64>,
     hand_over: Histogram<f64>,
     transfer_bytes: Counter<u64>,
     transfer_duration: Histogram<f64>,
@@ -198,6 +199,10 @@ impl RouterMetrics {
                 .u64_gauge("baton.nodes")
                 .with_description("Nodes known to this router, by role and health")
                 .build(),
+            cached_blocks: meter
+                .u64_gauge("baton.nodes.cached_blocks")
+                .with_description("Cached KV blocks that this router knows of, by role")
+                .build(),
             hand_over: seconds(
                 "baton.hand_over.gap",
                 "From token 0 (prefill node) to token 1 (decode node)",
@@ -210,6 +215,12 @@ impl RouterMetrics {
                 &STEP_SECONDS,
             ),
         }
+    }
+
+    /// The same instruments, counting for another model.
+    pub fn of_model(&self, model: &str) -> Self {
+        let model = KeyValue::new("gen_ai.request.model", model.to_owned());
+        Self { model, ..self.clone() }
     }
 
     /// Counts a request as running until the guard is dropped.
@@ -269,6 +280,10 @@ impl RouterMetrics {
     pub fn set_nodes(&self, role: &'static str, health: &'static str, count: usize) {
         let attributes = [KeyValue::new("role", role), KeyValue::new("health", health)];
         self.nodes.record(count as u64, &attributes);
+    }
+
+    pub fn set_cached_blocks(&self, role: &'static str, count: usize) {
+        self.cached_blocks.record(count as u64, &[KeyValue::new("role", role)]);
     }
 
     /// The decode node's first token came so long after the prefill node's.

@@ -103,6 +103,8 @@ fn a_node_shows_its_load_under_our_names_and_vllms() {
     metrics.step(Duration::from_millis(5), 3, 40);
     metrics.prefix_lookup(100, 48);
     metrics.preempted(2);
+    metrics.speculated(5, 40, 21, &[5, 4]);
+    metrics.speculated(1, 2, 1, &[1]);
     metrics.queued(Duration::from_millis(1));
     metrics.prefilled(Duration::from_millis(9));
     metrics.sequence_ended(SequenceEnd::HandedOver);
@@ -121,6 +123,12 @@ fn a_node_shows_its_load_under_our_names_and_vllms() {
     assert_eq!(value(&text, "vllm:prefix_cache_queries_total", &[model]), 100.0);
     assert_eq!(value(&text, "vllm:prefix_cache_hits_total", &[model]), 48.0);
     assert_eq!(value(&text, "vllm:num_preemptions_total", &[model]), 2.0);
+    assert_eq!(value(&text, "vllm:spec_decode_num_drafts_total", &[model]), 6.0);
+    assert_eq!(value(&text, "vllm:spec_decode_num_draft_tokens_total", &[model]), 42.0);
+    assert_eq!(value(&text, "vllm:spec_decode_num_accepted_tokens_total", &[model]), 22.0);
+    let first = [model, r#"position="0""#];
+    assert_eq!(value(&text, "vllm:spec_decode_num_accepted_tokens_per_pos_total", &first), 6.0);
+    assert_eq!(value(&text, "baton_speculation_accepted_at_total", &[r#"position="1""#]), 4.0);
     assert_eq!(value(&text, "vllm:request_prefill_time_seconds_count", &[model]), 1.0);
     assert_eq!(value(&text, "baton_kv_blocks", &[r#"state="cached""#]), 20.0);
     assert_eq!(value(&text, "baton_step_tokens_total", &[]), 40.0);
