@@ -232,6 +232,7 @@ async fn begin_long_answer(node: &Running) -> tonic::Streaming<v1::DecodeEvent> 
         remaining_ms: 60_000,
         node_epoch: snapshot.record.unwrap().epoch,
         weight_version: 1,
+        grammar: None,
         ..Default::default()
     };
     let request = v1::DecodeRequest { attempt: Some(attempt), prefill: None };

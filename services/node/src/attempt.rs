@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind};
+use grammar::Grammar;
 use kernels::sampling::Sampling;
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::v1;
@@ -20,8 +21,10 @@ const CACHE_SALT_BYTES_MAX: usize = 256;
 const ENDPOINT_BYTES_MAX: usize = 262;
 const STOP_TOKENS_MAX: usize = 1024;
 const LOGPROBS_MAX: u32 = 20;
-/// Beyond this a penalty or temperature is a slip; logits lie far below it.
+/// Beyond this a temperature or repetition penalty is a slip; logits lie far below it.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
+/// As OpenAI has it.
+const PENALTY_MAX: f32 = 2.0;
 
 /// What every attempt at this node must stay within.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +40,10 @@ pub(crate) struct AttemptLimits {
 #[derive(Clone, Debug)]
 pub(crate) struct Attempt {
     pub request_id: u128,
+    /// Its constraint is still to be made of `grammar`.
     pub sequence: NewSequence,
+    /// What the answer must match.
+    pub grammar: Option<Grammar>,
     /// The other half of the transfer; `None`: this node does everything.
     pub peer: Option<PeerAddress>,
     /// The caller's W3C trace context; empty when there is none.
@@ -130,6 +136,7 @@ impl Attempt {
             });
         }
         let sampling = checked_sampling(wire, limits)?;
+        let grammar = attempt.grammar.map(checked_grammar).transpose()?;
         Ok(Self {
             request_id,
             sequence: NewSequence {
@@ -141,11 +148,21 @@ impl Attempt {
                 max_tokens,
                 ignore_stop_tokens,
                 cache_salt: attempt.cache_salt,
+                constraint: None,
                 deadline: now + Duration::from_millis(remaining_ms),
             },
+            grammar,
             peer: None,
             traceparent,
         })
+    }
+}
+
+/// Of one kind; what it says is found out when it is compiled.
+fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
+    match wire.kind.ok_or_else(|| missing("attempt.grammar.kind"))? {
+        v1::grammar::Kind::JsonSchema(text) => Ok(Grammar::JsonSchema(text)),
+        v1::grammar::Kind::Regex(text) => Ok(Grammar::Regex(text)),
     }
 }
 
@@ -191,8 +208,8 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
         f32::MIN_POSITIVE,
         large,
     )?;
-    float("attempt.sampling.presence_penalty", wire.presence_penalty, -large, large)?;
-    float("attempt.sampling.frequency_penalty", wire.frequency_penalty, -large, large)?;
+    float("attempt.sampling.presence_penalty", wire.presence_penalty, -PENALTY_MAX, PENALTY_MAX)?;
+    float("attempt.sampling.frequency_penalty", wire.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)?;
     let (min, max) = (wire.min_tokens, wire.max_tokens);
     within("attempt.sampling.min_tokens", u64::from(min), 0, u64::from(max))?;
     if let Some(count) = wire.logprobs {
@@ -361,6 +378,7 @@ mod tests {
                 cache_salt: String::new(),
                 node_epoch: bytes(7),
                 weight_version: 1,
+                grammar: None,
             }),
             decode: Some(v1::Peer {
                 node_id: "decode-0".into(),
@@ -418,6 +436,9 @@ mod tests {
             ("attempt.sampling.top_p = 0", |_, _, s| s.top_p = 0.0),
             ("attempt.sampling.min_p = 2", |_, _, s| s.min_p = 2.0),
             ("attempt.sampling.repetition_penalty = 0", |_, _, s| s.repetition_penalty = 0.0),
+            ("attempt.sampling.frequency_penalty = -50: must be from -2 to 2", |_, _, s| {
+                s.frequency_penalty = -50.0;
+            }),
             ("attempt.sampling.presence_penalty = inf", |_, _, s| {
                 s.presence_penalty = f32::INFINITY;
             }),
@@ -439,6 +460,9 @@ mod tests {
             }),
             ("decode.epoch = 00000000000000000000000000000007", |r, _, _| {
                 r.decode.as_mut().unwrap().epoch = bytes(7);
+            }),
+            ("attempt.grammar.kind = absent", |_, a, _| {
+                a.grammar = Some(v1::Grammar { kind: None });
             }),
             ("decode.notice_endpoint = \"ipc:///tmp/x\"", |r, _, _| {
                 r.decode.as_mut().unwrap().notice_endpoint = "ipc:///tmp/x".into();

@@ -15,7 +15,7 @@ use std::{
 use cluster::NodeRecord;
 use crossbeam_channel::{Receiver, TryRecvError, select};
 use engine::{
-    StepLoop, Turn,
+    Speculated, StepLoop, Turn,
     event::{Action, Input},
     executor::{Executor, ExecutorError},
 };
@@ -255,7 +255,8 @@ impl<E: Executor> Engine<E> {
                 // One that has begun must be told: its words keep their order until there is room.
                 transfer::Command::Written { .. }
                 | transfer::Command::Finish { .. }
-                | transfer::Command::Abort { .. } => {
+                | transfer::Command::Abort { .. }
+                | transfer::Command::WeightsChanged { .. } => {
                     self.journey.put_back(command);
                     self.transfers_are_full = true;
                     return false;
@@ -269,6 +270,10 @@ impl<E: Executor> Engine<E> {
         for step in self.steps.take_records() {
             self.observers.mark_changed();
             self.metrics.step(step.busy, step.rows as usize, step.tokens.into());
+        }
+        let Speculated { rows, drafted, accepted, accepted_at } = self.steps.take_speculated();
+        if rows > 0 {
+            self.metrics.speculated(rows, drafted, accepted, &accepted_at);
         }
         let preemptions = self.steps.scheduler().preemptions();
         if preemptions > self.preemptions {
@@ -292,7 +297,7 @@ mod tests {
         plan::{StepPlan, StepResult},
     };
     use futures_util::StreamExt;
-    use kernels::{Dtype, KvArena, KvLayout, sampling::Sampling};
+    use kernels::{Dtype, KvArena, KvLayout, WeightFormat, sampling::Sampling};
     use kv_transfer::{ClusterSecret, Limits, TransferConfig};
     use proto::v1::FailureKind;
 
@@ -314,6 +319,7 @@ mod tests {
         blocks: 8,
         depth: 2,
         vocabulary: 10,
+        speculation: None,
     };
 
     /// A device that fails with its first step.
@@ -337,7 +343,7 @@ mod tests {
         let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
         let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, dtype: Dtype::F32 };
-        let identity = identity::identity(1, layout);
+        let identity = identity::identity(1, WeightFormat::F32, layout);
         let (sink, events) = TransferEvents::new(8, CollectWaker::default());
         let transfers = Transfers::start(
             TransferConfig {
@@ -378,8 +384,10 @@ mod tests {
                 max_tokens: 4,
                 ignore_stop_tokens: true,
                 cache_salt: String::new(),
+                constraint: None,
                 deadline: Instant::now() + Duration::from_secs(60),
             },
+            grammar: None,
             peer: None,
             traceparent: String::new(),
         }

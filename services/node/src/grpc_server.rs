@@ -2,14 +2,15 @@
 
 use std::{io, net::SocketAddr, time::Duration};
 
-use proto::v1::node_server::NodeServer;
+use proto::{TimedBody, v1::node_server::NodeServer};
 use tokio::{
     net::{TcpListener, TcpSocket},
     task::JoinHandle,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::transport::Server;
+use tonic::{body::Body, transport::Server};
 use tonic_health::{ServingStatus, server::HealthReporter};
+use tower::util::MapRequestLayer;
 
 use crate::{connection, service::NodeService};
 
@@ -17,7 +18,9 @@ use crate::{connection, service::NodeService};
 const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 const BACKLOG: u32 = 1024;
-/// What a request has beside its tokens: sampling, ids, salt.
+/// A request is one message of some hundred KiB at most.
+const REQUEST_READ_MAX: Duration = Duration::from_secs(5);
+/// What a request has beside its tokens and its grammar: sampling, ids, salt.
 const MESSAGE_BYTES_BESIDE_TOKENS: usize = 64 << 10;
 /// A token id as a varint.
 const TOKEN_BYTES_MAX: usize = 5;
@@ -82,12 +85,17 @@ impl GrpcServer {
         let incoming = connection::incoming(address.listen()?);
         let (health, health_server) = tonic_health::server::health_reporter();
         set_health(&health, ServingStatus::NotServing).await;
-        let message_bytes_max =
-            limits.sequence_tokens_max as usize * TOKEN_BYTES_MAX + MESSAGE_BYTES_BESIDE_TOKENS;
+        let message_bytes_max = limits.sequence_tokens_max as usize * TOKEN_BYTES_MAX
+            + grammar::limits::SCHEMA_BYTES_MAX
+            + MESSAGE_BYTES_BESIDE_TOKENS;
         let node = NodeServer::new(service).max_decoding_message_size(message_bytes_max);
         let stop = CancellationToken::new();
         let stopped = stop.clone().cancelled_owned();
+        let timed = MapRequestLayer::new(|request: http::Request<Body>| {
+            request.map(|body| Body::new(TimedBody::new(body, REQUEST_READ_MAX)))
+        });
         let serve = Server::builder()
+            .layer(timed)
             .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
             .max_concurrent_streams(limits.attempts_max.saturating_add(OTHER_STREAMS_MAX))

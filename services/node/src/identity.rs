@@ -1,20 +1,25 @@
 //! Who this process is and what it can be paired with.
 
 use cluster::{ModelIdentity, NodeRecord};
-use kernels::{BLOCK_TOKENS, KvLayout};
+use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat};
 use kv_transfer::{api::Identity, notice};
 
 /// Weights are loaded once, at start; an update at run time would count up.
 pub(crate) const WEIGHT_VERSION: u64 = 1;
 
 /// What must be equal on two nodes that exchange KV.
-pub(crate) fn identity(model_fingerprint: u128, layout: KvLayout) -> Identity {
+pub(crate) fn identity(
+    model_fingerprint: u128,
+    weights: WeightFormat,
+    layout: KvLayout,
+) -> Identity {
     Identity {
         model_fingerprint,
         weight_version: WEIGHT_VERSION,
         kv_layout: layout.to_string(),
         block_size: BLOCK_TOKENS as u32,
-        dtype: layout.dtype.to_string(),
+        // KV of other weights would fit, but continue another model.
+        dtype: weights.to_string(),
         // One rank holds all heads.
         tp: 1,
         protocol_min: notice::PROTOCOL_MIN,
@@ -44,4 +49,21 @@ pub(crate) fn prompt_tokens_max(record_sequence_tokens_max: u32) -> u32 {
 /// For logs: what kind of node, of which model.
 pub(crate) fn describe(record: &NodeRecord) -> String {
     format!("{} node {} for {}", record.role, record.node_id, record.model)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_whose_weights_are_in_other_formats_are_no_pair_though_their_kv_is_alike() {
+        let identity = |weights: WeightFormat| {
+            let dtype = weights.kv_dtype();
+            let layout = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, dtype };
+            model_identity(&identity(7, weights, layout))
+        };
+        let (bf16, q8) = (identity(WeightFormat::Bf16), identity(WeightFormat::Q8));
+        assert_eq!(bf16.kv_layout, q8.kv_layout);
+        assert!(!bf16.fits(&q8) && q8.fits(&identity(WeightFormat::Q8)));
+    }
 }

@@ -417,7 +417,9 @@ impl Journey {
     ) {
         let id = SequenceId(transfer.0);
         let (end, kind) = match &failure {
-            TransferFailure::Refused { .. } => (TransferEnd::Refused, FailureKind::Mismatch),
+            TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {
+                (TransferEnd::Refused, FailureKind::Mismatch)
+            }
             TransferFailure::PeerLost { .. } => {
                 (TransferEnd::PeerLost, FailureKind::TransferFailed)
             }

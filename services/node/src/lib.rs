@@ -4,7 +4,7 @@
 //! * [`Node`] is a running node, for whoever wants one inside another program (tests do).
 //!
 //! A request's way through a node, in the order of the files: `service` (the call) → `attempt`
-//! (checked) → `inbox` → `engine_thread` → `journey` (who is told what, step by step) → `stream` →
+//! (checked) → `grammars` (its grammar compiled, if it has one) → `inbox` → `engine_thread` → `journey` (who is told what, step by step) → `stream` →
 //! `wire` (back to the caller). Beside it: `observe` tells routers load and cached prefixes,
 //! `grpc_server` and `node` start and stop everything.
 //!
@@ -16,6 +16,7 @@
 mod attempt;
 mod connection;
 mod engine_thread;
+mod grammars;
 mod grpc_server;
 mod identity;
 mod inbox;
@@ -23,6 +24,7 @@ mod journey;
 mod known_ids;
 mod node;
 mod observe;
+mod populate;
 mod refusal;
 mod run;
 mod service;

@@ -3,6 +3,7 @@
 use std::{
     io,
     net::SocketAddr,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -11,8 +12,11 @@ use std::{
 };
 
 use axum::{Router, http::StatusCode, routing::get};
-use cluster::{Epoch, EpochError, NodeId, NodeIdError, NodeRecord, Role};
-use config::Config;
+use cluster::{
+    Epoch, EpochError, NodeAddress, NodeId, NodeIdError, NodeRecord, Role,
+    etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
+};
+use config::{Config, hub};
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
     executor::{
@@ -22,7 +26,7 @@ use engine::{
 };
 use kernels::{
     ArenaError, KvArena,
-    cpu::{CpuBackend, CpuError, CpuOptions, Isa},
+    cpu::{CpuBackend, CpuError, CpuOptions},
 };
 use kv_transfer::{
     TransferConfig, Transfers,
@@ -37,9 +41,11 @@ use tracing::{info, warn};
 use crate::{
     attempt::AttemptLimits,
     engine_thread::{EngineError, EngineThread, Parts},
+    grammars::Grammars,
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
     identity::{self, WEIGHT_VERSION, describe},
     inbox::{Command, Inbox},
+    populate::Populate,
     service::NodeService,
     settings::{self, SettingsError},
     transfer_events::TransferEvents,
@@ -49,6 +55,8 @@ use crate::{
 /// After the drain deadline everything is told to end; a peer that is gone holds blocks for a
 /// lease and half a second.
 const END_WITHIN: Duration = Duration::from_millis(2_500);
+/// To take the node's record out of etcd, while work in progress ends.
+const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 /// Streams that ended are read by then.
 const SERVER_STOP_WITHIN: Duration = Duration::from_secs(1);
 /// A step that is under way ends first.
@@ -68,6 +76,10 @@ pub enum StartError {
     Grpc { address: SocketAddr, source: io::Error },
     #[error("node.metrics: {0}")]
     Metrics(#[from] TelemetryError),
+    #[error(transparent)]
+    Etcd(#[from] EtcdError),
+    #[error(transparent)]
+    Hub(#[from] hub::HubError),
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error(transparent)]
@@ -123,6 +135,9 @@ pub struct Node {
     metrics_server: MetricsServer,
     engine: EngineThread,
     transfers: Arc<Transfers>,
+    populate: Populate,
+    /// In etcd; `None` where nodes are listed.
+    registration: Option<Registration>,
     drain_timeout: Duration,
 }
 
@@ -140,11 +155,15 @@ impl Node {
         let id = node.id.clone();
         let id = id.unwrap_or_else(|| settings::default_node_id(role, grpc_address.port()));
         let node_id = NodeId::parse(&id).map_err(|source| StartError::NodeId { id, source })?;
+        let registrar = match EtcdSettings::read(&config.cluster)? {
+            Some(settings) => Some(Registrar::connect(settings).await?),
+            None => None,
+        };
         let ready = Arc::new(AtomicBool::new(false));
         let metrics_server =
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
 
-        let Loaded { arena, identity, executor } = load(config.clone()).await?;
+        let Loaded { path, arena, identity, executor } = load(config.clone()).await?;
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
             chunk_tokens: node.chunk_tokens,
@@ -176,7 +195,7 @@ impl Node {
                 advertise_host: config.transfer.advertised_host(),
                 limits: transfer_limits,
             },
-            arena,
+            arena.clone(),
             sink,
         )?);
         transfer_figures::register(metrics.meter(), &transfers);
@@ -213,7 +232,9 @@ impl Node {
             prompt_tokens_max: record.prompt_tokens_max,
             sequence_tokens_max,
         };
-        let service = NodeService::new(role, attempt_limits, inbox.clone(), draining.clone());
+        let grammars = Grammars::new(path, record.vocabulary_size);
+        let service =
+            NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
         let server =
             GrpcServer::start(grpc, service, GrpcLimits { attempts_max, sequence_tokens_max })
                 .await
@@ -224,8 +245,16 @@ impl Node {
             notice: record.notice_endpoint.clone(),
             data: transfers.data_endpoint().to_owned(),
         };
+        let populate = Populate::start(arena).map_err(StartError::Thread)?;
         server.set_serving().await;
         ready.store(true, Ordering::Release);
+        // Last: who reads the record finds a node that serves.
+        let registration = registrar.map(|registrar| {
+            let host = config.transfer.advertised_grpc_host(grpc_address.ip());
+            let grpc = format!("http://{host}:{}", grpc_address.port());
+            let address = NodeAddress { role, grpc };
+            registrar.register(NodeEntry { node_id: record.node_id.clone(), epoch, address })
+        });
         Ok(Self {
             record,
             addresses,
@@ -236,6 +265,8 @@ impl Node {
             metrics_server,
             engine,
             transfers,
+            populate,
+            registration,
             drain_timeout: node.drain_timeout,
         })
     }
@@ -259,7 +290,9 @@ impl Node {
     /// Stops in order: takes nothing new, lets what is in work end (bounded by
     /// `node.drain_timeout`), leaves, and ends every thread and task.
     pub async fn drain(self) -> Result<(), NodeFailure> {
-        let Self { server, inbox, engine, transfers, metrics_server, .. } = self;
+        let Self {
+            server, inbox, engine, transfers, populate, metrics_server, registration, ..
+        } = self;
         let name = describe(&self.record);
         self.ready.store(false, Ordering::Release);
         self.draining.cancel();
@@ -267,21 +300,30 @@ impl Node {
         info!(in_work = inbox.in_work(), "{name} drains");
         // Refused only when the engine is gone or stuck, which its join tells below.
         let _ = inbox.send(Command::Drain);
-        if tokio::time::timeout(self.drain_timeout, inbox.idle()).await.is_err() {
+        let leave = async {
+            if let Some(registration) = registration {
+                registration.leave(LEAVE_WITHIN).await;
+            }
+        };
+        let end_work = async {
+            if tokio::time::timeout(self.drain_timeout, inbox.idle()).await.is_ok() {
+                return;
+            }
             let seconds = self.drain_timeout.as_secs_f64();
             warn!("{name} ends what is still in work after {seconds} s");
             let _ = inbox.send(Command::EndAll);
             if tokio::time::timeout(END_WITHIN, inbox.idle()).await.is_err() {
                 warn!("{name} leaves streams that nobody reads");
             }
-        }
+        };
+        tokio::join!(leave, end_work);
         // Observers are told, and the streams of the server end with them.
         let _ = inbox.send(Command::Stop);
         drop(inbox);
         if !server.shutdown(SERVER_STOP_WITHIN).await {
             info!("{name} closed connections that were still open");
         }
-        let stopped = stop_threads(engine, transfers).await;
+        let stopped = stop_threads(engine, transfers, populate).await;
         if let Err(error) = metrics_server.shutdown(METRICS_STOP_WITHIN).await {
             warn!("{error}");
         }
@@ -289,14 +331,22 @@ impl Node {
     }
 }
 
-/// Joins the engine thread, then the transfers' threads.
-async fn stop_threads(engine: EngineThread, transfers: Arc<Transfers>) -> Result<(), NodeFailure> {
+/// Joins the engine thread, then the others.
+async fn stop_threads(
+    engine: EngineThread,
+    transfers: Arc<Transfers>,
+    populate: Populate,
+) -> Result<(), NodeFailure> {
     let joined = tokio::task::spawn_blocking(move || engine.join());
     match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {
         Err(_) => return Err(NodeFailure::Deadline { what: "the engine thread".into() }),
         Ok(joined) => joined.expect("join catches panics and is not aborted")?,
     }
-    tokio::task::spawn_blocking(move || transfers.shutdown())
+    let shutdown = move || {
+        drop(populate);
+        transfers.shutdown()
+    };
+    tokio::task::spawn_blocking(shutdown)
         .await
         .expect("shutdown does not panic and is not aborted")
         .map_err(|error| NodeFailure::Deadline { what: error.threads.join(", ") })
@@ -304,6 +354,7 @@ async fn stop_threads(engine: EngineThread, transfers: Arc<Transfers>) -> Result
 
 /// What comes of opening a model.
 struct Loaded {
+    path: PathBuf,
     arena: Arc<KvArena>,
     identity: Identity,
     executor: CpuExecutor,
@@ -311,12 +362,14 @@ struct Loaded {
 
 /// Opens and packs the model, off the async threads.
 async fn load(config: Config) -> Result<Loaded, StartError> {
-    tokio::task::spawn_blocking(move || load_blocking(&config)).await.map_err(StartError::Load)?
+    let path = config.hub.obtain(config.model.required_path()?, hub::Parts::All).await?;
+    tokio::task::spawn_blocking(move || load_blocking(&config, &path))
+        .await
+        .map_err(StartError::Load)?
 }
 
-fn load_blocking(config: &Config) -> Result<Loaded, StartError> {
+fn load_blocking(config: &Config, path: &Path) -> Result<Loaded, StartError> {
     let started = Instant::now();
-    let path = config.model.required_path()?;
     let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
     let model = checkpoint.config();
     let fingerprint = checkpoint.model_fingerprint();
@@ -330,17 +383,18 @@ fn load_blocking(config: &Config) -> Result<Loaded, StartError> {
         fingerprint = format_args!("{fingerprint:032x}"),
         "opened the model"
     );
-    let dtype = settings::dtype(config.model.dtype);
-    let layout = model.kv_layout(dtype);
+    let weights = settings::weight_format(config.model.dtype);
+    let layout = model.kv_layout(weights.kv_dtype());
     let blocks = settings::block_count(&config.node, layout)?;
     let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
     let arena = KvArena::host(layout, blocks)?;
     let threads = settings::threads(&config.node);
-    let backend = CpuBackend::new(CpuOptions { dtype, threads, isa: Isa::Auto })?;
+    let backend =
+        CpuBackend::new(CpuOptions { weights, threads, isa: settings::isa(config.node.isa) })?;
     let isa = backend.isa_name();
     let executor = CpuExecutor::start(&checkpoint, backend, arena.clone(), limits)?;
     info!(
-        dtype = %dtype,
+        dtype = %weights,
         isa,
         threads,
         blocks,
@@ -348,7 +402,8 @@ fn load_blocking(config: &Config) -> Result<Loaded, StartError> {
         seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
         "loaded the weights"
     );
-    Ok(Loaded { arena, identity: identity::identity(fingerprint, layout), executor })
+    let identity = identity::identity(fingerprint, weights, layout);
+    Ok(Loaded { path: path.to_owned(), arena, identity, executor })
 }
 
 /// Every sequence that the scheduler may know is running, waiting, or in a transfer.

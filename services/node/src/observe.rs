@@ -279,6 +279,7 @@ mod tests {
             blocks: 16,
             depth: 2,
             vocabulary: 10,
+            speculation: None,
         };
         let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
         Scheduler::new(SchedulerConfig::new(limits), seeds).unwrap()
@@ -295,6 +296,7 @@ mod tests {
             max_tokens: 5,
             ignore_stop_tokens: true,
             cache_salt: String::new(),
+            constraint: None,
             deadline: now + Duration::from_secs(600),
         };
         scheduler.handle(now, Input::Arrived(sequence), &mut Vec::new());

@@ -15,6 +15,7 @@ use tonic::{Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
     attempt::{Attempt, AttemptLimits},
+    grammars::Grammars,
     inbox::{Command, Inbox},
     observe,
     refusal::Refusal,
@@ -31,6 +32,7 @@ type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 pub(crate) struct NodeService {
     role: Role,
     limits: AttemptLimits,
+    grammars: Grammars,
     inbox: Inbox,
     observer_places: Arc<Semaphore>,
     /// Cancelled from SIGTERM on.
@@ -41,10 +43,11 @@ impl NodeService {
     pub fn new(
         role: Role,
         limits: AttemptLimits,
+        grammars: Grammars,
         inbox: Inbox,
         draining: CancellationToken,
     ) -> Self {
-        Self { role, limits, inbox, observer_places: observe::places(), draining }
+        Self { role, limits, grammars, inbox, observer_places: observe::places(), draining }
     }
 
     /// What every new request must find: the role that serves it, and no drain.
@@ -73,6 +76,7 @@ impl node_server::Node for NodeService {
         let traceparent = traceparent(request.metadata());
         let attempt =
             Attempt::send(request.into_inner(), traceparent, &self.limits, Instant::now())?;
+        let attempt = self.grammars.constrained(attempt).await?;
         let heard = self.inbox.begin(attempt).await?;
         let events = heard.filter_map(|heard| async { wire::prefill_event(heard).map(Ok) });
         Ok(Response::new(Box::pin(events)))
@@ -90,6 +94,7 @@ impl node_server::Node for NodeService {
             &self.limits,
             Instant::now(),
         )?;
+        let attempt = self.grammars.constrained(attempt).await?;
         let heard = self.inbox.begin(attempt).await?;
         let events = heard.filter_map(|heard| async { wire::decode_event(heard).map(Ok) });
         Ok(Response::new(Box::pin(events)))

@@ -4,8 +4,8 @@ use std::thread::available_parallelism;
 
 use cluster::Role;
 use config::ConfigError;
-use engine::executor::ExecutorLimits;
-use kernels::{BLOCK_TOKENS, Dtype, KvLayout};
+use engine::executor::{ExecutorLimits, Speculation};
+use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat, cpu::Isa};
 use kv_transfer::{ClusterSecret, Limits, SecretTooShort};
 use model::{LoadFormat, ModelConfig};
 
@@ -14,6 +14,7 @@ pub const SECTIONS: &[config::Section] = &[
     config::Section::Model,
     config::Section::Node,
     config::Section::Transfer,
+    config::Section::Cluster,
     config::Section::Telemetry,
 ];
 
@@ -69,13 +70,39 @@ pub(crate) fn executor_limits(
         blocks,
         depth: node.depth,
         vocabulary: u32::try_from(model.vocab_size).unwrap_or(u32::MAX),
+        speculation: speculation(node),
     })
 }
 
-pub(crate) fn dtype(dtype: config::Dtype) -> Dtype {
+fn speculation(node: &config::Node) -> Option<Speculation> {
+    match node.speculate {
+        config::Speculate::Off => None,
+        config::Speculate::Ngram => Some(Speculation {
+            row_drafts: node.speculate_tokens,
+            step_tokens: node.speculate_step_tokens,
+            ngram_min: node.speculate_ngram_min,
+            ngram_max: node.speculate_ngram_max,
+        }),
+    }
+}
+
+pub(crate) fn weight_format(dtype: config::Dtype) -> WeightFormat {
     match dtype {
-        config::Dtype::F32 => Dtype::F32,
-        config::Dtype::Bf16 => Dtype::Bf16,
+        config::Dtype::F32 => WeightFormat::F32,
+        config::Dtype::Bf16 => WeightFormat::Bf16,
+        config::Dtype::Q8 => WeightFormat::Q8,
+    }
+}
+
+pub(crate) fn isa(isa: config::Isa) -> Isa {
+    match isa {
+        config::Isa::Auto => Isa::Auto,
+        config::Isa::Amx => Isa::Amx,
+        config::Isa::Avx512Bf16 => Isa::Avx512Bf16,
+        config::Isa::Avx512 => Isa::Avx512,
+        config::Isa::Avx2 => Isa::Avx2,
+        config::Isa::Portable => Isa::Portable,
+        config::Isa::Reference => Isa::Reference,
     }
 }
 

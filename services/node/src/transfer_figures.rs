@@ -1,49 +1,21 @@
 //! What the transfers count, on `/metrics` and over OTLP.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError, Weak},
-    time::{Duration, Instant},
-};
+use std::collections::BTreeMap;
 
-use kv_transfer::{TransferMetrics, Transfers};
+use kv_transfer::{MetricsReader, TransferMetrics, Transfers};
 use opentelemetry::{
     KeyValue,
     metrics::{AsyncInstrument, Meter},
 };
 
-/// One scrape asks once, however many instruments it reads.
-const FRESH_FOR: Duration = Duration::from_millis(200);
-
-/// The transfers' figures, asked for when somebody looks.
-struct Figures {
-    /// The readers outlive the node in a process that has several.
-    transfers: Weak<Transfers>,
-    last: Mutex<Option<(Instant, Arc<TransferMetrics>)>>,
-}
-
-impl Figures {
-    fn now(&self) -> Option<Arc<TransferMetrics>> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((at, figures)) = &*last
-            && at.elapsed() < FRESH_FOR
-        {
-            return Some(figures.clone());
-        }
-        let figures = Arc::new(self.transfers.upgrade()?.metrics());
-        *last = Some((Instant::now(), figures.clone()));
-        Some(figures)
-    }
-}
-
-/// Registers the instruments; they fall silent when the transfers are gone.
-pub(crate) fn register(meter: &Meter, transfers: &Arc<Transfers>) {
-    let figures =
-        Arc::new(Figures { transfers: Arc::downgrade(transfers), last: Mutex::new(None) });
+/// Registers the instruments; they fall silent when the transfers are gone. They are read on the
+/// threads of whoever scrapes, so reading waits for nobody.
+pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
+    let figures = transfers.metrics_reader();
     let observe = |read: fn(&TransferMetrics, &dyn AsyncInstrument<u64>)| {
-        let figures = figures.clone();
+        let figures: MetricsReader = figures.clone();
         move |instrument: &dyn AsyncInstrument<u64>| {
-            if let Some(figures) = figures.now() {
+            if let Some(figures) = figures.read() {
                 read(&figures, instrument);
             }
         }

@@ -4,10 +4,18 @@ mod common;
 
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use common::*;
+use futures_util::{StreamExt, stream};
+use http_body_util::StreamBody;
+use hyper::body::Frame;
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
+};
 use node::Role;
 use proto::v1::{self, FailureKind, FinishReason};
-use tonic::Code;
+use tonic::{Code, Status};
 
 async fn decode_node(more: &[(&str, &str)]) -> (TestNode, Side, tempfile::TempDir) {
     decode_node_of(dummy_model(), more).await
@@ -397,5 +405,25 @@ async fn garbage_and_silence_on_the_grpc_port_disturb_nobody() {
     let mut said = Vec::new();
     let closed = tokio::time::timeout(Duration::from_secs(10), silent.read_to_end(&mut said)).await;
     assert!(closed.is_ok(), "a silent connection is closed");
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_request_that_is_never_complete_ends_in_time() {
+    let (node, _side, _model) = decode_node(&[]).await;
+    let client = Client::builder(TokioExecutor::new()).http2_only(true).build(HttpConnector::new());
+    // A message of 100 bytes is announced; one comes, then nothing.
+    let half = Frame::data(Bytes::from_static(&[0, 0, 0, 0, 100, 7]));
+    let body = stream::iter([Ok::<_, std::io::Error>(half)]).chain(stream::pending());
+    let address = node.node.addresses().grpc;
+    let request = http::Request::post(format!("http://{address}/baton.v1.Node/Decode"))
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(StreamBody::new(Box::pin(body)))
+        .unwrap();
+    let answer = tokio::time::timeout(PATIENCE, client.request(request)).await.unwrap().unwrap();
+    let status = Status::from_header_map(answer.headers()).unwrap();
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    assert!(status.message().contains("did not arrive within 5s"), "{status}");
     node.stop().await;
 }

@@ -55,6 +55,7 @@ impl Scene {
             max_tokens: 4,
             ignore_stop_tokens: false,
             cache_salt: String::new(),
+            constraint: None,
             deadline: self.now + Duration::from_secs(10),
         };
         let peer = PeerAddress {
@@ -65,6 +66,7 @@ impl Scene {
         let attempt = Attempt {
             request_id: 1,
             sequence,
+            grammar: None,
             peer: (kind != SequenceKind::Compute).then_some(peer),
             traceparent: String::new(),
         };
@@ -345,7 +347,9 @@ fn a_failed_transfer_says_why() {
     let lost = TransferFailure::PeerLost { peer: "p".into(), reason: "it is silent".into() };
     let refused =
         TransferFailure::Refused { peer: "p".into(), reason: "model aa against bb".into() };
+    let changed = TransferFailure::WeightsChanged { from: 1, to: 2 };
     for (failure, kind, words) in [
+        (changed, FailureKind::Mismatch, "weight_version changed from 1 to 2"),
         (lost, FailureKind::TransferFailed, "it is silent"),
         (refused, FailureKind::Mismatch, "model aa against bb"),
     ] {

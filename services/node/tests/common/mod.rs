@@ -110,7 +110,7 @@ pub struct TestNode {
     pub peer: v1::Peer,
     pub client: NodeClient<Channel>,
     epoch: bytes::Bytes,
-    _telemetry: Telemetry,
+    pub telemetry: Telemetry,
 }
 
 impl TestNode {
@@ -140,7 +140,7 @@ impl TestNode {
             epoch: epoch.clone(),
             notice_endpoint: record.notice_endpoint.clone(),
         };
-        Ok(Self { node, peer, client, epoch, _telemetry: telemetry })
+        Ok(Self { node, peer, client, epoch, telemetry })
     }
 
     pub fn side(&self) -> Side {
@@ -202,6 +202,7 @@ pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
         cache_salt: String::new(),
         node_epoch: bytes::Bytes::new(),
         weight_version: 1,
+        grammar: None,
     }
 }
 

@@ -1,0 +1,111 @@
+//! Gives the KV arena its memory while the node already serves.
+//!
+//! A block that nobody has used costs a page fault for each of its pages at its first use, and that
+//! use is a transfer or a forward that a client waits for. Faulting in a gibibyte takes up to
+//! seconds, so readiness does not wait for it either: a thread of its own does it, piece by piece,
+//! and rests as long as each piece took.
+
+use std::{
+    io,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
+use kernels::KvArena;
+use tracing::{debug, warn};
+
+/// What is faulted in at a time: stopping waits for no more than this.
+const PIECE_BYTES: usize = 8 << 20;
+
+/// The running thread. Dropping it stops and joins it.
+#[derive(Debug)]
+pub(crate) struct Populate {
+    /// Nothing is ever sent: its drop is the message.
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Populate {
+    pub fn start(arena: Arc<KvArena>) -> io::Result<Self> {
+        let (stop, stopped) = bounded::<()>(0);
+        let thread = thread::Builder::new().name("baton-populate".to_owned()).spawn(move || {
+            populate(&arena, |rest| {
+                matches!(stopped.recv_timeout(rest), Err(RecvTimeoutError::Timeout))
+            });
+        })?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Populate {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            warn!("the thread that populates the arena panicked");
+        }
+    }
+}
+
+/// `rest` says whether to go on, after the time given.
+fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
+    let begun = Instant::now();
+    let piece = u32::try_from(PIECE_BYTES / arena.block_bytes()).unwrap_or(u32::MAX).max(1);
+    let mut first = 0;
+    while first < arena.block_count() {
+        let count = piece.min(arena.block_count() - first);
+        let started = Instant::now();
+        match arena.populate(first, count) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
+                let bytes = arena.block_count() as u64 * arena.block_bytes() as u64;
+                warn!("this machine has not the {bytes} bytes that node.kv_memory promises");
+                return;
+            }
+            // Older kernels cannot: pages come at their first use.
+            Err(error) => return debug!(%error, "the arena is not populated"),
+        }
+        first += count;
+        if !rest(started.elapsed()) {
+            return;
+        }
+    }
+    debug!(seconds = begun.elapsed().as_secs_f64(), "the arena has its memory");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use kernels::{Dtype, KvLayout};
+
+    use super::*;
+
+    fn arena(blocks: u32) -> Arc<KvArena> {
+        // 1 MiB a block.
+        let layout =
+            KvLayout { layer_count: 8, kv_head_count: 16, head_dim: 64, dtype: Dtype::F32 };
+        KvArena::host(layout, blocks).unwrap()
+    }
+
+    #[test]
+    fn every_block_is_reached_and_the_last_piece_may_be_short() {
+        let pieces = Cell::new(0);
+        populate(&arena(19), |_| {
+            pieces.set(pieces.get() + 1);
+            true
+        });
+        assert_eq!(pieces.get(), 3);
+    }
+
+    #[test]
+    fn dropping_stops_it_in_the_middle() {
+        let arena = arena(4096);
+        let populate = Populate::start(arena.clone()).unwrap();
+        drop(populate);
+        assert_eq!(Arc::strong_count(&arena), 1, "the thread is gone");
+    }
+}

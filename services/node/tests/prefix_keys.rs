@@ -1,0 +1,35 @@
+//! Routers look for a prompt under the keys that engines cache its blocks under. Two crates that do
+//! not know each other compute them; here they meet.
+
+use cluster::{CacheIdentity, ModelIdentity, PrefixKeys};
+use engine::{CacheSeeds, HashChain};
+use proptest::prelude::*;
+
+fn identity(model_fingerprint: u128, weight_version: u64) -> CacheIdentity {
+    CacheIdentity::of(&ModelIdentity {
+        model_fingerprint,
+        weight_version,
+        kv_layout: "block".into(),
+        block_size: kernels::BLOCK_TOKENS as u32,
+        dtype: "f32".into(),
+        tp: 1,
+        protocol_min: 1,
+        protocol_max: 1,
+    })
+}
+
+proptest! {
+    #[test]
+    fn a_router_computes_the_keys_that_an_engine_caches_under(
+        model_fingerprint: u128,
+        weight_version: u64,
+        salt in "\\PC{0,40}",
+        tokens in prop::collection::vec(any::<u32>(), 0..200),
+    ) {
+        let mut chain = HashChain::new(CacheSeeds { model_fingerprint, weight_version }, &salt);
+        chain.extend(&tokens);
+        let engines: Vec<u128> = chain.hashes().iter().map(|hash| hash.0).collect();
+        let keys = PrefixKeys::new(identity(model_fingerprint, weight_version), &salt, &tokens);
+        prop_assert_eq!(keys.keys(), engines);
+    }
+}

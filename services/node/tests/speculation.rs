@@ -1,0 +1,80 @@
+//! Nodes that guess ahead, and a caller that does what a router does.
+
+mod common;
+
+use common::*;
+use node::Role;
+use proto::v1::{self, FinishReason, decode_event};
+
+const SPECULATE: &[(&str, &str)] =
+    &[("node.speculate", "ngram"), ("node.speculate_ngram_min", "2")];
+
+/// A prompt that says the same again and again; so does the answer of any small model.
+fn repeating_prompt() -> Vec<u32> {
+    (0..60).map(|index| 10 + index % 5).collect()
+}
+
+/// The numbers of tokens of each event, and all tokens.
+async fn events_of(side: &Side, attempt: &v1::Attempt) -> (Vec<usize>, Vec<v1::Token>) {
+    let mut stream = side.try_decode(attempt, None).await.expect("the node takes it");
+    let (mut counts, mut tokens) = (Vec::new(), Vec::new());
+    while let Some(v1::DecodeEvent { event }) = next(&mut stream).await.expect("it is whole") {
+        match event.expect("no event is empty") {
+            decode_event::Event::Tokens(more) => {
+                assert_eq!(more.first_index as usize, tokens.len());
+                counts.push(more.tokens.len());
+                tokens.extend(more.tokens);
+            }
+            decode_event::Event::Finished(end) => assert_eq!(end.reason(), FinishReason::Length),
+            decode_event::Event::Failure(failure) => panic!("{failure:?}"),
+            decode_event::Event::Reserved(_) => {}
+        }
+    }
+    (counts, tokens)
+}
+
+#[tokio::test]
+async fn an_event_carries_several_tokens_and_the_answer_is_the_same() {
+    let model = dummy_model();
+    let plain = TestNode::start(Role::Decode, dummy_settings(model.path(), &[])).await;
+    let ahead = TestNode::start(Role::Decode, dummy_settings(model.path(), SPECULATE)).await;
+    let mut wanted = attempt(&repeating_prompt(), 200);
+    wanted.sampling.as_mut().unwrap().logprobs = Some(2);
+    let (one_by_one, expected) = events_of(&plain.side(), &wanted).await;
+    let (counts, tokens) = events_of(&ahead.side(), &wanted).await;
+    assert_eq!(tokens, expected, "logprobs included");
+    assert_eq!(one_by_one, vec![1; 200]);
+    assert!(counts.len() < 150, "{counts:?}");
+    assert!(counts.iter().all(|count| (1..=9).contains(count)), "{counts:?}");
+
+    let metrics = ahead.telemetry.metrics().render_prometheus();
+    let accepted = 200 - counts.len();
+    let line = metrics
+        .lines()
+        .find(|line| line.starts_with("vllm:spec_decode_num_accepted_tokens_total{"))
+        .unwrap_or_else(|| panic!("{metrics}"));
+    // Tokens that were computed behind the last one are counted by the node alone.
+    let counted: usize = line.rsplit(' ').next().unwrap().parse().unwrap();
+    assert!(counted >= accepted && counted <= accepted + 16, "{line}, {accepted} were seen");
+    plain.stop().await;
+    ahead.stop().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_changes_hands_is_written_ahead_too() {
+    let model = dummy_model();
+    let p = TestNode::start(Role::Prefill, dummy_settings(model.path(), SPECULATE)).await;
+    let d = TestNode::start(Role::Decode, dummy_settings(model.path(), SPECULATE)).await;
+    let plain = TestNode::start(Role::Decode, dummy_settings(model.path(), &[])).await;
+    let wanted = attempt(&repeating_prompt(), 100);
+    let (prefilled, decoded) = hand_over(&p.side(), &d.side(), &wanted).await;
+    assert!(prefilled.delivered.is_some());
+    assert_eq!(decoded.first_index, Some(0));
+    assert_eq!(decoded.ids, plain.side().decode_alone(&wanted).await.ids);
+    let ahead = "baton_speculation_rows_total";
+    assert!(d.telemetry.metrics().render_prometheus().contains(ahead));
+    assert!(!p.telemetry.metrics().render_prometheus().contains(ahead));
+    for node in [p, d, plain] {
+        node.stop().await;
+    }
+}
