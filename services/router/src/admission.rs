@@ -1,5 +1,5 @@
-//! How much the router takes on: a bound on answers in work, and a waiting room for those that found
-//! every node busy.
+//! How much the router takes on: a bound on answers in work, and for each model a waiting room for
+//! those that found every node busy. Before either, a bound on the bytes of bodies that are being read.
 
 use std::{
     sync::{
@@ -26,8 +26,32 @@ pub enum Full {
     InWork { max: u32 },
     #[error("{max} requests wait for a node already, as many as may")]
     Waiting { max: u32 },
+    #[error("bodies of requests hold {bytes_max} bytes already, as many as they may")]
+    Bodies { bytes_max: u64 },
     #[error("the router is stopping")]
     Stopping,
+}
+
+/// Room for the bodies of requests that are not admitted yet, in bytes. What was announced takes no
+/// room, only what came: a client that announces much and sends nothing keeps nobody out.
+#[derive(Clone)]
+pub struct BodyRoom {
+    free: Arc<Semaphore>,
+    bytes_max: u64,
+}
+
+impl BodyRoom {
+    pub fn new(bytes_max: u64) -> Self {
+        let permits = usize::try_from(bytes_max).unwrap_or(usize::MAX);
+        Self { free: Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS))), bytes_max }
+    }
+
+    /// Room for these further bytes of one body, now or not at all; free again when dropped.
+    pub fn take(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Full> {
+        let full = Full::Bodies { bytes_max: self.bytes_max };
+        let permits = u32::try_from(bytes).map_err(|_| full)?;
+        self.free.clone().try_acquire_many_owned(permits).map_err(|_| full)
+    }
 }
 
 /// Answers in work. Each choice of a request is one.
@@ -97,19 +121,32 @@ impl Admission {
     }
 }
 
-/// Where answers wait until a node has room, in order of their coming.
-pub struct WaitingRoom {
-    asking: Arc<Semaphore>,
-    waiting: Arc<AtomicU32>,
+/// The bound on waiting answers, of all models together.
+pub struct WaitingPlaces {
+    taken: AtomicU32,
     max: u32,
 }
 
-impl WaitingRoom {
+impl WaitingPlaces {
     pub fn new(max: u32) -> Self {
+        Self { taken: AtomicU32::new(0), max }
+    }
+}
+
+/// Where answers of one model wait until a node has room, in order of their coming.
+pub struct WaitingRoom {
+    asking: Arc<Semaphore>,
+    waiting: Arc<AtomicU32>,
+    places: Arc<WaitingPlaces>,
+}
+
+impl WaitingRoom {
+    /// `places` are shared by the rooms of all models.
+    pub fn new(places: Arc<WaitingPlaces>) -> Self {
         Self {
             asking: Arc::new(Semaphore::new(ASKING_MAX)),
             waiting: Arc::new(AtomicU32::new(0)),
-            max,
+            places,
         }
     }
 
@@ -119,14 +156,17 @@ impl WaitingRoom {
     }
 
     pub fn enter(&self, metrics: &RouterMetrics) -> Result<Waiting, Full> {
-        let room = |count: u32| (count < self.max).then_some(count + 1);
-        self.waiting
+        let max = self.places.max;
+        let room = |count: u32| (count < max).then_some(count + 1);
+        self.places
+            .taken
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room)
-            .map_err(|_| Full::Waiting { max: self.max })?;
+            .map_err(|_| Full::Waiting { max })?;
+        self.waiting.fetch_add(1, Ordering::Relaxed);
         Ok(Waiting {
             asking: self.asking.clone(),
             turn: None,
-            _place: Place(self.waiting.clone()),
+            _place: Place { waiting: self.waiting.clone(), places: self.places.clone() },
             _counted: metrics.request_waiting(),
         })
     }
@@ -152,11 +192,15 @@ impl Waiting {
     }
 }
 
-struct Place(Arc<AtomicU32>);
+struct Place {
+    waiting: Arc<AtomicU32>,
+    places: Arc<WaitingPlaces>,
+}
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.places.taken.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -7,9 +7,13 @@
 use std::time::Duration;
 
 use proto::v1::{FinishReason, Token};
-use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
+use tokio::{task::JoinHandle, time::Instant};
 
-use crate::{admission::Full, request::field_error::FieldError};
+use crate::{
+    admission::Full,
+    event_queue::{NotTaken, Receiver, Sender, event_queue},
+    request::field_error::FieldError,
+};
 
 /// What happens to the answers of a request.
 #[derive(Clone, Debug, PartialEq)]
@@ -70,8 +74,8 @@ pub struct HandOverFigures {
 pub enum RequestError {
     #[error("{0}")]
     Field(#[from] FieldError),
-    #[error("the model {model:?} does not exist; served: {served:?}")]
-    UnknownModel { model: String, served: String },
+    #[error("the model {model:?} does not exist; served: {}", served.join(", "))]
+    UnknownModel { model: String, served: Vec<String> },
     #[error("{0}")]
     Full(#[from] Full),
     #[error("all nodes are busy, for {} ms now", waited.as_millis())]
@@ -105,21 +109,32 @@ pub enum RequestError {
 }
 
 /// Where a request's events go. Bounded: a client that does not read holds up its own request.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct EventSender {
-    events: mpsc::Sender<Event>,
-    /// How long one event may wait for room.
+    events: Sender<Event>,
+    /// How long the client may read nothing while events wait for it.
     wait_max: Duration,
 }
 
 impl EventSender {
     pub async fn send(&self, event: Event) -> Result<(), RequestError> {
-        match self.events.send_timeout(event, self.wait_max).await {
-            Ok(()) => Ok(()),
-            Err(mpsc::error::SendTimeoutError::Timeout(_)) => {
-                Err(RequestError::SlowClient { waited: self.wait_max })
-            }
-            Err(mpsc::error::SendTimeoutError::Closed(_)) => Err(RequestError::ClientGone),
+        self.events.send(event, self.wait_max).await.map_err(|why| self.error(why))
+    }
+
+    /// What the client did not read takes no room any more.
+    pub fn discard(&self) {
+        self.events.discard();
+    }
+
+    /// Until the client has read everything.
+    pub async fn read_out(&self) -> Result<(), RequestError> {
+        self.events.read_out(self.wait_max).await.map_err(|why| self.error(why))
+    }
+
+    fn error(&self, why: NotTaken) -> RequestError {
+        match why {
+            NotTaken::Slow => RequestError::SlowClient { waited: self.wait_max },
+            NotTaken::Gone => RequestError::ClientGone,
         }
     }
 }
@@ -127,7 +142,7 @@ impl EventSender {
 /// A request in work, for the one who reads its answers.
 #[derive(Debug)]
 pub struct Running {
-    events: mpsc::Receiver<Event>,
+    events: Receiver<Event>,
     task: Option<JoinHandle<Result<(), RequestError>>>,
 }
 
@@ -141,7 +156,7 @@ impl Running {
     where
         F: Future<Output = Result<(), RequestError>> + Send + 'static,
     {
-        let (sender, events) = mpsc::channel(events_max);
+        let (sender, events) = event_queue(events_max);
         let task = tokio::spawn(work(EventSender { events: sender, wait_max }));
         Self { events, task: Some(task) }
     }

@@ -13,16 +13,31 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod event_queue;
 mod front;
 mod generation;
 mod grpc;
 mod http;
 mod journey;
+mod models;
 mod net;
 mod nodes;
 mod record;
 mod request;
 mod serve;
 
+/// What is decided about a request without any I/O. The simulation of whole clusters runs it too.
+pub mod decisions {
+    pub use crate::journey::{
+        attempt::{Attempt, LAST_EVENT_MAX, Next, TOKEN_0_MAX},
+        emitted::{EmissionError, EmittedTokens},
+        failure::{AttemptFailure, Cause, Side},
+        recovery::{GiveUp, Recovery, RecoveryLimits, Then},
+    };
+}
+
 pub use front::FrontSettings;
+#[doc(hidden)]
+pub use http::read_bodies;
+pub use models::ModelSource;
 pub use serve::{RouterSettings, RunningRouter, StartError, StopError, start};

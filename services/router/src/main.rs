@@ -10,13 +10,19 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::{Arg, Command};
-use cluster::StaticMembership;
-use config::{Config, Section};
-use router::{FrontSettings, RouterSettings, RunningRouter};
+use cluster::{
+    Membership, StaticMembership,
+    etcd::{EtcdMembership, EtcdSettings},
+};
+use config::{
+    Config, ModelPath, Section,
+    hub::{Hub, Parts},
+};
+use router::{FrontSettings, ModelSource, RouterSettings, RunningRouter};
 use telemetry::{Resource, Telemetry, TelemetryConfig};
-use text::ModelText;
+use text::{ModelText, ModelTextOptions, ToolFormat};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// What is not exported by then is lost; the collector may be away.
@@ -69,26 +75,53 @@ fn complain(error: &dyn std::fmt::Display, code: u8) -> ExitCode {
 /// What the configuration says, checked before anything starts.
 struct Setup {
     config: Config,
-    model_path: PathBuf,
+    /// Names and paths, the default model first.
+    models: Vec<(String, ModelPath)>,
     settings: RouterSettings,
-    members: StaticMembership,
+    members: Members,
+}
+
+/// Where the nodes are known from.
+enum Members {
+    Listed(StaticMembership),
+    Registered(EtcdSettings),
+}
+
+impl Members {
+    fn new(cluster: &config::Cluster) -> Result<Self> {
+        if let Some(etcd) = EtcdSettings::read(cluster)? {
+            return Ok(Self::Registered(etcd));
+        }
+        let urls = |urls: &[config::GrpcUrl]| -> Vec<String> {
+            urls.iter().map(|url| url.as_str().to_owned()).collect()
+        };
+        Ok(Self::Listed(StaticMembership::new(urls(&cluster.prefill), urls(&cluster.decode))?))
+    }
+
+    async fn start(self) -> Result<Box<dyn Membership>> {
+        Ok(match self {
+            Self::Listed(members) => Box::new(members),
+            Self::Registered(settings) => Box::new(EtcdMembership::start(settings).await?),
+        })
+    }
 }
 
 impl Setup {
     fn new(config: Config) -> Result<Self> {
-        let model_path = config.model.required_path()?.to_owned();
+        let first = (config.model.served_name()?, config.model.required_path()?.to_owned());
+        let others = config.router.models.iter().map(|pair| {
+            let path = ModelPath::parse(&pair.value);
+            (pair.name.clone(), path.expect("the configuration was checked when it was read"))
+        });
+        let models = [first].into_iter().chain(others).collect();
         let settings = RouterSettings {
             http: config.router.http,
             grpc: config.router.grpc,
             drain_timeout: config.router.drain_timeout,
-            front: FrontSettings::new(&config.router, config.model.served_name()?),
+            front: FrontSettings::new(&config.router),
         };
-        let urls = |urls: &[config::GrpcUrl]| -> Vec<String> {
-            urls.iter().map(|url| url.as_str().to_owned()).collect()
-        };
-        let members =
-            StaticMembership::new(urls(&config.cluster.prefill), urls(&config.cluster.decode))?;
-        Ok(Self { config, model_path, settings, members })
+        let members = Members::new(&config.cluster)?;
+        Ok(Self { config, models, settings, members })
     }
 }
 
@@ -113,7 +146,7 @@ async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
     served
 }
 
-/// From the model's text side to the last request.
+/// From the models' text sides to the last request.
 async fn serve(
     setup: Setup,
     ready_file: Option<&Path>,
@@ -121,17 +154,20 @@ async fn serve(
     interrupt: &mut Signal,
     terminate: &mut Signal,
 ) -> Result<()> {
-    let Setup { model_path, settings, members, .. } = setup;
-    let text = tokio::task::spawn_blocking(move || ModelText::open(model_path));
-    let text = tokio::select! {
-        text = text => text??,
+    let Setup { config, models, settings, members } = setup;
+    let names: Vec<String> = models.iter().map(|(name, _)| name.clone()).collect();
+    let started = async {
+        let opened = open_all(config.hub, models, text_options(&config.model)?);
+        Ok::<_, anyhow::Error>(tokio::try_join!(members.start(), opened)?)
+    };
+    let (members, models) = tokio::select! {
+        started = started => started?,
         // Nothing was begun that would have to end.
         _ = interrupt.recv() => return Ok(()),
         _ = terminate.recv() => return Ok(()),
     };
-    let model = settings.front.model.clone();
-    let router = router::start(settings, Arc::new(text), Box::new(members), telemetry.metrics())?;
-    tracing::info!(http = %router.http, grpc = %router.grpc, model, "serving");
+    let router = router::start(settings, models, members, telemetry.metrics())?;
+    tracing::info!(http = %router.http, grpc = %router.grpc, ?names, "serving");
     if let Some(path) = ready_file {
         write_ready_file(path, &router)?;
     }
@@ -150,6 +186,42 @@ async fn serve(
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// The text sides of all models, opened off the async threads. `options` are the first one's.
+async fn open_all(
+    hub: Hub,
+    models: Vec<(String, ModelPath)>,
+    mut options: ModelTextOptions,
+) -> Result<Vec<ModelSource>> {
+    let mut opened = Vec::new();
+    for (name, path) in models {
+        let path = hub.obtain(&path, Parts::Text).await?;
+        let options = std::mem::take(&mut options);
+        let is_replaced = options.chat_template.is_some();
+        let open = move || ModelText::open_with(path, options);
+        let text = tokio::task::spawn_blocking(open).await??;
+        if let (true, Err(error)) = (is_replaced, text.chat_template()) {
+            bail!("model.chat_template: {error}");
+        }
+        opened.push(ModelSource { name, text: Arc::new(text) });
+    }
+    Ok(opened)
+}
+
+fn text_options(settings: &config::Model) -> Result<ModelTextOptions> {
+    let read = |path: &PathBuf| {
+        std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read model.chat_template {}", path.display()))
+    };
+    Ok(ModelTextOptions {
+        chat_template: settings.chat_template.as_ref().map(read).transpose()?,
+        tool_format: match settings.tool_format {
+            config::ToolFormat::Auto => None,
+            config::ToolFormat::Hermes => Some(ToolFormat::Hermes),
+            config::ToolFormat::Llama3 => Some(ToolFormat::Llama3),
+        },
+    })
 }
 
 /// Whole or not at all: readers poll for the file.

@@ -2,27 +2,26 @@
 
 use std::{
     sync::{
-        Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU32, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use proto::v1::FinishReason;
-use telemetry::{
-    RouterMetrics,
-    metrics::{FinishedRequest, Operation, RequestEnd, RunningRequest},
-};
+use telemetry::metrics::{FinishedRequest, Operation, RequestEnd, RunningRequest};
 
 use crate::{
     admission::Full,
     generation::{AnswerEnd, RequestError},
+    models::ServedModel,
     request::ids::RequestId,
 };
 
 /// Told when it is dropped: a request that nobody ended was left by its client.
 pub struct RequestRecord {
-    metrics: RouterMetrics,
+    /// Of the default model until the request's own is known.
+    model: Arc<ServedModel>,
     operation: Operation,
     request_id: RequestId,
     /// The client's own name for it.
@@ -51,13 +50,13 @@ struct State {
 
 impl RequestRecord {
     pub fn new(
-        metrics: &RouterMetrics,
+        model: &Arc<ServedModel>,
         operation: Operation,
         request_id: RequestId,
         label: Option<String>,
     ) -> Self {
         Self {
-            metrics: metrics.clone(),
+            model: model.clone(),
             operation,
             request_id,
             label,
@@ -65,7 +64,15 @@ impl RequestRecord {
             choices: AtomicU32::new(0),
             prompt_tokens: AtomicU32::new(0),
             state: Mutex::default(),
-            _running: metrics.request_running(),
+            _running: model.metrics.request_running(),
+        }
+    }
+
+    /// From now on it counts for this model.
+    pub fn is_for(&mut self, model: &Arc<ServedModel>) {
+        if !Arc::ptr_eq(&self.model, model) {
+            self._running = model.metrics.request_running();
+            self.model = model.clone();
         }
     }
 
@@ -80,11 +87,11 @@ impl RequestRecord {
         let mut state = self.state();
         state.completion_tokens += count;
         match state.last_event.replace(now) {
-            Some(last) => self.metrics.next_tokens(now - last),
+            Some(last) => self.model.metrics.next_tokens(now - last),
             None => {
                 let after = now - self.received;
                 state.first_token = Some(after);
-                self.metrics.first_token(self.operation, after);
+                self.model.metrics.first_token(self.operation, after);
             }
         }
     }
@@ -106,7 +113,9 @@ impl RequestRecord {
             | RequestError::UnknownModel { .. }
             | RequestError::Text { .. }
             | RequestError::Refused { .. } => RequestEnd::Invalid,
-            RequestError::Full(Full::InWork { .. } | Full::Waiting { .. })
+            RequestError::Full(
+                Full::InWork { .. } | Full::Waiting { .. } | Full::Bodies { .. },
+            )
             | RequestError::Busy { .. } => RequestEnd::Overloaded,
             RequestError::Deadline { .. } => RequestEnd::Deadline,
             RequestError::SlowClient { .. } => RequestEnd::SlowClient,
@@ -122,8 +131,8 @@ impl RequestRecord {
     }
 
     /// A request that could not be read at all.
-    pub fn refused(&self, reason: &str) {
-        self.state().error = Some((RequestEnd::Invalid, reason.to_owned()));
+    pub fn refused(&self, end: RequestEnd, reason: &str) {
+        self.state().error = Some((end, reason.to_owned()));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -144,7 +153,7 @@ impl Drop for RequestRecord {
             None => RequestEnd::Stop,
         };
         let prompt_tokens = self.prompt_tokens.load(Ordering::Relaxed);
-        self.metrics.request_ended(&FinishedRequest {
+        self.model.metrics.request_ended(&FinishedRequest {
             operation: self.operation,
             end,
             duration,
@@ -158,6 +167,7 @@ impl Drop for RequestRecord {
             request_id = %self.request_id,
             label = self.label.as_deref(),
             api = self.operation.as_str(),
+            model = &*self.model.name,
             end = end.as_str(),
             error = state.error.as_ref().map(|(_, error)| error.as_str()),
             choices,

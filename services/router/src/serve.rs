@@ -4,7 +4,6 @@ use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use cluster::{Membership, MembershipError};
 use telemetry::{Metrics, RouterMetrics};
-use text::ModelText;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
@@ -12,6 +11,7 @@ use crate::{
     front::{Front, FrontSettings},
     grpc::{self, HealthTask},
     http,
+    models::{ModelSource, Models},
     net::{self, Protocol},
     nodes::{NodeWatch, Nodes, Served},
     request::ids::NoRandomness,
@@ -34,6 +34,8 @@ pub struct RouterSettings {
 pub enum StartError {
     #[error("{setting} = {address} cannot be listened on: {reason}")]
     Listen { setting: &'static str, address: SocketAddr, reason: io::Error },
+    #[error("there is no model to serve")]
+    NoModel,
     #[error("the gRPC descriptors cannot be served: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
     #[error("{0}")]
@@ -64,10 +66,10 @@ pub struct RunningRouter {
     membership: Box<dyn Membership>,
 }
 
-/// Binds both ports and serves. Must run inside a tokio runtime.
+/// Binds both ports and serves these models, of which the first is the default one. Must run inside a tokio runtime.
 pub fn start(
     settings: RouterSettings,
-    text: Arc<ModelText>,
+    models: Vec<ModelSource>,
     membership: Box<dyn Membership>,
     metrics: Metrics,
 ) -> Result<RunningRouter, StartError> {
@@ -79,21 +81,31 @@ pub fn start(
     let (http_address, http_listener) = listen("router.http", settings.http)?;
     let (grpc_address, grpc_listener) = listen("router.grpc", settings.grpc)?;
 
-    let model = settings.front.model.clone();
-    let router_metrics = RouterMetrics::new(&metrics, &model);
-    let vocabulary_size = text.tokenizer().vocabulary_size();
-    let served = Served { model: model.into(), vocabulary_size };
-    let (nodes, watch) = Nodes::watch(&*membership, served, router_metrics.clone())?;
-    let front = Arc::new(Front::new(settings.front, text, nodes, router_metrics));
+    let mut models = models.into_iter();
+    let first = models.next().ok_or(StartError::NoModel)?;
+    let router_metrics = RouterMetrics::new(&metrics, &first.name);
+    let (aliases, waiting_max) = (&settings.front.aliases, settings.front.waiting_max);
+    let models = Models::new(first, models.collect(), aliases, waiting_max, &router_metrics);
+    let served = models.all().iter().map(|model| Served {
+        model: model.name.clone(),
+        vocabulary_size: model.text.tokenizer().vocabulary_size(),
+    });
+    let (nodes, watch) = Nodes::watch(&*membership, served.collect(), router_metrics)?;
+    let front = Arc::new(Front::new(settings.front, models, nodes));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
     let (health, health_service) = HealthTask::start(front.clone(), draining.clone());
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics, started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
-    let write_max = front.settings.slow_client_timeout;
+    let bounds = net::Bounds::new(
+        net::connections_max(),
+        front.settings.request_read_max,
+        front.settings.slow_client_timeout,
+    );
     let serve = |listener, protocol, routes| {
-        tokio::spawn(net::serve(listener, protocol, routes, write_max, stop.clone()))
+        let serve = net::serve(listener, protocol, routes, bounds, stop.clone());
+        tokio::spawn(serve)
     };
     Ok(RunningRouter {
         http: http_address,

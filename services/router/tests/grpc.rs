@@ -4,31 +4,32 @@ mod common;
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use common::{
     Cluster,
-    client::eventually,
-    encode, long_prompt,
+    client::{DEADLINE, eventually},
+    encode, grpc_channel as channel, long_prompt, model_text,
     node::{Behaviour, END},
     settings,
 };
-use proto::v1::{
-    FinishReason, Finished, GenerateOptions, GenerateRequest, GenerateResponse, TokenIds,
-    generate_request::Prompt, generate_response::Event, inference_client::InferenceClient,
+use futures_util::{StreamExt, stream};
+use http_body_util::StreamBody;
+use hyper::body::Frame;
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
 };
-use tonic::{Code, Status, Streaming, transport::Channel};
+use proto::v1::{
+    ChatMessage, ChatRequest, Conversation, FinishReason, Finished, GenerateOptions,
+    GenerateRequest, GenerateResponse, TokenIds, generate_request::Prompt,
+    generate_response::Event, inference_client::InferenceClient,
+};
+use tonic::{Code, Status, Streaming};
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
 
 const ANSWER: &str = " Paris is the capital of France.";
-
-async fn channel(cluster: &Cluster) -> Channel {
-    Channel::from_shared(format!("http://{}", cluster.router.grpc))
-        .unwrap()
-        .connect()
-        .await
-        .unwrap()
-}
 
 fn request(options: GenerateOptions) -> GenerateRequest {
     GenerateRequest {
@@ -118,6 +119,66 @@ async fn tokens_only_has_no_text_but_still_stops_at_strings() {
 }
 
 #[tokio::test]
+async fn a_conversation_is_rendered_by_the_models_template() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let mut client = InferenceClient::new(channel(&cluster).await);
+    let message = |role: &str, content: &str| ChatMessage {
+        role: role.into(),
+        content: content.into(),
+        name: String::new(),
+    };
+    let request = |conversation| ChatRequest {
+        conversation: Some(conversation),
+        options: Some(GenerateOptions { cache_salt: "mine".into(), ..Default::default() }),
+        ..Default::default()
+    };
+    let question = Conversation {
+        messages: vec![message("user", "Capital of France?")],
+        ..Default::default()
+    };
+    let stream = client.chat(request(question.clone())).await.unwrap().into_inner();
+    let (ids, text, finished) = collect(stream).await.unwrap();
+    assert_eq!((ids, text.as_str()), (expected(), ANSWER));
+    let attempt = &cluster.decode[0].calls()[0].attempt;
+    assert_eq!(attempt.cache_salt, "mine");
+    // As over HTTP: what is left of the longest sequence.
+    let rest = 2048 - finished.prompt_tokens;
+    assert_eq!(attempt.sampling.as_ref().unwrap().max_tokens, rest);
+    let prompt = model_text().tokenizer().decode(&attempt.tokens, false);
+    assert!(prompt.contains("<|im_start|>user\nCapital of France?<|im_end|>"), "{prompt}");
+    assert!(prompt.ends_with("<|im_start|>assistant\n"), "{prompt}");
+
+    let continued = Conversation {
+        messages: vec![message("user", "Capital?"), message("assistant", "It is")],
+        continue_final_message: true,
+        ..Default::default()
+    };
+    collect(client.chat(request(continued.clone())).await.unwrap().into_inner()).await.unwrap();
+    let prompt = cluster.decode[0].calls()[1].attempt.tokens.clone();
+    assert!(model_text().tokenizer().decode(&prompt, false).ends_with("assistant\nIt is"));
+
+    for (conversation, field) in [
+        (Conversation::default(), "conversation.messages"),
+        (
+            Conversation { add_generation_prompt: Some(true), ..continued },
+            "conversation.continue_final_message",
+        ),
+        (
+            Conversation { template_kwargs_json: "[1]".into(), ..question.clone() },
+            "conversation.template_kwargs_json",
+        ),
+        (
+            Conversation { template_kwargs_json: r#"{"tools": 1}"#.into(), ..question },
+            "conversation.template_kwargs_json.tools",
+        ),
+    ] {
+        let status = client.chat(request(conversation)).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains(field), "{status}");
+    }
+}
+
+#[tokio::test]
 async fn log_probabilities_come_with_their_tokens() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let options = GenerateOptions { logprobs: Some(2), ..options() };
@@ -193,6 +254,25 @@ async fn a_deadline_of_the_clients_is_kept() {
 }
 
 #[tokio::test]
+async fn more_time_than_allowed_is_refused_as_a_field_and_brought_down_as_a_deadline() {
+    let mut settings = settings();
+    settings.front.timeout_max = Duration::from_secs(1);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let long = GenerateOptions { timeout_ms: Some(1001), ..options() };
+    let status = generate(&cluster, request(long)).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+    for words in ["options.timeout_ms is 1001", "1 to 1000"] {
+        assert!(status.message().contains(words), "{status} lacks {words:?}");
+    }
+    let mut client = InferenceClient::new(channel(&cluster).await);
+    let mut request = tonic::Request::new(request(options()));
+    request.set_timeout(Duration::from_secs(3600));
+    collect(client.generate(request).await.unwrap().into_inner()).await.unwrap();
+    let remaining_ms = cluster.decode[0].calls()[0].attempt.remaining_ms;
+    assert!((1..=1000).contains(&remaining_ms), "{remaining_ms}");
+}
+
+#[tokio::test]
 async fn overload_is_resource_exhausted_with_retry_after() {
     let mut settings = settings();
     settings.front.requests_max = 1;
@@ -228,7 +308,7 @@ async fn a_client_that_does_not_read_ends_alone() {
     cluster.decode[0].behave(Behaviour::Flood);
     let everything =
         GenerateOptions { max_tokens: Some(1900), ignore_eos: Some(true), ..options() };
-    let channel = Channel::from_shared(format!("http://{}", cluster.router.grpc))
+    let channel = tonic::transport::Channel::from_shared(format!("http://{}", cluster.router.grpc))
         .unwrap()
         .initial_stream_window_size(1024)
         .connect()
@@ -248,6 +328,60 @@ async fn a_client_that_does_not_read_ends_alone() {
         }
     };
     assert_eq!(status.code(), Code::Aborted, "{status}");
+}
+
+/// An answer that fits the queue never holds up its request; unread, it is one all the same.
+#[tokio::test]
+async fn an_answer_that_nobody_reads_is_in_work_until_it_is_given_up() {
+    let mut settings = settings();
+    settings.front.slow_client_timeout = Duration::from_secs(2);
+    // Room for all of it, which with its log probabilities is far more than is taken at once for a
+    // client that does not read.
+    settings.front.slow_client_events = 4096;
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::Flood);
+    let all = GenerateOptions {
+        max_tokens: Some(1900),
+        ignore_eos: Some(true),
+        logprobs: Some(20),
+        ..options()
+    };
+    let channel = tonic::transport::Channel::from_shared(format!("http://{}", cluster.router.grpc))
+        .unwrap()
+        .initial_stream_window_size(1024)
+        .connect()
+        .await
+        .unwrap();
+    let mut client = InferenceClient::new(channel.clone());
+    let mut stream = client.generate(request(all.clone())).await.unwrap().into_inner();
+    let node = &cluster.decode[0];
+    let is_free = |call: &common::node::Call| call.left.lock().unwrap().is_some();
+    eventually("its node is free", async || node.calls().first().is_some_and(is_free)).await;
+    let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
+    eventually("what waits for the client is in work", async || running().await == 1.0).await;
+    eventually("it is given up", async || {
+        cluster.metric("baton_requests_finished_total", &["slow_client"]).await == 1.0
+    })
+    .await;
+    eventually("it is in work no more", async || running().await == 0.0).await;
+    let mut shown = 0;
+    let status = loop {
+        match stream.message().await {
+            Ok(Some(_)) => shown += 1,
+            Ok(None) => panic!("it must not look complete"),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(status.code(), Code::Aborted, "{status}");
+    assert!(shown < 1900, "{shown} messages were kept for a client that read none");
+    // Who reads gets everything over the same connection.
+    let mut stream =
+        InferenceClient::new(channel).generate(request(all)).await.unwrap().into_inner();
+    let mut finished = false;
+    while let Some(message) = stream.message().await.unwrap() {
+        finished |= format!("{message:?}").contains("Finished");
+    }
+    assert!(finished);
 }
 
 #[tokio::test]
@@ -322,4 +456,101 @@ async fn reflection_lists_the_services() {
     for name in ["baton.v1.Inference", "grpc.health.v1.Health"] {
         assert!(names.iter().any(|found| found == name), "{names:?}");
     }
+}
+
+#[tokio::test]
+async fn a_request_that_is_never_complete_ends_in_time() {
+    let mut settings = settings();
+    settings.front.request_read_max = Duration::from_millis(200);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let client = http_2();
+    // A message of 100 bytes is announced; one comes, then nothing.
+    let request = unfinished(&cluster, Bytes::from_static(&[0, 0, 0, 0, 100, 7]));
+    let answer = tokio::time::timeout(DEADLINE, client.request(request)).await.unwrap().unwrap();
+    let status = Status::from_header_map(answer.headers()).unwrap();
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    assert!(status.message().contains("200ms"), "{status}");
+}
+
+fn http_2<B: hyper::body::Body<Data: Send> + Send>() -> Client<HttpConnector, B> {
+    Client::builder(TokioExecutor::new()).http2_only(true).build(HttpConnector::new())
+}
+
+/// A call whose body begins so and never ends.
+fn unfinished(
+    cluster: &Cluster,
+    beginning: Bytes,
+) -> http::Request<
+    impl hyper::body::Body<Data = Bytes, Error = std::io::Error> + Send + Unpin + use<>,
+> {
+    let beginning = stream::iter([Ok::<_, std::io::Error>(Frame::data(beginning))]);
+    let body = beginning.chain(stream::pending());
+    http::Request::post(format!("http://{}/baton.v1.Inference/Generate", cluster.router.grpc))
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(StreamBody::new(Box::pin(body)))
+        .unwrap()
+}
+
+#[tokio::test]
+async fn messages_that_are_not_complete_take_bounded_room() {
+    let mut settings = settings();
+    settings.front.bodies_bytes_max = 64 << 10;
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let padded = GenerateRequest { client_request_id: "x".repeat(32 << 10), ..request(options()) };
+    let ask = async || generate(&cluster, padded.clone()).await.map(|_| ());
+    ask().await.unwrap();
+
+    // Half of a message, and then silence.
+    let mut half = vec![0; 50_000];
+    half[..5].copy_from_slice(&[0, 0, 1, 0x86, 0xa0]);
+    let client = http_2();
+    let stuck = tokio::spawn(client.request(unfinished(&cluster, half.into())));
+    eventually("there is no room for another", async || ask().await.is_err()).await;
+    let refused = ask().await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    assert!(refused.message().contains("65536 bytes"), "{refused}");
+    assert_eq!(refused.metadata().get("retry-after").unwrap(), "1");
+    // What fits is served all the same.
+    generate(&cluster, request(options())).await.unwrap();
+
+    stuck.abort();
+    eventually("the room is free again", async || ask().await.is_ok()).await;
+}
+
+#[tokio::test]
+async fn a_tenant_named_by_metadata_has_salts_of_its_own() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let mut client = InferenceClient::new(channel(&cluster).await);
+    let salted = || GenerateOptions { cache_salt: "mine".into(), ..options() };
+    let generate = |tenant: &str| of_tenant(tenant, request(salted()));
+    let chat = |tenant: &str| {
+        let message =
+            ChatMessage { role: "user".into(), content: "hello".into(), name: String::new() };
+        let conversation = Conversation { messages: vec![message], ..Default::default() };
+        let (conversation, options) = (Some(conversation), Some(salted()));
+        of_tenant(tenant, ChatRequest { conversation, options, ..Default::default() })
+    };
+    collect(client.generate(generate("team-7")).await.unwrap().into_inner()).await.unwrap();
+    collect(client.chat(chat("team-7")).await.unwrap().into_inner()).await.unwrap();
+    let salts: Vec<String> =
+        cluster.decode[0].calls().into_iter().map(|call| call.attempt.cache_salt).collect();
+    assert_eq!(salts, ["team-7/mine", "team-7/mine"]);
+
+    for status in [
+        client.generate(generate("a/b")).await.unwrap_err(),
+        client.chat(chat("a/b")).await.unwrap_err(),
+    ] {
+        assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+        for words in ["x-baton-tenant", "a/b"] {
+            assert!(status.message().contains(words), "{status}");
+        }
+    }
+    assert_eq!(cluster.decode[0].calls().len(), 2);
+}
+
+fn of_tenant<M>(tenant: &str, message: M) -> tonic::Request<M> {
+    let mut request = tonic::Request::new(message);
+    request.metadata_mut().insert("x-baton-tenant", tenant.parse().unwrap());
+    request
 }

@@ -553,6 +553,27 @@ async fn request_ids_are_echoed_bounded_and_minted() {
 }
 
 #[tokio::test]
+async fn a_tenant_named_by_a_header_has_salts_of_its_own() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let tenant = [("x-baton-tenant", "team-7")];
+    let salted = completion(json!({"cache_salt": "mine"}));
+    for (headers, body) in
+        [(&tenant[..], &salted), (&tenant[..], &completion(json!({}))), (&[], &salted)]
+    {
+        let answer = cluster.client.post_with("/v1/completions", headers, body).await;
+        assert_eq!(answer.status, 200);
+    }
+    let salts: Vec<String> =
+        cluster.decode[0].calls().into_iter().map(|call| call.attempt.cache_salt).collect();
+    assert_eq!(salts, ["team-7/mine", "team-7/", "mine"]);
+
+    let nobody = [("x-baton-tenant", "a/b")];
+    let answer = cluster.client.post_with("/v1/completions", &nobody, &salted).await;
+    assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!("x-baton-tenant")));
+    assert!(answer.message().contains("a/b"), "{}", answer.message());
+}
+
+#[tokio::test]
 async fn unknown_fields_are_ignored() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let body = completion(json!({"user": "me", "metadata": {"a": [1]}, "store": true, "x": null}));

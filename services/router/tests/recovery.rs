@@ -203,6 +203,77 @@ async fn a_frozen_decode_node_is_given_up_within_the_lease_and_half_a_second() {
     assert_eq!(frozen[0].calls().len(), 1);
 }
 
+/// A cluster whose nodes may be silent for a moment only.
+async fn impatient(prefill: usize, decode: usize) -> Cluster {
+    let mut settings = settings();
+    settings.front.idle_timeout = IDLE;
+    Cluster::start_with(settings, prefill, decode, ANSWER).await
+}
+
+const IDLE: Duration = Duration::from_millis(400);
+
+#[tokio::test]
+async fn a_node_that_falls_silent_counts_as_lost_although_its_connection_lives() {
+    for silent_after in [0, 3] {
+        let cluster = impatient(1, 2).await;
+        let calls = || cluster.decode.iter().map(|node| node.calls().len()).collect::<Vec<_>>();
+        // Whichever is picked.
+        for node in &cluster.decode {
+            node.behave_in_turn(vec![Behaviour::HangAfter(silent_after), Behaviour::Serve]);
+        }
+        let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
+        eventually("an attempt", async || calls().iter().sum::<usize>() == 1).await;
+        let silent = calls().iter().position(|count| *count == 1).unwrap();
+        cluster.decode[1 - silent].behave(Behaviour::Serve);
+        assert_eq!(ids_of(&stream.chunks().await, 0), expected());
+        assert_eq!(calls(), [1, 1], "after {silent_after}");
+        assert_eq!(cluster.metric("baton_attempts_total", &["decode_lost"]).await, 1.0);
+    }
+}
+
+#[tokio::test]
+async fn a_silent_prefill_node_counts_as_lost() {
+    let cluster = impatient(1, 1).await;
+    cluster.prefill[0].behave(Behaviour::HangAfter(0));
+    cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
+    let figures = complete(&cluster).await;
+    assert_eq!((&figures["attempts"], &figures["prefill_node"]), (&json!(2), &json!(null)));
+    assert_eq!(cluster.metric("baton_attempts_total", &["prefill_lost"]).await, 1.0);
+}
+
+#[tokio::test]
+async fn a_prompt_may_be_read_for_long_while_its_node_reports_work() {
+    let cluster = impatient(1, 1).await;
+    cluster.prefill[0].behave(Behaviour::HangAfter(0));
+    cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
+    let request = async { complete(&cluster).await };
+    let reports = async {
+        let since = Instant::now();
+        eventually("the prompt is being read", async || !cluster.prefill[0].calls().is_empty())
+            .await;
+        let mut left = 1_000_000;
+        while since.elapsed() < 4 * IDLE {
+            // The other node's work does not count.
+            cluster.decode[0].report(NodeLoad { running: left as u32, ..Default::default() });
+            let load = NodeLoad { pending_prompt_tokens: left, ..Default::default() };
+            cluster.prefill[0].report(load);
+            left -= 1;
+            tokio::time::sleep(IDLE / 10).await;
+        }
+        // Still the first attempt; then the prefill node reports nothing more.
+        assert_eq!(cluster.decode[0].calls().len(), 1);
+        let mut free = 0;
+        eventually("a second attempt", async || {
+            free += 1;
+            cluster.decode[0].report(NodeLoad { blocks_free: free, ..Default::default() });
+            cluster.decode[0].calls().len() == 2
+        })
+        .await;
+    };
+    let (figures, ()) = tokio::join!(request, reports);
+    assert_eq!((&figures["attempts"], &figures["prefill_node"]), (&json!(2), &json!(null)));
+}
+
 #[tokio::test]
 async fn without_any_decode_node_left_there_is_one_error_event() {
     let mut cluster = Cluster::start(1, 1, ANSWER).await;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use common::{
     Cluster,
-    client::Answer,
+    client::{Answer, eventually},
     long_prompt,
     node::{Behaviour, VOCABULARY},
     settings,
@@ -14,6 +14,7 @@ use common::{
 use http::Method;
 use proto::v1::FailureKind;
 use serde_json::{Value, json};
+use tokio::{io::AsyncWriteExt, net::TcpStream};
 
 const ANSWER: &str = " fine";
 const PATHS: [&str; 2] = ["/v1/completions", "/v1/chat/completions"];
@@ -85,7 +86,10 @@ async fn a_wrong_field_is_named_with_its_value_and_what_is_allowed() {
         ("model", json!(7), &["a string"]),
         ("echo", json!(true), &["not supported"]),
         ("logit_bias", json!({"5": 100}), &["not supported"]),
-        ("response_format", json!({"type": "json_object"}), &["text"]),
+        ("response_format", json!({"type": "yaml"}), &["json_schema"]),
+        ("regex", json!("a(b"), &["unclosed group at byte 1"]),
+        ("guided_regex", json!(7), &["a string"]),
+        ("structured_outputs", json!({"choice": ["a"]}), &["json_object"]),
     ] {
         for path in PATHS {
             let mut body = good(path);
@@ -302,4 +306,36 @@ async fn what_a_node_can_never_serve_is_the_clients_mistake() {
     let answer = cluster.client.post("/v1/completions", &body).await;
     check(&answer, 400, None, &["FAILURE_KIND_INVALID"]);
     assert_eq!(cluster.decode[0].calls().len(), 2);
+}
+
+#[tokio::test]
+async fn bodies_that_are_not_complete_take_bounded_room() {
+    let mut settings = settings();
+    settings.front.bodies_bytes_max = 64 << 10;
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let mut padded = good("/v1/completions").to_string();
+    padded.push_str(&" ".repeat(32 << 10));
+    let post = async || {
+        let path = "/v1/completions";
+        cluster.client.send(Method::POST, path, &[], padded.clone()).await
+    };
+    assert_eq!(post().await.status(), 200);
+
+    // Half of its body, and then silence.
+    let mut half = TcpStream::connect(cluster.router.http).await.unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length: 100000\r\n\r\n";
+    half.write_all(head.as_bytes()).await.unwrap();
+    half.write_all(&[b' '; 50_000]).await.unwrap();
+    eventually("there is no room for another body", async || post().await.status() == 429).await;
+    let refused = post().await;
+    assert_eq!(refused.status(), 429);
+    assert_eq!(refused.headers()["retry-after"], "1");
+    let overloaded = &["finished_reason=\"overloaded\""];
+    assert!(cluster.metric("baton_requests_finished_total", overloaded).await >= 1.0);
+    // What fits is served all the same.
+    let answer = cluster.client.post("/v1/completions", &good("/v1/completions")).await;
+    assert_eq!(answer.status, 200);
+
+    drop(half);
+    eventually("the room is free again", async || post().await.status() == 200).await;
 }

@@ -51,7 +51,7 @@ async fn report(
     let mut changes = front.nodes.changes();
     let mut heard = false;
     loop {
-        let serves = !front.is_stopping() && front.nodes.serving().decode_nodes > 0;
+        let serves = !front.is_stopping() && front.serves();
         let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
         for service in SERVICES {
             reporter.set_service_status(service, status).await;

@@ -1,17 +1,27 @@
 //! The gRPC API: `baton.v1.Inference`, health and reflection.
 
-mod generate;
+mod bounded_body;
 mod health;
+mod inference;
+mod options;
+mod prompt;
+mod status;
 
 use std::sync::Arc;
 
+use axum::body::Body;
+use http::Request;
 use proto::v1::inference_server::InferenceServer;
 use tonic::service::Routes;
 use tonic_health::{pb::health_server::HealthServer, server::HealthService};
+use tower::util::MapRequestLayer;
 
 use crate::front::Front;
-use generate::Generate;
+use bounded_body::BoundedBody;
 pub use health::HealthTask;
+use inference::InferenceService;
+#[cfg(test)]
+pub use status::status;
 
 /// Every gRPC service of the router.
 ///
@@ -27,12 +37,16 @@ pub fn routes(
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    let inference =
-        InferenceServer::new(Generate::new(front)).max_decoding_message_size(body_bytes_max);
+    let room = front.bodies.clone();
+    let inference = InferenceServer::new(InferenceService::new(front))
+        .max_decoding_message_size(body_bytes_max);
     let routes = Routes::new(inference)
         .add_service(health)
         .add_service(reflection().build_v1()?)
         // What older clients ask for.
         .add_service(reflection().build_v1alpha()?);
-    Ok(routes.prepare().into_axum_router())
+    let bounded = MapRequestLayer::new(move |request: Request<Body>| {
+        request.map(|body| Body::new(BoundedBody::new(body, room.clone())))
+    });
+    Ok(routes.prepare().into_axum_router().layer(bounded))
 }

@@ -5,9 +5,13 @@ use std::sync::Arc;
 use proto::v1::{FinishReason, Token, TokenLogprobs};
 use text::Tokenizer;
 
-use super::wire::{
-    ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatTokenLogprob,
-    StopReason, TextChoice, TextLogprobs, TokenLogprob, TopLogprobs,
+use super::{
+    tools::{AnswerPiece, CallReader, Calls},
+    wire::{
+        ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatTokenLogprob,
+        FunctionCall, FunctionDelta, StopReason, TextChoice, TextLogprobs, TokenLogprob,
+        ToolCallDelta, ToolCallWhole, TopLogprobs,
+    },
 };
 use crate::generation::{AnswerEnd, StoppedBy};
 
@@ -28,6 +32,7 @@ pub struct Collected {
 }
 
 /// Turns tokens into what the client asked to see of them.
+#[derive(Clone)]
 pub struct TokenView {
     pub tokenizer: Arc<Tokenizer>,
     pub api: Api,
@@ -113,14 +118,35 @@ impl Collected {
         }
     }
 
-    pub fn into_chat_choice(self, view: &TokenView, end: &AnswerEnd) -> ChatChoice {
+    pub fn into_chat_choice(
+        self,
+        view: &TokenView,
+        end: &AnswerEnd,
+        reader: Option<CallReader>,
+    ) -> ChatChoice {
+        let (pieces, calls) = match reader {
+            Some(reader) => reader.finish(&self.text),
+            None => (vec![AnswerPiece::Content(self.text)], Calls::None),
+        };
+        let (mut content, mut tool_calls) = (String::new(), Vec::new());
+        for piece in pieces {
+            match piece {
+                AnswerPiece::Content(text) => content.push_str(&text),
+                AnswerPiece::Call { id, call, .. } => tool_calls.push(ToolCallWhole {
+                    id,
+                    r#type: "function",
+                    function: FunctionCall { name: call.name, arguments: call.arguments },
+                }),
+            }
+        }
+        let content = (!content.is_empty() || tool_calls.is_empty()).then_some(content);
         ChatChoice {
             index: end.choice,
-            message: ChatMessage { role: "assistant", content: self.text, refusal: None },
+            message: ChatMessage { role: "assistant", content, refusal: None, tool_calls },
             logprobs: view
                 .logprobs
                 .map(|_| ChatLogprobs { content: self.chat_logprobs, refusal: None }),
-            finish_reason: finish_reason(end.reason),
+            finish_reason: chat_finish_reason(end.reason, calls),
             stop_reason: stop_reason(end),
             token_ids: view.token_ids.then_some(self.token_ids),
         }
@@ -148,7 +174,11 @@ impl Collected {
 pub fn chat_role(choice: u32) -> ChatChunkChoice {
     ChatChunkChoice {
         index: choice,
-        delta: ChatDelta { role: Some("assistant"), content: Some(String::new()) },
+        delta: ChatDelta {
+            role: Some("assistant"),
+            content: Some(String::new()),
+            tool_calls: None,
+        },
         logprobs: None,
         finish_reason: None,
         stop_reason: None,
@@ -156,33 +186,77 @@ pub fn chat_role(choice: u32) -> ChatChunkChoice {
     }
 }
 
-pub fn chat_chunk(
+/// The chunks for some tokens and what became certain with them; the first tells of the tokens. None
+/// where there is nothing to tell.
+pub fn chat_chunks(
     view: &TokenView,
     choice: u32,
     tokens: &[Token],
-    text: String,
-) -> ChatChunkChoice {
-    let content = view.chat_logprobs(tokens);
+    pieces: Vec<AnswerPiece>,
+) -> Vec<ChatChunkChoice> {
+    let mut chunks: Vec<ChatChunkChoice> =
+        pieces.into_iter().flat_map(deltas).map(|delta| chat_chunk(choice, delta)).collect();
+    if chunks.is_empty() && (view.logprobs.is_some() || view.token_ids) {
+        let content = Some(String::new());
+        chunks.push(chat_chunk(choice, ChatDelta { content, ..ChatDelta::default() }));
+    }
+    if let Some(first) = chunks.first_mut() {
+        let content = view.chat_logprobs(tokens);
+        first.logprobs = view.logprobs.map(|_| ChatLogprobs { content, refusal: None });
+        first.token_ids = view.ids(tokens);
+    }
+    chunks
+}
+
+fn chat_chunk(choice: u32, delta: ChatDelta) -> ChatChunkChoice {
     ChatChunkChoice {
         index: choice,
-        delta: ChatDelta { role: None, content: Some(text) },
-        logprobs: view.logprobs.map(|_| ChatLogprobs { content, refusal: None }),
+        delta,
+        logprobs: None,
         finish_reason: None,
         stop_reason: None,
-        token_ids: view.ids(tokens),
+        token_ids: None,
     }
 }
 
-pub fn chat_end(end: &AnswerEnd) -> ChatChunkChoice {
-    // The rest of the text, where some had been held back.
-    let content = (!end.text.is_empty()).then(|| end.text.clone());
+/// A call begins with its name; its arguments follow.
+fn deltas(piece: AnswerPiece) -> Vec<ChatDelta> {
+    let (index, id, call) = match piece {
+        AnswerPiece::Content(text) => {
+            return vec![ChatDelta { content: Some(text), ..ChatDelta::default() }];
+        }
+        AnswerPiece::Call { index, id, call } => (index, id, call),
+    };
+    let head = ToolCallDelta {
+        index,
+        id: Some(id),
+        r#type: Some("function"),
+        function: FunctionDelta { name: Some(call.name), arguments: String::new() },
+    };
+    let arguments = ToolCallDelta {
+        index,
+        id: None,
+        r#type: None,
+        function: FunctionDelta { name: None, arguments: call.arguments },
+    };
+    let delta = |call| ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() };
+    vec![delta(head), delta(arguments)]
+}
+
+/// The end, behind all text.
+pub fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
     ChatChunkChoice {
-        index: end.choice,
-        delta: ChatDelta { role: None, content },
-        logprobs: None,
-        finish_reason: Some(finish_reason(end.reason)),
+        finish_reason: Some(chat_finish_reason(end.reason, calls)),
         stop_reason: stop_reason(end),
-        token_ids: None,
+        ..chat_chunk(end.choice, ChatDelta::default())
+    }
+}
+
+/// An answer that was cut short says so, unless it ends with its one call.
+fn chat_finish_reason(reason: FinishReason, calls: Calls) -> &'static str {
+    match (calls, finish_reason(reason)) {
+        (Calls::OnlyOne, _) | (Calls::Some, "stop") => "tool_calls",
+        (_, reason) => reason,
     }
 }
 

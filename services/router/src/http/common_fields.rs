@@ -2,12 +2,19 @@
 
 use serde::Deserialize;
 
-use super::fields::Fields;
-use crate::request::{
-    field_error::{FieldError, refused},
-    options::{
-        CACHE_SALT_BYTES_MAX, CHOICES, MIN_P, Options, PENALTY, REPETITION_PENALTY, SEED,
-        STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+use super::{fields::Fields, grammar_field, tools::OfferedTools};
+use crate::{
+    front::Front,
+    generation::RequestError,
+    models::NamedModel,
+    request::{
+        cache_salt::check_salt,
+        field_error::FieldError,
+        options::{
+            CHOICES, DefaultLength, MIN_P, Options, PENALTY, REPETITION_PENALTY, SEED,
+            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+        },
+        text_workers::PromptSource,
     },
 };
 
@@ -24,7 +31,7 @@ pub struct Delivery {
 
 /// Fields that would change the answer, are known from other servers, and are not supported; with
 /// the values that mean "off". Silence about them would be a wrong answer.
-const UNSUPPORTED: [(&str, &[&str]); 17] = [
+const UNSUPPORTED: [(&str, &[&str]); 14] = [
     ("logit_bias", &["{}"]),
     ("bad_words", &["[]"]),
     ("allowed_token_ids", &["[]"]),
@@ -33,9 +40,6 @@ const UNSUPPORTED: [(&str, &[&str]); 17] = [
     ("prompt_logprobs", &[]),
     ("logprob_token_ids", &["[]"]),
     ("truncate_prompt_tokens", &[]),
-    ("structured_outputs", &["{}"]),
-    ("guided_json", &[]),
-    ("guided_regex", &[]),
     ("guided_choice", &["[]"]),
     ("guided_grammar", &[]),
     ("return_tokens_as_token_ids", &["false"]),
@@ -44,27 +48,31 @@ const UNSUPPORTED: [(&str, &[&str]); 17] = [
     ("thinking_token_budget", &["-1"]),
 ];
 
-/// The model's name, `None` for the one that is served.
-pub fn model(fields: &Fields<'_>) -> Result<Option<String>, FieldError> {
-    fields.string("model")
+/// What the body of a request asks for, the model aside.
+#[derive(Debug)]
+pub struct RequestFields {
+    pub prompts: Vec<PromptSource>,
+    /// Answers to each prompt.
+    pub choices: u32,
+    pub options: Options,
+    pub default_length: DefaultLength,
+    /// The field that sets the length.
+    pub max_tokens_name: &'static str,
+    pub delivery: Delivery,
+    /// Tools that the answers may call.
+    pub tools: Option<OfferedTools>,
+}
+
+/// The model that a request names.
+pub fn named_model(fields: &Fields<'_>, front: &Front) -> Result<NamedModel, RequestError> {
+    front.models.find(fields.string("model")?.as_deref())
 }
 
 pub fn check_unsupported(fields: &Fields<'_>) -> Result<(), FieldError> {
     for (name, neutral) in UNSUPPORTED {
         fields.unsupported(name, neutral)?;
     }
-    #[derive(Deserialize)]
-    struct Format {
-        r#type: String,
-    }
-    let allowed = "{\"type\": \"text\"}";
-    match fields.value::<Format>("response_format", allowed)? {
-        Some(format) if format.r#type != "text" => {
-            let text = fields.raw("response_format").unwrap_or_default();
-            Err(refused("response_format", text, allowed))
-        }
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 pub fn delivery(fields: &Fields<'_>) -> Result<Delivery, FieldError> {
@@ -122,7 +130,8 @@ pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
         stop_token_ids: stop_token_ids(fields)?,
         ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         logprobs: None,
-        cache_salt: cache_salt(fields)?,
+        grammar: grammar_field::grammar(fields)?,
+        cache_salt: check_salt("cache_salt", fields.string("cache_salt")?.unwrap_or_default())?,
     })
 }
 
@@ -152,17 +161,6 @@ fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, FieldError> {
     Ok(ids)
 }
 
-fn cache_salt(fields: &Fields<'_>) -> Result<String, FieldError> {
-    let salt = fields.string("cache_salt")?.unwrap_or_default();
-    if salt.len() > CACHE_SALT_BYTES_MAX {
-        return Err(FieldError::new(
-            "cache_salt",
-            format!("has {} bytes; allowed: at most {CACHE_SALT_BYTES_MAX}", salt.len()),
-        ));
-    }
-    Ok(salt)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -189,12 +187,6 @@ mod tests {
         with(r#"{"echo": true}"#, |fields| {
             let said = check_unsupported(fields).unwrap_err().to_string();
             assert_eq!(said, "echo is not supported; leave it out (it is true)");
-        });
-        with(r#"{"response_format": {"type": "json_object"}}"#, |fields| {
-            assert_eq!(check_unsupported(fields).unwrap_err().field, "response_format");
-        });
-        with(r#"{"response_format": {"type": "text"}}"#, |fields| {
-            assert_eq!(check_unsupported(fields), Ok(()));
         });
     }
 

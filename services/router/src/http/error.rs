@@ -19,6 +19,30 @@ use crate::{
 /// Seconds after which a refused client may find room: a few answers have ended by then.
 const RETRY_AFTER_S: u32 = 1;
 
+/// Every status and code that there is; the service's page explains them.
+const CODES: [(u16, &str); 20] = [
+    (400, "invalid_json"),
+    (400, "invalid_value"),
+    (400, "invalid_text"),
+    (400, "body_broken"),
+    (400, "refused_by_node"),
+    (404, "model_not_found"),
+    (404, "not_found"),
+    (405, "method_not_allowed"),
+    (408, "body_timeout"),
+    (408, "slow_client"),
+    (408, "client_gone"),
+    (413, "body_too_large"),
+    (429, "overloaded"),
+    (502, "attempts_spent"),
+    (503, "overloaded"),
+    (503, "no_decode_node"),
+    (503, "stopping"),
+    (504, "deadline_exceeded"),
+    (500, "contradiction"),
+    (500, "internal"),
+];
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {
     pub status: StatusCode,
@@ -28,6 +52,7 @@ pub struct ApiError {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: &'static str, message: String) -> Self {
+        debug_assert!(CODES.contains(&(status.as_u16(), code)), "{status} {code} is listed");
         let content = ErrorContent { message, kind, param: None, code: Some(code) };
         Self { status, content, retry_after_s: None }
     }
@@ -117,7 +142,9 @@ impl From<RequestError> for ApiError {
             RequestError::UnknownModel { .. } => {
                 Self::invalid(StatusCode::NOT_FOUND, "model_not_found", message).param("model")
             }
-            RequestError::Full(Full::InWork { .. } | Full::Waiting { .. }) => {
+            RequestError::Full(
+                Full::InWork { .. } | Full::Waiting { .. } | Full::Bodies { .. },
+            ) => {
                 Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "overloaded", message)
                     .retry()
             }
@@ -165,5 +192,121 @@ impl IntoResponse for ApiError {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeSet, time::Duration};
+
+    use tonic::Code;
+
+    use super::*;
+    use crate::grpc;
+
+    const PAGE: &str = include_str!("../../README.md");
+
+    /// Status, codes, and the code of gRPC: the rows of the page's table.
+    fn rows() -> Vec<(u16, Vec<&'static str>, Option<Code>)> {
+        let (_, table) = PAGE.split_once("## Errors and what to do").unwrap();
+        let (table, _) = table.split_once("\n## ").unwrap();
+        let words = |cell: &'static str| cell.split('`').skip(1).step_by(2).collect::<Vec<_>>();
+        let row = |line: &'static str| {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            let status = cells.get(1)?.parse().ok()?;
+            let code = words(cells[3]).first().map(|name| {
+                let named = |code: &i32| name_of(Code::from(*code)) == *name;
+                Code::from((0..=16).find(named).unwrap_or_else(|| panic!("{name} is no code")))
+            });
+            Some((status, words(cells[2]), code))
+        };
+        table.lines().filter_map(row).collect()
+    }
+
+    /// `NotFound` as `NOT_FOUND`.
+    fn name_of(code: Code) -> String {
+        let mut name = String::new();
+        for letter in format!("{code:?}").chars() {
+            if letter.is_uppercase() && !name.is_empty() {
+                name.push('_');
+            }
+            name.push(letter.to_ascii_uppercase());
+        }
+        name
+    }
+
+    /// One of each kind; a new kind does not compile until it is here.
+    fn errors() -> Vec<RequestError> {
+        let waited = Duration::from_secs(1);
+        let reason = || "why".to_owned();
+        let all = vec![
+            RequestError::Field(FieldError::new("n", "is 0")),
+            RequestError::UnknownModel { model: reason(), served: vec![] },
+            RequestError::Full(Full::InWork { max: 1 }),
+            RequestError::Full(Full::Waiting { max: 1 }),
+            RequestError::Full(Full::Bodies { bytes_max: 1 }),
+            RequestError::Full(Full::Stopping),
+            RequestError::Busy { waited },
+            RequestError::NoDecodeNode { waited },
+            RequestError::AttemptsSpent { attempts: 1, last: reason() },
+            RequestError::Refused { reason: reason() },
+            RequestError::Deadline { timeout: waited },
+            RequestError::Contradiction { reason: reason() },
+            RequestError::SlowClient { waited },
+            RequestError::ClientGone,
+            RequestError::Text { field: None, reason: reason() },
+            RequestError::Stopped,
+            RequestError::Internal { reason: reason() },
+        ];
+        for error in &all {
+            match error {
+                RequestError::Field(_)
+                | RequestError::UnknownModel { .. }
+                | RequestError::Full(
+                    Full::InWork { .. }
+                    | Full::Waiting { .. }
+                    | Full::Bodies { .. }
+                    | Full::Stopping,
+                )
+                | RequestError::Busy { .. }
+                | RequestError::NoDecodeNode { .. }
+                | RequestError::AttemptsSpent { .. }
+                | RequestError::Refused { .. }
+                | RequestError::Deadline { .. }
+                | RequestError::Contradiction { .. }
+                | RequestError::SlowClient { .. }
+                | RequestError::ClientGone
+                | RequestError::Text { .. }
+                | RequestError::Stopped
+                | RequestError::Internal { .. } => {}
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn the_page_lists_every_status_and_code_and_no_other() {
+        let listed = rows().into_iter().flat_map(|(status, codes, _)| {
+            codes.into_iter().map(move |code| (status, code)).collect::<Vec<_>>()
+        });
+        let listed: Vec<_> = listed.collect();
+        assert_eq!(listed.iter().collect::<BTreeSet<_>>(), CODES.iter().collect());
+        assert_eq!(listed.len(), CODES.len(), "each once");
+    }
+
+    #[test]
+    fn every_error_has_the_codes_that_the_page_lists() {
+        let rows = rows();
+        for error in errors() {
+            let text = error.to_string();
+            let grpc = grpc::status(error.clone()).code();
+            let http = ApiError::from(error);
+            let code = http.content.code.unwrap();
+            let row = rows
+                .iter()
+                .find(|(status, codes, _)| *status == http.status && codes.contains(&code))
+                .unwrap_or_else(|| panic!("{} {code} is not on the page", http.status));
+            assert_eq!(row.2, Some(grpc), "{text}: {code}");
+        }
     }
 }

@@ -9,7 +9,7 @@ use serde::{
     Deserialize, Deserializer,
     de::{DeserializeOwned, MapAccess, Visitor},
 };
-use serde_json::value::RawValue;
+use serde_json::{Value, value::RawValue};
 
 use crate::request::field_error::{FieldError, refused, shown};
 
@@ -26,7 +26,12 @@ pub enum BodyError {
 
 /// The top-level fields of a request.
 #[derive(Debug)]
-pub struct Fields<'a>(HashMap<Cow<'a, str>, &'a RawValue>);
+pub struct Fields<'a> {
+    by_name: HashMap<Cow<'a, str>, &'a RawValue>,
+    /// Names that somebody asked for, for holding the API's description to them.
+    #[cfg(test)]
+    pub asked: std::sync::Mutex<std::collections::BTreeSet<String>>,
+}
 
 impl<'a> Fields<'a> {
     /// Of a field that is named twice the last one counts, as in most JSON parsers.
@@ -50,7 +55,9 @@ impl<'a> Fields<'a> {
 
     /// The field's text; absent and `null` are the same.
     pub fn raw(&self, name: &str) -> Option<&'a str> {
-        self.0.get(name).map(|raw| raw.get()).filter(|&text| text != "null")
+        #[cfg(test)]
+        self.asked.lock().unwrap().insert(name.to_owned());
+        self.by_name.get(name).map(|raw| raw.get()).filter(|&text| text != "null")
     }
 
     /// The field as any type; `allowed` ends the sentence "allowed: ...".
@@ -110,8 +117,10 @@ impl<'a> Fields<'a> {
     /// Refuses the field unless it is absent, `null`, or one of `neutral` (as JSON text): it is
     /// known, would change the answer, and is not supported.
     pub fn unsupported(&self, name: &str, neutral: &[&str]) -> Result<(), FieldError> {
+        let value = |text| serde_json::from_str::<Value>(text).ok();
+        let is_neutral = |text| neutral.iter().any(|neutral| value(text) == value(neutral));
         match self.raw(name) {
-            Some(text) if !neutral.contains(&text) => Err(FieldError::new(
+            Some(text) if !is_neutral(text) => Err(FieldError::new(
                 name,
                 format!("is not supported; leave it out (it is {})", shown(text)),
             )),
@@ -140,11 +149,15 @@ impl<'de> Deserialize<'de> for Fields<'de> {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut fields = HashMap::new();
+                let mut by_name = HashMap::new();
                 while let Some(Name(name)) = map.next_key()? {
-                    fields.insert(name, map.next_value()?);
+                    by_name.insert(name, map.next_value()?);
                 }
-                Ok(Fields(fields))
+                Ok(Fields {
+                    by_name,
+                    #[cfg(test)]
+                    asked: Default::default(),
+                })
             }
         }
         deserializer.deserialize_map(Walk)
@@ -233,6 +246,7 @@ mod tests {
             assert!(fields.unsupported("echo", &["false"]).is_err());
             assert!(fields.unsupported("suffix", &[]).is_ok());
             assert!(fields.unsupported("beam", &["false"]).is_ok());
+            assert!(fields.unsupported("n", &["1.0", "1"]).is_ok());
             assert!(fields.unsupported("absent", &[]).is_ok());
         });
     }

@@ -13,11 +13,12 @@ use serde::Serialize;
 
 use super::{
     choices::{
-        Api, Collected, TokenView, chat_chunk, chat_end, chat_role, finish_reason, stop_reason,
+        Api, Collected, TokenView, chat_chunks, chat_end, chat_role, finish_reason, stop_reason,
     },
     common_fields::Delivery,
     error::ApiError,
     sse,
+    tools::{AnswerPiece, CallReader, CallReading, Calls},
     wire::{Completion, ErrorBody, HandOver, TextChoice, Usage},
 };
 use crate::{
@@ -30,10 +31,12 @@ pub struct Reply {
     pub id: String,
     /// Seconds since 1970.
     pub created: u64,
-    pub model: String,
+    pub model: Arc<str>,
     pub system_fingerprint: String,
     pub view: TokenView,
     pub delivery: Delivery,
+    /// Where answers may call tools.
+    pub calls: Option<CallReading>,
     pub wants_figures: bool,
     /// Answers to each prompt.
     pub choices_per_prompt: u32,
@@ -99,8 +102,10 @@ impl Reply {
         let mut taken = |end: &AnswerEnd| collected.remove(&end.choice).unwrap_or_default();
         Ok(match self.view.api {
             Api::Chat => {
-                let choices =
-                    ends.iter().map(|end| taken(end).into_chat_choice(&self.view, end)).collect();
+                let choice = |end: &AnswerEnd| {
+                    taken(end).into_chat_choice(&self.view, end, self.call_reader(end.choice))
+                };
+                let choices = ends.iter().map(choice).collect();
                 let mut body = self.completion("chat.completion", choices, &totals);
                 if self.view.token_ids {
                     body.prompt_token_ids = started.prompts.first().map(|prompt| &**prompt);
@@ -145,6 +150,10 @@ impl Reply {
         }
     }
 
+    fn call_reader(&self, choice: u32) -> Option<CallReader> {
+        self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
+    }
+
     fn prompt<'a>(&self, prompts: &'a [Arc<[u32]>], choice: u32) -> &'a [u32] {
         prompts.get((choice / self.choices_per_prompt) as usize).map_or(&[], |prompt| prompt)
     }
@@ -184,6 +193,8 @@ pub struct Chunks {
 #[derive(Default)]
 struct AnswerProgress {
     introduced: bool,
+    /// From the first event until the end, where tools may be called.
+    reader: Option<CallReader>,
     text_offset: u64,
     completion_tokens: u64,
 }
@@ -202,6 +213,16 @@ impl Chunks {
 
     /// The next events; `None` when the stream is over. Dropping the future loses nothing.
     pub async fn next(&mut self) -> Option<Bytes> {
+        loop {
+            let bytes = self.after_next_event().await?;
+            // Where all text is held back there is nothing to send.
+            if !bytes.is_empty() {
+                return Some(bytes);
+            }
+        }
+    }
+
+    async fn after_next_event(&mut self) -> Option<Bytes> {
         if self.end == End::Done {
             return None;
         }
@@ -219,8 +240,13 @@ impl Chunks {
                 let (reply, view) = (&self.reply, &self.reply.view);
                 match view.api {
                     Api::Chat => {
-                        let choice = chat_chunk(view, shown.choice, &shown.tokens, shown.text);
-                        self.write(CHAT_CHUNK, shown.choice, choice, &mut out);
+                        let pieces = match &mut progress.reader {
+                            Some(reader) => reader.push(&shown.text),
+                            None => vec![AnswerPiece::Content(shown.text)],
+                        };
+                        for chunk in chat_chunks(view, shown.choice, &shown.tokens, pieces) {
+                            self.write(CHAT_CHUNK, shown.choice, chunk, &mut out);
+                        }
                     }
                     Api::Text => {
                         let first = !std::mem::replace(&mut progress.introduced, true);
@@ -243,7 +269,7 @@ impl Chunks {
                 self.totals.ended(&end, self.reply.choices_per_prompt);
                 self.introduce(end.choice, &mut out);
                 match self.reply.view.api {
-                    Api::Chat => self.write(CHAT_CHUNK, end.choice, chat_end(&end), &mut out),
+                    Api::Chat => self.write_chat_end(&end, &mut out),
                     Api::Text => {
                         let choice = TextChoice {
                             index: end.choice,
@@ -280,12 +306,28 @@ impl Chunks {
         if std::mem::replace(&mut progress.introduced, true) {
             return;
         }
+        progress.reader = self.reply.call_reader(choice);
         let mut chunk = self.reply.chunk(CHAT_CHUNK, vec![chat_role(choice)]);
         chunk.usage = self.usage_of(choice);
         if self.reply.view.token_ids {
             chunk.prompt_token_ids = Some(self.reply.prompt(&self.started.prompts, choice));
         }
         sse::event(&chunk, out);
+    }
+
+    fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut Vec<u8>) {
+        let progress = self.answers.entry(end.choice).or_default();
+        // The rest of the text, where some had been held back.
+        let (pieces, calls) = match progress.reader.take() {
+            Some(reader) => reader.finish(&end.text),
+            None if end.text.is_empty() => (Vec::new(), Calls::None),
+            None => (vec![AnswerPiece::Content(end.text.clone())], Calls::None),
+        };
+        let tokenless = TokenView { logprobs: None, token_ids: false, ..self.reply.view.clone() };
+        for chunk in chat_chunks(&tokenless, end.choice, &[], pieces) {
+            self.write(CHAT_CHUNK, end.choice, chunk, out);
+        }
+        self.write(CHAT_CHUNK, end.choice, chat_end(end, calls), out);
     }
 
     fn write<C: Serialize>(

@@ -1,6 +1,6 @@
 //! What every API request has: its id and label, its span, its deadline, its body.
 
-use std::time::Duration;
+use std::{ops::Deref, time::Duration};
 
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
@@ -9,15 +9,23 @@ use http_body_util::BodyExt;
 use telemetry::propagation;
 use tracing::Span;
 
+use tokio::sync::OwnedSemaphorePermit;
+
 use super::error::ApiError;
-use crate::request::ids::{NoRandomness, RequestId, label};
+use crate::{
+    front::Front,
+    generation::RequestError,
+    request::{
+        cache_salt::{TENANT_HEADER, Tenant},
+        field_error::FieldError,
+        ids::{NoRandomness, RequestId, label},
+    },
+};
 
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// With `1` the answer's last chunk tells what moved between the nodes.
 const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
 
-/// A body of the largest size over a slow line; then the client gave up.
-const BODY_MAX: Duration = Duration::from_secs(30);
 /// Of a body that is refused unread so much is read all the same: a client that is still sending
 /// would otherwise see its connection break instead of the refusal.
 const DISCARD_BYTES_MAX: usize = 64 << 20;
@@ -29,6 +37,8 @@ pub struct RequestContext {
     pub label: Option<String>,
     pub span: Span,
     pub wants_figures: bool,
+    /// A bad name is told with the other errors of the request.
+    pub tenant: Result<Option<Tenant>, FieldError>,
 }
 
 impl RequestContext {
@@ -39,7 +49,9 @@ impl RequestContext {
         let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
         propagation::set_parent_from_http(&span, headers);
         let wants_figures = text(&X_BATON_FIGURES) == Some("1");
-        Ok(Self { request_id, label, span, wants_figures })
+        let tenant =
+            headers.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose();
+        Ok(Self { request_id, label, span, wants_figures, tenant })
     }
 
     /// What the answer's `x-request-id` says: the client's label, else our id.
@@ -60,8 +72,43 @@ pub fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderValue {
     HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
 }
 
-/// The whole body, at most `limit` bytes.
-pub async fn read_body(headers: &HeaderMap, mut body: Body, limit: u64) -> Result<Bytes, ApiError> {
+/// A body and the room that it takes.
+pub struct ReadBody {
+    bytes: BytesMut,
+    room: Option<OwnedSemaphorePermit>,
+}
+
+impl Deref for ReadBody {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl ReadBody {
+    fn extend(&mut self, data: &[u8], front: &Front) -> Result<(), ApiError> {
+        let limit = front.settings.body_bytes_max;
+        if (self.bytes.len() + data.len()) as u64 > limit {
+            return Err(ApiError::body_too_large(limit));
+        }
+        let more = front.bodies.take(data.len()).map_err(RequestError::from)?;
+        match &mut self.room {
+            Some(room) => room.merge(more),
+            None => self.room = Some(more),
+        }
+        self.bytes.extend_from_slice(data);
+        Ok(())
+    }
+}
+
+/// The whole body, within the bounds on one body and on all.
+pub async fn read_body(
+    front: &Front,
+    headers: &HeaderMap,
+    mut body: Body,
+) -> Result<ReadBody, ApiError> {
+    let (limit, read_max) = (front.settings.body_bytes_max, front.settings.request_read_max);
     let announced = headers
         .get(header::CONTENT_LENGTH)
         .and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
@@ -69,23 +116,23 @@ pub async fn read_body(headers: &HeaderMap, mut body: Body, limit: u64) -> Resul
         discard(&mut body).await;
         return Err(ApiError::body_too_large(limit));
     }
-    let mut bytes = BytesMut::new();
+    let mut whole = ReadBody { bytes: BytesMut::new(), room: None };
     let read = async {
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| ApiError::body_broken(&error.to_string()))?;
             let Ok(data) = frame.into_data() else { continue };
-            if (bytes.len() + data.len()) as u64 > limit {
-                return Err(ApiError::body_too_large(limit));
-            }
-            bytes.extend_from_slice(&data);
+            whole.extend(&data, front)?;
         }
         Ok(())
     };
-    let read = tokio::time::timeout(BODY_MAX, read).await;
-    match read.unwrap_or_else(|_| Err(ApiError::body_timeout(BODY_MAX.as_secs()))) {
-        Ok(()) => Ok(bytes.freeze()),
+    let read = tokio::time::timeout(read_max, read).await;
+    match read.unwrap_or_else(|_| Err(ApiError::body_timeout(read_max.as_secs()))) {
+        Ok(()) => Ok(whole),
         Err(error) => {
-            if error.status == StatusCode::PAYLOAD_TOO_LARGE {
+            drop(whole);
+            if [StatusCode::PAYLOAD_TOO_LARGE, StatusCode::TOO_MANY_REQUESTS]
+                .contains(&error.status)
+            {
                 discard(&mut body).await;
             }
             Err(error)

@@ -8,8 +8,9 @@ use axum::{
     extract::{Path, Request, State},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{MethodRouter, get, post},
+    routing::{self, MethodRouter},
 };
+use bytes::Bytes;
 use http::{HeaderValue, Method, StatusCode, Uri, header};
 use serde::Serialize;
 use telemetry::Metrics;
@@ -17,25 +18,50 @@ use telemetry::Metrics;
 use super::{
     error::ApiError,
     generate::{chat_completions, completions},
+    openapi,
     request_context::{X_REQUEST_ID, echo, label_of},
+    tokenize::{detokenize, tokenize},
     wire::{ModelCard, ModelList},
 };
-use crate::{front::Front, generation::RequestError, request::ids::RequestId};
+use crate::{front::Front, models::NamedModel, nodes::Serving, request::ids::RequestId};
 
 /// Everything that is served over HTTP. `started` is the process's start, in seconds since 1970.
 pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
-    Router::new()
-        .route("/v1/chat/completions", only("POST", post(chat_completions)))
-        .route("/v1/completions", only("POST", post(completions)))
-        .route("/v1/models", only("GET", get(move |state| models(state, started))))
-        // Names of models may hold slashes.
-        .route("/v1/models/{*id}", only("GET", get(move |state, id| model(state, id, started))))
-        .route("/health", only("GET", get(health)))
-        .route("/live", only("GET", get(async || "live\n")))
-        .route("/metrics", only("GET", get(async move || render(&metrics))))
+    let mut router = Router::new();
+    for Route { path, method, handler } in table(metrics, started) {
+        router = router.route(path, only(method, handler));
+    }
+    router
         .fallback(async |uri: Uri| ApiError::no_such_path(uri.path()))
         .layer(middleware::from_fn(with_request_id))
         .with_state(front)
+}
+
+/// What is served at a path.
+struct Route {
+    path: &'static str,
+    method: &'static str,
+    handler: MethodRouter<Arc<Front>>,
+}
+
+fn table(metrics: Metrics, started: u64) -> Vec<Route> {
+    let description: Bytes = openapi::document().to_string().into();
+    let openapi = async move || ([(header::CONTENT_TYPE, "application/json")], description.clone());
+    let get = |path, handler| Route { path, method: "GET", handler };
+    let post = |path, handler| Route { path, method: "POST", handler };
+    vec![
+        post("/v1/chat/completions", routing::post(chat_completions)),
+        post("/v1/completions", routing::post(completions)),
+        post("/tokenize", routing::post(tokenize)),
+        post("/detokenize", routing::post(detokenize)),
+        get("/v1/models", routing::get(move |state| models(state, started))),
+        // Names of models may hold slashes.
+        get("/v1/models/{*id}", routing::get(move |state, id| model(state, id, started))),
+        get("/health", routing::get(health)),
+        get("/live", routing::get(async || "live\n")),
+        get("/metrics", routing::get(async move || render(&metrics))),
+        get("/openapi.json", routing::get(openapi)),
+    ]
 }
 
 /// Every answer has an `x-request-id`; those of the API have it from their request already.
@@ -59,26 +85,26 @@ fn only(allowed: &'static str, route: MethodRouter<Arc<Front>>) -> MethodRouter<
 }
 
 async fn models(State(front): State<Arc<Front>>, started: u64) -> Response {
-    Json(ModelList { object: "list", data: vec![card(&front, started)] }).into_response()
+    let data = front.models.names().map(|named| card(&front, named, started)).collect();
+    Json(ModelList { object: "list", data }).into_response()
 }
 
 async fn model(State(front): State<Arc<Front>>, Path(id): Path<String>, started: u64) -> Response {
-    let served = &front.settings.model;
-    if id != *served {
-        let model = id.chars().take(200).collect();
-        let error = RequestError::UnknownModel { model, served: served.clone() };
-        return ApiError::from(error).into_response();
+    match front.models.find(Some(&id)) {
+        Ok(named) => Json(card(&front, named, started)).into_response(),
+        Err(error) => ApiError::from(error).into_response(),
     }
-    Json(card(&front, started)).into_response()
 }
 
-fn card(front: &Front, started: u64) -> ModelCard<'_> {
+fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
+    let limits = front.nodes.serving(&named.model.name).limits;
     ModelCard {
-        id: &front.settings.model,
+        id: named.name.to_string(),
         object: "model",
         created: started,
         owned_by: "baton",
-        max_model_len: front.nodes.serving().limits.map(|limits| limits.sequence_tokens_max),
+        root: named.model.name.to_string(),
+        max_model_len: limits.map(|limits| limits.sequence_tokens_max),
     }
 }
 
@@ -86,27 +112,47 @@ fn card(front: &Front, started: u64) -> ModelCard<'_> {
 #[derive(Serialize)]
 struct Health<'a> {
     status: &'static str,
-    /// Served, but decode nodes read the prompts themselves.
+    /// Served, but not as it should be: some model has no node of one of the roles.
     degraded: bool,
+    /// The default model.
     model: &'a str,
+    models: Vec<ModelHealth<'a>>,
+    /// Of all models.
     prefill_nodes: usize,
     decode_nodes: usize,
     requests_in_work: u32,
 }
 
+#[derive(Serialize)]
+struct ModelHealth<'a> {
+    name: &'a str,
+    prefill_nodes: usize,
+    decode_nodes: usize,
+}
+
 async fn health(State(front): State<Arc<Front>>) -> Response {
-    let serving = front.nodes.serving();
-    let (code, status) = match (front.is_stopping(), serving.decode_nodes) {
+    let models: Vec<ModelHealth<'_>> = front
+        .models
+        .all()
+        .iter()
+        .map(|model| {
+            let Serving { prefill_nodes, decode_nodes, .. } = front.nodes.serving(&model.name);
+            ModelHealth { name: &model.name, prefill_nodes, decode_nodes }
+        })
+        .collect();
+    let decode_nodes = models.iter().map(|model| model.decode_nodes).sum();
+    let (code, status) = match (front.is_stopping(), decode_nodes) {
         (true, _) => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
         (false, 0) => (StatusCode::SERVICE_UNAVAILABLE, "no decode node"),
         (false, _) => (StatusCode::OK, "ready"),
     };
     let health = Health {
         status,
-        degraded: serving.prefill_nodes == 0 || serving.decode_nodes == 0,
-        model: &front.settings.model,
-        prefill_nodes: serving.prefill_nodes,
-        decode_nodes: serving.decode_nodes,
+        degraded: models.iter().any(|model| model.prefill_nodes == 0 || model.decode_nodes == 0),
+        model: &front.models.default_model().name,
+        prefill_nodes: models.iter().map(|model| model.prefill_nodes).sum(),
+        decode_nodes,
+        models,
         requests_in_work: front.admission.in_work(),
     };
     (code, Json(health)).into_response()
@@ -115,4 +161,84 @@ async fn health(State(front): State<Arc<Front>>) -> Response {
 fn render(metrics: &Metrics) -> Response<Body> {
     let kind = "text/plain; version=0.0.4; charset=utf-8";
     ([(header::CONTENT_TYPE, kind)], metrics.render_prometheus()).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::Value;
+    use telemetry::{Resource, Telemetry, TelemetryConfig};
+
+    use super::*;
+    use crate::http::{chat_fields, completion_fields, fields::Fields, tokenize::prompt_source};
+
+    #[tokio::test]
+    async fn the_description_has_every_route_and_no_other() {
+        let resource = Resource { service: "baton-router".into(), instance: "test".into() };
+        let config = TelemetryConfig::from(&config::Telemetry::default());
+        let telemetry = Telemetry::start(&config, resource).unwrap();
+        let served: BTreeSet<(String, String)> = table(telemetry.metrics(), 0)
+            .into_iter()
+            .map(|route| (route.path.replace("{*", "{"), route.method.to_lowercase()))
+            .collect();
+        let document = openapi::document();
+        let described =
+            document["paths"].as_object().unwrap().iter().flat_map(|(path, methods)| {
+                methods.as_object().unwrap().keys().map(|method| (path.clone(), method.clone()))
+            });
+        assert_eq!(described.collect::<BTreeSet<_>>(), served);
+    }
+
+    /// Names that reading these bodies asks for are those that the schema has.
+    fn is_described(schema: &str, bodies: &[&str], read: impl Fn(&Fields<'_>)) {
+        let mut asked = BTreeSet::from(["model".to_owned()]);
+        for body in bodies {
+            let fields = Fields::parse(body.as_bytes()).unwrap();
+            read(&fields);
+            asked.extend(std::mem::take(&mut *fields.asked.lock().unwrap()));
+        }
+        let document = openapi::document();
+        let described = &document["components"]["schemas"][schema]["properties"];
+        let described: BTreeSet<String> = described.as_object().unwrap().keys().cloned().collect();
+        assert_eq!(described, asked, "{schema}");
+    }
+
+    #[test]
+    fn the_description_has_every_field_that_is_read_and_no_other() {
+        let chat = r#"{"messages": [{"role": "user", "content": "hi"}]}"#;
+        is_described("ChatCompletionRequest", &[chat], |fields| {
+            chat_fields::read(fields).unwrap();
+        });
+        is_described("CompletionRequest", &[r#"{"prompt": "hi"}"#], |fields| {
+            completion_fields::read(fields).unwrap();
+        });
+        is_described("TokenizeRequest", &[chat, r#"{"prompt": "hi"}"#], |fields| {
+            prompt_source(fields).unwrap();
+            fields.boolean("return_token_strs").unwrap();
+        });
+    }
+
+    /// Every reference leads to a schema, and every schema is referred to.
+    #[test]
+    fn the_descriptions_references_are_whole() {
+        fn references(value: &Value, found: &mut BTreeSet<String>) {
+            match value {
+                Value::Object(object) => {
+                    if let Some(Value::String(name)) = object.get("$ref") {
+                        let name = name.strip_prefix("#/components/schemas/").unwrap();
+                        found.insert(name.to_owned());
+                    }
+                    object.values().for_each(|value| references(value, found));
+                }
+                Value::Array(list) => list.iter().for_each(|value| references(value, found)),
+                _ => {}
+            }
+        }
+        let document = openapi::document();
+        let mut found = BTreeSet::new();
+        references(&document, &mut found);
+        let schemas = document["components"]["schemas"].as_object().unwrap();
+        assert_eq!(schemas.keys().cloned().collect::<BTreeSet<_>>(), found);
+    }
 }

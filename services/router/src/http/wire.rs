@@ -65,8 +65,25 @@ pub struct ChatChoice {
 #[derive(Serialize)]
 pub struct ChatMessage {
     pub role: &'static str,
-    pub content: String,
+    /// Absent content is `null`: the answer is calls alone.
+    pub content: Option<String>,
     pub refusal: Option<()>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCallWhole>,
+}
+
+#[derive(Serialize)]
+pub struct ToolCallWhole {
+    pub id: String,
+    pub r#type: &'static str,
+    pub function: FunctionCall,
+}
+
+#[derive(Serialize)]
+pub struct FunctionCall {
+    pub name: String,
+    /// JSON as text.
+    pub arguments: String,
 }
 
 #[derive(Serialize)]
@@ -87,6 +104,26 @@ pub struct ChatDelta {
     pub role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<[ToolCallDelta; 1]>,
+}
+
+/// The beginning of a call, with its id and name, or some more of its arguments.
+#[derive(Serialize)]
+pub struct ToolCallDelta {
+    pub index: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub r#type: Option<&'static str>,
+    pub function: FunctionDelta,
+}
+
+#[derive(Serialize)]
+pub struct FunctionDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    pub arguments: String,
 }
 
 /// A choice of a completion, whole or in a chunk.
@@ -173,20 +210,37 @@ fn all_finite<S: Serializer>(logprobs: &[f32], serializer: S) -> Result<S::Ok, S
 }
 
 #[derive(Serialize)]
-pub struct ModelList<'a> {
+pub struct ModelList {
     pub object: &'static str,
-    pub data: Vec<ModelCard<'a>>,
+    pub data: Vec<ModelCard>,
 }
 
 #[derive(Serialize)]
-pub struct ModelCard<'a> {
-    pub id: &'a str,
+pub struct ModelCard {
+    pub id: String,
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
+    /// The model's own name, where `id` is an alias.
+    pub root: String,
     /// Prompt and answer together, as vLLM tells it; absent while no decode node is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_model_len: Option<u32>,
+}
+
+#[derive(Serialize)]
+pub struct Tokenized {
+    pub count: usize,
+    /// Prompt and answer together; `null` while no decode node is known.
+    pub max_model_len: Option<u32>,
+    pub tokens: Vec<u32>,
+    /// Each token's text, where it was asked for.
+    pub token_strs: Option<Vec<String>>,
+}
+
+#[derive(Serialize)]
+pub struct Detokenized {
+    pub prompt: String,
 }
 
 #[derive(Serialize)]

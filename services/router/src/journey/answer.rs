@@ -17,6 +17,8 @@ pub struct AnswerPlan {
     pub skip_special: bool,
     /// Without it there is no text, and no stop string is looked for.
     pub with_text: bool,
+    /// Special tokens that give text even where others are skipped.
+    pub shown_tokens: Arc<[u32]>,
 }
 
 pub struct Answer {
@@ -60,7 +62,10 @@ impl Answer {
     pub fn new(plan: &AnswerPlan, sampling: &Sampling) -> Self {
         let options =
             TextStreamOptions { skip_special: plan.skip_special, min_tokens: sampling.min_tokens };
-        let stream = || TextStream::new(plan.tokenizer.clone(), plan.stops.clone(), options);
+        let stream = || {
+            TextStream::new(plan.tokenizer.clone(), plan.stops.clone(), options)
+                .showing(plan.shown_tokens.clone())
+        };
         let mut stop_token_ids = match sampling.ignore_stop_tokens {
             true => Vec::new(),
             false => sampling.stop_token_ids.clone(),

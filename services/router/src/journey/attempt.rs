@@ -13,6 +13,8 @@
 //!
 //! Nothing here reads a socket or a clock.
 
+use std::time::Duration;
+
 use proto::v1::{
     FinishReason, PrefillToken, Token, decode_event::Event as DecodeEvent,
     prefill_event::Event as PrefillEvent,
@@ -22,6 +24,12 @@ use super::{
     emitted::EmittedTokens,
     failure::{AttemptFailure, Cause, Side},
 };
+
+/// How long a complete answer waits for the node's last event, which only adds figures.
+pub const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
+/// How long a failed transfer waits for the prefill node's token 0, which may be all there is to
+/// send. Not longer: the other attempt could have begun.
+pub const TOKEN_0_MAX: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
 pub struct Attempt {
@@ -272,6 +280,20 @@ impl Attempt {
     /// A failed transfer waits no longer for token 0. Nothing follows when none has failed.
     pub fn token_0_is_late(&mut self) -> Vec<Next> {
         self.transfer_failed.take().map(Next::Fail).into_iter().collect()
+    }
+
+    /// Whose turn it is to say something.
+    pub fn awaits(&self) -> Side {
+        match (self.decode, &self.prefill) {
+            (Decode::Reserved, Prefill::Reading) => Side::Prefill,
+            _ if self.transfer_failed.is_some() => Side::Prefill,
+            _ => Side::Decode,
+        }
+    }
+
+    /// The decode node has a place in its batch and the whole context: no more waiting for others.
+    pub fn is_writing(&self) -> bool {
+        self.decode == Decode::Writing
     }
 
     /// Whether the decode node may still say something.

@@ -1,6 +1,6 @@
 //! Why an attempt, or a whole request, did not complete.
 
-use std::{error::Error as _, fmt};
+use std::{error::Error as _, fmt, time::Duration};
 
 use proto::v1::{Failure, FailureKind};
 use tonic::{Code, Status};
@@ -11,7 +11,7 @@ use super::emitted::EmissionError;
 const MESSAGE_BYTES_MAX: usize = 300;
 
 /// Which node of an attempt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Side {
     Prefill,
     Decode,
@@ -33,7 +33,7 @@ pub enum Cause {
     Busy,
     /// The node drains.
     Draining,
-    /// The connection broke, or could not be made.
+    /// The connection broke or could not be made, or the node is silent.
     Lost,
     /// The KV did not arrive whole.
     TransferFailed,
@@ -132,6 +132,12 @@ impl AttemptFailure {
     /// The stream ended without its final event.
     pub fn cut(side: Side) -> Self {
         let message = "the stream ended without a final event".to_owned();
+        Self { side, cause: Cause::Lost, message }
+    }
+
+    /// The node was silent for so long.
+    pub fn silent(side: Side, silence: Duration) -> Self {
+        let message = format!("it was silent for {silence:?} (router.idle_timeout)");
         Self { side, cause: Cause::Lost, message }
     }
 

@@ -5,9 +5,9 @@
 //! ([`attempt`], [`emitted`], [`recovery`]); the rest is the I/O around them.
 
 mod answer;
-mod attempt;
-mod emitted;
-mod failure;
+pub mod attempt;
+pub mod emitted;
+pub mod failure;
 mod node_calls;
 mod one_answer;
 mod prepare;
@@ -16,6 +16,7 @@ pub mod recovery;
 use std::sync::Arc;
 
 use futures_util::{StreamExt, stream::FuturesUnordered};
+use tokio::time::Instant;
 use tracing::{Instrument, Span};
 
 use crate::{
@@ -39,9 +40,10 @@ pub struct Started {
 pub async fn start(
     front: &Arc<Front>,
     asked: Asked,
-    record: RequestRecord,
+    mut record: RequestRecord,
     span: Span,
 ) -> Result<Started, RequestError> {
+    record.is_for(&asked.model);
     match prepare(front, asked, &record).instrument(span.clone()).await {
         Ok(Prepared { plan, answers, prompts, admitted }) => {
             let settings = &front.settings;
@@ -86,8 +88,25 @@ async fn run(
             Err(RequestError::Deadline { timeout: plan.deadline.timeout })
         }
     };
+    drop(journeys);
     if let Err(error) = &ended {
         record.failed(error);
     }
-    ended
+    // What waits for the client takes room: it counts as a request in work until it was read. One
+    // that reads ever so slowly has the request's time, and once more what an event may wait.
+    let read_by = plan.deadline.at.max(Instant::now()) + front.settings.slow_client_timeout;
+    let read = tokio::select! {
+        read = events.read_out() => read,
+        () = front.cut.cancelled() => Err(RequestError::Stopped),
+        () = tokio::time::sleep_until(read_by) => {
+            Err(RequestError::Deadline { timeout: plan.deadline.timeout })
+        }
+    };
+    if read.is_err() {
+        events.discard();
+    }
+    if let (Ok(()), Err(error)) = (&ended, &read) {
+        record.failed(error);
+    }
+    ended.and(read)
 }

@@ -86,6 +86,7 @@ impl AttemptCalls<'_> {
             cache_salt: self.plan.cache_salt.clone(),
             node_epoch: node.epoch().to_bytes().to_vec().into(),
             weight_version: node.record().identity.weight_version,
+            grammar: self.plan.grammar.clone(),
         }
     }
 

@@ -4,12 +4,12 @@ use std::time::{Duration, Instant};
 
 use cluster::{ModelIdentity, NoNode, Role, Wanted};
 use proto::v1::{DecodeEvent, FinishReason, PrefillEvent, Token};
-use telemetry::metrics::AttemptEnd;
+use telemetry::{RouterMetrics, metrics::AttemptEnd};
 use tracing::{Instrument, Span, field};
 
 use super::{
     answer::{Answer, Ended},
-    attempt::{Attempt, Next},
+    attempt::{Attempt, LAST_EVENT_MAX, Next, TOKEN_0_MAX},
     emitted::EmittedTokens,
     failure::{AttemptFailure, Cause, Side},
     node_calls::{AttemptCalls, NodeStream, next_of},
@@ -25,11 +25,6 @@ use crate::{
     request::ids::TransferId,
 };
 
-/// How long a complete answer waits for the node's last event, which only adds figures.
-const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
-/// How long a failed transfer waits for the prefill node's token 0, which may be all there is to
-/// send. Not longer: the other attempt could have begun.
-const TOKEN_0_MAX: Duration = Duration::from_millis(200);
 /// Between two looks for a node that may come back.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
@@ -81,8 +76,8 @@ impl<'a> Journey<'a> {
     }
 
     pub async fn run(mut self) -> Result<(), RequestError> {
-        // Whoever waits already comes first.
-        if self.front.waiting.is_occupied() {
+        // Whoever waits for this model already comes first.
+        if self.plan.model.waiting.is_occupied() {
             let then = self.recovery.all_busy(Instant::now());
             self.follow(then).await?;
         }
@@ -127,7 +122,8 @@ impl<'a> Journey<'a> {
         }
     }
 
-    /// The least loaded decode node, and the least loaded prefill node that fits it. Without one, or
+    /// The decode node with the least to do, and the prefill node that fits it; who has the beginning
+    /// of the prompt cached has less to do. Without one, or
     /// when there is nothing worth moving, the decode node works alone.
     fn pick(&self) -> Result<(Assigned, Option<Assigned>), NoNode> {
         let emitted = self.emitted.next_index();
@@ -135,11 +131,12 @@ impl<'a> Journey<'a> {
         let alone = self.recovery.decode_alone();
         let wanted = Wanted {
             role: Role::Decode,
+            model: Some(&self.plan.model.name),
             prompt_tokens,
             tokens: prompt_tokens + emitted,
             new_tokens_max: self.spec.sampling.max_tokens - emitted,
             computes_prompt: alone,
-            prefix: &[],
+            prefix: &self.spec.prefix,
             identity: self.identity.as_ref(),
             exclude: self.recovery.avoid_decode(),
         };
@@ -168,8 +165,8 @@ impl<'a> Journey<'a> {
         prefill: Option<&Assigned>,
         span: &Span,
     ) -> Result<AttemptOutcome, RequestError> {
-        let metrics = &self.front.metrics;
-        let mut guard = AttemptGuard { front: self.front, span, end: AttemptEnd::Cancelled };
+        let metrics = &self.plan.model.metrics;
+        let mut guard = AttemptGuard { metrics, span, end: AttemptEnd::Cancelled };
         let first_index = self.emitted.next_index();
         self.figures.attempts = self.recovery.attempts();
         self.figures.decode_node = Some(decode.record().node_id.to_string());
@@ -190,6 +187,7 @@ impl<'a> Journey<'a> {
 
         let mut attempt = Attempt::new(first_index, prefill.is_some());
         let mut first_shown: Option<Instant> = None;
+        let mut silence = Silence::new(self.front.settings.idle_timeout);
         let outcome = loop {
             let next = tokio::select! {
                 // The decode node first: once it writes, the other one no longer matters.
@@ -221,10 +219,23 @@ impl<'a> Journey<'a> {
                 () = tokio::time::sleep(TOKEN_0_MAX), if !attempt.expects_decode() => {
                     attempt.token_0_is_late()
                 }
+                () = tokio::time::sleep_until(silence.ends_at().into()) => {
+                    let side = attempt.awaits();
+                    let awaited = match side {
+                        Side::Decode => Some(decode),
+                        Side::Prefill => prefill,
+                    };
+                    let change = awaited.and_then(Assigned::changed_at);
+                    if !attempt.is_writing() && change.is_some_and(|at| silence.broken_at(at)) {
+                        continue;
+                    }
+                    vec![Next::Fail(AttemptFailure::silent(side, silence.max))]
+                }
             };
             match self.act(next, &mut prefill_events, &mut first_shown).await? {
                 Some(outcome) => break outcome,
-                None => continue,
+                // From here on: showing waits for the client, which is not the node's silence.
+                None => silence.broken_now(),
             }
         };
         // Both streams end here; what was not finished is cancelled by it.
@@ -289,7 +300,7 @@ impl<'a> Journey<'a> {
                     match (by, *first_shown) {
                         (Side::Prefill, _) => *first_shown = Some(Instant::now()),
                         (Side::Decode, Some(first)) => {
-                            self.front.metrics.hand_over(first.elapsed());
+                            self.plan.model.metrics.hand_over(first.elapsed());
                             *first_shown = None;
                         }
                         (Side::Decode, None) => {}
@@ -382,23 +393,50 @@ impl<'a> Journey<'a> {
     async fn wait_for_room(&mut self, left: Duration) -> Result<(), RequestError> {
         let waiting = match &mut self.waiting {
             Some(waiting) => waiting,
-            none => none.insert(self.front.waiting.enter(&self.front.metrics)?),
+            none => none.insert(self.plan.model.waiting.enter(&self.plan.model.metrics)?),
         };
         let waited = self.front.settings.waiting_timeout;
         tokio::time::timeout(left, waiting.turn()).await.map_err(|_| RequestError::Busy { waited })
     }
 }
 
+/// How long a node has said nothing that shows work on the attempt.
+struct Silence {
+    since: Instant,
+    max: Duration,
+}
+
+impl Silence {
+    fn new(max: Duration) -> Self {
+        Self { since: Instant::now(), max }
+    }
+
+    fn ends_at(&self) -> Instant {
+        self.since + self.max
+    }
+
+    fn broken_now(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// Whether it was broken then, later than was known.
+    fn broken_at(&mut self, at: Instant) -> bool {
+        let is_news = at > self.since;
+        self.since = self.since.max(at);
+        is_news
+    }
+}
+
 /// Counts the attempt however it ends, also when its request is dropped.
 struct AttemptGuard<'a> {
-    front: &'a Front,
+    metrics: &'a RouterMetrics,
     span: &'a Span,
     end: AttemptEnd,
 }
 
 impl Drop for AttemptGuard<'_> {
     fn drop(&mut self) {
-        self.front.metrics.attempt_ended(self.end);
+        self.metrics.attempt_ended(self.end);
         self.span.record("outcome", self.end.as_str());
     }
 }

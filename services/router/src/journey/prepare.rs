@@ -2,7 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::v1::Sampling;
+use cluster::PrefixKeys;
+use proto::v1::{Grammar, Sampling};
 use text::StopStrings;
 
 use super::answer::AnswerPlan;
@@ -10,21 +11,22 @@ use crate::{
     admission::Admitted,
     front::Front,
     generation::{Deadline, RequestError},
+    models::ServedModel,
     record::RequestRecord,
     request::{
+        cache_salt::{Tenant, salt_for_nodes},
         field_error::FieldError,
         ids::{NoRandomness, RequestId, mint_seed},
         options::{CHOICES_PER_REQUEST_MAX, DefaultLength, ModelLimits, Options, check_prompt},
-        text_workers::PromptSource,
+        text_workers::{CacheKeying, PromptSource, TokenisedPrompt},
     },
 };
 
 /// A request, read and checked field by field.
-#[derive(Debug)]
 pub struct Asked {
     pub request_id: RequestId,
-    /// `None` or empty: the model that is served.
-    pub model: Option<String>,
+    pub tenant: Option<Tenant>,
+    pub model: Arc<ServedModel>,
     pub prompts: Vec<PromptSource>,
     /// Answers to each prompt.
     pub choices: u32,
@@ -35,12 +37,17 @@ pub struct Asked {
     pub timeout: Duration,
     /// Text is made of the tokens.
     pub with_text: bool,
+    /// Special tokens that give text whatever the options say.
+    pub shown_tokens: Arc<[u32]>,
 }
 
 /// What all answers of a request share.
 pub struct RequestPlan {
     pub request_id: RequestId,
+    pub model: Arc<ServedModel>,
     pub answer: AnswerPlan,
+    /// What every answer must match.
+    pub grammar: Option<Grammar>,
     pub cache_salt: String,
     pub limits: ModelLimits,
     pub deadline: Deadline,
@@ -50,6 +57,8 @@ pub struct RequestPlan {
 pub struct AnswerSpec {
     pub choice: u32,
     pub prompt: Arc<[u32]>,
+    /// Under what nodes may have the prompt cached.
+    pub prefix: Arc<[PrefixKeys]>,
     pub sampling: Sampling,
 }
 
@@ -69,11 +78,7 @@ pub async fn prepare(
     record: &RequestRecord,
 ) -> Result<Prepared, RequestError> {
     let deadline = Deadline::after(asked.timeout);
-    let served = &front.settings.model;
-    if let Some(model) = asked.model.filter(|model| !model.is_empty() && model != served) {
-        let model = model.chars().take(200).collect();
-        return Err(RequestError::UnknownModel { model, served: served.clone() });
-    }
+    let model = asked.model;
     let answers_max = CHOICES_PER_REQUEST_MAX.min(front.admission.max() as usize);
     let answer_count = asked.prompts.len().saturating_mul(asked.choices as usize);
     if answer_count > answers_max {
@@ -84,21 +89,37 @@ pub async fn prepare(
         let problem = format!("{what}; allowed: at most {answers_max} answers to one request");
         return Err(FieldError::new(field, problem).into());
     }
-    let options = asked.options;
+    let mut options = asked.options.or(model.text.sampling_defaults());
     let stops = StopStrings::new(&options.stop, options.include_stop)
         .map_err(|error| stop_refused(&error))?;
     let admitted = front.admission.admit(answer_count as u32)?;
     let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
-    let limits = front.nodes.serving().limits.ok_or(none)?;
+    let limits = front.nodes.serving(&model.name).limits.ok_or(none)?;
+
+    let grammar = match options.grammar.take() {
+        Some(asked) => {
+            let check = model.text.check_grammar(&asked);
+            tokio::time::timeout_at(deadline.at, check)
+                .await
+                .map_err(|_| RequestError::Deadline { timeout: deadline.timeout })??;
+            Some(asked.for_nodes())
+        }
+        None => None,
+    };
 
     let internal = |error: NoRandomness| RequestError::Internal { reason: error.to_string() };
     let seed = mint_seed().map_err(internal)?;
-    let tokenizer = front.text.tokenizer();
+    let tokenizer = model.text.tokenizer();
+    let cache_salt = salt_for_nodes(asked.tenant.as_ref(), std::mem::take(&mut options.cache_salt));
+    let keying = Arc::new(CacheKeying {
+        identities: front.nodes.cache_identities(&model.name),
+        salt: cache_salt.clone(),
+    });
     let (mut prompts, mut answers) = (Vec::new(), Vec::new());
     for source in asked.prompts {
         let field = source.field();
-        let work = front.text.tokens(source, limits.prompt_tokens_max);
-        let tokens = tokio::time::timeout_at(deadline.at, work)
+        let work = model.text.prompt(source, limits.prompt_tokens_max, keying.clone());
+        let TokenisedPrompt { tokens, prefix } = tokio::time::timeout_at(deadline.at, work)
             .await
             .map_err(|_| RequestError::Deadline { timeout: deadline.timeout })??;
         check_prompt(field, &tokens, &limits)?;
@@ -110,13 +131,14 @@ pub async fn prepare(
             seed,
             asked.max_tokens_name,
         )?;
-        let prompt: Arc<[u32]> = tokens.into();
+        let (prompt, prefix): (Arc<[u32]>, Arc<[PrefixKeys]>) = (tokens.into(), prefix.into());
         for copy in 0..asked.choices {
             // Each answer draws its own numbers, whether or not the seed is the client's.
             let seed = sampling.seed.wrapping_add(u64::from(copy));
             answers.push(AnswerSpec {
                 choice: answers.len() as u32,
                 prompt: prompt.clone(),
+                prefix: prefix.clone(),
                 sampling: Sampling { seed, ..sampling.clone() },
             });
         }
@@ -130,9 +152,10 @@ pub async fn prepare(
         stop_texts: options.stop.into(),
         skip_special: options.skip_special_tokens.unwrap_or(true),
         with_text: asked.with_text,
+        shown_tokens: asked.shown_tokens,
     };
-    let cache_salt = options.cache_salt;
-    let plan = RequestPlan { request_id: asked.request_id, answer, cache_salt, limits, deadline };
+    let request_id = asked.request_id;
+    let plan = RequestPlan { request_id, model, answer, grammar, cache_salt, limits, deadline };
     Ok(Prepared { plan, answers, prompts, admitted })
 }
 

@@ -30,7 +30,8 @@ pub struct Recovery {
     transfers_failed: u32,
     avoid_prefill: Vec<Epoch>,
     avoid_decode: Vec<Epoch>,
-    /// Since when nothing but Busy was heard.
+    /// Since when nothing but Busy was heard. Nodes that are busy are there and those that are not
+    /// there are not busy: at most one of the two clocks runs.
     busy_since: Option<Instant>,
     absent_since: Option<Instant>,
 }
@@ -116,7 +117,7 @@ impl Recovery {
             }
             // The directory leaves a busy node alone for a while.
             Cause::Busy => {
-                self.busy_since.get_or_insert(now);
+                self.heard_busy(now);
                 return Then::Retry;
             }
             // The pair failed together; which of them is at fault is unknown.
@@ -142,7 +143,7 @@ impl Recovery {
 
     /// Every decode node that might do is busy.
     pub fn all_busy(&mut self, now: Instant) -> Then {
-        let since = *self.busy_since.get_or_insert(now);
+        let since = self.heard_busy(now);
         let waited = now.saturating_duration_since(since);
         match self.limits.busy_max.checked_sub(waited) {
             None | Some(Duration::ZERO) => Then::GiveUp(GiveUp::Busy { waited }),
@@ -154,12 +155,19 @@ impl Recovery {
     pub fn none_there(&mut self, now: Instant) -> Then {
         // A node that failed may have recovered: the attempts bound how often it is tried.
         self.avoid_decode.clear();
+        self.busy_since = None;
         let since = *self.absent_since.get_or_insert(now);
         let waited = now.saturating_duration_since(since);
         if waited >= self.limits.absent_max {
             return Then::GiveUp(GiveUp::NoDecodeNode { waited });
         }
         Then::WaitForNode
+    }
+
+    /// Since when.
+    fn heard_busy(&mut self, now: Instant) -> Instant {
+        self.absent_since = None;
+        *self.busy_since.get_or_insert(now)
     }
 }
 
@@ -281,5 +289,27 @@ mod tests {
             recovery.none_there(start + waited),
             Then::GiveUp(GiveUp::NoDecodeNode { waited })
         );
+    }
+
+    #[test]
+    fn busy_nodes_are_there_and_absent_nodes_are_not_busy() {
+        let start = Instant::now();
+        let later = start + LIMITS.busy_max - Duration::from_secs(1);
+        let (_, decode) = nodes();
+
+        let mut recovery = Recovery::new(LIMITS);
+        assert_eq!(recovery.none_there(start), Then::WaitForNode);
+        recovery.all_busy(start);
+        assert_eq!(recovery.none_there(later), Then::WaitForNode);
+
+        let mut recovery = Recovery::new(LIMITS);
+        assert_eq!(recovery.none_there(start), Then::WaitForNode);
+        recovery.failed(failure(Side::Decode, Cause::Busy), None, decode, start);
+        assert_eq!(recovery.none_there(later), Then::WaitForNode);
+
+        let mut recovery = Recovery::new(LIMITS);
+        recovery.all_busy(start);
+        assert_eq!(recovery.none_there(start), Then::WaitForNode);
+        assert_eq!(recovery.all_busy(later), Then::WaitForRoom { left: LIMITS.busy_max });
     }
 }

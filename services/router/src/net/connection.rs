@@ -1,4 +1,4 @@
-//! A client's TCP connection with the deadlines that hyper leaves to its caller: the first byte
+//! A client's TCP connection with the deadlines that hyper leaves to its caller: what it begins with
 //! must come soon, and a client that does not read loses its connection.
 
 use std::{
@@ -14,18 +14,38 @@ use tokio::{
     time::{Instant, Sleep, sleep, sleep_until},
 };
 
+/// What an HTTP/2 connection begins with. Until it is whole, or is something else, no other clock
+/// runs.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
 pub struct ClientConnection {
     stream: TcpStream,
-    /// Runs until the first byte is here.
-    first_byte: Option<Pin<Box<Sleep>>>,
+    /// What was read has nothing to do with a clock of ours any more: `None`.
+    opening: Option<Opening>,
     write_max: Duration,
     /// Runs while a write waits for the client.
     write: Option<Pin<Box<Sleep>>>,
 }
 
+/// Nothing, or a beginning of the preface, was read.
+struct Opening {
+    preface_bytes: usize,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl Opening {
+    /// Whether more of the preface must follow.
+    fn goes_on(&mut self, bytes: &[u8]) -> bool {
+        let rest = &PREFACE[self.preface_bytes..];
+        self.preface_bytes += bytes.len();
+        bytes.len() < rest.len() && rest.starts_with(bytes)
+    }
+}
+
 impl ClientConnection {
-    pub fn new(stream: TcpStream, first_byte_max: Duration, write_max: Duration) -> Self {
-        Self { stream, first_byte: Some(Box::pin(sleep(first_byte_max))), write_max, write: None }
+    pub fn new(stream: TcpStream, opening_max: Duration, write_max: Duration) -> Self {
+        let opening = Opening { preface_bytes: 0, timer: Box::pin(sleep(opening_max)) };
+        Self { stream, opening: Some(opening), write_max, write: None }
     }
 
     /// Passes on what a write came to; one that waits too long fails.
@@ -51,13 +71,18 @@ impl AsyncRead for ClientConnection {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        let Some(timer) = &mut self.first_byte else { return read };
+        let Some(opening) = &mut self.opening else { return read };
         if read.is_ready() {
-            self.first_byte = None;
+            let bytes = &buffer.filled()[before..];
+            // Nothing at all is the end of the stream.
+            if bytes.is_empty() || !opening.goes_on(bytes) {
+                self.opening = None;
+            }
             return read;
         }
-        ready!(timer.as_mut().poll(cx));
+        ready!(opening.timer.as_mut().poll(cx));
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client sends nothing")))
     }
 }
@@ -103,11 +128,11 @@ mod tests {
 
     use super::*;
 
-    async fn pair(first_byte_max: Duration, write_max: Duration) -> (ClientConnection, TcpStream) {
+    async fn pair(opening_max: Duration, write_max: Duration) -> (ClientConnection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (server, _) = listener.accept().await.unwrap();
-        (ClientConnection::new(server, first_byte_max, write_max), client)
+        (ClientConnection::new(server, opening_max, write_max), client)
     }
 
     const SHORT: Duration = Duration::from_millis(50);
@@ -121,12 +146,31 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn after_the_first_byte_reading_may_take_as_long_as_it_likes() {
-        let (mut server, mut client) = pair(SHORT, LONG).await;
-        client.write_all(b"a").await.unwrap();
-        assert_eq!(server.read_u8().await.unwrap(), b'a');
-        let waiting = tokio::time::timeout(SHORT * 3, server.read_u8()).await;
-        assert!(waiting.is_err(), "{waiting:?}");
+    async fn after_its_beginning_reading_may_take_as_long_as_it_likes() {
+        let post = b"PO";
+        let almost = [&PREFACE[..20], b"?"].concat();
+        for beginning in [b"a", &post[..], &almost, PREFACE] {
+            let (mut server, mut client) = pair(SHORT, LONG).await;
+            for byte in beginning {
+                client.write_u8(*byte).await.unwrap();
+                assert_eq!(server.read_u8().await.unwrap(), *byte);
+            }
+            let waiting = tokio::time::timeout(SHORT * 3, server.read_u8()).await;
+            assert!(waiting.is_err(), "{waiting:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_client_that_sends_half_a_preface_is_let_go() {
+        for length in [1, 3, PREFACE.len() - 1] {
+            let (mut server, mut client) = pair(SHORT, LONG).await;
+            client.write_all(&PREFACE[..length]).await.unwrap();
+            let mut read = vec![0; length];
+            server.read_exact(&mut read).await.unwrap();
+            assert_eq!(read, PREFACE[..length]);
+            let error = server.read_u8().await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut, "after {length} bytes");
+        }
     }
 
     #[tokio::test]

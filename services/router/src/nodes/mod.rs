@@ -10,7 +10,8 @@ use std::{
 };
 
 use cluster::{
-    Directory, Epoch, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role, Wanted,
+    CacheIdentity, Directory, Epoch, Health, Input, Membership, NoNode, NodeChoice, NodeRecord,
+    Role, Wanted,
 };
 use proto::v1::node_client::NodeClient;
 use telemetry::RouterMetrics;
@@ -25,6 +26,8 @@ pub use watch::{NodeWatch, Served};
 
 /// Events of all nodes between two looks of the task; streams wait when it is full.
 const INPUTS_MAX: usize = 1024;
+/// Old and new weights while nodes are replaced, and some room; nodes of others are picked by load.
+const CACHE_IDENTITIES_MAX: usize = 4;
 
 /// Picks nodes and connects to them. Cheap to clone.
 #[derive(Clone)]
@@ -40,7 +43,7 @@ struct Shared {
     metrics: RouterMetrics,
 }
 
-/// What is served now.
+/// What is served of a model now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Serving {
     pub prefill_nodes: usize,
@@ -52,13 +55,13 @@ pub struct Serving {
 }
 
 impl Nodes {
-    /// Starts watching the members, of which those that serve `served` are used.
+    /// Starts watching the members, of which those that serve one of `served` are used.
     ///
     /// # Errors
     /// When the system gives no random numbers.
     pub fn watch(
         membership: &dyn Membership,
-        served: Served,
+        served: Arc<[Served]>,
         metrics: RouterMetrics,
     ) -> Result<(Self, NodeWatch), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
@@ -89,9 +92,11 @@ impl Nodes {
         }
     }
 
-    pub fn serving(&self) -> Serving {
+    /// What there is of this model.
+    pub fn serving(&self, model: &str) -> Serving {
         let directory = self.directory();
-        let records: Vec<&NodeRecord> = directory.serving(Role::Decode).collect();
+        let of_role = |role| directory.serving(role).filter(|record| record.model == model);
+        let records: Vec<&NodeRecord> = of_role(Role::Decode).collect();
         let least = |of: fn(&NodeRecord) -> u32| records.iter().map(|record| of(record)).min();
         let limits = || {
             Some(ModelLimits {
@@ -101,13 +106,28 @@ impl Nodes {
             })
         };
         Serving {
-            prefill_nodes: directory.serving(Role::Prefill).count(),
+            prefill_nodes: of_role(Role::Prefill).count(),
             decode_nodes: records.len(),
             limits: limits(),
             model_fingerprint: records
                 .first()
                 .map_or(0, |record| record.identity.model_fingerprint),
         }
+    }
+
+    /// What the keys of cached blocks depend on, for every kind of node of this model that can be
+    /// picked now.
+    pub fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {
+        let directory = self.directory();
+        let mut identities = Vec::new();
+        let records = Role::ALL.into_iter().flat_map(|role| directory.serving(role));
+        for record in records.filter(|record| record.model == model) {
+            let identity = CacheIdentity::of(&record.identity);
+            if !identities.contains(&identity) && identities.len() < CACHE_IDENTITIES_MAX {
+                identities.push(identity);
+            }
+        }
+        identities
     }
 
     /// Changes whenever a node's health does.
@@ -142,6 +162,15 @@ impl Nodes {
                 self.0.metrics.set_nodes(role.as_str(), health.as_str(), count);
             }
         }
+        drop(directory);
+        self.count_cached_blocks();
+    }
+
+    fn count_cached_blocks(&self) {
+        let directory = self.directory();
+        for role in Role::ALL {
+            self.0.metrics.set_cached_blocks(role.as_str(), directory.cached_blocks(role));
+        }
     }
 }
 
@@ -168,6 +197,11 @@ impl Assigned {
     /// The node took the attempt.
     pub fn answered(&self) {
         self.nodes.directory().answered(self.choice.assignment);
+    }
+
+    /// When the node last told a change of its load or cache.
+    pub fn changed_at(&self) -> Option<Instant> {
+        self.nodes.directory().changed_at(self.choice.assignment)
     }
 
     /// The node refused the attempt as busy.

@@ -34,7 +34,7 @@ impl NodeWatch {
         nodes: Nodes,
         members: MemberWatch,
         inputs: mpsc::Receiver<Input>,
-        served: Served,
+        served: Arc<[Served]>,
     ) -> Self {
         let stop = CancellationToken::new();
         let watch = Watch { nodes, inputs, served, streams: JoinSet::new(), open: HashMap::new() };
@@ -52,7 +52,7 @@ impl NodeWatch {
 struct Watch {
     nodes: Nodes,
     inputs: mpsc::Receiver<Input>,
-    served: Served,
+    served: Arc<[Served]>,
     streams: JoinSet<()>,
     open: HashMap<StreamId, AbortHandle>,
 }
@@ -77,7 +77,10 @@ impl Watch {
                     None => members_end = true,
                 },
                 // We hold a sender ourselves, so the channel never ends.
-                Some(input) = self.inputs.recv() => self.handle(input, &mut actions),
+                Some(input) = self.inputs.recv() => {
+                    self.handle(input, &mut actions);
+                    self.nodes.count_cached_blocks();
+                }
                 () = due => {
                     self.nodes.directory().on_deadline(Instant::now(), &mut actions);
                 }
@@ -129,7 +132,7 @@ impl Watch {
 }
 
 /// Feeds one `Observe` stream into the task until it ends.
-async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, served: Served) {
+async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, served: Arc<[Served]>) {
     let reason = match follow(&nodes, stream, &address, &served).await {
         Ok(()) => "the stream ended".to_owned(),
         Err(reason) => reason,
@@ -142,7 +145,7 @@ async fn follow(
     nodes: &Nodes,
     stream: StreamId,
     address: &NodeAddress,
-    served: &Served,
+    served: &[Served],
 ) -> Result<(), String> {
     let failed = |status: tonic::Status| match status.code() {
         Code::Unavailable => format!("unavailable: {}", status.message()),
@@ -153,7 +156,7 @@ async fn follow(
     let mut events = response.into_inner();
     let mut draining = false;
     while let Some(event) = events.message().await.map_err(failed)? {
-        served.check(&event)?;
+        Served::check(served, &event)?;
         let drains = drains(&event).unwrap_or(draining);
         let changed = std::mem::replace(&mut draining, drains) != drains;
         if nodes.0.inputs.send(Input::Observed { stream, event }).await.is_err() {
@@ -170,21 +173,22 @@ async fn follow(
 impl Served {
     /// Token ids mean nothing to a node with another model. A vocabulary larger than the tokenizer's
     /// is one that was padded.
-    fn check(&self, event: &ObserveEvent) -> Result<(), String> {
+    fn check(all: &[Self], event: &ObserveEvent) -> Result<(), String> {
         let Some(Event::Snapshot(snapshot)) = &event.event else { return Ok(()) };
         let Some(record) = &snapshot.record else { return Ok(()) };
-        let model = &*self.model;
-        if record.model != model {
+        let Some(served) = all.iter().find(|served| *served.model == record.model) else {
+            let names: Vec<_> = all.iter().map(|served| &*served.model).collect();
             return Err(format!(
-                "it serves {:?}, this router serves {model:?}: give both the same model.name",
+                "it serves {:?}, this router serves {names:?}: give both the same model.name, or the \
+                 router that model in router.models",
                 record.model.chars().take(100).collect::<String>()
             ));
-        }
-        if record.vocabulary_size < self.vocabulary_size {
+        };
+        if record.vocabulary_size < served.vocabulary_size {
             return Err(format!(
                 "its model has {} token ids, this router's tokenizer has {}: give both the same \
                  model.path",
-                record.vocabulary_size, self.vocabulary_size
+                record.vocabulary_size, served.vocabulary_size
             ));
         }
         Ok(())
@@ -207,14 +211,19 @@ mod tests {
 
     #[test]
     fn a_node_with_another_model_or_too_few_token_ids_is_refused() {
-        let served = Served { model: "ours".into(), vocabulary_size: 1000 };
+        let of = |model: &str, vocabulary_size| Served { model: model.into(), vocabulary_size };
+        let served = [of("ours", 1000), of("small", 10)];
         let check = |model: &str, vocabulary_size| {
             let record = NodeRecord { model: model.into(), vocabulary_size, ..Default::default() };
             let snapshot = NodeSnapshot { record: Some(record), ..Default::default() };
-            served.check(&ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) })
+            Served::check(
+                &served,
+                &ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) },
+            )
         };
         // Padded for the device, or not.
         assert_eq!((check("ours", 1000), check("ours", 1024)), (Ok(()), Ok(())));
+        assert_eq!(check("small", 10), Ok(()));
         assert!(check("theirs", 1000).unwrap_err().contains("\"theirs\""));
         assert_eq!(
             check("ours", 999).unwrap_err(),

@@ -1,6 +1,10 @@
 //! What a client asks for, independent of the API it came by.
 
+pub mod asked_grammar;
+pub mod cache_salt;
+pub mod chat_variables;
 pub mod field_error;
 pub mod ids;
 pub mod options;
 pub mod text_workers;
+pub mod tokenising;

@@ -4,8 +4,9 @@
 use std::ops::RangeInclusive;
 
 use proto::v1::Sampling;
+use text::SamplingDefaults;
 
-use super::field_error::FieldError;
+use super::{asked_grammar::AskedGrammar, field_error::FieldError};
 
 pub const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
 /// 0 would keep no token.
@@ -27,8 +28,6 @@ pub const CHOICES: RangeInclusive<u32> = 1..=128;
 pub const CHOICES_PER_REQUEST_MAX: usize = 128;
 /// More stop tokens than any model has.
 pub const STOP_TOKENS_MAX: usize = 256;
-/// What nodes take.
-pub const CACHE_SALT_BYTES_MAX: usize = 256;
 /// Any count of tokens; the model's own limit is checked when the prompt's length is known.
 pub const TOKENS: RangeInclusive<u32> = 1..=i32::MAX as u32;
 
@@ -55,6 +54,8 @@ pub struct Options {
     pub ignore_eos: bool,
     pub logprobs: Option<u32>,
     pub cache_salt: String,
+    /// What the answer must match.
+    pub grammar: Option<AskedGrammar>,
 }
 
 /// What the served model allows.
@@ -75,6 +76,18 @@ pub enum DefaultLength {
 }
 
 impl Options {
+    /// Where the client did not say, what the model's authors said.
+    pub fn or(self, defaults: &SamplingDefaults) -> Self {
+        Self {
+            temperature: self.temperature.or(defaults.temperature),
+            top_p: self.top_p.or(defaults.top_p),
+            top_k: self.top_k.or(defaults.top_k),
+            min_p: self.min_p.or(defaults.min_p),
+            repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty),
+            ..self
+        }
+    }
+
     /// What nodes are told, with every default filled in. `seed` is used when the client gave none;
     /// `end_tokens` are the model's own. `max_tokens_name` is the field the client would change.
     pub fn sampling(
@@ -176,6 +189,21 @@ mod tests {
 
     fn sampling(options: &Options, prompt_tokens: u32) -> Result<Sampling, FieldError> {
         options.sampling(prompt_tokens, &LIMITS, DefaultLength::Rest, &[2, 0], 77, "max_tokens")
+    }
+
+    #[test]
+    fn the_models_defaults_stand_where_the_client_says_nothing() {
+        let defaults = SamplingDefaults {
+            temperature: Some(0.7),
+            top_k: Some(20),
+            top_p: Some(0.8),
+            min_p: None,
+            repetition_penalty: Some(1.1),
+        };
+        let asked = Options { temperature: Some(0.0), top_k: Some(0), ..Options::default() };
+        let told = sampling(&asked.or(&defaults), 40).unwrap();
+        assert_eq!((told.temperature, told.top_k), (0.0, 0), "the client's own");
+        assert_eq!((told.top_p, told.min_p, told.repetition_penalty), (0.8, 0.0, 1.1));
     }
 
     #[test]

@@ -1,19 +1,49 @@
 //! Rendering and tokenising: short prompts in place, long ones on blocking threads, a bounded number
 //! at once.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use cluster::{CacheIdentity, PrefixKeys};
+use grammar::{Compiler, Grammar};
 use serde_json::Value;
 use text::{
-    ChatTemplate, EncodeError, ModelText, RenderRequest, SpecialTokens, TemplateError, Tokenizer,
+    ChatTemplate, EncodeError, ModelText, RenderRequest, SamplingDefaults, SpecialTokens,
+    TEXT_BYTES_MAX, TemplateError, Tokenizer, ToolFormat,
 };
-use tokio::sync::Semaphore;
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
-use super::{field_error::FieldError, ids::mint_mark};
+use super::{asked_grammar::AskedGrammar, field_error::FieldError, ids::mint_mark};
 use crate::generation::RequestError;
 
 /// Up to this many bytes a prompt takes less than a millisecond, less than a thread's detour costs.
 const INLINE_BYTES_MAX: usize = 4096;
+
+/// Text in work at once on threads, in bytes; that of prompts is encoded in a hundred times its size,
+/// so the router stays under 512 MiB whatever the number of threads. One text of the longest kind that
+/// is encoded at all has room.
+const BYTES_IN_WORK_MAX: usize = TEXT_BYTES_MAX;
+
+/// Room for the long texts of all models: threads, and memory by their lengths.
+#[derive(Clone)]
+pub struct TextRoom {
+    threads: Arc<Semaphore>,
+    bytes: Arc<Semaphore>,
+}
+
+impl TextRoom {
+    pub fn new(threads: usize) -> Self {
+        let semaphore = |permits| Arc::new(Semaphore::new(permits));
+        Self { threads: semaphore(threads), bytes: semaphore(BYTES_IN_WORK_MAX) }
+    }
+
+    /// Waits for room for a text of so many bytes, in order of coming. A longer one than there can be
+    /// room for is refused before its encoding.
+    async fn enter(&self, bytes: usize) -> Result<[OwnedSemaphorePermit; 2], AcquireError> {
+        let bytes = bytes.min(BYTES_IN_WORK_MAX) as u32;
+        let bytes = self.bytes.clone().acquire_many_owned(bytes).await?;
+        Ok([bytes, self.threads.clone().acquire_owned().await?])
+    }
+}
 
 /// A prompt as a client gave it.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,17 +60,20 @@ pub enum PromptSource {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChatSource {
     pub messages: Value,
+    /// A list of tool descriptions, or null.
+    pub tools: Value,
     pub add_generation_prompt: bool,
     /// The last message is the beginning of the answer.
     pub continue_final_message: bool,
     /// Further variables for the template.
     pub template_kwargs: serde_json::Map<String, Value>,
-    /// Length of the messages and variables as JSON.
+    /// Length of the messages, tools and variables as JSON.
     pub bytes: usize,
 }
 
 impl PromptSource {
-    fn bytes(&self) -> usize {
+    /// How much text there is to work on.
+    pub fn bytes(&self) -> usize {
         match self {
             Self::Tokens(_) => 0,
             Self::Text { text, .. } => text.len(),
@@ -57,43 +90,127 @@ impl PromptSource {
     }
 }
 
+/// What the keys of a prompt's blocks follow from, beside its tokens.
+#[derive(Debug)]
+pub struct CacheKeying {
+    /// Of the nodes.
+    pub identities: Vec<CacheIdentity>,
+    /// The tenant's.
+    pub salt: String,
+}
+
+/// A prompt's token ids, and under what nodes may have its blocks cached.
+#[derive(Debug)]
+pub struct TokenisedPrompt {
+    pub tokens: Vec<u32>,
+    pub prefix: Vec<PrefixKeys>,
+}
+
+impl TokenisedPrompt {
+    fn new(tokens: Vec<u32>, tokens_max: u32, keying: &CacheKeying) -> Self {
+        // Longer ones are refused; their keys would be work for nothing.
+        let is_taken = tokens.len() as u64 <= u64::from(tokens_max);
+        let identities = if is_taken { &keying.identities[..] } else { &[] };
+        let keys = |identity: &CacheIdentity| PrefixKeys::new(*identity, &keying.salt, &tokens);
+        Self { prefix: identities.iter().map(keys).collect(), tokens }
+    }
+}
+
 /// The model's text side, and who works on it.
 pub struct TextWorkers {
     text: Arc<ModelText>,
-    /// Long prompts in work. Encoding needs a hundred times a text's size in memory.
-    permits: Arc<Semaphore>,
+    room: TextRoom,
+    /// Finds out whether a grammar is one; made with the first.
+    grammars: Arc<OnceLock<Compiler>>,
 }
 
 impl TextWorkers {
-    pub fn new(text: Arc<ModelText>) -> Self {
-        let threads = std::thread::available_parallelism().map_or(2, usize::from);
-        Self { text, permits: Arc::new(Semaphore::new(threads)) }
+    /// All models share the room.
+    pub fn new(text: Arc<ModelText>, room: TextRoom) -> Self {
+        Self { text, room, grammars: Arc::default() }
     }
 
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         self.text.tokenizer()
     }
 
-    /// The prompt's token ids. A text that has more than `tokens_max` by any count is refused
-    /// without the work.
+    pub fn sampling_defaults(&self) -> &SamplingDefaults {
+        self.text.sampling_defaults()
+    }
+
+    /// How the model writes calls of tools, if that is known.
+    pub fn tool_format(&self) -> Option<ToolFormat> {
+        self.text.tool_format()
+    }
+
+    /// The prompt's token ids alone.
     pub async fn tokens(
         &self,
         source: PromptSource,
         tokens_max: u32,
     ) -> Result<Vec<u32>, RequestError> {
-        if source.bytes() <= INLINE_BYTES_MAX {
-            return tokens(&self.text, source, tokens_max);
+        let keying = Arc::new(CacheKeying { identities: Vec::new(), salt: String::new() });
+        Ok(self.prompt(source, tokens_max, keying).await?.tokens)
+    }
+
+    /// Refuses a grammar that no node could follow, by its field.
+    pub async fn check_grammar(&self, asked: &AskedGrammar) -> Result<(), RequestError> {
+        let (asked, grammars) = (asked.clone(), self.grammars.clone());
+        let text_bytes = match &asked.grammar {
+            Grammar::JsonSchema(text) | Grammar::Regex(text) => text.len(),
+        };
+        // However short, compiling is not for the threads that serve streams.
+        self.work(text_bytes.max(INLINE_BYTES_MAX + 1), move |_| {
+            let compiler = grammars.get_or_init(Compiler::for_bytes);
+            compiler
+                .compile(&asked.grammar)
+                .map(|_| ())
+                .map_err(|error| FieldError::new(asked.field, error.to_string()).into())
+        })
+        .await
+    }
+
+    /// The text of these ids, special ones by their names.
+    pub async fn text_of(&self, tokens: Vec<u32>) -> Result<String, RequestError> {
+        self.work(tokens.len() * size_of::<u32>(), move |text| {
+            Ok(text.tokenizer().decode(&tokens, false))
+        })
+        .await
+    }
+
+    /// The prompt's token ids and its keys. A text that has more than `tokens_max` by any count is
+    /// refused without the work.
+    pub async fn prompt(
+        &self,
+        source: PromptSource,
+        tokens_max: u32,
+        keying: Arc<CacheKeying>,
+    ) -> Result<TokenisedPrompt, RequestError> {
+        self.work(source.bytes(), move |text| {
+            let tokens = tokens(text, source, tokens_max)?;
+            Ok(TokenisedPrompt::new(tokens, tokens_max, &keying))
+        })
+        .await
+    }
+
+    /// Does this here when the text is short, or on a blocking thread when there is room.
+    async fn work<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce(&ModelText) -> Result<T, RequestError> + Send + 'static,
+    ) -> Result<T, RequestError> {
+        if bytes <= INLINE_BYTES_MAX {
+            return work(&self.text);
         }
         let internal = |reason: String| RequestError::Internal { reason };
-        let permit = self.permits.clone().acquire_owned().await;
-        let permit = permit.map_err(|error| internal(error.to_string()))?;
+        let room = self.room.enter(bytes).await.map_err(|error| internal(error.to_string()))?;
         let text = self.text.clone();
-        let work = move || {
+        let on_thread = move || {
             // Held by the work itself: it goes on when nobody waits for it any more.
-            let _permit = permit;
-            tokens(&text, source, tokens_max)
+            let _room = room;
+            work(&text)
         };
-        tokio::task::spawn_blocking(work).await.map_err(|error| internal(error.to_string()))?
+        tokio::task::spawn_blocking(on_thread).await.map_err(|error| internal(error.to_string()))?
     }
 }
 
@@ -127,6 +244,11 @@ fn tokens(
         }
         PromptSource::Chat(chat) => {
             let template = text.chat_template().map_err(template_failed)?;
+            if !chat.tools.is_null() && text.tool_format().is_none() {
+                let problem = "are given; this model's chat template does not show them to it, or \
+                               asks for calls in an unknown format; allowed: only with tool_choice none";
+                return Err(FieldError::new("tools", problem).into());
+            }
             let prompt = render(template, &chat)?;
             check_length(&prompt)?;
             Ok(encoded(tokenizer.encode(&prompt, SpecialTokens::Parse))?)
@@ -149,7 +271,7 @@ fn render(template: &ChatTemplate, chat: &ChatSource) -> Result<String, RequestE
     let render = |messages: &Value| {
         let rendered = template.render(&RenderRequest {
             messages,
-            tools: &Value::Null,
+            tools: &chat.tools,
             add_generation_prompt: chat.add_generation_prompt,
             extra: &chat.template_kwargs,
             now: std::time::SystemTime::now(),
@@ -187,12 +309,35 @@ fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldErro
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+
+    use futures_util::poll;
     use serde_json::json;
 
     use super::*;
 
     const TEMPLATE: &str = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n\
                             {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
+
+    #[tokio::test]
+    async fn texts_in_work_are_bounded_in_number_and_by_their_bytes() {
+        let mebibytes = |count: usize| count << 20;
+        let room = TextRoom::new(2);
+        let first = room.enter(mebibytes(3)).await.unwrap();
+        let mut second = pin!(room.enter(mebibytes(2)));
+        assert!(poll!(&mut second).is_pending(), "its bytes have no room");
+        drop(first);
+        let second = second.await.unwrap();
+        let third = room.enter(mebibytes(1)).await.unwrap();
+        let mut fourth = pin!(room.enter(1));
+        assert!(poll!(&mut fourth).is_pending(), "both threads are busy");
+        drop((second, third));
+        drop(fourth.await.unwrap());
+        // Longer ones than there is room for are alone, not stuck.
+        let whole = room.enter(usize::MAX).await.unwrap();
+        assert!(poll!(pin!(room.enter(1))).is_pending());
+        drop(whole);
+    }
 
     fn continued(template: &str, content: Value) -> Result<String, RequestError> {
         let template = ChatTemplate::new(template, Default::default()).unwrap();
@@ -201,6 +346,7 @@ mod tests {
                 {"role": "user", "content": "sure"},
                 {"role": "assistant", "content": content},
             ]),
+            tools: Value::Null,
             add_generation_prompt: false,
             continue_final_message: true,
             template_kwargs: Default::default(),

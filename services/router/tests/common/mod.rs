@@ -14,9 +14,10 @@ use std::{
 use cluster::StaticMembership;
 use config::LogFormat;
 use proto::v1::Role;
-use router::{FrontSettings, RouterSettings, RunningRouter};
+use router::{FrontSettings, ModelSource, RouterSettings, RunningRouter};
+use serde_json::{Value, json};
 use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
-use text::{ModelText, SpecialTokens};
+use text::{ModelText, ModelTextOptions, SpecialTokens};
 
 use client::{Client, eventually};
 use node::{MODEL, ScriptedNode};
@@ -34,22 +35,24 @@ pub fn settings() -> RouterSettings {
         http: "127.0.0.1:0".parse().unwrap(),
         grpc: "127.0.0.1:0".parse().unwrap(),
         drain_timeout: Duration::from_secs(10),
-        front: FrontSettings::new(&config::Router::default(), MODEL.into()),
+        front: FrontSettings::new(&config::Router::default()),
     }
+}
+
+fn model_path() -> PathBuf {
+    let path = match std::env::var_os("BATON_TEST_MODEL") {
+        Some(path) => PathBuf::from(path),
+        None => PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+            .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    };
+    assert!(path.exists(), "{} is missing: run `make model`", path.display());
+    path
 }
 
 /// The tokenizer and chat template of the model that `make model` fetches.
 pub fn model_text() -> Arc<ModelText> {
     static TEXT: OnceLock<Arc<ModelText>> = OnceLock::new();
-    let open = || {
-        let path = match std::env::var_os("BATON_TEST_MODEL") {
-            Some(path) => PathBuf::from(path),
-            None => PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-                .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"),
-        };
-        assert!(path.exists(), "{} is missing: run `make model`", path.display());
-        Arc::new(ModelText::open(path).unwrap())
-    };
+    let open = || Arc::new(ModelText::open(model_path()).unwrap());
     TEXT.get_or_init(open).clone()
 }
 
@@ -87,6 +90,39 @@ impl Cluster {
         prefill: Vec<ScriptedNode>,
         decode: Vec<ScriptedNode>,
     ) -> Self {
+        Self::start_models(settings, &[MODEL], prefill, decode).await
+    }
+
+    /// The same for a router that serves these models, the first by default.
+    pub async fn start_models(
+        settings: RouterSettings,
+        names: &[&str],
+        prefill: Vec<ScriptedNode>,
+        decode: Vec<ScriptedNode>,
+    ) -> Self {
+        let source = |name: &&str| ModelSource { name: (*name).to_owned(), text: model_text() };
+        let models = names.iter().map(source).collect();
+        Self::start_sources(settings, models, prefill, decode).await
+    }
+
+    /// One decode node that answers with `answer`, for a model with this chat template.
+    pub async fn start_with_template(template: &str, answer: &str) -> Self {
+        let options =
+            ModelTextOptions { chat_template: Some(template.to_owned()), tool_format: None };
+        let text = Arc::new(ModelText::open_with(model_path(), options).unwrap());
+        let decode = ScriptedNode::start(Role::Decode, "decode-0");
+        decode.answer_with(&encode(answer));
+        let model = ModelSource { name: MODEL.to_owned(), text };
+        Self::start_sources(settings(), vec![model], vec![], vec![decode]).await
+    }
+
+    /// The same for models with texts of their own.
+    pub async fn start_sources(
+        settings: RouterSettings,
+        models: Vec<ModelSource>,
+        prefill: Vec<ScriptedNode>,
+        decode: Vec<ScriptedNode>,
+    ) -> Self {
         let urls = |nodes: &[ScriptedNode]| nodes.iter().map(|node| node.url()).collect::<Vec<_>>();
         let members = StaticMembership::new(urls(&prefill), urls(&decode)).unwrap();
         let telemetry = Telemetry::start(
@@ -100,7 +136,7 @@ impl Cluster {
         )
         .unwrap();
         let metrics = telemetry.metrics();
-        let router = router::start(settings, model_text(), Box::new(members), metrics).unwrap();
+        let router = router::start(settings, models, Box::new(members), metrics).unwrap();
         let client = Client::new(format!("http://{}", router.http));
         let cluster = Self { router, client, prefill, decode, telemetry };
         let (prefill, decode) = (cluster.prefill.len(), cluster.decode.len());
@@ -131,6 +167,19 @@ impl Cluster {
             .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
             .sum()
     }
+}
+
+/// A connection to the router's gRPC port.
+pub async fn grpc_channel(cluster: &Cluster) -> tonic::transport::Channel {
+    let url = format!("http://{}", cluster.router.grpc);
+    tonic::transport::Channel::from_shared(url).unwrap().connect().await.unwrap()
+}
+
+/// A long completion for this model, with further fields.
+pub fn completion_of(model: &Value, fields: Value) -> Value {
+    let mut body = json!({"model": model, "prompt": long_prompt(), "max_tokens": 50});
+    body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    body
 }
 
 /// A prompt long enough to be worth a transfer, as token ids.

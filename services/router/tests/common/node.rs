@@ -69,6 +69,7 @@ pub struct State {
     identity: ModelIdentity,
     epoch: [u8; 16],
     node_id: String,
+    model: String,
     /// The behaviour of the next calls, one each; the last stays.
     behaviours: Mutex<Vec<Behaviour>>,
     /// The answer, without the token that ends it.
@@ -366,7 +367,7 @@ impl State {
             epoch: self.epoch.to_vec().into(),
             role: self.role.into(),
             notice_endpoint: "tcp://127.0.0.1:9".into(),
-            model: MODEL.into(),
+            model: self.model.clone(),
             identity: Some(self.identity.clone()),
             prompt_tokens_max: SEQUENCE_MAX - 1,
             sequence_tokens_max: SEQUENCE_MAX,
@@ -390,6 +391,21 @@ impl ScriptedNode {
     }
 
     pub fn start_at(role: Role, node_id: &str, address: SocketAddr, fingerprint: u8) -> Self {
+        Self::start_with(role, node_id, MODEL, address, fingerprint)
+    }
+
+    /// A node that serves this model.
+    pub fn start_for(model: &str, role: Role, node_id: &str) -> Self {
+        Self::start_with(role, node_id, model, "127.0.0.1:0".parse().unwrap(), 7)
+    }
+
+    fn start_with(
+        role: Role,
+        node_id: &str,
+        model: &str,
+        address: SocketAddr,
+        fingerprint: u8,
+    ) -> Self {
         let mut epoch = [0; 16];
         getrandom::fill(&mut epoch).unwrap();
         let state = Arc::new(State {
@@ -406,6 +422,7 @@ impl ScriptedNode {
             },
             epoch,
             node_id: node_id.into(),
+            model: model.into(),
             behaviours: Mutex::new(vec![Behaviour::Serve]),
             answer: Mutex::new(vec![]),
             pace: Mutex::new(Duration::from_millis(1)),

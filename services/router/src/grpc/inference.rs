@@ -1,0 +1,226 @@
+//! `baton.v1.Inference`: the same journeys as over HTTP, with tokens and text as messages.
+
+use std::{pin::Pin, sync::Arc};
+
+use futures_util::Stream;
+use proto::v1::{
+    ChatRequest, DetokenizeRequest, DetokenizeResponse, Finished, GenerateOptions, GenerateRequest,
+    GenerateResponse, GeneratedTokens, ListModelsRequest, ListModelsResponse, ModelInfo,
+    TokenizeRequest, TokenizeResponse, generate_response, inference_server::Inference,
+};
+use telemetry::{metrics::Operation, propagation};
+use tonic::{Request, Response, Status, metadata::MetadataMap};
+use tracing::Instrument;
+
+use super::{
+    options::{options, tenant, timeout},
+    prompt,
+    status::status,
+};
+use crate::{
+    front::Front,
+    generation::{Event, RequestError},
+    journey::{self, Asked, Started},
+    models::NamedModel,
+    record::RequestRecord,
+    request::{
+        field_error::FieldError,
+        ids::{RequestId, label},
+        options::{COMPLETION_TOKENS_DEFAULT, DefaultLength},
+        text_workers::PromptSource,
+        tokenising::{self, check_vocabulary},
+    },
+};
+
+pub struct InferenceService {
+    front: Arc<Front>,
+}
+
+/// A request for an answer, whichever call it came by.
+struct Wanted {
+    model: String,
+    prompt: Result<PromptSource, FieldError>,
+    options: GenerateOptions,
+    default_length: DefaultLength,
+    label: Option<String>,
+}
+
+type Responses = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + Send>>;
+
+impl InferenceService {
+    pub fn new(front: Arc<Front>) -> Self {
+        Self { front }
+    }
+
+    async fn answer(
+        &self,
+        operation: Operation,
+        metadata: &MetadataMap,
+        wanted: Wanted,
+    ) -> Result<Response<Responses>, Status> {
+        let front = &self.front;
+        let request_id = RequestId::mint().map_err(|error| Status::internal(error.to_string()))?;
+        let (api, label) = (operation.as_str(), wanted.label.clone());
+        let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
+        propagation::set_parent_from_grpc(&span, metadata);
+        let model = front.models.default_model();
+        let mut record = RequestRecord::new(model, operation, request_id, label);
+        let named = front.models.find(Some(&wanted.model));
+        if let Ok(named) = &named {
+            // A refusal counts for the model that was asked for, too.
+            record.is_for(&named.model);
+        }
+
+        let tokens_only = wanted.options.tokens_only;
+        let asked = match read(front, request_id, metadata, named, wanted) {
+            Ok(asked) => asked,
+            Err(error) => {
+                record.failed(&error);
+                return Err(status(error));
+            }
+        };
+        let started = journey::start(front, asked, record, span.clone())
+            .instrument(span)
+            .await
+            .map_err(status)?;
+        Ok(Response::new(Box::pin(responses(started, tokens_only))))
+    }
+}
+
+#[tonic::async_trait]
+impl Inference for InferenceService {
+    type GenerateStream = Responses;
+    type ChatStream = Responses;
+
+    async fn generate(
+        &self,
+        request: Request<GenerateRequest>,
+    ) -> Result<Response<Responses>, Status> {
+        let (metadata, _, message) = request.into_parts();
+        let wanted = Wanted {
+            model: message.model,
+            prompt: prompt::of_generate(message.prompt),
+            options: message.options.unwrap_or_default(),
+            default_length: DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
+            label: label(&message.client_request_id),
+        };
+        self.answer(Operation::Generate, &metadata, wanted).await
+    }
+
+    async fn chat(&self, request: Request<ChatRequest>) -> Result<Response<Responses>, Status> {
+        let (metadata, _, message) = request.into_parts();
+        let wanted = Wanted {
+            model: message.model,
+            prompt: prompt::of_chat(message.conversation),
+            options: message.options.unwrap_or_default(),
+            default_length: DefaultLength::Rest,
+            label: label(&message.client_request_id),
+        };
+        self.answer(Operation::Chat, &metadata, wanted).await
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<TokenizeRequest>,
+    ) -> Result<Response<TokenizeResponse>, Status> {
+        let TokenizeRequest { model, input, add_special_tokens } = request.into_inner();
+        let tokenized = async {
+            let model = self.front.models.find(Some(&model))?.model;
+            let source = prompt::of_tokenize(input, add_special_tokens)?;
+            let ids = tokenising::tokenize(&self.front, &model, source).await?;
+            let limits = self.front.nodes.serving(&model.name).limits;
+            let sequence_tokens_max = limits.map_or(0, |limits| limits.sequence_tokens_max);
+            Ok(Response::new(TokenizeResponse { ids, sequence_tokens_max }))
+        };
+        tokenized.await.map_err(status)
+    }
+
+    async fn detokenize(
+        &self,
+        request: Request<DetokenizeRequest>,
+    ) -> Result<Response<DetokenizeResponse>, Status> {
+        let DetokenizeRequest { model, ids } = request.into_inner();
+        let detokenized = async {
+            let model = self.front.models.find(Some(&model))?.model;
+            check_vocabulary("ids", &ids, model.text.tokenizer())?;
+            let text = tokenising::detokenize(&self.front, &model, ids).await?;
+            Ok(Response::new(DetokenizeResponse { text }))
+        };
+        detokenized.await.map_err(status)
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<ListModelsRequest>,
+    ) -> Result<Response<ListModelsResponse>, Status> {
+        let info = |name: &str, root: &str| {
+            let serving = self.front.nodes.serving(root);
+            ModelInfo {
+                name: name.to_owned(),
+                root: root.to_owned(),
+                prompt_tokens_max: serving.limits.map_or(0, |limits| limits.prompt_tokens_max),
+                sequence_tokens_max: serving.limits.map_or(0, |limits| limits.sequence_tokens_max),
+                prefill_nodes: serving.prefill_nodes as u32,
+                decode_nodes: serving.decode_nodes as u32,
+            }
+        };
+        let models = self.front.models.names();
+        let models = models.map(|named| info(&named.name, &named.model.name)).collect();
+        Ok(Response::new(ListModelsResponse { models }))
+    }
+}
+
+fn read(
+    front: &Front,
+    request_id: RequestId,
+    metadata: &MetadataMap,
+    named: Result<NamedModel, RequestError>,
+    wanted: Wanted,
+) -> Result<Asked, RequestError> {
+    let wire = wanted.options;
+    let timeout = timeout(front, &wire, metadata)?;
+    let with_text = !wire.tokens_only || !wire.stop.is_empty();
+    Ok(Asked {
+        request_id,
+        tenant: tenant(metadata)?,
+        model: named?.model,
+        prompts: vec![wanted.prompt?],
+        choices: 1,
+        options: options(wire)?,
+        default_length: wanted.default_length,
+        max_tokens_name: "options.max_tokens",
+        timeout,
+        with_text,
+        shown_tokens: Arc::default(),
+    })
+}
+
+/// Dropping the stream drops the request with it.
+fn responses(
+    started: Started,
+    tokens_only: bool,
+) -> impl Stream<Item = Result<GenerateResponse, Status>> {
+    futures_util::stream::unfold(Some(started), move |started| async move {
+        let mut started = started?;
+        let event = match started.running.next().await? {
+            Ok(event) => event,
+            Err(error) => return Some((Err(status(error)), None)),
+        };
+        let text_of = |text: String| if tokens_only { String::new() } else { text };
+        let event = match event {
+            Event::Tokens(shown) => generate_response::Event::Tokens(GeneratedTokens {
+                first_index: shown.first_index,
+                tokens: shown.tokens,
+                text: text_of(shown.text),
+            }),
+            Event::Finished(end) => generate_response::Event::Finished(Finished {
+                reason: end.reason.into(),
+                prompt_tokens: end.prompt_tokens,
+                completion_tokens: end.completion_tokens,
+                cached_tokens: end.cached_tokens,
+                text: text_of(end.text),
+            }),
+        };
+        Some((Ok(GenerateResponse { event: Some(event) }), Some(started)))
+    })
+}

@@ -1,0 +1,167 @@
+//! What a gRPC request asks for beside its prompt.
+
+use std::time::Duration;
+
+use grammar::Grammar;
+use proto::v1::{self, GenerateOptions};
+use tonic::metadata::MetadataMap;
+
+use crate::{
+    front::Front,
+    request::{
+        asked_grammar::AskedGrammar,
+        cache_salt::{TENANT_HEADER, Tenant, check_salt},
+        field_error::FieldError,
+        options::{
+            LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, STOP_TOKENS_MAX, TEMPERATURE,
+            TOKENS, TOP_P,
+        },
+    },
+};
+
+pub fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
+    let stop_tokens = wire.stop_token_ids.len();
+    if stop_tokens > STOP_TOKENS_MAX {
+        let problem = format!("has {stop_tokens} ids; allowed: at most {STOP_TOKENS_MAX}");
+        return Err(FieldError::new("options.stop_token_ids", problem));
+    }
+    Ok(Options {
+        max_tokens: within("options.max_tokens", wire.max_tokens, &TOKENS)?,
+        min_tokens: wire.min_tokens.unwrap_or(0),
+        temperature: float("options.temperature", wire.temperature, &TEMPERATURE)?,
+        top_p: float("options.top_p", wire.top_p, &TOP_P)?,
+        top_k: wire.top_k,
+        min_p: float("options.min_p", wire.min_p, &MIN_P)?,
+        seed: wire.seed,
+        repetition_penalty: float(
+            "options.repetition_penalty",
+            wire.repetition_penalty,
+            &REPETITION_PENALTY,
+        )?,
+        presence_penalty: float("options.presence_penalty", wire.presence_penalty, &PENALTY)?,
+        frequency_penalty: float("options.frequency_penalty", wire.frequency_penalty, &PENALTY)?,
+        stop: wire.stop,
+        include_stop: false,
+        skip_special_tokens: None,
+        stop_token_ids: wire.stop_token_ids,
+        ignore_eos: wire.ignore_eos.unwrap_or(false),
+        logprobs: within("options.logprobs", wire.logprobs, &LOGPROBS)?,
+        cache_salt: check_salt("options.cache_salt", wire.cache_salt)?,
+        grammar: wire.grammar.map(asked_grammar).transpose()?,
+    })
+}
+
+fn asked_grammar(wire: v1::Grammar) -> Result<AskedGrammar, FieldError> {
+    match wire.kind {
+        Some(v1::grammar::Kind::JsonSchema(text)) => {
+            Ok(AskedGrammar::new("options.grammar.json_schema", Grammar::JsonSchema(text)))
+        }
+        Some(v1::grammar::Kind::Regex(text)) => {
+            Ok(AskedGrammar::new("options.grammar.regex", Grammar::Regex(text)))
+        }
+        None => {
+            let problem = "has no kind; allowed: json_schema, regex";
+            Err(FieldError::new("options.grammar", problem))
+        }
+    }
+}
+
+pub fn tenant(metadata: &MetadataMap) -> Result<Option<Tenant>, FieldError> {
+    metadata.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose()
+}
+
+type Range<T> = std::ops::RangeInclusive<T>;
+
+fn within(field: &str, value: Option<u32>, range: &Range<u32>) -> Result<Option<u32>, FieldError> {
+    match value {
+        Some(value) if !range.contains(&value) => {
+            let allowed = format!("a whole number from {} to {}", range.start(), range.end());
+            Err(FieldError::new(field, format!("is {value}; allowed: {allowed}")))
+        }
+        value => Ok(value),
+    }
+}
+
+fn float(field: &str, value: Option<f32>, range: &Range<f64>) -> Result<Option<f32>, FieldError> {
+    match value {
+        // Neither NaN nor an infinity is within any range.
+        Some(value) if !range.contains(&f64::from(value)) => {
+            let allowed = format!("a number from {} to {}", range.start(), range.end());
+            Err(FieldError::new(field, format!("is {value}; allowed: {allowed}")))
+        }
+        value => Ok(value),
+    }
+}
+
+/// The client's `timeout_ms` or gRPC's own deadline, whichever is shorter.
+pub fn timeout(
+    front: &Front,
+    wire: &GenerateOptions,
+    metadata: &MetadataMap,
+) -> Result<Duration, FieldError> {
+    let longest = front.settings.timeout_max;
+    let asked = wire.timeout_ms.map(Duration::from_millis);
+    if let Some(asked) = asked.filter(|asked| asked.is_zero() || *asked > longest) {
+        let (asked, longest) = (asked.as_millis(), longest.as_millis());
+        let problem = format!("is {asked}; allowed: a whole number from 1 to {longest}");
+        return Err(FieldError::new("options.timeout_ms", problem));
+    }
+    let deadline =
+        metadata.get("grpc-timeout").and_then(|value| grpc_timeout(value.to_str().ok()?));
+    let named = [asked, deadline].into_iter().flatten().min();
+    Ok(named.unwrap_or(front.settings.timeout).min(longest))
+}
+
+/// gRPC's `TimeoutValue TimeoutUnit`: at most eight digits and a letter.
+fn grpc_timeout(text: &str) -> Option<Duration> {
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let count: u64 = digits.parse().ok()?;
+    Some(match unit {
+        "H" => Duration::from_secs(count * 3600),
+        "M" => Duration::from_secs(count * 60),
+        "S" => Duration::from_secs(count),
+        "m" => Duration::from_millis(count),
+        "u" => Duration::from_micros(count),
+        "n" => Duration::from_nanos(count),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deadlines_of_grpc_are_read_in_every_unit() {
+        for (text, timeout) in [
+            ("1H", Some(Duration::from_secs(3600))),
+            ("5M", Some(Duration::from_secs(300))),
+            ("10S", Some(Duration::from_secs(10))),
+            ("250m", Some(Duration::from_millis(250))),
+            ("99999999u", Some(Duration::from_micros(99_999_999))),
+            ("7n", Some(Duration::from_nanos(7))),
+            ("999999999S", None),
+            ("S", None),
+            ("", None),
+            ("-1S", None),
+            ("1X", None),
+            ("1é", None),
+        ] {
+            assert_eq!(grpc_timeout(text), timeout, "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_that_are_none_are_refused() {
+        let wire = GenerateOptions { temperature: Some(f32::NAN), ..Default::default() };
+        assert_eq!(
+            options(wire).unwrap_err().to_string(),
+            "options.temperature is NaN; allowed: a number from 0 to 2"
+        );
+        let wire = GenerateOptions { logprobs: Some(21), ..Default::default() };
+        assert_eq!(options(wire).unwrap_err().field, "options.logprobs");
+    }
+}

@@ -1,0 +1,339 @@
+//! The bodies of requests.
+
+use std::ops::RangeInclusive;
+
+use serde_json::{Map, Value, json};
+
+use crate::{
+    http::tools::{NAME_BYTES_MAX, TOOLS_MAX},
+    request::{
+        cache_salt::CACHE_SALT_BYTES_MAX,
+        options::{
+            CHOICES, LOGPROBS, MIN_P, PENALTY, REPETITION_PENALTY, SEED, STOP_TOKENS_MAX,
+            TEMPERATURE, TOKENS, TOP_K, TOP_P,
+        },
+    },
+};
+
+/// A field: its name, schema and meaning. Absent and `null` are the same in every one of them.
+type Field = (&'static str, Value, &'static str);
+
+pub fn schemas() -> impl Iterator<Item = (String, Value)> {
+    let all = [
+        ("ChatCompletionRequest", object(&["messages"], [chat(), common()].concat())),
+        ("CompletionRequest", object(&["prompt"], [completion(), common()].concat())),
+        ("TokenizeRequest", {
+            let mut schema = object(&[], tokenize());
+            schema["anyOf"] = json!([{"required": ["prompt"]}, {"required": ["messages"]}]);
+            schema
+        }),
+        ("DetokenizeRequest", object(&["tokens"], detokenize())),
+        ("Message", message()),
+        ("Tool", tool()),
+    ];
+    all.into_iter().map(|(name, schema)| (name.to_owned(), schema))
+}
+
+fn object(required: &[&str], fields: Vec<Field>) -> Value {
+    let properties = fields.into_iter().map(|(name, mut schema, about)| {
+        if !required.contains(&name) {
+            schema = nullable(schema);
+        }
+        schema["description"] = about.into();
+        (name.to_owned(), schema)
+    });
+    let properties: Map<String, Value> = properties.collect();
+    json!({"type": "object", "required": required, "properties": properties})
+}
+
+/// A request that is answered.
+pub fn example(request: &str) -> Value {
+    let messages = json!([{"role": "user", "content": "What is the capital of France?"}]);
+    match request {
+        "ChatCompletionRequest" => {
+            json!({"messages": messages, "max_completion_tokens": 8, "temperature": 0})
+        }
+        "CompletionRequest" => {
+            json!({"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
+        }
+        "TokenizeRequest" => json!({"prompt": "The capital of France is"}),
+        _ => json!({"tokens": [1, 2, 3]}),
+    }
+}
+
+/// The same schema for which `null` holds too.
+fn nullable(mut schema: Value) -> Value {
+    if let Some(kind) = schema["type"].as_str() {
+        schema["type"] = json!([kind, "null"]);
+    } else if let Some(values) = schema.get_mut("enum").and_then(Value::as_array_mut) {
+        values.push(Value::Null);
+    } else if let Some(choices) = schema.get_mut("anyOf").and_then(Value::as_array_mut) {
+        choices.push(json!({"type": "null"}));
+    }
+    schema
+}
+
+fn boolean() -> Value {
+    json!({"type": "boolean"})
+}
+
+fn string() -> Value {
+    json!({"type": "string"})
+}
+
+fn number(range: RangeInclusive<f64>) -> Value {
+    json!({"type": "number", "minimum": range.start(), "maximum": range.end()})
+}
+
+fn count(range: RangeInclusive<u32>) -> Value {
+    json!({"type": "integer", "minimum": range.start(), "maximum": range.end()})
+}
+
+fn token_ids() -> Value {
+    json!({"type": "array", "items": count(0..=u32::MAX)})
+}
+
+/// Of an answer. More is refused: what is no schema, and what is too large.
+fn schema() -> Value {
+    json!({"anyOf": [{"type": "object"}, {"const": true}]})
+}
+
+fn regex() -> Value {
+    json!({"type": "string", "maxLength": grammar::limits::REGEX_BYTES_MAX})
+}
+
+/// A field that is known and has no effect but with these values, which mean "off".
+fn off(values: &[Value]) -> Value {
+    json!({"enum": values})
+}
+
+const NOT_SUPPORTED: &str =
+    "Known from other servers and not supported: refused with other values.";
+
+fn common() -> Vec<Field> {
+    let seed =
+        json!({"type": "integer", "minimum": *SEED.start() as i64, "maximum": *SEED.end() as u64});
+    let top_k = json!({"type": "integer", "minimum": *TOP_K.start() as i64, "maximum": *TOP_K.end() as i64});
+    let stop = json!({"anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": text::STOP_STRING_BYTES_MAX},
+        {"type": "array", "maxItems": text::STOP_STRINGS_MAX,
+            "items": {"type": "string", "minLength": 1, "maxLength": text::STOP_STRING_BYTES_MAX}},
+    ]});
+    let stream_options = json!({"type": "object", "properties": {
+        "include_usage": {"type": ["boolean", "null"], "description": "A last chunk with the usage."},
+        "continuous_usage_stats": {"type": ["boolean", "null"],
+            "description": "The usage so far in every chunk."},
+    }});
+    let response_format = json!({"anyOf": [
+        {"type": "object", "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {"type": "object", "required": ["type", "json_schema"], "properties": {
+            "type": {"const": "json_schema"},
+            "json_schema": {"type": "object", "required": ["schema"],
+                "properties": {"schema": schema()}},
+        }},
+    ]});
+    let schema_or_text = || json!({"anyOf": [schema(), {"type": "string"}]});
+    let structured_outputs = json!({"type": "object", "additionalProperties": false, "properties": {
+        "json": nullable(schema_or_text()),
+        "regex": nullable(regex()),
+        "json_object": nullable(boolean()),
+    }});
+    let stop_token_ids =
+        json!({"type": "array", "maxItems": STOP_TOKENS_MAX, "items": count(0..=u32::MAX)});
+    let salt = json!({"type": "string", "maxLength": CACHE_SALT_BYTES_MAX});
+    let mut fields = vec![
+        ("model", string(), "A model's name or alias; the default model without one."),
+        ("n", count(CHOICES), "Answers to the prompt."),
+        ("best_of", count(CHOICES), "Allowed: `n`."),
+        ("stream", boolean(), "Send the answer as events, as it comes."),
+        ("stream_options", stream_options, "Only with `stream`."),
+        ("return_token_ids", boolean(), "Show the token ids of prompt and answer."),
+        ("min_tokens", count(0..=*TOKENS.end()), "No end before so many tokens."),
+        ("temperature", number(TEMPERATURE), "0 is greedy; 1 unless given."),
+        ("top_p", number(TOP_P), "1 keeps every token."),
+        ("top_k", top_k, "0 and -1 keep every token."),
+        ("min_p", number(MIN_P), "0 keeps every token."),
+        ("seed", seed, "Equal seeds draw equal numbers."),
+        ("repetition_penalty", number(REPETITION_PENALTY), "1 changes nothing."),
+        ("presence_penalty", number(PENALTY), "0 changes nothing."),
+        ("frequency_penalty", number(PENALTY), "0 changes nothing."),
+        ("stop", stop, "Texts that end the answer."),
+        ("include_stop_str_in_output", boolean(), "Show the text that ended the answer."),
+        ("skip_special_tokens", boolean(), "Special tokens give no text; true unless given."),
+        ("stop_token_ids", stop_token_ids, "Tokens that end the answer."),
+        ("ignore_eos", boolean(), "The model's own end tokens are ordinary ones."),
+        ("cache_salt", salt, "Only prompts with the same salt find each other cached."),
+        (
+            "response_format",
+            response_format,
+            "What the answer is, from its first to its last character.",
+        ),
+        ("regex", regex(), "The whole answer matches it."),
+        ("guided_regex", regex(), "As `regex`."),
+        ("guided_json", schema_or_text(), "As `response_format` with a schema."),
+        ("structured_outputs", structured_outputs, "One of these."),
+    ];
+    let empty_list = || off(&[json!([])]);
+    let empty = || off(&[json!({})]);
+    let only_false = || off(&[json!(false)]);
+    fields.extend([
+        ("logit_bias", empty(), NOT_SUPPORTED),
+        ("bad_words", empty_list(), NOT_SUPPORTED),
+        ("allowed_token_ids", empty_list(), NOT_SUPPORTED),
+        ("use_beam_search", only_false(), NOT_SUPPORTED),
+        ("length_penalty", off(&[json!(1)]), NOT_SUPPORTED),
+        ("prompt_logprobs", off(&[]), NOT_SUPPORTED),
+        ("logprob_token_ids", empty_list(), NOT_SUPPORTED),
+        ("truncate_prompt_tokens", off(&[]), NOT_SUPPORTED),
+        ("guided_choice", empty_list(), NOT_SUPPORTED),
+        ("guided_grammar", off(&[]), NOT_SUPPORTED),
+        ("return_tokens_as_token_ids", only_false(), NOT_SUPPORTED),
+        ("prompt_embeds", off(&[]), NOT_SUPPORTED),
+        ("echo", only_false(), NOT_SUPPORTED),
+        ("thinking_token_budget", off(&[json!(-1)]), NOT_SUPPORTED),
+    ]);
+    fields
+}
+
+/// How a conversation becomes a prompt.
+fn conversation() -> Vec<Field> {
+    let tools = json!({"type": "array", "maxItems": TOOLS_MAX, "items": super::reference("Tool")});
+    let messages = json!({"type": "array", "minItems": 1, "items": super::reference("Message")});
+    vec![
+        ("messages", messages, "The conversation."),
+        (
+            "add_generation_prompt",
+            boolean(),
+            "End the prompt with the beginning of the assistant's answer; true unless the final \
+             message is continued.",
+        ),
+        ("continue_final_message", boolean(), "The last message is the beginning of the answer."),
+        (
+            "chat_template_kwargs",
+            json!({"type": "object"}),
+            "Further variables for the chat template.",
+        ),
+        (
+            "tools",
+            tools,
+            "Functions that the answer may call. Refused where the model's chat template does not \
+             show them to it.",
+        ),
+        (
+            "tool_choice",
+            json!({"enum": ["auto", "none"]}),
+            "Whether functions may be called; auto unless given. A call cannot be demanded.",
+        ),
+        ("parallel_tool_calls", boolean(), "With false the answer ends with its first call."),
+    ]
+}
+
+fn chat() -> Vec<Field> {
+    let mut fields = conversation();
+    fields.extend([
+        (
+            "max_completion_tokens",
+            count(TOKENS),
+            "The longest answer; the model's own unless given.",
+        ),
+        ("max_tokens", count(TOKENS), "The older name of `max_completion_tokens`."),
+        ("logprobs", boolean(), "Show log-probabilities."),
+        (
+            "top_logprobs",
+            count(LOGPROBS),
+            "Of so many tokens beside the chosen; only with `logprobs`.",
+        ),
+        ("add_special_tokens", off(&[json!(false)]), "Templates bring their own special tokens."),
+        ("functions", off(&[json!([])]), NOT_SUPPORTED),
+        ("audio", off(&[]), NOT_SUPPORTED),
+        ("chat_template", off(&[]), NOT_SUPPORTED),
+        ("documents", off(&[json!([])]), NOT_SUPPORTED),
+        ("modalities", off(&[json!(["text"])]), NOT_SUPPORTED),
+    ]);
+    fields
+}
+
+fn completion() -> Vec<Field> {
+    let prompt = json!({"anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        {"type": "array", "minItems": 1, "items": count(0..=u32::MAX)},
+        {"type": "array", "minItems": 1, "items": token_ids()},
+    ]});
+    vec![
+        ("prompt", prompt, "A text or token ids, or a list of either."),
+        ("max_tokens", count(TOKENS), "The longest answer; 16 unless given."),
+        (
+            "logprobs",
+            count(LOGPROBS),
+            "Show log-probabilities of so many tokens beside the chosen.",
+        ),
+        (
+            "add_special_tokens",
+            boolean(),
+            "With what the model wants around a prompt; true unless given.",
+        ),
+        ("suffix", off(&[json!("")]), NOT_SUPPORTED),
+    ]
+}
+
+fn tokenize() -> Vec<Field> {
+    let mut fields = vec![
+        ("model", string(), "A model's name or alias; the default model without one."),
+        ("prompt", string(), "A text."),
+        ("return_token_strs", boolean(), "Show each token's text."),
+        (
+            "add_special_tokens",
+            boolean(),
+            "With what the model wants around a prompt; true unless given. Templates bring their own: \
+             only false beside messages.",
+        ),
+    ];
+    fields.extend(conversation());
+    fields
+}
+
+fn detokenize() -> Vec<Field> {
+    vec![
+        ("model", string(), "A model's name or alias; the default model without one."),
+        ("tokens", token_ids(), "Token ids."),
+    ]
+}
+
+fn tool() -> Value {
+    let function = json!({
+        "type": "object",
+        "required": ["name"],
+        "properties": {
+            "name": {"type": "string", "minLength": 1, "maxLength": NAME_BYTES_MAX},
+            "description": {"type": ["string", "null"]},
+            "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
+            "strict": {"enum": [false, null],
+                "description": "Nothing holds the arguments to their schema."},
+        },
+    });
+    json!({
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {"type": {"const": "function"}, "function": function},
+    })
+}
+
+fn message() -> Value {
+    let part = json!({"anyOf": [
+        {"type": "string"},
+        {"type": "object", "required": ["text"],
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}}},
+    ]});
+    json!({
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string", "minLength": 1},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]},
+            "name": {"description": "For templates that show it."},
+        },
+        "description": "Further fields reach the model's chat template as they are.",
+    })
+}

@@ -1,0 +1,83 @@
+//! `POST /tokenize` and `POST /detokenize`, as vLLM has them.
+
+use std::sync::Arc;
+
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    response::{IntoResponse, Response},
+};
+use http::Request;
+
+use super::{
+    chat_fields::chat_source,
+    common_fields::named_model,
+    error::ApiError,
+    fields::Fields,
+    request_context::read_body,
+    tools,
+    wire::{Detokenized, Tokenized},
+};
+use crate::{
+    front::Front,
+    request::{
+        field_error::FieldError,
+        text_workers::PromptSource,
+        tokenising::{self, check_vocabulary},
+    },
+};
+
+pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
+    let tokenized = async {
+        let (parts, body) = request.into_parts();
+        let body = read_body(&front, &parts.headers, body).await?;
+        let fields = Fields::parse(&body)?;
+        let model = named_model(&fields, &front)?.model;
+        let source = prompt_source(&fields)?;
+        let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
+        let tokens = tokenising::tokenize(&front, &model, source).await?;
+        let tokenizer = model.text.tokenizer();
+        let string = |id: &u32| tokenizer.token_text(*id).unwrap_or_default();
+        Ok(Json(Tokenized {
+            count: tokens.len(),
+            max_model_len: front.nodes.serving(&model.name).limits.map(|l| l.sequence_tokens_max),
+            token_strs: with_strings.then(|| tokens.iter().map(string).collect()),
+            tokens,
+        }))
+    };
+    tokenized.await.map_err(|error: ApiError| error).into_response()
+}
+
+pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
+    let detokenized = async {
+        let (parts, body) = request.into_parts();
+        let body = read_body(&front, &parts.headers, body).await?;
+        let fields = Fields::parse(&body)?;
+        let model = named_model(&fields, &front)?.model;
+        let tokens: Option<Vec<u32>> = fields.value("tokens", "a list of token ids")?;
+        let tokens = tokens
+            .ok_or_else(|| FieldError::new("tokens", "is missing; allowed: a list of token ids"))?;
+        check_vocabulary("tokens", &tokens, model.text.tokenizer())?;
+        let prompt = tokenising::detokenize(&front, &model, tokens).await?;
+        Ok(Json(Detokenized { prompt }))
+    };
+    detokenized.await.map_err(|error: ApiError| error).into_response()
+}
+
+/// A text, or a conversation to be rendered first.
+pub fn prompt_source(fields: &Fields<'_>) -> Result<PromptSource, FieldError> {
+    let Some(text) = fields.string("prompt")? else {
+        if fields.raw("messages").is_none() {
+            let problem = "is missing; allowed: a text, or messages in its place";
+            return Err(FieldError::new("prompt", problem));
+        }
+        let tools = tools::read(fields)?;
+        return chat_source(fields, tools.as_ref()).map(PromptSource::Chat);
+    };
+    if fields.raw("messages").is_some() {
+        return Err(FieldError::new("prompt", "is given beside messages; allowed: one of them"));
+    }
+    let add_special_tokens = fields.boolean("add_special_tokens")?.unwrap_or(true);
+    Ok(PromptSource::Text { text, add_special_tokens })
+}

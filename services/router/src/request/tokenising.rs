@@ -1,0 +1,62 @@
+//! Text to tokens and back for its own sake, within the same bounds as requests to nodes.
+
+use std::sync::Arc;
+
+use text::Tokenizer;
+
+use super::{field_error::FieldError, text_workers::PromptSource};
+use crate::{
+    front::Front,
+    generation::{Deadline, RequestError},
+    models::ServedModel,
+};
+
+/// Longest text, or conversation, that is tokenised for its own sake: 128 Ki tokens are less. No node's
+/// limit bounds it, and while it is encoded it takes a hundred times its size.
+const BYTES_MAX: usize = 1 << 20;
+
+/// The prompt's token ids, as a request with it would have them.
+pub async fn tokenize(
+    front: &Front,
+    model: &ServedModel,
+    source: PromptSource,
+) -> Result<Vec<u32>, RequestError> {
+    let bytes = source.bytes();
+    if bytes > BYTES_MAX {
+        let problem = format!("has {bytes} bytes; allowed: at most {BYTES_MAX} to be tokenised");
+        return Err(FieldError::new(source.field(), problem).into());
+    }
+    let _admitted = front.admission.admit(1)?;
+    let deadline = Deadline::after(front.settings.timeout);
+    let tokens = tokio::time::timeout_at(deadline.at, model.text.tokens(source, u32::MAX));
+    tokens.await.map_err(|_| RequestError::Deadline { timeout: deadline.timeout })?
+}
+
+/// The text of these tokens, special ones by their names.
+pub async fn detokenize(
+    front: &Front,
+    model: &ServedModel,
+    tokens: Vec<u32>,
+) -> Result<String, RequestError> {
+    let _admitted = front.admission.admit(1)?;
+    let deadline = Deadline::after(front.settings.timeout);
+    let text = tokio::time::timeout_at(deadline.at, model.text.text_of(tokens));
+    text.await.map_err(|_| RequestError::Deadline { timeout: deadline.timeout })?
+}
+
+/// Refuses ids that stand for nothing.
+pub fn check_vocabulary(
+    field: &str,
+    tokens: &[u32],
+    tokenizer: &Arc<Tokenizer>,
+) -> Result<(), FieldError> {
+    let size = tokenizer.vocabulary_size();
+    match tokens.iter().position(|&id| id >= size) {
+        Some(index) => {
+            let id = tokens[index];
+            let problem = format!("has token id {id} at index {index}; allowed: ids below {size}");
+            Err(FieldError::new(field, problem))
+        }
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,245 @@
+//! Tools: how they reach the model's template, and how its calls reach the client.
+
+mod common;
+
+use common::{
+    Cluster,
+    client::{ids_of, text_of},
+    encode,
+    node::END,
+};
+use serde_json::{Value, json};
+use text::SpecialTokens;
+
+/// Tools in a system message, calls between tags: as Qwen's and Hermes' templates.
+const HERMES: &str = r#"{%- if tools %}
+    {{- '<|im_start|>system\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\n</tools>\nTo call: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}"#;
+
+/// Tools in the user's message, a bare object as the call: as Llama's template.
+const LLAMA: &str = r#"{%- for message in messages %}
+    {%- if tools and loop.first %}
+        {{- 'Respond with {"name": function name, "parameters": dictionary}. <|python_tag|>\n' }}
+        {%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}"#;
+
+const TWO_CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \
+    \"Köln\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";
+
+const PATH: &str = "/v1/chat/completions";
+
+fn chat(extra: Value) -> Value {
+    let tool = |name: &str| {
+        json!({"type": "function", "function": {
+            "name": name, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        }})
+    };
+    let mut body = json!({
+        "messages": [{"role": "user", "content": "Weather in Cologne?"}],
+        "tools": [tool("weather"), tool("clock")],
+        "max_tokens": 200,
+    });
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+fn call(id: &Value, name: &str, arguments: &str) -> Value {
+    json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+}
+
+/// The calls in the chunks of a choice, put together as OpenAI's clients do; each begins with its id
+/// and name.
+fn calls_of(chunks: &[Value], choice: u64) -> Value {
+    let mut calls: Vec<Value> = Vec::new();
+    let parts = chunks.iter().flat_map(|chunk| chunk["choices"].as_array().unwrap());
+    for delta in parts.filter(|part| part["index"] == choice).map(|part| &part["delta"]) {
+        for part in delta["tool_calls"].as_array().into_iter().flatten() {
+            let index = part["index"].as_u64().unwrap() as usize;
+            if index == calls.len() {
+                assert!(part["id"].is_string() && part["type"] == "function", "{part}");
+                calls.push(call(&part["id"], part["function"]["name"].as_str().unwrap(), ""));
+            }
+            let arguments = &mut calls[index]["function"]["arguments"];
+            let more = part["function"]["arguments"].as_str().unwrap();
+            *arguments = (arguments.as_str().unwrap().to_owned() + more).into();
+        }
+    }
+    calls.into()
+}
+
+fn finish_reasons(chunks: &[Value]) -> Vec<&str> {
+    let parts = chunks.iter().flat_map(|chunk| chunk["choices"].as_array().unwrap());
+    parts.filter_map(|part| part["finish_reason"].as_str()).collect()
+}
+
+#[tokio::test]
+async fn calls_are_told_from_content_whole_and_streamed() {
+    let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
+    let expected = |calls: &Value| {
+        let ids = [&calls[0]["id"], &calls[1]["id"]];
+        assert!(ids.iter().all(|id| id.as_str().unwrap().starts_with("call_")), "{ids:?}");
+        assert_ne!(ids[0], ids[1]);
+        json!([call(ids[0], "weather", "{\"city\": \"Köln\"}"), call(ids[1], "clock", "{}")])
+    };
+    let whole = cluster.client.post(PATH, &chat(json!({}))).await.json();
+    let choice = &whole["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls", "{whole}");
+    assert_eq!(choice["message"]["content"], "I look.");
+    let calls = &choice["message"]["tool_calls"];
+    assert_eq!(*calls, expected(calls));
+    assert_eq!(whole["usage"]["completion_tokens"], encode(TWO_CALLS).len() + 1);
+
+    let body = chat(json!({"stream": true, "n": 2, "return_token_ids": true, "logprobs": true}));
+    let chunks = cluster.client.stream(PATH, &body).await.chunks().await;
+    for choice in 0..2 {
+        assert_eq!(text_of(&chunks, choice), "I look.");
+        let calls = calls_of(&chunks, choice);
+        assert_eq!(calls, expected(&calls));
+        // Each token is told of once, also those that became calls.
+        let tokens: Vec<u32> = encode(TWO_CALLS).into_iter().chain([END]).collect();
+        assert_eq!(ids_of(&chunks, choice), tokens);
+    }
+    assert_eq!(finish_reasons(&chunks), ["tool_calls"; 2]);
+}
+
+#[tokio::test]
+async fn tools_calls_and_their_results_reach_the_template() {
+    let cluster = Cluster::start_with_template(HERMES, "It rains.").await;
+    let earlier = call(&json!("call_1"), "weather", "{\"city\": \"Köln\"}");
+    let body = chat(json!({"messages": [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": null, "tool_calls": [earlier]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]}));
+    let answer = cluster.client.post(PATH, &body).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], "It rains.", "{answer}");
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+    assert_eq!(answer["choices"][0]["message"].get("tool_calls"), None);
+    let prompt = &cluster.decode[0].calls()[0].attempt.tokens;
+    let tool = |name: &str| {
+        format!(
+            "{{\"type\": \"function\", \"function\": {{\"name\": \"{name}\", \"parameters\": \
+             {{\"type\": \"object\", \"properties\": {{\"city\": {{\"type\": \"string\"}}}}}}}}}}"
+        )
+    };
+    let expected = format!(
+        "<|im_start|>system\n<tools>\n{}\n{}\n</tools>\n\
+         To call: <tool_call>{{\"name\": ..., \"arguments\": ...}}</tool_call><|im_end|>\n\
+         <|im_start|>user\nWeather?<|im_end|>\n\
+         <|im_start|>assistant\n\n<tool_call>\n\
+         {{\"name\": \"weather\", \"arguments\": {{\"city\": \"Köln\"}}}}\n</tool_call><|im_end|>\n\
+         <|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n",
+        tool("weather"),
+        tool("clock"),
+    );
+    let model = common::model_text();
+    let tokenizer = model.tokenizer();
+    assert_eq!(tokenizer.decode(prompt, false), expected);
+    assert_eq!(*prompt, tokenizer.encode(&expected, SpecialTokens::Parse).unwrap());
+
+    // /tokenize counts them as well; where none may be called they are not shown.
+    let tokens = cluster.client.post("/tokenize", &body).await.json();
+    assert_eq!(tokens["count"], prompt.len());
+    let body = chat(json!({"tool_choice": "none"}));
+    assert_eq!(cluster.client.post(PATH, &body).await.status, 200);
+    let prompt = &cluster.decode[0].calls()[1].attempt.tokens;
+    let expected = "<|im_start|>user\nWeather in Cologne?<|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(tokenizer.decode(prompt, false), expected);
+}
+
+/// Text and finish reason of an answer without calls, whole or streamed.
+async fn text_answer(cluster: &Cluster, mut body: Value, stream: bool) -> (String, String) {
+    body["stream"] = stream.into();
+    if stream {
+        let chunks = cluster.client.stream(PATH, &body).await.chunks().await;
+        assert_eq!(calls_of(&chunks, 0), json!([]));
+        return (text_of(&chunks, 0), finish_reasons(&chunks)[0].to_owned());
+    }
+    let answer = cluster.client.post(PATH, &body).await.json();
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["message"].get("tool_calls"), None);
+    let text = choice["message"]["content"].as_str().unwrap().to_owned();
+    (text, choice["finish_reason"].as_str().unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn a_call_that_is_cut_short_is_text() {
+    let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
+    let cut = encode(TWO_CALLS).len() as u64 / 4;
+    for stream in [false, true] {
+        let body = chat(json!({"max_tokens": cut}));
+        let (text, reason) = text_answer(&cluster, body, stream).await;
+        assert_eq!(reason, "length");
+        assert!(text.contains("<tool_call>") && TWO_CALLS.starts_with(&text), "{text:?}");
+        // Where nothing may be called nothing is looked for.
+        let body = chat(json!({"tool_choice": "none"}));
+        let expected = (TWO_CALLS.to_owned(), "stop".to_owned());
+        assert_eq!(text_answer(&cluster, body, stream).await, expected);
+    }
+}
+
+#[tokio::test]
+async fn one_call_is_all_where_no_more_are_wanted() {
+    let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
+    let body = chat(json!({"parallel_tool_calls": false, "stream": true}));
+    let chunks = cluster.client.stream(PATH, &body).await.chunks().await;
+    let calls = calls_of(&chunks, 0);
+    assert_eq!(calls.as_array().unwrap().len(), 1, "{calls}");
+    assert_eq!(finish_reasons(&chunks), ["tool_calls"]);
+    let body = chat(json!({"parallel_tool_calls": false}));
+    let answer = cluster.client.post(PATH, &body).await.json();
+    let whole = &answer["choices"][0]["message"]["tool_calls"];
+    assert_eq!(whole.as_array().unwrap().len(), 1, "{whole}");
+    assert_eq!(whole[0]["function"], calls[0]["function"]);
+}
+
+#[tokio::test]
+async fn llamas_bare_calls_are_read_and_other_objects_are_text() {
+    let written = "{\"name\": \"weather\", \"parameters\": {\"city\": \"Cologne\"}}";
+    let cluster = Cluster::start_with_template(LLAMA, written).await;
+    let answer = cluster.client.post(PATH, &chat(json!({}))).await.json();
+    let message = &answer["choices"][0]["message"];
+    assert_eq!(message["content"], json!(null));
+    let function = json!({"name": "weather", "arguments": "{\"city\": \"Cologne\"}"});
+    assert_eq!(message["tool_calls"][0]["function"], function);
+    let object = "{\"name\": \"Cologne\", \"sky\": \"grey\"}";
+    cluster.decode[0].answer_with(&encode(object));
+    for stream in [false, true] {
+        let expected = (object.to_owned(), "stop".to_owned());
+        assert_eq!(text_answer(&cluster, chat(json!({})), stream).await, expected);
+    }
+}
+
+#[tokio::test]
+async fn what_a_model_cannot_be_held_to_is_refused() {
+    let cluster = Cluster::start(0, 1, "Hi").await;
+    for path in [PATH, "/tokenize"] {
+        let answer = cluster.client.post(path, &chat(json!({}))).await;
+        assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!("tools")));
+        assert!(answer.message().contains("chat template does not show them"), "{answer:?}");
+    }
+    let named = json!({"type": "function", "function": {"name": "weather"}});
+    for choice in [json!("required"), named] {
+        let answer = cluster.client.post(PATH, &chat(json!({"tool_choice": choice}))).await;
+        let param = &answer.error()["param"];
+        assert_eq!((answer.status.as_u16(), param), (400, &json!("tool_choice")));
+        assert!(answer.message().contains("demands a call"), "{answer:?}");
+    }
+    assert!(cluster.decode[0].calls().is_empty());
+}
