@@ -12,12 +12,15 @@ use hyper_util::{
     rt::TokioExecutor,
 };
 
+/// What is asked for with GET is small and at hand.
+const GET_WITHIN: Duration = Duration::from_secs(10);
 /// A body that is read whole is refused beyond this.
 const WHOLE_BODY_MAX: usize = 16 << 20;
 
 #[derive(Clone)]
 pub struct HttpClient {
     inner: Client<HttpConnector, Full<Bytes>>,
+    get_within: Duration,
 }
 
 impl HttpClient {
@@ -25,7 +28,8 @@ impl HttpClient {
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(connect_timeout));
         connector.set_nodelay(true);
-        Self { inner: Client::builder(TokioExecutor::new()).build(connector) }
+        let inner = Client::builder(TokioExecutor::new()).build(connector);
+        Self { inner, get_within: GET_WITHIN }
     }
 
     /// Sends a JSON body; the answer's body is still to be read.
@@ -44,13 +48,18 @@ impl HttpClient {
         self.inner.request(request).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))
     }
 
-    /// Status and whole body.
+    /// Status and whole body, within [`GET_WITHIN`].
     pub async fn get(&self, url: &str) -> Result<(http::StatusCode, Bytes)> {
         let uri: Uri = url.parse().with_context(|| format!("{url:?} is not a URL"))?;
-        let response =
-            self.inner.get(uri).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
-        let status = response.status();
-        Ok((status, whole_body(response).await?))
+        let answer = async {
+            let response =
+                self.inner.get(uri).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
+            let status = response.status();
+            Ok((status, whole_body(response).await?))
+        };
+        tokio::time::timeout(self.get_within, answer)
+            .await
+            .map_err(|_| anyhow!("{url}: no answer within {:?}", self.get_within))?
     }
 }
 
@@ -72,4 +81,31 @@ fn chain(error: &dyn std::error::Error) -> String {
         source = inner.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Write, net::TcpListener};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_server_that_says_nothing_or_only_half_is_given_up() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/health", listener.local_addr().unwrap());
+        let mut client = HttpClient::new(Duration::from_secs(1));
+        client.get_within = Duration::from_millis(200);
+        let error = client.get(&url).await.unwrap_err().to_string();
+        assert_eq!(error, format!("{url}: no answer within 200ms"));
+        let server = std::thread::spawn(move || {
+            // The first connection is the one that was given up.
+            let (_given_up, _) = listener.accept().unwrap();
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf").unwrap();
+            stream
+        });
+        let error = client.get(&url).await.unwrap_err().to_string();
+        assert_eq!(error, format!("{url}: no answer within 200ms"));
+        drop(server.join().unwrap());
+    }
 }

@@ -8,6 +8,7 @@
 
 mod bench;
 mod http_client;
+mod hub;
 mod model_store;
 mod sse;
 mod up;

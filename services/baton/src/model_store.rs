@@ -6,19 +6,27 @@
 
 use std::{
     fs,
-    io::Read,
+    io::{self, Read},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, Subcommand};
+use config::{HubModel, ModelPath, hub::Parts};
 use indicatif::{ProgressBar, ProgressStyle};
 use sha2::{Digest, Sha256};
 
+use crate::hub;
+
 /// pip is given up when nothing arrived for this long.
 const STALL_MAX: Duration = Duration::from_secs(180);
+/// Of what a command says the end is kept: that is where it names what failed.
+const SAID_BYTES_MAX: usize = 16 << 10;
+/// After a command has ended, until its words are here: who it started may still hold its output.
+const SAID_MAX: Duration = Duration::from_secs(2);
 
 /// A model that `baton model fetch` knows.
 struct KnownModel {
@@ -51,8 +59,12 @@ pub enum ModelCommand {
 
 #[derive(Args)]
 pub struct FetchArgs {
-    /// Name of the model, as `baton model list` prints it.
+    /// Name of the model, as `baton model list` prints it, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a
+    /// model of the hub, which goes into the hub's cache (HF_HOME).
     name: String,
+    /// Of a model of the hub only what a router reads: no weights.
+    #[arg(long)]
+    text_only: bool,
     #[command(flatten)]
     store: StoreArgs,
 }
@@ -67,7 +79,13 @@ pub struct StoreArgs {
 pub fn run(command: ModelCommand) -> Result<()> {
     match command {
         ModelCommand::Fetch(args) => {
-            let path = fetch(&args.store.models_dir, &args.name)?;
+            let path = match hub_model(&args.name)? {
+                Some(model) => {
+                    let parts = if args.text_only { Parts::Text } else { Parts::All };
+                    hub::fetch(&model, parts)?
+                }
+                None => fetch(&args.store.models_dir, &args.name)?,
+            };
             println!("{}", path.display());
         }
         ModelCommand::List(args) => {
@@ -81,8 +99,23 @@ pub fn run(command: ModelCommand) -> Result<()> {
     Ok(())
 }
 
-/// Turns what a user calls a model into a path: an existing path, or the name of a fetched model.
+/// The model of the hub that a user means, if it is one.
+pub fn hub_model(name: &str) -> Result<Option<HubModel>> {
+    match ModelPath::parse(name) {
+        Some(ModelPath::Hub(model)) => Ok(Some(model)),
+        Some(ModelPath::Local(_)) => Ok(None),
+        None => {
+            bail!("{name:?} is no model; allowed: a path, or hf:ORG/NAME[@REVISION][/FILE.gguf]")
+        }
+    }
+}
+
+/// Turns what a user calls a model into a path: an existing path, the name of a fetched model, or a
+/// model of the hub, which is fetched if it must be.
 pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
+    if let Some(model) = hub_model(path_or_name)? {
+        return hub::obtain(&model, Parts::All);
+    }
     let path = PathBuf::from(path_or_name);
     if path.exists() {
         return Ok(path);
@@ -205,6 +238,19 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
         known.file_bytes
     );
     let bar = bar(bytes, "checking");
+    let found = sha256(path, &bar)?;
+    bar.finish_and_clear();
+    ensure!(
+        found == known.sha256,
+        "{} is damaged: its SHA-256 is {found}, not {}",
+        path.display(),
+        known.sha256
+    );
+    Ok(())
+}
+
+/// A file's SHA-256 in hex digits.
+pub fn sha256(path: &Path, bar: &ProgressBar) -> Result<String> {
     let mut file =
         fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut hash = Sha256::new();
@@ -218,18 +264,10 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
         hash.update(&buffer[..read]);
         bar.inc(read as u64);
     }
-    bar.finish_and_clear();
-    let found: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    ensure!(
-        found == known.sha256,
-        "{} is damaged: its SHA-256 is {found}, not {}",
-        path.display(),
-        known.sha256
-    );
-    Ok(())
+    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-fn bar(total_bytes: u64, what: &str) -> ProgressBar {
+pub fn bar(total_bytes: u64, what: &str) -> ProgressBar {
     let style =
         ProgressStyle::with_template("{msg:>24} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}")
             .expect("the template is constant");
@@ -244,7 +282,15 @@ fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result
         .stderr(Stdio::piped())
         .spawn()
         .with_context(|| format!("cannot run {:?}", command.get_program()))?;
-    let outcome = watch(&mut child, folder, bar);
+    // Read while it runs: who writes more than a pipe holds would wait for ever.
+    let (told, said) = mpsc::channel();
+    if let Some(stderr) = child.stderr.take() {
+        std::thread::spawn(move || {
+            // Fails only when nobody waits for it any more.
+            let _ = told.send(tail(stderr, SAID_BYTES_MAX));
+        });
+    }
+    let outcome = watch(&mut child, &said, folder, bar);
     if outcome.is_err() {
         let _ = child.kill();
         let _ = child.wait();
@@ -252,16 +298,17 @@ fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result
     outcome
 }
 
-fn watch(child: &mut Child, folder: &Path, bar: &ProgressBar) -> Result<()> {
+fn watch(
+    child: &mut Child,
+    said: &mpsc::Receiver<String>,
+    folder: &Path,
+    bar: &ProgressBar,
+) -> Result<()> {
     let mut seen = 0;
     let mut grown = Instant::now();
     loop {
         if let Some(status) = child.try_wait()? {
-            let mut said = String::new();
-            if let Some(stderr) = child.stderr.take() {
-                // Bounded: only the first part of a failing command's words is of use.
-                let _ = stderr.take(16 << 10).read_to_string(&mut said);
-            }
+            let said = said.recv_timeout(SAID_MAX).unwrap_or_default();
             ensure!(status.success(), "{status}: {}", said.trim());
             return Ok(());
         }
@@ -274,6 +321,24 @@ fn watch(child: &mut Child, folder: &Path, bar: &ProgressBar) -> Result<()> {
         ensure!(grown.elapsed() < STALL_MAX, "nothing arrived for {} s", STALL_MAX.as_secs());
         std::thread::sleep(Duration::from_millis(100));
     }
+}
+
+/// Reads to the end and keeps the last bytes.
+fn tail(mut from: impl Read, bytes_max: usize) -> String {
+    let mut kept = Vec::new();
+    let mut buffer = [0; 4 << 10];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => {
+                kept.extend_from_slice(&buffer[..count]);
+                kept.drain(..kept.len().saturating_sub(bytes_max));
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => break,
+        }
+    }
+    String::from_utf8_lossy(&kept).into_owned()
 }
 
 /// Every file below a folder with its size.
@@ -318,5 +383,30 @@ mod tests {
         fs::write(&path, b"GGUF").unwrap();
         let error = check(&path, &KNOWN[0]).unwrap_err().to_string();
         assert!(error.contains("4 bytes"), "{error}");
+    }
+
+    #[test]
+    fn a_model_of_the_right_size_with_other_bytes_is_not_accepted() {
+        let folder = tempfile::tempdir().unwrap();
+        let known = KnownModel { file_bytes: 4, ..KNOWN[0] };
+        let path = folder.path().join(known.file);
+        fs::write(&path, b"GGUF").unwrap();
+        let error = check(&path, &known).unwrap_err().to_string();
+        assert!(error.contains("damaged") && error.contains(known.sha256), "{error}");
+
+        // The SHA-256 of these four bytes.
+        let sha256 = "b83633aa785344791618f2fddf131b010ea04912a60430760b070bad293f65bd";
+        check(&path, &KnownModel { sha256, ..known }).unwrap();
+    }
+
+    #[test]
+    fn a_command_that_says_more_than_a_pipe_holds_ends_and_its_last_words_are_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", "head -c 300000 /dev/zero | tr '\\0' x >&2; echo the end >&2; exit 3"]);
+        let error = run_watched(command, folder.path(), &ProgressBar::hidden()).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("the end"), "{error}");
+        assert!(error.len() < 2 * SAID_BYTES_MAX, "{} bytes", error.len());
     }
 }

@@ -18,14 +18,17 @@ use engine::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use kernels::{
-    BLOCK_TOKENS, Dtype, KvArena,
-    cpu::{CpuBackend, CpuOptions, Isa},
+    BLOCK_TOKENS, Backend, KvArena, WeightFormat,
+    cpu::{CpuBackend, CpuBuffer, CpuOptions, Isa},
     sampling::Sampling,
 };
 use model::{Checkpoint, LoadFormat};
 use serde::Serialize;
 
-use super::stats::{WorkloadRng, median};
+use super::{
+    output_file,
+    stats::{WorkloadRng, median},
+};
 use crate::model_store;
 
 /// A bench that makes no progress for this long is broken.
@@ -42,12 +45,15 @@ pub struct EngineArgs {
     /// `dummy`: random weights from a config.json alone.
     #[arg(long, default_value = "auto", value_parser = parse_load_format)]
     load_format: LoadFormat,
-    /// Element type of weights and KV: f32 or bf16.
+    /// Number format of weights: f32, bf16 or q8.
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
-    dtype: Dtype,
+    dtype: WeightFormat,
     /// Threads that compute; by default one for each core.
     #[arg(long)]
     threads: Option<usize>,
+    /// Instructions to use; by default the fastest that the machine has.
+    #[arg(long, default_value = "auto", value_parser = parse_isa)]
+    isa: Isa,
     /// Batch sizes.
     #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
     batch: Vec<u32>,
@@ -71,12 +77,18 @@ pub struct EngineArgs {
     json: Option<PathBuf>,
 }
 
-fn parse_dtype(text: &str) -> Result<Dtype, String> {
+pub(super) fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
     match text {
-        "f32" => Ok(Dtype::F32),
-        "bf16" => Ok(Dtype::Bf16),
-        _ => Err("allowed are f32 and bf16".to_owned()),
+        "f32" => Ok(WeightFormat::F32),
+        "bf16" => Ok(WeightFormat::Bf16),
+        "q8" => Ok(WeightFormat::Q8),
+        _ => Err("allowed are f32, bf16 and q8".to_owned()),
     }
+}
+
+fn parse_isa(text: &str) -> Result<Isa, String> {
+    let names = || Isa::ALL.map(Isa::name).join(", ");
+    Isa::of_name(text).ok_or_else(|| format!("allowed are {}", names()))
 }
 
 fn parse_load_format(text: &str) -> Result<LoadFormat, String> {
@@ -94,7 +106,7 @@ struct Report {
     isa: String,
     threads: usize,
     load_s: f64,
-    /// A read stream over as many bytes as the weights have, all threads.
+    /// Median of reading as many bytes as the weights have, all threads.
     weight_read_gb_per_s: f64,
     /// Bytes of weights that one decode step must read.
     weight_bytes: u64,
@@ -118,13 +130,14 @@ pub fn run(args: EngineArgs) -> Result<()> {
         "--batch {:?}: allowed are 1 to 1024",
         args.batch
     );
+    let json = output_file("--json", args.json.as_deref())?;
     let path = model_store::resolve(&args.models_dir, &args.model)?;
     let threads = match args.threads {
         Some(threads) => threads,
         None => std::thread::available_parallelism()?.get(),
     };
-    let (mut bench, mut report) = Bench::start(&args, &path, threads)?;
-    report.weight_read_gb_per_s = read_gb_per_s(report.weight_bytes, threads);
+    let (mut bench, mut report, mut read_stream) = Bench::start(&args, &path, threads)?;
+    read_stream.measure();
     let bar = ProgressBar::new(2 * args.batch.len() as u64 * u64::from(args.runs)).with_style(
         ProgressStyle::with_template("{pos}/{len} runs {wide_bar} {elapsed} {msg}")
             .expect("the template is constant"),
@@ -133,7 +146,12 @@ pub fn run(args: EngineArgs) -> Result<()> {
         for &batch in &args.batch {
             bar.set_message(format!("{what}, batch {batch}"));
             let mut all = Vec::new();
+            let reads_alone = what == "decode" && batch == 1;
             for _ in 0..args.runs {
+                if reads_alone {
+                    // In turns, because neighbours of a machine come and go.
+                    read_stream.measure();
+                }
                 all.push(match what {
                     "prefill" => bench.prefill(batch, args.prefill_tokens)?,
                     _ => bench.decode(batch, args.context_tokens, args.decode_tokens)?,
@@ -141,7 +159,8 @@ pub fn run(args: EngineArgs) -> Result<()> {
                 bar.inc(1);
             }
             let tokens_per_s_median = median(&all);
-            let share_of_weight_read = (what == "decode" && batch == 1).then(|| {
+            report.weight_read_gb_per_s = median(&read_stream.gb_per_s);
+            let share_of_weight_read = reads_alone.then(|| {
                 tokens_per_s_median * report.weight_bytes as f64 / 1e9 / report.weight_read_gb_per_s
             });
             report.rows.push(Row {
@@ -159,9 +178,8 @@ pub fn run(args: EngineArgs) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    if let Some(path) = &args.json {
-        std::fs::write(path, serde_json::to_string_pretty(&report)?)
-            .with_context(|| format!("cannot write {}", path.display()))?;
+    if let Some(file) = json {
+        serde_json::to_writer_pretty(file, &report).context("cannot write the report")?;
     }
     print_table(&report);
     Ok(())
@@ -175,11 +193,15 @@ struct Bench {
 }
 
 impl Bench {
-    fn start(args: &EngineArgs, path: &std::path::Path, threads: usize) -> Result<(Self, Report)> {
+    fn start(
+        args: &EngineArgs,
+        path: &std::path::Path,
+        threads: usize,
+    ) -> Result<(Self, Report, ReadStream)> {
         let started = Instant::now();
         let checkpoint = Checkpoint::open(path, args.load_format)?;
         let config = checkpoint.config();
-        let backend = CpuBackend::new(CpuOptions { dtype: args.dtype, threads, isa: Isa::Auto })?;
+        let backend = CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.isa })?;
         let isa = backend.isa_name().to_owned();
         let batch_max = args.batch.iter().copied().max().unwrap_or(1);
         let sequence_tokens =
@@ -196,8 +218,11 @@ impl Bench {
             blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
             depth: args.depth,
             vocabulary: config.vocab_size as u32,
+            speculation: None,
         };
-        let arena = KvArena::host(config.kv_layout(args.dtype), limits.blocks)?;
+        let weight_bytes = args.dtype.bytes(config.parameter_count());
+        let read_stream = ReadStream::new(&backend, weight_bytes, threads);
+        let arena = KvArena::host(config.kv_layout(args.dtype.kv_dtype()), limits.blocks)?;
         let executor = CpuExecutor::start(&checkpoint, backend, Arc::clone(&arena), limits)?;
         let seeds =
             CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
@@ -209,7 +234,7 @@ impl Bench {
             threads,
             load_s: started.elapsed().as_secs_f64(),
             weight_read_gb_per_s: 0.0,
-            weight_bytes: config.parameter_count() * args.dtype.bytes() as u64,
+            weight_bytes,
             rows: Vec::new(),
         };
         let bench = Self {
@@ -218,7 +243,7 @@ impl Bench {
             vocabulary: limits.vocabulary,
             next_id: 0,
         };
-        Ok((bench, report))
+        Ok((bench, report, read_stream))
     }
 
     /// Prompt tokens per second, to the last sequence's first token.
@@ -265,6 +290,7 @@ impl Bench {
                 max_tokens,
                 ignore_stop_tokens: true,
                 cache_salt: String::new(),
+                constraint: None,
                 deadline: Instant::now() + Duration::from_secs(3600),
             };
             self.engine.handle(Input::Arrived(sequence), &mut actions);
@@ -305,35 +331,54 @@ fn check(actions: &[Action]) -> Result<()> {
     Ok(())
 }
 
-/// Reads as many bytes as the weights have, with every thread, again and again as decoding does;
-/// the best of ten passes. What of it the caches hold, they hold for decoding too.
-fn read_gb_per_s(bytes: u64, threads: usize) -> f64 {
-    let words = vec![1u64; (bytes as usize / size_of::<u64>()).max(1)];
-    let share = words.len().div_ceil(threads);
-    (0..10)
-        .map(|_| {
+/// What the memory gives: as many bytes as the weights have, read with every thread again and again
+/// as decoding does. What of it the caches hold, they hold for decoding too.
+struct ReadStream {
+    /// In huge pages, as weights are.
+    memory: CpuBuffer,
+    threads: usize,
+    gb_per_s: Vec<f64>,
+}
+
+impl ReadStream {
+    fn new(backend: &CpuBackend, bytes: u64, threads: usize) -> Self {
+        let mut memory = backend.buffer(1, (bytes as usize / size_of::<f32>()).max(1));
+        // All different: a host may keep equal pages once, and would seem five times as fast.
+        for (place, index) in memory.rows_mut(1).iter_mut().zip(0_u32..) {
+            *place = f32::from_bits(index.wrapping_mul(0x9e37_79b9) >> 2);
+        }
+        Self { memory, threads, gb_per_s: Vec::new() }
+    }
+
+    /// Reads all of it a few times.
+    fn measure(&mut self) {
+        let words = self.memory.rows(1);
+        let share = words.len().div_ceil(self.threads);
+        for _ in 0..5 {
             let started = Instant::now();
-            let sum: u64 = std::thread::scope(|scope| {
+            let sum = std::thread::scope(|scope| {
                 let parts: Vec<_> =
                     words.chunks(share).map(|part| scope.spawn(move || sum(part))).collect();
-                parts.into_iter().map(|part| part.join().expect("adding does not panic")).sum()
+                parts.into_iter().fold(0_u32, |sum, part| {
+                    sum.wrapping_add(part.join().expect("adding does not panic"))
+                })
             });
-            assert_eq!(sum, words.len() as u64, "the sum keeps the reads from being removed");
-            (words.len() * size_of::<u64>()) as f64 / 1e9 / started.elapsed().as_secs_f64()
-        })
-        .fold(0.0, f64::max)
+            std::hint::black_box(sum);
+            self.gb_per_s.push(size_of_val(words) as f64 / 1e9 / started.elapsed().as_secs_f64());
+        }
+    }
 }
 
 /// With enough independent sums that adding is never what is waited for.
-fn sum(words: &[u64]) -> u64 {
-    let mut sums = [0u64; 32];
-    let (chunks, rest) = words.as_chunks::<32>();
+fn sum(words: &[f32]) -> u32 {
+    let mut sums = [0_u32; 64];
+    let (chunks, rest) = words.as_chunks::<64>();
     for chunk in chunks {
         for (sum, word) in sums.iter_mut().zip(chunk) {
-            *sum = sum.wrapping_add(*word);
+            *sum = sum.wrapping_add(word.to_bits());
         }
     }
-    sums.iter().chain(rest).fold(0, |a, b| a.wrapping_add(*b))
+    rest.iter().map(|word| word.to_bits()).chain(sums).fold(0, u32::wrapping_add)
 }
 
 fn print_table(report: &Report) {

@@ -2,9 +2,12 @@
 
 mod engine;
 mod serve;
+mod speculate;
 mod stats;
 
-use anyhow::Result;
+use std::{fs::File, path::Path};
+
+use anyhow::{Context, Result};
 use clap::Subcommand;
 
 #[derive(Subcommand)]
@@ -13,11 +16,22 @@ pub enum BenchCommand {
     Engine(engine::EngineArgs),
     /// Load and latency of a running server, ours or another.
     Serve(serve::ServeArgs),
+    /// What guessing tokens ahead is worth on a prompt that the answer repeats; no network.
+    Speculate(speculate::SpeculateArgs),
 }
 
 pub fn run(command: BenchCommand) -> Result<()> {
     match command {
         BenchCommand::Engine(args) => engine::run(args),
         BenchCommand::Serve(args) => serve::run(args),
+        BenchCommand::Speculate(args) => speculate::run(args),
     }
+}
+
+/// The file that a flag names. Opened before anything is measured: a wrong path shall not cost
+/// minutes.
+fn output_file(flag: &str, path: Option<&Path>) -> Result<Option<File>> {
+    let create =
+        |path: &Path| File::create(path).with_context(|| format!("{flag} {}", path.display()));
+    path.map(create).transpose()
 }

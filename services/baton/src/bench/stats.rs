@@ -66,6 +66,12 @@ impl WorkloadRng {
         low + (self.next_u64() % (u64::from(high - low) + 1)) as u32
     }
 
+    /// Normally distributed, mean 0 and deviation 1 (Box and Muller 1958).
+    pub fn normal(&mut self) -> f64 {
+        let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
+        radius * (std::f64::consts::TAU * self.unit()).cos()
+    }
+
     /// Waiting time of a Poisson process, in seconds.
     pub fn exponential(&mut self, per_second: f64) -> f64 {
         -(1.0 - self.unit()).ln() / per_second

@@ -17,7 +17,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{backoff::Backoff, say};
+use super::{backoff::Backoff, console::Console};
 
 /// Between looks at a ready file.
 const READY_POLL: Duration = Duration::from_millis(5);
@@ -27,6 +27,7 @@ const LINE_BYTES_MAX: u64 = 16 << 10;
 /// What to run, and under which name its lines appear.
 pub struct ChildSpec {
     pub name: String,
+    pub console: Console,
     pub program: PathBuf,
     pub args: Vec<OsString>,
     pub envs: Vec<(String, String)>,
@@ -83,7 +84,7 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
             return;
         }
         let wait = backoff.after_run_of(started.elapsed());
-        say(&format!(
+        spec.console.say(&format!(
             "baton: {} {reason}; starting it again in {} ms",
             spec.name,
             wait.as_millis()
@@ -125,8 +126,10 @@ fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
         .spawn()
         .with_context(|| format!("{}: cannot run {}", spec.name, spec.program.display()))?;
     let mut lines = JoinSet::new();
-    lines.spawn(pass_on(spec.name.clone(), child.stdout.take().expect("stdout is piped")));
-    lines.spawn(pass_on(spec.name.clone(), child.stderr.take().expect("stderr is piped")));
+    let (console, name) = (&spec.console, &spec.name);
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    lines.spawn(pass_on(console.clone(), name.clone(), stdout.expect("stdout is piped")));
+    lines.spawn(pass_on(console.clone(), name.clone(), stderr.expect("stderr is piped")));
     Ok(Running { child, lines })
 }
 
@@ -166,7 +169,7 @@ async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<std::process::
     match tokio::time::timeout(spec.stop_within, child.wait()).await {
         Ok(status) => Ok(status?),
         Err(_) => {
-            say(&format!(
+            spec.console.say(&format!(
                 "baton: {} did not stop within {:?}; killing it",
                 spec.name, spec.stop_within
             ));
@@ -188,7 +191,7 @@ fn read_ready(path: &Path) -> Result<Option<Ready>> {
 }
 
 /// Passes lines on to our standard error, each under the child's name.
-async fn pass_on(name: String, stream: impl AsyncRead + Unpin) {
+async fn pass_on(console: Console, name: String, stream: impl AsyncRead + Unpin) {
     let prefix = super::coloured(&name);
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();
@@ -197,7 +200,10 @@ async fn pass_on(name: String, stream: impl AsyncRead + Unpin) {
         // Bounded: an endless line comes out in pieces.
         match (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).await {
             Ok(0) | Err(_) => return,
-            Ok(_) => say(&format!("{prefix} {}", String::from_utf8_lossy(&line).trim_end())),
+            Ok(_) => {
+                let line = String::from_utf8_lossy(&line);
+                console.say(&format!("{prefix} {}", line.trim_end()));
+            }
         }
     }
 }

@@ -5,13 +5,13 @@
 
 mod backoff;
 mod child;
+mod console;
 #[allow(unsafe_code)]
 mod process;
 mod sample;
 
 use std::{
     ffi::OsString,
-    io::Write,
     net::{SocketAddr, TcpListener},
     path::PathBuf,
     time::{Duration, Instant},
@@ -19,7 +19,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
-use config::{Config, LoadInput, Source};
+use config::{Config, LoadInput, ModelPath, Source, hub::Parts};
 use serde_json::Value;
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -30,21 +30,25 @@ use tokio_util::sync::CancellationToken;
 
 use self::{
     child::{ChildSpec, ChildState, Ready, supervise},
+    console::Console,
     process::{die_with_parent, send_terminate},
 };
-use crate::{http_client::HttpClient, model_store};
+use crate::{http_client::HttpClient, hub, model_store};
 
 /// A start that takes longer is a failure; loading is bound by the disk.
 const READY_WITHIN: Duration = Duration::from_secs(120);
 /// From SIGTERM to SIGKILL: requests in flight may end.
 const STOP_WITHIN: Duration = Duration::from_secs(30);
 const NODES_MAX: u32 = 64;
+/// Part of every Hugging Face folder; a GGUF file has its tokenizer inside.
+const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Served when neither flag nor configuration names a model.
 const DEFAULT_MODEL: &str = "smollm2-135m";
 
 #[derive(Args)]
 pub struct UpArgs {
-    /// Model to serve: a GGUF file, a Hugging Face folder, or a name `baton model list` prints.
+    /// Model to serve: a GGUF file, a Hugging Face folder, a name `baton model list` prints, or
+    /// hf:ORG/NAME[@REVISION][/FILE.gguf], which is fetched if it is not in the cache.
     /// [default: the configuration's, else smollm2-135m]
     #[arg(long)]
     model: Option<String>,
@@ -60,13 +64,17 @@ pub struct UpArgs {
     /// Where the gRPC API listens. [default: the configuration's, else 127.0.0.1:8001]
     #[arg(long)]
     grpc: Option<SocketAddr>,
-    /// Element type of weights and KV. [default: the configuration's, else bf16]
+    /// Number format of weights; KV is f32 with f32, else bf16. [default: the configuration's, else bf16]
     #[arg(long)]
     dtype: Option<DtypeArg>,
-    /// `dummy`: random weights; the model then needs no weights, but the router its tokenizer.
+    /// `dummy`: random weights; a folder with config.json and tokenizer.json is then enough.
     /// [default: the configuration's, else auto]
     #[arg(long)]
     load_format: Option<LoadFormatArg>,
+    /// Etcd endpoints, separated by commas: nodes register there and the router follows them, so that
+    /// further nodes may join. [default: the configuration's, else a list of the nodes started here]
+    #[arg(long, value_name = "URL")]
+    etcd: Option<String>,
     /// Configuration file for all services; the environment (BATON_*) and the flags here win over
     /// it. Addresses of nodes and the list of them are `up`'s own.
     #[arg(long, env = "BATON_CONFIG")]
@@ -89,17 +97,13 @@ pub struct UpArgs {
 enum DtypeArg {
     F32,
     Bf16,
+    Q8,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum LoadFormatArg {
     Auto,
     Dummy,
-}
-
-/// Prints a line; a closed terminal is no reason to stop serving.
-fn say(line: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
 /// A child's name in a colour of its own, when somebody looks.
@@ -113,9 +117,12 @@ fn coloured(name: &str) -> String {
 }
 
 pub fn run(args: UpArgs) -> Result<()> {
+    let config = configuration(&args)?;
+    // Before signals are caught, so that Ctrl-C ends a long download.
+    let model = find_model(&args, &config)?;
     // One thread: children are tied to the life of the thread that spawns them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(up(args))
+    runtime.block_on(up(args, config, model))
 }
 
 /// A supervised child.
@@ -171,20 +178,74 @@ impl Cluster {
     }
 }
 
-async fn up(args: UpArgs) -> Result<()> {
+/// As the services will read it, to find mistakes once and before anything starts.
+fn configuration(args: &UpArgs) -> Result<Config> {
+    let environment = config::environment_of(std::env::vars_os())?;
+    let flags = args.etcd.iter().map(|etcd| ("cluster.etcd".to_owned(), etcd.clone())).collect();
+    Ok(Config::load(LoadInput { file: args.config.clone(), environment, flags })?)
+}
+
+/// The model that is served.
+struct FoundModel {
+    /// On this machine.
+    path: PathBuf,
+    /// What the services must be told beyond their configuration.
+    envs: Vec<(String, String)>,
+}
+
+/// Finds the model, and fetches it where it is the hub's and not here.
+fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
+    let mut envs = Vec::new();
+    let asked = match (&args.model, &config.model.path) {
+        (None, Some(path)) => {
+            let path = match path {
+                ModelPath::Local(path) => path.clone(),
+                ModelPath::Hub(model) => hub::obtain(model, Parts::All)?,
+            };
+            return Ok(FoundModel { path, envs });
+        }
+        (asked, _) => asked.as_deref().unwrap_or(DEFAULT_MODEL),
+    };
+    let path = model_store::resolve(&args.models_dir, asked)?;
+    // By its name services find a model of the hub themselves, and name it to clients.
+    let told = match model_store::hub_model(asked)? {
+        Some(model) => model.to_string(),
+        None => path.display().to_string(),
+    };
+    envs.push(("BATON_MODEL_PATH".to_owned(), told));
+    // Clients ask for a fetched model by the name that it was fetched by.
+    if model_store::is_known(asked) && config.model.name.is_none() {
+        envs.push(("BATON_MODEL_NAME".to_owned(), asked.to_owned()));
+    }
+    Ok(FoundModel { path, envs })
+}
+
+async fn up(args: UpArgs, config: Config, model: FoundModel) -> Result<()> {
+    let (console, last_lines) = Console::start()?;
+    let outcome = serve_until_told(args, config, model, console).await;
+    last_lines.wait();
+    outcome
+}
+
+async fn serve_until_told(
+    args: UpArgs,
+    config: Config,
+    model: FoundModel,
+    console: Console,
+) -> Result<()> {
     let started = Instant::now();
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut cluster = Cluster::default();
     let outcome = tokio::select! {
-        outcome = serve(&args, started, &mut cluster) => outcome,
+        outcome = serve(&args, (&config, model), started, &console, &mut cluster) => outcome,
         _ = interrupt.recv() => Ok(()),
         _ = terminate.recv() => Ok(()),
     };
     if cluster.nodes.is_empty() {
         return outcome;
     }
-    say("baton: stopping (once more to stop at once)");
+    console.say("baton: stopping (once more to stop at once)");
     tokio::select! {
         () = cluster.stop() => outcome,
         // Leaving drops the children, which kills them.
@@ -194,8 +255,14 @@ async fn up(args: UpArgs) -> Result<()> {
 }
 
 /// Starts everything and serves until the caller drops this future; returns early with `--once`.
-async fn serve(args: &UpArgs, started: Instant, cluster: &mut Cluster) -> Result<()> {
-    let common = Common::new(args)?;
+async fn serve(
+    args: &UpArgs,
+    (config, model): (&Config, FoundModel),
+    started: Instant,
+    console: &Console,
+    cluster: &mut Cluster,
+) -> Result<()> {
+    let common = Common::new(args, config, model, console)?;
     for (role, count) in [("prefill", args.prefill), ("decode", args.decode)] {
         for index in 0..count {
             cluster.nodes.push(Supervised::start(common.node(role, index)));
@@ -209,7 +276,7 @@ async fn serve(args: &UpArgs, started: Instant, cluster: &mut Cluster) -> Result
     let router = cluster.router.insert(Supervised::start(common.router(args, &prefill, &decode)));
     let ready = router.ready().await?;
     wait_healthy(&ready.http, args.prefill, args.decode).await?;
-    say(&format!(
+    console.say(&format!(
         "baton: ready after {:.2} s: OpenAI API http://{}/v1  gRPC {}  metrics http://{}/metrics",
         started.elapsed().as_secs_f64(),
         ready.http,
@@ -217,11 +284,13 @@ async fn serve(args: &UpArgs, started: Instant, cluster: &mut Cluster) -> Result
         ready.http
     ));
     if args.sample {
+        let held = console.hold();
         sample::run(&ready.http).await.context("the sample answer failed")?;
+        drop(held);
         if args.once {
             return Ok(());
         }
-        say("baton: serving; Ctrl-C stops");
+        console.say("baton: serving; Ctrl-C stops");
     }
     std::future::pending().await
 }
@@ -233,7 +302,9 @@ async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
     loop {
         if let Ok((_, body)) = client.get(&format!("http://{http}/health")).await {
             let health: Value = serde_json::from_slice(&body).unwrap_or_default();
-            if health["prefill_nodes"] == prefill && health["decode_nodes"] == decode {
+            // In etcd there may be more than ours.
+            let sees = |key: &str, count: u32| health[key].as_u64() >= Some(count.into());
+            if sees("prefill_nodes", prefill) && sees("decode_nodes", decode) {
                 return Ok(());
             }
         }
@@ -248,19 +319,18 @@ async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
 
 /// What all children share.
 struct Common {
+    console: Console,
     bin_dir: PathBuf,
     envs: Vec<(String, String)>,
     config: Option<PathBuf>,
+    /// Nodes register themselves; the router is given no list.
+    etcd: bool,
     /// Removed when the cluster is gone.
     ready_dir: tempfile::TempDir,
 }
 
 impl Common {
-    fn new(args: &UpArgs) -> Result<Self> {
-        // Read as the services will read it, to find mistakes once and before anything starts.
-        let environment = std::env::vars().filter(|(name, _)| name.starts_with("BATON_")).collect();
-        let file = args.config.clone();
-        let config = Config::load(LoadInput { file, environment, ..LoadInput::default() })?;
+    fn new(args: &UpArgs, config: &Config, model: FoundModel, console: &Console) -> Result<Self> {
         let bin_dir = match &args.bin_dir {
             Some(folder) => folder.clone(),
             None => std::env::current_exe()?
@@ -284,21 +354,17 @@ impl Common {
             TcpListener::bind(address)
                 .with_context(|| format!("cannot listen on {address} (--{name})"))?;
         }
-        let mut envs = Vec::new();
+        let FoundModel { path: model, mut envs } = model;
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
-        let asked = match (&args.model, &config.model.path) {
-            (Some(model), _) => Some(model.as_str()),
-            (None, None) => Some(DEFAULT_MODEL),
-            (None, Some(_)) => None,
-        };
-        if let Some(asked) = asked {
-            let path = model_store::resolve(&args.models_dir, asked)?;
-            set("BATON_MODEL_PATH", path.display().to_string());
-            // Clients ask for a fetched model by the name that it was fetched by.
-            if model_store::is_known(asked) && config.model.name.is_none() {
-                set("BATON_MODEL_NAME", asked.to_owned());
-            }
+        if let Some(etcd) = &args.etcd {
+            set("BATON_CLUSTER_ETCD", etcd.clone());
         }
+        // Only the router would miss it, once every node has loaded.
+        ensure!(
+            !model.is_dir() || model.join(TOKENIZER_FILE).exists(),
+            "{} has no {TOKENIZER_FILE}, which the router needs",
+            model.display()
+        );
         for (name, value) in [
             ("BATON_MODEL_DTYPE", args.dtype.and_then(|dtype| dtype.to_possible_value())),
             ("BATON_MODEL_LOAD_FORMAT", args.load_format.and_then(|it| it.to_possible_value())),
@@ -319,7 +385,9 @@ impl Common {
             set("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
         }
         let ready_dir = tempfile::tempdir().context("no temporary folder")?;
-        Ok(Self { bin_dir, envs, config: args.config.clone(), ready_dir })
+        let etcd = !config.cluster.etcd.is_empty();
+        let (console, config) = (console.clone(), args.config.clone());
+        Ok(Self { console, bin_dir, envs, config, etcd, ready_dir })
     }
 
     fn spec(&self, name: String, program: &str, mut args: Vec<OsString>) -> ChildSpec {
@@ -329,6 +397,7 @@ impl Common {
         ChildSpec {
             ready_file: self.ready_dir.path().join(format!("{name}.json")),
             name,
+            console: self.console.clone(),
             program: self.bin_dir.join(program),
             args,
             envs: self.envs.clone(),
@@ -363,15 +432,20 @@ impl Common {
     }
 
     fn router(&self, args: &UpArgs, prefill: &[String], decode: &[String]) -> ChildSpec {
-        let address =
-            |address: Option<SocketAddr>| address.map(|it| it.to_string()).unwrap_or_default();
-        let flags = flags(&[
-            ("--router-http", &address(args.http)),
-            ("--router-grpc", &address(args.grpc)),
-            ("--cluster-prefill", &prefill.join(",")),
-            ("--cluster-decode", &decode.join(",")),
+        let listed = |urls: &[String]| if self.etcd { String::new() } else { urls.join(",") };
+        let nodes = flags(&[
+            ("--cluster-prefill", &listed(prefill)),
+            ("--cluster-decode", &listed(decode)),
         ]);
-        self.spec("router".to_owned(), "baton-router", flags)
+        let mut router = self.spec("router".to_owned(), "baton-router", nodes);
+        for (name, address) in [("BATON_ROUTER_HTTP", args.http), ("BATON_ROUTER_GRPC", args.grpc)]
+        {
+            router.envs.extend(address.map(|address| (name.to_owned(), address.to_string())));
+        }
+        // Clients know it by its address, so a restart must come back to it.
+        router.sticky =
+            |ready| flags(&[("--router-http", &ready.http), ("--router-grpc", &ready.grpc)]);
+        router
     }
 }
 

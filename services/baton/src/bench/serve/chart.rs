@@ -1,0 +1,152 @@
+//! Latency percentiles over the load, as an SVG picture.
+
+use std::{fs::File, io::Write};
+
+use anyhow::{Context, Result, anyhow};
+use plotters::{
+    chart::{ChartBuilder, SeriesLabelPosition},
+    drawing::IntoDrawingArea,
+    prelude::SVGBackend,
+    series::LineSeries,
+    style::{Color, RGBColor, WHITE},
+};
+
+use super::report::{Load, Point, Report};
+use crate::bench::stats::Percentiles;
+
+const SIZE: (u32, u32) = (960, 1020);
+/// Distinct for most eyes, also in grey (Okabe and Ito 2008).
+const P50: RGBColor = RGBColor(0, 158, 115);
+const P90: RGBColor = RGBColor(230, 159, 0);
+const P99: RGBColor = RGBColor(213, 94, 0);
+
+/// Which figure of a point a panel shows.
+type Figure = fn(&Point) -> &Percentiles;
+/// Which percentile a line shows.
+type Rank = fn(&Percentiles) -> f64;
+
+/// One panel each for time to first token, inter-token latency and the whole request. Nothing is
+/// drawn of points at which no request completed.
+pub fn write(report: &Report, mut file: File) -> Result<()> {
+    let svg = draw(report).map_err(|error| anyhow!("the chart cannot be drawn: {error}"))?;
+    file.write_all(svg.as_bytes()).context("cannot write the chart")
+}
+
+fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
+    let mut points: Vec<&Point> =
+        report.points.iter().filter(|point| point.completed > 0).collect();
+    points.sort_by(|a, b| a.load.value().total_cmp(&b.load.value()));
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        area.fill(&WHITE)?;
+        let title = format!("{}, {}", report.model, report.workload);
+        let panels = area.titled(&title, ("sans-serif", 22))?.split_evenly((3, 1));
+        let named: [(&str, Figure); 3] = [
+            ("time to first token, ms", |point| &point.ttft_ms),
+            ("inter-token latency, ms", |point| &point.itl_ms),
+            ("end to end, ms", |point| &point.e2e_ms),
+        ];
+        for (panel, (name, of)) in panels.iter().zip(named) {
+            let (low, high) = extent(points.iter().map(|point| point.load.value()));
+            let values = |point: &&Point| [of(point).p50, of(point).p99];
+            let (_, top) = extent(points.iter().flat_map(values));
+            let mut chart = ChartBuilder::on(panel)
+                .margin(12)
+                .caption(name, ("sans-serif", 16))
+                .x_label_area_size(36)
+                .y_label_area_size(64)
+                .build_cartesian_2d(low * 0.95..high * 1.05, 0.0..top * 1.1)?;
+            chart.configure_mesh().x_desc(load_name(&points)).y_desc("ms").draw()?;
+            let lines: [(&str, RGBColor, Rank); 3] = [
+                ("p50", P50, |percentiles| percentiles.p50),
+                ("p90", P90, |percentiles| percentiles.p90),
+                ("p99", P99, |percentiles| percentiles.p99),
+            ];
+            for (label, colour, rank) in lines {
+                let line = points.iter().map(|point| (point.load.value(), rank(of(point))));
+                let style = colour.stroke_width(2);
+                chart.draw_series(LineSeries::new(line, style).point_size(3))?.label(label).legend(
+                    move |(x, y)| {
+                        plotters::element::PathElement::new(vec![(x, y), (x + 18, y)], style)
+                    },
+                );
+            }
+            chart
+                .configure_series_labels()
+                .position(SeriesLabelPosition::UpperLeft)
+                .border_style(colour_of_frame())
+                .draw()?;
+        }
+        area.present()?;
+    }
+    Ok(svg)
+}
+
+fn colour_of_frame() -> RGBColor {
+    RGBColor(120, 120, 120)
+}
+
+fn load_name(points: &[&Point]) -> &'static str {
+    match points.first().map(|point| point.load) {
+        Some(Load::Concurrency(_)) => "conversations at once",
+        _ => "arrivals per second",
+    }
+}
+
+/// Positive, and never empty.
+fn extent(values: impl Iterator<Item = f64>) -> (f64, f64) {
+    let (low, high) = values
+        .filter(|value| value.is_finite() && *value > 0.0)
+        .fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
+    if low > high { (1.0, 2.0) } else { (low, high.max(low * 1.01)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::serve::{client::Measured, length::Length, report::Outcome};
+
+    fn report(rates: &[f64]) -> Report {
+        let point = |&rate: &f64| {
+            let measured = Measured {
+                prompt_tokens: 1,
+                cached_tokens: 0,
+                token_times: vec![rate, rate * 1.5, rate * 2.0],
+                end: rate * 2.0,
+                token_ids: None,
+            };
+            let outcome = Outcome { turns: vec![measured], error: None, elapsed_s: 1.0 };
+            Point::of(Load::Rate(rate), &[outcome], 1.0, None)
+        };
+        Report {
+            url: String::new(),
+            model: "a <model> & more".to_owned(),
+            workload: "random".to_owned(),
+            input_tokens: Length::Uniform { low: 1, high: 1 },
+            output_tokens: Length::Uniform { low: 3, high: 3 },
+            seed: 0,
+            goodput_limits: None,
+            points: rates.iter().map(point).collect(),
+        }
+    }
+
+    #[test]
+    fn a_chart_has_a_line_for_each_percentile_in_each_panel() {
+        let svg = draw(&report(&[4.0, 1.0, 2.0])).unwrap();
+        assert!(svg.trim_end().ends_with("</svg>"));
+        // Nine lines, and nine in the legends.
+        assert!(svg.matches("<polyline").count() >= 18, "{svg}");
+        for text in ["time to first token, ms", "p50", "p90", "p99", "arrivals per second"] {
+            assert!(svg.contains(text), "{text}");
+        }
+        assert!(svg.contains("&lt;model&gt; &amp; more"));
+    }
+
+    #[test]
+    fn one_point_or_none_is_still_a_picture() {
+        for rates in [&[][..], &[1.0]] {
+            assert!(draw(&report(rates)).unwrap().contains("<svg"));
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! One streamed request, and what it showed.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+
+use crate::{
+    http_client::{HttpClient, whole_body},
+    sse::SseReader,
+};
+
+/// The server that is measured.
+#[derive(Clone)]
+pub struct Server {
+    pub client: HttpClient,
+    pub url: String,
+    pub model: String,
+    /// Prompt and answer together; not every server says.
+    pub sequence_tokens_max: Option<u32>,
+}
+
+/// A request that ended well, times in seconds since it was sent.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    pub prompt_tokens: usize,
+    /// Of the prompt, found in a prefix cache; not every server says.
+    pub cached_tokens: usize,
+    /// Arrival of each token.
+    pub token_times: Vec<f64>,
+    pub end: f64,
+    /// The answer, from servers that tell token ids.
+    pub token_ids: Option<Vec<u32>>,
+}
+
+impl Server {
+    /// Asks for the model's name where none is given.
+    pub async fn discover(client: HttpClient, url: &str, model: Option<String>) -> Result<Self> {
+        let (status, body) = client.get(&format!("{url}/v1/models")).await?;
+        ensure!(status.is_success(), "{url}/v1/models answered {status}");
+        let models: Value = serde_json::from_slice(&body).context("/v1/models is not JSON")?;
+        let cards = models["data"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let card = match &model {
+            Some(model) => cards.iter().find(|card| card["id"] == model.as_str()),
+            None => cards.first(),
+        };
+        let name = card.and_then(|card| card["id"].as_str()).map(str::to_owned);
+        let longest = card.and_then(|card| card["max_model_len"].as_u64());
+        Ok(Self {
+            client,
+            url: url.to_owned(),
+            // One that the list does not have may be an alias.
+            model: model.or(name).ok_or_else(|| anyhow!("{url}/v1/models names no model"))?,
+            sequence_tokens_max: longest.and_then(|longest| u32::try_from(longest).ok()),
+        })
+    }
+
+    /// `output_tokens` of a greedy answer, whatever ends of sequence it has.
+    pub async fn ask(&self, prompt: &[u32], output_tokens: u32) -> Result<Measured> {
+        let body = json!({
+            "model": self.model, "prompt": prompt, "max_tokens": output_tokens, "stream": true,
+            "ignore_eos": true, "temperature": 0.0, "return_token_ids": true,
+            "stream_options": {"include_usage": true},
+        });
+        let sent = Instant::now();
+        let url = format!("{}/v1/completions", self.url);
+        let response = self.client.post_json(&url, &[], &body).await?;
+        let status = response.status();
+        if !status.is_success() {
+            let body = whole_body(response).await.unwrap_or_default();
+            let said: Value = serde_json::from_slice(&body).unwrap_or_default();
+            bail!("{status}: {}", said["error"]["message"].as_str().unwrap_or("(no message)"));
+        }
+        let mut stream = response.into_body();
+        let (mut reader, mut events) = (SseReader::default(), Vec::new());
+        let mut answer = Answer::default();
+        while let Some(frame) = stream.frame().await {
+            let frame = frame.map_err(|error| anyhow!("the stream broke: {error}"))?;
+            let Some(bytes) = frame.data_ref() else { continue };
+            reader.push(bytes, &mut events)?;
+            let now = sent.elapsed().as_secs_f64();
+            for event in events.drain(..) {
+                answer.take(&event, now)?;
+            }
+        }
+        answer.measured(prompt.len(), output_tokens as usize, sent.elapsed().as_secs_f64())
+    }
+}
+
+/// What the events of one stream have said.
+#[derive(Default)]
+struct Answer {
+    token_times: Vec<f64>,
+    token_ids: Option<Vec<u32>>,
+    counted: Option<usize>,
+    cached_tokens: usize,
+    is_done: bool,
+}
+
+impl Answer {
+    fn take(&mut self, event: &str, now: f64) -> Result<()> {
+        if event == "[DONE]" {
+            self.is_done = true;
+            return Ok(());
+        }
+        let event: Value = serde_json::from_str(event).context("an event is not JSON")?;
+        if let Some(message) = event["error"]["message"].as_str() {
+            bail!("error event: {message}");
+        }
+        let usage = &event["usage"];
+        if let Some(counted) = usage["completion_tokens"].as_u64() {
+            self.counted = Some(counted as usize);
+        }
+        if let Some(cached) = usage["prompt_tokens_details"]["cached_tokens"].as_u64() {
+            self.cached_tokens = cached as usize;
+        }
+        let choice = &event["choices"][0];
+        if let Some(ids) = choice["token_ids"].as_array() {
+            let ids = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok());
+            let known = self.token_ids.get_or_insert_default();
+            known.extend(ids);
+            self.token_times.resize(known.len(), now);
+        } else if choice["text"].is_string() && self.token_ids.is_none() {
+            // Text that is held back makes an empty chunk of a token that was generated all the
+            // same, and the chunk of the finish reason alone carries none: the usage settles it.
+            self.token_times.push(now);
+        }
+        Ok(())
+    }
+
+    fn measured(mut self, prompt_tokens: usize, wanted: usize, end: f64) -> Result<Measured> {
+        ensure!(self.is_done, "the stream ended without [DONE]");
+        let counted = self.counted.unwrap_or(self.token_times.len());
+        ensure!(counted == wanted, "{counted} tokens came, {wanted} were asked");
+        self.token_times.truncate(counted);
+        let last = *self.token_times.last().ok_or_else(|| anyhow!("no token came"))?;
+        // Chunks with several tokens: the surplus arrived with the last chunk that was seen.
+        self.token_times.resize(counted, last);
+        let token_ids = self.token_ids.filter(|ids| ids.len() == counted);
+        let (cached_tokens, token_times) = (self.cached_tokens, self.token_times);
+        Ok(Measured { prompt_tokens, cached_tokens, token_times, end, token_ids })
+    }
+}
+
+impl Measured {
+    pub fn ttft(&self) -> f64 {
+        self.token_times[0]
+    }
+
+    /// Time per token after the first; 0 for an answer of one.
+    pub fn tpot(&self) -> f64 {
+        let (first, last) = (self.token_times[0], self.token_times[self.token_times.len() - 1]);
+        (last - first) / (self.token_times.len() - 1).max(1) as f64
+    }
+
+    pub fn gaps(&self) -> impl Iterator<Item = f64> + '_ {
+        self.token_times.windows(2).map(|pair| pair[1] - pair[0])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(events: &[(&str, f64)], wanted: usize) -> Result<Measured> {
+        let mut answer = Answer::default();
+        for (event, now) in events {
+            answer.take(event, *now)?;
+        }
+        answer.measured(5, wanted, 9.0)
+    }
+
+    const USAGE_3: &str = r#"{"choices":[],"usage":{"completion_tokens":3,
+        "prompt_tokens_details":{"cached_tokens":4}}}"#;
+
+    #[test]
+    fn tokens_of_one_chunk_arrive_together() {
+        let two = r#"{"choices":[{"text":"ab","token_ids":[1,2]}]}"#;
+        let one = r#"{"choices":[{"text":"c","token_ids":[3]}]}"#;
+        let end = r#"{"choices":[{"text":"","token_ids":[],"finish_reason":"length"}]}"#;
+        let measured =
+            answer(&[(two, 1.0), (one, 2.0), (end, 2.5), (USAGE_3, 2.5), ("[DONE]", 3.0)], 3);
+        let measured = measured.unwrap();
+        assert_eq!(measured.token_times, [1.0, 1.0, 2.0]);
+        assert_eq!(measured.token_ids, Some(vec![1, 2, 3]));
+        assert_eq!((measured.prompt_tokens, measured.cached_tokens), (5, 4));
+        assert_eq!((measured.ttft(), measured.tpot()), (1.0, 0.5));
+    }
+
+    #[test]
+    fn servers_without_token_ids_are_counted_by_chunks_and_usage() {
+        let chunk = r#"{"choices":[{"text":"x"}]}"#;
+        let measured = answer(&[(chunk, 1.0), (chunk, 2.0), (USAGE_3, 2.0), ("[DONE]", 2.0)], 3);
+        let measured = measured.unwrap();
+        assert_eq!(measured.token_times, [1.0, 2.0, 2.0]);
+        assert_eq!(measured.token_ids, None);
+    }
+
+    #[test]
+    fn an_answer_that_is_cut_short_or_wrong_does_not_count() {
+        let chunk = r#"{"choices":[{"text":"x"}]}"#;
+        let error = r#"{"error":{"message":"no room"}}"#;
+        let said = |events: &[(&str, f64)], wanted| answer(events, wanted).unwrap_err().to_string();
+        assert_eq!(said(&[(chunk, 1.0)], 1), "the stream ended without [DONE]");
+        assert_eq!(said(&[(chunk, 1.0), ("[DONE]", 1.0)], 2), "1 tokens came, 2 were asked");
+        assert_eq!(said(&[(chunk, 1.0), (error, 1.0)], 2), "error event: no room");
+        assert_eq!(said(&[("[DONE]", 1.0)], 0), "no token came");
+        assert_eq!(said(&[("{", 1.0)], 0), "an event is not JSON");
+    }
+}

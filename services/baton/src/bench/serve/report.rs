@@ -1,0 +1,269 @@
+//! What a load point showed, as JSON and as a table.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use serde::Serialize;
+
+use super::{client::Measured, length::Length};
+use crate::bench::stats::{Percentiles, median};
+
+/// Everything that one run of the command measured.
+#[derive(Serialize)]
+pub struct Report {
+    pub url: String,
+    pub model: String,
+    pub workload: String,
+    pub input_tokens: Length,
+    pub output_tokens: Length,
+    pub seed: u64,
+    pub goodput_limits: Option<Limits>,
+    pub points: Vec<Point>,
+}
+
+/// One rate, or one number of conversations under way.
+#[derive(Serialize)]
+pub struct Point {
+    pub load: Load,
+    pub conversations: usize,
+    /// All turns of these ended well.
+    pub conversations_completed: usize,
+    pub requests: usize,
+    pub completed: usize,
+    pub errors: BTreeMap<String, usize>,
+    pub elapsed_s: f64,
+    pub request_per_s: f64,
+    pub output_token_per_s: f64,
+    pub total_token_per_s: f64,
+    /// Prompt tokens found in a prefix cache, of all prompt tokens.
+    pub cached_share: f64,
+    /// Requests that met the limits, of all that were sent and in each second.
+    pub goodput_share: Option<f64>,
+    pub goodput_per_s: Option<f64>,
+    pub ttft_ms: Percentiles,
+    pub tpot_ms: Percentiles,
+    pub itl_ms: Percentiles,
+    pub e2e_ms: Percentiles,
+    /// Gap between the first two tokens less the request's median gap: what a hand-over costs.
+    pub handover_gap_ms: Percentiles,
+    /// From a conversation's first request to its last token, pauses included.
+    pub conversation_s: Percentiles,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Load {
+    /// Conversations arrive as a Poisson process.
+    Rate(f64),
+    /// So many conversations are under way.
+    Concurrency(u32),
+}
+
+impl Load {
+    pub fn value(self) -> f64 {
+        match self {
+            Self::Rate(rate) => rate,
+            Self::Concurrency(concurrency) => concurrency.into(),
+        }
+    }
+
+    pub fn describe(self) -> String {
+        match self {
+            Self::Rate(rate) => format!("{rate}/s"),
+            Self::Concurrency(concurrency) => format!("{concurrency} at once"),
+        }
+    }
+}
+
+/// What a good answer keeps, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Limits {
+    pub ttft_ms: Option<f64>,
+    /// Mean time of each token after the first.
+    pub tpot_ms: Option<f64>,
+    pub e2e_ms: Option<f64>,
+}
+
+impl Limits {
+    /// `ttft:500,tpot:50,e2e:10000`, each at most once.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let mut limits = Self::default();
+        for part in text.split(',') {
+            let allowed = "allowed: ttft:MS, tpot:MS and e2e:MS, parted by commas";
+            let (name, value) = part.split_once(':').ok_or(format!("{part:?}; {allowed}"))?;
+            let limit = match name {
+                "ttft" => &mut limits.ttft_ms,
+                "tpot" => &mut limits.tpot_ms,
+                "e2e" => &mut limits.e2e_ms,
+                _ => return Err(format!("{name:?} has no limit; {allowed}")),
+            };
+            let value = value.parse().ok().filter(|ms: &f64| ms.is_finite() && *ms > 0.0);
+            let value = value.ok_or(format!("{part:?} is no time in milliseconds"))?;
+            if limit.replace(value).is_some() {
+                return Err(format!("{name:?} is given twice"));
+            }
+        }
+        Ok(limits)
+    }
+
+    fn are_met(&self, measured: &Measured) -> bool {
+        let within = |limit: Option<f64>, seconds: f64| limit.is_none_or(|ms| seconds * 1e3 <= ms);
+        within(self.ttft_ms, measured.ttft())
+            && within(self.tpot_ms, measured.tpot())
+            && within(self.e2e_ms, measured.end)
+    }
+}
+
+/// What became of a conversation.
+pub struct Outcome {
+    pub turns: Vec<Measured>,
+    /// Why the next turn failed; no more were asked.
+    pub error: Option<String>,
+    pub elapsed_s: f64,
+}
+
+impl Point {
+    pub fn of(load: Load, outcomes: &[Outcome], elapsed_s: f64, limits: Option<Limits>) -> Self {
+        let mut errors = BTreeMap::new();
+        for error in outcomes.iter().filter_map(|outcome| outcome.error.as_ref()) {
+            *errors.entry(error.clone()).or_insert(0) += 1;
+        }
+        let whole: Vec<&Outcome> =
+            outcomes.iter().filter(|outcome| outcome.error.is_none()).collect();
+        let measured: Vec<&Measured> = outcomes.iter().flat_map(|outcome| &outcome.turns).collect();
+        let requests = measured.len() + errors.values().sum::<usize>();
+        let good = limits.map(|limits| {
+            measured.iter().filter(|measured| limits.are_met(measured)).count() as f64
+        });
+        let sum = |count: fn(&Measured) -> usize| {
+            measured.iter().map(|measured| count(measured)).sum::<usize>() as f64
+        };
+        let (prompt, cached) = (sum(|one| one.prompt_tokens), sum(|one| one.cached_tokens));
+        let output = sum(|one| one.token_times.len());
+        let milliseconds = |seconds: &dyn Fn(&Measured) -> f64| {
+            Percentiles::of(measured.iter().map(|one| seconds(one) * 1e3).collect())
+        };
+        Self {
+            load,
+            conversations: outcomes.len(),
+            conversations_completed: whole.len(),
+            requests,
+            completed: measured.len(),
+            errors,
+            elapsed_s,
+            request_per_s: measured.len() as f64 / elapsed_s,
+            output_token_per_s: output / elapsed_s,
+            total_token_per_s: (prompt + output) / elapsed_s,
+            cached_share: if prompt > 0.0 { cached / prompt } else { 0.0 },
+            goodput_share: good.map(|good| good / requests.max(1) as f64),
+            goodput_per_s: good.map(|good| good / elapsed_s),
+            ttft_ms: milliseconds(&Measured::ttft),
+            tpot_ms: Percentiles::of(
+                measured
+                    .iter()
+                    .filter(|one| one.token_times.len() > 1)
+                    .map(|one| one.tpot() * 1e3)
+                    .collect(),
+            ),
+            itl_ms: Percentiles::of(
+                measured.iter().flat_map(|one| one.gaps()).map(|gap| gap * 1e3).collect(),
+            ),
+            e2e_ms: milliseconds(&|one| one.end),
+            handover_gap_ms: Percentiles::of(
+                measured.iter().filter_map(|one| handover_gap_ms(one)).collect(),
+            ),
+            conversation_s: Percentiles::of(whole.iter().map(|one| one.elapsed_s).collect()),
+        }
+    }
+
+    pub fn print(&self) {
+        println!(
+            "\n{}: {} of {} requests completed in {:.2} s: {:.2} requests/s, {:.1} output tok/s, \
+             {:.1} tok/s in all, {:.0} % of the prompts cached",
+            self.load.describe(),
+            self.completed,
+            self.requests,
+            self.elapsed_s,
+            self.request_per_s,
+            self.output_token_per_s,
+            self.total_token_per_s,
+            self.cached_share * 100.0,
+        );
+        if let (Some(share), Some(per_s)) = (self.goodput_share, self.goodput_per_s) {
+            println!("goodput: {:.1} % of the requests, {per_s:.2} requests/s", share * 100.0);
+        }
+        for (message, count) in &self.errors {
+            println!("  {count} x {message}");
+        }
+        println!("{:<24} {:>9} {:>9} {:>9} {:>9} {:>9}", "ms", "mean", "p50", "p90", "p99", "max");
+        let mut rows = vec![
+            ("time to first token", self.ttft_ms),
+            ("time per later token", self.tpot_ms),
+            ("inter-token latency", self.itl_ms),
+            ("end to end", self.e2e_ms),
+            ("hand-over gap", self.handover_gap_ms),
+        ];
+        if self.requests > self.conversations {
+            rows.push(("conversation (s)", self.conversation_s));
+        }
+        for (name, row) in rows {
+            println!(
+                "{name:<24} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2}",
+                row.mean, row.p50, row.p90, row.p99, row.max
+            );
+        }
+    }
+}
+
+fn handover_gap_ms(measured: &Measured) -> Option<f64> {
+    let gaps: Vec<f64> = measured.gaps().map(|gap| gap * 1e3).collect();
+    (gaps.len() >= 3).then(|| gaps[0] - median(&gaps[1..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(token_times: &[f64]) -> Measured {
+        Measured {
+            prompt_tokens: 10,
+            cached_tokens: 4,
+            end: token_times[token_times.len() - 1],
+            token_times: token_times.to_vec(),
+            token_ids: None,
+        }
+    }
+
+    #[test]
+    fn limits_are_read_and_refused_with_their_names() {
+        let limits = Limits::parse("ttft:500,e2e:1e4").unwrap();
+        assert_eq!(limits, Limits { ttft_ms: Some(500.0), tpot_ms: None, e2e_ms: Some(1e4) });
+        for text in ["", "ttft", "ttft:x", "ttft:-1", "itl:5", "ttft:1,ttft:2", "tpot:inf"] {
+            assert!(Limits::parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn goodput_counts_failures_as_bad() {
+        let outcomes = [
+            Outcome { turns: vec![measured(&[0.1, 0.2, 0.3])], error: None, elapsed_s: 0.3 },
+            Outcome { turns: vec![measured(&[0.9, 1.0, 1.1])], error: None, elapsed_s: 1.1 },
+            Outcome { turns: vec![], error: Some("503".into()), elapsed_s: 0.0 },
+        ];
+        let limits = Limits::parse("ttft:500,tpot:101").unwrap();
+        let point = Point::of(Load::Rate(3.0), &outcomes, 2.0, Some(limits));
+        assert_eq!((point.requests, point.completed, point.conversations_completed), (3, 2, 2));
+        assert_eq!(point.goodput_share, Some(1.0 / 3.0));
+        assert_eq!(point.goodput_per_s, Some(0.5));
+        assert_eq!(point.errors["503"], 1);
+        assert_eq!(point.cached_share, 0.4);
+        assert_eq!(point.output_token_per_s, 3.0);
+    }
+
+    #[test]
+    fn the_hand_over_gap_is_beyond_the_median_step() {
+        let gap = handover_gap_ms(&measured(&[1.0, 1.012, 1.014, 1.016, 1.018])).unwrap();
+        assert!((gap - 10.0).abs() < 1e-6, "{gap}");
+        assert_eq!(handover_gap_ms(&measured(&[1.0, 1.1, 1.2])), None);
+    }
+}

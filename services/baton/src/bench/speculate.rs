@@ -1,0 +1,290 @@
+//! `baton bench speculate`: what drafts are worth where an answer repeats its prompt; no network.
+//!
+//! One request at a time asks for a change to a piece of code. Each length of draft runs in turn, so
+//! that the machine's moods meet all of them; the tokens must be the same every time.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::Args;
+use engine::{
+    CacheSeeds, Scheduler, SchedulerConfig, Speculated, StepLoop,
+    event::{Action, Input, NewSequence, SequenceId, SequenceKind},
+    executor::{ExecutorLimits, Speculation, cpu::CpuExecutor},
+};
+use kernels::{
+    BLOCK_TOKENS, KvArena, WeightFormat,
+    cpu::{CpuBackend, CpuOptions, Isa},
+    sampling::Sampling,
+};
+use model::{Checkpoint, LoadFormat};
+use serde_json::{Map, Value, json};
+use text::{ModelText, RenderRequest, SpecialTokens};
+
+use super::{engine::parse_dtype, stats::median};
+use crate::model_store;
+
+/// A small model does this much: it repeats the code, with the name changed or not.
+const PROMPT: &str = r#"Rename the variable `total` to `balance` and write the whole code again, without explanation.
+
+```python
+class Account:
+    def __init__(self, owner, currency):
+        self.owner = owner
+        self.currency = currency
+        self.total = 0
+        self.history = []
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.total = self.total + amount
+        self.history.append(("deposit", amount))
+        return self.total
+
+    def withdraw(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        if amount > self.total:
+            raise ValueError("amount is more than the total")
+        self.total = self.total - amount
+        self.history.append(("withdraw", amount))
+        return self.total
+
+    def describe(self):
+        lines = [f"{self.owner}: {self.total} {self.currency}"]
+        for kind, amount in self.history:
+            lines.append(f"  {kind} of {amount} {self.currency}")
+        return "\n".join(lines)
+```"#;
+
+#[derive(Args, Clone)]
+pub struct SpeculateArgs {
+    /// Model: a GGUF file, a Hugging Face folder, or a name `baton model list` prints.
+    #[arg(long, default_value = "smollm2-135m")]
+    model: String,
+    /// Folder with the models that were fetched by name.
+    #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
+    models_dir: PathBuf,
+    /// Format of the weights: f32, bf16 or q8 (whose KV is bf16).
+    #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
+    dtype: WeightFormat,
+    /// Threads that compute; by default one for each core.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// The user's message; by default a built-in one about code.
+    #[arg(long)]
+    prompt_file: Option<PathBuf>,
+    /// Most drafts of a step; 0 is without.
+    #[arg(long, value_delimiter = ',', default_value = "0,4,8,12")]
+    drafts: Vec<u32>,
+    /// Fewest tokens that must have occurred before.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
+    ngram_min: u32,
+    /// Most tokens compared to find the best occurrence.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    ngram_max: u32,
+    /// A step takes drafts up to this many tokens in all.
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=512))]
+    step_tokens: u32,
+    /// 0 is greedy.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Requests at a time, each with a seed of its own.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    batch: u32,
+    /// Longest answer.
+    #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u32).range(2..=8192))]
+    max_tokens: u32,
+    /// Runs of each; the median counts.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    runs: u32,
+    /// Print the answer too.
+    #[arg(long)]
+    show: bool,
+}
+
+/// What one run brought.
+struct Answered {
+    tokens_per_s: f64,
+    answers: Vec<Vec<u32>>,
+    steps: usize,
+    speculated: Speculated,
+}
+
+pub fn run(args: SpeculateArgs) -> Result<()> {
+    ensure!(args.ngram_min <= args.ngram_max, "--ngram-min is greater than --ngram-max");
+    let path = model_store::resolve(&args.models_dir, &args.model)?;
+    let text = ModelText::open(&path)?;
+    let prompt = prompt(&args, &text)?;
+    let mut engines = Vec::new();
+    for &drafts in &args.drafts {
+        engines.push((drafts, start(&args, &path, prompt.len(), drafts)?, Vec::new()));
+    }
+    for round in 0..=args.runs {
+        for (_, engine, runs) in &mut engines {
+            let answered = answer(&args, engine, &prompt, text.tokenizer().eos_ids(), round)?;
+            // The first brings the prompt into the prefix cache and everything into memory.
+            if round > 0 {
+                runs.push(answered);
+            }
+        }
+    }
+    let expected = &engines[0].2[0].answers;
+    if args.show {
+        println!("{}", text.tokenizer().decode(&expected[0], true));
+    }
+    println!(
+        "prompt of {} tokens, answers of {:?}",
+        prompt.len(),
+        expected.iter().map(Vec::len).collect::<Vec<_>>()
+    );
+    println!(
+        "{:>6} {:>8} {:>8} {:>8} {:>7} {:>8} {:>8} {:>13} {:>9}",
+        "drafts", "tok/s", "least", "most", "ratio", "steps", "drafted", "accepted", "ms/step"
+    );
+    let mut base = None;
+    for (drafts, _, runs) in &engines {
+        ensure!(
+            runs.iter().all(|run| run.answers == *expected),
+            "{drafts} drafts changed the answer"
+        );
+        let all: Vec<f64> = runs.iter().map(|run| run.tokens_per_s).collect();
+        let tokens_per_s = median(&all);
+        let base = *base.get_or_insert(tokens_per_s);
+        let Answered { steps, speculated, .. } = &runs[0];
+        let tokens: usize = expected.iter().map(Vec::len).sum();
+        println!(
+            "{drafts:>6} {tokens_per_s:>8.1} {:>8.1} {:>8.1} {:>7.2} {steps:>8} {:>8} {:>6} ({:>3.0} %) {:>9.2}",
+            all.iter().copied().fold(f64::INFINITY, f64::min),
+            all.iter().copied().fold(0.0, f64::max),
+            tokens_per_s / base,
+            speculated.drafted,
+            speculated.accepted,
+            100.0 * speculated.accepted as f64 / speculated.drafted.max(1) as f64,
+            1e3 * tokens as f64 / tokens_per_s / *steps as f64,
+        );
+    }
+    Ok(())
+}
+
+fn prompt(args: &SpeculateArgs, text: &ModelText) -> Result<Vec<u32>> {
+    let message = match &args.prompt_file {
+        Some(path) => std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read {}", path.display()))?,
+        None => PROMPT.to_owned(),
+    };
+    let rendered =
+        text.chat_template().map_err(|error| anyhow!("{error}"))?.render(&RenderRequest {
+            messages: &json!([{"role": "user", "content": message}]),
+            tools: &Value::Null,
+            add_generation_prompt: true,
+            extra: &Map::new(),
+            now: SystemTime::UNIX_EPOCH,
+        })?;
+    Ok(text.tokenizer().encode(&rendered, SpecialTokens::Parse)?)
+}
+
+fn start(
+    args: &SpeculateArgs,
+    path: &Path,
+    prompt_len: usize,
+    drafts: u32,
+) -> Result<StepLoop<CpuExecutor>> {
+    let threads = match args.threads {
+        Some(threads) => threads,
+        None => std::thread::available_parallelism()?.get(),
+    };
+    let checkpoint = Checkpoint::open(path, LoadFormat::Auto)?;
+    let config = checkpoint.config();
+    let backend = CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: Isa::Auto })?;
+    let sequence_tokens = prompt_len as u32 + args.max_tokens;
+    ensure!(
+        sequence_tokens as usize <= config.context_tokens,
+        "prompt and answer have {sequence_tokens} tokens, the model reaches {}",
+        config.context_tokens
+    );
+    let limits = ExecutorLimits {
+        slots: args.batch,
+        step_tokens: 512,
+        sequence_tokens,
+        blocks: (args.batch + 1) * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 2),
+        depth: 2,
+        vocabulary: config.vocab_size as u32,
+        speculation: (drafts > 0).then_some(Speculation {
+            row_drafts: drafts,
+            step_tokens: args.step_tokens,
+            ngram_min: args.ngram_min,
+            ngram_max: args.ngram_max,
+        }),
+    };
+    let arena = KvArena::host(config.kv_layout(args.dtype.kv_dtype()), limits.blocks)?;
+    let seeds = CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
+    let executor = CpuExecutor::start(&checkpoint, backend, Arc::clone(&arena), limits)?;
+    Ok(StepLoop::new(Scheduler::new(SchedulerConfig::new(limits), seeds)?, executor))
+}
+
+/// Answers the prompt, timed from the moment when every answer has begun.
+fn answer(
+    args: &SpeculateArgs,
+    engine: &mut StepLoop<CpuExecutor>,
+    prompt: &[u32],
+    stop_token_ids: &[u32],
+    round: u32,
+) -> Result<Answered> {
+    let mut actions = Vec::new();
+    for index in 0..args.batch {
+        let sampling = Sampling {
+            temperature: args.temperature,
+            seed: index.into(),
+            stop_token_ids: stop_token_ids.to_vec(),
+            ..Sampling::greedy()
+        };
+        let sequence = NewSequence {
+            id: SequenceId((u128::from(round) << 64) | u128::from(index)),
+            kind: SequenceKind::Compute,
+            tokens: prompt.to_vec(),
+            prompt_len: prompt.len() as u32,
+            sampling,
+            max_tokens: args.max_tokens,
+            ignore_stop_tokens: false,
+            cache_salt: String::new(),
+            constraint: None,
+            deadline: Instant::now() + Duration::from_secs(3600),
+        };
+        engine.handle(Input::Arrived(sequence), &mut actions);
+    }
+    let mut answers = vec![Vec::new(); args.batch as usize];
+    let (mut finished, mut all_begun) = (0, None);
+    while finished < args.batch {
+        engine.turn(Duration::from_secs(60), &mut actions)?;
+        for action in actions.drain(..) {
+            match action {
+                Action::Tokens { id, tokens, .. } => {
+                    answers[id.0 as u32 as usize].extend(tokens.iter().map(|token| token.id));
+                }
+                Action::Finished { .. } => finished += 1,
+                Action::Failed { failure, .. } => bail!("the request failed: {failure}"),
+                _ => {}
+            }
+        }
+        if all_begun.is_none() && answers.iter().all(|answer| !answer.is_empty()) {
+            let counted: usize = answers.iter().map(Vec::len).sum();
+            engine.take_records();
+            engine.take_speculated();
+            all_begun = Some((Instant::now(), counted));
+        }
+    }
+    let (began, counted) = all_begun.context("an answer is empty")?;
+    let tokens = answers.iter().map(Vec::len).sum::<usize>() - counted;
+    let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
+    let (steps, speculated) = (engine.take_records().len(), engine.take_speculated());
+    while engine.steps_in_flight() > 0 {
+        engine.turn(Duration::from_secs(60), &mut actions)?;
+    }
+    Ok(Answered { tokens_per_s, answers, steps, speculated })
+}

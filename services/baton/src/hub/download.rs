@@ -1,0 +1,238 @@
+//! One model's download: every request to the hub is made here.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use config::{HubModel, hub::Parts};
+use hf_hub::{
+    Cache, CacheRepo, Repo, RepoType,
+    api::{
+        Progress,
+        sync::{Api, ApiBuilder, ApiError, ApiRepo, Metadata},
+    },
+};
+use indicatif::ProgressBar;
+
+use super::{Watched, select};
+use crate::model_store;
+
+/// Each goes on where the last one broke.
+const TRIES: u32 = 4;
+const WAIT_FIRST: Duration = Duration::from_millis(250);
+/// What hf-hub calls a file that is not whole yet.
+const PART_EXTENSION: &str = "part";
+const SHA256_DIGITS: usize = 64;
+
+pub struct Download {
+    model: HubModel,
+    api: Api,
+    cache: Cache,
+    endpoint: Option<String>,
+    has_token: bool,
+    watched: Watched,
+}
+
+impl Download {
+    pub fn new(
+        cache: &Path,
+        model: HubModel,
+        endpoint: Option<String>,
+        token: Option<String>,
+        watched: Watched,
+    ) -> Result<Self> {
+        let cache = Cache::new(cache.to_owned());
+        let token = token.or_else(|| cache.token());
+        let has_token = token.is_some();
+        // Its own retries would append to a file from the wrong place; ours start anew.
+        let mut builder =
+            ApiBuilder::from_cache(cache.clone()).with_progress(false).with_token(token);
+        if let Some(endpoint) = &endpoint {
+            builder = builder.with_endpoint(endpoint.clone());
+        }
+        let api = builder.build()?;
+        Ok(Self { model, api, cache, endpoint, has_token, watched })
+    }
+
+    pub fn run(&self, parts: Parts) -> Result<()> {
+        let asked = self.repo(&self.model.revision);
+        let info = self.tried(|| self.api.repo(asked.clone()).info())?;
+        ensure!(is_digits(&info.sha), "the hub names commit {:?}, wanted hex digits", info.sha);
+        let all: Vec<String> = info.siblings.into_iter().map(|file| file.rfilename).collect();
+        let files = select::needed(&self.model, parts, &all)?;
+
+        // By commit, so that all files belong together whatever is pushed meanwhile.
+        let commit = self.repo(&info.sha);
+        let (api, cached) = (self.api.repo(commit.clone()), self.cache.repo(commit));
+        let snapshot = cached.pointer_path(&info.sha);
+        let mut missing = BTreeMap::new();
+        for (order, file) in files.into_iter().enumerate() {
+            if !snapshot.join(&file).is_file() {
+                let metadata = self.metadata(&api, &file).context(file.clone())?;
+                missing.insert((order, file), metadata);
+            }
+        }
+        let (bar, _) = &self.watched;
+        bar.set_length(missing.values().map(|metadata| metadata.size() as u64).sum());
+        for ((_, file), metadata) in &missing {
+            self.fetch(&api, &cached, file, metadata).context(file.clone())?;
+        }
+        let point = || self.cache.repo(asked.clone()).create_ref(&info.sha);
+        if self.model.revision != info.sha {
+            point().with_context(|| format!("cannot write revision {}", self.model.revision))?;
+        }
+        Ok(())
+    }
+
+    fn repo(&self, revision: &str) -> Repo {
+        Repo::with_revision(self.model.name.clone(), RepoType::Model, revision.to_owned())
+    }
+
+    /// Size and tag of a file. The tag becomes a file name, so it must be fit for one.
+    fn metadata(&self, api: &ApiRepo, file: &str) -> Result<Metadata> {
+        let metadata = self.tried(|| self.api.metadata(&api.url(file)))?;
+        let tag = metadata.etag();
+        let plain = tag.strip_prefix("W/").unwrap_or(tag);
+        let fits = plain.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte));
+        ensure!(fits && !plain.is_empty(), "the hub names tag {tag:?}, wanted letters and digits");
+        let commit = metadata.commit_hash();
+        ensure!(is_digits(commit), "the hub names commit {commit:?}, wanted hex digits");
+        Ok(metadata)
+    }
+
+    fn fetch(&self, api: &ApiRepo, cached: &CacheRepo, file: &str, size: &Metadata) -> Result<()> {
+        let blob = cached.blob_path(size.etag());
+        let base = self.watched.0.position();
+        let path = self.tried(|| {
+            // Whole but for its name, or longer than the file: either cannot go on.
+            let part = blob.with_extension(PART_EXTENSION);
+            if fs::metadata(&part).is_ok_and(|part| part.len() >= size.size() as u64) {
+                fs::remove_file(&part)?;
+            }
+            let (bar, arrived) = self.watched.clone();
+            api.download_with_progress(file, FileProgress { bar, arrived, base, bytes: 0 })
+        })?;
+        let outcome = check(&path, size.etag());
+        if outcome.is_err() {
+            // The next attempt shall not find it.
+            let _ = fs::remove_file(&path);
+            let _ = fs::remove_file(&blob);
+        }
+        outcome
+    }
+
+    /// Repeats what may go better the next time.
+    fn tried<T>(&self, act: impl Fn() -> Result<T, ApiError>) -> Result<T> {
+        let mut wait = WAIT_FIRST;
+        for _ in 1..TRIES {
+            match act() {
+                Err(error) if is_passing(&error) => {
+                    thread::sleep(wait);
+                    wait *= 4;
+                }
+                outcome => return outcome.map_err(|error| self.explain(error)),
+            }
+        }
+        act().map_err(|error| self.explain(error))
+    }
+
+    /// Says what to do about it.
+    fn explain(&self, error: ApiError) -> anyhow::Error {
+        let HubModel { name, revision, .. } = &self.model;
+        let hub = self.endpoint.as_deref().unwrap_or("the hub");
+        match status_of(&error) {
+            Some(status @ (401 | 403)) if self.has_token => anyhow!(
+                "{hub} answers {status}: the token (HF_TOKEN) may not read {name}, or there is no \
+                 such model; a gated model's terms must be accepted on its page"
+            ),
+            Some(status @ (401 | 403)) => anyhow!(
+                "{hub} answers {status}: {name} is private or gated, or there is no such model; \
+                 set HF_TOKEN to a token that may read it"
+            ),
+            Some(404) => anyhow!(
+                "{hub} answers 404: there is no model {name} with revision {revision}; check both"
+            ),
+            Some(status) => anyhow!("{hub} answers {status}, after {TRIES} tries"),
+            None => anyhow::Error::new(error).context(format!(
+                "{hub} cannot be read; HF_ENDPOINT names another, HF_HUB_OFFLINE=1 keeps to the cache"
+            )),
+        }
+    }
+}
+
+/// A file whose tag is its SHA-256 has that one.
+fn check(path: &Path, tag: &str) -> Result<()> {
+    if tag.len() != SHA256_DIGITS || !is_digits(tag) {
+        return Ok(());
+    }
+    let found = model_store::sha256(path, &ProgressBar::hidden())?;
+    ensure!(
+        found.eq_ignore_ascii_case(tag),
+        "the file is damaged: its SHA-256 is {found}, not {tag}; it was removed, fetch again"
+    );
+    Ok(())
+}
+
+fn is_digits(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+fn status_of(error: &ApiError) -> Option<u16> {
+    match error {
+        ApiError::RequestError(error) => match **error {
+            ureq::Error::StatusCode(status) => Some(status),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// Broken connections and tired servers; not refusals, and not our own full disk.
+fn is_passing(error: &ApiError) -> bool {
+    use std::io::ErrorKind;
+    if let Some(status) = status_of(error) {
+        return status == 429 || status >= 500;
+    }
+    match error {
+        ApiError::RequestError(_) => true,
+        ApiError::IoError(error) => !matches!(
+            error.kind(),
+            ErrorKind::StorageFull | ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+        ),
+        _ => false,
+    }
+}
+
+/// Moves the bar of the whole model by what one file brings.
+struct FileProgress {
+    bar: ProgressBar,
+    arrived: Arc<AtomicU64>,
+    /// Of the files before.
+    base: u64,
+    bytes: u64,
+}
+
+impl Progress for FileProgress {
+    fn init(&mut self, _size: usize, _file: &str) {
+        // Called anew for every try, which then tells at once how much is here.
+        self.bytes = 0;
+        self.arrived.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn update(&mut self, bytes: usize) {
+        self.bytes += bytes as u64;
+        self.bar.set_position(self.base + self.bytes);
+        self.arrived.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn finish(&mut self) {}
+}

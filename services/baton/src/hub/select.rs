@@ -1,0 +1,137 @@
+//! Which of a model's files are needed.
+
+use anyhow::{Result, bail, ensure};
+use config::{HubModel, hub::Parts, parts_of};
+
+const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
+/// Read where they are there.
+const OPTIONAL: [&str; 5] = [
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+];
+const WEIGHTS: &str = "model.safetensors";
+const WEIGHTS_INDEX: &str = "model.safetensors.index.json";
+/// Enough of a long list to choose from.
+const LISTED_MAX: usize = 20;
+
+/// The files to fetch, weights last, out of all that the hub has of the model.
+pub fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<Vec<String>> {
+    let has = |name: &str| all.iter().any(|other| other == name);
+    if let Some(file) = &model.file {
+        let files = parts_of(file);
+        if let Some(missing) = files.iter().find(|part| !has(part)) {
+            bail!("the model has no file {missing}; {}", gguf_files(all));
+        }
+        return Ok(files);
+    }
+    for name in REQUIRED {
+        ensure!(has(name), "the model has no {name}, which is needed; {}", gguf_files(all));
+    }
+    let mut files: Vec<String> = REQUIRED.map(str::to_owned).into();
+    files.extend(OPTIONAL.into_iter().filter(|name| has(name)).map(str::to_owned));
+    if parts == Parts::Text {
+        return Ok(files);
+    }
+    if has(WEIGHTS) {
+        files.push(WEIGHTS.to_owned());
+        return Ok(files);
+    }
+    let shards: Vec<&String> = all.iter().filter(|name| is_shard(name)).collect();
+    ensure!(
+        has(WEIGHTS_INDEX) && !shards.is_empty(),
+        "the model has neither {WEIGHTS} nor {WEIGHTS_INDEX} with its files; {}",
+        gguf_files(all)
+    );
+    files.push(WEIGHTS_INDEX.to_owned());
+    files.extend(shards.into_iter().cloned());
+    Ok(files)
+}
+
+/// `model-00001-of-00003.safetensors`, and nothing that leads out of the folder.
+fn is_shard(name: &str) -> bool {
+    name.starts_with("model-")
+        && name.ends_with(".safetensors")
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+}
+
+fn gguf_files(all: &[String]) -> String {
+    let files: Vec<&str> =
+        all.iter().map(String::as_str).filter(|n| n.ends_with(".gguf")).collect();
+    match files.len() {
+        0 => "it has no GGUF files either".to_owned(),
+        count => {
+            let more = if count > LISTED_MAX { ", ..." } else { "" };
+            let listed = files[..count.min(LISTED_MAX)].join(", ");
+            format!("add one of its GGUF files to the name as /FILE: {listed}{more}")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use config::ModelPath;
+
+    use super::*;
+
+    fn hub(text: &str) -> HubModel {
+        match ModelPath::parse(text) {
+            Some(ModelPath::Hub(model)) => model,
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn nothing_is_fetched_that_nobody_reads() {
+        let all = names(&[
+            "README.md",
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "model-../../x.safetensors",
+            "onnx/model.onnx",
+            "original/consolidated.00.pth",
+            "pytorch_model.bin",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]);
+        let model = hub("hf:acme/tiny");
+        let text = ["config.json", "tokenizer.json", "tokenizer_config.json"];
+        assert_eq!(needed(&model, Parts::Text, &all).unwrap(), text);
+        let weights = [
+            "model.safetensors.index.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        ];
+        let both: Vec<&str> = text.into_iter().chain(weights).collect();
+        assert_eq!(needed(&model, Parts::All, &all).unwrap(), both);
+    }
+
+    #[test]
+    fn one_file_stands_for_its_parts_and_no_other_file() {
+        let all =
+            names(&["m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "n.gguf", "config.json"]);
+        let split = hub("hf:acme/tiny/m-00001-of-00002.gguf");
+        assert_eq!(needed(&split, Parts::Text, &all).unwrap(), all[..2]);
+        assert_eq!(needed(&hub("hf:acme/tiny/n.gguf"), Parts::All, &all).unwrap(), all[2..3]);
+    }
+
+    #[test]
+    fn what_is_not_there_is_named_beside_what_is() {
+        let all = names(&["q4.gguf", "q8.gguf"]);
+        for model in ["hf:acme/tiny", "hf:acme/tiny/q5.gguf"] {
+            let error = needed(&hub(model), Parts::All, &all).unwrap_err().to_string();
+            assert!(error.contains("q4.gguf, q8.gguf"), "{error}");
+        }
+        let all = names(&["config.json", "tokenizer.json", "pytorch_model.bin"]);
+        let error = needed(&hub("hf:acme/tiny"), Parts::All, &all).unwrap_err().to_string();
+        assert!(error.contains("model.safetensors"), "{error}");
+    }
+}
