@@ -54,6 +54,17 @@ impl Client {
         whole(self.inner.request(request).await?).await
     }
 
+    /// The sum of this metric over all series whose labels contain `label`.
+    pub async fn metric(&self, name: &str, label: &str) -> Result<f64> {
+        let text = String::from_utf8(self.get("/metrics").await?.body.to_vec())?;
+        let values = text.lines().filter_map(|line| {
+            let (series, value) = line.rsplit_once(' ')?;
+            let (found, labels) = series.split_once('{').unwrap_or((series, ""));
+            (found == name && labels.contains(label)).then(|| value.parse::<f64>().ok())?
+        });
+        Ok(values.sum())
+    }
+
     pub async fn post(&self, path: &str, body: &Value) -> Result<Answer> {
         self.post_bytes(path, serde_json::to_vec(body)?.into(), &[]).await
     }
@@ -108,6 +119,12 @@ impl Client {
         Ok(EventStream { sent, body: response.into_body(), buffer: Vec::new() })
     }
 
+    /// A streamed completion, to its end, with how it came about.
+    pub async fn complete(&self, body: &Value) -> Result<Completion> {
+        let figures = [("x-baton-figures", "1")];
+        self.stream_with("/v1/completions", body, &figures).await?.completion().await
+    }
+
     /// Greedy completion of a prompt given as token ids: the output's token ids.
     pub async fn greedy(&self, prompt_ids: &[u32], tokens: usize) -> Result<Vec<u32>> {
         let mut stream = self.stream("/v1/completions", &greedy_body(prompt_ids, tokens)).await?;
@@ -123,10 +140,31 @@ pub fn greedy_body(prompt_ids: &[u32], tokens: usize) -> Value {
     })
 }
 
+/// The same with a salt, under which no other request's prompt is found in a cache.
+pub fn salted_body(prompt_ids: &[u32], tokens: usize, salt: &str) -> Value {
+    let mut body = greedy_body(prompt_ids, tokens);
+    body["cache_salt"] = json!(salt);
+    body
+}
+
 async fn whole(response: http::Response<Incoming>) -> Result<Answer> {
     let (status, headers) = (response.status(), response.headers().clone());
     let body = tokio::time::timeout(DEADLINE, response.into_body().collect()).await??.to_bytes();
     Ok(Answer { status, headers, body })
+}
+
+/// A streamed answer that ended well, and how it came about (`x-baton-figures`).
+#[derive(Clone, Debug)]
+pub struct Completion {
+    pub token_ids: Vec<u32>,
+    pub cached_tokens: u64,
+    pub kv_bytes: u64,
+    pub attempts: u64,
+    /// Empty when the decode node read the prompt itself.
+    pub prefill_node: String,
+    pub decode_node: String,
+    /// The longest time without an event, from when the rest of the stream was asked for.
+    pub longest_pause: Duration,
 }
 
 /// A server-sent event stream being read. Dropping it closes the connection.
@@ -208,11 +246,39 @@ impl EventStream {
 
     /// Token ids of the first choice, to the end of a stream that ended well.
     pub async fn token_ids(&mut self) -> Result<Vec<u32>> {
+        Ok(self.all_well().await?.iter().flat_map(Event::token_ids).collect())
+    }
+
+    /// What is still to come, to the end of a stream that ended well and that was asked for figures.
+    pub async fn completion(&mut self) -> Result<Completion> {
+        let mut last_after = self.sent.elapsed();
+        let events = self.all_well().await?;
+        let mut longest_pause = Duration::ZERO;
+        for event in &events {
+            longest_pause = longest_pause.max(event.after.saturating_sub(last_after));
+            last_after = event.after;
+        }
+        let mut values = events.iter().filter(|event| !event.is_done()).map(Event::json);
+        let last = values.rfind(|value| !value["baton"].is_null()).context("no figures")?;
+        let number = |value: &Value| value.as_u64().with_context(|| format!("figures: {last}"));
+        let name = |field: &str| last["baton"][field].as_str().unwrap_or_default().to_owned();
+        Ok(Completion {
+            token_ids: events.iter().flat_map(Event::token_ids).collect(),
+            cached_tokens: number(&last["usage"]["prompt_tokens_details"]["cached_tokens"])?,
+            kv_bytes: number(&last["baton"]["kv_bytes"])?,
+            attempts: number(&last["baton"]["attempts"])?,
+            prefill_node: name("prefill_node"),
+            decode_node: name("decode_node"),
+            longest_pause,
+        })
+    }
+
+    async fn all_well(&mut self) -> Result<Vec<Event>> {
         let events = self.all().await?;
         for event in events.iter().filter(|event| !event.is_done()) {
             let error = &event.json()["error"];
             ensure!(error.is_null(), "the stream ended with {error}");
         }
-        Ok(events.iter().flat_map(Event::token_ids).collect())
+        Ok(events)
     }
 }

@@ -11,6 +11,8 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
+use crate::client::{Client, DEADLINE};
+
 const READY_WITHIN: Duration = Duration::from_secs(60);
 const STOP_WITHIN: Duration = Duration::from_secs(20);
 pub const SECRET: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
@@ -174,6 +176,17 @@ impl Service {
         self.child.id()
     }
 
+    /// A metric of a node, summed over its labels.
+    pub async fn metric(&self, name: &str) -> Result<f64> {
+        Client::new(format!("http://{}", self.ready.metrics)).metric(name, "").await
+    }
+
+    /// Whether the node has a sequence in work or waiting.
+    pub async fn is_busy(&self) -> Result<bool> {
+        let running = self.metric("vllm:num_requests_running").await?;
+        Ok(running + self.metric("vllm:num_requests_waiting").await? > 0.0)
+    }
+
     fn signal(&self, signal: i32) {
         // The process is our own and not reaped, so its id cannot name another.
         let id = self.child.id().to_string();
@@ -237,6 +250,20 @@ impl Drop for Service {
     }
 }
 
+/// Index of the first of these nodes that has work, as soon as one has.
+pub async fn busy_node(nodes: &[Service]) -> Result<usize> {
+    let deadline = Instant::now() + DEADLINE;
+    while Instant::now() < deadline {
+        for (index, node) in nodes.iter().enumerate() {
+            if node.is_busy().await? {
+                return Ok(index);
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    bail!("none of {} nodes runs anything", nodes.len())
+}
+
 /// Router and nodes. Dropping it kills them.
 pub struct Cluster {
     pub router: Service,
@@ -269,10 +296,12 @@ impl Cluster {
         let mut settings = common_settings(&spec);
         settings.insert("BATON_ROUTER_HTTP".to_owned(), "127.0.0.1:0".to_owned());
         settings.insert("BATON_ROUTER_GRPC".to_owned(), "127.0.0.1:0".to_owned());
-        if spec.prefill > 0 {
-            settings.insert("BATON_CLUSTER_PREFILL".to_owned(), urls(&prefill));
+        if !settings.contains_key("BATON_CLUSTER_ETCD") {
+            if spec.prefill > 0 {
+                settings.insert("BATON_CLUSTER_PREFILL".to_owned(), urls(&prefill));
+            }
+            settings.insert("BATON_CLUSTER_DECODE".to_owned(), urls(&decode));
         }
-        settings.insert("BATON_CLUSTER_DECODE".to_owned(), urls(&decode));
         let router = Service::start(folder.path(), "router", "baton-router", &settings)?;
         let cluster = Self { router, prefill, decode, spec, folder };
         cluster.wait_nodes(cluster.spec.prefill, cluster.spec.decode).await?;
@@ -289,7 +318,7 @@ impl Cluster {
 
     /// Waits until the router's health names this many serving nodes.
     pub async fn wait_nodes(&self, prefill: usize, decode: usize) -> Result<()> {
-        let client = crate::client::Client::new(self.http());
+        let client = Client::new(self.http());
         let deadline = Instant::now() + READY_WITHIN;
         loop {
             let health = client.get_json("/health").await;
@@ -306,6 +335,15 @@ impl Cluster {
             );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+    }
+
+    /// Starts one more decode node, which the router must find by itself.
+    pub fn add_decode(&mut self) -> Result<()> {
+        let index = self.decode.len();
+        let mut node = spawn_node(&self.spec, self.folder.path(), "decode", index, "127.0.0.1:0")?;
+        node.wait_ready(self.folder.path())?;
+        self.decode.push(node);
+        Ok(())
     }
 
     /// Starts a decode node again at its old address.

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    client::{Client, DEADLINE, greedy_body},
-    cluster::{Cluster, ClusterSpec},
-    golden::{GoldenRun, golden},
+    client::{Client, Completion, EventStream, greedy_body},
+    cluster::{Cluster, ClusterSpec, SECRET, busy_node},
+    golden::{GoldenRun, golden, longest, run_named},
 };
 use serde_json::json;
 
@@ -15,44 +15,83 @@ const RECOVERY_MAX: Duration = Duration::from_secs(3);
 /// A silent peer is given up after it.
 const LEASE: Duration = Duration::from_secs(2);
 
-fn long_run() -> GoldenRun {
-    golden().runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("there are runs")
+/// A streamed request that has shown its first tokens, and the decode node that works on it.
+struct Begun {
+    run: GoldenRun,
+    stream: EventStream,
+    found: Vec<u32>,
+}
+
+impl Begun {
+    async fn new(client: &Client, name: &str) -> Result<Self> {
+        let run = run_named(name);
+        let body = greedy_body(&run.prompt_ids, run.output_ids.len());
+        let figures = [("x-baton-figures", "1")];
+        let mut stream = client.stream_with("/v1/completions", &body, &figures).await?;
+        let mut found = Vec::new();
+        // Token 0 is of the prefill node, token 1 of the decode node.
+        while found.len() < 2 {
+            found.extend(stream.next().await?.expect("the stream goes on").token_ids());
+        }
+        Ok(Self { run, stream, found })
+    }
+
+    /// To the end; the tokens must be the reference's.
+    async fn end(mut self) -> Result<Completion> {
+        let rest = self.stream.completion().await?;
+        self.found.extend(&rest.token_ids);
+        assert_eq!(self.found, self.run.output_ids, "{}", self.run.name);
+        Ok(rest)
+    }
+}
+
+/// Two requests, the first on the node of the index that comes with them, the second on the other.
+async fn one_request_on_each(cluster: &Cluster, client: &Client) -> Result<(usize, Begun, Begun)> {
+    let first = Begun::new(client, "chat_template").await?;
+    let node = busy_node(&cluster.decode).await?;
+    let second = Begun::new(client, "code").await?;
+    ensure!(cluster.decode[node].is_busy().await?, "the first request is over already");
+    ensure!(cluster.decode[1 - node].is_busy().await?, "both requests are on one node");
+    Ok((node, first, second))
 }
 
 #[tokio::test]
 async fn a_killed_decode_node_costs_no_token() -> Result<()> {
     let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
-    let runs = golden().runs;
-    // One request per decode node, so that one of them is hit and the other is not.
-    let mut streams = Vec::new();
-    for run in &runs[..2] {
-        streams.push(client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 48)).await?);
-    }
-    let mut found = vec![Vec::new(), Vec::new()];
-    for (stream, found) in streams.iter_mut().zip(&mut found) {
-        while found.len() < 3 {
-            found.extend(stream.next().await?.expect("the stream goes on").token_ids());
-        }
-    }
-    cluster.decode[0].kill();
+    let (victim, hit, other) = one_request_on_each(&cluster, &client).await?;
+    let names = [cluster.decode[victim].name.clone(), cluster.decode[1 - victim].name.clone()];
+    cluster.decode[victim].kill();
     let killed = Instant::now();
-    let mut longest_gap = Duration::ZERO;
-    for ((stream, found), run) in streams.iter_mut().zip(&mut found).zip(&runs) {
-        let mut last = Instant::now().max(killed);
-        while let Some(event) = stream.next().await? {
-            longest_gap = longest_gap.max(last.elapsed());
-            last = Instant::now();
-            found.extend(event.token_ids());
-        }
-        assert_eq!(*found, run.output_ids, "{}", run.name);
-    }
-    ensure!(longest_gap < RECOVERY_MAX, "a stream paused for {longest_gap:?}");
-    println!("longest pause after the kill: {longest_gap:?}");
+    let hit = async { hit.end().await.map(|hit| (hit, killed.elapsed())) };
+    let ((hit, complete), other) = tokio::try_join!(hit, other.end())?;
+    println!("paused for {:?} by the kill, complete {complete:?} after it", hit.longest_pause);
+    ensure!(complete < RECOVERY_MAX, "complete {complete:?} after the kill: {hit:?}");
+    // The request of the node that died went on where the other was all the while.
+    assert!(hit.attempts >= 2 && hit.decode_node == names[1], "{names:?}: {hit:?}");
+    assert!(other.attempts == 1 && other.decode_node == names[1], "{names:?}: {other:?}");
     // The cluster serves on with the node that is left, and with the node when it is back.
     cluster.wait_nodes(1, 1).await?;
-    assert_eq!(client.greedy(&runs[2].prompt_ids, 8).await?, runs[2].output_ids[..8]);
-    cluster.restart_decode(0)?;
+    let run = longest();
+    assert_eq!(client.greedy(&run.prompt_ids, 8).await?, run.output_ids[..8]);
+    cluster.restart_decode(victim)?;
     cluster.wait_nodes(1, 2).await?;
+    cluster.stop()
+}
+
+/// A decode node does not hear a prefill node that signs with another secret: what it reserved is
+/// given up, and the router reads the prompt elsewhere.
+#[tokio::test]
+async fn a_prefill_node_with_another_secret_costs_attempts_but_no_token() -> Result<()> {
+    let other = SECRET.chars().rev().collect::<String>();
+    let spec = ClusterSpec::smollm2().set_prefill("BATON_TRANSFER_SECRET", other);
+    let (cluster, client) = start(spec).await?;
+    for name in ["code", "long_600"] {
+        let run = run_named(name);
+        let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
+        assert_eq!(answer.token_ids, run.output_ids, "{name}");
+        assert!(answer.attempts >= 2, "{name}: {answer:?}");
+        assert_eq!(answer.kv_bytes, 0, "{name}: {answer:?}");
+    }
     cluster.stop()
 }
 
@@ -64,7 +103,7 @@ async fn a_killed_prefill_node_in_mid_prompt_is_replaced() -> Result<()> {
     spec.dtype = "bf16";
     let (mut cluster, client) = start(spec).await?;
     let runs = golden().runs;
-    let (run, other) = (long_run(), &runs[0]);
+    let (run, other) = (longest(), &runs[0]);
     let mut salted = greedy_body(&run.prompt_ids, 16);
     salted["cache_salt"] = json!("found nowhere else");
     let expected = client.stream("/v1/completions", &salted).await?.token_ids().await?;
@@ -81,7 +120,7 @@ async fn a_killed_prefill_node_in_mid_prompt_is_replaced() -> Result<()> {
             client.stream_with("/v1/completions", &body, &figures).await?.all().await
         }
     });
-    let busy = busy_prefill_node(&cluster).await?;
+    let busy = busy_node(&cluster.prefill).await?;
     cluster.prefill[busy].kill();
     let killed = Instant::now();
     let events = asked.await??;
@@ -108,29 +147,10 @@ async fn a_killed_prefill_node_in_mid_prompt_is_replaced() -> Result<()> {
     Ok(())
 }
 
-/// Index of the prefill node that runs something.
-async fn busy_prefill_node(cluster: &Cluster) -> Result<usize> {
-    let deadline = Instant::now() + DEADLINE;
-    while Instant::now() < deadline {
-        for (index, node) in cluster.prefill.iter().enumerate() {
-            let metrics = Client::new(format!("http://{}", node.ready.metrics));
-            let text = String::from_utf8(metrics.get("/metrics").await?.body.to_vec())?;
-            let running = text
-                .lines()
-                .filter(|line| line.starts_with("vllm:num_requests_running{"))
-                .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
-            if running.sum::<f64>() > 0.0 {
-                return Ok(index);
-            }
-        }
-    }
-    bail!("no prefill node runs anything")
-}
-
 #[tokio::test]
 async fn without_any_decode_node_requests_end_with_one_typed_error() -> Result<()> {
     let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
-    let run = long_run();
+    let run = longest();
     let mut stream = client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 48)).await?;
     let mut tokens = 0;
     while tokens < 3 {
@@ -138,13 +158,14 @@ async fn without_any_decode_node_requests_end_with_one_typed_error() -> Result<(
     }
     cluster.decode[0].kill();
     let killed = Instant::now();
-    let mut errors = Vec::new();
+    let mut last = None;
     while let Some(event) = stream.next().await? {
-        if !event.is_done() && !event.json()["error"].is_null() {
-            errors.push(event.json()["error"].clone());
-        }
+        assert!(last.is_none(), "{last:?} was not the last: {event:?}");
+        assert!(!event.is_done(), "an answer that is not complete ends as if it were");
+        last = Some(event.json()["error"].clone()).filter(|error| !error.is_null());
     }
-    assert_eq!(errors.len(), 1, "{errors:?}");
+    let error = last.context("no error")?;
+    assert_eq!(error["code"], "no_decode_node", "{error}");
     ensure!(killed.elapsed() < RECOVERY_MAX, "the error came after {:?}", killed.elapsed());
     cluster.wait_nodes(1, 0).await?;
     let (status, _) = client.get_json("/health").await?;
@@ -159,7 +180,7 @@ async fn without_any_decode_node_requests_end_with_one_typed_error() -> Result<(
 #[tokio::test]
 async fn a_client_that_leaves_frees_its_blocks_within_a_second() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2()).await?;
-    let run = long_run();
+    let run = longest();
     let mut stream = client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 2000)).await?;
     let mut tokens = 0;
     while tokens < 3 {
@@ -195,31 +216,25 @@ async fn held_blocks(cluster: &Cluster) -> Result<f64> {
 #[tokio::test]
 async fn a_draining_node_finishes_its_work() -> Result<()> {
     let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
-    let runs = golden().runs;
-    let mut streams = Vec::new();
-    for run in &runs[..2] {
-        streams.push(client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 48)).await?);
-    }
-    let mut found = vec![Vec::new(), Vec::new()];
-    for (stream, found) in streams.iter_mut().zip(&mut found) {
-        while found.is_empty() {
-            found.extend(stream.next().await?.expect("the stream goes on").token_ids());
-        }
-    }
-    cluster.decode[0].terminate_signal();
-    for ((stream, found), run) in streams.iter_mut().zip(&mut found).zip(&runs) {
-        found.extend(stream.token_ids().await?);
-        assert_eq!(*found, run.output_ids, "{}", run.name);
-    }
-    assert_eq!(cluster.decode[0].wait_end(Duration::from_secs(10))?, Some(0));
-    assert_eq!(client.greedy(&runs[2].prompt_ids, 8).await?, runs[2].output_ids[..8]);
+    let (leaving, first, second) = one_request_on_each(&cluster, &client).await?;
+    let names = [cluster.decode[leaving].name.clone(), cluster.decode[1 - leaving].name.clone()];
+    cluster.decode[leaving].terminate_signal();
+    let (first, second) = tokio::try_join!(first.end(), second.end())?;
+    // Each where it began: the work of the leaving node was not moved, it was finished there.
+    assert_eq!((first.attempts, &first.decode_node), (1, &names[0]), "{first:?}");
+    assert_eq!((second.attempts, &second.decode_node), (1, &names[1]), "{second:?}");
+    assert_eq!(cluster.decode[leaving].wait_end(Duration::from_secs(10))?, Some(0));
+    let run = longest();
+    let next = client.complete(&greedy_body(&run.prompt_ids, 8)).await?;
+    assert_eq!(next.token_ids, run.output_ids[..8]);
+    assert_eq!(next.decode_node, names[1], "{next:?}");
     Ok(())
 }
 
 #[tokio::test]
 async fn a_frozen_prefill_node_delays_its_requests_by_no_more_than_the_lease() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2().nodes(1, 1)).await?;
-    let run = long_run();
+    let run = longest();
     let asked = Instant::now();
     let expected = client.greedy(&run.prompt_ids, 8).await?;
     let unfrozen = asked.elapsed();
@@ -244,7 +259,7 @@ async fn overload_is_answered_not_queued_without_end() -> Result<()> {
         .set("BATON_ROUTER_REQUESTS_MAX", 8)
         .set("BATON_ROUTER_WAITING_MAX", 4);
     let (cluster, client) = start(spec).await?;
-    let run = long_run();
+    let run = longest();
     let answers = futures_util::future::join_all((0..32).map(|_| {
         let (client, prompt) = (client.clone(), run.prompt_ids.clone());
         async move {
@@ -271,6 +286,35 @@ async fn overload_is_answered_not_queued_without_end() -> Result<()> {
         }
     }
     assert!(complete >= 8 && refused > 0, "{complete} complete, {refused} refused");
+    cluster.stop()
+}
+
+/// Nodes that take one sequence at a time and let none wait refuse most attempts; the router tries
+/// elsewhere or waits for room, and every request gets its tokens.
+#[tokio::test]
+async fn busy_nodes_are_left_for_others_and_cost_no_token() -> Result<()> {
+    let spec = ClusterSpec::smollm2()
+        .nodes(1, 2)
+        .set("BATON_NODE_SLOTS", 1)
+        .set("BATON_NODE_WAITING_MAX", 0)
+        .set("BATON_ROUTER_WAITING_TIMEOUT", "110s");
+    let (cluster, client) = start(spec).await?;
+    let runs: Vec<GoldenRun> =
+        ["code", "chat_template"].into_iter().cycle().take(6).map(run_named).collect();
+    let answers = runs.iter().enumerate().map(|(index, run)| {
+        let mut body = greedy_body(&run.prompt_ids, run.output_ids.len());
+        // Each prompt is read anew.
+        body["cache_salt"] = json!(index.to_string());
+        let client = client.clone();
+        async move { client.complete(&body).await }
+    });
+    let answers = futures_util::future::try_join_all(answers).await?;
+    for (run, answer) in runs.iter().zip(&answers) {
+        assert_eq!(answer.token_ids, run.output_ids, "{}", run.name);
+    }
+    let busy = client.metric("baton_attempts_total", "outcome=\"busy\"").await?;
+    println!("{busy} attempts met a busy node");
+    assert!(busy > 0.0, "nodes with one slot had room for six requests");
     cluster.stop()
 }
 

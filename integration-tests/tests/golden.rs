@@ -1,14 +1,14 @@
 //! Whole clusters give the reference's tokens, however the work is spread.
 
-use std::time::{Duration, Instant};
+use std::collections::BTreeSet;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use integration_tests::{
-    client::{Client, DEADLINE, greedy_body},
-    cluster::{Cluster, ClusterSpec},
-    golden::{GoldenRun, golden},
+    client::{Client, greedy_body, salted_body},
+    cluster::{Cluster, ClusterSpec, busy_node},
+    golden::{GoldenRun, golden, longest},
 };
-use serde_json::{Value, json};
+use serde_json::json;
 
 async fn client(spec: ClusterSpec) -> Result<(Cluster, Client)> {
     let cluster = Cluster::start(spec).await?;
@@ -30,46 +30,39 @@ async fn check(client: &Client, run: &GoldenRun) -> Result<()> {
     Ok(())
 }
 
-/// The output's token ids, and the last event, which has usage and figures.
-async fn answer_of(
-    client: &Client,
-    prompt_ids: &[u32],
-    tokens: usize,
-) -> Result<(Vec<u32>, Value)> {
-    let mut stream = client
-        .stream_with(
-            "/v1/completions",
-            &greedy_body(prompt_ids, tokens),
-            &[("x-baton-figures", "1")],
-        )
-        .await?;
-    let events = stream.all().await?;
-    let last = events
-        .iter()
-        .filter(|event| !event.is_done())
-        .map(integration_tests::client::Event::json)
-        .rfind(|event| !event["usage"].is_null())
-        .expect("usage was asked for");
-    Ok((events.iter().flat_map(|event| event.token_ids()).collect(), last))
-}
-
 #[tokio::test]
 async fn one_prefill_and_one_decode_node() -> Result<()> {
     let (cluster, client) = client(ClusterSpec::smollm2()).await?;
     check_each(&client).await?;
     // The answer really crossed: the decode node received KV.
-    let metrics = Client::new(format!("http://{}", cluster.decode[0].ready.metrics));
-    let text = String::from_utf8(metrics.get("/metrics").await?.body.to_vec())?;
-    let received = metric_sum(&text, "baton_kv_transfer_bytes_total");
-    assert!(received > 0.0, "no KV was received:\n{text}");
+    let received = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
+    assert!(received > 0.0, "no KV was received");
     cluster.stop()
 }
 
-fn metric_sum(text: &str, name: &str) -> f64 {
-    text.lines()
-        .filter(|line| line.starts_with(name))
-        .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
-        .sum()
+/// Rounding to bf16 moves logits by less than this much.
+const SURE_MARGIN: f32 = 0.15;
+/// Every golden prompt begins with as many sure tokens, so the test cannot be empty.
+const SURE_TOKENS_MIN: usize = 6;
+const BLOCK_TOKENS: u64 = 16;
+/// K and V of 30 layers with 3 heads of 64 elements, two bytes each.
+const BF16_BLOCK_BYTES: u64 = BLOCK_TOKENS * 2 * 30 * 3 * 64 * 2;
+
+#[tokio::test]
+async fn bf16_agrees_up_to_the_first_token_that_is_not_sure() -> Result<()> {
+    let (cluster, client) = client(ClusterSpec { dtype: "bf16", ..ClusterSpec::smollm2() }).await?;
+    for run in golden().runs {
+        let sure = run.margins.iter().take_while(|margin| **margin >= SURE_MARGIN).count();
+        assert!(sure >= SURE_TOKENS_MIN, "{}: only {sure} tokens are sure", run.name);
+        let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
+        assert_eq!(answer.token_ids[..sure], run.output_ids[..sure], "{}", run.name);
+        assert_eq!(answer.token_ids.len(), run.output_ids.len(), "{}", run.name);
+        if run.name == longest().name {
+            let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
+            assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
+        }
+    }
+    cluster.stop()
 }
 
 #[tokio::test]
@@ -107,39 +100,48 @@ async fn all_prompts_at_once() -> Result<()> {
     cluster.stop()
 }
 
-/// The longest prompt of the reference, so that there is something to hit.
-fn longest() -> GoldenRun {
-    golden().runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("there are runs")
-}
-
-/// Half of the prompt first, then the whole: something is found, and the rest still travels.
-async fn check_prefix_hits(spec: ClusterSpec, name: &str) -> Result<()> {
+/// Half of the prompt first, then the whole: both nodes look for the first half, those named find
+/// it, and what the decode node lacks travels.
+async fn check_prefix_hits(spec: ClusterSpec, on_prefill: bool, on_decode: bool) -> Result<()> {
     let (cluster, client) = client(spec).await?;
     let run = longest();
-    client.greedy(&run.prompt_ids[..run.prompt_ids.len() / 2], 2).await?;
-    let (found, last) = answer_of(&client, &run.prompt_ids, run.output_ids.len()).await?;
-    assert_eq!(found, run.output_ids, "hits on {name}");
-    let cached = last["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
-    assert!(cached > 0, "hits on {name}: {last}");
-    assert!(last["baton"]["kv_bytes"].as_u64().unwrap_or(0) > 0, "hits on {name}: {last}");
+    let half = run.prompt_ids.len() / 2 / BLOCK_TOKENS as usize * BLOCK_TOKENS as usize;
+    // One token more than the blocks that are to be found: a hit leaves a token to compute.
+    client.greedy(&run.prompt_ids[..half + 1], 2).await?;
+    let hits = "baton_prefix_cache_hits_total";
+    let before = [cluster.prefill[0].metric(hits).await?, cluster.decode[0].metric(hits).await?];
+    let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
+    assert_eq!(answer.token_ids, run.output_ids, "{answer:?}");
+    assert_eq!((answer.cached_tokens, answer.attempts), (half as u64, 1), "{answer:?}");
+    // What the decode node found did not have to cross.
+    let found = if on_decode { half as u64 / BLOCK_TOKENS } else { 0 };
+    let crossed = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS) - found;
+    assert_eq!(answer.kv_bytes, crossed * 2 * BF16_BLOCK_BYTES, "{answer:?}");
+    // And each node counted what it found itself.
+    for (node, before, hit) in
+        [(&cluster.prefill[0], before[0], on_prefill), (&cluster.decode[0], before[1], on_decode)]
+    {
+        let found = node.metric(hits).await? - before;
+        assert_eq!(found, if hit { half as f64 } else { 0.0 }, "{}", node.name);
+    }
     cluster.stop()
 }
 
 #[tokio::test]
 async fn prefix_hits_on_the_prefill_node() -> Result<()> {
     let spec = ClusterSpec::smollm2().set_decode("BATON_NODE_PREFIX_CACHE", false);
-    check_prefix_hits(spec, "the prefill node").await
+    check_prefix_hits(spec, true, false).await
 }
 
 #[tokio::test]
 async fn prefix_hits_on_the_decode_node() -> Result<()> {
     let spec = ClusterSpec::smollm2().set_prefill("BATON_NODE_PREFIX_CACHE", false);
-    check_prefix_hits(spec, "the decode node").await
+    check_prefix_hits(spec, false, true).await
 }
 
 #[tokio::test]
 async fn prefix_hits_on_both() -> Result<()> {
-    check_prefix_hits(ClusterSpec::smollm2(), "both").await
+    check_prefix_hits(ClusterSpec::smollm2(), true, true).await
 }
 
 #[tokio::test]
@@ -147,10 +149,9 @@ async fn a_prompt_that_the_decode_node_knows_needs_no_prefill_node() -> Result<(
     let (cluster, client) = client(ClusterSpec::smollm2()).await?;
     let run = longest();
     for round in 0..2 {
-        let (found, last) = answer_of(&client, &run.prompt_ids, run.output_ids.len()).await?;
-        assert_eq!(found, run.output_ids, "round {round}");
-        let moved = last["baton"]["kv_bytes"].as_u64().unwrap_or(0);
-        assert_eq!(moved > 0, round == 0, "round {round}: {last}");
+        let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
+        assert_eq!(answer.token_ids, run.output_ids, "round {round}");
+        assert_eq!(answer.kv_bytes > 0, round == 0, "round {round}: {answer:?}");
     }
     cluster.stop()
 }
@@ -158,15 +159,23 @@ async fn a_prompt_that_the_decode_node_knows_needs_no_prefill_node() -> Result<(
 #[tokio::test]
 async fn three_prefill_and_two_decode_nodes() -> Result<()> {
     let (cluster, client) = client(ClusterSpec::smollm2().nodes(3, 2)).await?;
-    let runs = golden().runs;
-    for _ in 0..2 {
-        let answers = futures_util::future::join_all(
-            runs.iter().map(|run| client.greedy(&run.prompt_ids, run.output_ids.len())),
-        );
-        for (run, found) in runs.iter().zip(answers.await) {
-            assert_eq!(found?, run.output_ids, "{}", run.name);
+    // Those that are long enough to be handed over.
+    let runs: Vec<GoldenRun> =
+        golden().runs.into_iter().filter(|run| run.prompt_ids.len() > 16).collect();
+    let (mut prefill, mut decode) = (BTreeSet::new(), BTreeSet::new());
+    for round in 0..2 {
+        let salt = format!("round {round}");
+        let bodies = runs.iter().map(|run| salted_body(&run.prompt_ids, 48, &salt));
+        let answers = bodies.map(async |body| client.complete(&body).await);
+        let answers = futures_util::future::try_join_all(answers).await?;
+        for (run, answer) in runs.iter().zip(answers) {
+            assert_eq!(answer.token_ids, run.output_ids, "{}", run.name);
+            assert!(answer.kv_bytes > 0, "{}: {answer:?}", run.name);
+            prefill.insert(answer.prefill_node);
+            decode.insert(answer.decode_node);
         }
     }
+    assert!(prefill.len() > 1 && decode.len() > 1, "served by {prefill:?} and {decode:?}");
     cluster.stop()
 }
 
@@ -189,7 +198,7 @@ async fn a_forced_retry_at_token_0_1_and_20() -> Result<()> {
             found.extend(event.token_ids());
             if !killed && found.len() > kill_after {
                 killed = true;
-                let serving = serving_decode_node(&cluster).await?;
+                let serving = busy_node(&cluster.decode).await?;
                 cluster.decode[serving].kill();
             }
             if !event.is_done()
@@ -202,22 +211,4 @@ async fn a_forced_retry_at_token_0_1_and_20() -> Result<()> {
         assert!(attempts >= 2, "killed after token {kill_after}: {attempts} attempts");
     }
     Ok(())
-}
-
-/// Index of the decode node that runs something.
-async fn serving_decode_node(cluster: &Cluster) -> Result<usize> {
-    let deadline = Instant::now() + DEADLINE;
-    while Instant::now() < deadline {
-        for (index, node) in cluster.decode.iter().enumerate() {
-            let metrics = Client::new(format!("http://{}", node.ready.metrics));
-            let text = String::from_utf8(metrics.get("/metrics").await?.body.to_vec())?;
-            if metric_sum(&text, "vllm:num_requests_running") > 0.0
-                || metric_sum(&text, "vllm:num_requests_waiting") > 0.0
-            {
-                return Ok(index);
-            }
-        }
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-    bail!("no decode node runs anything")
 }

@@ -18,6 +18,7 @@ use opentelemetry_proto::tonic::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
         trace_service_server::{TraceService, TraceServiceServer},
     },
+    common::v1::any_value::Value,
     trace::v1::Span,
 };
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
@@ -44,8 +45,11 @@ impl TraceService for Collector {
                 .iter()
                 .flat_map(|resource| &resource.attributes)
                 .find(|attribute| attribute.key == "service.name")
-                .map(|attribute| format!("{:?}", attribute.value))
-                .unwrap_or_default();
+                .and_then(|attribute| attribute.value.as_ref()?.value.clone());
+            let service = match service {
+                Some(Value::StringValue(name)) => name.trim_start_matches("baton-").to_owned(),
+                other => return Err(Status::invalid_argument(format!("service.name {other:?}"))),
+            };
             for scope in resource.scope_spans {
                 spans.extend(scope.spans.into_iter().map(|span| (service.clone(), span)));
             }
@@ -87,7 +91,17 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     // Stopping flushes what is not sent yet.
     cluster.stop()?;
 
-    let wanted = ["request", "attempt", "queue", "prefill", "reserve", "transfer", "decode"];
+    // Both ends of a transfer have a span of that name.
+    let wanted = [
+        ("router", "request"),
+        ("router", "attempt"),
+        ("prefill-node", "queue"),
+        ("prefill-node", "prefill"),
+        ("prefill-node", "transfer"),
+        ("decode-node", "reserve"),
+        ("decode-node", "transfer"),
+        ("decode-node", "decode"),
+    ];
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         let spans: Vec<(String, Span)> = collector
@@ -98,9 +112,11 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
             .filter(|(_, span)| hex(&span.trace_id) == TRACE)
             .cloned()
             .collect();
-        let names: BTreeSet<&str> = spans.iter().map(|(_, span)| span.name.as_str()).collect();
+        let names: BTreeSet<(&str, &str)> =
+            spans.iter().map(|(service, span)| (service.as_str(), span.name.as_str())).collect();
         if wanted.iter().all(|name| names.contains(name)) {
             check_tree(&spans);
+            check_transfer(&spans);
             break;
         }
         if Instant::now() >= deadline {
@@ -115,6 +131,30 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     }
     server.abort();
     Ok(())
+}
+
+/// The sender's transfer belongs to the receiver's: its parent came by `RESERVE`, over ZeroMQ.
+fn check_transfer(spans: &[(String, Span)]) {
+    let transfer_of = |wanted: &str| {
+        let mut found = spans
+            .iter()
+            .filter(|(service, span)| service == wanted && span.name == "transfer")
+            .map(|(_, span)| span);
+        let first = found.next().expect("it was waited for");
+        assert!(found.next().is_none(), "{wanted}: one request has one transfer");
+        first
+    };
+    let (sent, received) = (transfer_of("prefill-node"), transfer_of("decode-node"));
+    let names: BTreeMap<String, String> = spans
+        .iter()
+        .map(|(service, span)| (hex(&span.span_id), format!("{service} {}", span.name)))
+        .collect();
+    assert_eq!(
+        hex(&sent.parent_span_id),
+        hex(&received.span_id),
+        "the sender's transfer hangs on {:?}",
+        names.get(&hex(&sent.parent_span_id))
+    );
 }
 
 /// Every span hangs on another of the trace, and in the end on the caller's.

@@ -1,9 +1,10 @@
 //! `baton up` as a user runs it.
 
 use std::{
-    io::{BufRead, BufReader, Read},
+    ffi::OsStr,
+    io::Read,
+    path::Path,
     process::{Child, Command, Stdio},
-    sync::mpsc,
     time::{Duration, Instant},
 };
 
@@ -11,6 +12,8 @@ use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::Client,
     cluster::{bin_dir, smollm2},
+    golden::longest,
+    lines::Lines,
 };
 use serde_json::json;
 
@@ -18,52 +21,49 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 struct Up {
     child: Child,
-    lines: mpsc::Receiver<String>,
-    seen: Vec<String>,
+    lines: Lines,
 }
 
 impl Up {
+    /// With the real model, on ports of its choice.
     fn start(args: &[&str]) -> Result<Self> {
+        let model = smollm2().display().to_string();
+        let common = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
+        Self::start_plain(&[&common, args].concat())
+    }
+
+    fn start_plain(args: &[&str]) -> Result<Self> {
         let mut child = Command::new(bin_dir().join("baton"))
-            .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model"])
-            .arg(smollm2())
+            .arg("up")
             .args(args)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .context("cannot run baton")?;
-        let (sender, lines) = mpsc::channel();
-        let stderr = child.stderr.take().expect("stderr is piped");
-        std::thread::spawn(move || {
-            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                if sender.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        Ok(Self { child, lines, seen: Vec::new() })
+        let lines = Lines::of(child.stderr.take().expect("stderr is piped"));
+        Ok(Self { child, lines })
     }
 
-    /// Reads on until a line holds `words`.
-    fn line_with(&mut self, words: &str) -> Result<String> {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let line = self
-                .lines
-                .recv_timeout(left)
-                .with_context(|| format!("no line with {words:?} in\n{}", self.seen.join("\n")))?;
-            self.seen.push(line.clone());
-            if line.contains(words) {
-                return Ok(line);
-            }
-        }
+    /// A client of the router, once everything is ready.
+    fn client(&mut self) -> Result<Client> {
+        let ready = self.lines.wait_for("baton: ready")?;
+        let http =
+            ready.split_whitespace().find(|word| word.starts_with("http://")).context("no URL")?;
+        Ok(Client::new(http.trim_end_matches("/v1").to_owned()))
+    }
+
+    /// Kills the child of this name.
+    fn kill_child(&self, program: &str) -> Result<()> {
+        let children = children_of(self.child.id());
+        let victim = children.iter().find(|(_, name)| program.starts_with(name.as_str()));
+        let (id, _) = victim.with_context(|| format!("no {program} in {children:?}"))?;
+        signal(*id, "KILL");
+        Ok(())
     }
 
     fn interrupt(&self) {
-        let id = self.child.id().to_string();
-        assert!(Command::new("kill").args(["-INT", &id]).status().is_ok_and(|s| s.success()));
+        signal(self.child.id(), "INT");
     }
 
     fn wait(&mut self) -> Result<Option<i32>> {
@@ -83,6 +83,11 @@ impl Drop for Up {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn signal(id: u32, name: &str) {
+    let status = Command::new("kill").args([format!("-{name}"), id.to_string()]).status();
+    assert!(status.is_ok_and(|status| status.success()), "cannot signal {id}");
 }
 
 /// Ids of processes whose parent is `parent`.
@@ -116,40 +121,156 @@ fn once_answers_shows_figures_and_stops_cleanly() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn as_many_nodes_and_the_number_format_that_were_asked_for_serve() -> Result<()> {
+    let mut up = Up::start(&["--prefill", "2", "--decode", "2", "--dtype", "f32"])?;
+    let client = up.client()?;
+    let loaded = up.lines.seen().iter().filter(|line| line.contains("loaded the weights"));
+    let formats: Vec<bool> = loaded.map(|line| line.contains("dtype=f32")).collect();
+    assert_eq!(formats, [true; 4], "{:#?}", up.lines.seen());
+    let (_, health) = client.get_json("/health").await?;
+    assert_eq!((&health["prefill_nodes"], &health["decode_nodes"]), (&json!(2), &json!(2)));
+    // To the bit, which bf16 would not be.
+    let run = longest();
+    assert_eq!(client.greedy(&run.prompt_ids, 48).await?, run.output_ids);
+    up.interrupt();
+    assert_eq!(up.wait()?, Some(0));
+    Ok(())
+}
+
+/// A paused terminal, a pager: nobody reads, and a pipe holds 64 KiB.
+#[test]
+fn a_log_that_nobody_reads_does_not_hold_up_the_end() -> Result<()> {
+    let model = smollm2().display().to_string();
+    let mut child = Command::new(bin_dir().join("baton"))
+        .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
+        .args(["--sample"])
+        .env("BATON_TELEMETRY_LOG", "trace")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut answer = Lines::of(child.stdout.take().context("stdout is piped")?);
+    let unread = child.stderr.take().context("stderr is piped")?;
+    // By then far more was logged than the pipe holds, and it serves all the same.
+    answer.wait_for("time to first token")?;
+    let mut up = Up { child, lines: Lines::of(std::io::empty()) };
+    up.interrupt();
+    assert_eq!(up.wait()?, Some(0));
+    drop(unread);
+    Ok(())
+}
+
+/// The newcomer's command; the compiler has done its part before the tests.
+#[test]
+fn make_run_once_streams_an_answer_and_ends() -> Result<()> {
+    let built = bin_dir();
+    let (target, profile) = (built.parent(), built.file_name().and_then(OsStr::to_str));
+    let mut make = Command::new("make")
+        .args(["run", "ONCE=1", "CARGO=true", "HTTP=127.0.0.1:0", "GRPC=127.0.0.1:0"])
+        .arg(format!("PROFILE={}", profile.context("a profile")?))
+        .arg(format!("MODEL={}", smollm2().display()))
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."))
+        .env("CARGO_TARGET_DIR", target.context("a target folder")?)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("cannot run make")?;
+    let log = Lines::of(make.stderr.take().expect("stderr is piped"));
+    let mut answer = Lines::of(make.stdout.take().expect("stdout is piped"));
+    let mut make = Up { child: make, lines: log };
+    assert_eq!(make.wait()?, Some(0), "{:#?}", make.lines.all());
+    let answer = answer.all().join("\n");
+    for words in ["Paris", "tokens/s", "of KV moved"] {
+        assert!(answer.contains(words), "{answer:?} lacks {words:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_dead_child_comes_back_and_an_interrupt_stops_everything() -> Result<()> {
     let mut up = Up::start(&["--decode", "2"])?;
-    let ready = up.line_with("baton: ready")?;
-    let http =
-        ready.split_whitespace().find(|word| word.starts_with("http://")).context("no URL")?;
-    let client = Client::new(http.trim_end_matches("/v1").to_owned());
+    let client = up.client()?;
     let body = json!({"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0});
     assert_eq!(client.post("/v1/completions", &body).await?.status, 200);
 
-    let children = children_of(up.child.id());
-    assert_eq!(children.len(), 4, "{children:?}");
-    let (victim, _) = children
-        .iter()
-        .find(|(_, name)| name.starts_with("baton-decode"))
-        .context("no decode node")?;
-    let killed = Command::new("kill").args(["-KILL", &victim.to_string()]).status()?;
-    assert!(killed.success());
-    up.line_with("starting it again")?;
+    assert_eq!(children_of(up.child.id()).len(), 4);
+    up.kill_child("baton-decode-node")?;
+    up.lines.wait_for("starting it again")?;
     assert_eq!(client.post("/v1/completions", &body).await?.status, 200);
-    let deadline = Instant::now() + DEADLINE;
-    loop {
-        let (_, health) = client.get_json("/health").await?;
-        if health["decode_nodes"] == 2 {
-            break;
-        }
-        ensure!(Instant::now() < deadline, "the node does not come back: {health}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_decode_nodes(&client, 2).await?;
 
     let children = children_of(up.child.id());
     up.interrupt();
     assert_eq!(up.wait()?, Some(0));
     for (id, name) in children {
-        assert!(!std::path::Path::new(&format!("/proc/{id}")).exists(), "{name} is left behind");
+        assert!(!Path::new(&format!("/proc/{id}")).exists(), "{name} is left behind");
+    }
+    Ok(())
+}
+
+async fn wait_decode_nodes(client: &Client, count: u32) -> Result<()> {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let health = client.get_json("/health").await;
+        if health.as_ref().is_ok_and(|(_, health)| health["decode_nodes"] == count) {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "the cluster does not come back: {health:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_router_is_reported_and_comes_back_at_its_address() -> Result<()> {
+    let mut up = Up::start(&[])?;
+    let client = up.client()?;
+    up.kill_child("baton-router")?;
+    let line = up.lines.wait_for("starting it again")?;
+    assert!(line.starts_with("baton: router ended (signal: 9"), "{line}");
+    wait_decode_nodes(&client, 1).await?;
+    let body = json!({"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0});
+    let answer = client.post("/v1/completions", &body).await?;
+    assert_eq!(answer.status, 200, "{:?}", answer.json());
+    up.interrupt();
+    assert_eq!(up.wait()?, Some(0));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_configuration_file_has_its_say() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("baton.toml");
+    let model = format!("path = {:?}\nname = \"capitals\"", smollm2());
+    let router = "http = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"";
+    let text = format!(
+        "[model]\n{model}\n[router]\n{router}\n[node]\nsequence_tokens_max = 64\n\
+         [telemetry]\nlog_format = \"json\"\n"
+    );
+    std::fs::write(&path, text)?;
+    let config = path.display().to_string();
+    let mut up = Up::start_plain(&["--config", &config])?;
+    let client = up.client()?;
+    let (_, models) = client.get_json("/v1/models").await?;
+    assert_eq!(models["data"][0]["id"], "capitals", "{models}");
+    let body = json!({"prompt": "The capital of France is", "max_tokens": 100});
+    let answer = client.post("/v1/completions", &body).await?.json();
+    let message = answer["error"]["message"].as_str().unwrap_or_default();
+    assert!(message.contains("max_tokens is 100") && message.contains("64"), "{answer}");
+    let seen = up.lines.seen();
+    for name in ["[prefill-0] {", "[decode-0] {", "[router] {"] {
+        assert!(seen.iter().any(|line| line.starts_with(name)), "{seen:#?}");
+    }
+    up.interrupt();
+    assert_eq!(up.wait()?, Some(0));
+
+    std::fs::write(&path, "[router]\nhttps = \"127.0.0.1:0\"\n")?;
+    let mut up = Up::start_plain(&["--config", &config])?;
+    assert_eq!(up.wait()?, Some(1));
+    let said = up.lines.all();
+    assert_eq!(said.len(), 1, "{said:?}");
+    for words in ["baton: ", &config, "router.https", "router.http"] {
+        assert!(said[0].contains(words), "{said:?} lacks {words}");
     }
     Ok(())
 }
@@ -157,7 +278,7 @@ async fn a_dead_child_comes_back_and_an_interrupt_stops_everything() -> Result<(
 #[test]
 fn killing_it_leaves_no_child_behind() -> Result<()> {
     let mut up = Up::start(&[])?;
-    up.line_with("baton: ready")?;
+    up.client()?;
     let children = children_of(up.child.id());
     assert_eq!(children.len(), 3);
     up.child.kill()?;

@@ -1,14 +1,20 @@
-//! One attempt as the router follows it, by the rules of `services/router/src/journey/attempt.rs`.
+//! One attempt: the router's own state machine, and the nodes it is made with.
 //!
-//! Nodes are our own here: what the protocol does not allow is a defect and panics.
+//! What nodes say is put into the words of the wire, as their gRPC face would.
 
+use cluster::Role;
 use engine::event::FinishReason;
 use kv_transfer::api::TransferId;
+use proto::v1::{
+    self, DecodeFinished, DecodeTokens, Delivered, PrefillToken, Reserved, Token,
+    decode_event::Event as DecodeEvent, prefill_event::Event as PrefillEvent,
+};
+use router::decisions::{self, AttemptFailure, EmittedTokens, Next, Side};
+use tonic::Status;
 
 use crate::{
     journey::{Failed, Said},
     nodes::Assigned,
-    recovery::{Cause, Failure, Side},
 };
 
 #[derive(Debug)]
@@ -16,37 +22,7 @@ pub struct Attempt {
     pub transfer: TransferId,
     pub decode_node: Assigned,
     pub prefill_node: Option<Assigned>,
-    first_index: u32,
-    decode: Decode,
-    prefill: Prefill,
-    delivered: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Decode {
-    Opening,
-    Reserved,
-    Writing,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Prefill {
-    Reading,
-    /// Token 0 is here; `Reserved` is awaited.
-    Waiting(u32),
-    /// Token 0 is shown.
-    Sending,
-    Ended,
-}
-
-/// What is to be done, in this order.
-#[derive(Debug, PartialEq)]
-pub enum Next {
-    Show { first_index: u32, ids: Vec<u32> },
-    Admitted { alone: bool },
-    DropPrefill,
-    Finish(FinishReason),
-    Fail(Failure),
+    pub machine: decisions::Attempt,
 }
 
 impl Attempt {
@@ -56,107 +32,32 @@ impl Attempt {
         decode_node: Assigned,
         prefill_node: Option<Assigned>,
     ) -> Self {
-        let prefill = if prefill_node.is_some() { Prefill::Reading } else { Prefill::Ended };
-        Self {
-            transfer,
-            decode_node,
-            prefill_node,
-            first_index,
-            decode: Decode::Opening,
-            prefill,
-            delivered: false,
+        let machine = decisions::Attempt::new(first_index, prefill_node.is_some());
+        Self { transfer, decode_node, prefill_node, machine }
+    }
+
+    pub fn said(&mut self, side: Side, said: Said, emitted: &mut EmittedTokens) -> Vec<Next> {
+        let broken = match &said {
+            Said::Cut => Some(AttemptFailure::cut(side)),
+            Said::Failed { kind: Failed::Stale, message } => {
+                Some(AttemptFailure::status(side, &Status::failed_precondition(message)))
+            }
+            _ => None,
+        };
+        match (side, broken) {
+            (Side::Decode, Some(failure)) => self.machine.decode_failed(failure),
+            (Side::Prefill, Some(failure)) => self.machine.prefill_failed(failure),
+            (Side::Decode, None) => self.machine.decode_said(Some(decode_event(said)), emitted),
+            (Side::Prefill, None) => self.machine.prefill_said(Some(prefill_event(said)), emitted),
         }
     }
 
-    pub fn said(&mut self, side: Side, said: Said) -> Vec<Next> {
-        match (side, said) {
-            (Side::Decode, Said::Failed { kind, message }) => {
-                vec![Next::Fail(failure(side, kind, message))]
-            }
-            (Side::Decode, Said::Cut) => vec![Next::Fail(lost(side))],
-            (Side::Decode, said) => self.decode_said(said),
-            (Side::Prefill, Said::Failed { kind, message }) => {
-                self.prefill_failed(failure(side, kind, message))
-            }
-            (Side::Prefill, Said::Cut) => self.prefill_failed(lost(side)),
-            (Side::Prefill, said) => self.prefill_said(said),
+    /// Whether this side's stream is still read.
+    pub fn expects(&self, side: Side) -> bool {
+        match side {
+            Side::Decode => self.machine.expects_decode(),
+            Side::Prefill => self.machine.expects_prefill(),
         }
-    }
-
-    fn decode_said(&mut self, said: Said) -> Vec<Next> {
-        match (said, self.decode) {
-            (Said::Reserved { alone }, Decode::Opening) => {
-                self.decode = Decode::Reserved;
-                let mut next = vec![Next::Admitted { alone }];
-                match self.prefill {
-                    Prefill::Ended => {}
-                    _ if alone => {
-                        self.prefill = Prefill::Ended;
-                        next.push(Next::DropPrefill);
-                    }
-                    Prefill::Waiting(token) => {
-                        self.prefill = Prefill::Sending;
-                        next.push(Next::Show { first_index: self.first_index, ids: vec![token] });
-                    }
-                    Prefill::Reading | Prefill::Sending => {}
-                }
-                next
-            }
-            (Said::Tokens { first_index, ids, finish: None }, decode)
-                if decode == Decode::Writing
-                    || decode == Decode::Reserved && first_index == self.first_index =>
-            {
-                self.decode = Decode::Writing;
-                vec![Next::Show { first_index, ids }]
-            }
-            (Said::Finished { reason }, Decode::Writing) => vec![Next::Finish(reason)],
-            (said, decode) => panic!("{}: {said:?} in {decode:?}", self.transfer),
-        }
-    }
-
-    fn prefill_said(&mut self, said: Said) -> Vec<Next> {
-        match (said, self.prefill) {
-            (_, Prefill::Ended) => vec![],
-            (Said::Tokens { first_index, ids, finish }, Prefill::Reading)
-                if first_index == self.first_index && ids.len() == 1 =>
-            {
-                match (finish, self.decode) {
-                    (Some(reason), _) => {
-                        self.prefill = Prefill::Ended;
-                        vec![Next::Show { first_index, ids }, Next::Finish(reason)]
-                    }
-                    (None, Decode::Opening) => {
-                        self.prefill = Prefill::Waiting(ids[0]);
-                        vec![]
-                    }
-                    (None, Decode::Reserved | Decode::Writing) => {
-                        self.prefill = Prefill::Sending;
-                        vec![Next::Show { first_index, ids }]
-                    }
-                }
-            }
-            (Said::Delivered, Prefill::Waiting(_) | Prefill::Sending) => {
-                self.delivered = true;
-                vec![]
-            }
-            (said, prefill) => panic!("{}: {said:?} in {prefill:?}", self.transfer),
-        }
-    }
-
-    fn prefill_failed(&mut self, failure: Failure) -> Vec<Next> {
-        if !self.expects_prefill() {
-            return vec![];
-        }
-        if self.decode != Decode::Writing {
-            return vec![Next::Fail(failure)];
-        }
-        self.prefill = Prefill::Ended;
-        vec![]
-    }
-
-    /// Whether the prefill node's stream is still worth reading.
-    pub fn expects_prefill(&self) -> bool {
-        self.prefill != Prefill::Ended && !self.delivered
     }
 
     pub fn node(&self, side: Side) -> &Assigned {
@@ -167,10 +68,54 @@ impl Attempt {
     }
 }
 
-fn failure(side: Side, kind: Failed, message: String) -> Failure {
-    Failure { side, cause: Cause::of(kind), message }
+pub fn side_of(role: Role) -> Side {
+    match role {
+        Role::Prefill => Side::Prefill,
+        Role::Decode => Side::Decode,
+    }
 }
 
-fn lost(side: Side) -> Failure {
-    Failure { side, cause: Cause::Lost, message: "the connection ended".to_owned() }
+fn decode_event(said: Said) -> DecodeEvent {
+    match said {
+        Said::Reserved { alone } => DecodeEvent::Reserved(Reserved { cached_tokens: 0, alone }),
+        Said::Tokens { first_index, ids, finish: None } => {
+            let tokens = ids.into_iter().map(token).collect();
+            DecodeEvent::Tokens(DecodeTokens { first_index, tokens })
+        }
+        Said::Finished { reason } => DecodeEvent::Finished(DecodeFinished {
+            reason: on_the_wire(reason).into(),
+            ..Default::default()
+        }),
+        Said::Failed { kind: Failed::Reported(kind), message } => {
+            DecodeEvent::Failure(v1::Failure { kind: kind.into(), message })
+        }
+        said => panic!("a decode node says {said:?}"),
+    }
+}
+
+fn prefill_event(said: Said) -> PrefillEvent {
+    match said {
+        Said::Tokens { first_index, ids, finish } => PrefillEvent::Token(PrefillToken {
+            first_index,
+            token: ids.first().copied().map(token),
+            finish: finish.map(|reason| on_the_wire(reason).into()),
+            cached_tokens: 0,
+        }),
+        Said::Delivered => PrefillEvent::Delivered(Delivered::default()),
+        Said::Failed { kind: Failed::Reported(kind), message } => {
+            PrefillEvent::Failure(v1::Failure { kind: kind.into(), message })
+        }
+        said => panic!("a prefill node says {said:?}"),
+    }
+}
+
+fn token(id: u32) -> Token {
+    Token { id, logprobs: None }
+}
+
+fn on_the_wire(reason: FinishReason) -> v1::FinishReason {
+    match reason {
+        FinishReason::Stop => v1::FinishReason::Stop,
+        FinishReason::Length => v1::FinishReason::Length,
+    }
 }

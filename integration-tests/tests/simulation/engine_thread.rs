@@ -252,7 +252,10 @@ impl EngineThread {
                 Command::Receive { transfer, .. } | Command::Expect { transfer, .. } => {
                     Some(*transfer)
                 }
-                Command::Written { .. } | Command::Finish { .. } | Command::Abort { .. } => None,
+                Command::Written { .. }
+                | Command::Finish { .. }
+                | Command::Abort { .. }
+                | Command::WeightsChanged { .. } => None,
             };
             // Half of the queue is kept for transfers that have begun.
             let most = if begins.is_some() { self.commands_max / 2 } else { self.commands_max };

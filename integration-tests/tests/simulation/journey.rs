@@ -284,7 +284,9 @@ impl Journey {
             | transfer::Event::SendFailed { transfer, failure } => {
                 let id = SequenceId(transfer.0);
                 let kind = match &failure {
-                    TransferFailure::Refused { .. } => FailureKind::Mismatch,
+                    TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {
+                        FailureKind::Mismatch
+                    }
                     _ => FailureKind::TransferFailed,
                 };
                 self.transfer_over(id);

@@ -26,7 +26,6 @@ mod nodes;
 mod observers;
 mod process;
 mod random;
-mod recovery;
 mod request;
 mod router;
 mod scenario;
@@ -39,10 +38,10 @@ use tally::Tally;
 use world::World;
 
 /// In an ordinary test run.
-const SEEDS: u64 = 1000;
+const SEEDS: u64 = 3000;
 
 /// What so many seeds must have seen, each at least once.
-const REACHED: [&str; 28] = [
+const REACHED: [&str; 30] = [
     "alone",
     "arrived",
     "attempt busy",
@@ -62,15 +61,17 @@ const REACHED: [&str; 28] = [
     "freezes",
     "kills",
     "left",
-    "mild",
+    "must complete",
     "no decode node",
     "notices resent",
+    "notices straggled",
     "preemptions",
     "receive failed",
     "reserved",
     "send failed",
     "the transfer queue is full",
     "token 0 was all",
+    "token 0 was late",
 ];
 
 /// Prints how to run a seed again, when it fails.
@@ -98,8 +99,8 @@ fn run(seed: u64, is_traced: bool) -> (Tally, u64) {
     world.run();
     world.check_quiet();
     let (mut tally, digest) = world.outcome();
-    if world.scenario.is_mild {
-        tally.count("mild");
+    if world.scenario.temper.must_complete() {
+        tally.count("must complete");
         let unfinished = ["attempts spent", "deadline", "busy", "no decode node"];
         for end in unfinished {
             assert_eq!(tally.of(end), 0, "a request did not complete: {end}");
@@ -126,7 +127,7 @@ fn seeds_lose_no_token_and_no_block() {
         all.add_all(&run(seed, false).0);
     }
     eprint!("{all}");
-    if count >= SEEDS {
+    if (first, count) == (0, SEEDS) {
         for what in REACHED {
             assert_ne!(all.of(what), 0, "no seed saw: {what}");
         }

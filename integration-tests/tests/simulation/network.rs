@@ -17,6 +17,8 @@ use crate::{
 
 /// How soon a chunk looks again for a connection that is being made.
 const LOOK_AGAIN: Duration = Duration::from_millis(3);
+/// A straggler comes when both leases of its transfer may be over.
+const STRAGGLES_MAX: Duration = Duration::from_secs(6);
 /// Between two tries to connect.
 const CONNECT_AGAIN: Duration = Duration::from_millis(50);
 
@@ -35,7 +37,14 @@ impl World {
             let step = Step::Notice(source.clone(), Box::new(notice.clone()));
             self.soon(Happening::Step { process: to, step });
         }
-        self.soon(Happening::Step { process: to, step: Step::Notice(source, Box::new(notice)) });
+        let step = Step::Notice(source, Box::new(notice));
+        let happening = Happening::Step { process: to, step };
+        if self.random.chance(self.weather.straggling) {
+            self.router.tally.count("notices straggled");
+            let delay = self.random.up_to(STRAGGLES_MAX);
+            return self.after(delay, happening);
+        }
+        self.soon(happening);
     }
 
     pub fn open_data(&mut self, from: usize, to: Epoch) {

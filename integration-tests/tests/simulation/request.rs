@@ -1,13 +1,21 @@
 //! One request of a client, and what its answer must be.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use engine::{event::FinishReason, executor::sim::next_token};
+use proto::v1;
+use router::decisions::{EmittedTokens, GiveUp, Recovery, RecoveryLimits};
 
 use crate::{
     attempt::Attempt,
-    recovery::{GiveUp, Recovery},
     scenario::{RequestPlan, VOCABULARY},
+};
+
+/// As the router's configuration has them.
+const LIMITS: RecoveryLimits = RecoveryLimits {
+    attempts_max: 4,
+    busy_max: Duration::from_secs(30),
+    absent_max: Duration::from_secs(2),
 };
 
 pub struct Request {
@@ -15,12 +23,14 @@ pub struct Request {
     pub plan: RequestPlan,
     pub deadline: Instant,
     /// What the client was shown: the only truth.
-    pub emitted: Vec<u32>,
+    pub emitted: EmittedTokens,
     pub recovery: Recovery,
     pub state: State,
     /// What the prompt alone determines.
     answer: Vec<u32>,
     reason: FinishReason,
+    /// Tokens that the client has seen.
+    shown: u32,
     /// A stop string is complete.
     is_stopped: bool,
 }
@@ -31,10 +41,12 @@ pub enum State {
         until: Instant,
         for_node: bool,
     },
-    /// `complete_by`: every token is shown, and the node's last event is awaited.
+    /// `complete_by`: every token is shown, and the node's last event is awaited. `token_0_by`: the
+    /// transfer failed, and only token 0 is awaited.
     Trying {
         attempt: Attempt,
         complete_by: Option<Instant>,
+        token_0_by: Option<Instant>,
     },
     Ended(End),
 }
@@ -44,6 +56,7 @@ pub enum End {
     Complete,
     /// The client went away.
     Left,
+    Deadline,
     GaveUp(GiveUp),
 }
 
@@ -53,12 +66,13 @@ impl Request {
         Self {
             id,
             deadline: now + plan.timeout,
+            emitted: EmittedTokens::new(plan.max_tokens, VOCABULARY),
             plan,
-            emitted: Vec::new(),
-            recovery: Recovery::default(),
+            recovery: Recovery::new(LIMITS),
             state: State::Waiting { until: now, for_node: false },
             answer,
             reason,
+            shown: 0,
             is_stopped: false,
         }
     }
@@ -70,33 +84,32 @@ impl Request {
     pub fn next_deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Waiting { until, .. } => Some(self.deadline.min(*until)),
-            State::Trying { complete_by: Some(by), .. } => Some(self.deadline.min(*by)),
-            State::Trying { complete_by: None, .. } => Some(self.deadline),
+            State::Trying { complete_by, token_0_by, .. } => {
+                [Some(self.deadline), *complete_by, *token_0_by].into_iter().flatten().min()
+            }
             State::Ended(_) => None,
         }
     }
 
-    /// Shows what is new of tokens `first_index..`; true when that completes a stop string.
-    pub fn show(&mut self, first_index: u32, ids: &[u32]) -> bool {
-        assert!(!ids.is_empty() && first_index as usize <= self.emitted.len(), "a gap");
-        for (index, id) in (first_index as usize..).zip(ids) {
-            assert_eq!(Some(id), self.answer.get(index), "request {} index {index}", self.id);
-            if index == self.emitted.len() && !self.is_stopped {
-                self.emitted.push(*id);
-                self.is_stopped = self.plan.stops_at == Some(self.emitted.len() as u32);
-            }
+    /// The client sees tokens `first_index..`; true when that completes a stop string.
+    pub fn show(&mut self, first_index: u32, tokens: &[v1::Token]) -> bool {
+        assert!(!tokens.is_empty() && first_index == self.shown, "shown twice, or a gap");
+        for (index, token) in (first_index as usize..).zip(tokens) {
+            assert_eq!(Some(&token.id), self.answer.get(index), "request {} at {index}", self.id);
+            self.shown += 1;
+            self.is_stopped |= self.plan.stops_at == Some(self.shown);
         }
         self.is_stopped
     }
 
     /// Every token of the answer is shown, whatever the nodes may still say.
     pub fn is_complete(&self) -> bool {
-        self.is_stopped || self.emitted.len() == self.answer.len()
+        self.is_stopped || self.emitted.ids().len() == self.answer.len()
     }
 
     /// The answer is complete, and for the right reason where a node has said so.
     pub fn check_complete(&self, reason: Option<FinishReason>) {
-        assert!(self.is_complete(), "request {} is cut at {}", self.id, self.emitted.len());
+        assert!(self.is_complete(), "request {} is cut at {}", self.id, self.shown);
         if let (Some(reason), false) = (reason, self.is_stopped) {
             assert_eq!(reason, self.reason, "request {}", self.id);
         }
@@ -107,7 +120,7 @@ impl Request {
         let State::Ended(end) = &self.state else {
             panic!("request {} never ended: {:?}", self.id, self.state)
         };
-        assert_eq!(self.emitted, self.answer[..self.emitted.len()]);
+        assert_eq!(self.emitted.ids(), &self.answer[..self.shown as usize]);
         if *end == End::Complete {
             self.check_complete(None);
         }
@@ -118,7 +131,7 @@ impl Request {
 fn answer(plan: &RequestPlan) -> (Vec<u32>, FinishReason) {
     let (mut tokens, mut answer) = (plan.prompt.clone(), Vec::new());
     loop {
-        let token = next_token(&tokens, plan.prompt.len(), &plan.sampling, VOCABULARY);
+        let token = next_token(&tokens, plan.prompt.len(), &plan.sampling, None, VOCABULARY);
         let token = token.expect("some token is not masked");
         tokens.push(token);
         answer.push(token);

@@ -1,5 +1,5 @@
-//! The router: around the real directory the smallest faithful copy of what `services/router` does:
-//! ids, attempts, one list of emitted tokens for each request, recovery.
+//! The router: around its real directory and its real decisions (attempt, emitted tokens, recovery) the
+//! calls and clocks that `services/router` has tasks for.
 
 use std::{
     collections::BTreeMap,
@@ -12,22 +12,20 @@ use engine::{
     executor::sim::fingerprints,
 };
 use kv_transfer::api::{Epoch, PeerAddress, TransferId};
-use proto::v1::ObserveEvent;
+use proto::v1::{self, ObserveEvent};
+use router::decisions::{AttemptFailure, Cause, LAST_EVENT_MAX, Next, Side, TOKEN_0_MAX, Then};
 
 use crate::{
-    attempt::{Attempt, Next},
+    attempt::{Attempt, side_of},
     journey::{Begun, Said},
     nodes::{Assigned, Nodes, Watch},
     process::{Call, notice_endpoint},
     random::Random,
-    recovery::{Cause, Failure, GiveUp, Side, Then},
     request::{End, Request, State},
     scenario::RequestPlan,
     tally::Tally,
 };
 
-/// How long a complete answer waits for the node's last event.
-const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
 /// Between two looks for a node that may come back, and between two tries of one that waits for room.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 const ASK_AGAIN: Duration = Duration::from_millis(25);
@@ -120,16 +118,25 @@ impl Router {
             // Nothing is left to cancel.
             self.calls.remove(&call);
         }
-        let State::Trying { attempt, .. } = &mut self.request(id).state else {
+        let Request { state, emitted, .. } = self.request(id);
+        let State::Trying { attempt, .. } = state else {
             unreachable!("an open call belongs to an attempt");
         };
-        if call.side == Side::Prefill && !attempt.expects_prefill() {
+        if !attempt.expects(call.side) {
             return;
         }
         let node = attempt.node(call.side).clone();
         let is_answer = !matches!(said, Said::Failed { .. } | Said::Cut);
         let is_all = matches!(said, Said::Tokens { finish: Some(_), .. });
-        let next = attempt.said(call.side, said);
+        let reserved = match said {
+            Said::Reserved { alone: true } => Some("alone"),
+            Said::Reserved { alone: false } => Some("reserved"),
+            _ => None,
+        };
+        let next = attempt.said(call.side, said, emitted);
+        if let Some(reserved) = reserved {
+            self.tally.count(reserved);
+        }
         if is_answer {
             self.nodes.answered(&node);
         }
@@ -183,8 +190,13 @@ impl Router {
         for id in ids {
             let request = self.request(id);
             match &mut request.state {
-                _ if request.deadline <= now => self.end(now, id, End::GaveUp(GiveUp::Deadline)),
+                _ if request.deadline <= now => self.end(now, id, End::Deadline),
                 State::Waiting { .. } => self.go_on(now, id),
+                State::Trying { attempt, token_0_by: Some(by), .. } if *by <= now => {
+                    let next = attempt.machine.token_0_is_late();
+                    self.tally.count("token 0 was late");
+                    self.act(now, id, next);
+                }
                 // Every token is shown, and the node's last word does not come.
                 State::Trying { .. } => self.complete(now, id, None),
                 State::Ended(_) => {}
@@ -248,7 +260,7 @@ impl Router {
     /// A decode node, and a prefill node that fits it; without one the decode node works alone.
     fn pick(&mut self, now: Instant, id: u64) -> Result<(Assigned, Option<Assigned>), NoNode> {
         let request = &self.requests[&id];
-        let emitted = request.emitted.len() as u32;
+        let emitted = request.emitted.next_index();
         let prompt_tokens = request.plan.prompt.len() as u32;
         let alone = request.recovery.decode_alone();
         let wanted = Wanted {
@@ -257,6 +269,7 @@ impl Router {
             tokens: prompt_tokens + emitted,
             new_tokens_max: request.plan.max_tokens - emitted,
             computes_prompt: alone,
+            model: None,
             prefix: &[],
             identity: None,
             exclude: request.recovery.avoid_decode(),
@@ -287,8 +300,8 @@ impl Router {
             self.call(now, id, transfer, SequenceKind::Send, prefill, Some(&decode));
         }
         let request = self.request(id);
-        let attempt = Attempt::new(transfer, request.emitted.len() as u32, decode, prefill);
-        request.state = State::Trying { attempt, complete_by: None };
+        let attempt = Attempt::new(transfer, request.emitted.next_index(), decode, prefill);
+        request.state = State::Trying { attempt, complete_by: None, token_0_by: None };
     }
 
     fn call(
@@ -301,7 +314,7 @@ impl Router {
         peer: Option<&Assigned>,
     ) {
         let (place, connection) = (node.place, self.nodes.connection(node.place));
-        let side = Side::of(self.nodes.role(place));
+        let side = side_of(self.nodes.role(place));
         let open = OpenCall { request: request_id, place, connection };
         self.calls.insert(CallId { transfer, side }, open);
         let peer = peer.map(|peer| PeerAddress {
@@ -310,7 +323,7 @@ impl Router {
             notice_endpoint: notice_endpoint(peer.place),
         });
         let request = &self.requests[&request_id];
-        let tokens = [&request.plan.prompt[..], &request.emitted].concat();
+        let tokens = [&request.plan.prompt[..], request.emitted.ids()].concat();
         let begun = Begun {
             // Any hash of the tokens will do.
             prompt_hash: fingerprints(&tokens).last().copied().unwrap_or_default().into(),
@@ -323,6 +336,7 @@ impl Router {
                 max_tokens: request.plan.max_tokens,
                 ignore_stop_tokens: request.plan.ignore_stop_tokens,
                 cache_salt: request.plan.cache_salt.clone(),
+                constraint: None,
                 deadline: request.deadline,
             },
             peer,
@@ -337,12 +351,9 @@ impl Router {
     fn act(&mut self, now: Instant, id: u64, next: Vec<Next>) {
         for next in next {
             match next {
-                Next::Admitted { alone } => {
-                    self.tally.count(if alone { "alone" } else { "reserved" });
-                    self.request(id).recovery.admitted();
-                }
-                Next::Show { first_index, ids } => {
-                    if self.request(id).show(first_index, &ids) {
+                Next::Admitted => self.request(id).recovery.admitted(),
+                Next::Show { first_index, tokens, .. } => {
+                    if self.request(id).show(first_index, &tokens) {
                         // A stop string: the nodes do not know.
                         return self.complete(now, id, Some(FinishReason::Stop));
                     }
@@ -352,7 +363,7 @@ impl Router {
                     let call = CallId { transfer: attempt.transfer, side: Side::Prefill };
                     self.drop_call(call);
                 }
-                Next::Finish(reason) => return self.complete(now, id, Some(reason)),
+                Next::Finish(reason) => return self.complete(now, id, Some(of_the_wire(reason))),
                 Next::Fail(_) if self.requests[&id].is_complete() => {
                     return self.complete(now, id, None);
                 }
@@ -361,12 +372,13 @@ impl Router {
         }
         let request = self.request(id);
         let complete_by = request.is_complete().then(|| now + LAST_EVENT_MAX);
-        if let State::Trying { complete_by: by, .. } = &mut request.state {
+        if let State::Trying { attempt, complete_by: by, token_0_by } = &mut request.state {
             *by = complete_by;
+            *token_0_by = (!attempt.machine.expects_decode()).then(|| now + TOKEN_0_MAX);
         }
     }
 
-    fn attempt_failed(&mut self, now: Instant, id: u64, failure: Failure) {
+    fn attempt_failed(&mut self, now: Instant, id: u64, failure: AttemptFailure) {
         self.tally.count_failure(&failure);
         let Some(attempt) = self.end_attempt(now, id, Some(&failure)) else { return };
         let prefill = attempt.prefill_node.as_ref().map(|node| node.epoch);
@@ -390,7 +402,12 @@ impl Router {
     }
 
     /// Drops the calls of the attempt under way and gives its nodes back.
-    fn end_attempt(&mut self, now: Instant, id: u64, failure: Option<&Failure>) -> Option<Attempt> {
+    fn end_attempt(
+        &mut self,
+        now: Instant,
+        id: u64,
+        failure: Option<&AttemptFailure>,
+    ) -> Option<Attempt> {
         let waits = State::Waiting { until: now, for_node: false };
         let state = std::mem::replace(&mut self.request(id).state, waits);
         let State::Trying { attempt, .. } = state else { return None };
@@ -413,5 +430,13 @@ impl Router {
         if let Some(OpenCall { place, connection, .. }) = self.calls.remove(&id) {
             self.acts.push(Act::Cancel { place, connection, transfer: id.transfer });
         }
+    }
+}
+
+fn of_the_wire(reason: v1::FinishReason) -> FinishReason {
+    match reason {
+        v1::FinishReason::Stop => FinishReason::Stop,
+        v1::FinishReason::Length => FinishReason::Length,
+        v1::FinishReason::Unspecified => unreachable!("an attempt does not end without a reason"),
     }
 }

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use cluster::Role;
-use engine::{SchedulerConfig, executor::ExecutorLimits};
+use engine::{
+    SchedulerConfig,
+    executor::{ExecutorLimits, Speculation},
+};
 use kernels::{BLOCK_TOKENS, sampling::Sampling};
 use kv_transfer::Limits;
 
@@ -16,12 +19,29 @@ pub const BLOCK_BYTES: usize = 8 * BLOCK_TOKENS;
 /// Everything that a run is made of.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// Little enough goes wrong that every request must complete.
-    pub is_mild: bool,
+    pub temper: Temper,
     pub weather: Weather,
     pub nodes: Vec<NodePlan>,
     pub requests: Vec<RequestPlan>,
     pub blows: Vec<(Duration, Blow)>,
+}
+
+/// How much may go wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Temper {
+    /// One blow at most, which the cluster survives, and a network that loses little.
+    Mild,
+    /// Anything, but decode nodes live and are reached.
+    DecodeSpared,
+    /// Anything may befall anyone, who may have little room and patience.
+    Wild,
+}
+
+impl Temper {
+    /// Every request whose client stays must complete.
+    pub fn must_complete(self) -> bool {
+        self != Self::Wild
+    }
 }
 
 /// How the network misbehaves, in percent and time.
@@ -32,6 +52,8 @@ pub struct Weather {
     /// Of chunks: they arrive changed, or cannot be sent at all.
     pub damage: u64,
     pub failure: u64,
+    /// Of notices: they come seconds late, when everything may be over.
+    pub straggling: u64,
     pub delay_max: Duration,
     /// How long a transport takes to let go of a block.
     pub release_max: Duration,
@@ -88,7 +110,11 @@ pub enum Blow {
 impl Scenario {
     pub fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
-        let is_mild = random.chance(40);
+        let temper = match random.below(10) {
+            0..=3 => Temper::Mild,
+            4 | 5 => Temper::DecodeSpared,
+            _ => Temper::Wild,
+        };
         // Many requests at once for few blocks, or room for all.
         let is_crowded = random.chance(40);
         let (depth, sequence_tokens) = (random.within(1..=3), random.within(64..=200));
@@ -99,22 +125,26 @@ impl Scenario {
                     true => random.within(6..=16),
                     false => random.within(14..=60),
                 };
-                nodes.push(node(&mut random, is_mild, role, blocks, depth, sequence_tokens));
+                nodes.push(node(&mut random, temper, role, blocks, depth, sequence_tokens));
             }
         }
         let longest = longest_sequence(&nodes);
         let request_count = random.within(1..=if is_crowded { 20 } else { 8 });
         let rush = random.millis(1..=if is_crowded { 300 } else { 3000 });
         let requests =
-            (0..request_count).map(|_| request(&mut random, is_mild, longest, rush)).collect();
-        let weather = weather(&mut random, is_mild);
-        let blow_count = if is_mild { random.below(2) } else { random.below(7) };
+            (0..request_count).map(|_| request(&mut random, temper, longest, rush)).collect();
+        let weather = weather(&mut random, temper);
+        let blow_count = random.below(if temper == Temper::Mild { 2 } else { 7 });
         let mut blows: Vec<_> = (0..blow_count)
             .map(|_| (random.millis(0..=5000), blow(&mut random, &nodes)))
-            .filter(|(_, blow)| !is_mild || is_survived(blow, &nodes))
+            .filter(|(_, blow)| match temper {
+                Temper::Mild => is_survived(blow, &nodes),
+                Temper::DecodeSpared => spares_decode_nodes(blow, &nodes),
+                Temper::Wild => true,
+            })
             .collect();
         blows.sort_by_key(|&(at, _)| at);
-        Self { is_mild, weather, nodes, requests, blows }
+        Self { temper, weather, nodes, requests, blows }
     }
 }
 
@@ -139,6 +169,20 @@ fn is_survived(blow: &Blow, nodes: &[NodePlan]) -> bool {
     }
 }
 
+/// Whether decode nodes and the way to them stay as they are.
+fn spares_decode_nodes(blow: &Blow, nodes: &[NodePlan]) -> bool {
+    match *blow {
+        Blow::Kill { place, .. }
+        | Blow::Freeze { place, .. }
+        | Blow::BreakCalls { place }
+        | Blow::Drain { place, .. } => nodes[place].role == Role::Prefill,
+        Blow::Cut { .. }
+        | Blow::BreakData { .. }
+        | Blow::QueueFull { .. }
+        | Blow::RestartRouter => true,
+    }
+}
+
 impl NodePlan {
     /// In tokens.
     pub fn longest_sequence(&self) -> u32 {
@@ -155,7 +199,7 @@ fn longest_sequence(nodes: &[NodePlan]) -> u32 {
 
 fn node(
     random: &mut Random,
-    is_mild: bool,
+    temper: Temper,
     role: Role,
     blocks: u32,
     depth: u32,
@@ -169,6 +213,7 @@ fn node(
         blocks,
         depth,
         vocabulary: VOCABULARY,
+        speculation: speculation(slots, blocks),
     };
     let any_chunk = random.within(1..=40);
     let chunk_tokens = random.pick(&[u32::MAX, 16, any_chunk]);
@@ -182,7 +227,7 @@ fn node(
         pair_idle: random.pick(&[Duration::from_secs(60), Duration::from_millis(200)]),
         ..Limits::default()
     };
-    if !is_mild && random.chance(20) {
+    if temper == Temper::Wild && random.chance(20) {
         scheduler.waiting_max = random.within(1..=3);
         scheduler.transfers_max = random.within(1..=3);
         transfers.early_max = random.within(0..=2) as usize;
@@ -199,7 +244,17 @@ fn node(
     NodePlan { role, scheduler, transfers, pace }
 }
 
-fn request(random: &mut Random, is_mild: bool, longest: u32, rush: Duration) -> RequestPlan {
+/// Some nodes guess ahead, prefill and decode nodes alike. Not drawn: a seed's story stays what it was.
+fn speculation(slots: u32, blocks: u32) -> Option<Speculation> {
+    (slots + blocks).is_multiple_of(3).then_some(Speculation {
+        row_drafts: 1 + blocks % 8,
+        step_tokens: 8 + blocks % 57,
+        ngram_min: 2,
+        ngram_max: 4,
+    })
+}
+
+fn request(random: &mut Random, temper: Temper, longest: u32, rush: Duration) -> RequestPlan {
     let prompt_len = match random.below(4) {
         0 => random.within(1..=20),
         _ => random.within(1..=longest - 2),
@@ -223,9 +278,11 @@ fn request(random: &mut Random, is_mild: bool, longest: u32, rush: Duration) -> 
         stop_token_ids: if random.chance(60) { vec![3, 4] } else { vec![] },
         ..Sampling::greedy()
     };
-    let patience =
-        if is_mild { random.millis(120_000..=120_000) } else { random.millis(2_000..=25_000) };
-    let hurried = !is_mild && random.chance(10);
+    let patience = match temper.must_complete() {
+        true => Duration::from_secs(120),
+        false => random.millis(2_000..=25_000),
+    };
+    let is_hurried = temper == Temper::Wild && random.chance(10);
     RequestPlan {
         at: random.up_to(rush),
         prompt,
@@ -233,8 +290,10 @@ fn request(random: &mut Random, is_mild: bool, longest: u32, rush: Duration) -> 
         max_tokens,
         ignore_stop_tokens: random.chance(20),
         cache_salt: if random.chance(10) { "tenant".to_owned() } else { String::new() },
-        timeout: if hurried { random.millis(1..=400) } else { patience },
-        leaves_after: random.chance(if is_mild { 5 } else { 15 }).then(|| random.millis(0..=1500)),
+        timeout: if is_hurried { random.millis(1..=400) } else { patience },
+        leaves_after: random
+            .chance(if temper == Temper::Mild { 5 } else { 15 })
+            .then(|| random.millis(0..=1500)),
         stops_at: random.chance(10).then(|| random.within(1..=10)),
     }
 }
@@ -245,18 +304,21 @@ fn prompt_token(family: u32, tail: u32, prompt_len: u32, index: u32) -> u32 {
     (family * 11 + index * 7 + index / 5 + own) % VOCABULARY
 }
 
-fn weather(random: &mut Random, is_mild: bool) -> Weather {
+fn weather(random: &mut Random, temper: Temper) -> Weather {
+    let is_mild = temper == Temper::Mild;
     let mut sometimes = |most: u64| match random.chance(50) {
         true => random.below(most),
         false => 0,
     };
     let (loss, duplication) = (sometimes(25), sometimes(30));
     let (damage, failure) = (sometimes(8), sometimes(4));
+    let straggling = if random.chance(20) { random.below(20) } else { 0 };
     Weather {
         loss: if is_mild { loss.min(3) } else { loss },
         duplication,
         damage: if is_mild { 0 } else { damage },
         failure: if is_mild { 0 } else { failure },
+        straggling: if is_mild { 0 } else { straggling },
         delay_max: random.pick(&[
             Duration::from_micros(300),
             Duration::from_millis(5),
@@ -267,6 +329,7 @@ fn weather(random: &mut Random, is_mild: bool) -> Weather {
             Duration::ZERO,
             Duration::from_micros(100),
             Duration::from_millis(2),
+            Duration::from_millis(40),
         ]),
     }
 }

@@ -2,11 +2,9 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use crate::{
-    journey::TRANSFERS_FULL,
-    recovery::{Cause, Failure, GiveUp},
-    request::End,
-};
+use router::decisions::{AttemptFailure, Cause, GiveUp};
+
+use crate::{journey::TRANSFERS_FULL, request::End};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally(BTreeMap<&'static str, u64>);
@@ -30,7 +28,7 @@ impl Tally {
         }
     }
 
-    pub fn count_failure(&mut self, failure: &Failure) {
+    pub fn count_failure(&mut self, failure: &AttemptFailure) {
         if failure.message == TRANSFERS_FULL {
             self.count(TRANSFERS_FULL);
         }
@@ -41,6 +39,14 @@ impl Tally {
             Cause::TransferFailed => "attempt transfer failed",
             Cause::Deadline => "attempt deadline",
             Cause::Stale => "attempt stale",
+            // Nodes are our own here: none of these can be but by a defect.
+            Cause::SlowReader
+            | Cause::Mismatch
+            | Cause::Duplicate
+            | Cause::Internal
+            | Cause::Invalid
+            | Cause::Violation
+            | Cause::Contradiction => panic!("{failure}"),
         });
     }
 
@@ -50,9 +56,10 @@ impl Tally {
             End::Complete => "complete",
             End::Left => "left",
             End::GaveUp(GiveUp::AttemptsSpent { .. }) => "attempts spent",
-            End::GaveUp(GiveUp::Deadline) => "deadline",
-            End::GaveUp(GiveUp::Busy) => "busy",
-            End::GaveUp(GiveUp::NoDecodeNode) => "no decode node",
+            // The router's clock or a node's, whichever was first.
+            End::Deadline | End::GaveUp(GiveUp::Final(_)) => "deadline",
+            End::GaveUp(GiveUp::Busy { .. }) => "busy",
+            End::GaveUp(GiveUp::NoDecodeNode { .. }) => "no decode node",
         });
     }
 }

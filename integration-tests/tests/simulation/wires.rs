@@ -69,7 +69,7 @@ impl Wires {
                     lent.extend(blocks.iter().copied().zip(*first_block..));
                 }
             }
-            Command::Finish { .. } | Command::Abort { .. } => {}
+            Command::Finish { .. } | Command::Abort { .. } | Command::WeightsChanged { .. } => {}
         }
     }
 

@@ -12,12 +12,12 @@ use std::{
 use kv_transfer::api::{Epoch, TransferId};
 
 use crate::{
+    attempt::side_of,
     blows::Trouble,
     checks::Silence,
     journey::Said,
     process::{Call, Life, Out, Process, Step},
     random::{Random, mix},
-    recovery::Side,
     router::{CallId, Router},
     scenario::{Scenario, Weather},
     wires::Cargo,
@@ -332,7 +332,7 @@ impl World {
         for out in outs {
             match out {
                 Out::Say(transfer, said) => {
-                    let side = Side::of(self.processes[process].record.role);
+                    let side = side_of(self.processes[process].record.role);
                     let call = CallId { transfer, side };
                     let happening = Happening::Said { call, said };
                     self.in_order(Order::Call(call), self.weather.delay_max, happening);

@@ -1,0 +1,114 @@
+//! What the public API promises, against real nodes: which nodes take a request, and what clients
+//! may see of each other.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+use futures_util::future::try_join_all;
+use integration_tests::{
+    client::{Client, DEADLINE},
+    cluster::{Cluster, ClusterSpec},
+};
+use serde_json::{Value, json};
+
+/// Token ids that no other `number` shares a block with.
+fn prompt(number: u32, count: u32) -> Vec<u32> {
+    (0..count).map(|index| 1000 + number * 3000 + index * 7 % 2900).collect()
+}
+
+/// Where an answer came from, and how much of its prompt was cached there.
+#[derive(Debug)]
+struct Served {
+    prefill: String,
+    decode: String,
+    cached_tokens: u64,
+}
+
+async fn ask(client: &Client, prompt: &[u32], salt: Option<&str>) -> Result<Served> {
+    let body = json!({"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": true,
+        "cache_salt": salt});
+    let body = serde_json::to_vec(&body)?.into();
+    let answer = client.post_bytes("/v1/completions", body, &[("x-baton-figures", "1")]).await?;
+    let answer = answer.json();
+    ensure!(answer["error"].is_null(), "{answer}");
+    let name = |field: &str| answer["baton"][field].as_str().unwrap_or_default().to_owned();
+    let cached_tokens = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    Ok(Served {
+        prefill: name("prefill_node"),
+        decode: name("decode_node"),
+        cached_tokens: cached_tokens.as_u64().expect("usage is whole"),
+    })
+}
+
+/// Waits until the router has heard of so many cached blocks on the nodes of this role.
+async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Result<()> {
+    let deadline = Instant::now() + DEADLINE;
+    let (name, label) = ("baton_nodes_cached_blocks", format!("role=\"{role}\""));
+    loop {
+        let text = String::from_utf8(client.get("/metrics").await?.body.to_vec())?;
+        let line = text.lines().find(|line| line.starts_with(name) && line.contains(&label));
+        let known = line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+        if known.is_some_and(|known| known >= count) {
+            return Ok(());
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "{role}: {known:?} cached blocks are known, not {count}"
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_repeated_prompt_goes_where_it_is_cached_and_others_are_spread() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2().nodes(2, 2)).await?;
+    let client = Client::new(cluster.http());
+    // Long enough to outweigh a row that a load report still shows.
+    let long = prompt(0, 1600);
+    let first = ask(&client, &long, None).await?;
+    assert_eq!(first.cached_tokens, 0);
+    for role in ["prefill", "decode"] {
+        cached_blocks_are_known(&client, role, 100.0).await?;
+    }
+    for tail in 0..4 {
+        let again = [&long[..], &prompt(1 + tail, 40)].concat();
+        let served = ask(&client, &again, None).await?;
+        assert_eq!((&served.prefill, &served.decode), (&first.prefill, &first.decode));
+        assert!(served.cached_tokens >= 1600, "{served:?}");
+    }
+    // Side by side: while none of them is reported yet, the router counts its own.
+    let others: Vec<Vec<u32>> = (0..4).map(|number| prompt(5 + number, 320)).collect();
+    let served = try_join_all(others.iter().map(|prompt| ask(&client, prompt, None))).await?;
+    let nodes = |name: fn(&Served) -> &str| served.iter().map(name).collect::<BTreeSet<_>>().len();
+    assert_eq!(nodes(|served| &served.prefill), 2, "{served:?}");
+    assert_eq!(nodes(|served| &served.decode), 2, "{served:?}");
+    cluster.stop()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_salt_or_tenant_never_finds_a_cached_prompt() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let client = Client::new(cluster.http());
+    let prompt = prompt(0, 320);
+    for salt in [None, Some("one"), Some("two")] {
+        assert_eq!(ask(&client, &prompt, salt).await?.cached_tokens, 0, "{salt:?}");
+    }
+    for salt in [Some("two"), Some("one"), None] {
+        let served = ask(&client, &prompt, salt).await?;
+        assert!(served.cached_tokens >= 304, "{salt:?}: {served:?}");
+    }
+    let of_tenant = async |tenant: &'static str| -> Result<Value> {
+        let body = json!({"prompt": prompt, "max_tokens": 1});
+        let body = serde_json::to_vec(&body)?.into();
+        let headers = [("x-baton-tenant", tenant)];
+        let answer = client.post_bytes("/v1/completions", body, &headers).await?.json();
+        Ok(answer["usage"]["prompt_tokens_details"]["cached_tokens"].clone())
+    };
+    assert_eq!(of_tenant("a").await?, 0);
+    assert_eq!(of_tenant("b").await?, 0);
+    assert!(of_tenant("a").await?.as_u64() >= Some(304));
+    cluster.stop()
+}

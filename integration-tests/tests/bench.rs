@@ -1,0 +1,179 @@
+//! `baton bench` as a user runs it, against the real model and a real cluster.
+
+use std::{
+    path::Path,
+    process::{Command, Output, Stdio},
+};
+
+use anyhow::{Context, Result, ensure};
+use integration_tests::cluster::{Cluster, ClusterSpec, bin_dir, smollm2};
+use serde_json::{Value, json};
+
+fn bench(args: &[&str]) -> Result<Output> {
+    Command::new(bin_dir().join("baton"))
+        .arg("bench")
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .context("cannot run baton")
+}
+
+/// The table on standard output and the report in the file that `--json` names.
+fn measured(args: &[&str], json: &Path) -> Result<(String, Value)> {
+    let json_path = json.display().to_string();
+    let output = bench(&[args, &["--json", &json_path]].concat())?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{args:?}: {}: {said}", output.status);
+    Ok((String::from_utf8(output.stdout)?, serde_json::from_slice(&std::fs::read(json)?)?))
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+#[test]
+fn an_engine_alone_is_measured_at_every_batch_size() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = smollm2().display().to_string();
+    let sizes = ["--prefill-tokens", "48", "--context-tokens", "16", "--decode-tokens", "8"];
+    let args = [&["engine", "--model", &model, "--batch", "1,3", "--runs", "3"], &sizes[..]];
+    let (table, report) = measured(&args.concat(), &folder.path().join("engine.json"))?;
+
+    // 135 million parameters, two bytes each.
+    assert_eq!(report["weight_bytes"], 269_030_016u64, "{report}");
+    assert_eq!(report["dtype"], "bf16");
+    for key in ["load_s", "weight_read_gb_per_s", "threads"] {
+        assert!(number(&report[key]) > 0.0, "{key} in {report}");
+    }
+    let rows = report["rows"].as_array().context("no rows")?;
+    let found: Vec<_> = rows.iter().map(|row| [&row["what"], &row["batch"]]).collect();
+    let what = |what: &str, batch: u32| [json!(what), json!(batch)];
+    let wanted = [what("prefill", 1), what("prefill", 3), what("decode", 1), what("decode", 3)];
+    assert_eq!(found, wanted.each_ref().map(|[what, batch]| [what, batch]));
+    for row in rows {
+        let tokens = if row["what"] == "prefill" { 48 } else { 8 };
+        assert_eq!(row["tokens_each"], tokens, "{row}");
+        let mut all: Vec<f64> =
+            row["tokens_per_s_all"].as_array().context("no runs")?.iter().map(number).collect();
+        all.sort_by(f64::total_cmp);
+        assert!(all.len() == 3 && all[0] > 0.0, "{row}");
+        assert_eq!(number(&row["tokens_per_s_median"]), all[1], "{row}");
+        let is_bound = row["what"] == "decode" && row["batch"] == 1;
+        assert_eq!(is_bound, row["share_of_weight_read"].is_number(), "{row}");
+        let line = format!("{:.1}", all[1]);
+        assert!(table.contains(&line), "{line} is not in\n{table}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_is_measured_at_every_load() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (json_path, svg) = (folder.path().join("serve.json"), folder.path().join("serve.svg"));
+    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let url = cluster.http();
+    let svg_path = svg.display().to_string();
+    let serve = ["serve", "--url", &url, "--requests", "3", "--svg", &svg_path];
+    let length = ["--input-tokens", "20..40", "--output-tokens", "6", "--turns", "2"];
+    for (flags, loads) in [
+        (["--concurrency", "1,2"], &[json!({"concurrency": 1}), json!({"concurrency": 2})][..]),
+        (["--rate", "20"], &[json!({"rate": 20.0})]),
+    ] {
+        let (table, report) = measured(&[&serve[..], &length, &flags].concat(), &json_path)?;
+        let points = report["points"].as_array().context("no points")?;
+        assert!(points.iter().map(|point| &point["load"]).eq(loads), "{report}");
+        points.iter().for_each(check_point);
+        assert_eq!(table.matches("6 of 6 requests completed").count(), points.len(), "{table}");
+        let chart = std::fs::read_to_string(&svg)?;
+        assert!(chart.contains("<svg") && chart.trim_end().ends_with("</svg>"), "{chart}");
+    }
+
+    // What the server refuses is counted by its reason: the model reads 8,192 tokens at most.
+    let long = ["serve", "--url", &url, "--requests", "3", "--input-tokens", "9000"];
+    let output = bench(&long)?;
+    assert_eq!(output.status.code(), Some(1));
+    let table = String::from_utf8_lossy(&output.stdout);
+    let reason = "3 x 400 Bad Request: prompt has 8192 tokens";
+    assert!(table.contains("0 of 3 requests completed") && table.contains(reason), "{table}");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.ends_with("baton: no request completed\n"), "{said}");
+    cluster.stop()
+}
+
+/// Three conversations of two turns, each with six tokens of answer.
+fn check_point(point: &Value) {
+    let counted = ["conversations", "conversations_completed", "requests", "completed"];
+    assert_eq!(counted.map(|what| number(&point[what])), [3.0, 3.0, 6.0, 6.0], "{point}");
+    assert_eq!(point["errors"], json!({}));
+    for (what, count) in [
+        ("ttft_ms", 6),
+        ("tpot_ms", 6),
+        ("itl_ms", 30),
+        ("e2e_ms", 6),
+        ("handover_gap_ms", 6),
+        ("conversation_s", 3),
+    ] {
+        assert_eq!(point[what]["count"], count, "{what} in {point}");
+    }
+    for what in ["ttft_ms", "e2e_ms", "conversation_s"] {
+        let ranks = ["p50", "p90", "p99", "max"].map(|rank| number(&point[what][rank]));
+        assert!(ranks[0] > 0.0 && ranks.is_sorted(), "{what} in {point}");
+    }
+    assert!(number(&point["e2e_ms"]["mean"]) >= number(&point["ttft_ms"]["mean"]), "{point}");
+    let elapsed_s = number(&point["elapsed_s"]);
+    let count = |per_s: &str| (number(&point[per_s]) * elapsed_s).round();
+    assert_eq!((count("request_per_s"), count("output_token_per_s")), (6.0, 36.0), "{point}");
+    // The second prompt repeats the first and its answer.
+    let prompts = |tokens: f64| 3.0 * (tokens + tokens + 6.0 + tokens);
+    let all = 36.0 + prompts(20.0)..=36.0 + prompts(40.0);
+    assert!(all.contains(&count("total_token_per_s")), "{point}");
+    let cached = number(&point["cached_share"]);
+    assert!(cached > 0.0 && cached < 0.5, "{point}");
+}
+
+#[test]
+fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
+    let model = smollm2().display().to_string();
+    let engine = |flags: &[&str]| [&["engine", "--model", &model], flags].concat().join("\t");
+    let serve = |flags: &[&str]| [&["serve"], flags].concat().join("\t");
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let away = format!("http://{nobody}");
+    for (args, code, words) in [
+        (engine(&["--batch", "0"]), 1, &["--batch", "[0]", "1 to 1024"][..]),
+        (engine(&["--batch", "1,many"]), 2, &["--batch", "many"]),
+        (engine(&["--dtype", "f64"]), 2, &["--dtype", "f64", "f32, bf16 and q8"]),
+        (engine(&["--load-format", "gguf"]), 2, &["--load-format", "gguf", "auto and dummy"]),
+        (engine(&["--runs", "0"]), 2, &["--runs", "0", "1..=1000"]),
+        (engine(&["--threads", "0"]), 1, &["threads is 0", "1 to 1024"]),
+        (engine(&["--context-tokens", "9000"]), 1, &["9080 tokens", "8192"]),
+        (engine(&["--json", "/nowhere/bench.json"]), 1, &["--json /nowhere/bench.json"]),
+        (serve(&["--json", "/nowhere/bench.json"]), 1, &["--json /nowhere/bench.json"]),
+        (serve(&["--svg", "/nowhere/bench.svg"]), 1, &["--svg /nowhere/bench.svg"]),
+        (engine(&["--requests", "4"]), 2, &["--requests"]),
+        ("engine\t--model\tnobody".to_owned(), 1, &["nobody", "smollm2-135m"]),
+        (serve(&["--requests", "0"]), 2, &["--requests", "0"]),
+        (serve(&["--input-tokens", "9..3"]), 2, &["--input-tokens", "9..3", "larger"]),
+        (serve(&["--output-tokens", "0"]), 2, &["--output-tokens", "\"0\"", "1..=1000000"]),
+        (serve(&["--rate", "0"]), 2, &["--rate", "'0'", "greater than 0"]),
+        (serve(&["--rate", "nan"]), 2, &["--rate", "nan", "greater than 0"]),
+        (serve(&["--goodput", "itl:5"]), 2, &["--goodput", "itl", "ttft:MS"]),
+        (serve(&["--agents", "--turns", "2"]), 2, &["--agents", "--turns"]),
+        (serve(&["--rate", "2", "--concurrency", "2"]), 2, &["--rate", "--concurrency"]),
+        (serve(&["--url", "not a url"]), 1, &["not a url"]),
+        (serve(&["--url", "https://localhost"]), 1, &["https://localhost", "is not http"]),
+        (serve(&["--url", &away]), 1, &[&away]),
+    ] {
+        let args: Vec<&str> = args.split('\t').collect();
+        let output = bench(&args)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {said}");
+        // What clap says about usage comes after the line that matters.
+        let line = said.lines().next().unwrap_or_default();
+        for word in words {
+            assert!(line.contains(word), "{args:?}: {said:?} lacks {word:?}");
+        }
+        assert!(code == 2 || said.lines().count() == 1, "{args:?}: {said}");
+        assert!(output.stdout.is_empty(), "{args:?}");
+    }
+    Ok(())
+}

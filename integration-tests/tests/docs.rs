@@ -1,0 +1,154 @@
+//! The services' pages list every setting and every metric there is.
+//!
+//! `make docs` writes the lists anew.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, ensure};
+use config::Section;
+use integration_tests::{
+    client::Client,
+    cluster::{Cluster, ClusterSpec},
+};
+use serde_json::json;
+
+fn page(service: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../services").join(service).join("README.md")
+}
+
+/// Compares the list between `<!-- BEGIN -->` and `<!-- end -->` with what it should be, or writes it.
+fn check_list(path: &Path, begin: &str, wanted: &str) -> Result<()> {
+    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let begin = format!("<!-- {begin} -->\n");
+    let (before, rest) = text.split_once(&begin).with_context(|| format!("no {begin}"))?;
+    let (found, after) = rest.split_once("<!-- end -->").context("no <!-- end -->")?;
+    if std::env::var_os("BATON_WRITE_DOCS").is_some() {
+        fs::write(path, format!("{before}{begin}{wanted}<!-- end -->{after}"))?;
+        return Ok(());
+    }
+    let odd = found.lines().find(|line| !wanted.contains(line));
+    let missing = wanted.lines().find(|line| !found.contains(line));
+    ensure!(
+        found == wanted,
+        "{} is out of date; `make docs` writes it anew\n\
+         it has: {odd:?}\nit lacks: {missing:?}",
+        path.display()
+    );
+    Ok(())
+}
+
+fn settings(sections: &[Section]) -> String {
+    let mut list = String::new();
+    for section in sections {
+        let _ = write!(list, "\n`[{}]`: {}\n\n", section.name(), section.about());
+        list.push_str("| key | default | allowed | |\n| --- | --- | --- | --- |\n");
+        for setting in section.settings() {
+            let cell = |text: &str| text.replace('|', "\\|");
+            let _ = writeln!(
+                list,
+                "| `{}` | {} | {} | {} *{}* |",
+                setting.name,
+                cell(&setting.default),
+                cell(&setting.allowed),
+                cell(&setting.summary()),
+                cell(setting.why),
+            );
+        }
+    }
+    list.push('\n');
+    list
+}
+
+/// Name, type and help of each family in Prometheus text.
+fn families(text: &str) -> BTreeMap<String, (String, String)> {
+    let mut families: BTreeMap<String, (String, String)> = BTreeMap::new();
+    for line in text.lines() {
+        let mut words = line.splitn(4, ' ');
+        let (Some("#"), Some(what), Some(name), Some(rest)) =
+            (words.next(), words.next(), words.next(), words.next())
+        else {
+            continue;
+        };
+        let family = families.entry(name.to_owned()).or_default();
+        match what {
+            "HELP" => family.1 = rest.to_owned(),
+            _ => family.0 = rest.to_owned(),
+        }
+    }
+    families
+}
+
+fn metrics(families: &BTreeMap<String, (String, String)>) -> String {
+    let mut list = String::from("\n| metric | type | what it is |\n| --- | --- | --- |\n");
+    for (name, (kind, help)) in families {
+        let _ = writeln!(list, "| `{name}` | {kind} | {} |", help.replace('|', "\\|"));
+    }
+    list.push('\n');
+    list
+}
+
+#[test]
+fn every_setting_is_on_its_page() -> Result<()> {
+    let router = [Section::Model, Section::Router, Section::Cluster, Section::Telemetry];
+    check_list(&page("router"), "settings: model router cluster telemetry", &settings(&router))?;
+    let node =
+        [Section::Model, Section::Node, Section::Transfer, Section::Cluster, Section::Telemetry];
+    check_list(&page("node"), "settings: model node transfer cluster telemetry", &settings(&node))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_metric_is_on_its_page() -> Result<()> {
+    // Metrics show from their first value on: something must wait, and something be guessed.
+    let spec = ClusterSpec::smollm2()
+        .set("BATON_NODE_SLOTS", 1)
+        .set("BATON_NODE_WAITING_MAX", 0)
+        .set("BATON_NODE_SPECULATE", "ngram");
+    let cluster = Cluster::start(spec).await?;
+    let client = Client::new(cluster.http());
+    let answers = (0..3).map(|index| {
+        // More than one block, so that its KV is moved from node to node.
+        let prompt = format!("{index} {}", "one two three four five six seven ".repeat(12));
+        let body =
+            json!({"prompt": prompt, "max_tokens": 24, "ignore_eos": true, "temperature": 0});
+        let client = client.clone();
+        async move { client.post("/v1/completions", &body).await }
+    });
+    for answer in futures_util::future::try_join_all(answers).await? {
+        ensure!(answer.status == 200, "{}: {}", answer.status, answer.json());
+    }
+    let text = async |url: String| -> Result<String> {
+        Ok(String::from_utf8(Client::new(url).get("/metrics").await?.body.to_vec())?)
+    };
+    let router = families(&text(cluster.http()).await?);
+    let mut node = BTreeMap::new();
+    for service in cluster.prefill.iter().chain(&cluster.decode) {
+        node.extend(families(&text(format!("http://{}", service.ready.metrics)).await?));
+    }
+    check_list(&page("router"), "metrics: router", &metrics(&router))?;
+    for (source, families) in [("router", &router), ("node", &node)] {
+        for name in instruments(source)? {
+            let shown = families.keys().any(|family| family.starts_with(&name));
+            ensure!(shown, "{name} of the {source} has no value yet, so no page shows it");
+        }
+    }
+    check_list(&page("node"), "metrics: node", &metrics(&node))?;
+    cluster.stop()
+}
+
+/// The names of a service's instruments, as Prometheus has them but for unit and `_total`.
+fn instruments(service: &str) -> Result<Vec<String>> {
+    let file = format!("../services/telemetry/src/metrics/{service}.rs");
+    let source = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file))?;
+    let literals = source.split('"').skip(1).step_by(2);
+    let names: Vec<String> = literals
+        .filter(|literal| literal.starts_with("baton.") || literal.starts_with("gen_ai.server."))
+        .map(|name| name.replace('.', "_"))
+        .collect();
+    ensure!(names.len() > 10, "{names:?}");
+    Ok(names)
+}

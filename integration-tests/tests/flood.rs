@@ -1,0 +1,149 @@
+//! Ten thousand requests at once, each on a connection of its own, against a router that may open a
+//! thousand files.
+
+use std::{
+    io::ErrorKind,
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use integration_tests::{
+    client::Client,
+    cluster::{Cluster, ClusterSpec},
+};
+use serde_json::Value;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    sync::Barrier,
+    task::JoinSet,
+};
+
+const REQUESTS: usize = 10_000;
+const ROUTER_FILES_MAX: usize = 1024;
+const WITHIN: Duration = Duration::from_secs(100);
+
+/// Bounds the files of this process and of those that it starts from now on.
+fn set_files_max(count: usize) -> Result<()> {
+    let id = std::process::id().to_string();
+    let limit = format!("--nofile={count}:");
+    let status = Command::new("prlimit").args(["--pid", &id, &limit]).status()?;
+    ensure!(status.success(), "the limit on open files cannot be {count}");
+    Ok(())
+}
+
+fn files_of(process: u32) -> Result<usize> {
+    Ok(std::fs::read_dir(format!("/proc/{process}/fd"))?.count())
+}
+
+/// Head and body of the one answer on a connection, to its end.
+async fn ask(address: &str, request: &[u8]) -> std::io::Result<Vec<u8>> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all(request).await?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await?;
+    Ok(answer)
+}
+
+/// The same for a client that connects again: with thousands of connections that nobody took yet the
+/// kernel resets some, of which the router never hears.
+async fn ask_until_taken(address: &str, request: &[u8]) -> Result<(String, Value)> {
+    let answer = loop {
+        match ask(address, request).await {
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
+            answered => break answered?,
+        }
+    };
+    let answer = String::from_utf8(answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("no head")?;
+    Ok((head.to_lowercase(), serde_json::from_str(body).with_context(|| answer.clone())?))
+}
+
+/// What became of one request.
+enum Ended {
+    Served,
+    Refused,
+}
+
+async fn one_of_many(address: Arc<str>, request: Arc<[u8]>, start: Arc<Barrier>) -> Result<Ended> {
+    start.wait().await;
+    let (head, body) = tokio::time::timeout(WITHIN, ask_until_taken(&address, &request)).await??;
+    if head.starts_with("http/1.1 200") {
+        ensure!(body["usage"]["completion_tokens"] == 1, "{body}");
+        return Ok(Ended::Served);
+    }
+    ensure!(head.starts_with("http/1.1 429"), "{head}\n{body}");
+    ensure!(body["error"]["code"] == "overloaded", "{body}");
+    let after = head.lines().find_map(|line| line.strip_prefix("retry-after: "));
+    let seconds: u32 = after.context("no Retry-After")?.trim().parse()?;
+    ensure!((1..=60).contains(&seconds), "{head}");
+    Ok(Ended::Refused)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ten_thousand_requests_at_once_are_served_or_refused_and_none_is_lost() -> Result<()> {
+    set_files_max(ROUTER_FILES_MAX)?;
+    let spec = ClusterSpec::smollm2()
+        .nodes(0, 1)
+        .set("BATON_ROUTER_REQUESTS_MAX", 64)
+        .set("BATON_ROUTER_WAITING_MAX", 32);
+    let cluster = Cluster::start(spec).await?;
+    set_files_max(REQUESTS + ROUTER_FILES_MAX)?;
+    let client = Client::new(cluster.http());
+    let before = files_of(cluster.router.id())?;
+
+    let body = r#"{"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}"#;
+    let request = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: baton\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let request: Arc<[u8]> = request.into_bytes().into();
+    let address: Arc<str> = cluster.router.ready.http.as_str().into();
+    let start = Arc::new(Barrier::new(REQUESTS));
+    let began = Instant::now();
+    let mut all = JoinSet::new();
+    for _ in 0..REQUESTS {
+        all.spawn(one_of_many(address.clone(), request.clone(), start.clone()));
+    }
+    let (mut served, mut refused, mut files_max) = (0, 0, 0);
+    while let Some(ended) = all.join_next().await {
+        match ended?? {
+            Ended::Served => served += 1,
+            Ended::Refused => refused += 1,
+        }
+        if (served + refused) % 100 == 0 {
+            files_max = files_max.max(files_of(cluster.router.id())?);
+        }
+    }
+    println!(
+        "{served} served, {refused} refused in {:?}; up to {files_max} files",
+        began.elapsed()
+    );
+    assert_eq!(served + refused, REQUESTS);
+    assert!(served >= 64 && refused >= 1000, "{served} served, {refused} refused");
+    assert!(files_max < ROUTER_FILES_MAX, "{files_max} files");
+    // Of what the router took each request had its answer, and none had two.
+    let ended = client.metric("baton_requests_finished_total", "").await?;
+    assert_eq!(ended as usize, REQUESTS);
+    let log = cluster.router.log();
+    assert!(!log.contains("could not be accepted"), "{log}");
+
+    // Afterwards it is as it was: nothing in work, no file more, the next request answered.
+    let deadline = Instant::now() + WITHIN;
+    loop {
+        let (status, health) = client.get_json("/health").await?;
+        let files = files_of(cluster.router.id())?;
+        if status == 200 && health["requests_in_work"] == 0 && files <= before + 8 {
+            break;
+        }
+        if Instant::now() > deadline {
+            bail!("not as before ({before} files): {files} files, {health}");
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(client.greedy(&[1, 2, 3], 4).await?.len(), 4);
+    cluster.stop()
+}

@@ -1,0 +1,278 @@
+//! Models by their name on a hub: fetched by the real program from a real server, and served.
+
+mod server;
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::Arc,
+};
+
+use anyhow::{Result, ensure};
+use integration_tests::{
+    client::Client,
+    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    golden::golden,
+};
+use sha2::{Digest, Sha256};
+
+use self::server::{Behaviour, COMMIT, Content, Hub, MODEL};
+
+const LARGE_BYTES: usize = 300_000;
+const WEIGHTS: &str = "model.safetensors";
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn large(seed: u8) -> Content {
+    let bytes: Vec<u8> = (0..LARGE_BYTES).map(|at| (at / 251) as u8 ^ at as u8 ^ seed).collect();
+    let tag = sha256(&bytes);
+    Content::Large(Arc::new(bytes), tag)
+}
+
+/// A model with everything that hubs tend to have beside what is needed.
+fn tiny() -> Behaviour {
+    let plain = |text: &str| Content::Plain(text.into());
+    let files = [
+        ("README.md", plain("# tiny")),
+        ("config.json", plain("{\"model_type\": \"llama\"}")),
+        ("generation_config.json", plain("{\"top_k\": 5}")),
+        (WEIGHTS, large(1)),
+        ("pytorch_model.bin", large(2)),
+        ("q4/tiny-Q4_0.gguf", large(3)),
+        ("tokenizer.json", plain("{\"version\": \"1.0\"}")),
+        ("tokenizer_config.json", plain("{\"bos_token\": \"<s>\"}")),
+    ];
+    let files = files.into_iter().map(|(name, content)| (name.to_owned(), content)).collect();
+    Behaviour { files, ..Behaviour::default() }
+}
+
+/// A user's machine: a home of the hub's tools, and the program.
+struct Machine {
+    home: tempfile::TempDir,
+    variables: BTreeMap<String, String>,
+}
+
+impl Machine {
+    fn new(hub: &Hub) -> Result<Self> {
+        let home = tempfile::tempdir()?;
+        let variables = [
+            ("HF_HOME", home.path().display().to_string()),
+            ("HF_ENDPOINT", hub.endpoint()),
+            ("NO_PROXY", "127.0.0.1".to_owned()),
+        ];
+        let variables = variables.map(|(name, value)| (name.to_owned(), value)).into();
+        Ok(Self { home, variables })
+    }
+
+    fn with(mut self, name: &str, value: &str) -> Self {
+        self.variables.insert(name.to_owned(), value.to_owned());
+        self
+    }
+
+    fn run(&self, args: &[&str]) -> Result<Output> {
+        let mut command = Command::new(bin_dir().join("baton"));
+        for name in ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"] {
+            command.env_remove(name);
+        }
+        Ok(command.args(["model", "fetch"]).args(args).envs(&self.variables).output()?)
+    }
+
+    /// The path that a successful fetch prints.
+    fn fetch(&self, args: &[&str]) -> Result<PathBuf> {
+        let output = self.run(args)?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{said}");
+        Ok(String::from_utf8(output.stdout)?.trim().into())
+    }
+
+    /// What a fetch that fails says.
+    fn refused(&self, args: &[&str]) -> Result<String> {
+        let output = self.run(args)?;
+        ensure!(!output.status.success(), "it was fetched");
+        Ok(String::from_utf8(output.stderr)?)
+    }
+
+    fn cache(&self) -> PathBuf {
+        self.home.path().join("hub").join("models--acme--tiny")
+    }
+}
+
+fn names(folder: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        names.push(entry?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}
+
+const NEEDED: [&str; 5] =
+    ["config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json"];
+
+#[test]
+fn what_a_model_needs_is_fetched_once_and_nothing_else() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    let path = machine.fetch(&["hf:acme/tiny"])?;
+    assert_eq!(path, machine.cache().join("snapshots").join(COMMIT));
+    assert_eq!(names(&path)?, NEEDED);
+    assert_eq!(sha256(&std::fs::read(path.join(WEIGHTS))?), {
+        let Content::Large(_, tag) = large(1) else { unreachable!() };
+        tag
+    });
+    assert_eq!(std::fs::read_to_string(machine.cache().join("refs").join("main"))?, COMMIT);
+    let asked = hub.take_asked();
+    assert!(asked.iter().any(|asked| asked.path.ends_with(WEIGHTS)), "{asked:?}");
+    for other in ["README", "pytorch", "gguf"] {
+        assert!(asked.iter().all(|asked| !asked.path.contains(other)), "{other}: {asked:?}");
+    }
+
+    // The hub is asked again only what the revision stands for now, and offline nothing.
+    assert_eq!(machine.fetch(&["hf:acme/tiny"])?, path);
+    let asked = hub.take_asked();
+    assert_eq!(asked.len(), 1, "{asked:?}");
+    let offline = machine.with("HF_HUB_OFFLINE", "1");
+    assert_eq!(offline.fetch(&["hf:acme/tiny"])?, path);
+    assert!(hub.take_asked().is_empty());
+    Ok(())
+}
+
+#[test]
+fn a_router_fetches_no_weights() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    let path = machine.fetch(&["--text-only", "hf:acme/tiny@v1"])?;
+    assert_eq!(names(&path)?, NEEDED.into_iter().filter(|n| *n != WEIGHTS).collect::<Vec<_>>());
+    // The rest comes when a node asks for it.
+    assert_eq!(names(&machine.fetch(&["hf:acme/tiny@v1"])?)?, NEEDED);
+    Ok(())
+}
+
+#[test]
+fn one_gguf_file_is_fetched_alone() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    let path = machine.fetch(&["hf:acme/tiny/q4/tiny-Q4_0.gguf"])?;
+    assert!(path.ends_with("q4/tiny-Q4_0.gguf"), "{}", path.display());
+    assert_eq!(std::fs::read(&path)?.len(), LARGE_BYTES);
+    assert_eq!(names(&machine.cache().join("snapshots").join(COMMIT))?, ["q4"]);
+    Ok(())
+}
+
+#[test]
+fn a_download_that_breaks_off_goes_on_where_it_broke() -> Result<()> {
+    let kept = 123_457;
+    let cut_once = [(WEIGHTS.to_owned(), kept)].into();
+    let hub = Hub::start(Behaviour { cut_once, ..tiny() })?;
+    let machine = Machine::new(&hub)?;
+    let path = machine.fetch(&["hf:acme/tiny"])?;
+    let Content::Large(bytes, _) = large(1) else { unreachable!() };
+    assert!(std::fs::read(path.join(WEIGHTS))? == *bytes, "other bytes");
+    let stored = hub.take_asked().into_iter();
+    let stored = stored.filter(|asked| asked.path.starts_with("/stored/") && asked.wants_content());
+    let ranges: Vec<String> = stored.filter_map(|asked| asked.range).collect();
+    assert_eq!(ranges, ["bytes=0-".to_owned(), format!("bytes={kept}-")]);
+    Ok(())
+}
+
+#[test]
+fn a_damaged_file_is_refused_and_not_kept() -> Result<()> {
+    let damaged = [WEIGHTS.to_owned()].into();
+    let hub = Hub::start(Behaviour { damaged, ..tiny() })?;
+    let machine = Machine::new(&hub)?;
+    let said = machine.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains("damaged") && said.contains(WEIGHTS), "{said}");
+    let snapshot = machine.cache().join("snapshots").join(COMMIT);
+    assert!(!names(&snapshot)?.contains(&WEIGHTS.to_owned()));
+    // Half a model is none.
+    let offline = machine.with("HF_HUB_OFFLINE", "1");
+    let said = offline.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains("HF_HUB_OFFLINE"), "{said}");
+    Ok(())
+}
+
+#[test]
+fn a_model_that_wants_a_token_says_so() -> Result<()> {
+    let token = Some("hf_right".to_owned());
+    let hub = Hub::start(Behaviour { token, ..tiny() })?;
+    let machine = Machine::new(&hub)?;
+    let said = machine.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains("401") && said.contains("set HF_TOKEN"), "{said}");
+    let machine = machine.with("HF_TOKEN", "hf_wrong");
+    let said = machine.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains("403") && said.contains("HF_TOKEN"), "{said}");
+    assert!(!said.contains("hf_wrong"), "{said}");
+    let machine = machine.with("HF_TOKEN", "hf_right");
+    assert_eq!(names(&machine.fetch(&["hf:acme/tiny"])?)?, NEEDED);
+
+    // What the hub's own tools have stored is found too.
+    let other = Machine::new(&hub)?;
+    std::fs::write(other.home.path().join("token"), "hf_right\n")?;
+    assert_eq!(names(&other.fetch(&["hf:acme/tiny"])?)?, NEEDED);
+    Ok(())
+}
+
+#[test]
+fn what_the_hub_does_not_have_is_named() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    for (model, words) in [
+        ("hf:acme/tiny@v9", &["404", MODEL, "v9"][..]),
+        ("hf:acme/other", &["404", "acme/other", "main"]),
+        ("hf:acme/tiny/q8.gguf", &["q8.gguf", "q4/tiny-Q4_0.gguf"]),
+        ("hf:tiny", &["hf:ORG/NAME"]),
+    ] {
+        let said = machine.refused(&[model])?;
+        assert!(words.iter().all(|word| said.contains(word)), "{model}: {said}");
+    }
+    Ok(())
+}
+
+#[test]
+fn offline_and_not_cached_says_what_to_do() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?.with("HF_HUB_OFFLINE", "yes");
+    let said = machine.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains("not in") && said.contains("HF_HUB_OFFLINE"), "{said}");
+    assert!(hub.take_asked().is_empty());
+    Ok(())
+}
+
+#[test]
+fn a_hub_that_is_not_there_is_named() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    let address = hub.address.to_string();
+    drop(hub);
+    let said = machine.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains(&address) && said.contains("HF_ENDPOINT"), "{said}");
+    Ok(())
+}
+
+/// Three processes want the same file at once: one fetches it, all serve it.
+#[tokio::test]
+async fn a_cluster_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
+    let file = "SmolLM2-135M-Instruct.Q4_1.gguf";
+    let content = Content::OnDisk(smollm2(), sha256(&std::fs::read(smollm2())?));
+    let files = [(file.to_owned(), content)].into();
+    let hub = Hub::start(Behaviour { files, ..Behaviour::default() })?;
+    let machine = Machine::new(&hub)?;
+    let mut spec = ClusterSpec::smollm2();
+    spec.model = format!("hf:{MODEL}@v1/{file}").into();
+    spec.settings.extend(machine.variables.clone());
+    let cluster = Cluster::start(spec).await?;
+    let whole = hub
+        .take_asked()
+        .into_iter()
+        .filter(|asked| asked.path.starts_with("/stored/") && asked.wants_content());
+    assert_eq!(whole.count(), 1);
+    let client = Client::new(cluster.http());
+    let run = golden().runs.into_iter().find(|run| run.name == "code").expect("it is there");
+    assert_eq!(client.greedy(&run.prompt_ids, run.output_ids.len()).await?, run.output_ids);
+    let (_, models) = client.get_json("/v1/models").await?;
+    assert_eq!(models["data"][0]["id"], "SmolLM2-135M-Instruct.Q4_1", "{models}");
+    cluster.stop()
+}

@@ -1,0 +1,127 @@
+//! Hugging Face folders through whole clusters: real weights, and dummy ones from a configuration
+//! alone.
+
+mod folder;
+
+use std::{
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use anyhow::Result;
+use integration_tests::{
+    client::Client,
+    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    golden::golden,
+};
+use serde_json::json;
+
+#[tokio::test]
+async fn one_safetensors_file_gives_the_reference_tokens() -> Result<()> {
+    check_golden(1).await
+}
+
+#[tokio::test]
+async fn safetensors_in_shards_give_the_reference_tokens() -> Result<()> {
+    check_golden(3).await
+}
+
+/// A prompt of token ids tries the weights, one of text tokenizer.json as well.
+async fn check_golden(shards: usize) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    folder::write(&smollm2(), folder.path(), shards)?;
+    let spec = ClusterSpec { model: folder.path().to_owned(), ..ClusterSpec::smollm2() };
+    let cluster = Cluster::start(spec).await?;
+    let client = Client::new(cluster.http());
+    for name in ["code", "chat_template"] {
+        let run = golden().runs.into_iter().find(|run| run.name == name).expect("it is there");
+        let found = client.greedy(&run.prompt_ids, run.output_ids.len()).await?;
+        assert_eq!(found, run.output_ids, "{name}");
+        let body = json!({"prompt": run.prompt, "max_tokens": run.output_ids.len(),
+            "temperature": 0, "ignore_eos": true, "skip_special_tokens": false});
+        let answer = client.post("/v1/completions", &body).await?.json();
+        assert_eq!(answer["usage"]["prompt_tokens"], run.prompt_ids.len(), "{answer}");
+        assert_eq!(answer["choices"][0]["text"], run.output_text, "{name}");
+    }
+    // The template of tokenizer_config.json, and the end of sequence of config.json.
+    let question = "What is the capital of France? Answer in one sentence.";
+    let body = json!({"messages": [{"role": "user", "content": question}], "temperature": 0});
+    let answer = client.post("/v1/chat/completions", &body).await?.json();
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["message"]["content"], "The capital of France is Paris.", "{answer}");
+    assert_eq!(choice["finish_reason"], "stop", "{answer}");
+    cluster.stop()
+}
+
+/// A model of a few kilobytes that speaks SmolLM2's tokens.
+fn write_tiny_config(folder: &Path) -> Result<()> {
+    let config = json!({
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 49_152,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": true,
+        "eos_token_id": 2,
+    });
+    Ok(std::fs::write(folder.join("config.json"), config.to_string())?)
+}
+
+#[tokio::test]
+async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    write_tiny_config(folder.path())?;
+    folder::write_tokenizer(&smollm2(), folder.path())?;
+    let spec = ClusterSpec {
+        model: folder.path().to_owned(),
+        load_format: "dummy",
+        ..ClusterSpec::smollm2()
+    };
+    let prompt: Vec<u32> = (100..160).collect();
+    let mut answers = Vec::new();
+    for (prefill, decode) in [(1, 1), (0, 1)] {
+        let cluster = Cluster::start(spec.clone().nodes(prefill, decode)).await?;
+        let client = Client::new(cluster.http());
+        answers.push(client.greedy(&prompt, 20).await?);
+        let body = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5,
+            "ignore_eos": true});
+        let answer = client.post("/v1/chat/completions", &body).await?.json();
+        assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
+        cluster.stop()?;
+    }
+    // The same weights in every process: what one node began another goes on with.
+    assert_eq!(answers[0], answers[1]);
+    assert_eq!(answers[0].len(), 20);
+    Ok(())
+}
+
+#[tokio::test]
+async fn without_a_tokenizer_the_missing_file_is_named() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    write_tiny_config(folder.path())?;
+    let path = folder.path().display().to_string();
+    let said_by = |program: &str, args: &[&str]| -> Result<(Option<i32>, String)> {
+        let output = Command::new(bin_dir().join(program))
+            .args(args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .output()?;
+        Ok((output.status.code(), String::from_utf8(output.stderr)?))
+    };
+    let router = ["--model-path", &path, "--router-http", "127.0.0.1:0"];
+    let (code, said) = said_by("baton-router", &router)?;
+    assert_eq!((code, said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains(&path) && said.contains("tokenizer.json"), "{said}");
+
+    let up = ["up", "--model", &path, "--load-format", "dummy"];
+    let addresses = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"];
+    let (code, said) = said_by("baton", &[&up[..], &addresses].concat())?;
+    // Before any node has started.
+    assert_eq!((code, said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains(&path) && said.contains("tokenizer.json"), "{said}");
+    Ok(())
+}

@@ -1,0 +1,35 @@
+//! A load generator that knows nothing of Baton runs unmodified against a cluster.
+
+use std::{path::PathBuf, process::Command};
+
+use anyhow::{Context, Result};
+use integration_tests::cluster::{Cluster, ClusterSpec, bin_dir};
+
+/// Where `make test` installs it.
+fn k6() -> PathBuf {
+    let program = bin_dir().join("../python/bin/k6");
+    assert!(program.exists(), "{} is missing: run `make test`", program.display());
+    program
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn k6_gets_an_answer_to_every_request() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/k6.js");
+    let url = format!("BATON_URL={}", cluster.http());
+    let output = tokio::task::spawn_blocking(move || {
+        Command::new(k6())
+            .args(["run", "--quiet", "--no-usage-report", "--env", &url, script])
+            .output()
+            .context("cannot run k6")
+    })
+    .await??;
+    let said = String::from_utf8_lossy(&output.stdout);
+    // Its exit status tells whether every threshold of the script held.
+    assert!(
+        output.status.success() && said.contains("iterations"),
+        "{said}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    cluster.stop()
+}

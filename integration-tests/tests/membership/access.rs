@@ -1,0 +1,153 @@
+//! Who is let in: users and passwords, TLS and client certificates.
+
+use std::{collections::BTreeMap, path::Path};
+
+use anyhow::{Context, Result};
+use etcd_client::{Permission, PermissionType};
+use integration_tests::{
+    cluster::{SECRET, Service, smollm2},
+    etcd::{Etcd, EtcdTls},
+};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+
+use crate::{PREFIX, TTL, at, entry, follow, joined, next, register, settings};
+
+/// An etcd that knows two users: `baton`, who may read and write below the prefix, and `reader`.
+async fn with_users() -> Result<Etcd> {
+    let etcd = Etcd::start()?;
+    let mut client = etcd.client().await?;
+    client.user_add("root", "root-password", None).await?;
+    client.user_grant_role("root", "root").await?;
+    for (user, kind) in [("baton", PermissionType::Readwrite), ("reader", PermissionType::Read)] {
+        client.role_add(user).await?;
+        let permission = Permission::new(kind, format!("{PREFIX}/")).with_prefix();
+        client.role_grant_permission(user, permission).await?;
+        client.user_add(user, "pass", None).await?;
+        client.user_grant_role(user, user).await?;
+    }
+    client.auth_enable().await?;
+    Ok(etcd)
+}
+
+fn user<'a>(url: &'a str, name: &'a str, password: &'a str) -> [(&'a str, &'a str); 3] {
+    [("cluster.etcd", url), ("cluster.etcd_user", name), ("cluster.etcd_password", password)]
+}
+
+#[tokio::test]
+async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
+    let etcd = with_users().await?;
+    let url = etcd.url();
+    let node = entry("decode-1", 1);
+    let registration = register(settings(&user(&url, "baton", "pass"))?, &node).await?;
+    let (_membership, mut watch) = follow(settings(&user(&url, "reader", "pass"))?).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    registration.leave(TTL).await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
+    let etcd = with_users().await?;
+    let url = etcd.url();
+    for (settings, named) in [
+        (settings(&user(&url, "baton", "wrong-password"))?, "user \"baton\""),
+        (settings(&user(&url, "nobody", "wrong-password"))?, "user \"nobody\""),
+        (at(&url), "a client without a name"),
+    ] {
+        let follower = follow(settings.clone()).await.map(drop).expect_err("it is let in");
+        let node = register(settings, &entry("n", 1)).await.map(drop).expect_err("it is let in");
+        for line in [follower.to_string(), node.to_string()] {
+            assert!(line.contains(named) && line.contains(&url), "{line}");
+            assert!(line.contains("cluster.etcd_password"), "{line}");
+            assert!(!line.contains("wrong-password") && !line.contains('\n'), "{line}");
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn services_with_a_wrong_password_end_before_they_load_a_model() -> Result<()> {
+    let etcd = with_users().await?;
+    let folder = tempfile::tempdir()?;
+    let settings: BTreeMap<String, String> = [
+        ("BATON_MODEL_PATH", smollm2().display().to_string()),
+        ("BATON_TRANSFER_SECRET", SECRET.to_owned()),
+        ("BATON_CLUSTER_ETCD", etcd.url()),
+        ("BATON_CLUSTER_ETCD_PREFIX", PREFIX.to_owned()),
+        ("BATON_CLUSTER_ETCD_USER", "baton".to_owned()),
+        ("BATON_CLUSTER_ETCD_PASSWORD", "wrong-password".to_owned()),
+        ("BATON_NODE_GRPC", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_HTTP", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_GRPC", "127.0.0.1:0".to_owned()),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into();
+    for program in ["baton-decode-node", "baton-router"] {
+        let started = Service::start(folder.path(), program, program, &settings);
+        let said = started.err().context("it is let in")?.to_string();
+        assert!(said.contains("exit status: 1"), "{said}");
+        let lines = said.lines().filter(|line| line.contains("refuses user \"baton\"")).count();
+        assert_eq!(lines, 1, "{said}");
+        assert!(!said.contains("opened the model") && !said.contains("wrong-password"), "{said}");
+    }
+    Ok(())
+}
+
+/// An authority, and a certificate of its for this machine, which serves and asks.
+fn certificates(folder: &Path, name: &str) -> Result<EtcdTls> {
+    let mut params = CertificateParams::new(Vec::new())?;
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+    let key = KeyPair::generate()?;
+    let params = CertificateParams::new(vec!["127.0.0.1".to_owned(), "localhost".to_owned()])?;
+    let certificate = params.signed_by(&key, &authority)?;
+    let write = |what: &str, text: String| -> Result<_> {
+        let path = folder.join(format!("{name}-{what}.pem"));
+        std::fs::write(&path, text)?;
+        Ok(path)
+    };
+    Ok(EtcdTls {
+        ca: write("ca", authority.pem())?,
+        cert: write("cert", certificate.pem())?,
+        key: write("key", key.serialize_pem())?,
+    })
+}
+
+#[tokio::test]
+async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let [ours, foreign] = ["ours", "foreign"].map(|name| certificates(folder.path(), name));
+    let (ours, foreign) = (ours?, foreign?);
+    let etcd = Etcd::start_with(Some(ours.clone()))?;
+    let url = etcd.url();
+    let with = |ca: &Path, pair: Option<&EtcdTls>| {
+        let mut all = vec![("cluster.etcd", url.clone())];
+        all.push(("cluster.etcd_ca", ca.display().to_string()));
+        if let Some(pair) = pair {
+            all.push(("cluster.etcd_cert", pair.cert.display().to_string()));
+            all.push(("cluster.etcd_key", pair.key.display().to_string()));
+        }
+        let all: Vec<(&str, &str)> = all.iter().map(|(key, it)| (*key, it.as_str())).collect();
+        settings(&all)
+    };
+    let node = entry("decode-1", 1);
+    let registration = register(with(&ours.ca, Some(&ours))?, &node).await?;
+    let (_membership, mut watch) = follow(with(&ours.ca, Some(&ours))?).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+
+    // Another authority, no certificate, a stranger's certificate: nobody is told of the node.
+    for settings in
+        [with(&foreign.ca, Some(&ours))?, with(&ours.ca, None)?, with(&ours.ca, Some(&foreign))?]
+    {
+        let (membership, _watch) = follow(settings).await?;
+        assert_eq!(membership.last_known(), []);
+    }
+    registration.leave(TTL).await;
+
+    // A file that is no certificate is found at once, with the key that names it.
+    let broken = folder.path().join("broken.pem");
+    std::fs::write(&broken, "hello")?;
+    let error = with(&broken, None).expect_err("it is read").to_string();
+    assert!(error.contains("cluster.etcd_ca") && error.contains("broken.pem"), "{error}");
+    Ok(())
+}

@@ -1,0 +1,208 @@
+//! Records come, go and change while a watch follows them.
+
+use anyhow::{Context, Result};
+use etcd_client::PutOptions;
+use integration_tests::etcd::Etcd;
+
+use crate::{PREFIX, TTL, at, entry, follow, joined, left, next, proxy::Proxy, register};
+
+#[tokio::test]
+async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let one = entry("decode-1", 1);
+    let registration = register(at(&etcd.url()), &one).await?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+
+    let (membership, mut watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(
+        membership.last_known(),
+        std::slice::from_ref(&one.address),
+        "known as soon as it has started"
+    );
+    assert_eq!(next(&mut watch).await?, joined(&one));
+    let two = entry("decode-2", 2);
+    let second = register(at(&etcd.url()), &two).await?;
+    assert_eq!(next(&mut watch).await?, joined(&two));
+
+    registration.leave(TTL).await;
+    assert_eq!(next(&mut watch).await?, left(&one));
+    // This one dies: its lease ends, and with it the record.
+    drop(second);
+    assert_eq!(next(&mut watch).await?, left(&two));
+    membership.shutdown(TTL).await?;
+    assert_eq!(watch.next().await, None);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_record_lives_for_as_long_as_its_node() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let registration = register(at(&etcd.url()), &entry("decode-1", 1)).await?;
+    let first = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    tokio::time::sleep(TTL * 3).await;
+    assert_eq!(etcd.leases(PREFIX).await?, first, "the same lease, renewed");
+    registration.leave(TTL).await;
+    assert_eq!(etcd.leases(PREFIX).await?, []);
+    Ok(())
+}
+
+#[tokio::test]
+async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let node = entry("decode-1", 1);
+    let registration = register(at(&etcd.url()), &node).await?;
+    let first = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    let (_membership, mut watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+
+    etcd.client().await?.lease_revoke(first[0].1).await?;
+    assert_eq!(next(&mut watch).await?, left(&node));
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    let again = etcd.leases(PREFIX).await?;
+    assert_eq!(again[0].0, first[0].0, "the key names node and epoch");
+    assert!(again[0].0.ends_with(&node.epoch.to_string()), "{}", again[0].0);
+    assert_ne!(again[0].1, first[0].1, "under a new lease");
+    registration.leave(TTL).await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_new_process_behind_an_old_address_is_a_new_node() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let old = entry("decode-1", 1);
+    let new = entry("decode-1", 1);
+    // The old process died a moment ago: its record still stands.
+    drop_registered(&etcd, &old).await?;
+    let (_membership, mut watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(next(&mut watch).await?, joined(&old));
+    let registration = register(at(&etcd.url()), &new).await?;
+    assert_eq!([next(&mut watch).await?, next(&mut watch).await?], [left(&old), joined(&new)]);
+    // That the old lease ends changes nothing; the next thing heard is the new one's leaving.
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    registration.leave(TTL).await;
+    assert_eq!(next(&mut watch).await?, left(&new));
+    Ok(())
+}
+
+async fn drop_registered(etcd: &Etcd, node: &cluster::etcd::NodeEntry) -> Result<()> {
+    let registration = register(at(&etcd.url()), node).await?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    drop(registration);
+    Ok(())
+}
+
+#[tokio::test]
+async fn records_that_are_no_nodes_are_ignored() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let mut client = etcd.client().await?;
+    let key = |name: &str| format!("{PREFIX}/nodes/{name}/{}", "7".repeat(32));
+    client.put(key("a"), "not JSON", None).await?;
+    client.put(key("b"), r#"{"version":9}"#, None).await?;
+    client.put(format!("{PREFIX}/nodes/short"), vec![0xff; 100], None).await?;
+    // Together more than one answer may hold.
+    for name in ["c", "d", "e", "f"] {
+        client.put(key(name), vec![b'x'; 1_400_000], None).await?;
+    }
+    let (membership, mut watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(membership.last_known(), []);
+    // The same while the watch is open, and a real one beside them.
+    client.put(key("g"), vec![b'x'; 1_400_000], None).await?;
+    client.put(key("h"), "[]", None).await?;
+    let node = entry("decode-1", 1);
+    let registration = register(at(&etcd.url()), &node).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    // A node's own record, spoilt by somebody: it leaves, and its lease brings nothing back.
+    let key = etcd.wait_leases(&format!("{PREFIX}/nodes/decode-1"), |keys| keys.len() == 1).await?;
+    let options = PutOptions::new().with_lease(key[0].1);
+    client.put(key[0].0.as_str(), "spoilt", Some(options)).await?;
+    assert_eq!(next(&mut watch).await?, left(&node));
+    registration.leave(TTL).await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let mut client = etcd.client().await?;
+    let epoch = "7".repeat(32);
+    for index in 1..=600 {
+        let value = format!(
+            r#"{{"version":1,"node_id":"n-{index}","epoch":"{epoch}","role":"prefill","grpc":"http://h:{index}"}}"#
+        );
+        client.put(format!("{PREFIX}/nodes/n-{index}/{epoch}"), value, None).await?;
+    }
+    let (membership, _watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(membership.last_known().len(), 600);
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_changed_behind_a_cut_connection_shows_even_after_a_compaction() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let mut proxy = Proxy::start(etcd.port()).await?;
+    let (one, two, three) = (entry("n-1", 1), entry("n-2", 2), entry("n-3", 3));
+    let first = register(at(&etcd.url()), &one).await?;
+    let second = register(at(&etcd.url()), &two).await?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 2).await?;
+    let (membership, mut watch) = follow(at(&proxy.url())).await?;
+    assert_eq!([next(&mut watch).await?, next(&mut watch).await?], [joined(&one), joined(&two)]);
+
+    proxy.cut().await;
+    first.leave(TTL).await;
+    let third = register(at(&etcd.url()), &three).await?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 2 && keys[1].0.contains("n-3")).await?;
+    // Every revision that the watch could resume from is gone.
+    let mut client = etcd.client().await?;
+    let revision = client.put("/elsewhere", "x", None).await?;
+    let revision = revision.header().context("an answer has a header")?.revision();
+    client.compact(revision, None).await?;
+    assert_eq!(membership.last_known(), [one.address.clone(), two.address.clone()]);
+
+    proxy.mend().await?;
+    assert_eq!([next(&mut watch).await?, next(&mut watch).await?], [left(&one), joined(&three)]);
+    for registration in [second, third] {
+        registration.leave(TTL).await;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_etcd_that_starts_last_is_found_by_both_sides() -> Result<()> {
+    let mut etcd = Etcd::start()?;
+    etcd.kill();
+    let node = entry("decode-1", 1);
+    let registration = register(at(&etcd.url()), &node).await?;
+    let (membership, mut watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(membership.last_known(), []);
+    etcd.restart()?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    registration.leave(TTL).await;
+    assert_eq!(next(&mut watch).await?, left(&node));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let node = entry("decode-1", 1);
+    let registration = register(at(&etcd.url()), &node).await?;
+    let first = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    let (membership, mut watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    etcd.stop_signal();
+    tokio::time::sleep(TTL * 3).await;
+    assert_eq!(
+        membership.last_known(),
+        std::slice::from_ref(&node.address),
+        "nothing is forgotten meanwhile"
+    );
+    etcd.continue_signal();
+    let again = etcd.wait_leases(PREFIX, |keys| keys.len() == 1 && keys[0].1 != first[0].1).await?;
+    assert_eq!(again[0].0, first[0].0, "the same node and epoch");
+    registration.leave(TTL).await;
+    loop {
+        if next(&mut watch).await? == left(&node) && membership.last_known().is_empty() {
+            return Ok(());
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The API's description against a running cluster: whatever is sent, answers are as described.
+
+use std::{path::PathBuf, process::Command};
+
+use anyhow::{Context, Result};
+use integration_tests::cluster::{Cluster, ClusterSpec, bin_dir};
+
+/// Where `make test` installs Python packages.
+fn python_folder() -> PathBuf {
+    let folder = bin_dir().join("../python");
+    assert!(folder.exists(), "{} is missing: run `make test`", folder.display());
+    folder
+}
+
+/// Few tokens and few answers a request: what is sent asks for the most that is allowed.
+async fn small_cluster() -> Result<Cluster> {
+    let spec = ClusterSpec { dtype: "bf16", ..ClusterSpec::smollm2() }
+        .set("BATON_NODE_SEQUENCE_TOKENS_MAX", 40)
+        .set("BATON_ROUTER_REQUESTS_MAX", 8)
+        .set("BATON_ROUTER_ALIASES", "latest=SmolLM2-135M-Instruct.Q4_1");
+    Cluster::start(spec).await
+}
+
+/// Runs Python with the installed packages; it must succeed.
+async fn python(args: Vec<String>) -> Result<()> {
+    // Where programs may leave what they like.
+    let folder = tempfile::tempdir()?;
+    let run = move || {
+        Command::new("python3")
+            .args(args)
+            .current_dir(folder.path())
+            .env("PYTHONPATH", python_folder())
+            .output()
+            .context("cannot run python3")
+    };
+    let output = tokio::task::spawn_blocking(run).await??;
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whatever_is_sent_is_answered_as_described() -> Result<()> {
+    let cluster = small_cluster().await?;
+    // Not that all described data is accepted: what a template or the model's length allows is not
+    // in the description.
+    let checks = "not_a_server_error,status_code_conformance,content_type_conformance,\
+                  response_headers_conformance,response_schema_conformance,\
+                  negative_data_rejection,unsupported_method,allow_header_conformance";
+    let url = format!("{}/openapi.json", cluster.http());
+    let args = ["-m", "schemathesis.cli", "run", &url, "--checks", checks].map(str::to_owned);
+    let bounds = ["--max-examples=10", "--seed=7", "--request-timeout=30", "--no-color"];
+    let phases = ["--phases=examples,coverage,fuzzing", "--continue-on-failure"];
+    let further = bounds.into_iter().chain(phases).map(str::to_owned);
+    python(args.into_iter().chain(further).collect()).await?;
+    cluster.stop()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streamed_chunks_are_as_described() -> Result<()> {
+    let cluster = small_cluster().await?;
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/openapi_stream.py");
+    python(vec![script.to_owned(), cluster.http()]).await?;
+    cluster.stop()
+}

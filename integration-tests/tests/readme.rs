@@ -1,0 +1,221 @@
+//! What README.md tells users to do works as it stands there, but for the addresses.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+};
+
+use anyhow::{Context, Result, ensure};
+use integration_tests::{
+    client::Client,
+    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+};
+use serde_json::{Value, json};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn readme() -> String {
+    std::fs::read_to_string(root().join("README.md")).expect("there is a README.md")
+}
+
+/// The fenced blocks: language and text.
+fn fences(readme: &str) -> Vec<(String, String)> {
+    let mut fences = Vec::new();
+    let mut lines = readme.lines();
+    while let Some(line) = lines.next() {
+        if let Some(language) = line.strip_prefix("```") {
+            let text: Vec<&str> = lines.by_ref().take_while(|line| *line != "```").collect();
+            fences.push((language.to_owned(), text.join("\n")));
+        }
+    }
+    fences
+}
+
+/// What stands between single backticks, on one line or two.
+fn code_spans(readme: &str) -> Vec<String> {
+    let outside_fences: Vec<&str> = readme.split("```").step_by(2).collect();
+    let text = outside_fences.join("\n");
+    text.split('`').skip(1).step_by(2).map(|span| span.replace('\n', " ")).collect()
+}
+
+/// The rows of the table under the heading that begins with `a chat with`: fields and status.
+fn chat_rows(readme: &str) -> Vec<(Vec<Value>, u16)> {
+    let rows = readme.lines().skip_while(|line| !line.starts_with("| a chat with |"));
+    let rows = rows.skip(2).take_while(|line| line.starts_with('|'));
+    rows.map(|row| {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let [fields, gets] = cells[..] else { panic!("{row}") };
+        let status = gets.split(':').next().and_then(|status| status.parse().ok());
+        let fields = code_spans(fields);
+        let objects = fields.iter().map(|fields| serde_json::from_str(&format!("{{{fields}}}")));
+        let objects = objects.collect::<Result<_, _>>();
+        (objects.unwrap_or_else(|error| panic!("{row}: {error}")), status.expect("a status"))
+    })
+    .collect()
+}
+
+/// With the tools that `make test` installs.
+fn search_path() -> String {
+    let tools = bin_dir().join("../python/bin");
+    let path = std::env::var("PATH").unwrap_or_default();
+    format!("{}:{path}", tools.display())
+}
+
+fn run(program: &str, args: &[&str]) -> Result<Output> {
+    Command::new(program)
+        .args(args)
+        .env("PATH", search_path())
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {program}"))
+}
+
+/// Standard output of a command that succeeded.
+fn said_by(program: &str, args: &[&str]) -> Result<String> {
+    let output = run(program, args)?;
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {args:?}: {}: {complaint}", output.status);
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_client_of_the_readme_gets_its_answer() -> Result<()> {
+    let cluster =
+        Cluster::start(ClusterSpec::smollm2().set("BATON_MODEL_NAME", "smollm2-135m")).await?;
+    let mut clients = Vec::new();
+    for (language, text) in fences(&readme()) {
+        let text = text
+            .replace("http://127.0.0.1:8000", &cluster.http())
+            .replace("http://127.0.0.1:8001", &cluster.grpc());
+        let first = text.split_whitespace().next().context("an empty block")?.to_owned();
+        let said = match (language.as_str(), first.as_str()) {
+            ("python", _) => said_by("python3", &["-c", &text])?,
+            ("sh", "buf") if run("buf", &["--version"]).is_err() => {
+                let may_lack = std::env::var_os("BATON_TEST_COMPLETE").is_none();
+                assert!(may_lack, "buf is not there");
+                eprintln!("skipped, for want of buf (`make test` installs it): {text}");
+                continue;
+            }
+            ("sh", "curl" | "buf") => said_by("sh", &["-ec", &text])?,
+            ("sh", "make") | ("text", _) => continue,
+            _ => panic!("no test runs this {language} block:\n{text}"),
+        };
+        assert!(said.contains("Paris"), "{text}\nsaid\n{said}");
+        match first.as_str() {
+            "curl" => assert!(said.trim_end().ends_with("data: [DONE]"), "{said}"),
+            "buf" => assert!(said.contains("\"finished\""), "{said}"),
+            _ => assert_eq!(said, "The capital of France is Paris."),
+        }
+        clients.push(first);
+    }
+    assert!(clients.len() >= 2, "{clients:?}");
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn the_limits_of_the_readme_are_those_that_clients_meet() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2().nodes(0, 1)).await?;
+    let client = Client::new(cluster.http());
+    let rows = chat_rows(&readme());
+    assert!(rows.len() >= 5, "{rows:?}");
+    for (requests, status) in rows {
+        for fields in requests {
+            let mut body =
+                json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2});
+            let fields = fields.as_object().context("fields")?.clone();
+            let names: Vec<String> = fields.keys().cloned().collect();
+            body.as_object_mut().context("an object")?.extend(fields);
+            let answer = client.post("/v1/chat/completions", &body).await?;
+            assert_eq!(answer.status, status, "{body}: {}", answer.json());
+            if status != 200 {
+                let json = answer.json();
+                let param = json["error"]["param"].as_str().context("a field is named")?;
+                // The field, or what in it is wrong.
+                let is_named = param.strip_prefix(names[0].as_str());
+                let is_named =
+                    is_named.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+                assert!(is_named, "{body}: {param}");
+            }
+        }
+    }
+    cluster.stop()
+}
+
+#[test]
+fn the_readme_shows_what_a_run_prints() -> Result<()> {
+    let text = fences(&readme()).into_iter().find(|(_, text)| text.starts_with("baton: ready"));
+    let (_, shown) = text.context("no output is shown")?;
+    let model = smollm2().display().to_string();
+    let output = Command::new(bin_dir().join("baton"))
+        .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
+        .args(["--sample", "--once"])
+        .stdin(Stdio::null())
+        .output()?;
+    let (answer, log) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    let ready = log.lines().find(|line| line.starts_with("baton: ready")).context("not ready")?;
+    assert_eq!(without_numbers(&format!("{ready}\n{answer}")), without_numbers(&shown), "{log}");
+    Ok(())
+}
+
+fn without_numbers(text: &str) -> String {
+    let is_of_number = |c: char| c.is_ascii_digit() || c == '.';
+    let mut shape = String::new();
+    for word in text.trim().split_inclusive(|c: char| !is_of_number(c)) {
+        let rest = word.trim_start_matches(is_of_number);
+        let is_number = word.starts_with(|c: char| c.is_ascii_digit());
+        shape.push_str(if is_number { "#" } else { &word[..word.len() - rest.len()] });
+        shape.push_str(rest);
+    }
+    shape
+}
+
+#[test]
+fn every_command_of_the_readme_knows_its_flags() -> Result<()> {
+    let makefile = std::fs::read_to_string(root().join("Makefile"))?;
+    let readme = readme();
+    let blocks = fences(&readme).into_iter().filter(|(language, _)| language == "sh");
+    let lines: Vec<String> =
+        blocks.flat_map(|(_, text)| text.lines().map(str::to_owned).collect::<Vec<_>>()).collect();
+    let (mut baton, mut make) = (0, 0);
+    for command in code_spans(&readme).into_iter().chain(lines) {
+        let command = command.split(" # ").next().unwrap_or_default();
+        let words: Vec<&str> = command.split_whitespace().collect();
+        match words[..] {
+            ["baton" | "target/release/baton", ref args @ ..] => {
+                let program = bin_dir().join("baton").display().to_string();
+                // Flags before it are looked at, and then nothing is done.
+                said_by(&program, &[args, &["--help"]].concat())?;
+                baton += 1;
+            }
+            ["make", target, ref variables @ ..] => {
+                assert!(makefile.contains(&format!("\n{target}: ")), "make {target}");
+                for variable in variables {
+                    let name = variable.split('=').next().unwrap_or_default();
+                    assert!(makefile.contains(&format!("$({name})")), "{command}: {name}");
+                }
+                make += 1;
+            }
+            _ => {}
+        }
+    }
+    assert!(baton >= 5 && make >= 4, "found {baton} commands of baton and {make} of make");
+    Ok(())
+}
+
+#[test]
+fn every_link_of_the_readme_leads_to_a_file() {
+    let readme = readme();
+    let links: Vec<&str> = readme
+        .split("](")
+        .skip(1)
+        .map(|rest| rest.split(')').next().unwrap_or_default())
+        .filter(|link| !link.contains("://"))
+        .collect();
+    assert!(links.len() > 10, "{links:?}");
+    for link in links {
+        let file = link.split_once('#').map_or(link, |(file, _)| file);
+        assert!(root().join(file).exists(), "{link} is not there");
+    }
+}

@@ -1,0 +1,154 @@
+//! What a person at a terminal sees and does. `script` makes the terminal.
+
+use std::{
+    io::Write,
+    process::{Child, ChildStdin, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use integration_tests::{
+    cluster::{bin_dir, smollm2},
+    lines::Lines,
+};
+use serde_json::Value;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+/// What a terminal sends when Ctrl-C is pressed.
+const CONTROL_C: &[u8] = b"\x03";
+
+/// A command on a terminal of its own.
+struct Terminal {
+    script: Child,
+    keyboard: ChildStdin,
+    screen: Lines,
+}
+
+impl Terminal {
+    fn run(command: &str) -> Result<Self> {
+        // A shell that stays would also get the Ctrl-C, and say that it died of it; some stay
+        // unless told to make way.
+        let command = format!("exec {command}");
+        let mut script = Command::new("script")
+            .args(["--quiet", "--return", "--command", &command, "/dev/null"])
+            .env("SHELL", "/bin/sh")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot run script (Debian: bsdutils)")?;
+        let keyboard = script.stdin.take().expect("stdin is piped");
+        let screen = Lines::of(script.stdout.take().expect("stdout is piped"));
+        Ok(Self { script, keyboard, screen })
+    }
+
+    fn press_control_c(&mut self) -> Result<()> {
+        self.keyboard.write_all(CONTROL_C)?;
+        Ok(self.keyboard.flush()?)
+    }
+
+    /// All that it showed, when the command has ended well.
+    fn end(&mut self) -> Result<&[String]> {
+        let deadline = Instant::now() + DEADLINE;
+        let status = loop {
+            match self.script.try_wait()? {
+                Some(status) => break status,
+                None => std::thread::sleep(Duration::from_millis(10)),
+            }
+            ensure!(Instant::now() < deadline, "no end after {:#?}", self.screen.seen());
+        };
+        let shown = self.screen.all();
+        ensure!(status.success(), "{status}: {shown:#?}");
+        Ok(shown)
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = self.script.kill();
+        let _ = self.script.wait();
+    }
+}
+
+fn router() -> String {
+    let (program, model) = (bin_dir().join("baton-router"), smollm2());
+    format!(
+        "{} --model-path {} --router-http 127.0.0.1:0 --router-grpc 127.0.0.1:0",
+        program.display(),
+        model.display()
+    )
+}
+
+fn up(flags: &str) -> String {
+    let (program, model) = (bin_dir().join("baton"), smollm2());
+    format!(
+        "{} up --model {} --http 127.0.0.1:0 --grpc 127.0.0.1:0 {flags}",
+        program.display(),
+        model.display()
+    )
+}
+
+#[test]
+fn a_service_logs_for_people_on_a_terminal_and_json_elsewhere() -> Result<()> {
+    let mut terminal = Terminal::run(&router())?;
+    let line = terminal.screen.wait_for("serving")?;
+    assert!(line.contains("INFO") && line.contains("\x1b["), "{line:?}");
+    terminal.press_control_c()?;
+    let shown = terminal.end()?;
+    assert!(!shown.iter().any(|line| line.starts_with('{')), "{shown:#?}");
+
+    let command = router();
+    let mut words = command.split(' ');
+    let mut router = Command::new(words.next().expect("a program"))
+        .args(words)
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut log = Lines::of(router.stderr.take().expect("stderr is piped"));
+    let line = log.wait_for("serving");
+    router.kill()?;
+    router.wait()?;
+    line?;
+    for line in log.all() {
+        let line: Value = serde_json::from_str(line).with_context(|| line.clone())?;
+        assert!(line["level"].is_string() && line["message"].is_string(), "{line}");
+    }
+    Ok(())
+}
+
+#[test]
+fn no_log_line_cuts_into_the_sample_answer() -> Result<()> {
+    let command = format!("env BATON_TELEMETRY_LOG=trace {}", up("--sample --once"));
+    let mut terminal = Terminal::run(&command)?;
+    let shown = terminal.end()?;
+    let question = shown.iter().position(|line| line.starts_with("> ")).context("no question")?;
+    let (before, rest) = shown.split_at(question);
+    assert_eq!(rest[1], "The capital of France is Paris.", "{rest:#?}");
+    assert!(rest[2].starts_with("[8 tokens; "), "{rest:#?}");
+    // Every child spoke, in a colour, and what it said of this request came after the answer.
+    for name in ["prefill-0", "decode-0", "router"] {
+        let prefix = format!("m[{name}]\x1b[0m ");
+        let speaks = |lines: &[String]| lines.iter().any(|line| line.contains(&prefix));
+        assert!(speaks(before) && speaks(&rest[3..]), "{name} is silent");
+    }
+    Ok(())
+}
+
+#[test]
+fn control_c_stops_the_router_first_and_then_the_nodes() -> Result<()> {
+    let mut terminal = Terminal::run(&up(""))?;
+    terminal.screen.wait_for("baton: ready")?;
+    terminal.press_control_c()?;
+    let shown = terminal.end()?;
+    let position = |words: [&str; 2]| {
+        let found = shown.iter().position(|line| words.iter().all(|word| line.contains(word)));
+        found.with_context(|| format!("no line with {words:?} in {shown:#?}"))
+    };
+    let stopping = position(["baton: stopping", ""])?;
+    let router_stopped = position(["[router]", "stopped"])?;
+    assert!(stopping < router_stopped, "{shown:#?}");
+    for node in ["[prefill-0]", "[decode-0]"] {
+        assert!(router_stopped < position([node, "drains"])?, "{shown:#?}");
+        position([node, "stopped"])?;
+    }
+    Ok(())
+}
