@@ -5,23 +5,26 @@ MODEL ?= smollm2-135m
 PREFILL ?= 1
 DECODE ?= 1
 HTTP ?= 127.0.0.1:8000
+GRPC ?= 127.0.0.1:8001
 DTYPE ?= bf16
-RELEASE = $(or $(CARGO_TARGET_DIR),target)/release
+# The build profile: release, dist, or dev for a quick look.
+PROFILE ?= release
+BIN = $(or $(CARGO_TARGET_DIR),target)/$(PROFILE:dev=debug)
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench clean deps
+.PHONY: help run build model test check fmt lint bench docs clean deps
 
 help: ## This list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 run: build ## Fetch the model, build, start a cluster, stream one answer, keep serving (ONCE=1: stop then).
-	test -e "$(MODEL)" || $(RELEASE)/baton model fetch $(MODEL)
-	$(RELEASE)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) \
-		--http $(HTTP) --dtype $(DTYPE) --sample $(if $(ONCE),--once)
+	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)
+	$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) \
+		--http $(HTTP) --grpc $(GRPC) --dtype $(DTYPE) --sample $(if $(ONCE),--once)
 
-build: deps ## The four release binaries, in target/release.
-	$(CARGO) build --release --locked $(SERVICES)
+build: deps ## The four binaries, in target/release.
+	$(CARGO) build --profile $(PROFILE) --locked $(SERVICES)
 
 model: deps ## Fetch the model that the tests use.
 	$(CARGO) run --quiet --locked -p baton -- model fetch smollm2-135m
@@ -38,8 +41,12 @@ lint: ## Lints, warnings are errors.
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 
 bench: build ## Engine speed on this machine, as a table.
-	test -e "$(MODEL)" || $(RELEASE)/baton model fetch $(MODEL)
-	$(RELEASE)/baton bench engine --model $(MODEL)
+	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)
+	$(BIN)/baton bench engine --model $(MODEL)
+
+docs: model ## Write the lists of settings and metrics on the services' pages anew.
+	$(CARGO) build --locked --workspace --bins
+	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p integration-tests --test docs
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh

