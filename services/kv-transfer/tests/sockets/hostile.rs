@@ -201,14 +201,15 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
         integrity: vec!["xxh3".to_owned()],
         session: 1,
     });
-    let source = Source { node_id: "peer".to_owned(), epoch: from };
+    // Named, not counted: another peer may go while this one comes.
+    let name = format!("peer-{}", from.0);
+    let source = Source { node_id: name.clone(), epoch: from };
     let sealed =
         Sealer::new(keys(), source).seal(to.address.epoch, &Notice::untraced(hello)).unwrap();
-    let before = to.transfers.metrics().peers.len();
     dealer.send_multipart([&sealed.frame, &sealed.tag], 0).unwrap();
     let start = Instant::now();
-    while to.transfers.metrics().peers.len() == before {
-        assert!(start.elapsed() < PATIENCE);
+    while !to.transfers.metrics().peers.iter().any(|peer| peer.node_id == name) {
+        assert!(start.elapsed() < PATIENCE, "{name} was not let in");
         thread::sleep(Duration::from_millis(5));
     }
     (context, dealer)
