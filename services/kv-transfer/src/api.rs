@@ -15,8 +15,9 @@
 //! 4. [`Event::Delivered`] or [`Event::SendFailed`]: no read is in flight, references may go.
 //!
 //! Every transfer ends with exactly one of the four final events on each side that knew of it,
-//! [`Command::Abort`] included, within lease + 0.5 s of losing the peer. A second start of an id that
-//! is under way is ignored, and of one that has ended fails at once: ids are used once.
+//! [`Command::Abort`] included. Blocks that it has are back within lease + 0.5 s of an abort on either
+//! side, of losing the peer, or of a start that the other side does not follow. A second start of an
+//! id that is under way is ignored, and of one that has ended fails at once: ids are used once.
 
 use std::{fmt, time::Duration};
 

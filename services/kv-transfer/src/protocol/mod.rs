@@ -16,6 +16,9 @@
 //! * `Arrived` is emitted only when every reserved block was written and `DONE` matches.
 //! * A transfer that the node has begun began under the weights that the process has now.
 //! * A failed event is emitted only when the transport has let go of every block of the transfer.
+//! * Whatever is lost, blocks are back within lease + 0.5 s of the moment in which the other side gave
+//!   the transfer up, ended it, died, or failed to begin it: only a side whose node wants the transfer
+//!   names it, and a name is all that renews a lease.
 //! * Only pairs with work speak; a pair is lost as a whole.
 
 mod chunks;

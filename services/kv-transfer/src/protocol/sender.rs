@@ -83,9 +83,11 @@ impl Outgoing {
         }
     }
 
-    /// The receiver asks first. It is kept for one lease and told at once that it was heard.
-    pub fn early(turn: &mut Turn<'_>, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
-        let early = Self {
+    /// The receiver asks first. It is kept for one lease. The receiver hears nothing of it: it may
+    /// take a transfer that is named for wanted, and this one nobody has asked for here, so its lease
+    /// must run from its own beginning.
+    pub fn early(turn: &Turn<'_>, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
+        Self {
             transfer: reserve.transfer,
             peer,
             traceparent,
@@ -93,9 +95,7 @@ impl Outgoing {
             deadline: turn.now + LEASE,
             lease: turn.now + LEASE,
             phase: Phase::Early { reserve },
-        };
-        early.name(turn);
-        early
+        }
     }
 
     /// `Expect` meets a `RESERVE` that waits, or one that waited too long or was aborted.
@@ -128,8 +128,8 @@ impl Outgoing {
                 self.match_reserve(turn, prompt_hash, reserve, traceparent);
             }
             // Repeated: our answer was lost.
-            Phase::Early { .. } | Phase::Sending(_) => self.name(turn),
-            Phase::Delivered | Phase::Ending(_) => {}
+            Phase::Sending(_) => self.name(turn),
+            Phase::Early { .. } | Phase::Delivered | Phase::Ending(_) => {}
         }
     }
 
@@ -458,7 +458,7 @@ impl Outgoing {
 
     /// Named in heartbeats.
     pub fn is_wanted(&self) -> bool {
-        matches!(self.phase, Phase::Early { .. } | Phase::Sending(_))
+        matches!(self.phase, Phase::Sending(_))
     }
 
     /// Named in heartbeats as waiting for `RESERVE`.

@@ -19,10 +19,17 @@ const WEATHER: Weather = Weather {
     delay_max: Duration::from_millis(4),
     release_max: Duration::from_millis(100),
 };
+/// Any notice may be lost, come twice, or overtake its neighbours.
+const ROUGH: Weather =
+    Weather { loss: 30, duplication: 30, delay_max: Duration::from_millis(25), ..WEATHER };
 const BACK: Duration = Duration::from_millis(2500);
 
 fn begin(seed: u64) -> (World, Journey) {
-    let mut world = World::new(seed, 2, 40, WEATHER);
+    begin_in(WEATHER, seed)
+}
+
+fn begin_in(weather: Weather, seed: u64) -> (World, Journey) {
+    let mut world = World::new(seed, 2, 40, weather);
     let journey = Journey {
         transfer: TransferId(9),
         sender: SENDER,
@@ -44,21 +51,23 @@ fn moments() -> impl Iterator<Item = Duration> {
     (0..500).map(|half| Duration::from_micros(500 * half))
 }
 
-fn assert_back(world: &World, journey: &Journey, node: usize, by: Duration) {
+/// Everything that `node` had is back a lease and a half second after `over`.
+fn assert_back(world: &World, journey: &Journey, node: usize, over: Duration) {
     let Some(begun) = world.nodes[node].begun.get(&journey.transfer) else { return };
     let (at, _) = world.end_of(node, journey.transfer).expect("it ended");
-    let by = (world.start + by).max(*begun) + BACK;
-    assert!(at <= by, "{:?} too late", at - by);
-    let free = 40 - usize::from(node == RECEIVER && world.end_of(node, journey.transfer).is_none());
-    assert_eq!(world.nodes[node].free_count(), free);
+    let by = (world.start + over).max(*begun) + BACK;
+    assert!(at <= by, "over at {over:?}, back at {:?}, too late", at - world.start);
+    assert_eq!(world.nodes[node].free_count(), 40);
 }
 
 #[test]
 fn a_peer_that_dies_costs_a_lease_at_most() {
     for (step, moment) in moments().enumerate() {
         for (victim, survivor) in [(SENDER, RECEIVER), (RECEIVER, SENDER)] {
-            for reset in [true, false] {
-                let (mut world, journey) = begin(step as u64);
+            for (reset, weather) in
+                [(true, WEATHER), (false, WEATHER), (true, ROUGH), (false, ROUGH)]
+            {
+                let (mut world, journey) = begin_in(weather, step as u64);
                 world.run_until(world.start + moment);
                 world.kill(victim, reset);
                 world.run_until(world.start + Duration::from_secs(10));
@@ -71,8 +80,13 @@ fn a_peer_that_dies_costs_a_lease_at_most() {
 #[test]
 fn a_peer_that_stops_costs_a_lease_at_most_and_finds_its_way_when_it_wakes() {
     for (step, moment) in moments().enumerate() {
-        for (victim, survivor) in [(SENDER, RECEIVER), (RECEIVER, SENDER)] {
-            let (mut world, journey) = begin(step as u64);
+        for (victim, survivor, weather) in [
+            (SENDER, RECEIVER, WEATHER),
+            (RECEIVER, SENDER, WEATHER),
+            (SENDER, RECEIVER, ROUGH),
+            (RECEIVER, SENDER, ROUGH),
+        ] {
+            let (mut world, journey) = begin_in(weather, step as u64);
             world.run_until(world.start + moment);
             world.stop(victim);
             world.run_until(world.start + moment + Duration::from_secs(5));
@@ -106,6 +120,88 @@ fn an_abort_from_either_side_ends_both_within_a_heartbeat() {
             }
         }
     }
+}
+
+#[test]
+fn an_abort_in_rough_weather_ends_both_within_a_lease() {
+    let mut ended_badly = 0;
+    for (step, moment) in moments().enumerate() {
+        for side in [SENDER, RECEIVER] {
+            let (mut world, journey) = begin_in(ROUGH, step as u64);
+            let (at, transfer) = (world.start + moment, journey.transfer);
+            let reason = "the client left".to_owned();
+            world.at(at, side, Step::Command(Command::Abort { transfer, reason }));
+            world.run_until(world.start + Duration::from_secs(30));
+            assert_back(&world, &journey, side, moment);
+            let other = if side == SENDER { RECEIVER } else { SENDER };
+            // A sender that never had a RESERVE holds nothing and waits as long as its node says.
+            if world.has_held_blocks(other, transfer) {
+                assert_back(&world, &journey, other, moment);
+            }
+            assert_eq!(world.nodes[other].free_count(), 40);
+            let failed = |node| world.end_of(node, transfer).is_some_and(|(_, well)| !well);
+            ended_badly += usize::from(failed(SENDER) && failed(RECEIVER));
+        }
+    }
+    assert!(ended_badly > 200, "{ended_badly} of 1000 were struck before they were complete");
+}
+
+/// The sender hears of it from the receiver alone, and tells it nothing of the sort that the router
+/// has asked it for anything.
+#[test]
+fn what_the_receiver_alone_has_begun_is_over_within_a_lease() {
+    for seed in 0..500 {
+        for weather in [WEATHER, ROUGH, Weather { loss: 60, ..ROUGH }] {
+            let (mut world, journey) = one_sided(weather, seed);
+            world.run_until(world.start + Duration::from_secs(20));
+            assert_back(&world, &journey, RECEIVER, Duration::ZERO);
+            assert_eq!(world.nodes[SENDER].free_count(), 40);
+            assert!(world.nodes[SENDER].events.is_empty(), "its node was never asked");
+            assert_eq!(world.nodes[SENDER].core.table_sizes().0, 0);
+        }
+    }
+}
+
+/// Within the lease the two still find each other; after it each side's blocks come back.
+#[test]
+fn a_sender_that_begins_late_finds_the_reservation_or_leaves_no_block_behind() {
+    for late in (0..500).map(|step| Duration::from_millis(10 * step)) {
+        for weather in [WEATHER, ROUGH] {
+            let (mut world, journey) = one_sided(weather, late.as_millis() as u64);
+            let expect = world.expect_command(&journey);
+            world.at(world.start + late, SENDER, Step::Command(expect));
+            world.run_until(world.start + Duration::from_secs(40));
+            let (ended, well) = world.end_of(RECEIVER, journey.transfer).expect("it ended");
+            if late > BACK {
+                assert!(!well);
+                assert_back(&world, &journey, RECEIVER, Duration::ZERO);
+            }
+            if weather.loss == 0 && late < LEASE - Duration::from_millis(100) {
+                assert!(well, "begun {late:?} late");
+            }
+            if world.has_held_blocks(SENDER, journey.transfer) {
+                assert_back(&world, &journey, SENDER, ended - world.start);
+            }
+            assert_eq!(world.nodes[RECEIVER].free_count(), 40);
+            assert_eq!(world.nodes[SENDER].free_count(), 40);
+        }
+    }
+}
+
+/// The router reached the receiver alone.
+fn one_sided(weather: Weather, seed: u64) -> (World, Journey) {
+    let mut world = World::new(seed, 2, 40, weather);
+    let journey = Journey {
+        transfer: TransferId(9),
+        sender: SENDER,
+        receiver: RECEIVER,
+        block_count: 12,
+        cached: 2,
+        deadline: Duration::from_secs(20),
+    };
+    let start = world.start;
+    world.journey(journey.clone(), Some(start), None);
+    (world, journey)
 }
 
 /// The world compares what arrives with what the receiver's weights would have written.

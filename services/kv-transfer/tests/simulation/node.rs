@@ -53,6 +53,8 @@ pub struct Node {
     /// Every event, with its time.
     pub events: Vec<(Instant, Event)>,
     pub begun: BTreeMap<TransferId, Instant>,
+    /// When its node gave it up, begun or not.
+    pub aborted: BTreeMap<TransferId, Instant>,
     pub ended: BTreeMap<TransferId, (Instant, bool)>,
 }
 
@@ -90,6 +92,7 @@ impl Node {
             admitted: BTreeSet::new(),
             events: Vec::new(),
             begun: BTreeMap::new(),
+            aborted: BTreeMap::new(),
             ended: BTreeMap::new(),
         }
     }

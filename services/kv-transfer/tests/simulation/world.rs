@@ -305,6 +305,9 @@ impl World {
                 {
                     node.begun.entry(*transfer).or_insert(now);
                 }
+                if let Command::Abort { transfer, .. } = &command {
+                    node.aborted.entry(*transfer).or_insert(now);
+                }
                 if let Command::WeightsChanged { weight_version } = command {
                     node.weight_version = weight_version;
                 }
@@ -617,6 +620,14 @@ impl World {
         let before = node.ended.insert(transfer, (now, well));
         assert_eq!(before, None, "{transfer} ended twice at {}", node.name);
         node.give_back(transfer);
+    }
+
+    /// A sender has blocks from `Ready` on, a receiver from the start.
+    pub fn has_held_blocks(&self, node: usize, transfer: TransferId) -> bool {
+        let is_ready = |(_, event): &(Instant, Event)| matches!(event, Event::Ready { transfer: id, .. } if *id == transfer);
+        let node_state = &self.nodes[node];
+        node_state.begun.contains_key(&transfer)
+            && (self.journeys[&transfer].receiver == node || node_state.events.iter().any(is_ready))
     }
 
     /// How much has happened or is about to.

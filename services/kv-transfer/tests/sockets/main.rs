@@ -2,6 +2,7 @@
 
 mod hostile;
 mod journeys;
+mod mismatch;
 mod node;
 mod process;
 mod stopped;

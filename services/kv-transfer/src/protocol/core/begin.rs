@@ -166,7 +166,7 @@ impl Core {
             return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
         }
         let peer = Peer { node_id: from.node_id.clone(), epoch: from.epoch };
-        let early = Outgoing::early(&mut turn!(self, now), peer, reserve, traceparent);
+        let early = Outgoing::early(&turn!(self, now), peer, reserve, traceparent);
         self.insert(now, transfer, from.epoch, Transfer::Outgoing(early));
     }
 
