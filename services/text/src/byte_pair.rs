@@ -10,11 +10,8 @@ use std::{
     collections::{BinaryHeap, HashMap},
     hash::BuildHasherDefault,
     ops::Range,
-    path::{Path, PathBuf},
     sync::Arc,
 };
-
-use tokenizers::{Model, Token, models::bpe::BpeTrainer};
 
 use crate::{
     error::VocabularyError,
@@ -266,52 +263,13 @@ fn merge_rules(
     Ok(rules)
 }
 
-/// The model as the `tokenizers` crate's pipeline sees it: it looks up added tokens here.
-pub(crate) struct PipelineModel<'a> {
-    pub model: &'a BytePairModel,
-}
-
-impl Model for PipelineModel<'_> {
-    type Trainer = BpeTrainer;
-
-    fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
-        let mut ids = Vec::new();
-        self.model.encode_word(sequence, &mut ids);
-        Ok(ids.into_iter().map(|id| Token::new(id, String::new(), (0, 0))).collect())
-    }
-
-    fn token_to_id(&self, token: &str) -> Option<u32> {
-        self.model.vocabulary.id(token)
-    }
-
-    fn id_to_token(&self, id: u32) -> Option<String> {
-        self.model.vocabulary.string(id).map(str::to_owned)
-    }
-
-    fn get_vocab(&self) -> HashMap<String, u32> {
-        let vocabulary = &self.model.vocabulary;
-        (0..vocabulary.size())
-            .filter_map(|id| Some((vocabulary.string(id)?.to_owned(), id)))
-            .collect()
-    }
-
-    fn get_vocab_size(&self) -> usize {
-        self.model.vocabulary.size() as usize
-    }
-
-    fn save(&self, _: &Path, _: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
-        Err("this model is only read".into())
-    }
-
-    fn get_trainer(&self) -> BpeTrainer {
-        BpeTrainer::default()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use tokenizers::models::bpe::{BPE, Merges, Vocab};
+    use tokenizers::{
+        Model,
+        models::bpe::{BPE, Merges, Vocab},
+    };
 
     use super::*;
 

@@ -16,6 +16,8 @@ pub(crate) enum Decoding {
         byte_fallback: bool,
         /// How many of this character are dropped from the start of a text.
         strip_start: Option<(char, usize)>,
+        /// Added tokens stand for themselves, whatever they look like.
+        keeps_added: bool,
     },
 }
 
@@ -52,7 +54,7 @@ impl Decoding {
 }
 
 /// The byte that `<0x41>` names.
-fn byte_token(token: &str) -> Option<u8> {
+pub(crate) fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     let hexadecimal = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
     hexadecimal.then(|| u8::from_str_radix(digits, 16).ok())?
@@ -92,6 +94,11 @@ impl TokenBytes {
             let shown = silent.binary_search(&id).is_err();
             if let Some(token) = vocabulary.string(id).filter(|_| shown) {
                 match added(id) {
+                    Some(token)
+                        if matches!(decoding, Decoding::Pieces { keeps_added: true, .. }) =>
+                    {
+                        bytes.extend_from_slice(token.as_bytes());
+                    }
                     Some(token) => decoding.append(&token, &mut bytes),
                     None => decoding.append(token, &mut bytes),
                 }
@@ -136,6 +143,7 @@ mod tests {
             replacements: vec![("▁".into(), " ".into())],
             byte_fallback: true,
             strip_start: Some((' ', 1)),
+            keeps_added: false,
         }
     }
 

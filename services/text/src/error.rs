@@ -56,6 +56,12 @@ pub enum VocabularyError {
     AddedTokenTakesId { id: u32, token: String, other: String },
     #[error("the added tokens cannot be searched for: {reason}")]
     AddedTokens { reason: String },
+    #[error("tokens {first} and {second} are both {token:?}")]
+    TokenTwice { first: u32, second: u32, token: String },
+    #[error("token {id} has {bytes} bytes; tokens that are no control tokens have at most {max}")]
+    TokenTooLong { id: u32, bytes: usize, max: usize },
+    #[error("there is neither a token <0x{byte:02X}> nor an unknown token: some texts have no ids")]
+    NothingForTheUnknown { byte: u8 },
     #[error("{name} is {id}; the vocabulary has {size} tokens")]
     NoSuchId { name: &'static str, id: u64, size: u32 },
 }

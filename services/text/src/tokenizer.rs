@@ -8,11 +8,13 @@ use tokenizers::{
 };
 
 use crate::{
-    byte_pair::{BytePairModel, BytePairOptions, PipelineModel},
+    byte_pair::{BytePairModel, BytePairOptions},
     decoding::{Decoding, TokenBytes},
     detokenizer::{Detokenizer, DetokenizerOptions},
     error::VocabularyError,
     packed::PackedStrings,
+    pipeline::PipelineModel,
+    sentence_piece::{PieceModel, PieceOptions, SPACE},
     vocabulary::Vocabulary,
 };
 
@@ -49,7 +51,7 @@ pub enum EncodeError {
 pub struct Tokenizer {
     vocabulary: Arc<Vocabulary>,
     bytes: TokenBytes,
-    model: BytePairModel,
+    model: WordModel,
     added: AddedVocabulary,
     /// The same with special tokens switched off.
     added_as_text: AddedVocabulary,
@@ -66,15 +68,37 @@ pub struct Tokenizer {
     token_text_bytes_max: Option<usize>,
 }
 
+/// How text between added tokens becomes ids.
+enum WordModel {
+    /// Of each word that normaliser and pre-tokenizer leave.
+    BytePair(BytePairModel),
+    /// Of all text at once.
+    Pieces(PieceModel),
+}
+
+/// What a [`WordModel`] is made of.
+pub(crate) enum WordModelParts {
+    /// `merges` are pairs, as [`BytePairModel::new`] takes them.
+    BytePair {
+        merges: PackedStrings,
+        options: BytePairOptions,
+    },
+    Pieces(PieceOptions),
+}
+
+impl Default for WordModelParts {
+    fn default() -> Self {
+        Self::BytePair { merges: PackedStrings::default(), options: BytePairOptions::default() }
+    }
+}
+
 /// What a tokenizer is made of, wherever it was read from.
 #[derive(Default)]
 pub(crate) struct TokenizerParts {
     /// Token strings in any order, and the id of each.
     pub strings: PackedStrings,
     pub ids: Vec<u32>,
-    /// Pairs, as [`BytePairModel::new`] takes them.
-    pub merges: PackedStrings,
-    pub options: BytePairOptions,
+    pub model: WordModelParts,
     /// Tokens recognised before the text is split, special or not, with the ids they are given
     /// unless their string has one already.
     pub added: Vec<(u32, AddedToken)>,
@@ -118,17 +142,18 @@ impl Tokenizer {
             }
         }
 
-        let model = BytePairModel::new(
-            Arc::clone(&vocabulary),
-            &parts.merges,
-            special.clone(),
-            &parts.options,
-        )?;
-        parts.merges = PackedStrings::default();
+        let model = match std::mem::take(&mut parts.model) {
+            WordModelParts::BytePair { merges, options } => WordModel::BytePair(
+                BytePairModel::new(Arc::clone(&vocabulary), &merges, special.clone(), &options)?,
+            ),
+            WordModelParts::Pieces(options) => {
+                WordModel::Pieces(PieceModel::new(Arc::clone(&vocabulary), options)?)
+            }
+        };
         let mut added = AddedVocabulary::new();
         let tokens = parts.added.into_iter().map(|(_, token)| token);
         added
-            .add_tokens(tokens, &PipelineModel { model: &model }, parts.normalizer.as_ref())
+            .add_tokens(tokens, &PipelineModel(&vocabulary), parts.normalizer.as_ref())
             .map_err(|reason| VocabularyError::AddedTokens { reason: reason.to_string() })?;
         let mut added_as_text = added.clone();
         added_as_text.set_encode_special_tokens(true);
@@ -140,6 +165,7 @@ impl Tokenizer {
         Ok(Self {
             token_text_bytes_max: token_text_bytes_max(
                 bytes.longest(),
+                &model,
                 &added,
                 parts.normalizer.as_ref(),
             ),
@@ -208,11 +234,14 @@ impl Tokenizer {
                 .pre_tokenize(&mut splits)
                 .map_err(|reason| EncodeError::Pipeline { reason: reason.to_string() })?;
         }
+        let mut begins = true;
         for (word, _, tokens) in splits.get_splits(OffsetReferential::Original, OffsetType::None) {
-            match tokens {
-                Some(tokens) => ids.extend(tokens.iter().map(|token| token.id)),
-                None => self.model.encode_word(word, ids),
+            match (tokens, &self.model) {
+                (Some(tokens), _) => ids.extend(tokens.iter().map(|token| token.id)),
+                (None, WordModel::BytePair(model)) => model.encode_word(word, ids),
+                (None, WordModel::Pieces(model)) => model.encode(word, begins, ids),
             }
+            begins = tokens.is_some();
         }
         Ok(())
     }
@@ -293,10 +322,16 @@ impl std::fmt::Debug for Tokenizer {
 /// How many bytes of text one token can stand for; `None` when there is no bound.
 fn token_text_bytes_max(
     longest_token: usize,
+    model: &WordModel,
     added: &AddedVocabulary,
     normalizer: Option<&NormalizerWrapper>,
 ) -> Option<usize> {
     let shrinks_to_a = match normalizer {
+        _ if matches!(model, WordModel::Pieces(model) if model.has_unbounded_tokens()) => {
+            return None;
+        }
+        // The mark of a space has three bytes; in a text it is one more spelling of a space.
+        None if matches!(model, WordModel::Pieces(_)) => SPACE.len_utf8(),
         None => 1,
         // Three Hangul letters of three bytes compose to one syllable of three; none shrink more.
         Some(NormalizerWrapper::NFC(_)) => 3,

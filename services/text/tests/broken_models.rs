@@ -110,8 +110,13 @@ fn wrong_types_are_named_with_the_type_that_is_wanted() {
 #[test]
 fn unsupported_kinds_are_refused_with_those_supported() {
     assert_eq!(
+        message(&with("tokenizer.ggml.model", string("bert"))),
+        "tokenizer.ggml.model is \"bert\"; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
+    );
+    // The same tokens are no SentencePiece vocabulary.
+    assert_eq!(
         message(&with("tokenizer.ggml.model", string("llama"))),
-        "tokenizer.ggml.model is \"llama\"; supported: gpt2 (byte-level BPE)"
+        "metadata key \"tokenizer.ggml.scores\" is missing (wanted array of f32)"
     );
     let message = message(&with("tokenizer.ggml.pre", string("gpt-5")));
     for name in ["\"gpt-5\"", "smollm", "gpt-2", "default", "llama-bpe", "qwen2"] {
@@ -174,6 +179,100 @@ fn token_types_must_fit_the_tokens() {
         message(&types([vec![1; 264], vec![9]].concat())),
         "tokenizer.ggml.token_type: entry 264 is 9; types are 0 to 6"
     );
+}
+
+#[test]
+fn pieces_need_scores_types_and_bytes_that_fit() {
+    const SCORES: &str = "tokenizer.ggml.scores";
+    let count = common::PIECES_UNUSED as usize + 1;
+    let small = || Metadata::from([("tokenizer.ggml.model".to_owned(), string("llama"))]);
+    let scores = |items| (SCORES, Value::Array(Array::F32(items)));
+    let types = |items| (TYPES, Value::Array(Array::I32(items)));
+    let with_nan = [vec![0.0; 7], vec![f32::NAN], vec![0.0; count - 8]].concat();
+    type Changes<'a> = Vec<(&'a str, Value)>;
+    let cases: [(Metadata, Changes<'_>, &str); 10] = [
+        (
+            common::tiny_pieces(),
+            vec![scores(vec![0.0; 3])],
+            "tokenizer.ggml.scores: has 3 entries, tokenizer.ggml.tokens has 291",
+        ),
+        (
+            common::tiny_pieces(),
+            vec![scores(vec![0.0; count + 1])],
+            "tokenizer.ggml.scores: has 292 entries, tokenizer.ggml.tokens has 291",
+        ),
+        (
+            common::tiny_pieces(),
+            vec![scores(with_nan)],
+            "tokenizer.ggml.scores: entry 7 is no number",
+        ),
+        (
+            common::tiny_pieces(),
+            vec![(SCORES, strings(&["0"]))],
+            "metadata key \"tokenizer.ggml.scores\" is array of string[1], wanted array of f32",
+        ),
+        (
+            common::tiny_pieces(),
+            vec![types(vec![7; count])],
+            "tokenizer.ggml.token_type: entry 0 is 7; types are 0 to 6",
+        ),
+        (
+            common::tiny_pieces(),
+            vec![types(vec![6; count])],
+            "tokenizer.ggml.token_type: entry 0 is 6 (a byte), but the token is \"<unk>\", not \
+             <0x00> to <0xFF>",
+        ),
+        (
+            small(),
+            vec![(TOKENS, strings(&["a", "b", "", "", "a"])), scores(vec![0.0; 5])],
+            "tokenizer.ggml.tokens: tokens 0 and 4 are both \"a\"",
+        ),
+        (
+            small(),
+            vec![(TOKENS, strings(&["a", "<0x00>"])), scores(vec![0.0; 2])],
+            "tokenizer.ggml.tokens: there is neither a token <0x01> nor an unknown token: some texts \
+             have no ids",
+        ),
+        (
+            small(),
+            vec![
+                (TOKENS, strings(&["<unk>", &"a".repeat(2000)])),
+                scores(vec![0.0; 2]),
+                types(vec![2, 1]),
+            ],
+            "tokenizer.ggml.tokens: token 1 has 2000 bytes; tokens that are no control tokens have \
+             at most 1024",
+        ),
+        (
+            small(),
+            vec![(TOKENS, strings(&[])), scores(vec![])],
+            "tokenizer.ggml.tokens: there are no tokens",
+        ),
+    ];
+    for (mut metadata, changes, expected) in cases {
+        metadata.extend(changes.into_iter().map(|(key, value)| (key.to_owned(), value)));
+        assert_eq!(message(&metadata), expected);
+    }
+}
+
+#[test]
+fn a_gguf_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    for (metadata, count) in [(tiny(), 265), (common::tiny_pieces(), 291)] {
+        for rows in [count, count + 64] {
+            common::write_gguf_with(&path, &metadata, Some(rows));
+            assert!(ModelText::open(&path).is_ok(), "{rows}");
+        }
+        common::write_gguf_with(&path, &metadata, Some(count - 1));
+        let error = ModelText::open(&path).unwrap_err().to_string();
+        let problem = format!(
+            "tokenizer.ggml.tokens: has {count} tokens, but token_embd.weight has {} rows: they are \
+             of different models",
+            count - 1
+        );
+        assert!(error.ends_with(&problem), "{error}");
+    }
 }
 
 #[test]
@@ -506,9 +605,10 @@ proptest! {
         let mut metadata = tiny();
         metadata.insert("tokenizer.ggml.pre".into(), string("llama-bpe"));
         common::write_gguf(&path, &metadata);
+        common::write_gguf(&folder.path().join("pieces.gguf"), &common::tiny_pieces());
         let json = tokenizer_json("/normalizer", json!({"type": "NFC"}));
         std::fs::write(folder.path().join("tokenizer.json"), json).unwrap();
-        for file in ["model.gguf", "tokenizer.json"] {
+        for file in ["model.gguf", "pieces.gguf", "tokenizer.json"] {
             let file = folder.path().join(file);
             let mut bytes = std::fs::read(&file).unwrap();
             for (place, byte) in &damage {
@@ -517,7 +617,7 @@ proptest! {
             }
             std::fs::write(&file, bytes).unwrap();
         }
-        for path in [path.as_path(), folder.path()] {
+        for path in [path.as_path(), &folder.path().join("pieces.gguf"), folder.path()] {
             if let Ok(model) = ModelText::open(path) {
                 let ids = model.tokenizer().encode_prompt("hello <|end|> ab\u{e9}", SpecialTokens::Parse);
                 model.tokenizer().decode(&ids.unwrap(), false);

@@ -6,6 +6,7 @@
 mod common;
 
 use std::{
+    collections::HashMap,
     fs,
     path::{Path, PathBuf},
     sync::Arc,
@@ -103,7 +104,7 @@ fn calls_that_real_templates_write_are_read_back() {
 #[test]
 fn llama_cpps_vectors_give_its_ids() {
     // One vocabulary for every kind of splitting that is built.
-    for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact"] {
+    for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact", "llama-spm", "phi-3"] {
         let Some(path) = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf")) else { return };
         let model = ModelText::open(&path).unwrap();
         let tokenizer = model.tokenizer();
@@ -119,14 +120,113 @@ fn llama_cpps_vectors_give_its_ids() {
     }
 }
 
+/// tokenizer.json as `transformers` makes it of a SentencePiece model: merges in the order of the
+/// scores of what they make, then of the ids of what they merge.
+fn folder_of_pieces(vocabulary: &Path) -> Value {
+    let metadata = gguf::Header::read_from(vocabulary).unwrap().metadata;
+    let tokens: &[String] = metadata.require("tokenizer.ggml.tokens").unwrap();
+    let scores: &[f32] = metadata.require("tokenizer.ggml.scores").unwrap();
+    let types: &[i32] = metadata.require("tokenizer.ggml.token_type").unwrap();
+    let ids: HashMap<&str, usize> = tokens.iter().map(String::as_str).zip(0..).collect();
+    let ordinary = |id: usize| types[id] == 1;
+    let mut merges = Vec::new();
+    for (id, token) in tokens.iter().enumerate().filter(|(id, _)| ordinary(*id)) {
+        for (at, _) in token.char_indices().skip(1) {
+            let (left, right) = token.split_at(at);
+            if let (Some(&first), Some(&second)) = (ids.get(left), ids.get(right))
+                && ordinary(first)
+                && ordinary(second)
+            {
+                merges.push((scores[id], first, second));
+            }
+        }
+    }
+    merges.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+    let merges: Vec<[&str; 2]> =
+        merges.into_iter().map(|(_, left, right)| [left, right].map(|id| &*tokens[id])).collect();
+    let special = |id: usize| {
+        json!({"id": id, "content": tokens[id], "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true})
+    };
+    json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": (0..3).map(special).collect::<Vec<_>>(),
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ]},
+        "pre_tokenizer": null,
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>",
+            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": true,
+            "byte_fallback": true, "ignore_merges": false, "vocab": ids, "merges": merges},
+    })
+}
+
+/// One vocabulary three ways: by its scores, and as a folder by merges, in Metaspace's way too.
+#[test]
+fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
+    let Some(path) = fetched("llama.cpp/ggml-vocab-llama-spm.gguf") else { return };
+    let gguf = ModelText::open(&path).unwrap();
+    let mut tokenizer_json = folder_of_pieces(&path);
+    let open = |tokenizer_json: &Value| {
+        let config = r#"{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}"#;
+        let tokenizer_json = tokenizer_json.to_string();
+        let files =
+            [("tokenizer.json", tokenizer_json.as_str()), ("tokenizer_config.json", config)];
+        ModelText::open(common::folder(&files).path()).unwrap()
+    };
+    let prepends = open(&tokenizer_json);
+    tokenizer_json["normalizer"] = Value::Null;
+    tokenizer_json["pre_tokenizer"] = json!({"type": "Metaspace", "replacement": "▁",
+        "prepend_scheme": "always", "split": false});
+    let metaspace = open(&tokenizer_json);
+
+    let ours = gguf.tokenizer();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/conformance.json");
+    let fixture: Value = serde_json::from_str(&fs::read_to_string(fixture).unwrap()).unwrap();
+    let mut texts: Vec<String> = serde_json::from_value(fixture["texts"].clone()).unwrap();
+    texts.extend(vectors(&path).into_iter().map(|(text, _)| text));
+    texts.extend(["<s>hello</s>world<unk>", "  \n ▁ a", "e\u{301}👍🏽\u{0}"].map(str::to_owned));
+    texts.extend([" ".repeat(10_000), "ab ".repeat(3_000), include_str!("conformance.rs").into()]);
+    for (name, folder) in [("Prepend", &prepends), ("Metaspace", &metaspace)] {
+        let theirs = folder.tokenizer();
+        assert_eq!((theirs.bos_id(), theirs.eos_ids()), (ours.bos_id(), ours.eos_ids()));
+        for text in &texts {
+            // Where a text begins with a space, Metaspace counts that one.
+            if name == "Metaspace" && text.starts_with([' ', '▁']) {
+                continue;
+            }
+            let expected = ours.encode_prompt(text, SpecialTokens::Parse).unwrap();
+            let found = theirs.encode_prompt(text, SpecialTokens::Parse).unwrap();
+            assert_eq!(found, expected, "{name}: {text:?}");
+            for skip_special in [false, true] {
+                let expected = ours.decode(&expected, skip_special);
+                assert_eq!(theirs.decode(&found, skip_special), expected, "{name}: {text:?}");
+            }
+        }
+        for id in 0..=ours.vocabulary_size() {
+            assert_eq!(theirs.token_bytes(id), ours.token_bytes(id), "{name}: {id}");
+            assert_eq!(theirs.is_special(id), ours.is_special(id), "{name}: {id}");
+        }
+    }
+}
+
 #[test]
 fn other_kinds_are_refused_by_name_with_what_is_supported() {
     let cases = [
         ("deepseek-llm", "tokenizer.ggml.pre is \"deepseek-llm\"; supported: smollm, starcoder,"),
         ("falcon", "tokenizer.ggml.pre is \"falcon\"; supported: "),
         ("command-r", "tokenizer.ggml.pre is \"command-r\"; supported: "),
-        ("llama-spm", "tokenizer.ggml.model is \"llama\"; supported: gpt2 (byte-level BPE)"),
-        ("bert-bge", "tokenizer.ggml.model is \"bert\"; supported: gpt2 (byte-level BPE)"),
+        ("bert-bge", "tokenizer.ggml.model is \"bert\"; supported: gpt2 (byte-level BPE), llama"),
     ];
     for (name, expected) in cases {
         let Some(path) = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf")) else { return };

@@ -66,7 +66,12 @@ pub(super) fn decoding_of(decoder: &Value) -> Result<Decoding, String> {
             _ => return Err(shown()),
         }
     }
-    Ok(Decoding::Pieces { replacements, byte_fallback: with_byte_fallback, strip_start })
+    Ok(Decoding::Pieces {
+        replacements,
+        byte_fallback: with_byte_fallback,
+        strip_start,
+        keeps_added: false,
+    })
 }
 
 #[cfg(test)]
@@ -88,6 +93,7 @@ mod tests {
             replacements: vec![("▁".into(), " ".into())],
             byte_fallback: true,
             strip_start: Some((' ', 1)),
+            keeps_added: false,
         };
         assert_eq!(decoding_of(&llama_2), Ok(expected));
     }

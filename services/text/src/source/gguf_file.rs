@@ -1,5 +1,7 @@
 //! The tokenizer and chat template inside a GGUF file.
 
+mod pieces;
+
 use std::path::Path;
 
 use gguf::{Header, Metadata, Split};
@@ -12,25 +14,34 @@ use crate::{
     error::{LoadError, VocabularyError},
     packed::PackedStrings,
     sampling_defaults::{SamplingDefaults, UncheckedDefaults},
-    tokenizer::TokenizerParts,
+    tokenizer::{TokenizerParts, WordModelParts},
 };
 
 const MODEL: &str = "tokenizer.ggml.model";
 const PRE: &str = "tokenizer.ggml.pre";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPES: &str = "tokenizer.ggml.token_type";
+const SCORES: &str = "tokenizer.ggml.scores";
 const MERGES: &str = "tokenizer.ggml.merges";
+const EMBEDDING: &str = "token_embd.weight";
 const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
+
+const BOS_KEY: &str = "tokenizer.ggml.bos_token_id";
+const EOS_KEY: &str = "tokenizer.ggml.eos_token_id";
+const UNKNOWN_KEY: &str = "tokenizer.ggml.unknown_token_id";
+const PADDING_KEY: &str = "tokenizer.ggml.padding_token_id";
 
 /// Keys of single tokens, and the names that chat templates know them by.
 const NAMED_TOKENS: [(&str, &str); 4] = [
-    ("tokenizer.ggml.bos_token_id", "bos_token"),
-    ("tokenizer.ggml.eos_token_id", "eos_token"),
-    ("tokenizer.ggml.unknown_token_id", "unk_token"),
-    ("tokenizer.ggml.padding_token_id", "pad_token"),
+    (BOS_KEY, "bos_token"),
+    (EOS_KEY, "eos_token"),
+    (UNKNOWN_KEY, "unk_token"),
+    (PADDING_KEY, "pad_token"),
 ];
 /// Keys of further tokens that end an answer: end of turn, end of message.
 const MORE_EOS: [&str; 2] = ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
+
+const SUPPORTED_MODELS: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE)";
 
 /// Where tokens and merges are, for errors found while they are put together.
 pub(crate) const KEYS: [&str; 2] = [TOKENS, MERGES];
@@ -41,7 +52,8 @@ mod token_type {
     pub const CONTROL: i32 = 3;
     pub const USER_DEFINED: i32 = 4;
     pub const UNUSED: i32 = 5;
-    pub const LAST: i32 = 6;
+    pub const BYTE: i32 = 6;
+    pub const LAST: i32 = BYTE;
 }
 
 /// Reads the header of the file at `path`; no tensor is touched.
@@ -51,6 +63,7 @@ pub(crate) fn read(path: &Path) -> Result<Source, LoadError> {
     // Of a split model the first part has the tokenizer; the others say which that is.
     Split::of_first(path, &header).map_err(gguf)?;
     let file = File { path, metadata: &header.metadata };
+    file.check_embedding(&header)?;
     Ok(Source {
         parts: file.parts()?,
         templates: file.templates()?,
@@ -63,80 +76,118 @@ struct File<'a> {
     metadata: &'a Metadata,
 }
 
+/// The two kinds of vocabulary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Bytes in GPT-2's alphabet, and merges.
+    ByteLevel(PreTokenizerKind),
+    /// SentencePiece's, with scores.
+    Pieces,
+}
+
 impl File<'_> {
-    fn parts(&self) -> Result<TokenizerParts, LoadError> {
-        let model: &str = self.require(MODEL)?;
-        if model != "gpt2" {
-            return Err(self.unsupported(MODEL, model, "gpt2 (byte-level BPE)".into()));
+    fn kind(&self) -> Result<Kind, LoadError> {
+        match self.require(MODEL)? {
+            "gpt2" => {}
+            "llama" => return Ok(Kind::Pieces),
+            model => return Err(self.unsupported(MODEL, model, SUPPORTED_MODELS.into())),
         }
         // Files older than the key are GPT-2's kind more often than any other.
         let pre: &str = self.get(PRE)?.unwrap_or("default");
-        let kind = PreTokenizerKind::of_name(pre)
-            .ok_or_else(|| self.unsupported(PRE, pre, PreTokenizerKind::supported_names()))?;
+        PreTokenizerKind::of_name(pre)
+            .map(Kind::ByteLevel)
+            .ok_or_else(|| self.unsupported(PRE, pre, PreTokenizerKind::supported_names()))
+    }
 
+    fn parts(&self) -> Result<TokenizerParts, LoadError> {
+        let kind = self.kind()?;
         let tokens: &[String] = self.require(TOKENS)?;
+        let types = self.types(tokens)?;
         let mut strings = PackedStrings::default();
         if !tokens.iter().all(|token| strings.push(token)) {
             return Err(self.vocabulary(TOKENS, VocabularyError::TooLarge));
         }
-        let ids = (0..u32::try_from(tokens.len()).unwrap_or(u32::MAX)).collect();
+        let eos_id = self.named_token(EOS_KEY, tokens)?;
         let mut parts = TokenizerParts {
             strings,
-            ids,
-            merges: self.merges()?,
-            options: BytePairOptions {
-                whole_words_first: kind.whole_words_first,
-                ..BytePairOptions::default()
-            },
-            normalizer: kind.normalizer(),
-            pre_tokenizer: Some(kind.pre_tokenizer()),
-            decoding: Some(Decoding::ByteLevel),
-            bos_id: self.token_id(NAMED_TOKENS[0].0, tokens)?,
-            pad_id: self.token_id(NAMED_TOKENS[3].0, tokens)?,
+            ids: (0..u32::try_from(tokens.len()).unwrap_or(u32::MAX)).collect(),
+            bos_id: self.named_token(BOS_KEY, tokens)?,
+            pad_id: self.token_id(PADDING_KEY, tokens)?,
+            eos_ids: eos_id.into_iter().collect(),
             ..TokenizerParts::default()
         };
-        for key in [NAMED_TOKENS[1].0].iter().chain(&MORE_EOS) {
+        for key in MORE_EOS {
             parts.eos_ids.extend(self.token_id(key, tokens)?);
         }
-        self.classify(tokens, &mut parts)?;
-
-        if self.get("tokenizer.ggml.add_bos_token")?.unwrap_or(kind.adds_bos) {
+        classify(tokens, types, &mut parts);
+        let adds_bos = match kind {
+            Kind::ByteLevel(kind) => {
+                self.byte_level(kind, &mut parts)?;
+                kind.adds_bos
+            }
+            Kind::Pieces => {
+                self.pieces(tokens, types, &mut parts)?;
+                true
+            }
+        };
+        if self.get("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos) {
             parts.prompt_prefix.extend(parts.bos_id);
         }
         if self.get("tokenizer.ggml.add_eos_token")?.unwrap_or(false) {
-            parts.prompt_suffix.extend(self.token_id(NAMED_TOKENS[1].0, tokens)?);
+            parts.prompt_suffix.extend(eos_id);
         }
         Ok(parts)
     }
 
-    /// Sorts tokens by their type: special, recognised before splitting, placeholders, ordinary.
-    fn classify(&self, tokens: &[String], parts: &mut TokenizerParts) -> Result<(), LoadError> {
-        let Some(types) = self.get::<&[i32]>(TOKEN_TYPES)? else {
-            for id in parts.bos_id.iter().chain(&parts.eos_ids).chain(&parts.pad_id) {
-                parts.added.push((*id, special_token(&tokens[*id as usize], true)));
-            }
-            return Ok(());
+    fn byte_level(
+        &self,
+        kind: PreTokenizerKind,
+        parts: &mut TokenizerParts,
+    ) -> Result<(), LoadError> {
+        let whole_words_first = kind.whole_words_first;
+        parts.model = WordModelParts::BytePair {
+            merges: self.merges()?,
+            options: BytePairOptions { whole_words_first, ..BytePairOptions::default() },
         };
+        parts.normalizer = kind.normalizer();
+        parts.pre_tokenizer = Some(kind.pre_tokenizer());
+        parts.decoding = Some(Decoding::ByteLevel);
+        Ok(())
+    }
+
+    /// The type of each token, where the file says.
+    fn types(&self, tokens: &[String]) -> Result<Option<&[i32]>, LoadError> {
+        let Some(types) = self.get::<&[i32]>(TOKEN_TYPES)? else { return Ok(None) };
         if types.len() != tokens.len() {
             let problem = format!("has {} entries, {TOKENS} has {}", types.len(), tokens.len());
             return Err(self.invalid(TOKEN_TYPES, problem));
         }
-        for (id, (token, &kind)) in (0..).zip(tokens.iter().zip(types)) {
-            match kind {
-                token_type::UNKNOWN | token_type::CONTROL => {
-                    parts.added.push((id, special_token(token, true)));
-                }
-                token_type::USER_DEFINED => parts.added.push((id, special_token(token, false))),
-                token_type::UNUSED => parts.silent.push(id),
-                0..=token_type::LAST => {}
-                _ => {
-                    let last = token_type::LAST;
-                    let problem = format!("entry {id} is {kind}; types are 0 to {last}");
-                    return Err(self.invalid(TOKEN_TYPES, problem));
-                }
+        let known = 0..=token_type::LAST;
+        match types.iter().enumerate().find(|(_, kind)| !known.contains(*kind)) {
+            Some((id, kind)) => {
+                let last = token_type::LAST;
+                let problem = format!("entry {id} is {kind}; types are 0 to {last}");
+                Err(self.invalid(TOKEN_TYPES, problem))
             }
+            None => Ok(Some(types)),
         }
-        Ok(())
+    }
+
+    /// Every token must be a row of the model's embedding; rows beyond them are padding.
+    fn check_embedding(&self, header: &Header) -> Result<(), LoadError> {
+        let tokens: &[String] = self.require(TOKENS)?;
+        // A vocabulary alone, or the first part of a split model, may lack it.
+        let Some(embedding) = header.tensor(EMBEDDING) else { return Ok(()) };
+        match embedding.dims.get(1) {
+            Some(&rows) if rows < tokens.len() as u64 => {
+                let problem = format!(
+                    "has {} tokens, but {EMBEDDING} has {rows} rows: they are of different models",
+                    tokens.len()
+                );
+                Err(self.invalid(TOKENS, problem))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn merges(&self) -> Result<PackedStrings, LoadError> {
@@ -162,7 +213,7 @@ impl File<'_> {
         }
         let tokens: &[String] = self.require(TOKENS)?;
         for (key, name) in NAMED_TOKENS {
-            if let Some(id) = self.token_id(key, tokens)? {
+            if let Some(id) = self.named_token(key, tokens)? {
                 templates.special_tokens.insert(name.to_owned(), tokens[id as usize].clone());
             }
         }
@@ -180,6 +231,21 @@ impl File<'_> {
             repetition_penalty: number("general.sampling.penalty_repeat")?,
         };
         unchecked.check().map_err(|(key, problem)| self.invalid(key, problem))
+    }
+
+    /// The id at `key`, or where SentencePiece puts BOS and EOS when the file names none.
+    fn named_token(&self, key: &'static str, tokens: &[String]) -> Result<Option<u32>, LoadError> {
+        let usual = match key {
+            BOS_KEY => pieces::BOS_ID,
+            EOS_KEY => pieces::EOS_ID,
+            _ => return self.token_id(key, tokens),
+        };
+        if self.metadata.value(key).is_some() || self.kind()? != Kind::Pieces {
+            return self.token_id(key, tokens);
+        }
+        let types = self.types(tokens)?.unwrap_or_default();
+        let is_control = types.get(usual as usize) == Some(&token_type::CONTROL);
+        Ok(is_control.then_some(usual))
     }
 
     /// The id at `key`, which is one of the vocabulary. −1 in 32 bits is how some writers say "none".
@@ -217,6 +283,26 @@ impl File<'_> {
 
     fn vocabulary(&self, key: &'static str, source: VocabularyError) -> LoadError {
         LoadError::Vocabulary { path: self.path.into(), key, source }
+    }
+}
+
+/// Sorts tokens by their type: special, recognised before splitting, placeholders, ordinary.
+fn classify(tokens: &[String], types: Option<&[i32]>, parts: &mut TokenizerParts) {
+    let Some(types) = types else {
+        for id in parts.bos_id.iter().chain(&parts.eos_ids).chain(&parts.pad_id) {
+            parts.added.push((*id, special_token(&tokens[*id as usize], true)));
+        }
+        return;
+    };
+    for (id, (token, &kind)) in (0..).zip(tokens.iter().zip(types)) {
+        match kind {
+            token_type::UNKNOWN | token_type::CONTROL => {
+                parts.added.push((id, special_token(token, true)));
+            }
+            token_type::USER_DEFINED => parts.added.push((id, special_token(token, false))),
+            token_type::UNUSED => parts.silent.push(id),
+            _ => {}
+        }
     }
 }
 

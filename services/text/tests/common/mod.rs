@@ -67,15 +67,105 @@ pub const TOOL: u32 = 263;
 /// Stands for nothing.
 pub const UNUSED: u32 = 264;
 
+/// Tokens of [`tiny_pieces`] behind `<unk>`, `<s>`, `</s>` and the bytes; earlier ones merge first.
+const PIECES: [&str; 29] = [
+    "▁h",
+    "el",
+    "lo",
+    "▁hel",
+    "▁hello",
+    "▁w",
+    "or",
+    "ld",
+    "▁wor",
+    "▁world",
+    "▁▁",
+    "▁▁▁▁",
+    "é",
+    "\":",
+    "▁\"",
+    "▁{",
+    "{\"",
+    "▁",
+    "h",
+    "e",
+    "l",
+    "o",
+    "w",
+    "r",
+    "d",
+    "{",
+    "\"",
+    ":",
+    "}",
+];
+/// A token of [`tiny_pieces`] by its place in [`PIECES`].
+const FIRST_PIECE: u32 = 3 + 256;
+
+/// The id of an ordinary token of [`tiny_pieces`].
+pub fn piece(token: &str) -> u32 {
+    FIRST_PIECE + PIECES.iter().position(|other| *other == token).expect(token) as u32
+}
+
+/// The id of a byte's token in [`tiny_pieces`].
+pub fn byte_piece(byte: u8) -> u32 {
+    3 + u32::from(byte)
+}
+
+/// Last tokens of [`tiny_pieces`]: control, user-defined, unused.
+pub const PIECES_TURN: u32 = FIRST_PIECE + PIECES.len() as u32;
+pub const PIECES_TOOL: u32 = PIECES_TURN + 1;
+pub const PIECES_UNUSED: u32 = PIECES_TURN + 2;
+
+/// The metadata of a small SentencePiece model, as Llama 2's: byte fallback, `▁` for spaces.
+pub fn tiny_pieces() -> Metadata {
+    let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
+    let mut types = vec![2, 3, 3];
+    tokens.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
+    types.resize(tokens.len(), 6);
+    tokens.extend(PIECES.map(str::to_owned));
+    types.resize(tokens.len(), 1);
+    tokens.extend(["<|turn|>", "<tool>", "[PAD]"].map(str::to_owned));
+    types.extend([3, 4, 5]);
+    let mut scores = vec![0.0; FIRST_PIECE as usize];
+    scores.extend((0..PIECES.len()).map(|place| -(place as f32)));
+    scores.resize(tokens.len(), 0.0);
+    let string = |text: &str| Value::String(text.to_owned());
+    Metadata::from([
+        ("general.architecture".into(), string("llama")),
+        ("tokenizer.ggml.model".into(), string("llama")),
+        ("tokenizer.ggml.pre".into(), string("default")),
+        ("tokenizer.ggml.tokens".into(), Value::Array(Array::String(tokens))),
+        ("tokenizer.ggml.scores".into(), Value::Array(Array::F32(scores))),
+        ("tokenizer.ggml.token_type".into(), Value::Array(Array::I32(types))),
+        ("tokenizer.ggml.bos_token_id".into(), Value::U32(1)),
+        ("tokenizer.ggml.eos_token_id".into(), Value::U32(2)),
+        ("tokenizer.ggml.unknown_token_id".into(), Value::U32(0)),
+    ])
+}
+
 /// Writes a GGUF file of this metadata and no tensors.
 pub fn write_gguf(path: &Path, metadata: &Metadata) {
+    write_gguf_with(path, metadata, None);
+}
+
+/// The same with an embedding of this many rows, each of one number.
+pub fn write_gguf_with(path: &Path, metadata: &Metadata, embedding_rows: Option<u64>) {
     let mut bytes = b"GGUF".to_vec();
     bytes.extend(3u32.to_le_bytes());
-    bytes.extend(0u64.to_le_bytes());
+    bytes.extend(u64::from(embedding_rows.is_some()).to_le_bytes());
     bytes.extend((metadata.len() as u64).to_le_bytes());
     for (key, value) in metadata {
         put_string(&mut bytes, key);
         put_value(&mut bytes, value);
+    }
+    if let Some(rows) = embedding_rows {
+        put_string(&mut bytes, "token_embd.weight");
+        bytes.extend(2u32.to_le_bytes());
+        [1, rows].iter().for_each(|dim| bytes.extend(dim.to_le_bytes()));
+        bytes.extend(0u32.to_le_bytes());
+        bytes.extend(0u64.to_le_bytes());
+        bytes.resize(bytes.len().next_multiple_of(32) + 4 * rows as usize, 0);
     }
     std::fs::write(path, bytes).unwrap();
 }
@@ -132,6 +222,10 @@ fn put_array(bytes: &mut Vec<u8>, array: &Array) {
         }
         Array::U32(items) => {
             head(4);
+            items.iter().for_each(|item| bytes.extend(item.to_le_bytes()));
+        }
+        Array::F32(items) => {
+            head(6);
             items.iter().for_each(|item| bytes.extend(item.to_le_bytes()));
         }
         Array::String(items) => {

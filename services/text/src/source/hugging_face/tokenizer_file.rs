@@ -14,7 +14,7 @@ use crate::{
         frame::{self, FrameError, PromptFrame},
         packed_json::{PackedMerges, PackedVocabulary},
     },
-    tokenizer::TokenizerParts,
+    tokenizer::{TokenizerParts, WordModelParts},
 };
 
 #[derive(Deserialize)]
@@ -106,12 +106,14 @@ pub fn parts_of(file: TokenizerFile, path: &Path) -> Result<TokenizerParts, Load
     Ok(TokenizerParts {
         strings: model.vocab.strings,
         ids: model.vocab.ids,
-        merges: model.merges.0,
-        options: BytePairOptions {
-            unknown_token: model.unk_token,
-            fuse_unknown: model.fuse_unk,
-            byte_fallback: model.byte_fallback,
-            whole_words_first: model.ignore_merges,
+        model: WordModelParts::BytePair {
+            merges: model.merges.0,
+            options: BytePairOptions {
+                unknown_token: model.unk_token,
+                fuse_unknown: model.fuse_unk,
+                byte_fallback: model.byte_fallback,
+                whole_words_first: model.ignore_merges,
+            },
         },
         added: file.added_tokens.into_iter().map(|entry| (entry.id, entry.token)).collect(),
         normalizer,

@@ -1,0 +1,434 @@
+//! SentencePiece's byte-pair encoding: of all neighbours whose text is a token those with the highest
+//! score become one, until none are left.
+//!
+//! Merges are found by their text, as SentencePiece and llama.cpp find them, not in a list that is
+//! made from the scores beforehand: such a list has no place for tokens with parts that are none, ranks
+//! the several ways to one token, which are equals here, and costs as much memory as the vocabulary.
+
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, HashMap},
+    sync::Arc,
+};
+
+use crate::{error::VocabularyError, vocabulary::Vocabulary};
+
+/// Stands for a space within tokens.
+pub(crate) const SPACE: char = '▁';
+/// The longest in use have some 100 bytes. Bounds what looking up one pair costs.
+const TOKEN_BYTES_MAX: usize = 1024;
+const NO_ID: u32 = u32::MAX;
+
+/// What a vocabulary says about its tokens, beside their text.
+#[derive(Debug, Default)]
+pub(crate) struct PieceOptions {
+    /// By id; none is NaN.
+    pub scores: Vec<f32>,
+    /// Ids that text is not merged to: control tokens, bytes, the unknown token.
+    pub never_merged: Vec<u32>,
+    /// Merged to and then taken apart again.
+    pub unused: Vec<u32>,
+    /// For characters that neither tokens nor bytes spell.
+    pub unknown_id: Option<u32>,
+    /// Texts begin with a space, and so does what follows an added token.
+    pub add_space_prefix: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct PieceModel {
+    vocabulary: Arc<Vocabulary>,
+    /// By id; higher ones merge first, 0 never.
+    order: Box<[u32]>,
+    /// Bytes of the longest token that text is merged to.
+    longest: usize,
+    /// Ids of `<0x00>` to `<0xFF>`.
+    byte_ids: Box<[u32; 256]>,
+    unknown_id: Option<u32>,
+    /// Sorted.
+    unused: Vec<u32>,
+    add_space_prefix: bool,
+    /// No token has a space behind something else, so words are merged each on its own.
+    words_stand_alone: bool,
+}
+
+impl PieceModel {
+    pub fn new(
+        vocabulary: Arc<Vocabulary>,
+        mut options: PieceOptions,
+    ) -> Result<Self, VocabularyError> {
+        let size = vocabulary.size() as usize;
+        let mut order = vec![0; size].into_boxed_slice();
+        for (place, score) in order.iter_mut().zip(&options.scores) {
+            *place = ascending(*score);
+        }
+        let mut byte_ids = Box::new([NO_ID; 256]);
+        for (byte, id) in byte_ids.iter_mut().enumerate() {
+            *id = vocabulary.id(&format!("<0x{byte:02X}>")).unwrap_or(NO_ID);
+        }
+        let bytes = byte_ids.iter().filter(|id| **id != NO_ID);
+        for &id in bytes.chain(&options.never_merged) {
+            order[id as usize] = 0;
+        }
+        if options.unknown_id.is_none()
+            && let Some(byte) = byte_ids.iter().position(|id| *id == NO_ID)
+        {
+            return Err(VocabularyError::NothingForTheUnknown { byte: byte as u8 });
+        }
+        let (mut longest, mut words_stand_alone) = (0, true);
+        for (id, _) in (0..).zip(&order).filter(|(_, order)| **order != 0) {
+            let Some(token) = vocabulary.string(id) else { continue };
+            if token.len() > TOKEN_BYTES_MAX {
+                let (bytes, max) = (token.len(), TOKEN_BYTES_MAX);
+                return Err(VocabularyError::TokenTooLong { id, bytes, max });
+            }
+            longest = longest.max(token.len());
+            words_stand_alone &= !token.trim_start_matches(SPACE).contains(SPACE);
+        }
+        options.unused.sort_unstable();
+        Ok(Self {
+            vocabulary,
+            order,
+            longest,
+            byte_ids,
+            unknown_id: options.unknown_id,
+            unused: options.unused,
+            add_space_prefix: options.add_space_prefix,
+            words_stand_alone,
+        })
+    }
+
+    /// True where a token may stand for text of any length.
+    pub fn has_unbounded_tokens(&self) -> bool {
+        self.byte_ids.contains(&NO_ID)
+    }
+
+    /// Appends the ids of `text`, which has no added tokens in it. `begins`: it begins the whole text or
+    /// follows an added token.
+    pub fn encode(&self, text: &str, begins: bool, ids: &mut Vec<u32>) {
+        if text.is_empty() {
+            return;
+        }
+        let mut escaped = String::with_capacity(text.len() + text.len() / 2 + SPACE.len_utf8());
+        if begins && self.add_space_prefix {
+            escaped.push(SPACE);
+        }
+        escaped.extend(text.chars().map(|char| if char == ' ' { SPACE } else { char }));
+        let mut merging = Merging::default();
+        let mut rest = escaped.as_str();
+        while !rest.is_empty() {
+            let (word, after) = rest.split_at(self.first_word(rest));
+            self.encode_word(word, &mut merging, ids);
+            rest = after;
+        }
+    }
+
+    /// Where the part of `text` ends that merges with nothing behind it.
+    fn first_word(&self, text: &str) -> usize {
+        if !self.words_stand_alone {
+            return text.len();
+        }
+        let spaces = text.len() - text.trim_start_matches(SPACE).len();
+        text[spaces..].find(SPACE).map_or(text.len(), |end| spaces + end)
+    }
+
+    /// The token that `text` is, if text may be merged to it.
+    fn token(&self, text: &str) -> Option<u32> {
+        if text.len() > self.longest {
+            return None;
+        }
+        self.vocabulary.id(text).filter(|id| self.order[*id as usize] != 0)
+    }
+
+    fn encode_word(&self, word: &str, merging: &mut Merging, ids: &mut Vec<u32>) {
+        merging.symbols.clear();
+        for (at, char) in word.char_indices() {
+            let (bytes, number) = (char.len_utf8(), merging.symbols.len() as u32);
+            let end = at + bytes;
+            merging.symbols.push(Symbol {
+                start: at as u32,
+                bytes: bytes as u32,
+                previous: number.checked_sub(1).unwrap_or(NONE),
+                next: if end == word.len() { NONE } else { number + 1 },
+                id: self.token(&word[at..end]).unwrap_or(NO_ID),
+            });
+        }
+        for at in 1..merging.symbols.len() as u32 {
+            self.consider(word, at - 1, at, merging);
+        }
+        while let Some(pair) = merging.queue.pop() {
+            let left = merging.symbols[pair.left.0 as usize];
+            // What was queued may have been merged with others since.
+            if left.bytes == 0 || left.next == NONE {
+                continue;
+            }
+            let right = merging.symbols[left.next as usize];
+            if left.bytes + right.bytes != pair.bytes {
+                continue;
+            }
+            merging.symbols[left.next as usize].bytes = 0;
+            let merged = &mut merging.symbols[pair.left.0 as usize];
+            (merged.bytes, merged.id, merged.next) = (pair.bytes, pair.id, right.next);
+            if right.next != NONE {
+                merging.symbols[right.next as usize].previous = pair.left.0;
+                self.consider(word, pair.left.0, right.next, merging);
+            }
+            if left.previous != NONE {
+                self.consider(word, left.previous, pair.left.0, merging);
+            }
+        }
+        let Merging { symbols, halves, after_unknown, .. } = merging;
+        for symbol in symbols.iter().filter(|symbol| symbol.bytes != 0) {
+            if symbol.id != NO_ID && !self.is_unused(symbol.id) {
+                ids.push(symbol.id);
+                *after_unknown = false;
+            } else {
+                let text = &word[symbol.start as usize..][..symbol.bytes as usize];
+                self.take_apart(text, symbol.id, halves, after_unknown, ids);
+            }
+        }
+    }
+
+    /// Queues two neighbours if they make a token.
+    fn consider(&self, word: &str, left: u32, right: u32, merging: &mut Merging) {
+        let (first, second) = (merging.symbols[left as usize], merging.symbols[right as usize]);
+        let bytes = first.bytes + second.bytes;
+        let Some(id) = self.token(&word[first.start as usize..][..bytes as usize]) else { return };
+        merging.queue.push(Pair { order: self.order[id as usize], left: Reverse(left), bytes, id });
+        if self.is_unused(id) {
+            merging.halves.insert(id, first.bytes);
+        }
+    }
+
+    fn is_unused(&self, id: u32) -> bool {
+        self.unused.binary_search(&id).is_ok()
+    }
+
+    /// Appends the ids of what is no token, or an unused one: those of its halves, its bytes', or the
+    /// unknown one, which stands for all unknown characters in a row.
+    fn take_apart(
+        &self,
+        text: &str,
+        id: u32,
+        halves: &HashMap<u32, u32>,
+        after_unknown: &mut bool,
+        ids: &mut Vec<u32>,
+    ) {
+        let mut parts = vec![(text, id)];
+        while let Some((text, id)) = parts.pop() {
+            if id != NO_ID && !self.is_unused(id) {
+                ids.push(id);
+                *after_unknown = false;
+            } else if let Some(&bytes) = halves.get(&id) {
+                let (first, second) = text.split_at(bytes as usize);
+                parts.extend([second, first].map(|half| (half, self.token(half).unwrap_or(NO_ID))));
+            } else {
+                self.spell(text, after_unknown, ids);
+            }
+        }
+    }
+
+    fn spell(&self, text: &str, after_unknown: &mut bool, ids: &mut Vec<u32>) {
+        let id_of = |byte: u8| self.byte_ids[usize::from(byte)];
+        if text.bytes().all(|byte| id_of(byte) != NO_ID) {
+            ids.extend(text.bytes().map(id_of));
+            *after_unknown = false;
+        } else if !*after_unknown {
+            ids.extend(self.unknown_id);
+            *after_unknown = true;
+        }
+    }
+}
+
+/// Numbers in the order of scores; none is 0.
+fn ascending(score: f32) -> u32 {
+    // Both zeros are one score.
+    let bits = (score + 0.0).to_bits();
+    if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
+}
+
+/// No neighbour.
+const NONE: u32 = u32::MAX;
+
+/// A part of the word, linked to its neighbours. One without bytes has become part of another.
+#[derive(Clone, Copy, Debug)]
+struct Symbol {
+    start: u32,
+    bytes: u32,
+    previous: u32,
+    next: u32,
+    id: u32,
+}
+
+/// Two neighbours that make a token. The greatest has the highest score, then is the leftmost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Pair {
+    order: u32,
+    left: Reverse<u32>,
+    bytes: u32,
+    id: u32,
+}
+
+/// What merging one word after the other needs.
+#[derive(Debug, Default)]
+struct Merging {
+    symbols: Vec<Symbol>,
+    queue: BinaryHeap<Pair>,
+    /// Of unused tokens: how many bytes the first half has.
+    halves: HashMap<u32, u32>,
+    after_unknown: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::packed::PackedStrings;
+
+    const BYTES: [&str; 3] = ["<0xC3>", "<0xA9>", "<0x41>"];
+
+    fn model(tokens: &[(&str, f32)], options: PieceOptions) -> PieceModel {
+        let mut strings = PackedStrings::default();
+        assert!(tokens.iter().all(|(token, _)| strings.push(token)));
+        let ids: Vec<u32> = (0..tokens.len() as u32).collect();
+        let vocabulary = Arc::new(Vocabulary::new(&strings, &ids).unwrap());
+        let scores = tokens.iter().map(|(_, score)| *score).collect();
+        PieceModel::new(vocabulary, PieceOptions { scores, unknown_id: Some(0), ..options })
+            .unwrap()
+    }
+
+    fn ids(model: &PieceModel, text: &str) -> Vec<u32> {
+        let mut ids = Vec::new();
+        model.encode(text, true, &mut ids);
+        ids
+    }
+
+    #[test]
+    fn the_highest_score_merges_first_and_equals_from_the_left() {
+        let tokens = [("?", 0.), ("a", -9.), ("b", -9.), ("aa", -2.), ("ab", -1.), ("aab", -3.)];
+        let of = model(&tokens, PieceOptions::default());
+        assert_eq!(ids(&of, "aab"), [5]);
+        assert_eq!(ids(&of, "aaa"), [3, 1]);
+        assert_eq!(ids(&of, "aaab"), [3, 4]);
+        assert_eq!(ids(&of, ""), [0u32; 0]);
+    }
+
+    #[test]
+    fn zero_is_zero_whatever_its_sign() {
+        let tokens = [("?", 0.), ("a", -9.), ("b", -9.), ("ab", -0.), ("ba", 0.)];
+        assert_eq!(ids(&model(&tokens, PieceOptions::default()), "aba"), [3, 1]);
+        assert!(ascending(f32::NEG_INFINITY) > 0);
+        assert!(ascending(-1.) < ascending(-0.5) && ascending(-0.5) < ascending(0.));
+        assert!(ascending(0.) < ascending(0.5) && ascending(0.5) < ascending(f32::INFINITY));
+    }
+
+    #[test]
+    fn parts_of_a_token_need_not_be_tokens() {
+        let tokens = [("?", 0.), ("bc", -1.), ("abc", -2.)];
+        let of = model(&tokens, PieceOptions::default());
+        assert_eq!(ids(&of, "abc"), [2]);
+        assert_eq!(ids(&of, "ab"), [0], "unknown characters in a row are one");
+        assert_eq!(ids(&of, "abcb"), [2, 0]);
+    }
+
+    #[test]
+    fn bytes_spell_what_no_token_does_and_are_never_merged_to() {
+        let mut tokens = vec![("?", 0.), ("a", -1.), ("<0x4", 0.), ("1>", 0.), ("<", 0.)];
+        tokens.extend(["0", "x", "4", "1", ">", "<0", "<0x"].map(|token| (token, 0.)));
+        tokens.extend(BYTES.map(|token| (token, 5.)));
+        let of = model(&tokens, PieceOptions::default());
+        assert_eq!(ids(&of, "aéAa"), [1, 12, 13, 14, 1]);
+        assert_eq!(ids(&of, "ê"), [0], "one of its bytes is no token");
+        assert_eq!(ids(&of, "<0x41>"), [2, 3]);
+    }
+
+    #[test]
+    fn unused_tokens_are_taken_apart_again() {
+        let tokens = [("?", 0.), ("a", -9.), ("b", -9.), ("ab", -1.), ("abab", -2.), ("c", -1.)];
+        let of = model(&tokens, PieceOptions { unused: vec![4, 5], ..Default::default() });
+        assert_eq!(ids(&of, "abab"), [3, 3]);
+        let of = model(&tokens, PieceOptions { unused: vec![3, 4, 5], ..Default::default() });
+        assert_eq!(ids(&of, "ababc"), [1, 2, 1, 2, 0]);
+    }
+
+    #[test]
+    fn spaces_become_the_mark_and_one_stands_in_front() {
+        let tokens = [("?", 0.), ("▁", -3.), ("a", -3.), ("▁a", -1.), ("▁▁", -2.)];
+        let with = model(&tokens, PieceOptions { add_space_prefix: true, ..Default::default() });
+        assert_eq!(ids(&with, "a"), [3]);
+        assert_eq!(ids(&with, " a"), [1, 3]);
+        assert_eq!(ids(&with, " "), [4]);
+        let mut inside = Vec::new();
+        with.encode("a", false, &mut inside);
+        assert_eq!(inside, [2]);
+        assert_eq!(ids(&model(&tokens, PieceOptions::default()), "a a"), [2, 3]);
+    }
+
+    #[test]
+    fn tokens_of_any_length_and_texts_that_cannot_be_spelled_are_refused() {
+        let new = |token: &str, unknown_id| {
+            let mut strings = PackedStrings::default();
+            assert!(strings.push(token));
+            let vocabulary = Arc::new(Vocabulary::new(&strings, &[0]).unwrap());
+            let options = PieceOptions { scores: vec![0.], unknown_id, ..Default::default() };
+            PieceModel::new(vocabulary, options).map(drop).map_err(|error| error.to_string())
+        };
+        assert_eq!(new(&"a".repeat(1024), Some(0)), Ok(()));
+        let error = "token 0 has 1025 bytes; tokens that are no control tokens have at most 1024";
+        assert_eq!(new(&"a".repeat(1025), Some(0)), Err(error.to_owned()));
+        let error = "there is neither a token <0x00> nor an unknown token: some texts have no ids";
+        assert_eq!(new("a", None), Err(error.to_owned()));
+    }
+
+    /// The same by looking at all pairs again and again.
+    fn plainly(tokens: &[(String, f32)], text: &str) -> Vec<u32> {
+        let find = |text: &str| tokens.iter().position(|(token, _)| token == text);
+        let mut parts: Vec<String> = text.chars().map(String::from).collect();
+        loop {
+            let score = |at: usize| Some(tokens[find(&parts[at..at + 2].concat())?].1);
+            let best = (1..parts.len()).filter_map(|at| Some((at - 1, score(at - 1)?))).fold(
+                None,
+                |best: Option<(usize, f32)>, next| match best {
+                    Some(best) if best.1 >= next.1 => Some(best),
+                    _ => Some(next),
+                },
+            );
+            let Some((at, _)) = best else { break };
+            let right = parts.remove(at + 1);
+            parts[at].push_str(&right);
+        }
+        let mut ids: Vec<u32> = Vec::new();
+        let mut after_unknown = false;
+        for part in parts {
+            let id = find(&part);
+            if id.is_some() || !after_unknown {
+                ids.push(id.unwrap_or(0) as u32);
+            }
+            after_unknown = id.is_none();
+        }
+        ids
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #[test]
+        fn words_and_queues_give_what_looking_at_all_pairs_gives(
+            words in prop::collection::btree_map("▁{0,2}[abcé]{0,3}", 0u8..6, 0..24),
+            across in prop::option::of("[ab]▁[ab]?"),
+            text in "[▁abcéx]{0,24}",
+        ) {
+            let mut tokens = vec![("<unk>".to_owned(), 0.)];
+            let words = words.into_iter().chain(across.map(|token| (token, 3)));
+            for (token, score) in words.filter(|(token, _)| !token.is_empty()) {
+                if tokens.iter().all(|(other, _)| *other != token) {
+                    tokens.push((token, -f32::from(score)));
+                }
+            }
+            let listed: Vec<(&str, f32)> =
+                tokens.iter().map(|(token, score)| (token.as_str(), *score)).collect();
+            let never_merged = vec![0];
+            let of = model(&listed, PieceOptions { never_merged, ..Default::default() });
+            prop_assert_eq!(ids(&of, &text), plainly(&tokens, &text));
+        }
+    }
+}

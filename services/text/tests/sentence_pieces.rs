@@ -1,0 +1,322 @@
+//! SentencePiece vocabularies of GGUF files: Llama 2's kind, with scores and byte fallback.
+
+mod common;
+
+use std::{
+    sync::{Arc, LazyLock},
+    time::UNIX_EPOCH,
+};
+
+use common::{
+    Metadata, PIECES_TOOL, PIECES_TURN, PIECES_UNUSED, byte_piece, open_gguf, piece, tiny_pieces,
+};
+use gguf::{Array, Value};
+use proptest::prelude::*;
+use serde_json::{Map, json};
+use text::{
+    Detokenizer, DetokenizerOptions, ModelText, RenderRequest, SpecialTokens, StopStrings,
+    TextStream, TextStreamOptions, TokenTable, Tokenizer,
+};
+
+const BOS: u32 = 1;
+const EOS: u32 = 2;
+
+static TINY: LazyLock<ModelText> = LazyLock::new(|| open_gguf(&tiny_pieces()).unwrap());
+
+fn tokenizer() -> &'static Arc<Tokenizer> {
+    TINY.tokenizer()
+}
+
+fn encode(text: &str) -> Vec<u32> {
+    tokenizer().encode(text, SpecialTokens::Parse).unwrap()
+}
+
+fn with(key: &str, value: Value) -> Metadata {
+    let mut metadata = tiny_pieces();
+    metadata.insert(key.to_owned(), value);
+    metadata
+}
+
+fn pieces(tokens: &[&str]) -> Vec<u32> {
+    tokens.iter().map(|token| piece(token)).collect()
+}
+
+#[test]
+fn words_are_merged_by_score_behind_a_space() {
+    assert_eq!(encode("hello world"), pieces(&["▁hello", "▁world"]));
+    assert_eq!(encode(" hello"), pieces(&["▁", "▁hello"]));
+    assert_eq!(encode("lo"), pieces(&["▁", "lo"]));
+    assert_eq!(encode(""), [0u32; 0]);
+    assert_eq!(encode(" "), pieces(&["▁▁"]));
+    assert_eq!(tokenizer().encode_prompt("", SpecialTokens::Parse).unwrap(), [BOS]);
+    assert_eq!(
+        tokenizer().encode_prompt("hello", SpecialTokens::Parse).unwrap(),
+        [BOS, piece("▁hello")]
+    );
+}
+
+#[test]
+fn what_no_token_spells_becomes_bytes() {
+    let mut expected = pieces(&["▁"]);
+    expected.extend("👍🏽e\u{301}".bytes().map(|byte| match byte {
+        b'e' => piece("e"),
+        byte => byte_piece(byte),
+    }));
+    assert_eq!(encode("👍🏽e\u{301}"), expected);
+    assert_eq!(encode("é\n"), [piece("▁"), piece("é"), byte_piece(b'\n')]);
+    // The names of bytes and of special tokens are text like any other.
+    for name in ["<0x41>", "</s>", "<unk>", "[PAD]"] {
+        let ids = tokenizer().encode(name, SpecialTokens::AsText).unwrap();
+        assert_eq!(tokenizer().decode(&ids, true), name);
+        assert!(ids.iter().all(|id| !tokenizer().is_special(*id) && *id != PIECES_UNUSED));
+    }
+}
+
+#[test]
+fn a_space_stands_at_the_beginning_and_behind_every_added_token() {
+    assert_eq!(
+        encode("<s>hello</s>hello<tool>hello"),
+        [BOS, piece("▁hello"), EOS, piece("▁hello"), PIECES_TOOL, piece("▁hello")]
+    );
+    assert_eq!(encode("<|turn|></s>"), [PIECES_TURN, EOS]);
+    let as_text = tokenizer().encode("</s><tool>lo", SpecialTokens::AsText).unwrap();
+    assert!(!as_text.contains(&EOS));
+    assert!(as_text.ends_with(&[PIECES_TOOL, piece("▁"), piece("lo")]), "{as_text:?}");
+    assert_eq!(tokenizer().decode(&encode("<s>hello<tool>"), false), "<s> hello<tool>");
+    assert_eq!(tokenizer().decode(&encode("<s>hello<tool>"), true), "hello<tool>");
+}
+
+#[test]
+fn a_file_may_ask_for_no_space() {
+    let model = open_gguf(&with("tokenizer.ggml.add_space_prefix", Value::Bool(false))).unwrap();
+    let tokenizer = model.tokenizer();
+    let ids = tokenizer.encode("hello hello", SpecialTokens::Parse).unwrap();
+    assert_eq!(ids, pieces(&["h", "el", "lo", "▁hello"]));
+    assert_eq!(tokenizer.decode(&ids, false), "hello hello");
+    assert_eq!(tokenizer.decode(&pieces(&["▁hello"]), false), " hello", "nothing was put there");
+}
+
+#[test]
+fn files_that_name_no_ids_have_sentence_pieces_own() {
+    let mut metadata = tiny_pieces();
+    for key in ["bos_token_id", "eos_token_id", "unknown_token_id"] {
+        metadata.remove(&format!("tokenizer.ggml.{key}"));
+    }
+    let model = open_gguf(&metadata).unwrap();
+    assert_eq!((model.tokenizer().bos_id(), model.tokenizer().eos_ids()), (Some(BOS), &[EOS][..]));
+    let prompt = model.tokenizer().encode_prompt("hello", SpecialTokens::Parse).unwrap();
+    assert_eq!(prompt, [BOS, piece("▁hello")]);
+
+    metadata.insert("tokenizer.ggml.add_bos_token".into(), Value::Bool(false));
+    metadata.insert("tokenizer.ggml.add_eos_token".into(), Value::Bool(true));
+    let model = open_gguf(&metadata).unwrap();
+    let prompt = model.tokenizer().encode_prompt("hello", SpecialTokens::Parse).unwrap();
+    assert_eq!(prompt, [piece("▁hello"), EOS]);
+}
+
+#[test]
+fn files_without_types_name_a_few_tokens() {
+    let mut metadata = tiny_pieces();
+    metadata.remove("tokenizer.ggml.token_type");
+    let model = open_gguf(&metadata).unwrap();
+    let tokenizer = model.tokenizer();
+    let ids = tokenizer.encode("<s>hello👍", SpecialTokens::Parse).unwrap();
+    assert_eq!(ids[..2], [BOS, piece("▁hello")]);
+    assert_eq!(tokenizer.decode(&ids, true), "hello👍");
+}
+
+#[test]
+fn vocabularies_without_bytes_have_one_unknown_token() {
+    let mut metadata = tiny_pieces();
+    let tokens = ["<unk>", "<s>", "</s>", "▁", "a", "▁a"].map(str::to_owned).to_vec();
+    metadata.insert("tokenizer.ggml.tokens".into(), Value::Array(Array::String(tokens)));
+    let types = Value::Array(Array::I32(vec![2, 3, 3, 1, 1, 1]));
+    metadata.insert("tokenizer.ggml.token_type".into(), types);
+    let scores = Value::Array(Array::F32(vec![0.0; 6]));
+    metadata.insert("tokenizer.ggml.scores".into(), scores);
+    let model = open_gguf(&metadata).unwrap();
+    let ids = model.tokenizer().encode("abca", SpecialTokens::Parse).unwrap();
+    assert_eq!(ids, [5, 0, 4]);
+    assert_eq!(model.tokenizer().tokens_at_least(&"b".repeat(1000)), 0, "they are one token");
+}
+
+#[test]
+fn long_texts_of_any_kind_come_back() {
+    for text in [
+        " ".repeat(10_000),
+        " ".repeat(10_001) + "hello",
+        "hello".repeat(40_000),
+        "hello ".repeat(40_000),
+        "l".repeat(200_000),
+        "👍".repeat(10_000),
+        "▁".repeat(10_000),
+        "\n\u{0}\r\t\u{a0}\u{301}".repeat(2_000),
+        "<|turn|>".repeat(2_000),
+    ] {
+        let ids = encode(&text);
+        assert!(tokenizer().tokens_at_least(&text) <= ids.len());
+        // What marks a space in a token is a space in a text.
+        assert_eq!(tokenizer().decode(&ids, false), text.replace('▁', " "));
+    }
+    assert_eq!(encode(&" ".repeat(10_000)).len(), 2501);
+}
+
+#[test]
+fn half_a_character_is_never_shown() {
+    let options = DetokenizerOptions { skip_special: true, continues: false };
+    let mut detokenizer = Detokenizer::new(tokenizer().clone(), options);
+    let mut shown = Vec::new();
+    for id in encode("hello👍\u{301}é") {
+        shown.push(detokenizer.push(id));
+    }
+    assert_eq!(shown, ["hello", "", "", "", "👍", "", "\u{301}", "é"]);
+
+    let mut cut = Detokenizer::new(tokenizer().clone(), options);
+    for byte in &"👍".as_bytes()[..3] {
+        assert_eq!(cut.push(byte_piece(*byte)), "");
+    }
+    // A byte on its own that cannot go on, then whole text.
+    assert_eq!(cut.push(piece("▁hello")), "\u{fffd} hello");
+    assert_eq!(cut.finish(), "");
+}
+
+#[test]
+fn the_first_space_is_dropped_once_and_only_at_the_beginning() {
+    let decode = |ids: &[u32]| tokenizer().decode(ids, true);
+    assert_eq!(decode(&pieces(&["▁▁▁▁", "▁hello"])), "    hello");
+    assert_eq!(decode(&[BOS, piece("▁hello"), EOS, piece("▁hello")]), "hello hello");
+    assert_eq!(decode(&[byte_piece(b' '), piece("▁hello")]), " hello");
+    assert_eq!(decode(&[PIECES_UNUSED, piece("▁"), PIECES_UNUSED]), "");
+    // An answer goes on where its prompt ended: its spaces are its own.
+    let stops = StopStrings::new(&["world"], false).unwrap();
+    let mut stream = TextStream::new(tokenizer().clone(), stops, TextStreamOptions::default());
+    assert_eq!(stream.push(&[piece("▁hello")]).text, " hello");
+    let hit = stream.push(&pieces(&["▁wor", "ld", "▁hello"]));
+    assert_eq!((hit.text.as_str(), hit.stopped.unwrap().token_count), (" ", 3));
+}
+
+#[test]
+fn tokens_stand_for_their_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    common::write_gguf(&path, &tiny_pieces());
+    let table = TokenTable::open(&path).unwrap();
+    for (id, bytes) in [
+        (piece("▁hello"), &b" hello"[..]),
+        (piece("▁▁"), b"  "),
+        (piece("é"), "é".as_bytes()),
+        (byte_piece(0x0a), b"\n"),
+        (byte_piece(0xf0), b"\xf0"),
+        (BOS, b"<s>"),
+        (PIECES_TOOL, b"<tool>"),
+        (PIECES_UNUSED, b""),
+    ] {
+        assert_eq!(table.bytes(id), Some(bytes));
+    }
+    assert_eq!(table.size(), tokenizer().vocabulary_size());
+    for id in 0..=table.size() {
+        assert_eq!(table.bytes(id), tokenizer().token_bytes(id), "{id}");
+        assert_eq!(table.is_special(id), tokenizer().is_special(id), "{id}");
+    }
+    let special: Vec<u32> = (0..table.size()).filter(|id| table.is_special(*id)).collect();
+    assert_eq!(special, [0, BOS, EOS, PIECES_TURN]);
+}
+
+#[test]
+fn added_tokens_stand_for_their_own_text() {
+    let mut metadata = tiny_pieces();
+    let Some(Value::Array(Array::String(tokens))) = metadata.get_mut("tokenizer.ggml.tokens")
+    else {
+        panic!("the tokens are strings");
+    };
+    tokens[PIECES_TOOL as usize] = "a▁b".to_owned();
+    let model = open_gguf(&metadata).unwrap();
+    let ids = model.tokenizer().encode("a▁b", SpecialTokens::AsText).unwrap();
+    assert_eq!(ids, [PIECES_TOOL]);
+    assert_eq!(model.tokenizer().decode(&ids, false), "a▁b");
+}
+
+/// As those of Llama 2 and Mistral, of TinyLlama, and of files that have BOS written out.
+#[test]
+fn chats_begin_with_one_bos_where_the_template_has_one() {
+    let inst = "{% for m in messages %}{% if m['role'] == 'user' %}\
+        {{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}\
+        {% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}";
+    let zephyr = "{% for m in messages %}\n{% if m['role'] == 'user' %}\n\
+        {{ '<|user|>\n' + m['content'] + eos_token }}\n\
+        {% elif m['role'] == 'assistant' %}\n\
+        {{ '<|assistant|>\n' + m['content'] + eos_token }}\n{% endif %}\n\
+        {% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n\
+        {% endfor %}";
+    let written = "{{ '<s>' }}{{ messages[0]['content'] }}";
+    for (template, rendered, bos_count) in [
+        (inst, "<s>[INST] hello [/INST] hello world </s><s>[INST] hello [/INST]", 2),
+        (
+            zephyr,
+            "<|user|>\nhello</s>\n<|assistant|>\n hello world </s>\n<|user|>\nhello</s>\n<|assistant|>\n",
+            0,
+        ),
+        (written, "<s>hello", 1),
+    ] {
+        let metadata = with("tokenizer.chat_template", Value::String(template.to_owned()));
+        let model = open_gguf(&metadata).unwrap();
+        let request = RenderRequest {
+            messages: &json!([
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": " hello world "},
+                {"role": "user", "content": "hello"},
+            ]),
+            tools: &serde_json::Value::Null,
+            add_generation_prompt: true,
+            extra: &Map::new(),
+            now: UNIX_EPOCH,
+        };
+        let text = model.chat_template().unwrap().render(&request).unwrap();
+        assert_eq!(text, rendered);
+        let ids = model.tokenizer().encode(&text, SpecialTokens::Parse).unwrap();
+        assert_eq!(ids.iter().filter(|id| **id == BOS).count(), bos_count, "{rendered}");
+        assert!(!ids.windows(2).any(|pair| pair == [BOS, BOS]));
+        // Each part behind a special token has its space, and nothing else is changed.
+        let decoded = model.tokenizer().decode(&ids, true);
+        let spoken = |text: &str| text.replace("<s>", "").replace("</s>", "").replace(' ', "");
+        assert_eq!(spoken(&decoded), spoken(rendered));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+    #[test]
+    fn any_text_comes_back_and_its_pieces_are_its_bytes(
+        text in prop_oneof!["[helo wrd{}\":é👍\u{301}]{0,60}", "\\PC{0,40}", any::<String>()],
+    ) {
+        // The mark of spaces is the one character that is not itself again.
+        let text = text.replace('▁', "_");
+        let ids = tokenizer().encode(&text, SpecialTokens::AsText).unwrap();
+        prop_assert_eq!(&tokenizer().decode(&ids, true), &text);
+        prop_assert!(tokenizer().tokens_at_least(&text) <= ids.len());
+        let bytes: Vec<u8> =
+            ids.iter().flat_map(|id| tokenizer().token_bytes(*id).unwrap()).copied().collect();
+        let whole = String::from_utf8(bytes).unwrap();
+        // Behind an added token, which text may be, there is one more space.
+        prop_assert_eq!(whole.replace(' ', ""), text.replace(' ', ""));
+    }
+
+    #[test]
+    fn any_tokens_give_the_same_text_one_by_one(
+        ids in prop::collection::vec(0..PIECES_UNUSED + 2, 0..20), skip_special: bool,
+    ) {
+        let options = DetokenizerOptions { skip_special, continues: true };
+        let mut detokenizer = Detokenizer::new(tokenizer().clone(), options);
+        let mut text = String::new();
+        for &id in &ids {
+            detokenizer.push_to(id, &mut text);
+        }
+        text += &detokenizer.finish();
+        let shown = ids.iter().filter(|id| !(skip_special && tokenizer().is_special(**id)));
+        let bytes: Vec<u8> =
+            shown.filter_map(|id| tokenizer().token_bytes(*id)).flatten().copied().collect();
+        prop_assert_eq!(&text, &String::from_utf8_lossy(&bytes));
+        let alone = tokenizer().decode(&ids, skip_special);
+        prop_assert_eq!(alone, text.strip_prefix(' ').unwrap_or(&text));
+    }
+}
