@@ -20,7 +20,7 @@ const LOST_WITHIN: Duration = Duration::from_secs(3);
 struct Pair {
     p: TestNode,
     d: TestNode,
-    _model: tempfile::TempDir,
+    model: tempfile::TempDir,
 }
 
 impl Pair {
@@ -28,7 +28,7 @@ impl Pair {
         let model = dummy_model();
         let p = TestNode::start(Role::Prefill, dummy_settings(model.path(), p_settings)).await;
         let d = TestNode::start(Role::Decode, dummy_settings(model.path(), d_settings)).await;
-        Self { p, d, _model: model }
+        Self { p, d, model }
     }
 
     async fn hand_over(&self, attempt: &v1::Attempt) -> (Prefilled, Decoded) {
@@ -241,30 +241,57 @@ async fn either_call_alone_ends_in_a_typed_failure() {
     pair.stop().await;
 }
 
+/// What each node says in one line when it is to exchange KV with a node that does not fit: both
+/// fingerprints, and both values of what differs.
 #[tokio::test]
-async fn nodes_with_other_models_refuse_each_other_with_both_fingerprints() {
-    let (model, other) = (dummy_model(), other_model());
-    let p = TestNode::start(Role::Prefill, dummy_settings(other.path(), &[])).await;
-    let d = TestNode::start(Role::Decode, dummy_settings(model.path(), &[])).await;
-    let (prefilled, decoded) =
-        hand_over(&p.side(), &d.side(), &attempt(&dummy_prompt(80, 1), 5)).await;
-    let fingerprints = [p.node.record(), d.node.record()]
-        .map(|record| format!("{:032x}", record.identity.model_fingerprint));
-    assert_ne!(fingerprints[0], fingerprints[1]);
-    let failure = decoded.failure.expect("D cannot go on");
-    assert_eq!(failure.kind(), FailureKind::Mismatch);
-    for fingerprint in &fingerprints {
-        assert!(failure.message.contains(fingerprint), "{}", failure.message);
+async fn nodes_that_do_not_fit_refuse_each_other_and_serve_on() {
+    let pair = Pair::start(&[], &[]).await;
+    let (p, d) = (pair.p.side(), pair.d.side());
+    let (other, deeper) = (other_model(), deeper_model());
+    for (role, model, dtype, values) in [
+        (Role::Decode, pair.model.path(), "bf16", &["dtype", "\"f32\"", "\"bf16\""][..]),
+        (Role::Prefill, pair.model.path(), "bf16", &["dtype", "\"f32\"", "\"bf16\""]),
+        (Role::Decode, deeper.path(), "f32", &["kv_layout", "layers=2", "layers=3"]),
+        (Role::Prefill, deeper.path(), "f32", &["kv_layout", "layers=2", "layers=3"]),
+        (Role::Prefill, other.path(), "f32", &["model_fingerprint"]),
+    ] {
+        let odd = TestNode::start(role, dummy_settings(model, &[("model.dtype", dtype)])).await;
+        let mut words: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
+        words.extend([&odd, &pair.p].map(|node| {
+            let record = node.node.record();
+            format!("{:032x}", record.identity.model_fingerprint)
+        }));
+        let (here, there) = match role {
+            Role::Decode => (p.clone(), odd.side()),
+            Role::Prefill => (odd.side(), d.clone()),
+        };
+        let misfit = attempt(&dummy_prompt(80, 1), 5);
+        let fits = v1::Attempt { cache_salt: format!("{words:?}"), ..misfit.clone() };
+        let fits = v1::Attempt { transfer_id: fresh_id(), ..fits };
+        // Others are served meanwhile.
+        let ((prefilled, decoded), (_, served)) =
+            tokio::join!(hand_over(&here, &there, &misfit), pair.hand_over(&fits));
+        assert_eq!((served.failure, served.ids.len()), (None, 5));
+        for failure in [prefilled.failure, decoded.failure] {
+            let failure = failure.expect("neither can go on");
+            assert_eq!(failure.kind(), FailureKind::Mismatch, "{failure:?}");
+            assert_eq!(failure.message.lines().count(), 1, "{}", failure.message);
+            for word in &words {
+                assert!(failure.message.contains(word), "{} lacks {word}", failure.message);
+            }
+        }
+        assert!(prefilled.token.is_none() && decoded.ids.is_empty(), "nobody computed for it");
+        // Each still serves those it fits, itself among them.
+        if role == Role::Decode {
+            let alone = odd.side().decode_alone(&attempt(&dummy_prompt(80, 2), 5)).await;
+            assert_eq!(alone.ids.len(), 5);
+        }
+        odd.side().observe().await.until(is_free).await;
+        odd.stop().await;
+        let (_, served) = pair.hand_over(&attempt(&dummy_prompt(90, 3), 5)).await;
+        assert_eq!(served.failure, None);
     }
-    let failure = prefilled.failure.expect("P cannot go on");
-    let allowed = [FailureKind::Mismatch, FailureKind::TransferFailed];
-    assert!(allowed.contains(&failure.kind()), "{failure:?}");
-    assert!(prefilled.token.is_none(), "P computed for nobody");
-    // Each still serves those it fits.
-    assert_eq!(d.side().decode_alone(&attempt(&dummy_prompt(80, 2), 5)).await.ids.len(), 5);
-    d.side().observe().await.until(is_free).await;
-    p.side().observe().await.until(is_free).await;
-    tokio::join!(p.stop(), d.stop());
+    pair.stop().await;
 }
 
 #[tokio::test]
@@ -279,31 +306,151 @@ async fn a_duplicate_attempt_already_exists_on_either_side() {
     pair.stop().await;
 }
 
+/// The same as [`hand_over`], with what a router may hear instead of an answer. Each side is called
+/// after a time of its own.
+async fn try_hand_over(
+    (prefill, prefill_after): (&Side, Duration),
+    (decode, decode_after): (&Side, Duration),
+    attempt: &v1::Attempt,
+) -> Result<Vec<u32>, String> {
+    let prefilled = async {
+        tokio::time::sleep(prefill_after).await;
+        let stream = prefill.try_prefill(attempt, decode.peer.clone()).await;
+        Ok::<_, tonic::Status>(Prefilled::of(stream?).await)
+    };
+    let decoded = async {
+        tokio::time::sleep(decode_after).await;
+        let stream = decode.try_decode(attempt, Some(prefill.peer.clone())).await;
+        Ok::<_, tonic::Status>(Decoded::of(stream?).await)
+    };
+    let (prefilled, decoded) = tokio::join!(prefilled, decoded);
+    let refusal = |status: tonic::Status| {
+        assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+        status.to_string()
+    };
+    let (_, decoded) = (prefilled.map_err(refusal)?, decoded.map_err(refusal)?);
+    let Some(failure) = decoded.failure else { return Ok(decoded.ids) };
+    assert!(decoded.ids.is_empty(), "nothing is decoded from an incomplete transfer");
+    let typed = [FailureKind::Busy, FailureKind::TransferFailed];
+    assert!(typed.contains(&failure.kind()), "{failure:?}");
+    Err(failure.message)
+}
+
+/// The blocks that somebody needs leave no room for another prompt of [`FULL_PROMPT`] tokens.
+fn is_full(load: &v1::NodeLoad) -> bool {
+    load.blocks_free + load.blocks_cached < FULL_PROMPT.div_ceil(16) as u32
+}
+
+const FULL_BLOCKS: &str = "72";
+/// Two of these fit.
+const FULL_PROMPT: usize = 500;
+
+/// P is full of finished work for a decode node that takes none of it, D full of reservations of
+/// what P has still to compute: the pools empty each other, and each request ends well.
 #[tokio::test]
 async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
-    // Each side has room for two of these prompts; eight come at once.
-    let small = [("node.blocks", "72")];
+    let small = [("node.blocks", FULL_BLOCKS)];
     let pair = Pair::start(&small, &small).await;
-    let attempts: Vec<v1::Attempt> =
-        (0..8).map(|seed| attempt(&dummy_prompt(500, seed), 10)).collect();
-    let together = attempts.iter().map(|attempt| pair.hand_over(attempt));
-    let outcomes = futures_util::future::join_all(together).await;
-    let mut complete = 0;
-    for ((_, decoded), attempt) in outcomes.iter().zip(&attempts) {
-        match &decoded.failure {
-            None => {
-                assert_eq!(decoded.ids, pair.alone(&attempt.tokens, 10).await);
-                complete += 1;
+    let flags: Flags = dummy_settings(pair.model.path(), &small);
+    let other = NodeProcess::start(PROCESS_TEST, Role::Decode, &flags).await;
+    let (p, d) = (pair.p.side(), pair.d.side());
+    let deadline = Instant::now() + PATIENCE;
+    let mut were_full = false;
+    for round in 0.. {
+        let salted = |seed| v1::Attempt {
+            cache_salt: format!("round {round}"),
+            ..attempt(&dummy_prompt(FULL_PROMPT, seed), 10)
+        };
+        fill_with_finished_work(&p, &other, &[salted(20), salted(21)]).await;
+        // The one hears of them in this order, the other in the opposite one.
+        let attempts: Vec<v1::Attempt> = (0..8).map(salted).collect();
+        let answers = (0u32..).zip(&attempts).map(|(place, attempt)| {
+            let (p, d, mut attempt) = (&p, &d, attempt.clone());
+            async move {
+                let turn = Duration::from_millis(5);
+                let (mut p_after, mut d_after) = (turn * (7 - place), turn * place);
+                loop {
+                    // As a router does: a new attempt under a new id, until there is an answer.
+                    match try_hand_over((p, p_after), (d, d_after), &attempt).await {
+                        Ok(ids) => return ids,
+                        Err(reason) => assert!(Instant::now() < deadline, "{reason}"),
+                    }
+                    attempt.transfer_id = fresh_id();
+                    (p_after, d_after) = (turn, turn);
+                }
             }
-            // A router would try elsewhere.
-            Some(failure) => {
-                let typed = [FailureKind::Busy, FailureKind::TransferFailed];
-                assert!(typed.contains(&failure.kind()), "{failure:?}");
+        });
+        let (mut p_load, mut d_load) = (p.observe().await, d.observe().await);
+        let watch = async {
+            loop {
+                tokio::select! {
+                    event = p_load.event() => event.map(drop).unwrap(),
+                    event = d_load.event() => event.map(drop).unwrap(),
+                }
+                if let (Some(p), Some(d)) = (&p_load.load, &d_load.load) {
+                    were_full |= is_full(p) && is_full(d) && d.blocks_reserved > 0;
+                }
             }
+        };
+        let answers = tokio::select! {
+            answers = futures_util::future::join_all(answers) => answers,
+            () = watch => unreachable!("it has no end"),
+        };
+        for (ids, attempt) in answers.iter().zip(&attempts) {
+            assert_eq!(*ids, pair.alone(&attempt.tokens, 10).await);
         }
+        pair.assert_free().await;
+        other.thaw();
+        if were_full {
+            break;
+        }
+        // On a slow machine P may have its blocks back before D has reserved any.
+        assert!(Instant::now() < deadline, "the two were never full at the same time");
     }
-    assert!(complete > 0, "{outcomes:?}");
+    drop(other);
     pair.stop().await;
+}
+
+/// P has computed these and holds them for a decode node that is frozen: for a lease.
+async fn fill_with_finished_work(p: &Side, other: &NodeProcess, attempts: &[v1::Attempt]) {
+    let deadline = Instant::now() + PATIENCE;
+    let mut load = p.observe().await;
+    // For the RESERVEs to reach P before the other falls silent.
+    let mut pause = Duration::from_millis(20);
+    loop {
+        assert!(Instant::now() < deadline, "P was never full of finished work");
+        let mut streams = Vec::new();
+        for attempt in attempts {
+            let attempt = &v1::Attempt { transfer_id: fresh_id(), ..attempt.clone() };
+            let mut decode = other.side.try_decode(attempt, Some(p.peer.clone())).await.unwrap();
+            let reserved = next(&mut decode).await.unwrap().expect("an event");
+            let kind = reserved.event.expect("no event is empty");
+            assert!(matches!(kind, v1::decode_event::Event::Reserved(_)), "{kind:?}");
+            streams.push((decode, attempt.clone()));
+        }
+        tokio::time::sleep(pause).await;
+        other.freeze();
+        let mut prefilled = Vec::new();
+        for (_, attempt) in &streams {
+            let stream = p.try_prefill(attempt, other.side.peer.clone()).await.unwrap();
+            prefilled.push(Prefilled::of(stream));
+        }
+        let mut given_up = Box::pin(futures_util::future::join_all(prefilled));
+        let full = tokio::select! {
+            _ = load.until(is_full) => true,
+            _ = &mut given_up => false,
+        };
+        if full {
+            // P ends the streams when the lease is over; nobody is left to be told.
+            tokio::spawn(given_up);
+            return;
+        }
+        // It fell silent before P had the RESERVEs, or P was too slow for the lease.
+        pause = (pause * 2).min(Duration::from_millis(500));
+        other.thaw();
+        drop(streams);
+        other.side.observe().await.until(is_free).await;
+    }
 }
 
 /// One side in this process, the other in one of its own.

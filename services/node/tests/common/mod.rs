@@ -35,6 +35,11 @@ pub fn other_model() -> TempDir {
     model_of(64, 2)
 }
 
+/// The same as [`dummy_model`] with one more layer.
+pub fn deeper_model() -> TempDir {
+    model_of(32, 3)
+}
+
 /// A model whose answers take seconds, so that there is time to disturb them.
 pub fn slow_model() -> TempDir {
     model_of(512, 8)
