@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use etcd_client::{Client, ConnectOptions, GetOptions};
+use etcd_client::{Certificate, Client, ConnectOptions, GetOptions, Identity, TlsOptions};
 
 use crate::cluster::bin_dir;
 
@@ -19,12 +19,14 @@ const READY_WITHIN: Duration = Duration::from_secs(30);
 const SERVES: &str = "ready to serve client requests";
 const CALL_WITHIN: Duration = Duration::from_secs(10);
 
-/// PEM files of an etcd that speaks TLS and asks its clients for certificates.
+/// PEM files of an etcd that speaks TLS.
 #[derive(Clone, Debug)]
 pub struct EtcdTls {
     pub ca: PathBuf,
     pub cert: PathBuf,
     pub key: PathBuf,
+    /// Whether it lets in only clients with a certificate of the same authority.
+    pub asks_clients: bool,
 }
 
 /// One etcd process. Dropping it kills the process.
@@ -103,6 +105,15 @@ impl Etcd {
         if let Some((name, password)) = user {
             options = options.with_user(name, password);
         }
+        if let Some(tls) = &self.tls {
+            let read = |path: &Path| std::fs::read(path).context("a PEM file is gone");
+            let mut trusted =
+                TlsOptions::new().ca_certificate(Certificate::from_pem(read(&tls.ca)?));
+            if tls.asks_clients {
+                trusted = trusted.identity(Identity::from_pem(read(&tls.cert)?, read(&tls.key)?));
+            }
+            options = options.with_tls(trusted);
+        }
         let connecting = Client::connect([self.url()], Some(options));
         Ok(tokio::time::timeout(CALL_WITHIN, connecting)
             .await
@@ -173,7 +184,9 @@ fn spawn(folder: &Path, port: u16, peer_port: u16, tls: Option<&EtcdTls>) -> Res
         .stdout(log.try_clone()?)
         .stderr(log);
     if let Some(tls) = tls {
-        command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(&tls.ca);
+        if tls.asks_clients {
+            command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(&tls.ca);
+        }
         command.arg("--cert-file").arg(&tls.cert).arg("--key-file").arg(&tls.key);
     }
     command.spawn().context("cannot run etcd")

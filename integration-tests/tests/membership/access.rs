@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, path::Path};
 
 use anyhow::{Context, Result};
+use cluster::etcd::EtcdSettings;
 use etcd_client::{Permission, PermissionType};
 use integration_tests::{
     cluster::{SECRET, Service, smollm2},
@@ -13,8 +14,8 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair}
 use crate::{PREFIX, TTL, at, entry, follow, joined, next, register, settings};
 
 /// An etcd that knows two users: `baton`, who may read and write below the prefix, and `reader`.
-async fn with_users() -> Result<Etcd> {
-    let etcd = Etcd::start()?;
+async fn with_users(tls: Option<EtcdTls>) -> Result<Etcd> {
+    let etcd = Etcd::start_with(tls)?;
     let mut client = etcd.client().await?;
     client.user_add("root", "root-password", None).await?;
     client.user_grant_role("root", "root").await?;
@@ -35,7 +36,7 @@ fn user<'a>(url: &'a str, name: &'a str, password: &'a str) -> [(&'a str, &'a st
 
 #[tokio::test]
 async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
-    let etcd = with_users().await?;
+    let etcd = with_users(None).await?;
     let url = etcd.url();
     let node = entry("decode-1", 1);
     let registration = register(settings(&user(&url, "baton", "pass"))?, &node).await?;
@@ -47,7 +48,7 @@ async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
 
 #[tokio::test]
 async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
-    let etcd = with_users().await?;
+    let etcd = with_users(None).await?;
     let url = etcd.url();
     for (settings, named) in [
         (settings(&user(&url, "baton", "wrong-password"))?, "user \"baton\""),
@@ -67,9 +68,14 @@ async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
 
 #[tokio::test]
 async fn services_with_a_wrong_password_end_before_they_load_a_model() -> Result<()> {
-    let etcd = with_users().await?;
+    let etcd = with_users(None).await?;
+    refused_at_start(&etcd, &[], &["refuses user \"baton\""])
+}
+
+/// Router and node end with one line that has all `words`, and load nothing before.
+fn refused_at_start(etcd: &Etcd, settings: &[(&str, &Path)], words: &[&str]) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let settings: BTreeMap<String, String> = [
+    let mut all: BTreeMap<String, String> = [
         ("BATON_MODEL_PATH", smollm2().display().to_string()),
         ("BATON_TRANSFER_SECRET", SECRET.to_owned()),
         ("BATON_CLUSTER_ETCD", etcd.url()),
@@ -82,12 +88,13 @@ async fn services_with_a_wrong_password_end_before_they_load_a_model() -> Result
     ]
     .map(|(name, value)| (name.to_owned(), value))
     .into();
+    all.extend(settings.iter().map(|(name, it)| ((*name).to_owned(), it.display().to_string())));
     for program in ["baton-decode-node", "baton-router"] {
-        let started = Service::start(folder.path(), program, program, &settings);
+        let started = Service::start(folder.path(), program, program, &all);
         let said = started.err().context("it is let in")?.to_string();
         assert!(said.contains("exit status: 1"), "{said}");
-        let lines = said.lines().filter(|line| line.contains("refuses user \"baton\"")).count();
-        assert_eq!(lines, 1, "{said}");
+        let is_it = |line: &&str| words.iter().all(|word| line.contains(word));
+        assert_eq!(said.lines().filter(is_it).count(), 1, "{said}");
         assert!(!said.contains("opened the model") && !said.contains("wrong-password"), "{said}");
     }
     Ok(())
@@ -110,7 +117,74 @@ fn certificates(folder: &Path, name: &str) -> Result<EtcdTls> {
         ca: write("ca", authority.pem())?,
         cert: write("cert", certificate.pem())?,
         key: write("key", key.serialize_pem())?,
+        asks_clients: true,
     })
+}
+
+/// Follower and node are told in one line which setting is wrong.
+async fn check_untrusted(settings: EtcdSettings, url: &str) {
+    let follower = follow(settings.clone()).await.map(drop).expect_err("it is believed");
+    let node = register(settings, &entry("n", 1)).await.map(drop).expect_err("it is believed");
+    for line in [follower.to_string(), node.to_string()] {
+        for word in [url, "is not trusted", "certificate", "check cluster.etcd_ca"] {
+            assert!(line.contains(word), "{line:?} lacks {word:?}");
+        }
+        assert!(!line.contains('\n') && !line.contains("pass-over-tls"), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let ours = EtcdTls { asks_clients: false, ..certificates(folder.path(), "ours")? };
+    let foreign = certificates(folder.path(), "foreign")?;
+    let etcd = Etcd::start_with(Some(ours.clone()))?;
+    let url = etcd.url();
+    assert!(url.starts_with("https://"), "{url}");
+    let with = |ca: &Path| {
+        settings(&[("cluster.etcd", &url), ("cluster.etcd_ca", &ca.display().to_string())])
+    };
+    let node = entry("decode-1", 1);
+    let registration = register(with(&ours.ca)?, &node).await?;
+    let (_membership, mut watch) = follow(with(&ours.ca)?).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    registration.leave(TTL).await;
+
+    // The server's certificate is looked at.
+    check_untrusted(with(&foreign.ca)?, &url).await;
+    let untrusted = ["is not trusted", url.as_str(), "check cluster.etcd_ca"];
+    refused_at_start(&etcd, &[("BATON_CLUSTER_ETCD_CA", &foreign.ca)], &untrusted)?;
+    // And without an authority there is nothing to look at it with.
+    let error = settings(&[("cluster.etcd", &url)]).expect_err("it is believed").to_string();
+    assert!(error.contains("cluster.etcd_ca"), "{error}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn users_and_passwords_count_over_tls_too() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let ours = EtcdTls { asks_clients: false, ..certificates(folder.path(), "ours")? };
+    let foreign = certificates(folder.path(), "foreign")?;
+    let etcd = with_users(Some(ours.clone())).await?;
+    let url = etcd.url();
+    let with = |ca: &Path, name: &str, password: &str| {
+        let ca = ca.display().to_string();
+        settings(&[&user(&url, name, password)[..], &[("cluster.etcd_ca", &ca)]].concat())
+    };
+    let node = entry("decode-1", 1);
+    let registration = register(with(&ours.ca, "baton", "pass")?, &node).await?;
+    let (_membership, mut watch) = follow(with(&ours.ca, "reader", "pass")?).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    registration.leave(TTL).await;
+
+    let wrong = with(&ours.ca, "baton", "pass-over-tls")?;
+    let said = follow(wrong).await.map(drop).expect_err("it is let in").to_string();
+    assert!(said.contains("refuses user \"baton\"") && said.contains(&url), "{said}");
+    let ca = [("BATON_CLUSTER_ETCD_CA", ours.ca.as_path())];
+    refused_at_start(&etcd, &ca, &["refuses user \"baton\"", &url])?;
+    // Nobody else is told a password.
+    check_untrusted(with(&foreign.ca, "baton", "pass-over-tls")?, &url).await;
+    Ok(())
 }
 
 #[tokio::test]
@@ -135,10 +209,10 @@ async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
     let (_membership, mut watch) = follow(with(&ours.ca, Some(&ours))?).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
 
-    // Another authority, no certificate, a stranger's certificate: nobody is told of the node.
-    for settings in
-        [with(&foreign.ca, Some(&ours))?, with(&ours.ca, None)?, with(&ours.ca, Some(&foreign))?]
-    {
+    // Another authority is the operator's mistake, or somebody else answers there.
+    check_untrusted(with(&foreign.ca, Some(&ours))?, &url).await;
+    // No certificate, a stranger's certificate: nobody is told of the node.
+    for settings in [with(&ours.ca, None)?, with(&ours.ca, Some(&foreign))?] {
         let (membership, _watch) = follow(settings).await?;
         assert_eq!(membership.last_known(), []);
     }

@@ -23,6 +23,8 @@ const CONNECT_MAX: Duration = Duration::from_secs(2);
 const PAGE_RECORDS: usize = 256;
 /// The client library answers so when it was the lease that etcd did not know.
 const LEASE_GONE: &str = "lease not found";
+/// The TLS library begins so when it does not believe a server's certificate.
+const UNTRUSTED: &str = "invalid peer certificate";
 
 /// Why a call did not succeed.
 #[derive(Debug)]
@@ -30,6 +32,8 @@ pub(super) enum CallError {
     /// etcd knows us and will not serve us, or the settings make no sense: asking again is in vain.
     Refused(String),
     Unusable(String),
+    /// Whoever answers there shows a certificate that our authority did not sign for it.
+    Untrusted(String),
     /// The lease is unknown there.
     LeaseGone,
     /// Anything else, above all that nobody answers.
@@ -39,7 +43,10 @@ pub(super) enum CallError {
 impl CallError {
     pub fn reason(&self) -> &str {
         match self {
-            Self::Refused(reason) | Self::Unusable(reason) | Self::Away(reason) => reason,
+            Self::Refused(reason)
+            | Self::Unusable(reason)
+            | Self::Untrusted(reason)
+            | Self::Away(reason) => reason,
             Self::LeaseGone => LEASE_GONE,
         }
     }
@@ -59,6 +66,9 @@ impl CallError {
             Self::Unusable(reason) => {
                 Err(EtcdError::Unusable { endpoints, reason: reason.clone() })
             }
+            Self::Untrusted(reason) => {
+                Err(EtcdError::Untrusted { endpoints, reason: reason.clone() })
+            }
             Self::LeaseGone | Self::Away(_) => Ok(()),
         }
     }
@@ -76,7 +86,10 @@ impl From<Error> for CallError {
                     Self::Refused(status.message().to_owned())
                 }
                 NotFound if status.message().contains(LEASE_GONE) => Self::LeaseGone,
-                _ => Self::Away(with_causes(status)),
+                _ => match with_causes(status) {
+                    reason if reason.contains(UNTRUSTED) => Self::Untrusted(reason),
+                    reason => Self::Away(reason),
+                },
             },
             Error::LeaseKeepAliveError(reason) if reason.contains(LEASE_GONE) => Self::LeaseGone,
             Error::InvalidUri(_) | Error::InvalidArgs(_) => Self::Unusable(error.to_string()),

@@ -49,6 +49,8 @@ pub enum EtcdError {
         "cluster.etcd = {endpoints} refuses {user}: {reason}; check cluster.etcd_user and cluster.etcd_password"
     )]
     Refused { endpoints: String, user: String, reason: String },
+    #[error("cluster.etcd = {endpoints} is not trusted: {reason}; check cluster.etcd_ca")]
+    Untrusted { endpoints: String, reason: String },
     #[error("cluster.etcd = {endpoints} cannot be used: {reason}")]
     Unusable { endpoints: String, reason: String },
     #[error("the operating system gave no random bits: {reason}")]
