@@ -346,6 +346,15 @@ impl Cluster {
         Ok(())
     }
 
+    /// Starts one more prefill node, which the router must find by itself.
+    pub fn add_prefill(&mut self) -> Result<()> {
+        let index = self.prefill.len();
+        let mut node = spawn_node(&self.spec, self.folder.path(), "prefill", index, "127.0.0.1:0")?;
+        node.wait_ready(self.folder.path())?;
+        self.prefill.push(node);
+        Ok(())
+    }
+
     /// Starts a decode node again at its old address.
     pub fn restart_decode(&mut self, index: usize) -> Result<()> {
         let address = self.decode[index].ready.grpc.clone();

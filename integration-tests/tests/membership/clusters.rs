@@ -1,9 +1,10 @@
 //! Whole clusters that find each other through etcd.
 
 use std::{
+    collections::BTreeMap,
     process::Command,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
@@ -11,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    client::Client,
+    client::{Client, salted_body},
     cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
     etcd::Etcd,
     golden::{GoldenRun, golden},
@@ -38,30 +39,58 @@ struct Load {
     clients: JoinSet<Result<()>>,
     stop: Arc<AtomicBool>,
     complete: Arc<AtomicUsize>,
+    /// Answers by the node that read the prompt, and by the one that wrote the answer.
+    by_node: Arc<Mutex<BTreeMap<String, usize>>>,
 }
 
 impl Load {
     fn start(http: String) -> Self {
+        Self::of(http, short_runs())
+    }
+
+    /// No prompt is found in a cache, so that nothing binds a request to a node.
+    fn of(http: String, runs: Vec<GoldenRun>) -> Self {
         let (stop, complete) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let by_node = Arc::new(Mutex::new(BTreeMap::new()));
         let mut clients = JoinSet::new();
-        let runs: Arc<Vec<GoldenRun>> = Arc::new(short_runs());
+        let runs = Arc::new(runs);
         for index in 0..CLIENTS {
             let (client, runs) = (Client::new(http.clone()), runs.clone());
             let (stop, complete) = (stop.clone(), complete.clone());
+            let by_node = by_node.clone();
             clients.spawn(async move {
                 for turn in index.. {
                     if stop.load(Ordering::Relaxed) {
                         break;
                     }
                     let run = &runs[turn % runs.len()];
-                    let found = client.greedy(&run.prompt_ids, TOKENS).await?;
-                    ensure!(found == run.output_ids[..TOKENS], "{}: {found:?}", run.name);
+                    let body = salted_body(&run.prompt_ids, TOKENS, &format!("{index} {turn}"));
+                    let answer = client.complete(&body).await?;
+                    let found = &answer.token_ids;
+                    ensure!(found == &run.output_ids[..TOKENS], "{}: {answer:?}", run.name);
+                    let mut by_node = by_node.lock().expect("nobody panics with it");
+                    for node in [answer.prefill_node, answer.decode_node] {
+                        *by_node.entry(node).or_insert(0) += 1;
+                    }
                     complete.fetch_add(1, Ordering::Relaxed);
                 }
                 Ok(())
             });
         }
-        Self { clients, stop, complete }
+        Self { clients, stop, complete, by_node }
+    }
+
+    /// Waits until each of these nodes has had a part in a complete answer.
+    async fn wait_served_by(&mut self, nodes: &[&str]) -> Result<()> {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let by_node = self.by_node.lock().expect("nobody panics with it").clone();
+            if nodes.iter().all(|node| by_node.contains_key(*node)) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "{nodes:?} were not all asked: {by_node:?}");
+            self.wait_more(1).await?;
+        }
     }
 
     fn complete(&self) -> usize {
@@ -72,14 +101,16 @@ impl Load {
     async fn wait_more(&mut self, count: usize) -> Result<()> {
         let wanted = self.complete() + count;
         let deadline = Instant::now() + DEADLINE;
-        while self.complete() < wanted {
+        loop {
             if let Some(ended) = self.clients.try_join_next() {
                 ended??;
+            }
+            if self.complete() >= wanted {
+                return Ok(());
             }
             ensure!(Instant::now() < deadline, "requests stand still at {}", self.complete());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        Ok(())
     }
 
     /// Every request must have been complete and right.
@@ -123,6 +154,44 @@ async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -> Re
     let others: Vec<u32> = cluster.all().map(|service| service.id()).collect();
     assert_eq!(others.iter().filter(|id| processes.contains(id)).count(), processes.len());
     assert!(cluster.router.is_running() && cluster.prefill[0].is_running());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let mut cluster = Cluster::start(spec(&etcd)).await?;
+    // Long enough that every prompt is handed over.
+    let mut runs = golden().runs;
+    runs.retain(|run| run.prompt_ids.len() > 16);
+    runs.sort_by_key(|run| run.prompt_ids.len());
+    runs.truncate(3);
+    assert_eq!(runs.len(), 3);
+    let mut load = Load::of(cluster.http(), runs);
+    load.wait_served_by(&["prefill-0", "decode-0"]).await?;
+
+    cluster.add_prefill()?;
+    cluster.add_decode()?;
+    cluster.wait_nodes(2, 2).await?;
+    load.wait_served_by(&["prefill-1", "decode-1"]).await?;
+
+    // The newcomers leave while requests are with them.
+    for newcomer in [&mut cluster.decode[1], &mut cluster.prefill[1]] {
+        let deadline = Instant::now() + DEADLINE;
+        while !newcomer.is_busy().await? {
+            ensure!(Instant::now() < deadline, "{} is not asked any more", newcomer.name);
+            load.wait_more(0).await?;
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        newcomer.terminate_signal();
+        assert_eq!(newcomer.wait_end(DEADLINE)?, Some(0), "{}", newcomer.name);
+    }
+    cluster.wait_nodes(1, 1).await?;
+    let gone = |keys: &[(String, i64)]| keys.len() == 2 && keys.iter().all(|k| k.0.contains("-0/"));
+    etcd.wait_leases(PREFIX, gone).await?;
+    load.wait_more(CLIENTS).await?;
+    println!("{} requests complete", load.stop().await?);
+    assert!(cluster.router.is_running());
     Ok(())
 }
 
