@@ -23,8 +23,9 @@ use super::{
     requests::{Counted, CountedBody, idle_for},
 };
 
-/// The kernel's queue of connections not yet accepted.
-const BACKLOG: u32 = 1024;
+/// The kernel's queue of connections not yet accepted. What does not fit waits a second for its next
+/// try. The kernel takes no more than `net.core.somaxconn`, which is as much by default.
+const BACKLOG: u32 = 4096;
 /// What the kernel keeps for a client that does not read, twice. Left alone it grows to megabytes,
 /// and a stopped client would be noticed only when they are full.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
