@@ -108,6 +108,25 @@ fn children_of(parent: u32) -> Vec<(u32, String)> {
 }
 
 #[test]
+fn cpus_for_several_nodes_are_refused_in_one_line() -> Result<()> {
+    for (key, value) in [("node.cpus", "0"), ("node.numa_node", "0")] {
+        let variable = format!("BATON_{}", key.replace('.', "_").to_uppercase());
+        let output = Command::new(bin_dir().join("baton"))
+            .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model"])
+            .arg(smollm2())
+            .env(&variable, value)
+            .stdin(Stdio::null())
+            .output()?;
+        let said = String::from_utf8(output.stderr)?;
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+        for word in [key, &variable, "all 2 nodes"] {
+            assert!(said.contains(word), "{said:?} lacks {word:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn once_answers_shows_figures_and_stops_cleanly() -> Result<()> {
     let mut up = Up::start(&["--sample", "--once"])?;
     let mut answer = String::new();

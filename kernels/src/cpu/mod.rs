@@ -11,6 +11,7 @@
 //! Buffers, matrices and steps that do not fit each other are defects of the caller and panic; what
 //! comes from outside (block ids, logits, sampling parameters) is answered with errors.
 
+pub mod affinity;
 mod aligned;
 mod arithmetic;
 mod attention;
@@ -67,6 +68,8 @@ pub enum CpuError {
     MissingFeatures { isa: Isa, missing: Vec<&'static str> },
     #[error("threads is {threads}; 1 to {} are allowed", threads::THREADS_MAX)]
     BadThreads { threads: usize },
+    #[error("threads is {threads}, but there are only {cpus} CPUs to tie them to")]
+    TooFewCpus { threads: usize, cpus: usize },
     #[error("cannot start a thread: {0}")]
     Spawn(#[from] io::Error),
 }
@@ -87,13 +90,22 @@ pub struct CpuBackend {
 
 impl CpuBackend {
     pub fn new(options: CpuOptions) -> Result<Self, CpuError> {
+        Self::on(options, &[])
+    }
+
+    /// With each worker tied to a CPU of its own: the first CPU is left to the thread that calls
+    /// ([`affinity::confine`]), the second one is the first worker's, and so on. No CPUs mean any.
+    pub fn on(options: CpuOptions, cpus: &[u32]) -> Result<Self, CpuError> {
         let CpuOptions { weights, threads, isa } = options;
         if threads == 0 || threads > threads::THREADS_MAX {
             return Err(CpuError::BadThreads { threads });
         }
+        if !cpus.is_empty() && cpus.len() < threads {
+            return Err(CpuError::TooFewCpus { threads, cpus: cpus.len() });
+        }
         let level =
             Level::find(isa).map_err(|missing| CpuError::MissingFeatures { isa, missing })?;
-        let pool = Mutex::new(ThreadPool::new(threads, "baton-cpu")?);
+        let pool = Mutex::new(ThreadPool::on(threads, "baton-cpu", cpus)?);
         Ok(Self {
             weights,
             level,

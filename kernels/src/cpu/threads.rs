@@ -19,12 +19,13 @@ use std::{
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        mpsc,
     },
     thread::{self, JoinHandle, Thread},
     time::{Duration, Instant},
 };
 
-use super::parts::Parts;
+use super::{affinity, parts::Parts};
 
 /// How long a thread looks for work before it parks. Longer than the serial stretch between two
 /// regions of a forward, short enough to be lost in the noise when several processes share the cores.
@@ -81,6 +82,12 @@ impl ThreadPool {
     /// `threads` counts the caller; 0 is taken as 1 and more than [`THREADS_MAX`] as that.
     /// Workers are named `NAME-1`, `NAME-2`, …
     pub fn new(threads: usize, name: &str) -> io::Result<Self> {
+        Self::on(threads, name, &[])
+    }
+
+    /// With worker `NAME-i` tied to `cpus[i]`; the first CPU is the caller's. Without any, workers
+    /// run where the system likes.
+    pub fn on(threads: usize, name: &str, cpus: &[u32]) -> io::Result<Self> {
         let worker_count = threads.clamp(1, THREADS_MAX) - 1;
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
@@ -94,13 +101,21 @@ impl ThreadPool {
         });
         // Built up in place: when a later spawn fails, dropping the pool joins the earlier ones.
         let mut pool = Self { shared, workers: Vec::with_capacity(worker_count) };
+        let (tied, outcomes) = mpsc::channel();
         for worker in 0..worker_count {
-            let shared = Arc::clone(&pool.shared);
-            let handle = thread::Builder::new()
-                .name(format!("{name}-{}", worker + 1))
-                .spawn(move || shared.work(worker))?;
+            let (shared, tied) = (Arc::clone(&pool.shared), tied.clone());
+            let own = cpus.get(worker + 1).copied();
+            let handle =
+                thread::Builder::new().name(format!("{name}-{}", worker + 1)).spawn(move || {
+                    let _ = tied.send(own.map_or(Ok(()), |cpu| affinity::pin(&[cpu])));
+                    drop(tied);
+                    shared.work(worker);
+                })?;
             pool.workers.push(handle);
         }
+        drop(tied);
+        // One from each, before anybody gives them work.
+        outcomes.iter().collect::<io::Result<()>>()?;
         Ok(pool)
     }
 
@@ -330,6 +345,30 @@ mod tests {
                 assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
             }
         }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn each_worker_runs_on_its_own_cpu_and_one_that_is_not_there_is_an_error() {
+        // From the last one down, so that the order counts.
+        let mut cpus = affinity::allowed().unwrap();
+        cpus.reverse();
+        let caller = affinity::confine(&cpus[..1]).unwrap();
+        let mut pool = ThreadPool::on(cpus.len(), "tied", &cpus).unwrap();
+        let found = Mutex::new(vec![None; cpus.len()]);
+        // As many tasks at once as there are threads: each takes one.
+        let arrived = std::sync::Barrier::new(cpus.len());
+        pool.run(cpus.len(), &|thread, _| {
+            found.lock().unwrap()[thread] = Some(affinity::allowed().unwrap());
+            arrived.wait();
+        });
+        drop(caller);
+        let found = found.into_inner().unwrap();
+        for (thread, cpu) in cpus.iter().enumerate() {
+            assert_eq!(found[thread], Some(vec![*cpu]), "thread {thread} of {cpus:?}");
+        }
+        let beyond = affinity::CPUS_MAX - 1;
+        assert!(ThreadPool::on(2, "tied", &[cpus[0], beyond]).is_err());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::{
     error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
     schema::{Model, Transfer},
-    types::{ModelPath, Pair, Secret},
+    types::{ModelPath, Pair, Secret, ToolFormat},
     value::Value,
 };
 
@@ -74,6 +74,23 @@ impl Config {
                 node.speculate_ngram_max,
             ));
         }
+        if let (Some(cpus), Some(numa_node)) = (&node.cpus, node.numa_node) {
+            conflict(format!(
+                "{} = {cpus} and {} = {numa_node} are both set; give one",
+                at("node.cpus"),
+                at("node.numa_node"),
+            ));
+        }
+        if let (Some(cpus), Some(threads)) = (&node.cpus, node.threads)
+            && threads as usize > cpus.cpus().len()
+        {
+            conflict(format!(
+                "{} = {threads} is more than the {} CPUs of {} = {cpus}: each thread has its own",
+                at("node.threads"),
+                cpus.cpus().len(),
+                at("node.cpus"),
+            ));
+        }
         let router = &self.router;
         if router.timeout > router.timeout_max {
             conflict(format!(
@@ -102,6 +119,40 @@ impl Config {
             names.push(name.clone());
         }
         let model_count = names.len();
+        for (key, pairs) in [
+            ("router.chat_templates", &router.chat_templates),
+            ("router.tool_formats", &router.tool_formats),
+        ] {
+            for (index, pair) in pairs.iter().enumerate() {
+                if !router.models.iter().any(|model| model.name == pair.name) {
+                    conflict(format!(
+                        "{} has {pair}: router.models has no {:?}; allowed: {}",
+                        at(key),
+                        pair.name,
+                        match &router.models[..] {
+                            [] => "none, for it is empty".to_owned(),
+                            models => {
+                                let names: Vec<&str> =
+                                    models.iter().map(|model| model.name.as_str()).collect();
+                                names.join(", ")
+                            }
+                        },
+                    ));
+                }
+                if pairs[..index].iter().any(|other| other.name == pair.name) {
+                    conflict(format!("{} names {:?} twice", at(key), pair.name));
+                }
+            }
+        }
+        for pair in &router.tool_formats {
+            if ToolFormat::parse(&pair.value).is_none() {
+                conflict(format!(
+                    "{} has {pair}; allowed: {}",
+                    at("router.tool_formats"),
+                    <ToolFormat as Value>::allowed(),
+                ));
+            }
+        }
         for pair @ Pair { name: alias, value: name } in &router.aliases {
             if !names[..model_count].contains(name) {
                 conflict(format!(

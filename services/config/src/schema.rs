@@ -8,8 +8,8 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use crate::{
     section::section,
     types::{
-        ByteSize, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat, ModelPath, Pair,
-        Password, Secret, Speculate, ToolFormat,
+        ByteSize, CpuList, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
+        ModelPath, Pair, Password, Secret, Speculate, ToolFormat,
     },
 };
 
@@ -61,6 +61,14 @@ section! {
         /// model.name, and a path as in model.path, for tokenizer and chat template.
         models: Vec<Pair> = Vec::new(),
             "One cluster serves one model unless more are named.";
+        /// Of these further models, files with a chat template as in model.chat_template, each as
+        /// NAME=PATH.
+        chat_templates: Vec<Pair> = Vec::new(),
+            "As for the model of [model], whose own setting is model.chat_template.";
+        /// Of these further models, how they write calls of tools as in model.tool_format, each as
+        /// NAME=FORMAT.
+        tool_formats: Vec<Pair> = Vec::new(),
+            "As for the model of [model], whose own setting is model.tool_format.";
         /// Further names for models, each as ALIAS=NAME.
         aliases: Vec<Pair> = Vec::new(),
             "For clients that ask for a name they were built with.";
@@ -176,8 +184,17 @@ section! {
             1..=64;
         /// Threads that compute.
         threads: Option<u32> = None,
-            "Unset means as many as the process may use at once.",
+            "Unset means as many as node.cpus or node.numa_node name, else as the process may use at once.",
             1..=1024;
+        /// CPUs for the threads that compute, one each, in this order: numbers and ranges as Linux
+        /// writes them. Other threads run where the system likes.
+        cpus: Option<CpuList> = None,
+            "The system places threads well until several nodes share a machine.";
+        /// The NUMA node whose CPUs these threads take, in place of a list. Weights and KV are first
+        /// touched by threads on these CPUs, so their memory is that node's.
+        numa_node: Option<u32> = None,
+            "For machines of several sockets: one baton node on each reads no memory of the other.",
+            0..=1023;
         /// The instructions that forwards use: auto takes the fastest that the machine has, the
         /// others are refused where they are missing.
         isa: Isa = Isa::Auto,

@@ -5,8 +5,8 @@ use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 use toml::de::DeValue;
 
 use crate::types::{
-    ByteSize, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat, ModelPath, Pair,
-    Password, Secret, Speculate, ToolFormat, format_duration, parse_duration,
+    ByteSize, CpuList, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat, ModelPath,
+    Pair, Password, Secret, Speculate, ToolFormat, format_duration, parse_duration,
 };
 
 /// A type that a setting can have.
@@ -186,6 +186,22 @@ impl Value for GrpcUrl {
 
     fn allowed() -> String {
         "host:port or http://host:port".into()
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for CpuList {
+    const PLACEHOLDER: &'static str = "CPUS";
+
+    fn allowed() -> String {
+        "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice".into()
     }
 
     fn from_text(text: &str) -> Option<Self> {

@@ -26,7 +26,7 @@ use engine::{
 };
 use kernels::{
     ArenaError, KvArena,
-    cpu::{CpuBackend, CpuError, CpuOptions},
+    cpu::{CpuBackend, CpuError, CpuOptions, affinity},
 };
 use kv_transfer::{
     TransferConfig, Transfers,
@@ -94,6 +94,8 @@ pub enum StartError {
     Transfers(#[from] kv_transfer::StartError),
     #[error("cannot start a thread: {0}")]
     Thread(io::Error),
+    #[error("threads cannot be tied to the CPUs of node.cpus or node.numa_node: {0}")]
+    Affinity(io::Error),
     #[error("loading the model ended early: {0}")]
     Load(JoinError),
 }
@@ -163,7 +165,7 @@ impl Node {
         let metrics_server =
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
 
-        let Loaded { path, arena, identity, executor } = load(config.clone()).await?;
+        let Loaded { path, arena, identity, executor, cpus } = load(config.clone()).await?;
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
             chunk_tokens: node.chunk_tokens,
@@ -245,7 +247,7 @@ impl Node {
             notice: record.notice_endpoint.clone(),
             data: transfers.data_endpoint().to_owned(),
         };
-        let populate = Populate::start(arena).map_err(StartError::Thread)?;
+        let populate = Populate::start(arena, cpus).map_err(StartError::Thread)?;
         server.set_serving().await;
         ready.store(true, Ordering::Release);
         // Last: who reads the record finds a node that serves.
@@ -358,18 +360,30 @@ struct Loaded {
     arena: Arc<KvArena>,
     identity: Identity,
     executor: CpuExecutor,
+    /// Where the threads that compute run; none: anywhere.
+    cpus: Vec<u32>,
 }
 
 /// Opens and packs the model, off the async threads.
 async fn load(config: Config) -> Result<Loaded, StartError> {
+    // Before hours are spent on a download.
+    let threads = settings::threads(&config.node)?;
     let path = config.hub.obtain(config.model.required_path()?, hub::Parts::All).await?;
-    tokio::task::spawn_blocking(move || load_blocking(&config, &path))
+    tokio::task::spawn_blocking(move || load_blocking(&config, &path, threads))
         .await
         .map_err(StartError::Load)?
 }
 
-fn load_blocking(config: &Config, path: &Path) -> Result<Loaded, StartError> {
+fn load_blocking(
+    config: &Config,
+    path: &Path,
+    (threads, cpus): (usize, Vec<u32>),
+) -> Result<Loaded, StartError> {
     let started = Instant::now();
+    // This thread packs, the compute thread that it starts inherits its CPU: both touch first what
+    // forwards read later.
+    let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
+    let _confined = confined.map_err(StartError::Affinity)?;
     let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
     let model = checkpoint.config();
     let fingerprint = checkpoint.model_fingerprint();
@@ -388,22 +402,22 @@ fn load_blocking(config: &Config, path: &Path) -> Result<Loaded, StartError> {
     let blocks = settings::block_count(&config.node, layout)?;
     let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
     let arena = KvArena::host(layout, blocks)?;
-    let threads = settings::threads(&config.node);
-    let backend =
-        CpuBackend::new(CpuOptions { weights, threads, isa: settings::isa(config.node.isa) })?;
+    let isa = settings::isa(config.node.isa);
+    let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
     let isa = backend.isa_name();
     let executor = CpuExecutor::start(&checkpoint, backend, arena.clone(), limits)?;
     info!(
         dtype = %weights,
         isa,
         threads,
+        ?cpus,
         blocks,
         block_bytes = layout.block_bytes(),
         seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
         "loaded the weights"
     );
     let identity = identity::identity(fingerprint, weights, layout);
-    Ok(Loaded { path: path.to_owned(), arena, identity, executor })
+    Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus })
 }
 
 /// Every sequence that the scheduler may know is running, waiting, or in a transfer.

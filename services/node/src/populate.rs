@@ -13,7 +13,7 @@ use std::{
 };
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
-use kernels::KvArena;
+use kernels::{KvArena, cpu::affinity};
 use tracing::{debug, warn};
 
 /// What is faulted in at a time: stopping waits for no more than this.
@@ -28,9 +28,14 @@ pub(crate) struct Populate {
 }
 
 impl Populate {
-    pub fn start(arena: Arc<KvArena>) -> io::Result<Self> {
+    /// On these CPUs, so that the memory is theirs; on any, where none are named.
+    pub fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
         let (stop, stopped) = bounded::<()>(0);
         let thread = thread::Builder::new().name("baton-populate".to_owned()).spawn(move || {
+            let confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
+            if let Some(Err(error)) = &confined {
+                warn!(%error, "the arena's memory may be another NUMA node's");
+            }
             populate(&arena, |rest| {
                 matches!(stopped.recv_timeout(rest), Err(RecvTimeoutError::Timeout))
             });
@@ -104,7 +109,7 @@ mod tests {
     #[test]
     fn dropping_stops_it_in_the_middle() {
         let arena = arena(4096);
-        let populate = Populate::start(arena.clone()).unwrap();
+        let populate = Populate::start(arena.clone(), Vec::new()).unwrap();
         drop(populate);
         assert_eq!(Arc::strong_count(&arena), 1, "the thread is gone");
     }

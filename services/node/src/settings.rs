@@ -1,11 +1,14 @@
 //! What a node takes from the configuration, in the engine's and the transfers' own types.
 
-use std::thread::available_parallelism;
+use std::{fs, io, path::Path, thread::available_parallelism};
 
 use cluster::Role;
-use config::ConfigError;
+use config::{ConfigError, CpuList};
 use engine::executor::{ExecutorLimits, Speculation};
-use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat, cpu::Isa};
+use kernels::{
+    BLOCK_TOKENS, KvLayout, WeightFormat,
+    cpu::{Isa, affinity, threads::THREADS_MAX},
+};
 use kv_transfer::{ClusterSecret, Limits, SecretTooShort};
 use model::{LoadFormat, ModelConfig};
 
@@ -29,6 +32,14 @@ pub enum SettingsError {
         "node.kv_memory = {bytes} bytes hold {blocks} KV blocks of {block_bytes} bytes; at least 2 are needed"
     )]
     TooFewBlocks { bytes: u64, blocks: u64, block_bytes: usize },
+    #[error("node.cpus = {cpus}: this process has no CPU {missing}; allowed: {allowed}")]
+    NoSuchCpu { cpus: CpuList, missing: String, allowed: String },
+    #[error("node.numa_node = {numa_node}: {reason}; allowed: {allowed}")]
+    NoSuchNumaNode { numa_node: u32, reason: String, allowed: String },
+    #[error("node.threads = {threads}: {key} has {cpus} CPUs, one for each; allowed: 1 to {cpus}")]
+    TooManyThreads { threads: u32, key: &'static str, cpus: usize },
+    #[error("{key}: threads cannot be tied to CPUs here: {reason}")]
+    NoAffinity { key: &'static str, reason: io::Error },
     #[error("node.sequence_tokens_max = {value}: the model reaches {context_tokens} tokens")]
     BeyondContext { value: u32, context_tokens: usize },
 }
@@ -114,12 +125,93 @@ pub(crate) fn load_format(format: config::LoadFormat) -> LoadFormat {
     }
 }
 
-/// Threads of one forward.
-pub(crate) fn threads(node: &config::Node) -> usize {
-    match node.threads {
-        Some(threads) => threads as usize,
-        None => available_parallelism().map_or(1, usize::from),
+/// Where Linux lists its NUMA nodes.
+const NUMA_NODES: &str = "/sys/devices/system/node";
+
+/// Threads of one forward, and the CPUs that they are tied to, if to any.
+pub(crate) fn threads(node: &config::Node) -> Result<(usize, Vec<u32>), SettingsError> {
+    threads_on(node, affinity::allowed(), Path::new(NUMA_NODES))
+}
+
+fn threads_on(
+    node: &config::Node,
+    allowed: io::Result<Vec<u32>>,
+    numa_nodes: &Path,
+) -> Result<(usize, Vec<u32>), SettingsError> {
+    let key = match (&node.cpus, node.numa_node) {
+        (Some(_), _) => "node.cpus",
+        (None, Some(_)) => "node.numa_node",
+        (None, None) => {
+            let all = || available_parallelism().map_or(1, usize::from);
+            return Ok((node.threads.map_or_else(all, |threads| threads as usize), Vec::new()));
+        }
+    };
+    let allowed = allowed.map_err(|reason| SettingsError::NoAffinity { key, reason })?;
+    let mut cpus = match (&node.cpus, node.numa_node) {
+        (Some(cpus), _) => listed(cpus, &allowed)?,
+        (None, numa_node) => of_numa_node(numa_node.unwrap_or(0), &allowed, numa_nodes)?,
+    };
+    if let Some(threads) = node.threads {
+        if threads as usize > cpus.len() {
+            return Err(SettingsError::TooManyThreads { threads, key, cpus: cpus.len() });
+        }
+        cpus.truncate(threads as usize);
     }
+    cpus.truncate(THREADS_MAX);
+    Ok((cpus.len(), cpus))
+}
+
+fn listed(cpus: &CpuList, allowed: &[u32]) -> Result<Vec<u32>, SettingsError> {
+    let missing: Vec<u32> =
+        cpus.cpus().iter().copied().filter(|cpu| !allowed.contains(cpu)).collect();
+    if missing.is_empty() {
+        return Ok(cpus.cpus().to_vec());
+    }
+    let (missing, allowed) = (shown(&missing), shown(allowed));
+    Err(SettingsError::NoSuchCpu { cpus: cpus.clone(), missing, allowed })
+}
+
+/// Of the node's CPUs those that this process may use.
+fn of_numa_node(
+    numa_node: u32,
+    allowed: &[u32],
+    numa_nodes: &Path,
+) -> Result<Vec<u32>, SettingsError> {
+    let no_such = |reason: String| SettingsError::NoSuchNumaNode {
+        numa_node,
+        reason,
+        allowed: numa_nodes_there(numa_nodes),
+    };
+    let file = numa_nodes.join(format!("node{numa_node}")).join("cpulist");
+    let text = fs::read_to_string(&file)
+        .map_err(|error| no_such(format!("cannot read {}: {error}", file.display())))?;
+    // A node of memory alone has an empty list.
+    let cpus = CpuList::parse(&text);
+    let cpus = cpus.as_ref().map(CpuList::cpus).unwrap_or_default();
+    let usable: Vec<u32> = cpus.iter().copied().filter(|cpu| allowed.contains(cpu)).collect();
+    if usable.is_empty() {
+        return Err(no_such("this process may use none of its CPUs".to_owned()));
+    }
+    Ok(usable)
+}
+
+fn numa_nodes_there(numa_nodes: &Path) -> String {
+    let entries = fs::read_dir(numa_nodes).into_iter().flatten().flatten();
+    let number =
+        |entry: fs::DirEntry| entry.file_name().to_str()?.strip_prefix("node")?.parse().ok();
+    let mut there: Vec<u32> = entries.filter_map(number).collect();
+    there.sort_unstable();
+    if there.is_empty() {
+        "none, for this system lists no NUMA nodes".into()
+    } else {
+        shown(&there)
+    }
+}
+
+/// As in a list of the configuration.
+fn shown(numbers: &[u32]) -> String {
+    let text: Vec<String> = numbers.iter().map(u32::to_string).collect();
+    CpuList::parse(&text.join(",")).map_or_else(|| text.join(","), |list| list.to_string())
 }
 
 pub(crate) fn secret(transfer: &config::Transfer) -> Result<ClusterSecret, SettingsError> {
@@ -139,4 +231,63 @@ pub(crate) fn transfer_limits(transfer: &config::Transfer, transfers_max: u32) -
 /// The node's name where none was given: role and port.
 pub(crate) fn default_node_id(role: Role, grpc_port: u16) -> String {
     format!("{role}-{grpc_port}")
+}
+
+#[cfg(test)]
+mod tests {
+    use config::{Config, LoadInput};
+
+    use super::*;
+
+    /// Threads and CPUs on a machine of two NUMA nodes where this process has CPUs 0 to 5 of 8.
+    fn found(flags: &[(&str, &str)]) -> Result<(usize, Vec<u32>), String> {
+        let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+        let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
+        let nodes = tempfile::tempdir().unwrap();
+        for (node, cpus) in
+            [("node0", "0-3\n"), ("node1", "4-7\n"), ("node2", "\n"), ("node3", "6-7\n")]
+        {
+            fs::create_dir(nodes.path().join(node)).unwrap();
+            fs::write(nodes.path().join(node).join("cpulist"), cpus).unwrap();
+        }
+        fs::write(nodes.path().join("online"), "0-3\n").unwrap();
+        threads_on(&config.node, Ok((0..6).collect()), nodes.path())
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn threads_follow_the_list_or_the_numa_node() {
+        for (flags, cpus) in [
+            (&[("node.cpus", "5,0-2")][..], &[5, 0, 1, 2][..]),
+            (&[("node.cpus", "5,0-2"), ("node.threads", "2")], &[5, 0]),
+            (&[("node.numa_node", "0")], &[0, 1, 2, 3]),
+            // Of the second node two are not ours.
+            (&[("node.numa_node", "1")], &[4, 5]),
+            (&[("node.numa_node", "0"), ("node.threads", "3")], &[0, 1, 2]),
+        ] {
+            assert_eq!(found(flags), Ok((cpus.len(), cpus.to_vec())), "{flags:?}");
+        }
+        assert_eq!(found(&[("node.threads", "9")]), Ok((9, vec![])));
+        assert!(found(&[]).is_ok_and(|(threads, cpus)| threads > 0 && cpus.is_empty()));
+    }
+
+    #[test]
+    fn cpus_and_nodes_that_are_not_there_are_named_with_those_that_are() {
+        for (flags, words) in [
+            (&[("node.cpus", "4-9")][..], &["node.cpus = 4-9", "no CPU 6-9", "allowed: 0-5"][..]),
+            (&[("node.numa_node", "7")], &["node.numa_node = 7", "node7/cpulist", "allowed: 0-3"]),
+            (&[("node.numa_node", "2")], &["node.numa_node = 2", "none of its CPUs"]),
+            (&[("node.numa_node", "3")], &["node.numa_node = 3", "none of its CPUs"]),
+            (
+                &[("node.numa_node", "1"), ("node.threads", "3")],
+                &["node.threads = 3", "node.numa_node has 2 CPUs", "allowed: 1 to 2"],
+            ),
+        ] {
+            let error = found(flags).expect_err("it is not there");
+            for word in words {
+                assert!(error.contains(word), "{error:?} lacks {word:?}");
+            }
+            assert!(!error.contains('\n'), "{error}");
+        }
+    }
 }

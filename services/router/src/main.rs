@@ -17,7 +17,7 @@ use cluster::{
     etcd::{EtcdMembership, EtcdSettings},
 };
 use config::{
-    Config, ModelPath, Section,
+    Config, ModelPath, Pair, Section,
     hub::{Hub, Parts},
 };
 use router::{FrontSettings, ModelSource, RouterSettings, RunningRouter};
@@ -75,10 +75,64 @@ fn complain(error: &dyn std::fmt::Display, code: u8) -> ExitCode {
 /// What the configuration says, checked before anything starts.
 struct Setup {
     config: Config,
-    /// Names and paths, the default model first.
-    models: Vec<(String, ModelPath)>,
+    /// The default model first.
+    models: Vec<ModelSetup>,
     settings: RouterSettings,
     members: Members,
+}
+
+/// One model, as the configuration has it.
+struct ModelSetup {
+    name: String,
+    path: ModelPath,
+    /// The key that names it, for messages, and the file.
+    chat_template: Option<(&'static str, PathBuf)>,
+    tool_format: config::ToolFormat,
+}
+
+impl ModelSetup {
+    /// The model of `[model]` first.
+    fn all(config: &Config) -> Result<Vec<Self>> {
+        let model = &config.model;
+        let first = Self {
+            name: model.served_name()?,
+            path: model.required_path()?.to_owned(),
+            chat_template: model.chat_template.clone().map(|file| ("model.chat_template", file)),
+            tool_format: model.tool_format,
+        };
+        let checked = "the configuration was checked when it was read";
+        let router = &config.router;
+        let others = router.models.iter().map(|Pair { name, value }| {
+            let of = |pairs: &[Pair]| -> Option<String> {
+                pairs.iter().find(|pair| &pair.name == name).map(|pair| pair.value.clone())
+            };
+            Self {
+                name: name.clone(),
+                path: ModelPath::parse(value).expect(checked),
+                chat_template: of(&router.chat_templates)
+                    .map(|file| ("router.chat_templates", file.into())),
+                tool_format: of(&router.tool_formats).map_or(config::ToolFormat::Auto, |word| {
+                    config::ToolFormat::parse(&word).expect(checked)
+                }),
+            }
+        });
+        Ok([first].into_iter().chain(others).collect())
+    }
+
+    fn text_options(&self) -> Result<ModelTextOptions> {
+        let read = |(key, path): &(&str, PathBuf)| {
+            std::fs::read_to_string(path)
+                .with_context(|| format!("cannot read {key} {}", path.display()))
+        };
+        Ok(ModelTextOptions {
+            chat_template: self.chat_template.as_ref().map(read).transpose()?,
+            tool_format: match self.tool_format {
+                config::ToolFormat::Auto => None,
+                config::ToolFormat::Hermes => Some(ToolFormat::Hermes),
+                config::ToolFormat::Llama3 => Some(ToolFormat::Llama3),
+            },
+        })
+    }
 }
 
 /// Where the nodes are known from.
@@ -108,12 +162,7 @@ impl Members {
 
 impl Setup {
     fn new(config: Config) -> Result<Self> {
-        let first = (config.model.served_name()?, config.model.required_path()?.to_owned());
-        let others = config.router.models.iter().map(|pair| {
-            let path = ModelPath::parse(&pair.value);
-            (pair.name.clone(), path.expect("the configuration was checked when it was read"))
-        });
-        let models = [first].into_iter().chain(others).collect();
+        let models = ModelSetup::all(&config)?;
         let settings = RouterSettings {
             http: config.router.http,
             grpc: config.router.grpc,
@@ -155,11 +204,8 @@ async fn serve(
     terminate: &mut Signal,
 ) -> Result<()> {
     let Setup { config, models, settings, members } = setup;
-    let names: Vec<String> = models.iter().map(|(name, _)| name.clone()).collect();
-    let started = async {
-        let opened = open_all(config.hub, models, text_options(&config.model)?);
-        Ok::<_, anyhow::Error>(tokio::try_join!(members.start(), opened)?)
-    };
+    let names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
+    let started = async { tokio::try_join!(members.start(), open_all(config.hub, models)) };
     let (members, models) = tokio::select! {
         started = started => started?,
         // Nothing was begun that would have to end.
@@ -188,40 +234,21 @@ async fn serve(
     Ok(())
 }
 
-/// The text sides of all models, opened off the async threads. `options` are the first one's.
-async fn open_all(
-    hub: Hub,
-    models: Vec<(String, ModelPath)>,
-    mut options: ModelTextOptions,
-) -> Result<Vec<ModelSource>> {
+/// The text sides of all models, opened off the async threads.
+async fn open_all(hub: Hub, models: Vec<ModelSetup>) -> Result<Vec<ModelSource>> {
+    // Read first, before a model is fetched for hours.
+    let with_options = models.into_iter().map(|model| Ok((model.text_options()?, model)));
     let mut opened = Vec::new();
-    for (name, path) in models {
-        let path = hub.obtain(&path, Parts::Text).await?;
-        let options = std::mem::take(&mut options);
-        let is_replaced = options.chat_template.is_some();
+    for (options, model) in with_options.collect::<Result<Vec<_>>>()? {
+        let path = hub.obtain(&model.path, Parts::Text).await?;
         let open = move || ModelText::open_with(path, options);
         let text = tokio::task::spawn_blocking(open).await??;
-        if let (true, Err(error)) = (is_replaced, text.chat_template()) {
-            bail!("model.chat_template: {error}");
+        if let (Some((key, file)), Err(error)) = (&model.chat_template, text.chat_template()) {
+            bail!("{key} {}: {error}", file.display());
         }
-        opened.push(ModelSource { name, text: Arc::new(text) });
+        opened.push(ModelSource { name: model.name, text: Arc::new(text) });
     }
     Ok(opened)
-}
-
-fn text_options(settings: &config::Model) -> Result<ModelTextOptions> {
-    let read = |path: &PathBuf| {
-        std::fs::read_to_string(path)
-            .with_context(|| format!("cannot read model.chat_template {}", path.display()))
-    };
-    Ok(ModelTextOptions {
-        chat_template: settings.chat_template.as_ref().map(read).transpose()?,
-        tool_format: match settings.tool_format {
-            config::ToolFormat::Auto => None,
-            config::ToolFormat::Hermes => Some(ToolFormat::Hermes),
-            config::ToolFormat::Llama3 => Some(ToolFormat::Llama3),
-        },
-    })
 }
 
 /// Whole or not at all: readers poll for the file.

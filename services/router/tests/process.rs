@@ -51,6 +51,21 @@ fn a_wrong_flag_or_setting_is_a_usage_error() {
 }
 
 #[test]
+fn a_chat_template_that_is_not_there_is_named_with_its_setting() {
+    let models = ["--model-path", "/nowhere/a.gguf", "--router-models", "b=/nowhere/b.gguf"];
+    for (flag, value, key) in [
+        ("--model-chat-template", "/nowhere/t.jinja", "model.chat_template"),
+        ("--router-chat-templates", "b=/nowhere/t.jinja", "router.chat_templates"),
+    ] {
+        let arguments = [&models[..], &[flag, value]].concat();
+        let (said, code) = ended(&router(&arguments).output().unwrap());
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(key) && said.contains("/nowhere/t.jinja"), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}
+
+#[test]
 fn a_model_that_is_not_there_is_a_failure() {
     let (said, code) = ended(&router(&["--model-path", "/nowhere/model.gguf"]).output().unwrap());
     assert_eq!(code, Some(1), "{said}");

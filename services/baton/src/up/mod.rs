@@ -182,7 +182,21 @@ impl Cluster {
 fn configuration(args: &UpArgs) -> Result<Config> {
     let environment = config::environment_of(std::env::vars_os())?;
     let flags = args.etcd.iter().map(|etcd| ("cluster.etcd".to_owned(), etcd.clone())).collect();
-    Ok(Config::load(LoadInput { file: args.config.clone(), environment, flags })?)
+    let config = Config::load(LoadInput { file: args.config.clone(), environment, flags })?;
+    // All nodes have the same settings, and a CPU that two of them want helps neither.
+    let nodes = args.prefill + args.decode;
+    for (key, is_set) in [
+        ("node.cpus", config.node.cpus.is_some()),
+        ("node.numa_node", config.node.numa_node.is_some()),
+    ] {
+        ensure!(
+            !is_set || nodes == 1,
+            "{key} ({}) would tie the threads of all {nodes} nodes to the same CPUs; leave it out, or \
+             start each node by itself with CPUs of its own",
+            config.source_of(key),
+        );
+    }
+    Ok(config)
 }
 
 /// The model that is served.

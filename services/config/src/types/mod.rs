@@ -2,6 +2,7 @@
 
 mod byte_size;
 mod choice;
+mod cpu_list;
 mod duration;
 mod etcd;
 mod grpc_url;
@@ -11,6 +12,7 @@ mod secret;
 
 pub use byte_size::ByteSize;
 pub use choice::{Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat};
+pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};
 pub use etcd::{EtcdPrefix, EtcdUrl};
 pub use grpc_url::GrpcUrl;

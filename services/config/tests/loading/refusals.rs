@@ -87,6 +87,9 @@ fn wrong_types_and_numbers_out_of_range_are_refused() {
         "[node]\nslots = 99999999999999999999",
         "[node.slots]\nx = 1",
         "[node]\nid = 7",
+        "[node]\ncpus = \"0-3,2\"",
+        "[node]\ncpus = 3",
+        "[node]\nnuma_node = -1",
         "[node]\nkv_memory = \"1\"",
         "[node]\nkv_memory = \"1 elephant\"",
         "[node]\ngrpc = \"localhost\"",
@@ -127,6 +130,8 @@ fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
     assert!(chunk.contains("node.step_tokens (default) = 512"), "{chunk}");
     for (flags, named) in [
         (vec![("node.slots", "1024")], "node.step_tokens"),
+        (vec![("node.cpus", "0-1,4"), ("node.threads", "4")], "the 3 CPUs of node.cpus"),
+        (vec![("node.cpus", "0-1"), ("node.numa_node", "0")], "give one"),
         (vec![("router.timeout", "2h")], "router.timeout_max"),
         (vec![("transfer.notice", "0.0.0.0:7000")], "transfer.advertise"),
         (vec![("cluster.prefill", "a:1"), ("cluster.decode", "a:1")], "http://a:1"),
@@ -151,6 +156,11 @@ fn names_of_models_are_told_apart() {
         // An alias of an alias leads nowhere.
         (with("router.aliases", "a=second,b=a"), ["b=a", "no model"]),
         (with("router.aliases", "second"), ["router.aliases", "NAME=VALUE"]),
+        (with("router.tool_formats", "second=xml"), ["second=xml", "auto, hermes or llama3"]),
+        // The first model has model.tool_format.
+        (with("router.tool_formats", "first=hermes"), ["first=hermes", "second, third"]),
+        (with("router.chat_templates", "fourth=x"), ["router.chat_templates", "second, third"]),
+        (with("router.chat_templates", "third=x,third=y"), ["router.chat_templates", "twice"]),
     ] {
         let message = refusal("", &[], &flags);
         assert!(words.iter().all(|word| message.contains(word)), "{message}");

@@ -75,11 +75,12 @@ fn every_setting_can_be_given_in_each_way() {
             "BYTES" => "1MiB",
             "BOOL" => "false",
             "DURATION" => "2s",
+            "CPUS" => "0-3,8",
             "ADDR:PORT" => "127.0.0.1:1234",
             "URL" => "http://host:1",
             "LIST" if setting.name == "models" => "other=path",
-            // There is no model that it could name.
-            "LIST" if setting.name == "aliases" => "",
+            // There is no model that they could name.
+            "LIST" if ["aliases", "chat_templates", "tool_formats"].contains(&setting.name) => "",
             "LIST" => "http://host:1",
             "SECRET" => "0123456789abcdef",
             "WORD" => setting.default.as_str(),

@@ -1,0 +1,136 @@
+//! Threads that compute run on the CPUs that a node was given, and others do not care.
+#![cfg(target_os = "linux")]
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+use integration_tests::{
+    client::Client,
+    cluster::{Cluster, ClusterSpec, SECRET, Service, smollm2},
+    golden::run_named,
+};
+
+const NUMA_NODES: &str = "/sys/devices/system/node";
+
+/// `0-1,4` as numbers.
+fn listed(text: &str) -> Result<Vec<u32>> {
+    let mut cpus = Vec::new();
+    for part in text.trim().split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        cpus.extend(first.parse::<u32>()?..=last.parse()?);
+    }
+    Ok(cpus)
+}
+
+/// `Cpus_allowed_list` of a status file.
+fn allowed(status: &Path) -> Result<Vec<u32>> {
+    let text = std::fs::read_to_string(status)?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    listed(line.with_context(|| format!("{} names no CPUs", status.display()))?)
+}
+
+/// The threads of a process by name, each with the CPUs that it may run on.
+fn threads(process: u32) -> Result<Vec<(String, Vec<u32>)>> {
+    let mut threads = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{process}/task"))? {
+        let task: PathBuf = task?.path();
+        // One may end while we look.
+        if let Ok(name) = std::fs::read_to_string(task.join("comm"))
+            && let Ok(cpus) = allowed(&task.join("status"))
+        {
+            threads.push((name.trim().to_owned(), cpus));
+        }
+    }
+    Ok(threads)
+}
+
+/// That of the only thread of this name; the kernel keeps 15 characters of it.
+fn of<'a>(threads: &'a [(String, Vec<u32>)], name: &str) -> Result<&'a [u32]> {
+    let kept = &name[..name.len().min(15)];
+    let mut found = threads.iter().filter(|(name, _)| name == kept);
+    let (_, cpus) = found.next().with_context(|| format!("no {name} in {threads:?}"))?;
+    assert!(found.next().is_none(), "two {name} in {threads:?}");
+    Ok(cpus)
+}
+
+#[tokio::test]
+async fn each_thread_that_computes_has_its_own_cpu_of_the_list_in_its_order() -> Result<()> {
+    let all = allowed(Path::new("/proc/self/status"))?;
+    let cpus: Vec<u32> = all.iter().rev().take(3).copied().collect();
+    let list = cpus.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let spec = ClusterSpec::smollm2()
+        .nodes(0, 1)
+        .set("BATON_NODE_KV_MEMORY", "64MiB")
+        .set("BATON_NODE_CPUS", list);
+    let cluster = Cluster::start(spec).await?;
+    let run = run_named("code");
+    let found = Client::new(cluster.http()).greedy(&run.prompt_ids, 8).await?;
+    assert_eq!(found, run.output_ids[..8]);
+
+    let threads = threads(cluster.decode[0].id())?;
+    assert_eq!(of(&threads, "baton-engine-cpu")?, &cpus[..1]);
+    for (worker, cpu) in cpus.iter().enumerate().skip(1) {
+        assert_eq!(of(&threads, &format!("baton-cpu-{worker}"))?, [*cpu]);
+    }
+    // No further worker, and whoever answers RPCs runs anywhere.
+    let workers = threads.iter().filter(|(name, _)| name.starts_with("baton-cpu-")).count();
+    assert_eq!(workers, cpus.len() - 1, "{threads:?}");
+    let main = cluster.decode[0].id();
+    assert_eq!(allowed(Path::new(&format!("/proc/{main}/status")))?, all);
+    for (name, cpus) in &threads {
+        let computes = name.starts_with("baton-cpu") || name.starts_with("baton-engine-c");
+        assert!(computes || name == "baton-populate" || cpus == &all, "{name} has {cpus:?}");
+    }
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn a_numa_node_gives_its_cpus() -> Result<()> {
+    let Ok(text) = std::fs::read_to_string(Path::new(NUMA_NODES).join("node0/cpulist")) else {
+        eprintln!("skipped: this system lists no NUMA nodes");
+        return Ok(());
+    };
+    let all = allowed(Path::new("/proc/self/status"))?;
+    let cpus: Vec<u32> = listed(&text)?.into_iter().filter(|cpu| all.contains(cpu)).collect();
+    let spec = ClusterSpec::smollm2()
+        .nodes(0, 1)
+        .set("BATON_NODE_KV_MEMORY", "64MiB")
+        .set("BATON_NODE_NUMA_NODE", 0);
+    let cluster = Cluster::start(spec).await?;
+    let threads = threads(cluster.decode[0].id())?;
+    assert_eq!(of(&threads, "baton-engine-cpu")?, &cpus[..1]);
+    for (worker, cpu) in cpus.iter().enumerate().skip(1) {
+        assert_eq!(of(&threads, &format!("baton-cpu-{worker}"))?, [*cpu]);
+    }
+    cluster.stop()
+}
+
+#[test]
+fn a_cpu_or_numa_node_that_is_not_there_ends_the_start_with_its_name() -> Result<()> {
+    let all = allowed(Path::new("/proc/self/status"))?;
+    let beyond = all.last().context("there is a CPU")? + 1;
+    let folder = tempfile::tempdir()?;
+    for (variable, value, words) in [
+        ("BATON_NODE_CPUS", format!("{},{beyond}", all[0]), ["node.cpus", "no CPU", "allowed: "]),
+        ("BATON_NODE_CPUS", "3-1".to_owned(), ["node.cpus", "3-1", "such as 0-3,8"]),
+        ("BATON_NODE_NUMA_NODE", "1023".to_owned(), ["node.numa_node", "1023", "allowed: "]),
+    ] {
+        let settings: BTreeMap<String, String> = [
+            ("BATON_MODEL_PATH", smollm2().display().to_string()),
+            ("BATON_TRANSFER_SECRET", SECRET.to_owned()),
+            ("BATON_NODE_GRPC", "127.0.0.1:0".to_owned()),
+            (variable, value),
+        ]
+        .map(|(name, value)| (name.to_owned(), value))
+        .into();
+        let started = Service::start(folder.path(), "node", "baton-decode-node", &settings);
+        let said = started.err().context("it starts")?.to_string();
+        let is_it = |line: &&str| words.iter().all(|word| line.contains(word));
+        assert_eq!(said.lines().filter(is_it).count(), 1, "{said}");
+        assert!(!said.contains("opened the model"), "{said}");
+    }
+    Ok(())
+}
