@@ -1,8 +1,11 @@
 //! What README.md tells users to do works as it stands there, but for the addresses.
 
 use std::{
+    net::TcpListener,
+    os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::{Child, Command, Output, Stdio},
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -12,12 +15,89 @@ use integration_tests::{
 };
 use serde_json::{Value, json};
 
+const READY_WITHIN: Duration = Duration::from_secs(60);
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
 fn readme() -> String {
     std::fs::read_to_string(root().join("README.md")).expect("there is a README.md")
+}
+
+/// A shell and everything that it has started: a process group, ended as one.
+struct Script(Child);
+
+impl Script {
+    fn start(text: &str) -> Result<Self> {
+        let child = Command::new("sh")
+            .args(["-c", text])
+            .current_dir(root())
+            .stdin(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .context("cannot run sh")?;
+        Ok(Self(child))
+    }
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        // The shell is not reaped yet, so the number is still its group's.
+        let group = format!("-{}", self.0.id());
+        let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
+        let _ = self.0.wait();
+    }
+}
+
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+/// As it stands there, but for the ports, and one model under both names.
+#[tokio::test]
+async fn two_models_start_as_the_readme_says() -> Result<()> {
+    let blocks = fences(&readme());
+    let block = blocks.into_iter().find(|(_, text)| text.starts_with("export BATON_TRANSFER"));
+    let (_, mut text) = block.context("no block starts two models")?;
+    text = text.replace("$PWD/target/release", &bin_dir().display().to_string());
+    let model = smollm2().display().to_string();
+    for shown in ["models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf", "path/to/another"] {
+        assert!(text.contains(shown), "{text}");
+        text = text.replace(shown, &model);
+    }
+    for port in 50_061..=50_064 {
+        assert_eq!(text.matches(&port.to_string()).count(), 2, "{port} in {text}");
+        text = text.replace(&port.to_string(), &free_port()?.to_string());
+    }
+    let http = format!("127.0.0.1:{}", free_port()?);
+    let settings =
+        "export BATON_TELEMETRY_LOG=warn BATON_ROUTER_GRPC=127.0.0.1:0 BATON_NODE_KV_MEMORY=64MiB";
+    let script = format!("{settings} BATON_ROUTER_HTTP={http}\n{text}");
+    let _running = Script::start(&script)?;
+
+    let client = Client::new(format!("http://{http}"));
+    let deadline = Instant::now() + READY_WITHIN;
+    loop {
+        let health = client.get_json("/health").await;
+        if let Ok((_, health)) = &health
+            && health["prefill_nodes"] == 2
+            && health["decode_nodes"] == 2
+        {
+            break;
+        }
+        ensure!(Instant::now() < deadline, "{health:?}\n{script}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    for name in ["one", "two"] {
+        let body = json!({"model": name, "prompt": "The capital of France is", "max_tokens": 4,
+            "temperature": 0});
+        let answer = client.post("/v1/completions", &body).await?.json();
+        assert_eq!(answer["model"], name, "{answer}");
+        let text = answer["choices"][0]["text"].as_str().context("no text")?;
+        assert!(text.contains("Paris"), "{answer}");
+    }
+    Ok(())
 }
 
 /// The fenced blocks: language and text.
@@ -99,6 +179,8 @@ async fn every_client_of_the_readme_gets_its_answer() -> Result<()> {
                 continue;
             }
             ("sh", "curl" | "buf") => said_by("sh", &["-ec", &text])?,
+            // A test of its own starts it.
+            ("sh", "export") => continue,
             ("sh", "make") | ("text", _) => continue,
             _ => panic!("no test runs this {language} block:\n{text}"),
         };

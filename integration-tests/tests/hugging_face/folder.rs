@@ -44,6 +44,24 @@ fn write_config(config: &ModelConfig, folder: &Path) -> Result<()> {
     Ok(fs::write(folder.join("config.json"), config.to_string())?)
 }
 
+/// The config.json of a model of a few kilobytes that speaks SmolLM2's tokens.
+pub fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<()> {
+    let config = json!({
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 49_152,
+        "max_position_embeddings": context_tokens,
+        "tie_word_embeddings": true,
+        "eos_token_id": 2,
+    });
+    Ok(fs::write(folder.join("config.json"), config.to_string())?)
+}
+
 /// tokenizer.json and tokenizer_config.json of SmolLM2: byte-level BPE that splits off digits.
 pub fn write_tokenizer(gguf: &Path, folder: &Path) -> Result<()> {
     let Header { metadata, .. } = Header::read_from(gguf)?;

@@ -3,10 +3,7 @@
 
 mod folder;
 
-use std::{
-    path::Path,
-    process::{Command, Stdio},
-};
+use std::process::{Command, Stdio};
 
 use anyhow::Result;
 use integration_tests::{
@@ -53,28 +50,10 @@ async fn check_golden(shards: usize) -> Result<()> {
     cluster.stop()
 }
 
-/// A model of a few kilobytes that speaks SmolLM2's tokens.
-fn write_tiny_config(folder: &Path) -> Result<()> {
-    let config = json!({
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 49_152,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": true,
-        "eos_token_id": 2,
-    });
-    Ok(std::fs::write(folder.join("config.json"), config.to_string())?)
-}
-
 #[tokio::test]
 async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    write_tiny_config(folder.path())?;
+    folder::write_tiny_config(folder.path(), 256)?;
     folder::write_tokenizer(&smollm2(), folder.path())?;
     let spec = ClusterSpec {
         model: folder.path().to_owned(),
@@ -102,7 +81,7 @@ async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
 #[tokio::test]
 async fn without_a_tokenizer_the_missing_file_is_named() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    write_tiny_config(folder.path())?;
+    folder::write_tiny_config(folder.path(), 256)?;
     let path = folder.path().display().to_string();
     let said_by = |program: &str, args: &[&str]| -> Result<(Option<i32>, String)> {
         let output = Command::new(bin_dir().join(program))

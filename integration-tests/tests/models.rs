@@ -1,0 +1,263 @@
+//! Two models of different shape in one cluster: real nodes, one router, a request goes by its name.
+
+#[allow(dead_code)]
+#[path = "hugging_face/folder.rs"]
+mod folder;
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use integration_tests::{
+    client::{Client, Completion, greedy_body},
+    cluster::{Cluster, ClusterSpec, SECRET, Service, smollm2},
+    golden::{GoldenRun, longest},
+};
+use serde_json::{Value, json};
+
+const LARGE: &str = "smollm2";
+const TINY: &str = "tiny";
+const TOKENS: usize = 12;
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A prefill and a decode node.
+struct Nodes {
+    prefill: Service,
+    decode: Service,
+}
+
+impl Nodes {
+    fn start(folder: &Path, name: &str, model: &Path, load_format: &str) -> Result<Self> {
+        let prefill = start(folder, "prefill", name, model, load_format)?;
+        Ok(Self { prefill, decode: start(folder, "decode", name, model, load_format)? })
+    }
+
+    fn kill(&mut self) {
+        self.prefill.kill();
+        self.decode.kill();
+    }
+}
+
+/// A node of the model that has this name.
+fn start(
+    folder: &Path,
+    role: &str,
+    name: &str,
+    model: &Path,
+    load_format: &str,
+) -> Result<Service> {
+    let settings = settings(&[
+        ("BATON_MODEL_PATH", &model.display().to_string()),
+        ("BATON_MODEL_NAME", name),
+        ("BATON_MODEL_DTYPE", "f32"),
+        ("BATON_MODEL_LOAD_FORMAT", load_format),
+        ("BATON_NODE_ID", &format!("{role}-{name}")),
+        ("BATON_NODE_GRPC", "127.0.0.1:0"),
+        ("BATON_NODE_KV_MEMORY", "64MiB"),
+        ("BATON_TRANSFER_SECRET", SECRET),
+    ]);
+    Service::start(folder, &format!("{role}-{name}"), &format!("baton-{role}-node"), &settings)
+}
+
+fn settings(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+}
+
+#[tokio::test]
+async fn each_model_has_its_own_template_and_tool_format() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    folder::write_tiny_config(folder.path(), 256)?;
+    folder::write_tokenizer(&smollm2(), folder.path())?;
+    // Shows tools, but not how to call them.
+    let template = folder.path().join("tools.jinja");
+    let text = "{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}";
+    std::fs::write(&template, text)?;
+    let names = ["own", "shown", "told"];
+    let node = |name: &&str| start(folder.path(), "decode", name, folder.path(), "dummy");
+    let nodes = names.iter().map(node).collect::<Result<Vec<Service>>>()?;
+    let urls: Vec<&str> = nodes.iter().map(|node| node.ready.grpc.as_str()).collect();
+    let model = folder.path().display().to_string();
+    let template = template.display().to_string();
+    let router = Service::start(
+        folder.path(),
+        "router",
+        "baton-router",
+        &settings(&[
+            ("BATON_MODEL_PATH", &model),
+            ("BATON_MODEL_NAME", "own"),
+            ("BATON_ROUTER_MODELS", &format!("shown={model},told={model}")),
+            ("BATON_ROUTER_CHAT_TEMPLATES", &format!("shown={template},told={template}")),
+            ("BATON_ROUTER_TOOL_FORMATS", "told=hermes"),
+            ("BATON_ROUTER_HTTP", "127.0.0.1:0"),
+            ("BATON_ROUTER_GRPC", "127.0.0.1:0"),
+            ("BATON_CLUSTER_DECODE", &urls.join(",")),
+        ]),
+    )?;
+    let client = Client::new(format!("http://{}", router.ready.http));
+    for name in names {
+        wait_nodes(&client, name, [0, 1]).await?;
+    }
+    let ask = async |name: &str| -> Result<_> {
+        let body = json!({"model": name, "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 4, "tools": [{"type": "function", "function": {"name": "f"}}]});
+        client.post("/v1/chat/completions", &body).await
+    };
+    for name in ["own", "shown"] {
+        let refused = ask(name).await?;
+        assert_eq!(refused.status, 400, "{name}: {}", refused.json());
+        assert_eq!(refused.json()["error"]["param"], "tools", "{name}: {}", refused.json());
+    }
+    let told = ask("told").await?;
+    assert_eq!(told.status, 200, "{}", told.json());
+
+    let mut prompts = Vec::new();
+    for name in ["own", "told"] {
+        let body = json!({"model": name, "messages": [{"role": "user", "content": "Hello"}]});
+        let tokens = client.post("/tokenize", &body).await?.json()["tokens"].clone();
+        let body = json!({"model": name, "tokens": tokens});
+        prompts.push(client.post("/detokenize", &body).await?.json()["prompt"].clone());
+    }
+    assert!(
+        prompts[0].as_str().is_some_and(|text| text.contains("<|im_start|>user")),
+        "{prompts:?}"
+    );
+    assert!(prompts[1].as_str().is_some_and(|text| text.ends_with("Hello")), "{prompts:?}");
+    Ok(())
+}
+
+/// What the tiny model says to this prompt when nothing else is there.
+async fn tiny_alone(model: &Path, prompt_ids: &[u32]) -> Result<Vec<u32>> {
+    let spec = ClusterSpec {
+        model: model.to_owned(),
+        load_format: "dummy",
+        ..ClusterSpec::smollm2().nodes(0, 1)
+    };
+    let cluster = Cluster::start(spec).await?;
+    let found = Client::new(cluster.http()).greedy(prompt_ids, TOKENS).await?;
+    cluster.stop()?;
+    Ok(found)
+}
+
+async fn ask(client: &Client, name: Option<&str>, run: &GoldenRun) -> Result<Completion> {
+    let mut body = greedy_body(&run.prompt_ids, TOKENS);
+    if let Some(name) = name {
+        body["model"] = json!(name);
+    }
+    client.complete(&body).await
+}
+
+/// What the router's health says of the model: prefill and decode nodes.
+async fn nodes_of(client: &Client, name: &str) -> Result<[u64; 2]> {
+    let (_, health) = client.get_json("/health").await?;
+    let models = health["models"].as_array().with_context(|| format!("no models: {health}"))?;
+    let model = models.iter().find(|model| model["name"] == name).context("it is not listed")?;
+    Ok(["prefill_nodes", "decode_nodes"].map(|count| model[count].as_u64().unwrap_or(u64::MAX)))
+}
+
+async fn wait_nodes(client: &Client, name: &str, wanted: [u64; 2]) -> Result<()> {
+    let deadline = Instant::now() + DEADLINE;
+    while nodes_of(client, name).await? != wanted {
+        ensure!(Instant::now() < deadline, "{name}: {:?}", nodes_of(client, name).await?);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_alone() -> Result<()>
+{
+    let model = tempfile::tempdir()?;
+    folder::write_tiny_config(model.path(), 256)?;
+    folder::write_tokenizer(&smollm2(), model.path())?;
+    let mut run = longest();
+    // Several blocks, so that KV crosses, and within what the tiny model reads.
+    run.prompt_ids.truncate(100);
+    let expected_tiny = tiny_alone(model.path(), &run.prompt_ids).await?;
+
+    let logs = tempfile::tempdir()?;
+    let large = Nodes::start(logs.path(), LARGE, &smollm2(), "auto")?;
+    let mut tiny = Nodes::start(logs.path(), TINY, model.path(), "dummy")?;
+    let both =
+        |large: &Service, tiny: &Service| format!("{},{}", large.ready.grpc, tiny.ready.grpc);
+    let router = Service::start(
+        logs.path(),
+        "router",
+        "baton-router",
+        &settings(&[
+            ("BATON_MODEL_PATH", &smollm2().display().to_string()),
+            ("BATON_MODEL_NAME", LARGE),
+            ("BATON_ROUTER_MODELS", &format!("{TINY}={}", model.path().display())),
+            ("BATON_ROUTER_ALIASES", &format!("small={TINY}")),
+            ("BATON_ROUTER_HTTP", "127.0.0.1:0"),
+            ("BATON_ROUTER_GRPC", "127.0.0.1:0"),
+            ("BATON_CLUSTER_PREFILL", &both(&large.prefill, &tiny.prefill)),
+            ("BATON_CLUSTER_DECODE", &both(&large.decode, &tiny.decode)),
+        ]),
+    )?;
+    let client = Client::new(format!("http://{}", router.ready.http));
+    for name in [LARGE, TINY] {
+        wait_nodes(&client, name, [1, 1]).await?;
+    }
+
+    // The first model's own answer, as it gives it alone, to whoever names no other.
+    let expected_large = ask(&client, None, &run).await?.token_ids;
+    assert_ne!(expected_large, expected_tiny);
+    for round in 0..2 {
+        for (name, asked, expected) in [
+            (LARGE, LARGE, &expected_large),
+            (TINY, TINY, &expected_tiny),
+            (TINY, "small", &expected_tiny),
+        ] {
+            let answer = ask(&client, Some(asked), &run).await?;
+            assert_eq!(&answer.token_ids, expected, "{asked} in round {round}");
+            assert_eq!(answer.decode_node, format!("decode-{name}"), "{answer:?}");
+            assert_eq!(answer.attempts, 1, "{answer:?}");
+        }
+    }
+    // KV crossed from each model's prefill node to its own decode node.
+    for node in [&large.decode, &tiny.decode] {
+        assert!(node.metric("baton_kv_transfer_bytes_total").await? > 0.0, "{}", node.name);
+    }
+    // And the golden outputs are those of the first model.
+    let golden = longest();
+    let found = ask(&client, Some(LARGE), &golden).await?.token_ids;
+    assert_eq!(found, golden.output_ids[..TOKENS]);
+
+    let (_, models) = client.get_json("/v1/models").await?;
+    let cards = models["data"].as_array().context("no list")?;
+    let ids: Vec<&Value> = cards.iter().map(|card| &card["id"]).collect();
+    assert_eq!(ids, ["small", LARGE, TINY], "{models}");
+
+    let named = |name: &str| json!({"model": name, "prompt": run.prompt_ids, "max_tokens": 2});
+    let refused = client.post("/v1/completions", &named("nobody")).await?;
+    assert_eq!(refused.status, 404, "{}", refused.json());
+    let message = refused.json()["error"]["message"].to_string();
+    for name in ["nobody", LARGE, TINY, "small"] {
+        assert!(message.contains(name), "{name} is not in {message}");
+    }
+
+    // One model's nodes die while the other is asked: no answer of that one suffers.
+    let load = async {
+        for _ in 0..8 {
+            let answer = ask(&client, Some(LARGE), &run).await?;
+            ensure!(answer.token_ids == expected_large && answer.attempts == 1, "{answer:?}");
+        }
+        Ok(())
+    };
+    let death = async {
+        tiny.kill();
+        wait_nodes(&client, TINY, [0, 0]).await
+    };
+    tokio::try_join!(load, death)?;
+    let refused = client.post("/v1/completions", &named(TINY)).await?;
+    assert_eq!(refused.status, 503, "{}", refused.json());
+    assert_eq!(refused.json()["error"]["code"], "no_decode_node");
+    let (status, health) = client.get_json("/health").await?;
+    assert_eq!((status.as_u16(), &health["degraded"]), (200, &json!(true)), "{health}");
+    assert_eq!(ask(&client, Some(LARGE), &run).await?.token_ids, expected_large);
+    assert_eq!(nodes_of(&client, LARGE).await?, [1, 1]);
+    Ok(())
+}
