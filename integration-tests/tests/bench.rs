@@ -1,5 +1,9 @@
 //! `baton bench` as a user runs it, against the real model and a real cluster.
 
+#[allow(dead_code)]
+#[path = "hugging_face/folder.rs"]
+mod folder;
+
 use std::{
     path::Path,
     process::{Command, Output, Stdio},
@@ -129,6 +133,94 @@ fn check_point(point: &Value) {
     assert!(all.contains(&count("total_token_per_s")), "{point}");
     let cached = number(&point["cached_share"]);
     assert!(cached > 0.0 && cached < 0.5, "{point}");
+}
+
+/// Requests that were sent; every one of them, and every conversation, must have ended well.
+fn all_ended_well(point: &Value, conversations: u32) -> Result<u64> {
+    for what in ["conversations", "conversations_completed"] {
+        ensure!(point[what] == conversations, "{what} in {point}");
+    }
+    ensure!(point["errors"] == json!({}), "{point}");
+    let requests = point["requests"].as_u64().context("no count")?;
+    ensure!(point["completed"] == requests, "{point}");
+    for what in ["ttft_ms", "e2e_ms"] {
+        ensure!(point[what]["count"] == requests, "{what} in {point}");
+    }
+    Ok(requests)
+}
+
+/// How many lines are drawn in a file that must be XML.
+fn lines_in_xml(path: &Path) -> Result<usize> {
+    let read = "import sys, xml.etree.ElementTree as tree
+root = tree.parse(sys.argv[1]).getroot()
+assert root.tag == '{http://www.w3.org/2000/svg}svg', root.tag
+print(len(root.findall('.//{http://www.w3.org/2000/svg}polyline')))";
+    let output = Command::new("python3").args(["-c", read]).arg(path).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?.trim().parse()?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn jobs_and_talks_are_measured_against_limits_and_drawn() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    folder::write_tiny_config(folder.path(), 4096)?;
+    folder::write_tokenizer(&smollm2(), folder.path())?;
+    let spec = ClusterSpec {
+        model: folder.path().to_owned(),
+        load_format: "dummy",
+        ..ClusterSpec::smollm2()
+    };
+    let cluster = Cluster::start(spec).await?;
+    let (url, model) = (cluster.http(), folder.path().display().to_string());
+    let (json_path, svg) = (folder.path().join("bench.json"), folder.path().join("bench.svg"));
+    let svg_path = svg.display().to_string();
+    let serve = |flags: &[&str]| {
+        let common = ["serve", "--url", &url, "--svg", &svg_path];
+        measured(&[&common[..], flags].concat(), &json_path)
+    };
+
+    // Tool-calling jobs at the rates that they are known by.
+    let limits = ["--goodput", "ttft:600000,e2e:600000"];
+    let (table, report) = serve(&[&["--agents", "--requests", "2"], &limits[..]].concat())?;
+    let points = report["points"].as_array().context("no points")?;
+    let loads: Vec<Value> = points.iter().map(|point| point["load"]["rate"].clone()).collect();
+    assert_eq!(loads, [1.0, 3.0, 6.0, 10.0]);
+    for point in points {
+        assert_eq!(all_ended_well(point, 2)?, 16, "two jobs of eight turns");
+        let elapsed_s = number(&point["elapsed_s"]);
+        let tokens = (number(&point["output_token_per_s"]) * elapsed_s).round();
+        assert_eq!(tokens, 320.0, "20 tokens a turn: {point}");
+        // Seven tools of half a second each.
+        assert!(number(&point["conversation_s"]["p50"]) >= 3.5, "{point}");
+        // Scaled down, and yet more than half of what the model reads.
+        let whole = number(&point["total_token_per_s"]) * elapsed_s;
+        assert!(whole > 2.0 * 8.0 * 1000.0, "{point}");
+        assert_eq!(point["goodput_share"], 1.0, "{point}");
+        assert!(number(&point["cached_share"]) > 0.5, "each turn repeats those before: {point}");
+    }
+    assert!(report["workload"].as_str().is_some_and(|said| said.starts_with("tool-calling jobs")));
+    assert_eq!(table.matches("16 of 16 requests completed").count(), 4, "{table}");
+    assert_eq!(table.matches("goodput: 100.0 % of the requests").count(), 4, "{table}");
+    // Three lines and three in the legend in each of three panels.
+    assert!(lines_in_xml(&svg)? >= 18);
+
+    // Talks with the lengths of ShareGPT's, and a limit that nothing can keep.
+    let talks = ["--sharegpt", "--requests", "3", "--concurrency", "3"];
+    let (table, report) = serve(&[&talks[..], &["--goodput", "ttft:0.001"]].concat())?;
+    let points = report["points"].as_array().context("no points")?;
+    assert_eq!(points.len(), 1, "{report}");
+    let requests = all_ended_well(&points[0], 3)?;
+    assert!((3..=21).contains(&requests), "one to seven turns: {report}");
+    assert_eq!(points[0]["goodput_share"], 0.0, "{report}");
+    assert_eq!(report["goodput_limits"]["ttft_ms"], 0.001);
+    assert!(table.contains("goodput: 0.0 % of the requests, 0.00 requests/s"), "{table}");
+    assert!(report["workload"].as_str().is_some_and(|said| said.starts_with("ShareGPT-like")));
+    assert!(lines_in_xml(&svg)? >= 18);
+
+    // The model's name comes from the server, and is that of its folder.
+    let name = Path::new(&model).file_name().context("a name")?.to_string_lossy();
+    assert_eq!(report["model"], *name, "{report}");
+    cluster.stop()
 }
 
 #[test]

@@ -83,13 +83,13 @@ pub struct SpeculateArgs {
     #[arg(long, value_delimiter = ',', default_value = "0,4,8,12")]
     drafts: Vec<u32>,
     /// Fewest tokens that must have occurred before.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, default_value_t = config::Node::default().speculate_ngram_min, value_parser = clap::value_parser!(u32).range(1..=64))]
     ngram_min: u32,
     /// Most tokens compared to find the best occurrence.
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, default_value_t = config::Node::default().speculate_ngram_max, value_parser = clap::value_parser!(u32).range(1..=64))]
     ngram_max: u32,
-    /// A step takes drafts up to this many tokens in all.
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=512))]
+    /// A step takes drafts up to this many tokens in all, as `node.speculate_step_tokens` says.
+    #[arg(long, default_value_t = config::Node::default().speculate_step_tokens, value_parser = clap::value_parser!(u32).range(1..=512))]
     step_tokens: u32,
     /// 0 is greedy.
     #[arg(long, default_value_t = 0.0)]

@@ -32,6 +32,9 @@ use crate::http_client::HttpClient;
 
 /// Open-loop conversations under way at once; arrivals beyond it are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
+const CONCURRENCY: u32 = 8;
+/// Jobs per second at which the report that the jobs are taken from measured them.
+const AGENT_RATES: [f64; 4] = [1.0, 3.0, 6.0, 10.0];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Means of 161 and 338 tokens with long tails, as the vLLM paper (Kwon et al. 2023) reports of the
@@ -52,11 +55,11 @@ pub struct ServeArgs {
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
     /// Conversations under way at once (closed loop); several, parted by commas, are measured one
-    /// after the other.
-    #[arg(long, default_value = "8", value_delimiter = ',', conflicts_with = "rate", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    /// after the other. [default: 8 where no rate is given]
+    #[arg(long, value_delimiter = ',', conflicts_with = "rate", value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: Vec<u32>,
     /// Mean arrivals of conversations per second of a Poisson process (open loop); several, parted
-    /// by commas, are measured one after the other.
+    /// by commas, are measured one after the other. [default with --agents: 1,3,6,10]
     #[arg(long, value_delimiter = ',', value_parser = parse_rate)]
     rate: Vec<f64>,
     /// Tokens that each turn adds to the prompt: N, LOW..HIGH (uniform), normal:MEAN:DEVIATION or
@@ -79,7 +82,6 @@ pub struct ServeArgs {
     sharegpt: bool,
     /// Tool-calling jobs: eight turns with answers of 20 tokens, tools that take 0.5 s and return
     /// 1640, 1510, 2455, 1335, 2730, 1930 and 775 tokens, scaled down to what the model can read.
-    /// Try `--rate 1,3,6,10`.
     #[arg(long, conflicts_with_all = ["input_tokens", "output_tokens", "turns", "pause_s"])]
     agents: bool,
     /// Count as good only requests within these limits in milliseconds: ttft:MS, tpot:MS (mean time
@@ -143,13 +145,7 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
         points: Vec::new(),
     };
     println!("{}  model {}  {}", report.url, report.model, report.workload);
-    let loads: Vec<Load> = match args.rate.is_empty() {
-        true => {
-            args.concurrency.iter().map(|&concurrency| Load::Concurrency(concurrency)).collect()
-        }
-        false => args.rate.iter().map(|&rate| Load::Rate(rate)).collect(),
-    };
-    for (index, load) in loads.into_iter().enumerate() {
+    for (index, load) in args.loads().into_iter().enumerate() {
         // Other prompts at each point: no point finds in the caches what one before it left.
         let mut rng = WorkloadRng::new(args.seed.wrapping_add((index as u64) << 32));
         let rate = match load {
@@ -167,6 +163,19 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
 }
 
 impl ServeArgs {
+    /// Jobs arrive by themselves; what else is asked waits for its answer, unless told otherwise.
+    fn loads(&self) -> Vec<Load> {
+        let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect();
+        match (&self.rate[..], &self.concurrency[..]) {
+            ([], []) if self.agents => rates(&AGENT_RATES),
+            ([], []) => vec![Load::Concurrency(CONCURRENCY)],
+            ([], concurrency) => {
+                concurrency.iter().map(|&count| Load::Concurrency(count)).collect()
+            }
+            (given, _) => rates(given),
+        }
+    }
+
     fn shape(&self, server: &Server) -> Shape {
         let (input, output, turns) = match self.sharegpt {
             true => (SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_TURNS),
@@ -278,4 +287,33 @@ async fn converse(
         }
     }
     Outcome { turns, error, elapsed_s: started.elapsed().as_secs_f64() }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: ServeArgs,
+    }
+
+    #[test]
+    fn loads_are_those_given_and_else_those_of_the_workload() {
+        let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect::<Vec<_>>();
+        for (flags, loads) in [
+            (&[][..], vec![Load::Concurrency(8)]),
+            (&["--sharegpt"], vec![Load::Concurrency(8)]),
+            (&["--agents"], rates(&[1.0, 3.0, 6.0, 10.0])),
+            (&["--agents", "--rate", "2,0.5"], rates(&[2.0, 0.5])),
+            (&["--agents", "--concurrency", "4"], vec![Load::Concurrency(4)]),
+            (&["--concurrency", "1,2"], vec![Load::Concurrency(1), Load::Concurrency(2)]),
+        ] {
+            let command = Command::try_parse_from([&["bench"], flags].concat()).unwrap();
+            assert_eq!(command.args.loads(), loads, "{flags:?}");
+        }
+    }
 }
