@@ -75,9 +75,20 @@ pub fn engine(
     config: SchedulerConfig,
     threads: usize,
 ) -> (CpuEngine, Arc<KvArena>) {
-    let options = CpuOptions { weights: WeightFormat::F32, threads, isa: Isa::Auto };
+    engine_with(checkpoint, config, threads, WeightFormat::F32)
+}
+
+/// KV is f32 beside weights in f32, else bf16.
+pub fn engine_with(
+    checkpoint: &Checkpoint,
+    config: SchedulerConfig,
+    threads: usize,
+    weights: WeightFormat,
+) -> (CpuEngine, Arc<KvArena>) {
+    let options = CpuOptions { weights, threads, isa: Isa::Auto };
     let backend = CpuBackend::new(options).expect("the options fit this machine");
-    let layout = checkpoint.config().kv_layout(Dtype::F32);
+    let dtype = if weights == WeightFormat::F32 { Dtype::F32 } else { Dtype::Bf16 };
+    let layout = checkpoint.config().kv_layout(dtype);
     let arena = KvArena::host(layout, config.limits.blocks).expect("memory for the arena");
     let executor = CpuExecutor::start(checkpoint, backend, Arc::clone(&arena), config.limits);
     let executor = executor.expect("model, arena and limits agree");
