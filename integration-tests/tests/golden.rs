@@ -65,6 +65,40 @@ async fn bf16_agrees_up_to_the_first_token_that_is_not_sure() -> Result<()> {
     cluster.stop()
 }
 
+/// Rounding weights to 8 bits moves logits by less than this much.
+const Q8_SURE_MARGIN: f32 = 1.0;
+
+#[tokio::test]
+async fn q8_through_a_cluster_gives_what_one_engine_gives_alone() -> Result<()> {
+    let runs = golden().runs;
+    let of = |prefill, decode| {
+        ClusterSpec { dtype: "q8", ..ClusterSpec::smollm2() }.nodes(prefill, decode)
+    };
+    let (alone, engine) = client(of(0, 1)).await?;
+    let mut expected = Vec::new();
+    for run in &runs {
+        expected.push(engine.greedy(&run.prompt_ids, run.output_ids.len()).await?);
+    }
+    alone.stop()?;
+
+    let (cluster, client) = client(of(1, 1)).await?;
+    for (run, expected) in runs.iter().zip(&expected) {
+        let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
+        assert_eq!(&answer.token_ids, expected, "{}", run.name);
+        let sure = run.margins.iter().take_while(|margin| **margin >= Q8_SURE_MARGIN).count();
+        assert_eq!(answer.token_ids[..sure], run.output_ids[..sure], "{}", run.name);
+        if run.name == longest().name {
+            // KV is bf16, and all of it crossed.
+            let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
+            assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
+        }
+    }
+    // Rounded otherwise than bf16 and f32: it is q8 that was computed with.
+    let exact: Vec<_> = runs.into_iter().map(|run| run.output_ids).collect();
+    assert_ne!(expected, exact);
+    cluster.stop()
+}
+
 #[tokio::test]
 async fn text_and_token_prompts_give_the_reference_text() -> Result<()> {
     let (cluster, client) = client(ClusterSpec::smollm2()).await?;

@@ -276,3 +276,55 @@ async fn a_cluster_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
     assert_eq!(models["data"][0]["id"], "SmolLM2-135M-Instruct.Q4_1", "{models}");
     cluster.stop()
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn up_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
+    let file = "SmolLM2-135M-Instruct.Q4_1.gguf";
+    let content = Content::OnDisk(smollm2(), sha256(&std::fs::read(smollm2())?));
+    let files = [(file.to_owned(), content)].into();
+    let hub = Hub::start(Behaviour { files, ..Behaviour::default() })?;
+    let machine = Machine::new(&hub)?;
+    let model = format!("hf:{MODEL}/{file}");
+    let up = || {
+        Command::new(bin_dir().join("baton"))
+            .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--sample", "--once"])
+            .args(["--model", &model])
+            .env_remove("HF_TOKEN")
+            .env_remove("HF_HUB_CACHE")
+            .env_remove("HF_HUB_OFFLINE")
+            .env("BATON_NODE_KV_MEMORY", "64MiB")
+            .envs(&machine.variables)
+            .output()
+    };
+    let whole = |hub: &Hub| {
+        let asked = hub.take_asked().into_iter();
+        asked.filter(|asked| asked.path.starts_with("/stored/") && asked.wants_content()).count()
+    };
+    // Fetched before anything starts, and not again by router and nodes, or the next time.
+    for fetched in [1, 0] {
+        let output = up()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{said}");
+        assert!(String::from_utf8_lossy(&output.stdout).contains("Paris"), "{said}");
+        assert_eq!(whole(&hub), fetched, "{said}");
+    }
+    Ok(())
+}
+
+#[test]
+fn up_ends_with_one_line_about_a_model_that_the_hub_does_not_have() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    let output = Command::new(bin_dir().join("baton"))
+        .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
+        .args(["--model", "hf:acme/other"])
+        .env_remove("HF_TOKEN")
+        .env_remove("HF_HUB_OFFLINE")
+        .envs(&machine.variables)
+        .output()?;
+    let said = String::from_utf8(output.stderr)?;
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert!(said.contains("404") && said.contains("acme/other"), "{said}");
+    Ok(())
+}
