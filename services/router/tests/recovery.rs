@@ -378,13 +378,54 @@ async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
     assert!(answers.iter().all(|answer| answer.error()["code"] == "overloaded"));
 }
 
+/// Nobody waits for a prefill node: neither the request that finds all of them full, nor the next one,
+/// which does not even ask while they are left alone.
 #[tokio::test]
-async fn a_busy_prefill_node_makes_the_decode_node_work_alone() {
+async fn where_all_prefill_nodes_are_full_the_decode_node_works_alone() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.prefill[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
     cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
-    let figures = complete(&cluster).await;
-    assert_eq!(figures["prefill_node"], json!(null));
+    for _ in 0..2 {
+        let figures = complete(&cluster).await;
+        assert_eq!((&figures["prefill_node"], &figures["attempts"]), (&json!(null), &json!(1)));
+    }
+    let waited = cluster.metric("baton_requests", &["state=\"waiting\""]).await;
+    assert_eq!(waited, 0.0);
+    let calls = cluster.decode[0].calls();
+    assert!(!calls.last().unwrap().with_peer);
+    assert!(!cluster.prefill[0].calls().is_empty(), "it was asked");
+    // As soon as it has room it reads prompts again.
+    for node in [&cluster.prefill[0], &cluster.decode[0]] {
+        node.behave(Behaviour::Serve);
+    }
+    eventually("the prefill node is back in use", async || {
+        complete(&cluster).await["prefill_node"] == "prefill-0"
+    })
+    .await;
+}
+
+/// The decode node's own bound holds: then the request waits, and goes on with both.
+#[tokio::test]
+async fn where_both_kinds_are_full_the_request_waits() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let full = Behaviour::Refuse(Code::ResourceExhausted, "queue full");
+    for node in [&cluster.prefill[0], &cluster.decode[0]] {
+        node.behave(full.clone());
+    }
+    let asked = tokio::spawn({
+        let client = cluster.client.clone();
+        let body = json!({"prompt": long_prompt(), "max_tokens": 5});
+        async move { client.post("/v1/completions", &body).await }
+    });
+    eventually("it waits", async || {
+        cluster.metric("baton_requests", &["state=\"waiting\""]).await == 1.0
+    })
+    .await;
+    assert!(!asked.is_finished());
+    for node in [&cluster.prefill[0], &cluster.decode[0]] {
+        node.behave(Behaviour::Serve);
+    }
+    assert_eq!(asked.await.unwrap().status, 200);
 }
 
 #[tokio::test]

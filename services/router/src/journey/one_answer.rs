@@ -154,6 +154,8 @@ impl<'a> Journey<'a> {
             exclude: self.recovery.avoid_prefill(),
             ..wanted
         });
+        // Full ones too: a prompt at the end of their queues comes to its turn later than the decode
+        // node, which has room, reads it.
         Ok((decode, prefill.ok()))
     }
 
