@@ -15,10 +15,12 @@ use crate::{
     admission::Full,
     generation::{AnswerEnd, RequestError},
     models::ServedModel,
+    net::ConnectionEnd,
     request::ids::RequestId,
 };
 
-/// Told when it is dropped: a request that nobody ended was left by its client.
+/// Told when it is dropped: a request that nobody ended was left by its client, or lost its connection
+/// because the client did not read.
 pub struct RequestRecord {
     /// Of the default model until the request's own is known.
     model: Arc<ServedModel>,
@@ -30,6 +32,8 @@ pub struct RequestRecord {
     choices: AtomicU32,
     prompt_tokens: AtomicU32,
     state: Mutex<State>,
+    /// Of the connection by which it came.
+    connection: ConnectionEnd,
     _running: RunningRequest,
 }
 
@@ -54,6 +58,7 @@ impl RequestRecord {
         operation: Operation,
         request_id: RequestId,
         label: Option<String>,
+        connection: ConnectionEnd,
     ) -> Self {
         Self {
             model: model.clone(),
@@ -64,8 +69,17 @@ impl RequestRecord {
             choices: AtomicU32::new(0),
             prompt_tokens: AtomicU32::new(0),
             state: Mutex::default(),
+            connection,
             _running: model.metrics.request_running(),
         }
+    }
+
+    pub fn request_id(&self) -> RequestId {
+        self.request_id
+    }
+
+    pub fn set_label(&mut self, label: Option<String>) {
+        self.label = label;
     }
 
     /// From now on it counts for this model.
@@ -145,9 +159,14 @@ impl Drop for RequestRecord {
         let duration = self.received.elapsed();
         let state = std::mem::take(&mut *self.state());
         let choices = self.choices.load(Ordering::Relaxed);
+        let left = match self.connection.is_unread() {
+            true => RequestEnd::SlowClient,
+            false => RequestEnd::ClientGone,
+        };
         let end = match &state.error {
+            Some((RequestEnd::ClientGone, _)) => left,
             Some((end, _)) => *end,
-            None if choices == 0 || state.answers_ended < choices => RequestEnd::ClientGone,
+            None if choices == 0 || state.answers_ended < choices => left,
             // Of several answers one that was cut short is what an operator looks for.
             None if state.cut_short => RequestEnd::Length,
             None => RequestEnd::Stop,

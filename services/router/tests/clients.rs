@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use common::{
     Cluster,
-    client::{Client, eventually, ids_of, text_of},
+    client::{Client, DEADLINE, eventually, ids_of, text_of},
     encode, long_prompt,
     node::Behaviour,
-    settings,
+    one_within_a_second, settings,
 };
 use serde_json::{Value, json};
 use tokio::{
@@ -23,23 +23,26 @@ fn body(stream: bool) -> Value {
     json!({"prompt": long_prompt(), "max_tokens": 1900, "stream": stream, "ignore_eos": true})
 }
 
-/// The nodes' streams of the first call are dropped within a second of now.
-async fn dropped_within_a_second(cluster: &Cluster) {
-    let left = Instant::now();
-    for node in cluster.prefill.iter().chain(&cluster.decode) {
-        eventually("the call is dropped", async || node.calls()[0].left.lock().unwrap().is_some())
-            .await;
-    }
-    assert!(left.elapsed() < Duration::from_secs(1), "{:?}", left.elapsed());
+/// Begins requests and leaves them, until the nodes' streams were dropped within a second of that.
+async fn dropped_within_a_second(cluster: &Cluster, mut leave: impl AsyncFnMut() -> Instant) {
+    let mut tries = 0;
+    one_within_a_second(async || {
+        let call = tries;
+        tries += 1;
+        let left = leave().await;
+        cluster.dropped_after(call, left).await
+    })
+    .await;
     eventually("nothing is in work", async || {
         cluster.client.get("/health").await.json()["requests_in_work"] == 0
     })
     .await;
-    assert_eq!(
-        cluster.metric("baton_requests_finished_total", &["finished_reason=\"client_gone\""]).await,
-        1.0
-    );
-    assert_eq!(cluster.metric("baton_attempts_total", &["outcome=\"cancelled\""]).await, 1.0);
+    eventually("each is counted as one that left", async || {
+        let label = "outcome=\"cancelled\"";
+        let cancelled = cluster.metric("baton_attempts_total", &[label]).await;
+        [cluster.finished("client_gone").await, cancelled] == [tries as f64; 2]
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -47,10 +50,14 @@ async fn a_client_that_leaves_its_stream_cancels_both_nodes() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.prefill[0].behave(Behaviour::HangAfter(1));
     cluster.decode[0].behave(Behaviour::HangAfter(0));
-    let mut stream = cluster.client.stream("/v1/completions", &body(true)).await;
-    stream.next().await.unwrap();
-    drop(stream);
-    dropped_within_a_second(&cluster).await;
+    dropped_within_a_second(&cluster, async || {
+        let mut stream = cluster.client.stream("/v1/completions", &body(true)).await;
+        stream.next().await.unwrap();
+        let left = Instant::now();
+        drop(stream);
+        left
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -59,16 +66,23 @@ async fn a_client_that_leaves_before_the_answer_cancels_both_nodes() {
         let cluster = Cluster::start(1, 1, ANSWER).await;
         cluster.prefill[0].behave(Behaviour::HangAfter(0));
         cluster.decode[0].behave(Behaviour::HangAfter(0));
-        // A client of its own, so that the connection is not kept for the next request.
-        let client = Client::new(format!("http://{}", cluster.router.http));
-        let request =
-            tokio::spawn(async move { client.post("/v1/completions", &body(stream)).await });
-        eventually("both nodes are asked", async || {
-            cluster.prefill[0].calls().len() == 1 && cluster.decode[0].calls().len() == 1
+        let mut calls = 0;
+        dropped_within_a_second(&cluster, async || {
+            // A client of its own, so that the connection is not kept for the next request.
+            let client = Client::new(format!("http://{}", cluster.router.http));
+            let request =
+                tokio::spawn(async move { client.post("/v1/completions", &body(stream)).await });
+            calls += 1;
+            eventually("both nodes are asked", async || {
+                let nodes = [&cluster.prefill[0], &cluster.decode[0]];
+                nodes.iter().all(|node| node.calls().len() == calls)
+            })
+            .await;
+            let left = Instant::now();
+            request.abort();
+            left
         })
         .await;
-        request.abort();
-        dropped_within_a_second(&cluster).await;
     }
 }
 
@@ -87,32 +101,99 @@ async fn silent_client(cluster: &Cluster) -> TcpStream {
     stream
 }
 
+/// Whichever notices first, the request's queue or the connection: it is one client that did not read.
 #[tokio::test]
 async fn a_client_that_does_not_read_ends_alone() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_millis(300);
     settings.front.slow_client_events = 16;
-    let cluster = Cluster::start_with(settings, 1, 1, &ANSWER.repeat(300)).await;
-    for node in cluster.prefill.iter().chain(&cluster.decode) {
-        node.pace(Duration::ZERO);
-    }
-    let silent = silent_client(&cluster).await;
-    // The others do not notice.
-    let quick = json!({"prompt": long_prompt(), "max_tokens": 50});
-    for _ in 0..5 {
+    // More than the kernel keeps for a client that does not read.
+    let cluster = Cluster::start_with(settings, 0, 1, &ANSWER.repeat(300)).await;
+    // Another stream, from before the silent one to after its end.
+    cluster.decode[0].pace(Duration::from_millis(2));
+    let max_tokens = encode(&ANSWER.repeat(40)).len();
+    let long = json!({"prompt": long_prompt(), "max_tokens": max_tokens, "stream": true});
+    let mut undisturbed = cluster.client.stream("/v1/completions", &long).await;
+    let first = undisturbed.next().await.expect("it begins");
+    cluster.decode[0].behave(Behaviour::Flood);
+    let mut silent = silent_client(&cluster).await;
+    let is_over = async || {
+        assert_eq!(cluster.finished("client_gone").await, 0.0, "it is there and does not read");
+        cluster.finished("slow_client").await == 1.0
+    };
+    let others = async {
+        let chunks = undisturbed.chunks().await;
+        let quick = json!({"prompt": long_prompt(), "max_tokens": 50});
         let answer = cluster.client.post("/v1/completions", &quick).await;
         assert_eq!(answer.json()["usage"]["completion_tokens"], 50);
-    }
-    eventually("the slow request is over", async || {
-        cluster.metric("baton_requests_finished_total", &["slow_client"]).await == 1.0
-            || cluster.metric("baton_requests_finished_total", &["client_gone"]).await == 1.0
-    })
-    .await;
+        chunks
+    };
+    let (mut chunks, ()) = tokio::join!(others, eventually("the slow request is over", is_over));
+    chunks.insert(0, serde_json::from_str(&first).unwrap());
+    assert_eq!(text_of(&chunks, 0), ANSWER.repeat(40));
     eventually("its node is free", async || {
-        cluster.decode[0].calls()[0].left.lock().unwrap().is_some()
+        cluster.decode[0].calls()[1].left.lock().unwrap().is_some()
     })
     .await;
-    drop(silent);
+    // Its connection is over, and what it finds there does not look complete.
+    let mut found = Vec::new();
+    let end = async { while matches!(silent.read_buf(&mut found).await, Ok(1..)) {} };
+    tokio::time::timeout(DEADLINE, end).await.expect("the connection ends");
+    let found = String::from_utf8_lossy(&found);
+    assert!(found.starts_with("HTTP/1.1 200"), "{found:.200}");
+    assert!(!found.contains("[DONE]"), "a cut stream says that it is done");
+}
+
+/// Over HTTP/2 the connection lives on, with its other streams; the unread one ends with the error.
+#[tokio::test]
+async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
+    let mut settings = settings();
+    settings.front.slow_client_timeout = Duration::from_millis(300);
+    settings.front.slow_client_events = 4;
+    let cluster = Cluster::start_with(settings, 0, 2, &ANSWER.repeat(40)).await;
+    for node in &cluster.decode {
+        node.pace(Duration::from_millis(5));
+    }
+    let client = Client::with_small_windows(format!("http://{}", cluster.router.http));
+    let long = json!({"prompt": long_prompt(), "max_tokens": 1900, "stream": true});
+    let mut unread = client.stream("/v1/completions", &long).await;
+    let mut read = client.stream("/v1/completions", &long).await;
+    let given_up = async {
+        eventually("it is given up", async || cluster.finished("slow_client").await == 1.0).await;
+    };
+    let (chunks, ()) = tokio::join!(read.chunks(), given_up);
+    assert_eq!(text_of(&chunks, 0), ANSWER.repeat(40));
+    let events = unread.all().await;
+    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["code"], "slow_client", "{last}");
+    assert!(events.len() < chunks.len(), "{} events were kept for nobody", events.len());
+    let ends = [cluster.finished("slow_client").await, cluster.finished("client_gone").await];
+    assert_eq!(ends, [1.0, 0.0]);
+}
+
+/// It takes an event now and then, so that it never counts as one that does not read: its request's
+/// time bounds it.
+#[tokio::test]
+async fn a_client_that_reads_ever_so_slowly_has_the_time_of_its_request() {
+    let mut settings = settings();
+    settings.front.timeout = Duration::from_secs(1);
+    settings.front.slow_client_timeout = Duration::from_secs(2);
+    settings.front.slow_client_events = 4;
+    let cluster = Cluster::start_with(settings, 0, 1, &ANSWER.repeat(300)).await;
+    cluster.decode[0].behave(Behaviour::Flood);
+    let client = Client::with_small_windows(format!("http://{}", cluster.router.http));
+    let mut slow = client.stream("/v1/completions", &body(true)).await;
+    let mut events = Vec::new();
+    while let Some(event) = slow.next().await {
+        events.push(event);
+        if cluster.finished("deadline").await == 0.0 {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["code"], "deadline_exceeded", "{last}");
+    assert_eq!(cluster.finished("deadline").await, 1.0);
+    assert!(cluster.decode[0].calls()[0].left.lock().unwrap().is_some());
 }
 
 #[tokio::test]
@@ -159,13 +240,24 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
     (0..count).map(|_| next()).collect()
 }
 
+/// What became of garbage at one port.
+#[derive(Clone, Copy, Debug, Default)]
+struct Thrown {
+    messages: usize,
+    bytes: usize,
+    /// Those that must be answered or hung up on, and were.
+    refused: usize,
+}
+
 #[tokio::test]
 async fn garbage_on_either_port_disturbs_nobody() {
+    const ROUNDS: u64 = 60;
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let ports = [cluster.router.http, cluster.router.grpc];
     let flood = tokio::spawn(async move {
-        for round in 0..60u64 {
-            for port in ports {
+        let mut thrown = [Thrown::default(); 2];
+        for round in 0..ROUNDS {
+            for (port, thrown) in ports.into_iter().zip(&mut thrown) {
                 let message: Vec<u8> = match round % 6 {
                     0 => noise(round, 64),
                     1 => noise(round, 100_000),
@@ -177,22 +269,48 @@ async fn garbage_on_either_port_disturbs_nobody() {
                     4 => [b"GET / HTTP/1.1\r\nx: ".to_vec(), vec![b'y'; 1 << 20]].concat(),
                     _ => Vec::new(),
                 };
-                let Ok(mut stream) = TcpStream::connect(port).await else { continue };
-                let _ =
-                    tokio::time::timeout(Duration::from_millis(100), stream.write_all(&message))
-                        .await;
+                let mut stream = TcpStream::connect(port).await.expect("the port is open");
+                thrown.messages += 1;
+                let mut rest = &message[..];
+                // Until it is out, or the router hangs up on it.
+                let write = async {
+                    while !rest.is_empty() {
+                        match stream.write(rest).await {
+                            Ok(count) => rest = &rest[count..],
+                            Err(_) => break,
+                        }
+                    }
+                };
+                let _ = tokio::time::timeout(Duration::from_millis(100), write).await;
+                thrown.bytes += message.len() - rest.len();
                 let mut answer = [0; 64];
-                let _ =
-                    tokio::time::timeout(Duration::from_millis(5), stream.read(&mut answer)).await;
+                let read = stream.read(&mut answer);
+                if round % 6 == 0 {
+                    // Nothing that could follow makes this a request.
+                    let heard = tokio::time::timeout(DEADLINE, read).await;
+                    assert!(heard.is_ok(), "round {round}: {port} waits for more");
+                    thrown.refused += 1;
+                } else {
+                    let _ = tokio::time::timeout(Duration::from_millis(5), read).await;
+                }
             }
         }
+        thrown
     });
     let body = json!({"prompt": long_prompt(), "max_tokens": 100});
-    while !flood.is_finished() {
+    let mut served = 0;
+    while served < 3 || !flood.is_finished() {
         let answer = cluster.client.post("/v1/completions", &body).await;
         assert_eq!(answer.json()["choices"][0]["text"], ANSWER);
+        served += 1;
     }
-    flood.await.unwrap();
+    for thrown in flood.await.unwrap() {
+        assert_eq!((thrown.messages, thrown.refused), (60, 10), "{thrown:?}");
+        // The long ones are cut where they are found out.
+        assert!(thrown.bytes > 20_000, "{thrown:?}");
+    }
+    // None of it became a request of the nodes.
+    assert_eq!(cluster.decode[0].calls().len(), served);
     assert_eq!(cluster.client.get("/health").await.status, 200);
 }
 

@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use common::{
@@ -10,7 +10,7 @@ use common::{
     client::{DEADLINE, eventually},
     encode, grpc_channel as channel, long_prompt, model_text,
     node::{Behaviour, END},
-    settings,
+    one_within_a_second, settings,
 };
 use futures_util::{StreamExt, stream};
 use http_body_util::StreamBody;
@@ -286,17 +286,142 @@ async fn overload_is_resource_exhausted_with_retry_after() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_cancels_both_nodes() {
-    let cluster = Cluster::start(1, 1, ANSWER).await;
-    cluster.prefill[0].behave(Behaviour::HangAfter(1));
-    cluster.decode[0].behave(Behaviour::HangAfter(0));
-    let mut stream = generate(&cluster, request(options())).await.unwrap();
-    stream.message().await.unwrap();
-    drop(stream);
-    for node in cluster.prefill.iter().chain(&cluster.decode) {
-        eventually("the call is dropped", async || node.calls()[0].left.lock().unwrap().is_some())
+async fn a_client_that_leaves_cancels_both_nodes_within_a_second() {
+    for tokens_before in [0, 1] {
+        let cluster = Cluster::start(1, 1, ANSWER).await;
+        cluster.prefill[0].behave(Behaviour::HangAfter(tokens_before));
+        cluster.decode[0].behave(Behaviour::HangAfter(0));
+        let mut tries = 0;
+        one_within_a_second(async || {
+            let call = tries;
+            tries += 1;
+            let mut stream = generate(&cluster, request(options())).await.unwrap();
+            if tokens_before > 0 {
+                stream.message().await.unwrap();
+            }
+            eventually("both nodes are asked", async || {
+                let nodes = [&cluster.prefill[0], &cluster.decode[0]];
+                nodes.iter().all(|node| node.calls().len() == tries)
+            })
             .await;
+            let left = Instant::now();
+            drop(stream);
+            cluster.dropped_after(call, left).await
+        })
+        .await;
+        eventually("it is counted as one that left", async || {
+            cluster.finished("client_gone").await == tries as f64
+        })
+        .await;
     }
+}
+
+/// What a handler never sees is counted all the same, once, by what it was.
+#[tokio::test]
+async fn messages_that_are_refused_are_counted() {
+    let mut settings = settings();
+    settings.front.body_bytes_max = 20 << 10;
+    settings.front.bodies_bytes_max = 18 << 10;
+    settings.front.request_read_max = Duration::from_millis(200);
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    let padded =
+        |bytes| GenerateRequest { client_request_id: "x".repeat(bytes), ..request(options()) };
+    let refused = async |bytes| generate(&cluster, padded(bytes)).await.map(|_| ()).unwrap_err();
+    let counts = async || {
+        let mut counts = Vec::new();
+        for end in ["stop", "invalid", "overloaded", "client_gone"] {
+            counts.push(cluster.finished(end).await);
+        }
+        counts
+    };
+    assert_eq!(counts().await, [0.0; 4]);
+
+    // The first frame of it finds room.
+    let status = refused(30 << 10).await;
+    assert_eq!(status.code(), Code::OutOfRange, "{status}");
+    assert_eq!(counts().await, [0.0, 1.0, 0.0, 0.0], "too large");
+
+    let status = refused(19 << 10).await;
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    assert_eq!(counts().await, [0.0, 1.0, 1.0, 0.0], "no room");
+
+    // A message that is none, and one that is announced and never comes.
+    let broken = Bytes::from_static(&[0, 0, 0, 0, 5, 255, 255, 255, 255, 255]);
+    for (body, code) in [
+        (broken, Code::Internal),
+        (Bytes::from_static(&[0, 0, 0, 0, 100, 7]), Code::DeadlineExceeded),
+    ] {
+        let before = counts().await[1];
+        let client = http_2();
+        let answer = client.request(unfinished(&cluster, body));
+        let answer = tokio::time::timeout(DEADLINE, answer).await.unwrap().unwrap();
+        let status = Status::from_header_map(answer.headers()).unwrap();
+        assert_eq!(status.code(), code, "{status}");
+        assert_eq!(counts().await, [0.0, before + 1.0, 1.0, 0.0], "{status}");
+    }
+
+    collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
+    eventually("the one that was served", async || counts().await == [1.0, 3.0, 1.0, 0.0]).await;
+    let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
+    eventually("nothing is in work", async || running().await == 0.0).await;
+    assert_eq!(cluster.decode[0].calls().len(), 1);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_its_message_is_complete_is_counted_as_gone() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let client = http_2();
+    let stuck =
+        tokio::spawn(client.request(unfinished(&cluster, Bytes::from_static(&[0, 0, 0, 0, 100]))));
+    let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
+    eventually("it is in work", async || running().await == 1.0).await;
+    stuck.abort();
+    eventually("it is counted", async || cluster.finished("client_gone").await == 1.0).await;
+    eventually("it is over", async || running().await == 0.0).await;
+}
+
+/// Two streams of one connection: who does not read one of them has the other undisturbed.
+#[tokio::test]
+async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
+    let mut settings = settings();
+    settings.front.slow_client_timeout = Duration::from_millis(300);
+    settings.front.slow_client_events = 4;
+    let cluster = Cluster::start_with(settings, 0, 2, &ANSWER.repeat(40)).await;
+    for node in &cluster.decode {
+        node.pace(Duration::from_millis(5));
+    }
+    let channel = tonic::transport::Channel::from_shared(format!("http://{}", cluster.router.grpc))
+        .unwrap()
+        .initial_stream_window_size(1024)
+        .connect()
+        .await
+        .unwrap();
+    let client = InferenceClient::new(channel);
+    let long = GenerateOptions { max_tokens: Some(1900), ..options() };
+    let ask = async || {
+        let stream = client.clone().generate(request(long.clone())).await;
+        stream.unwrap().into_inner()
+    };
+    let (mut unread, read) = (ask().await, ask().await);
+    let given_up = async {
+        eventually("it is given up", async || cluster.finished("slow_client").await == 1.0).await;
+    };
+    let (read, ()) = tokio::join!(collect(read), given_up);
+    let (ids, text, finished) = read.expect("the other stream is undisturbed");
+    assert_eq!(text, ANSWER.repeat(40));
+    assert_eq!(ids.len(), finished.completion_tokens as usize);
+    let mut shown = 0;
+    let status = loop {
+        match unread.message().await {
+            Ok(Some(_)) => shown += 1,
+            Ok(None) => panic!("it must not look complete"),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(status.code(), Code::Aborted, "{status}");
+    assert!(status.message().contains("300 ms"), "{status}");
+    assert!(shown < ids.len(), "{shown} messages were kept for a client that read none");
+    assert_eq!(cluster.finished("slow_client").await, 1.0);
 }
 
 #[tokio::test]

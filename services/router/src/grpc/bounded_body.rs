@@ -10,7 +10,7 @@ use hyper::body::{Frame, SizeHint};
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::Status;
 
-use super::status::status;
+use super::{arrived::Arrived, status::status};
 use crate::{admission::BodyRoom, generation::RequestError};
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -20,11 +20,13 @@ pub struct BoundedBody {
     body: Body,
     room: BodyRoom,
     held: Option<OwnedSemaphorePermit>,
+    /// To be told when it breaks off.
+    arrived: Option<Arrived>,
 }
 
 impl BoundedBody {
-    pub fn new(body: Body, room: BodyRoom) -> Self {
-        Self { body, room, held: None }
+    pub fn new(body: Body, room: BodyRoom, arrived: Option<Arrived>) -> Self {
+        Self { body, room, held: None, arrived }
     }
 
     fn hold(&mut self, bytes: usize) -> Result<(), Status> {
@@ -46,7 +48,17 @@ impl hyper::body::Body for BoundedBody {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let frame = match ready!(Pin::new(&mut self.body).poll_frame(context)) {
-            Some(frame) => frame?,
+            Some(Ok(frame)) => frame,
+            Some(Err(error)) => {
+                let error = error.into_inner();
+                // A status is ours: the message was late.
+                if let Some(arrived) = &self.arrived
+                    && !error.is::<Status>()
+                {
+                    arrived.set_broke_off();
+                }
+                return Poll::Ready(Some(Err(error)));
+            }
             None => return Poll::Ready(None),
         };
         let held = self.hold(frame.data_ref().map_or(0, Bytes::len));

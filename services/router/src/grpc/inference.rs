@@ -9,10 +9,11 @@ use proto::v1::{
     TokenizeRequest, TokenizeResponse, generate_response, inference_server::Inference,
 };
 use telemetry::{metrics::Operation, propagation};
-use tonic::{Request, Response, Status, metadata::MetadataMap};
+use tonic::{Extensions, Request, Response, Status, metadata::MetadataMap};
 use tracing::Instrument;
 
 use super::{
+    arrived::Arrived,
     options::{options, tenant, timeout},
     prompt,
     status::status,
@@ -22,7 +23,6 @@ use crate::{
     generation::{Event, RequestError},
     journey::{self, Asked, Started},
     models::NamedModel,
-    record::RequestRecord,
     request::{
         field_error::FieldError,
         ids::{RequestId, label},
@@ -56,15 +56,18 @@ impl InferenceService {
         &self,
         operation: Operation,
         metadata: &MetadataMap,
+        extensions: &Extensions,
         wanted: Wanted,
     ) -> Result<Response<Responses>, Status> {
         let front = &self.front;
-        let request_id = RequestId::mint().map_err(|error| Status::internal(error.to_string()))?;
+        let arrived = extensions.get().and_then(Arrived::read);
+        let mut record =
+            arrived.ok_or_else(|| Status::internal("the request came by no connection"))?;
+        let request_id = record.request_id();
         let (api, label) = (operation.as_str(), wanted.label.clone());
+        record.set_label(label.clone());
         let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
         propagation::set_parent_from_grpc(&span, metadata);
-        let model = front.models.default_model();
-        let mut record = RequestRecord::new(model, operation, request_id, label);
         let named = front.models.find(Some(&wanted.model));
         if let Ok(named) = &named {
             // A refusal counts for the model that was asked for, too.
@@ -96,7 +99,7 @@ impl Inference for InferenceService {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<Responses>, Status> {
-        let (metadata, _, message) = request.into_parts();
+        let (metadata, extensions, message) = request.into_parts();
         let wanted = Wanted {
             model: message.model,
             prompt: prompt::of_generate(message.prompt),
@@ -104,11 +107,11 @@ impl Inference for InferenceService {
             default_length: DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
             label: label(&message.client_request_id),
         };
-        self.answer(Operation::Generate, &metadata, wanted).await
+        self.answer(Operation::Generate, &metadata, &extensions, wanted).await
     }
 
     async fn chat(&self, request: Request<ChatRequest>) -> Result<Response<Responses>, Status> {
-        let (metadata, _, message) = request.into_parts();
+        let (metadata, extensions, message) = request.into_parts();
         let wanted = Wanted {
             model: message.model,
             prompt: prompt::of_chat(message.conversation),
@@ -116,7 +119,7 @@ impl Inference for InferenceService {
             default_length: DefaultLength::Rest,
             label: label(&message.client_request_id),
         };
-        self.answer(Operation::Chat, &metadata, wanted).await
+        self.answer(Operation::Chat, &metadata, &extensions, wanted).await
     }
 
     async fn tokenize(

@@ -1,5 +1,6 @@
 //! The gRPC API: `baton.v1.Inference`, health and reflection.
 
+mod arrived;
 mod bounded_body;
 mod health;
 mod inference;
@@ -9,7 +10,7 @@ mod status;
 
 use std::sync::Arc;
 
-use axum::body::Body;
+use axum::{body::Body, middleware};
 use http::Request;
 use proto::v1::inference_server::InferenceServer;
 use tonic::service::Routes;
@@ -38,6 +39,7 @@ pub fn routes(
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     let room = front.bodies.clone();
+    let counted = middleware::from_fn_with_state(front.clone(), arrived::count);
     let inference = InferenceServer::new(InferenceService::new(front))
         .max_decoding_message_size(body_bytes_max);
     let routes = Routes::new(inference)
@@ -46,7 +48,8 @@ pub fn routes(
         // What older clients ask for.
         .add_service(reflection().build_v1alpha()?);
     let bounded = MapRequestLayer::new(move |request: Request<Body>| {
-        request.map(|body| Body::new(BoundedBody::new(body, room.clone())))
+        let arrived = request.extensions().get().cloned();
+        request.map(|body| Body::new(BoundedBody::new(body, room.clone(), arrived)))
     });
-    Ok(routes.prepare().into_axum_router().layer(bounded))
+    Ok(routes.prepare().into_axum_router().layer(bounded).layer(counted))
 }

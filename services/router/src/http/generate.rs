@@ -43,8 +43,16 @@ async fn handle(front: Arc<Front>, request: Request<Body>, api: Api) -> Response
         Ok(context) => context,
         Err(error) => return ApiError::from(error).into_response(),
     };
-    let answered =
-        answer(&front, &context, &parts.headers, body, api).instrument(context.span.clone()).await;
+    let record = RequestRecord::new(
+        front.models.default_model(),
+        operation(api),
+        context.request_id,
+        context.label.clone(),
+        parts.extensions.get().cloned().unwrap_or_default(),
+    );
+    let answered = answer(&front, &context, &parts.headers, body, api, record)
+        .instrument(context.span.clone())
+        .await;
     let mut response = answered.unwrap_or_else(IntoResponse::into_response);
     response.headers_mut().insert(X_REQUEST_ID, context.echo());
     response
@@ -64,13 +72,8 @@ async fn answer(
     headers: &HeaderMap,
     body: Body,
     api: Api,
+    mut record: RequestRecord,
 ) -> Result<Response, ApiError> {
-    let mut record = RequestRecord::new(
-        front.models.default_model(),
-        operation(api),
-        context.request_id,
-        context.label.clone(),
-    );
     let read = async {
         let body = read_body(front, headers, body).await?;
         let fields = Fields::parse(&body)?;

@@ -4,6 +4,10 @@
 use std::{
     io,
     pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -18,8 +22,25 @@ use tokio::{
 /// runs.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
+/// Why a connection ended, for the records of its requests: they are dropped with it and could not
+/// tell a client that left from one that did not read.
+#[derive(Clone, Debug, Default)]
+pub struct ConnectionEnd(Arc<AtomicBool>);
+
+impl ConnectionEnd {
+    /// Written before the connection ends, read when its requests are dropped.
+    pub fn is_unread(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    fn set_unread(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 pub struct ClientConnection {
     stream: TcpStream,
+    end: ConnectionEnd,
     /// What was read has nothing to do with a clock of ours any more: `None`.
     opening: Option<Opening>,
     write_max: Duration,
@@ -43,9 +64,14 @@ impl Opening {
 }
 
 impl ClientConnection {
-    pub fn new(stream: TcpStream, opening_max: Duration, write_max: Duration) -> Self {
+    pub fn new(
+        stream: TcpStream,
+        opening_max: Duration,
+        write_max: Duration,
+        end: ConnectionEnd,
+    ) -> Self {
         let opening = Opening { preface_bytes: 0, timer: Box::pin(sleep(opening_max)) };
-        Self { stream, opening: Some(opening), write_max, write: None }
+        Self { stream, end, opening: Some(opening), write_max, write: None }
     }
 
     /// Passes on what a write came to; one that waits too long fails.
@@ -61,6 +87,7 @@ impl ClientConnection {
         let deadline = Instant::now() + self.write_max;
         let timer = self.write.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         ready!(timer.as_mut().poll(cx));
+        self.end.set_unread();
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")))
     }
 }
@@ -132,7 +159,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (server, _) = listener.accept().await.unwrap();
-        (ClientConnection::new(server, opening_max, write_max), client)
+        let end = ConnectionEnd::default();
+        (ClientConnection::new(server, opening_max, write_max, end), client)
     }
 
     const SHORT: Duration = Duration::from_millis(50);
@@ -178,10 +206,12 @@ mod tests {
         let (mut server, _client) = pair(LONG, SHORT).await;
         let endless = vec![0; 1 << 20];
         let error = loop {
+            assert!(!server.end.is_unread());
             if let Err(error) = server.write_all(&endless).await {
                 break error;
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(server.end.is_unread());
     }
 }

@@ -5,5 +5,6 @@ mod descriptors;
 mod requests;
 mod server;
 
+pub use connection::ConnectionEnd;
 pub use descriptors::connections_max;
 pub use server::{Bounds, Protocol, bind, serve};

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use super::{
-    connection::ClientConnection,
+    connection::{ClientConnection, ConnectionEnd},
     requests::{Counted, CountedBody, idle_for},
 };
 
@@ -138,8 +138,11 @@ async fn connection(
     }
     let requests = watch::Sender::new(0);
     let mut in_work = requests.subscribe();
-    let service = service_fn(move |request: Request<Incoming>| {
+    let end = ConnectionEnd::default();
+    let io = ClientConnection::new(stream, bounds.opening_max, bounds.write_max, end.clone());
+    let service = service_fn(move |mut request: Request<Incoming>| {
         let (routes, counted) = (routes.clone(), Counted::new(&requests));
+        request.extensions_mut().insert(end.clone());
         async move {
             let request = request.map(|body| match protocol {
                 // Its handlers bound the time themselves and answer in their own words.
@@ -162,9 +165,7 @@ async fn connection(
     if protocol == Protocol::Grpc {
         builder = builder.http2_only();
     }
-    let io = ClientConnection::new(stream, bounds.opening_max, bounds.write_max);
-    let io = TokioIo::new(io);
-    let connection = builder.serve_connection(io, service);
+    let connection = builder.serve_connection(TokioIo::new(io), service);
     let idle = idle_for(&mut in_work, bounds.idle_max);
     tokio::pin!(connection, idle);
     let mut leaving = false;

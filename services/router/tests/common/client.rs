@@ -48,6 +48,15 @@ impl Client {
         Self { base, inner: HyperClient::builder(TokioExecutor::new()).build(HttpConnector::new()) }
     }
 
+    /// Speaks HTTP/2 over one connection and lets no stream bring more than is read of it.
+    pub fn with_small_windows(base: String) -> Self {
+        let inner = HyperClient::builder(TokioExecutor::new())
+            .http2_only(true)
+            .http2_initial_stream_window_size(1024)
+            .build(HttpConnector::new());
+        Self { base, inner }
+    }
+
     pub async fn send(
         &self,
         method: Method,

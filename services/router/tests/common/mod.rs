@@ -8,7 +8,7 @@ pub mod node;
 use std::{
     path::PathBuf,
     sync::{Arc, OnceLock},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use cluster::StaticMembership;
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, SpecialTokens};
 
-use client::{Client, eventually};
+use client::{Client, DEADLINE, eventually};
 use node::{MODEL, ScriptedNode};
 
 pub struct Cluster {
@@ -157,6 +157,24 @@ impl Cluster {
         self.telemetry.dispatch()
     }
 
+    /// How long after `since` every node's stream of this call was dropped.
+    pub async fn dropped_after(&self, call: usize, since: Instant) -> Duration {
+        let mut after = Duration::ZERO;
+        for node in self.prefill.iter().chain(&self.decode) {
+            let left = async || node.calls().get(call).and_then(|call| *call.left.lock().unwrap());
+            eventually("the call is dropped", async || left().await.is_some()).await;
+            let at = left().await.expect("it was dropped");
+            after = after.max(at.saturating_duration_since(since));
+        }
+        after
+    }
+
+    /// How many requests ended so.
+    pub async fn finished(&self, end: &str) -> f64 {
+        let label = format!("finished_reason=\"{end}\"");
+        self.metric("baton_requests_finished_total", &[&label]).await
+    }
+
     /// The sum of a metric's samples whose line holds all of `labels`.
     pub async fn metric(&self, name: &str, labels: &[&str]) -> f64 {
         let text = String::from_utf8(self.client.get("/metrics").await.body.to_vec()).unwrap();
@@ -173,6 +191,22 @@ impl Cluster {
 pub async fn grpc_channel(cluster: &Cluster) -> tonic::transport::Channel {
     let url = format!("http://{}", cluster.router.grpc);
     tonic::transport::Channel::from_shared(url).unwrap().connect().await.unwrap()
+}
+
+/// What is left of a client must be gone within a second. Nothing in the router waits here, so that one
+/// of a few tries is that fast even where other processes have the machine; a timer that some code
+/// waits for would slow down all of them.
+pub async fn one_within_a_second(mut one_try: impl AsyncFnMut() -> Duration) {
+    let mut took = Vec::new();
+    while took.len() < 5 {
+        let after = one_try().await;
+        assert!(after < DEADLINE, "{after:?}");
+        if after < Duration::from_secs(1) {
+            return;
+        }
+        took.push(after);
+    }
+    panic!("no try was over within a second: {took:?}");
 }
 
 /// A long completion for this model, with further fields.
