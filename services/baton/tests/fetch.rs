@@ -1,0 +1,135 @@
+//! `baton model fetch` that is killed in the middle.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+/// Nothing here takes longer, unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A `python3` whose pip downloads half of a file and then nothing more, or fails at once.
+const PYTHON: &str = r#"#!/bin/sh
+case "$*" in
+*--version*) exit 0 ;;
+esac
+if [ -e "$(dirname "$0")/fails" ]; then
+    echo "no such package" >&2
+    exit 1
+fi
+echo half > "$TMPDIR/half"
+echo $$ > "$(dirname "$0")/pid"
+exec sleep 600
+"#;
+
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let python = folder.path().join("python3");
+        fs::write(&python, PYTHON).unwrap();
+        fs::set_permissions(&python, fs::Permissions::from_mode(0o755)).unwrap();
+        Self { folder }
+    }
+
+    fn fetch(&self) -> Command {
+        let path = std::env::var("PATH").unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command
+            .args(["model", "fetch", "smollm2-135m", "--models-dir"])
+            .arg(self.models())
+            .env("PATH", format!("{}:{path}", self.folder.path().display()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    fn models(&self) -> PathBuf {
+        self.folder.path().join("models")
+    }
+
+    /// What lies beside the model's final place.
+    fn left(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.models().join("smollm2-135m"));
+        let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
+        let mut names: Vec<String> =
+            entries.into_iter().flatten().map(|entry| name(entry.unwrap())).collect();
+        names.sort();
+        names
+    }
+
+    /// A fetch in the middle of its download, and the process that downloads for it.
+    fn begun(&self) -> (Child, Downloader) {
+        let pid = self.folder.path().join("pid");
+        let _ = fs::remove_file(&pid);
+        let mut fetch = self.fetch().spawn().unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Ok(text) = fs::read_to_string(&pid)
+                && let Ok(id) = text.trim().parse()
+            {
+                return (fetch, Downloader(id));
+            }
+            assert_eq!(fetch.try_wait().unwrap(), None, "it ended before it was killed");
+            assert!(Instant::now() < deadline, "it never began to download");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The next fetch, which finds that there is no such package.
+    fn fails(&self) {
+        let fails = self.folder.path().join("fails");
+        fs::write(&fails, b"").unwrap();
+        let output = self.fetch().output().unwrap();
+        fs::remove_file(&fails).unwrap();
+        assert!(!output.status.success());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.contains("no such package"), "{said}");
+    }
+}
+
+/// It outlives the fetch that started it, but not the test.
+struct Downloader(u32);
+
+impl Drop for Downloader {
+    fn drop(&mut self) {
+        // Our own: it ran a moment ago and nobody else ends it.
+        let _ = Command::new("kill").args(["-KILL", &self.0.to_string()]).status();
+    }
+}
+
+fn has_half(place: &Path, id: u32) -> bool {
+    place.join(format!("smollm2-135m/.fetch-{id}/half")).exists()
+}
+
+#[test]
+fn the_next_fetch_removes_what_a_killed_one_has_left() {
+    let place = Place::new();
+    let (mut fetch, downloader) = place.begun();
+    fetch.kill().unwrap();
+    fetch.wait().unwrap();
+    drop(downloader);
+    assert!(has_half(&place.models(), fetch.id()), "{:?}", place.left());
+    place.fails();
+    assert_eq!(place.left(), Vec::<String>::new());
+}
+
+#[test]
+fn a_fetch_that_runs_keeps_what_it_has() {
+    let place = Place::new();
+    let (mut fetch, downloader) = place.begun();
+    place.fails();
+    assert!(has_half(&place.models(), fetch.id()), "{:?}", place.left());
+    assert_eq!(place.left().len(), 2, "its folder and its lock: {:?}", place.left());
+    assert_eq!(fetch.try_wait().unwrap(), None);
+    fetch.kill().unwrap();
+    fetch.wait().unwrap();
+    drop(downloader);
+}
