@@ -52,6 +52,21 @@ fn matches(grammar: &Grammar, text: &str) -> bool {
     taken && matcher.may_end().unwrap()
 }
 
+/// SentencePiece vocabularies have a token for each byte beside the tokens of characters.
+#[test]
+fn tokens_of_equal_bytes_are_allowed_alike() {
+    let space = TOKENS.iter().rposition(|token| token == b" ").unwrap() as u32;
+    assert!(space > 0xff, "one more than the byte");
+    let mut matcher = compile(&regex("a b"));
+    matcher.accept(u32::from(b'a')).unwrap();
+    assert_eq!(allowed(&mut matcher), [u32::from(b' '), space]);
+    for id in [u32::from(b' '), space] {
+        let mut matcher = matcher.clone();
+        matcher.accept(id).unwrap();
+        assert_eq!(allowed(&mut matcher), [u32::from(b'b')]);
+    }
+}
+
 #[test]
 fn a_regex_is_the_whole_answer_and_says_when_it_is_complete() {
     for (expression, whole, others) in [

@@ -72,6 +72,63 @@ fn a_model_that_is_not_there_is_a_failure() {
     assert!(said.contains("/nowhere/model.gguf"), "{said}");
 }
 
+/// A GGUF file of a SentencePiece vocabulary and an embedding with this many rows.
+fn gguf(tokens: &[&str], rows: u64) -> Vec<u8> {
+    fn put(file: &mut Vec<u8>, text: &str) {
+        file.extend((text.len() as u64).to_le_bytes());
+        file.extend(text.as_bytes());
+    }
+    let mut file = b"GGUF".to_vec();
+    file.extend(3u32.to_le_bytes());
+    [1u64, 3].iter().for_each(|count| file.extend(count.to_le_bytes()));
+    put(&mut file, "tokenizer.ggml.model");
+    file.extend(8u32.to_le_bytes());
+    put(&mut file, "llama");
+    for (key, kind) in [("tokenizer.ggml.tokens", 8u32), ("tokenizer.ggml.scores", 6)] {
+        put(&mut file, key);
+        file.extend(9u32.to_le_bytes());
+        file.extend(kind.to_le_bytes());
+        file.extend((tokens.len() as u64).to_le_bytes());
+        for token in tokens {
+            match kind {
+                8 => put(&mut file, token),
+                _ => file.extend(0f32.to_le_bytes()),
+            }
+        }
+    }
+    put(&mut file, "token_embd.weight");
+    file.extend(2u32.to_le_bytes());
+    [1, rows].iter().for_each(|dim| file.extend(dim.to_le_bytes()));
+    file.extend(0u32.to_le_bytes());
+    file.extend(0u64.to_le_bytes());
+    file.resize(file.len().next_multiple_of(32) + 4 * rows as usize, 0);
+    file
+}
+
+#[test]
+fn a_tokenizer_of_another_model_is_refused_in_one_line_with_both_numbers() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    std::fs::write(&file, gguf(&["a", "b", "c", "d", "e"], 4)).unwrap();
+    let tokenizer = r#"{"decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "merges": [],
+        "vocab": {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}}}"#;
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer).unwrap();
+    std::fs::write(folder.path().join("config.json"), r#"{"vocab_size": 4}"#).unwrap();
+    for (path, words) in [
+        (file.as_path(), &["model.gguf", "has 5 tokens", "has 4 rows", "different models"][..]),
+        (folder.path(), &["config.json", "is 4", "token id 4", "different models"]),
+    ] {
+        let output = router(&["--model-path", path.to_str().unwrap()]).output().unwrap();
+        let (said, code) = ended(&output);
+        assert_eq!(code, Some(1), "{said}");
+        let errors: Vec<&str> = said.lines().filter(|line| !line.contains("INFO")).collect();
+        assert_eq!(errors.len(), 1, "{said}");
+        for word in words {
+            assert!(errors[0].contains(word), "{said:?} does not say {word:?}");
+        }
+    }
+}
+
 #[test]
 fn a_signal_ends_a_router_whose_model_cannot_be_read_yet() {
     let folder = tempfile::tempdir().unwrap();
