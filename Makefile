@@ -10,6 +10,8 @@ DTYPE ?= bf16
 # The build profile: release, dist, or dev for a quick look.
 PROFILE ?= release
 BIN = $(or $(CARGO_TARGET_DIR),target)/$(PROFILE:dev=debug)
+# What is shipped has each function once that compiles to the same code (rustc links with LLD there).
+FOLD = --config 'target.x86_64-unknown-linux-gnu.rustflags=["-Clink-arg=-Wl,--icf=all"]'
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
@@ -24,7 +26,7 @@ run: build ## Fetch the model, build, start a cluster, stream one answer, keep s
 		--http $(HTTP) --grpc $(GRPC) --dtype $(DTYPE) --sample $(if $(ONCE),--once)
 
 build: deps ## The four binaries, in target/release.
-	$(CARGO) build --profile $(PROFILE) --locked $(SERVICES)
+	$(CARGO) build --profile $(PROFILE) --locked $(if $(filter dist,$(PROFILE)),$(FOLD)) $(SERVICES)
 
 model: deps ## Fetch the model that the tests use.
 	$(CARGO) run --quiet --locked -p baton -- model fetch smollm2-135m

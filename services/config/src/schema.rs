@@ -286,7 +286,8 @@ section! {
         /// What is logged: a level (error, warn, info, debug, trace), or levels by module such as
         /// info,router=debug.
         log: String = "info".into(),
-            "One line for each start, stop, failure and change of health; none per token.";
+            "One line for each start, stop, failure and change of health; none per token. Release \
+             builds leave trace out.";
         /// pretty for people, json for collectors, auto: pretty on a terminal, json otherwise.
         log_format: LogFormat = LogFormat::Auto,
             "Right in a terminal and in a container without being set.";
