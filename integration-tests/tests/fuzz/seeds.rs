@@ -19,11 +19,14 @@ dtype = "bf16"
 http = "127.0.0.1:8000"
 timeout = "90s"
 models = ["second=models/second.gguf"]
+chat_templates = ["second=second.jinja"]
+tool_formats = ["second=hermes"]
 aliases = ["other=second"]
 
 [node]
 kv_memory = "1GiB"
 slots = 64
+cpus = "0-3,8"
 
 [transfer]
 secret = "00112233445566778899aabbccddeeff"
