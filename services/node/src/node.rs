@@ -410,7 +410,7 @@ fn load_blocking(
         dtype = %weights,
         isa,
         threads,
-        ?cpus,
+        cpus = settings::shown_cpus(&cpus),
         blocks,
         block_bytes = layout.block_bytes(),
         seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),

@@ -208,6 +208,11 @@ fn numa_nodes_there(numa_nodes: &Path) -> String {
     }
 }
 
+/// For logs.
+pub(crate) fn shown_cpus(cpus: &[u32]) -> String {
+    if cpus.is_empty() { "any".to_owned() } else { shown(cpus) }
+}
+
 /// As in a list of the configuration.
 fn shown(numbers: &[u32]) -> String {
     let text: Vec<String> = numbers.iter().map(u32::to_string).collect();
