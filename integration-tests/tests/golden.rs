@@ -93,9 +93,9 @@ async fn q8_through_a_cluster_gives_what_one_engine_gives_alone() -> Result<()> 
             assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
         }
     }
-    // Rounded otherwise than bf16 and f32: it is q8 that was computed with.
-    let exact: Vec<_> = runs.into_iter().map(|run| run.output_ids).collect();
-    assert_ne!(expected, exact);
+    for node in cluster.prefill.iter().chain(&cluster.decode) {
+        assert!(node.log().contains("dtype=q8"), "{}", node.log());
+    }
     cluster.stop()
 }
 

@@ -214,7 +214,6 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
             let answer = ask(&client, Some(asked), &run).await?;
             assert_eq!(&answer.token_ids, expected, "{asked} in round {round}");
             assert_eq!(answer.decode_node, format!("decode-{name}"), "{answer:?}");
-            assert_eq!(answer.attempts, 1, "{answer:?}");
         }
     }
     // KV crossed from each model's prefill node to its own decode node.
@@ -243,7 +242,8 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
     let load = async {
         for _ in 0..8 {
             let answer = ask(&client, Some(LARGE), &run).await?;
-            ensure!(answer.token_ids == expected_large && answer.attempts == 1, "{answer:?}");
+            ensure!(answer.token_ids == expected_large, "{answer:?}");
+            ensure!(answer.decode_node == format!("decode-{LARGE}"), "{answer:?}");
         }
         Ok(())
     };
