@@ -27,6 +27,9 @@ use crate::data_port::Target;
 /// What a node may need more than before while its data port is attacked: the rest of its arena
 /// (94 MB), stacks of threads and buffers; far less than what is announced and sent.
 const GROWTH_BYTES_MAX: u64 = 180 << 20;
+/// At each port.
+const ROUNDS: u64 = 40;
+const GARBAGE_KINDS: u64 = 5;
 /// Connections that one attacker leaves open; a node takes 128 that have not proven themselves.
 const HELD_MAX: usize = 60;
 
@@ -160,17 +163,30 @@ async fn garbage_on_every_port_disturbs_nobody() -> Result<()> {
         .map(|address| address.trim_start_matches("tcp://").to_owned())
         .collect();
     assert!(addresses.len() >= 8, "{addresses:?}");
-    let flood = std::thread::spawn(move || {
-        for round in 0..40u64 {
-            for address in &addresses {
-                let _ = throw_garbage(address, round);
+    let flood = std::thread::spawn(move || -> Result<()> {
+        for address in &addresses {
+            let mut sent_bytes = 0;
+            for round in 0..ROUNDS {
+                let thrown = throw_garbage(address, round)
+                    .with_context(|| format!("{address} in round {round}"))?;
+                sent_bytes += thrown.sent_bytes;
+                // Bytes that no protocol begins with are answered, or hung up on.
+                ensure!(
+                    thrown.heard || !round.is_multiple_of(GARBAGE_KINDS),
+                    "{address} waits for more in round {round}"
+                );
             }
+            // All of the short ones, and of the long ones what came before the end.
+            ensure!(sent_bytes > ROUNDS as usize * 64, "{sent_bytes} bytes went to {address}");
         }
+        Ok(())
     });
-    for round in 0..3 {
+    let mut round = 0;
+    while round < 3 || !flood.is_finished() {
         hand_over_is_golden(&client, &run, &format!("round {round}")).await?;
+        round += 1;
     }
-    flood.join().expect("the flood does not panic");
+    flood.join().expect("the flood does not panic")?;
     hand_over_is_golden(&client, &run, "after").await?;
     for service in cluster.all() {
         assert!(service.is_running(), "{} is gone", service.name);
@@ -210,8 +226,15 @@ async fn garbage_on_the_data_ports_stops_no_hand_over_and_fills_no_memory() -> R
             let (mut held, mut rounds) = (Vec::new(), 0);
             while !over.load(Ordering::Relaxed) {
                 for target in targets.iter() {
-                    // Most are hung up on while they speak.
-                    held.extend(target.throw_garbage(rounds));
+                    match target.throw_garbage(rounds) {
+                        Ok(stream) => held.push(stream),
+                        // Many are hung up on while they speak; the port itself stays open.
+                        Err(error) => ensure!(
+                            error.kind() != std::io::ErrorKind::ConnectionRefused,
+                            "{}: {error}",
+                            target.name
+                        ),
+                    }
                 }
                 if held.len() > HELD_MAX {
                     held.drain(..HELD_MAX / 2);
@@ -235,6 +258,7 @@ async fn garbage_on_the_data_ports_stops_no_hand_over_and_fills_no_memory() -> R
     traitor.join().expect("the traitor does not panic")?;
     let rounds = strangers.join().expect("the strangers do not panic")?;
     assert!(rounds >= 10, "{rounds}");
+    targets.iter().try_for_each(Target::turns_away)?;
     hand_over_is_golden(&client, &run, "after").await?;
     for service in cluster.all() {
         assert!(service.is_running(), "{} is gone", service.name);
@@ -242,11 +266,23 @@ async fn garbage_on_the_data_ports_stops_no_hand_over_and_fills_no_memory() -> R
     cluster.stop()
 }
 
-/// One connection that sends something wrong and reads a little.
-fn throw_garbage(address: &str, round: u64) -> std::io::Result<()> {
+/// What became of one connection.
+struct Thrown {
+    sent_bytes: usize,
+    /// The service answered or hung up.
+    heard: bool,
+}
+
+/// One connection that sends something wrong and reads a little; of the kind that must be found out at
+/// once, as long as it takes.
+fn throw_garbage(address: &str, round: u64) -> std::io::Result<Thrown> {
     let mut stream = TcpStream::connect(address)?;
+    let patience = match round % GARBAGE_KINDS {
+        0 => Duration::from_secs(20),
+        _ => Duration::from_millis(5),
+    };
     stream.set_write_timeout(Some(Duration::from_millis(200)))?;
-    stream.set_read_timeout(Some(Duration::from_millis(5)))?;
+    stream.set_read_timeout(Some(patience))?;
     let mut state = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut noise = |count: usize| -> Vec<u8> {
         (0..count)
@@ -258,7 +294,7 @@ fn throw_garbage(address: &str, round: u64) -> std::io::Result<()> {
             })
             .collect()
     };
-    let message: Vec<u8> = match round % 5 {
+    let message: Vec<u8> = match round % GARBAGE_KINDS {
         0 => noise(64),
         1 => noise(100_000),
         // A ZMTP greeting, then a frame that announces 2^60 bytes.
@@ -273,10 +309,21 @@ fn throw_garbage(address: &str, round: u64) -> std::io::Result<()> {
         3 => [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), noise(500)].concat(),
         _ => b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999\r\n\r\n{".to_vec(),
     };
-    stream.write_all(&message)?;
-    let mut buffer = [0; 256];
-    let _ = stream.read(&mut buffer);
-    Ok(())
+    let mut sent_bytes = 0;
+    while sent_bytes < message.len() {
+        match stream.write(&message[sent_bytes..]) {
+            Ok(count) => sent_bytes += count,
+            // Hung up on, or not read any more.
+            Err(_) => break,
+        }
+    }
+    let heard = match stream.read(&mut [0; 256]) {
+        Ok(_) => true,
+        Err(error) => {
+            ![std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut].contains(&error.kind())
+        }
+    };
+    Ok(Thrown { sent_bytes, heard })
 }
 
 /// Starting a service with these settings must fail with exit code 1 or 2 and these words.

@@ -4,9 +4,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    client::{Client, Completion, EventStream, greedy_body},
-    cluster::{Cluster, ClusterSpec, SECRET, busy_node},
+    client::{Client, Completion, DEADLINE, EventStream, greedy_body, salted_body},
+    cluster::{Cluster, ClusterSpec, SECRET, Service, busy_node},
     golden::{GoldenRun, golden, longest, run_named},
+};
+use proto::v1::{
+    GenerateOptions, GenerateRequest, NodeLoad, ObserveEvent, ObserveRequest, TokenIds,
+    generate_request::Prompt, inference_client::InferenceClient, node_client::NodeClient,
+    observe_event::Event as Observed,
 };
 use serde_json::json;
 
@@ -316,6 +321,123 @@ async fn busy_nodes_are_left_for_others_and_cost_no_token() -> Result<()> {
     println!("{busy} attempts met a busy node");
     assert!(busy > 0.0, "nodes with one slot had room for six requests");
     cluster.stop()
+}
+
+/// How a client asks, and how it leaves: by dropping what this gives.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Http,
+    Grpc,
+}
+
+/// Whoever leaves before the first token, over HTTP or gRPC, leaves no block behind.
+#[tokio::test]
+async fn a_client_that_leaves_before_the_first_token_frees_all_blocks_within_a_second() -> Result<()>
+{
+    // Small chunks: no single step takes a second, and the prompt takes many of them.
+    let spec = ClusterSpec::smollm2().set("BATON_NODE_CHUNK_TOKENS", 16);
+    let (cluster, client) = start(spec).await?;
+    let mut loads = Vec::new();
+    for node in cluster.prefill.iter().chain(&cluster.decode) {
+        loads.push(Load::of(node).await?);
+    }
+    for way in [Way::Http, Way::Grpc] {
+        // On a machine that others use too a step can take seconds. Nothing but the step under way is
+        // waited for, so one of a few tries is fast; a time-out in the code would slow down them all.
+        let (mut tries, mut took) = (0, Vec::new());
+        loop {
+            tries += 1;
+            ensure!(tries < 20, "{way:?}: the blocks were back after {took:?}, never within 1 s");
+            let asked = ask(&cluster, way, &format!("{way:?} {tries}")).await?;
+            // P reads the prompt, D has reserved for it.
+            let begun = loads[0].until(|load| load.blocks_held > 0).await.is_ok()
+                && loads[1].until(|load| load.blocks_reserved > 0).await.is_ok();
+            if !begun || asked.is_finished() {
+                continue;
+            }
+            let left = Instant::now();
+            asked.abort();
+            let answered = asked.await.is_ok();
+            for load in &mut loads {
+                load.until(|load| {
+                    load.running + load.waiting + load.blocks_held + load.blocks_reserved == 0
+                })
+                .await?;
+            }
+            if answered {
+                continue;
+            }
+            took.push(left.elapsed());
+            ensure!(left.elapsed() < DEADLINE, "{way:?}: {took:?}");
+            if left.elapsed() < Duration::from_secs(1) {
+                break;
+            }
+        }
+        println!("{way:?}: blocks were back after {took:?}");
+    }
+    let run = longest();
+    assert_eq!(client.greedy(&run.prompt_ids, 8).await?, run.output_ids[..8]);
+    cluster.stop()
+}
+
+/// A long prompt that no node has cached. The task ends with the first token; to abort it is to leave.
+async fn ask(cluster: &Cluster, way: Way, salt: &str) -> Result<tokio::task::JoinHandle<()>> {
+    let prompt = longest().prompt_ids;
+    Ok(match way {
+        Way::Http => {
+            // A client of its own: its connection ends with it.
+            let client = Client::new(cluster.http());
+            let body = salted_body(&prompt, 16, salt);
+            tokio::spawn(async move {
+                if let Ok(mut stream) = client.stream("/v1/completions", &body).await {
+                    let _ = stream.next().await;
+                }
+            })
+        }
+        Way::Grpc => {
+            let mut client = InferenceClient::connect(cluster.grpc()).await?;
+            let request = GenerateRequest {
+                model: String::new(),
+                prompt: Some(Prompt::TokenIds(TokenIds { ids: prompt })),
+                options: Some(GenerateOptions {
+                    max_tokens: Some(16),
+                    cache_salt: salt.to_owned(),
+                    ..Default::default()
+                }),
+                client_request_id: String::new(),
+            };
+            tokio::spawn(async move {
+                if let Ok(stream) = client.generate(request).await {
+                    let _ = stream.into_inner().message().await;
+                }
+            })
+        }
+    })
+}
+
+/// What a node says of its load, as routers hear it.
+struct Load {
+    events: tonic::Streaming<ObserveEvent>,
+    last: Option<NodeLoad>,
+}
+
+impl Load {
+    async fn of(node: &Service) -> Result<Self> {
+        let mut client = NodeClient::connect(format!("http://{}", node.ready.grpc)).await?;
+        Ok(Self { events: client.observe(ObserveRequest {}).await?.into_inner(), last: None })
+    }
+
+    async fn until(&mut self, wanted: impl Fn(&NodeLoad) -> bool) -> Result<()> {
+        while !self.last.as_ref().is_some_and(&wanted) {
+            let event = tokio::time::timeout(DEADLINE, self.events.message()).await??;
+            self.last = match event.context("the node is gone")?.event {
+                Some(Observed::Snapshot(snapshot)) => snapshot.load,
+                Some(Observed::Delta(delta)) => delta.load.or(self.last),
+                None => self.last,
+            };
+        }
+        Ok(())
+    }
 }
 
 async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {

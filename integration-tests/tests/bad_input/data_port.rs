@@ -94,6 +94,17 @@ impl Target {
         Ok(stream)
     }
 
+    /// Whether somebody who proves nothing is hung up on.
+    pub fn turns_away(&self) -> Result<()> {
+        let mut stream = TcpStream::connect(&self.data)?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.read_exact(&mut [0; GREETING_BYTES])?;
+        stream.write_all(&noise(1, 96))?;
+        ensure!(is_closed(&mut stream), "{} lets a stranger in", self.name);
+        Ok(())
+    }
+
     /// A process that knows the secret, is let in, and then announces more than there is. `look` is
     /// called while the bytes flow.
     pub fn betray(&self, mut look: impl FnMut() -> Result<()>) -> Result<()> {
