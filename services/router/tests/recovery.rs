@@ -391,8 +391,9 @@ async fn where_all_prefill_nodes_are_full_the_decode_node_works_alone() {
     }
     let waited = cluster.metric("baton_requests", &["state=\"waiting\""]).await;
     assert_eq!(waited, 0.0);
-    let calls = cluster.decode[0].calls();
-    assert!(!calls.last().unwrap().with_peer);
+    // Calls of one connection may be taken in any order.
+    let alone = cluster.decode[0].calls().iter().filter(|call| !call.with_peer).count();
+    assert_eq!(alone, 2);
     assert!(!cluster.prefill[0].calls().is_empty(), "it was asked");
     // As soon as it has room it reads prompts again.
     for node in [&cluster.prefill[0], &cluster.decode[0]] {
