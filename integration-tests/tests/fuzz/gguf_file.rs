@@ -14,6 +14,7 @@ enum Value<'a> {
     Text(&'a str),
     Texts(&'a [&'a str]),
     I32s(&'a [i32]),
+    F32s(&'a [f32]),
 }
 
 const TOKENS: [&str; VOCABULARY as usize] = ["a", "b", "c", "ab", "Ġ", "Ġa", "<s>", "</s>"];
@@ -68,6 +69,31 @@ pub fn with_blocks(kind: u32, block: (u64, u64), content: &[u8]) -> Vec<u8> {
     write(&entries, &tensors)
 }
 
+/// The tokenizer of a SentencePiece model, with every type of token and without weights.
+pub fn with_pieces() -> Vec<u8> {
+    const TOKENS: [&str; 14] = [
+        "<unk>", "<s>", "</s>", "<0x0A>", "<0xC3>", "<0xA9>", "▁", "a", "b", "▁a", "ab", "▁▁",
+        "<tool>", "[PAD]",
+    ];
+    const TYPES: [i32; TOKENS.len()] = [2, 3, 3, 6, 6, 6, 1, 1, 1, 1, 5, 1, 4, 5];
+    let scores: Vec<f32> = (0..TOKENS.len()).map(|id| -(id as f32)).collect();
+    let entries = [
+        ("general.architecture", Value::Text("llama")),
+        ("tokenizer.ggml.model", Value::Text("llama")),
+        ("tokenizer.ggml.tokens", Value::Texts(&TOKENS)),
+        ("tokenizer.ggml.scores", Value::F32s(&scores)),
+        ("tokenizer.ggml.token_type", Value::I32s(&TYPES)),
+        ("tokenizer.ggml.bos_token_id", Value::U32(1)),
+        ("tokenizer.ggml.eos_token_id", Value::U32(2)),
+        ("tokenizer.ggml.unknown_token_id", Value::U32(0)),
+        (
+            "tokenizer.chat_template",
+            Value::Text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"),
+        ),
+    ];
+    write(&entries, &[])
+}
+
 fn write(entries: &[(&str, Value<'_>)], tensors: &[(String, Vec<u64>, u32, Vec<u8>)]) -> Vec<u8> {
     let mut file = b"GGUF".to_vec();
     file.extend(3u32.to_le_bytes());
@@ -115,6 +141,10 @@ fn put(file: &mut Vec<u8>, value: &Value<'_>) {
         Value::Texts(values) => {
             array(file, 8, values.len());
             values.iter().for_each(|value| text(file, value));
+        }
+        Value::F32s(values) => {
+            array(file, 6, values.len());
+            values.iter().for_each(|value| file.extend(value.to_le_bytes()));
         }
         Value::I32s(values) => {
             array(file, 5, values.len());

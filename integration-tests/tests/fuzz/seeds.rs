@@ -51,6 +51,7 @@ pub fn all() -> Vec<(&'static str, String, Vec<u8>)> {
         }
         add("gguf_blocks", &name, [vec![index as u8], content].concat());
     }
+    add("gguf", "pieces", gguf_file::with_pieces());
     add("gguf", "empty", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0".to_vec());
     add("safetensors", "llama", safetensors());
     add("safetensors", "empty", b"\x02\0\0\0\0\0\0\0{}".to_vec());

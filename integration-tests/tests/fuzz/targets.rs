@@ -24,7 +24,7 @@ use model::{Checkpoint, LoadFormat, Weight, WeightShape};
 use prost::Message;
 use proto::v1;
 use serde_json::{Map, Value, json};
-use text::{ModelText, RenderRequest, SpecialTokens};
+use text::{ModelText, RenderRequest, SpecialTokens, TokenTable};
 
 use super::gguf_file;
 
@@ -228,8 +228,11 @@ fn read_weights(path: &Path, format: LoadFormat) {
     }
 }
 
-/// Opens a model's text side and uses all of it once.
+/// Opens a model's text side and uses all of it once; nodes read the table of its tokens.
 fn read_text(path: &Path) {
+    if let Ok(table) = TokenTable::open(path) {
+        assert!((0..table.size()).all(|id| table.bytes(id).is_some()));
+    }
     let model = match ModelText::open(path) {
         Ok(model) => model,
         Err(error) => return drop(error.to_string()),
