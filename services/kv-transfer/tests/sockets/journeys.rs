@@ -97,7 +97,7 @@ fn many_transfers_share_a_pair_in_both_directions() {
                 }
             }
         }
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(ended, 2 * ids.len());
     let metrics = one.transfers.metrics();
@@ -241,7 +241,8 @@ fn a_peer_that_shuts_down_is_noticed_at_once() {
     prefill.transfers.shutdown().unwrap();
     assert!(matches!(prefill.event(), Event::SendFailed { .. }), "the final event still comes");
     assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
-    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    // Told, not found out.
+    assert!(start.elapsed() < LEASE, "{:?}", start.elapsed());
     decode.assert_free();
     prefill.assert_free();
 }
