@@ -103,7 +103,8 @@ fn every_setting_is_on_its_page() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_metric_is_on_its_page() -> Result<()> {
-    // Metrics show from their first value on: something must wait, and something be guessed.
+    // Metrics show from their first value on: something must wait, something be
+    // guessed, and something be held to a grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)
@@ -121,6 +122,9 @@ async fn every_metric_is_on_its_page() -> Result<()> {
     for answer in futures_util::future::try_join_all(answers).await? {
         ensure!(answer.status == 200, "{}: {}", answer.status, answer.json());
     }
+    let held = json!({"prompt": "Yes or no?", "max_tokens": 4, "regex": "yes|no"});
+    let answer = client.post("/v1/completions", &held).await?;
+    ensure!(answer.status == 200, "{}: {}", answer.status, answer.json());
     let text = async |url: String| -> Result<String> {
         Ok(String::from_utf8(Client::new(url).get("/metrics").await?.body.to_vec())?)
     };

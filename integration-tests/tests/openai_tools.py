@@ -45,11 +45,103 @@ hidden = client.chat.completions.create(**asked, tool_choice="none")
 assert hidden.usage.prompt_tokens == without.usage.prompt_tokens
 assert hidden.choices[0].message.tool_calls is None
 
-for choice in ["required", {"type": "function", "function": {"name": "weather"}}]:
+# Calls that are demanded: whatever the model would rather say, they match their schemas.
+trip = {"type": "function", "function": {
+    "name": "book_trip", "description": "Books a trip.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Paris", "Rome", "K\u00f6ln"]},
+            "nights": {"type": "integer", "minimum": 1, "maximum": 14},
+            "rooms": {"type": "array", "items": {"$ref": "#/$defs/room"}, "minItems": 1, "maxItems": 2},
+        },
+        "required": ["city", "nights", "rooms"],
+        "additionalProperties": False,
+        "$defs": {"room": {"enum": ["single", "double"]}},
+    },
+}}
+ping = {"type": "function", "function": {"name": "ping"}}
+
+
+def check(function):
+    arguments = json.loads(function.arguments)
+    if function.name == "ping":
+        assert arguments == {}, arguments
+        return
+    assert function.name == "book_trip", function
+    assert set(arguments) == {"city", "nights", "rooms"}, arguments
+    assert arguments["city"] in ["Paris", "Rome", "K\u00f6ln"] and 1 <= arguments["nights"] <= 14, arguments
+    assert 1 <= len(arguments["rooms"]) <= 2 and set(arguments["rooms"]) <= {"single", "double"}, arguments
+
+
+def both_ways(**more):
+    """The choice, which is the same whole and streamed."""
+    request = {**asked, "messages": [{"role": "user", "content": "Tell me a joke."}],
+               "tools": [trip, ping], "max_tokens": 160, **more}
+    whole = client.chat.completions.create(**request).choices[0]
+    with client.chat.completions.stream(**request) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion().choices[0]
+    assert functions(streamed.message) == functions(whole.message), (streamed, whole)
+    assert (streamed.message.content or None) == (whole.message.content or None), (streamed, whole)
+    assert streamed.finish_reason == whole.finish_reason, (streamed, whole)
+    return whole
+
+
+for temperature, seed in [(0, 1), (1.5, 2), (1.5, 3)]:
+    drawn = dict(temperature=temperature, seed=seed)
+    one = both_ways(tool_choice="required", parallel_tool_calls=False, **drawn)
+    assert one.finish_reason == "tool_calls" and not one.message.content, one
+    assert len(one.message.tool_calls) == 1, one
+    check(one.message.tool_calls[0].function)
+    for name in ["book_trip", "ping"]:
+        named = both_ways(tool_choice={"type": "function", "function": {"name": name}}, **drawn)
+        # As OpenAI and vLLM have it: that the named function is called is no news.
+        assert named.finish_reason == "stop" and not named.message.content, named
+        assert [call.function.name for call in named.message.tool_calls] == [name], named
+        check(named.message.tool_calls[0].function)
+    some = both_ways(tool_choice="required", **drawn)
+    assert some.finish_reason in ["tool_calls", "length"] and some.message.tool_calls, some
+    for call in some.message.tool_calls:
+        check(call.function)
+
+# Where the model decides, what is strict is held to its schema all the same.
+strict = {**trip, "function": {**trip["function"], "strict": True}}
+free = both_ways(tools=[strict])
+if free.message.tool_calls:
+    for call in free.message.tool_calls:
+        check(call.function)
+assert free.finish_reason in ["stop", "length", "tool_calls"], free
+earlier = {"id": "call_2", "type": "function", "function": {
+    "name": "book_trip", "arguments": '{"city": "Paris", "nights": 2, "rooms": ["single"]}'}}
+led = both_ways(tools=[strict], messages=[
+    {"role": "user", "content": "Book me a trip to Paris."},
+    {"role": "assistant", "content": None, "tool_calls": [earlier]},
+    {"role": "tool", "tool_call_id": "call_2", "content": "booked"},
+    {"role": "user", "content": "And to Rome? Call the function book_trip."},
+])
+for call in led.message.tool_calls or []:
+    check(call.function)
+
+# An answer is calls, or it matches the format.
+colour = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": ["red", "blue"]}}}
+either = both_ways(response_format=colour)
+if either.message.tool_calls:
+    assert not either.message.content, either
+else:
+    assert json.loads(either.message.content) in ["red", "blue"], either
+
+for wrong, param in [
+    (dict(tools=[], tool_choice="required"), "tool_choice"),
+    (dict(tool_choice={"type": "function", "function": {"name": "fly"}}), "tool_choice"),
+    (dict(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+          tool_choice="required"), "tools[0].function.parameters.type"),
+]:
     try:
-        client.chat.completions.create(**asked, tool_choice=choice)
+        client.chat.completions.create(**{**asked, "tools": [trip], **wrong})
     except openai.BadRequestError as error:
-        assert error.body["param"] == "tool_choice", error
+        assert error.body["param"] == param, error
     else:
-        raise AssertionError("a call cannot be demanded")
+        raise AssertionError(f"{wrong} must be refused")
 print("ok")

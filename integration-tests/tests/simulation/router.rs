@@ -272,6 +272,7 @@ impl Router {
             model: None,
             prefix: &[],
             identity: None,
+            grammar_version: 0,
             exclude: request.recovery.avoid_decode(),
         };
         let (decode, choice) = self.nodes.pick(now, &wanted)?;

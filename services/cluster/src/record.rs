@@ -157,6 +157,8 @@ pub struct NodeRecord {
     pub sequence_tokens_max: u32,
     pub block_count: u32,
     pub vocabulary_size: u32,
+    /// Newest version of grammars that the node holds answers to; 0 for none.
+    pub grammar_version: u32,
 }
 
 impl TryFrom<v1::NodeRecord> for NodeRecord {
@@ -181,6 +183,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             sequence_tokens_max: tokens_max,
             block_count: range("block_count", wire.block_count, 1, BLOCKS_MAX)?,
             vocabulary_size: range("vocabulary_size", wire.vocabulary_size, 1, u32::MAX)?,
+            grammar_version: wire.grammar_version,
         })
     }
 }
@@ -198,6 +201,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             sequence_tokens_max: record.sequence_tokens_max,
             block_count: record.block_count,
             vocabulary_size: record.vocabulary_size,
+            grammar_version: record.grammar_version,
         }
     }
 }

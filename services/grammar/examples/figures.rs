@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use grammar::{Compiler, Grammar, Token};
+use grammar::{CallWriting, CallableTool, Compiler, Grammar, Otherwise, Prose, Token, ToolCalls};
 use text::TokenTable;
 
 const PERSON: &str = r##"{"type":"object","properties":{"name":{"type":"string"},"age":{"type":
@@ -41,6 +41,11 @@ fn main() {
             "415-555-2671 ext. 1234",
         ),
         (Grammar::Regex(r"(yes|no|maybe)".into()), "maybe"),
+        (calls(Otherwise::Nothing), CALL),
+        (
+            calls(Otherwise::Text(Prose { mark: "<tool_call>".into(), never_begins: None })),
+            "I look for that, one moment please: a < b.\n<tool_call>\n{\"name\": \"add_person\", \"arguments\": {\"name\":\"Grace\",\"age\":85,\"tags\":[],\"address\":{\"street\":\"12 Long Street\",\"zip\":\"12345\"}}}\n</tool_call>",
+        ),
     ];
     for (grammar, answer) in answers {
         let (mut compile, mut masks, mut accepts) = (Vec::new(), Vec::new(), Vec::new());
@@ -57,7 +62,7 @@ fn main() {
                 accepts.push(started.elapsed());
             }
         }
-        print!("{:.40?}: ", grammar);
+        print!("{:.60}: ", format!("{grammar:?}"));
         for (what, times) in [("compile", compile), ("mask", masks), ("accept", accepts)] {
             let [p50, p99, max] = percentiles(times);
             print!(" {what} p50 {p50:?} p99 {p99:?} max {max:?};");
@@ -65,6 +70,25 @@ fn main() {
         println!();
     }
     println!("{} KiB more resident at the end", resident_kib() - before);
+}
+
+const CALL: &str = "<tool_call>\n{\"name\": \"add_person\", \"arguments\": {\"name\":\"Grace\",\"age\":85,\"tags\":[],\"address\":{\"street\":\"12 Long Street\",\"zip\":\"12345\"}}}\n</tool_call>";
+
+/// Ten functions, as Hermes and Qwen write them.
+fn calls(otherwise: Otherwise) -> Grammar {
+    let tool = |name: String| CallableTool { name, arguments: Some(PERSON.to_owned()) };
+    let others = (0..9).map(|index| tool(format!("function_{index}")));
+    Grammar::ToolCalls(ToolCalls {
+        writing: CallWriting {
+            before_name: "<tool_call>\n{\"name\": ".into(),
+            before_arguments: ", \"arguments\": ".into(),
+            behind_arguments: "}\n</tool_call>".into(),
+            between: "\n".into(),
+        },
+        tools: others.chain([tool("add_person".into())]).collect(),
+        several: true,
+        otherwise,
+    })
 }
 
 thread_local! {

@@ -11,7 +11,7 @@ use llguidance::{
 };
 
 use crate::{
-    error::{GrammarError, one_line},
+    error::{GrammarError, MatchError, one_line},
     limits::parser_limits,
     matcher::Matcher,
     source::Grammar,
@@ -70,6 +70,38 @@ impl Compiler {
     /// # Errors
     /// See [`GrammarError`].
     pub fn compile(&self, grammar: &Grammar) -> Result<Matcher, GrammarError> {
+        let compiled = self.compile_whole(grammar);
+        match (grammar, &compiled) {
+            // Of which function it is, if it is of one, costs time only where something is wrong.
+            (Grammar::ToolCalls(calls), Err(GrammarError::Unsupported { .. })) => {
+                for (index, arguments) in calls.arguments_alone() {
+                    if let Err(error) = self.compile_whole(&arguments) {
+                        return Err(error.in_tool(index));
+                    }
+                }
+                compiled
+            }
+            _ => compiled,
+        }
+    }
+
+    /// Whether the grammar can be compiled, and allows anything at all.
+    ///
+    /// # Errors
+    /// See [`GrammarError`].
+    pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
+        let mut matcher = self.compile(grammar)?;
+        let reason = match matcher.allowed() {
+            Ok(_) => return Ok(()),
+            Err(error @ MatchError::TooComplex { .. }) => error.to_string(),
+            Err(MatchError::Mismatch { .. } | MatchError::Defect { .. }) => {
+                "it allows no answer".to_owned()
+            }
+        };
+        Err(GrammarError::Unsupported { reason })
+    }
+
+    fn compile_whole(&self, grammar: &Grammar) -> Result<Matcher, GrammarError> {
         let parsed = grammar.parsed()?;
         let unsupported = |reason: &str| GrammarError::Unsupported { reason: one_line(reason) };
         // It asserts some of its bounds.

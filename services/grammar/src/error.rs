@@ -7,6 +7,10 @@ pub enum GrammarError {
     TooLong { bytes: usize, max: usize },
     #[error("nests {depth} deep; allowed: at most {max}")]
     TooDeep { depth: usize, max: usize },
+    #[error("has {count} {what}; allowed: at most {max}")]
+    TooMany { what: &'static str, count: usize, max: usize },
+    #[error("has multipleOf {value}; allowed: up to eight digits")]
+    MultipleOf { value: String },
     #[error("is not a JSON schema: {reason}")]
     NotASchema { reason: String },
     #[error("is not a regular expression: {reason}")]
@@ -15,6 +19,23 @@ pub enum GrammarError {
     /// more than the compiler's bounds.
     #[error("cannot be followed: {reason}")]
     Unsupported { reason: String },
+    #[error("has {count} functions; allowed: 1 to {max}")]
+    ToolCount { count: usize, max: usize },
+    #[error("has {bytes} bytes in the names and schemas of its functions; allowed: at most {max}")]
+    ToolsTooLong { bytes: usize, max: usize },
+    #[error("has a name of {bytes} bytes; allowed: 1 to {max}")]
+    Name { bytes: usize, max: usize },
+    #[error("cannot be followed: {reason}")]
+    Writing { reason: &'static str },
+    /// In the arguments of one function.
+    #[error("function {index}: {error}")]
+    InTool { index: usize, error: Box<GrammarError> },
+}
+
+impl GrammarError {
+    pub(crate) fn in_tool(self, index: usize) -> Self {
+        Self::InTool { index, error: Box::new(self) }
+    }
 }
 
 /// Why a matcher cannot go on.

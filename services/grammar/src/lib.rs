@@ -1,4 +1,4 @@
-//! Answers that must match a JSON schema or a regular expression.
+//! Answers that must match a JSON schema or a regular expression, or call functions.
 //!
 //! * A [`Grammar`] is what a client asks for. [`Compiler::for_bytes`] finds out whether it is one, and
 //!   small enough, without any model: the router does that.
@@ -17,8 +17,10 @@ mod error;
 pub mod limits;
 mod matcher;
 mod source;
+mod tool_calls;
 
 pub use compiler::{Compiler, Token};
 pub use error::{GrammarError, MatchError};
 pub use matcher::Matcher;
 pub use source::Grammar;
+pub use tool_calls::{CallWriting, CallableTool, Otherwise, Prose, ToolCalls};

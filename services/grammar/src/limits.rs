@@ -6,9 +6,30 @@ use llguidance::api::ParserLimits;
 pub const SCHEMA_BYTES_MAX: usize = 64 << 10;
 /// Objects and lists inside each other. Compiling a schema recurses.
 pub const SCHEMA_DEPTH_MAX: usize = 32;
+/// Of all objects of a schema together, patterns included. Compiling one object takes time by their
+/// square; OpenAI's bound is 5,000.
+pub const SCHEMA_PROPERTIES_MAX: usize = 1000;
+/// Values of all `enum`s of a schema together; as OpenAI has it.
+pub const SCHEMA_VALUES_MAX: usize = 1000;
+/// Parts of all `anyOf`, `oneOf` and `allOf` of a schema together.
+pub const SCHEMA_ALTERNATIVES_MAX: usize = 500;
+/// `multipleOf` as a whole number of its last decimal place: a remainder and one more digit are
+/// reckoned in 32 bits.
+pub const MULTIPLE_OF_MAX: f64 = 1e8;
 pub const REGEX_BYTES_MAX: usize = 16 << 10;
 /// Groups inside each other.
 pub const REGEX_DEPTH_MAX: u32 = 64;
+/// Functions that an answer may call; as OpenAI has it.
+pub const TOOLS_MAX: usize = 128;
+/// Four times OpenAI's bound: names made of a server's and a tool's are longer.
+pub const NAME_BYTES_MAX: usize = 256;
+/// The schemas and names of all of them, and the answer's own schema.
+pub const TOOLS_BYTES_MAX: usize = 256 << 10;
+/// Of each piece of text that a model writes around a call.
+pub(crate) const WRITING_BYTES_MAX: usize = 256;
+/// What is told to a node of one grammar, at most; framing included.
+pub const WIRE_BYTES_MAX: usize =
+    TOOLS_BYTES_MAX + REGEX_BYTES_MAX + 8 * WRITING_BYTES_MAX + TOOLS_MAX * 16;
 
 /// White space between two tokens of JSON: a line's end and a deep indentation. Without a bound
 /// small models indent for ever.

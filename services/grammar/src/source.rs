@@ -7,8 +7,11 @@ use serde_json::Value;
 use crate::{
     error::{GrammarError, one_line},
     limits::{
-        JSON_WHITE_SPACE, REGEX_BYTES_MAX, REGEX_DEPTH_MAX, SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX,
+        JSON_WHITE_SPACE, MULTIPLE_OF_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
+        SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX, SCHEMA_PROPERTIES_MAX,
+        SCHEMA_VALUES_MAX,
     },
+    tool_calls::ToolCalls,
 };
 
 /// What the whole answer must match.
@@ -18,6 +21,7 @@ pub enum Grammar {
     JsonSchema(String),
     /// From the first to the last character of the answer.
     Regex(String),
+    ToolCalls(ToolCalls),
 }
 
 impl Grammar {
@@ -29,13 +33,26 @@ impl Grammar {
     /// As llguidance takes it; checked before anything that costs more than reading it.
     pub(crate) fn parsed(&self) -> Result<TopLevelGrammar, GrammarError> {
         match self {
-            Self::JsonSchema(text) => parsed_schema(text),
-            Self::Regex(text) => parsed_regex(text),
+            Self::JsonSchema(text) => parsed_schema(text).map(TopLevelGrammar::from_json_schema),
+            Self::Regex(text) => {
+                check_regex(text)?;
+                Ok(TopLevelGrammar::from_regex(text))
+            }
+            Self::ToolCalls(calls) => calls.parsed(),
+        }
+    }
+
+    /// How much text there is to work on.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::JsonSchema(text) | Self::Regex(text) => text.len(),
+            Self::ToolCalls(calls) => calls.bytes(),
         }
     }
 }
 
-fn parsed_schema(text: &str) -> Result<TopLevelGrammar, GrammarError> {
+/// The schema with the options that it is compiled with.
+pub(crate) fn parsed_schema(text: &str) -> Result<Value, GrammarError> {
     check_length(text, SCHEMA_BYTES_MAX)?;
     let depth = depth(text);
     if depth > SCHEMA_DEPTH_MAX {
@@ -50,16 +67,17 @@ fn parsed_schema(text: &str) -> Result<TopLevelGrammar, GrammarError> {
         Value::Bool(true) => Value::Object(serde_json::Map::new()),
         other => return Err(not_a_schema(format!("{other} is not an object"))),
     };
+    check_parts(&schema)?;
     // In the place where a client could change them.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),
         ..JsonCompileOptions::default()
     };
     options.apply_to(&mut schema);
-    Ok(TopLevelGrammar::from_json_schema(schema))
+    Ok(schema)
 }
 
-fn parsed_regex(text: &str) -> Result<TopLevelGrammar, GrammarError> {
+pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
     check_length(text, REGEX_BYTES_MAX)?;
     let parsed = ParserBuilder::new().nest_limit(REGEX_DEPTH_MAX).build().parse(text);
     if let Err(error) = parsed {
@@ -74,7 +92,54 @@ fn parsed_regex(text: &str) -> Result<TopLevelGrammar, GrammarError> {
         };
         return Err(GrammarError::NotARegex { reason });
     }
-    Ok(TopLevelGrammar::from_regex(text))
+    Ok(())
+}
+
+/// What makes a schema dear beside its length. Keywords are counted wherever they stand, also as names.
+fn check_parts(schema: &Value) -> Result<(), GrammarError> {
+    let (mut properties, mut values, mut alternatives) = (0, 0, 0);
+    let mut rest = vec![schema];
+    while let Some(value) = rest.pop() {
+        let Value::Object(object) = value else {
+            rest.extend(value.as_array().into_iter().flatten());
+            continue;
+        };
+        for (keyword, value) in object {
+            match (keyword.as_str(), value) {
+                ("properties" | "patternProperties", Value::Object(all)) => properties += all.len(),
+                // Values are no schemas.
+                ("enum", Value::Array(all)) => {
+                    values += all.len();
+                    continue;
+                }
+                ("const" | "default" | "examples", _) => continue,
+                ("anyOf" | "oneOf" | "allOf", Value::Array(all)) => alternatives += all.len(),
+                ("multipleOf", Value::Number(number)) if !is_reckoned(number.as_f64()) => {
+                    return Err(GrammarError::MultipleOf { value: number.to_string() });
+                }
+                _ => {}
+            }
+            rest.push(value);
+        }
+    }
+    for (what, count, max) in [
+        ("properties", properties, SCHEMA_PROPERTIES_MAX),
+        ("values in enums", values, SCHEMA_VALUES_MAX),
+        ("parts in anyOf, oneOf and allOf", alternatives, SCHEMA_ALTERNATIVES_MAX),
+    ] {
+        if count > max {
+            return Err(GrammarError::TooMany { what, count, max });
+        }
+    }
+    Ok(())
+}
+
+fn is_reckoned(multiple: Option<f64>) -> bool {
+    let Some(multiple) = multiple else { return false };
+    // As few decimal places as name it.
+    let scaled = (0..=8).map(|places| multiple.abs() * 10_f64.powi(places));
+    let mut whole = scaled.filter(|scaled| (scaled - scaled.round()).abs() <= scaled * 1e-12);
+    whole.next().is_some_and(|scaled| scaled <= MULTIPLE_OF_MAX)
 }
 
 fn check_length(text: &str, max: usize) -> Result<(), GrammarError> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind};
-use grammar::Grammar;
+use grammar::{CallWriting, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
 use kernels::sampling::Sampling;
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::v1;
@@ -163,6 +163,34 @@ fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
     match wire.kind.ok_or_else(|| missing("attempt.grammar.kind"))? {
         v1::grammar::Kind::JsonSchema(text) => Ok(Grammar::JsonSchema(text)),
         v1::grammar::Kind::Regex(text) => Ok(Grammar::Regex(text)),
+        v1::grammar::Kind::ToolCalls(calls) => Ok(Grammar::ToolCalls(tool_calls(calls))),
+    }
+}
+
+/// How much of it there is, and of what kind, is checked where it is compiled.
+fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
+    use v1::tool_calls::Otherwise as Wire;
+    let tool = |function: v1::CallableFunction| CallableTool {
+        name: function.name,
+        arguments: function.arguments_schema,
+    };
+    ToolCalls {
+        writing: CallWriting {
+            before_name: wire.before_name,
+            before_arguments: wire.before_arguments,
+            behind_arguments: wire.behind_arguments,
+            between: wire.between,
+        },
+        tools: wire.functions.into_iter().map(tool).collect(),
+        several: wire.several,
+        otherwise: match wire.otherwise {
+            None => Otherwise::Nothing,
+            Some(Wire::Text(v1::Prose { mark, never_begins })) => {
+                Otherwise::Text(Prose { mark, never_begins })
+            }
+            Some(Wire::JsonSchema(text)) => Otherwise::Answer(Box::new(Grammar::JsonSchema(text))),
+            Some(Wire::Regex(text)) => Otherwise::Answer(Box::new(Grammar::Regex(text))),
+        },
     }
 }
 

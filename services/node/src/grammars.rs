@@ -14,7 +14,8 @@ use std::{
 use engine::constraint::{Constraint, ConstraintFailure, Matcher};
 use grammar::{Compiler, Grammar, MatchError, Token};
 use kernels::sampling::TokenMask;
-use text::TokenTable;
+use telemetry::NodeMetrics;
+use text::{TokenTable, ToolFormat};
 use tokio::sync::Semaphore;
 use tracing::{info, warn};
 
@@ -26,6 +27,10 @@ const COMPILING_MAX: usize = 2;
 const WAITING_MAX: usize = 256;
 /// Longest wait for a constraint; a compiler that works takes milliseconds.
 const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);
+
+/// What of [`proto::v1::Grammar`] this node holds answers to, as its record announces it: calls of
+/// functions, too.
+pub(crate) const VERSION: u32 = 2;
 
 /// Makes constraints with the vocabulary of one model.
 #[derive(Debug)]
@@ -41,12 +46,21 @@ struct Shared {
     /// Rows of the model's logits; its tokenizer may know fewer tokens, or more.
     vocabulary: u32,
     /// Made with the first grammar; or why it cannot be.
-    compiler: OnceLock<Result<Compiler, String>>,
+    vocabulary_read: OnceLock<Result<Vocabulary, String>>,
+    metrics: NodeMetrics,
+}
+
+#[derive(Debug)]
+struct Vocabulary {
+    compiler: Compiler,
+    /// Special tokens that are text around calls, and nowhere else: routers do not show them.
+    call_marks: Arc<[u32]>,
 }
 
 impl Grammars {
-    pub fn new(model_path: PathBuf, vocabulary: u32) -> Self {
-        let shared = Arc::new(Shared { model_path, vocabulary, compiler: OnceLock::new() });
+    pub fn new(model_path: PathBuf, vocabulary: u32, metrics: NodeMetrics) -> Self {
+        let vocabulary_read = OnceLock::new();
+        let shared = Arc::new(Shared { model_path, vocabulary, vocabulary_read, metrics });
         Self {
             shared,
             places: Arc::new(Semaphore::new(COMPILING_MAX + WAITING_MAX)),
@@ -87,12 +101,14 @@ impl Grammars {
 
 impl Shared {
     fn constrain(&self, attempt: &mut Attempt, grammar: &Grammar) -> Result<(), Refusal> {
-        let compiler = self.compiler.get_or_init(|| self.build()).as_ref();
-        let compiler = compiler.map_err(|reason| Refusal::Invalid {
+        let read = self.vocabulary_read.get_or_init(|| self.read()).as_ref();
+        let read = read.map_err(|reason| Refusal::Invalid {
             reason: format!("this node cannot follow a grammar: {reason}"),
         })?;
-        let mut matcher = compiler
-            .compile(grammar)
+        let started = Instant::now();
+        let compiled = read.compiler.compile(grammar);
+        self.metrics.grammar_compiled(started.elapsed());
+        let mut matcher = compiled
             .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
         let sequence = &mut attempt.sequence;
         for &token in &sequence.tokens[sequence.prompt_len as usize..] {
@@ -108,7 +124,12 @@ impl Shared {
             true => Vec::new(),
             false => sequence.sampling.stop_token_ids.clone(),
         };
-        let follower = Follower { matcher, stop_tokens, vocabulary: self.vocabulary };
+        let silent = match grammar {
+            Grammar::ToolCalls(_) => Arc::default(),
+            Grammar::JsonSchema(_) | Grammar::Regex(_) => read.call_marks.clone(),
+        };
+        let (vocabulary, metrics) = (self.vocabulary, self.metrics.clone());
+        let follower = Follower { matcher, stop_tokens, silent, vocabulary, metrics };
         let constraint = Constraint::new(Box::new(follower)).map_err(|failure| {
             Refusal::Invalid { reason: format!("attempt.grammar: {failure}") }
         })?;
@@ -116,17 +137,22 @@ impl Shared {
         Ok(())
     }
 
-    fn build(&self) -> Result<Compiler, String> {
+    fn read(&self) -> Result<Vocabulary, String> {
         let started = Instant::now();
         let table = TokenTable::open(&self.model_path).map_err(|error| error.to_string())?;
         let count = table.size().min(self.vocabulary);
+        let mut call_marks = Vec::new();
         let compiler = Compiler::new((0..count).map(|id| match table.bytes(id) {
             Some(bytes) if !table.is_special(id) => Token::Text(bytes),
+            Some(bytes) if ToolFormat::is_mark(bytes) => {
+                call_marks.push(id);
+                Token::Text(bytes)
+            }
             _ => Token::Silent,
         }));
         let seconds = started.elapsed().as_secs_f64();
         info!(tokens = count, seconds = format_args!("{seconds:.3}"), "read the vocabulary");
-        Ok(compiler)
+        Ok(Vocabulary { compiler, call_marks: call_marks.into() })
     }
 }
 
@@ -136,7 +162,10 @@ struct Follower {
     matcher: grammar::Matcher,
     /// What ends the answer where it may end.
     stop_tokens: Vec<u32>,
+    /// Never chosen.
+    silent: Arc<[u32]>,
     vocabulary: u32,
+    metrics: NodeMetrics,
 }
 
 impl Matcher for Follower {
@@ -145,8 +174,16 @@ impl Matcher for Follower {
     }
 
     fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
-        let mut words = self.matcher.allowed().map_err(failure)?;
+        let started = Instant::now();
+        let allowed = self.matcher.allowed();
+        self.metrics.mask_computed(started.elapsed());
+        let mut words = allowed.map_err(failure)?;
         words.resize(self.vocabulary.div_ceil(32) as usize, 0);
+        for &token in &*self.silent {
+            if let Some(word) = words.get_mut(token as usize / 32) {
+                *word &= !(1 << (token % 32));
+            }
+        }
         if self.matcher.may_end().map_err(failure)? {
             for &token in &self.stop_tokens {
                 if let Some(word) = words.get_mut(token as usize / 32) {

@@ -86,7 +86,7 @@ impl GrpcServer {
         let (health, health_server) = tonic_health::server::health_reporter();
         set_health(&health, ServingStatus::NotServing).await;
         let message_bytes_max = limits.sequence_tokens_max as usize * TOKEN_BYTES_MAX
-            + grammar::limits::SCHEMA_BYTES_MAX
+            + grammar::limits::WIRE_BYTES_MAX
             + MESSAGE_BYTES_BESIDE_TOKENS;
         let node = NodeServer::new(service).max_decoding_message_size(message_bytes_max);
         let stop = CancellationToken::new();

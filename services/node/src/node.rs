@@ -41,7 +41,7 @@ use tracing::{info, warn};
 use crate::{
     attempt::AttemptLimits,
     engine_thread::{EngineError, EngineThread, Parts},
-    grammars::Grammars,
+    grammars::{self, Grammars},
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
     identity::{self, WEIGHT_VERSION, describe},
     inbox::{Command, Inbox},
@@ -212,17 +212,19 @@ impl Node {
             sequence_tokens_max,
             block_count: limits.blocks,
             vocabulary_size: limits.vocabulary,
+            grammar_version: grammars::VERSION,
         };
 
         let attempts_max = attempts_max(&scheduler_config);
         let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
+        let node_metrics = NodeMetrics::new(metrics, &served_name);
         let engine = EngineThread::start(Parts {
             steps,
             transfers: transfers.clone(),
             commands,
             events,
             record: record.clone(),
-            metrics: NodeMetrics::new(metrics, &served_name),
+            metrics: node_metrics.clone(),
         })
         .map_err(StartError::Thread)?;
 
@@ -234,7 +236,7 @@ impl Node {
             prompt_tokens_max: record.prompt_tokens_max,
             sequence_tokens_max,
         };
-        let grammars = Grammars::new(path, record.vocabulary_size);
+        let grammars = Grammars::new(path, record.vocabulary_size, node_metrics);
         let service =
             NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
         let server =

@@ -40,5 +40,6 @@ pub(crate) fn record() -> NodeRecord {
         sequence_tokens_max: 64,
         block_count: 16,
         vocabulary_size: 10,
+        grammar_version: crate::grammars::VERSION,
     }
 }

@@ -82,6 +82,11 @@ pub enum RequestError {
     Busy { waited: Duration },
     #[error("there is no decode node to serve the request, for {} ms now", waited.as_millis())]
     NoDecodeNode { waited: Duration },
+    #[error(
+        "{field} cannot be served now: no decode node of the model says that it holds answers to such a \
+         grammar; nodes of an older release do not"
+    )]
+    NoGrammar { field: &'static str },
     #[error("{attempts} attempts failed; the last: {last}")]
     AttemptsSpent { attempts: u32, last: String },
     /// A node found that it can never serve this.

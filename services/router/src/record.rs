@@ -136,6 +136,7 @@ impl RequestRecord {
             RequestError::ClientGone => RequestEnd::ClientGone,
             RequestError::Full(Full::Stopping)
             | RequestError::NoDecodeNode { .. }
+            | RequestError::NoGrammar { .. }
             | RequestError::AttemptsSpent { .. }
             | RequestError::Contradiction { .. }
             | RequestError::Stopped

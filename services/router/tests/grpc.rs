@@ -125,7 +125,7 @@ async fn a_conversation_is_rendered_by_the_models_template() {
     let message = |role: &str, content: &str| ChatMessage {
         role: role.into(),
         content: content.into(),
-        name: String::new(),
+        ..Default::default()
     };
     let request = |conversation| ChatRequest {
         conversation: Some(conversation),
@@ -651,7 +651,7 @@ async fn a_tenant_named_by_metadata_has_salts_of_its_own() {
     let generate = |tenant: &str| of_tenant(tenant, request(salted()));
     let chat = |tenant: &str| {
         let message =
-            ChatMessage { role: "user".into(), content: "hello".into(), name: String::new() };
+            ChatMessage { role: "user".into(), content: "hello".into(), ..Default::default() };
         let conversation = Conversation { messages: vec![message], ..Default::default() };
         let (conversation, options) = (Some(conversation), Some(salted()));
         of_tenant(tenant, ChatRequest { conversation, options, ..Default::default() })

@@ -54,6 +54,8 @@ pub struct Wanted<'a> {
     pub prefix: &'a [PrefixKeys],
     /// What the node must fit: the identity of the other half of the attempt.
     pub identity: Option<&'a ModelIdentity>,
+    /// The version of grammars that the answer is held to; 0 for none.
+    pub grammar_version: u32,
     /// Processes that have failed this request already.
     pub exclude: &'a [Epoch],
 }
@@ -85,6 +87,8 @@ pub enum NoNode {
     Draining { role: Role },
     #[error("no {role} node has the same model, weights and KV layout")]
     NoneFits { role: Role },
+    #[error("no {role} node holds answers to grammars of version {version}")]
+    NoGrammar { role: Role, version: u32 },
     #[error("{tokens} tokens are more than the {tokens_max} that any {role} node takes")]
     TooLong { role: Role, tokens: u32, tokens_max: u32 },
     #[error("every {role} node has failed this request already")]
@@ -102,6 +106,7 @@ impl NoNode {
             Self::OtherModel { .. }
             | Self::NoneUp { .. }
             | Self::Draining { .. }
+            | Self::NoGrammar { .. }
             | Self::Excluded { .. } => Some(PROBE_TIMEOUT),
             Self::NoneListed { .. } | Self::NoneFits { .. } | Self::TooLong { .. } => None,
         }
@@ -115,9 +120,10 @@ impl NoNode {
             Self::NoneUp { .. } => 2,
             Self::Draining { .. } => 3,
             Self::NoneFits { .. } => 4,
-            Self::TooLong { .. } => 5,
-            Self::Excluded { .. } => 6,
-            Self::Busy { .. } => 7,
+            Self::NoGrammar { .. } => 5,
+            Self::TooLong { .. } => 6,
+            Self::Excluded { .. } => 7,
+            Self::Busy { .. } => 8,
         }
     }
 
@@ -251,6 +257,10 @@ fn eligible<'a>(
     let record = &seen.record;
     if wanted.identity.is_some_and(|identity| !record.identity.fits(identity)) {
         return Err(Some(NoNode::NoneFits { role }));
+    }
+    if wanted.grammar_version > record.grammar_version {
+        let version = wanted.grammar_version;
+        return Err(Some(NoNode::NoGrammar { role, version }));
     }
     if wanted.prompt_tokens > record.prompt_tokens_max {
         let (tokens, tokens_max) = (wanted.prompt_tokens, record.prompt_tokens_max);

@@ -204,6 +204,26 @@ fn only_equals_are_paired() {
     assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(2));
 }
 
+/// One that does not announce a version would not see the grammar, and write anything.
+#[test]
+fn a_grammar_goes_to_nodes_that_announce_its_version() {
+    let mut world = World::new();
+    let with = |version| Wanted { grammar_version: version, ..wanted(Role::Decode, 8) };
+    let of =
+        |number, version| NodeRecord { grammar_version: version, ..record(Role::Decode, number) };
+    world.up(&decode(1), &of(1, 0), idle());
+    let none = NoNode::NoGrammar { role: Role::Decode, version: 1 };
+    assert_eq!(world.pick(&with(1)).unwrap_err(), none);
+    assert!(none.retry_after().is_some(), "an update may be under way");
+    assert_eq!(world.pick(&with(0)).unwrap().record.epoch, epoch(1));
+    let busy = Load { pending_prompt_tokens: 100_000, ..idle() };
+    world.up(&decode(2), &of(2, 1), busy);
+    assert_eq!(world.pick(&with(1)).unwrap().record.epoch, epoch(2));
+    assert!(matches!(world.pick(&with(2)), Err(NoNode::NoGrammar { version: 2, .. })));
+    world.up(&decode(3), &of(3, 2), busy);
+    assert_eq!(world.pick(&with(2)).unwrap().record.epoch, epoch(3));
+}
+
 #[test]
 fn a_refusal_names_the_reason_of_the_node_that_came_nearest() {
     let mut world = World::new();

@@ -141,6 +141,7 @@ pub fn record(role: Role, number: u128) -> NodeRecord {
         sequence_tokens_max: 2048,
         block_count: 1000,
         vocabulary_size: 100,
+        grammar_version: 1,
     }
 }
 
@@ -182,6 +183,7 @@ pub fn wanted(role: Role, tokens: u32) -> Wanted<'static> {
         computes_prompt: role == Role::Prefill,
         prefix: &[],
         identity: None,
+        grammar_version: 0,
         exclude: &[],
     }
 }

@@ -17,6 +17,7 @@ use super::{
     options::{options, tenant, timeout},
     prompt,
     status::status,
+    tools,
 };
 use crate::{
     front::Front,
@@ -29,6 +30,7 @@ use crate::{
         options::{COMPLETION_TOKENS_DEFAULT, DefaultLength},
         text_workers::PromptSource,
         tokenising::{self, check_vocabulary},
+        tools::{CallReader, CallReading, Calls, OfferedTools, offer},
     },
 };
 
@@ -41,6 +43,7 @@ struct Wanted {
     model: String,
     prompt: Result<PromptSource, FieldError>,
     options: GenerateOptions,
+    tools: Option<OfferedTools>,
     default_length: DefaultLength,
     label: Option<String>,
 }
@@ -75,8 +78,8 @@ impl InferenceService {
         }
 
         let tokens_only = wanted.options.tokens_only;
-        let asked = match read(front, request_id, metadata, named, wanted) {
-            Ok(asked) => asked,
+        let (asked, calls) = match read(front, request_id, metadata, named, wanted) {
+            Ok(read) => read,
             Err(error) => {
                 record.failed(&error);
                 return Err(status(error));
@@ -86,7 +89,9 @@ impl InferenceService {
             .instrument(span)
             .await
             .map_err(status)?;
-        Ok(Response::new(Box::pin(responses(started, tokens_only))))
+        // There is one answer.
+        let reader = calls.map(|calls| CallReader::new(&calls, 0));
+        Ok(Response::new(Box::pin(responses(started, tokens_only, reader))))
     }
 }
 
@@ -104,6 +109,7 @@ impl Inference for InferenceService {
             model: message.model,
             prompt: prompt::of_generate(message.prompt),
             options: message.options.unwrap_or_default(),
+            tools: None,
             default_length: DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
             label: label(&message.client_request_id),
         };
@@ -112,10 +118,16 @@ impl Inference for InferenceService {
 
     async fn chat(&self, request: Request<ChatRequest>) -> Result<Response<Responses>, Status> {
         let (metadata, extensions, message) = request.into_parts();
+        let ChatRequest { tools, tool_choice, parallel_tool_calls, .. } = message;
+        let (prompt, tools) = match tools::read(tools, tool_choice, parallel_tool_calls) {
+            Ok(tools) => (prompt::of_chat(message.conversation, tools.as_ref()), tools),
+            Err(error) => (Err(error), None),
+        };
         let wanted = Wanted {
             model: message.model,
-            prompt: prompt::of_chat(message.conversation),
+            prompt,
             options: message.options.unwrap_or_default(),
+            tools,
             default_length: DefaultLength::Rest,
             label: label(&message.client_request_id),
         };
@@ -179,11 +191,15 @@ fn read(
     metadata: &MetadataMap,
     named: Result<NamedModel, RequestError>,
     wanted: Wanted,
-) -> Result<Asked, RequestError> {
+) -> Result<(Asked, Option<CallReading>), RequestError> {
     let wire = wanted.options;
     let timeout = timeout(front, &wire, metadata)?;
+    if wire.tokens_only && wanted.tools.is_some() {
+        let problem = "is true; calls are made of text; allowed: false, or tool_choice none";
+        return Err(FieldError::new("options.tokens_only", problem).into());
+    }
     let with_text = !wire.tokens_only || !wire.stop.is_empty();
-    Ok(Asked {
+    let mut asked = Asked {
         request_id,
         tenant: tenant(metadata)?,
         model: named?.model,
@@ -195,35 +211,56 @@ fn read(
         timeout,
         with_text,
         shown_tokens: Arc::default(),
-    })
+    };
+    let calls = match &wanted.tools {
+        Some(offered) => offer(&mut asked, offered)?,
+        None => None,
+    };
+    Ok((asked, calls))
 }
 
 /// Dropping the stream drops the request with it.
 fn responses(
     started: Started,
     tokens_only: bool,
+    reader: Option<CallReader>,
 ) -> impl Stream<Item = Result<GenerateResponse, Status>> {
-    futures_util::stream::unfold(Some(started), move |started| async move {
-        let mut started = started?;
+    futures_util::stream::unfold(Some((started, reader)), move |state| async move {
+        let (mut started, mut reader) = state?;
         let event = match started.running.next().await? {
             Ok(event) => event,
             Err(error) => return Some((Err(status(error)), None)),
         };
         let text_of = |text: String| if tokens_only { String::new() } else { text };
         let event = match event {
-            Event::Tokens(shown) => generate_response::Event::Tokens(GeneratedTokens {
-                first_index: shown.first_index,
-                tokens: shown.tokens,
-                text: text_of(shown.text),
-            }),
-            Event::Finished(end) => generate_response::Event::Finished(Finished {
-                reason: end.reason.into(),
-                prompt_tokens: end.prompt_tokens,
-                completion_tokens: end.completion_tokens,
-                cached_tokens: end.cached_tokens,
-                text: text_of(end.text),
-            }),
+            Event::Tokens(shown) => {
+                let (text, tool_calls) = match &mut reader {
+                    Some(reader) => tools::told(reader.push(&shown.text)),
+                    None => (text_of(shown.text), Vec::new()),
+                };
+                let (first_index, tokens) = (shown.first_index, shown.tokens);
+                let tokens = GeneratedTokens { first_index, tokens, text, tool_calls };
+                generate_response::Event::Tokens(tokens)
+            }
+            Event::Finished(end) => {
+                let (text, tool_calls, calls) = match reader.take() {
+                    Some(reader) => {
+                        let (pieces, calls) = reader.finish(&end.text);
+                        let (text, tool_calls) = tools::told(pieces);
+                        (text, tool_calls, calls)
+                    }
+                    None => (text_of(end.text), Vec::new(), Calls::None),
+                };
+                generate_response::Event::Finished(Finished {
+                    reason: calls.finish_reason(end.reason).into(),
+                    prompt_tokens: end.prompt_tokens,
+                    completion_tokens: end.completion_tokens,
+                    cached_tokens: end.cached_tokens,
+                    text,
+                    tool_calls,
+                })
+            }
         };
-        Some((Ok(GenerateResponse { event: Some(event) }), Some(started)))
+        Some((Ok(GenerateResponse { event: Some(event) }), Some((started, reader))))
     })
 }

@@ -7,6 +7,7 @@ mod inference;
 mod options;
 mod prompt;
 mod status;
+mod tools;
 
 use std::sync::Arc;
 

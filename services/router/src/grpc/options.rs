@@ -59,6 +59,10 @@ fn asked_grammar(wire: v1::Grammar) -> Result<AskedGrammar, FieldError> {
         Some(v1::grammar::Kind::Regex(text)) => {
             Ok(AskedGrammar::new("options.grammar.regex", Grammar::Regex(text)))
         }
+        Some(v1::grammar::Kind::ToolCalls(_)) => {
+            let problem = "is tool_calls; allowed: json_schema, regex; tools are offered to Chat";
+            Err(FieldError::new("options.grammar.kind", problem))
+        }
         None => {
             let problem = "has no kind; allowed: json_schema, regex";
             Err(FieldError::new("options.grammar", problem))

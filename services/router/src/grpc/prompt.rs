@@ -1,12 +1,13 @@
 //! The prompt of a gRPC request: a text, token ids, or a conversation.
 
-use proto::v1::{Conversation, generate_request, tokenize_request};
+use proto::v1::{ChatMessage, Conversation, ToolCall, generate_request, tokenize_request};
 use serde_json::{Map, Value, json};
 
 use crate::request::{
     chat_variables::check_variables,
     field_error::{FieldError, refused},
     text_workers::{ChatSource, PromptSource},
+    tools::OfferedTools,
 };
 
 /// What a message takes beside its texts: it is an object with their names, and templates put a frame
@@ -32,12 +33,15 @@ pub fn of_tokenize(
             let add_special_tokens = add_special_tokens.unwrap_or(true);
             Ok(PromptSource::Text { text, add_special_tokens })
         }
-        Some(Input::Conversation(conversation)) => of_chat(Some(conversation)),
+        Some(Input::Conversation(conversation)) => of_chat(Some(conversation), None),
         None => Err(FieldError::new("input", "is missing; allowed: text or conversation")),
     }
 }
 
-pub fn of_chat(conversation: Option<Conversation>) -> Result<PromptSource, FieldError> {
+pub fn of_chat(
+    conversation: Option<Conversation>,
+    tools: Option<&OfferedTools>,
+) -> Result<PromptSource, FieldError> {
     let conversation = conversation.unwrap_or_default();
     let Conversation { messages, continue_final_message, .. } = conversation;
     if messages.is_empty() {
@@ -56,20 +60,22 @@ pub fn of_chat(conversation: Option<Conversation>) -> Result<PromptSource, Field
             .map_err(|_| refused(name, &text, "a JSON object of template variables"))?,
     };
     check_variables(name, &template_kwargs)?;
+    let call_bytes = |call: &ToolCall| {
+        MESSAGE_BYTES + call.id.len() + call.name.len() + call.arguments_json.len()
+    };
     let message_bytes = messages.iter().map(|message| {
-        MESSAGE_BYTES + message.role.len() + message.content.len() + message.name.len()
+        let calls = message.tool_calls.iter().map(call_bytes).sum::<usize>();
+        let texts = message.role.len() + message.content.len() + message.name.len();
+        MESSAGE_BYTES + texts + message.tool_call_id.len() + calls
     });
-    let bytes = message_bytes.sum::<usize>() + text.len();
-    let messages = messages.into_iter().map(|message| {
-        let mut object = json!({"role": message.role, "content": message.content});
-        if !message.name.is_empty() {
-            object["name"] = message.name.into();
-        }
-        object
-    });
+    let tools = tools.map_or(Value::Null, |tools| tools.definitions.clone());
+    let tool_bytes = if tools.is_null() { 0 } else { tools.to_string().len() };
+    let bytes = message_bytes.sum::<usize>() + text.len() + tool_bytes;
+    let messages: Value =
+        messages.into_iter().enumerate().map(message).collect::<Result<Vec<_>, _>>()?.into();
     Ok(PromptSource::Chat(ChatSource {
-        messages: messages.collect(),
-        tools: Value::Null,
+        messages,
+        tools,
         add_generation_prompt: conversation
             .add_generation_prompt
             .unwrap_or(!continue_final_message),
@@ -79,10 +85,34 @@ pub fn of_chat(conversation: Option<Conversation>) -> Result<PromptSource, Field
     }))
 }
 
+/// As templates see it: as OpenAI's API has it.
+fn message((index, message): (usize, ChatMessage)) -> Result<Value, FieldError> {
+    let mut object = json!({"role": message.role, "content": message.content});
+    if !message.name.is_empty() {
+        object["name"] = message.name.into();
+    }
+    if !message.tool_call_id.is_empty() {
+        object["tool_call_id"] = message.tool_call_id.into();
+    }
+    if message.tool_calls.is_empty() {
+        return Ok(object);
+    }
+    let mut calls = Vec::new();
+    for (call_index, call) in message.tool_calls.into_iter().enumerate() {
+        if serde_json::from_str::<Map<String, Value>>(&call.arguments_json).is_err() {
+            let field =
+                format!("conversation.messages[{index}].tool_calls[{call_index}].arguments_json");
+            return Err(refused(&field, &call.arguments_json, "a JSON object"));
+        }
+        let function = json!({"name": call.name, "arguments": call.arguments_json});
+        calls.push(json!({"id": call.id, "type": "function", "function": function}));
+    }
+    object["tool_calls"] = calls.into();
+    Ok(object)
+}
+
 #[cfg(test)]
 mod tests {
-    use proto::v1::ChatMessage;
-
     use super::*;
 
     #[test]
@@ -91,6 +121,7 @@ mod tests {
             role: role.into(),
             content: content.into(),
             name: name.into(),
+            ..Default::default()
         };
         let long = "x".repeat(5000);
         for messages in [
@@ -99,7 +130,7 @@ mod tests {
             vec![message("user", &long, "me"), message(&long, "", "")],
         ] {
             let conversation = Conversation { messages, ..Default::default() };
-            let source = of_chat(Some(conversation)).unwrap();
+            let source = of_chat(Some(conversation), None).unwrap();
             let PromptSource::Chat(chat) = source else { panic!("{source:?}") };
             assert!(chat.bytes >= chat.messages.to_string().len(), "{}", chat.bytes);
         }

@@ -18,6 +18,7 @@ pub fn status(error: RequestError) -> Status {
         RequestError::Full(Full::Stopping)
         | RequestError::NoDecodeNode { .. }
         | RequestError::Stopped => (Code::Unavailable, true),
+        RequestError::NoGrammar { .. } => (Code::Unimplemented, false),
         RequestError::AttemptsSpent { .. } => (Code::Unavailable, false),
         RequestError::Deadline { .. } => (Code::DeadlineExceeded, false),
         RequestError::SlowClient { .. } => (Code::Aborted, false),

@@ -5,13 +5,14 @@ use serde_json::{Map, Value};
 use super::{
     common_fields::{self, RequestFields},
     fields::Fields,
-    tools::{self, OfferedTools},
+    tools,
 };
 use crate::request::{
     chat_variables::check_variables,
     field_error::{FieldError, refused},
     options::{DefaultLength, LOGPROBS, TOKENS},
     text_workers::{ChatSource, PromptSource},
+    tools::OfferedTools,
 };
 
 /// Known from OpenAI or vLLM, not supported, with the values that mean "off".

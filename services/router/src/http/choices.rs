@@ -5,15 +5,15 @@ use std::sync::Arc;
 use proto::v1::{FinishReason, Token, TokenLogprobs};
 use text::Tokenizer;
 
-use super::{
-    tools::{AnswerPiece, CallReader, Calls},
-    wire::{
-        ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatTokenLogprob,
-        FunctionCall, FunctionDelta, StopReason, TextChoice, TextLogprobs, TokenLogprob,
-        ToolCallDelta, ToolCallWhole, TopLogprobs,
-    },
+use super::wire::{
+    ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ChatMessage, ChatTokenLogprob,
+    FunctionCall, FunctionDelta, StopReason, TextChoice, TextLogprobs, TokenLogprob, ToolCallDelta,
+    ToolCallWhole, TopLogprobs,
 };
-use crate::generation::{AnswerEnd, StoppedBy};
+use crate::{
+    generation::{AnswerEnd, StoppedBy},
+    request::tools::{AnswerPiece, CallReader, Calls},
+};
 
 /// Which of the two shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,7 +146,7 @@ impl Collected {
             logprobs: view
                 .logprobs
                 .map(|_| ChatLogprobs { content: self.chat_logprobs, refusal: None }),
-            finish_reason: chat_finish_reason(end.reason, calls),
+            finish_reason: finish_reason(calls.finish_reason(end.reason)),
             stop_reason: stop_reason(end),
             token_ids: view.token_ids.then_some(self.token_ids),
         }
@@ -246,23 +246,16 @@ fn deltas(piece: AnswerPiece) -> Vec<ChatDelta> {
 /// The end, behind all text.
 pub fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
     ChatChunkChoice {
-        finish_reason: Some(chat_finish_reason(end.reason, calls)),
+        finish_reason: Some(finish_reason(calls.finish_reason(end.reason))),
         stop_reason: stop_reason(end),
         ..chat_chunk(end.choice, ChatDelta::default())
-    }
-}
-
-/// An answer that was cut short says so, unless it ends with its one call.
-fn chat_finish_reason(reason: FinishReason, calls: Calls) -> &'static str {
-    match (calls, finish_reason(reason)) {
-        (Calls::OnlyOne, _) | (Calls::Some, "stop") => "tool_calls",
-        (_, reason) => reason,
     }
 }
 
 pub fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop => "stop",
+        FinishReason::ToolCalls => "tool_calls",
         FinishReason::Length | FinishReason::Unspecified => "length",
     }
 }

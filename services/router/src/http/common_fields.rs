@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{fields::Fields, grammar_field, tools::OfferedTools};
+use super::{fields::Fields, grammar_field};
 use crate::{
     front::Front,
     generation::RequestError,
@@ -15,6 +15,7 @@ use crate::{
             STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
         },
         text_workers::PromptSource,
+        tools::OfferedTools,
     },
 };
 

@@ -20,7 +20,7 @@ use crate::{
 const RETRY_AFTER_S: u32 = 1;
 
 /// Every status and code that there is; the service's page explains them.
-const CODES: [(u16, &str); 20] = [
+const CODES: [(u16, &str); 21] = [
     (400, "invalid_json"),
     (400, "invalid_value"),
     (400, "invalid_text"),
@@ -34,6 +34,7 @@ const CODES: [(u16, &str); 20] = [
     (408, "client_gone"),
     (413, "body_too_large"),
     (429, "overloaded"),
+    (501, "grammar_not_supported"),
     (502, "attempts_spent"),
     (503, "overloaded"),
     (503, "no_decode_node"),
@@ -153,6 +154,10 @@ impl From<RequestError> for ApiError {
             }
             RequestError::Busy { .. } => unavailable("overloaded").retry(),
             RequestError::NoDecodeNode { .. } => unavailable("no_decode_node").retry(),
+            RequestError::NoGrammar { field } => {
+                Self::server(StatusCode::NOT_IMPLEMENTED, "grammar_not_supported", message)
+                    .param(field)
+            }
             RequestError::AttemptsSpent { .. } => {
                 Self::server(StatusCode::BAD_GATEWAY, "attempts_spent", message)
             }
@@ -248,6 +253,7 @@ mod tests {
             RequestError::Full(Full::Stopping),
             RequestError::Busy { waited },
             RequestError::NoDecodeNode { waited },
+            RequestError::NoGrammar { field: "regex" },
             RequestError::AttemptsSpent { attempts: 1, last: reason() },
             RequestError::Refused { reason: reason() },
             RequestError::Deadline { timeout: waited },
@@ -270,6 +276,7 @@ mod tests {
                 )
                 | RequestError::Busy { .. }
                 | RequestError::NoDecodeNode { .. }
+                | RequestError::NoGrammar { .. }
                 | RequestError::AttemptsSpent { .. }
                 | RequestError::Refused { .. }
                 | RequestError::Deadline { .. }

@@ -20,13 +20,13 @@ use super::{
     fields::Fields,
     reply::Reply,
     request_context::{RequestContext, X_REQUEST_ID, read_body},
-    tools::CallReading,
 };
 use crate::{
     front::Front,
     journey::{self, Asked},
     models::NamedModel,
     record::RequestRecord,
+    request::tools,
 };
 
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
@@ -84,7 +84,7 @@ async fn answer(
             Api::Chat => chat_fields::read(&fields)?,
             Api::Text => completion_fields::read(&fields)?,
         };
-        let asked = Asked {
+        let mut asked = Asked {
             request_id: context.request_id,
             tenant: context.tenant.clone()?,
             model: named.model.clone(),
@@ -97,9 +97,13 @@ async fn answer(
             with_text: true,
             shown_tokens: Arc::default(),
         };
-        Ok((asked, named, read.delivery, read.tools))
+        let calls = match &read.tools {
+            Some(offered) => tools::offer(&mut asked, offered)?,
+            None => None,
+        };
+        Ok((asked, named, read.delivery, calls))
     };
-    let (mut asked, named, delivery, tools) = match read.await {
+    let (asked, named, delivery, calls) = match read.await {
         Ok(read) => read,
         Err(error) => {
             let error: ApiError = error;
@@ -111,17 +115,7 @@ async fn answer(
             return Err(error);
         }
     };
-    let mut reply = reply(front, context, api, &asked, &named, delivery);
-    // Without a format the request is refused where its template is rendered.
-    if let (Some(tools), Some(format)) = (tools, named.model.text.tool_format()) {
-        asked.shown_tokens = format.shown_tokens(named.model.text.tokenizer()).into();
-        reply.calls = Some(CallReading {
-            format,
-            names: tools.names,
-            parallel: tools.parallel,
-            id: format!("call_{}", context.request_id),
-        });
-    }
+    let reply = Reply { calls, ..reply(front, context, api, &asked, &named, delivery) };
     let started = journey::start(front, asked, record, context.span.clone()).await?;
     Ok(match delivery.stream {
         true => reply.stream(started).await?,

@@ -18,12 +18,12 @@ use super::{
     common_fields::Delivery,
     error::ApiError,
     sse,
-    tools::{AnswerPiece, CallReader, CallReading, Calls},
     wire::{Completion, ErrorBody, HandOver, TextChoice, Usage},
 };
 use crate::{
     generation::{AnswerEnd, Event, RequestError},
     journey::Started,
+    request::tools::{AnswerPiece, CallReader, CallReading, Calls},
 };
 
 /// What all chunks of an answer have in common.

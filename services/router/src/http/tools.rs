@@ -1,55 +1,60 @@
-//! Tools: what a request offers, and the calls in its answers.
-
-use std::sync::Arc;
+//! Tools as a request body has them.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
 
 use super::fields::Fields;
-use crate::request::field_error::{FieldError, refused, shown};
-
-/// As OpenAI has it.
-pub const TOOLS_MAX: usize = 128;
-/// Four times OpenAI's bound: names made of a server's and a tool's are longer.
-pub const NAME_BYTES_MAX: usize = 256;
-
-/// Tools that may be called.
-#[derive(Clone, Debug, PartialEq)]
-pub struct OfferedTools {
-    /// As the client sent them, for the template.
-    pub definitions: Value,
-    pub names: Arc<[String]>,
-    /// More than one call an answer.
-    pub parallel: bool,
-}
+use crate::request::{
+    field_error::{FieldError, refused},
+    tools::{
+        OfferedFunction, OfferedTools, TOOL_CHOICE, TOOLS, ToolChoice, check_count, check_name,
+    },
+};
 
 /// The tools that the answer may call, if any.
 pub fn read(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
     let offered = offered(fields)?;
-    let may_call = may_call(fields)?;
+    let choice = choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-    Ok(offered.filter(|_| may_call).map(|offered| OfferedTools { parallel, ..offered }))
+    let Some(choice) = choice else { return Ok(None) };
+    let (definitions, functions) = offered.unwrap_or_default();
+    OfferedTools::new(definitions, functions, choice, parallel)
 }
 
-fn may_call(fields: &Fields<'_>) -> Result<bool, FieldError> {
-    let name = "tool_choice";
-    let allowed = "auto or none";
-    let Some(choice) = fields.value::<Value>(name, allowed)? else { return Ok(true) };
-    match &choice {
-        Value::String(choice) if choice == "auto" => Ok(true),
-        Value::String(choice) if choice == "none" => Ok(false),
-        Value::String(word) if word != "required" => {
-            Err(refused(name, &choice.to_string(), allowed))
-        }
-        Value::String(_) | Value::Object(_) => {
-            let problem = "it demands a call, which nothing holds the model to";
-            let choice = choice.to_string();
-            let problem = format!("is {}; {problem}; allowed: {allowed}", shown(&choice));
-            Err(FieldError::new(name, problem))
-        }
-        _ => Err(refused(name, &choice.to_string(), allowed)),
+/// `None` where none may be called.
+fn choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
+    #[derive(Deserialize)]
+    struct Named {
+        r#type: String,
+        function: Name,
     }
+    #[derive(Deserialize)]
+    struct Name {
+        name: String,
+    }
+    let allowed =
+        "auto, none, required, or an object with type function and a function with a name";
+    let Some(choice) = fields.value::<Value>(TOOL_CHOICE, allowed)? else {
+        return Ok(Some(ToolChoice::Auto));
+    };
+    let other = || refused(TOOL_CHOICE, &choice.to_string(), allowed);
+    Ok(match &choice {
+        Value::String(word) => match word.as_str() {
+            "auto" => Some(ToolChoice::Auto),
+            "none" => None,
+            "required" => Some(ToolChoice::Required),
+            _ => return Err(other()),
+        },
+        // serde takes an array for a structure, too.
+        Value::Object(object) if !object.get("function").is_some_and(Value::is_array) => {
+            let named = Named::deserialize(&choice).map_err(|_| other())?;
+            if named.r#type != "function" {
+                return Err(other());
+            }
+            Some(ToolChoice::Named(named.function.name))
+        }
+        _ => return Err(other()),
+    })
 }
 
 #[derive(Deserialize)]
@@ -63,26 +68,22 @@ struct Function {
     name: String,
     #[serde(rename = "description")]
     _description: Option<String>,
-    #[serde(rename = "parameters")]
-    _parameters: Option<Map<String, Value>>,
+    parameters: Option<Map<String, Value>>,
     strict: Option<bool>,
 }
 
-/// The tools, `None` for none.
-fn offered(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
+/// The tools as they came, and what is to be known of them; `None` for none.
+fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>, FieldError> {
     let allowed = "a list of tools, each with type function and a function with a name";
-    let Some(text) = fields.raw("tools") else { return Ok(None) };
+    let Some(text) = fields.raw(TOOLS) else { return Ok(None) };
     let definitions: Value =
-        serde_json::from_str(text).map_err(|_| refused("tools", text, allowed))?;
-    let list = definitions.as_array().ok_or_else(|| refused("tools", text, allowed))?;
+        serde_json::from_str(text).map_err(|_| refused(TOOLS, text, allowed))?;
+    let list = definitions.as_array().ok_or_else(|| refused(TOOLS, text, allowed))?;
     if list.is_empty() {
         return Ok(None);
     }
-    if list.len() > TOOLS_MAX {
-        let problem = format!("has {} tools; allowed: at most {TOOLS_MAX}", list.len());
-        return Err(FieldError::new("tools", problem));
-    }
-    let name = |(index, tool): (usize, &Value)| {
+    check_count(list.len())?;
+    let function = |(index, tool): (usize, &Value)| {
         let field = format!("tools[{index}]");
         // serde takes an array for a structure, too.
         if tool.is_array() || tool["function"].is_array() {
@@ -91,107 +92,20 @@ fn offered(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
         let read = Tool::deserialize(tool).map_err(|error| {
             FieldError::new(&field, format!("is no tool: {error}; allowed: {allowed}"))
         })?;
-        let Function { name, strict, .. } = read.function;
+        let Function { name, strict, parameters, .. } = read.function;
         if read.r#type != "function" {
             return Err(refused(&format!("{field}.type"), &tool["type"].to_string(), "function"));
         }
-        if name.is_empty() || name.len() > NAME_BYTES_MAX {
-            let allowed = format!("1 to {NAME_BYTES_MAX} bytes");
-            let given = tool["function"]["name"].to_string();
-            return Err(refused(&format!("{field}.function.name"), &given, &allowed));
-        }
-        if strict == Some(true) {
-            let problem = "is true; nothing holds the arguments to their schema; allowed: false";
-            return Err(FieldError::new(format!("{field}.function.strict"), problem));
-        }
-        Ok(name)
+        check_name(&format!("{field}.function.name"), &name)?;
+        Ok(OfferedFunction {
+            name,
+            parameters,
+            field: format!("{field}.function.parameters"),
+            strict: strict.unwrap_or(false),
+        })
     };
-    let names: Vec<String> = list.iter().enumerate().map(name).collect::<Result<_, _>>()?;
-    Ok(Some(OfferedTools { definitions, names: names.into(), parallel: true }))
-}
-
-/// How calls in the answers of a request are read.
-#[derive(Clone)]
-pub struct CallReading {
-    pub format: ToolFormat,
-    pub names: Arc<[String]>,
-    pub parallel: bool,
-    /// What the ids of calls have in common.
-    pub id: String,
-}
-
-/// A part of an answer.
-#[derive(Debug, PartialEq)]
-pub enum AnswerPiece {
-    Content(String),
-    Call { index: u32, id: String, call: ToolCall },
-}
-
-/// Reads the calls in one answer.
-pub struct CallReader {
-    parser: ToolParser,
-    parallel: bool,
-    id: String,
-    pub calls: u32,
-}
-
-impl CallReader {
-    pub fn new(reading: &CallReading, choice: u32) -> Self {
-        Self {
-            parser: ToolParser::new(reading.format, reading.names.clone()),
-            parallel: reading.parallel,
-            id: format!("{}_{choice}", reading.id),
-            calls: 0,
-        }
-    }
-
-    pub fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
-        let mut pieces = Vec::new();
-        self.parser.push(text, &mut pieces);
-        self.numbered(pieces)
-    }
-
-    /// The rest, and whether the answer ends with calls.
-    pub fn finish(mut self, text: &str) -> (Vec<AnswerPiece>, Calls) {
-        let mut pieces = Vec::new();
-        self.parser.push(text, &mut pieces);
-        self.parser.clone().finish(&mut pieces);
-        let pieces = self.numbered(pieces);
-        let calls = match (self.calls, self.parallel) {
-            (0, _) => Calls::None,
-            (_, true) => Calls::Some,
-            (_, false) => Calls::OnlyOne,
-        };
-        (pieces, calls)
-    }
-
-    /// Where only one call is wanted the answer ends with it.
-    fn numbered(&mut self, pieces: Vec<ToolPiece>) -> Vec<AnswerPiece> {
-        let mut numbered = Vec::with_capacity(pieces.len());
-        for piece in pieces {
-            if self.calls > 0 && !self.parallel {
-                break;
-            }
-            numbered.push(match piece {
-                ToolPiece::Content(text) => AnswerPiece::Content(text),
-                ToolPiece::Call(call) => {
-                    let index = self.calls;
-                    self.calls += 1;
-                    AnswerPiece::Call { index, id: format!("{}_{index}", self.id), call }
-                }
-            });
-        }
-        numbered
-    }
-}
-
-/// What calls an answer has, as far as its end depends on them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Calls {
-    None,
-    Some,
-    /// More were not wanted: the answer ends with the first.
-    OnlyOne,
+    let functions = list.iter().enumerate().map(function).collect::<Result<_, _>>()?;
+    Ok(Some((definitions, functions)))
 }
 
 #[cfg(test)]
@@ -214,9 +128,21 @@ mod tests {
         let tools = json!([tool("f"), tool("g")]);
         let offered = read_body(json!({"tools": tools})).unwrap().unwrap();
         assert_eq!((&offered.definitions, offered.parallel), (&tools, true));
-        assert_eq!(*offered.names, ["f", "g"]);
+        let names: Vec<&str> = offered.functions.iter().map(|one| one.name.as_str()).collect();
+        assert_eq!((names, offered.choice), (vec!["f", "g"], ToolChoice::Auto));
         let one = json!({"tools": tools, "tool_choice": "auto", "parallel_tool_calls": false});
         assert!(!read_body(one).unwrap().unwrap().parallel);
+        let named = json!({"type": "function", "function": {"name": "g"}});
+        for (choice, expected) in
+            [(json!("required"), ToolChoice::Required), (named, ToolChoice::Named("g".into()))]
+        {
+            let body = json!({"tools": tools, "tool_choice": choice});
+            assert_eq!(read_body(body).unwrap().unwrap().choice, expected);
+        }
+        let strict = json!([{"type": "function", "function": {"name": "f", "strict": true,
+            "parameters": {"type": "object"}}}]);
+        let offered = read_body(json!({"tools": strict})).unwrap().unwrap();
+        assert!(offered.functions[0].strict && offered.functions[0].parameters.is_some());
         for body in [
             json!({"tools": tools, "tool_choice": "none"}),
             json!({"tools": [], "tool_choice": "auto"}),
@@ -228,12 +154,21 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_held_to_is_refused_by_name() {
-        let named = json!({"type": "function", "function": {"name": "f"}});
+    fn what_is_no_tool_or_no_choice_is_refused_by_name() {
+        let named = |name: &str| json!({"type": "function", "function": {"name": name}});
+        let with = |choice: Value| json!({"tools": [tool("f")], "tool_choice": choice});
         for (body, words) in [
-            (json!({"tool_choice": "required"}), "tool_choice is \"required\"; it demands a call"),
-            (json!({"tool_choice": named}), "it demands a call"),
-            (json!({"tool_choice": "any"}), "tool_choice is \"any\"; allowed: auto or none"),
+            (
+                json!({"tool_choice": "required"}),
+                "tool_choice demands a call; allowed: only with tools",
+            ),
+            (json!({"tool_choice": named("f")}), "tool_choice is \"f\"; allowed: the name of a"),
+            (with(named("g")), "tool_choice is \"g\"; allowed: the name of a function in tools"),
+            (with(json!("any")), "tool_choice is \"any\"; allowed: auto, none, required"),
+            (with(json!({"type": "function"})), "tool_choice is {\"type\":\"function\"}; allowed"),
+            (with(json!({"type": "x", "function": {"name": "f"}})), "tool_choice is {\"type\":"),
+            (with(json!({"type": "function", "function": ["f"]})), "tool_choice is {\"type\":"),
+            (with(json!(7)), "tool_choice is 7"),
             (json!({"tools": {}}), "tools is {}"),
             (
                 json!({"tools": [{"type": "function"}]}),
@@ -247,37 +182,13 @@ mod tests {
                 "tools[0].type is \"retrieval\"; allowed: function",
             ),
             (
-                json!({"tools": [{"type": "function", "function": {"name": "f", "strict": true}}]}),
-                "tools[0].function.strict is true",
+                json!({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}),
+                "tools[0] is no tool: invalid type",
             ),
             (json!({"parallel_tool_calls": 1}), "parallel_tool_calls is 1"),
         ] {
             let said = read_body(body).unwrap_err();
             assert!(said.contains(words), "{said}");
         }
-    }
-
-    #[test]
-    fn where_one_call_is_wanted_the_answer_ends_with_it() {
-        let text = "a <tool_call>{\"name\": \"f\"}</tool_call> b <tool_call>{\"name\": \"f\"}</tool_call> c";
-        let read = |parallel| {
-            let names = Arc::new(["f".to_owned()]);
-            let id = "call_1".to_owned();
-            let reading = CallReading { format: ToolFormat::Hermes, names, parallel, id };
-            let mut reader = CallReader::new(&reading, 2);
-            let mut pieces = reader.push(&text[..40]);
-            let (rest, calls) = reader.finish(&text[40..]);
-            pieces.extend(rest);
-            (pieces, calls)
-        };
-        let content = |text: &str| AnswerPiece::Content(text.into());
-        let call = |index| AnswerPiece::Call {
-            index,
-            id: format!("call_1_2_{index}"),
-            call: ToolCall { name: "f".into(), arguments: "{}".into() },
-        };
-        assert_eq!(read(false), (vec![content("a"), call(0)], Calls::OnlyOne));
-        let all = vec![content("a"), call(0), content(" b"), call(1), content(" c")];
-        assert_eq!(read(true), (all, Calls::Some));
     }
 }

@@ -161,7 +161,9 @@ impl Attempt {
                     self.figures.transfer_us = event.transfer_us;
                 }
                 match event.reason() {
-                    FinishReason::Unspecified => violation("it finished without a reason"),
+                    FinishReason::Unspecified | FinishReason::ToolCalls => {
+                        violation("it finished without a reason")
+                    }
                     reason => vec![Next::Finish(reason)],
                 }
             }
@@ -218,7 +220,7 @@ impl Attempt {
             (Prefill::Reading, Some(token)) if event.first_index == self.first_index => {
                 self.saw_cached(event.cached_tokens);
                 return match (finish, self.decode) {
-                    (Some(FinishReason::Unspecified), _) => {
+                    (Some(FinishReason::Unspecified | FinishReason::ToolCalls), _) => {
                         self.prefill_failed(violation("it finished without a reason".into()))
                     }
                     (Some(reason), _) => {

@@ -138,6 +138,7 @@ impl<'a> Journey<'a> {
             computes_prompt: alone,
             prefix: &self.spec.prefix,
             identity: self.identity.as_ref(),
+            grammar_version: self.plan.grammar_version,
             exclude: self.recovery.avoid_decode(),
         };
         let decode = self.front.nodes.pick(&wanted)?;

@@ -14,6 +14,7 @@ use crate::{
     models::ServedModel,
     record::RequestRecord,
     request::{
+        asked_grammar::AskedGrammar,
         cache_salt::{Tenant, salt_for_nodes},
         field_error::FieldError,
         ids::{NoRandomness, RequestId, mint_seed},
@@ -48,6 +49,8 @@ pub struct RequestPlan {
     pub answer: AnswerPlan,
     /// What every answer must match.
     pub grammar: Option<Grammar>,
+    /// What nodes must know to hold an answer to it; 0 for none.
+    pub grammar_version: u32,
     pub cache_salt: String,
     pub limits: ModelLimits,
     pub deadline: Deadline,
@@ -96,12 +99,16 @@ pub async fn prepare(
     let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
     let limits = front.nodes.serving(&model.name).limits.ok_or(none)?;
 
+    let grammar_version = options.grammar.as_ref().map_or(0, AskedGrammar::version);
     let grammar = match options.grammar.take() {
         Some(asked) => {
             let check = model.text.check_grammar(&asked);
             tokio::time::timeout_at(deadline.at, check)
                 .await
                 .map_err(|_| RequestError::Deadline { timeout: deadline.timeout })??;
+            if front.nodes.grammar_version(&model.name) < grammar_version {
+                return Err(RequestError::NoGrammar { field: asked.field });
+            }
             Some(asked.for_nodes())
         }
         None => None,
@@ -155,7 +162,16 @@ pub async fn prepare(
         shown_tokens: asked.shown_tokens,
     };
     let request_id = asked.request_id;
-    let plan = RequestPlan { request_id, model, answer, grammar, cache_salt, limits, deadline };
+    let plan = RequestPlan {
+        request_id,
+        model,
+        answer,
+        grammar,
+        grammar_version,
+        cache_salt,
+        limits,
+        deadline,
+    };
     Ok(Prepared { plan, answers, prompts, admitted })
 }
 

@@ -115,6 +115,13 @@ impl Nodes {
         }
     }
 
+    /// Newest version of grammars that a decode node of this model holds answers to; 0 for none.
+    pub fn grammar_version(&self, model: &str) -> u32 {
+        let directory = self.directory();
+        let records = directory.serving(Role::Decode).filter(|record| record.model == model);
+        records.map(|record| record.grammar_version).max().unwrap_or(0)
+    }
+
     /// What the keys of cached blocks depend on, for every kind of node of this model that can be
     /// picked now.
     pub fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {

@@ -8,3 +8,4 @@ pub mod ids;
 pub mod options;
 pub mod text_workers;
 pub mod tokenising;
+pub mod tools;

@@ -4,7 +4,7 @@
 use std::sync::{Arc, OnceLock};
 
 use cluster::{CacheIdentity, PrefixKeys};
-use grammar::{Compiler, Grammar};
+use grammar::Compiler;
 use serde_json::Value;
 use text::{
     ChatTemplate, EncodeError, ModelText, RenderRequest, SamplingDefaults, SpecialTokens,
@@ -156,16 +156,15 @@ impl TextWorkers {
     /// Refuses a grammar that no node could follow, by its field.
     pub async fn check_grammar(&self, asked: &AskedGrammar) -> Result<(), RequestError> {
         let (asked, grammars) = (asked.clone(), self.grammars.clone());
-        let text_bytes = match &asked.grammar {
-            Grammar::JsonSchema(text) | Grammar::Regex(text) => text.len(),
-        };
+        let idle_bytes = asked.idle.as_ref().map_or(0, |idle| idle.grammar.bytes());
+        let text_bytes = asked.grammar.bytes() + idle_bytes;
         // However short, compiling is not for the threads that serve streams.
         self.work(text_bytes.max(INLINE_BYTES_MAX + 1), move |_| {
             let compiler = grammars.get_or_init(Compiler::for_bytes);
-            compiler
-                .compile(&asked.grammar)
-                .map(|_| ())
-                .map_err(|error| FieldError::new(asked.field, error.to_string()).into())
+            for asked in [Some(&asked), asked.idle.as_deref()].into_iter().flatten() {
+                compiler.check(&asked.grammar).map_err(|error| asked.refused(&error))?;
+            }
+            Ok(())
         })
         .await
     }

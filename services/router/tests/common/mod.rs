@@ -39,7 +39,7 @@ pub fn settings() -> RouterSettings {
     }
 }
 
-fn model_path() -> PathBuf {
+pub fn model_path() -> PathBuf {
     let path = match std::env::var_os("BATON_TEST_MODEL") {
         Some(path) => PathBuf::from(path),
         None => PathBuf::from(env!("CARGO_MANIFEST_DIR"))

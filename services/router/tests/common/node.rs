@@ -5,7 +5,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::{Duration, Instant},
@@ -81,6 +81,7 @@ pub struct State {
     load: watch::Sender<NodeLoad>,
     /// Events that the next delta leaves out.
     skip: AtomicU64,
+    grammar_version: AtomicU32,
     /// How often somebody began to observe.
     observed: AtomicUsize,
 }
@@ -373,6 +374,7 @@ impl State {
             sequence_tokens_max: SEQUENCE_MAX,
             block_count: 1000,
             vocabulary_size: VOCABULARY,
+            grammar_version: self.grammar_version.load(Ordering::SeqCst),
         }
     }
 }
@@ -428,6 +430,7 @@ impl ScriptedNode {
             pace: Mutex::new(Duration::from_millis(1)),
             calls: Mutex::new(vec![]),
             open: AtomicUsize::new(0),
+            grammar_version: AtomicU32::new(2),
             load: watch::Sender::new(NodeLoad::default()),
             skip: AtomicU64::new(0),
             observed: AtomicUsize::new(0),
@@ -467,6 +470,11 @@ impl ScriptedNode {
     /// One for each call; the last stays.
     pub fn behave_in_turn(&self, behaviours: Vec<Behaviour>) {
         *self.state.behaviours.lock().unwrap() = behaviours;
+    }
+
+    /// What its record says of grammars, to routers that observe it from now on.
+    pub fn announce_grammars(&self, version: u32) {
+        self.state.grammar_version.store(version, Ordering::SeqCst);
     }
 
     pub fn answer_with(&self, tokens: &[u32]) {

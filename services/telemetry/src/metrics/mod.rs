@@ -47,6 +47,10 @@ const TOKENS: [f64; 11] =
 const STEP_SECONDS: [f64; 13] =
     [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];
 
+/// Seconds of one mask, for which other rows wait: from ten microseconds on.
+const MASK_SECONDS: [f64; 12] =
+    [0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05];
+
 /// Owns the readers.
 pub(crate) struct Meters {
     provider: SdkMeterProvider,

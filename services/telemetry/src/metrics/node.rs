@@ -7,7 +7,7 @@ use opentelemetry::{
     metrics::{Counter, Gauge, Histogram},
 };
 
-use super::{FIRST_TOKEN_SECONDS, Metrics, STEP_SECONDS};
+use super::{FIRST_TOKEN_SECONDS, MASK_SECONDS, Metrics, STEP_SECONDS};
 
 /// How a sequence ended at this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,6 +96,8 @@ pub struct NodeMetrics {
     pending_prompt_tokens: Gauge<u64>,
     blocks: Gauge<u64>,
     kv_cache_usage: Gauge<f64>,
+    mask_duration: Histogram<f64>,
+    grammar_compile_duration: Histogram<f64>,
     step_duration: Histogram<f64>,
     steps: Counter<u64>,
     step_rows: Counter<u64>,
@@ -113,6 +115,12 @@ pub struct NodeMetrics {
     transfers: Counter<u64>,
     transfer_bytes: Counter<u64>,
     transfer_duration: Histogram<f64>,
+}
+
+impl std::fmt::Debug for NodeMetrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NodeMetrics").field("model", &self.model).finish_non_exhaustive()
+    }
 }
 
 impl NodeMetrics {
@@ -145,6 +153,16 @@ impl NodeMetrics {
                 .f64_gauge("baton.kv_cache_usage")
                 .with_description("Held and reserved blocks as a fraction of all")
                 .build(),
+            mask_duration: seconds(
+                "baton.grammar.mask.duration",
+                "Time to find out which tokens a grammar allows next",
+                &MASK_SECONDS,
+            ),
+            grammar_compile_duration: seconds(
+                "baton.grammar.compile.duration",
+                "Time to compile a grammar, its first mask included",
+                &STEP_SECONDS,
+            ),
             step_duration: seconds("baton.step.duration", "Time of one forward", &STEP_SECONDS),
             steps: counter("baton.steps", "Forwards"),
             step_rows: counter("baton.step.rows", "Rows over all forwards"),
@@ -216,6 +234,17 @@ impl NodeMetrics {
         self.steps.add(1, model);
         self.step_rows.add(rows as u64, model);
         self.step_tokens.add(tokens, model);
+    }
+
+    /// The mask of one token was computed, or could not be, in this time.
+    pub fn mask_computed(&self, took: Duration) {
+        self.mask_duration.record(took.as_secs_f64(), std::slice::from_ref(&self.model));
+    }
+
+    /// A grammar was compiled, or refused, in this time.
+    pub fn grammar_compiled(&self, took: Duration) {
+        let model = std::slice::from_ref(&self.model);
+        self.grammar_compile_duration.record(took.as_secs_f64(), model);
     }
 
     /// A sequence entered its first step, so long after its arrival.

@@ -26,6 +26,20 @@ pub enum ToolFormat {
     Llama3,
 }
 
+/// A call is `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallWriting {
+    pub before_name: &'static str,
+    pub before_arguments: &'static str,
+    pub behind_arguments: &'static str,
+    /// Between two calls.
+    pub between: &'static str,
+    /// In text, what a call stands behind, or begins with.
+    pub mark: &'static str,
+    /// A regular expression for how an answer begins that is a call without the mark.
+    pub never_begins: Option<&'static str>,
+}
+
 impl ToolFormat {
     /// What a chat template asks the model to write, as far as that is known here.
     pub(crate) fn of_template(source: &str, tokenizer: &Tokenizer) -> Option<Self> {
@@ -43,6 +57,34 @@ impl ToolFormat {
         match self {
             Self::Hermes => (CALL_START, Some(CALL_END)),
             Self::Llama3 => (PYTHON_TAG, None),
+        }
+    }
+
+    /// Whether this is a mark of any format.
+    pub fn is_mark(text: &[u8]) -> bool {
+        [PYTHON_TAG, CALL_START, CALL_END].iter().any(|mark| mark.as_bytes() == text)
+    }
+
+    /// How a call is written by a model that must write it just so.
+    pub fn writing(self) -> CallWriting {
+        match self {
+            Self::Hermes => CallWriting {
+                before_name: "<tool_call>\n{\"name\": ",
+                before_arguments: ", \"arguments\": ",
+                behind_arguments: "}\n</tool_call>",
+                between: "\n",
+                mark: CALL_START,
+                never_begins: None,
+            },
+            Self::Llama3 => CallWriting {
+                before_name: "{\"name\": ",
+                before_arguments: ", \"parameters\": ",
+                behind_arguments: "}",
+                between: "; ",
+                mark: PYTHON_TAG,
+                // What [`ToolParser`] may take for a call, and is not written as above.
+                never_begins: Some(r#"\s*\{\s*"(name|parameters|arguments|type|id)""#),
+            },
         }
     }
 

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    http::tools::{NAME_BYTES_MAX, TOOLS_MAX},
+    request::tools::{NAME_BYTES_MAX, TOOLS_MAX},
     request::{
         cache_salt::CACHE_SALT_BYTES_MAX,
         options::{
@@ -222,10 +222,16 @@ fn conversation() -> Vec<Field> {
         ),
         (
             "tool_choice",
-            json!({"enum": ["auto", "none"]}),
-            "Whether functions may be called; auto unless given. A call cannot be demanded.",
+            tool_choice(),
+            "Whether functions may be called; auto unless given. Where a call is demanded the answer is \
+             calls alone, whose arguments match their schemas; of a named function it is one call, and \
+             `finish_reason` is `stop`.",
         ),
-        ("parallel_tool_calls", boolean(), "With false the answer ends with its first call."),
+        (
+            "parallel_tool_calls",
+            boolean(),
+            "With false the answer ends with its first call; true unless given.",
+        ),
     ]
 }
 
@@ -309,8 +315,9 @@ fn tool() -> Value {
             "name": {"type": "string", "minLength": 1, "maxLength": NAME_BYTES_MAX},
             "description": {"type": ["string", "null"]},
             "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
-            "strict": {"enum": [false, null],
-                "description": "Nothing holds the arguments to their schema."},
+            "strict": {"type": ["boolean", "null"],
+                "description": "With true a call's arguments match their schema, also where the model \
+                                decides whether it calls."},
         },
     });
     json!({
@@ -318,6 +325,16 @@ fn tool() -> Value {
         "required": ["type", "function"],
         "properties": {"type": {"const": "function"}, "function": function},
     })
+}
+
+fn tool_choice() -> Value {
+    let function = json!({"type": "object", "required": ["name"],
+        "properties": {"name": {"type": "string"}}});
+    json!({"anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        {"type": "object", "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": function}},
+    ]})
 }
 
 fn message() -> Value {

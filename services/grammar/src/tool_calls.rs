@@ -1,0 +1,210 @@
+//! Answers that call functions: how calls are written, what else an answer may be, and the grammar
+//! that follows.
+
+use std::fmt::Write as _;
+
+use llguidance::{
+    api::{GrammarWithLexer, TopLevelGrammar},
+    regex_to_lark,
+};
+use regex_syntax::escape;
+
+use crate::{
+    error::GrammarError,
+    limits::{NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, WRITING_BYTES_MAX},
+    source::{Grammar, check_regex, parsed_schema},
+};
+
+/// Any JSON object.
+const ANY_ARGUMENTS: &str = r#"{"type":"object"}"#;
+
+/// Calls of functions, and what else the answer may be.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ToolCalls {
+    pub writing: CallWriting,
+    /// Functions that may be called; at least one.
+    pub tools: Vec<CallableTool>,
+    /// More than one call an answer.
+    pub several: bool,
+    pub otherwise: Otherwise,
+}
+
+/// How a model writes a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct CallWriting {
+    pub before_name: String,
+    pub before_arguments: String,
+    pub behind_arguments: String,
+    /// Between two calls.
+    pub between: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct CallableTool {
+    pub name: String,
+    /// The text of a JSON schema that the arguments match; `None`: any object will do.
+    pub arguments: Option<String>,
+}
+
+/// What an answer may be instead of calls.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Otherwise {
+    /// Nothing: it must call.
+    Nothing,
+    /// Any text, which calls may follow.
+    Text(Prose),
+    /// What matches this, and is not [`ToolCalls`] itself.
+    Answer(Box<Grammar>),
+}
+
+/// Text beside calls.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Prose {
+    /// Behind it a call follows. Where a call's writing begins with it, calls need it and text may
+    /// stand between them; else calls may also be the whole answer.
+    pub mark: String,
+    /// Text does not begin like this expression, which is how calls begin that are the whole answer.
+    pub never_begins: Option<String>,
+}
+
+impl ToolCalls {
+    pub(crate) fn parsed(&self) -> Result<TopLevelGrammar, GrammarError> {
+        self.check()?;
+        let mut grammars = vec![GrammarWithLexer::from_lark(self.lark()?)];
+        for (index, tool) in self.tools.iter().enumerate() {
+            let schema = parsed_schema(tool.arguments.as_deref().unwrap_or(ANY_ARGUMENTS))
+                .map_err(|error| error.in_tool(index))?;
+            grammars.push(GrammarWithLexer {
+                name: Some(format!("arguments_{index}")),
+                ..GrammarWithLexer::from_json_schema(schema)
+            });
+        }
+        if let Otherwise::Answer(answer) = &self.otherwise {
+            let answer = answer.parsed()?.grammars.into_iter().next();
+            grammars.extend(
+                answer.map(|answer| GrammarWithLexer { name: Some("answer".to_owned()), ..answer }),
+            );
+        }
+        Ok(TopLevelGrammar { grammars, max_tokens: None })
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        let tool_bytes =
+            |tool: &CallableTool| tool.name.len() + tool.arguments.as_ref().map_or(0, String::len);
+        let answer_bytes = match &self.otherwise {
+            Otherwise::Answer(answer) => answer.bytes(),
+            Otherwise::Nothing | Otherwise::Text(_) => 0,
+        };
+        self.tools.iter().map(tool_bytes).sum::<usize>() + answer_bytes
+    }
+
+    /// The grammar of one tool's arguments alone, to find out which of several cannot be followed.
+    pub(crate) fn arguments_alone(&self) -> impl Iterator<Item = (usize, Grammar)> {
+        let schemas = self.tools.iter().enumerate();
+        schemas
+            .filter_map(|(index, tool)| Some((index, Grammar::JsonSchema(tool.arguments.clone()?))))
+    }
+
+    fn check(&self) -> Result<(), GrammarError> {
+        let count = self.tools.len();
+        if count == 0 || count > TOOLS_MAX {
+            return Err(GrammarError::ToolCount { count, max: TOOLS_MAX });
+        }
+        let bytes = self.bytes();
+        if bytes > TOOLS_BYTES_MAX {
+            return Err(GrammarError::ToolsTooLong { bytes, max: TOOLS_BYTES_MAX });
+        }
+        for (index, tool) in self.tools.iter().enumerate() {
+            let bytes = tool.name.len();
+            if bytes == 0 || bytes > NAME_BYTES_MAX {
+                return Err(GrammarError::Name { bytes, max: NAME_BYTES_MAX }.in_tool(index));
+            }
+        }
+        let CallWriting { before_name, before_arguments, behind_arguments, between } =
+            &self.writing;
+        let mut parts = vec![before_name, before_arguments, behind_arguments, between];
+        if let Otherwise::Text(prose) = &self.otherwise {
+            parts.push(&prose.mark);
+            if prose.mark.is_empty() {
+                return Err(GrammarError::Writing { reason: "the mark of calls is empty" });
+            }
+            prose.never_begins.as_deref().map_or(Ok(()), check_regex)?;
+        }
+        if parts.iter().any(|part| part.len() > WRITING_BYTES_MAX) {
+            return Err(GrammarError::Writing { reason: "what surrounds calls is too long" });
+        }
+        match &self.otherwise {
+            Otherwise::Answer(answer) if matches!(**answer, Grammar::ToolCalls(_)) => {
+                Err(GrammarError::Writing { reason: "calls instead of calls" })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// In llguidance's dialect of Lark. Everything of the client's is quoted or in a grammar of its
+    /// own.
+    fn lark(&self) -> Result<String, GrammarError> {
+        let CallWriting { before_name, before_arguments, behind_arguments, between } =
+            &self.writing;
+        let calls = match self.several {
+            true => format!("calls: call ({} call)*", quoted(between)),
+            false => "calls: call".to_owned(),
+        };
+        let call = format!("call: {} function_call", quoted(before_name));
+        let function_call = format!("function_call: function {}", quoted(behind_arguments));
+        let functions: Vec<String> = (self.tools.iter().enumerate())
+            .map(|(index, tool)| {
+                // With the name's quotes in the same lexeme, no name is the beginning of another.
+                let name = serde_json::Value::from(tool.name.as_str()).to_string();
+                format!("{} @arguments_{index}", quoted(&format!("{name}{before_arguments}")))
+            })
+            .collect();
+        let function = format!("function: {}", functions.join("\n | "));
+        let mut lark = [calls, call, function_call, function].join("\n");
+        let start = match &self.otherwise {
+            Otherwise::Nothing => "start: calls".to_owned(),
+            Otherwise::Answer(_) => "start: calls | @answer".to_owned(),
+            Otherwise::Text(prose) => self.prose(prose, &mut lark)?,
+        };
+        write!(lark, "\n{start}\n").expect("a string takes everything");
+        Ok(lark)
+    }
+
+    /// The rule of an answer that may be text; appends the rules that it needs.
+    fn prose(&self, prose: &Prose, lark: &mut String) -> Result<String, GrammarError> {
+        let mark = escape(&prose.mark);
+        let any = r"(.|\n)*";
+        let begins = match &prose.never_begins {
+            None => String::new(),
+            Some(expression) => {
+                format!(" & ~/{}/", regex_to_lark(&format!("({expression}){any}"), ""))
+            }
+        };
+        let with_mark = regex_to_lark(&format!("{any}{mark}{any}"), "");
+        let up_to_mark = regex_to_lark(&format!("{any}{mark}"), "");
+        let rules = format!(
+            "\nTEXT: /{any}/ & ~/{with_mark}/{begins}\n\
+             TEXT_AND_MARK: /{up_to_mark}/{begins}\n\
+             marked[lazy]: TEXT_AND_MARK\n"
+        );
+        lark.push_str(&rules);
+        match self.writing.before_name.strip_prefix(&prose.mark) {
+            // The mark is the call's beginning: any text may stand between calls.
+            Some(rest) => {
+                let marked_call = format!("marked_call: marked {} function_call", quoted(rest));
+                lark.push_str(&marked_call);
+                Ok(match self.several {
+                    true => "start: marked_call* TEXT",
+                    false => "start: marked_call | TEXT",
+                }
+                .to_owned())
+            }
+            None => Ok("start: calls | marked calls | TEXT".to_owned()),
+        }
+    }
+}
+
+/// As a string of Lark, which is one of JSON.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}

@@ -1,0 +1,154 @@
+//! Grammars that are made to cost much: each ends as a matcher or as a typed error, and what follows
+//! one is bounded, too.
+
+use std::time::{Duration, Instant};
+
+use grammar::{Compiler, Grammar, GrammarError, MatchError, Token};
+use serde_json::{Map, Value, json};
+
+/// Of a loaded machine; an idle one takes a hundredth.
+const WITHIN: Duration = Duration::from_secs(60);
+
+fn many(count: usize, of: impl Fn(usize) -> (String, Value)) -> Value {
+    (0..count).map(of).collect::<Map<_, _>>().into()
+}
+
+/// Each definition is made of several of the next.
+fn laughs(keyword: &str) -> Value {
+    let mut definitions = many(20, |level| {
+        let next = json!({"$ref": format!("#/$defs/d{}", level + 1)});
+        (format!("d{level}"), json!({keyword: vec![next; 10]}))
+    });
+    definitions["d20"] = json!({"type": "object", "properties": {"a": {"type": "string"}}});
+    json!({"$ref": "#/$defs/d0", "$defs": definitions})
+}
+
+#[test]
+fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
+    let compiler = Compiler::for_bytes();
+    let text = json!({"type": "string"});
+    let options = |name: &str| {
+        let one = |index| json!({"type": "object", "properties": {format!("{name}{index}"): text}});
+        json!({"anyOf": (0..25).map(one).collect::<Vec<_>>()})
+    };
+    let cross: Vec<Value> = ["a", "b", "c", "d", "e"].into_iter().map(options).collect();
+    let lists = (0..8).fold(
+        json!({"type": "integer"}),
+        |inner, _| json!({"type": "array", "items": inner, "minItems": 100}),
+    );
+    let wide = |count| json!({"type": "object", "properties": many(count, |i| (format!("k{i}"), text.clone()))});
+    let patterns = many(300, |i| (format!("^a{i}.*(x|y){{0,50}}"), text.clone()));
+    let taken = "";
+    for (schema, words) in [
+        (json!({"type": "array", "minItems": 1_000_000_000}), taken),
+        (json!({"type": "array", "maxItems": 4_000_000_000_u64}), taken),
+        (lists, taken),
+        (json!({"type": "string", "maxLength": 1_000_000_000}), taken),
+        (json!({"type": "string", "minLength": 10_000_000}), taken),
+        (json!({"type": "string", "maxLength": 1e20}), "cannot be followed: Expected positive"),
+        (json!({"type": "object", "minProperties": 1_000_000}), taken),
+        (
+            json!({"enum": (0..1001).collect::<Vec<_>>()}),
+            "has 1001 values in enums; allowed: at most 1000",
+        ),
+        (json!({"enum": (0..1000).collect::<Vec<_>>()}), taken),
+        (wide(1000), taken),
+        (wide(1001), "has 1001 properties; allowed: at most 1000"),
+        (
+            json!({"anyOf": vec![json!({"type": "null"}); 501]}),
+            "has 501 parts in anyOf, oneOf and allOf",
+        ),
+        (json!({"type": "array", "items": {"$ref": "#"}}), taken),
+        (json!({"$ref": "#"}), "cannot be followed: it allows no answer"),
+        (
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+            "cannot be followed: it allows no answer",
+        ),
+        (
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}),
+            "cannot be followed: it allows no answer",
+        ),
+        (json!({"$ref": "https://example.com/a"}), "cannot be followed: Only absolute"),
+        (json!({"$ref": "file:///etc/passwd"}), "cannot be followed: Only absolute"),
+        (laughs("allOf"), taken),
+        (laughs("anyOf"), taken),
+        (laughs("oneOf"), "cannot be followed: oneOf"),
+        (json!({"allOf": cross}), "cannot be followed: schema too large"),
+        (json!({"type": "string", "pattern": "((a{100}){100}){100}"}), taken),
+        (json!({"type": "string", "pattern": "^(a+)+$"}), taken),
+        (json!({"type": "string", "pattern": "(a|b)*a(a|b){1000}"}), taken),
+        (json!({"type": "object", "patternProperties": patterns}), "cannot be followed"),
+        (
+            json!({"type": "integer", "multipleOf": 999_999_937}),
+            "has multipleOf 999999937; allowed",
+        ),
+        (
+            json!({"type": "number", "multipleOf": 4294.967295}),
+            "has multipleOf 4294.967295; allowed",
+        ),
+        (json!({"type": "number", "multipleOf": 1e-300}), "has multipleOf 1e-300; allowed"),
+        (json!({"type": "number", "multipleOf": 0.01}), taken),
+        (json!({"const": {"enum": vec![7; 2000]}}), taken),
+    ] {
+        let text = schema.to_string();
+        let started = Instant::now();
+        let checked = compiler.check(&Grammar::JsonSchema(text.clone()));
+        assert!(started.elapsed() < WITHIN, "{text:.200}: {:?}", started.elapsed());
+        match checked {
+            Ok(()) => assert_eq!(words, taken, "{text:.200}"),
+            Err(error) => {
+                let error = error.to_string();
+                assert!(!words.is_empty() && error.starts_with(words), "{text:.200}: {error}");
+                assert!(error.len() < 400, "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn expressions_that_cost_much_are_taken_or_refused_in_bounded_time() {
+    let compiler = Compiler::for_bytes();
+    for expression in [
+        "((a|b|c|d|e)*(a|b|c|d|e)*){0,20}x",
+        "(.{0,300}){3}z",
+        "(a{1000}){1000}",
+        "((a*)*)*b",
+        "(a|b)*a(a|b){1000}",
+        r"\p{L}{1000}",
+        r"(\w{1,100}){1,100}",
+        "[^a]{10000}",
+        "(?:a?){5000}a{5000}",
+    ] {
+        let started = Instant::now();
+        assert_eq!(compiler.check(&Grammar::Regex(expression.into())), Ok(()), "{expression}");
+        assert!(started.elapsed() < WITHIN, "{expression}");
+    }
+}
+
+/// As many states as there are strings of two letters before it: each token is one of its own.
+#[test]
+fn a_mask_beyond_its_budget_is_a_typed_error_and_no_mask() {
+    let letters = |length: u32, bits: u32| -> Vec<u8> {
+        (0..length).map(|at| if bits >> at & 1 == 1 { b'a' } else { b'b' }).collect()
+    };
+    let words: Vec<Vec<u8>> = (1..=15)
+        .flat_map(|length| (0..1_u32 << length).map(move |bits| letters(length, bits)))
+        .collect();
+    let compiler = Compiler::new(words.iter().map(|word| Token::Text(word)));
+    let costly = Grammar::Regex("(a|b)*a(a|b){300}".into());
+    let refused = match compiler.compile(&costly) {
+        Err(GrammarError::Unsupported { .. }) => true,
+        Err(other) => panic!("{other}"),
+        Ok(mut matcher) => {
+            let error = matcher.allowed().unwrap_err();
+            assert!(matches!(error, MatchError::TooComplex { .. }), "{error:?}");
+            // Nor is there one afterwards.
+            assert!(matcher.allowed().is_err() && matcher.accept(0).is_err());
+            true
+        }
+    };
+    assert!(refused);
+    // The compiler is as good as before.
+    let mut cheap = compiler.compile(&Grammar::Regex("(ab){1,3}".into())).unwrap();
+    assert!(cheap.allowed().is_ok());
+}

@@ -1,0 +1,263 @@
+//! Calls of functions: what is allowed, and what is not.
+
+use grammar::{
+    CallWriting, CallableTool, Compiler, Grammar, GrammarError, Matcher, Otherwise, Prose, Token,
+    ToolCalls, limits::TOOLS_BYTES_MAX,
+};
+use serde_json::json;
+
+const WORDS: [&str; 13] = [
+    "<tool_call>",
+    "</tool_call>",
+    "{\"",
+    "\": ",
+    "name",
+    "get_",
+    "weather",
+    "\"}",
+    "}}",
+    "}}\n",
+    "; ",
+    "Paris",
+    "<|python_tag|>",
+];
+
+fn compiler() -> Compiler {
+    let bytes: Vec<[u8; 1]> = (0..=255).map(|byte| [byte]).collect();
+    let bytes = bytes.iter().map(|byte| Token::Text(byte));
+    Compiler::new(bytes.chain(WORDS.iter().map(|word| Token::Text(word.as_bytes()))))
+}
+
+fn hermes() -> CallWriting {
+    CallWriting {
+        before_name: "<tool_call>\n{\"name\": ".into(),
+        before_arguments: ", \"arguments\": ".into(),
+        behind_arguments: "}\n</tool_call>".into(),
+        between: "\n".into(),
+    }
+}
+
+fn llama() -> CallWriting {
+    CallWriting {
+        before_name: "{\"name\": ".into(),
+        before_arguments: ", \"parameters\": ".into(),
+        behind_arguments: "}".into(),
+        between: "; ".into(),
+    }
+}
+
+fn tools() -> Vec<CallableTool> {
+    let schema = json!({"type": "object", "properties": {"city": {"enum": ["Paris", "Köln"]}},
+        "required": ["city"], "additionalProperties": false});
+    vec![
+        CallableTool { name: "get".into(), arguments: None },
+        CallableTool { name: "get_weather".into(), arguments: Some(schema.to_string()) },
+        CallableTool {
+            name: "say \"é\\\n".into(),
+            arguments: Some("{\"type\":\"object\"}".into()),
+        },
+    ]
+}
+
+fn calls(writing: CallWriting, several: bool, otherwise: Otherwise) -> Grammar {
+    Grammar::ToolCalls(ToolCalls { writing, tools: tools(), several, otherwise })
+}
+
+fn hermes_prose() -> Otherwise {
+    Otherwise::Text(Prose { mark: "<tool_call>".into(), never_begins: None })
+}
+
+fn llama_prose() -> Otherwise {
+    let never_begins = Some(r#"\s*\{\s*"name""#.to_owned());
+    Otherwise::Text(Prose { mark: "<|python_tag|>".into(), never_begins })
+}
+
+/// Byte by byte: how far it is taken, and whether it may end there.
+fn taken(matcher: &mut Matcher, text: &str) -> (usize, bool) {
+    for (at, byte) in text.bytes().enumerate() {
+        let words = matcher.allowed().unwrap();
+        let is_allowed = words[usize::from(byte) / 32] >> (byte % 32) & 1 == 1;
+        assert_eq!(matcher.clone().accept(u32::from(byte)).is_ok(), is_allowed, "{at} of {text}");
+        if !is_allowed {
+            return (at, false);
+        }
+        matcher.accept(u32::from(byte)).unwrap();
+    }
+    (text.len(), matcher.may_end().unwrap())
+}
+
+#[track_caller]
+fn check(grammar: &Grammar, whole: &[&str], beginnings: &[&str], others: &[&str]) {
+    let matcher = compiler().compile(grammar).unwrap();
+    for text in whole {
+        assert_eq!(taken(&mut matcher.clone(), text), (text.len(), true), "{text}");
+    }
+    for text in beginnings {
+        assert_eq!(taken(&mut matcher.clone(), text), (text.len(), false), "{text}");
+    }
+    for text in others {
+        let (at, ends) = taken(&mut matcher.clone(), text);
+        assert!(at < text.len() && !ends, "{text}: {at}");
+    }
+}
+
+const PARIS: &str =
+    "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Paris\"}}\n</tool_call>";
+const GET: &str = "<tool_call>\n{\"name\": \"get\", \"arguments\": {}}\n</tool_call>";
+
+#[test]
+fn where_a_call_must_be_made_nothing_else_can_be_written() {
+    let any = "<tool_call>\n{\"name\": \"get\", \"arguments\": {\"a\": [1, {\"b\": \"</tool_call>\"}]}}\n</tool_call>";
+    let odd = "<tool_call>\n{\"name\": \"say \\\"é\\\\\\n\", \"arguments\": {}}\n</tool_call>";
+    let koeln = PARIS.replace("Paris", "Köln");
+    let other_city = PARIS.replace("Paris", "Rome");
+    let two = format!("{PARIS}\n{GET}");
+    let others = [
+        "Sure",
+        " ",
+        "{",
+        "<tool_call>{",
+        &other_city,
+        "<tool_call>\n{\"name\": \"got",
+        "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {}",
+        "<tool_call>\n{\"name\": \"get\", \"arguments\": 7",
+        "<tool_call>\n{\"name\": \"get\", \"arguments\": {}}\n</tool_call> so",
+    ];
+    let one = calls(hermes(), false, Otherwise::Nothing);
+    check(&one, &[PARIS, GET, any, odd, &koeln], &["", "<tool_call>\n{\"na"], &others);
+    check(&one, &[], &[], &[&two]);
+    let several = calls(hermes(), true, Otherwise::Nothing);
+    let three = format!("{two}\n{any}");
+    check(&several, &[PARIS, &two, &three], &["", &format!("{PARIS}\n")], &others);
+    let call = "{\"name\": \"get_weather\", \"parameters\": {\"city\":\"Köln\"}}";
+    let two = format!("{call}; {{\"name\": \"get\", \"parameters\": {{}}}}");
+    let several = calls(llama(), true, Otherwise::Nothing);
+    check(&several, &[call, &two], &["", "{\"name\": \"get_w"], &["[", PARIS, "<|python_tag|>"]);
+    check(&calls(llama(), false, Otherwise::Nothing), &[call], &[], &[&two]);
+}
+
+#[test]
+fn one_call_is_complete_where_it_ends() {
+    let grammar = calls(hermes(), false, Otherwise::Nothing);
+    let mut matcher = compiler().compile(&grammar).unwrap();
+    assert_eq!(taken(&mut matcher, PARIS), (PARIS.len(), true));
+    assert!(matcher.is_complete());
+    let mut matcher = compiler().compile(&calls(hermes(), true, Otherwise::Nothing)).unwrap();
+    assert_eq!(taken(&mut matcher, PARIS), (PARIS.len(), true));
+    assert!(!matcher.is_complete());
+}
+
+#[test]
+fn text_is_free_until_a_call_begins() {
+    let texts = ["", "Hello.\n\n<b>", "a <tool_cal", "{\"name\": 7}", "é<", "</tool_call>"];
+    let with_call = format!("I look.\n{PARIS}");
+    let more = format!("{with_call}\nand {GET}\n<done>");
+    let broken = format!("I look.\n{}", PARIS.replace("Paris", "Rome"));
+    let second = format!("{GET} {}", PARIS.replace("Paris", "Rome"));
+    let several = calls(hermes(), true, hermes_prose());
+    let whole: Vec<&str> = texts.into_iter().chain([&*with_call, &more, PARIS]).collect();
+    let begun = ["a <tool_call>", "<tool_call>\n{\"name\": \"get"];
+    check(&several, &whole, &begun, &[&broken, &second, "<tool_call> is", "<tool_call>\n{\"x"]);
+    let one = calls(hermes(), false, hermes_prose());
+    let whole: Vec<&str> = texts.into_iter().chain([&*with_call, PARIS]).collect();
+    check(&one, &whole, &begun, &[&broken, &more, "<tool_call> is"]);
+
+    let call = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Paris\"}}";
+    let wrong = call.replace("Paris", "Rome");
+    let grammar = calls(llama(), true, llama_prose());
+    check(
+        &grammar,
+        &[
+            "",
+            "Hello.",
+            "{\"a\": 1}",
+            " {\"nam\": 1}",
+            call,
+            &format!("{call}; {call}"),
+            &format!("<|python_tag|>{call}"),
+            &format!("Sure. <|python_tag|>{call}; {call}"),
+        ],
+        &["{\"name\": ", "a<|python_tag|>", "<|python_tag|>"],
+        &[
+            &wrong,
+            " {\"name\"",
+            "\n{ \"name\"",
+            &format!("<|python_tag|>{wrong}"),
+            "<|python_tag|>brave",
+            &format!("{call}; and"),
+            &format!("a<|python_tag|>{call} b"),
+        ],
+    );
+}
+
+/// Tokens that reach beyond the mark, or begin it, lead nowhere else.
+#[test]
+fn tokens_of_several_bytes_are_allowed_just_where_their_bytes_are() {
+    let texts = [format!("I look.\n{PARIS}\n{GET} x"), format!("{PARIS}\n{GET}")];
+    for (text, otherwise) in texts.iter().zip([hermes_prose(), Otherwise::Nothing]) {
+        let grammar = calls(hermes(), true, otherwise);
+        let mut matcher = compiler().compile(&grammar).unwrap();
+        for byte in text.bytes() {
+            let words = matcher.allowed().unwrap();
+            for (index, word) in WORDS.iter().enumerate() {
+                let id = 256 + index;
+                let mut by_bytes = matcher.clone();
+                let taken = word.bytes().all(|byte| by_bytes.accept(u32::from(byte)).is_ok());
+                assert_eq!(words[id / 32] >> (id % 32) & 1 == 1, taken, "{word:?} in {text:?}");
+            }
+            matcher.accept(u32::from(byte)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_answer_may_match_a_schema_instead() {
+    let schema = json!({"type": "object", "properties": {"name": {"type": "integer"}},
+        "required": ["name"], "additionalProperties": false});
+    let schema = Otherwise::Answer(Box::new(Grammar::JsonSchema(schema.to_string())));
+    check(
+        &calls(hermes(), true, schema),
+        &[PARIS, "{\"name\": 7}", &format!("{PARIS}\n{GET}")],
+        &["", "{\"name\": 7"],
+        &["7", "Sure", "{\"other\"", &format!("{PARIS}\n{{")],
+    );
+    let regex = Otherwise::Answer(Box::new(Grammar::Regex("yes|no".into())));
+    check(&calls(hermes(), false, regex), &[PARIS, "yes", "no"], &["y"], &["yesno", "maybe"]);
+}
+
+#[test]
+fn what_is_too_much_is_refused_with_its_function() {
+    let refused = |grammar: &Grammar| compiler().compile(grammar).unwrap_err();
+    let with = |arguments: String| {
+        let mut tools = tools();
+        tools[1].arguments = Some(arguments);
+        let otherwise = Otherwise::Nothing;
+        Grammar::ToolCalls(ToolCalls { writing: hermes(), tools, several: true, otherwise })
+    };
+    let deep = format!("{}1{}", "[".repeat(60), "]".repeat(60));
+    for (arguments, words) in [
+        (deep, "function 1: nests 60 deep; allowed: at most 32"),
+        ("{".to_owned(), "function 1: is not a JSON schema"),
+        ("[]".to_owned(), "function 1: is not a JSON schema: [] is not an object"),
+        (json!({"const": "x".repeat(70_000)}).to_string(), "function 1: has 700"),
+        (json!({"type": "strange"}).to_string(), "function 1: cannot be followed"),
+        (json!({"$ref": "https://example.com/x"}).to_string(), "function 1: cannot be followed"),
+    ] {
+        let error = refused(&with(arguments));
+        assert!(matches!(error, GrammarError::InTool { index: 1, .. }), "{error:?}");
+        assert!(error.to_string().starts_with(words), "{error}");
+    }
+    let one = CallableTool {
+        name: "f".into(),
+        arguments: Some(json!({"const": "x".repeat(60_000)}).to_string()),
+    };
+    let many = |count| {
+        let tools = vec![one.clone(); count];
+        let otherwise = Otherwise::Nothing;
+        Grammar::ToolCalls(ToolCalls { writing: hermes(), tools, several: true, otherwise })
+    };
+    assert!(matches!(refused(&many(0)), GrammarError::ToolCount { count: 0, max: 128 }));
+    assert!(matches!(refused(&many(129)), GrammarError::ToolCount { count: 129, .. }));
+    let GrammarError::ToolsTooLong { bytes, max } = refused(&many(5)) else { panic!("long") };
+    assert!(bytes > max && max == TOOLS_BYTES_MAX);
+}

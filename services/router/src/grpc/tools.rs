@@ -1,0 +1,85 @@
+//! Tools as a gRPC request has them, and calls as its answers do.
+
+use proto::v1::{self, ToolChoiceMode, tool_choice::Choice};
+use serde_json::{Map, Value, json};
+
+use crate::request::{
+    field_error::{FieldError, refused},
+    tools::{
+        AnswerPiece, OfferedFunction, OfferedTools, TOOL_CHOICE, ToolChoice, check_count,
+        check_name,
+    },
+};
+
+/// The tools that the answer may call, if any.
+pub fn read(
+    tools: Vec<v1::Tool>,
+    choice: Option<v1::ToolChoice>,
+    parallel: Option<bool>,
+) -> Result<Option<OfferedTools>, FieldError> {
+    check_count(tools.len())?;
+    let (mut definitions, mut functions) = (Vec::new(), Vec::new());
+    for (index, tool) in tools.into_iter().enumerate() {
+        let (definition, function) = offered(index, tool)?;
+        definitions.push(definition);
+        functions.push(function);
+    }
+    let allowed = "a mode, or the name of a function in tools";
+    let choice = match choice.map(|choice| choice.choice) {
+        None => ToolChoice::Auto,
+        Some(Some(Choice::Function(name))) => ToolChoice::Named(name),
+        Some(Some(Choice::Mode(mode))) => match ToolChoiceMode::try_from(mode) {
+            Ok(ToolChoiceMode::Auto) => ToolChoice::Auto,
+            Ok(ToolChoiceMode::Required) => ToolChoice::Required,
+            Ok(ToolChoiceMode::None) => return Ok(None),
+            Ok(ToolChoiceMode::Unspecified) | Err(_) => {
+                let allowed = "1 (auto), 2 (none), 3 (required)";
+                return Err(refused("tool_choice.mode", &mode.to_string(), allowed));
+            }
+        },
+        Some(None) => {
+            return Err(FieldError::new(TOOL_CHOICE, format!("is empty; allowed: {allowed}")));
+        }
+    };
+    OfferedTools::new(definitions.into(), functions, choice, parallel.unwrap_or(true))
+}
+
+/// A tool as templates see it, and what is to be known of it.
+fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), FieldError> {
+    let v1::Tool { name, description, parameters_json, strict } = tool;
+    check_name(&format!("tools[{index}].name"), &name)?;
+    let field = format!("tools[{index}].parameters_json");
+    let parameters: Option<Map<String, Value>> = match parameters_json.as_str() {
+        "" => None,
+        text => Some(
+            serde_json::from_str(text)
+                .map_err(|_| refused(&field, text, "a JSON schema of an object, or nothing"))?,
+        ),
+    };
+    let mut function = json!({"name": name});
+    if !description.is_empty() {
+        function["description"] = description.into();
+    }
+    if let Some(parameters) = &parameters {
+        function["parameters"] = parameters.clone().into();
+    }
+    let definition = json!({"type": "function", "function": function});
+    Ok((definition, OfferedFunction { name, parameters, field, strict }))
+}
+
+/// The text of some parts of an answer, and the calls among them.
+pub fn told(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
+    let (mut text, mut calls) = (String::new(), Vec::new());
+    for piece in pieces {
+        match piece {
+            AnswerPiece::Content(content) => text.push_str(&content),
+            AnswerPiece::Call { index, id, call } => calls.push(v1::ToolCall {
+                index,
+                id,
+                name: call.name,
+                arguments_json: call.arguments,
+            }),
+        }
+    }
+    (text, calls)
+}

@@ -1,0 +1,360 @@
+//! Tools: what a request offers, what its answers are held to, and the calls in them.
+//!
+//! Where the model may decide and no function is strict, nothing holds it: calls are found in what it
+//! writes. Else a grammar does ([`OfferedTools::grammar`]): where a call is demanded the answer is
+//! calls alone, and else it is text until a call begins.
+
+use std::sync::Arc;
+
+pub use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
+use grammar::{CallWriting, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
+use proto::v1::FinishReason;
+use serde_json::{Map, Value, json};
+use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
+
+use super::{
+    asked_grammar::{AskedGrammar, FunctionField},
+    field_error::{FieldError, refused},
+};
+use crate::{generation::RequestError, journey::Asked};
+
+/// Tools that may be called.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OfferedTools {
+    /// As OpenAI's API has them, for the template.
+    pub definitions: Value,
+    pub functions: Vec<OfferedFunction>,
+    pub choice: ToolChoice,
+    /// More than one call an answer.
+    pub parallel: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct OfferedFunction {
+    pub name: String,
+    /// A JSON schema; none is that of no arguments.
+    pub parameters: Option<Map<String, Value>>,
+    /// Where they stand.
+    pub field: String,
+    /// Its arguments match the schema whether or not a call is demanded.
+    pub strict: bool,
+}
+
+/// Which call is wanted. That none is wanted is no offer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToolChoice {
+    Auto,
+    /// One at least.
+    Required,
+    /// One, of this function.
+    Named(String),
+}
+
+/// Names of the fields, for refusals.
+pub const TOOLS: &str = "tools";
+pub const TOOL_CHOICE: &str = "tool_choice";
+
+/// Checks how many there are.
+pub fn check_count(count: usize) -> Result<(), FieldError> {
+    if count > TOOLS_MAX {
+        let problem = format!("has {count} tools; allowed: at most {TOOLS_MAX}");
+        return Err(FieldError::new(TOOLS, problem));
+    }
+    Ok(())
+}
+
+/// Checks the length of a function's name.
+pub fn check_name(field: &str, name: &str) -> Result<(), FieldError> {
+    if name.is_empty() || name.len() > NAME_BYTES_MAX {
+        let allowed = format!("1 to {NAME_BYTES_MAX} bytes");
+        return Err(refused(field, &json!(name).to_string(), &allowed));
+    }
+    Ok(())
+}
+
+impl OfferedTools {
+    /// The offer, unless there is none; what is demanded must be there.
+    pub fn new(
+        definitions: Value,
+        functions: Vec<OfferedFunction>,
+        choice: ToolChoice,
+        parallel: bool,
+    ) -> Result<Option<Self>, FieldError> {
+        match &choice {
+            ToolChoice::Auto if functions.is_empty() => return Ok(None),
+            ToolChoice::Auto => {}
+            ToolChoice::Required if functions.is_empty() => {
+                let problem = "demands a call; allowed: only with tools";
+                return Err(FieldError::new(TOOL_CHOICE, problem));
+            }
+            ToolChoice::Required => {}
+            ToolChoice::Named(name) => {
+                if !functions.iter().any(|function| function.name == *name) {
+                    let allowed = "the name of a function in tools";
+                    return Err(refused(TOOL_CHOICE, &json!(name).to_string(), allowed));
+                }
+            }
+        }
+        Ok(Some(Self { definitions, functions, choice, parallel }))
+    }
+
+    /// Functions that the answer may call.
+    fn callable(&self) -> impl Iterator<Item = &OfferedFunction> {
+        self.functions.iter().filter(|function| match &self.choice {
+            ToolChoice::Named(name) => function.name == *name,
+            ToolChoice::Auto | ToolChoice::Required => true,
+        })
+    }
+
+    /// What the answer is held to; `content` is what was asked for its text.
+    fn grammar(
+        &self,
+        format: ToolFormat,
+        content: Option<AskedGrammar>,
+    ) -> Result<Option<AskedGrammar>, FieldError> {
+        let is_strict = self.functions.iter().any(|function| function.strict);
+        if self.choice == ToolChoice::Auto && content.is_none() && !is_strict {
+            return Ok(None);
+        }
+        let is_auto = self.choice == ToolChoice::Auto;
+        let mut tools = Vec::new();
+        let mut fields = Vec::new();
+        for function in self.callable() {
+            // Where the model decides it is held to what was promised, and to no more.
+            let is_held = !is_auto || function.strict;
+            let arguments = is_held.then(|| arguments_schema(function)).transpose()?;
+            tools.push(CallableTool { name: function.name.clone(), arguments });
+            fields
+                .push(FunctionField { field: function.field.clone(), name: function.name.clone() });
+        }
+        let writing = format.writing();
+        let (otherwise, idle) = match (is_auto, content) {
+            // A demanded call leaves no text that the format could hold for.
+            (false, content) => (Otherwise::Nothing, content),
+            (true, None) => {
+                let never_begins = writing.never_begins.map(str::to_owned);
+                (Otherwise::Text(Prose { mark: writing.mark.to_owned(), never_begins }), None)
+            }
+            (true, Some(content)) if writing.before_name.starts_with(writing.mark) => {
+                (Otherwise::Answer(Box::new(content.grammar)), None)
+            }
+            (true, Some(content)) => {
+                let problem = "is given together with tools; this model writes calls as JSON, which \
+                               cannot be told from an answer in JSON; allowed: one of them, or \
+                               another tool_choice than auto";
+                return Err(FieldError::new(top_level(content.field), problem));
+            }
+        };
+        let calls = ToolCalls {
+            writing: CallWriting {
+                before_name: writing.before_name.to_owned(),
+                before_arguments: writing.before_arguments.to_owned(),
+                behind_arguments: writing.behind_arguments.to_owned(),
+                between: writing.between.to_owned(),
+            },
+            tools,
+            several: self.parallel && !matches!(self.choice, ToolChoice::Named(_)),
+            otherwise,
+        };
+        Ok(Some(AskedGrammar {
+            field: TOOLS,
+            grammar: Grammar::ToolCalls(calls),
+            functions: fields,
+            idle: idle.map(Box::new),
+        }))
+    }
+}
+
+fn top_level(field: &'static str) -> &'static str {
+    field.split('.').next().unwrap_or(field)
+}
+
+/// The schema of an object: arguments are nothing else.
+fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
+    let Some(parameters) = &function.parameters else {
+        return Ok(r#"{"type":"object","properties":{},"additionalProperties":false}"#.to_owned());
+    };
+    let object = Value::from("object");
+    match parameters.get("type") {
+        Some(kind) if *kind == object => {}
+        Some(Value::Array(kinds)) if kinds.contains(&object) => {}
+        None => {}
+        Some(other) => {
+            let name = &function.name;
+            let problem = format!("of the function {name:?} is {other}; allowed: object");
+            return Err(FieldError::new(format!("{}.type", function.field), problem));
+        }
+    }
+    let mut parameters = parameters.clone();
+    parameters.insert("type".to_owned(), object);
+    Ok(Value::Object(parameters).to_string())
+}
+
+/// Holds the answers to the offer and says how their calls are read; `None` where the model has no
+/// format for calls, which its template's rendering refuses.
+pub fn offer(
+    asked: &mut Asked,
+    offered: &OfferedTools,
+) -> Result<Option<CallReading>, RequestError> {
+    let text = &asked.model.text;
+    let Some(format) = text.tool_format() else { return Ok(None) };
+    asked.shown_tokens = format.shown_tokens(text.tokenizer()).into();
+    let content = asked.options.grammar.take();
+    asked.options.grammar = offered.grammar(format, content)?;
+    Ok(Some(CallReading {
+        format,
+        names: offered.callable().map(|function| function.name.clone()).collect(),
+        parallel: offered.parallel,
+        is_named: matches!(offered.choice, ToolChoice::Named(_)),
+        id: format!("call_{}", asked.request_id),
+    }))
+}
+
+/// How calls in the answers of a request are read.
+#[derive(Clone)]
+pub struct CallReading {
+    pub format: ToolFormat,
+    pub names: Arc<[String]>,
+    pub parallel: bool,
+    /// The client named the function: that it is called is no news.
+    pub is_named: bool,
+    /// What the ids of calls have in common.
+    pub id: String,
+}
+
+/// A part of an answer.
+#[derive(Debug, PartialEq)]
+pub enum AnswerPiece {
+    Content(String),
+    Call { index: u32, id: String, call: ToolCall },
+}
+
+/// Reads the calls in one answer.
+pub struct CallReader {
+    parser: ToolParser,
+    parallel: bool,
+    is_named: bool,
+    id: String,
+    pub calls: u32,
+}
+
+impl CallReader {
+    pub fn new(reading: &CallReading, choice: u32) -> Self {
+        Self {
+            parser: ToolParser::new(reading.format, reading.names.clone()),
+            parallel: reading.parallel,
+            is_named: reading.is_named,
+            id: format!("{}_{choice}", reading.id),
+            calls: 0,
+        }
+    }
+
+    pub fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
+        let mut pieces = Vec::new();
+        self.parser.push(text, &mut pieces);
+        self.numbered(pieces)
+    }
+
+    /// The rest, and whether the answer ends with calls.
+    pub fn finish(mut self, text: &str) -> (Vec<AnswerPiece>, Calls) {
+        let mut pieces = Vec::new();
+        self.parser.push(text, &mut pieces);
+        self.parser.clone().finish(&mut pieces);
+        let pieces = self.numbered(pieces);
+        let calls = match (self.calls, self.parallel) {
+            (0, _) => Calls::None,
+            _ if self.is_named => Calls::Named,
+            (_, true) => Calls::Some,
+            (_, false) => Calls::OnlyOne,
+        };
+        (pieces, calls)
+    }
+
+    /// Where only one call is wanted the answer ends with it.
+    fn numbered(&mut self, pieces: Vec<ToolPiece>) -> Vec<AnswerPiece> {
+        let mut numbered = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            if self.calls > 0 && !self.parallel {
+                break;
+            }
+            numbered.push(match piece {
+                ToolPiece::Content(text) => AnswerPiece::Content(text),
+                ToolPiece::Call(call) => {
+                    let index = self.calls;
+                    self.calls += 1;
+                    AnswerPiece::Call { index, id: format!("{}_{index}", self.id), call }
+                }
+            });
+        }
+        numbered
+    }
+}
+
+/// What calls an answer has, as far as its end depends on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Calls {
+    None,
+    Some,
+    /// More were not wanted: the answer ends with the first.
+    OnlyOne,
+    /// The client named it.
+    Named,
+}
+
+impl Calls {
+    /// Why the answer ended. One that was cut short says so, unless it ends with its one call; of a
+    /// named function OpenAI and vLLM say that it stopped.
+    pub fn finish_reason(self, reason: FinishReason) -> FinishReason {
+        match (self, reason) {
+            (Self::OnlyOne, _) | (Self::Some, FinishReason::Stop) => FinishReason::ToolCalls,
+            (_, reason) => reason,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_one_call_is_wanted_the_answer_ends_with_it() {
+        let text = "a <tool_call>{\"name\": \"f\"}</tool_call> b <tool_call>{\"name\": \"f\"}</tool_call> c";
+        let read = |parallel, is_named| {
+            let names = Arc::new(["f".to_owned()]);
+            let id = "call_1".to_owned();
+            let format = ToolFormat::Hermes;
+            let reading = CallReading { format, names, parallel, is_named, id };
+            let mut reader = CallReader::new(&reading, 2);
+            let mut pieces = reader.push(&text[..40]);
+            let (rest, calls) = reader.finish(&text[40..]);
+            pieces.extend(rest);
+            (pieces, calls)
+        };
+        let content = |text: &str| AnswerPiece::Content(text.into());
+        let call = |index| AnswerPiece::Call {
+            index,
+            id: format!("call_1_2_{index}"),
+            call: ToolCall { name: "f".into(), arguments: "{}".into() },
+        };
+        assert_eq!(read(false, false), (vec![content("a"), call(0)], Calls::OnlyOne));
+        assert_eq!(read(false, true).1, Calls::Named);
+        let all = vec![content("a"), call(0), content(" b"), call(1), content(" c")];
+        assert_eq!(read(true, false), (all, Calls::Some));
+    }
+
+    #[test]
+    fn reasons_to_end_follow_from_the_calls() {
+        use FinishReason::{Length, Stop, ToolCalls};
+        for (calls, of_stop, of_length) in [
+            (Calls::None, Stop, Length),
+            (Calls::Some, ToolCalls, Length),
+            (Calls::OnlyOne, ToolCalls, ToolCalls),
+            (Calls::Named, Stop, Length),
+        ] {
+            assert_eq!(
+                (calls.finish_reason(Stop), calls.finish_reason(Length)),
+                (of_stop, of_length)
+            );
+        }
+    }
+}
