@@ -61,7 +61,11 @@ impl Matcher {
             StopReason::LexerTooComplex | StopReason::ParserTooComplex => {
                 MatchError::TooComplex { reason }
             }
-            _ if reason.contains("too complex") || reason.contains("limit") => {
+            // Where it gives no other reason to stop than an error.
+            _ if ["too complex", "too many", "exceeded", "limit"]
+                .iter()
+                .any(|said| reason.contains(said)) =>
+            {
                 MatchError::TooComplex { reason }
             }
             _ => MatchError::Defect { reason },
