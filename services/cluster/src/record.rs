@@ -326,6 +326,7 @@ mod tests {
             sequence_tokens_max: 2048,
             block_count: 100,
             vocabulary_size: 49152,
+            grammar_version: 2,
         }
     }
 

@@ -127,7 +127,7 @@ mod tests {
     }
 
     fn found(body: &str) -> (&'static str, Grammar) {
-        let AskedGrammar { field, grammar } = asked(body).unwrap().unwrap();
+        let AskedGrammar { field, grammar, .. } = asked(body).unwrap().unwrap();
         (field, grammar)
     }
 
