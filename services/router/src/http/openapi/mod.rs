@@ -59,7 +59,7 @@ fn paths() -> Value {
             "description": "An event. A stream that ends well ends with `[DONE]`; one that fails, with \
                 an Error.",
         }});
-        with_errors(ok, &[400, 404, 408, 413, 429, 500, 502, 503, 504])
+        with_errors(ok, &[400, 404, 408, 413, 429, 500, 501, 502, 503, 504])
     };
     let text_errors = &[400, 404, 408, 413, 429, 500, 503, 504];
     let id = json!({
@@ -145,6 +145,7 @@ fn with_errors(ok: Value, statuses: &[u16]) -> Value {
             408 => "The client did not send or did not read.",
             413 => "The body is too large.",
             429 => "The router has as much to do as it takes.",
+            501 => "The nodes are of a release that holds no answer to such a grammar.",
             502 => "Every attempt failed.",
             503 => "All nodes are busy, none is there, or the router stops.",
             504 => "The request's time is over.",
