@@ -193,6 +193,7 @@ fn node_record() -> v1::NodeRecord {
         sequence_tokens_max: 128,
         block_count: 64,
         vocabulary_size: 96,
+        grammar_version: 2,
     }
 }
 

@@ -149,6 +149,8 @@ impl Process {
             sequence_tokens_max: tokens_max,
             block_count: plan.scheduler.limits.blocks,
             vocabulary_size: VOCABULARY,
+            // No request here asks for a form.
+            grammar_version: 0,
         };
         let local = Local {
             node_id: name.clone(),

@@ -438,6 +438,8 @@ fn of_the_wire(reason: v1::FinishReason) -> FinishReason {
     match reason {
         v1::FinishReason::Stop => FinishReason::Stop,
         v1::FinishReason::Length => FinishReason::Length,
-        v1::FinishReason::Unspecified => unreachable!("an attempt does not end without a reason"),
+        v1::FinishReason::Unspecified | v1::FinishReason::ToolCalls => {
+            unreachable!("an attempt does not end with {reason:?}")
+        }
     }
 }

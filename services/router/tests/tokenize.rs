@@ -114,7 +114,7 @@ async fn grpc_tokenises_and_lists_models_alike() {
     let message = |role: &str, content: &str| ChatMessage {
         role: role.into(),
         content: content.into(),
-        name: String::new(),
+        ..Default::default()
     };
     let conversation = Conversation {
         messages: vec![message("system", "Be short."), message("user", TEXT)],
