@@ -85,12 +85,24 @@ impl Compiler {
         }
     }
 
-    /// Whether the grammar can be compiled, and allows anything at all.
+    /// Whether the grammar can be compiled, and allows anything at all; of calls, whether that holds
+    /// for the arguments of each function.
     ///
     /// # Errors
     /// See [`GrammarError`].
     pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
-        let mut matcher = self.compile(grammar)?;
+        Self::check_beginning(self.compile(grammar)?)?;
+        if let Grammar::ToolCalls(calls) = grammar {
+            // The beginning of a call is the same whatever its arguments are.
+            for (index, arguments) in calls.arguments_alone() {
+                let checked = self.compile_whole(&arguments).and_then(Self::check_beginning);
+                checked.map_err(|error| error.in_tool(index))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_beginning(mut matcher: Matcher) -> Result<(), GrammarError> {
         let reason = match matcher.allowed() {
             Ok(_) => return Ok(()),
             Err(error @ MatchError::TooComplex { .. }) => error.to_string(),

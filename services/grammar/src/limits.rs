@@ -25,6 +25,9 @@ pub const TOOLS_MAX: usize = 128;
 pub const NAME_BYTES_MAX: usize = 256;
 /// The schemas and names of all of them, and the answer's own schema.
 pub const TOOLS_BYTES_MAX: usize = 256 << 10;
+/// How many times the parts of one schema all schemas of a request may have together. Compiling a
+/// schema takes time by its parts.
+pub const TOOLS_PARTS_FACTOR: usize = 4;
 /// Of each piece of text that a model writes around a call.
 pub(crate) const WRITING_BYTES_MAX: usize = 256;
 /// What is told to a node of one grammar, at most; framing included.

@@ -1,5 +1,7 @@
 //! What a client asks for, and whether it is small enough to look at.
 
+use std::ops::AddAssign;
+
 use llguidance::{JsonCompileOptions, api::TopLevelGrammar};
 use regex_syntax::ParserBuilder;
 use serde_json::Value;
@@ -33,7 +35,10 @@ impl Grammar {
     /// As llguidance takes it; checked before anything that costs more than reading it.
     pub(crate) fn parsed(&self) -> Result<TopLevelGrammar, GrammarError> {
         match self {
-            Self::JsonSchema(text) => parsed_schema(text).map(TopLevelGrammar::from_json_schema),
+            Self::JsonSchema(text) => {
+                let (schema, _) = parsed_schema(text)?;
+                Ok(TopLevelGrammar::from_json_schema(schema))
+            }
             Self::Regex(text) => {
                 check_regex(text)?;
                 Ok(TopLevelGrammar::from_regex(text))
@@ -51,8 +56,8 @@ impl Grammar {
     }
 }
 
-/// The schema with the options that it is compiled with.
-pub(crate) fn parsed_schema(text: &str) -> Result<Value, GrammarError> {
+/// The schema with the options that it is compiled with, and what makes it dear.
+pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarError> {
     check_length(text, SCHEMA_BYTES_MAX)?;
     let depth = depth(text);
     if depth > SCHEMA_DEPTH_MAX {
@@ -67,14 +72,15 @@ pub(crate) fn parsed_schema(text: &str) -> Result<Value, GrammarError> {
         Value::Bool(true) => Value::Object(serde_json::Map::new()),
         other => return Err(not_a_schema(format!("{other} is not an object"))),
     };
-    check_parts(&schema)?;
+    let parts = SchemaParts::of(&schema)?;
+    parts.check(1)?;
     // In the place where a client could change them.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),
         ..JsonCompileOptions::default()
     };
     options.apply_to(&mut schema);
-    Ok(schema)
+    Ok((schema, parts))
 }
 
 pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
@@ -96,42 +102,69 @@ pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
 }
 
 /// What makes a schema dear beside its length. Keywords are counted wherever they stand, also as names.
-fn check_parts(schema: &Value) -> Result<(), GrammarError> {
-    let (mut properties, mut values, mut alternatives) = (0, 0, 0);
-    let mut rest = vec![schema];
-    while let Some(value) = rest.pop() {
-        let Value::Object(object) = value else {
-            rest.extend(value.as_array().into_iter().flatten());
-            continue;
-        };
-        for (keyword, value) in object {
-            match (keyword.as_str(), value) {
-                ("properties" | "patternProperties", Value::Object(all)) => properties += all.len(),
-                // Values are no schemas.
-                ("enum", Value::Array(all)) => {
-                    values += all.len();
-                    continue;
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct SchemaParts {
+    properties: usize,
+    values: usize,
+    alternatives: usize,
+}
+
+impl SchemaParts {
+    fn of(schema: &Value) -> Result<Self, GrammarError> {
+        let mut parts = Self::default();
+        let mut rest = vec![schema];
+        while let Some(value) = rest.pop() {
+            let Value::Object(object) = value else {
+                rest.extend(value.as_array().into_iter().flatten());
+                continue;
+            };
+            for (keyword, value) in object {
+                match (keyword.as_str(), value) {
+                    ("properties" | "patternProperties", Value::Object(all)) => {
+                        parts.properties += all.len();
+                    }
+                    // Values are no schemas.
+                    ("enum", Value::Array(all)) => {
+                        parts.values += all.len();
+                        continue;
+                    }
+                    ("const" | "default" | "examples", _) => continue,
+                    ("anyOf" | "oneOf" | "allOf", Value::Array(all)) => {
+                        parts.alternatives += all.len();
+                    }
+                    ("multipleOf", Value::Number(number)) if !is_reckoned(number.as_f64()) => {
+                        return Err(GrammarError::MultipleOf { value: number.to_string() });
+                    }
+                    _ => {}
                 }
-                ("const" | "default" | "examples", _) => continue,
-                ("anyOf" | "oneOf" | "allOf", Value::Array(all)) => alternatives += all.len(),
-                ("multipleOf", Value::Number(number)) if !is_reckoned(number.as_f64()) => {
-                    return Err(GrammarError::MultipleOf { value: number.to_string() });
-                }
-                _ => {}
+                rest.push(value);
             }
-            rest.push(value);
         }
+        Ok(parts)
     }
-    for (what, count, max) in [
-        ("properties", properties, SCHEMA_PROPERTIES_MAX),
-        ("values in enums", values, SCHEMA_VALUES_MAX),
-        ("parts in anyOf, oneOf and allOf", alternatives, SCHEMA_ALTERNATIVES_MAX),
-    ] {
-        if count > max {
-            return Err(GrammarError::TooMany { what, count, max });
+
+    /// Refuses more than so many times what one schema may have.
+    pub fn check(self, factor: usize) -> Result<(), GrammarError> {
+        for (what, count, max) in [
+            ("properties", self.properties, SCHEMA_PROPERTIES_MAX),
+            ("values in enums", self.values, SCHEMA_VALUES_MAX),
+            ("parts in anyOf, oneOf and allOf", self.alternatives, SCHEMA_ALTERNATIVES_MAX),
+        ] {
+            let max = max * factor;
+            if count > max {
+                return Err(GrammarError::TooMany { what, count, max });
+            }
         }
+        Ok(())
     }
-    Ok(())
+}
+
+impl AddAssign for SchemaParts {
+    fn add_assign(&mut self, other: Self) {
+        self.properties += other.properties;
+        self.values += other.values;
+        self.alternatives += other.alternatives;
+    }
 }
 
 fn is_reckoned(multiple: Option<f64>) -> bool {

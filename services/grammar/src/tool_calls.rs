@@ -11,8 +11,8 @@ use regex_syntax::escape;
 
 use crate::{
     error::GrammarError,
-    limits::{NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, WRITING_BYTES_MAX},
-    source::{Grammar, check_regex, parsed_schema},
+    limits::{NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, TOOLS_PARTS_FACTOR, WRITING_BYTES_MAX},
+    source::{Grammar, SchemaParts, check_regex, parsed_schema},
 };
 
 /// Any JSON object.
@@ -53,8 +53,14 @@ pub enum Otherwise {
     Nothing,
     /// Any text, which calls may follow.
     Text(Prose),
-    /// What matches this, and is not [`ToolCalls`] itself.
-    Answer(Box<Grammar>),
+    /// What matches this.
+    Answer {
+        /// Not [`ToolCalls`] itself.
+        grammar: Box<Grammar>,
+        /// How a call begins in text: what matches an expression does not contain it, unless this
+        /// is empty. JSON may, as there is no call in a JSON text.
+        mark: String,
+    },
 }
 
 /// Text beside calls.
@@ -71,34 +77,61 @@ impl ToolCalls {
     pub(crate) fn parsed(&self) -> Result<TopLevelGrammar, GrammarError> {
         self.check()?;
         let mut grammars = vec![GrammarWithLexer::from_lark(self.lark()?)];
+        let mut parts = SchemaParts::default();
         for (index, tool) in self.tools.iter().enumerate() {
-            let schema = parsed_schema(tool.arguments.as_deref().unwrap_or(ANY_ARGUMENTS))
-                .map_err(|error| error.in_tool(index))?;
+            let text = tool.arguments.as_deref().unwrap_or(ANY_ARGUMENTS);
+            let (schema, its_parts) = parsed_schema(text).map_err(|error| error.in_tool(index))?;
+            parts += its_parts;
             grammars.push(GrammarWithLexer {
                 name: Some(format!("arguments_{index}")),
                 ..GrammarWithLexer::from_json_schema(schema)
             });
         }
-        if let Otherwise::Answer(answer) = &self.otherwise {
-            let answer = answer.parsed()?.grammars.into_iter().next();
-            grammars.extend(
-                answer.map(|answer| GrammarWithLexer { name: Some("answer".to_owned()), ..answer }),
-            );
+        if let Otherwise::Answer { grammar, mark } = &self.otherwise {
+            let answer = match &**grammar {
+                Grammar::JsonSchema(text) => {
+                    let (schema, its_parts) = parsed_schema(text)?;
+                    parts += its_parts;
+                    GrammarWithLexer::from_json_schema(schema)
+                }
+                Grammar::Regex(text) => {
+                    check_regex(text)?;
+                    GrammarWithLexer::from_lark(without_mark(text, mark))
+                }
+                Grammar::ToolCalls(_) => {
+                    return Err(GrammarError::Writing { reason: "calls instead of calls" });
+                }
+            };
+            grammars.push(GrammarWithLexer { name: Some("answer".to_owned()), ..answer });
         }
+        parts.check(TOOLS_PARTS_FACTOR)?;
         Ok(TopLevelGrammar { grammars, max_tokens: None })
+    }
+
+    /// Whether this text is part of what surrounds calls.
+    pub fn writes(&self, text: &[u8]) -> bool {
+        let CallWriting { before_name, before_arguments, behind_arguments, between } =
+            &self.writing;
+        let mark = match &self.otherwise {
+            Otherwise::Text(prose) => prose.mark.as_str(),
+            Otherwise::Nothing | Otherwise::Answer { .. } => "",
+        };
+        let has =
+            |piece: &str| piece.as_bytes().windows(text.len().max(1)).any(|part| part == text);
+        [before_name, before_arguments, behind_arguments, between, mark].into_iter().any(has)
     }
 
     pub(crate) fn bytes(&self) -> usize {
         let tool_bytes =
             |tool: &CallableTool| tool.name.len() + tool.arguments.as_ref().map_or(0, String::len);
         let answer_bytes = match &self.otherwise {
-            Otherwise::Answer(answer) => answer.bytes(),
+            Otherwise::Answer { grammar, .. } => grammar.bytes(),
             Otherwise::Nothing | Otherwise::Text(_) => 0,
         };
         self.tools.iter().map(tool_bytes).sum::<usize>() + answer_bytes
     }
 
-    /// The grammar of one tool's arguments alone, to find out which of several cannot be followed.
+    /// The grammar of each tool's arguments alone, to find out which of several cannot be followed.
     pub(crate) fn arguments_alone(&self) -> impl Iterator<Item = (usize, Grammar)> {
         let schemas = self.tools.iter().enumerate();
         schemas
@@ -123,22 +156,21 @@ impl ToolCalls {
         let CallWriting { before_name, before_arguments, behind_arguments, between } =
             &self.writing;
         let mut parts = vec![before_name, before_arguments, behind_arguments, between];
-        if let Otherwise::Text(prose) = &self.otherwise {
-            parts.push(&prose.mark);
-            if prose.mark.is_empty() {
-                return Err(GrammarError::Writing { reason: "the mark of calls is empty" });
+        match &self.otherwise {
+            Otherwise::Nothing => {}
+            Otherwise::Text(prose) => {
+                parts.push(&prose.mark);
+                if prose.mark.is_empty() {
+                    return Err(GrammarError::Writing { reason: "the mark of calls is empty" });
+                }
+                prose.never_begins.as_deref().map_or(Ok(()), check_regex)?;
             }
-            prose.never_begins.as_deref().map_or(Ok(()), check_regex)?;
+            Otherwise::Answer { mark, .. } => parts.push(mark),
         }
         if parts.iter().any(|part| part.len() > WRITING_BYTES_MAX) {
             return Err(GrammarError::Writing { reason: "what surrounds calls is too long" });
         }
-        match &self.otherwise {
-            Otherwise::Answer(answer) if matches!(**answer, Grammar::ToolCalls(_)) => {
-                Err(GrammarError::Writing { reason: "calls instead of calls" })
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// In llguidance's dialect of Lark. Everything of the client's is quoted or in a grammar of its
@@ -163,7 +195,7 @@ impl ToolCalls {
         let mut lark = [calls, call, function_call, function].join("\n");
         let start = match &self.otherwise {
             Otherwise::Nothing => "start: calls".to_owned(),
-            Otherwise::Answer(_) => "start: calls | @answer".to_owned(),
+            Otherwise::Answer { .. } => "start: calls | @answer".to_owned(),
             Otherwise::Text(prose) => self.prose(prose, &mut lark)?,
         };
         write!(lark, "\n{start}\n").expect("a string takes everything");
@@ -202,6 +234,17 @@ impl ToolCalls {
             None => Ok("start: calls | marked calls | TEXT".to_owned()),
         }
     }
+}
+
+/// The grammar, in Lark, of what matches the expression and does not contain the mark: a call that is
+/// written as text would be held to nothing.
+fn without_mark(expression: &str, mark: &str) -> String {
+    let expression = regex_to_lark(expression, "");
+    if mark.is_empty() {
+        return format!("start: /{expression}/\n");
+    }
+    let with_mark = regex_to_lark(&format!(r"(.|\n)*{}(.|\n)*", escape(mark)), "");
+    format!("start: ANSWER\nANSWER: /{expression}/ & ~/{with_mark}/\n")
 }
 
 /// As a string of Lark, which is one of JSON.

@@ -3,7 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use grammar::{Compiler, Grammar, MatchError, Token};
+use grammar::{
+    CallWriting, CallableTool, Compiler, Grammar, MatchError, Otherwise, Token, ToolCalls,
+};
 use serde_json::{Map, Value, json};
 
 /// Of a loaded machine; an idle one takes a hundredth.
@@ -102,6 +104,55 @@ fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
                 assert!(error.len() < 400, "{error}");
             }
         }
+    }
+}
+
+/// The bounds of one schema are no bounds of a request.
+#[test]
+fn functions_that_cost_much_together_are_refused_in_bounded_time() {
+    let compiler = Compiler::for_bytes();
+    let text = json!({"type": "string"});
+    let wide =
+        json!({"type": "object", "properties": many(1000, |i| (format!("k{i}"), text.clone()))});
+    let short = json!({"properties": many(1000, |i| (format!("{i:x}"), json!({})))});
+    let values =
+        json!({"type": "object", "properties": {"a": {"enum": (0..1000).collect::<Vec<_>>()}}});
+    let parts = json!({"type": "object", "properties": {"a": {"anyOf": vec![json!({"type": "null"}); 500]}}});
+    let calls = |schema: &Value, count: usize, otherwise: Otherwise| {
+        let writing = CallWriting {
+            before_name: "<call>".into(),
+            before_arguments: ":".into(),
+            behind_arguments: "</call>".into(),
+            between: "\n".into(),
+        };
+        let arguments = Some(schema.to_string());
+        let tool = |index| CallableTool { name: format!("f{index}"), arguments: arguments.clone() };
+        let tools = (0..count).map(tool).collect();
+        Grammar::ToolCalls(ToolCalls { writing, tools, several: true, otherwise })
+    };
+    let answer = |schema: &Value| Otherwise::Answer {
+        grammar: Box::new(Grammar::JsonSchema(schema.to_string())),
+        mark: "<call>".into(),
+    };
+    for (schema, count, otherwise, said) in [
+        (&wide, 4, Otherwise::Nothing, None),
+        (&wide, 5, Otherwise::Nothing, Some("has 5000 properties; allowed: at most 4000")),
+        (&wide, 4, answer(&wide), Some("has 5000 properties; allowed: at most 4000")),
+        (&short, 25, Otherwise::Nothing, Some("has 25000 properties; allowed: at most 4000")),
+        (&values, 4, Otherwise::Nothing, None),
+        (&values, 25, Otherwise::Nothing, Some("has 25000 values in enums; allowed: at most 4000")),
+        (&parts, 4, Otherwise::Nothing, None),
+        (
+            &parts,
+            4,
+            answer(&parts),
+            Some("has 2500 parts in anyOf, oneOf and allOf; allowed: at most 2000"),
+        ),
+    ] {
+        let started = Instant::now();
+        let checked = compiler.check(&calls(schema, count, otherwise));
+        assert!(started.elapsed() < WITHIN, "{count}: {:?}", started.elapsed());
+        assert_eq!(checked.err().map(|error| error.to_string()).as_deref(), said, "{count}");
     }
 }
 

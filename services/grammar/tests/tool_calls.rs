@@ -67,6 +67,10 @@ fn hermes_prose() -> Otherwise {
     Otherwise::Text(Prose { mark: "<tool_call>".into(), never_begins: None })
 }
 
+fn answer(grammar: Grammar) -> Otherwise {
+    Otherwise::Answer { grammar: Box::new(grammar), mark: "<tool_call>".into() }
+}
+
 fn llama_prose() -> Otherwise {
     let never_begins = Some(r#"\s*\{\s*"name""#.to_owned());
     Otherwise::Text(Prose { mark: "<|python_tag|>".into(), never_begins })
@@ -214,15 +218,56 @@ fn tokens_of_several_bytes_are_allowed_just_where_their_bytes_are() {
 fn an_answer_may_match_a_schema_instead() {
     let schema = json!({"type": "object", "properties": {"name": {"type": "integer"}},
         "required": ["name"], "additionalProperties": false});
-    let schema = Otherwise::Answer(Box::new(Grammar::JsonSchema(schema.to_string())));
+    let schema = answer(Grammar::JsonSchema(schema.to_string()));
     check(
         &calls(hermes(), true, schema),
         &[PARIS, "{\"name\": 7}", &format!("{PARIS}\n{GET}")],
         &["", "{\"name\": 7"],
         &["7", "Sure", "{\"other\"", &format!("{PARIS}\n{{")],
     );
-    let regex = Otherwise::Answer(Box::new(Grammar::Regex("yes|no".into())));
+    let regex = answer(Grammar::Regex("yes|no".into()));
     check(&calls(hermes(), false, regex), &[PARIS, "yes", "no"], &["y"], &["yesno", "maybe"]);
+}
+
+/// The text of such an answer is read for calls, too.
+#[test]
+fn an_answer_that_matches_an_expression_writes_no_call_past_its_schema() {
+    let wrong = PARIS.replace("Paris", "Rome");
+    let behind = format!("I look. {wrong}");
+    for expression in [r"(.|\n)*", r"[^x]*", r"<tool_call>(.|\n)*|.*\n?.*"] {
+        let grammar = calls(hermes(), true, answer(Grammar::Regex(expression.into())));
+        check(
+            &grammar,
+            &[PARIS, "", "I look.", "<tool_cal", "a / <b>", &format!("{PARIS}\n{GET}")],
+            &["<tool_call>", "<tool_call>\n{\"name\": \"get_w"],
+            &[&wrong, &behind, "a <tool_call>", "<tool_call>{", "<tool_call> is"],
+        );
+    }
+    let unmarked = Otherwise::Answer {
+        grammar: Box::new(Grammar::Regex("(.|\n)*".into())),
+        mark: String::new(),
+    };
+    check(&calls(llama(), true, unmarked), &["<tool_call> is", "{\"name\": 7"], &[], &[]);
+    let inside = json!({"type": "array", "items": {"type": "string"}}).to_string();
+    let json = calls(hermes(), true, answer(Grammar::JsonSchema(inside)));
+    check(&json, &["[\"<tool_call> is text here\"]"], &[], &[]);
+}
+
+/// Alone it is refused; behind the choice among several the model would find out.
+#[test]
+fn arguments_that_cannot_be_written_are_refused_with_their_function() {
+    for otherwise in [Otherwise::Nothing, hermes_prose()] {
+        let mut tools = tools();
+        tools[1].arguments = Some(json!({"$ref": "#"}).to_string());
+        let writing = hermes();
+        let grammar = Grammar::ToolCalls(ToolCalls { writing, tools, several: true, otherwise });
+        let error = compiler().check(&grammar).unwrap_err();
+        assert!(matches!(error, GrammarError::InTool { index: 1, .. }), "{error:?}");
+        assert_eq!(error.to_string(), "function 1: cannot be followed: it allows no answer");
+    }
+    for otherwise in [Otherwise::Nothing, hermes_prose()] {
+        assert_eq!(compiler().check(&calls(hermes(), true, otherwise)), Ok(()));
+    }
 }
 
 #[test]

@@ -174,6 +174,8 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
         name: function.name,
         arguments: function.arguments_schema,
     };
+    let mark = wire.mark;
+    let answer = |grammar| Otherwise::Answer { grammar: Box::new(grammar), mark };
     ToolCalls {
         writing: CallWriting {
             before_name: wire.before_name,
@@ -188,8 +190,8 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
             Some(Wire::Text(v1::Prose { mark, never_begins })) => {
                 Otherwise::Text(Prose { mark, never_begins })
             }
-            Some(Wire::JsonSchema(text)) => Otherwise::Answer(Box::new(Grammar::JsonSchema(text))),
-            Some(Wire::Regex(text)) => Otherwise::Answer(Box::new(Grammar::Regex(text))),
+            Some(Wire::JsonSchema(text)) => answer(Grammar::JsonSchema(text)),
+            Some(Wire::Regex(text)) => answer(Grammar::Regex(text)),
         },
     }
 }

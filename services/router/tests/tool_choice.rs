@@ -142,6 +142,7 @@ async fn a_response_format_holds_for_answers_that_are_no_calls() {
     let calls = told(&cluster).unwrap();
     let Some(Otherwise::JsonSchema(text)) = &calls.otherwise else { panic!("{calls:?}") };
     assert_eq!(serde_json::from_str::<Value>(text).unwrap(), city());
+    assert_eq!(calls.mark, "<tool_call>");
     assert!(calls.functions.iter().all(|function| function.arguments_schema.is_none()));
     // A demanded call leaves no text for it, which is checked all the same.
     let demanded = chat(json!({"response_format": format, "tool_choice": "required"}));
@@ -159,6 +160,37 @@ async fn a_response_format_holds_for_answers_that_are_no_calls() {
     let body = chat(json!({"tool_choice": named("clock")}));
     assert_eq!(cluster.client.post(PATH, &body).await.status, 200);
     assert_eq!(told(&cluster).unwrap().before_name, "{\"name\": ");
+}
+
+/// The tools are as they should be.
+#[tokio::test]
+async fn what_is_wrong_with_the_answers_own_format_is_said_of_its_field() {
+    let cluster = Cluster::start_with_template(HERMES, WEATHER).await;
+    let deep = (0..60).fold(json!(true), |inner, _| json!({"type": "array", "items": inner}));
+    let format = |schema: Value| {
+        let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}});
+        json!({"response_format": format})
+    };
+    let field = "response_format.json_schema.schema";
+    for (more, param) in [
+        (format(json!({"type": "x"})), field),
+        (format(deep), field),
+        (json!({"regex": "a("}), "regex"),
+    ] {
+        let with = |tools: bool| {
+            let mut body = chat(more.clone());
+            if !tools {
+                body.as_object_mut().unwrap().remove("tools");
+            }
+            body
+        };
+        for tools in [false, true] {
+            let answer = cluster.client.post(PATH, &with(tools)).await;
+            let told = &answer.error()["param"];
+            assert_eq!((answer.status.as_u16(), told), (400, &json!(param)), "{answer:?}");
+        }
+    }
+    assert!(cluster.decode[0].calls().is_empty());
 }
 
 #[tokio::test]

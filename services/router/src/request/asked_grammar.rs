@@ -13,8 +13,8 @@ pub struct AskedGrammar {
     pub grammar: Grammar,
     /// Of calls: where each function's schema stood.
     pub functions: Vec<FunctionField>,
-    /// Asked for, too, and without anything to hold to it: it must be one all the same.
-    pub idle: Option<Box<AskedGrammar>>,
+    /// Asked for, too: it must be one by itself, whether this one holds it, or nothing does.
+    pub alone: Option<Box<AskedGrammar>>,
 }
 
 /// Where the schema of a function's arguments stood.
@@ -26,7 +26,7 @@ pub struct FunctionField {
 
 impl AskedGrammar {
     pub fn new(field: &'static str, grammar: Grammar) -> Self {
-        Self { field, grammar, functions: Vec::new(), idle: None }
+        Self { field, grammar, functions: Vec::new(), alone: None }
     }
 
     /// The version of grammars that a node must know to hold an answer to this one.
@@ -67,6 +67,10 @@ fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
         name: tool.name,
         arguments_schema: tool.arguments,
     };
+    let mark = match &calls.otherwise {
+        Otherwise::Answer { mark, .. } => mark.clone(),
+        Otherwise::Nothing | Otherwise::Text(_) => String::new(),
+    };
     v1::ToolCalls {
         before_name: calls.writing.before_name,
         before_arguments: calls.writing.before_arguments,
@@ -80,12 +84,13 @@ fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
                 let (mark, never_begins) = (prose.mark, prose.never_begins);
                 Some(Wire::Text(v1::Prose { mark, never_begins }))
             }
-            Otherwise::Answer(answer) => match *answer {
+            Otherwise::Answer { grammar, .. } => match *grammar {
                 Grammar::JsonSchema(text) => Some(Wire::JsonSchema(text)),
                 Grammar::Regex(text) => Some(Wire::Regex(text)),
                 // Refused by the check of the grammar.
                 Grammar::ToolCalls(_) => None,
             },
         },
+        mark,
     }
 }

@@ -156,12 +156,13 @@ impl TextWorkers {
     /// Refuses a grammar that no node could follow, by its field.
     pub async fn check_grammar(&self, asked: &AskedGrammar) -> Result<(), RequestError> {
         let (asked, grammars) = (asked.clone(), self.grammars.clone());
-        let idle_bytes = asked.idle.as_ref().map_or(0, |idle| idle.grammar.bytes());
-        let text_bytes = asked.grammar.bytes() + idle_bytes;
+        let alone_bytes = asked.alone.as_ref().map_or(0, |alone| alone.grammar.bytes());
+        let text_bytes = asked.grammar.bytes() + alone_bytes;
         // However short, compiling is not for the threads that serve streams.
         self.work(text_bytes.max(INLINE_BYTES_MAX + 1), move |_| {
             let compiler = grammars.get_or_init(Compiler::for_bytes);
-            for asked in [Some(&asked), asked.idle.as_deref()].into_iter().flatten() {
+            // What is wrong with a part is said of the field that it stood in.
+            for asked in [asked.alone.as_deref(), Some(&asked)].into_iter().flatten() {
                 compiler.check(&asked.grammar).map_err(|error| asked.refused(&error))?;
             }
             Ok(())

@@ -128,7 +128,7 @@ impl OfferedTools {
                 .push(FunctionField { field: function.field.clone(), name: function.name.clone() });
         }
         let writing = format.writing();
-        let (otherwise, idle) = match (is_auto, content) {
+        let (otherwise, alone) = match (is_auto, content) {
             // A demanded call leaves no text that the format could hold for.
             (false, content) => (Otherwise::Nothing, content),
             (true, None) => {
@@ -136,7 +136,11 @@ impl OfferedTools {
                 (Otherwise::Text(Prose { mark: writing.mark.to_owned(), never_begins }), None)
             }
             (true, Some(content)) if writing.before_name.starts_with(writing.mark) => {
-                (Otherwise::Answer(Box::new(content.grammar)), None)
+                let answer = Otherwise::Answer {
+                    grammar: Box::new(content.grammar.clone()),
+                    mark: writing.mark.to_owned(),
+                };
+                (answer, Some(content))
             }
             (true, Some(content)) => {
                 let problem = "is given together with tools; this model writes calls as JSON, which \
@@ -160,7 +164,7 @@ impl OfferedTools {
             field: TOOLS,
             grammar: Grammar::ToolCalls(calls),
             functions: fields,
-            idle: idle.map(Box::new),
+            alone: alone.map(Box::new),
         }))
     }
 }
