@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::Client,
     cluster::{bin_dir, smollm2},
+    command,
     golden::longest,
     lines::Lines,
 };
@@ -111,12 +112,12 @@ fn children_of(parent: u32) -> Vec<(u32, String)> {
 fn cpus_for_several_nodes_are_refused_in_one_line() -> Result<()> {
     for (key, value) in [("node.cpus", "0"), ("node.numa_node", "0")] {
         let variable = format!("BATON_{}", key.replace('.', "_").to_uppercase());
-        let output = Command::new(bin_dir().join("baton"))
-            .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model"])
-            .arg(smollm2())
-            .env(&variable, value)
-            .stdin(Stdio::null())
-            .output()?;
+        let output = command::output(
+            Command::new(bin_dir().join("baton"))
+                .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model"])
+                .arg(smollm2())
+                .env(&variable, value),
+        )?;
         let said = String::from_utf8(output.stderr)?;
         assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
         for word in [key, &variable, "all 2 nodes"] {
@@ -315,11 +316,7 @@ fn killing_it_leaves_no_child_behind() -> Result<()> {
 #[test]
 fn a_wrong_model_or_a_taken_port_ends_with_one_clear_line() -> Result<()> {
     let run = |args: &[&str]| -> Result<(Option<i32>, String)> {
-        let output = Command::new(bin_dir().join("baton"))
-            .arg("up")
-            .args(args)
-            .stdin(Stdio::null())
-            .output()?;
+        let output = command::output(Command::new(bin_dir().join("baton")).arg("up").args(args))?;
         Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
     };
     let (code, said) = run(&["--model", "nobody"])?;

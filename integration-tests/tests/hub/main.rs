@@ -13,6 +13,7 @@ use anyhow::{Result, ensure};
 use integration_tests::{
     client::Client,
     cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    command,
     golden::golden,
 };
 use sha2::{Digest, Sha256};
@@ -77,7 +78,7 @@ impl Machine {
         for name in ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"] {
             command.env_remove(name);
         }
-        Ok(command.args(["model", "fetch"]).args(args).envs(&self.variables).output()?)
+        command::output(command.args(["model", "fetch"]).args(args).envs(&self.variables))
     }
 
     /// The path that a successful fetch prints.
@@ -286,15 +287,16 @@ async fn up_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
     let machine = Machine::new(&hub)?;
     let model = format!("hf:{MODEL}/{file}");
     let up = || {
-        Command::new(bin_dir().join("baton"))
-            .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--sample", "--once"])
-            .args(["--model", &model])
-            .env_remove("HF_TOKEN")
-            .env_remove("HF_HUB_CACHE")
-            .env_remove("HF_HUB_OFFLINE")
-            .env("BATON_NODE_KV_MEMORY", "64MiB")
-            .envs(&machine.variables)
-            .output()
+        command::output(
+            Command::new(bin_dir().join("baton"))
+                .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
+                .args(["--sample", "--once", "--model", &model])
+                .env_remove("HF_TOKEN")
+                .env_remove("HF_HUB_CACHE")
+                .env_remove("HF_HUB_OFFLINE")
+                .env("BATON_NODE_KV_MEMORY", "64MiB")
+                .envs(&machine.variables),
+        )
     };
     let whole = |hub: &Hub| {
         let asked = hub.take_asked().into_iter();
@@ -315,13 +317,14 @@ async fn up_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
 fn up_ends_with_one_line_about_a_model_that_the_hub_does_not_have() -> Result<()> {
     let hub = Hub::start(tiny())?;
     let machine = Machine::new(&hub)?;
-    let output = Command::new(bin_dir().join("baton"))
-        .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
-        .args(["--model", "hf:acme/other"])
-        .env_remove("HF_TOKEN")
-        .env_remove("HF_HUB_OFFLINE")
-        .envs(&machine.variables)
-        .output()?;
+    let output = command::output(
+        Command::new(bin_dir().join("baton"))
+            .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
+            .args(["--model", "hf:acme/other"])
+            .env_remove("HF_TOKEN")
+            .env_remove("HF_HUB_OFFLINE")
+            .envs(&machine.variables),
+    )?;
     let said = String::from_utf8(output.stderr)?;
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert_eq!(said.lines().count(), 1, "{said}");

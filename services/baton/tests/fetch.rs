@@ -4,7 +4,7 @@ use std::{
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Child, Command, Output, Stdio},
     time::{Duration, Instant},
 };
 
@@ -87,12 +87,26 @@ impl Place {
     fn fails(&self) {
         let fails = self.folder.path().join("fails");
         fs::write(&fails, b"").unwrap();
-        let output = self.fetch().output().unwrap();
+        let output = ended(self.fetch().spawn().unwrap());
         fs::remove_file(&fails).unwrap();
         assert!(!output.status.success());
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(said.contains("no such package"), "{said}");
     }
+}
+
+/// What a fetch said that ends by itself. One that does not is killed.
+fn ended(mut fetch: Child) -> Output {
+    let deadline = Instant::now() + PATIENCE;
+    while fetch.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            fetch.kill().unwrap();
+            fetch.wait().unwrap();
+            panic!("the fetch does not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    fetch.wait_with_output().unwrap()
 }
 
 /// It outlives the fetch that started it, but not the test.

@@ -2,13 +2,14 @@
 
 use std::{
     fs::File,
+    io::Read,
     os::unix::fs::OpenOptionsExt,
-    process::{Child, Command, ExitStatus, Output, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
 /// No test waits longer than this for the process.
-const DEADLINE: Duration = Duration::from_secs(20);
+const DEADLINE: Duration = Duration::from_secs(60);
 /// Linux's flag of open(2).
 const O_NONBLOCK: i32 = 0o4000;
 
@@ -18,9 +19,18 @@ fn router(arguments: &[&str]) -> Command {
     command
 }
 
-/// What was said, and the exit code.
-fn ended(output: &Output) -> (String, Option<i32>) {
-    (String::from_utf8_lossy(&output.stderr).into_owned(), output.status.code())
+/// What a process that ends by itself said, and its exit code.
+fn ended(arguments: &[&str]) -> (String, Option<i32>) {
+    let mut child = router(arguments).spawn().unwrap();
+    let code = wait(&mut child).code();
+    (said_by(&mut child), code)
+}
+
+/// Standard error of a process that is over.
+fn said_by(child: &mut Child) -> String {
+    let mut said = Vec::new();
+    child.stderr.take().unwrap().read_to_end(&mut said).unwrap();
+    String::from_utf8_lossy(&said).into_owned()
 }
 
 fn wait(child: &mut Child) -> ExitStatus {
@@ -31,7 +41,8 @@ fn wait(child: &mut Child) -> ExitStatus {
         }
         if Instant::now() > deadline {
             child.kill().unwrap();
-            panic!("the process does not end");
+            child.wait().unwrap();
+            panic!("the process does not end; it said\n{}", said_by(child));
         }
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -44,7 +55,7 @@ fn a_wrong_flag_or_setting_is_a_usage_error() {
         (&[], "model.path"),
         (&["--router-http", "nowhere"], "router.http"),
     ] {
-        let (said, code) = ended(&router(arguments).output().unwrap());
+        let (said, code) = ended(arguments);
         assert_eq!(code, Some(2), "{said}");
         assert!(said.contains(word), "{said}");
     }
@@ -58,7 +69,7 @@ fn a_chat_template_that_is_not_there_is_named_with_its_setting() {
         ("--router-chat-templates", "b=/nowhere/t.jinja", "router.chat_templates"),
     ] {
         let arguments = [&models[..], &[flag, value]].concat();
-        let (said, code) = ended(&router(&arguments).output().unwrap());
+        let (said, code) = ended(&arguments);
         assert_eq!(code, Some(1), "{said}");
         assert!(said.contains(key) && said.contains("/nowhere/t.jinja"), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
@@ -67,7 +78,7 @@ fn a_chat_template_that_is_not_there_is_named_with_its_setting() {
 
 #[test]
 fn a_model_that_is_not_there_is_a_failure() {
-    let (said, code) = ended(&router(&["--model-path", "/nowhere/model.gguf"]).output().unwrap());
+    let (said, code) = ended(&["--model-path", "/nowhere/model.gguf"]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("/nowhere/model.gguf"), "{said}");
 }
@@ -118,8 +129,7 @@ fn a_tokenizer_of_another_model_is_refused_in_one_line_with_both_numbers() {
         (file.as_path(), &["model.gguf", "has 5 tokens", "has 4 rows", "different models"][..]),
         (folder.path(), &["config.json", "is 4", "token id 4", "different models"]),
     ] {
-        let output = router(&["--model-path", path.to_str().unwrap()]).output().unwrap();
-        let (said, code) = ended(&output);
+        let (said, code) = ended(&["--model-path", path.to_str().unwrap()]);
         assert_eq!(code, Some(1), "{said}");
         let errors: Vec<&str> = said.lines().filter(|line| !line.contains("INFO")).collect();
         assert_eq!(errors.len(), 1, "{said}");

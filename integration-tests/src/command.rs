@@ -1,0 +1,71 @@
+//! Programs that are to end by themselves, without a test that waits for ever if they do not.
+
+use std::{
+    fs::File,
+    io::{Read, Seek},
+    process::{Command, ExitStatus, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+/// Nothing that ends by itself takes longer, however busy the machine is.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// What the program said until its end. One that does not end is killed, and that is an error.
+pub fn output(command: &mut Command) -> Result<Output> {
+    output_within(command, DEADLINE)
+}
+
+fn output_within(command: &mut Command, time: Duration) -> Result<Output> {
+    // Files and not pipes: whoever inherits a pipe and lives on would hold up the reader too.
+    let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(stdout.try_clone()?)
+        .stderr(stderr.try_clone()?)
+        .spawn()
+        .with_context(|| format!("cannot run {command:?}"))?;
+    let deadline = Instant::now() + time;
+    let status: Option<ExitStatus> = loop {
+        if let Some(status) = child.try_wait()? {
+            break Some(status);
+        }
+        if Instant::now() > deadline {
+            child.kill()?;
+            child.wait()?;
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let (stdout, stderr) = (whole(&mut stdout)?, whole(&mut stderr)?);
+    let Some(status) = status else {
+        let said = String::from_utf8_lossy(&stderr);
+        bail!("{command:?} did not end within {time:?}; it said\n{said}");
+    };
+    Ok(Output { status, stdout, stderr })
+}
+
+fn whole(file: &mut File) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    file.rewind()?;
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ends_is_heard_and_what_does_not_is_killed() {
+        let mut both = Command::new("sh");
+        let heard = output(both.args(["-c", "echo out; echo err >&2; exit 3"])).unwrap();
+        assert_eq!((heard.status.code(), &heard.stdout[..]), (Some(3), &b"out\n"[..]));
+        assert_eq!(heard.stderr, b"err\n");
+        let mut endless = Command::new("sh");
+        endless.args(["-c", "echo begun >&2; exec sleep 600"]);
+        let error = output_within(&mut endless, Duration::from_secs(1)).unwrap_err().to_string();
+        assert!(error.contains("did not end within 1s"), "{error}");
+    }
+}
