@@ -406,6 +406,8 @@ async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
         }
         // On a slow machine P may have its blocks back before D has reserved any.
         assert!(Instant::now() < deadline, "the two were never full at the same time");
+        // The next round needs all of the other's blocks, and it has only now heard of the end.
+        other.side.observe().await.until(is_free).await;
     }
     drop(other);
     pair.stop().await;
