@@ -352,9 +352,7 @@ async fn a_client_that_leaves_before_the_first_token_frees_all_blocks_within_a_s
             // P reads the prompt, D has reserved for it.
             let begun = loads[0].until(|load| load.blocks_held > 0).await.is_ok()
                 && loads[1].until(|load| load.blocks_reserved > 0).await.is_ok();
-            if !begun || asked.is_finished() {
-                continue;
-            }
+            let begun = begun && !asked.is_finished();
             let left = Instant::now();
             asked.abort();
             let answered = asked.await.is_ok();
@@ -364,7 +362,8 @@ async fn a_client_that_leaves_before_the_first_token_frees_all_blocks_within_a_s
                 })
                 .await?;
             }
-            if answered {
+            // The next try begins as the first did: with nothing left of this one.
+            if !begun || answered {
                 continue;
             }
             took.push(left.elapsed());
