@@ -11,11 +11,13 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::Client,
-    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2},
 };
 use serde_json::{Value, json};
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
+/// A killed process ends at once, on a busy machine nearly so.
+const ENDED_WITHIN: Duration = Duration::from_secs(30);
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -43,18 +45,31 @@ impl Script {
 
 impl Drop for Script {
     fn drop(&mut self) {
-        // The shell is not reaped yet, so the number is still its group's.
-        let group = format!("-{}", self.0.id());
-        let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
-        let _ = self.0.wait();
+        // The shell is not reaped yet, so the number is still its group's. A shell's own `kill`: the
+        // program need not be there.
+        let kill = format!("kill -s KILL -- -{}", self.0.id());
+        let _ = Command::new("sh").args(["-c", &kill]).status();
+        let _ = self.0.kill();
+        let deadline = Instant::now() + ENDED_WITHIN;
+        while matches!(self.0.try_wait(), Ok(None)) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }
 
-fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+/// Different ones: none is given back before the last is chosen.
+fn free_ports<const COUNT: usize>() -> Result<[u16; COUNT]> {
+    let mut held = Vec::new();
+    let mut ports = [0; COUNT];
+    for port in &mut ports {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        *port = listener.local_addr()?.port();
+        held.push(listener);
+    }
+    Ok(ports)
 }
 
-/// As it stands there, but for the ports, and one model under both names.
+/// As it stands there, but for the ports and the secret, and one model under both names.
 #[tokio::test]
 async fn two_models_start_as_the_readme_says() -> Result<()> {
     let blocks = fences(&readme());
@@ -66,11 +81,20 @@ async fn two_models_start_as_the_readme_says() -> Result<()> {
         assert!(text.contains(shown), "{text}");
         text = text.replace(shown, &model);
     }
-    for port in 50_061..=50_064 {
-        assert_eq!(text.matches(&port.to_string()).count(), 2, "{port} in {text}");
-        text = text.replace(&port.to_string(), &free_port()?.to_string());
+    let secret = "$(openssl rand -hex 32)";
+    assert_eq!(text.matches(secret).count(), 1, "{text}");
+    text = text.replace(secret, SECRET);
+    let [http_port, ports @ ..] = free_ports::<5>()?;
+    // All are marked before the first is replaced: a chosen number may be one that is shown.
+    for place in 0..ports.len() {
+        let shown = format!(":{}", 50_061 + place);
+        assert_eq!(text.matches(&shown).count(), 2, "{shown} in {text}");
+        text = text.replace(&shown, &format!(":PORT_{place}"));
     }
-    let http = format!("127.0.0.1:{}", free_port()?);
+    for (place, port) in ports.iter().enumerate() {
+        text = text.replace(&format!("PORT_{place}"), &port.to_string());
+    }
+    let http = format!("127.0.0.1:{http_port}");
     let settings =
         "export BATON_TELEMETRY_LOG=warn BATON_ROUTER_GRPC=127.0.0.1:0 BATON_NODE_KV_MEMORY=64MiB";
     let script = format!("{settings} BATON_ROUTER_HTTP={http}\n{text}");
