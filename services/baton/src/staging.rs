@@ -6,13 +6,21 @@
 
 use std::{
     fs::{self, File, TryLockError},
+    io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
 
 const PREFIX: &str = ".fetch-";
 const LOCK: &str = ".lock";
+
+/// A fetch that cleans up holds a lock no longer than it takes to remove a folder.
+const PATIENCE: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// Removed when dropped.
 pub struct Staging {
@@ -25,21 +33,29 @@ impl Staging {
     /// An empty folder of this process in `parent`. What processes that are gone have left there is
     /// removed.
     pub fn create(parent: &Path) -> Result<Self> {
+        Self::create_within(parent, PATIENCE)
+    }
+
+    fn create_within(parent: &Path, patience: Duration) -> Result<Self> {
         fs::create_dir_all(parent)
             .with_context(|| format!("cannot create {}", parent.display()))?;
         remove_abandoned(parent);
         let folder = parent.join(format!("{PREFIX}{}", std::process::id()));
         let lock_path = lock_of(&folder);
         // The lock comes first: a folder without one belongs to nobody.
-        let lock = File::create(&lock_path)
-            .with_context(|| format!("cannot create {}", lock_path.display()))?;
-        match lock.try_lock() {
-            // Some network file systems have no locks; then nobody can tell, and nobody removes.
-            Ok(()) | Err(TryLockError::Error(_)) => {}
-            Err(TryLockError::WouldBlock) => {
-                bail!("{} is in use: is another fetch running?", folder.display())
+        let deadline = Instant::now() + patience;
+        let lock = loop {
+            let tried = take(&lock_path);
+            match tried.with_context(|| format!("cannot create {}", lock_path.display()))? {
+                // Some network file systems have no locks; then nobody can tell, and nobody removes.
+                Taken::Held(lock) | Taken::Unlockable(lock) => break lock,
+                // Whoever cleans up may have come between our file and our lock on it.
+                Taken::Busy if Instant::now() < deadline => thread::sleep(PAUSE),
+                Taken::Busy => {
+                    bail!("{} is in use: is another fetch running?", folder.display())
+                }
             }
-        }
+        };
         fs::create_dir_all(&folder)
             .with_context(|| format!("cannot create {}", folder.display()))?;
         Ok(Self { folder, lock_path, _lock: lock })
@@ -50,6 +66,35 @@ impl Drop for Staging {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.folder);
         let _ = fs::remove_file(&self.lock_path);
+    }
+}
+
+enum Taken {
+    /// Nobody else has it or removes it.
+    Held(File),
+    /// The file system has no locks.
+    Unlockable(File),
+    /// Another holds it, or has just removed it.
+    Busy,
+}
+
+/// Creates a lock file where there is none, and locks it.
+fn take(path: &Path) -> io::Result<Taken> {
+    let lock = File::create(path)?;
+    Ok(match lock.try_lock() {
+        Ok(()) if is_at(&lock, path)? => Taken::Held(lock),
+        Ok(()) | Err(TryLockError::WouldBlock) => Taken::Busy,
+        Err(TryLockError::Error(_)) => Taken::Unlockable(lock),
+    })
+}
+
+/// Whether this open file is still the one that others find at `path`.
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let ours = file.metadata()?;
+    match fs::metadata(path) {
+        Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
@@ -64,11 +109,8 @@ fn remove_abandoned(parent: &Path) {
         }
         let folder = parent.join(format!("{PREFIX}{process}"));
         let lock_path = lock_of(&folder);
-        if let Ok(lock) = File::open(&lock_path)
-            && lock.try_lock().is_err()
-        {
-            continue;
-        }
+        // Held until both are gone, so that nobody takes what is about to be removed.
+        let Ok(Taken::Held(_lock)) = take(&lock_path) else { continue };
         let _ = fs::remove_dir_all(&folder);
         let _ = fs::remove_file(&lock_path);
     }
@@ -82,6 +124,8 @@ fn lock_of(folder: &Path) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     fn left(parent: &Path) -> Vec<String> {
@@ -140,8 +184,51 @@ mod tests {
         let staging = Staging::create(parent.path()).unwrap();
         assert_eq!(staging.folder, folder);
         assert!(folder.read_dir().unwrap().next().is_none(), "it is empty");
-        assert!(Staging::create(parent.path()).is_err(), "one at a time");
+        let another = Staging::create_within(parent.path(), Duration::ZERO);
+        assert!(another.is_err(), "one at a time");
         drop(staging);
         assert!(left(parent.path()).is_empty());
+    }
+
+    #[test]
+    fn a_lock_on_a_removed_file_is_none() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join(".fetch-4194305.lock");
+        let file = File::create(&path).unwrap();
+        assert!(is_at(&file, &path).unwrap());
+        fs::remove_file(&path).unwrap();
+        assert!(!is_at(&file, &path).unwrap());
+        let _another = File::create(&path).unwrap();
+        assert!(!is_at(&file, &path).unwrap(), "the name alone is the same");
+    }
+
+    /// Others clean up at every moment of a fetch that begins.
+    #[test]
+    fn those_who_clean_up_take_nothing_from_those_who_begin() {
+        let parent = tempfile::tempdir().unwrap();
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !is_over.load(Ordering::Relaxed) {
+                        remove_abandoned(parent.path());
+                    }
+                });
+            }
+            let mut failed = None;
+            for _ in 0..200 {
+                match Staging::create_within(parent.path(), Duration::from_secs(60)) {
+                    Ok(staging) if !staging.folder.exists() => failed = Some("no folder".into()),
+                    Ok(staging) if !is_at(&staging._lock, &staging.lock_path).unwrap() => {
+                        failed = Some("no lock".into());
+                    }
+                    Ok(_) => {}
+                    Err(error) => failed = Some(format!("{error:#}")),
+                }
+            }
+            // The others end before anything is said.
+            is_over.store(true, Ordering::Relaxed);
+            assert_eq!(failed, None);
+        });
     }
 }
