@@ -106,7 +106,9 @@ pub async fn prepare(
             tokio::time::timeout_at(deadline.at, check)
                 .await
                 .map_err(|_| RequestError::Deadline { timeout: deadline.timeout })??;
-            if front.nodes.grammar_version(&model.name) < grammar_version {
+            // Where the last node went while this waited, the attempt waits for another.
+            let newest = front.nodes.grammar_version(&model.name);
+            if newest.is_some_and(|newest| newest < grammar_version) {
                 return Err(RequestError::NoGrammar { field: asked.field });
             }
             Some(asked.for_nodes())

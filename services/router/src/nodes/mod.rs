@@ -115,11 +115,12 @@ impl Nodes {
         }
     }
 
-    /// Newest version of grammars that a decode node of this model holds answers to; 0 for none.
-    pub fn grammar_version(&self, model: &str) -> u32 {
+    /// Newest version of grammars that a decode node of this model holds answers to; `None` where no
+    /// such node serves now, which says nothing of those that will.
+    pub fn grammar_version(&self, model: &str) -> Option<u32> {
         let directory = self.directory();
         let records = directory.serving(Role::Decode).filter(|record| record.model == model);
-        records.map(|record| record.grammar_version).max().unwrap_or(0)
+        records.map(|record| record.grammar_version).max()
     }
 
     /// What the keys of cached blocks depend on, for every kind of node of this model that can be
@@ -226,5 +227,36 @@ impl Assigned {
 impl Drop for Assigned {
     fn drop(&mut self) {
         self.nodes.directory().release(self.choice.assignment);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use config::LogFormat;
+    use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
+
+    use super::*;
+
+    fn metrics() -> RouterMetrics {
+        let config = TelemetryConfig {
+            log: "off".into(),
+            log_format: LogFormat::Json,
+            otlp: None,
+            log_sink: LogSink::Stderr,
+        };
+        let resource = Resource { service: "baton-router".into(), instance: "test".into() };
+        let telemetry = Telemetry::start(&config, resource).unwrap();
+        RouterMetrics::new(&telemetry.metrics(), "ours")
+    }
+
+    /// A node that went is no node of an older release.
+    #[tokio::test]
+    async fn where_no_node_serves_nothing_is_known_of_grammars() {
+        let none: [&str; 0] = [];
+        let members = cluster::StaticMembership::new(none, none).unwrap();
+        let served = Arc::new([Served { model: "ours".into(), vocabulary_size: 10 }]);
+        let (nodes, _watch) = Nodes::watch(&members, served, metrics()).unwrap();
+        assert_eq!(nodes.serving("ours").limits, None);
+        assert_eq!(nodes.grammar_version("ours"), None);
     }
 }
