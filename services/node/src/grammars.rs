@@ -54,7 +54,22 @@ struct Shared {
 struct Vocabulary {
     compiler: Compiler,
     /// Special tokens that are text around calls, and nowhere else: routers do not show them.
-    call_marks: Arc<[u32]>,
+    call_marks: Vec<CallMark>,
+}
+
+#[derive(Debug)]
+struct CallMark {
+    id: u32,
+    text: Vec<u8>,
+}
+
+/// Marks that the grammar has no use for; of calls, those of another way to write them.
+fn silent_marks(call_marks: &[CallMark], grammar: &Grammar) -> Arc<[u32]> {
+    let is_used = |mark: &CallMark| match grammar {
+        Grammar::JsonSchema(_) | Grammar::Regex(_) => false,
+        Grammar::ToolCalls(calls) => calls.writes(&mark.text),
+    };
+    call_marks.iter().filter(|mark| !is_used(mark)).map(|mark| mark.id).collect()
 }
 
 impl Grammars {
@@ -124,10 +139,7 @@ impl Shared {
             true => Vec::new(),
             false => sequence.sampling.stop_token_ids.clone(),
         };
-        let silent = match grammar {
-            Grammar::ToolCalls(_) => Arc::default(),
-            Grammar::JsonSchema(_) | Grammar::Regex(_) => read.call_marks.clone(),
-        };
+        let silent = silent_marks(&read.call_marks, grammar);
         let (vocabulary, metrics) = (self.vocabulary, self.metrics.clone());
         let follower = Follower { matcher, stop_tokens, silent, vocabulary, metrics };
         let constraint = Constraint::new(Box::new(follower)).map_err(|failure| {
@@ -145,14 +157,14 @@ impl Shared {
         let compiler = Compiler::new((0..count).map(|id| match table.bytes(id) {
             Some(bytes) if !table.is_special(id) => Token::Text(bytes),
             Some(bytes) if ToolFormat::is_mark(bytes) => {
-                call_marks.push(id);
+                call_marks.push(CallMark { id, text: bytes.to_vec() });
                 Token::Text(bytes)
             }
             _ => Token::Silent,
         }));
         let seconds = started.elapsed().as_secs_f64();
         info!(tokens = count, seconds = format_args!("{seconds:.3}"), "read the vocabulary");
-        Ok(Vocabulary { compiler, call_marks: call_marks.into() })
+        Ok(Vocabulary { compiler, call_marks })
     }
 }
 
@@ -210,5 +222,42 @@ fn failure(error: MatchError) -> ConstraintFailure {
         MatchError::Mismatch { .. } | MatchError::Defect { .. } => {
             ConstraintFailure::Broken { reason }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use grammar::{CallWriting, Otherwise, Prose, ToolCalls};
+
+    use super::*;
+
+    /// A vocabulary may have the marks of several ways.
+    #[test]
+    fn marks_of_calls_are_for_the_calls_that_are_written_with_them() {
+        let marks = ["<|python_tag|>", "<tool_call>", "</tool_call>"];
+        let call_marks: Vec<CallMark> = (0..)
+            .zip(marks)
+            .map(|(id, mark)| CallMark { id, text: mark.as_bytes().to_vec() })
+            .collect();
+        let silent = |grammar: &Grammar| silent_marks(&call_marks, grammar).to_vec();
+        let calls = |format: ToolFormat, with_text: bool| {
+            let writing = format.writing();
+            let prose = Prose { mark: writing.mark.into(), never_begins: None };
+            let writing = CallWriting {
+                before_name: writing.before_name.into(),
+                before_arguments: writing.before_arguments.into(),
+                behind_arguments: writing.behind_arguments.into(),
+                between: writing.between.into(),
+            };
+            let otherwise = if with_text { Otherwise::Text(prose) } else { Otherwise::Nothing };
+            Grammar::ToolCalls(ToolCalls { writing, tools: vec![], several: true, otherwise })
+        };
+        for with_text in [true, false] {
+            assert_eq!(silent(&calls(ToolFormat::Hermes, with_text)), [0]);
+        }
+        assert_eq!(silent(&calls(ToolFormat::Llama3, true)), [1, 2]);
+        assert_eq!(silent(&calls(ToolFormat::Llama3, false)), [0, 1, 2]);
+        assert_eq!(silent(&Grammar::json_object()), [0, 1, 2]);
+        assert_eq!(silent(&Grammar::Regex(".*".into())), [0, 1, 2]);
     }
 }
