@@ -160,7 +160,7 @@ impl NodeMetrics {
             ),
             grammar_compile_duration: seconds(
                 "baton.grammar.compile.duration",
-                "Time to compile a grammar, its first mask included",
+                "Time to compile a grammar, without its first mask",
                 &STEP_SECONDS,
             ),
             step_duration: seconds("baton.step.duration", "Time of one forward", &STEP_SECONDS),
