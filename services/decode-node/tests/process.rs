@@ -133,10 +133,17 @@ fn a_node_says_where_it_is_answers_probes_and_ends_on_either_signal() {
         TcpStream::connect(node.address("grpc")).unwrap();
         assert_eq!(node.http("/live").0, 200);
         assert_eq!(node.http("/health").0, 200);
-        let (status, metrics) = node.http("/metrics");
-        assert_eq!(status, 200);
-        for name in ["baton_kv_blocks{", "baton_kv_transfer_active"] {
-            assert!(metrics.contains(name), "{name} is missing in\n{metrics}");
+        // A node that has just started may be asked before it has said anything of its load.
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let (status, metrics) = node.http("/metrics");
+            assert_eq!(status, 200);
+            let names = ["baton_kv_blocks{", "baton_kv_transfer_active"];
+            if names.iter().all(|name| metrics.contains(name)) {
+                break;
+            }
+            assert!(Instant::now() < deadline, "one of {names:?} is missing in\n{metrics}");
+            std::thread::sleep(Duration::from_millis(5));
         }
         node.signal(signal);
         assert_eq!(node.wait(), Some(0));
