@@ -144,31 +144,7 @@ fn folder_of_pieces(vocabulary: &Path) -> Value {
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
     let merges: Vec<[&str; 2]> =
         merges.into_iter().map(|(_, left, right)| [left, right].map(|id| &*tokens[id])).collect();
-    let special = |id: usize| {
-        json!({"id": id, "content": tokens[id], "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false, "special": true})
-    };
-    json!({
-        "version": "1.0", "truncation": null, "padding": null,
-        "added_tokens": (0..3).map(special).collect::<Vec<_>>(),
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Prepend", "prepend": "▁"},
-            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        ]},
-        "pre_tokenizer": null,
-        "post_processor": {"type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"}, {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ]},
-        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>",
-            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": true,
-            "byte_fallback": true, "ignore_merges": false, "vocab": ids, "merges": merges},
-    })
+    common::pieces_json(tokens, json!(merges))
 }
 
 /// One vocabulary three ways: by its scores, and as a folder by merges, in Metaspace's way too.

@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::{collections::BTreeMap, sync::LazyLock};
+use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -143,34 +143,7 @@ fn pieces_json() -> String {
     let mut tokens = vec!["<unk>".to_owned(), "<s>".to_owned(), "</s>".to_owned()];
     tokens.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
     tokens.extend(["▁", "a", "b", "c", "é", "▁a", "ab", "▁ab", "▁▁"].map(str::to_owned));
-    let vocab: BTreeMap<&str, usize> = tokens.iter().map(String::as_str).zip(0..).collect();
-    let special = |id: usize| {
-        json!({"id": id, "content": tokens[id], "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false, "special": true})
-    };
-    json!({
-        "version": "1.0", "truncation": null, "padding": null,
-        "added_tokens": [special(0), special(1), special(2)],
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Prepend", "prepend": "▁"},
-            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        ]},
-        "pre_tokenizer": null,
-        "post_processor": {"type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"}, {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ]},
-        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>",
-            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": true,
-            "byte_fallback": true, "ignore_merges": false, "vocab": vocab,
-            "merges": ["▁ a", "a b", "▁a b", "▁ ▁"]},
-    })
-    .to_string()
+    common::pieces_json(&tokens, json!(["▁ a", "a b", "▁a b", "▁ ▁"])).to_string()
 }
 
 #[test]

@@ -254,3 +254,34 @@ pub fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
     }
     folder
 }
+
+/// A `tokenizer.json` as Llama 2 has it: `<unk>`, `<s>` and `</s>` first, spaces as `▁` with one in
+/// front, bytes for unknown characters, BOS before prompts.
+pub fn pieces_json(tokens: &[String], merges: serde_json::Value) -> serde_json::Value {
+    let vocab: BTreeMap<&str, usize> = tokens.iter().map(String::as_str).zip(0..).collect();
+    let special = |id: usize| {
+        serde_json::json!({"id": id, "content": tokens[id], "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true})
+    };
+    serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [special(0), special(1), special(2)],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ]},
+        "pre_tokenizer": null,
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>",
+            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": true,
+            "byte_fallback": true, "ignore_merges": false, "vocab": vocab, "merges": merges},
+    })
+}
