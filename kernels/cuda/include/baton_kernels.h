@@ -1,0 +1,407 @@
+/* The C ABI of libbaton_kernels.so: Baton's device code, as its Rust face calls it.
+ *
+ * Rules that hold for every function
+ * - It returns 0 or one of `baton_error`; `baton_last_error()` then says what was wrong, in words, to
+ *   the same thread. No C++ exception leaves the library.
+ * - Pointers are device addresses unless their name ends in `_host`. `stream` is a `cudaStream_t`.
+ *   The calling thread has a current CUDA context (the primary one), as every cudarc user has.
+ * - Nothing here allocates device memory, waits for the device or asks it anything. All work is put
+ *   on `stream`. Errors of kernels that are already running show up where the stream is waited for.
+ * - Everything that takes a stream may be captured in a CUDA graph, unless its comment says "not in a
+ *   graph". What differs from step to step is read from device memory; arguments are what a capture
+ *   may freeze: shapes, addresses, upper bounds. Call `baton_initialise` before the first capture.
+ * - Element types: `T` stands for the type that `dtype` names. Sums are f32 in either. Vectors (norm
+ *   weights, biases, rope frequencies) and the residual stream are f32 always.
+ * - Matrices and activations are row-major and packed unless a stride is given; strides and offsets
+ *   count elements. Widths must be multiples of 8 (F32: of 4) and rows begin at 16-byte boundaries;
+ *   addresses are 16-byte aligned.
+ * - Zero rows are no error: nothing is launched.
+ * - Structs are plain: no padding is left to the compiler (checked in abi.cu), all little-endian.
+ */
+#ifndef BATON_KERNELS_H
+#define BATON_KERNELS_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+#define BATON_API extern "C" __attribute__((visibility("default")))
+#else
+#define BATON_API
+#endif
+
+/* Rises with every change of this file that an older caller would notice. */
+#define BATON_ABI_VERSION 1
+
+/* Tokens whose KV one block holds. */
+#define BATON_BLOCK_TOKENS 16
+/* Most alternatives that `baton_sample` reports beside a chosen token. */
+#define BATON_TOP_LOGPROBS_MAX 32
+/* Most rows that sample in one call, and most sequences of one step. */
+#define BATON_SEQUENCES_MAX 4096
+
+typedef enum {
+  BATON_OK = 0,
+  BATON_INVALID = 1,     /* an argument is out of its range; the text names it, its value and the range */
+  BATON_UNSUPPORTED = 2, /* well-formed, but this build or device has no kernel for it */
+  BATON_TOO_SMALL = 3,   /* a workspace; the text says how much is needed */
+  BATON_EXCEPTION = 4,   /* a C++ exception, its text in baton_last_error */
+  BATON_CUDA = 1000      /* BATON_CUDA + cudaError_t */
+} baton_error;
+
+typedef enum { BATON_F32 = 0, BATON_BF16 = 1 } baton_dtype;
+
+/* ---- The library itself ------------------------------------------------------------------------ */
+
+/* BATON_ABI_VERSION of the library. Compare before calling anything else. */
+BATON_API int32_t baton_abi_version(void);
+/* "abi 1; cuda 13.0; arches sm_90a; flashinfer 0.6.12". Static. */
+BATON_API const char *baton_build_info(void);
+/* Of this thread's last failed call; empty before the first. Valid until its next failed call. */
+BATON_API const char *baton_last_error(void);
+/* Loads every kernel onto the current device and sets their limits, so that no later call does (a first
+ * launch under capture, or while a communication kernel waits for its peer, may hang). BATON_UNSUPPORTED
+ * when the library holds no code for the device. Not in a graph; takes up to a second. */
+BATON_API int32_t baton_initialise(void);
+/* sizeof of the structs below, in the order of their definition, for the caller to compare; returns how
+ * many there are. `sizes_host` may be null. */
+BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
+
+/* ---- Rows: embedding, norms, activations ----------------------------------------------------------- */
+
+/* residual[row][width] (f32) = table[tokens[row]] (T). Ids are below the table's rows: nobody checks. */
+BATON_API int32_t baton_embed(int32_t dtype, const void *table, const int32_t *tokens, float *residual,
+                              int32_t rows, int32_t width, void *stream);
+
+/* out[row] (T) = x / sqrt(mean(x^2) + eps) * weight, where x = residual[row]. */
+BATON_API int32_t baton_rms_norm(int32_t dtype, const float *residual, const float *weight, float eps,
+                                 void *out, int32_t rows, int32_t width, void *stream);
+
+/* residual[row] += delta[row] (T), then as baton_rms_norm.
+ * With `gather` (device, [rows]; null: none) output row i is that of input row gather[i] of residual and
+ * delta, and residual is left as it was: the last norm, of sampled rows only. */
+BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void *delta,
+                                     const float *weight, float eps, void *out, const int32_t *gather,
+                                     int32_t rows, int32_t width, void *stream);
+
+/* x[row][width] (T, rows `stride` apart) += bias[width]. */
+BATON_API int32_t baton_add_bias(int32_t dtype, void *x, int64_t stride, const float *bias, int32_t rows,
+                                 int32_t width, void *stream);
+
+/* out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]; gate_up is [rows][2 * width]. */
+BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, int32_t rows,
+                                 int32_t width, void *stream);
+
+/* out[i] = x[indices[i]], rows of `width` elements. */
+BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t *indices, void *out,
+                                    int32_t rows, int32_t width, void *stream);
+
+/* to[i] = (to's type) from[i]; `count` elements of any number. f32 <-> bf16, to nearest even. */
+BATON_API int32_t baton_convert(int32_t from_dtype, const void *from, int32_t to_dtype, void *to,
+                                int64_t count, void *stream);
+
+/* ---- The KV arena -------------------------------------------------------------------------------------- */
+
+/* Blocks of `[layer][K, V][head][token 16][dim]`, one after the other from `base` on. */
+typedef struct {
+  void *base;
+  int64_t block_elements; /* layer_count * 2 * head_count * 16 * head_dim */
+  int32_t block_count;    /* the trash block included */
+  int32_t layer_count;
+  int32_t head_count; /* KV heads */
+  int32_t head_dim;   /* even, at most 256 */
+  int32_t dtype;
+  int32_t reserved;
+} baton_kv;
+
+/* Everything between the QKV product and attention, in one pass. For every row of qkv
+ * ([rows][(query_heads + 2 * kv.head_count) * head_dim], T = kv->dtype; queries, keys, values):
+ *   1. bias added (null: none; [that width]),
+ *   2. each query and key head RMS-normed by itself (`query_norm`, `key_norm` [head_dim]; both or neither
+ *      null),
+ *   3. pairs (i, i + dim/2) of query and key heads turned by positions[row] * frequencies[i], the angle an
+ *      f32 product (`frequencies` [dim/2], radians a position; null: no turn),
+ *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
+ *      queries[row][query_heads * head_dim]. `queries` may be qkv itself only if rows are strided: pass
+ *      `query_stride` (elements between query rows; query_heads * head_dim when packed). qkv itself is
+ *      not changed otherwise.
+ * Arithmetic is f32 between loads and stores. */
+typedef struct {
+  const void *qkv;
+  void *queries;
+  int64_t query_stride;
+  const float *bias;
+  const float *query_norm;
+  const float *key_norm;
+  const float *frequencies;
+  const int32_t *positions;
+  const int32_t *destinations;
+  float norm_eps;
+  int32_t query_heads;
+  int32_t layer;
+  int32_t rows;
+} baton_rope_args;
+BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args *args, void *stream);
+
+/* Block `pairs[2 * i]` is copied to block `pairs[2 * i + 1]`, whole. No block is both read and written. */
+BATON_API int32_t baton_copy_blocks(const baton_kv *kv, const int32_t *pairs, int32_t count,
+                                    void *stream);
+/* staging[i] = block blocks[i]; staging may be mapped pinned host memory. */
+BATON_API int32_t baton_gather_blocks(const baton_kv *kv, const int32_t *blocks, int32_t count,
+                                      void *staging, void *stream);
+/* block blocks[i] = staging[i]. */
+BATON_API int32_t baton_scatter_blocks(const baton_kv *kv, const int32_t *blocks, int32_t count,
+                                       const void *staging, void *stream);
+
+/* ---- Slots: what the device knows of every sequence ---------------------------------------------- */
+
+/* How one slot's tokens are chosen; kernels/src/sampling.rs has the rules. 64 bytes. */
+typedef struct {
+  uint64_t seed;
+  float temperature; /* below 1e-5: greedy */
+  float top_p;       /* 1 keeps all */
+  float min_p;       /* 0 keeps all */
+  float repetition_penalty;
+  float presence_penalty;
+  float frequency_penalty;
+  uint32_t top_k;      /* 0 keeps all */
+  uint32_t min_tokens; /* stop tokens are masked before that many */
+  int32_t stop_count;  /* of the slot's row of `stop_tokens` */
+  int32_t logprobs;    /* -1: none; else this many alternatives, at most BATON_TOP_LOGPROBS_MAX */
+  int32_t prompt_len;  /* output index = tokens before - prompt_len */
+  int32_t reserved[3];
+} baton_sampling;
+
+/* 16 bytes. */
+typedef struct {
+  int32_t position; /* tokens whose KV is computed, or will be by the steps launched so far */
+  int32_t length;   /* tokens in the pool */
+  int32_t failed;   /* 0, or the baton_sample_status of the sample that had no token */
+  int32_t reserved;
+} baton_slot;
+
+/* Device arrays of the running batch, made once. The first index is the slot. */
+typedef struct {
+  baton_slot *slots;         /* [slot_count] */
+  baton_sampling *sampling;  /* [slot_count] */
+  int32_t *tokens;           /* [slot_count][token_width]: the token pool */
+  int32_t *block_tables;     /* [slot_count][table_width]: block of tokens 16 i .. 16 i + 15 */
+  int32_t *stop_tokens;      /* [slot_count][stop_width] */
+  int32_t slot_count;
+  int32_t token_width; /* longest sequence */
+  int32_t table_width;
+  int32_t stop_width;
+  int32_t trash_block; /* where padding rows write; in no table */
+  int32_t reserved;
+} baton_pool;
+
+/* ---- A step's plan: one small upload -------------------------------------------------------------------- */
+
+/* The plan is a range of 32-bit words that begins with this header; `*_at` are word offsets from its
+ * start (`sequences_at` and `admissions_at` multiples of 4, as alignment wants). 64 bytes. */
+typedef struct {
+  uint32_t word_count; /* of the whole plan */
+  uint32_t sequence_count;
+  uint32_t row_count;    /* sum of the sequences' row_count */
+  uint32_t sample_count; /* sum of the sequences' sample_count */
+  uint32_t admission_count;
+  uint32_t run_count;
+  uint32_t sequences_at;  /* baton_plan_sequence[sequence_count] */
+  uint32_t admissions_at; /* baton_plan_admission[admission_count] */
+  uint32_t runs_at;       /* baton_plan_run[run_count] */
+  uint32_t step_id;       /* echoed in every result */
+  uint32_t reserved[6];
+} baton_plan_header;
+
+/* One sequence of the step: row_count tokens from its slot's position on. Its last sample_count rows are
+ * sampled. mask_row: the first of sample_count rows of the step's masks, or -1. 16 bytes. */
+typedef struct {
+  int32_t slot;
+  int32_t row_count;
+  int32_t sample_count;
+  int32_t mask_row;
+} baton_plan_sequence;
+
+/* A slot's new occupant; applied before runs and sequences. 96 bytes. */
+typedef struct {
+  int32_t slot;
+  int32_t reserved[3];
+  baton_slot state;
+  baton_sampling sampling;
+} baton_plan_admission;
+
+typedef enum {
+  BATON_RUN_TOKENS = 0, /* tokens[slot][first..] */
+  BATON_RUN_BLOCKS = 1, /* block_tables[slot][first..] */
+  BATON_RUN_STOPS = 2   /* stop_tokens[slot][first..] */
+} baton_run_target;
+
+/* `count` words of the plan from `at` on go to a slot's row. Runs of one plan do not overlap. 20 bytes. */
+typedef struct {
+  int32_t target;
+  int32_t slot;
+  int32_t first;
+  int32_t count;
+  uint32_t at;
+} baton_plan_run;
+
+/* What a plan becomes on the device. Arrays made once for the greatest step. */
+typedef struct {
+  int32_t *row_tokens;       /* [rows_max] */
+  int32_t *row_positions;    /* [rows_max] */
+  int32_t *row_destinations; /* [rows_max]: block * 16 + position % 16 */
+  int32_t *row_sequences;    /* [rows_max] */
+  int32_t *row_indptr;       /* [sequences_max + 1] */
+  int32_t *page_indptr;      /* [sequences_max + 1] */
+  int32_t *page_indices;     /* [pages_max] */
+  int32_t *last_page_tokens; /* [sequences_max]: 1 to 16 */
+  int32_t *kv_lengths;       /* [sequences_max]: tokens, this step's included */
+  int32_t *sequence_slots;   /* [sequences_max]; -1 for padding */
+  int32_t *sampled_rows;     /* [samples_max]; padding: 0 */
+  int32_t *sample_slots;     /* [samples_max]; padding: -1 */
+  int32_t *sample_masks;     /* [samples_max]: row of the masks or -1 */
+  int32_t *counts;           /* [8]: sequences, rows, samples, pages (padding not counted), step_id, 0.. */
+  int32_t rows_max;
+  int32_t sequences_max;
+  int32_t pages_max;
+  int32_t samples_max;
+} baton_step;
+
+/* Applies a plan: admissions and runs are written to the pool, then `step` is filled. Positions of the
+ * plan's slots are advanced by their row_count.
+ * Rows, sequences and samples are padded up to `rows`, `sequences` and `samples` (those of the graph, or
+ * exactly the plan's). A padding sequence has one row, which follows the real rows: token 0 at position 0,
+ * one page, the trash block. So rows - row_count is at least sequences - sequence_count; padding rows beyond
+ * that write to the trash block too and belong to no sequence (row_sequences is -1).
+ * A plan that does not fit these bounds, or names a slot or place outside the pool, is a defect of the
+ * caller that nobody checks on the device.
+ * Two launches. `plan` is 16-byte aligned. */
+BATON_API int32_t baton_step_prepare(const baton_pool *pool, const void *plan, const baton_step *step,
+                                     int32_t rows, int32_t sequences, int32_t samples, void *stream);
+
+/* ---- Attention ------------------------------------------------------------------------------------------------ */
+
+typedef enum {
+  BATON_ATTENTION_AUTO = 0,   /* the quickest that serves the shape */
+  BATON_ATTENTION_PLAIN = 1,  /* own: any dtype, head_dim <= 256, group; a row's result does not depend on batch or chunk */
+  BATON_ATTENTION_DECODE = 2, /* FlashInfer decode: bf16, one row a sequence, groups 1, 2, 3, 4, 8, dims 64, 128 */
+  BATON_ATTENTION_FA2 = 3,    /* FlashInfer FA2: bf16, any rows and group, dims 64, 128 */
+  BATON_ATTENTION_FA3 = 4     /* FlashInfer FA3: as FA2, no window, compute capability 9.0, not in a graph */
+} baton_attention_kind;
+
+typedef struct {
+  int32_t query_heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t dtype;
+  int32_t window; /* a row sees itself and the window - 1 tokens before; 0: all */
+  float scale;    /* of the products, usually 1 / sqrt(head_dim) */
+} baton_attention_shape;
+
+/* What a step's attention needs to know, on the host. */
+typedef struct {
+  const int32_t *row_indptr_host;  /* [sequences + 1] */
+  const int32_t *page_indptr_host; /* [sequences + 1] */
+  const int32_t *kv_lengths_host;  /* [sequences]; equal to the device's */
+  int32_t sequences;               /* padding included (1 row, 1 page, length 1) */
+  int32_t rows;
+  int32_t is_graph; /* 1: run will be captured, or has been: grid and offsets depend on shapes alone */
+  int32_t reserved;
+} baton_attention_batch;
+
+/* Memory of attention, made once. Two plans in flight need two `pinned_host` (and two of `ints` unless
+ * they are on one stream). */
+typedef struct {
+  void *floats; /* device, 128-byte aligned; 256 MiB serves everything */
+  uint64_t float_bytes;
+  void *ints; /* device; 8 MiB serves everything */
+  uint64_t int_bytes;
+  void *pinned_host; /* page-locked, as large as `ints` */
+} baton_attention_workspace;
+
+/* A plain value. Words not used are 0, so two plans are equal when their bytes are. A captured run may be
+ * replayed with a new plan only if the two are equal. */
+typedef struct {
+  int32_t kind; /* never AUTO */
+  int32_t word_count;
+  int64_t words[22];
+} baton_attention_plan;
+
+/* Splits the step's work over the device: host arithmetic on the `_host` arrays, written to pinned_host, then
+ * one asynchronous copy to `ints` on `stream`. pinned_host is the caller's again when that copy is done.
+ * Once a step, for all layers of one shape. Not in a graph. PLAIN needs no workspace (pass null). */
+BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_shape *shape,
+                                          const baton_attention_batch *batch,
+                                          const baton_attention_workspace *workspace,
+                                          baton_attention_plan *plan_host, void *stream);
+
+/* out[row][query_heads * head_dim] = attention of queries[row] (rows `query_stride` apart) over the blocks
+ * of its sequence, causal: a sequence's last row sees kv_lengths tokens, the one before one less.
+ * PLAIN reads row_sequences, row_positions, page_indptr, page_indices; rows of no sequence give zeros.
+ * `rows` as in the batch. */
+BATON_API int32_t baton_attention_run(const baton_attention_plan *plan_host,
+                                      const baton_attention_shape *shape,
+                                      const baton_attention_workspace *workspace, const baton_kv *kv,
+                                      int32_t layer, const void *queries, int64_t query_stride,
+                                      const baton_step *step, void *out, int32_t sequences, int32_t rows,
+                                      void *stream);
+
+/* ---- Sampling ------------------------------------------------------------------------------------------------- */
+
+typedef enum {
+  BATON_SAMPLE_OK = 0,
+  BATON_SAMPLE_BAD_LOGIT = 1,   /* NaN or +infinity at `token`, its bits in `logprob` */
+  BATON_SAMPLE_NO_CANDIDATE = 2 /* every token is masked */
+} baton_sample_status;
+
+/* One sampled row's result. 32 bytes. */
+typedef struct {
+  int32_t status;
+  int32_t token;    /* chosen; BAD_LOGIT: the lowest bad id; NO_CANDIDATE: -1 */
+  int32_t slot;     /* -1: padding, nothing else is set */
+  int32_t position; /* of the row that was sampled; the token's own is one more */
+  float logprob;    /* of the chosen token, when the slot asks for log-probabilities */
+  int32_t top_count;
+  uint32_t step_id;
+  int32_t reserved;
+} baton_sample_result;
+
+typedef struct {
+  int32_t token;
+  float logprob;
+} baton_token_logprob;
+
+typedef struct {
+  const float *logits;  /* [samples][logit_stride] */
+  int64_t logit_stride; /* elements; at least vocabulary, multiple of 4 */
+  const uint32_t *masks; /* [mask rows][ceil(vocabulary / 32)]; null when no sequence has a mask */
+  baton_sample_result *results;  /* [samples_max] */
+  baton_token_logprob *top;      /* [samples_max][BATON_TOP_LOGPROBS_MAX], best first */
+  void *scratch;                 /* baton_sample_scratch_bytes; zeroed once, left ready by every call */
+  uint64_t scratch_bytes;
+  int32_t vocabulary;
+  int32_t samples; /* padded */
+} baton_sample_args;
+
+/* Bytes of scratch for that many padded samples. */
+BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocabulary);
+
+/* Chooses a token for every sample of `step` by its slot's baton_sampling, with the rules, tie-breaks and
+ * random numbers of the CPU. The token becomes tokens[slot][position + 1] and the slot's length grows by one
+ * when that place is the first unknown one (no draft or scored row); a failed sample marks its slot, whose
+ * later samples repeat the status. */
+BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
+                               const baton_sample_args *args, void *stream);
+
+/* ---- For tests and measurements ---------------------------------------------------------------------------- */
+
+/* Keeps the stream busy for so long. */
+BATON_API int32_t baton_delay(int64_t nanoseconds, void *stream);
+/* Reads `bytes` (a multiple of 16) once and writes one word to `sink` [1] that depends on all of them;
+ * `blocks` of 512 threads, 0: as many as fit. */
+BATON_API int32_t baton_read_stream(const void *from, uint64_t bytes, uint32_t *sink, int32_t blocks,
+                                    void *stream);
+/* to[i] = uniform in [-scale, scale) by a hash of (seed, i): random weights without an upload. */
+BATON_API int32_t baton_fill_random(int32_t dtype, void *to, int64_t count, uint64_t seed, float scale,
+                                    void *stream);
+
+#endif /* BATON_KERNELS_H */
