@@ -13,6 +13,9 @@ pub enum GrammarError {
     MultipleOf { value: String },
     #[error("is not a JSON schema: {reason}")]
     NotASchema { reason: String },
+    /// The `$ref` at the place closes a circle of parts that are all needed.
+    #[error("fits only endless answers: {place} needs another of what it is a part of")]
+    Endless { place: String },
     #[error("is not a regular expression: {reason}")]
     NotARegex { reason: String },
     /// Well-formed, but not to be served: a keyword that is not known, nothing that matches, or

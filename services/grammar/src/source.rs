@@ -7,6 +7,7 @@ use regex_syntax::ParserBuilder;
 use serde_json::Value;
 
 use crate::{
+    endless::check_ends,
     error::{GrammarError, one_line},
     limits::{
         JSON_WHITE_SPACE, MULTIPLE_OF_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
@@ -74,6 +75,7 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     };
     let parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
+    check_ends(&schema)?;
     // In the place where a client could change them.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),

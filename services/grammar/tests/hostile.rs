@@ -61,14 +61,22 @@ fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
             "has 501 parts in anyOf, oneOf and allOf",
         ),
         (json!({"type": "array", "items": {"$ref": "#"}}), taken),
-        (json!({"$ref": "#"}), "cannot be followed: it allows no answer"),
+        (
+            json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+            "fits only endless answers: #/properties/a needs another",
+        ),
+        (json!({"$ref": "#"}), "fits only endless answers: # needs another"),
         (
             json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
-            "cannot be followed: it allows no answer",
+            "fits only endless answers: #/$defs/b needs another",
         ),
         (
             json!({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}),
-            "cannot be followed: it allows no answer",
+            "fits only endless answers: #/$defs/a/allOf/0 needs another",
+        ),
+        (
+            json!({"type": "object", "properties": {"a": false}, "required": ["a"]}),
+            "cannot be followed: Unsatisfiable schema: required property 'a' is unsatisfiable",
         ),
         (json!({"$ref": "https://example.com/a"}), "cannot be followed: Only absolute"),
         (json!({"$ref": "file:///etc/passwd"}), "cannot be followed: Only absolute"),

@@ -256,14 +256,21 @@ fn an_answer_that_matches_an_expression_writes_no_call_past_its_schema() {
 /// Alone it is refused; behind the choice among several the model would find out.
 #[test]
 fn arguments_that_cannot_be_written_are_refused_with_their_function() {
-    for otherwise in [Otherwise::Nothing, hermes_prose()] {
-        let mut tools = tools();
-        tools[1].arguments = Some(json!({"$ref": "#"}).to_string());
-        let writing = hermes();
-        let grammar = Grammar::ToolCalls(ToolCalls { writing, tools, several: true, otherwise });
-        let error = compiler().check(&grammar).unwrap_err();
-        assert!(matches!(error, GrammarError::InTool { index: 1, .. }), "{error:?}");
-        assert_eq!(error.to_string(), "function 1: cannot be followed: it allows no answer");
+    let short = json!({"type": "string", "pattern": "^a$", "minLength": 5});
+    for (arguments, words) in [
+        (json!({"$ref": "#"}), "fits only endless answers: # needs another"),
+        (short, "cannot be followed: Unsatisfiable schema"),
+    ] {
+        for otherwise in [Otherwise::Nothing, hermes_prose()] {
+            let mut tools = tools();
+            tools[1].arguments = Some(arguments.to_string());
+            let writing = hermes();
+            let calls = ToolCalls { writing, tools, several: true, otherwise };
+            let error = compiler().check(&Grammar::ToolCalls(calls)).unwrap_err();
+            assert!(matches!(error, GrammarError::InTool { index: 1, .. }), "{error:?}");
+            let error = error.to_string();
+            assert!(error.starts_with(&format!("function 1: {words}")), "{error}");
+        }
     }
     for otherwise in [Otherwise::Nothing, hermes_prose()] {
         assert_eq!(compiler().check(&calls(hermes(), true, otherwise)), Ok(()));
