@@ -13,7 +13,7 @@
  * - Element types: `T` stands for the type that `dtype` names. Sums are f32 in either. Vectors (norm
  *   weights, biases, rope frequencies) and the residual stream are f32 always.
  * - Matrices and activations are row-major and packed unless a stride is given; strides and offsets
- *   count elements. Widths must be multiples of 8 (F32: of 4) and rows begin at 16-byte boundaries;
+ *   count elements. Widths, strides and head dimensions are multiples of 8;
  *   addresses are 16-byte aligned.
  * - Zero rows are no error: nothing is launched.
  * - Structs are plain: no padding is left to the compiler (checked in abi.cu), all little-endian.
@@ -59,9 +59,14 @@ BATON_API const char *baton_build_info(void);
 /* Of this thread's last failed call; empty before the first. Valid until its next failed call. */
 BATON_API const char *baton_last_error(void);
 /* Loads every kernel onto the current device and sets their limits, so that no later call does (a first
- * launch under capture, or while a communication kernel waits for its peer, may hang). BATON_UNSUPPORTED
+ * launch under capture, or while a communication kernel waits for its peer, may hang). FlashInfer's kernels are
+ * the exception: run each attention kind once before a capture. BATON_UNSUPPORTED
  * when the library holds no code for the device. Not in a graph; takes up to a second. */
 BATON_API int32_t baton_initialise(void);
+/* 1: kernels of ours that follow one another on a stream may overlap at their edges (programmatic dependent
+ * launch, compute capability 9.0 on); 0: not. A switch for comparisons, 0 at first; captured graphs keep what
+ * they were captured with. */
+BATON_API void baton_programmatic_launch(int32_t enabled);
 /* sizeof of the structs below, in the order of their definition, for the caller to compare; returns how
  * many there are. `sizes_host` may be null. */
 BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
@@ -72,7 +77,7 @@ BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
 BATON_API int32_t baton_embed(int32_t dtype, const void *table, const int32_t *tokens, float *residual,
                               int32_t rows, int32_t width, void *stream);
 
-/* out[row] (T) = x / sqrt(mean(x^2) + eps) * weight, where x = residual[row]. */
+/* out[row] (T) = x / sqrt(mean(x^2) + eps) * weight, where x = residual[row]. Rows are at most 32768 wide. */
 BATON_API int32_t baton_rms_norm(int32_t dtype, const float *residual, const float *weight, float eps,
                                  void *out, int32_t rows, int32_t width, void *stream);
 
@@ -108,7 +113,7 @@ typedef struct {
   int32_t block_count;    /* the trash block included */
   int32_t layer_count;
   int32_t head_count; /* KV heads */
-  int32_t head_dim;   /* even, at most 256 */
+  int32_t head_dim;   /* a multiple of 8, at most 256 */
   int32_t dtype;
   int32_t reserved;
 } baton_kv;
@@ -121,9 +126,8 @@ typedef struct {
  *   3. pairs (i, i + dim/2) of query and key heads turned by positions[row] * frequencies[i], the angle an
  *      f32 product (`frequencies` [dim/2], radians a position; null: no turn),
  *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
- *      queries[row][query_heads * head_dim]. `queries` may be qkv itself only if rows are strided: pass
- *      `query_stride` (elements between query rows; query_heads * head_dim when packed). qkv itself is
- *      not changed otherwise.
+ *      queries, `query_stride` elements from row to row (query_heads * head_dim when packed; `queries` may be
+ *      qkv itself, with the width of its rows as stride). Keys and values of qkv stay as they are.
  * Arithmetic is f32 between loads and stores. */
 typedef struct {
   const void *qkv;

@@ -1,0 +1,117 @@
+// The library itself: versions, errors, loading.
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+
+#include "device.cuh"
+
+#ifndef BATON_ARCHES
+#define BATON_ARCHES "unknown"
+#endif
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+// The sizes that the header promises.
+static_assert(sizeof(baton_kv) == 40);
+static_assert(sizeof(baton_sampling) == 64 && sizeof(baton_slot) == 16);
+static_assert(sizeof(baton_plan_header) == 64 && sizeof(baton_plan_sequence) == 16);
+static_assert(sizeof(baton_plan_admission) == 96 && sizeof(baton_plan_run) == 20);
+static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) == 184);
+
+namespace baton {
+namespace {
+
+thread_local char last_error[512];
+std::atomic<bool> programmatic{false};
+
+}  // namespace
+
+int32_t fail(int32_t code, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(last_error, sizeof(last_error), format, arguments);
+  va_end(arguments);
+  return code;
+}
+
+int32_t check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return BATON_OK;
+  return fail(BATON_CUDA + error, "%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+bool is_programmatic() { return programmatic.load(std::memory_order_relaxed); }
+
+int32_t current_device(Device& device) {
+  // A process has few devices, and what they are does not change.
+  static thread_local int known = -1;
+  static thread_local Device kept;
+  int index = 0;
+  BATON_TRY(check(cudaGetDevice(&index), "the current device"));
+  if (index != known) {
+    auto ask = [&](cudaDeviceAttr attribute, int& value) {
+      return check(cudaDeviceGetAttribute(&value, attribute, index), "a device attribute");
+    };
+    BATON_TRY(ask(cudaDevAttrMultiProcessorCount, kept.multiprocessors));
+    BATON_TRY(ask(cudaDevAttrComputeCapabilityMajor, kept.major));
+    BATON_TRY(ask(cudaDevAttrComputeCapabilityMinor, kept.minor));
+    known = index;
+  }
+  device = kept;
+  return BATON_OK;
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_abi_version(void) { return BATON_ABI_VERSION; }
+
+BATON_API const char* baton_build_info(void) {
+  return "abi " TEXT(BATON_ABI_VERSION) "; cuda " TEXT(__CUDACC_VER_MAJOR__) "." TEXT(__CUDACC_VER_MINOR__)
+      "; arches " BATON_ARCHES "; flashinfer " BATON_FLASHINFER;
+}
+
+BATON_API const char* baton_last_error(void) { return last_error; }
+
+BATON_API void baton_programmatic_launch(int32_t enabled) { programmatic = enabled != 0; }
+
+BATON_API int32_t baton_initialise(void) {
+  return guarded([] {
+    for (auto part : {load_rows, load_rope, load_blocks, load_step, load_attention, load_sample, load_probe}) {
+      const int32_t code = part();
+      if (code == BATON_CUDA + cudaErrorNoKernelImageForDevice || code == BATON_CUDA + cudaErrorInvalidDeviceFunction) {
+        Device device;
+        BATON_TRY(current_device(device));
+        return fail(BATON_UNSUPPORTED, "the kernel library holds code for %s; this device is sm_%d%d",
+                    BATON_ARCHES, device.major, device.minor);
+      }
+      BATON_TRY(code);
+    }
+    return static_cast<int32_t>(BATON_OK);
+  });
+}
+
+BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
+  constexpr uint32_t sizes[] = {
+      sizeof(baton_kv),
+      sizeof(baton_rope_args),
+      sizeof(baton_sampling),
+      sizeof(baton_slot),
+      sizeof(baton_pool),
+      sizeof(baton_plan_header),
+      sizeof(baton_plan_sequence),
+      sizeof(baton_plan_admission),
+      sizeof(baton_plan_run),
+      sizeof(baton_step),
+      sizeof(baton_attention_shape),
+      sizeof(baton_attention_batch),
+      sizeof(baton_attention_workspace),
+      sizeof(baton_attention_plan),
+      sizeof(baton_sample_result),
+      sizeof(baton_token_logprob),
+      sizeof(baton_sample_args),
+  };
+  constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
+  for (int32_t i = 0; sizes_host && i < count && i < capacity; ++i) sizes_host[i] = sizes[i];
+  return count;
+}

@@ -1,0 +1,287 @@
+// Attention: which kernel serves a shape, and the plain kernel that serves all of them.
+#include <utility>
+
+#include "device.cuh"
+#include "flash.h"
+
+namespace baton {
+
+int32_t check_kv(const baton_kv& kv);
+
+namespace {
+
+constexpr int WARPS = 4;      // of a plain block, which is one query head of one row
+constexpr int TILE = WARP;    // tokens that a warp takes at a time, one to a lane
+constexpr int TOKENS = BATON_BLOCK_TOKENS;
+
+struct PlainParameters {
+  const int32_t* row_sequences;
+  const int32_t* row_positions;
+  const int32_t* page_indptr;
+  const int32_t* page_indices;
+  int64_t block_elements;
+  int64_t layer_offset;
+  int64_t value_offset;
+  int64_t query_stride;
+  float scale;
+  int window;
+  int group;
+  int dim;
+};
+
+// Tiles are counted from position 0 and tile i belongs to warp i % WARPS, so the order of every sum follows from
+// the row's position (and the window) alone: results do not depend on the batch or on how a prompt was cut.
+template <class T, int EACH>  // dimensions that a lane holds; dim <= 32 * EACH
+__global__ void __launch_bounds__(WARPS* WARP)
+    plain_kernel(const T* queries, const T* arena, T* out, const PlainParameters in) {
+  __shared__ float query[256];
+  __shared__ float maxima[WARPS], sums[WARPS], weighted[WARPS][EACH * WARP];
+  successor_may_start();
+  predecessor_done();
+  const int64_t row = blockIdx.x;
+  const int head = blockIdx.y, heads = gridDim.y;
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  T* to = out + (row * heads + head) * in.dim;
+  const int sequence = in.row_sequences[row];
+  if (sequence < 0) {
+    for (int i = threadIdx.x; i < in.dim; i += blockDim.x) to[i] = narrow<T>(0.f);
+    return;
+  }
+  for (int i = threadIdx.x; i < in.dim; i += blockDim.x) {
+    query[i] = widen(queries[row * in.query_stride + head * in.dim + i]) * in.scale;
+  }
+  __syncthreads();
+
+  const int end = in.row_positions[row] + 1;
+  const int begin = in.window > 0 ? max(end - in.window, 0) : 0;
+  const int32_t* pages = in.page_indices + in.page_indptr[sequence];
+  const int64_t head_offset = in.layer_offset + static_cast<int64_t>(head / in.group) * TOKENS * in.dim;
+
+  float maximum = -INFINITY, sum = 0.f, values[EACH] = {};
+  const int first = begin / TILE;
+  for (int tile = first + (warp - first % WARPS + WARPS) % WARPS; tile * TILE < end; tile += WARPS) {
+    const int token = tile * TILE + lane;
+    const bool is_seen = token >= begin && token < end;
+    float score = -INFINITY;
+    if (is_seen) {
+      const T* key = arena + pages[token / TOKENS] * in.block_elements + head_offset + (token % TOKENS) * in.dim;
+      score = 0.f;
+      for (int i = 0; i < in.dim; i += 8) {
+        float keys[8];
+        load8(key + i, keys);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) score = fmaf(query[i + j], keys[j], score);
+      }
+    }
+    const float new_maximum = fmaxf(maximum, warp_max(score));
+    const float correction = expf(maximum - new_maximum);
+    const float weight = is_seen ? expf(score - new_maximum) : 0.f;
+    maximum = new_maximum;
+    sum = sum * correction + warp_sum(weight);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) values[i] *= correction;
+    const int from = max(begin - tile * TILE, 0), until = min(end - tile * TILE, TILE);
+    for (int j = from; j < until; ++j) {
+      const int at = tile * TILE + j;
+      const T* value = arena + pages[at / TOKENS] * in.block_elements + head_offset + in.value_offset +
+                       (at % TOKENS) * in.dim;
+      const float share = __shfl_sync(FULL, weight, j);
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) {
+        if (lane + i * WARP < in.dim) values[i] = fmaf(share, widen(value[lane + i * WARP]), values[i]);
+      }
+    }
+  }
+  if (lane == 0) maxima[warp] = maximum, sums[warp] = sum;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) weighted[warp][lane + i * WARP] = values[i];
+  __syncthreads();
+
+  float whole_maximum = maxima[0], whole_sum = 0.f;
+  for (int w = 1; w < WARPS; ++w) whole_maximum = fmaxf(whole_maximum, maxima[w]);
+  float factors[WARPS];
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    factors[w] = expf(maxima[w] - whole_maximum);  // 0 for a warp without a tile
+    whole_sum += sums[w] * factors[w];
+  }
+  for (int i = threadIdx.x; i < in.dim; i += blockDim.x) {
+    float value = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) value += weighted[w][i] * factors[w];
+    to[i] = narrow<T>(value / whole_sum);
+  }
+}
+
+int32_t check_shape(const baton_attention_shape& shape) {
+  BATON_REQUIRE(shape.head_dim > 0 && shape.head_dim <= 256 && shape.head_dim % 8 == 0,
+                "head_dim is %d; allowed are multiples of 8 up to 256", shape.head_dim);
+  BATON_REQUIRE(shape.kv_heads > 0 && shape.query_heads > 0 && shape.query_heads % shape.kv_heads == 0,
+                "query_heads is %d; allowed are multiples of kv_heads, %d", shape.query_heads, shape.kv_heads);
+  BATON_REQUIRE(shape.window >= 0, "window is %d; allowed is 0 or more", shape.window);
+  BATON_REQUIRE(shape.dtype == BATON_F32 || shape.dtype == BATON_BF16, "dtype is %d; allowed is 0 or 1",
+                shape.dtype);
+  return BATON_OK;
+}
+
+bool has_decode(int group) { return group <= 4 || group == 8; }
+
+bool has_hopper(const Device& device) {
+#ifdef BATON_HAS_HOPPER
+  return device.major == 9 && device.minor == 0;
+#else
+  (void)device;
+  return false;
+#endif
+}
+
+// Rows a sequence from which FA3's tiles of 128 rows are filled well enough.
+constexpr int HOPPER_ROWS = 64;
+
+int32_t choose(const baton_attention_shape& shape, const baton_attention_batch& batch, const Device& device) {
+  const bool is_served = shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128);
+  if (!is_served || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
+  const int group = shape.query_heads / shape.kv_heads;
+  if (batch.rows == batch.sequences && has_decode(group)) return BATON_ATTENTION_DECODE;
+  const bool fills_tiles = batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
+  if (has_hopper(device) && shape.window == 0 && !batch.is_graph && fills_tiles) return BATON_ATTENTION_FA3;
+  return BATON_ATTENTION_FA2;
+}
+
+template <template <int> class Kind>
+int32_t prepare_by_dim(const FlashPrepare& in) {
+  return in.shape->head_dim == 64 ? Kind<64>::prepare(in) : Kind<128>::prepare(in);
+}
+template <template <int> class Kind>
+int32_t run_by_dim(const FlashRun& in) {
+  return in.shape->head_dim == 64 ? Kind<64>::run(in) : Kind<128>::run(in);
+}
+
+template <class T>
+int32_t run_plain(const FlashRun& in) {
+  PlainParameters plain;
+  plain.row_sequences = in.step->row_sequences;
+  plain.row_positions = in.step->row_positions;
+  plain.page_indptr = in.step->page_indptr;
+  plain.page_indices = in.step->page_indices;
+  plain.block_elements = in.kv->block_elements;
+  plain.layer_offset = static_cast<T*>(in.keys) - static_cast<T*>(in.kv->base);
+  plain.value_offset = static_cast<T*>(in.values) - static_cast<T*>(in.keys);
+  plain.query_stride = in.query_stride;
+  plain.scale = in.shape->scale;
+  plain.window = in.shape->window;
+  plain.group = in.shape->query_heads / in.shape->kv_heads;
+  plain.dim = in.shape->head_dim;
+  auto run = [&](auto kernel) {
+    return launch("plain attention", kernel, dim3(in.rows, in.shape->query_heads), dim3(WARPS * WARP), 0, in.stream,
+                  static_cast<const T*>(in.queries), static_cast<const T*>(in.kv->base), static_cast<T*>(in.out),
+                  plain);
+  };
+  if (plain.dim <= 64) return run(plain_kernel<T, 2>);
+  if (plain.dim <= 128) return run(plain_kernel<T, 4>);
+  return run(plain_kernel<T, 8>);
+}
+
+}  // namespace
+
+int32_t load_attention() {
+  auto all = [](auto element) {
+    using T = decltype(element);
+    BATON_TRY(load(plain_kernel<T, 2>));
+    BATON_TRY(load(plain_kernel<T, 4>));
+    return load(plain_kernel<T, 8>);
+  };
+  BATON_TRY(all(float()));
+  return all(bf16());
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_shape* shape,
+                                          const baton_attention_batch* batch,
+                                          const baton_attention_workspace* workspace,
+                                          baton_attention_plan* plan_host, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(shape && batch && plan_host, "shape, batch or plan_host is null");
+    BATON_TRY(check_shape(*shape));
+    BATON_REQUIRE(batch->sequences >= 0 && batch->sequences <= BATON_SEQUENCES_MAX,
+                  "batch.sequences is %d; allowed is 0 to %d", batch->sequences, BATON_SEQUENCES_MAX);
+    BATON_REQUIRE(batch->rows >= batch->sequences, "batch.rows is %d; allowed is at least batch.sequences, %d",
+                  batch->rows, batch->sequences);
+    Device device;
+    BATON_TRY(current_device(device));
+    const int group = shape->query_heads / shape->kv_heads;
+    if (kind == BATON_ATTENTION_AUTO) kind = choose(*shape, *batch, device);
+    if (kind == BATON_ATTENTION_PLAIN) {
+      *plan_host = {};
+      plan_host->kind = kind;
+      return BATON_OK;
+    }
+    if (shape->dtype != BATON_BF16 || (shape->head_dim != 64 && shape->head_dim != 128)) {
+      return fail(BATON_UNSUPPORTED, "attention kind %d takes bf16 and head_dim 64 or 128; dtype is %d, head_dim %d",
+                  kind, shape->dtype, shape->head_dim);
+    }
+    BATON_REQUIRE(workspace && workspace->floats && workspace->ints && workspace->pinned_host,
+                  "attention kind %d needs a workspace", kind);
+    BATON_REQUIRE(batch->sequences > 0, "batch.sequences is 0; attention kind %d takes 1 or more", kind);
+    BATON_REQUIRE(batch->row_indptr_host && batch->page_indptr_host && batch->kv_lengths_host,
+                  "an array of batch is null");
+    const FlashPrepare in = {shape, batch, workspace, plan_host, as_stream(stream)};
+    switch (kind) {
+      case BATON_ATTENTION_DECODE:
+        if (batch->rows != batch->sequences || !has_decode(group)) {
+          return fail(BATON_UNSUPPORTED,
+                      "decode attention takes one row a sequence and groups 1, 2, 3, 4, 8; there are %d rows of %d "
+                      "sequences in groups of %d",
+                      batch->rows, batch->sequences, group);
+        }
+        return prepare_by_dim<FlashDecode>(in);
+      case BATON_ATTENTION_FA2: return prepare_by_dim<FlashPrefill>(in);
+      case BATON_ATTENTION_FA3:
+#ifdef BATON_HAS_HOPPER
+        if (has_hopper(device) && shape->window == 0 && !batch->is_graph) return prepare_by_dim<FlashHopper>(in);
+#endif
+        return fail(BATON_UNSUPPORTED, "FA3 takes sm_90 (this is sm_%d%d), no window (%d) and no graph (%d)",
+                    device.major, device.minor, shape->window, batch->is_graph);
+      default: return fail(BATON_INVALID, "kind is %d; allowed is 0 to 4", kind);
+    }
+  });
+}
+
+BATON_API int32_t baton_attention_run(const baton_attention_plan* plan_host, const baton_attention_shape* shape,
+                                      const baton_attention_workspace* workspace, const baton_kv* kv, int32_t layer,
+                                      const void* queries, int64_t query_stride, const baton_step* step, void* out,
+                                      int32_t sequences, int32_t rows, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(plan_host && shape && kv && step, "plan_host, shape, kv or step is null");
+    BATON_TRY(check_shape(*shape));
+    BATON_TRY(check_kv(*kv));
+    BATON_REQUIRE(layer >= 0 && layer < kv->layer_count, "layer is %d; allowed is 0 to %d", layer,
+                  kv->layer_count - 1);
+    BATON_REQUIRE(shape->kv_heads == kv->head_count && shape->head_dim == kv->head_dim && shape->dtype == kv->dtype,
+                  "shape has %d KV heads of %d, dtype %d; the arena has %d of %d, dtype %d", shape->kv_heads,
+                  shape->head_dim, shape->dtype, kv->head_count, kv->head_dim, kv->dtype);
+    BATON_REQUIRE(rows >= 0 && rows <= step->rows_max, "rows is %d; allowed is 0 to %d", rows, step->rows_max);
+    if (rows == 0) return BATON_OK;
+    const int64_t bytes = shape->dtype == BATON_F32 ? 4 : 2;
+    const int64_t half = static_cast<int64_t>(kv->head_count) * TOKENS * kv->head_dim * bytes;
+    char* keys = static_cast<char*>(kv->base) + 2 * layer * half;
+    const FlashRun in = {plan_host, shape,     workspace,    kv, step,          queries, query_stride,
+                         out,       keys,      keys + half,  sequences, rows, as_stream(stream)};
+    if (plan_host->kind == BATON_ATTENTION_PLAIN) {
+      return with_dtype(shape->dtype, [&](auto element) { return run_plain<decltype(element)>(in); });
+    }
+    BATON_REQUIRE(workspace && workspace->floats && workspace->ints, "attention kind %d needs a workspace",
+                  plan_host->kind);
+    switch (plan_host->kind) {
+      case BATON_ATTENTION_DECODE: return run_by_dim<FlashDecode>(in);
+      case BATON_ATTENTION_FA2: return run_by_dim<FlashPrefill>(in);
+#ifdef BATON_HAS_HOPPER
+      case BATON_ATTENTION_FA3: return run_by_dim<FlashHopper>(in);
+#endif
+      default: return fail(BATON_INVALID, "plan_host.kind is %d; allowed is 1 to 4", plan_host->kind);
+    }
+  });
+}

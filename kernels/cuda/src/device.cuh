@@ -1,0 +1,149 @@
+// What every kernel of ours uses: element types, 8-element loads and stores, sums over a block, launches.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "status.h"
+
+namespace baton {
+
+using bf16 = __nv_bfloat16;
+constexpr int WARP = 32;
+constexpr unsigned FULL = 0xffffffffu;
+
+template <class T>
+constexpr int32_t DTYPE = std::is_same_v<T, float> ? BATON_F32 : BATON_BF16;
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(bf16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ inline T narrow(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+// Eight neighbours at a 16-byte boundary, as f32.
+__device__ inline void load8(const float* from, float (&to)[8]) {
+  const float4 low = *reinterpret_cast<const float4*>(from);
+  const float4 high = *reinterpret_cast<const float4*>(from + 4);
+  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+}
+__device__ inline void load8(const bf16* from, float (&to)[8]) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(from);
+  const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = __uint_as_float(words[i] << 16);
+    to[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+__device__ inline void store8(float* to, const float (&from)[8]) {
+  *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+  *reinterpret_cast<float4*>(to + 4) = make_float4(from[4], from[5], from[6], from[7]);
+}
+__device__ inline void store8(bf16* to, const float (&from)[8]) {
+  unsigned words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(from[2 * i], from[2 * i + 1]);
+    words[i] = *reinterpret_cast<const unsigned*>(&pair);
+  }
+  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Every thread gets the same sum, added in an order that depends on the block's size alone.
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL, x, distance);
+  return x;
+}
+__device__ inline float warp_max(float x) {
+#pragma unroll
+  for (int distance = WARP / 2; distance > 0; distance /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(FULL, x, distance));
+  }
+  return x;
+}
+// `shared` holds 32 floats and is free again after the call's last barrier.
+__device__ inline float block_sum(float x, float* shared) {
+  x = warp_sum(x);
+  if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = x;
+  __syncthreads();
+  const int warps = (blockDim.x + WARP - 1) / WARP;
+  x = threadIdx.x % WARP < warps ? shared[threadIdx.x % WARP] : 0.f;
+  return warp_sum(x);
+}
+
+// Programmatic dependent launch: a kernel of ours may start while the one before it in the stream ends. It
+// touches nothing until `predecessor_done`; every thread of every block must get there, or a kernel two places
+// later would no longer be sure of the first. Without the launch attribute both are nothing.
+__device__ inline void predecessor_done() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void successor_may_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Set by baton_programmatic_launch.
+bool is_programmatic();
+
+template <class... Parameters, class... Arguments>
+int32_t launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+               cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = is_programmatic() ? 1 : 0;
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
+  // Taken away, so that the next call is not blamed for it.
+  if (error != cudaSuccess) cudaGetLastError();
+  return check(error, name);
+}
+
+// Calls `body` with a value of the element type: `body(float())` or `body(bf16())`.
+template <class Body>
+int32_t with_dtype(int32_t dtype, Body&& body) {
+  switch (dtype) {
+    case BATON_F32: return body(float());
+    case BATON_BF16: return body(bf16());
+    default: return fail(BATON_INVALID, "dtype is %d; allowed is 0 (f32) or 1 (bf16)", dtype);
+  }
+}
+
+inline int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// Loading a kernel onto the device, for baton_initialise.
+template <class Kernel>
+int32_t load(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  return check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel");
+}
+
+// Each unit's part of baton_initialise.
+int32_t load_rows();
+int32_t load_rope();
+int32_t load_blocks();
+int32_t load_step();
+int32_t load_attention();
+int32_t load_sample();
+int32_t load_probe();
+
+}  // namespace baton

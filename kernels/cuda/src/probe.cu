@@ -1,0 +1,115 @@
+// For tests and measurements: time that passes, bytes that are read, numbers that are random.
+#include <utility>
+
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+__global__ void delay_kernel(int64_t nanoseconds) {
+  successor_may_start();
+  predecessor_done();
+  uint64_t begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    __nanosleep(200);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - begin < static_cast<uint64_t>(nanoseconds));
+}
+
+constexpr int READ_THREADS = 512;
+constexpr int READ_UNROLL = 8;  // 16-byte loads that a thread has under way
+
+__device__ inline uint4 read_once(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from));
+  return value;
+}
+
+// Each block reads pieces of 64 KiB, a grid's length apart.
+__global__ void __launch_bounds__(READ_THREADS) read_kernel(const uint4* from, uint64_t count, uint32_t* sink) {
+  successor_may_start();
+  predecessor_done();
+  uint32_t mixed = 0;
+  constexpr uint64_t piece = READ_THREADS * READ_UNROLL;
+  for (uint64_t at = blockIdx.x * piece; at < count; at += gridDim.x * piece) {
+    uint4 values[READ_UNROLL];
+#pragma unroll
+    for (int i = 0; i < READ_UNROLL; ++i) {
+      const uint64_t index = at + i * READ_THREADS + threadIdx.x;
+      values[i] = index < count ? read_once(from + index) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < READ_UNROLL; ++i) mixed ^= values[i].x ^ values[i].y ^ values[i].z ^ values[i].w;
+  }
+  mixed = __reduce_xor_sync(FULL, mixed);
+  if (threadIdx.x % WARP == 0 && mixed) atomicXor(sink, mixed);
+}
+
+__device__ inline uint32_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return static_cast<uint32_t>(x >> 32);
+}
+
+template <class T>
+__global__ void fill_kernel(T* to, int64_t count, uint64_t seed, float scale) {
+  successor_may_start();
+  predecessor_done();
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+    const float unit = static_cast<float>(mix(seed * 0x9e3779b97f4a7c15ull + i) >> 8) * (1.f / 8388608.f);
+    to[i] = narrow<T>((unit - 1.f) * scale);
+  }
+}
+
+}  // namespace
+
+int32_t load_probe() {
+  BATON_TRY(load(delay_kernel));
+  BATON_TRY(load(read_kernel));
+  BATON_TRY(load(fill_kernel<float>));
+  return load(fill_kernel<bf16>);
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_delay(int64_t nanoseconds, void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(nanoseconds >= 0 && nanoseconds <= 10'000'000'000ll,
+                  "nanoseconds is %lld; allowed is 0 to 10 s", static_cast<long long>(nanoseconds));
+    return launch("delay", delay_kernel, dim3(1), dim3(1), 0, as_stream(stream), nanoseconds);
+  });
+}
+
+BATON_API int32_t baton_read_stream(const void* from, uint64_t bytes, uint32_t* sink, int32_t blocks,
+                                    void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(bytes % 16 == 0, "bytes is %llu; allowed are multiples of 16",
+                  static_cast<unsigned long long>(bytes));
+    Device device;
+    BATON_TRY(current_device(device));
+    if (bytes == 0) return static_cast<int32_t>(BATON_OK);
+    const int grid = blocks > 0 ? blocks : 4 * device.multiprocessors;
+    return launch("read stream", read_kernel, dim3(grid), dim3(READ_THREADS), 0, as_stream(stream),
+                  static_cast<const uint4*>(from), bytes / 16, sink);
+  });
+}
+
+BATON_API int32_t baton_fill_random(int32_t dtype, void* to, int64_t count, uint64_t seed, float scale,
+                                    void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(count >= 0, "count is %lld; allowed is 0 or more", static_cast<long long>(count));
+    if (count == 0) return static_cast<int32_t>(BATON_OK);
+    return with_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      const int64_t blocks = (count + 255) / 256;
+      return launch("fill random", fill_kernel<T>, dim3(blocks < 8192 ? blocks : 8192), dim3(256), 0,
+                    as_stream(stream), static_cast<T*>(to), count, seed, scale);
+    });
+  });
+}

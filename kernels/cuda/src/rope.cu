@@ -1,0 +1,172 @@
+// Between the QKV product and attention, in one pass: bias, norm of heads, rotation, KV into its blocks.
+//
+// One warp takes one head of one row. A lane holds the dimensions lane, lane + 32, .. of the head's lower half and
+// their partners in the upper one, so that a rotation needs no other lane.
+#include <utility>
+
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int HEADS = 8;  // warps of a block
+
+struct RopeParameters {
+  int query_heads;
+  int kv_heads;
+  int64_t query_stride;
+  int64_t block_elements;
+  int64_t layer_offset;  // of the layer's keys in a block
+  int64_t value_offset;  // from keys to values
+  float norm_eps;
+};
+
+// PAIRS: pairs a lane holds; dim <= 64 * PAIRS.
+template <class T, int PAIRS>
+__global__ void __launch_bounds__(HEADS* WARP)
+    rope_store_kernel(const T* qkv, T* queries, T* arena, const float* bias, const float* query_norm,
+                      const float* key_norm, const float* frequencies, const int32_t* positions,
+                      const int32_t* destinations, int dim, const RopeParameters shape) {
+  successor_may_start();
+  predecessor_done();
+  const int row = blockIdx.x;
+  const int head = blockIdx.y * HEADS + threadIdx.x / WARP;  // queries, then keys, then values
+  const int lane = threadIdx.x % WARP;
+  const int heads = shape.query_heads + 2 * shape.kv_heads;
+  if (head >= heads) return;
+  const int half = dim / 2;
+
+  const T* from = qkv + (static_cast<int64_t>(row) * heads + head) * dim;
+  float low[PAIRS], high[PAIRS];
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; ++pair) {
+    const int i = lane + pair * WARP;
+    low[pair] = i < half ? widen(from[i]) : 0.f;
+    high[pair] = i < half ? widen(from[half + i]) : 0.f;
+    if (bias && i < half) {
+      low[pair] += bias[head * dim + i];
+      high[pair] += bias[head * dim + half + i];
+    }
+  }
+
+  const bool is_query = head < shape.query_heads;
+  const bool is_key = !is_query && head < shape.query_heads + shape.kv_heads;
+  const float* norm = is_query ? query_norm : key_norm;
+  if (norm && (is_query || is_key)) {
+    float sum = 0.f;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) sum += low[pair] * low[pair] + high[pair] * high[pair];
+    const float scale = 1.f / sqrtf(warp_sum(sum) / static_cast<float>(dim) + shape.norm_eps);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const int i = lane + pair * WARP;
+      if (i >= half) break;
+      low[pair] = low[pair] * scale * norm[i];
+      high[pair] = high[pair] * scale * norm[half + i];
+    }
+  }
+
+  if (frequencies && (is_query || is_key)) {
+    const float position = static_cast<float>(positions[row]);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const int i = lane + pair * WARP;
+      if (i >= half) break;
+      float sine, cosine;
+      sincosf(__fmul_rn(position, frequencies[i]), &sine, &cosine);
+      const float x = low[pair], y = high[pair];
+      low[pair] = x * cosine - y * sine;
+      high[pair] = y * cosine + x * sine;
+    }
+  }
+
+  T* to;
+  if (is_query) {
+    to = queries + row * shape.query_stride + head * dim;
+  } else {
+    const int destination = destinations[row];
+    const int64_t block = destination / BATON_BLOCK_TOKENS, token = destination % BATON_BLOCK_TOKENS;
+    const int kv_head = head - shape.query_heads - (is_key ? 0 : shape.kv_heads);
+    to = arena + block * shape.block_elements + shape.layer_offset + (is_key ? 0 : shape.value_offset) +
+         (kv_head * BATON_BLOCK_TOKENS + token) * dim;
+  }
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; ++pair) {
+    const int i = lane + pair * WARP;
+    if (i >= half) break;
+    to[i] = narrow<T>(low[pair]);
+    to[half + i] = narrow<T>(high[pair]);
+  }
+}
+
+}  // namespace
+
+int32_t load_rope() {
+  auto all = [](auto element) {
+    using T = decltype(element);
+    BATON_TRY(load(rope_store_kernel<T, 1>));
+    BATON_TRY(load(rope_store_kernel<T, 2>));
+    return load(rope_store_kernel<T, 4>);
+  };
+  BATON_TRY(all(float()));
+  return all(bf16());
+}
+
+int32_t check_kv(const baton_kv& kv) {
+  BATON_REQUIRE(kv.head_dim > 0 && kv.head_dim <= 256 && kv.head_dim % 8 == 0,
+                "kv.head_dim is %d; allowed are multiples of 8 up to 256", kv.head_dim);
+  BATON_REQUIRE(kv.head_count > 0, "kv.head_count is %d; allowed is 1 or more", kv.head_count);
+  BATON_REQUIRE(kv.layer_count > 0, "kv.layer_count is %d; allowed is 1 or more", kv.layer_count);
+  // Destinations are block * 16 + token in an int32.
+  BATON_REQUIRE(kv.block_count > 0 && kv.block_count <= (1 << 27),
+                "kv.block_count is %d; allowed is 1 to 2^27", kv.block_count);
+  const int64_t elements =
+      int64_t{2} * kv.layer_count * kv.head_count * BATON_BLOCK_TOKENS * kv.head_dim;
+  BATON_REQUIRE(kv.block_elements == elements, "kv.block_elements is %lld; the layout makes it %lld",
+                static_cast<long long>(kv.block_elements), static_cast<long long>(elements));
+  BATON_REQUIRE(kv.base != nullptr, "kv.base is null");
+  return BATON_OK;
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args* args, void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(kv && args, "kv or args is null");
+    BATON_TRY(check_kv(*kv));
+    const int dim = kv->head_dim;
+    BATON_REQUIRE(args->rows >= 0, "rows is %d; allowed is 0 or more", args->rows);
+    BATON_REQUIRE(args->layer >= 0 && args->layer < kv->layer_count, "layer is %d; allowed is 0 to %d",
+                  args->layer, kv->layer_count - 1);
+    BATON_REQUIRE(args->query_heads > 0, "query_heads is %d; allowed is 1 or more", args->query_heads);
+    BATON_REQUIRE(args->query_stride >= static_cast<int64_t>(args->query_heads) * dim,
+                  "query_stride is %lld; allowed is at least %d", static_cast<long long>(args->query_stride),
+                  args->query_heads * dim);
+    BATON_REQUIRE((args->query_norm == nullptr) == (args->key_norm == nullptr),
+                  "one of query_norm and key_norm is null");
+    if (args->rows == 0) return static_cast<int32_t>(BATON_OK);
+    RopeParameters shape;
+    shape.query_heads = args->query_heads;
+    shape.kv_heads = kv->head_count;
+    shape.query_stride = args->query_stride;
+    shape.block_elements = kv->block_elements;
+    shape.value_offset = static_cast<int64_t>(kv->head_count) * BATON_BLOCK_TOKENS * dim;
+    shape.layer_offset = 2 * args->layer * shape.value_offset;
+    shape.norm_eps = args->norm_eps;
+    const dim3 grid(args->rows, divide_up(shape.query_heads + 2 * shape.kv_heads, HEADS));
+    return with_dtype(kv->dtype, [&](auto element) {
+      using T = decltype(element);
+      auto run = [&](auto kernel) {
+        return launch("rope and KV store", kernel, grid, dim3(HEADS * WARP), 0, as_stream(stream),
+                      static_cast<const T*>(args->qkv), static_cast<T*>(args->queries),
+                      static_cast<T*>(kv->base), args->bias, args->query_norm, args->key_norm,
+                      args->frequencies, args->positions, args->destinations, dim, shape);
+      };
+      if (dim <= 64) return run(rope_store_kernel<T, 1>);
+      if (dim <= 128) return run(rope_store_kernel<T, 2>);
+      return run(rope_store_kernel<T, 4>);
+    });
+  });
+}

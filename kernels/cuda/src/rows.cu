@@ -1,0 +1,282 @@
+// Operations on rows of activations: embedding, norms, biases, the gated activation, gathers, conversions.
+// All are bound by memory (at large batches) or by latency (at small ones): 16-byte loads, one block to a row
+// where a row is summed, everything else flat.
+#include <initializer_list>
+#include <utility>
+
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int FLAT = 256;       // threads of a flat kernel's block
+constexpr int ROW_MAX = 32768;  // widest row that a norm holds in registers
+constexpr int NORM_THREADS = 1024;
+
+template <class T>
+__global__ void embed_kernel(const T* table, const int32_t* tokens, float* residual, int width) {
+  successor_may_start();
+  predecessor_done();
+  const T* from = table + static_cast<int64_t>(tokens[blockIdx.x]) * width;
+  float* to = residual + static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
+    float values[8];
+    load8(from + i, values);
+    store8(to + i, values);
+  }
+}
+
+// One block to a row; a thread keeps ITEMS groups of 8, `blockDim.x` groups apart.
+template <class T, int ITEMS, bool ADD>
+__global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out,
+                            const int32_t* gather, int width) {
+  __shared__ float shared[WARP];
+  successor_may_start();
+  predecessor_done();
+  const int64_t source = gather ? gather[blockIdx.x] : static_cast<int64_t>(blockIdx.x);
+  residual += source * width;
+  if constexpr (ADD) delta += source * width;
+  out += static_cast<int64_t>(blockIdx.x) * width;
+
+  float values[ITEMS][8];
+  float sum = 0.f;
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item) {
+    const int at = (item * blockDim.x + threadIdx.x) * 8;
+    if (at >= width) break;
+    load8(residual + at, values[item]);
+    if constexpr (ADD) {
+      float added[8];
+      load8(delta + at, added);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[item][i] += added[i];
+      if (!gather) store8(residual + at, values[item]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += values[item][i] * values[item][i];
+  }
+  const float scale = 1.f / sqrtf(block_sum(sum, shared) / static_cast<float>(width) + eps);
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item) {
+    const int at = (item * blockDim.x + threadIdx.x) * 8;
+    if (at >= width) break;
+    float weights[8];
+    load8(weight + at, weights);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[item][i] = values[item][i] * scale * weights[i];
+    store8(out + at, values[item]);
+  }
+}
+
+template <class T>
+__global__ void add_bias_kernel(T* x, int64_t stride, const float* bias, int width) {
+  successor_may_start();
+  predecessor_done();
+  T* row = x + blockIdx.x * stride;
+  for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
+    float values[8], biases[8];
+    load8(row + i, values);
+    load8(bias + i, biases);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] += biases[j];
+    store8(row + i, values);
+  }
+}
+
+// x * sigmoid(x); of e^x and e^-x the one that is at most 1, so that nothing overflows.
+__device__ inline float silu(float x) {
+  const float small = expf(-fabsf(x));
+  return (x < 0.f ? x * small : x) / (1.f + small);
+}
+
+template <class T>
+__global__ void silu_mul_kernel(const T* gate_up, T* out, int width) {
+  successor_may_start();
+  predecessor_done();
+  const T* gate = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * width;
+  T* to = out + static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
+    float gates[8], ups[8];
+    load8(gate + i, gates);
+    load8(gate + width + i, ups);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) gates[j] = silu(gates[j]) * ups[j];
+    store8(to + i, gates);
+  }
+}
+
+template <class T>
+__global__ void gather_kernel(const T* x, const int32_t* indices, T* out, int width) {
+  successor_may_start();
+  predecessor_done();
+  const T* from = x + static_cast<int64_t>(indices[blockIdx.x]) * width;
+  T* to = out + static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
+    float values[8];
+    load8(from + i, values);
+    store8(to + i, values);
+  }
+}
+
+template <class From, class To>
+__global__ void convert_kernel(const From* from, To* to, int64_t count) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  successor_may_start();
+  predecessor_done();
+  for (int64_t i = thread; i < count / 8; i += stride) {
+    float values[8];
+    load8(from + i * 8, values);
+    store8(to + i * 8, values);
+  }
+  for (int64_t i = count / 8 * 8 + thread; i < count; i += stride) to[i] = narrow<To>(widen(from[i]));
+}
+
+int32_t check_rows(int32_t rows, int32_t width) {
+  BATON_REQUIRE(rows >= 0, "rows is %d; allowed is 0 or more", rows);
+  BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; allowed are multiples of 8", width);
+  return BATON_OK;
+}
+
+// A block to a row and, where rows are few and wide, more of them.
+dim3 row_grid(int32_t rows, int32_t width) {
+  const int groups = divide_up(width, 8 * FLAT);
+  return dim3(rows, rows < 512 ? groups : divide_up(groups, 4));
+}
+
+template <class T, bool ADD>
+int32_t norm(float* residual, const void* delta, const float* weight, float eps, void* out,
+             const int32_t* gather, int32_t rows, int32_t width, cudaStream_t stream) {
+  BATON_TRY(check_rows(rows, width));
+  BATON_REQUIRE(width <= ROW_MAX, "width is %d; allowed is at most %d", width, ROW_MAX);
+  if (rows == 0) return BATON_OK;
+  const int groups = width / 8;
+  const int threads = groups >= NORM_THREADS ? NORM_THREADS : divide_up(groups, WARP) * WARP;
+  const int items = divide_up(groups, threads);
+  auto run = [&](auto kernel) {
+    return launch("rms norm", kernel, dim3(rows), dim3(threads), 0, stream, residual,
+                  static_cast<const T*>(delta), weight, eps, static_cast<T*>(out), gather, width);
+  };
+  if (items == 1) return run(norm_kernel<T, 1, ADD>);
+  if (items == 2) return run(norm_kernel<T, 2, ADD>);
+  return run(norm_kernel<T, 4, ADD>);
+}
+
+}  // namespace
+
+int32_t load_rows() {
+  auto all = [](auto element) {
+    using T = decltype(element);
+    BATON_TRY(load(embed_kernel<T>));
+    BATON_TRY(load(norm_kernel<T, 1, false>));
+    BATON_TRY(load(norm_kernel<T, 2, false>));
+    BATON_TRY(load(norm_kernel<T, 4, false>));
+    BATON_TRY(load(norm_kernel<T, 1, true>));
+    BATON_TRY(load(norm_kernel<T, 2, true>));
+    BATON_TRY(load(norm_kernel<T, 4, true>));
+    BATON_TRY(load(add_bias_kernel<T>));
+    BATON_TRY(load(silu_mul_kernel<T>));
+    BATON_TRY(load(gather_kernel<T>));
+    BATON_TRY(load(convert_kernel<T, float>));
+    return load(convert_kernel<T, bf16>);
+  };
+  BATON_TRY(all(float()));
+  return all(bf16());
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_embed(int32_t dtype, const void* table, const int32_t* tokens, float* residual,
+                              int32_t rows, int32_t width, void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_rows(rows, width));
+    if (rows == 0) return static_cast<int32_t>(BATON_OK);
+    return with_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      return launch("embed", embed_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
+                    static_cast<const T*>(table), tokens, residual, width);
+    });
+  });
+}
+
+BATON_API int32_t baton_rms_norm(int32_t dtype, const float* residual, const float* weight, float eps,
+                                 void* out, int32_t rows, int32_t width, void* stream) {
+  return guarded([&] {
+    return with_dtype(dtype, [&](auto element) {
+      return norm<decltype(element), false>(const_cast<float*>(residual), nullptr, weight, eps, out, nullptr,
+                                            rows, width, as_stream(stream));
+    });
+  });
+}
+
+BATON_API int32_t baton_add_rms_norm(int32_t dtype, float* residual, const void* delta, const float* weight,
+                                     float eps, void* out, const int32_t* gather, int32_t rows, int32_t width,
+                                     void* stream) {
+  return guarded([&] {
+    return with_dtype(dtype, [&](auto element) {
+      return norm<decltype(element), true>(residual, delta, weight, eps, out, gather, rows, width,
+                                           as_stream(stream));
+    });
+  });
+}
+
+BATON_API int32_t baton_add_bias(int32_t dtype, void* x, int64_t stride, const float* bias, int32_t rows,
+                                 int32_t width, void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_rows(rows, width));
+    BATON_REQUIRE(stride >= width && stride % 8 == 0,
+                  "stride is %lld; allowed are multiples of 8 from the width %d on",
+                  static_cast<long long>(stride), width);
+    if (rows == 0) return static_cast<int32_t>(BATON_OK);
+    return with_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      return launch("add bias", add_bias_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
+                    static_cast<T*>(x), stride, bias, width);
+    });
+  });
+}
+
+BATON_API int32_t baton_silu_mul(int32_t dtype, const void* gate_up, void* out, int32_t rows, int32_t width,
+                                 void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_rows(rows, width));
+    if (rows == 0) return static_cast<int32_t>(BATON_OK);
+    return with_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      return launch("silu mul", silu_mul_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
+                    static_cast<const T*>(gate_up), static_cast<T*>(out), width);
+    });
+  });
+}
+
+BATON_API int32_t baton_gather_rows(int32_t dtype, const void* x, const int32_t* indices, void* out,
+                                    int32_t rows, int32_t width, void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_rows(rows, width));
+    if (rows == 0) return static_cast<int32_t>(BATON_OK);
+    return with_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      return launch("gather rows", gather_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
+                    static_cast<const T*>(x), indices, static_cast<T*>(out), width);
+    });
+  });
+}
+
+BATON_API int32_t baton_convert(int32_t from_dtype, const void* from, int32_t to_dtype, void* to,
+                                int64_t count, void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(count >= 0, "count is %lld; allowed is 0 or more", static_cast<long long>(count));
+    if (count == 0) return static_cast<int32_t>(BATON_OK);
+    return with_dtype(from_dtype, [&](auto source) {
+      return with_dtype(to_dtype, [&](auto target) {
+        using From = decltype(source);
+        using To = decltype(target);
+        const int64_t blocks = (count / 8 + FLAT) / FLAT;
+        return launch("convert", convert_kernel<From, To>, dim3(blocks < 4096 ? blocks : 4096), dim3(FLAT), 0,
+                      as_stream(stream), static_cast<const From*>(from), static_cast<To*>(to), count);
+      });
+    });
+  });
+}

@@ -1,0 +1,228 @@
+// A step's plan, as uploaded, becomes what the kernels of the step read.
+//
+// The first kernel is one thread block: it applies the diff to the pool, then adds up rows, samples and pages over
+// the sequences, eight at most to a thread. The second fills the arrays of rows and pages, many blocks to it.
+#include <utility>
+
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int THREADS = 1024;
+constexpr int EACH = BATON_SEQUENCES_MAX / THREADS;
+constexpr int TOKENS = BATON_BLOCK_TOKENS;
+
+struct Sums {
+  int rows;
+  int samples;
+  int pages;
+};
+
+__device__ inline Sums operator+(Sums a, Sums b) {
+  return {a.rows + b.rows, a.samples + b.samples, a.pages + b.pages};
+}
+__device__ inline Sums shuffle_up(Sums x, int distance) {
+  return {__shfl_up_sync(FULL, x.rows, distance), __shfl_up_sync(FULL, x.samples, distance),
+          __shfl_up_sync(FULL, x.pages, distance)};
+}
+
+// The sum over all threads before this one.
+__device__ Sums sum_before(Sums own, Sums* shared) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  Sums through = own;
+  for (int distance = 1; distance < WARP; distance *= 2) {
+    const Sums other = shuffle_up(through, distance);
+    if (lane >= distance) through = through + other;
+  }
+  if (lane == WARP - 1) shared[warp] = through;
+  __syncthreads();
+  if (warp == 0) {
+    Sums total = lane < blockDim.x / WARP ? shared[lane] : Sums{0, 0, 0};
+    for (int distance = 1; distance < WARP; distance *= 2) {
+      const Sums other = shuffle_up(total, distance);
+      if (lane >= distance) total = total + other;
+    }
+    shared[lane] = total;
+  }
+  __syncthreads();
+  const Sums before = {through.rows - own.rows, through.samples - own.samples, through.pages - own.pages};
+  return warp == 0 ? before : before + shared[warp - 1];
+}
+
+__device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const baton_plan_header& header) {
+  const auto* admissions = reinterpret_cast<const baton_plan_admission*>(words + header.admissions_at);
+  for (uint32_t i = threadIdx.x; i < header.admission_count; i += THREADS) {
+    pool.slots[admissions[i].slot] = admissions[i].state;
+    pool.sampling[admissions[i].slot] = admissions[i].sampling;
+  }
+  // A warp to a run: most are one block number long, a few a prompt.
+  const auto* runs = reinterpret_cast<const baton_plan_run*>(words + header.runs_at);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = THREADS / WARP;
+  constexpr int LONG = 512;
+  for (uint32_t i = warp; i < header.run_count; i += warps) {
+    const baton_plan_run run = runs[i];
+    if (run.count > LONG) continue;
+    int32_t* row = run.target == BATON_RUN_TOKENS   ? pool.tokens + static_cast<int64_t>(run.slot) * pool.token_width
+                   : run.target == BATON_RUN_BLOCKS ? pool.block_tables + static_cast<int64_t>(run.slot) * pool.table_width
+                                                    : pool.stop_tokens + static_cast<int64_t>(run.slot) * pool.stop_width;
+    for (int at = lane; at < run.count; at += WARP) row[run.first + at] = static_cast<int32_t>(words[run.at + at]);
+  }
+  // Long ones by everybody.
+  for (uint32_t i = 0; i < header.run_count; ++i) {
+    const baton_plan_run run = runs[i];
+    if (run.count <= LONG) continue;
+    int32_t* row = run.target == BATON_RUN_TOKENS   ? pool.tokens + static_cast<int64_t>(run.slot) * pool.token_width
+                   : run.target == BATON_RUN_BLOCKS ? pool.block_tables + static_cast<int64_t>(run.slot) * pool.table_width
+                                                    : pool.stop_tokens + static_cast<int64_t>(run.slot) * pool.stop_width;
+    for (int at = threadIdx.x; at < run.count; at += THREADS) {
+      row[run.first + at] = static_cast<int32_t>(words[run.at + at]);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(THREADS)
+    plan_kernel(const baton_pool pool, const uint32_t* words, const baton_step step, int rows, int sequences,
+                int samples) {
+  __shared__ Sums shared[WARP];
+  __shared__ Sums whole;
+  successor_may_start();
+  predecessor_done();
+  const baton_plan_header header = *reinterpret_cast<const baton_plan_header*>(words);
+  apply_plan(pool, words, header);
+  __syncthreads();
+
+  const auto* plan = reinterpret_cast<const baton_plan_sequence*>(words + header.sequences_at);
+  const int count = static_cast<int>(header.sequence_count);
+  baton_plan_sequence sequence[EACH];
+  int length[EACH];
+  Sums own = {0, 0, 0};
+  for (int j = 0; j < EACH; ++j) {
+    const int index = threadIdx.x * EACH + j;
+    length[j] = 0;
+    if (index < count) {
+      sequence[j] = plan[index];
+      baton_slot& slot = pool.slots[sequence[j].slot];
+      length[j] = slot.position + sequence[j].row_count;
+      slot.position = length[j];
+      own = own + Sums{sequence[j].row_count, sequence[j].sample_count, (length[j] + TOKENS - 1) / TOKENS};
+    } else if (index < sequences) {
+      sequence[j] = {-1, 1, 0, -1};
+      length[j] = 1;
+      own = own + Sums{1, 0, 1};
+    }
+  }
+  Sums before = sum_before(own, shared);
+  for (int j = 0; j < EACH; ++j) {
+    const int index = threadIdx.x * EACH + j;
+    if (index >= sequences) break;
+    step.row_indptr[index] = before.rows;
+    step.page_indptr[index] = before.pages;
+    step.kv_lengths[index] = length[j];
+    step.last_page_tokens[index] = (length[j] - 1) % TOKENS + 1;
+    step.sequence_slots[index] = sequence[j].slot;
+    for (int sample = 0; sample < sequence[j].sample_count; ++sample) {
+      const int to = before.samples + sample;
+      step.sampled_rows[to] = before.rows + sequence[j].row_count - sequence[j].sample_count + sample;
+      step.sample_slots[to] = sequence[j].slot;
+      step.sample_masks[to] = sequence[j].mask_row < 0 ? -1 : sequence[j].mask_row + sample;
+    }
+    before = before + Sums{sequence[j].row_count, sequence[j].sample_count, (length[j] + TOKENS - 1) / TOKENS};
+    if (index == sequences - 1) {
+      step.row_indptr[sequences] = before.rows;
+      step.page_indptr[sequences] = before.pages;
+      whole = before;
+    }
+  }
+  __syncthreads();
+  if (sequences == 0) {
+    if (threadIdx.x == 0) {
+      step.row_indptr[0] = step.page_indptr[0] = 0;
+      whole = {0, 0, 0};
+    }
+    __syncthreads();
+  }
+  for (int i = whole.samples + threadIdx.x; i < samples; i += THREADS) {
+    step.sampled_rows[i] = 0;
+    step.sample_slots[i] = -1;
+    step.sample_masks[i] = -1;
+  }
+  if (threadIdx.x == 0) {
+    const int padding = max(sequences - count, 0);
+    step.counts[0] = count;
+    step.counts[1] = whole.rows - padding;
+    step.counts[2] = whole.samples;
+    step.counts[3] = whole.pages - padding;
+    step.counts[4] = static_cast<int32_t>(header.step_id);
+    step.counts[5] = step.counts[6] = step.counts[7] = 0;
+  }
+}
+
+// blockIdx.y is the sequence; the blocks of one share its rows and pages. The last y takes rows of no sequence.
+__global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences) {
+  successor_may_start();
+  predecessor_done();
+  const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  const int trash = pool.trash_block * TOKENS;
+  const int sequence = blockIdx.y;
+  if (sequence == sequences) {
+    for (int row = step.row_indptr[sequences] + thread; row < rows; row += threads) {
+      step.row_tokens[row] = 0;
+      step.row_positions[row] = 0;
+      step.row_destinations[row] = trash + row % TOKENS;
+      step.row_sequences[row] = -1;
+    }
+    return;
+  }
+  const int slot = step.sequence_slots[sequence];
+  const int first_row = step.row_indptr[sequence], row_count = step.row_indptr[sequence + 1] - first_row;
+  const int first_page = step.page_indptr[sequence], pages = step.page_indptr[sequence + 1] - first_page;
+  const int first_position = step.kv_lengths[sequence] - row_count;
+  const int32_t* table = pool.block_tables + static_cast<int64_t>(slot) * pool.table_width;
+  const int32_t* tokens = pool.tokens + static_cast<int64_t>(slot) * pool.token_width;
+  for (int i = thread; i < row_count; i += threads) {
+    const int position = first_position + i;
+    step.row_tokens[first_row + i] = slot < 0 ? 0 : tokens[position];
+    step.row_positions[first_row + i] = position;
+    step.row_destinations[first_row + i] =
+        (slot < 0 ? trash : table[position / TOKENS] * TOKENS) + position % TOKENS;
+    step.row_sequences[first_row + i] = sequence;
+  }
+  for (int i = thread; i < pages; i += threads) {
+    step.page_indices[first_page + i] = slot < 0 ? pool.trash_block : table[i];
+  }
+}
+
+}  // namespace
+
+int32_t load_step() {
+  BATON_TRY(load(plan_kernel));
+  return load(expand_kernel);
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, const baton_step* step,
+                                     int32_t rows, int32_t sequences, int32_t samples, void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(pool && plan && step, "pool, plan or step is null");
+    auto within = [](const char* name, int32_t value, int32_t most) {
+      BATON_REQUIRE(value >= 0 && value <= most, "%s is %d; allowed is 0 to %d", name, value, most);
+      return static_cast<int32_t>(BATON_OK);
+    };
+    BATON_TRY(within("step.sequences_max", step->sequences_max, BATON_SEQUENCES_MAX));
+    BATON_TRY(within("rows", rows, step->rows_max));
+    BATON_TRY(within("sequences", sequences, step->sequences_max));
+    BATON_TRY(within("samples", samples, step->samples_max));
+    BATON_REQUIRE(rows >= sequences, "rows is %d; allowed is at least sequences, %d", rows, sequences);
+    BATON_TRY(launch("step plan", plan_kernel, dim3(1), dim3(THREADS), 0, as_stream(stream), *pool,
+                     static_cast<const uint32_t*>(plan), *step, rows, sequences, samples));
+    // Long sequences have hundreds of pages, prompts thousands of rows; decode steps need one block each.
+    const int64_t each = (rows + sequences) / (sequences + 1) + step->pages_max / (step->sequences_max + 1);
+    const int blocks = sequences >= 256 ? 1 : each > 2048 ? 8 : each > 256 ? 2 : 1;
+    return launch("step rows", expand_kernel, dim3(blocks, sequences + 1), dim3(256), 0, as_stream(stream), *pool,
+                  *step, rows, sequences);
+  });
+}
