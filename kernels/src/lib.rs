@@ -4,6 +4,7 @@
 //! * [`backend`] is the face over which every forward pass is written, once for all devices.
 //! * [`sampling`] holds the rules by which a next token is chosen, the same on every device.
 //! * [`cpu`] is the backend that runs everywhere, with its plain f32 reference.
+//! * [`cuda`] is the backend for GPUs; nothing of it is loaded before it is asked for.
 //!
 //! Left out: models (crate `model`), scheduling (crate `engine`), moving KV between machines (crate
 //! `kv-transfer`).
@@ -11,6 +12,7 @@
 pub mod arena;
 pub mod backend;
 pub mod cpu;
+pub mod cuda;
 pub mod layout;
 pub mod mmap;
 pub mod sampling;

@@ -1,0 +1,335 @@
+//! `kernels/cuda/include/baton_kernels.h` in Rust: the same structs and functions in the same order.
+//! [`STRUCT_BYTES`] is compared with the library's own before anything is called.
+
+use std::ffi::{c_char, c_void};
+
+use cudarc::driver::sys::CUdeviceptr;
+
+/// Of the header.
+pub const ABI_VERSION: i32 = 1;
+/// `BATON_UNSUPPORTED`.
+pub const UNSUPPORTED: i32 = 2;
+/// `BATON_CUDA`.
+pub const CUDA: i32 = 1000;
+/// `BATON_TOP_LOGPROBS_MAX`.
+pub const TOP_LOGPROBS_MAX: usize = 32;
+/// `BATON_SEQUENCES_MAX`.
+pub const SEQUENCES_MAX: usize = 4096;
+
+/// A device address; null is 0.
+pub type Address = CUdeviceptr;
+/// A `cudaStream_t`.
+pub type RawStream = *mut c_void;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Kv {
+    pub base: Address,
+    pub block_elements: i64,
+    pub block_count: i32,
+    pub layer_count: i32,
+    pub head_count: i32,
+    pub head_dim: i32,
+    pub dtype: i32,
+    pub reserved: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RopeArgs {
+    pub qkv: Address,
+    pub queries: Address,
+    pub query_stride: i64,
+    pub bias: Address,
+    pub query_norm: Address,
+    pub key_norm: Address,
+    pub frequencies: Address,
+    pub positions: Address,
+    pub destinations: Address,
+    pub norm_eps: f32,
+    pub query_heads: i32,
+    pub layer: i32,
+    pub rows: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct SlotSampling {
+    pub seed: u64,
+    pub temperature: f32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    pub top_k: u32,
+    pub min_tokens: u32,
+    pub stop_count: i32,
+    pub logprobs: i32,
+    pub prompt_len: i32,
+    pub reserved: [i32; 3],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct SlotState {
+    pub position: i32,
+    pub length: i32,
+    pub failed: i32,
+    pub reserved: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Pool {
+    pub slots: Address,
+    pub sampling: Address,
+    pub tokens: Address,
+    pub block_tables: Address,
+    pub stop_tokens: Address,
+    pub slot_count: i32,
+    pub token_width: i32,
+    pub table_width: i32,
+    pub stop_width: i32,
+    pub trash_block: i32,
+    pub reserved: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct PlanHeader {
+    pub word_count: u32,
+    pub sequence_count: u32,
+    pub row_count: u32,
+    pub sample_count: u32,
+    pub admission_count: u32,
+    pub run_count: u32,
+    pub sequences_at: u32,
+    pub admissions_at: u32,
+    pub runs_at: u32,
+    pub step_id: u32,
+    pub reserved: [u32; 6],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct PlanSequence {
+    pub slot: i32,
+    pub row_count: i32,
+    pub sample_count: i32,
+    pub mask_row: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct PlanAdmission {
+    pub slot: i32,
+    pub reserved: [i32; 3],
+    pub state: SlotState,
+    pub sampling: SlotSampling,
+}
+
+/// `baton_run_target`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunTarget {
+    Tokens = 0,
+    Blocks = 1,
+    Stops = 2,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct PlanRun {
+    pub target: i32,
+    pub slot: i32,
+    pub first: i32,
+    pub count: i32,
+    pub at: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    pub row_tokens: Address,
+    pub row_positions: Address,
+    pub row_destinations: Address,
+    pub row_sequences: Address,
+    pub row_indptr: Address,
+    pub page_indptr: Address,
+    pub page_indices: Address,
+    pub last_page_tokens: Address,
+    pub kv_lengths: Address,
+    pub sequence_slots: Address,
+    pub sampled_rows: Address,
+    pub sample_slots: Address,
+    pub sample_masks: Address,
+    pub counts: Address,
+    pub rows_max: i32,
+    pub sequences_max: i32,
+    pub pages_max: i32,
+    pub samples_max: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    pub query_heads: i32,
+    pub kv_heads: i32,
+    pub head_dim: i32,
+    pub dtype: i32,
+    pub window: i32,
+    pub scale: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBatch {
+    pub row_indptr_host: *const i32,
+    pub page_indptr_host: *const i32,
+    pub kv_lengths_host: *const i32,
+    pub sequences: i32,
+    pub rows: i32,
+    pub is_graph: i32,
+    pub reserved: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionWorkspace {
+    pub floats: Address,
+    pub float_bytes: u64,
+    pub ints: Address,
+    pub int_bytes: u64,
+    pub pinned_host: *mut c_void,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AttentionPlan {
+    pub kind: i32,
+    pub word_count: i32,
+    pub words: [i64; 22],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct SampleResult {
+    pub status: i32,
+    pub token: i32,
+    pub slot: i32,
+    pub position: i32,
+    pub logprob: f32,
+    pub top_count: i32,
+    pub step_id: u32,
+    pub reserved: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct TokenLogprob {
+    pub token: i32,
+    pub logprob: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SampleArgs {
+    pub logits: Address,
+    pub logit_stride: i64,
+    pub masks: Address,
+    pub results: Address,
+    pub top: Address,
+    pub scratch: Address,
+    pub scratch_bytes: u64,
+    pub vocabulary: i32,
+    pub samples: i32,
+}
+
+/// Bytes of each struct of the header, in its order.
+pub const STRUCT_BYTES: [usize; 17] = [
+    size_of::<Kv>(),
+    size_of::<RopeArgs>(),
+    size_of::<SlotSampling>(),
+    size_of::<SlotState>(),
+    size_of::<Pool>(),
+    size_of::<PlanHeader>(),
+    size_of::<PlanSequence>(),
+    size_of::<PlanAdmission>(),
+    size_of::<PlanRun>(),
+    size_of::<Step>(),
+    size_of::<AttentionShape>(),
+    size_of::<AttentionBatch>(),
+    size_of::<AttentionWorkspace>(),
+    size_of::<AttentionPlan>(),
+    size_of::<SampleResult>(),
+    size_of::<TokenLogprob>(),
+    size_of::<SampleArgs>(),
+];
+
+/// Declares the table of functions and how it is read from an opened library.
+macro_rules! functions {
+    ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
+        /// Every function of the header.
+        #[derive(Debug)]
+        pub struct Functions {
+            $(pub $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library's functions have the header's signatures, and it stays open as long as
+            /// they are called.
+            pub unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
+                Ok(Self {
+                    // SAFETY: the caller's promise.
+                    $($name: unsafe {
+                        *library.get(concat!(stringify!($name), "\0").as_bytes())?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    baton_build_info: fn() -> *const c_char;
+    baton_last_error: fn() -> *const c_char;
+    baton_initialise: fn() -> i32;
+    baton_struct_sizes: fn(*mut u32, i32) -> i32;
+    baton_embed: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
+    baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
+    baton_add_rms_norm:
+        fn(i32, Address, Address, Address, f32, Address, Address, i32, i32, RawStream) -> i32;
+    baton_add_bias: fn(i32, Address, i64, Address, i32, i32, RawStream) -> i32;
+    baton_silu_mul: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
+    baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
+    baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
+    baton_step_prepare:
+        fn(*const Pool, Address, *const Step, i32, i32, i32, RawStream) -> i32;
+    baton_attention_prepare:
+        fn(
+            i32,
+            *const AttentionShape,
+            *const AttentionBatch,
+            *const AttentionWorkspace,
+            *mut AttentionPlan,
+            RawStream,
+        ) -> i32;
+    baton_attention_run:
+        fn(
+            *const AttentionPlan,
+            *const AttentionShape,
+            *const AttentionWorkspace,
+            *const Kv,
+            i32,
+            Address,
+            i64,
+            *const Step,
+            Address,
+            i32,
+            i32,
+            RawStream,
+        ) -> i32;
+    baton_sample_scratch_bytes: fn(i32, i32) -> u64;
+    baton_sample: fn(*const Pool, *const Step, *const SampleArgs, RawStream) -> i32;
+}

@@ -1,0 +1,27 @@
+//! The backend for NVIDIA's GPUs, behind a face without `unsafe`.
+//!
+//! Nothing of CUDA is linked: the driver, cuBLASLt and our own kernels are opened when
+//! [`Driver::open`] and what follows are called, and where one is missing that is an error which
+//! says what to do. So one binary serves machines with and without a GPU.
+//!
+//! * [`Driver`] finds [`Device`]s; [`Context`] makes one ready; [`Stream`]s, [`Event`]s and
+//!   [`Ready`] order its work.
+//! * [`DeviceMemory`] is taken once at start and cut into [`Range`]s; [`Pinned`] is host memory that
+//!   copies use.
+//! * [`KernelLibrary`] holds our own kernels, [`Products`] are matrix products.
+
+mod context;
+mod driver;
+mod error;
+#[allow(dead_code)] // The whole header, called or not.
+mod ffi;
+mod library;
+mod memory;
+mod product;
+
+pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Role, Stream};
+pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
+pub use error::{CudaError, CudaVersion};
+pub use library::KernelLibrary;
+pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
+pub use product::{Product, Products, WORKSPACE_BYTES};
