@@ -1,12 +1,13 @@
 //! `baton`: the operator's command.
 //!
 //! `up` runs a whole cluster on this machine, `bench` measures an engine or a server, `model` fetches
-//! weights. Each lives in a module of its own; this file only reads the command line.
+//! weights, `doctor` says what this machine has. Each lives in a module of its own; this file only reads the command line.
 
 // Only `up::process` starts processes in a way that the standard library does not offer.
 #![deny(unsafe_code)]
 
 mod bench;
+mod doctor;
 mod http_client;
 mod hub;
 mod model_store;
@@ -36,6 +37,8 @@ enum Command {
     /// Fetches and lists models.
     #[command(subcommand)]
     Model(model_store::ModelCommand),
+    /// Prints what this machine has for serving, what is missing, and what to do about it.
+    Doctor(doctor::DoctorArgs),
 }
 
 fn main() -> ExitCode {
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Command::Up(args) => up::run(args),
         Command::Bench(command) => bench::run(command),
         Command::Model(command) => model_store::run(command),
+        Command::Doctor(args) => doctor::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

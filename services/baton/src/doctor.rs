@@ -1,0 +1,284 @@
+//! `baton doctor`: what this machine has for serving, what is missing, and what to do about it.
+//!
+//! [`Report::of_this_machine`] asks driver and libraries; everything else is made of what it found.
+
+use std::{env, fmt, path::PathBuf, thread::available_parallelism};
+
+use anyhow::{Result, bail};
+use clap::Args;
+use kernels::cuda::{Context, CudaError, Device, Driver, KernelLibrary, has_cublaslt, has_nccl};
+use serde::Serialize;
+
+/// The kernel library's name beside the program.
+const KERNELS_FILE: &str = "libbaton_kernels.so";
+
+#[derive(Args)]
+pub struct DoctorArgs {
+    /// The library of our own GPU kernels, as `make kernels` builds it [default: libbaton_kernels.so
+    /// beside this program].
+    #[arg(long, value_name = "PATH", env = "BATON_NODE_KERNELS")]
+    kernels: Option<PathBuf>,
+    /// One JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the report. Without a GPU that is no fault: the CPU serves.
+pub fn run(args: DoctorArgs) -> Result<()> {
+    let report = Report::of_this_machine(args.kernels.or_else(kernels_beside_us));
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print!("{report}");
+    }
+    match report.faults.len() {
+        0 => Ok(()),
+        1 => bail!("one fault keeps the GPU from serving"),
+        count => bail!("{count} faults keep the GPU from serving"),
+    }
+}
+
+fn kernels_beside_us() -> Option<PathBuf> {
+    let path = env::current_exe().ok()?.with_file_name(KERNELS_FILE);
+    path.exists().then_some(path)
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Report {
+    /// `cuda` when a GPU can serve, else `cpu`.
+    serves_on: &'static str,
+    cpus: usize,
+    driver: Part,
+    libraries: Vec<Library>,
+    gpus: Vec<Gpu>,
+    links: Vec<Link>,
+    /// What keeps a GPU that is here from serving; each says what to do.
+    faults: Vec<String>,
+    /// What is missing and not needed for serving as things are.
+    notes: Vec<String>,
+}
+
+/// Something that is there in some version, or is not.
+#[derive(Debug, Default, Serialize)]
+struct Part {
+    found: bool,
+    version: Option<String>,
+    reason: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Library {
+    name: &'static str,
+    needed_for: &'static str,
+    #[serde(flatten)]
+    part: Part,
+}
+
+#[derive(Debug, Serialize)]
+struct Gpu {
+    uuid: String,
+    name: String,
+    /// 90 is sm_90.
+    compute: u32,
+    multiprocessors: u32,
+    memory_bytes: u64,
+    /// `None` when the GPU gave no context.
+    free_bytes: Option<u64>,
+    pci: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Link {
+    from: String,
+    to: String,
+    way: String,
+}
+
+impl Part {
+    fn of<T>(found: &Result<T, CudaError>, version: impl FnOnce(&T) -> Option<String>) -> Self {
+        match found {
+            Ok(part) => Self { found: true, version: version(part), reason: None },
+            Err(error) => Self { found: false, version: None, reason: Some(error.to_string()) },
+        }
+    }
+}
+
+impl Report {
+    fn of_this_machine(kernels: Option<PathBuf>) -> Self {
+        let driver = Driver::open();
+        let kernels = KernelLibrary::open(kernels.as_deref());
+        let is_there = |found, name| match found {
+            true => Ok(()),
+            false => Err(CudaError::LibraryMissing { name }),
+        };
+        let cublas = is_there(has_cublaslt(), "libcublasLt.so.13");
+        let nccl = is_there(has_nccl(), "libnccl.so.2");
+        let library = |name, needed_for, part| Library { name, needed_for, part };
+        let mut report = Self {
+            cpus: available_parallelism().map_or(1, usize::from),
+            driver: Part::of(&driver, |driver| Some(format!("CUDA {}", driver.version()))),
+            libraries: vec![
+                library("cublasLt", "matrix products", Part::of(&cublas, |()| None)),
+                library(
+                    "kernels",
+                    "all else",
+                    Part::of(&kernels, |kernels| Some(kernels.build().to_owned())),
+                ),
+                library("nccl", "KV between GPUs of two nodes", Part::of(&nccl, |()| None)),
+            ],
+            ..Self::default()
+        };
+        match driver {
+            Ok(driver) => {
+                report.add_gpus(driver, kernels.as_ref().ok());
+                let needed = [cublas.err(), kernels.err()];
+                report.faults.extend(needed.iter().flatten().map(CudaError::to_string));
+            }
+            // No GPU was meant to be here.
+            Err(error @ (CudaError::NoDriver | CudaError::NoDevice)) => {
+                report.notes.push(error.to_string());
+            }
+            Err(error) => report.faults.push(error.to_string()),
+        }
+        if let (Err(error), false) = (nccl, report.gpus.is_empty()) {
+            report.notes.push(format!("{error}; KV goes by TCP without it"));
+        }
+        let is_gpu = !report.gpus.is_empty() && report.faults.is_empty();
+        report.serves_on = if is_gpu { "cuda" } else { "cpu" };
+        report
+    }
+
+    fn add_gpus(&mut self, driver: Driver, kernels: Option<&KernelLibrary>) {
+        let devices = match driver.devices() {
+            Ok(devices) => devices,
+            Err(error) => return self.faults.push(error.to_string()),
+        };
+        for device in &devices {
+            let free_bytes = self.try_gpu(driver, device, kernels);
+            self.gpus.push(Gpu {
+                uuid: device.uuid.clone(),
+                name: device.name.clone(),
+                compute: device.compute,
+                multiprocessors: device.multiprocessors,
+                memory_bytes: device.memory_bytes,
+                free_bytes,
+                pci: device.pci.clone(),
+            });
+        }
+        for (index, from) in devices.iter().enumerate() {
+            for to in &devices[index + 1..] {
+                let way = driver
+                    .link(from, to)
+                    .map_or_else(|error| error.to_string(), |way| way.to_string());
+                self.links.push(Link { from: from.uuid.clone(), to: to.uuid.clone(), way });
+            }
+        }
+    }
+
+    /// Makes a context, which a busy GPU refuses, and loads the kernels into it.
+    fn try_gpu(
+        &mut self,
+        driver: Driver,
+        device: &Device,
+        kernels: Option<&KernelLibrary>,
+    ) -> Option<u64> {
+        let tried = Context::new(driver, device.clone()).and_then(|context| {
+            let free_bytes = context.free_bytes()?;
+            kernels.map_or(Ok(()), |kernels| kernels.initialise(&context))?;
+            Ok(free_bytes)
+        });
+        tried.map_err(|error| self.faults.push(error.to_string())).ok()
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "serves on  {} ({} CPUs)", self.serves_on, self.cpus)?;
+        writeln!(f, "driver     {}", self.driver)?;
+        for Library { name, needed_for, part } in &self.libraries {
+            writeln!(f, "{name:<10} {part} (for {needed_for})")?;
+        }
+        for gpu in &self.gpus {
+            let free = match gpu.free_bytes {
+                Some(bytes) => format!("{} free", gibibytes(bytes)),
+                None => "cannot be used".to_owned(),
+            };
+            writeln!(
+                f,
+                "GPU        {} {} sm_{}, {} multiprocessors, {} memory, {free}, PCI {}",
+                gpu.uuid,
+                gpu.name,
+                gpu.compute,
+                gpu.multiprocessors,
+                gibibytes(gpu.memory_bytes),
+                gpu.pci
+            )?;
+        }
+        for Link { from, to, way } in &self.links {
+            writeln!(f, "link       {from} {to} {way}")?;
+        }
+        for note in &self.notes {
+            writeln!(f, "note       {note}")?;
+        }
+        for fault in &self.faults {
+            writeln!(f, "fault      {fault}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.found, &self.version) {
+            (true, Some(version)) => f.write_str(version),
+            (true, None) => f.write_str("found"),
+            (false, _) => f.write_str("missing"),
+        }
+    }
+}
+
+fn gibibytes(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_names_every_part_and_what_is_wrong_with_it() {
+        let part = |found| Part { found, version: None, reason: None };
+        let report = Report {
+            serves_on: "cpu",
+            cpus: 4,
+            driver: Part { found: true, version: Some("CUDA 13.0".into()), reason: None },
+            libraries: vec![
+                Library { name: "cublasLt", needed_for: "matrix products", part: part(true) },
+                Library { name: "nccl", needed_for: "KV", part: part(false) },
+            ],
+            gpus: vec![Gpu {
+                uuid: "GPU-1".into(),
+                name: "a GPU".into(),
+                compute: 90,
+                multiprocessors: 132,
+                memory_bytes: 3 << 29,
+                free_bytes: None,
+                pci: "0000:01:00.0".into(),
+            }],
+            links: vec![Link { from: "GPU-1".into(), to: "GPU-2".into(), way: "nvlink".into() }],
+            faults: vec!["it is busy".into()],
+            notes: vec![],
+        };
+        assert_eq!(
+            report.to_string(),
+            "serves on  cpu (4 CPUs)\n\
+             driver     CUDA 13.0\n\
+             cublasLt   found (for matrix products)\n\
+             nccl       missing (for KV)\n\
+             GPU        GPU-1 a GPU sm_90, 132 multiprocessors, 1.5 GiB memory, cannot be used, PCI \
+             0000:01:00.0\n\
+             link       GPU-1 GPU-2 nvlink\n\
+             fault      it is busy\n"
+        );
+    }
+}

@@ -1,0 +1,38 @@
+//! `baton doctor` on whatever machine the tests run on; most have no GPU.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn doctor(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.arg("doctor").args(args).env_remove("BATON_NODE_KERNELS").output().unwrap()
+}
+
+#[test]
+fn a_machine_without_a_gpu_is_healthy_and_serves_on_its_cpu() {
+    let output = doctor(&["--json", "--kernels", "/no/such/kernels.so"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let parts = report["libraries"].as_array().unwrap();
+    let kernels = parts.iter().find(|part| part["name"] == "kernels").unwrap();
+    assert_eq!(kernels["found"], false);
+    assert!(kernels["reason"].as_str().unwrap().contains("/no/such/kernels.so"), "{kernels}");
+    assert_eq!(report["serves_on"], "cpu", "without kernels no GPU serves: {report}");
+    let has_gpu = !report["gpus"].as_array().unwrap().is_empty();
+    if has_gpu {
+        eprintln!("skipped: this machine has a GPU, and it lacks its kernels");
+        assert_eq!(output.status.code(), Some(1));
+        assert!(!report["faults"].as_array().unwrap().is_empty());
+        return;
+    }
+    assert_eq!(output.status.code(), Some(0), "{report}");
+    assert_eq!(report["faults"], Value::Array(vec![]));
+    assert_eq!(report["notes"].as_array().map(Vec::len), Some(1), "it says why: {report}");
+
+    let output = doctor(&[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    for begin in ["serves on  cpu (", "driver     missing", "kernels    missing", "note       "] {
+        assert!(text.lines().any(|line| line.starts_with(begin)), "{begin:?} is not in\n{text}");
+    }
+}
