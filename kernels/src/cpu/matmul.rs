@@ -56,6 +56,9 @@ struct Tile<'a> {
     panels: PanelRange<'a>,
     /// Output features that the panels really have; the rest is filling.
     columns: usize,
+    /// Whether weights are fetched before their use.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
+    fetch_ahead: bool,
 }
 
 /// Where a tile's sums go: `[row_count][columns]` in rows that are `stride` elements apart.
@@ -81,6 +84,23 @@ pub(crate) fn matmul(
     w: &CpuMatrix,
     out: &mut [f32],
 ) {
+    #[cfg(target_arch = "x86_64")]
+    let fetch_ahead = super::isa::fetches_ahead();
+    #[cfg(not(target_arch = "x86_64"))]
+    let fetch_ahead = false;
+    multiply(level, fetch_ahead, pool, scratch, x, w, out);
+}
+
+/// [`matmul`] with both ways of reading weights, which change no bit of the result.
+fn multiply(
+    level: Level,
+    fetch_ahead: bool,
+    pool: &mut ThreadPool,
+    scratch: &mut Scratch,
+    x: &[f32],
+    w: &CpuMatrix,
+    out: &mut [f32],
+) {
     if w.cols() == 0 || out.is_empty() {
         return out.fill(0.0);
     }
@@ -98,7 +118,7 @@ pub(crate) fn matmul(
     let blocks = &*blocks;
     let group_len = (ROW_GROUP_BYTES / blocks.block_bytes()).clamp(1, blocks.count());
     let grid = grid(pool, w, blocks.count().div_ceil(group_len));
-    let panels_max = kernel.panels_max(blocks.rows_in(0));
+    let panels_max = kernel.panels_max(blocks.rows_in(0), fetch_ahead);
     let n = w.rows();
     let sums = Parts::new(out);
     pool.run(grid.task_count(), &|_, task| {
@@ -114,6 +134,7 @@ pub(crate) fn matmul(
                     k: w.cols(),
                     panels: w.panel_range(panel, panel_count),
                     columns: (panel_count * PANEL).min(n - panel * PANEL),
+                    fetch_ahead,
                 };
                 let start = blocks.first_row(block) * n + panel * PANEL;
                 let length = (tile.row_count - 1) * n + tile.columns;
@@ -232,15 +253,17 @@ impl Kernel {
     }
 
     /// Most panels of one tile, for blocks of so many rows: few rows leave registers for more
-    /// panels, and reading several at once makes better use of memory.
-    fn panels_max(self, rows: usize) -> usize {
-        let _ = rows;
+    /// panels, and where lines are fetched ahead reading several at once makes better use of memory.
+    fn panels_max(self, rows: usize, fetch_ahead: bool) -> usize {
+        let _ = (rows, fetch_ahead);
         match self {
             Kernel::Portable | Kernel::PortableQ8 => 1,
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx2 => avx2::panels_for(rows),
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx2Q8 => 1,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512(_) | Kernel::Avx512Q8 if !fetch_ahead => 1,
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx512(_) => avx512::panels_for(rows),
             #[cfg(target_arch = "x86_64")]
@@ -309,9 +332,13 @@ mod tests {
 
     fn product(level: Level, threads: usize, x: &[f32], w: &CpuMatrix) -> Vec<f32> {
         let mut pool = ThreadPool::new(threads, "test").unwrap();
-        let mut out = vec![f32::NAN; x.len() / w.cols() * w.rows()];
-        matmul(level, &mut pool, &mut Scratch::default(), x, w, &mut out);
-        out
+        let [one, other] = [false, true].map(|fetch_ahead| {
+            let mut out = vec![f32::NAN; x.len() / w.cols() * w.rows()];
+            multiply(level, fetch_ahead, &mut pool, &mut Scratch::default(), x, w, &mut out);
+            out
+        });
+        assert_eq!(bits(&one), bits(&other), "{}", level.name());
+        one
     }
 
     fn check(rows: usize, k: usize, n: usize, threads: usize) {

@@ -152,7 +152,7 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
             // SAFETY: group `k` of panel `p` and of the block are inside, as promised.
             unsafe {
                 let group = panels.as_ptr().add(p * panel_words + k * PANEL);
-                prefetch::<M>(group.cast());
+                prefetch::<M>(tile, group.cast());
                 let weights = [_mm512_loadu_ps(group), _mm512_loadu_ps(group.add(LANES))];
                 add_products(&mut sums, p, tile.x.as_ptr().add(k * M), weights);
             }
@@ -177,7 +177,8 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
         for p in 0..P {
             // SAFETY: the pair is inside panel `p`, and both of its inputs in the block, as promised.
             unsafe {
-                let words = load_words::<M>(panels.as_ptr().add(p * panel_words + pair * PANEL));
+                let words =
+                    load_words::<M>(tile, panels.as_ptr().add(p * panel_words + pair * PANEL));
                 let x = tile.x.as_ptr().add(pair * 2 * M);
                 let even_weights =
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
@@ -193,7 +194,8 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
         for p in 0..P {
             // SAFETY: the last pair is inside panel `p`, and its even input in the block.
             unsafe {
-                let words = load_words::<M>(panels.as_ptr().add(p * panel_words + last * PANEL));
+                let words =
+                    load_words::<M>(tile, panels.as_ptr().add(p * panel_words + last * PANEL));
                 let weights =
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
                 add_products(&mut sums, p, tile.x.as_ptr().add(last * 2 * M), weights);
@@ -224,7 +226,7 @@ unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_w
             for (p, (even_sums, odd_sums)) in even_sums.iter_mut().zip(&mut odd_sums).enumerate() {
                 // SAFETY: the group is inside panel `p`, as promised.
                 let words =
-                    unsafe { load_words::<1>(panels.as_ptr().add(p * panel_words + group)) };
+                    unsafe { load_words::<1>(tile, panels.as_ptr().add(p * panel_words + group)) };
                 for ((even, odd), words) in even_sums.iter_mut().zip(odd_sums).zip(words) {
                     let weights = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
                     *even = _mm512_fmadd_ps(even_x, weights, *even);
@@ -256,7 +258,8 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
         for p in 0..P {
             // SAFETY: the pair is inside panel `p` and the block, as promised.
             unsafe {
-                let words = load_words::<M>(panels.as_ptr().add(p * panel_words + pair * PANEL));
+                let words =
+                    load_words::<M>(tile, panels.as_ptr().add(p * panel_words + pair * PANEL));
                 let x = tile.x.as_ptr().add(pair * M);
                 for (m, sums) in sums.iter_mut().enumerate() {
                     let x = _mm512_set1_epi32((*x.add(m)).cast_signed());
@@ -284,8 +287,8 @@ fn as_bf16(words: __m512i) -> __m512bh {
 /// `group` points to 32 words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn load_words<const M: usize>(group: *const u32) -> [__m512i; 2] {
-    prefetch::<M>(group.cast());
+unsafe fn load_words<const M: usize>(tile: &Tile<'_>, group: *const u32) -> [__m512i; 2] {
+    prefetch::<M>(tile, group.cast());
     // SAFETY: as promised.
     unsafe { [_mm512_loadu_si512(group.cast()), _mm512_loadu_si512(group.add(LANES).cast())] }
 }
@@ -335,8 +338,8 @@ unsafe fn store<const M: usize, const P: usize>(
 /// keep the core busy for longer than the hardware's own prefetch needs.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch<const M: usize>(group: *const u8) {
-    if M <= 8 {
+fn prefetch<const M: usize>(tile: &Tile<'_>, group: *const u8) {
+    if M <= 8 && tile.fetch_ahead {
         _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES).cast());
         _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES + 64).cast());
     }

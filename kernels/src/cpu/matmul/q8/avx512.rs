@@ -67,7 +67,7 @@ unsafe fn sized<const M: usize, const P: usize>(
             unsafe {
                 let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
                 let weights = panels.as_ptr().add((p * blocks + block) * PANEL_BLOCK_WORDS);
-                add_block::<M, P>(&mut sums, p, x, weights);
+                add_block::<M, P>(&mut sums, p, x, weights, tile.fetch_ahead);
             }
         }
     }
@@ -93,6 +93,7 @@ unsafe fn add_block<const M: usize, const P: usize>(
     p: usize,
     x: *const u32,
     weights: *const u32,
+    fetch_ahead: bool,
 ) {
     // SAFETY: as promised.
     unsafe {
@@ -101,7 +102,9 @@ unsafe fn add_block<const M: usize, const P: usize>(
             std::array::from_fn(|m| [_mm512_set1_epi32(word(GROUPS + 1, m)); 2]);
         for group in 0..GROUPS {
             let at = weights.add(group * PANEL);
-            prefetch::<M>(at.cast());
+            if M <= 4 && fetch_ahead {
+                prefetch(at.cast());
+            }
             let numbers = [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(LANES).cast())];
             for (m, whole) in whole.iter_mut().enumerate() {
                 let x = _mm512_set1_epi32(word(group, m));
@@ -126,9 +129,7 @@ unsafe fn add_block<const M: usize, const P: usize>(
 /// Fetches the two lines that are read a little later; the address need not be inside.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch<const M: usize>(group: *const u8) {
-    if M <= 4 {
-        _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES).cast());
-        _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES + 64).cast());
-    }
+fn prefetch(group: *const u8) {
+    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES).cast());
+    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES + 64).cast());
 }
