@@ -69,7 +69,45 @@ fn main() {
         }
         println!();
     }
+    for expression in
+        ["(.{0,300}){3}z", "(?:a?){5000}a{5000}", "(a|b)*a(a|b){300}", r"(\w{1,100}){1,100}"]
+    {
+        let (masks, ended) = wander(&compiler, expression);
+        let (count, all) = (masks.len(), masks.iter().sum::<Duration>());
+        let [p50, p99, max] = percentiles(masks);
+        println!(
+            "{expression}: {count} masks p50 {p50:?} p99 {p99:?} max {max:?}, together {all:?}; {ended}"
+        );
+    }
     println!("{} KiB more resident at the end", resident_kib() - before);
+}
+
+/// The times of the masks of an answer of any tokens that the expression, which is made to cost much,
+/// allows; and how it ended.
+fn wander(compiler: &Compiler, expression: &str) -> (Vec<Duration>, String) {
+    let mut matcher = compiler.compile(&Grammar::Regex(expression.into())).expect("a grammar");
+    let mut masks = Vec::new();
+    let mut random = 7_u64;
+    for _ in 0..1000 {
+        let started = Instant::now();
+        let allowed = matcher.allowed();
+        masks.push(started.elapsed());
+        let allowed = match allowed {
+            Ok(allowed) => allowed,
+            Err(error) => return (masks, error.to_string()),
+        };
+        let tokens = 0..32 * allowed.len() as u32;
+        let tokens: Vec<u32> =
+            tokens.filter(|id| allowed[*id as usize / 32] >> (id % 32) & 1 == 1).collect();
+        if tokens.is_empty() {
+            return (masks, "complete".to_owned());
+        }
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        if let Err(error) = matcher.accept(tokens[(random >> 33) as usize % tokens.len()]) {
+            return (masks, error.to_string());
+        }
+    }
+    (masks, "goes on".to_owned())
 }
 
 const CALL: &str = "<tool_call>\n{\"name\": \"add_person\", \"arguments\": {\"name\":\"Grace\",\"age\":85,\"tags\":[],\"address\":{\"street\":\"12 Long Street\",\"zip\":\"12345\"}}}\n</tool_call>";

@@ -2,16 +2,22 @@
 
 use llguidance::api::StopReason;
 
-use crate::error::{MatchError, one_line};
+use crate::{
+    error::{MatchError, one_line},
+    limits::{ITEM_WORK, MASK_WORK_BESIDE, MASK_WORK_PER_TOKEN},
+};
 
 /// Where an answer stands in its grammar. After an error that is not a mismatch it is of no more use.
 pub struct Matcher {
     inner: llguidance::Matcher,
+    /// What all masks have taken and may take, in units of the lexer's fuel.
+    work_done: u64,
+    work_allowed: u64,
 }
 
 impl Matcher {
     pub(crate) fn new(inner: llguidance::Matcher) -> Self {
-        Self { inner }
+        Self { inner, work_done: 0, work_allowed: MASK_WORK_BESIDE }
     }
 
     /// The tokens that may come next as bits, token `i` in bit `i % 32` of word `i / 32`. None is
@@ -24,7 +30,16 @@ impl Matcher {
             let words = self.inner.tok_env().map_err(|error| self.error(&error))?;
             return Ok(vec![0; words.tok_trie().vocab_size().div_ceil(32)]);
         }
-        self.inner.compute_mask().map(Vec::from).map_err(|error| self.error(&error))
+        if self.work_done > self.work_allowed {
+            let reason = "its masks together exceeded the work that an answer may take";
+            return Err(MatchError::TooComplex { reason: reason.to_owned() });
+        }
+        let mask = self.inner.compute_mask().map_err(|error| self.error(&error))?;
+        if let Ok(step) = self.inner.last_step_stats() {
+            let work = step.lexer_cost + ITEM_WORK * step.all_items as u64;
+            self.work_done += work;
+        }
+        Ok(Vec::from(mask))
     }
 
     /// Takes the next token.
@@ -33,7 +48,10 @@ impl Matcher {
     /// See [`MatchError`].
     pub fn accept(&mut self, token: u32) -> Result<(), MatchError> {
         match self.inner.try_consume_tokens(&[token]) {
-            Ok(1) => Ok(()),
+            Ok(1) => {
+                self.work_allowed += MASK_WORK_PER_TOKEN;
+                Ok(())
+            }
             Ok(_) => Err(MatchError::Mismatch { token }),
             Err(error) => Err(self.error(&error)),
         }
@@ -76,7 +94,7 @@ impl Matcher {
 impl Clone for Matcher {
     /// Shares no state with the original.
     fn clone(&self) -> Self {
-        Self { inner: self.inner.deep_clone() }
+        Self { inner: self.inner.deep_clone(), ..*self }
     }
 }
 

@@ -204,3 +204,48 @@ fn a_mask_beyond_its_budget_is_a_typed_error_and_no_mask() {
     let mut cheap = compiler.compile(&Grammar::Regex("(ab){1,3}".into())).unwrap();
     assert!(cheap.allowed().is_ok());
 }
+
+/// None of its masks is beyond the bound of one.
+#[test]
+fn masks_that_together_cost_too_much_end_the_answer_with_a_typed_error() {
+    let words: Vec<String> = (1..=10).map(|length| "a".repeat(length)).collect();
+    let compiler = Compiler::new(words.iter().map(|word| Token::Text(word.as_bytes())));
+    let costly = Grammar::Regex("(?:a?){5000}a{5000}".into());
+    let mut matcher = compiler.compile(&costly).unwrap();
+    let mut taken = 0;
+    let error = loop {
+        match matcher.allowed() {
+            Ok(_) => matcher.accept(9).unwrap(),
+            Err(error) => break error,
+        }
+        taken += 1;
+    };
+    assert!(matches!(error, MatchError::TooComplex { .. }), "{error:?}");
+    assert!(taken > 1 && error.to_string().contains("together"), "{taken}: {error}");
+}
+
+#[test]
+fn well_meant_answers_of_any_length_stay_within_the_bounds_of_their_masks() {
+    let text = json!({"type": "string"});
+    let schema = |schema: Value| Grammar::JsonSchema(schema.to_string());
+    let optional = schema(
+        json!({"type": "object", "properties": many(1000, |i| (format!("k{i}"), text.clone()))}),
+    );
+    let bounded = schema(json!({"type": "string", "minLength": 10_000, "maxLength": 20_000}));
+    let compiler = Compiler::for_bytes();
+    let value = "a".repeat(800);
+    let properties: Vec<String> = (0..1000).step_by(50).map(|i| format!("\"k{i}\":\"\"")).collect();
+    for (grammar, answer) in [
+        (&optional, format!("{{{}}}", properties.join(","))),
+        (&bounded, format!("\"{value}")),
+        (&Grammar::json_object(), format!("{{\"a\":\"{value}\"}}")),
+        (&Grammar::Regex(r"([A-Za-z]+ ){1,100}".into()), "words and more ".repeat(20)),
+    ] {
+        let mut matcher = compiler.compile(grammar).unwrap();
+        for (at, byte) in answer.bytes().enumerate() {
+            let allowed = matcher.allowed().unwrap_or_else(|error| panic!("{at}: {error}"));
+            assert!(allowed[usize::from(byte) / 32] >> (byte % 32) & 1 == 1, "{at} of {answer}");
+            matcher.accept(u32::from(byte)).unwrap();
+        }
+    }
+}
