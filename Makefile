@@ -15,7 +15,7 @@ FOLD = --config 'target.x86_64-unknown-linux-gnu.rustflags=["-Clink-arg=-Wl,--ic
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench docs clean deps
+.PHONY: help run build model test check fmt lint bench docs clean deps kernels
 
 help: ## This list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -49,6 +49,9 @@ bench: build ## Engine speed on this machine, as a table.
 docs: model ## Write the lists of settings and metrics on the services' pages anew.
 	$(CARGO) build --locked --workspace --bins
 	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p integration-tests --test docs
+
+kernels: ## The CUDA kernels, in target/kernels (no CUDA toolkit needed; BATON_CUDA_ARCHS="80 89 90a" for more).
+	@deploy/kernels.sh
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh

@@ -183,7 +183,7 @@ typedef struct {
   int32_t reserved;
 } baton_slot;
 
-/* Device arrays of the running batch, made once. The first index is the slot. */
+/* Device arrays of the running batch, made once and zeroed. The first index is the slot. */
 typedef struct {
   baton_slot *slots;         /* [slot_count] */
   baton_sampling *sampling;  /* [slot_count] */
@@ -380,7 +380,7 @@ typedef struct {
   const uint32_t *masks; /* [mask rows][ceil(vocabulary / 32)]; null when no sequence has a mask */
   baton_sample_result *results;  /* [samples_max] */
   baton_token_logprob *top;      /* [samples_max][BATON_TOP_LOGPROBS_MAX], best first */
-  void *scratch;                 /* baton_sample_scratch_bytes; zeroed once, left ready by every call */
+  void *scratch;                 /* baton_sample_scratch_bytes(step.samples_max, vocabulary); zeroed once */
   uint64_t scratch_bytes;
   int32_t vocabulary;
   int32_t samples; /* padded */

@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Builds libbaton_kernels.so, the CUDA kernels, from nothing: a pinned nvcc and FlashInfer's headers by pip, no CUDA
+# toolkit, no root. Everything lies under the build folder; what has not changed is not done again.
+#
+#   BATON_CUDA_ARCHS   architectures, first to last: "90a" (the default), or for example "80 89 90a"
+#   BATON_CUDA_JOBS    compilers at a time, 1 if unset; the FA3 units take 3.6 GB each and run one at a time anyhow
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+archs=${BATON_CUDA_ARCHS:-90a}
+jobs=${BATON_CUDA_JOBS:-1}
+out=${CARGO_TARGET_DIR:-$root/target}/kernels
+library=$out/libbaton_kernels.so
+
+# One exact version of each: FlashInfer's C++ interface moves between releases, and the output of a newer nvcc may
+# want a newer driver.
+flashinfer=0.6.12
+tools="nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
+    nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85"
+headers="nvidia-curand==10.4.0.35 flashinfer-python==$flashinfer"
+
+for arch in $archs; do
+    [[ $arch =~ ^[0-9]+[af]?$ ]] || { echo "BATON_CUDA_ARCHS is \"$archs\"; allowed are numbers such as 80 or 90a" >&2; exit 1; }
+done
+[[ $jobs =~ ^[1-9][0-9]*$ ]] || { echo "BATON_CUDA_JOBS is \"$jobs\"; allowed is 1 or more" >&2; exit 1; }
+
+key_of() { sha256sum | cut -c1-16; }
+mapfile -t sources < <(find kernels/cuda -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' \) ! -path '*/tests/*' | sort)
+own=$(cat deploy/kernels.sh | key_of)
+key=$({ echo "$own $archs"; sha256sum "${sources[@]}"; } | key_of)
+if [[ -e $library && $(cat "$out/key" 2>/dev/null) == "$key" ]]; then
+    echo "$library is up to date"
+    exit
+fi
+
+deploy/deps.sh
+# The toolchain, once per set of pins.
+toolchain=$out/toolchain-$(echo "$tools $headers" | key_of)
+if [[ ! -e $toolchain/complete ]]; then
+    echo "fetching the compiler and FlashInfer $flashinfer (270 MB) to $toolchain"
+    rm -rf "$toolchain"
+    mkdir -p "$toolchain/wheels"
+    python3 -m venv "$toolchain/env"
+    # shellcheck disable=SC2086 # lists of words
+    "$toolchain/env/bin/pip" install --quiet --disable-pip-version-check --no-deps $tools
+    # shellcheck disable=SC2086
+    "$toolchain/env/bin/pip" download --quiet --disable-pip-version-check --no-deps --dest "$toolchain/wheels" $headers
+    cuda=$(echo "$toolchain"/env/lib/python3*/site-packages/nvidia/cu13)
+    "$toolchain/env/bin/python" - "$toolchain" "$cuda" <<'PYTHON'
+import pathlib, sys, zipfile
+toolchain, cuda = map(pathlib.Path, sys.argv[1:])
+wheel = lambda name: zipfile.ZipFile(next(toolchain.glob(f"wheels/{name}*.whl")))
+# cuRAND: headers only, for the device code that FlashInfer includes.
+with wheel("nvidia_curand") as curand:
+    for name in curand.namelist():
+        if name.startswith("nvidia/cu13/include/") and not name.endswith("/"):
+            (cuda / "include" / pathlib.PurePath(name).name).write_bytes(curand.read(name))
+with wheel("flashinfer_python") as flashinfer:
+    wanted = ("include/", "cutlass/include/", "cutlass/tools/util/include/", "cccl/")
+    for name in flashinfer.namelist():
+        if name.startswith(tuple(f"flashinfer/data/{folder}" for folder in wanted)) or "/licenses/" in name:
+            flashinfer.extract(name, toolchain)
+# One header of FlashInfer includes these two and uses nothing of them.
+for name in ("cublasLt.h", "cublas_v2.h"):
+    (cuda / "include" / name).touch()
+PYTHON
+    rm -rf "$toolchain/wheels"
+    touch "$toolchain/complete"
+fi
+cuda=$(echo "$toolchain"/env/lib/python3*/site-packages/nvidia/cu13)
+data=$toolchain/flashinfer/data
+
+flags=(-std=c++17 -O3 --expt-relaxed-constexpr -lineinfo -cudart static --threads 1
+    -Xcompiler -fPIC,-fvisibility=hidden -Ikernels/cuda/include -Ikernels/cuda/src)
+# FlashInfer needs its own CCCL, which is newer than the toolkit's.
+flash_flags=(-DNDEBUG -DFLASHINFER_ENABLE_BF16 -DFLASHINFER_ENABLE_F16 -DFLASHINFER_ENABLE_FP8_E4M3
+    -DFLASHINFER_ENABLE_FP8_E5M2 -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+    "-I$data/include" "-I$data/cccl/cub" "-I$data/cccl/libcudacxx/include" "-I$data/cccl/thrust"
+    "-I$data/cutlass/include" "-I$data/cutlass/tools/util/include")
+gencode=() has_hopper=
+for arch in $archs; do
+    gencode+=("-gencode=arch=compute_$arch,code=sm_$arch")
+    [[ $arch == 90a ]] && has_hopper=-DBATON_HAS_HOPPER
+done
+names=$(for arch in $archs; do printf 'sm_%s ' "$arch"; done)
+
+# Units: name, source, further flags. FA3 exists for sm_90a alone.
+units=()
+unit() { units+=("$*"); }
+unit abi src/abi.cu "-DBATON_ARCHES=\"${names% }\" -DBATON_FLASHINFER=\"$flashinfer\""
+for name in rows rope blocks step probe; do unit $name src/$name.cu; done
+unit attention src/attention.cu $has_hopper
+unit sample src/sample.cu -fmad=false
+for source in kernels/cuda/attention/*.cu; do
+    [[ -e $source ]] && unit "attention_$(basename "$source" .cu)" "${source#kernels/cuda/}"
+done
+for dim in 64 128; do
+    unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
+    unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
+    [[ -z $has_hopper ]] || unit flash_hopper_$dim src/flash_hopper.cu -DBATON_HEAD_DIM=$dim
+done
+
+# A unit's object is named by what it is made of: its source, all headers, its flags.
+objects=$out/objects
+mkdir -p "$objects"
+compile() {
+    local name source further started=$SECONDS unit_gencode=("${gencode[@]}") unit_flags=("${flags[@]}")
+    read -r name source further <<<"$1"
+    # What the unit includes of ours; FlashInfer's units compile slowly and see three headers only.
+    local own_headers=(kernels/cuda/include/*.h kernels/cuda/src/*.h)
+    case $name in
+        flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
+        flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
+        attention_*) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/attention/*.*h) ;;
+        *) own_headers+=(kernels/cuda/src/*.cuh) ;;
+    esac
+    local more=()
+    # The flags of `abi` hold quotes and spaces.
+    [[ -z $further ]] || eval "more=($(sed 's/"\([^"]*\)"/\\"\1\\"/g; s/\(sm_[0-9a-f]*\) /\1\\ /g' <<<"$further"))"
+    local object
+    object=$objects/$name-$({
+        echo "${toolchain##*-}" "${flags[@]}" "${unit_gencode[@]}" "${more[@]}"
+        cat "${own_headers[@]}" "kernels/cuda/$source"
+    } | key_of).o
+    if [[ ! -e $object ]]; then
+        local log=$objects/$name.log
+        if ! nice -n 15 "$cuda/bin/nvcc" "${unit_flags[@]}" "${unit_gencode[@]}" "${more[@]}" -c -o "$object.part" \
+            "kernels/cuda/$source" >"$log" 2>&1; then
+            cat "$log" >&2
+            return 1
+        fi
+        mv "$object.part" "$object"
+        echo "  $name: $((SECONDS - started)) s" >&2
+    fi
+    echo "$object" >"$objects/$name.path"
+}
+echo "building $library for ${names% } (${#units[@]} units)"
+rm -f "$objects"/*.path
+running=0
+for item in "${units[@]}"; do
+    [[ $item == flash_hopper_* ]] && continue
+    if ((running >= jobs)); then wait -n && running=$((running - 1)); fi
+    compile "$item" &
+    running=$((running + 1))
+done
+while ((running > 0)); do wait -n && running=$((running - 1)); done
+for item in "${units[@]}"; do
+    [[ $item != flash_hopper_* ]] || compile "$item"
+done
+
+mapfile -t paths < <(cat "$objects"/*.path)
+((${#paths[@]} == ${#units[@]})) || { echo "a unit did not compile" >&2; exit 1; }
+# Nothing of C++ is left to the machine it runs on; CUDA's driver is opened when first used.
+nice -n 15 "$cuda/bin/nvcc" -shared -cudart static -L"$cuda/lib" -Xlinker --no-undefined -Xlinker --gc-sections \
+    -Xlinker --exclude-libs -Xlinker ALL -Xlinker -s -Xcompiler -static-libstdc++ -Xcompiler -static-libgcc \
+    -o "$library.part" "${paths[@]}" -lpthread -ldl -lrt
+mv "$library.part" "$library"
+# Objects that this build did not use.
+for object in "$objects"/*.o; do
+    [[ " ${paths[*]} " == *" $object "* ]] || rm -f "$object"
+done
+echo "$key" >"$out/key"
+echo "$library: $(stat -c %s "$library" | numfmt --to=iec)B"

@@ -1,0 +1,818 @@
+// From logits to tokens, by the rules of kernels/src/sampling.rs, with the CPU's arithmetic.
+//
+// This unit is compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the
+// CPU's bits, so a draw differs only where logits do.
+//
+// Four launches. A sample's vocabulary is cut into slices of whole runs (1,024 tokens, the unit of the CPU's
+// totals), and all but the last kernel give a block to each slice:
+//   history  counts the tokens of sequences that have penalties,
+//   survey   applies mask, min_tokens and penalties, finds the greatest logit and what is no number,
+//   weigh    races the tokens against each other, or, with top-k or top-p, lists the likely ones and adds up totals,
+//   choose   one block a sample: puts the slices together, narrows the list, reports, appends the token.
+// Where the list does not hold enough tokens (or overflows), `choose` goes over the vocabulary by itself; that
+// takes some 100 us and happens with very flat or very sharp distributions.
+#include <utility>
+
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int RUN = 1024;
+constexpr int LANES = 16;
+constexpr int SLICES_MAX = 128;
+constexpr int SLICE_THREADS = 256;
+constexpr int CHOOSE_THREADS = 1024;
+constexpr int LIST_MAX = 4096;      // tokens that are listed for top-k and top-p
+constexpr float LIST_CUT = 1.f / 256.f;  // of the best one's probability: who is listed
+constexpr int RUNS_MAX = 1024;
+constexpr float GREEDY_BELOW = 1e-5f;
+constexpr uint32_t IN_PROMPT = 1u << 31;
+constexpr int NOBODY = 0x7fffffff;
+constexpr int BINS = 256;
+
+// What a slice of a row looks like.
+struct Survey {
+  float raw_best;
+  int raw_bad;  // lowest id that is NaN or +infinity, NOBODY if none
+  float best;   // of the adjusted logits
+  int best_id;
+  int bad;
+};
+
+struct Winner {
+  double arrival;
+  int token;
+  int reserved;
+};
+
+struct Scratch {
+  uint32_t* counts;    // [samples][vocabulary]; zero between calls
+  float* adjusted;     // [samples][stride]
+  Survey* surveys;     // [samples][SLICES_MAX]
+  Winner* winners;     // [samples][SLICES_MAX]
+  float* totals;       // [samples][RUNS_MAX], of weights
+  float* raw_totals;   // [samples][RUNS_MAX], for log-probabilities
+  uint64_t* list;      // [samples][LIST_MAX]
+  int32_t* list_count; // [samples]
+};
+
+int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Lays the scratch out from `base` on; returns its end.
+uint64_t lay_out(char* base, int64_t samples, int64_t vocabulary, Scratch& scratch) {
+  int64_t at = 0;
+  auto take = [&](auto*& place, int64_t count) {
+    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(base + at);
+    at += round_up(count * static_cast<int64_t>(sizeof(*place)));
+  };
+  take(scratch.counts, samples * vocabulary);
+  take(scratch.adjusted, samples * ((vocabulary + 3) / 4 * 4));
+  take(scratch.surveys, samples * SLICES_MAX);
+  take(scratch.winners, samples * SLICES_MAX);
+  take(scratch.totals, samples * RUNS_MAX);
+  take(scratch.raw_totals, samples * RUNS_MAX);
+  take(scratch.list, samples * LIST_MAX);
+  take(scratch.list_count, samples);
+  return at;
+}
+
+struct Arguments {
+  baton_pool pool;
+  baton_step step;
+  baton_sample_args args;
+  Scratch scratch;
+  int slices;
+  int slice_runs;
+};
+
+// ---- The CPU's arithmetic ----
+
+// As kernels/src/cpu/arithmetic.rs: e to the power of x for x <= 0.
+__device__ float exp_cpu(float x) {
+  if (x < -87.f) return 0.f;
+  constexpr float ROUND = 12582912.f;
+  const float shifted = x * 1.44269504088896340736f + ROUND;
+  const float power = shifted - ROUND;
+  const float rest = (x - power * 0.6933594f) - power * -2.1219444e-4f;
+  float sum = 1.9875691e-4f;
+  sum = sum * rest + 1.3981999e-3f;
+  sum = sum * rest + 8.333452e-3f;
+  sum = sum * rest + 4.1665796e-2f;
+  sum = sum * rest + 0.16666666f;
+  sum = sum * rest + 0.5f;
+  const float value = (sum * (rest * rest) + rest) + 1.f;
+  return value * __uint_as_float((__float_as_uint(shifted) + 127u) << 23);
+}
+
+__device__ float weigh(float logit, float best, float temperature) { return exp_cpu((logit - best) / temperature); }
+
+__device__ uint64_t splitmix64(uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+__device__ uint32_t triple32(uint32_t x) {
+  x = (x ^ (x >> 17)) * 0xed5ad4bbu;
+  x = (x ^ (x >> 11)) * 0xac4c1b51u;
+  x = (x ^ (x >> 15)) * 0x31848babu;
+  return x ^ (x >> 14);
+}
+
+struct Key {
+  uint32_t low, high;
+  __device__ Key(uint64_t seed, uint64_t index) {
+    const uint64_t key = splitmix64(splitmix64(seed) + index);
+    low = static_cast<uint32_t>(key);
+    high = static_cast<uint32_t>(key >> 32);
+  }
+  __device__ uint32_t bits(uint32_t token) const { return triple32(triple32(token ^ low) ^ high); }
+  __device__ static double arrival(uint32_t bits, float p) {
+    return -log1p(-((static_cast<double>(bits) + 0.5) / 4294967296.0)) / static_cast<double>(p);
+  }
+};
+
+// The first to arrive so far, of one thread, then of more of them.
+struct Race {
+  double arrival = INFINITY;
+  int token = NOBODY;
+  float bound = INFINITY;  // at least `arrival`; in f32, for the quick look
+
+  __device__ void meet_exactly(double other_arrival, int other) {
+    if (other_arrival < arrival || (other_arrival == arrival && other < token)) {
+      arrival = other_arrival;
+      token = other;
+      bound = static_cast<float>(arrival) * 1.000001f;
+    }
+  }
+  // -ln(1 - v) >= v, so whoever has v > p * bound has lost.
+  __device__ void meet(const Key& key, int other, float p) {
+    const uint32_t bits = key.bits(other);
+    if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) meet_exactly(Key::arrival(bits, p), other);
+  }
+  __device__ void join_warp() {
+    for (int distance = WARP / 2; distance > 0; distance /= 2) {
+      const double other_arrival = __shfl_xor_sync(FULL, arrival, distance);
+      const int other = __shfl_xor_sync(FULL, token, distance);
+      meet_exactly(other_arrival, other);
+    }
+  }
+  // The winner is in the first thread.
+  __device__ void join_block(Winner* shared) {
+    join_warp();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    __syncthreads();
+    if (lane == 0) shared[warp] = {arrival, token, 0};
+    __syncthreads();
+    if (warp == 0) {
+      if (lane < blockDim.x / WARP) {
+        meet_exactly(shared[lane].arrival, shared[lane].token);
+      }
+      join_warp();
+    }
+  }
+};
+
+// ---- What a sample is ----
+
+struct Sample {
+  int slot;  // -1: padding
+  int position;
+  int output_len;
+  int mask;
+  bool is_min_masked;
+  bool is_penalised;
+  bool is_adjusted;
+  bool is_greedy;
+  bool is_restricted;  // by top-k or top-p
+  uint32_t top_k;      // 0: none
+  baton_sampling how;
+};
+
+__device__ Sample find_sample(const Arguments& in, int index) {
+  Sample sample;
+  sample.slot = in.step.sample_slots[index];
+  if (sample.slot < 0) return sample;
+  sample.position = in.step.row_positions[in.step.sampled_rows[index]];
+  sample.mask = in.args.masks ? in.step.sample_masks[index] : -1;
+  const baton_sampling how = in.pool.sampling[sample.slot];
+  sample.how = how;
+  sample.output_len = max(sample.position + 1 - how.prompt_len, 0);
+  sample.is_min_masked = static_cast<uint32_t>(sample.output_len) < how.min_tokens && how.stop_count > 0;
+  sample.is_penalised =
+      how.repetition_penalty != 1.f || how.presence_penalty != 0.f || how.frequency_penalty != 0.f;
+  sample.is_adjusted = sample.mask >= 0 || sample.is_min_masked || sample.is_penalised;
+  sample.is_greedy = how.temperature < GREEDY_BELOW;
+  sample.top_k = how.top_k >= static_cast<uint32_t>(in.args.vocabulary) ? 0 : how.top_k;
+  sample.is_restricted = !sample.is_greedy && (sample.top_k > 0 || how.top_p < 1.f);
+  return sample;
+}
+
+__device__ const float* raw_row(const Arguments& in, int index) {
+  return in.args.logits + index * in.args.logit_stride;
+}
+__device__ float* adjusted_row(const Arguments& in, int index) {
+  return in.scratch.adjusted + index * ((static_cast<int64_t>(in.args.vocabulary) + 3) / 4 * 4);
+}
+__device__ const float* values_of(const Arguments& in, const Sample& sample, int index) {
+  return sample.is_adjusted ? adjusted_row(in, index) : raw_row(in, index);
+}
+
+// ---- history ----
+
+__global__ void history_kernel(const Arguments in) {
+  successor_may_start();
+  predecessor_done();
+  const int index = blockIdx.y;
+  const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  if (thread == 0) in.scratch.list_count[index] = 0;
+  const Sample sample = find_sample(in, index);
+  if (sample.slot < 0 || !sample.is_penalised) return;
+  const int32_t* tokens = in.pool.tokens + static_cast<int64_t>(sample.slot) * in.pool.token_width;
+  uint32_t* counts = in.scratch.counts + static_cast<int64_t>(index) * in.args.vocabulary;
+  const int end = sample.position + 1;
+  const int prompt = min(sample.how.prompt_len, end);
+  // The prompt matters to the repetition penalty alone.
+  const int begin = sample.how.repetition_penalty != 1.f ? 0 : prompt;
+  for (int i = begin + thread; i < end; i += threads) {
+    const uint32_t token = static_cast<uint32_t>(tokens[i]);
+    if (token >= static_cast<uint32_t>(in.args.vocabulary)) continue;
+    if (i < prompt) {
+      atomicOr(counts + token, IN_PROMPT);
+    } else {
+      atomicAdd(counts + token, 1u);
+    }
+  }
+}
+
+// ---- survey ----
+
+__device__ float penalise(const baton_sampling& how, uint32_t count, float logit) {
+  const float repeated = logit > 0.f ? logit / how.repetition_penalty : logit * how.repetition_penalty;
+  const uint32_t places = count & ~IN_PROMPT;
+  float changed = repeated - how.frequency_penalty * static_cast<float>(places);
+  if (places > 0) changed -= how.presence_penalty;
+  return changed;
+}
+
+__device__ bool is_bad(float x) { return isnan(x) || x == INFINITY; }
+
+__device__ void take_best(float& best, int& best_id, float other, int other_id) {
+  if (other > best || (other == best && other_id < best_id)) best = other, best_id = other_id;
+}
+
+__device__ Survey join(Survey a, const Survey& b) {
+  a.raw_best = fmaxf(a.raw_best, b.raw_best);
+  a.raw_bad = min(a.raw_bad, b.raw_bad);
+  a.bad = min(a.bad, b.bad);
+  take_best(a.best, a.best_id, b.best, b.best_id);
+  return a;
+}
+
+__device__ Survey join_warp(Survey own) {
+  for (int distance = WARP / 2; distance > 0; distance /= 2) {
+    Survey other;
+    other.raw_best = __shfl_xor_sync(FULL, own.raw_best, distance);
+    other.raw_bad = __shfl_xor_sync(FULL, own.raw_bad, distance);
+    other.best = __shfl_xor_sync(FULL, own.best, distance);
+    other.best_id = __shfl_xor_sync(FULL, own.best_id, distance);
+    other.bad = __shfl_xor_sync(FULL, own.bad, distance);
+    own = join(own, other);
+  }
+  return own;
+}
+
+__device__ Survey nothing_seen() { return {-INFINITY, NOBODY, -INFINITY, NOBODY, NOBODY}; }
+
+__global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments in) {
+  __shared__ uint32_t stops[RUN / 32];
+  __shared__ Survey shared[SLICE_THREADS / WARP];
+  successor_may_start();
+  predecessor_done();
+  const int index = blockIdx.y;
+  const Sample sample = find_sample(in, index);
+  if (sample.slot < 0) return;
+  const int vocabulary = in.args.vocabulary;
+  const float* raw = raw_row(in, index);
+  float* adjusted = adjusted_row(in, index);
+  uint32_t* counts = in.scratch.counts + static_cast<int64_t>(index) * vocabulary;
+  const uint32_t* mask =
+      sample.mask >= 0 ? in.args.masks + static_cast<int64_t>(sample.mask) * ((vocabulary + 31) / 32) : nullptr;
+  const int32_t* stop_tokens = in.pool.stop_tokens + static_cast<int64_t>(sample.slot) * in.pool.stop_width;
+
+  Survey own = nothing_seen();
+  for (int run = 0; run < in.slice_runs; ++run) {
+    const int first = (blockIdx.x * in.slice_runs + run) * RUN;
+    if (first >= vocabulary) break;
+    if (sample.is_min_masked) {
+      __syncthreads();
+      if (threadIdx.x < RUN / 32) stops[threadIdx.x] = 0;
+      __syncthreads();
+      for (int i = threadIdx.x; i < sample.how.stop_count; i += blockDim.x) {
+        const int place = stop_tokens[i] - first;
+        if (place >= 0 && place < RUN) atomicOr(stops + place / 32, 1u << (place % 32));
+      }
+      __syncthreads();
+    }
+    // RUN is four times the threads.
+    const int place = threadIdx.x * 4, id = first + place;
+    if (id >= vocabulary) continue;
+    float values[4];
+    const float4 loaded = *reinterpret_cast<const float4*>(raw + id);
+    values[0] = loaded.x, values[1] = loaded.y, values[2] = loaded.z, values[3] = loaded.w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (id + i >= vocabulary) break;
+      float value = values[i];
+      if (is_bad(value)) own.raw_bad = min(own.raw_bad, id + i);
+      own.raw_best = value > own.raw_best ? value : own.raw_best;
+      if (mask && !(mask[(id + i) / 32] >> ((id + i) % 32) & 1)) value = -INFINITY;
+      if (sample.is_min_masked && (stops[(place + i) / 32] >> ((place + i) % 32) & 1)) value = -INFINITY;
+      if (sample.is_penalised) {
+        const uint32_t count = counts[id + i];
+        if (count != 0) {
+          counts[id + i] = 0;
+          value = penalise(sample.how, count, value);
+        }
+      }
+      if (sample.is_adjusted) adjusted[id + i] = value;
+      if (is_bad(value)) {
+        own.bad = min(own.bad, id + i);
+      } else {
+        take_best(own.best, own.best_id, value, id + i);
+      }
+    }
+  }
+  own = join_warp(own);
+  if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = own;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < SLICE_THREADS / WARP; ++warp) own = join(own, shared[warp]);
+    in.scratch.surveys[index * SLICES_MAX + blockIdx.x] = own;
+  }
+}
+
+// The whole row's, in every thread.
+__device__ Survey whole_survey(const Arguments& in, int index, Survey* shared) {
+  if (threadIdx.x < WARP) {
+    Survey own = nothing_seen();
+    for (int slice = threadIdx.x; slice < in.slices; slice += WARP) {
+      own = join(own, in.scratch.surveys[index * SLICES_MAX + slice]);
+    }
+    own = join_warp(own);
+    if (threadIdx.x == 0) *shared = own;
+  }
+  __syncthreads();
+  return *shared;
+}
+
+__device__ int status_of(const Survey& survey) {
+  if (survey.raw_bad != NOBODY) return BATON_SAMPLE_BAD_LOGIT;
+  if (survey.raw_best == -INFINITY) return BATON_SAMPLE_NO_CANDIDATE;
+  if (survey.bad != NOBODY) return BATON_SAMPLE_BAD_LOGIT;
+  if (survey.best == -INFINITY) return BATON_SAMPLE_NO_CANDIDATE;
+  return BATON_SAMPLE_OK;
+}
+
+// ---- weigh ----
+
+// In sorting order: the more likely first, then the lower id.
+__device__ uint64_t ranked(int id, float weight) {
+  return static_cast<uint64_t>(~__float_as_uint(weight)) << 32 | static_cast<uint32_t>(id);
+}
+__device__ float weight_of(uint64_t ranked) { return __uint_as_float(~static_cast<uint32_t>(ranked >> 32)); }
+
+// Sum of a run's weights in the CPU's order: 16 lanes, then a tree. By 16 neighbouring threads.
+__device__ float run_total(const float* weights, float floor) {
+  const int lane = threadIdx.x % LANES;
+  float sum = 0.f;
+  for (int i = 0; i < RUN / LANES; ++i) {
+    const float weight = weights[i * LANES + lane];
+    sum += weight >= floor ? weight : 0.f;
+  }
+  for (int width = LANES / 2; width > 0; width /= 2) sum += __shfl_down_sync(FULL, sum, width, LANES);
+  return sum;
+}
+
+__global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in) {
+  __shared__ Survey survey_shared;
+  __shared__ Winner winners[SLICE_THREADS / WARP];
+  __shared__ float weights[RUN];
+  successor_may_start();
+  predecessor_done();
+  const int index = blockIdx.y;
+  const Sample sample = find_sample(in, index);
+  if (sample.slot < 0) return;
+  const bool wants_logprobs = sample.how.logprobs >= 0;
+  if (sample.is_greedy && !wants_logprobs) return;
+  const Survey survey = whole_survey(in, index, &survey_shared);
+  if (status_of(survey) != BATON_SAMPLE_OK) return;
+
+  const int vocabulary = in.args.vocabulary;
+  const float* raw = raw_row(in, index);
+  const float* values = values_of(in, sample, index);
+  const float temperature = sample.how.temperature, min_p = sample.how.min_p;
+  const bool wants_race = !sample.is_greedy && !sample.is_restricted;
+  const bool wants_total = sample.is_restricted && sample.top_k == 0;
+  const Key key(sample.how.seed, sample.output_len);
+  Race race;
+  // A likely token as the one to beat makes the quick look sharp. It is met again in its own slice.
+  if (wants_race) race.meet(key, survey.best_id, weigh(survey.best, survey.best, temperature));
+  const float cut = fmaxf(LIST_CUT, min_p);
+
+  for (int run = 0; run < in.slice_runs; ++run) {
+    const int run_index = blockIdx.x * in.slice_runs + run, first = run_index * RUN;
+    if (first >= vocabulary) break;
+    for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
+      const int id = first + place;
+      if (!sample.is_greedy) {
+        const float weight = id < vocabulary ? weigh(values[id], survey.best, temperature) : 0.f;
+        if (wants_race) {
+          if (weight > 0.f && weight >= min_p) race.meet(key, id, weight);
+        } else {
+          weights[place] = weight;
+          const bool is_listed = weight >= cut && weight > 0.f;
+          const unsigned listed = __ballot_sync(FULL, is_listed);
+          if (listed) {
+            const int lane = threadIdx.x % WARP;
+            int to = 0;
+            if (lane == 0) to = atomicAdd(in.scratch.list_count + index, __popc(listed));
+            to = __shfl_sync(FULL, to, 0) + __popc(listed & ((1u << lane) - 1));
+            if (is_listed && to < LIST_MAX) in.scratch.list[index * LIST_MAX + to] = ranked(id, weight);
+          }
+        }
+      }
+    }
+    if (wants_total) {
+      __syncthreads();
+      if (threadIdx.x < WARP) {
+        const float total = run_total(weights, min_p);
+        if (threadIdx.x == 0) in.scratch.totals[index * RUNS_MAX + run_index] = total;
+      }
+    }
+    if (wants_logprobs) {
+      __syncthreads();
+      for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
+        weights[place] = first + place < vocabulary ? weigh(raw[first + place], survey.raw_best, 1.f) : 0.f;
+      }
+      __syncthreads();
+      if (threadIdx.x < WARP) {
+        const float total = run_total(weights, 0.f);
+        if (threadIdx.x == 0) in.scratch.raw_totals[index * RUNS_MAX + run_index] = total;
+      }
+    }
+    __syncthreads();
+  }
+  if (wants_race) {
+    race.join_block(winners);
+    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + blockIdx.x] = {race.arrival, race.token, 0};
+  }
+}
+
+// ---- choose ----
+
+// Probabilities relative to the best one's, as whole numbers of 2^-46: sums of them do not depend on their order.
+constexpr double UNIT = 70368744177664.0;
+__device__ uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
+
+struct Bins {
+  uint64_t mass[BINS];
+  uint32_t count[BINS];
+  uint64_t before;  // what the bins before the found one hold
+  int found;        // -1: all of them hold less than is needed
+};
+
+// Adds one key to its bin. All lanes of a warp call it together, those without a key with is_in = false: equal bins
+// are added up within the warp first, since most tokens of a row share a few bins.
+template <bool BY_MASS>
+__device__ void add_to_bins(Bins& bins, bool is_in, uint32_t bin, uint64_t mass) {
+  const unsigned peers = __match_any_sync(FULL, is_in ? bin : BINS);
+  if (!is_in) return;
+  const bool leads = (peers & ((1u << (threadIdx.x % WARP)) - 1)) == 0;
+  if constexpr (BY_MASS) {
+    const uint32_t low = __reduce_add_sync(peers, static_cast<uint32_t>(mass & 0xffffff));
+    const uint32_t high = __reduce_add_sync(peers, static_cast<uint32_t>(mass >> 24));
+    if (leads) {
+      const uint64_t sum = (static_cast<uint64_t>(high) << 24) + low;
+      atomicAdd(reinterpret_cast<unsigned long long*>(bins.mass + bin), static_cast<unsigned long long>(sum));
+    }
+  }
+  if (leads) atomicAdd(bins.count + bin, __popc(peers));
+}
+
+// The greatest key of the shortest sorted prefix that holds `need` (tokens, or mass); false when all keys up to
+// `limit` hold less. `source(visit)` calls visit(is_in, key) for every key, whole warps at a time. With
+// `WHOLE_TIES` keys of equal upper halves stay together.
+template <bool BY_MASS, bool WHOLE_TIES, class Source>
+__device__ bool find_limit(Bins& bins, const Source& source, uint64_t need, uint64_t& limit) {
+  uint64_t prefix = 0;
+  for (int shift = 56; shift >= (WHOLE_TIES ? 32 : 0); shift -= 8) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += blockDim.x) bins.mass[i] = bins.count[i] = 0;
+    __syncthreads();
+    source([&](bool is_in, uint64_t key) {
+      is_in = is_in && key <= limit && (shift == 56 || key >> (shift + 8) == prefix);
+      add_to_bins<BY_MASS>(bins, is_in, static_cast<uint32_t>(key >> shift) & (BINS - 1),
+                           BY_MASS && is_in ? mass_of(weight_of(key)) : 0);
+    });
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+      // Eight bins to a lane.
+      constexpr int EACH = BINS / WARP;
+      uint64_t own = 0;
+      for (int i = 0; i < EACH; ++i) {
+        const int bin = threadIdx.x * EACH + i;
+        own += BY_MASS ? bins.mass[bin] : bins.count[bin];
+      }
+      uint64_t through = own;
+      for (int distance = 1; distance < WARP; distance *= 2) {
+        const uint64_t other = __shfl_up_sync(FULL, through, distance);
+        if (threadIdx.x >= distance) through += other;
+      }
+      const unsigned reached = __ballot_sync(FULL, through >= need);
+      if (threadIdx.x == 0 && reached == 0) bins.found = -1;
+      if (reached && threadIdx.x == __ffs(reached) - 1) {
+        uint64_t before = through - own;
+        for (int i = 0; i < EACH; ++i) {
+          const int bin = threadIdx.x * EACH + i;
+          const uint64_t held = BY_MASS ? bins.mass[bin] : bins.count[bin];
+          if (before + held >= need) {
+            bins.found = bin;
+            bins.before = before;
+            break;
+          }
+          before += held;
+        }
+      }
+    }
+    __syncthreads();
+    if (bins.found < 0) return false;  // the first digit only: later ones look into a bin that holds enough
+    prefix = prefix << 8 | static_cast<uint64_t>(bins.found);
+    need -= bins.before;
+    const bool takes_all = bins.count[bins.found] == 1 || (!BY_MASS && bins.count[bins.found] == need);
+    if (takes_all || shift == (WHOLE_TIES ? 32 : 0)) {
+      const uint64_t last = shift == 0 ? prefix : ((prefix << shift) | ((uint64_t{1} << shift) - 1));
+      limit = last < limit ? last : limit;
+      return true;
+    }
+  }
+  return true;
+}
+
+__device__ uint64_t block_sum_mass(uint64_t own, uint64_t* shared) {
+  for (int distance = WARP / 2; distance > 0; distance /= 2) own += __shfl_xor_sync(FULL, own, distance);
+  __syncthreads();
+  if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = own;
+  __syncthreads();
+  uint64_t sum = 0;
+  for (int warp = 0; warp < CHOOSE_THREADS / WARP; ++warp) sum += shared[warp];
+  return sum;
+}
+
+// Runs' totals in f64, one after the other. In every thread.
+__device__ double sum_runs(const float* totals, int runs, float* shared, double* result) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < runs; i += blockDim.x) shared[i] = totals[i];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    double sum = 0.0;
+    for (int i = 0; i < runs; ++i) sum += static_cast<double>(shared[i]);
+    *result = sum;
+  }
+  __syncthreads();
+  return *result;
+}
+
+struct ChooseShared {
+  Bins bins;
+  Survey survey;
+  Winner winners[CHOOSE_THREADS / WARP];
+  uint64_t sums[CHOOSE_THREADS / WARP];
+  float runs[RUNS_MAX];
+  double total;
+  uint64_t top[BATON_TOP_LOGPROBS_MAX];
+  int top_count;
+};
+
+// Which tokens top-k and top-p leave: those up to the limit. False: the source does not hold enough to say.
+template <class Source>
+__device__ bool narrow(ChooseShared& shared, const Source& source, bool is_whole, const Sample& sample,
+                       double whole, uint64_t& limit) {
+  if (sample.top_k > 0 && !find_limit<false, true>(shared.bins, source, sample.top_k, limit) && !is_whole) {
+    return false;
+  }
+  if (sample.how.top_p >= 1.f) return true;
+  if (sample.top_k > 0) {
+    uint64_t own = 0;
+    source([&](bool is_in, uint64_t key) { own += is_in && key <= limit ? mass_of(weight_of(key)) : 0; });
+    whole = static_cast<double>(block_sum_mass(own, shared.sums)) / UNIT;
+  }
+  const double wanted = ceil(static_cast<double>(sample.how.top_p) * whole * UNIT);
+  const uint64_t need = wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);
+  // By rounding alone all together can be less than their share: then all of them stay.
+  return find_limit<true, false>(shared.bins, source, need, limit) || is_whole;
+}
+
+// Finite or -infinity, greatest first, then the lower id.
+__device__ uint64_t ranked_logit(int id, float logit) {
+  const uint32_t bits = __float_as_uint(logit + 0.f);
+  const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
+}
+
+__device__ int draw(const Arguments& in, const Sample& sample, int index, const Survey& survey,
+                    ChooseShared& shared) {
+  const Key key(sample.how.seed, sample.output_len);
+  Race race;
+  if (!sample.is_restricted) {
+    if (threadIdx.x < in.slices) {
+      const Winner winner = in.scratch.winners[index * SLICES_MAX + threadIdx.x];
+      race.meet_exactly(winner.arrival, winner.token);
+    }
+  } else {
+    const int vocabulary = in.args.vocabulary;
+    const float* values = values_of(in, sample, index);
+    const float temperature = sample.how.temperature, min_p = sample.how.min_p;
+    const int listed = in.scratch.list_count[index];
+    const uint64_t* list = in.scratch.list + static_cast<int64_t>(index) * LIST_MAX;
+    auto from_list = [&](auto visit) {
+      for (int first = 0; first < listed; first += CHOOSE_THREADS) {
+        const int i = first + threadIdx.x;
+        visit(i < listed, i < listed ? list[i] : 0);
+      }
+    };
+    auto from_row = [&](auto visit) {
+      for (int first = 0; first < vocabulary; first += CHOOSE_THREADS) {
+        const int id = first + threadIdx.x;
+        const float weight = id < vocabulary ? weigh(values[id], survey.best, temperature) : 0.f;
+        visit(weight > 0.f && weight >= min_p, ranked(id, weight));
+      }
+    };
+    double whole = 0.0;
+    if (sample.top_k == 0) {
+      whole = sum_runs(in.scratch.totals + index * RUNS_MAX, (vocabulary + RUN - 1) / RUN, shared.runs,
+                       &shared.total);
+    }
+    uint64_t limit = ~uint64_t{0};
+    auto race_among = [&](auto& source) {
+      source([&](bool is_in, uint64_t token) {
+        if (is_in && token <= limit) race.meet(key, static_cast<int>(token), weight_of(token));
+      });
+    };
+    // The list holds everybody when nobody below its cut may be chosen.
+    const bool is_whole = min_p >= LIST_CUT;
+    if (listed <= LIST_MAX && narrow(shared, from_list, is_whole, sample, whole, limit)) {
+      race_among(from_list);
+    } else {
+      limit = ~uint64_t{0};
+      narrow(shared, from_row, true, sample, whole, limit);
+      race_among(from_row);
+    }
+  }
+  race.join_block(shared.winners);
+  if (threadIdx.x == 0) shared.winners[0] = {race.arrival, race.token, 0};
+  __syncthreads();
+  return shared.winners[0].token;
+}
+
+__device__ void report_logprobs(const Arguments& in, const Sample& sample, int index, const Survey& survey,
+                                int token, ChooseShared& shared, baton_sample_result& result) {
+  const int vocabulary = in.args.vocabulary;
+  const float* raw = raw_row(in, index);
+  const double total =
+      log(sum_runs(in.scratch.raw_totals + index * RUNS_MAX, (vocabulary + RUN - 1) / RUN, shared.runs,
+                   &shared.total));
+  auto logprob = [&](int id) {
+    return static_cast<float>(static_cast<double>(raw[id]) - static_cast<double>(survey.raw_best) - total);
+  };
+  result.logprob = logprob(token);
+  const int count = min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), vocabulary);
+  result.top_count = count;
+  if (count <= 0) return;
+  auto source = [&](auto visit) {
+    for (int first = 0; first < vocabulary; first += CHOOSE_THREADS) {
+      const int id = first + threadIdx.x;
+      visit(id < vocabulary, id < vocabulary ? ranked_logit(id, raw[id]) : 0);
+    }
+  };
+  uint64_t limit = ~uint64_t{0};
+  find_limit<false, false>(shared.bins, source, count, limit);
+  if (threadIdx.x == 0) shared.top_count = 0;
+  __syncthreads();
+  source([&](bool is_in, uint64_t key) {
+    if (is_in && key <= limit) {
+      const int to = atomicAdd(&shared.top_count, 1);
+      if (to < BATON_TOP_LOGPROBS_MAX) shared.top[to] = key;
+    }
+  });
+  __syncthreads();
+  if (threadIdx.x < count) {
+    const uint64_t own = shared.top[threadIdx.x];
+    int place = 0;
+    for (int i = 0; i < count; ++i) place += shared.top[i] < own;
+    const int id = static_cast<int>(own);
+    in.args.top[static_cast<int64_t>(index) * BATON_TOP_LOGPROBS_MAX + place] = {id, logprob(id)};
+  }
+}
+
+__global__ void __launch_bounds__(CHOOSE_THREADS) choose_kernel(const Arguments in) {
+  __shared__ ChooseShared shared;
+  successor_may_start();
+  predecessor_done();
+  const int index = blockIdx.x;
+  const Sample sample = find_sample(in, index);
+  baton_sample_result result = {};
+  result.slot = sample.slot;
+  if (sample.slot < 0) {
+    result.token = -1;
+    if (threadIdx.x == 0) in.args.results[index] = result;
+    return;
+  }
+  baton_slot& slot = in.pool.slots[sample.slot];
+  result.position = sample.position;
+  result.step_id = static_cast<uint32_t>(in.step.counts[4]);
+  const Survey survey = whole_survey(in, index, &shared.survey);
+  const int failed_before = slot.failed;
+  const int length = slot.length;
+  __syncthreads();  // before the first thread changes the slot
+  result.status = failed_before ? failed_before : status_of(survey);
+  if (result.status == BATON_SAMPLE_OK) {
+    result.token = sample.is_greedy ? survey.best_id : draw(in, sample, index, survey, shared);
+    if (sample.how.logprobs >= 0) report_logprobs(in, sample, index, survey, result.token, shared, result);
+  } else {
+    result.token = -1;
+    if (result.status == BATON_SAMPLE_BAD_LOGIT && !failed_before) {
+      const bool is_raw = survey.raw_bad != NOBODY;
+      result.token = is_raw ? survey.raw_bad : survey.bad;
+      result.logprob = is_raw ? raw_row(in, index)[result.token] : values_of(in, sample, index)[result.token];
+    }
+  }
+  if (threadIdx.x == 0) {
+    in.args.results[index] = result;
+    if (result.status != BATON_SAMPLE_OK) slot.failed = result.status;
+    if (sample.position + 1 == length && length < in.pool.token_width) {
+      // A sequence that failed goes on with token 0 until the host stops it: what the next step reads is an id.
+      in.pool.tokens[static_cast<int64_t>(sample.slot) * in.pool.token_width + length] =
+          result.status == BATON_SAMPLE_OK ? result.token : 0;
+      slot.length = length + 1;
+    }
+  }
+}
+
+}  // namespace
+
+int32_t load_sample() {
+  BATON_TRY(load(history_kernel));
+  BATON_TRY(load(survey_kernel));
+  BATON_TRY(load(weigh_kernel));
+  return load(choose_kernel);
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocabulary) {
+  Scratch scratch;
+  if (samples_max < 0 || vocabulary < 0) return 0;
+  return lay_out(nullptr, samples_max, vocabulary, scratch);
+}
+
+BATON_API int32_t baton_sample(const baton_pool* pool, const baton_step* step, const baton_sample_args* args,
+                               void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(pool && step && args, "pool, step or args is null");
+    BATON_REQUIRE(args->vocabulary > 0 && args->vocabulary <= RUN * RUNS_MAX, "vocabulary is %d; allowed is 1 to %d",
+                  args->vocabulary, RUN * RUNS_MAX);
+    BATON_REQUIRE(args->logit_stride % 4 == 0 && args->logit_stride >= args->vocabulary,
+                  "logit_stride is %lld; allowed are multiples of 4 from the vocabulary, %d, on",
+                  static_cast<long long>(args->logit_stride), args->vocabulary);
+    BATON_REQUIRE(args->samples >= 0 && args->samples <= step->samples_max, "samples is %d; allowed is 0 to %d",
+                  args->samples, step->samples_max);
+    if (args->samples == 0) return BATON_OK;
+    Arguments in = {*pool, *step, *args};
+    // By the most samples, so that calls with fewer find the counts at the same places.
+    const uint64_t needed =
+        lay_out(static_cast<char*>(args->scratch), step->samples_max, args->vocabulary, in.scratch);
+    if (args->scratch == nullptr || args->scratch_bytes < needed) {
+      return fail(BATON_TOO_SMALL, "scratch_bytes is %llu; %d samples of %d tokens need %llu",
+                  static_cast<unsigned long long>(args->scratch_bytes), step->samples_max, args->vocabulary,
+                  static_cast<unsigned long long>(needed));
+    }
+    const int runs = divide_up(args->vocabulary, RUN);
+    // Enough blocks for every multiprocessor, few enough that putting slices together stays cheap.
+    int slices = divide_up(512, args->samples);
+    slices = slices < runs ? slices : runs;
+    slices = slices < SLICES_MAX ? slices : SLICES_MAX;
+    in.slice_runs = divide_up(runs, slices);
+    in.slices = divide_up(runs, in.slice_runs);
+    const dim3 grid(in.slices, args->samples);
+    const cudaStream_t on = as_stream(stream);
+    BATON_TRY(launch("sampling: history", history_kernel, dim3(4, args->samples), dim3(SLICE_THREADS), 0, on, in));
+    BATON_TRY(launch("sampling: survey", survey_kernel, grid, dim3(SLICE_THREADS), 0, on, in));
+    BATON_TRY(launch("sampling: weigh", weigh_kernel, grid, dim3(SLICE_THREADS), 0, on, in));
+    return launch("sampling: choose", choose_kernel, dim3(args->samples), dim3(CHOOSE_THREADS), 0, on, in);
+  });
+}
