@@ -192,30 +192,38 @@ fn amx() -> Result<Level, Vec<&'static str>> {
     if super::matmul::amx::request() { Ok(Level::Amx) } else { Err(vec!["amx-bf16"]) }
 }
 
+/// Who made the processor, and its family: what the features do not tell.
 #[cfg(target_arch = "x86_64")]
-fn is_intel() -> bool {
+fn maker() -> ([u8; 12], u32) {
+    use std::arch::x86_64::__cpuid;
     // Asking costs microseconds in a virtual machine.
-    static IS_INTEL: OnceLock<bool> = OnceLock::new();
-    *IS_INTEL.get_or_init(|| {
-        let vendor = std::arch::x86_64::__cpuid(0);
-        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
+    static MAKER: OnceLock<([u8; 12], u32)> = OnceLock::new();
+    *MAKER.get_or_init(|| {
+        let (vendor, signature) = (__cpuid(0), __cpuid(1).eax);
+        let mut name = [0; 12];
+        let words = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
+        name.copy_from_slice(words.as_flattened());
+        (name, (signature >> 8 & 0xf) + (signature >> 20 & 0xff))
     })
 }
 
 /// How products of few rows, for which memory is the limit, read weights: several panels side by
 /// side with lines fetched ahead of their use (true), or one panel after another, left to the
-/// hardware. Decode of SmolLM2-135M's products on two cores, ms with true and with false:
-/// Xeon with AMX bf16 8.3 and 12.9, q8 4.3 and 5.2; Zen 4 bf16 10.4 and 8.5, q8 6.4 and 4.6.
+/// hardware, which Zen 4 does better. The products of one token of SmolLM2-135M on two cores, in ms
+/// with true and with false: Xeon with AMX bf16 8.3 and 12.9, q8 4.3 and 5.2; Zen 4 bf16 10.4 and
+/// 8.5, q8 6.4 and 4.6.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn fetches_ahead() -> bool {
-    is_intel()
+    const ZEN_3_AND_4: u32 = 0x19;
+    maker() != (*b"AuthenticAMD", ZEN_3_AND_4)
 }
 
 /// Tiles beat everything. `vdpbf16ps` is the next best where it is as quick as an FMA, which is on
 /// AMD's cores; Intel's take two cycles for it.
 #[cfg(target_arch = "x86_64")]
 fn fastest() -> Level {
-    let pairs = if is_intel() { Err(Vec::new()) } else { avx512_bf16() };
+    let is_intel = maker().0 == *b"GenuineIntel";
+    let pairs = if is_intel { Err(Vec::new()) } else { avx512_bf16() };
     let found = amx().or(pairs).or_else(|_| avx512()).or_else(|_| avx2());
     found.unwrap_or(Level::Baseline)
 }
