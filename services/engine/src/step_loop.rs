@@ -80,6 +80,8 @@ pub struct StepLoop<E> {
     /// Figures of the steps in flight.
     launched: VecDeque<StepRecord>,
     records: VecDeque<StepRecord>,
+    /// When the last result came.
+    collected_at: Option<Instant>,
     speculated: Speculated,
 }
 
@@ -92,6 +94,7 @@ impl<E: Executor> StepLoop<E> {
             executor,
             launched: VecDeque::new(),
             records: VecDeque::with_capacity(RECORDS_MAX),
+            collected_at: None,
             speculated: Speculated::default(),
         }
     }
@@ -121,6 +124,7 @@ impl<E: Executor> StepLoop<E> {
         };
         let mut record = self.launched.pop_front().expect("a result belongs to a launched step");
         record.collected_at = self.executor.now();
+        self.collected_at = Some(record.collected_at);
         record.busy = result.busy;
         for row in &result.rows {
             record.tokens += row.drafted;
@@ -164,6 +168,14 @@ impl<E: Executor> StepLoop<E> {
 
     pub fn steps_in_flight(&self) -> usize {
         self.launched.len()
+    }
+
+    /// For how long the device has worked on the oldest step in flight, if there is one.
+    pub fn step_age(&self) -> Option<Duration> {
+        let launched_at = self.launched.front()?.launched_at;
+        // It began when the one before it was done.
+        let since = self.collected_at.map_or(launched_at, |before| before.max(launched_at));
+        Some(self.executor.now().saturating_duration_since(since))
     }
 
     /// Figures of the last steps, oldest first; at most 1,024.

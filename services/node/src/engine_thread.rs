@@ -22,6 +22,7 @@ use engine::{
 use kv_transfer::{Transfers, api as transfer};
 use telemetry::NodeMetrics;
 use tokio::sync::oneshot;
+use tracing::{info, warn};
 
 use crate::{inbox::Command, journey::Journey, observe::Observers};
 
@@ -29,6 +30,11 @@ use crate::{inbox::Command, journey::Journey, observe::Observers};
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// How soon a command is offered again to transfers that had no room.
 const RETRY_AFTER: Duration = Duration::from_millis(2);
+/// A step that takes longer is one that hangs, as far as routers are concerned: without a word for so
+/// long they give its requests to other nodes (`router.idle_timeout`).
+pub(crate) const STALL_AFTER: Duration = Duration::from_secs(60);
+/// Where the model and the machine make steps slow they stay so.
+const STALL_STEPS: u32 = 4;
 /// Commands and events taken between two turns, so that a flood of them cannot stop the device.
 const TAKEN_PER_TURN_MAX: usize = 256;
 
@@ -51,6 +57,8 @@ pub(crate) struct Parts<E> {
     pub events: Receiver<transfer::Event>,
     pub record: NodeRecord,
     pub metrics: NodeMetrics,
+    /// [`STALL_AFTER`].
+    pub stall_after: Duration,
 }
 
 /// A running engine thread. End it with [`Command::Stop`], then [`EngineThread::join`].
@@ -96,6 +104,8 @@ struct Engine<E> {
     /// Reused by every turn.
     actions: Vec<Action>,
     preemptions: u64,
+    /// A step that takes longer hangs: the node takes no new work until it ends.
+    stall_after: Duration,
     /// A command that the transfers had no room for waits in the journey.
     transfers_are_full: bool,
     stopping: bool,
@@ -103,7 +113,7 @@ struct Engine<E> {
 
 impl<E: Executor> Engine<E> {
     fn new(parts: Parts<E>) -> Self {
-        let Parts { steps, transfers, commands, events, record, metrics } = parts;
+        let Parts { steps, transfers, commands, events, record, metrics, stall_after } = parts;
         Self {
             steps,
             transfers,
@@ -114,6 +124,7 @@ impl<E: Executor> Engine<E> {
             metrics,
             actions: Vec::new(),
             preemptions: 0,
+            stall_after,
             transfers_are_full: false,
             stopping: false,
         }
@@ -131,6 +142,7 @@ impl<E: Executor> Engine<E> {
             let is_idle = turn == Turn::Idle && self.actions.is_empty();
             self.settle();
             self.record_steps();
+            self.watch_for_stall();
             self.observers.publish_if_due(Instant::now(), self.steps.scheduler_mut());
             if is_idle {
                 self.sleep()?;
@@ -266,9 +278,25 @@ impl<E: Executor> Engine<E> {
         false
     }
 
+    /// A device that hangs lets this thread go on: all else looks well.
+    fn watch_for_stall(&mut self) {
+        let stalled = self.steps.step_age().is_some_and(|age| age > self.stall_after);
+        if stalled == self.observers.is_stalled() {
+            return;
+        }
+        if stalled {
+            let seconds = self.stall_after.as_secs_f64();
+            warn!("no step has ended for {seconds} s; routers are told that this node is down");
+        } else {
+            info!("steps end again");
+        }
+        self.observers.set_stalled(stalled);
+    }
+
     fn record_steps(&mut self) {
         for step in self.steps.take_records() {
             self.observers.mark_changed();
+            self.stall_after = self.stall_after.max(STALL_STEPS * step.busy);
             self.metrics.step(step.busy, step.rows as usize, step.tokens.into());
         }
         let Speculated { rows, drafted, accepted, accepted_at } = self.steps.take_speculated();
@@ -290,28 +318,36 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use engine::{
         CacheSeeds, Scheduler, SchedulerConfig,
         event::{NewSequence, SequenceId, SequenceKind},
-        executor::{CollectWaker, ExecutorLimits},
+        executor::{
+            CollectWaker, ExecutorLimits,
+            sim::{CostModel, SimExecutor},
+        },
         plan::{StepPlan, StepResult},
     };
     use futures_util::StreamExt;
     use kernels::{Dtype, KvArena, KvLayout, WeightFormat, sampling::Sampling};
     use kv_transfer::{ClusterSecret, Limits, TransferConfig};
-    use proto::v1::FailureKind;
+    use proto::v1::{FailureKind, ObserveEvent};
+    use tonic::Code;
 
     use super::*;
     use crate::{
         attempt::Attempt,
         identity,
         inbox::Inbox,
+        observe::{self, ObserveStream},
         refusal::Refusal,
         stream::{AttemptEnd, Heard},
         testing,
         transfer_events::TransferEvents,
     };
 
+    const WITHIN: Duration = Duration::from_secs(60);
     const LIMITS: ExecutorLimits = ExecutorLimits {
         slots: 2,
         step_tokens: 16,
@@ -339,7 +375,31 @@ mod tests {
         }
     }
 
-    fn parts() -> (Parts<BrokenDevice>, Inbox) {
+    /// A device whose steps do not end until it is released.
+    struct HangingDevice {
+        sim: SimExecutor,
+        released: Arc<AtomicBool>,
+    }
+
+    impl Executor for HangingDevice {
+        fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+            self.sim.launch(plan)
+        }
+
+        fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+            if self.released.load(Ordering::Acquire) {
+                return self.sim.collect(Duration::from_secs(3600));
+            }
+            thread::sleep(timeout.min(Duration::from_millis(10)));
+            Ok(None)
+        }
+
+        fn limits(&self) -> ExecutorLimits {
+            LIMITS
+        }
+    }
+
+    fn parts<E: Executor>(executor: E) -> (Parts<E>, Inbox) {
         let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
         let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, dtype: Dtype::F32 };
@@ -362,12 +422,13 @@ mod tests {
         .unwrap();
         let (inbox, commands) = Inbox::new(4, CollectWaker::default());
         let parts = Parts {
-            steps: StepLoop::new(scheduler, BrokenDevice),
+            steps: StepLoop::new(scheduler, executor),
             transfers: Arc::new(transfers),
             commands,
             events,
             record: testing::record(),
             metrics: testing::metrics(),
+            stall_after: STALL_AFTER,
         };
         (parts, inbox)
     }
@@ -395,7 +456,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_broken_device_ends_every_request_with_a_typed_failure_and_then_the_thread() {
-        let (parts, inbox) = parts();
+        let (parts, inbox) = parts(BrokenDevice);
         let mut engine = EngineThread::start(parts).unwrap();
         // Refused when the device breaks before the answer is out, failed when after.
         let kind = match inbox.begin(attempt(1)).await {
@@ -416,10 +477,53 @@ mod tests {
         inbox.idle().await;
     }
 
+    /// Asks the engine; its thread answers in any case.
+    async fn first_observed(inbox: &Inbox) -> (ObserveStream, Result<ObserveEvent, Code>) {
+        let (ends, mut stream) = observe::observer(observe::places().try_acquire_owned().unwrap());
+        inbox.send(Command::Observe(ends)).unwrap();
+        let first = tokio::time::timeout(WITHIN, stream.next()).await;
+        let first = first.expect("an answer in time").expect("an event or an end");
+        (stream, first.map_err(|status| status.code()))
+    }
+
+    #[tokio::test]
+    async fn a_node_whose_steps_do_not_end_is_not_to_be_observed_until_they_do() {
+        let released = Arc::new(AtomicBool::new(false));
+        let sim = SimExecutor::new(LIMITS, CostModel::default(), Instant::now());
+        let (parts, inbox) = parts(HangingDevice { sim, released: released.clone() });
+        let stall_after = Duration::from_millis(200);
+        let engine = EngineThread::start(Parts { stall_after, ..parts }).unwrap();
+        // A node without work does not stand still, however long that lasts.
+        tokio::time::sleep(2 * stall_after).await;
+        let (mut observed, first) = first_observed(&inbox).await;
+        assert!(first.is_ok(), "{first:?}");
+
+        let answer = inbox.begin(attempt(1)).await.unwrap();
+        let end = async {
+            loop {
+                if let Err(status) = observed.next().await.expect("it ends with an error") {
+                    return status;
+                }
+            }
+        };
+        let end = tokio::time::timeout(WITHIN, end).await.expect("it ends in time");
+        assert_eq!(end.code(), Code::Unavailable);
+        assert!(end.message().contains("no step of this node ends"), "{end}");
+        assert_eq!(first_observed(&inbox).await.1, Err(Code::Unavailable));
+
+        released.store(true, Ordering::Release);
+        let heard = tokio::time::timeout(WITHIN, answer.collect::<Vec<Heard>>()).await.unwrap();
+        assert!(matches!(heard.last(), Some(Heard::End(AttemptEnd::Finished { .. }))), "{heard:?}");
+        let back = async { while first_observed(&inbox).await.1.is_err() {} };
+        tokio::time::timeout(WITHIN, back).await.expect("it is observed again");
+        inbox.send(Command::Stop).unwrap();
+        tokio::task::spawn_blocking(|| engine.join()).await.unwrap().unwrap();
+    }
+
     #[tokio::test]
     async fn an_idle_thread_stops_when_told_and_when_everyone_left() {
         for tell in [true, false] {
-            let (parts, inbox) = parts();
+            let (parts, inbox) = parts(BrokenDevice);
             let mut engine = EngineThread::start(parts).unwrap();
             if tell {
                 inbox.send(Command::Stop).unwrap();

@@ -40,7 +40,7 @@ use tracing::{info, warn};
 
 use crate::{
     attempt::AttemptLimits,
-    engine_thread::{EngineError, EngineThread, Parts},
+    engine_thread::{EngineError, EngineThread, Parts, STALL_AFTER},
     grammars::{self, Grammars},
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
     identity::{self, WEIGHT_VERSION, describe},
@@ -225,6 +225,7 @@ impl Node {
             events,
             record: record.clone(),
             metrics: node_metrics.clone(),
+            stall_after: STALL_AFTER,
         })
         .map_err(StartError::Thread)?;
 

@@ -36,6 +36,7 @@ const HASHES_PER_EVENT_MAX: usize = 16_384;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ObserveEnd {
     Lagged,
+    Stalled,
     Stopped,
 }
 
@@ -79,6 +80,9 @@ impl Stream for ObserveStream {
             ObserveEnd::Lagged => {
                 Status::aborted("this observer fell behind; observe again for a fresh snapshot")
             }
+            ObserveEnd::Stalled => {
+                Status::unavailable("no step of this node ends; observe again until one does")
+            }
             ObserveEnd::Stopped => Status::unavailable("the node stopped"),
         })))
     }
@@ -93,6 +97,7 @@ pub(crate) struct Observers {
     /// Something happened since.
     changed: bool,
     draining: bool,
+    stalled: bool,
     metrics: NodeMetrics,
 }
 
@@ -105,6 +110,7 @@ impl Observers {
             told_at: None,
             changed: true,
             draining: false,
+            stalled: false,
             metrics,
         }
     }
@@ -118,6 +124,19 @@ impl Observers {
     pub fn drain(&mut self, now: Instant, scheduler: &mut Scheduler) {
         self.draining = true;
         self.publish(now, scheduler);
+    }
+
+    /// Whether the device's work stands still. Who observes is told so and ended, who asks meanwhile,
+    /// too: for routers the node is down until its probe succeeds.
+    pub fn set_stalled(&mut self, stalled: bool) {
+        self.stalled = stalled;
+        if stalled {
+            self.observers.drain(..).for_each(|observer| observer.end(ObserveEnd::Stalled));
+        }
+    }
+
+    pub fn is_stalled(&self) -> bool {
+        self.stalled
     }
 
     /// When there is something to tell; `None` when nothing has changed.
@@ -135,6 +154,9 @@ impl Observers {
 
     /// A new observer begins with a snapshot; what it says is not repeated by the next change.
     pub fn add(&mut self, mut observer: ObserverEnds, now: Instant, scheduler: &mut Scheduler) {
+        if self.stalled {
+            return observer.end(ObserveEnd::Stalled);
+        }
         self.publish(now, scheduler);
         // On an idle node nothing else notices those that left.
         self.observers.retain(|observer| !observer.events.is_closed());
