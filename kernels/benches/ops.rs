@@ -8,7 +8,7 @@ use std::{hint::black_box, sync::Arc, time::Duration};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kernels::{
     Backend, BlockId, Dtype, KvArena, KvLayout, RowSource, WeightFormat,
-    backend::HeadShape,
+    backend::{HeadShape, HeadWeights},
     cpu::{
         CpuBackend, CpuBuffer, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, SampleRow,
         StepSequence, threads::ThreadPool,
@@ -175,7 +175,7 @@ fn attention(c: &mut Criterion) {
             let mut qkv = filled(&backend, batch * rows, SHAPE.qkv_width());
             let mut out = backend.buffer(batch * rows, SHAPE.query_width());
             let frequencies = backend.vector(&[0.1; 32]);
-            backend.rope_store_kv(0, SHAPE, &frequencies, &mut qkv, &mut step);
+            backend.store_kv(0, SHAPE, HeadWeights::none(), &frequencies, &mut qkv, &mut step);
             let keys: usize = (0..rows).map(|row| first as usize + row + 1).sum::<usize>() * batch;
             group.throughput(Throughput::Elements((2 * 2 * keys * SHAPE.query_width()) as u64));
             group.bench_function(name, |b| {
@@ -281,7 +281,7 @@ impl Model {
         for (index, layer) in self.layers.iter().enumerate() {
             let (qkv, inner) = (&mut self.qkv, &mut self.inner);
             backend.matmul(rows, x, &layer.qkv, qkv);
-            backend.rope_store_kv(index, SHAPE, &self.frequencies, qkv, &mut step);
+            backend.store_kv(index, SHAPE, HeadWeights::none(), &self.frequencies, qkv, &mut step);
             backend.attention(index, SHAPE, 0.125, None, qkv, &step, x);
             backend.matmul(rows, x, &layer.out, y);
             backend.add_rms_norm(rows, residual, y, norm, 1e-5, x);

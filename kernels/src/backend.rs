@@ -38,6 +38,25 @@ impl HeadShape {
     }
 }
 
+/// What some architectures do to heads before they are turned.
+#[derive(Debug)]
+pub struct HeadWeights<'a, V> {
+    /// `[qkv_width]`, added to queries, keys and values.
+    pub bias: Option<&'a V>,
+    /// RMS norm of every query head by itself with the first weight `[head_dim]`, and of every key
+    /// head with the second; values stay.
+    pub norms: Option<(&'a V, &'a V)>,
+    /// Of the norms.
+    pub eps: f32,
+}
+
+impl<V> HeadWeights<'_, V> {
+    /// Llama: nothing.
+    pub fn none() -> Self {
+        Self { bias: None, norms: None, eps: 0.0 }
+    }
+}
+
 /// One device's operations.
 ///
 /// A step (`Self::Step`) is the executor's description of the rows of one forward: which token, at
@@ -56,6 +75,11 @@ pub trait Backend: Send + 'static {
     fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
     fn vector(&self, values: &[f32]) -> Self::Vector;
     fn buffer(&self, rows_max: usize, width: usize) -> Self::Buffer;
+    /// As [`Self::buffer`], of f32 in any case: the residual stream and logits. Where activations
+    /// are less than that, only what says so takes or gives one.
+    fn wide_buffer(&self, rows_max: usize, width: usize) -> Self::Buffer {
+        self.buffer(rows_max, width)
+    }
 
     /// Token rows of the step.
     fn rows(&self, step: &Self::Step) -> usize;
@@ -63,9 +87,9 @@ pub trait Backend: Send + 'static {
     fn sampled_rows(&self, step: &Self::Step) -> usize;
     fn kv_layout(&self, step: &Self::Step) -> KvLayout;
 
-    /// `out[row] = table[token of row]`.
+    /// `out[row] = table[token of row]`; `out` is wide.
     fn embed(&mut self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer);
-    /// `out = x / rms(x) * weight`.
+    /// `out = x / rms(x) * weight`; `x` is wide.
     fn rms_norm(
         &mut self,
         rows: usize,
@@ -74,7 +98,7 @@ pub trait Backend: Send + 'static {
         eps: f32,
         out: &mut Self::Buffer,
     );
-    /// `residual += x`, then `out = rms_norm(residual)`.
+    /// `residual += x`, then `out = rms_norm(residual)`; `residual` is wide.
     fn add_rms_norm(
         &mut self,
         rows: usize,
@@ -84,28 +108,18 @@ pub trait Backend: Send + 'static {
         eps: f32,
         out: &mut Self::Buffer,
     );
-    /// `out[rows][w.out] = x[rows][w.in] · wᵀ`.
+    /// `out[rows][w.out] = x[rows][w.in] · wᵀ`; `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
-    /// `x[row] += bias`.
-    fn add_bias(&mut self, rows: usize, bias: &Self::Vector, x: &mut Self::Buffer);
-    /// RMS norm of every query head of `qkv` by itself with one weight `[head_dim]`, and of every
-    /// key head with the other; values stay.
-    fn norm_heads(
-        &mut self,
-        rows: usize,
-        shape: HeadShape,
-        query_weight: &Self::Vector,
-        key_weight: &Self::Vector,
-        eps: f32,
-        qkv: &mut Self::Buffer,
-    );
-    /// Rotates queries and keys in `qkv` (half-split pairs: dimension i with i + dim/2, as Hugging
-    /// Face's Llama), then stores keys and values of every row into its block.
-    /// `frequencies[dim/2]` are radians per position, scaling already applied.
-    fn rope_store_kv(
+    /// Everything between the product that makes `qkv` and attention: adds the bias and norms the
+    /// heads as `weights` say, rotates queries and keys in `qkv` (half-split pairs: dimension i with
+    /// i + dim/2, as Hugging Face's Llama), then stores keys and values of every row into its block.
+    /// `frequencies[dim/2]` are radians per position, scaling already applied. Of `qkv` only the
+    /// queries are of use after it.
+    fn store_kv(
         &mut self,
         layer: usize,
         shape: HeadShape,
+        weights: HeadWeights<'_, Self::Vector>,
         frequencies: &Self::Vector,
         qkv: &mut Self::Buffer,
         step: &mut Self::Step,

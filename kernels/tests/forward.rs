@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kernels::{
     Backend, BlockId, KvArena, KvLayout, RowSource, WeightFormat,
-    backend::HeadShape,
+    backend::{HeadShape, HeadWeights},
     cpu::{
         CpuBackend, CpuBuffer, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, SampleError,
         SampleRow, StepSequence,
@@ -115,7 +115,14 @@ impl Model {
                 _ => backend.add_rms_norm(rows, &mut residual, &y, &layer.norm, 1e-5, &mut x),
             }
             backend.matmul(rows, &x, &layer.qkv, &mut qkv);
-            backend.rope_store_kv(index, SHAPE, &self.frequencies, &mut qkv, &mut step);
+            backend.store_kv(
+                index,
+                SHAPE,
+                HeadWeights::none(),
+                &self.frequencies,
+                &mut qkv,
+                &mut step,
+            );
             backend.attention(index, SHAPE, 0.25, None, &qkv, &step, &mut heads);
             backend.matmul(rows, &heads, &layer.out, &mut y);
             backend.add_rms_norm(rows, &mut residual, &y, &layer.norm, 1e-5, &mut x);

@@ -46,7 +46,7 @@ pub use step::{CpuStep, StepError, StepSequence};
 
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
-    backend::{Backend, HeadShape, RowSource},
+    backend::{Backend, HeadShape, HeadWeights, RowSource},
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
 };
@@ -226,35 +226,11 @@ impl Backend for CpuBackend {
         matmul::matmul(self.level, pool, &mut self.products, x, w, out);
     }
 
-    fn add_bias(&mut self, rows: usize, bias: &CpuVector, x: &mut CpuBuffer) {
-        assert_eq!(x.width(), bias.values().len(), "add_bias: widths are equal");
-        let level = self.level;
-        bias::add_bias(level, self.pool(), bias.values(), x.rows_mut(rows));
-    }
-
-    fn norm_heads(
-        &mut self,
-        rows: usize,
-        shape: HeadShape,
-        query_weight: &CpuVector,
-        key_weight: &CpuVector,
-        eps: f32,
-        qkv: &mut CpuBuffer,
-    ) {
-        let (query, key) = (query_weight.values(), key_weight.values());
-        assert!(
-            query.len() == shape.head_dim && key.len() == shape.head_dim,
-            "norm_heads: weights are as wide as a head"
-        );
-        assert_eq!(qkv.width(), shape.qkv_width(), "a fused row holds queries, keys and values");
-        let level = self.level;
-        norm::norm_heads(level, self.pool(), shape, query, key, eps, qkv.rows_mut(rows));
-    }
-
-    fn rope_store_kv(
+    fn store_kv(
         &mut self,
         layer: usize,
         shape: HeadShape,
+        weights: HeadWeights<'_, CpuVector>,
         frequencies: &CpuVector,
         qkv: &mut CpuBuffer,
         step: &mut CpuStep,
@@ -263,6 +239,18 @@ impl Backend for CpuBackend {
         assert_eq!(frequencies.values().len() * 2, shape.head_dim, "one frequency per pair");
         let level = self.level;
         let qkv = qkv.rows_mut(step.rows());
+        if let Some(bias) = weights.bias {
+            assert_eq!(bias.values().len(), shape.qkv_width(), "the bias is as wide as a row");
+            bias::add_bias(level, self.pool(), bias.values(), qkv);
+        }
+        if let Some((query, key)) = weights.norms {
+            let (query, key) = (query.values(), key.values());
+            assert!(
+                query.len() == shape.head_dim && key.len() == shape.head_dim,
+                "weights of head norms are as wide as a head"
+            );
+            norm::norm_heads(level, self.pool(), shape, query, key, weights.eps, qkv);
+        }
         rope::rope_store_kv(level, self.pool(), layer, shape, frequencies.values(), qkv, step);
     }
 

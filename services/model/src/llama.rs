@@ -3,7 +3,10 @@
 
 use std::num::NonZeroUsize;
 
-use kernels::{Backend, RowSource, backend::HeadShape};
+use kernels::{
+    Backend, RowSource,
+    backend::{HeadShape, HeadWeights},
+};
 
 use crate::{
     checkpoint::Checkpoint,
@@ -153,17 +156,16 @@ impl<B: Backend> Llama<B> {
         };
 
         let rows = |width| backend.buffer(limits.rows_max, width);
-        let sampled = |width| backend.buffer(limits.sampled_max, width);
         let activations = Activations {
-            residual: rows(config.hidden_size),
+            residual: backend.wide_buffer(limits.rows_max, config.hidden_size),
             normed: rows(config.hidden_size),
             qkv: rows(heads.qkv_width()),
             attended: rows(heads.query_width()),
             delta: rows(config.hidden_size),
             gate_up: rows(2 * config.ffn_size),
             activated: rows(config.ffn_size),
-            sampled: sampled(config.hidden_size),
-            logits: sampled(config.vocab_size),
+            sampled: backend.buffer(limits.sampled_max, config.hidden_size),
+            logits: backend.wide_buffer(limits.sampled_max, config.vocab_size),
         };
         Ok(Self {
             rope_frequencies: backend.vector(&config.rope_frequencies()),
@@ -221,13 +223,12 @@ impl<B: Backend> Llama<B> {
                 backend.add_rms_norm(rows, residual, delta, &layer.attention_norm, eps, normed);
             }
             backend.matmul(rows, normed, &layer.qkv, qkv);
-            if let Some(bias) = &layer.qkv_bias {
-                backend.add_bias(rows, bias, qkv);
-            }
-            if let Some(HeadNorms { query, key }) = &layer.head_norms {
-                backend.norm_heads(rows, heads, query, key, eps, qkv);
-            }
-            backend.rope_store_kv(index, heads, &self.rope_frequencies, qkv, step);
+            let weights = HeadWeights {
+                bias: layer.qkv_bias.as_ref(),
+                norms: layer.head_norms.as_ref().map(|norms| (&norms.query, &norms.key)),
+                eps,
+            };
+            backend.store_kv(index, heads, weights, &self.rope_frequencies, qkv, step);
             backend.attention(index, heads, scale, layer.window, qkv, step, attended);
             backend.matmul(rows, attended, &layer.attention_output, delta);
 
