@@ -15,7 +15,7 @@ FOLD = --config 'target.x86_64-unknown-linux-gnu.rustflags=["-Clink-arg=-Wl,--ic
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench docs clean deps kernels
+.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu
 
 help: ## This list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -52,6 +52,9 @@ docs: model ## Write the lists of settings and metrics on the services' pages an
 
 kernels: ## The CUDA kernels, in target/kernels (no CUDA toolkit needed; BATON_CUDA_ARCHS="80 89 90a" for more).
 	@deploy/kernels.sh
+
+test-gpu: ## Build the tests of the CUDA kernels, where there is cargo, and run them, where there is a GPU.
+	@deploy/test-gpu.sh
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh

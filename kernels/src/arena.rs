@@ -10,6 +10,7 @@
 //! A block's content is whatever was written last; before that it is zero.
 
 mod access;
+mod stream;
 
 use std::{
     fmt, io,
@@ -24,6 +25,7 @@ use std::{
 use memmap2::MmapMut;
 
 pub use access::{Element, HeldBlock, StepAccess};
+pub use stream::{StreamAccess, StreamStep};
 
 use crate::layout::{BlockId, KvLayout};
 
@@ -44,6 +46,9 @@ pub enum ArenaError {
     Conflict { block: BlockId, wanted: Borrow, state: BorrowState },
     #[error("block {} has {block_bytes} bytes, the host buffer {host_bytes}", block.0)]
     LengthMismatch { block: BlockId, block_bytes: usize, host_bytes: usize },
+    /// The memory that the block lies in cannot be reached.
+    #[error("block {} cannot be copied: {reason}", block.0)]
+    Copy { block: BlockId, reason: String },
 }
 
 /// The two ways to borrow a block.
@@ -90,7 +95,17 @@ impl fmt::Display for BorrowState {
     }
 }
 
-/// One range of KV blocks in host memory, shared by everyone who moves or computes KV.
+/// Blocks that lie elsewhere than in host memory, reached by copies of whole blocks.
+pub trait RemoteBlocks: Send + Sync {
+    fn layout(&self) -> KvLayout;
+    fn block_count(&self) -> u32;
+    /// Copies bytes from `offset` on; the error is for people.
+    fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String>;
+    /// Copies bytes to `offset`.
+    fn write(&self, offset: usize, host: &[u8]) -> Result<(), String>;
+}
+
+/// One range of KV blocks, shared by everyone who moves or computes KV.
 pub struct KvArena {
     layout: KvLayout,
     block_count: u32,
@@ -98,8 +113,14 @@ pub struct KvArena {
     base: NonNull<u8>,
     /// One per block: 0, the number of readers, or [`WRITTEN`]. Changed by guards only.
     borrows: Box<[AtomicU32]>,
+    memory: Memory,
+}
+
+enum Memory {
     /// Owns the range that `base` points to.
-    memory: MmapMut,
+    Host(MmapMut),
+    /// `base` points to nothing.
+    Remote(Arc<dyn RemoteBlocks>),
 }
 
 // SAFETY: `base` points into `memory`, which this value owns and which does not move. Bytes behind
@@ -132,7 +153,29 @@ impl KvArena {
         let _ = memory.advise(memmap2::Advice::HugePage);
         let base = NonNull::new(memory.as_mut_ptr()).expect("a mapping is not at address 0");
         let borrows = (0..block_count).map(|_| AtomicU32::new(0)).collect();
+        let memory = Memory::Host(memory);
         Ok(Arc::new(Self { layout, block_count, block_bytes, base, borrows, memory }))
+    }
+
+    /// An arena whose blocks lie elsewhere: there are copies of them, and no views.
+    pub fn remote(blocks: Arc<dyn RemoteBlocks>) -> Result<Arc<Self>, ArenaError> {
+        let (layout, block_count) = (blocks.layout(), blocks.block_count());
+        let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
+        let block_bytes = layout
+            .checked_block_bytes()
+            .filter(|bytes| bytes.checked_mul(block_count as usize).is_some())
+            .ok_or_else(|| bad("its bytes exceed the address space"))?;
+        if block_count == 0 || block_bytes == 0 {
+            return Err(bad("that has no bytes"));
+        }
+        let borrows = (0..block_count).map(|_| AtomicU32::new(0)).collect();
+        let (base, memory) = (NonNull::dangling(), Memory::Remote(blocks));
+        Ok(Arc::new(Self { layout, block_count, block_bytes, base, borrows, memory }))
+    }
+
+    /// Whether blocks can be looked at, not only copied.
+    pub fn is_host(&self) -> bool {
+        matches!(self.memory, Memory::Host(_))
     }
 
     pub fn layout(&self) -> KvLayout {
@@ -155,15 +198,16 @@ impl KvArena {
     pub fn populate(&self, first: u32, count: u32) -> io::Result<()> {
         let in_range = first.checked_add(count).is_some_and(|end| end <= self.block_count);
         assert!(in_range, "blocks {first} + {count} are within the {} there are", self.block_count);
+        let Memory::Host(memory) = &self.memory else { return Ok(()) };
         let offset = first as usize * self.block_bytes;
         #[cfg(target_os = "linux")]
-        return self.memory.advise_range(
+        return memory.advise_range(
             memmap2::Advice::PopulateWrite,
             offset,
             count as usize * self.block_bytes,
         );
         #[cfg(not(target_os = "linux"))]
-        return Err(io::Error::new(io::ErrorKind::Unsupported, format!("at {offset}")));
+        return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{memory:?} at {offset}")));
     }
 
     /// Borrows a block for reading, beside other readers.
@@ -232,9 +276,10 @@ impl KvArena {
         debug_assert_eq!(before, WRITTEN, "a writer gives back what it borrowed");
     }
 
-    /// The first byte of a block.
+    /// The first byte of a block in host memory: nobody asks for one of another.
     fn block_ptr(&self, block: BlockId) -> NonNull<u8> {
         assert!(block.0 < self.block_count, "only blocks in range are borrowed");
+        debug_assert!(self.is_host(), "remote blocks have no address here");
         // SAFETY: the offset is inside the mapping of block_count × block_bytes, whose size fits
         // an isize.
         unsafe { self.base.add(block.index() * self.block_bytes) }
@@ -269,7 +314,7 @@ impl BlockRead {
     /// The block's bytes, or `None` when they are not in host memory.
     pub fn host_view(&self) -> Option<&[u8]> {
         // SAFETY: the block is in range and, while this guard lives, nobody can write it.
-        Some(unsafe {
+        self.arena.is_host().then(|| unsafe {
             slice::from_raw_parts(self.arena.block_ptr(self.block).as_ptr(), self.arena.block_bytes)
         })
     }
@@ -277,8 +322,13 @@ impl BlockRead {
     /// Copies the whole block into `host`, wherever it lies.
     pub fn copy_to_host(&self, host: &mut [u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
-        let bytes = self.host_view().expect("this arena is in host memory");
-        host.copy_from_slice(bytes);
+        match (self.host_view(), &self.arena.memory) {
+            (Some(bytes), _) => host.copy_from_slice(bytes),
+            (None, Memory::Remote(blocks)) => blocks
+                .read(self.block.index() * self.arena.block_bytes, host)
+                .map_err(|reason| ArenaError::Copy { block: self.block, reason })?,
+            (None, Memory::Host(_)) => unreachable!("blocks in host memory have a view"),
+        }
         Ok(())
     }
 }
@@ -315,7 +365,7 @@ impl BlockWrite {
     pub fn host_view_mut(&mut self) -> Option<&mut [u8]> {
         // SAFETY: the block is in range, this guard is its only borrower, and `&mut self` makes
         // the slice the only one of this guard.
-        Some(unsafe {
+        self.arena.is_host().then(|| unsafe {
             slice::from_raw_parts_mut(
                 self.arena.block_ptr(self.block).as_ptr(),
                 self.arena.block_bytes,
@@ -326,7 +376,12 @@ impl BlockWrite {
     /// Overwrites the whole block from `host`, wherever it lies.
     pub fn copy_from_host(&mut self, host: &[u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
-        let bytes = self.host_view_mut().expect("this arena is in host memory");
+        if let Memory::Remote(blocks) = &self.arena.memory {
+            return blocks
+                .write(self.block.index() * self.arena.block_bytes, host)
+                .map_err(|reason| ArenaError::Copy { block: self.block, reason });
+        }
+        let bytes = self.host_view_mut().expect("blocks in host memory have a view");
         bytes.copy_from_slice(host);
         Ok(())
     }

@@ -44,11 +44,15 @@ pub struct StepAccess {
 
 impl StepAccess {
     /// Borrows all blocks or none.
+    ///
+    /// # Panics
+    /// When the blocks are not in host memory: their steps run elsewhere.
     pub fn acquire(
         arena: &Arc<KvArena>,
         reads: &[BlockId],
         writes: &[BlockId],
     ) -> Result<Self, ArenaError> {
+        assert!(arena.is_host(), "the CPU computes on blocks in host memory");
         let mut written = writes.to_vec();
         written.sort_unstable();
         let mut read: Vec<BlockId> =

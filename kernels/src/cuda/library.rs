@@ -84,7 +84,6 @@ impl KernelLibrary {
         }
     }
 
-    #[allow(dead_code)] // The operations come next.
     pub(super) fn functions(&self) -> &Functions {
         &self.functions
     }

@@ -138,6 +138,21 @@ impl Range {
             .named("cuMemsetD8Async")
     }
 
+    /// Copies `bytes` bytes from another range, in the stream's order.
+    pub(super) fn copy<R: Role>(
+        &self,
+        offset: usize,
+        from: &Range,
+        from_offset: usize,
+        bytes: usize,
+        stream: &Stream<R>,
+    ) -> Result<(), CudaError> {
+        let (to, from) = (self.part(offset, bytes), from.part(from_offset, bytes));
+        // SAFETY: both parts are inside their ranges, which do not overlap.
+        unsafe { result::memcpy_dtod_async(to, from, bytes, stream.raw()) }
+            .named("cuMemcpyDtoDAsync")
+    }
+
     /// Copies from host memory and waits for it. For start and tests only.
     pub fn write<T: Pod>(&self, offset: usize, values: &[T]) -> Result<(), CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
@@ -203,6 +218,11 @@ impl<T: Pod> Pinned<T> {
         // SAFETY: so many bytes were given just now, and nobody else has them.
         unsafe { base.cast::<u8>().write_bytes(0, bytes) };
         Ok(Self { base, len, context: Arc::clone(context) })
+    }
+
+    /// Where it begins, for kernels and libraries that fill it.
+    pub(super) fn base(&self) -> *mut T {
+        self.base
     }
 
     /// Copies the first `len` elements to `offset` bytes into `to`, in the stream's order.

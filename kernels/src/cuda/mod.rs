@@ -9,19 +9,35 @@
 //! * [`DeviceMemory`] is taken once at start and cut into [`Range`]s; [`Pinned`] is host memory that
 //!   copies use.
 //! * [`KernelLibrary`] holds our own kernels, [`Products`] are matrix products.
+//! * [`CudaBackend`] runs forwards; [`DeviceKv`] holds their KV, a [`DeviceBatch`] the running batch,
+//!   of which a [`CudaStep`] is prepared and a [`CudaFrame`] brings the tokens back.
 
+mod attention;
+mod backend;
+mod batch;
+mod buffer;
 mod context;
 mod driver;
 mod error;
 #[allow(dead_code)] // The whole header, called or not.
 mod ffi;
+mod kv;
 mod library;
 mod memory;
+mod plan;
 mod product;
+mod step;
 
+pub use attention::AttentionKind;
+pub use backend::{CudaBackend, CudaOptions};
+pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Output, SampleOutcome, StepInput};
+pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Role, Stream};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
+pub use kv::DeviceKv;
 pub use library::KernelLibrary;
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
+pub use plan::{Admission, Extension, StepRows};
 pub use product::{Product, Products, WORKSPACE_BYTES};
+pub use step::CudaStep;

@@ -27,6 +27,9 @@ pub struct Product {
     pub from: Dtype,
     /// Of `out`.
     pub to: Dtype,
+    /// Elements from one row to the next.
+    pub x_stride: usize,
+    pub out_stride: usize,
 }
 
 /// cuBLASLt, for one stream at a time: its workspace is shared by all products.
@@ -65,13 +68,14 @@ impl Products {
         out: &Range,
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
-        let Product { rows, inputs, outputs, from, to } = product;
+        let Product { rows, inputs, outputs, from, to, x_stride, out_stride } = product;
+        assert!(x_stride >= inputs && out_stride >= outputs, "rows do not overlap");
         if rows == 0 {
             return Ok(());
         }
-        let x = x.part(0, rows * inputs * from.bytes());
+        let x = x.part(0, rows * x_stride * from.bytes());
         let w = w.part(0, outputs * inputs * from.bytes());
-        let out = out.part(0, rows * outputs * to.bytes());
+        let out = out.part(0, rows * out_stride * to.bytes());
         if !self.plans.contains_key(&product) {
             if self.plans.len() == PLANS_MAX {
                 self.plans.clear();
@@ -133,12 +137,12 @@ impl Plan {
         workspace_bytes: usize,
         shape: Product,
     ) -> Result<Self, CudaError> {
-        let Product { rows, inputs, outputs, from, to } = shape;
+        let Product { rows, inputs, outputs, from, to, x_stride, out_stride } = shape;
         let product = Descriptor::new()?;
         let (from, to) = (data_type(from), data_type(to));
-        let w = Layout::new(from, inputs, outputs)?;
-        let x = Layout::new(from, inputs, rows)?;
-        let out = Layout::new(to, outputs, rows)?;
+        let w = Layout::new(from, inputs, outputs, inputs)?;
+        let x = Layout::new(from, inputs, rows, x_stride)?;
+        let out = Layout::new(to, outputs, rows, out_stride)?;
         let preference = Preference::new(workspace_bytes)?;
         // SAFETY: all of them are alive.
         let heuristic = unsafe {
@@ -206,9 +210,14 @@ struct Layout {
 }
 
 impl Layout {
-    /// Columns without gaps.
-    fn new(dtype: sys::cudaDataType, rows: usize, columns: usize) -> Result<Self, CudaError> {
-        let raw = result::create_matrix_layout(dtype, rows as u64, columns as u64, rows as i64)
+    /// `stride` elements from one column to the next.
+    fn new(
+        dtype: sys::cudaDataType,
+        rows: usize,
+        columns: usize,
+        stride: usize,
+    ) -> Result<Self, CudaError> {
+        let raw = result::create_matrix_layout(dtype, rows as u64, columns as u64, stride as i64)
             .named("cublasLtMatrixLayoutCreate")?;
         Ok(Self { raw })
     }

@@ -1,0 +1,18 @@
+//! The CUDA backend against the CPU's, on a GPU. One program without needs, for GPU machines often have
+//! no toolchain: `make test-gpu` builds it, and what it reads is named by variables.
+//!
+//! | variable | what |
+//! | --- | --- |
+//! | `BATON_TEST_KERNELS` | the kernel library |
+//! | `BATON_TEST_GPU` | `1`: a missing GPU or kernel library is a failure, not skipped |
+//!
+//! Without a GPU every test says that it is skipped, and why, and passes.
+
+mod gpu {
+    mod attention;
+    pub mod bench;
+    mod model;
+    mod rows;
+    mod sampling;
+    mod start;
+}

@@ -1,0 +1,340 @@
+//! Heads from the fused product to what attention gives, and the KV between them.
+
+use std::{num::NonZeroUsize, sync::Arc};
+
+use half::bf16;
+use kernels::{
+    Backend, BlockId, Dtype, KvArena, KvLayout,
+    backend::{HeadShape, HeadWeights},
+    cpu::{CpuStep, StepSequence},
+    cuda::{Admission, AttentionKind, BatchLimits, CudaStep, DeviceBatch, StepInput, StepRows},
+    sampling::Sampling,
+};
+
+use super::bench::{Bench, DTYPES, Gpu, assert_near, blocks, cpu, gpu, numbers, tolerance};
+
+const BLOCKS: u32 = 251;
+const LAYERS: usize = 2;
+
+/// One sequence: so many tokens are computed, so many more are this step's.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    position: u32,
+    rows: u32,
+}
+
+struct Case {
+    shape: HeadShape,
+    dtype: Dtype,
+    window: Option<NonZeroUsize>,
+    has_weights: bool,
+}
+
+/// The heads' output of the last layer, and what the step's blocks hold after it.
+fn attended<B: Bench>(
+    backend: &mut B,
+    case: &Case,
+    step: &mut B::Step,
+    made: &mut Made<B>,
+) -> Vec<f32> {
+    let rows = backend.rows(step);
+    let scale = 1.0 / (case.shape.head_dim as f32).sqrt();
+    for layer in 0..LAYERS {
+        backend.put(&mut made.qkv, &numbers(20 + layer as u32, rows * case.shape.qkv_width()));
+        backend.poison(&mut made.out);
+        let (qkv, out) = (&mut made.qkv, &mut made.out);
+        let weights = weights_of(case, &made.bias, &made.query_norm, &made.key_norm);
+        backend.store_kv(layer, case.shape, weights, &made.frequencies, qkv, step);
+        backend.attention(layer, case.shape, scale, case.window, qkv, step, out);
+    }
+    backend.get(&made.out, rows)
+}
+
+fn weights_of<'a, V>(case: &Case, bias: &'a V, query: &'a V, key: &'a V) -> HeadWeights<'a, V> {
+    let has = case.has_weights;
+    HeadWeights { bias: has.then_some(bias), norms: has.then_some((query, key)), eps: 1e-6 }
+}
+
+struct Made<B: Backend> {
+    frequencies: B::Vector,
+    bias: B::Vector,
+    query_norm: B::Vector,
+    key_norm: B::Vector,
+    qkv: B::Buffer,
+    out: B::Buffer,
+}
+
+fn make<B: Backend>(backend: &B, shape: HeadShape, rows: usize) -> Made<B> {
+    let frequencies: Vec<f32> = (0..shape.head_dim / 2)
+        .map(|i| 0.7f32.powi(i as i32 * 32 / shape.head_dim as i32))
+        .collect();
+    Made {
+        frequencies: backend.vector(&frequencies),
+        bias: backend.vector(&numbers(11, shape.qkv_width())),
+        query_norm: backend.vector(&numbers(12, shape.head_dim)),
+        key_norm: backend.vector(&numbers(13, shape.head_dim)),
+        qkv: backend.buffer(rows, shape.qkv_width()),
+        out: backend.buffer(rows, shape.query_width()),
+    }
+}
+
+/// The same numbers in both arenas, others in each block.
+fn fill(arena: &Arc<KvArena>) {
+    let layout = arena.layout();
+    let values = numbers(1000, layout.block_elements());
+    let rounded: Vec<bf16> = values.iter().map(|value| bf16::from_f32(*value)).collect();
+    let mut bytes = match layout.dtype {
+        Dtype::F32 => bytemuck::cast_slice(&values).to_vec(),
+        Dtype::Bf16 => bytemuck::cast_slice(&rounded).to_vec(),
+    };
+    for block in 0..arena.block_count() {
+        bytes.rotate_left(layout.head_dim * layout.dtype.bytes());
+        arena.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
+    }
+}
+
+fn contents(arena: &Arc<KvArena>, block: BlockId) -> Vec<u8> {
+    let mut bytes = vec![0; arena.block_bytes()];
+    arena.read(block).unwrap().copy_to_host(&mut bytes).unwrap();
+    bytes
+}
+
+fn values(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let element = |bytes: &[u8]| match dtype {
+        Dtype::F32 => f32::from_ne_bytes(bytes.try_into().unwrap()),
+        Dtype::Bf16 => bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f32(),
+    };
+    bytes.chunks(dtype.bytes()).map(element).collect()
+}
+
+/// Prepares a step on the device over blocks that the sequences hold from their start.
+fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[Part]) -> CudaStep {
+    let sampling = Sampling::greedy();
+    let known: Vec<Vec<u32>> =
+        parts.iter().map(|part| vec![1; (part.position + part.rows) as usize]).collect();
+    let tables: Vec<_> = tables(parts);
+    let admissions: Vec<_> = parts
+        .iter()
+        .enumerate()
+        .map(|(slot, part)| Admission {
+            slot: slot as u32,
+            tokens: &known[slot],
+            prompt_len: known[slot].len() as u32,
+            position: part.position,
+            blocks: &tables[slot],
+            sampling: &sampling,
+        })
+        .collect();
+    let sequences: Vec<_> = parts
+        .iter()
+        .enumerate()
+        .map(|(slot, part)| StepRows {
+            slot: slot as u32,
+            position: part.position,
+            rows: part.rows,
+            samples: 1,
+            mask: None,
+        })
+        .collect();
+    let input = StepInput {
+        step_id: 7,
+        admissions: &admissions,
+        extensions: &[],
+        sequences: &sequences,
+        masks: &[],
+    };
+    batch.begin(backend, &input).unwrap()
+}
+
+/// Block tables that share nothing.
+fn tables(parts: &[Part]) -> Vec<Vec<BlockId>> {
+    let mut first = 0;
+    let mut table = |part: &Part| {
+        let count = (part.position + part.rows).div_ceil(16);
+        let table = blocks(first * 7, count as usize, BLOCKS);
+        first += count;
+        table
+    };
+    let tables: Vec<_> = parts.iter().map(&mut table).collect();
+    assert!(first <= BLOCKS, "{first} blocks");
+    tables
+}
+
+fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
+    let Case { shape, dtype, .. } = *case;
+    let layout = KvLayout {
+        layer_count: LAYERS,
+        kv_head_count: shape.kv_heads,
+        head_dim: shape.head_dim,
+        dtype,
+    };
+    let rows: usize = parts.iter().map(|part| part.rows as usize).sum();
+    let what = format!(
+        "{dtype} {}/{} of {}, window {:?}, {kind:?}, {parts:?}",
+        shape.query_heads, shape.kv_heads, shape.head_dim, case.window
+    );
+    let (mut cuda, mut on_gpu) = gpu.backend(dtype, kind, |backend| make(backend, shape, rows));
+    let (kv, remote) = gpu.kv(layout, BLOCKS);
+    let limits = BatchLimits {
+        slots: parts.len() as u32,
+        sequence_tokens: 4096,
+        rows: rows as u32,
+        samples: parts.len() as u32,
+        stops: 4,
+        vocabulary: 96,
+        depth: 2,
+    };
+    let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    fill(&remote);
+    let mut prepared = step(&mut batch, &cuda, parts);
+    let found = attended(&mut cuda, case, &mut prepared, &mut on_gpu);
+
+    let mut cpu = cpu(dtype);
+    let arena = KvArena::host(layout, BLOCKS).unwrap();
+    fill(&arena);
+    let mut on_cpu = make(&cpu, shape, rows);
+    let tables = tables(parts);
+    let tokens: Vec<Vec<u32>> = parts.iter().map(|part| vec![1; part.rows as usize]).collect();
+    let sequences: Vec<_> = parts
+        .iter()
+        .enumerate()
+        .map(|(index, part)| StepSequence {
+            first_position: part.position,
+            tokens: &tokens[index],
+            blocks: &tables[index],
+            sampled_rows: 1,
+        })
+        .collect();
+    let mut prepared = CpuStep::new(&arena, &sequences).unwrap();
+    let wanted = attended(&mut cpu, case, &mut prepared, &mut on_cpu);
+    drop(prepared);
+    // Angles of some hundred radians are rounded; products of normed heads add up.
+    let tolerance = match dtype {
+        Dtype::F32 => 2e-4,
+        Dtype::Bf16 => tolerance(dtype),
+    };
+    assert_near(&found, &wanted, tolerance, &what);
+    for block in 0..BLOCKS {
+        let (found, wanted) = (contents(&remote, BlockId(block)), contents(&arena, BlockId(block)));
+        if found != wanted {
+            let (found, wanted) = (values(&found, dtype), values(&wanted, dtype));
+            assert_near(&found, &wanted, tolerance, &format!("block {block} of {what}"));
+        }
+    }
+}
+
+fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
+    HeadShape { query_heads, kv_heads, head_dim }
+}
+
+/// Decode, whole prompts, chunks behind a prefix, and all of them mixed.
+const MIXES: [&[Part]; 4] = [
+    &[Part { position: 0, rows: 1 }],
+    &[
+        Part { position: 15, rows: 1 },
+        Part { position: 16, rows: 1 },
+        Part { position: 700, rows: 1 },
+        Part { position: 0, rows: 1 },
+        Part { position: 1300, rows: 1 },
+    ],
+    &[
+        Part { position: 0, rows: 130 },
+        Part { position: 33, rows: 70 },
+        Part { position: 0, rows: 16 },
+    ],
+    &[
+        Part { position: 90, rows: 5 },
+        Part { position: 511, rows: 1 },
+        Part { position: 1, rows: 40 },
+    ],
+];
+
+#[test]
+fn plain_attention_is_the_cpus_for_every_group_and_head() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in DTYPES {
+        for (group, dim) in
+            [(1, 64), (2, 128), (3, 64), (4, 16), (5, 64), (6, 40), (7, 128), (8, 256)]
+        {
+            let case = Case {
+                shape: shape(2 * group, 2, dim),
+                dtype,
+                window: None,
+                has_weights: group > 3,
+            };
+            check(&gpu, &case, AttentionKind::Plain, MIXES[1]);
+            check(&gpu, &case, AttentionKind::Plain, MIXES[3]);
+        }
+    }
+}
+
+#[test]
+fn the_quickest_attention_is_the_cpus() {
+    let Some(gpu) = gpu() else { return };
+    for (query_heads, kv_heads, dim) in
+        [(9, 3, 64), (32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 2, 128)]
+    {
+        for parts in MIXES {
+            let shape = shape(query_heads, kv_heads, dim);
+            let case = Case { shape, dtype: Dtype::Bf16, window: None, has_weights: false };
+            check(&gpu, &case, AttentionKind::Auto, parts);
+        }
+    }
+    let shape = shape(9, 3, 64);
+    let case = Case { shape, dtype: Dtype::F32, window: None, has_weights: true };
+    check(&gpu, &case, AttentionKind::Auto, MIXES[2]);
+}
+
+#[test]
+fn a_window_hides_what_is_before_it() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, kind) in [
+        (Dtype::F32, AttentionKind::Plain),
+        (Dtype::Bf16, AttentionKind::Plain),
+        (Dtype::Bf16, AttentionKind::Auto),
+    ] {
+        for window in [1, 16, 33, 5000] {
+            let window = NonZeroUsize::new(window);
+            let case = Case { shape: shape(6, 2, 64), dtype, window, has_weights: false };
+            check(&gpu, &case, kind, MIXES[1]);
+            check(&gpu, &case, kind, MIXES[3]);
+        }
+    }
+}
+
+#[test]
+fn a_step_that_does_not_fit_is_refused_before_anything_runs() {
+    let Some(gpu) = gpu() else { return };
+    let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 64, dtype: Dtype::F32 };
+    let (cuda, ()) = gpu.backend(Dtype::F32, AttentionKind::Plain, |_| ());
+    let (kv, _) = gpu.kv(layout, 8);
+    let limits = BatchLimits {
+        slots: 2,
+        sequence_tokens: 64,
+        rows: 16,
+        samples: 2,
+        stops: 1,
+        vocabulary: 96,
+        depth: 1,
+    };
+    let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    let rows = |slot, position, rows| StepRows { slot, position, rows, samples: 1, mask: None };
+    for (sequences, word) in [
+        (vec![rows(2, 0, 1)], "slot"),
+        (vec![rows(0, 0, 17)], "rows"),
+        (vec![rows(0, 64, 1)], "end"),
+        (vec![rows(0, 0, 0)], "end"),
+        (vec![StepRows { mask: Some(0), ..rows(0, 0, 1) }], "mask"),
+    ] {
+        let input = StepInput {
+            step_id: 1,
+            admissions: &[],
+            extensions: &[],
+            sequences: &sequences,
+            masks: &[],
+        };
+        let error = batch.begin(&cuda, &input).unwrap_err().to_string();
+        assert!(error.contains(word), "{error}");
+    }
+    cuda.check().unwrap();
+}

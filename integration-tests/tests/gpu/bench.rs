@@ -1,0 +1,172 @@
+//! What the tests stand on: the GPU, and one set of words for both backends.
+
+use std::{
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use half::bf16;
+use kernels::{
+    Backend, BlockId, Dtype, KvArena, KvLayout, RowSource, WeightFormat,
+    cpu::{CpuBackend, CpuBuffer, CpuOptions, Isa},
+    cuda::{
+        AttentionKind, Context, CudaBackend, CudaBuffer, CudaOptions, DeviceKv, Driver,
+        KernelLibrary,
+    },
+};
+
+/// The GPU, for one test at a time.
+pub struct Gpu {
+    pub context: Arc<Context>,
+    pub library: Arc<KernelLibrary>,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// `None` where there is none, after saying so.
+pub fn gpu() -> Option<Gpu> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = Driver::open().and_then(|driver| {
+        let device = driver.device(None)?;
+        let path = std::env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
+        let library = Arc::new(KernelLibrary::open(path.as_deref())?);
+        Ok(Gpu { context: Context::new(driver, device)?, library, _alone: alone })
+    });
+    match found {
+        Ok(gpu) => Some(gpu),
+        Err(error) if std::env::var_os("BATON_TEST_GPU").is_some_and(|value| value == "1") => {
+            panic!("no GPU to test: {error}")
+        }
+        Err(error) => {
+            eprintln!("skipped, for there is no GPU to test: {error}");
+            None
+        }
+    }
+}
+
+impl Gpu {
+    /// A backend with what `make` makes.
+    pub fn backend<T>(
+        &self,
+        weights: impl Into<WeightFormat>,
+        attention: AttentionKind,
+        make: impl Fn(&CudaBackend) -> T,
+    ) -> (CudaBackend, T) {
+        let options = CudaOptions { weights: weights.into(), attention };
+        let mut backend = CudaBackend::new(&self.context, self.library.clone(), options).unwrap();
+        drop(make(&backend));
+        backend.place().unwrap();
+        let made = make(&backend);
+        backend.finish_loading().unwrap();
+        (backend, made)
+    }
+
+    pub fn kv(&self, layout: KvLayout, blocks: u32) -> (Arc<DeviceKv>, Arc<KvArena>) {
+        let kv = DeviceKv::new(&self.context, layout, blocks).unwrap();
+        let arena = KvArena::remote(kv.clone()).unwrap();
+        (kv, arena)
+    }
+}
+
+pub fn cpu(weights: impl Into<WeightFormat>) -> CpuBackend {
+    // The reference itself: neither fast nor fused.
+    let options = CpuOptions { weights: weights.into(), threads: 1, isa: Isa::Auto };
+    CpuBackend::new(options).unwrap()
+}
+
+/// What tests do with buffers and operations do not.
+pub trait Bench: Backend {
+    fn put(&self, buffer: &mut Self::Buffer, values: &[f32]);
+    fn get(&self, buffer: &Self::Buffer, rows: usize) -> Vec<f32>;
+    fn poison(&self, buffer: &mut Self::Buffer);
+}
+
+impl Bench for CpuBackend {
+    fn put(&self, buffer: &mut CpuBuffer, values: &[f32]) {
+        let rows = values.len() / buffer.width();
+        buffer.rows_mut(rows).copy_from_slice(values);
+    }
+
+    fn get(&self, buffer: &CpuBuffer, rows: usize) -> Vec<f32> {
+        buffer.rows(rows).to_vec()
+    }
+
+    fn poison(&self, buffer: &mut CpuBuffer) {
+        let rows = buffer.rows_max();
+        buffer.rows_mut(rows).fill(f32::NAN);
+    }
+}
+
+impl Bench for CudaBackend {
+    fn put(&self, buffer: &mut CudaBuffer, values: &[f32]) {
+        self.write(buffer, values).unwrap();
+    }
+
+    fn get(&self, buffer: &CudaBuffer, rows: usize) -> Vec<f32> {
+        self.read(buffer, rows).unwrap()
+    }
+
+    fn poison(&self, buffer: &mut CudaBuffer) {
+        CudaBackend::poison(self, buffer).unwrap();
+    }
+}
+
+/// A matrix of reproducible numbers.
+pub struct Random {
+    pub rows: usize,
+    pub cols: usize,
+    pub seed: u32,
+}
+
+impl RowSource for Random {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        out.copy_from_slice(&numbers(
+            self.seed.wrapping_mul(7919).wrapping_add(row as u32),
+            self.cols,
+        ));
+    }
+}
+
+/// Reproducible numbers between -1 and 1, the same in bf16.
+pub fn numbers(seed: u32, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_add(1).wrapping_mul(2_654_435_761) | 1;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        bf16::from_f32((state >> 8) as f32 / 8_388_608.0 - 1.0).to_f32()
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// How far results may be apart, relative to 1 + their size.
+pub fn tolerance(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F32 => 2e-5,
+        Dtype::Bf16 => 2e-2,
+    }
+}
+
+#[track_caller]
+pub fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (found - expected).abs() / (1.0 + expected.abs());
+        // A number that is none compares as false.
+        let is_near = error <= tolerance;
+        assert!(is_near, "{what}: element {index} is {found}, not {expected}");
+    }
+}
+
+/// Blocks in an order of their own.
+pub fn blocks(first: u32, count: usize, all: u32) -> Vec<BlockId> {
+    (0..count as u32).map(|i| BlockId((first + i * 7) % all)).collect()
+}
+
+pub const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];

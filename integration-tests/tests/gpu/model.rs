@@ -1,0 +1,206 @@
+//! A whole model with random weights: logits of the CPU, and tokens that stay on the GPU.
+
+use std::sync::Arc;
+
+use kernels::{
+    BlockId, Dtype, KvArena, WeightFormat,
+    cpu::{CpuStep, StepSequence},
+    cuda::{
+        Admission, AttentionKind, BatchLimits, DeviceBatch, SampleOutcome, StepInput, StepRows,
+    },
+    sampling::Sampling,
+};
+use model::{Checkpoint, Limits, Llama, LoadFormat};
+
+use super::bench::{Bench, assert_near, cpu, gpu};
+
+/// Architectures of which each has something that others lack.
+fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
+    let folder = tempfile::tempdir().unwrap();
+    let config = serde_json::json!({
+        "architectures": [architecture], "model_type": model_type,
+        "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 1003, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2
+    });
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, config.to_string()).unwrap();
+    Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).unwrap()
+}
+
+const ROWS: usize = 256;
+const STEPS: usize = 24;
+
+fn prompts() -> [Vec<u32>; 3] {
+    [1, 40, 131].map(|length| (0..length).map(|i| (i * 37 + length * 5) % 1003).collect())
+}
+
+fn table(sequence: usize) -> Vec<BlockId> {
+    (0..16).map(|i| BlockId(sequence as u32 * 16 + (i * 5) % 16)).collect()
+}
+
+/// Tokens and logits of every step, by the CPU.
+fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let mut cpu = cpu(weights);
+    let limits = Limits { rows_max: ROWS, sampled_max: 4 };
+    let mut llama = Llama::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
+    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let arena: Arc<KvArena> = KvArena::host(layout, 48).unwrap();
+    let mut known = prompts();
+    let mut computed = [0; 3];
+    let tables = [0, 1, 2].map(table);
+    (0..STEPS)
+        .map(|_| {
+            let sequences: Vec<_> = (0..3)
+                .map(|i| StepSequence {
+                    first_position: computed[i] as u32,
+                    tokens: &known[i][computed[i]..],
+                    blocks: &tables[i],
+                    sampled_rows: 1,
+                })
+                .collect();
+            let mut step = CpuStep::new(&arena, &sequences).unwrap();
+            let logits = llama.forward(&mut cpu, &mut step);
+            let logits = cpu.get(logits, 3);
+            let tokens: Vec<u32> = logits
+                .chunks(1003)
+                .map(|row| {
+                    (0..1003).rev().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap() as u32
+                })
+                .collect();
+            for (i, token) in tokens.iter().enumerate() {
+                computed[i] = known[i].len();
+                known[i].push(*token);
+            }
+            (tokens, logits)
+        })
+        .collect()
+}
+
+/// The same by the GPU, which is told the prompts and nothing after them. `depth` steps are launched
+/// before the first result is looked at.
+fn by_gpu(
+    gpu: &super::bench::Gpu,
+    checkpoint: &Checkpoint,
+    weights: WeightFormat,
+    kind: AttentionKind,
+    depth: usize,
+) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let limits = Limits { rows_max: ROWS, sampled_max: 4 };
+    let (mut cuda, mut llama) = gpu.backend(weights, kind, |backend| {
+        Llama::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
+    });
+    let (kv, _) = gpu.kv(checkpoint.config().kv_layout(weights.kv_dtype()), 48);
+    let limits = BatchLimits {
+        slots: 4,
+        sequence_tokens: 256,
+        rows: ROWS as u32,
+        samples: 4,
+        stops: 1,
+        vocabulary: 1003,
+        depth: depth as u32,
+    };
+    let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    let (prompts, tables, sampling) = (prompts(), [0, 1, 2].map(table), Sampling::greedy());
+    let slots = [3, 0, 2];
+    let admissions: Vec<_> = (0..3)
+        .map(|i| Admission {
+            slot: slots[i],
+            tokens: &prompts[i],
+            prompt_len: prompts[i].len() as u32,
+            position: 0,
+            blocks: &tables[i],
+            sampling: &sampling,
+        })
+        .collect();
+    let mut position = [0; 3];
+    let mut frames = std::collections::VecDeque::new();
+    let mut results = Vec::new();
+    let mut all_logits = Vec::new();
+    for step_id in 0..STEPS as u64 {
+        if frames.len() == depth {
+            let frame: kernels::cuda::CudaFrame = frames.pop_front().unwrap();
+            let (outcomes, _, output) = frame.finish().unwrap();
+            batch.recycle(output);
+            results.push(tokens(outcomes));
+        }
+        let sequences: Vec<_> = (0..3)
+            .map(|i| {
+                let rows = if step_id == 0 { prompts[i].len() as u32 } else { 1 };
+                let first = position[i];
+                position[i] += rows;
+                StepRows { slot: slots[i], position: first, rows, samples: 1, mask: None }
+            })
+            .collect();
+        let input = StepInput {
+            step_id,
+            admissions: if step_id == 0 { &admissions } else { &[] },
+            extensions: &[],
+            sequences: &sequences,
+            masks: &[],
+        };
+        let mut step = batch.begin(&cuda, &input).unwrap();
+        let output = batch.output(&cuda).unwrap();
+        let logits = llama.forward(&mut cuda, &mut step);
+        batch.sample(&cuda, logits, &step, false).unwrap();
+        if depth == 1 {
+            all_logits.push(cuda.get(logits, 3));
+        }
+        frames.push_back(batch.end(&cuda, step_id, vec![false; 3], output).unwrap());
+    }
+    for frame in frames {
+        results.push(tokens(frame.finish().unwrap().0));
+    }
+    all_logits.resize(STEPS, Vec::new());
+    results.into_iter().zip(all_logits).collect()
+}
+
+fn tokens(outcomes: Vec<SampleOutcome>) -> Vec<u32> {
+    let token = |outcome| match outcome {
+        SampleOutcome::Token(token) => token.id,
+        other => panic!("{other:?}"),
+    };
+    outcomes.into_iter().map(token).collect()
+}
+
+/// The root of the mean square.
+fn rms(values: impl Iterator<Item = f32>) -> f32 {
+    let (mut sum, mut count) = (0.0, 0);
+    values.for_each(|value| (sum, count) = (sum + value * value, count + 1));
+    (sum / count as f32).sqrt()
+}
+
+#[test]
+fn every_architecture_gives_the_cpus_logits_and_tokens() {
+    let Some(gpu) = gpu() else { return };
+    for (architecture, model_type) in [
+        ("LlamaForCausalLM", "llama"),
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("Qwen3ForCausalLM", "qwen3"),
+    ] {
+        let checkpoint = checkpoint(architecture, model_type);
+        let wanted = by_cpu(&checkpoint, Dtype::F32.into());
+        let found = by_gpu(&gpu, &checkpoint, Dtype::F32.into(), AttentionKind::Plain, 1);
+        for (step, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
+            assert_near(&found.1, &wanted.1, 1e-3, &format!("{architecture}, step {step}"));
+            assert_eq!(found.0, wanted.0, "{architecture}, step {step}");
+        }
+        let two = by_gpu(&gpu, &checkpoint, Dtype::F32.into(), AttentionKind::Plain, 2);
+        let only_tokens = |all: &[(Vec<u32>, Vec<f32>)]| -> Vec<Vec<u32>> {
+            all.iter().map(|(tokens, _)| tokens.clone()).collect()
+        };
+        assert_eq!(only_tokens(&two), only_tokens(&found), "{architecture}, two steps in flight");
+        let rounded = by_gpu(&gpu, &checkpoint, Dtype::Bf16.into(), AttentionKind::Auto, 1);
+        let wanted = by_cpu(&checkpoint, Dtype::Bf16.into());
+        // As long as the tokens are the same, so are the inputs.
+        let same = rounded.iter().zip(&wanted).take_while(|(a, b)| a.0 == b.0).count();
+        for (found, wanted) in rounded.iter().zip(&wanted).take(same + 1) {
+            let error = rms(found.1.iter().zip(&wanted.1).map(|(found, wanted)| found - wanted));
+            let size = rms(wanted.1.iter().copied());
+            assert!(error < 0.05 * size, "{architecture}: logits of {size} are off by {error}");
+        }
+        eprintln!("{architecture}: {same} of {STEPS} steps of bf16 chose the CPU's tokens");
+    }
+}

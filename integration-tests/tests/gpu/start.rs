@@ -1,0 +1,69 @@
+//! What is refused at start, and that memory and streams do what they say.
+
+use kernels::WeightFormat;
+use kernels::cuda::{
+    AttentionKind, Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, DeviceToHost, Event,
+    HostToDevice, Pinned, Ready, Stream,
+};
+
+use super::bench::gpu;
+
+#[test]
+fn more_memory_than_there_is_names_what_was_wanted_and_what_is_free() {
+    let Some(gpu) = gpu() else { return };
+    let before = gpu.context.free_bytes().unwrap();
+    let error = DeviceMemory::new(&gpu.context, "the weights", 1 << 50).unwrap_err();
+    let CudaError::OutOfMemory { what, wanted, free } = error else { panic!("{error}") };
+    assert_eq!((what, wanted), ("the weights", 1 << 50));
+    assert!(free > 0 && free <= gpu.context.device().memory_bytes, "{free} of {before}");
+}
+
+#[test]
+fn memory_that_is_dropped_is_given_back() {
+    let Some(gpu) = gpu() else { return };
+    let before = gpu.context.free_bytes().unwrap();
+    let memory = DeviceMemory::new(&gpu.context, "a test", 1 << 30).unwrap();
+    let range = memory.cut(1 << 20).unwrap();
+    drop(memory);
+    assert!(
+        gpu.context.free_bytes().unwrap() + (1 << 30) <= before + (1 << 21),
+        "a range holds it"
+    );
+    drop(range);
+    assert!(gpu.context.free_bytes().unwrap() + (1 << 21) >= before);
+}
+
+#[test]
+fn a_format_without_kernels_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let options = CudaOptions { weights: WeightFormat::Q8, attention: AttentionKind::Plain };
+    let error = CudaBackend::new(&gpu.context, gpu.library.clone(), options).err().unwrap();
+    assert!(error.to_string().contains("q8") && error.to_string().contains("bf16"), "{error}");
+}
+
+/// Up on one stream, read down on another that waits for the first.
+#[test]
+fn what_one_stream_writes_another_reads_after_it() {
+    let Some(gpu) = gpu() else { return };
+    let context = &gpu.context;
+    let up = Stream::<HostToDevice>::new(context).unwrap();
+    let down = Stream::<DeviceToHost>::new(context).unwrap();
+    let _compute = Stream::<Compute>::new(context).unwrap();
+    let words = 8 << 20;
+    let memory = DeviceMemory::new(context, "a test", 4 * words).unwrap();
+    let mut ready = Ready::new(memory.cut(4 * words).unwrap(), context).unwrap();
+    let mut from = Pinned::<u32>::zeroed(context, "a test", words).unwrap();
+    let mut to = Pinned::<u32>::zeroed(context, "a test", words).unwrap();
+    for round in 1..20u32 {
+        from.iter_mut().enumerate().for_each(|(i, word)| *word = i as u32 ^ (round << 20));
+        let event = || Event::new(context).unwrap();
+        let sent = ready.write(&up, |range| from.upload(words, range, 0, &up, event())).unwrap();
+        let range = ready.on(&down).unwrap();
+        let received = to.download(words, range, 0, &down, event()).unwrap();
+        to = received.finish().unwrap().0;
+        assert!(sent.is_done().unwrap());
+        from = sent.finish().unwrap().0;
+        assert!(from[..] == to[..], "round {round}");
+    }
+    assert!(context.waits() < 25, "a wait a round: {}", context.waits());
+}

@@ -1,0 +1,188 @@
+//! The workspaces of attention, and the plans that the present step has made in them.
+
+use std::{ffi::c_void, num::NonZeroUsize, sync::Arc};
+
+use super::{
+    context::{Compute, Context, Event, Stream},
+    error::CudaError,
+    ffi,
+    library::KernelLibrary,
+    memory::{DeviceMemory, Pinned, Range},
+    step::CudaStep,
+};
+use crate::{backend::HeadShape, layout::Dtype};
+
+const FLOAT_BYTES: usize = 256 << 20;
+const INT_BYTES: usize = 8 << 20;
+/// Plans that may be under way: two steps with two windows each.
+const PLACES: usize = 4;
+
+/// Which kernel computes attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionKind {
+    /// The quickest that serves the shape.
+    Auto,
+    /// Our own, of every shape. A row's result does not depend on batch or chunk.
+    Plain,
+}
+
+/// Attention of one stream.
+pub(super) struct Attention {
+    kind: AttentionKind,
+    floats: Range,
+    places: Vec<Place>,
+    /// Of `places`, the next to be used.
+    next: usize,
+    /// Plans of step `serial`.
+    serial: u64,
+    plans: Vec<Planned>,
+}
+
+/// Where one plan lies.
+struct Place {
+    ints: Range,
+    pinned: Pinned<u8>,
+    /// The copy from `pinned` is over.
+    copied: Event,
+}
+
+struct Planned {
+    shape: ffi::AttentionShape,
+    plan: ffi::AttentionPlan,
+    place: usize,
+}
+
+impl Attention {
+    pub fn new(context: &Arc<Context>, kind: AttentionKind) -> Result<Self, CudaError> {
+        let (floats, ints, places) = match kind {
+            AttentionKind::Auto => (FLOAT_BYTES, INT_BYTES, PLACES),
+            AttentionKind::Plain => (0, 0, PLACES),
+        };
+        let memory = DeviceMemory::new(context, "attention's workspace", floats + places * ints)?;
+        let floats = memory.cut(floats)?;
+        let places = (0..places)
+            .map(|_| {
+                Ok(Place {
+                    ints: memory.cut(ints)?,
+                    pinned: Pinned::zeroed(context, "attention's plans", ints)?,
+                    copied: Event::new(context)?,
+                })
+            })
+            .collect::<Result<_, CudaError>>()?;
+        Ok(Self { kind, floats, places, next: 0, serial: 0, plans: Vec::new() })
+    }
+
+    /// Puts the attention of one layer into `stream`.
+    pub fn run(
+        &mut self,
+        library: &KernelLibrary,
+        stream: &Stream<Compute>,
+        step: &CudaStep,
+        layer: usize,
+        (heads, scale, window): (HeadShape, f32, Option<NonZeroUsize>),
+        (queries, query_stride): (ffi::Address, usize),
+        out: ffi::Address,
+    ) -> Result<(), CudaError> {
+        let shape = ffi::AttentionShape {
+            query_heads: heads.query_heads as i32,
+            kv_heads: heads.kv_heads as i32,
+            head_dim: heads.head_dim as i32,
+            dtype: dtype_code(step.kv_layout().dtype),
+            window: window.map_or(0, |window| i32::try_from(window.get()).unwrap_or(0)),
+            scale,
+        };
+        let index = self.planned(library, stream, step, shape)?;
+        let planned = &self.plans[index];
+        let workspace = self.workspace(planned.place);
+        // SAFETY: the step's arrays and blocks were made for its rows; queries and output were
+        // checked by the caller to hold them; plan and workspace belong together.
+        let code = unsafe {
+            (library.functions().baton_attention_run)(
+                &planned.plan,
+                &shape,
+                &workspace,
+                step.kv(),
+                layer as i32,
+                queries,
+                query_stride as i64,
+                step.arrays(),
+                out,
+                step.sequences() as i32,
+                step.rows() as i32,
+                stream.raw().cast(),
+            )
+        };
+        library.check("baton_attention_run", code)
+    }
+
+    /// The plan of this shape, made by the first layer that has it.
+    fn planned(
+        &mut self,
+        library: &KernelLibrary,
+        stream: &Stream<Compute>,
+        step: &CudaStep,
+        shape: ffi::AttentionShape,
+    ) -> Result<usize, CudaError> {
+        if self.serial != step.serial() {
+            self.serial = step.serial();
+            self.plans.clear();
+        }
+        if let Some(index) = self.plans.iter().position(|planned| planned.shape == shape) {
+            return Ok(index);
+        }
+        if self.plans.len() == self.places.len() {
+            return Err(CudaError::Unsupported {
+                what: "the number of different attention windows",
+                value: (self.plans.len() + 1).to_string(),
+                allowed: "room for 4",
+            });
+        }
+        let place = self.next;
+        self.next = (self.next + 1) % self.places.len();
+        // Of the step before last: over, unless the host is far ahead.
+        let copied = &self.places[place].copied;
+        if !copied.is_done()? {
+            copied.synchronize()?;
+        }
+        let mut plan = ffi::AttentionPlan::default();
+        let workspace = self.workspace(place);
+        let kind = match self.kind {
+            AttentionKind::Auto => 0,
+            AttentionKind::Plain => 1,
+        };
+        // SAFETY: the host's arrays have as many elements as the step has sequences, and one more
+        // where that is wanted; nobody else touches the pinned place until its copy is over.
+        let code = unsafe {
+            (library.functions().baton_attention_prepare)(
+                kind,
+                &shape,
+                &step.host_batch(),
+                &workspace,
+                &mut plan,
+                stream.raw().cast(),
+            )
+        };
+        library.check("baton_attention_prepare", code)?;
+        self.places[place].copied.record(stream)?;
+        self.plans.push(Planned { shape, plan, place });
+        Ok(self.plans.len() - 1)
+    }
+
+    fn workspace(&self, place: usize) -> ffi::AttentionWorkspace {
+        let Place { ints, pinned, .. } = &self.places[place];
+        ffi::AttentionWorkspace {
+            floats: self.floats.address(),
+            float_bytes: self.floats.bytes() as u64,
+            ints: ints.address(),
+            int_bytes: ints.bytes() as u64,
+            pinned_host: pinned.base().cast::<c_void>(),
+        }
+    }
+}
+
+pub(super) fn dtype_code(dtype: Dtype) -> i32 {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::Bf16 => 1,
+    }
+}

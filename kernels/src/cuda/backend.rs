@@ -1,0 +1,643 @@
+//! The operations, each one call of our own kernels or of cuBLASLt on one stream.
+//!
+//! Operations of the [`Backend`] face cannot fail, GPUs can: the first fault is kept, what comes
+//! after it does nothing, and [`CudaBackend::check`] says it. Sizes that do not fit are defects of the
+//! caller and panic, as on the CPU.
+
+use std::{
+    num::NonZeroUsize,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+};
+
+use half::bf16;
+
+use super::{
+    attention::{Attention, AttentionKind, dtype_code},
+    buffer::{CudaBuffer, CudaMatrix, CudaVector},
+    context::{Compute, Context, Event, HostToDevice, Stream},
+    error::CudaError,
+    ffi,
+    library::KernelLibrary,
+    memory::{DeviceMemory, InFlight, Pinned, Range},
+    product::{Product, Products, WORKSPACE_BYTES},
+    step::CudaStep,
+};
+use crate::{
+    backend::{Backend, HeadShape, HeadWeights, RowSource},
+    layout::{Dtype, KvLayout, WeightFormat},
+};
+
+/// Of each of two buffers, through which weights go to the GPU.
+const STAGING_BYTES: usize = 32 << 20;
+/// Threads that decode weights.
+const DECODERS_MAX: usize = 16;
+
+/// How a CUDA backend is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaOptions {
+    /// Of weights and activations; sums and the residual stream are f32.
+    pub weights: WeightFormat,
+    pub attention: AttentionKind,
+}
+
+/// Runs forwards on one GPU.
+///
+/// Weights and activations have one allocation each, which is taken when it is known how much they
+/// are: what is made at first is only counted, [`CudaBackend::place`] takes the memory, and what is
+/// made then, the same again, lies in it.
+pub struct CudaBackend {
+    context: Arc<Context>,
+    library: Arc<KernelLibrary>,
+    compute: Arc<Stream<Compute>>,
+    dtype: Dtype,
+    weights: DeviceMemory,
+    activations: DeviceMemory,
+    is_placed: bool,
+    products: Products,
+    attention: Attention,
+    /// `None` until weights are loaded, and again when they all are.
+    uploads: Mutex<Option<Uploads>>,
+    fault: Mutex<Option<CudaError>>,
+}
+
+impl CudaBackend {
+    /// Loads the kernels and takes the workspaces.
+    pub fn new(
+        context: &Arc<Context>,
+        library: Arc<KernelLibrary>,
+        options: CudaOptions,
+    ) -> Result<Self, CudaError> {
+        let dtype = match options.weights {
+            WeightFormat::F32 => Dtype::F32,
+            WeightFormat::Bf16 => Dtype::Bf16,
+            WeightFormat::Q8 => {
+                return Err(CudaError::Unsupported {
+                    what: "the weights' format",
+                    value: options.weights.to_string(),
+                    allowed: "f32 and bf16",
+                });
+            }
+        };
+        library.initialise(context)?;
+        let workspace = DeviceMemory::new(context, "the products' workspace", WORKSPACE_BYTES)?;
+        Ok(Self {
+            context: Arc::clone(context),
+            library,
+            compute: Arc::new(Stream::new(context)?),
+            dtype,
+            weights: DeviceMemory::counting("the weights"),
+            activations: DeviceMemory::counting("the activations"),
+            is_placed: false,
+            products: Products::new(workspace.cut(WORKSPACE_BYTES)?)?,
+            attention: Attention::new(context, options.attention)?,
+            uploads: Mutex::new(None),
+            fault: Mutex::new(None),
+        })
+    }
+
+    /// Takes the memory that everything made so far would need. All of that is void; it is made
+    /// again, and only then has it memory.
+    pub fn place(&mut self) -> Result<(), CudaError> {
+        assert!(!self.is_placed, "memory is taken once");
+        let (weights, activations) = (self.weights.used_bytes(), self.activations.used_bytes());
+        self.weights = DeviceMemory::new(&self.context, "the weights", weights)?;
+        self.activations = DeviceMemory::new(&self.context, "the activations", activations)?;
+        self.is_placed = true;
+        *self.uploads() = Some(Uploads::new(&self.context)?);
+        Ok(())
+    }
+
+    /// Waits until all weights are there, and gives back what loading took.
+    pub fn finish_loading(&self) -> Result<(), CudaError> {
+        // Dropping it waits for the copies.
+        self.uploads().take();
+        self.check()
+    }
+
+    /// The first fault of what was asked for so far, if there was one. Kernels that are under way may
+    /// still fail: that is said where their stream is waited for.
+    pub fn check(&self) -> Result<(), CudaError> {
+        let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        fault.clone().map_or(Ok(()), Err)
+    }
+
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub fn library(&self) -> &Arc<KernelLibrary> {
+        &self.library
+    }
+
+    /// Where its kernels run.
+    pub fn compute(&self) -> &Arc<Stream<Compute>> {
+        &self.compute
+    }
+
+    /// Bytes of weights and of activations.
+    pub fn memory_bytes(&self) -> (usize, usize) {
+        (self.weights.used_bytes(), self.activations.used_bytes())
+    }
+
+    /// Reads the first rows of a buffer, as f32, once all kernels have run. For tests.
+    pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
+        self.check()?;
+        self.compute.synchronize()?;
+        let count = buffer.bytes(rows) / buffer.dtype.bytes();
+        let values = match buffer.dtype {
+            Dtype::F32 => {
+                let mut values = vec![0.0f32; count];
+                buffer.data.read(0, &mut values)?;
+                values
+            }
+            Dtype::Bf16 => {
+                let mut values = vec![bf16::ZERO; count];
+                buffer.data.read(0, &mut values)?;
+                values.into_iter().map(bf16::to_f32).collect()
+            }
+        };
+        let rows = values.chunks(buffer.stride.max(1));
+        Ok(rows.flat_map(|row| &row[..buffer.width]).copied().collect())
+    }
+
+    /// Writes a buffer's first rows. For tests.
+    pub fn write(&self, buffer: &mut CudaBuffer, values: &[f32]) -> Result<(), CudaError> {
+        self.compute.synchronize()?;
+        for (row, values) in values.chunks(buffer.width).enumerate() {
+            let offset = buffer.bytes(row);
+            match buffer.dtype {
+                Dtype::F32 => buffer.data.write(offset, values)?,
+                Dtype::Bf16 => {
+                    let values: Vec<_> =
+                        values.iter().map(|&value| bf16::from_f32(value)).collect();
+                    buffer.data.write(offset, &values)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills a buffer with what is no number, so that what is not written is found. For tests.
+    pub fn poison(&self, buffer: &mut CudaBuffer) -> Result<(), CudaError> {
+        buffer.data.fill(0xff, &self.compute)
+    }
+
+    fn uploads(&self) -> MutexGuard<'_, Option<Uploads>> {
+        self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the first fault.
+    fn note(&self, outcome: Result<(), CudaError>) {
+        if let Err(error) = outcome {
+            let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+            fault.get_or_insert(error);
+        }
+    }
+
+    /// What is asked for after a fault is not done.
+    fn is_faulty(&self) -> bool {
+        self.fault.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    fn call(&self, name: &'static str, call: impl FnOnce(&ffi::Functions, ffi::RawStream) -> i32) {
+        if !self.is_faulty() {
+            let code = call(self.library.functions(), self.compute.raw().cast());
+            self.note(self.library.check(name, code));
+        }
+    }
+
+    /// A range of the memory, or after a fault an empty one.
+    fn cut(&self, memory: &DeviceMemory, bytes: usize) -> Range {
+        memory.cut(bytes).unwrap_or_else(|error| {
+            self.note(Err(error));
+            DeviceMemory::counting("nothing").cut(bytes).expect("counting has no end")
+        })
+    }
+
+    fn typed_buffer(&self, rows_max: usize, width: usize, dtype: Dtype) -> CudaBuffer {
+        // Rows begin where 16-byte loads may.
+        let stride = width.next_multiple_of(16 / dtype.bytes());
+        let bytes = rows_max.checked_mul(stride).and_then(|count| count.checked_mul(dtype.bytes()));
+        let bytes = bytes.expect("a buffer fits the address space");
+        CudaBuffer { data: self.cut(&self.activations, bytes), rows_max, width, stride, dtype }
+    }
+}
+
+impl Backend for CudaBackend {
+    type Matrix = CudaMatrix;
+    type Vector = CudaVector;
+    type Buffer = CudaBuffer;
+    type Step = CudaStep;
+
+    fn matrix(&self, source: &dyn RowSource) -> CudaMatrix {
+        let (rows, cols, dtype) = (source.rows(), source.cols(), self.dtype);
+        let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(dtype.bytes()));
+        let bytes = bytes.expect("a matrix fits the address space");
+        let data = self.cut(&self.weights, bytes);
+        if self.is_placed && !self.is_faulty() {
+            let mut uploads = self.uploads();
+            let uploads = uploads.as_mut().expect("weights are loaded between place and finish");
+            self.note(uploads.rows(source, dtype, &data));
+        }
+        CudaMatrix { data, rows, cols, dtype }
+    }
+
+    fn vector(&self, values: &[f32]) -> CudaVector {
+        let data = self.cut(&self.weights, size_of_val(values));
+        if self.is_placed && !self.is_faulty() {
+            self.note(data.write(0, values));
+        }
+        CudaVector { data, len: values.len() }
+    }
+
+    fn buffer(&self, rows_max: usize, width: usize) -> CudaBuffer {
+        self.typed_buffer(rows_max, width, self.dtype)
+    }
+
+    fn wide_buffer(&self, rows_max: usize, width: usize) -> CudaBuffer {
+        self.typed_buffer(rows_max, width, Dtype::F32)
+    }
+
+    fn rows(&self, step: &CudaStep) -> usize {
+        step.rows()
+    }
+
+    fn sampled_rows(&self, step: &CudaStep) -> usize {
+        step.samples()
+    }
+
+    fn kv_layout(&self, step: &CudaStep) -> KvLayout {
+        step.kv_layout()
+    }
+
+    fn embed(&mut self, table: &CudaMatrix, step: &CudaStep, out: &mut CudaBuffer) {
+        assert_eq!(out.width, table.cols, "embed: a row of the table is a row of the buffer");
+        wide(out);
+        let (rows, width) = (step.rows(), out.width);
+        let to = out.data.part(0, out.bytes(rows));
+        self.call("baton_embed", |functions, stream| {
+            let (table, tokens) = (table.data.address(), step.arrays().row_tokens);
+            // SAFETY: the step has so many tokens, the buffer so many rows; ids are below the
+            // vocabulary's size, as whoever admits them checks.
+            unsafe {
+                (functions.baton_embed)(
+                    dtype_code(self.dtype),
+                    table,
+                    tokens,
+                    to,
+                    rows as i32,
+                    width as i32,
+                    stream,
+                )
+            }
+        });
+    }
+
+    fn rms_norm(
+        &mut self,
+        rows: usize,
+        x: &CudaBuffer,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) {
+        assert!(x.width == weight.len && out.width == weight.len, "rms_norm: widths are equal");
+        wide(x);
+        let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
+        self.call("baton_rms_norm", |functions, stream| {
+            // SAFETY: three ranges of the sizes just checked.
+            unsafe {
+                (functions.baton_rms_norm)(
+                    dtype_code(out.dtype),
+                    from,
+                    weight.data.address(),
+                    eps,
+                    to,
+                    rows as i32,
+                    weight.len as i32,
+                    stream,
+                )
+            }
+        });
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        rows: usize,
+        residual: &mut CudaBuffer,
+        x: &CudaBuffer,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) {
+        let width = weight.len;
+        assert!(
+            residual.width == width && x.width == width && out.width == width,
+            "add_rms_norm: widths are equal"
+        );
+        wide(residual);
+        assert_eq!(x.dtype, out.dtype, "add_rms_norm: what is added is of the output's type");
+        let sum = residual.data.part(0, residual.bytes(rows));
+        let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
+        self.call("baton_add_rms_norm", |functions, stream| {
+            // SAFETY: four ranges of the sizes just checked.
+            unsafe {
+                (functions.baton_add_rms_norm)(
+                    dtype_code(out.dtype),
+                    sum,
+                    from,
+                    weight.data.address(),
+                    eps,
+                    to,
+                    0,
+                    rows as i32,
+                    width as i32,
+                    stream,
+                )
+            }
+        });
+    }
+
+    fn matmul(&mut self, rows: usize, x: &CudaBuffer, w: &CudaMatrix, out: &mut CudaBuffer) {
+        assert!(rows <= x.rows_max && rows <= out.rows_max, "matmul: both have {rows} rows");
+        assert_eq!(x.width, w.cols, "matmul: the input is as wide as the matrix");
+        assert_eq!(out.width, w.rows, "matmul: the output is as wide as the matrix is high");
+        assert_eq!(x.dtype, w.dtype, "matmul: the input is of the matrix's type");
+        if self.is_faulty() {
+            return;
+        }
+        let product = Product {
+            rows,
+            inputs: w.cols,
+            outputs: w.rows,
+            from: w.dtype,
+            to: out.dtype,
+            x_stride: x.stride,
+            out_stride: out.stride,
+        };
+        let outcome = self.products.run(product, &x.data, &w.data, &out.data, &self.compute);
+        self.note(outcome);
+    }
+
+    fn store_kv(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        weights: HeadWeights<'_, CudaVector>,
+        frequencies: &CudaVector,
+        qkv: &mut CudaBuffer,
+        step: &mut CudaStep,
+    ) {
+        self.check_heads(shape, qkv, step);
+        assert!(layer < step.kv_layout().layer_count, "the blocks have layer {layer}");
+        assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
+        let address = |vector: Option<&CudaVector>, len: usize| {
+            vector.map_or(0, |vector| {
+                assert_eq!(vector.len, len, "the heads' weights have the heads' width");
+                vector.data.address()
+            })
+        };
+        let rows = step.rows();
+        let data = qkv.data.part(0, qkv.bytes(rows));
+        let args = ffi::RopeArgs {
+            qkv: data,
+            queries: data,
+            query_stride: qkv.stride as i64,
+            bias: address(weights.bias, shape.qkv_width()),
+            query_norm: address(weights.norms.map(|norms| norms.0), shape.head_dim),
+            key_norm: address(weights.norms.map(|norms| norms.1), shape.head_dim),
+            frequencies: frequencies.data.address(),
+            positions: step.arrays().row_positions,
+            destinations: step.arrays().row_destinations,
+            norm_eps: weights.eps,
+            query_heads: shape.query_heads as i32,
+            layer: layer as i32,
+            rows: rows as i32,
+        };
+        self.call("baton_rope_store_kv", |functions, stream| {
+            // SAFETY: the buffer has the step's rows, vectors were checked, and the step's
+            // destinations are places of blocks that it may write.
+            unsafe { (functions.baton_rope_store_kv)(step.kv(), &args, stream) }
+        });
+    }
+
+    fn attention(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        scale: f32,
+        window: Option<NonZeroUsize>,
+        qkv: &CudaBuffer,
+        step: &CudaStep,
+        out: &mut CudaBuffer,
+    ) {
+        self.check_heads(shape, qkv, step);
+        assert_eq!(out.width, shape.query_width(), "attention: the output holds all queries");
+        assert_eq!(out.width, out.stride, "attention: the output is packed");
+        assert!(layer < step.kv_layout().layer_count, "the blocks have layer {layer}");
+        if step.rows() == 0 || self.is_faulty() {
+            return;
+        }
+        let queries = qkv.data.part(0, qkv.bytes(step.rows()));
+        let to = out.data.part(0, out.bytes(step.rows()));
+        let outcome = self.attention.run(
+            &self.library,
+            &self.compute,
+            step,
+            layer,
+            (shape, scale, window),
+            (queries, qkv.stride),
+            to,
+        );
+        self.note(outcome);
+    }
+
+    fn silu_mul(&mut self, rows: usize, gate_up: &CudaBuffer, out: &mut CudaBuffer) {
+        let width = out.width;
+        assert_eq!(gate_up.width, 2 * width, "silu_mul: gate and up are as wide as the output");
+        assert_eq!(gate_up.dtype, out.dtype, "silu_mul: types are equal");
+        let from = gate_up.data.part(0, gate_up.bytes(rows));
+        let to = out.data.part(0, out.bytes(rows));
+        self.call("baton_silu_mul", |functions, stream| {
+            // SAFETY: two ranges of the sizes just checked.
+            unsafe {
+                (functions.baton_silu_mul)(
+                    dtype_code(out.dtype),
+                    from,
+                    to,
+                    rows as i32,
+                    width as i32,
+                    stream,
+                )
+            }
+        });
+    }
+
+    fn gather_sampled(&mut self, x: &CudaBuffer, step: &CudaStep, out: &mut CudaBuffer) {
+        assert!(x.width == out.width && x.dtype == out.dtype, "gather_sampled: equal rows");
+        assert!(step.rows() <= x.rows_max, "gather_sampled: the buffer has the step's rows");
+        let rows = step.samples();
+        let to = out.data.part(0, out.bytes(rows));
+        self.call("baton_gather_rows", |functions, stream| {
+            let indices = step.arrays().sampled_rows;
+            // SAFETY: sampled rows are rows of the step, which the input has.
+            unsafe {
+                (functions.baton_gather_rows)(
+                    dtype_code(out.dtype),
+                    x.data.address(),
+                    indices,
+                    to,
+                    rows as i32,
+                    out.width as i32,
+                    stream,
+                )
+            }
+        });
+    }
+}
+
+impl CudaBackend {
+    /// A model whose heads do not fit its KV layout is a defect, never a request's fault.
+    fn check_heads(&self, shape: HeadShape, qkv: &CudaBuffer, step: &CudaStep) {
+        let layout = step.kv_layout();
+        assert!(
+            shape.kv_heads > 0 && shape.query_heads.is_multiple_of(shape.kv_heads),
+            "heads {shape:?} are no attention layer"
+        );
+        assert_eq!(qkv.width, shape.qkv_width(), "a fused row holds queries, keys and values");
+        assert!(
+            layout.kv_head_count == shape.kv_heads && layout.head_dim == shape.head_dim,
+            "the arena's blocks ({layout}) hold the layer's heads {shape:?}"
+        );
+        assert_eq!(qkv.dtype, layout.dtype, "activations are of the blocks' type");
+    }
+}
+
+fn wide(buffer: &CudaBuffer) {
+    assert_eq!(buffer.dtype, Dtype::F32, "the residual stream is f32");
+    assert_eq!(buffer.width, buffer.stride, "the residual stream is packed");
+}
+
+/// Weights on their way to the GPU: while one buffer is copied the other is filled.
+struct Uploads {
+    stream: Stream<HostToDevice>,
+    free: Vec<(Pinned<u8>, Event)>,
+    in_flight: std::collections::VecDeque<InFlight<u8>>,
+    decoders: usize,
+}
+
+impl Uploads {
+    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let buffer = || {
+            let pinned = Pinned::zeroed(context, "the weights' way", STAGING_BYTES)?;
+            Ok((pinned, Event::new(context)?))
+        };
+        Ok(Self {
+            stream: Stream::new(context)?,
+            free: vec![buffer()?, buffer()?],
+            in_flight: Default::default(),
+            decoders: thread::available_parallelism().map_or(1, usize::from).min(DECODERS_MAX),
+        })
+    }
+
+    fn rows(&mut self, source: &dyn RowSource, dtype: Dtype, to: &Range) -> Result<(), CudaError> {
+        let (rows, row_bytes) = (source.rows(), source.cols() * dtype.bytes());
+        if row_bytes == 0 {
+            return Ok(());
+        }
+        if row_bytes > STAGING_BYTES {
+            return Err(CudaError::Unsupported {
+                what: "the width of a weight matrix",
+                value: source.cols().to_string(),
+                allowed: "up to 8,388,608",
+            });
+        }
+        let step = STAGING_BYTES / row_bytes;
+        for first in (0..rows).step_by(step) {
+            let count = step.min(rows - first);
+            let (mut pinned, done) = match self.free.pop() {
+                Some(buffer) => buffer,
+                None => self.in_flight.pop_front().expect("free or in flight").finish()?,
+            };
+            decode(source, first, dtype, &mut pinned[..count * row_bytes], self.decoders);
+            let (bytes, offset) = (count * row_bytes, first * row_bytes);
+            self.in_flight.push_back(pinned.upload(bytes, to, offset, &self.stream, done)?);
+        }
+        Ok(())
+    }
+}
+
+/// Rows from `first` on as the GPU has them, by several threads.
+fn decode(source: &dyn RowSource, first: usize, dtype: Dtype, out: &mut [u8], threads: usize) {
+    let row_bytes = source.cols() * dtype.bytes();
+    let rows = out.len() / row_bytes;
+    // A thread costs more than a small matrix.
+    let threads = threads.min(out.len() >> 18).max(1);
+    let share = rows.div_ceil(threads).max(1);
+    thread::scope(|scope| {
+        for (part, out) in out.chunks_mut(share * row_bytes).enumerate() {
+            let decode = move || {
+                let mut values = vec![0.0f32; source.cols()];
+                for (row, out) in out.chunks_exact_mut(row_bytes).enumerate() {
+                    source.read_row(first + part * share + row, &mut values);
+                    match dtype {
+                        Dtype::F32 => out.copy_from_slice(bytemuck::cast_slice(&values)),
+                        Dtype::Bf16 => {
+                            for (out, value) in out.chunks_exact_mut(2).zip(&values) {
+                                out.copy_from_slice(&bf16::from_f32(*value).to_ne_bytes());
+                            }
+                        }
+                    }
+                }
+            };
+            if threads == 1 {
+                let mut decode = decode;
+                decode();
+            } else {
+                scope.spawn(decode);
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Counted;
+
+    impl RowSource for Counted {
+        fn rows(&self) -> usize {
+            700
+        }
+
+        fn cols(&self) -> usize {
+            1025
+        }
+
+        fn read_row(&self, row: usize, out: &mut [f32]) {
+            out.iter_mut().enumerate().for_each(|(col, out)| *out = (row * 3 + col % 7) as f32);
+        }
+    }
+
+    /// Small whole numbers, so that bf16 holds most of them; the rest is rounded.
+    #[test]
+    fn decoded_rows_are_the_sources_whatever_the_threads() {
+        for (dtype, first, rows) in
+            [(Dtype::F32, 0, 700), (Dtype::Bf16, 3, 697), (Dtype::F32, 9, 1)]
+        {
+            for threads in [1, 3, 16] {
+                let mut out = vec![0; rows * 1025 * dtype.bytes()];
+                decode(&Counted, first, dtype, &mut out, threads);
+                for (index, bytes) in out.chunks(dtype.bytes()).enumerate() {
+                    let want = ((first + index / 1025) * 3 + index % 1025 % 7) as f32;
+                    match dtype {
+                        Dtype::F32 => assert_eq!(bytes, want.to_ne_bytes()),
+                        Dtype::Bf16 => assert_eq!(bytes, bf16::from_f32(want).to_ne_bytes()),
+                    }
+                }
+            }
+        }
+    }
+}

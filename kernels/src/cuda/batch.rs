@@ -1,0 +1,628 @@
+//! The running batch on the device, and how a step gets there and its tokens back.
+//!
+//! The device keeps each slot's tokens, block table, position and sampling state; a step uploads only
+//! what changed. Three streams: plans go up on one, kernels run on the backend's, results come down on
+//! the third. Whoever overwrites waits for who reads, on the device: the host only waits for results.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use super::{
+    attention::dtype_code,
+    backend::CudaBackend,
+    buffer::CudaBuffer,
+    context::{Context, DeviceToHost, Event, HostToDevice, Stream},
+    error::CudaError,
+    ffi::{self, SampleResult, TokenLogprob},
+    kv::DeviceKv,
+    memory::{DeviceMemory, InFlight, Pinned, Range},
+    plan::{self, Admission, Extension, StepRows},
+    step::CudaStep,
+};
+use crate::{
+    layout::{BLOCK_TOKENS, KvLayout},
+    sampling::{SampledToken, TokenLogprobs, TokenMask},
+};
+
+/// What is made room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchLimits {
+    pub slots: u32,
+    /// Longest sequence, what a step in flight adds included.
+    pub sequence_tokens: u32,
+    /// Of one step.
+    pub rows: u32,
+    pub samples: u32,
+    /// Stop tokens of one slot.
+    pub stops: u32,
+    pub vocabulary: u32,
+    /// Steps in flight.
+    pub depth: u32,
+}
+
+/// Words of a plan, beside what every slot needs: tokens of newcomers.
+const PLAN_WORDS: usize = 1 << 16;
+
+/// Where the batch lies. Addresses in `pool`, `step` and `kv` are of the ranges beside them.
+#[derive(Debug)]
+pub(super) struct BatchMemory {
+    pub kv: ffi::Kv,
+    pub pool: ffi::Pool,
+    pub step: ffi::Step,
+    blocks: Arc<DeviceKv>,
+    _ranges: Vec<Range>,
+}
+
+impl BatchMemory {
+    pub fn kv_layout(&self) -> KvLayout {
+        self.blocks.layout()
+    }
+}
+
+/// A step's input.
+#[derive(Clone, Copy, Debug)]
+pub struct StepInput<'a> {
+    pub step_id: u64,
+    pub admissions: &'a [Admission<'a>],
+    pub extensions: &'a [Extension<'a>],
+    pub sequences: &'a [StepRows],
+    /// By the rows that `sequences` name.
+    pub masks: &'a [&'a TokenMask],
+}
+
+/// What one sampled row brought.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SampleOutcome {
+    Token(SampledToken),
+    /// The logit of this token is no finite number.
+    BadLogit {
+        token: u32,
+        value: f32,
+    },
+    /// Every token is masked.
+    NoCandidate,
+}
+
+/// A batch on the device, of one backend.
+#[derive(Debug)]
+pub struct DeviceBatch {
+    limits: BatchLimits,
+    memory: Arc<BatchMemory>,
+    serial: Arc<AtomicU64>,
+    up: Stream<HostToDevice>,
+    down: Stream<DeviceToHost>,
+    plan_words: usize,
+    inputs: VecDeque<Input>,
+    masks: Range,
+    results: Range,
+    top: Range,
+    scratch: Range,
+    /// The compute stream has written the results.
+    sampled: Event,
+    /// They are read.
+    downloaded: Event,
+    outputs: Vec<Output>,
+}
+
+/// One way up: pinned memory, and where it goes.
+#[derive(Debug)]
+struct Input {
+    pinned: InputState,
+    device: Range,
+    /// The kernels that read `device` have run.
+    consumed: Event,
+}
+
+#[derive(Debug)]
+enum InputState {
+    Free(Pinned<u32>, Event),
+    InFlight(InFlight<u32>),
+    /// A fault took it.
+    Lost,
+}
+
+/// What one frame's results come down through.
+#[derive(Debug)]
+pub struct Output {
+    results: (Pinned<SampleResult>, Event),
+    top: (Pinned<TokenLogprob>, Event),
+    begin: Event,
+    end: Event,
+}
+
+/// A launched step whose results are on their way.
+#[derive(Debug)]
+pub struct CudaFrame {
+    step_id: u64,
+    /// One for every sample.
+    wants_logprobs: Vec<bool>,
+    results: InFlight<SampleResult>,
+    top: Result<InFlight<TokenLogprob>, (Pinned<TokenLogprob>, Event)>,
+    begin: Event,
+    end: Event,
+}
+
+impl DeviceBatch {
+    /// Takes all its memory.
+    pub fn new(
+        backend: &CudaBackend,
+        kv: Arc<DeviceKv>,
+        limits: BatchLimits,
+    ) -> Result<Self, CudaError> {
+        let context = backend.context();
+        if limits.slots as usize > ffi::SEQUENCES_MAX
+            || limits.samples as usize > ffi::SEQUENCES_MAX
+        {
+            return Err(CudaError::Unsupported {
+                what: "the number of slots",
+                value: limits.slots.max(limits.samples).to_string(),
+                allowed: "up to 4,096",
+            });
+        }
+        let sizes = Sizes::of(&limits);
+        let plan_words = plan::words_min(limits.slots as usize) + PLAN_WORDS;
+        let mask_words = limits.vocabulary.div_ceil(32) as usize;
+        let input_words = plan_words + 4 + limits.samples as usize * mask_words;
+        // SAFETY: a function of two numbers.
+        let scratch_bytes = unsafe {
+            (backend.library().functions().baton_sample_scratch_bytes)(
+                limits.samples as i32,
+                limits.vocabulary as i32,
+            )
+        } as usize;
+        let samples = limits.samples as usize;
+        let lay_out = |memory: &DeviceMemory| -> Result<_, CudaError> {
+            let ranges = sizes.all().into_iter().map(|bytes| memory.cut(bytes));
+            let ranges = ranges.collect::<Result<Vec<_>, _>>()?;
+            Ok((
+                ranges,
+                [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
+                memory.cut(4 * samples * mask_words)?,
+                memory.cut(samples * size_of::<SampleResult>())?,
+                memory.cut(samples * ffi::TOP_LOGPROBS_MAX * size_of::<TokenLogprob>())?,
+                memory.cut(scratch_bytes)?,
+            ))
+        };
+        let counting = DeviceMemory::counting("the batch");
+        lay_out(&counting)?;
+        let memory = DeviceMemory::new(context, "the batch", counting.used_bytes())?;
+        let (ranges, devices, masks, results, top, scratch) = lay_out(&memory)?;
+        let up = Stream::new(context)?;
+        for range in ranges.iter().chain([&scratch]) {
+            range.fill(0, &up)?;
+        }
+        up.synchronize()?;
+        let mut inputs = VecDeque::new();
+        for device in devices {
+            inputs.push_back(Input {
+                pinned: InputState::Free(
+                    Pinned::zeroed(context, "a step's plan", input_words)?,
+                    Event::new(context)?,
+                ),
+                device,
+                consumed: Event::new(context)?,
+            });
+        }
+        let outputs = (0..limits.depth.max(1)).map(|_| Output::new(context, samples));
+        Ok(Self {
+            limits,
+            memory: Arc::new(sizes.memory(&limits, ranges, kv)),
+            serial: Arc::new(AtomicU64::new(1)),
+            up,
+            down: Stream::new(context)?,
+            plan_words,
+            inputs,
+            masks,
+            results,
+            top,
+            scratch,
+            sampled: Event::new(context)?,
+            downloaded: Event::new(context)?,
+            outputs: outputs.collect::<Result<_, _>>()?,
+        })
+    }
+
+    pub fn limits(&self) -> &BatchLimits {
+        &self.limits
+    }
+
+    /// Uploads a step's plan and prepares its rows on the device.
+    ///
+    /// # Errors
+    /// When the input is not within the limits, or the GPU has a fault.
+    pub fn begin(
+        &mut self,
+        backend: &CudaBackend,
+        input: &StepInput<'_>,
+    ) -> Result<CudaStep, CudaError> {
+        self.check(input)?;
+        let step_id = input.step_id as u32;
+        let plans = plan::encode(
+            step_id,
+            input.admissions,
+            input.extensions,
+            input.sequences,
+            self.plan_words,
+        );
+        let (last, before) = plans.split_last().expect("a step has a plan");
+        for words in before {
+            self.upload(backend, words, &[], (0, 0, 0))?;
+        }
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        let step = CudaStep::new(Arc::clone(&self.memory), serial, input.sequences);
+        let sizes = (step.rows(), step.sequences(), step.samples());
+        self.upload(backend, last, input.masks, sizes)?;
+        Ok(step)
+    }
+
+    fn upload(
+        &mut self,
+        backend: &CudaBackend,
+        words: &[u32],
+        masks: &[&TokenMask],
+        (rows, sequences, samples): (usize, usize, usize),
+    ) -> Result<(), CudaError> {
+        let mut input = self.inputs.pop_front().expect("two are there");
+        let outcome =
+            self.upload_through(&mut input, backend, words, masks, (rows, sequences, samples));
+        self.inputs.push_back(input);
+        outcome
+    }
+
+    fn upload_through(
+        &self,
+        input: &mut Input,
+        backend: &CudaBackend,
+        words: &[u32],
+        masks: &[&TokenMask],
+        (rows, sequences, samples): (usize, usize, usize),
+    ) -> Result<(), CudaError> {
+        let (mut pinned, done) = match std::mem::replace(&mut input.pinned, InputState::Lost) {
+            InputState::Free(pinned, done) => (pinned, done),
+            InputState::InFlight(copy) => copy.finish()?,
+            InputState::Lost => return backend.check(),
+        };
+        pinned[..words.len()].copy_from_slice(words);
+        let masks_at = words.len().next_multiple_of(4);
+        let mut end = masks_at;
+        for mask in masks {
+            pinned[end..end + mask.words().len()].copy_from_slice(mask.words());
+            end += mask.words().len();
+        }
+        let compute = backend.compute();
+        self.up.wait(&input.consumed)?;
+        let copy = pinned.upload(end, &input.device, 0, &self.up, done)?;
+        compute.wait(copy.event())?;
+        input.pinned = InputState::InFlight(copy);
+        if end > masks_at {
+            self.masks.copy(0, &input.device, masks_at * 4, (end - masks_at) * 4, compute)?;
+        }
+        // SAFETY: the plan was encoded within the limits that pool and step were made for, its
+        // slots and places checked; it is uploaded before the kernels run, and overwritten after.
+        let code = unsafe {
+            (backend.library().functions().baton_step_prepare)(
+                &self.memory.pool,
+                input.device.address(),
+                &self.memory.step,
+                rows as i32,
+                sequences as i32,
+                samples as i32,
+                compute.raw().cast(),
+            )
+        };
+        backend.library().check("baton_step_prepare", code)?;
+        input.consumed.record(compute)
+    }
+
+    /// Chooses a token for every sampled row of the step; it joins its slot's tokens.
+    pub fn sample(
+        &mut self,
+        backend: &CudaBackend,
+        logits: &CudaBuffer,
+        step: &CudaStep,
+        has_masks: bool,
+    ) -> Result<(), CudaError> {
+        backend.check()?;
+        assert_eq!(logits.width, self.limits.vocabulary as usize, "a logit for every token");
+        let compute = backend.compute();
+        // Of the step before.
+        compute.wait(&self.downloaded)?;
+        let args = ffi::SampleArgs {
+            logits: logits.data.part(0, logits.bytes(step.samples())),
+            logit_stride: logits.stride as i64,
+            masks: if has_masks { self.masks.address() } else { 0 },
+            results: self.results.address(),
+            top: self.top.address(),
+            scratch: self.scratch.address(),
+            scratch_bytes: self.scratch.bytes() as u64,
+            vocabulary: self.limits.vocabulary as i32,
+            samples: step.samples() as i32,
+        };
+        // SAFETY: every range was made for the limits that the step is within.
+        let code = unsafe {
+            (backend.library().functions().baton_sample)(
+                step.pool(),
+                step.arrays(),
+                &args,
+                compute.raw().cast(),
+            )
+        };
+        backend.library().check("baton_sample", code)
+    }
+
+    /// Takes what marks the step's time: [`Self::end`] wants it back.
+    pub fn output(&mut self, backend: &CudaBackend) -> Result<Output, CudaError> {
+        let output = self.outputs.pop().expect("as many outputs as steps in flight");
+        output.begin.record(backend.compute())?;
+        Ok(output)
+    }
+
+    /// Sends the results of the step's samples down.
+    pub fn end(
+        &mut self,
+        backend: &CudaBackend,
+        step_id: u64,
+        wants_logprobs: Vec<bool>,
+        output: Output,
+    ) -> Result<CudaFrame, CudaError> {
+        let compute = backend.compute();
+        output.end.record(compute)?;
+        self.sampled.record(compute)?;
+        self.down.wait(&self.sampled)?;
+        let Output { results: (results, done), top: (top, top_done), begin, end } = output;
+        let samples = wants_logprobs.len();
+        let results = results.download(samples, &self.results, 0, &self.down, done)?;
+        let top = if wants_logprobs.contains(&true) {
+            let count = samples * ffi::TOP_LOGPROBS_MAX;
+            Ok(top.download(count, &self.top, 0, &self.down, top_done)?)
+        } else {
+            Err((top, top_done))
+        };
+        self.downloaded.record(&self.down)?;
+        Ok(CudaFrame { step_id, wants_logprobs, results, top, begin, end })
+    }
+
+    /// Takes back what a frame came down through.
+    pub fn recycle(&mut self, output: Output) {
+        self.outputs.push(output);
+    }
+
+    /// What the device would not check.
+    fn check(&self, input: &StepInput<'_>) -> Result<(), CudaError> {
+        let BatchLimits { slots, sequence_tokens, rows, samples, stops, vocabulary, .. } =
+            self.limits;
+        let blocks = self.memory.blocks.block_count();
+        let table = (sequence_tokens as usize).div_ceil(BLOCK_TOKENS);
+        let bad = |what, value: u64, allowed| {
+            Err(CudaError::Unsupported { what, value: value.to_string(), allowed })
+        };
+        let all_slots = input.admissions.iter().map(|admission| admission.slot);
+        let all_slots = all_slots
+            .chain(input.extensions.iter().map(|extension| extension.slot))
+            .chain(input.sequences.iter().map(|sequence| sequence.slot));
+        if let Some(slot) = all_slots.max().filter(|slot| *slot >= slots) {
+            return bad("a slot of the step", slot.into(), "those of the batch");
+        }
+        let tables = input.admissions.iter().map(|admission| (0, admission.blocks));
+        let tables = tables.chain(input.extensions.iter().map(|e| (e.first as usize, e.blocks)));
+        for (first, ids) in tables {
+            if let Some(block) = ids.iter().find(|block| block.0 >= blocks) {
+                return bad("a block of the step", block.0.into(), "those of the arena");
+            }
+            if first + ids.len() > table {
+                return bad("a table's blocks", (first + ids.len()) as u64, "those of a sequence");
+            }
+        }
+        for admission in input.admissions {
+            if admission.tokens.len() > sequence_tokens as usize {
+                return bad("a sequence's tokens", admission.tokens.len() as u64, "the longest's");
+            }
+            if let Some(token) = admission.tokens.iter().find(|token| **token >= vocabulary) {
+                return bad("a token of the step", (*token).into(), "those of the vocabulary");
+            }
+            let sampling = admission.sampling;
+            if sampling.min_tokens > 0 && sampling.stop_token_ids.len() > stops as usize {
+                return bad(
+                    "the number of stop tokens",
+                    sampling.stop_token_ids.len() as u64,
+                    "fewer",
+                );
+            }
+        }
+        let sum = |count: fn(&StepRows) -> u32| -> u64 {
+            input.sequences.iter().map(|sequence| u64::from(count(sequence))).sum()
+        };
+        if sum(|sequence| sequence.rows) > rows.into() {
+            return bad("the number of rows", sum(|sequence| sequence.rows), "those of the limits");
+        }
+        if sum(|sequence| sequence.samples) > samples.into() || input.masks.len() > samples as usize
+        {
+            return bad("the number of samples", sum(|s| s.samples), "those of the limits");
+        }
+        for sequence in input.sequences {
+            let end = u64::from(sequence.position) + u64::from(sequence.rows);
+            if sequence.rows == 0
+                || sequence.samples > sequence.rows
+                || end > sequence_tokens.into()
+            {
+                return bad("a sequence's end", end, "within the longest, with rows to sample");
+            }
+            let is_mask =
+                |row: u32| u64::from(row) + u64::from(sequence.samples) <= input.masks.len() as u64;
+            if sequence.mask.is_some_and(|row| !is_mask(row)) {
+                return bad("a mask of the step", input.masks.len() as u64, "those of its samples");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Output {
+    fn new(context: &Arc<Context>, samples: usize) -> Result<Self, CudaError> {
+        let top = samples * ffi::TOP_LOGPROBS_MAX;
+        Ok(Self {
+            results: (Pinned::zeroed(context, "a step's results", samples)?, Event::new(context)?),
+            top: (
+                Pinned::zeroed(context, "a step's log-probabilities", top)?,
+                Event::new(context)?,
+            ),
+            begin: Event::timed(context)?,
+            end: Event::timed(context)?,
+        })
+    }
+}
+
+impl CudaFrame {
+    pub fn step_id(&self) -> u64 {
+        self.step_id
+    }
+
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        match &self.top {
+            Ok(top) => top.is_done(),
+            Err(_) => self.results.is_done(),
+        }
+    }
+
+    /// Waits for the results: one for every sampled row, in the step's order, and the time that the
+    /// GPU took. The output goes to [`DeviceBatch::recycle`].
+    pub fn finish(self) -> Result<(Vec<SampleOutcome>, Duration, Output), CudaError> {
+        // The last copy of the stream first, so that the host waits once.
+        let top = match self.top {
+            Ok(top) => top.finish()?,
+            Err(idle) => idle,
+        };
+        let results = self.results.finish()?;
+        let tops = top.0.chunks(ffi::TOP_LOGPROBS_MAX);
+        let samples = results.0.iter().zip(tops).zip(&self.wants_logprobs);
+        let outcomes = samples.map(|((result, top), wants)| outcome(result, top, *wants)).collect();
+        let milliseconds = self.end.milliseconds_since(&self.begin)?;
+        let busy = Duration::try_from_secs_f32(milliseconds / 1e3).unwrap_or_default();
+        Ok((outcomes, busy, Output { results, top, begin: self.begin, end: self.end }))
+    }
+}
+
+fn outcome(result: &SampleResult, top: &[TokenLogprob], wants_logprobs: bool) -> SampleOutcome {
+    match result.status {
+        0 => {
+            let count = usize::try_from(result.top_count).unwrap_or(0);
+            let top = top.iter().take(count).map(|top| (top.token as u32, top.logprob));
+            let logprobs = TokenLogprobs { chosen: result.logprob, top: top.collect() };
+            let logprobs = wants_logprobs.then_some(logprobs);
+            SampleOutcome::Token(SampledToken { id: result.token as u32, logprobs })
+        }
+        2 => SampleOutcome::NoCandidate,
+        _ => SampleOutcome::BadLogit { token: result.token as u32, value: result.logprob },
+    }
+}
+
+/// Bytes of the arrays of pool and step, in the order of their structs.
+struct Sizes {
+    pool: [usize; 5],
+    step: [usize; 14],
+    table_width: usize,
+    pages: usize,
+}
+
+impl Sizes {
+    fn of(limits: &BatchLimits) -> Self {
+        let (slots, rows) = (limits.slots as usize, limits.rows as usize);
+        let samples = limits.samples as usize;
+        let tokens = limits.sequence_tokens as usize;
+        let table_width = tokens.div_ceil(BLOCK_TOKENS);
+        // Sequences may share blocks.
+        let pages = slots * table_width;
+        let pool = [
+            slots * size_of::<ffi::SlotState>(),
+            slots * size_of::<ffi::SlotSampling>(),
+            slots * tokens * 4,
+            slots * table_width * 4,
+            slots * limits.stops as usize * 4,
+        ];
+        let step = [
+            rows,
+            rows,
+            rows,
+            rows,
+            slots + 1,
+            slots + 1,
+            pages,
+            slots,
+            slots,
+            slots,
+            samples,
+            samples,
+            samples,
+            8,
+        ]
+        .map(|count| count * 4);
+        Self { pool, step, table_width, pages }
+    }
+
+    fn all(&self) -> Vec<usize> {
+        self.pool.iter().chain(&self.step).copied().collect()
+    }
+}
+
+impl Sizes {
+    /// `ranges` are those of [`Self::all`].
+    fn memory(
+        &self,
+        limits: &BatchLimits,
+        ranges: Vec<Range>,
+        blocks: Arc<DeviceKv>,
+    ) -> BatchMemory {
+        let at: Vec<ffi::Address> = ranges.iter().map(Range::address).collect();
+        let layout = blocks.layout();
+        let kv = ffi::Kv {
+            base: blocks.data().address(),
+            block_elements: layout.block_elements() as i64,
+            block_count: blocks.block_count() as i32 + 1,
+            layer_count: layout.layer_count as i32,
+            head_count: layout.kv_head_count as i32,
+            head_dim: layout.head_dim as i32,
+            dtype: dtype_code(layout.dtype),
+            reserved: 0,
+        };
+        let pool = ffi::Pool {
+            slots: at[0],
+            sampling: at[1],
+            tokens: at[2],
+            block_tables: at[3],
+            stop_tokens: at[4],
+            slot_count: limits.slots as i32,
+            token_width: limits.sequence_tokens as i32,
+            table_width: self.table_width as i32,
+            stop_width: limits.stops as i32,
+            trash_block: blocks.block_count() as i32,
+            reserved: 0,
+        };
+        let step = ffi::Step {
+            row_tokens: at[5],
+            row_positions: at[6],
+            row_destinations: at[7],
+            row_sequences: at[8],
+            row_indptr: at[9],
+            page_indptr: at[10],
+            page_indices: at[11],
+            last_page_tokens: at[12],
+            kv_lengths: at[13],
+            sequence_slots: at[14],
+            sampled_rows: at[15],
+            sample_slots: at[16],
+            sample_masks: at[17],
+            counts: at[18],
+            rows_max: limits.rows as i32,
+            sequences_max: limits.slots as i32,
+            pages_max: self.pages as i32,
+            samples_max: limits.samples as i32,
+        };
+        BatchMemory { kv, pool, step, blocks, _ranges: ranges }
+    }
+}

@@ -1,0 +1,295 @@
+//! A step's plan as the device reads it: words behind a header (`baton_plan_header`).
+
+use super::ffi::{
+    PlanAdmission, PlanHeader, PlanRun, PlanSequence, RunTarget, SlotSampling, SlotState,
+};
+use crate::{layout::BlockId, sampling::Sampling};
+
+/// A slot's new occupant.
+#[derive(Clone, Copy, Debug)]
+pub struct Admission<'a> {
+    pub slot: u32,
+    /// Every token known; ids are below the vocabulary's size.
+    pub tokens: &'a [u32],
+    pub prompt_len: u32,
+    /// Tokens whose KV is in `blocks` already.
+    pub position: u32,
+    pub blocks: &'a [BlockId],
+    pub sampling: &'a Sampling,
+}
+
+/// Blocks that join a slot's table.
+#[derive(Clone, Copy, Debug)]
+pub struct Extension<'a> {
+    pub slot: u32,
+    /// Blocks of the table so far.
+    pub first: u32,
+    pub blocks: &'a [BlockId],
+}
+
+/// One sequence of a step: `rows` tokens from its slot's position on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepRows {
+    pub slot: u32,
+    /// The slot's position, as the device has it too.
+    pub position: u32,
+    pub rows: u32,
+    /// How many of the last rows choose a token.
+    pub samples: u32,
+    /// Of the step's masks, the first of its samples; one each.
+    pub mask: Option<u32>,
+}
+
+const HEADER_WORDS: usize = size_of::<PlanHeader>() / 4;
+const SEQUENCE_WORDS: usize = size_of::<PlanSequence>() / 4;
+const ADMISSION_WORDS: usize = size_of::<PlanAdmission>() / 4;
+const RUN_WORDS: usize = size_of::<PlanRun>() / 4;
+
+/// Words that a plan of so many slots needs at least.
+pub(super) fn words_min(slots: usize) -> usize {
+    // A run of one word for each slot's tokens, blocks and stops.
+    HEADER_WORDS + slots * (SEQUENCE_WORDS + ADMISSION_WORDS + 3 * (RUN_WORDS + 1)) + 8
+}
+
+/// Words of a slot's row in one of the pool's arrays, to be written.
+struct Write {
+    target: RunTarget,
+    slot: u32,
+    first: u32,
+    words: Vec<u32>,
+}
+
+/// The plans of one step, to be applied one after the other: the last has the sequences, those before
+/// it only what did not fit into `words_max` words.
+pub(super) fn encode(
+    step_id: u32,
+    admissions: &[Admission<'_>],
+    extensions: &[Extension<'_>],
+    sequences: &[StepRows],
+    words_max: usize,
+) -> Vec<Vec<u32>> {
+    let admitted: Vec<PlanAdmission> = admissions.iter().map(admission).collect();
+    let fixed =
+        HEADER_WORDS + sequences.len() * SEQUENCE_WORDS + admitted.len() * ADMISSION_WORDS + 4;
+    let mut plans = Vec::new();
+    let mut runs = Vec::new();
+    let mut left = words_max.saturating_sub(fixed);
+    for write in writes(admissions, extensions) {
+        let (mut first, mut words) = (write.first, &write.words[..]);
+        while !words.is_empty() {
+            if left <= RUN_WORDS {
+                plans.push(plan(step_id, &[], &[], &std::mem::take(&mut runs)));
+                left = words_max - fixed;
+                assert!(left > RUN_WORDS, "{words_max} words hold a plan of these slots");
+            }
+            let (now, rest) = words.split_at(words.len().min(left - RUN_WORDS));
+            left -= RUN_WORDS + now.len();
+            runs.push(Write { words: now.to_vec(), first, ..write });
+            (first, words) = (first + now.len() as u32, rest);
+        }
+    }
+    plans.push(plan(step_id, sequences, &admitted, &runs));
+    plans
+}
+
+fn admission(admission: &Admission<'_>) -> PlanAdmission {
+    let Sampling { logprobs, stop_token_ids, min_tokens, .. } = admission.sampling;
+    let sampling = admission.sampling;
+    // Stop tokens are only wanted to be masked.
+    let stops = if *min_tokens > 0 { stop_token_ids.len() } else { 0 };
+    PlanAdmission {
+        slot: admission.slot as i32,
+        reserved: [0; 3],
+        state: SlotState {
+            position: admission.position as i32,
+            length: admission.tokens.len() as i32,
+            ..SlotState::default()
+        },
+        sampling: SlotSampling {
+            seed: sampling.seed,
+            temperature: sampling.temperature,
+            top_p: sampling.top_p,
+            min_p: sampling.min_p,
+            repetition_penalty: sampling.repetition_penalty,
+            presence_penalty: sampling.presence_penalty,
+            frequency_penalty: sampling.frequency_penalty,
+            top_k: sampling.top_k,
+            min_tokens: sampling.min_tokens,
+            stop_count: stops as i32,
+            logprobs: logprobs.map_or(-1, |count| count as i32),
+            prompt_len: admission.prompt_len as i32,
+            reserved: [0; 3],
+        },
+    }
+}
+
+fn writes<'a>(
+    admissions: &'a [Admission<'_>],
+    extensions: &'a [Extension<'_>],
+) -> impl Iterator<Item = Write> + 'a {
+    let ids = |blocks: &[BlockId]| blocks.iter().map(|block| block.0).collect();
+    let admitted = admissions.iter().flat_map(move |admission| {
+        let stops = match admission.sampling.min_tokens {
+            0 => Vec::new(),
+            _ => admission.sampling.stop_token_ids.clone(),
+        };
+        [
+            (RunTarget::Tokens, admission.tokens.to_vec()),
+            (RunTarget::Blocks, ids(admission.blocks)),
+            (RunTarget::Stops, stops),
+        ]
+        .map(|(target, words)| Write { target, slot: admission.slot, first: 0, words })
+    });
+    let extended = extensions.iter().map(move |extension| Write {
+        target: RunTarget::Blocks,
+        slot: extension.slot,
+        first: extension.first,
+        words: ids(extension.blocks),
+    });
+    admitted.chain(extended)
+}
+
+fn plan(
+    step_id: u32,
+    sequences: &[StepRows],
+    admissions: &[PlanAdmission],
+    runs: &[Write],
+) -> Vec<u32> {
+    let sequences_at = HEADER_WORDS;
+    let admissions_at = (sequences_at + sequences.len() * SEQUENCE_WORDS).next_multiple_of(4);
+    let runs_at = admissions_at + admissions.len() * ADMISSION_WORDS;
+    let mut at = runs_at + runs.len() * RUN_WORDS;
+    let word_count = at + runs.iter().map(|run| run.words.len()).sum::<usize>();
+    let mut words = vec![0; word_count];
+    let header = PlanHeader {
+        word_count: word_count as u32,
+        sequence_count: sequences.len() as u32,
+        row_count: sequences.iter().map(|sequence| sequence.rows).sum(),
+        sample_count: sequences.iter().map(|sequence| sequence.samples).sum(),
+        admission_count: admissions.len() as u32,
+        run_count: runs.len() as u32,
+        sequences_at: sequences_at as u32,
+        admissions_at: admissions_at as u32,
+        runs_at: runs_at as u32,
+        step_id,
+        reserved: [0; 6],
+    };
+    put(&mut words[..HEADER_WORDS], &header);
+    for (words, sequence) in words[sequences_at..].chunks_mut(SEQUENCE_WORDS).zip(sequences) {
+        let StepRows { slot, rows, samples, mask, .. } = *sequence;
+        let mask_row = mask.map_or(-1, |row| row as i32);
+        let (row_count, sample_count) = (rows as i32, samples as i32);
+        put(words, &PlanSequence { slot: slot as i32, row_count, sample_count, mask_row });
+    }
+    for (words, admission) in words[admissions_at..].chunks_mut(ADMISSION_WORDS).zip(admissions) {
+        put(words, admission);
+    }
+    for (index, run) in runs.iter().enumerate() {
+        let count = run.words.len();
+        words[at..at + count].copy_from_slice(&run.words);
+        let header = PlanRun {
+            target: run.target as i32,
+            slot: run.slot as i32,
+            first: run.first as i32,
+            count: count as i32,
+            at: at as u32,
+        };
+        put(&mut words[runs_at + index * RUN_WORDS..][..RUN_WORDS], &header);
+        at += count;
+    }
+    words
+}
+
+fn put<T: bytemuck::NoUninit>(words: &mut [u32], value: &T) {
+    let bytes = bytemuck::bytes_of(value);
+    bytemuck::cast_slice_mut::<u32, u8>(words)[..bytes.len()].copy_from_slice(bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the device would make of some plans: words of (target, slot, place).
+    fn applied(plans: &[Vec<u32>]) -> Vec<(i32, i32, u32, u32)> {
+        let mut writes = Vec::new();
+        for plan in plans {
+            assert_eq!(plan[0] as usize, plan.len());
+            let (count, at) = (plan[5] as usize, plan[8] as usize);
+            for run in plan[at..at + count * RUN_WORDS].chunks(RUN_WORDS) {
+                let words = &plan[run[4] as usize..][..run[3] as usize];
+                writes.extend(
+                    words
+                        .iter()
+                        .zip(run[2]..)
+                        .map(|(&word, place)| (run[0] as i32, run[1] as i32, place, word)),
+                );
+            }
+        }
+        writes
+    }
+
+    #[test]
+    fn a_plan_holds_sequences_occupants_and_their_words() {
+        let blocks = [BlockId(7), BlockId(9)];
+        let sampling = Sampling {
+            seed: 1 << 40,
+            min_tokens: 2,
+            stop_token_ids: vec![5, 6],
+            logprobs: Some(3),
+            ..Sampling::greedy()
+        };
+        let admission = Admission {
+            slot: 3,
+            tokens: &[11, 12, 13],
+            prompt_len: 2,
+            position: 1,
+            blocks: &blocks,
+            sampling: &sampling,
+        };
+        let extension = Extension { slot: 1, first: 4, blocks: &blocks[..1] };
+        let sequences = [
+            StepRows { slot: 3, position: 1, rows: 2, samples: 1, mask: None },
+            StepRows { slot: 1, position: 64, rows: 1, samples: 1, mask: Some(4) },
+        ];
+        let plans = encode(42, &[admission], &[extension], &sequences, 1000);
+        let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
+        assert_eq!(plan[..10], [plan.len() as u32, 2, 3, 2, 1, 4, 16, 24, 48, 42]);
+        assert_eq!(plan[16..24], [3, 2, 1, u32::MAX, 1, 1, 1, 4]);
+        let occupant: PlanAdmission =
+            bytemuck::pod_read_unaligned(bytemuck::cast_slice(&plan[24..48]));
+        assert_eq!((occupant.slot, occupant.state.position, occupant.state.length), (3, 1, 3));
+        assert_eq!((occupant.sampling.seed, occupant.sampling.logprobs), (1 << 40, 3));
+        assert_eq!((occupant.sampling.stop_count, occupant.sampling.prompt_len), (2, 2));
+        let tokens = [(0, 3, 0, 11), (0, 3, 1, 12), (0, 3, 2, 13)];
+        let rest = [(1, 3, 0, 7), (1, 3, 1, 9), (2, 3, 0, 5), (2, 3, 1, 6), (1, 1, 4, 7)];
+        assert_eq!(applied(&plans), [&tokens[..], &rest[..]].concat());
+    }
+
+    #[test]
+    fn what_is_too_long_for_one_plan_comes_in_several_before_the_sequences() {
+        let tokens: Vec<u32> = (0..1000).collect();
+        let blocks: Vec<BlockId> = (0..63).map(BlockId).collect();
+        let sampling = Sampling::greedy();
+        let (prompt_len, position) = (1000, 0);
+        let occupant = Admission {
+            slot: 0,
+            tokens: &tokens,
+            prompt_len,
+            position,
+            blocks: &blocks,
+            sampling: &sampling,
+        };
+        let occupants = [occupant, Admission { slot: 1, ..occupant }];
+        let sequences = [StepRows { slot: 1, position: 0, rows: 8, samples: 0, mask: None }];
+        let whole = applied(&encode(1, &occupants, &[], &sequences, 1 << 20));
+        assert_eq!(whole.len(), 2 * 1063);
+        for words_max in [words_min(2), 200, 777] {
+            let plans = encode(1, &occupants, &[], &sequences, words_max);
+            assert!(plans.len() > 1 && plans.iter().all(|plan| plan.len() <= words_max));
+            assert_eq!(applied(&plans), whole);
+            let (last, before) = plans.split_last().unwrap();
+            assert_eq!(last[1..5], [1, 8, 0, 2]);
+            assert!(before.iter().all(|plan| plan[1..5] == [0; 4]));
+        }
+    }
+}
