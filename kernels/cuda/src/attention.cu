@@ -13,6 +13,7 @@ namespace {
 constexpr int WARPS = 4;      // of a plain block, which is one query head of one row
 constexpr int TILE = WARP;    // tokens that a warp takes at a time, one to a lane
 constexpr int TOKENS = BATON_BLOCK_TOKENS;
+constexpr int TOGETHER = 8;   // tokens whose values a warp loads at once
 
 struct PlainParameters {
   const int32_t* row_sequences;
@@ -66,6 +67,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
     if (is_seen) {
       const T* key = arena + pages[token / TOKENS] * in.block_elements + head_offset + (token % TOKENS) * in.dim;
       score = 0.f;
+#pragma unroll 4
       for (int i = 0; i < in.dim; i += 8) {
         float keys[8];
         load8(key + i, keys);
@@ -80,15 +82,28 @@ __global__ void __launch_bounds__(WARPS* WARP)
     sum = sum * correction + warp_sum(weight);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) values[i] *= correction;
+    // Eight values at a time are under way. Tokens that the row does not see are not read: they may hold anything.
     const int from = max(begin - tile * TILE, 0), until = min(end - tile * TILE, TILE);
-    for (int j = from; j < until; ++j) {
-      const int at = tile * TILE + j;
-      const T* value = arena + pages[at / TOKENS] * in.block_elements + head_offset + in.value_offset +
-                       (at % TOKENS) * in.dim;
-      const float share = __shfl_sync(FULL, weight, j);
+    for (int half = 0; half < TILE / TOKENS; ++half) {
+      if (half * TOKENS >= until) break;
+      const T* block = arena + pages[tile * (TILE / TOKENS) + half] * in.block_elements + head_offset + in.value_offset;
+      for (int group = 0; group < TOKENS; group += TOGETHER) {
+        T loaded[TOGETHER][EACH];
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) {
-        if (lane + i * WARP < in.dim) values[i] = fmaf(share, widen(value[lane + i * WARP]), values[i]);
+        for (int j = 0; j < TOGETHER; ++j) {
+          const int place = half * TOKENS + group + j;
+#pragma unroll
+          for (int i = 0; i < EACH; ++i) {
+            const bool is_read = place >= from && place < until && lane + i * WARP < in.dim;
+            loaded[j][i] = is_read ? block[(group + j) * in.dim + lane + i * WARP] : narrow<T>(0.f);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j) {
+          const float share = __shfl_sync(FULL, weight, half * TOKENS + group + j);
+#pragma unroll
+          for (int i = 0; i < EACH; ++i) values[i] = fmaf(share, widen(loaded[j][i]), values[i]);
+        }
       }
     }
   }
@@ -142,7 +157,8 @@ int32_t choose(const baton_attention_shape& shape, const baton_attention_batch& 
   const bool is_served = shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128);
   if (!is_served || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
   const int group = shape.query_heads / shape.kv_heads;
-  if (batch.rows == batch.sequences && has_decode(group)) return BATON_ATTENTION_DECODE;
+  // From groups of 4 on FA2's tensor cores win at every length (README.md has the figures).
+  if (batch.rows == batch.sequences && group < 4) return BATON_ATTENTION_DECODE;
   const bool fills_tiles = batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
   if (has_hopper(device) && shape.window == 0 && !batch.is_graph && fills_tiles) return BATON_ATTENTION_FA3;
   return BATON_ATTENTION_FA2;

@@ -1,0 +1,709 @@
+#!/usr/bin/env python3
+"""Checks libbaton_kernels.so on this machine's GPU against torch and numpy: check.py LIBRARY [part ...]
+
+Needs torch and numpy. Prints a line for every group of cases and ends with 1 if any of them failed.
+"""
+
+import itertools
+import random
+import sys
+import time
+
+import numpy as np
+import torch
+
+import rules
+from abi import *
+
+NAN = float("nan")
+lib = None
+lines = []
+
+
+def near(got, want, tolerance, what):
+    got, want = got.float(), want.float()
+    if torch.isnan(got).any():
+        raise AssertionError(f"{what}: NaN is left")
+    if got.numel() == 0:
+        return 0.0
+    error = ((got - want).abs() / (1 + want.abs())).max().item()
+    if not error <= tolerance:
+        raise AssertionError(f"{what}: error {error:.2e} of {tolerance:.0e}")
+    return error
+
+
+def equal(got, want, what):
+    if not torch.equal(got, want):
+        where = (got != want).nonzero()[:3].tolist()
+        raise AssertionError(f"{what}: differs at {where}: {got[tuple(where[0])]} for {want[tuple(where[0])]}")
+
+
+def expect_error(code, text, call):
+    try:
+        call()
+    except Error as error:
+        assert error.code == code and text in str(error), f"{error} for {code}: {text}"
+    else:
+        raise AssertionError(f"no error, wanted {code}: {text}")
+
+
+def rand(*shape, dtype=torch.float32, scale=1.0):
+    return ((torch.rand(*shape, device="cuda") * 2 - 1) * scale).to(dtype)
+
+
+def poisoned(rows, width, dtype):
+    """One row more than asked for, to see writes beyond the end."""
+    return torch.full((rows + 1, width), NAN, dtype=dtype, device="cuda")
+
+
+def untouched_end(tensor, what):
+    assert torch.isnan(tensor[-1].float()).all(), f"{what}: written beyond the end"
+
+
+TYPES = [(torch.float32, 5e-6), (torch.bfloat16, 5e-3)]
+SIZES = [(0, 64), (1, 8), (3, 576), (17, 1000), (5, 4096), (2, 8200), (3, 14336), (1, 32768), (600, 64)]
+
+
+def check_rows():
+    worst = 0
+    for (dtype, tolerance), (rows, width) in itertools.product(TYPES, SIZES):
+        code, what = DTYPES[dtype], f"{dtype} {rows}x{width}"
+        table, ids = rand(77, width, dtype=dtype), torch.randint(0, 77, (rows,), device="cuda", dtype=torch.int32)
+        out = poisoned(rows, width, torch.float32)
+        lib.embed(code, table, ids, out, rows, width)
+        equal(out[:rows], table[ids.long()].float(), f"embed {what}")
+        untouched_end(out, "embed")
+
+        weight, residual, delta = rand(width), rand(rows, width, scale=3), rand(rows, width, dtype=dtype)
+        norm = lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+        out = poisoned(rows, width, dtype)
+        lib.rms_norm(code, residual, weight, 1e-5, out, rows, width)
+        worst = max(worst, near(out[:rows], norm(residual), tolerance, f"rms_norm {what}"))
+        untouched_end(out, "rms_norm")
+
+        summed, out = residual.clone(), poisoned(rows, width, dtype)
+        lib.add_rms_norm(code, summed, delta, weight, 1e-5, out, None, rows, width)
+        equal(summed, residual + delta.float(), f"residual {what}")
+        near(out[:rows], norm(residual + delta.float()), tolerance, f"add_rms_norm {what}")
+        if rows:
+            chosen = torch.randint(0, rows, (rows + 2,), device="cuda", dtype=torch.int32)
+            kept, out = residual.clone(), poisoned(rows + 2, width, dtype)
+            lib.add_rms_norm(code, kept, delta, weight, 1e-5, out, chosen, rows + 2, width)
+            equal(kept, residual, "gathered residual")
+            near(out[:-1], norm(residual + delta.float())[chosen.long()], tolerance, f"gathered norm {what}")
+            out = poisoned(rows + 2, width, dtype)
+            lib.gather_rows(code, delta, chosen, out, rows + 2, width)
+            equal(out[:-1], delta[chosen.long()], f"gather_rows {what}")
+            untouched_end(out, "gather_rows")
+
+        stride = width + 24
+        wide = rand(rows + 1, stride, dtype=dtype)
+        want = wide.clone()
+        want[:rows, :width] = (want[:rows, :width].float() + weight).to(dtype)
+        lib.add_bias(code, wide, stride, weight, rows, width)
+        equal(wide, want, f"add_bias {what}")
+
+        gate_up, out = rand(rows, 2 * width, dtype=dtype, scale=20), poisoned(rows, width, dtype)
+        lib.silu_mul(code, gate_up, out, rows, width)
+        gate, up = gate_up.float().chunk(2, -1)
+        near(out[:rows], torch.nn.functional.silu(gate.double()) * up, 2 * tolerance, f"silu_mul {what}")
+        untouched_end(out, "silu_mul")
+    for source, target in itertools.product(DTYPES, DTYPES):
+        for count in (1, 7, 8, 1000, 100_003):
+            x, out = rand(count, dtype=source), torch.full((count + 1,), NAN, dtype=target, device="cuda")
+            lib.convert(DTYPES[source], x, DTYPES[target], out, count)
+            equal(out[:count], x.to(target), "convert")
+            assert torch.isnan(out[count]), "convert: written beyond the end"
+    expect_error(1, "width is 12", lambda: lib.rms_norm(0, rand(8), rand(8), 1e-5, rand(8), 1, 12))
+    expect_error(1, "dtype is 7", lambda: lib.rms_norm(7, rand(8), rand(8), 1e-5, rand(8), 1, 8))
+    return f"worst {worst:.1e}"
+
+
+def check_rope():
+    cases = 0
+    for (dtype, tolerance), dim, (heads, kv_heads) in itertools.product(
+            TYPES, (8, 64, 80, 128, 256), ((1, 1), (9, 3), (32, 8), (14, 2))):
+        for rows, has_bias, has_norm, is_strided in ((1, 0, 0, 0), (33, 1, 0, 1), (17, 0, 1, 0), (5, 1, 1, 1)):
+            layers, layer = 3, random.randrange(3)
+            arena, kv = kv_arena(12, layers, kv_heads, dim, dtype)
+            before = arena.clone()
+            width = (heads + 2 * kv_heads) * dim
+            qkv = rand(rows, width, dtype=dtype, scale=2)
+            places = random.sample(range(12 * 16), rows)
+            positions = [random.choice((0, 1, 31, 4095, 131_071)) for _ in range(rows)]
+            bias = rand(width) if has_bias else None
+            norms = (rand(dim), rand(dim)) if has_norm else (None, None)
+            frequencies = torch.tensor([10000.0 ** (-2 * i / dim) for i in range(dim // 2)], device="cuda")
+            stride = width if is_strided else heads * dim
+            queries = torch.full((rows, stride), NAN, dtype=dtype, device="cuda")
+            at, to = ints(positions), ints(places)
+            pointer = lambda tensor: None if tensor is None else tensor.data_ptr()
+            args = RopeArgs(qkv.data_ptr(), queries.data_ptr(), stride, pointer(bias), pointer(norms[0]),
+                            pointer(norms[1]), frequencies.data_ptr(), at.data_ptr(), to.data_ptr(), 1e-6, heads,
+                            layer, rows)
+            lib.rope_store_kv(kv, args)
+            x = qkv.double() + (bias.double() if has_bias else 0)
+            x = x.view(rows, heads + 2 * kv_heads, dim)
+            if has_norm:
+                scaled = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+                x = torch.cat((scaled[:, :heads] * norms[0], scaled[:, heads:heads + kv_heads] * norms[1],
+                               x[:, heads + kv_heads:]), 1)
+            angles = (at.float()[:, None] * frequencies[None]).double()[:, None]
+            low, high = x[..., :dim // 2], x[..., dim // 2:]
+            turned = torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), -1)
+            what = f"rope {dtype} dim {dim} heads {heads}/{kv_heads} rows {rows}"
+            near(queries[:, :heads * dim], turned[:, :heads].reshape(rows, -1), 2 * tolerance, what)
+            if is_strided:
+                assert torch.isnan(queries[:, heads * dim:].float()).all(), f"{what}: written between queries"
+            block, token = to.long() // 16, to.long() % 16
+            near(arena[block, layer, 0, :, token], turned[:, heads:heads + kv_heads], 2 * tolerance, what + " keys")
+            near(arena[block, layer, 1, :, token], x[:, heads + kv_heads:], 2 * tolerance, what + " values")
+            arena[block, layer, :, :, token] = before[block, layer, :, :, token]
+            assert torch.isnan(arena.float()).all(), f"{what}: written elsewhere"
+            cases += 1
+    arena, kv = kv_arena(2, 1, 1, 8, torch.float32)
+    kv.block_elements += 8
+    expect_error(1, "block_elements", lambda: lib.copy_blocks(kv, ints([0, 1]), 1))
+    return f"{cases} cases"
+
+
+def check_blocks():
+    for dtype in DTYPES:
+        arena, kv = kv_arena(40, 3, 2, 72, dtype)
+        arena.copy_(rand(*arena.shape, dtype=dtype))
+        want, order = arena.clone(), random.sample(range(40), 20)
+        want[order[10:]] = want[order[:10]]
+        lib.copy_blocks(kv, ints([x for pair in zip(order[:10], order[10:]) for x in pair]), 10)
+        equal(arena, want, "copy_blocks")
+        staging = torch.full((13, *arena.shape[1:]), NAN, dtype=dtype, device="cuda")
+        lib.gather_blocks(kv, ints(order[:12]), 12, staging)
+        equal(staging[:12], want[order[:12]], "gather_blocks")
+        assert torch.isnan(staging[12].float()).all(), "gather_blocks: written beyond the end"
+        pinned = torch.empty((12, *arena.shape[1:]), dtype=dtype, pin_memory=True)
+        lib.gather_blocks(kv, ints(order[:12]), 12, pinned)
+        torch.cuda.synchronize()
+        equal(pinned.cuda(), want[order[:12]], "gather_blocks to host")
+        other = random.sample(range(40), 12)
+        want[other] = staging[:12]
+        lib.scatter_blocks(kv, ints(other), 12, staging)
+        equal(arena, want, "scatter_blocks")
+    return ""
+
+
+class Host:
+    """What a host keeps to write plans, and what the device should make of them."""
+
+    def __init__(self, slots, token_width, blocks, stop_width=8):
+        self.slots, self.token_width, self.table_width = slots, token_width, (token_width + 15) // 16
+        self.memory = dict(
+            slots=torch.zeros(slots * 4, dtype=torch.int32, device="cuda"),
+            sampling=torch.zeros(slots * 16, dtype=torch.int32, device="cuda"),
+            tokens=torch.zeros(slots, token_width, dtype=torch.int32, device="cuda"),
+            block_tables=torch.zeros(slots, self.table_width, dtype=torch.int32, device="cuda"),
+            stop_tokens=torch.zeros(slots, stop_width, dtype=torch.int32, device="cuda"))
+        self.pool = Pool(*[tensor.data_ptr() for tensor in self.memory.values()], slots, token_width,
+                         self.table_width, stop_width, blocks - 1, 0)
+        self.free = list(range(blocks - 1))
+        random.shuffle(self.free)
+        self.live = {}  # slot: dict(tokens, position, table)
+
+    def admission(self, slot, tokens, computed=0, **how):
+        settings = dict(seed=0, temperature=0.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+                        frequency_penalty=0.0, top_k=0, min_tokens=0, stop_count=0, logprobs=-1,
+                        prompt_len=len(tokens)) | how
+        table = [self.free.pop() for _ in range((len(tokens) + 40) // 16)]
+        self.live[slot] = dict(tokens=list(tokens), position=computed, table=table)
+        runs = [(0, slot, 0, list(tokens)), (1, slot, 0, table)]
+        return (PlanAdmission(slot, (I32 * 3)(), Slot(computed, len(tokens), 0, 0), Sampling(**settings)), runs)
+
+    def write(self, step_id, admissions, sequences, runs=()):
+        """The plan as a tensor of words; sequences are (slot, rows, samples, mask_row)."""
+        runs = [run for _, own in admissions for run in own] + list(runs)
+        words = [0] * 16
+        place = lambda: words.extend([0] * (-len(words) % 4)) or len(words)
+        as_words = lambda item: list((U32 * (ctypes_size(item) // 4)).from_buffer_copy(item))
+        sequences_at = place()
+        for sequence in sequences:
+            words += as_words(PlanSequence(*sequence))
+        admissions_at = place()
+        for admission, _ in admissions:
+            words += as_words(admission)
+        runs_at = place()
+        at = runs_at + 5 * len(runs)
+        for target, slot, first, values in runs:
+            words += as_words(PlanRun(target, slot, first, len(values), at))
+            at += len(values)
+        for *_, values in runs:
+            words += [value & 0xFFFFFFFF for value in values]
+        words[:16] = as_words(PlanHeader(len(words), len(sequences), sum(s[1] for s in sequences),
+                                         sum(s[2] for s in sequences), len(admissions), len(runs), sequences_at,
+                                         admissions_at, runs_at, step_id))
+        return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+    def expected(self, sequences, rows, padded, samples):
+        out = {name: [] for name in STEP_ARRAYS}
+        out["row_indptr"], out["page_indptr"] = [0], [0]
+        trash = self.pool.trash_block
+        for index in range(padded):
+            slot, count, sampled, mask = sequences[index] if index < len(sequences) else (-1, 1, 0, -1)
+            state = self.live[slot] if slot >= 0 else dict(tokens=[0], position=0, table=[trash])
+            first = state["position"]
+            state["position"] = length = first + count
+            base = len(out["row_tokens"])
+            for position in range(first, length):
+                out["row_tokens"].append(state["tokens"][position])
+                out["row_positions"].append(position)
+                out["row_destinations"].append(state["table"][position // 16] * 16 + position % 16)
+                out["row_sequences"].append(index)
+            pages = state["table"][: (length + 15) // 16]
+            out["page_indices"] += pages
+            out["page_indptr"].append(len(out["page_indices"]))
+            out["row_indptr"].append(len(out["row_tokens"]))
+            out["last_page_tokens"].append((length - 1) % 16 + 1)
+            out["kv_lengths"].append(length)
+            out["sequence_slots"].append(slot)
+            for sample in range(sampled):
+                out["sampled_rows"].append(base + count - sampled + sample)
+                out["sample_slots"].append(slot)
+                out["sample_masks"].append(-1 if mask < 0 else mask + sample)
+        padding = padded - len(sequences)
+        out["counts"] = [len(sequences), len(out["row_tokens"]) - padding, len(out["sampled_rows"]),
+                         len(out["page_indices"]) - padding]
+        while len(out["row_tokens"]) < rows:
+            out["row_destinations"].append(trash * 16 + len(out["row_tokens"]) % 16)
+            out["row_tokens"].append(0)
+            out["row_positions"].append(0)
+            out["row_sequences"].append(-1)
+        while len(out["sampled_rows"]) < samples:
+            out["sampled_rows"].append(0)
+            out["sample_slots"].append(-1)
+            out["sample_masks"].append(-1)
+        return out
+
+
+def ctypes_size(item):
+    import ctypes
+    return ctypes.sizeof(item)
+
+
+def check_step():
+    steps = 0
+    for slots, most, longest in ((1, 1, 5), (7, 4, 40), (300, 260, 100), (4, 2, 6000), (1100, 1100, 20)):
+        host = Host(slots, longest + 64, slots * ((longest + 64) // 16 + 2) + 8)
+        buffer = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
+        for step in range(6):
+            admissions, sequences, used = [], [], random.sample(range(slots), random.randint(0, min(most, slots)))
+            for slot in used:
+                state = host.live.get(slot)
+                if state is None or len(state["tokens"]) + 8 > longest or random.random() < 0.1:
+                    if state:
+                        host.free += state["table"]
+                    tokens = [random.randrange(50_000) for _ in range(random.randint(1, longest))]
+                    admissions.append(host.admission(slot, tokens, random.randrange(len(tokens))))
+                    state = host.live[slot]
+                left = len(state["tokens"]) - state["position"]
+                if left == 0:
+                    continue
+                count = random.choice((1, left, random.randint(1, left)))
+                sequences.append((slot, count, random.randint(0, min(3, count)), random.choice((-1, 5))))
+            rows, samples = sum(s[1] for s in sequences), sum(s[2] for s in sequences)
+            padding = random.choice((0, 0, 1, 9))
+            extra = padding + random.choice((0, 3))
+            plan = host.write(100 + step, admissions, sequences)
+            buffer[: len(plan)] = plan.cuda()
+            want = host.expected(sequences, rows + extra, len(sequences) + padding, samples + padding)
+            arrays = StepArrays(rows + extra + 2, len(sequences) + padding, len(want["page_indices"]) + 2,
+                                samples + padding + 2)
+            lib.step_prepare(host.pool, buffer, arrays.struct, rows + extra, len(sequences) + padding,
+                             samples + padding)
+            want["counts"] += [100 + step, 0, 0, 0]
+            for name, values in want.items():
+                equal(arrays.tensors[name][: len(values)], ints(values), f"step {name}, {slots} slots")
+                if name not in ("counts",):
+                    rest = arrays.tensors[name][len(values):]
+                    assert (rest == -77).all(), f"step {name}: written beyond the end"
+            steps += 1
+    return f"{steps} steps"
+
+
+def attention_reference(queries, arena, layer, sequences, window):
+    """float64, [rows][heads][dim]"""
+    out = torch.zeros_like(queries, dtype=torch.float64)
+    heads, dim = queries.shape[1:]
+    for index, ((rows, length), table) in enumerate(zip(sequences.shapes, sequences.tables)):
+        kv = arena[table, layer].transpose(0, 1).transpose(1, 2)  # [half][head][page][token][dim], then joined
+        kv = kv.reshape(2, arena.shape[3], -1, dim)[:, :, :length].double()
+        keys, values = (kv[half].repeat_interleave(heads // arena.shape[3], 0) for half in (0, 1))
+        first = sequences.row_indptr[index]
+        q = queries[first : first + rows].double().transpose(0, 1)
+        scores = q @ keys.transpose(1, 2) * dim**-0.5
+        row = torch.arange(length - rows, length, device="cuda")[:, None]
+        column = torch.arange(length, device="cuda")[None]
+        hidden = column > row
+        if window:
+            hidden |= column <= row - window
+        out[first : first + rows] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+    return out
+
+
+ATTENTION_NAMES = {PLAIN: "plain", DECODE: "decode", FA2: "FA2", FA3: "FA3", AUTO: "auto"}
+memory = None
+
+
+def run_attention(kind, shape, kv, layer, queries, sequences, arrays, is_graph=0, out=None):
+    if out is None:
+        out = torch.full_like(queries, NAN)
+    plan = AttentionPlan()
+    torch.cuda.current_stream().synchronize()  # the staging buffer is free
+    lib.attention_prepare(kind, shape, sequences.batch(is_graph), memory.struct, plan)
+    heads, dim = queries.shape[1:]
+    lib.attention_run(plan, shape, memory.struct, kv, layer, queries, heads * dim, arrays.struct, out,
+                      sequences.count, sequences.rows)
+    return out, plan
+
+
+def attention_cases():
+    """(kind, dtype, dim, kv heads, group, window, shapes)"""
+    decode = [[(1, 1)], [(1, 16), (1, 17), (1, 300)], [(1, random.randint(1, 700)) for _ in range(33)], [(1, 5000)]]
+    prefill = [[(1, 1)], [(5, 5), (17, 33), (1, 100), (130, 300)], [(700, 1500), (64, 64)], [(2, 18), (257, 257)]]
+    for group, dim in itertools.product(range(1, 9), (64, 128)):
+        heads = random.choice((1, 2, 3))
+        for window in (0, 100):
+            for shapes in decode:
+                if group in (1, 2, 3, 4, 8):
+                    yield DECODE, torch.bfloat16, dim, heads, group, window, shapes
+                yield FA2, torch.bfloat16, dim, heads, group, window, shapes
+                yield PLAIN, torch.bfloat16, dim, heads, group, window, shapes
+            for shapes in prefill:
+                yield FA2, torch.bfloat16, dim, heads, group, window, shapes
+                yield PLAIN, torch.float32, dim, heads, group, window, shapes
+                yield AUTO, torch.bfloat16, dim, heads, group, window, shapes
+                if not window and torch.cuda.get_device_capability() == (9, 0):
+                    yield FA3, torch.bfloat16, dim, heads, group, window, shapes
+    for dim in (8, 80, 96, 256):
+        yield PLAIN, torch.float32, dim, 2, 3, 0, prefill[1]
+        yield AUTO, torch.bfloat16, dim, 2, 3, 20, prefill[1]
+
+
+def check_attention():
+    worst = {}
+    for kind, dtype, dim, kv_heads, group, window, shapes in attention_cases():
+        blocks, layers, layer = 1000, 2, random.randrange(2)
+        arena, kv = kv_arena(blocks, layers, kv_heads, dim, dtype)
+        sequences = Sequences(shapes, range(blocks - 1), padding=random.choice((0, 3)), trash=blocks - 1)
+        # What no row may see stays NaN: other blocks, the other layer. Unfilled places of last blocks are zeros, as
+        # a kernel may read them with weight 0.
+        used = [block for table in sequences.tables for block in table]
+        arena[used, layer] = 0
+        for (_, length), table in zip(sequences.shapes, sequences.tables):
+            values = rand(2, kv_heads, len(table) * 16, dim, dtype=dtype)
+            values[:, :, length:] = 0
+            arena[table, layer] = values.view(2, kv_heads, len(table), 16, dim).permute(2, 0, 1, 3, 4)
+        queries = rand(sequences.rows, kv_heads * group, dim, dtype=dtype, scale=3)
+        shape = Shape(kv_heads * group, kv_heads, dim, DTYPES[dtype], window, dim**-0.5)
+        arrays = sequences.step()
+        out, plan = run_attention(kind, shape, kv, layer, queries, sequences, arrays)
+        want = attention_reference(queries, arena, layer, sequences, window)
+        what = (f"{ATTENTION_NAMES[kind]} (as {ATTENTION_NAMES[plan.kind]}) {dtype} dim {dim} group {group} window "
+                f"{window} {shapes[:4]}")
+        error = near(out, want, 1e-5 if dtype == torch.float32 else 1.2e-2, what)
+        key = f"{ATTENTION_NAMES[kind]}"
+        worst[key] = max(worst.get(key, (0, 0))[0], error), worst.get(key, (0, 0))[1] + 1
+    return ", ".join(f"{name} {count} worst {error:.0e}" for name, (error, count) in worst.items())
+
+
+def check_attention_invariance():
+    """The plain kernel: a row's bits depend on its own sequence alone, however a prompt is cut."""
+    for dtype in DTYPES:
+        arena, kv = kv_arena(200, 1, 2, 64, dtype, 0)
+        arena.copy_(rand(*arena.shape, dtype=dtype))
+        shape = Shape(6, 2, 64, DTYPES[dtype], 0, 0.125)
+        whole = Sequences([(150, 150)], range(100))
+        queries = rand(150, 6, 64, dtype=dtype)
+        want, _ = run_attention(PLAIN, shape, kv, 0, queries, whole, whole.step())
+        for begin, end in ((0, 1), (0, 47), (47, 150), (149, 150), (100, 101)):
+            part = Sequences([(end - begin, end), (9, 300), (1, 1)], range(100, 200), padding=2, trash=199)
+            part.tables[0] = whole.tables[0][: len(part.tables[0])]
+            values = dict(part.step_values)
+            pages = [block for table in part.tables for block in table]
+            values["page_indices"] = pages
+            arrays = part.step()
+            arrays.fill(page_indices=pages)
+            mixed = rand(part.rows, 6, 64, dtype=dtype)
+            mixed[: end - begin] = queries[begin:end]
+            got, _ = run_attention(PLAIN, shape, kv, 0, mixed, part, arrays)
+            equal(got[: end - begin], want[begin:end], f"plain attention, rows {begin}..{end}")
+    return ""
+
+
+def check_attention_graph():
+    """Captured once, replayed with other lengths and padding; plans stay equal."""
+    cases = 0
+    for kind, group, dim in ((DECODE, 4, 128), (DECODE, 3, 64), (FA2, 7, 128), (FA2, 5, 64), (PLAIN, 2, 64)):
+        for bucket in (1, 8, 40):
+            arena, kv = kv_arena(4000, 1, 2, dim, torch.bfloat16, 0)
+            arena.copy_(rand(*arena.shape, dtype=torch.bfloat16))
+            shape = Shape(2 * group, 2, dim, 1, 0, dim**-0.5)
+            queries = rand(bucket, 2 * group, dim, dtype=torch.bfloat16)
+            out = torch.empty_like(queries)
+            arrays, graph, first = StepArrays(bucket, bucket, 4000, 1), None, None
+            for real in (bucket, max(bucket // 2, 1), 1):
+                shapes = [(1, random.choice((1, 15, 16, 17, 400, 900))) for _ in range(real)]
+                sequences = Sequences(shapes, range(3999), padding=bucket - real, trash=3999)
+                arrays.fill(**sequences.step_values)
+                queries.copy_(rand(*queries.shape, dtype=torch.bfloat16))
+                if graph is None:
+                    _, first = run_attention(kind, shape, kv, 0, queries, sequences, arrays, 1, out)  # loads it
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+                        lib.attention_run(first, shape, memory.struct, kv, 0, queries, 2 * group * dim, arrays.struct,
+                                          out, bucket, bucket)
+                out.fill_(NAN)
+                plan = AttentionPlan()
+                torch.cuda.synchronize()
+                lib.attention_prepare(kind, shape, sequences.batch(1), memory.struct, plan)
+                assert bytes(plan) == bytes(first), f"{ATTENTION_NAMES[kind]} bucket {bucket}: the plan changed"
+                graph.replay()
+                near(out, attention_reference(queries, arena, 0, sequences, 0), 1.2e-2,
+                     f"{ATTENTION_NAMES[kind]} graph, bucket {bucket}, {real} real")
+                cases += 1
+    bad = Shape(10, 2, 64, 1, 0, 1.0)
+    one = Sequences([(1, 5)], range(9))
+    expect_error(2, "groups of 5", lambda: lib.attention_prepare(DECODE, bad, one.batch(), memory.struct,
+                                                                 AttentionPlan()))
+    return f"{cases} replays"
+
+
+GREEDY = dict(seed=0, temperature=0.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+              frequency_penalty=0.0, top_k=0, min_tokens=0, logprobs=-1)
+
+
+def random_how():
+    how = dict(GREEDY, seed=random.getrandbits(64), logprobs=random.choice((-1, -1, 0, 1, 5, 20)))
+    if random.random() < 0.85:
+        how["temperature"] = random.choice((0.2, 0.7, 1.0, 1.0, 2.5))
+        how["top_k"] = random.choice((0, 0, 1, 5, 40, 1000, 6000))
+        how["top_p"] = random.choice((1.0, 1.0, 0.95, 0.5, 0.999, 1e-6))
+        how["min_p"] = random.choice((0.0, 0.0, 0.02, 1e-5, 1.0))
+    if random.random() < 0.3:
+        how["repetition_penalty"] = random.choice((1.0, 1.3, 0.8))
+        how["presence_penalty"] = random.choice((0.0, 0.6))
+        how["frequency_penalty"] = random.choice((0.0, 0.4, -0.3))
+    if random.random() < 0.3:
+        how["min_tokens"] = random.choice((1, 8, 100))
+    return how
+
+
+def random_logits(vocabulary):
+    shape = random.choice(("normal", "sharp", "flat", "ties", "few", "very sharp"))
+    x = np.random.standard_normal(vocabulary).astype(np.float32)
+    if shape == "sharp":
+        x *= np.float32(6)
+    elif shape == "very sharp":
+        x *= np.float32(2)
+        x[random.randrange(vocabulary)] += np.float32(25)
+    elif shape == "flat":
+        x *= np.float32(0.05)
+    elif shape == "ties":
+        x = np.round(x * np.float32(2)).astype(np.float32)
+    elif shape == "few":
+        x[np.random.rand(vocabulary) < 0.9] = -np.inf
+        x[random.randrange(vocabulary)] = 1
+    return x
+
+
+def check_sample():
+    total, unlike, by_rounding = 0, [], 0
+    for vocabulary in (1, 5, 1000, 1024, 1025, 32_003, 49_152, 128_256):
+        stride = (vocabulary + 7) // 4 * 4
+        for count in (1, 3, 40):
+            cases = 2 if vocabulary > 100_000 else 4
+            width = 96
+            host = Host(64, width, 8, stop_width=6)
+            arrays = StepArrays(64, 64, 1, 64)
+            scratch = torch.zeros(lib.raw.baton_sample_scratch_bytes(64, vocabulary) // 4, dtype=torch.int32,
+                                  device="cuda")
+            results = torch.full((64, 8), -99, dtype=torch.int32, device="cuda")
+            top = torch.full((64, TOP_MAX, 2), -99, dtype=torch.int32, device="cuda")
+            for _ in range(cases):
+                rows, wanted = [], []
+                masks = np.random.rand(count, (vocabulary + 31) // 32 * 32) < random.choice((0.02, 0.5, 1.0))
+                if random.random() < 0.1:
+                    masks[:] = False
+                logits = torch.full((count, stride), NAN)
+                settings, tokens = [], torch.zeros(64, width, dtype=torch.int32)
+                stops = torch.zeros(64, 6, dtype=torch.int32)
+                states, order = torch.zeros(64, 4, dtype=torch.int32), random.sample(range(64), count)
+                for index, slot in enumerate(order):
+                    x = random_logits(vocabulary)
+                    if random.random() < 0.05:
+                        x[random.randrange(vocabulary)] = random.choice((np.nan, np.inf))
+                    how = random_how()
+                    length = random.randint(1, width - 1)
+                    prompt = random.randint(0, length)
+                    own = [random.randrange(vocabulary + 2) for _ in range(length)]
+                    if vocabulary > 5:
+                        own = [random.choice((token, 3, 4)) for token in own]
+                    stop = [random.choice((int(np.argmax(np.nan_to_num(x, nan=-1e30, posinf=1e30))), vocabulary + 5, 0)) for _ in range(random.choice((0, 2, 6)))]
+                    mask = masks[index][:vocabulary] if random.random() < 0.3 else None
+                    logits[index, :vocabulary] = torch.from_numpy(x)
+                    tokens[slot, :length] = torch.tensor(own)
+                    stops[slot, : len(stop)] = torch.tensor(stop, dtype=torch.int32)
+                    states[slot, 0], states[slot, 1] = length, length
+                    settings.append((slot, Sampling(**how, stop_count=len(stop), prompt_len=prompt)))
+                    rows.append((slot, length - 1, -1 if mask is None else index, length, how, x))
+                    wanted.append(rules.sample(x, how, own[:prompt], own[prompt:], mask, stop))
+                device_logits = logits.cuda()
+                for slot, how in settings:
+                    words = torch.tensor(list((I32 * 16).from_buffer_copy(how)), dtype=torch.int32)
+                    host.memory["sampling"][slot * 16 : slot * 16 + 16] = words.cuda()
+                host.memory["tokens"].copy_(tokens)
+                host.memory["stop_tokens"].copy_(stops)
+                host.memory["slots"].copy_(states.view(-1))
+                # Samples are rows of the step in another order; two more are padding.
+                shuffled = random.sample(range(count), count)
+                positions = [0] * count
+                for index, place in enumerate(shuffled):
+                    positions[place] = rows[index][1]
+                arrays.fill(row_positions=positions, sampled_rows=shuffled + [0, 0],
+                            sample_slots=[row[0] for row in rows] + [-1, -1],
+                            sample_masks=[row[2] for row in rows] + [-1, -1], counts=[count, count, count, 0, 77, 0, 0, 0])
+                bits = torch.from_numpy(np.packbits(masks, axis=1, bitorder="little").view(np.int32).copy()).cuda()
+                samples = min(count + 2, 64)
+                padded = torch.cat((device_logits, torch.full((2, stride), NAN, device="cuda")))
+                args = SampleArgs(padded.data_ptr(), stride, bits.data_ptr(), results.data_ptr(), top.data_ptr(),
+                                  scratch.data_ptr(), scratch.numel() * 4, vocabulary, samples)
+                lib.sample(host.pool, arrays.struct, args)
+                got = [SampleResult.from_buffer_copy(row.numpy().tobytes()) for row in results.cpu()]
+                tops, pool_tokens, pool_slots = top.cpu(), host.memory["tokens"].cpu(), host.memory["slots"].cpu().view(64, 4)
+                for index, (row, want) in enumerate(zip(rows, wanted)):
+                    slot, position, _, length, how, x = row
+                    result = got[index]
+                    what = f"vocabulary {vocabulary}, {how}, length {length}"
+                    total += 1
+                    assert (result.slot, result.position, result.step_id) == (slot, position, 77), what
+                    assert result.status == want["status"], f"status {result.status} for {want}: {what}"
+                    assert pool_slots[slot].tolist() == [length, length + 1, want["status"], 0], what
+                    if want["status"]:
+                        assert result.token == want["token"], f"{result.token} for {want}: {what}"
+                        assert pool_tokens[slot, length] == 0
+                        continue
+                    assert pool_tokens[slot, length] == result.token, "not appended"
+                    if result.token != want["token"]:
+                        unlike.append(f"{result.token} for {want['token']}: {what}")
+                        continue
+                    if how["logprobs"] >= 0:
+                        assert abs(result.logprob - want["chosen"]) <= 1e-5 * max(1, abs(want["chosen"])), what
+                        assert result.top_count == len(want["top"]), what
+                        for place, (token, logprob) in enumerate(want["top"]):
+                            got_token = int(tops[index, place, 0])
+                            got_logprob = float(tops[index, place, 1:].view(torch.float32))
+                            assert got_token == token, f"top {place}: {got_token} for {token}: {what}"
+                            assert got_logprob == logprob or abs(got_logprob - logprob) < 1e-5 * max(1, abs(logprob)), what
+                assert all(got[i].slot == -1 for i in range(count, samples)), "padding"
+    # The share of top_p may be reached one token sooner or later by the rounding of sums; nothing else may differ.
+    assert len(unlike) <= total // 500, f"{len(unlike)} of {total} draws differ: {unlike[:3]}"
+    return f"{total} draws, {len(unlike)} unlike" + (f" ({unlike[0]})" if unlike else "")
+
+
+def check_step_graph():
+    """Steps and draws in one graph: the next step reads the tokens that the last one drew."""
+    vocabulary, bucket = 5000, 8
+    host = Host(10, 64, 100)
+    arrays = StepArrays(bucket, bucket, 64, bucket)
+    buffer = torch.zeros(4096, dtype=torch.int32, device="cuda")
+    table = torch.randn(vocabulary, vocabulary, device="cuda")  # logits of the next token, by token
+    scratch = torch.zeros(lib.raw.baton_sample_scratch_bytes(bucket, vocabulary) // 4, dtype=torch.int32, device="cuda")
+    results = torch.zeros(bucket, 8, dtype=torch.int32, device="cuda")
+    logits = torch.zeros(bucket, vocabulary, device="cuda")
+    args = SampleArgs(logits.data_ptr(), vocabulary, None, results.data_ptr(), None, scratch.data_ptr(),
+                      scratch.numel() * 4, vocabulary, bucket)
+
+    def step():
+        lib.step_prepare(host.pool, buffer, arrays.struct, bucket, bucket, bucket)
+        torch.index_select(table, 0, arrays.row_tokens[:bucket], out=logits)
+        lib.sample(host.pool, arrays.struct, args)
+
+    step()  # an empty plan
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        step()
+    slots = random.sample(range(10), 5)
+    how = {slot: dict(GREEDY, seed=slot, temperature=1.0, top_k=random.choice((0, 50))) for slot in slots}
+    admissions = [host.admission(slot, [slot + 7], **how[slot]) for slot in slots]
+    truth, tables = {slot: [slot + 7] for slot in slots}, table.cpu().numpy()
+    for number in range(20):
+        plan = host.write(number, admissions if number == 0 else [], [(slot, 1, 1, -1) for slot in slots])
+        buffer[: len(plan)] = plan.cuda()
+        graph.replay()
+        for slot in slots:
+            truth[slot].append(rules.sample(tables[truth[slot][-1]], how[slot], (), truth[slot][1:])["token"])
+    tokens = host.memory["tokens"].cpu()
+    for slot in slots:
+        assert tokens[slot, :21].tolist() == truth[slot], f"slot {slot}: {tokens[slot, :21].tolist()} for {truth[slot]}"
+    return "20 replays"
+
+
+def check_probe():
+    x = torch.randint(-2**31, 2**31 - 1, (1_000_004,), dtype=torch.int32, device="cuda")
+    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for count in (4, 1000, 1_000_004):
+        sink.zero_()
+        lib.read_stream(x, count * 4, sink, 0)
+        want = np.bitwise_xor.reduce(x[:count].cpu().numpy())
+        assert sink.item() == want, f"read_stream of {count}"
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    lib.delay(3_000_000)
+    end.record()
+    end.synchronize()
+    assert 2.9 < begin.elapsed_time(end) < 20, "delay"
+    for dtype in DTYPES:
+        out = torch.full((100_001,), NAN, dtype=dtype, device="cuda")
+        lib.fill_random(DTYPES[dtype], out, 100_000, 5, 0.5)
+        y = out[:-1].float()
+        assert y.abs().max() <= 0.5 and abs(y.mean()) < 0.01 and abs(y.std() - 0.2887) < 0.01 and torch.isnan(out[-1])
+    return ""
+
+
+PARTS = dict(rows=check_rows, rope=check_rope, blocks=check_blocks, step=check_step, attention=check_attention,
+             invariance=check_attention_invariance, attention_graph=check_attention_graph, sample=check_sample,
+             step_graph=check_step_graph, probe=check_probe)
+
+
+def main():
+    global lib, memory
+    path, *parts = sys.argv[1:]
+    seed = random.randrange(1 << 30)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    lib = Library(path)
+    print(lib.raw.baton_build_info().decode(), "|", torch.cuda.get_device_name(), "| seed", seed)
+    sizes = (U32 * 32)()
+    count = lib.raw.baton_struct_sizes(sizes, 32)
+    assert list(sizes)[:count] == [ctypes_size(kind()) for kind in STRUCTS], "struct sizes"
+    begin = time.time()
+    lib.initialise()
+    print(f"initialise: {time.time() - begin:.2f} s")
+    memory = AttentionMemory()
+    failed = 0
+    for is_programmatic in (0, 1):
+        lib.raw.baton_programmatic_launch(is_programmatic)
+        for name in parts or PARTS:
+            begin = time.time()
+            try:
+                note, verdict = PARTS[name](), "ok"
+                torch.cuda.synchronize()
+            except Exception as error:  # a sticky CUDA error fails all that follow, too
+                note, verdict, failed = f"{type(error).__name__}: {error}"[:600], "FAILED", failed + 1
+            print(f"{'pdl ' if is_programmatic else '    '}{name:16} {verdict:7} {time.time() - begin:6.1f} s  {note}",
+                  flush=True)
+    print(f"{failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
