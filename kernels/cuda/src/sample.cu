@@ -3,14 +3,16 @@
 // This unit is compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the
 // CPU's bits, so a draw differs only where logits do.
 //
-// Four launches. A sample's vocabulary is cut into slices of whole runs (1,024 tokens, the unit of the CPU's
+// Five launches. A sample's vocabulary is cut into slices of whole runs (1,024 tokens, the unit of the CPU's
 // totals), and all but the last kernel give a block to each slice:
 //   history  counts the tokens of sequences that have penalties,
 //   survey   applies mask, min_tokens and penalties, finds the greatest logit and what is no number,
-//   weigh    races the tokens against each other, or, with top-k or top-p, lists the likely ones and adds up totals,
+//   weigh    races the tokens against each other or, with top-k or top-p, counts and adds them up by likelihood,
+//   gather   with top-k or top-p: finds the bin of likelihood where the cut lies, lists whom that concerns and races
+//            those that stay for certain,
 //   choose   one block a sample: puts the slices together, narrows the list, reports, appends the token.
-// Where the list does not hold enough tokens (or overflows), `choose` goes over the vocabulary by itself; that
-// takes some 100 us and happens with very flat or very sharp distributions.
+// Where the list overflows (thousands of tokens of nearly equal likelihood at the cut, or top-k and top-p both with a
+// large k), `choose` goes over the vocabulary by itself; that takes up to a millisecond.
 #include <utility>
 
 #include "device.cuh"
@@ -23,8 +25,8 @@ constexpr int LANES = 16;
 constexpr int SLICES_MAX = 128;
 constexpr int SLICE_THREADS = 256;
 constexpr int CHOOSE_THREADS = 1024;
-constexpr int LIST_MAX = 4096;      // tokens that are listed for top-k and top-p
-constexpr float LIST_CUT = 1.f / 256.f;  // of the best one's probability: who is listed
+constexpr int LIST_MAX = 8192;      // tokens that are listed for top-k and top-p
+constexpr int LEVELS = 1024;        // bins of likelihood, eight to a factor of two
 constexpr int RUNS_MAX = 1024;
 constexpr float GREEDY_BELOW = 1e-5f;
 constexpr uint32_t IN_PROMPT = 1u << 31;
@@ -46,6 +48,20 @@ struct Winner {
   int reserved;
 };
 
+// Where top-k or top-p cuts.
+struct Cut {
+  enum Mode {
+    LIST_ALL,  // everybody up to the level is listed
+    LIST_LAST, // those of the level are listed, those before it stay and have raced
+    NO_LIST    // too many for a list
+  };
+  int32_t mode;
+  int32_t level;
+  int32_t is_reached;  // 0: all together hold less than is asked for
+  int32_t reserved;
+  uint64_t need;  // of the listed ones, in LIST_LAST
+};
+
 struct Scratch {
   uint32_t* counts;    // [samples][vocabulary]; zero between calls
   float* adjusted;     // [samples][stride]
@@ -55,6 +71,10 @@ struct Scratch {
   float* raw_totals;   // [samples][RUNS_MAX], for log-probabilities
   uint64_t* list;      // [samples][LIST_MAX]
   int32_t* list_count; // [samples]
+  int32_t* bounds;     // [samples]: bits of the earliest arrival so far, rounded up
+  uint64_t* masses;    // [samples][LEVELS]
+  uint32_t* numbers;   // [samples][LEVELS]
+  Cut* cuts;           // [samples]
 };
 
 int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -74,6 +94,10 @@ uint64_t lay_out(char* base, int64_t samples, int64_t vocabulary, Scratch& scrat
   take(scratch.raw_totals, samples * RUNS_MAX);
   take(scratch.list, samples * LIST_MAX);
   take(scratch.list_count, samples);
+  take(scratch.bounds, samples);
+  take(scratch.masses, samples * LEVELS);
+  take(scratch.numbers, samples * LEVELS);
+  take(scratch.cuts, samples);
   return at;
 }
 
@@ -152,6 +176,14 @@ struct Race {
     const uint32_t bits = key.bits(other);
     if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) meet_exactly(Key::arrival(bits, p), other);
   }
+  // What other blocks of the sample have found makes the quick look sharper, and the other way round.
+  __device__ void learn_bound(const int32_t* shared) {
+    bound = fminf(bound, __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared)));
+  }
+  __device__ void teach_bound(int32_t* shared) {
+    const float known = __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared));
+    if (bound < known) atomicMin(shared, __float_as_int(bound));
+  }
   __device__ void join_warp() {
     for (int distance = WARP / 2; distance > 0; distance /= 2) {
       const double other_arrival = __shfl_xor_sync(FULL, arrival, distance);
@@ -227,8 +259,17 @@ __global__ void history_kernel(const Arguments in) {
   predecessor_done();
   const int index = blockIdx.y;
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-  if (thread == 0) in.scratch.list_count[index] = 0;
+  if (thread == 0) {
+    in.scratch.list_count[index] = 0;
+    in.scratch.bounds[index] = __float_as_int(INFINITY);
+  }
   const Sample sample = find_sample(in, index);
+  if (sample.slot >= 0 && sample.is_restricted) {
+    for (int i = thread; i < LEVELS; i += threads) {
+      in.scratch.masses[index * LEVELS + i] = 0;
+      in.scratch.numbers[index * LEVELS + i] = 0;
+    }
+  }
   if (sample.slot < 0 || !sample.is_penalised) return;
   const int32_t* tokens = in.pool.tokens + static_cast<int64_t>(sample.slot) * in.pool.token_width;
   uint32_t* counts = in.scratch.counts + static_cast<int64_t>(index) * in.args.vocabulary;
@@ -303,45 +344,55 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
   const int32_t* stop_tokens = in.pool.stop_tokens + static_cast<int64_t>(sample.slot) * in.pool.stop_width;
 
   Survey own = nothing_seen();
-  for (int run = 0; run < in.slice_runs; ++run) {
-    const int first = (blockIdx.x * in.slice_runs + run) * RUN;
-    if (first >= vocabulary) break;
-    if (sample.is_min_masked) {
-      __syncthreads();
-      if (threadIdx.x < RUN / 32) stops[threadIdx.x] = 0;
-      __syncthreads();
-      for (int i = threadIdx.x; i < sample.how.stop_count; i += blockDim.x) {
-        const int place = stop_tokens[i] - first;
-        if (place >= 0 && place < RUN) atomicOr(stops + place / 32, 1u << (place % 32));
-      }
-      __syncthreads();
-    }
-    // RUN is four times the threads.
-    const int place = threadIdx.x * 4, id = first + place;
-    if (id >= vocabulary) continue;
-    float values[4];
-    const float4 loaded = *reinterpret_cast<const float4*>(raw + id);
-    values[0] = loaded.x, values[1] = loaded.y, values[2] = loaded.z, values[3] = loaded.w;
+  const int place = threadIdx.x * 4;  // RUN is four times the threads
+  constexpr int TOGETHER = 4;         // runs whose logits are under way
+  for (int run = 0; run < in.slice_runs; run += TOGETHER) {
+    float4 loaded[TOGETHER];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (id + i >= vocabulary) break;
-      float value = values[i];
-      if (is_bad(value)) own.raw_bad = min(own.raw_bad, id + i);
-      own.raw_best = value > own.raw_best ? value : own.raw_best;
-      if (mask && !(mask[(id + i) / 32] >> ((id + i) % 32) & 1)) value = -INFINITY;
-      if (sample.is_min_masked && (stops[(place + i) / 32] >> ((place + i) % 32) & 1)) value = -INFINITY;
-      if (sample.is_penalised) {
-        const uint32_t count = counts[id + i];
-        if (count != 0) {
-          counts[id + i] = 0;
-          value = penalise(sample.how, count, value);
+    for (int k = 0; k < TOGETHER; ++k) {
+      const int id = (blockIdx.x * in.slice_runs + run + k) * RUN + place;
+      if (run + k < in.slice_runs && id < vocabulary) loaded[k] = *reinterpret_cast<const float4*>(raw + id);
+    }
+#pragma unroll
+    for (int k = 0; k < TOGETHER; ++k) {
+      const int first = (blockIdx.x * in.slice_runs + run + k) * RUN;
+      if (run + k >= in.slice_runs || first >= vocabulary) break;
+      if (sample.is_min_masked) {
+        __syncthreads();
+        if (threadIdx.x < RUN / 32) stops[threadIdx.x] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < sample.how.stop_count; i += blockDim.x) {
+          const int stop = stop_tokens[i] - first;
+          if (stop >= 0 && stop < RUN) atomicOr(stops + stop / 32, 1u << (stop % 32));
         }
+        __syncthreads();
       }
-      if (sample.is_adjusted) adjusted[id + i] = value;
-      if (is_bad(value)) {
-        own.bad = min(own.bad, id + i);
-      } else {
-        take_best(own.best, own.best_id, value, id + i);
+      const int id = first + place;
+      const float values[4] = {loaded[k].x, loaded[k].y, loaded[k].z, loaded[k].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (id + i >= vocabulary) break;
+        float value = values[i];
+        if (is_bad(value)) own.raw_bad = min(own.raw_bad, id + i);
+        own.raw_best = value > own.raw_best ? value : own.raw_best;
+        if (sample.is_adjusted) {
+          if (mask && !(mask[(id + i) / 32] >> ((id + i) % 32) & 1)) value = -INFINITY;
+          if (sample.is_min_masked && (stops[(place + i) / 32] >> ((place + i) % 32) & 1)) value = -INFINITY;
+          if (sample.is_penalised) {
+            const uint32_t count = counts[id + i];
+            if (count != 0) {
+              counts[id + i] = 0;
+              value = penalise(sample.how, count, value);
+            }
+          }
+          adjusted[id + i] = value;
+        }
+        if (is_bad(value)) {
+          own.bad = min(own.bad, id + i);
+        } else if (value > own.best) {  // ids rise within a thread: among equals the first stays
+          own.best = value;
+          own.best_id = id + i;
+        }
       }
     }
   }
@@ -396,10 +447,37 @@ __device__ float run_total(const float* weights, float floor) {
   return sum;
 }
 
+// The bin of a weight: 0 holds the best, later ones the less likely.
+__device__ int level_of(float weight) { return max(0x3f800000 - __float_as_int(weight), 0) >> 20; }
+
+// Probabilities relative to the best one's, as whole numbers of 2^-46: sums of them do not depend on their order.
+constexpr double UNIT = 70368744177664.0;
+__device__ uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
+
+// All lanes of a warp add to bins together, those without anything with is_in = false: equal bins are added up
+// within the warp first, since most tokens of a row share a few bins.
+template <bool BY_MASS>
+__device__ void add_to_bins(uint64_t* masses, uint32_t* numbers, bool is_in, uint32_t bin, uint64_t mass) {
+  const unsigned peers = __match_any_sync(FULL, is_in ? bin : 0xffffffffu);
+  if (!is_in) return;
+  const bool leads = (peers & ((1u << (threadIdx.x % WARP)) - 1)) == 0;
+  if constexpr (BY_MASS) {
+    const uint32_t low = __reduce_add_sync(peers, static_cast<uint32_t>(mass & 0xffffff));
+    const uint32_t high = __reduce_add_sync(peers, static_cast<uint32_t>(mass >> 24));
+    if (leads) {
+      const uint64_t sum = (static_cast<uint64_t>(high) << 24) + low;
+      atomicAdd(reinterpret_cast<unsigned long long*>(masses + bin), static_cast<unsigned long long>(sum));
+    }
+  }
+  if (leads) atomicAdd(numbers + bin, __popc(peers));
+}
+
 __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in) {
   __shared__ Survey survey_shared;
   __shared__ Winner winners[SLICE_THREADS / WARP];
   __shared__ float weights[RUN];
+  __shared__ uint64_t masses[LEVELS];
+  __shared__ uint32_t numbers[LEVELS];
   successor_may_start();
   predecessor_done();
   const int index = blockIdx.y;
@@ -420,28 +498,43 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   Race race;
   // A likely token as the one to beat makes the quick look sharp. It is met again in its own slice.
   if (wants_race) race.meet(key, survey.best_id, weigh(survey.best, survey.best, temperature));
-  const float cut = fmaxf(LIST_CUT, min_p);
+  const float sharpness = 1.f / temperature;
+  if (sample.is_restricted) {
+    for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) masses[i] = numbers[i] = 0;
+    __syncthreads();
+  }
 
   for (int run = 0; run < in.slice_runs; ++run) {
     const int run_index = blockIdx.x * in.slice_runs + run, first = run_index * RUN;
     if (first >= vocabulary) break;
-    for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
-      const int id = first + place;
-      if (!sample.is_greedy) {
-        const float weight = id < vocabulary ? weigh(values[id], survey.best, temperature) : 0.f;
-        if (wants_race) {
+    if (wants_race) {
+      race.learn_bound(in.scratch.bounds + index);
+#pragma unroll
+      for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
+        const int id = first + place;
+        if (id >= vocabulary) break;
+        // With a rough exponential first; only who passes that needs the exact one.
+        const float logit = values[id];
+        const float rough = __expf((logit - survey.best) * sharpness) * 1.001f;
+        const float v = static_cast<float>(key.bits(id) >> 8) * (1.f / 16777216.f);
+        if (v <= rough * race.bound) {
+          const float weight = weigh(logit, survey.best, temperature);
           if (weight > 0.f && weight >= min_p) race.meet(key, id, weight);
+        }
+      }
+      race.teach_bound(in.scratch.bounds + index);
+    }
+    if (sample.is_restricted) {
+      for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
+        const int id = first + place;
+        const float weight = id < vocabulary ? weigh(values[id], survey.best, temperature) : 0.f;
+        weights[place] = weight;
+        const bool is_in = weight > 0.f && weight >= min_p;
+        const uint32_t level = is_in ? level_of(weight) : 0;
+        if (wants_total) {
+          add_to_bins<true>(masses, numbers, is_in, level, mass_of(weight));
         } else {
-          weights[place] = weight;
-          const bool is_listed = weight >= cut && weight > 0.f;
-          const unsigned listed = __ballot_sync(FULL, is_listed);
-          if (listed) {
-            const int lane = threadIdx.x % WARP;
-            int to = 0;
-            if (lane == 0) to = atomicAdd(in.scratch.list_count + index, __popc(listed));
-            to = __shfl_sync(FULL, to, 0) + __popc(listed & ((1u << lane) - 1));
-            if (is_listed && to < LIST_MAX) in.scratch.list[index * LIST_MAX + to] = ranked(id, weight);
-          }
+          add_to_bins<false>(masses, numbers, is_in, level, 0);
         }
       }
     }
@@ -465,7 +558,156 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
     }
     __syncthreads();
   }
+  if (sample.is_restricted) {
+    for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) {
+      if (numbers[i] == 0) continue;
+      atomicAdd(in.scratch.numbers + index * LEVELS + i, numbers[i]);
+      if (wants_total) {
+        atomicAdd(reinterpret_cast<unsigned long long*>(in.scratch.masses + index * LEVELS + i),
+                  static_cast<unsigned long long>(masses[i]));
+      }
+    }
+  }
   if (wants_race) {
+    race.join_block(winners);
+    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + blockIdx.x] = {race.arrival, race.token, 0};
+  }
+}
+
+// ---- gather ----
+
+// Runs' totals in f64, one after the other. In every thread.
+__device__ double sum_runs(const float* totals, int runs, float* shared, double* result) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < runs; i += blockDim.x) shared[i] = totals[i];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    double sum = 0.0;
+    for (int i = 0; i < runs; ++i) sum += static_cast<double>(shared[i]);
+    *result = sum;
+  }
+  __syncthreads();
+  return *result;
+}
+
+// What the kept tokens' mass must reach.
+__device__ uint64_t needed_mass(float top_p, double whole) {
+  const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);
+  return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);
+}
+
+struct CutShared {
+  float runs[RUNS_MAX];
+  double whole;
+  uint64_t amounts[SLICE_THREADS / WARP];
+  uint32_t numbers[SLICE_THREADS / WARP];
+  Cut cut;
+};
+
+// The level at which top-k (or, without it, top-p) is reached. By a block of SLICE_THREADS.
+__device__ Cut find_cut(const Arguments& in, const Sample& sample, int index, CutShared& shared) {
+  constexpr int EACH = LEVELS / SLICE_THREADS;
+  const bool by_mass = sample.top_k == 0;
+  const uint32_t* all_numbers = in.scratch.numbers + index * LEVELS;
+  const uint64_t* all_masses = in.scratch.masses + index * LEVELS;
+  uint64_t need = sample.top_k;
+  if (by_mass) {
+    const int runs = (in.args.vocabulary + RUN - 1) / RUN;
+    need = needed_mass(sample.how.top_p,
+                       sum_runs(in.scratch.totals + index * RUNS_MAX, runs, shared.runs, &shared.whole));
+  }
+  uint32_t numbers[EACH], own_number = 0;
+  uint64_t amounts[EACH], own = 0;
+  for (int i = 0; i < EACH; ++i) {
+    numbers[i] = all_numbers[threadIdx.x * EACH + i];
+    amounts[i] = by_mass ? all_masses[threadIdx.x * EACH + i] : numbers[i];
+    own += amounts[i];
+    own_number += numbers[i];
+  }
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  uint64_t through = own;
+  uint32_t number_through = own_number;
+  for (int distance = 1; distance < WARP; distance *= 2) {
+    const uint64_t other = __shfl_up_sync(FULL, through, distance);
+    const uint32_t other_number = __shfl_up_sync(FULL, number_through, distance);
+    if (lane >= distance) through += other, number_through += other_number;
+  }
+  if (lane == WARP - 1) shared.amounts[warp] = through, shared.numbers[warp] = number_through;
+  if (threadIdx.x == 0) shared.cut.is_reached = 0;
+  __syncthreads();
+  uint64_t before = through - own;
+  uint32_t number = number_through - own_number, everybody = 0;
+  for (int w = 0; w < SLICE_THREADS / WARP; ++w) {
+    if (w < warp) before += shared.amounts[w], number += shared.numbers[w];
+    everybody += shared.numbers[w];
+  }
+  if (before < need && before + own >= need) {
+    for (int i = 0; i < EACH; ++i) {
+      number += numbers[i];
+      if (before + amounts[i] >= need) {
+        Cut cut;
+        cut.level = threadIdx.x * EACH + i;
+        cut.need = need - before;
+        cut.is_reached = 1;
+        cut.reserved = 0;
+        cut.mode = number <= LIST_MAX                    ? Cut::LIST_ALL
+                   : by_mass && numbers[i] <= LIST_MAX ? Cut::LIST_LAST
+                                                       : Cut::NO_LIST;
+        shared.cut = cut;
+        break;
+      }
+      before += amounts[i];
+    }
+  }
+  __syncthreads();
+  Cut cut = shared.cut;
+  if (!cut.is_reached) cut = {everybody <= LIST_MAX ? Cut::LIST_ALL : Cut::NO_LIST, LEVELS, 0, 0, need};
+  return cut;
+}
+
+__global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments in) {
+  __shared__ Survey survey_shared;
+  __shared__ Winner winners[SLICE_THREADS / WARP];
+  __shared__ CutShared cut_shared;
+  successor_may_start();
+  predecessor_done();
+  const int index = blockIdx.y;
+  const Sample sample = find_sample(in, index);
+  if (sample.slot < 0 || !sample.is_restricted) return;
+  const Survey survey = whole_survey(in, index, &survey_shared);
+  if (status_of(survey) != BATON_SAMPLE_OK) return;
+  const Cut cut = find_cut(in, sample, index, cut_shared);
+  if (blockIdx.x == 0 && threadIdx.x == 0) in.scratch.cuts[index] = cut;
+  if (cut.mode == Cut::NO_LIST) return;
+
+  const int vocabulary = in.args.vocabulary;
+  const float* values = values_of(in, sample, index);
+  const float temperature = sample.how.temperature, min_p = sample.how.min_p;
+  const Key key(sample.how.seed, sample.output_len);
+  Race race;
+  for (int run = 0; run < in.slice_runs; ++run) {
+    const int first = (blockIdx.x * in.slice_runs + run) * RUN;
+    if (first >= vocabulary) break;
+    race.learn_bound(in.scratch.bounds + index);
+    for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
+      const int id = first + place;
+      const float weight = id < vocabulary ? weigh(values[id], survey.best, temperature) : 0.f;
+      const bool is_in = weight > 0.f && weight >= min_p;
+      const int level = is_in ? level_of(weight) : LEVELS + 1;
+      if (cut.mode == Cut::LIST_LAST && level < cut.level) race.meet(key, id, weight);
+      const bool is_listed = cut.mode == Cut::LIST_ALL ? level <= cut.level : level == cut.level;
+      const unsigned listed = __ballot_sync(FULL, is_listed);
+      if (listed) {
+        const int lane = threadIdx.x % WARP;
+        int to = 0;
+        if (lane == 0) to = atomicAdd(in.scratch.list_count + index, __popc(listed));
+        to = __shfl_sync(FULL, to, 0) + __popc(listed & ((1u << lane) - 1));
+        if (is_listed) in.scratch.list[static_cast<int64_t>(index) * LIST_MAX + to] = ranked(id, weight);
+      }
+    }
+    if (cut.mode == Cut::LIST_LAST) race.teach_bound(in.scratch.bounds + index);
+  }
+  if (cut.mode == Cut::LIST_LAST) {
     race.join_block(winners);
     if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + blockIdx.x] = {race.arrival, race.token, 0};
   }
@@ -473,34 +715,12 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
 
 // ---- choose ----
 
-// Probabilities relative to the best one's, as whole numbers of 2^-46: sums of them do not depend on their order.
-constexpr double UNIT = 70368744177664.0;
-__device__ uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
-
 struct Bins {
   uint64_t mass[BINS];
   uint32_t count[BINS];
   uint64_t before;  // what the bins before the found one hold
   int found;        // -1: all of them hold less than is needed
 };
-
-// Adds one key to its bin. All lanes of a warp call it together, those without a key with is_in = false: equal bins
-// are added up within the warp first, since most tokens of a row share a few bins.
-template <bool BY_MASS>
-__device__ void add_to_bins(Bins& bins, bool is_in, uint32_t bin, uint64_t mass) {
-  const unsigned peers = __match_any_sync(FULL, is_in ? bin : BINS);
-  if (!is_in) return;
-  const bool leads = (peers & ((1u << (threadIdx.x % WARP)) - 1)) == 0;
-  if constexpr (BY_MASS) {
-    const uint32_t low = __reduce_add_sync(peers, static_cast<uint32_t>(mass & 0xffffff));
-    const uint32_t high = __reduce_add_sync(peers, static_cast<uint32_t>(mass >> 24));
-    if (leads) {
-      const uint64_t sum = (static_cast<uint64_t>(high) << 24) + low;
-      atomicAdd(reinterpret_cast<unsigned long long*>(bins.mass + bin), static_cast<unsigned long long>(sum));
-    }
-  }
-  if (leads) atomicAdd(bins.count + bin, __popc(peers));
-}
 
 // The greatest key of the shortest sorted prefix that holds `need` (tokens, or mass); false when all keys up to
 // `limit` hold less. `source(visit)` calls visit(is_in, key) for every key, whole warps at a time. With
@@ -514,7 +734,7 @@ __device__ bool find_limit(Bins& bins, const Source& source, uint64_t need, uint
     __syncthreads();
     source([&](bool is_in, uint64_t key) {
       is_in = is_in && key <= limit && (shift == 56 || key >> (shift + 8) == prefix);
-      add_to_bins<BY_MASS>(bins, is_in, static_cast<uint32_t>(key >> shift) & (BINS - 1),
+      add_to_bins<BY_MASS>(bins.mass, bins.count, is_in, static_cast<uint32_t>(key >> shift) & (BINS - 1),
                            BY_MASS && is_in ? mass_of(weight_of(key)) : 0);
     });
     __syncthreads();
@@ -571,20 +791,6 @@ __device__ uint64_t block_sum_mass(uint64_t own, uint64_t* shared) {
   return sum;
 }
 
-// Runs' totals in f64, one after the other. In every thread.
-__device__ double sum_runs(const float* totals, int runs, float* shared, double* result) {
-  __syncthreads();
-  for (int i = threadIdx.x; i < runs; i += blockDim.x) shared[i] = totals[i];
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    double sum = 0.0;
-    for (int i = 0; i < runs; ++i) sum += static_cast<double>(shared[i]);
-    *result = sum;
-  }
-  __syncthreads();
-  return *result;
-}
-
 struct ChooseShared {
   Bins bins;
   Survey survey;
@@ -596,23 +802,19 @@ struct ChooseShared {
   int top_count;
 };
 
-// Which tokens top-k and top-p leave: those up to the limit. False: the source does not hold enough to say.
+// Which tokens top-k and top-p leave: those up to the limit. `whole` is what top-p is a share of, without top-k.
 template <class Source>
-__device__ bool narrow(ChooseShared& shared, const Source& source, bool is_whole, const Sample& sample,
-                       double whole, uint64_t& limit) {
-  if (sample.top_k > 0 && !find_limit<false, true>(shared.bins, source, sample.top_k, limit) && !is_whole) {
-    return false;
-  }
-  if (sample.how.top_p >= 1.f) return true;
+__device__ void narrow(ChooseShared& shared, const Source& source, const Sample& sample, double whole,
+                       uint64_t& limit) {
+  if (sample.top_k > 0) find_limit<false, true>(shared.bins, source, sample.top_k, limit);
+  if (sample.how.top_p >= 1.f) return;
   if (sample.top_k > 0) {
     uint64_t own = 0;
     source([&](bool is_in, uint64_t key) { own += is_in && key <= limit ? mass_of(weight_of(key)) : 0; });
     whole = static_cast<double>(block_sum_mass(own, shared.sums)) / UNIT;
   }
-  const double wanted = ceil(static_cast<double>(sample.how.top_p) * whole * UNIT);
-  const uint64_t need = wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);
   // By rounding alone all together can be less than their share: then all of them stay.
-  return find_limit<true, false>(shared.bins, source, need, limit) || is_whole;
+  find_limit<true, false>(shared.bins, source, needed_mass(sample.how.top_p, whole), limit);
 }
 
 // Finite or -infinity, greatest first, then the lower id.
@@ -626,12 +828,14 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
                     ChooseShared& shared) {
   const Key key(sample.how.seed, sample.output_len);
   Race race;
-  if (!sample.is_restricted) {
+  const Cut cut = sample.is_restricted ? in.scratch.cuts[index] : Cut{};
+  if (!sample.is_restricted || cut.mode == Cut::LIST_LAST) {
     if (threadIdx.x < in.slices) {
       const Winner winner = in.scratch.winners[index * SLICES_MAX + threadIdx.x];
       race.meet_exactly(winner.arrival, winner.token);
     }
-  } else {
+  }
+  if (sample.is_restricted) {
     const int vocabulary = in.args.vocabulary;
     const float* values = values_of(in, sample, index);
     const float temperature = sample.how.temperature, min_p = sample.how.min_p;
@@ -661,13 +865,14 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
         if (is_in && token <= limit) race.meet(key, static_cast<int>(token), weight_of(token));
       });
     };
-    // The list holds everybody when nobody below its cut may be chosen.
-    const bool is_whole = min_p >= LIST_CUT;
-    if (listed <= LIST_MAX && narrow(shared, from_list, is_whole, sample, whole, limit)) {
+    if (cut.mode == Cut::LIST_ALL) {
+      narrow(shared, from_list, sample, whole, limit);
+      race_among(from_list);
+    } else if (cut.mode == Cut::LIST_LAST) {
+      find_limit<true, false>(shared.bins, from_list, cut.need, limit);
       race_among(from_list);
     } else {
-      limit = ~uint64_t{0};
-      narrow(shared, from_row, true, sample, whole, limit);
+      narrow(shared, from_row, sample, whole, limit);
       race_among(from_row);
     }
   }
@@ -767,6 +972,7 @@ int32_t load_sample() {
   BATON_TRY(load(history_kernel));
   BATON_TRY(load(survey_kernel));
   BATON_TRY(load(weigh_kernel));
+  BATON_TRY(load(gather_kernel));
   return load(choose_kernel);
 }
 
@@ -803,7 +1009,7 @@ BATON_API int32_t baton_sample(const baton_pool* pool, const baton_step* step, c
     }
     const int runs = divide_up(args->vocabulary, RUN);
     // Enough blocks for every multiprocessor, few enough that putting slices together stays cheap.
-    int slices = divide_up(512, args->samples);
+    int slices = divide_up(2048, args->samples);
     slices = slices < runs ? slices : runs;
     slices = slices < SLICES_MAX ? slices : SLICES_MAX;
     in.slice_runs = divide_up(runs, slices);
@@ -813,6 +1019,7 @@ BATON_API int32_t baton_sample(const baton_pool* pool, const baton_step* step, c
     BATON_TRY(launch("sampling: history", history_kernel, dim3(4, args->samples), dim3(SLICE_THREADS), 0, on, in));
     BATON_TRY(launch("sampling: survey", survey_kernel, grid, dim3(SLICE_THREADS), 0, on, in));
     BATON_TRY(launch("sampling: weigh", weigh_kernel, grid, dim3(SLICE_THREADS), 0, on, in));
+    BATON_TRY(launch("sampling: gather", gather_kernel, grid, dim3(SLICE_THREADS), 0, on, in));
     return launch("sampling: choose", choose_kernel, dim3(args->samples), dim3(CHOOSE_THREADS), 0, on, in);
   });
 }

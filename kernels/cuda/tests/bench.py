@@ -100,14 +100,14 @@ def small(lib, batch):
     return times
 
 
-def decode(lib, batch, length):
+def decode(lib, batch, length, heads=HEADS):
     layers = LAYERS if batch * length < 200_000 else 8
     pages = batch * (length // 16)
     arena, kv = check.kv_arena(pages + 1, layers, KV_HEADS, DIM, torch.bfloat16, 0)
     lib.fill_random(1, arena, arena.numel(), 3, 1.0)
     sequences = Sequences([(1, length)] * batch, range(pages), trash=pages)
-    arrays, shape = sequences.step(), Shape(HEADS, KV_HEADS, DIM, 1, 0, DIM**-0.5)
-    queries = rand(batch, HEADS, DIM, dtype=torch.bfloat16)
+    arrays, shape = sequences.step(), Shape(heads, KV_HEADS, DIM, 1, 0, DIM**-0.5)
+    queries = rand(batch, heads, DIM, dtype=torch.bfloat16)
     out, found = torch.empty_like(queries), []
     for kind in (DECODE, FA2, PLAIN) if batch * length < 100_000 else (DECODE, FA2):
         plan = AttentionPlan()
@@ -115,10 +115,10 @@ def decode(lib, batch, length):
         lib.attention_prepare(kind, shape, sequences.batch(1), check.memory.struct, plan)
         torch.cuda.synchronize()
         time = microseconds(lambda i: lib.attention_run(plan, shape, check.memory.struct, kv, i % layers, queries,
-                                                        HEADS * DIM, arrays.struct, out, batch, batch), layers, 3)
+                                                        heads * DIM, arrays.struct, out, batch, batch), layers, 3)
         read = batch * length * 2 * KV_HEADS * DIM * 2
         found.append(f"{check.ATTENTION_NAMES[kind]} {time:.1f} us = {read / time / 1e3:.0f} GB/s")
-    print(f"decode attention {batch} x {length}: " + ", ".join(found), flush=True)
+    print(f"decode attention {batch} x {length}, {heads}/{KV_HEADS} heads: " + ", ".join(found), flush=True)
 
 
 def prefill(lib, shapes):
@@ -158,6 +158,10 @@ def main():
     for batch, length in ((1, 512), (8, 512), (32, 512), (128, 512), (1, 8192), (32, 8192)):
         decode(lib, batch, length)
         torch.cuda.empty_cache()
+    for group in (1, 2, 3):
+        for batch, length in ((1, 8192), (32, 512), (128, 2048)):
+            decode(lib, batch, length, group * KV_HEADS)
+            torch.cuda.empty_cache()
     for shapes in ([(8192, 8192)], [(2048, 2048)] * 4, [(512, 512)] * 16, [(64, 64)] * 64,
                    [(2048, 2048)] + [(1, 512)] * 32, [(512, 512)] + [(1, 512)] * 32):
         prefill(lib, shapes)
