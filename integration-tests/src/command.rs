@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 /// Nothing that ends by itself takes longer, however busy the machine is.
-const DEADLINE: Duration = Duration::from_secs(120);
+const DEADLINE: Duration = Duration::from_secs(600);
 
 /// What the program said until its end. One that does not end is killed, and that is an error.
 pub fn output(command: &mut Command) -> Result<Output> {

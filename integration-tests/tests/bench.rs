@@ -6,20 +6,18 @@ mod folder;
 
 use std::{
     path::Path,
-    process::{Command, Output, Stdio},
+    process::{Command, Output},
 };
 
 use anyhow::{Context, Result, ensure};
-use integration_tests::cluster::{Cluster, ClusterSpec, bin_dir, smollm2};
+use integration_tests::{
+    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    command::output,
+};
 use serde_json::{Value, json};
 
 fn bench(args: &[&str]) -> Result<Output> {
-    Command::new(bin_dir().join("baton"))
-        .arg("bench")
-        .args(args)
-        .stdin(Stdio::null())
-        .output()
-        .context("cannot run baton")
+    output(Command::new(bin_dir().join("baton")).arg("bench").args(args))
 }
 
 /// The table on standard output and the report in the file that `--json` names.
@@ -155,7 +153,7 @@ fn lines_in_xml(path: &Path) -> Result<usize> {
 root = tree.parse(sys.argv[1]).getroot()
 assert root.tag == '{http://www.w3.org/2000/svg}svg', root.tag
 print(len(root.findall('.//{http://www.w3.org/2000/svg}polyline')))";
-    let output = Command::new("python3").args(["-c", read]).arg(path).output()?;
+    let output = output(Command::new("python3").args(["-c", read]).arg(path))?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8(output.stdout)?.trim().parse()?)
 }

@@ -2,8 +2,11 @@
 
 use std::{path::PathBuf, process::Command};
 
-use anyhow::{Context, Result};
-use integration_tests::cluster::{Cluster, ClusterSpec, bin_dir};
+use anyhow::Result;
+use integration_tests::{
+    cluster::{Cluster, ClusterSpec, bin_dir},
+    command::output,
+};
 
 /// Where `make test` installs it.
 fn k6() -> PathBuf {
@@ -18,10 +21,8 @@ async fn k6_gets_an_answer_to_every_request() -> Result<()> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/k6.js");
     let url = format!("BATON_URL={}", cluster.http());
     let output = tokio::task::spawn_blocking(move || {
-        Command::new(k6())
-            .args(["run", "--quiet", "--no-usage-report", "--env", &url, script])
-            .output()
-            .context("cannot run k6")
+        let options = ["--quiet", "--no-usage-report", "--env", &url];
+        output(Command::new(k6()).arg("run").args(options).arg(script))
     })
     .await??;
     let said = String::from_utf8_lossy(&output.stdout);

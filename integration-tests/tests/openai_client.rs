@@ -2,8 +2,11 @@
 
 use std::process::Command;
 
-use anyhow::{Context, Result};
-use integration_tests::cluster::{Cluster, ClusterSpec};
+use anyhow::Result;
+use integration_tests::{
+    cluster::{Cluster, ClusterSpec},
+    command::output,
+};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_openai_python_client_works_unmodified() -> Result<()> {
@@ -23,10 +26,9 @@ async fn run(spec: ClusterSpec, script: &str) -> Result<()> {
     let cluster = Cluster::start(spec).await?;
     let script = format!("{}/tests/{script}", env!("CARGO_MANIFEST_DIR"));
     let url = cluster.http();
-    let output = tokio::task::spawn_blocking(move || {
-        Command::new("python3").args([script, url]).output().context("cannot run python3")
-    })
-    .await??;
+    let output =
+        tokio::task::spawn_blocking(move || output(Command::new("python3").args([script, url])))
+            .await??;
     let said = String::from_utf8_lossy(&output.stdout);
     println!("{said}");
     assert!(

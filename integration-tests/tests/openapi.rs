@@ -2,8 +2,11 @@
 
 use std::{path::PathBuf, process::Command};
 
-use anyhow::{Context, Result};
-use integration_tests::cluster::{Cluster, ClusterSpec, bin_dir};
+use anyhow::Result;
+use integration_tests::{
+    cluster::{Cluster, ClusterSpec, bin_dir},
+    command::output,
+};
 
 /// Where `make test` installs Python packages.
 fn python_folder() -> PathBuf {
@@ -26,12 +29,9 @@ async fn python(args: Vec<String>) -> Result<()> {
     // Where programs may leave what they like.
     let folder = tempfile::tempdir()?;
     let run = move || {
-        Command::new("python3")
-            .args(args)
-            .current_dir(folder.path())
-            .env("PYTHONPATH", python_folder())
-            .output()
-            .context("cannot run python3")
+        let mut python = Command::new("python3");
+        python.args(args).current_dir(folder.path()).env("PYTHONPATH", python_folder());
+        output(&mut python)
     };
     let output = tokio::task::spawn_blocking(run).await??;
     assert!(

@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::Client,
     cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2},
+    command::output,
 };
 use serde_json::{Value, json};
 
@@ -168,12 +169,7 @@ fn search_path() -> String {
 }
 
 fn run(program: &str, args: &[&str]) -> Result<Output> {
-    Command::new(program)
-        .args(args)
-        .env("PATH", search_path())
-        .stdin(Stdio::null())
-        .output()
-        .with_context(|| format!("cannot run {program}"))
+    output(Command::new(program).args(args).env("PATH", search_path()))
 }
 
 /// Standard output of a command that succeeded.
@@ -254,11 +250,10 @@ fn the_readme_shows_what_a_run_prints() -> Result<()> {
     let text = fences(&readme()).into_iter().find(|(_, text)| text.starts_with("baton: ready"));
     let (_, shown) = text.context("no output is shown")?;
     let model = smollm2().display().to_string();
-    let output = Command::new(bin_dir().join("baton"))
-        .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
-        .args(["--sample", "--once"])
-        .stdin(Stdio::null())
-        .output()?;
+    let mut up = Command::new(bin_dir().join("baton"));
+    up.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
+        .args(["--sample", "--once"]);
+    let output = output(&mut up)?;
     let (answer, log) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
     let ready = log.lines().find(|line| line.starts_with("baton: ready")).context("not ready")?;
     assert_eq!(without_numbers(&format!("{ready}\n{answer}")), without_numbers(&shown), "{log}");

@@ -3,12 +3,13 @@
 
 mod folder;
 
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::Result;
 use integration_tests::{
     client::Client,
     cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    command::output,
     golden::golden,
 };
 use serde_json::json;
@@ -84,11 +85,7 @@ async fn without_a_tokenizer_the_missing_file_is_named() -> Result<()> {
     folder::write_tiny_config(folder.path(), 256)?;
     let path = folder.path().display().to_string();
     let said_by = |program: &str, args: &[&str]| -> Result<(Option<i32>, String)> {
-        let output = Command::new(bin_dir().join(program))
-            .args(args)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .output()?;
+        let output = output(Command::new(bin_dir().join(program)).args(args))?;
         Ok((output.status.code(), String::from_utf8(output.stderr)?))
     };
     let router = ["--model-path", &path, "--router-http", "127.0.0.1:0"];

@@ -10,10 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use integration_tests::{
     client::{Client, salted_body},
     cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    command::output,
     etcd::Etcd,
     golden::{GoldenRun, golden},
 };
@@ -266,14 +267,13 @@ async fn outage(
 #[tokio::test(flavor = "multi_thread")]
 async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
     let etcd = Etcd::start()?;
-    let up = Command::new(bin_dir().join("baton"))
-        .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--sample", "--once"])
+    let mut up = Command::new(bin_dir().join("baton"));
+    up.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--sample", "--once"])
         .args(["--etcd", &etcd.url()])
         .arg("--model")
         .arg(smollm2())
-        .env("BATON_CLUSTER_ETCD_PREFIX", PREFIX)
-        .output();
-    let output = up.context("cannot run baton")?;
+        .env("BATON_CLUSTER_ETCD_PREFIX", PREFIX);
+    let output = output(&mut up)?;
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
     assert!(String::from_utf8_lossy(&output.stdout).contains("Paris"), "{said}");
@@ -286,10 +286,11 @@ async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
 
 #[test]
 fn a_list_and_etcd_together_are_refused_in_one_line() -> Result<()> {
-    let output = Command::new(bin_dir().join("baton-router"))
+    let mut router = Command::new(bin_dir().join("baton-router"));
+    router
         .args(["--model-path", "any", "--cluster-etcd", "127.0.0.1:1"])
-        .args(["--cluster-decode", "127.0.0.1:2"])
-        .output()?;
+        .args(["--cluster-decode", "127.0.0.1:2"]);
+    let output = output(&mut router)?;
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert_eq!(said.lines().count(), 1, "{said}");

@@ -6,7 +6,8 @@ mod common;
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Output, Stdio},
+    time::{Duration, Instant},
 };
 
 use common::{Element, Entry};
@@ -18,6 +19,9 @@ use serde_json::{Value, json};
 /// Address space of the child, in KiB: program, threads, allocator and the largest fixture take a
 /// quarter; the smallest lie below asks for 16 times as much.
 const LIMIT_KIB: u64 = 1 << 20;
+
+/// Far more than a loaded machine needs.
+const WITHIN: Duration = Duration::from_secs(600);
 
 /// Sizes that no file of these has; each product with a size of an element is absurd or overflows.
 const LIES: [u64; 8] = [
@@ -31,15 +35,30 @@ const LIES: [u64; 8] = [
     u32::MAX as u64,
 ];
 
+/// What it says until it ends by itself, which it must.
+fn output(command: &mut Command) -> Output {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let deadline = Instant::now() + WITHIN;
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            // Its status is no success.
+            child.kill().unwrap();
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.wait_with_output().unwrap()
+}
+
 #[test]
 fn damaged_files_are_answered_within_a_memory_limit() {
     let program = std::env::current_exe().unwrap();
-    let output = Command::new("sh")
+    let mut shell = Command::new("sh");
+    shell
         .args(["-c", "ulimit -v \"$1\" && exec \"$0\" --exact --ignored --test-threads=1 \"$2\""])
         .arg(program)
-        .args([&LIMIT_KIB.to_string(), "every_damaged_file_is_answered"])
-        .output()
-        .unwrap();
+        .args([&LIMIT_KIB.to_string(), "every_damaged_file_is_answered"]);
+    let output = output(&mut shell);
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}\n{text}\n{errors}", output.status);
