@@ -220,18 +220,15 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_nobody_empties_is_refused_at_its_bound_and_ends_soon() {
+    fn a_queue_that_nobody_empties_is_refused_at_its_bound_and_ends() {
         let (postbox, _failed) = postbox();
         let threads = Threads::default();
         // Nobody listens on the discard port.
         let outbound = Outbound::start(&postbox, &peer("tcp://127.0.0.1:9"), &threads).unwrap();
-        let start = Instant::now();
         let taken = (0..2 * QUEUE_MAX).take_while(|_| outbound.send(notice()).is_ok()).count();
         assert!((QUEUE_MAX..QUEUE_MAX + 16).contains(&taken), "{taken}");
-        assert!(start.elapsed() < Duration::from_secs(1), "nobody waits");
         drop(outbound);
-        assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
-        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+        assert!(threads.join_all(Instant::now() + Duration::from_secs(10)).is_empty());
     }
 
     #[test]

@@ -72,6 +72,16 @@ impl Cluster {
         decode: usize,
         answer: &str,
     ) -> Self {
+        let (prefill, decode) = Self::nodes(prefill, decode, answer);
+        Self::start_over(settings, prefill, decode).await
+    }
+
+    /// The nodes alone. What they report before a router starts it knows from the first request on.
+    pub fn nodes(
+        prefill: usize,
+        decode: usize,
+        answer: &str,
+    ) -> (Vec<ScriptedNode>, Vec<ScriptedNode>) {
         let nodes = |role, name, count| -> Vec<ScriptedNode> {
             (0..count).map(|index| ScriptedNode::start(role, &format!("{name}-{index}"))).collect()
         };
@@ -81,7 +91,7 @@ impl Cluster {
         for node in prefill.iter().chain(&decode) {
             node.answer_with(&tokens);
         }
-        Self::start_over(settings, prefill, decode).await
+        (prefill, decode)
     }
 
     /// A router over these nodes, all of which it has seen when this returns.
