@@ -131,11 +131,16 @@ fn read_payload(
         let reason = format!("{} bytes where {posted_bytes} were posted", header.payload_bytes);
         return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
     }
-    let mut views: Vec<&mut [u8]> = blocks
-        .iter_mut()
-        .map(BlockWrite::host_view_mut)
-        .collect::<Option<_>>()
-        .ok_or_else(|| io::Error::other("the blocks are not in host memory"))?;
+    // What is not in host memory is received beside it and copied when all of it is here.
+    let is_host = blocks.iter_mut().all(|block| block.host_view_mut().is_some());
+    let mut staged: Vec<Vec<u8>> = match is_host {
+        true => Vec::new(),
+        false => blocks.iter().map(|block| vec![0; block.byte_count()]).collect(),
+    };
+    let mut views: Vec<&mut [u8]> = match is_host {
+        true => blocks.iter_mut().filter_map(BlockWrite::host_view_mut).collect(),
+        false => staged.iter_mut().map(Vec::as_mut_slice).collect(),
+    };
     let mut hash = Xxh3::new();
     let (mut index, mut offset, mut rest) = (0, 0, header.payload_bytes);
     let mut progress = Instant::now();
@@ -165,6 +170,9 @@ fn read_payload(
                 offset = end;
             }
         }
+    }
+    for (block, copy) in blocks.iter_mut().zip(&staged) {
+        block.copy_from_host(copy).map_err(io::Error::other)?;
     }
     Ok(Payload::Whole { integrity: hash.digest() })
 }

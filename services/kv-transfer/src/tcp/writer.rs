@@ -57,12 +57,11 @@ enum Frame {
 fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<Frame> {
     let payload_bytes: u64 = job.blocks.iter().map(|block| block.byte_count() as u64).sum();
     let header = Header { transfer: job.transfer, chunk: job.chunk, payload_bytes }.to_bytes();
-    let views: Vec<&[u8]> = job
-        .blocks
-        .iter()
-        .map(BlockRead::host_view)
-        .collect::<Option<_>>()
-        .ok_or_else(|| io::Error::other("the blocks are not in host memory"))?;
+    let staged = staged(&job.blocks)?;
+    let views: Vec<&[u8]> = match &staged {
+        None => job.blocks.iter().filter_map(BlockRead::host_view).collect(),
+        Some(copies) => copies.iter().map(Vec::as_slice).collect(),
+    };
     let mut pieces = Pieces::new(&views);
     let mut hash = Xxh3::new();
     let mut rest = header.len() as u64 + payload_bytes;
@@ -78,6 +77,18 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
         }
     }
     Ok(Frame::Whole { payload_bytes, integrity: hash.digest() })
+}
+
+/// Copies of blocks that are not in host memory; `None` when they are.
+fn staged(blocks: &[BlockRead]) -> io::Result<Option<Vec<Vec<u8>>>> {
+    if blocks.iter().all(|block| block.host_view().is_some()) {
+        return Ok(None);
+    }
+    let copy = |block: &BlockRead| {
+        let mut copy = vec![0; block.byte_count()];
+        block.copy_to_host(&mut copy).map(|()| copy)
+    };
+    blocks.iter().map(copy).collect::<Result<_, _>>().map(Some).map_err(io::Error::other)
 }
 
 /// False when the frame was cancelled on the way.

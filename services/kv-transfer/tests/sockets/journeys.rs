@@ -63,6 +63,19 @@ fn blocks_arrive_as_they_were_written_in_several_chunks() {
 }
 
 #[test]
+fn blocks_that_are_not_in_host_memory_travel_by_copies() {
+    let host = Node::start("host");
+    let remote = [Node::start_remote("remote-0"), Node::start_remote("remote-1")];
+    for (from, to) in [(&host, &remote[0]), (&remote[0], &remote[1]), (&remote[1], &host)] {
+        travel(from, to, &blocks(0..20), &blocks(100..120));
+    }
+    for node in [&host, &remote[0], &remote[1]] {
+        node.assert_free();
+        node.transfers.shutdown().unwrap();
+    }
+}
+
+#[test]
 fn many_transfers_share_a_pair_in_both_directions() {
     let (one, other) = (Node::start("one"), Node::start("other"));
     let ids: Vec<TransferId> = (0..24).map(|_| TransferId(fresh())).collect();

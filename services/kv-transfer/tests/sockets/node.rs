@@ -2,14 +2,14 @@
 
 use std::{
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, unbounded};
-use kernels::{BlockId, Dtype, KvArena, KvLayout, sampling::SampledToken};
+use kernels::{BlockId, Dtype, KvArena, KvLayout, arena::RemoteBlocks, sampling::SampledToken};
 use kv_transfer::{
     ClusterSecret, Limits, TransferConfig, Transfers,
     api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
@@ -59,6 +59,29 @@ pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
     }
 }
 
+/// Blocks that can be copied and not looked at.
+struct Elsewhere(Mutex<Vec<u8>>);
+
+impl RemoteBlocks for Elsewhere {
+    fn layout(&self) -> KvLayout {
+        layout()
+    }
+
+    fn block_count(&self) -> u32 {
+        BLOCK_COUNT
+    }
+
+    fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
+        host.copy_from_slice(&self.0.lock().unwrap()[offset..offset + host.len()]);
+        Ok(())
+    }
+
+    fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
+        self.0.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
+        Ok(())
+    }
+}
+
 pub struct Node {
     pub transfers: Transfers,
     pub arena: Arc<KvArena>,
@@ -76,7 +99,17 @@ impl Node {
     }
 
     pub fn start_in(name: &str, secret: &str, identity: Identity, layout: KvLayout) -> Self {
-        let arena = KvArena::host(layout, BLOCK_COUNT).unwrap();
+        Self::start_on(name, secret, identity, KvArena::host(layout, BLOCK_COUNT).unwrap())
+    }
+
+    /// Its blocks lie elsewhere than in host memory, as those of a GPU.
+    pub fn start_remote(name: &str) -> Self {
+        let bytes = vec![0; layout().block_bytes() * BLOCK_COUNT as usize];
+        let arena = KvArena::remote(Arc::new(Elsewhere(Mutex::new(bytes)))).unwrap();
+        Self::start_on(name, SECRET, identity(), arena)
+    }
+
+    fn start_on(name: &str, secret: &str, identity: Identity, arena: Arc<KvArena>) -> Self {
         let (sender, events) = unbounded();
         let config = config(name, secret, identity);
         let epoch = config.epoch;
@@ -148,7 +181,7 @@ impl Node {
         for (index, block) in blocks.iter().enumerate() {
             let pattern = pattern(transfer, first_block + index as u32);
             let mut guard = self.arena.write(*block).unwrap();
-            guard.host_view_mut().unwrap().copy_from_slice(&pattern);
+            guard.copy_from_host(&pattern).unwrap();
         }
     }
 
@@ -156,7 +189,9 @@ impl Node {
         for (index, block) in blocks.iter().enumerate() {
             let guard = self.arena.read(*block).unwrap();
             let expected = pattern(transfer, first_block + index as u32);
-            assert!(guard.host_view().unwrap() == expected, "{block:?} of {transfer}");
+            let mut found = vec![0; expected.len()];
+            guard.copy_to_host(&mut found).unwrap();
+            assert!(found == expected, "{block:?} of {transfer}");
         }
     }
 
