@@ -4,6 +4,7 @@
 //! | variable | what |
 //! | --- | --- |
 //! | `BATON_TEST_KERNELS` | the kernel library |
+//! | `BATON_TEST_MODEL`, `BATON_TEST_GOLDEN` | SmolLM2 as GGUF and its golden tokens |
 //! | `BATON_TEST_GPU` | `1`: a missing GPU or kernel library is a failure, not skipped |
 //!
 //! Without a GPU every test says that it is skipped, and why, and passes.
@@ -11,6 +12,7 @@
 mod gpu {
     mod attention;
     pub mod bench;
+    mod executor;
     mod model;
     mod rows;
     mod sampling;

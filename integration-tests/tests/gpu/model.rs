@@ -15,7 +15,7 @@ use model::{Checkpoint, Limits, Llama, LoadFormat};
 use super::bench::{Bench, assert_near, cpu, gpu};
 
 /// Architectures of which each has something that others lack.
-fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
+pub fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
     let config = serde_json::json!({
         "architectures": [architecture], "model_type": model_type,

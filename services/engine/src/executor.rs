@@ -2,16 +2,21 @@
 
 pub mod batch;
 pub mod cpu;
+pub mod cuda;
 pub mod ngram;
 pub mod sim;
 
-use std::time::{Duration, Instant};
+use std::{
+    any::Any,
+    time::{Duration, Instant},
+};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 
 use crate::plan::{StepPlan, StepResult};
 
-/// Runs steps in order. Implementations: `cpu` (threads of this process) and `sim` (virtual time).
+/// Runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU) and
+/// `sim` (virtual time).
 pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError>;
@@ -99,4 +104,11 @@ impl CollectWaker {
             let _ = wake.try_send(());
         }
     }
+}
+
+/// What a thread said when it panicked.
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "it panicked".to_owned())
 }

@@ -5,7 +5,6 @@
 //! thread ends when the plans' channel closes; dropping the executor closes it and joins.
 
 use std::{
-    any::Any,
     io,
     sync::Arc,
     thread::{self, JoinHandle},
@@ -22,7 +21,7 @@ use model::{Checkpoint, Limits, Llama, LoadProgress, ModelError};
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits,
     batch::{Batch, ScheduledRow},
-    ngram,
+    ngram, panic_message,
 };
 use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
 
@@ -288,10 +287,4 @@ fn check(
         return Err(CpuExecutorError::Limit { field, value, of, wanted });
     }
     Ok(())
-}
-
-fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "it panicked".to_owned())
 }

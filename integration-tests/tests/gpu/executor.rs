@@ -1,0 +1,264 @@
+//! The whole engine on the GPU: every sequence brings the tokens that it brings on the CPU, however
+//! steps overlap, and whoever leaves in the middle.
+
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use engine::{
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
+    event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
+    executor::{
+        Executor, ExecutorLimits,
+        cpu::CpuExecutor,
+        cuda::{CudaExecutor, CudaModel},
+    },
+};
+use integration_tests::golden::{Golden, GoldenRun};
+use kernels::{
+    KvArena, WeightFormat,
+    cuda::{AttentionKind, CudaBackend, CudaOptions},
+    sampling::{SampledToken, Sampling},
+};
+use model::{Checkpoint, LoadFormat};
+
+use super::{
+    bench::{Gpu, cpu, gpu},
+    model::checkpoint,
+};
+
+fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> SchedulerConfig {
+    let config = checkpoint.config();
+    let limits = ExecutorLimits {
+        slots,
+        step_tokens: 96,
+        sequence_tokens: config.context_tokens.min(512) as u32,
+        blocks,
+        depth,
+        vocabulary: config.vocab_size as u32,
+        speculation: None,
+    };
+    SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits) }
+}
+
+fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
+    let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
+    StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
+}
+
+fn on_gpu(
+    gpu: &Gpu,
+    checkpoint: &Checkpoint,
+    weights: WeightFormat,
+    attention: AttentionKind,
+    config: SchedulerConfig,
+) -> (StepLoop<CudaExecutor>, Arc<KvArena>) {
+    let options = CudaOptions { weights, attention };
+    let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
+    let model = CudaModel::load(checkpoint, backend, &config.limits, &mut |_| ()).unwrap();
+    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let (kv, arena) = gpu.kv(layout, config.limits.blocks);
+    let executor = CudaExecutor::start(model, kv, &arena, config.limits).unwrap();
+    (step_loop(config, executor), arena)
+}
+
+fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecutor> {
+    let layout = checkpoint.config().kv_layout(WeightFormat::F32.kv_dtype());
+    let arena = KvArena::host(layout, config.limits.blocks).unwrap();
+    let backend = cpu(WeightFormat::F32);
+    step_loop(config, CpuExecutor::start(checkpoint, backend, arena, config.limits).unwrap())
+}
+
+fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling) -> NewSequence {
+    NewSequence {
+        id: SequenceId(id),
+        kind: SequenceKind::Compute,
+        prompt_len: tokens.len() as u32,
+        tokens,
+        sampling,
+        max_tokens,
+        ignore_stop_tokens: false,
+        cache_salt: String::new(),
+        constraint: None,
+        deadline: Instant::now() + Duration::from_secs(10_000),
+    }
+}
+
+#[derive(Debug, Default, PartialEq)]
+struct Outcome {
+    tokens: Vec<SampledToken>,
+    finish: Option<FinishReason>,
+    is_failed: bool,
+}
+
+impl Outcome {
+    fn ids(&self) -> Vec<u32> {
+        self.tokens.iter().map(|token| token.id).collect()
+    }
+}
+
+/// Runs them, some arriving later, and aborts some once they have brought so many tokens.
+fn run<E: Executor>(
+    engine: &mut StepLoop<E>,
+    mut arriving: Vec<NewSequence>,
+    aborts: &HashMap<SequenceId, usize>,
+) -> HashMap<SequenceId, Outcome> {
+    let mut outcomes: HashMap<_, Outcome> = HashMap::new();
+    let mut actions = Vec::new();
+    let until = Instant::now() + Duration::from_secs(60);
+    arriving.reverse();
+    loop {
+        for new in arriving.split_off(arriving.len().saturating_sub(2)).into_iter().rev() {
+            outcomes.insert(new.id, Outcome::default());
+            engine.handle(Input::Arrived(new), &mut actions);
+        }
+        let turn = engine.turn(Duration::from_secs(20), &mut actions).unwrap();
+        let mut aborted = Vec::new();
+        for action in actions.drain(..) {
+            match action {
+                Action::Tokens { id, tokens, .. } => {
+                    let outcome = outcomes.get_mut(&id).unwrap();
+                    outcome.tokens.extend(tokens);
+                    if aborts.get(&id).is_some_and(|after| outcome.tokens.len() == *after) {
+                        aborted.push(id);
+                    }
+                }
+                Action::Finished { id, reason } => outcomes.get_mut(&id).unwrap().finish = reason,
+                Action::Failed { id, .. } => outcomes.get_mut(&id).unwrap().is_failed = true,
+                _ => {}
+            }
+        }
+        for id in aborted {
+            engine.handle(Input::Abort { id }, &mut actions);
+        }
+        if turn == Turn::Idle && arriving.is_empty() {
+            let load = engine.scheduler().load();
+            assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0));
+            return outcomes;
+        }
+        assert!(Instant::now() < until, "no end: {:?}", engine.scheduler());
+    }
+}
+
+/// Prompts that share beginnings, with every way to choose.
+fn mix(round: u128, count: u128) -> Vec<NewSequence> {
+    (0..count)
+        .map(|index| {
+            let id = round * 1000 + index;
+            let length = 1 + (id * 37 % 110) as u32;
+            let family = (id % 3) as u32;
+            let tokens = (0..length).map(|i| (i * 31 + family * 101 + i / 7) % 1003).collect();
+            let greedy = Sampling { stop_token_ids: vec![5, 17, 40], ..Sampling::greedy() };
+            let sampling = match id % 4 {
+                0 | 1 => greedy,
+                2 => {
+                    Sampling { temperature: 0.8, top_k: 50, top_p: 0.9, seed: id as u64, ..greedy }
+                }
+                _ => Sampling { repetition_penalty: 1.2, min_tokens: 3, ..greedy },
+            };
+            sequence(id, tokens, 1 + (id * 13 % 60) as u32, sampling)
+        })
+        .collect()
+}
+
+#[test]
+fn every_mix_brings_the_cpus_tokens_with_one_and_two_steps_in_flight() {
+    let Some(gpu) = gpu() else { return };
+    let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
+    let mut reference = on_cpu(&checkpoint, config(&checkpoint, 8, 200, 1));
+    let mut engines: Vec<_> = [(1, 200), (2, 200), (2, 40)]
+        .map(|(depth, blocks)| {
+            let config = config(&checkpoint, 8, blocks, depth);
+            let weights = WeightFormat::F32;
+            (on_gpu(&gpu, &checkpoint, weights, AttentionKind::Plain, config), depth, blocks)
+        })
+        .into();
+    for round in 0..12 {
+        let wanted = run(&mut reference, mix(round, 14), &HashMap::new());
+        let mut lengths: Vec<usize> = wanted.values().map(|outcome| outcome.tokens.len()).collect();
+        lengths.sort_unstable();
+        assert!(lengths[13] > 20, "the test would show little: {lengths:?}");
+        // Some leave while a step that holds them is in flight.
+        let aborts: HashMap<_, _> = wanted
+            .iter()
+            .filter(|(id, outcome)| id.0 % 5 == 1 && outcome.tokens.len() > 3)
+            .map(|(id, outcome)| (*id, outcome.tokens.len() / 2))
+            .collect();
+        for ((engine, arena), depth, blocks) in &mut engines {
+            let found = run(engine, mix(round, 14), &aborts);
+            for (id, found) in &found {
+                let (found_ids, wanted_ids) = (found.ids(), wanted[id].ids());
+                let what =
+                    format!("round {round}, sequence {}, depth {depth}, {blocks} blocks", id.0);
+                assert!(!found.is_failed, "{what} failed");
+                if aborts.contains_key(id) {
+                    assert_eq!(found_ids[..], wanted_ids[..found_ids.len()], "{what}, aborted");
+                } else {
+                    assert_eq!(found_ids, wanted_ids, "{what}");
+                    assert_eq!(found.finish, wanted[id].finish, "{what}");
+                }
+            }
+            let pins = |id| arena.pins(kernels::BlockId(id)).unwrap();
+            assert!((0..*blocks).all(|id| pins(id) == 0), "blocks are given back");
+        }
+    }
+}
+
+#[test]
+fn a_step_waits_for_the_gpu_once() {
+    let Some(gpu) = gpu() else { return };
+    let checkpoint = checkpoint("LlamaForCausalLM", "llama");
+    let config = config(&checkpoint, 8, 200, 2);
+    let (mut engine, _) =
+        on_gpu(&gpu, &checkpoint, WeightFormat::Bf16, AttentionKind::Auto, config);
+    run(&mut engine, mix(1, 8), &HashMap::new());
+    engine.take_records();
+    let before = engine.executor().waits();
+    run(&mut engine, mix(2, 8), &HashMap::new());
+    let steps = engine.records().len() as u64;
+    let waits = engine.executor().waits() - before;
+    assert!(steps > 20 && waits <= steps, "{waits} waits in {steps} steps");
+}
+
+/// The golden file and the model come by path: `BATON_TEST_GOLDEN` and `BATON_TEST_MODEL`.
+#[test]
+fn smollm2_writes_the_golden_tokens() {
+    let Some(gpu) = gpu() else { return };
+    let path = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.exists());
+    let (Some(golden), Some(model)) = (path("BATON_TEST_GOLDEN"), path("BATON_TEST_MODEL")) else {
+        eprintln!("skipped: BATON_TEST_GOLDEN or BATON_TEST_MODEL names no file");
+        return;
+    };
+    let golden: Golden = serde_json::from_slice(&std::fs::read(golden).unwrap()).unwrap();
+    let checkpoint = Checkpoint::open(model, LoadFormat::Auto).unwrap();
+    for (depth, attention) in [(1, AttentionKind::Plain), (2, AttentionKind::Auto)] {
+        let config = config(&checkpoint, 8, 400, depth);
+        let (mut engine, _) = on_gpu(&gpu, &checkpoint, WeightFormat::F32, attention, config);
+        let all = golden.runs.iter().zip(0..).map(|(run, id)| golden_sequence(run, id));
+        let outcomes = run(&mut engine, all.collect(), &HashMap::new());
+        for (golden, id) in golden.runs.iter().zip(0..) {
+            assert_eq!(outcomes[&SequenceId(id)].ids(), golden.output_ids, "{}", golden.name);
+        }
+    }
+    // Rounding to bf16 moves logits by less than this much.
+    const SURE_MARGIN: f32 = 0.15;
+    let config = config(&checkpoint, 8, 400, 2);
+    let (mut engine, _) =
+        on_gpu(&gpu, &checkpoint, WeightFormat::Bf16, AttentionKind::Auto, config);
+    let all = golden.runs.iter().zip(0..).map(|(run, id)| golden_sequence(run, id));
+    let outcomes = run(&mut engine, all.collect(), &HashMap::new());
+    for (golden, id) in golden.runs.iter().zip(0..) {
+        let sure = golden.margins.iter().take_while(|margin| **margin >= SURE_MARGIN).count();
+        let found = outcomes[&SequenceId(id)].ids();
+        assert_eq!(found[..sure], golden.output_ids[..sure], "{}", golden.name);
+    }
+}
+
+fn golden_sequence(run: &GoldenRun, id: u128) -> NewSequence {
+    let max_tokens = run.output_ids.len() as u32;
+    let sequence = sequence(id, run.prompt_ids.clone(), max_tokens, Sampling::greedy());
+    NewSequence { ignore_stop_tokens: true, ..sequence }
+}

@@ -1,0 +1,377 @@
+//! The executor for GPUs: the forward pass on the device, launched by whoever plans.
+//!
+//! `launch` puts a step on the GPU's streams and returns; tokens, positions and lengths stay on the
+//! device, so the next step is launched without knowing what this one chose. A thread waits for the
+//! results, the one blocking call of a step, and hands them to `collect`. The host mirrors lengths and
+//! blocks of every slot, never a token.
+
+mod rows;
+
+use std::{
+    io,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
+use kernels::{
+    KvArena, KvLayout,
+    arena::{StreamAccess, StreamStep},
+    cuda::{
+        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, DeviceBatch, DeviceKv,
+        Extension, Output, SampleOutcome, StepInput,
+    },
+};
+use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
+
+use self::rows::{Rows, STOPS_MAX, Scheduled};
+use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
+use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
+
+/// Why a CUDA executor cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaExecutorError {
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    #[error("the arena's blocks are {found}, the model's KV is {wanted}")]
+    Layout { found: KvLayout, wanted: KvLayout },
+    #[error("limits.{field} is {value}; allowed is {allowed}")]
+    Limit { field: &'static str, value: u64, allowed: String },
+    #[error("cannot start the thread that waits for the GPU: {0}")]
+    Spawn(#[from] io::Error),
+}
+
+/// A model whose weights lie on the GPU.
+pub struct CudaModel {
+    model: Llama<CudaBackend>,
+    backend: CudaBackend,
+}
+
+impl CudaModel {
+    /// Takes the memory of weights and activations, and loads. `progress` is told after every matrix.
+    ///
+    /// # Errors
+    /// When a weight cannot be read, the GPU's memory does not hold them, or a size of the model is
+    /// one that the kernels lack.
+    pub fn load(
+        checkpoint: &Checkpoint,
+        mut backend: CudaBackend,
+        limits: &ExecutorLimits,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, CudaExecutorError> {
+        check_sizes(checkpoint.config())?;
+        let largest_step = Limits {
+            rows_max: limits.step_tokens as usize,
+            sampled_max: limits.slots.min(limits.step_tokens) as usize,
+        };
+        // Counts what is wanted: no weight is read.
+        drop(Llama::load(checkpoint, &backend, largest_step, &mut |_| ())?);
+        backend.place()?;
+        let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
+        backend.finish_loading()?;
+        Ok(Self { model, backend })
+    }
+
+    pub fn backend(&self) -> &CudaBackend {
+        &self.backend
+    }
+}
+
+type Waited = Result<(Vec<SampleOutcome>, Duration, Output), CudaError>;
+
+pub struct CudaExecutor {
+    limits: ExecutorLimits,
+    model: Llama<CudaBackend>,
+    backend: CudaBackend,
+    batch: DeviceBatch,
+    access: StreamAccess,
+    rows: Rows,
+    launched: std::collections::VecDeque<Launched>,
+    /// `None` once the thread was told to end.
+    frames: Option<Sender<CudaFrame>>,
+    results: Receiver<Waited>,
+    waker: CollectWaker,
+    woken: Receiver<()>,
+    /// `None` once it was joined.
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the host keeps of a step in flight.
+struct Launched {
+    step_id: u64,
+    scheduled: Vec<Scheduled>,
+    blocks: StreamStep,
+}
+
+impl CudaExecutor {
+    /// Takes the batch's memory and starts the thread. KV is computed into `kv`, of which `arena` is
+    /// the face that the transfers share.
+    ///
+    /// # Errors
+    /// When arena and limits do not fit the model, or the GPU's memory is too small.
+    pub fn start(
+        loaded: CudaModel,
+        kv: Arc<DeviceKv>,
+        arena: &Arc<KvArena>,
+        limits: ExecutorLimits,
+    ) -> Result<Self, CudaExecutorError> {
+        let CudaModel { model, backend } = loaded;
+        check(model.config(), &kv, arena, limits)?;
+        let batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
+        let (frames, in_flight) = bounded::<CudaFrame>(limits.depth as usize);
+        let (answers, results) = bounded(limits.depth as usize);
+        let context = Arc::clone(backend.context());
+        let wait = move || {
+            let bound = context.bind();
+            for frame in in_flight {
+                let waited = bound.clone().and_then(|()| frame.finish());
+                let failed = waited.is_err();
+                if answers.send(waited).is_err() || failed {
+                    break;
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("baton-engine-gpu".to_owned()).spawn(wait)?;
+        let (waker, woken) = CollectWaker::new();
+        Ok(Self {
+            limits,
+            model,
+            backend,
+            batch,
+            access: StreamAccess::new(arena),
+            rows: Rows::new(limits),
+            launched: std::collections::VecDeque::new(),
+            frames: Some(frames),
+            results,
+            waker,
+            woken,
+            thread: Some(thread),
+        })
+    }
+
+    /// Calls so far in which the host waited for the GPU.
+    pub fn waits(&self) -> u64 {
+        self.backend.context().waits()
+    }
+
+    fn launch_step(&mut self, plan: &StepPlan) -> Result<(), ExecutorError> {
+        let step_id = plan.step_id;
+        let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
+        let step = self.rows.apply(plan).map_err(bad)?;
+        let blocks = self.access.acquire(&step.reads, &step.writes);
+        let blocks = blocks.map_err(|error| bad(error.to_string()))?;
+        let wants_logprobs = step.wants_logprobs.clone();
+        let samples = wants_logprobs.len();
+        let has_masks = !step.masks.is_empty();
+        let input = StepInput {
+            step_id,
+            admissions: &step
+                .admitted
+                .iter()
+                .map(|&index| admission(&plan.admitted[index]))
+                .collect::<Vec<_>>(),
+            extensions: &step
+                .extended
+                .iter()
+                .map(|&(index, first)| {
+                    let (slot, blocks) = &plan.extended[index];
+                    Extension { slot: slot.0, first, blocks }
+                })
+                .collect::<Vec<_>>(),
+            sequences: &step.sequences,
+            masks: &step.masks.iter().map(AsRef::as_ref).collect::<Vec<_>>(),
+        };
+        self.launched.push_back(Launched { step_id, scheduled: step.scheduled, blocks });
+        let frame = (|| {
+            let backend = &mut self.backend;
+            backend.context().bind()?;
+            let output = self.batch.output(backend)?;
+            let mut prepared = self.batch.begin(backend, &input)?;
+            if prepared.rows() > 0 {
+                let logits = self.model.forward(backend, &mut prepared);
+                backend.check()?;
+                if samples > 0 {
+                    self.batch.sample(backend, logits, &prepared, has_masks)?;
+                }
+            }
+            self.batch.end(backend, step_id, wants_logprobs, output)
+        })();
+        let frame = frame.map_err(|error: CudaError| stopped(&error))?;
+        let is_sent = self.frames.as_ref().is_some_and(|frames| frames.try_send(frame).is_ok());
+        // The channel has room for every step in flight: the thread is gone.
+        if is_sent { Ok(()) } else { Err(self.gone()) }
+    }
+
+    fn gone(&mut self) -> ExecutorError {
+        if let Some(error) = self.results.try_iter().find_map(Result::err) {
+            return stopped(&error);
+        }
+        let reason = match self.thread.take().map(JoinHandle::join) {
+            Some(Err(panic)) => panic_message(panic.as_ref()),
+            Some(Ok(())) | None => "its thread ended".to_owned(),
+        };
+        ExecutorError::Stopped { reason }
+    }
+
+    fn result(&mut self, waited: Waited) -> Result<StepResult, ExecutorError> {
+        let (outcomes, busy, output) = waited.map_err(|error| stopped(&error))?;
+        self.batch.recycle(output);
+        let launched = self.launched.pop_front().expect("a result belongs to a launched step");
+        // The blocks' borrows end before anyone hears that their KV is written.
+        self.access.release(launched.blocks);
+        let mut outcomes = outcomes.into_iter();
+        let rows = launched.scheduled.into_iter().map(|row| {
+            let outcome = if row.samples { outcomes.next() } else { None };
+            row_result(row, outcome)
+        });
+        Ok(StepResult { step_id: launched.step_id, rows: rows.collect(), busy })
+    }
+}
+
+impl Executor for CudaExecutor {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        if self.launched.len() == self.limits.depth as usize {
+            let reason = format!("{} steps are in flight already", self.launched.len());
+            return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
+        }
+        self.launch_step(&plan)
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        let deadline = Instant::now().checked_add(timeout);
+        let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
+        let waited = match self.results.try_recv() {
+            Ok(waited) => Ok(waited),
+            Err(_) => select! {
+                recv(self.results) -> waited => waited,
+                recv(self.woken) -> _ => return Ok(None),
+                default(left) => return Ok(None),
+            },
+        };
+        match waited {
+            Ok(waited) => self.result(waited).map(Some),
+            Err(RecvError) => Err(self.gone()),
+        }
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        self.limits
+    }
+
+    fn waker(&self) -> CollectWaker {
+        self.waker.clone()
+    }
+}
+
+impl Drop for CudaExecutor {
+    fn drop(&mut self) {
+        self.frames = None;
+        if let Some(thread) = self.thread.take()
+            && let Err(panic) = thread.join()
+        {
+            tracing::error!(reason = panic_message(panic.as_ref()), "the GPU's thread panicked");
+        }
+    }
+}
+
+fn stopped(error: &CudaError) -> ExecutorError {
+    ExecutorError::Stopped { reason: error.to_string() }
+}
+
+fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
+    Admission {
+        slot: row.slot.0,
+        tokens: &row.tokens,
+        prompt_len: row.prompt_len,
+        position: row.computed,
+        blocks: &row.blocks,
+        sampling: &row.sampling,
+    }
+}
+
+fn row_result(row: Scheduled, outcome: Option<SampleOutcome>) -> RowResult {
+    let Scheduled { slot, generation, failure, .. } = row;
+    let mut result = RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure };
+    match outcome {
+        None => {}
+        Some(SampleOutcome::Token(token)) => result.tokens.push(token),
+        Some(SampleOutcome::BadLogit { token, value }) => {
+            let reason = format!("the logit of token {token} is {value}");
+            result.failure = Some(RowFailure::Logits { reason });
+        }
+        Some(SampleOutcome::NoCandidate) => {
+            let reason = "every token is masked".to_owned();
+            result.failure = Some(RowFailure::Sampling { reason });
+        }
+    }
+    result
+}
+
+/// Room for what a step in flight adds to the longest sequence.
+fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
+    BatchLimits {
+        slots: limits.slots,
+        sequence_tokens: limits.sequence_tokens + limits.depth + 1,
+        rows: limits.step_tokens,
+        samples: limits.slots.min(limits.step_tokens),
+        stops: STOPS_MAX,
+        vocabulary: limits.vocabulary,
+        depth: limits.depth,
+    }
+}
+
+/// What the kernels' loads need of a model.
+fn check_sizes(config: &ModelConfig) -> Result<(), CudaError> {
+    let sizes = [
+        ("the model's hidden size", config.hidden_size),
+        ("the model's feed-forward size", config.ffn_size),
+        ("the model's head size", config.head_dim),
+    ];
+    for (what, value) in sizes {
+        if !value.is_multiple_of(8) {
+            let (value, allowed) = (value.to_string(), "multiples of 8");
+            return Err(CudaError::Unsupported { what, value, allowed });
+        }
+    }
+    if config.head_dim > 256 {
+        let (what, value) = (sizes[2].0, config.head_dim.to_string());
+        return Err(CudaError::Unsupported { what, value, allowed: "up to 256" });
+    }
+    Ok(())
+}
+
+fn check(
+    config: &ModelConfig,
+    kv: &DeviceKv,
+    arena: &KvArena,
+    limits: ExecutorLimits,
+) -> Result<(), CudaExecutorError> {
+    let (found, wanted) = (kv.layout(), config.kv_layout(kv.layout().dtype));
+    if found != wanted || arena.layout() != found {
+        return Err(CudaExecutorError::Layout { found, wanted });
+    }
+    let limit = |field, value: u64, allowed: String| {
+        Err(CudaExecutorError::Limit { field, value, allowed })
+    };
+    for blocks in [kv.block_count(), arena.block_count()] {
+        if limits.blocks != blocks {
+            return limit("blocks", limits.blocks.into(), format!("the arena's, {blocks}"));
+        }
+    }
+    if limits.vocabulary as usize != config.vocab_size {
+        let allowed = format!("the model's, {}", config.vocab_size);
+        return limit("vocabulary", limits.vocabulary.into(), allowed);
+    }
+    if limits.sequence_tokens as usize > config.context_tokens {
+        let allowed = format!("up to the model's context, {}", config.context_tokens);
+        return limit("sequence_tokens", limits.sequence_tokens.into(), allowed);
+    }
+    if let Some(speculation) = limits.speculation {
+        let allowed = "none: a GPU does not guess ahead yet".to_owned();
+        return limit("speculation.row_drafts", speculation.row_drafts.into(), allowed);
+    }
+    Ok(())
+}
