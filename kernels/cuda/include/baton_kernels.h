@@ -401,7 +401,7 @@ BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
 /* Keeps the stream busy for so long. */
 BATON_API int32_t baton_delay(int64_t nanoseconds, void *stream);
 /* Reads `bytes` (a multiple of 16) once and writes one word to `sink` [1] that depends on all of them;
- * `blocks` of 512 threads, 0: as many as fit. */
+ * `blocks` of 512 threads, 0: two to a multiprocessor, the quickest. */
 BATON_API int32_t baton_read_stream(const void *from, uint64_t bytes, uint32_t *sink, int32_t blocks,
                                     void *stream);
 /* to[i] = uniform in [-scale, scale) by a hash of (seed, i): random weights without an upload. */

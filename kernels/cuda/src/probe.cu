@@ -94,7 +94,7 @@ BATON_API int32_t baton_read_stream(const void* from, uint64_t bytes, uint32_t* 
     Device device;
     BATON_TRY(current_device(device));
     if (bytes == 0) return static_cast<int32_t>(BATON_OK);
-    const int grid = blocks > 0 ? blocks : 4 * device.multiprocessors;
+    const int grid = blocks > 0 ? blocks : 2 * device.multiprocessors;
     return launch("read stream", read_kernel, dim3(grid), dim3(READ_THREADS), 0, as_stream(stream),
                   static_cast<const uint4*>(from), bytes / 16, sink);
   });

@@ -62,7 +62,23 @@ struct Cut {
   uint64_t need;  // of the listed ones, in LIST_LAST
 };
 
+// What one sample asks for; found once, by the history kernel.
+struct Sample {
+  int slot;  // -1: padding
+  int position;
+  int output_len;
+  int mask;
+  bool is_min_masked;
+  bool is_penalised;
+  bool is_adjusted;
+  bool is_greedy;
+  bool is_restricted;  // by top-k or top-p
+  uint32_t top_k;      // 0: none
+  baton_sampling how;
+};
+
 struct Scratch {
+  Sample* samples;     // [samples]
   uint32_t* counts;    // [samples][vocabulary]; zero between calls
   float* adjusted;     // [samples][stride]
   Survey* surveys;     // [samples][SLICES_MAX]
@@ -87,6 +103,7 @@ uint64_t lay_out(char* base, int64_t samples, int64_t vocabulary, Scratch& scrat
     at += round_up(count * static_cast<int64_t>(sizeof(*place)));
   };
   take(scratch.counts, samples * vocabulary);
+  take(scratch.samples, samples);
   take(scratch.adjusted, samples * ((vocabulary + 3) / 4 * 4));
   take(scratch.surveys, samples * SLICES_MAX);
   take(scratch.winners, samples * SLICES_MAX);
@@ -209,20 +226,6 @@ struct Race {
 
 // ---- What a sample is ----
 
-struct Sample {
-  int slot;  // -1: padding
-  int position;
-  int output_len;
-  int mask;
-  bool is_min_masked;
-  bool is_penalised;
-  bool is_adjusted;
-  bool is_greedy;
-  bool is_restricted;  // by top-k or top-p
-  uint32_t top_k;      // 0: none
-  baton_sampling how;
-};
-
 __device__ Sample find_sample(const Arguments& in, int index) {
   Sample sample;
   sample.slot = in.step.sample_slots[index];
@@ -264,6 +267,7 @@ __global__ void history_kernel(const Arguments in) {
     in.scratch.bounds[index] = __float_as_int(INFINITY);
   }
   const Sample sample = find_sample(in, index);
+  if (thread == 0) in.scratch.samples[index] = sample;
   if (sample.slot >= 0 && sample.is_restricted) {
     for (int i = thread; i < LEVELS; i += threads) {
       in.scratch.masses[index * LEVELS + i] = 0;
@@ -333,7 +337,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
   successor_may_start();
   predecessor_done();
   const int index = blockIdx.y;
-  const Sample sample = find_sample(in, index);
+  const Sample sample = in.scratch.samples[index];
   if (sample.slot < 0) return;
   const int vocabulary = in.args.vocabulary;
   const float* raw = raw_row(in, index);
@@ -447,12 +451,31 @@ __device__ float run_total(const float* weights, float floor) {
   return sum;
 }
 
-// The bin of a weight: 0 holds the best, later ones the less likely.
-__device__ int level_of(float weight) { return max(0x3f800000 - __float_as_int(weight), 0) >> 20; }
+// Bins of likelihood: bin i holds the weights whose bits lie i * 2^20 and more, but less than (i + 1) * 2^20, below those
+// of 1. So bin 0 holds the best, and within a bin a weight is linear in its bits.
+constexpr int LEVEL_BITS = 20;
+constexpr int ONE_BITS = 0x3f800000;
+__device__ int below_one(float weight) { return max(ONE_BITS - __float_as_int(weight), 0); }
+__device__ int level_of(float weight) { return below_one(weight) >> LEVEL_BITS; }
+// The least weight of a bin; 0 beyond the last.
+__device__ float level_edge(int level) {
+  return __int_as_float(max(ONE_BITS - ((level + 1) << LEVEL_BITS) + 1, 0));
+}
 
-// Probabilities relative to the best one's, as whole numbers of 2^-46: sums of them do not depend on their order.
-constexpr double UNIT = 70368744177664.0;
+// Probabilities relative to the best one's, as whole numbers of 2^-43: sums of them do not depend on their order, and
+// those of a million tokens fit.
+constexpr int UNIT_BITS = 43;
+constexpr double UNIT = 8796093022208.0;
 __device__ uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
+
+// The mass of `number` weights of one bin, whose bits lie `distance` below the bin's greatest in sum.
+__device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
+  const int below = ONE_BITS - (level << LEVEL_BITS) - 1;
+  const uint64_t greatest = ((below & 0x7fffff) | 0x800000) + 1;  // in units of the last place beneath it
+  const uint64_t mass = number * greatest - distance;
+  const int shift = (below >> 23) - 127 - 23 + UNIT_BITS;
+  return shift >= 0 ? mass << shift : shift > -64 ? mass >> -shift : 0;
+}
 
 // All lanes of a warp add to bins together, those without anything with is_in = false: equal bins are added up
 // within the warp first, since most tokens of a row share a few bins.
@@ -472,23 +495,60 @@ __device__ void add_to_bins(uint64_t* masses, uint32_t* numbers, bool is_in, uin
   if (leads) atomicAdd(numbers + bin, __popc(peers));
 }
 
+// Four neighbours of each of several runs, so that many loads are under way. What lies beyond the row is left out.
+constexpr int TOGETHER = 4;
+__device__ void load_runs(const Arguments& in, const float* row, int run, float4 (&loaded)[TOGETHER]) {
+#pragma unroll
+  for (int k = 0; k < TOGETHER; ++k) {
+    const int id = (blockIdx.x * in.slice_runs + run + k) * RUN + threadIdx.x * 4;
+    if (run + k < in.slice_runs && id < in.args.vocabulary) loaded[k] = *reinterpret_cast<const float4*>(row + id);
+  }
+}
+
+// Calls visit(k, id, value) for every token of the runs loaded; is_in is false beyond the row. All threads take part.
+template <class Visit>
+__device__ void visit_runs(const Arguments& in, int run, const float4 (&loaded)[TOGETHER], const Visit& visit) {
+#pragma unroll
+  for (int k = 0; k < TOGETHER; ++k) {
+    const int first = (blockIdx.x * in.slice_runs + run + k) * RUN;
+    if (run + k >= in.slice_runs || first >= in.args.vocabulary) break;
+    const int id = first + threadIdx.x * 4;
+    const float values[4] = {loaded[k].x, loaded[k].y, loaded[k].z, loaded[k].w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) visit(k, id + i, id + i < in.args.vocabulary, values[i]);
+  }
+}
+
+// Sums the runs whose weights are in shared memory, a warp to each.
+__device__ void total_runs(const Arguments& in, int run, const float (&weights)[TOGETHER][RUN], float floor,
+                           float* totals) {
+  __syncthreads();
+  const int k = threadIdx.x / WARP;
+  const int index = blockIdx.x * in.slice_runs + run + k;
+  if (k < TOGETHER && run + k < in.slice_runs && index * RUN < in.args.vocabulary) {
+    const float total = run_total(weights[k], floor);
+    if (threadIdx.x % WARP == 0) totals[index] = total;
+  }
+  __syncthreads();
+}
+
 __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in) {
   __shared__ Survey survey_shared;
   __shared__ Winner winners[SLICE_THREADS / WARP];
-  __shared__ float weights[RUN];
-  __shared__ uint64_t masses[LEVELS];
-  __shared__ uint32_t numbers[LEVELS];
+  __shared__ float weights[TOGETHER][RUN];
+  // Of each bin: how many there are, and how far their bits lie below the bin's greatest, in two parts.
+  __shared__ uint32_t numbers[LEVELS], far_low[LEVELS], far_high[LEVELS];
+  constexpr int PART_BITS = LEVEL_BITS / 2, PART = (1 << PART_BITS) - 1;
   successor_may_start();
   predecessor_done();
   const int index = blockIdx.y;
-  const Sample sample = find_sample(in, index);
+  const Sample sample = in.scratch.samples[index];
   if (sample.slot < 0) return;
   const bool wants_logprobs = sample.how.logprobs >= 0;
   if (sample.is_greedy && !wants_logprobs) return;
   const Survey survey = whole_survey(in, index, &survey_shared);
   if (status_of(survey) != BATON_SAMPLE_OK) return;
 
-  const int vocabulary = in.args.vocabulary;
   const float* raw = raw_row(in, index);
   const float* values = values_of(in, sample, index);
   const float temperature = sample.how.temperature, min_p = sample.how.min_p;
@@ -500,71 +560,58 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   if (wants_race) race.meet(key, survey.best_id, weigh(survey.best, survey.best, temperature));
   const float sharpness = 1.f / temperature;
   if (sample.is_restricted) {
-    for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) masses[i] = numbers[i] = 0;
+    for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) numbers[i] = far_low[i] = far_high[i] = 0;
     __syncthreads();
   }
 
-  for (int run = 0; run < in.slice_runs; ++run) {
-    const int run_index = blockIdx.x * in.slice_runs + run, first = run_index * RUN;
-    if (first >= vocabulary) break;
+  for (int run = 0; run < in.slice_runs; run += TOGETHER) {
+    float4 loaded[TOGETHER];
+    load_runs(in, values, run, loaded);
     if (wants_race) {
       race.learn_bound(in.scratch.bounds + index);
-#pragma unroll
-      for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
-        const int id = first + place;
-        if (id >= vocabulary) break;
+      visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
         // With a rough exponential first; only who passes that needs the exact one.
-        const float logit = values[id];
         const float rough = __expf((logit - survey.best) * sharpness) * 1.001f;
         const float v = static_cast<float>(key.bits(id) >> 8) * (1.f / 16777216.f);
-        if (v <= rough * race.bound) {
+        if (is_in && v <= rough * race.bound) {
           const float weight = weigh(logit, survey.best, temperature);
           if (weight > 0.f && weight >= min_p) race.meet(key, id, weight);
         }
-      }
+      });
       race.teach_bound(in.scratch.bounds + index);
     }
     if (sample.is_restricted) {
-      for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
-        const int id = first + place;
-        const float weight = id < vocabulary ? weigh(values[id], survey.best, temperature) : 0.f;
-        weights[place] = weight;
-        const bool is_in = weight > 0.f && weight >= min_p;
-        const uint32_t level = is_in ? level_of(weight) : 0;
-        if (wants_total) {
-          add_to_bins<true>(masses, numbers, is_in, level, mass_of(weight));
-        } else {
-          add_to_bins<false>(masses, numbers, is_in, level, 0);
+      visit_runs(in, run, loaded, [&](int k, int id, bool is_in, float logit) {
+        const float weight = is_in ? weigh(logit, survey.best, temperature) : 0.f;
+        if (wants_total) weights[k][id % RUN] = weight;
+        if (weight > 0.f && weight >= min_p) {
+          const int below = below_one(weight), level = below >> LEVEL_BITS;
+          atomicAdd(numbers + level, 1u);
+          if (wants_total) {
+            atomicAdd(far_low + level, below & PART);
+            atomicAdd(far_high + level, below >> PART_BITS & PART);
+          }
         }
-      }
-    }
-    if (wants_total) {
-      __syncthreads();
-      if (threadIdx.x < WARP) {
-        const float total = run_total(weights, min_p);
-        if (threadIdx.x == 0) in.scratch.totals[index * RUNS_MAX + run_index] = total;
-      }
+      });
+      if (wants_total) total_runs(in, run, weights, min_p, in.scratch.totals + index * RUNS_MAX);
     }
     if (wants_logprobs) {
-      __syncthreads();
-      for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
-        weights[place] = first + place < vocabulary ? weigh(raw[first + place], survey.raw_best, 1.f) : 0.f;
-      }
-      __syncthreads();
-      if (threadIdx.x < WARP) {
-        const float total = run_total(weights, 0.f);
-        if (threadIdx.x == 0) in.scratch.raw_totals[index * RUNS_MAX + run_index] = total;
-      }
+      if (sample.is_adjusted) load_runs(in, raw, run, loaded);
+      visit_runs(in, run, loaded, [&](int k, int id, bool is_in, float logit) {
+        weights[k][id % RUN] = is_in ? weigh(logit, survey.raw_best, 1.f) : 0.f;
+      });
+      total_runs(in, run, weights, 0.f, in.scratch.raw_totals + index * RUNS_MAX);
     }
-    __syncthreads();
   }
   if (sample.is_restricted) {
+    __syncthreads();
     for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) {
       if (numbers[i] == 0) continue;
       atomicAdd(in.scratch.numbers + index * LEVELS + i, numbers[i]);
       if (wants_total) {
+        const uint64_t distance = (static_cast<uint64_t>(far_high[i]) << PART_BITS) + far_low[i];
         atomicAdd(reinterpret_cast<unsigned long long*>(in.scratch.masses + index * LEVELS + i),
-                  static_cast<unsigned long long>(masses[i]));
+                  static_cast<unsigned long long>(level_mass(i, numbers[i], distance)));
       }
     }
   }
@@ -672,7 +719,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
   successor_may_start();
   predecessor_done();
   const int index = blockIdx.y;
-  const Sample sample = find_sample(in, index);
+  const Sample sample = in.scratch.samples[index];
   if (sample.slot < 0 || !sample.is_restricted) return;
   const Survey survey = whole_survey(in, index, &survey_shared);
   if (status_of(survey) != BATON_SAMPLE_OK) return;
@@ -680,22 +727,27 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
   if (blockIdx.x == 0 && threadIdx.x == 0) in.scratch.cuts[index] = cut;
   if (cut.mode == Cut::NO_LIST) return;
 
-  const int vocabulary = in.args.vocabulary;
   const float* values = values_of(in, sample, index);
   const float temperature = sample.how.temperature, min_p = sample.how.min_p;
+  const float sharpness = 1.f / temperature, edge = level_edge(cut.level);
   const Key key(sample.how.seed, sample.output_len);
   Race race;
-  for (int run = 0; run < in.slice_runs; ++run) {
-    const int first = (blockIdx.x * in.slice_runs + run) * RUN;
-    if (first >= vocabulary) break;
+  for (int run = 0; run < in.slice_runs; run += TOGETHER) {
+    float4 loaded[TOGETHER];
+    load_runs(in, values, run, loaded);
     race.learn_bound(in.scratch.bounds + index);
-    for (int place = threadIdx.x; place < RUN; place += SLICE_THREADS) {
-      const int id = first + place;
-      const float weight = id < vocabulary ? weigh(values[id], survey.best, temperature) : 0.f;
-      const bool is_in = weight > 0.f && weight >= min_p;
-      const int level = is_in ? level_of(weight) : LEVELS + 1;
+    visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
+      // With a rough exponential first: most tokens lie far below the edge.
+      is_in = is_in && __expf((logit - survey.best) * sharpness) * 1.001f >= edge;
+      float weight = 0.f;
+      int level = LEVELS + 1;
+      if (is_in) {
+        weight = weigh(logit, survey.best, temperature);
+        if (weight > 0.f && weight >= min_p) level = level_of(weight);
+      }
       if (cut.mode == Cut::LIST_LAST && level < cut.level) race.meet(key, id, weight);
       const bool is_listed = cut.mode == Cut::LIST_ALL ? level <= cut.level : level == cut.level;
+      __syncwarp();
       const unsigned listed = __ballot_sync(FULL, is_listed);
       if (listed) {
         const int lane = threadIdx.x % WARP;
@@ -704,7 +756,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
         to = __shfl_sync(FULL, to, 0) + __popc(listed & ((1u << lane) - 1));
         if (is_listed) in.scratch.list[static_cast<int64_t>(index) * LIST_MAX + to] = ranked(id, weight);
       }
-    }
+    });
     if (cut.mode == Cut::LIST_LAST) race.teach_bound(in.scratch.bounds + index);
   }
   if (cut.mode == Cut::LIST_LAST) {
@@ -791,6 +843,8 @@ __device__ uint64_t block_sum_mass(uint64_t own, uint64_t* shared) {
   return sum;
 }
 
+constexpr int NEAR_MAX = 1024;
+
 struct ChooseShared {
   Bins bins;
   Survey survey;
@@ -800,6 +854,9 @@ struct ChooseShared {
   double total;
   uint64_t top[BATON_TOP_LOGPROBS_MAX];
   int top_count;
+  uint64_t near[NEAR_MAX];
+  int near_count;
+  float near_bound;
 };
 
 // Which tokens top-k and top-p leave: those up to the limit. `whole` is what top-p is a share of, without top-k.
@@ -902,16 +959,56 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
       visit(id < vocabulary, id < vocabulary ? ranked_logit(id, raw[id]) : 0);
     }
   };
-  uint64_t limit = ~uint64_t{0};
-  find_limit<false, false>(shared.bins, source, count, limit);
-  if (threadIdx.x == 0) shared.top_count = 0;
+  // The greatest logits of `count` slices are as many tokens, so nobody below the least of those is among the best.
+  if (threadIdx.x == 0) {
+    shared.near_count = in.slices >= count ? 0 : NEAR_MAX + 1;
+    shared.top_count = 0;
+  }
   __syncthreads();
-  source([&](bool is_in, uint64_t key) {
-    if (is_in && key <= limit) {
-      const int to = atomicAdd(&shared.top_count, 1);
-      if (to < BATON_TOP_LOGPROBS_MAX) shared.top[to] = key;
+  if (in.slices >= count) {
+    const Survey* surveys = in.scratch.surveys + index * SLICES_MAX;
+    if (threadIdx.x < in.slices) {
+      const float own = surveys[threadIdx.x].raw_best;
+      int place = 0;
+      for (int i = 0; i < in.slices; ++i) {
+        const float other = surveys[i].raw_best;
+        place += other > own || (other == own && i < threadIdx.x);
+      }
+      if (place == count - 1) shared.near_bound = own;
     }
-  });
+    __syncthreads();
+    const float bound = shared.near_bound;
+#pragma unroll 8
+    for (int id = threadIdx.x; id < vocabulary; id += CHOOSE_THREADS) {
+      const float logit = raw[id];
+      if (logit >= bound) {
+        const int to = atomicAdd(&shared.near_count, 1);
+        if (to < NEAR_MAX) shared.near[to] = ranked_logit(id, logit);
+      }
+    }
+    __syncthreads();
+  }
+  auto from_near = [&](auto visit) {
+    for (int first = 0; first < shared.near_count; first += CHOOSE_THREADS) {
+      const int i = first + threadIdx.x;
+      visit(i < shared.near_count, i < shared.near_count ? shared.near[i] : 0);
+    }
+  };
+  uint64_t limit = ~uint64_t{0};
+  auto take = [&](const auto& from) {
+    find_limit<false, false>(shared.bins, from, count, limit);
+    from([&](bool is_in, uint64_t key) {
+      if (is_in && key <= limit) {
+        const int to = atomicAdd(&shared.top_count, 1);
+        if (to < BATON_TOP_LOGPROBS_MAX) shared.top[to] = key;
+      }
+    });
+  };
+  if (shared.near_count <= NEAR_MAX) {
+    take(from_near);
+  } else {
+    take(source);
+  }
   __syncthreads();
   if (threadIdx.x < count) {
     const uint64_t own = shared.top[threadIdx.x];
@@ -927,7 +1024,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS) choose_kernel(const Arguments 
   successor_may_start();
   predecessor_done();
   const int index = blockIdx.x;
-  const Sample sample = find_sample(in, index);
+  const Sample sample = in.scratch.samples[index];
   baton_sample_result result = {};
   result.slot = sample.slot;
   if (sample.slot < 0) {
