@@ -288,3 +288,33 @@ fn answer(
     }
     Ok(Answered { tokens_per_s, answers, steps, speculated })
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: SpeculateArgs,
+    }
+
+    fn parsed(flags: &[&str]) -> SpeculateArgs {
+        Line::try_parse_from([&["speculate"], flags].concat()).unwrap().args
+    }
+
+    #[test]
+    fn what_is_not_said_is_as_nodes_have_it_around_their_own_number_of_drafts() {
+        let (args, node) = (parsed(&[]), config::Node::default());
+        assert_eq!(args.drafts, [0, 4, 8, 12], "as the page of baton says");
+        assert!(args.drafts.contains(&node.speculate_tokens));
+        assert_eq!(
+            (args.ngram_min, args.ngram_max, args.step_tokens),
+            (node.speculate_ngram_min, node.speculate_ngram_max, node.speculate_step_tokens)
+        );
+        assert_eq!((args.temperature, args.batch, args.prompt_file), (0.0, 1, None));
+        assert_eq!(parsed(&["--drafts", "0,8"]).drafts, [0, 8]);
+    }
+}

@@ -242,6 +242,23 @@ mod tests {
         }
     }
 
+    /// Tokio's own is 1,024: the next one would wait for a second, and longer each time.
+    #[tokio::test]
+    async fn a_burst_of_connections_waits_in_the_kernel_until_there_is_time_for_it() {
+        let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = listener.local_addr().unwrap();
+        let kernel_max = std::fs::read_to_string("/proc/sys/net/core/somaxconn");
+        let kernel_max = kernel_max.ok().and_then(|text| text.trim().parse().ok());
+        let burst = 1500.min(kernel_max.unwrap_or(1500));
+        for number in 0..burst {
+            // It is queued although it has left, and takes no descriptor here.
+            let connected = tokio::time::timeout(DEADLINE, TcpStream::connect(address)).await;
+            let connected = connected.unwrap_or_else(|_| panic!("connection {number} waits"));
+            drop(connected.unwrap_or_else(|error| panic!("connection {number}: {error}")));
+        }
+        listener.accept().await.unwrap();
+    }
+
     fn client() -> Client<HttpConnector, Empty<Bytes>> {
         Client::builder(TokioExecutor::new()).http2_only(true).build(HttpConnector::new())
     }
