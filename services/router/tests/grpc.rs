@@ -52,6 +52,18 @@ async fn generate(
     Ok(client.generate(request).await?.into_inner())
 }
 
+/// How many messages came before the error that ends the stream.
+async fn cut_short(mut stream: Streaming<GenerateResponse>) -> (usize, Status) {
+    let mut shown = 0;
+    loop {
+        match stream.message().await {
+            Ok(Some(_)) => shown += 1,
+            Ok(None) => panic!("it must not look complete"),
+            Err(status) => return (shown, status),
+        }
+    }
+}
+
 /// Everything a stream brought: ids, text and the end.
 async fn collect(
     mut stream: Streaming<GenerateResponse>,
@@ -403,7 +415,7 @@ async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
         let stream = client.clone().generate(request(long.clone())).await;
         stream.unwrap().into_inner()
     };
-    let (mut unread, read) = (ask().await, ask().await);
+    let (unread, read) = (ask().await, ask().await);
     let given_up = async {
         eventually("it is given up", async || cluster.finished("slow_client").await == 1.0).await;
     };
@@ -411,14 +423,7 @@ async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
     let (ids, text, finished) = read.expect("the other stream is undisturbed");
     assert_eq!(text, ANSWER.repeat(40));
     assert_eq!(ids.len(), finished.completion_tokens as usize);
-    let mut shown = 0;
-    let status = loop {
-        match unread.message().await {
-            Ok(Some(_)) => shown += 1,
-            Ok(None) => panic!("it must not look complete"),
-            Err(status) => break status,
-        }
-    };
+    let (shown, status) = cut_short(unread).await;
     assert_eq!(status.code(), Code::Aborted, "{status}");
     assert!(status.message().contains("300 ms"), "{status}");
     assert!(shown < ids.len(), "{shown} messages were kept for a client that read none");
@@ -441,18 +446,12 @@ async fn a_client_that_does_not_read_ends_alone() {
         .await
         .unwrap();
     let mut client = InferenceClient::new(channel);
-    let mut stream = client.generate(request(everything)).await.unwrap().into_inner();
+    let stream = client.generate(request(everything)).await.unwrap().into_inner();
     eventually("it is given up", async || {
         cluster.metric("baton_requests_finished_total", &["slow_client"]).await == 1.0
     })
     .await;
-    let status = loop {
-        match stream.message().await {
-            Ok(Some(_)) => {}
-            Ok(None) => panic!("it must not look complete"),
-            Err(status) => break status,
-        }
-    };
+    let (_, status) = cut_short(stream).await;
     assert_eq!(status.code(), Code::Aborted, "{status}");
 }
 
@@ -479,7 +478,7 @@ async fn an_answer_that_nobody_reads_is_in_work_until_it_is_given_up() {
         .await
         .unwrap();
     let mut client = InferenceClient::new(channel.clone());
-    let mut stream = client.generate(request(all.clone())).await.unwrap().into_inner();
+    let stream = client.generate(request(all.clone())).await.unwrap().into_inner();
     let node = &cluster.decode[0];
     let is_free = |call: &common::node::Call| call.left.lock().unwrap().is_some();
     eventually("its node is free", async || node.calls().first().is_some_and(is_free)).await;
@@ -490,14 +489,7 @@ async fn an_answer_that_nobody_reads_is_in_work_until_it_is_given_up() {
     })
     .await;
     eventually("it is in work no more", async || running().await == 0.0).await;
-    let mut shown = 0;
-    let status = loop {
-        match stream.message().await {
-            Ok(Some(_)) => shown += 1,
-            Ok(None) => panic!("it must not look complete"),
-            Err(status) => break status,
-        }
-    };
+    let (shown, status) = cut_short(stream).await;
     assert_eq!(status.code(), Code::Aborted, "{status}");
     assert!(shown < 1900, "{shown} messages were kept for a client that read none");
     // Who reads gets everything over the same connection.
