@@ -5,6 +5,7 @@
 #   BATON_CUDA_ARCHS   architectures, first to last: "90a" (the default), or for example "80 89 90a"
 #   BATON_CUDA_JOBS    compilers at a time, 1 if unset; the FA3 units take 3.6 GB each and run one at a time anyhow
 set -euo pipefail
+shopt -s nullglob
 cd "$(dirname "$0")/.."
 root=$PWD
 archs=${BATON_CUDA_ARCHS:-90a}
@@ -92,7 +93,7 @@ for name in rows rope blocks step probe; do unit $name src/$name.cu; done
 unit attention src/attention.cu $has_hopper
 unit sample src/sample.cu -fmad=false
 for source in kernels/cuda/attention/*.cu; do
-    [[ -e $source ]] && unit "attention_$(basename "$source" .cu)" "${source#kernels/cuda/}"
+    unit "attention_$(basename "$source" .cu)" "${source#kernels/cuda/}"
 done
 for dim in 64 128; do
     unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
@@ -136,14 +137,19 @@ compile() {
 }
 echo "building $library for ${names% } (${#units[@]} units)"
 rm -f "$objects"/*.path
-running=0
+running=0 failed=
+finish_one() {
+    wait -n || failed=1
+    running=$((running - 1))
+}
 for item in "${units[@]}"; do
     [[ $item == flash_hopper_* ]] && continue
-    if ((running >= jobs)); then wait -n && running=$((running - 1)); fi
+    if ((running >= jobs)); then finish_one; fi
     compile "$item" &
     running=$((running + 1))
 done
-while ((running > 0)); do wait -n && running=$((running - 1)); done
+while ((running > 0)); do finish_one; done
+[[ -z $failed ]] || exit 1
 for item in "${units[@]}"; do
     [[ $item != flash_hopper_* ]] || compile "$item"
 done
