@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(running.next().await, None);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_reader_that_does_not_read_ends_its_own_request() {
         let wait_max = Duration::from_millis(20);
         let mut running = Running::start(1, wait_max, |events| async move {

@@ -368,7 +368,8 @@ async fn busy_nodes_are_waited_for() {
 #[tokio::test]
 async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
     let mut settings = settings();
-    settings.front.waiting_timeout = Duration::from_millis(400);
+    // All four are here before the first gives up.
+    settings.front.waiting_timeout = Duration::from_secs(3);
     settings.front.waiting_max = 2;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));

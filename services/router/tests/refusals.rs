@@ -275,15 +275,16 @@ async fn without_a_decode_node_requests_are_told_to_come_back() {
 #[tokio::test]
 async fn a_request_that_takes_too_long_ends_with_one_error() {
     let mut settings = settings();
-    settings.front.timeout = Duration::from_millis(300);
+    // Time enough to come to the nodes on a busy machine.
+    settings.front.timeout = Duration::from_secs(2);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(0));
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
     let body = json!({"prompt": long_prompt(), "max_tokens": 5});
     let answer = cluster.client.post("/v1/completions", &body).await;
-    check(&answer, 504, None, &["300 ms"]);
+    check(&answer, 504, None, &["2000 ms"]);
     let remaining = cluster.decode[0].calls()[0].attempt.remaining_ms;
-    assert!((1..=300).contains(&remaining), "{remaining}");
+    assert!((1..=2000).contains(&remaining), "{remaining}");
 
     // In the middle of a stream it is the last event.
     cluster.decode[0].behave(Behaviour::HangAfter(1));

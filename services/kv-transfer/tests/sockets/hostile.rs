@@ -180,7 +180,11 @@ fn who_knows_the_door_still_has_to_prove_each_notice() {
     dealer.send_multipart(many, 0).unwrap();
     // Larger than any notice: libzmq ends the connection, and this DEALER makes another.
     dealer.send_multipart([noise(1, 2 << 20), noise(2, 32)], 0).unwrap();
-    thread::sleep(Duration::from_millis(50));
+    let start = Instant::now();
+    while node.transfers.metrics().notices_refused["frames"] != 2 {
+        assert!(start.elapsed() < PATIENCE, "{:?}", node.transfers.metrics().notices_refused);
+        thread::sleep(Duration::from_millis(5));
+    }
     travel(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
     assert_eq!(node.transfers.metrics().notices_refused["frames"], 2);
 }

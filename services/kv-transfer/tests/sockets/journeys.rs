@@ -49,7 +49,7 @@ fn blocks_arrive_as_they_were_written_in_several_chunks() {
     // 7 blocks, 1 block, then 32 by eights.
     let bytes = 40 * layout().block_bytes() as u64;
     assert_eq!(figures, Figures { bytes, chunks: 6, elapsed: figures.elapsed });
-    assert!(figures.elapsed > Duration::ZERO && figures.elapsed < LEASE);
+    assert!(figures.elapsed > Duration::ZERO && figures.elapsed < PATIENCE);
     decode.assert_holds(transfer, 3, &to);
     assert!(matches!(prefill.event(), Event::Delivered { figures, .. } if figures.bytes == bytes));
     for node in [&prefill, &decode] {
