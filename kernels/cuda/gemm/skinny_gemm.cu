@@ -1,0 +1,397 @@
+// y[rows][n] = x[rows][k] W[n][k]^T for up to 16 rows: the weight is read once, at the rate of memory.
+//
+// Every warp of a block streams its own slices of k (cp.async, 16 bytes a lane, swizzled) through its own ring in
+// shared memory and multiplies them with all the rows of x, so no barrier stands in the stream; the warps' sums
+// meet in shared memory at the end of a tile of weight rows. Fragments are loaded as 16-byte pieces with k permuted
+// alike in both operands, which a sum over k does not notice.
+//
+// What surrounds the product happens here. An RMS norm before it is two factors: the weight's is put into x by
+// whoever wrote x, the row's own scale comes out of the sum and is applied at the end, from the sums of squares
+// that the writer left (one a tile, added up in a fixed order). After the product: the residual, silu(gate) * up, or
+// bias, rotation and the KV store. Rows that belong together (gate and up, the two halves of a head) share a tile.
+//
+// With `pdl` the ring is filled with weights before the preceding kernel has ended; x is read after. Dependents
+// are let go only after that wait, so whatever a kernel reads early was written at least two kernels before.
+// The rings of such a launch take a whole SM's shared memory on purpose: the next kernel's block starts where this
+// one's ends, one an SM. With room for two, blocks of the next kernel crowd where one is free already, and the SM that
+// got two is waited for: measured, worse than no early start at all.
+#include "skinny_gemm.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+namespace {
+
+using bf16 = __nv_bfloat16;
+constexpr int kWarps = 8;
+constexpr int32_t kInvalid = 1, kUnsupported = 2, kCuda = 1000;  // as in baton_kernels.h
+
+constexpr int kSlice = 128;                // k of a stage
+constexpr int kStageBytes = 8 * kSlice * 2;  // 8 weight rows
+constexpr int kSmemHalf = 112 * 1024, kSmemWhole = 224 * 1024;
+
+template <int NT, int MT, bool DEEP>
+struct Shape {
+  static constexpr int kRows = NT * 8;
+  static constexpr int kSumPitch = kRows + 4;
+  static constexpr int kSumBytes = kWarps * MT * 8 * kSumPitch * 4 + 16 * 4;
+  static constexpr int kFit = ((DEEP ? kSmemWhole : kSmemHalf) - kSumBytes) / (kWarps * kStageBytes);
+  static constexpr int kMost = DEEP ? 12 : 6;
+  static constexpr int kStages = kFit < kMost ? kFit : kMost;
+  static constexpr int kSmem = kWarps * kStages * kStageBytes + kSumBytes;
+};
+
+__device__ __forceinline__ uint32_t smem_addr(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// Everything before is not of the preceding kernel; everything after sees all it wrote.
+__device__ __forceinline__ void wait_then_let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// First weight rows of a tile's two halves.
+template <int R, int EPI>
+__device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
+  if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (R / 2), p.n / 2 + tile * (R / 2));
+  if (EPI == BATON_SKINNY_QKV) {
+    int per_head = p.head_dim / R;
+    int head = tile / per_head;
+    int a = head * p.head_dim + (tile - head * per_head) * (R / 2);
+    return make_int2(a, a + p.head_dim / 2);
+  }
+  return make_int2(tile * R, tile * R + R / 2);
+}
+
+// The warps' sums of a tile meet, and what follows the product is done.
+template <int NT, int MT, int EPI>
+__device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int tile, int tiles,
+                                            const float (&acc)[NT][4], float* sums, const float* scales) {
+  constexpr int R = NT * 8, kPitch = R + 4, kHalf = R / 2;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+  for (int t = 0; t < NT; ++t) {
+    float* to = sums + (warp * MT * 8 + g) * kPitch + t * 8 + 2 * c;
+    *reinterpret_cast<float2*>(to) = make_float2(acc[t][0], acc[t][1]);
+    if (MT == 2) *reinterpret_cast<float2*>(to + 8 * kPitch) = make_float2(acc[t][2], acc[t][3]);
+  }
+  __syncthreads();
+  const int2 at = tile_rows<R, EPI>(p, tile);
+  // Whole warps stay together: RESIDUAL adds up the squares of a tile's row by shuffles.
+  for (int base = warp * 32; base < p.rows * kHalf; base += kWarps * 32) {
+    const int it = base + lane;
+    const bool valid = it < p.rows * kHalf;
+    const int m = valid ? it / kHalf : 0, i = it % kHalf;
+    const float scale = scales[m];
+    float a = 0.f, b = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float* from = sums + (w * MT * 8 + m) * kPitch + i;
+      a += from[0];
+      b += from[kHalf];
+    }
+    a *= scale;
+    b *= scale;
+    const int ra = at.x + i, rb = at.y + i;
+    if (EPI == BATON_SKINNY_SILU) {
+      if (valid && ra < p.n / 2)
+        ((bf16*)p.out)[m * p.out_stride + ra] = __float2bfloat16(a / (1.f + __expf(-a)) * b);
+    } else if (EPI == BATON_SKINNY_QKV) {
+      if (!valid) continue;
+      if (p.bias) {
+        a += p.bias[ra];
+        b += p.bias[rb];
+      }
+      const int head = at.x / p.head_dim, d = ra - head * p.head_dim;
+      if (p.frequencies && head < p.query_heads + p.kv_heads) {
+        float sn, cs;
+        sincosf((float)p.positions[m] * p.frequencies[d], &sn, &cs);
+        const float na = a * cs - b * sn, nb = b * cs + a * sn;
+        a = na;
+        b = nb;
+      }
+      bf16* to = (bf16*)p.out + m * p.out_stride + ra;
+      if (head >= p.query_heads) {
+        const int dest = p.destinations[m];
+        if (dest < 0) continue;
+        const int h = head - p.query_heads;
+        const bool value = h >= p.kv_heads;
+        to = (bf16*)(value ? p.v : p.k) + (int64_t)(dest >> 4) * p.stride_block +
+             (int64_t)(value ? h - p.kv_heads : h) * p.stride_head + (int64_t)(dest & 15) * p.stride_token + d;
+      }
+      to[0] = __float2bfloat16(a);
+      to[p.head_dim / 2] = __float2bfloat16(b);
+    } else {
+      float square = 0.f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = half ? rb : ra;
+        float v = half ? b : a;
+        if (!valid || r >= p.n) continue;
+        if (EPI == BATON_SKINNY_PLAIN) {
+          if (p.bias) v += p.bias[r];
+          ((bf16*)p.out)[m * p.out_stride + r] = __float2bfloat16(v);
+        } else if (EPI == BATON_SKINNY_F32) {
+          ((float*)p.out)[m * p.out_stride + r] = v;
+        } else {
+          const int64_t o = (int64_t)m * p.n + r;
+          v += p.residual[o];
+          p.residual[o] = v;
+          square += v * v;
+          if (p.mirror) ((bf16*)p.mirror)[o] = __float2bfloat16(p.next_norm ? v * p.next_norm[r] : v);
+        }
+      }
+      if (EPI == BATON_SKINNY_RESIDUAL && p.squares_out) {
+#pragma unroll
+        for (int d = 1; d < kHalf && d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
+        // Of 64 rows the halves fill a warp; of fewer, several rows of x share one.
+        if (valid && i == 0) p.squares_out[m * tiles + tile] = square;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+template <int NT, int MT, int EPI, bool DEEP>
+__global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
+    skinny_gemm_kernel(const __grid_constant__ baton_skinny_gemm_args p, int tiles) {
+  using S = Shape<NT, MT, DEEP>;
+  constexpr int R = NT * 8;
+  constexpr int kParts = kSlice / 32;
+  extern __shared__ __align__(128) char smem[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int g = lane >> 2, c = lane & 3;
+  char* mine = smem + warp * (S::kStages * kStageBytes);
+  float* sums = reinterpret_cast<float*>(smem + kWarps * S::kStages * kStageBytes);
+  float* scales = sums + kWarps * MT * 8 * S::kSumPitch;
+  const int slices = (p.depth + kSlice - 1) / kSlice;
+
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const bf16* weight = (const bf16*)p.weight;
+  const int r_half = lane >> 4, ch = lane & 15;
+  const uint32_t dst0 = smem_addr(mine) + r_half * 256 + ((ch ^ (r_half << 2)) << 4);
+  int a_tile = warp < slices ? blockIdx.x : tiles, a_slice = warp, a_t = 0;
+  int2 a_at = tile_rows<R, EPI>(p, a_tile);
+  auto load = [&](int stage) {
+    if (a_tile < tiles) {
+      const int k = a_slice * kSlice + ch * 8;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int r = a_t * 8 + 2 * i + r_half;
+        int row = r < R / 2 ? a_at.x + r : a_at.y + r - R / 2;
+        bool ok = row < p.n && k < p.depth;
+        const bf16* src = ok ? weight + (int64_t)row * p.depth + k : weight;
+        int n = ok ? 16 : 0;
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                         dst0 + stage * kStageBytes + i * 512),
+                     "l"(src), "r"(n), "l"(policy)
+                     : "memory");
+      }
+      if (++a_t == NT) {
+        a_t = 0;
+        a_slice += kWarps;
+        if (a_slice >= slices) {
+          a_slice = warp;
+          a_tile += gridDim.x;
+          a_at = tile_rows<R, EPI>(p, a_tile);
+        }
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+#pragma unroll
+  for (int i = 0; i < S::kStages; ++i) load(i);
+  wait_then_let_dependents_start();
+
+  // A row's scale, from the squares that the writer of x left. Read after the first product at the earliest, behind
+  // the barrier of finish_tile.
+  for (int m = warp; m < 16; m += kWarps) {
+    float sum = 0.f;
+    if (p.squares && m < p.rows) {
+      for (int i = lane; i < p.squares_count; i += 32) sum += p.squares[m * p.squares_count + i];
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    }
+    if (lane == 0) scales[m] = p.squares ? rsqrtf(sum / (float)p.depth + p.eps) : 1.f;
+  }
+
+  const bf16* x0 = (const bf16*)p.x + g * p.x_stride + c * 8;
+  const bf16* x1 = x0 + 8 * p.x_stride;
+  const bool has0 = g < p.rows, has1 = MT == 2 && g + 8 < p.rows;
+  constexpr bool kAhead = DEEP || NT <= 4;
+  uint4 xn[kParts][MT];
+  auto fetch_x = [&](int s) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      int k = s * kSlice + i * 32;
+      bool in = k + c * 8 < p.depth;
+      xn[i][0] = in && has0 ? *reinterpret_cast<const uint4*>(x0 + k) : make_uint4(0, 0, 0, 0);
+      if (MT == 2) xn[i][MT - 1] = in && has1 ? *reinterpret_cast<const uint4*>(x1 + k) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  if (kAhead && blockIdx.x < tiles) fetch_x(warp);
+  int stage = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    float acc[NT][4] = {};
+    for (int s = warp; s < slices; s += kWarps) {
+      uint4 x[kParts][MT];
+      if (!kAhead) fetch_x(s);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i)
+#pragma unroll
+        for (int m = 0; m < MT; ++m) x[i][m] = xn[i][m];
+      if (kAhead) fetch_x(s + kWarps < slices ? s + kWarps : warp);
+#pragma unroll
+      for (int t = 0; t < NT; ++t) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
+        __syncwarp();
+        const char* base = mine + stage * kStageBytes + g * 256;
+        uint4 w[kParts];
+#pragma unroll
+        for (int i = 0; i < kParts; ++i)
+          w[i] = *reinterpret_cast<const uint4*>(base + (((i * 4 + c) ^ ((g & 1) << 2)) << 4));
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          uint4 u = MT == 2 ? x[i][MT - 1] : make_uint4(0, 0, 0, 0);
+          mma(acc[t], x[i][0].x, u.x, x[i][0].y, u.y, w[i].x, w[i].y);
+          mma(acc[t], x[i][0].z, u.z, x[i][0].w, u.w, w[i].z, w[i].w);
+        }
+        __syncwarp();
+        load(stage);
+        stage = stage + 1 == S::kStages ? 0 : stage + 1;
+      }
+    }
+    finish_tile<NT, MT, EPI>(p, tile, tiles, acc, sums, scales);
+  }
+}
+
+// x of the first norm, which no RESIDUAL has left: mirror = residual * norm, and the squares.
+__global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residual, const float* norm, bf16* mirror,
+                                                             float* squares, int width) {
+  __shared__ float part[8];
+  wait_then_let_dependents_start();
+  const int64_t at = (int64_t)blockIdx.x * width;
+  float sum = 0.f;
+  for (int i = threadIdx.x; i < width; i += 256) {
+    float v = residual[at + i];
+    sum += v * v;
+    mirror[at + i] = __float2bfloat16(v * norm[i]);
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    sum = 0.f;
+    for (int i = 0; i < 8; ++i) sum += part[i];
+    squares[blockIdx.x] = sum;
+  }
+}
+
+template <class Kernel, class... Args>
+int32_t start(Kernel kernel, int grid, int smem, bool pdl, cudaStream_t stream, Args... args) {
+  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+  if (e != cudaSuccess) return kCuda + (int32_t)e;
+  cudaLaunchConfig_t cfg = {};
+  cfg.gridDim = dim3(grid);
+  cfg.blockDim = dim3(kWarps * 32);
+  cfg.dynamicSmemBytes = smem;
+  cfg.stream = stream;
+  cudaLaunchAttribute attr;
+  attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attr.val.programmaticStreamSerializationAllowed = 1;
+  cfg.attrs = &attr;
+  cfg.numAttrs = pdl ? 1 : 0;
+  e = cudaLaunchKernelEx(&cfg, kernel, args...);
+  return e == cudaSuccess ? 0 : kCuda + (int32_t)e;
+}
+
+template <int NT, int MT, int EPI>
+int32_t launch(const baton_skinny_gemm_args& p, int grid, cudaStream_t stream) {
+  const int tiles = (p.n + NT * 8 - 1) / (NT * 8);
+  grid = tiles < grid ? tiles : grid;
+  return p.pdl ? start(skinny_gemm_kernel<NT, MT, EPI, true>, grid, Shape<NT, MT, true>::kSmem, p.pdl, stream, p, tiles)
+                : start(skinny_gemm_kernel<NT, MT, EPI, false>, grid, Shape<NT, MT, false>::kSmem, p.pdl, stream, p,
+                        tiles);
+}
+
+template <int NT, int MT>
+int32_t by_epilogue(const baton_skinny_gemm_args& p, int grid, cudaStream_t s) {
+  switch (p.epilogue) {
+    case BATON_SKINNY_PLAIN: return launch<NT, MT, BATON_SKINNY_PLAIN>(p, grid, s);
+    case BATON_SKINNY_RESIDUAL: return launch<NT, MT, BATON_SKINNY_RESIDUAL>(p, grid, s);
+    case BATON_SKINNY_SILU: return launch<NT, MT, BATON_SKINNY_SILU>(p, grid, s);
+    case BATON_SKINNY_F32: return launch<NT, MT, BATON_SKINNY_F32>(p, grid, s);
+    case BATON_SKINNY_QKV:
+      if (p.head_dim % (NT * 8) != 0) return kUnsupported;
+      return launch<NT, MT, BATON_SKINNY_QKV>(p, grid, s);
+    default: return kInvalid;
+  }
+}
+
+template <int NT>
+int32_t by_rows(const baton_skinny_gemm_args& p, int grid, cudaStream_t s) {
+  return p.rows <= 8 ? by_epilogue<NT, 1>(p, grid, s) : by_epilogue<NT, 2>(p, grid, s);
+}
+
+}  // namespace
+
+// Blocks at most, or 0 when the device cannot be asked.
+static int32_t blocks(const baton_skinny_gemm_args& p) {
+  if (p.grid > 0) return p.grid;
+  int dev = 0, sms = 0;
+  if (cudaGetDevice(&dev) != cudaSuccess ||
+      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, dev) != cudaSuccess)
+    return 0;
+  return sms;
+}
+
+extern "C" int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* p) {
+  if (p->tile != 0) return p->tile;
+  const int grid = blocks(*p) > 0 ? blocks(*p) : 1;
+  // The busiest block's rows, and about four rows' time for the end of each tile; of equals the widest, which reads x
+  // less often.
+  int best = 16, least = 1 << 30;
+  for (int tile : {64, 32, 16}) {
+    if (p->epilogue == BATON_SKINNY_QKV && p->head_dim % tile != 0) continue;
+    const int tiles = (p->n + tile - 1) / tile;
+    const int cost = (tiles + grid - 1) / grid * (tile + 4);
+    if (cost < least) {
+      least = cost;
+      best = tile;
+    }
+  }
+  return best;
+}
+
+extern "C" int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* stream) {
+  const baton_skinny_gemm_args& p = *args;
+  if (p.rows == 0) return 0;
+  if (p.rows < 0 || p.n < 1 || p.depth < 8 || p.depth % 8 != 0 || p.x_stride % 8 != 0) return kInvalid;
+  if (p.epilogue == BATON_SKINNY_SILU && p.n % 2 != 0) return kInvalid;
+  if (p.rows > 16) return kUnsupported;
+  const int grid = blocks(p);
+  if (grid == 0) return kCuda + (int32_t)cudaErrorInvalidDevice;
+  cudaStream_t s = (cudaStream_t)stream;
+  switch (baton_skinny_gemm_tile(&p)) {
+    case 16: return by_rows<2>(p, grid, s);
+    case 32: return by_rows<4>(p, grid, s);
+    case 64: return by_rows<8>(p, grid, s);
+    default: return kInvalid;
+  }
+}
+
+extern "C" int32_t baton_skinny_prepare(const float* residual, const float* norm, void* mirror, float* squares,
+                                        int32_t rows, int32_t width, int32_t pdl, void* stream) {
+  if (rows == 0) return 0;
+  return start(skinny_prepare_kernel, rows, 0, pdl != 0, (cudaStream_t)stream, residual, norm, (bf16*)mirror, squares,
+               (int)width);
+}
