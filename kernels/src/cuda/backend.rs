@@ -6,6 +6,7 @@
 
 use std::{
     num::NonZeroUsize,
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
 };
@@ -16,6 +17,7 @@ use super::{
     attention::{Attention, AttentionKind, dtype_code},
     buffer::{CudaBuffer, CudaMatrix, CudaVector},
     context::{Compute, Context, Event, HostToDevice, Stream},
+    driver::Driver,
     error::CudaError,
     ffi,
     library::KernelLibrary,
@@ -62,6 +64,21 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
+    /// Of the GPU with this UUID, or the first, with the kernels at this path.
+    ///
+    /// # Errors
+    /// What is missing or does not fit, and what to do about it.
+    pub fn open(
+        gpu: Option<&str>,
+        kernels: Option<&Path>,
+        options: CudaOptions,
+    ) -> Result<Self, CudaError> {
+        let driver = Driver::open()?;
+        let device = driver.device(gpu)?;
+        let library = Arc::new(KernelLibrary::open(kernels)?);
+        Self::new(&Context::new(driver, device)?, library, options)
+    }
+
     /// Loads the kernels and takes the workspaces.
     pub fn new(
         context: &Arc<Context>,

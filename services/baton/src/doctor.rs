@@ -12,12 +12,24 @@ use serde::Serialize;
 /// The kernel library's name beside the program.
 const KERNELS_FILE: &str = "libbaton_kernels.so";
 
-#[derive(Args)]
-pub struct DoctorArgs {
+#[derive(Args, Clone)]
+pub struct KernelsArg {
     /// The library of our own GPU kernels, as `make kernels` builds it [default: libbaton_kernels.so
     /// beside this program].
     #[arg(long, value_name = "PATH", env = "BATON_NODE_KERNELS")]
     kernels: Option<PathBuf>,
+}
+
+impl KernelsArg {
+    pub fn path(&self) -> Option<PathBuf> {
+        self.kernels.clone().or_else(kernels_beside_us)
+    }
+}
+
+#[derive(Args)]
+pub struct DoctorArgs {
+    #[command(flatten)]
+    kernels: KernelsArg,
     /// One JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -25,7 +37,7 @@ pub struct DoctorArgs {
 
 /// Prints the report. Without a GPU that is no fault: the CPU serves.
 pub fn run(args: DoctorArgs) -> Result<()> {
-    let report = Report::of_this_machine(args.kernels.or_else(kernels_beside_us));
+    let report = Report::of_this_machine(args.kernels.path());
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {

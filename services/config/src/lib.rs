@@ -41,7 +41,7 @@ pub use load::{Config, Environment, Flags, LoadInput, Section};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::Setting;
 pub use types::{
-    ByteSize, CpuList, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel, Isa, LoadFormat, LogFormat,
-    ModelPath, Pair, Password, Secret, Speculate, ToolFormat, format_duration, parse_duration,
-    parts_of,
+    ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel, Isa, LoadFormat,
+    LogFormat, ModelPath, Pair, Password, Secret, Speculate, ToolFormat, format_duration,
+    parse_duration, parts_of,
 };

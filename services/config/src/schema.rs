@@ -8,7 +8,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use crate::{
     section::section,
     types::{
-        ByteSize, CpuList, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
+        ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
         ModelPath, Pair, Password, Secret, Speculate, ToolFormat,
     },
 };
@@ -182,6 +182,16 @@ section! {
         speculate_ngram_max: u32 = 8,
             "A line of code or half a sentence; beyond it places hardly differ in what follows.",
             1..=64;
+        /// Where forwards run: cpu, cuda (an NVIDIA GPU), or auto, which takes a GPU that can serve and
+        /// else the CPU. A GPU has no q8 and guesses nothing ahead: auto then takes the CPU.
+        device: Device = Device::Auto,
+            "A GPU is there to be used; cuda is refused where there is none, and baton doctor says why.";
+        /// The GPU, by its UUID as baton doctor and nvidia-smi -L show it, or as much of it as is unique.
+        gpu: Option<String> = None,
+            "Unset means the first that the process is shown.";
+        /// The library of our own GPU kernels, as make kernels builds it.
+        kernels: Option<PathBuf> = None,
+            "Unset means libbaton_kernels.so beside the program.";
         /// Threads that compute.
         threads: Option<u32> = None,
             "Unset means as many as node.cpus or node.numa_node name, else as the process may use at once.",

@@ -5,8 +5,8 @@ use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 use toml::de::DeValue;
 
 use crate::types::{
-    ByteSize, CpuList, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat, ModelPath,
-    Pair, Password, Secret, Speculate, ToolFormat, format_duration, parse_duration,
+    ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
+    ModelPath, Pair, Password, Secret, Speculate, ToolFormat, format_duration, parse_duration,
 };
 
 /// A type that a setting can have.
@@ -374,7 +374,7 @@ macro_rules! choice_value {
     )+ };
 }
 
-choice_value!(Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat);
+choice_value!(Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat);
 
 macro_rules! ranged {
     ($($Scalar:ty),+) => { $(

@@ -38,6 +38,28 @@ pub trait Executor: Send {
     }
 }
 
+impl<E: Executor + ?Sized> Executor for Box<E> {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        (**self).launch(plan)
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        (**self).collect(timeout)
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        (**self).limits()
+    }
+
+    fn now(&self) -> Instant {
+        (**self).now()
+    }
+
+    fn waker(&self) -> CollectWaker {
+        (**self).waker()
+    }
+}
+
 /// What the scheduler must stay within.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExecutorLimits {

@@ -15,6 +15,7 @@
 
 mod attempt;
 mod connection;
+mod device;
 mod engine_thread;
 mod grammars;
 mod grpc_server;

@@ -22,11 +22,13 @@ use engine::{
     executor::{
         Executor, ExecutorLimits,
         cpu::{CpuExecutor, CpuExecutorError},
+        cuda::CudaExecutorError,
     },
 };
 use kernels::{
     ArenaError, KvArena,
     cpu::{CpuBackend, CpuError, CpuOptions, affinity},
+    cuda::CudaError,
 };
 use kv_transfer::{
     TransferConfig, Transfers,
@@ -40,6 +42,7 @@ use tracing::{info, warn};
 
 use crate::{
     attempt::AttemptLimits,
+    device,
     engine_thread::{EngineError, EngineThread, Parts, STALL_AFTER},
     grammars::{self, Grammars},
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
@@ -88,6 +91,11 @@ pub enum StartError {
     Backend(#[from] CpuError),
     #[error(transparent)]
     Executor(#[from] CpuExecutorError),
+    /// Of `node.device` = cuda, or of a GPU that was found and then failed.
+    #[error("node.device: {0}")]
+    Cuda(#[from] CudaError),
+    #[error(transparent)]
+    CudaExecutor(#[from] CudaExecutorError),
     #[error(transparent)]
     Scheduler(#[from] SchedulerConfigError),
     #[error(transparent)]
@@ -362,7 +370,7 @@ struct Loaded {
     path: PathBuf,
     arena: Arc<KvArena>,
     identity: Identity,
-    executor: CpuExecutor,
+    executor: Box<dyn Executor>,
     /// Where the threads that compute run; none: anywhere.
     cpus: Vec<u32>,
 }
@@ -404,6 +412,19 @@ fn load_blocking(
     let layout = model.kv_layout(weights.kv_dtype());
     let blocks = settings::block_count(&config.node, layout)?;
     let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
+    if let Some(gpu) = device::gpu(config, weights, &limits)? {
+        let (executor, arena) = gpu.start(&checkpoint, layout, limits)?;
+        info!(
+            dtype = %weights,
+            blocks,
+            block_bytes = layout.block_bytes(),
+            seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
+            "loaded the weights onto the GPU"
+        );
+        let identity = identity::identity(fingerprint, weights, layout);
+        let executor = Box::new(executor);
+        return Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus: Vec::new() });
+    }
     let arena = KvArena::host(layout, blocks)?;
     let isa = settings::isa(config.node.isa);
     let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
@@ -420,6 +441,7 @@ fn load_blocking(
         "loaded the weights"
     );
     let identity = identity::identity(fingerprint, weights, layout);
+    let executor = Box::new(executor);
     Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus })
 }
 

@@ -14,12 +14,17 @@ use clap::Args;
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
-    executor::{ExecutorLimits, cpu::CpuExecutor},
+    executor::{
+        Executor, ExecutorLimits,
+        cpu::CpuExecutor,
+        cuda::{CudaExecutor, CudaModel},
+    },
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use kernels::{
     BLOCK_TOKENS, Backend, KvArena, WeightFormat,
     cpu::{CpuBackend, CpuBuffer, CpuOptions, Isa},
+    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
     sampling::Sampling,
 };
 use model::{Checkpoint, LoadFormat};
@@ -29,10 +34,12 @@ use super::{
     output_file,
     stats::{WorkloadRng, median},
 };
-use crate::model_store;
+use crate::{doctor::KernelsArg, model_store};
 
 /// A bench that makes no progress for this long is broken.
 const STALL_MAX: Duration = Duration::from_secs(120);
+/// A GPU's matrix units want more rows than a CPU's.
+const GPU_STEP_TOKENS: u32 = 8192;
 
 #[derive(Args, Clone)]
 pub struct EngineArgs {
@@ -69,6 +76,14 @@ pub struct EngineArgs {
     /// Runs of each measurement; the median counts.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
+    /// Where forwards run: cpu or cuda.
+    #[arg(long, default_value = "cpu", value_parser = ["cpu", "cuda"])]
+    device: String,
+    /// The GPU, by its UUID as `baton doctor` shows it [default: the first].
+    #[arg(long)]
+    gpu: Option<String>,
+    #[command(flatten)]
+    kernels: KernelsArg,
     /// Steps in flight.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
     depth: u32,
@@ -137,7 +152,9 @@ pub fn run(args: EngineArgs) -> Result<()> {
         None => std::thread::available_parallelism()?.get(),
     };
     let (mut bench, mut report, mut read_stream) = Bench::start(&args, &path, threads)?;
-    read_stream.measure();
+    if let Some(read_stream) = &mut read_stream {
+        read_stream.measure();
+    }
     let bar = ProgressBar::new(2 * args.batch.len() as u64 * u64::from(args.runs)).with_style(
         ProgressStyle::with_template("{pos}/{len} runs {wide_bar} {elapsed} {msg}")
             .expect("the template is constant"),
@@ -148,7 +165,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
             let mut all = Vec::new();
             let reads_alone = what == "decode" && batch == 1;
             for _ in 0..args.runs {
-                if reads_alone {
+                if let (true, Some(read_stream)) = (reads_alone, &mut read_stream) {
                     // In turns, because neighbours of a machine come and go.
                     read_stream.measure();
                 }
@@ -159,8 +176,10 @@ pub fn run(args: EngineArgs) -> Result<()> {
                 bar.inc(1);
             }
             let tokens_per_s_median = median(&all);
-            report.weight_read_gb_per_s = median(&read_stream.gb_per_s);
-            let share_of_weight_read = reads_alone.then(|| {
+            if let Some(read_stream) = &read_stream {
+                report.weight_read_gb_per_s = median(&read_stream.gb_per_s);
+            }
+            let share_of_weight_read = (reads_alone && read_stream.is_some()).then(|| {
                 tokens_per_s_median * report.weight_bytes as f64 / 1e9 / report.weight_read_gb_per_s
             });
             report.rows.push(Row {
@@ -186,7 +205,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
 }
 
 struct Bench {
-    engine: StepLoop<CpuExecutor>,
+    engine: StepLoop<Box<dyn Executor>>,
     rng: WorkloadRng,
     vocabulary: u32,
     next_id: u128,
@@ -197,12 +216,10 @@ impl Bench {
         args: &EngineArgs,
         path: &std::path::Path,
         threads: usize,
-    ) -> Result<(Self, Report, ReadStream)> {
+    ) -> Result<(Self, Report, Option<ReadStream>)> {
         let started = Instant::now();
         let checkpoint = Checkpoint::open(path, args.load_format)?;
         let config = checkpoint.config();
-        let backend = CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.isa })?;
-        let isa = backend.isa_name().to_owned();
         let batch_max = args.batch.iter().copied().max().unwrap_or(1);
         let sequence_tokens =
             args.prefill_tokens.max(args.context_tokens + args.decode_tokens) + BLOCK_TOKENS as u32;
@@ -211,9 +228,10 @@ impl Bench {
             "sequences of {sequence_tokens} tokens are longer than the model's {}",
             config.context_tokens
         );
+        let is_gpu = args.device == "cuda";
         let limits = ExecutorLimits {
             slots: batch_max,
-            step_tokens: 512.max(batch_max),
+            step_tokens: if is_gpu { GPU_STEP_TOKENS } else { 512 }.max(batch_max),
             sequence_tokens,
             blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
             depth: args.depth,
@@ -221,9 +239,10 @@ impl Bench {
             speculation: None,
         };
         let weight_bytes = args.dtype.bytes(config.parameter_count());
-        let read_stream = ReadStream::new(&backend, weight_bytes, threads);
-        let arena = KvArena::host(config.kv_layout(args.dtype.kv_dtype()), limits.blocks)?;
-        let executor = CpuExecutor::start(&checkpoint, backend, Arc::clone(&arena), limits)?;
+        let (executor, isa, read_stream) = match is_gpu {
+            true => on_gpu(args, &checkpoint, limits)?,
+            false => on_cpu(args, &checkpoint, threads, weight_bytes, limits)?,
+        };
         let seeds =
             CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
         let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
@@ -322,6 +341,38 @@ impl Bench {
     }
 }
 
+/// An executor, what computes, and what the host's memory gives where that is the bound.
+type Started = (Box<dyn Executor>, String, Option<ReadStream>);
+
+fn on_cpu(
+    args: &EngineArgs,
+    checkpoint: &Checkpoint,
+    threads: usize,
+    weight_bytes: u64,
+    limits: ExecutorLimits,
+) -> Result<Started> {
+    let backend = CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.isa })?;
+    let isa = backend.isa_name().to_owned();
+    let read_stream = ReadStream::new(&backend, weight_bytes, threads);
+    let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
+    let arena = KvArena::host(layout, limits.blocks)?;
+    let executor = CpuExecutor::start(checkpoint, backend, arena, limits)?;
+    Ok((Box::new(executor), isa, Some(read_stream)))
+}
+
+fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
+    let options = CudaOptions { weights: args.dtype, attention: AttentionKind::Auto };
+    let kernels = args.kernels.path();
+    let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options)?;
+    let context = Arc::clone(backend.context());
+    let model = CudaModel::load(checkpoint, backend, &limits, &mut |_| ())?;
+    let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
+    let kv = DeviceKv::new(&context, layout, limits.blocks)?;
+    let arena = KvArena::remote(kv.clone())?;
+    let executor = CudaExecutor::start(model, kv, &arena, limits)?;
+    Ok((Box::new(executor), context.device().name.clone(), None))
+}
+
 fn check(actions: &[Action]) -> Result<()> {
     for action in actions {
         if let Action::Failed { failure, .. } = action {
@@ -382,15 +433,15 @@ fn sum(words: &[f32]) -> u32 {
 }
 
 fn print_table(report: &Report) {
-    println!(
-        "{}  {}  {}  {} threads  loaded in {:.2} s  as many bytes are read at {:.1} GB/s",
-        report.model,
-        report.dtype,
-        report.isa,
-        report.threads,
-        report.load_s,
-        report.weight_read_gb_per_s
-    );
+    print!("{}  {}  {}  ", report.model, report.dtype, report.isa);
+    match report.weight_read_gb_per_s {
+        // A GPU's is not measured.
+        0.0 => println!("loaded in {:.2} s", report.load_s),
+        rate => println!(
+            "{} threads  loaded in {:.2} s  as many bytes are read at {rate:.1} GB/s",
+            report.threads, report.load_s
+        ),
+    }
     println!(
         "{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ",
         "", "batch", "tokens", "tok/s", "least", "most"

@@ -57,6 +57,18 @@ choice! {
 }
 
 choice! {
+    /// Where forwards run.
+    pub enum Device {
+        /// On a GPU that can serve, else on the CPU.
+        Auto = "auto",
+        /// On the CPU.
+        Cpu = "cpu",
+        /// On an NVIDIA GPU.
+        Cuda = "cuda",
+    }
+}
+
+choice! {
     /// The instructions that forwards use.
     pub enum Isa {
         /// The fastest that the machine has.

@@ -1,0 +1,117 @@
+//! Which device a node computes on, and the executor of a GPU.
+
+use std::{env, path::PathBuf, sync::Arc};
+
+use config::{Config, Device};
+use engine::executor::{
+    ExecutorLimits,
+    cuda::{CudaExecutor, CudaExecutorError, CudaModel},
+};
+use kernels::{
+    KvArena, KvLayout, WeightFormat,
+    cuda::{AttentionKind, CudaBackend, CudaError, CudaOptions, DeviceKv},
+};
+use model::Checkpoint;
+use tracing::info;
+
+use crate::node::StartError;
+
+/// The kernel library's name beside the program.
+const KERNELS_FILE: &str = "libbaton_kernels.so";
+
+/// A GPU that can serve.
+pub(crate) struct Gpu {
+    backend: CudaBackend,
+}
+
+/// The GPU that the node is to compute on; `None`: the CPU.
+///
+/// # Errors
+/// With `node.device` = cuda, why there is none. With auto that is logged, and the CPU serves.
+pub(crate) fn gpu(
+    config: &Config,
+    weights: WeightFormat,
+    limits: &ExecutorLimits,
+) -> Result<Option<Gpu>, StartError> {
+    let device = config.node.device;
+    if device == Device::Cpu {
+        return Ok(None);
+    }
+    match open(config, weights, limits) {
+        Ok(gpu) => Ok(Some(gpu)),
+        Err(error) if device == Device::Auto => {
+            info!(reason = %error, "the CPU serves");
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn open(config: &Config, weights: WeightFormat, limits: &ExecutorLimits) -> Result<Gpu, CudaError> {
+    let node = &config.node;
+    if limits.speculation.is_some() {
+        let (what, value) = ("node.speculate", node.speculate.to_string());
+        return Err(CudaError::Unsupported { what, value, allowed: "off" });
+    }
+    let path = node.kernels.clone().or_else(kernels_beside_us);
+    let options = CudaOptions { weights, attention: AttentionKind::Auto };
+    let backend = CudaBackend::open(node.gpu.as_deref(), path.as_deref(), options)?;
+    let device = backend.context().device();
+    let kernels = backend.library().build();
+    info!(gpu = device.uuid, name = device.name, kernels, "found a GPU");
+    Ok(Gpu { backend })
+}
+
+fn kernels_beside_us() -> Option<PathBuf> {
+    let path = env::current_exe().ok()?.with_file_name(KERNELS_FILE);
+    path.exists().then_some(path)
+}
+
+impl Gpu {
+    /// Loads the weights and takes the memory for KV.
+    pub(crate) fn start(
+        self,
+        checkpoint: &Checkpoint,
+        layout: KvLayout,
+        limits: ExecutorLimits,
+    ) -> Result<(CudaExecutor, Arc<KvArena>), StartError> {
+        let context = Arc::clone(self.backend.context());
+        let model = CudaModel::load(checkpoint, self.backend, &limits, &mut |_| ())?;
+        let kv = DeviceKv::new(&context, layout, limits.blocks).map_err(CudaExecutorError::from)?;
+        let arena = KvArena::remote(kv.clone())?;
+        let executor = CudaExecutor::start(model, kv, &arena, limits)?;
+        Ok((executor, arena))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use config::LoadInput;
+
+    use super::*;
+
+    fn chosen(device: &str) -> Result<bool, String> {
+        let flags = [("node.device", device), ("node.kernels", "/no/such/kernels.so")];
+        let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
+        let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
+        let limits = ExecutorLimits {
+            slots: 1,
+            step_tokens: 16,
+            sequence_tokens: 64,
+            blocks: 4,
+            depth: 1,
+            vocabulary: 100,
+            speculation: None,
+        };
+        let gpu = gpu(&config, WeightFormat::Bf16, &limits);
+        gpu.map(|gpu| gpu.is_some()).map_err(|error| error.to_string())
+    }
+
+    /// With kernels that are not there no machine has a GPU that can serve.
+    #[test]
+    fn the_cpu_serves_where_no_gpu_can_unless_one_is_demanded() {
+        assert_eq!((chosen("cpu"), chosen("auto")), (Ok(false), Ok(false)));
+        let error = chosen("cuda").unwrap_err();
+        assert!(error.starts_with("node.device: "), "{error}");
+    }
+}
