@@ -11,7 +11,7 @@ use integration_tests::{
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
-use crate::{PREFIX, TTL, at, entry, follow, joined, next, register, settings};
+use crate::{DEADLINE, PREFIX, at, entry, follow, joined, next, register, settings};
 
 /// An etcd that knows two users: `baton`, who may read and write below the prefix, and `reader`.
 async fn with_users(tls: Option<EtcdTls>) -> Result<Etcd> {
@@ -42,7 +42,7 @@ async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
     let registration = register(settings(&user(&url, "baton", "pass"))?, &node).await?;
     let (_membership, mut watch) = follow(settings(&user(&url, "reader", "pass"))?).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
-    registration.leave(TTL).await;
+    registration.leave(DEADLINE).await;
     Ok(())
 }
 
@@ -148,7 +148,7 @@ async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -> Re
     let registration = register(with(&ours.ca)?, &node).await?;
     let (_membership, mut watch) = follow(with(&ours.ca)?).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
-    registration.leave(TTL).await;
+    registration.leave(DEADLINE).await;
 
     // The server's certificate is looked at.
     check_untrusted(with(&foreign.ca)?, &url).await;
@@ -175,7 +175,7 @@ async fn users_and_passwords_count_over_tls_too() -> Result<()> {
     let registration = register(with(&ours.ca, "baton", "pass")?, &node).await?;
     let (_membership, mut watch) = follow(with(&ours.ca, "reader", "pass")?).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
-    registration.leave(TTL).await;
+    registration.leave(DEADLINE).await;
 
     let wrong = with(&ours.ca, "baton", "pass-over-tls")?;
     let said = follow(wrong).await.map(drop).expect_err("it is let in").to_string();
@@ -216,7 +216,7 @@ async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
         let (membership, _watch) = follow(settings).await?;
         assert_eq!(membership.last_known(), []);
     }
-    registration.leave(TTL).await;
+    registration.leave(DEADLINE).await;
 
     // A file that is no certificate is found at once, with the key that names it.
     let broken = folder.path().join("broken.pem");

@@ -236,7 +236,7 @@ mod tests {
         let (postbox, failed) = postbox();
         let threads = Threads::default();
         let outbound = Outbound::start(&postbox, &peer("ipc://somewhere"), &threads).unwrap();
-        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(5)).unwrap();
+        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(epoch, Epoch(2));
         assert!(reason.contains("ipc://somewhere") && reason.contains("tcp://"), "{reason}");
         drop(outbound);
@@ -249,7 +249,7 @@ mod tests {
         let threads = Threads::default();
         let nowhere = peer("tcp://nowhere.invalid:9");
         let outbound = Outbound::start(&postbox, &nowhere, &threads).unwrap();
-        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(5)).unwrap();
+        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(epoch, Epoch(2));
         assert!(reason.contains("resolve: ") && reason.contains("nowhere.invalid"), "{reason}");
         drop(outbound);

@@ -360,7 +360,7 @@ fn events_wait_for_their_node_and_commands_for_its_events() {
     transfers.command(Command::Abort { transfer, reason }).unwrap();
     let mut ended = Vec::new();
     while ended.len() < taken.len() {
-        match events.recv_timeout(Duration::from_secs(5)).expect("every event comes") {
+        match events.recv_timeout(Duration::from_secs(20)).expect("every event comes") {
             Event::SendFailed { transfer, .. } => ended.push(transfer),
             other => panic!("{other:?}"),
         }

@@ -19,7 +19,7 @@ async fn a_json_line_carries_fields_and_span_and_nothing_below_the_filter() {
         tracing::info!(blocks = 3, "reserved");
         tracing::debug!("too quiet");
     });
-    telemetry.shutdown(Duration::from_secs(5)).await.unwrap();
+    telemetry.shutdown(Duration::from_secs(20)).await.unwrap();
     let text = String::from_utf8(lines.lock().unwrap().clone()).unwrap();
     assert_eq!(text.lines().count(), 1, "{text}");
     assert!(text.starts_with('{') && text.ends_with("}\n"), "{text}");
@@ -67,7 +67,7 @@ async fn a_log_that_nobody_reads_stops_nobody_and_says_what_was_lost() {
     };
     tokio::time::timeout(Duration::from_secs(10), written).await.unwrap();
     with_default(&telemetry.dispatch(), || tracing::info!("last"));
-    telemetry.shutdown(Duration::from_secs(5)).await.unwrap();
+    telemetry.shutdown(Duration::from_secs(20)).await.unwrap();
     let text = String::from_utf8(lines.lock().unwrap().clone()).unwrap();
     assert!(text.contains("log lines were lost"), "{}", text.len());
     assert!(text.lines().count() < 5_000, "the queue is bounded");
