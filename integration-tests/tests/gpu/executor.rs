@@ -35,7 +35,7 @@ fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> Sched
     let limits = ExecutorLimits {
         slots,
         step_tokens: 96,
-        sequence_tokens: config.context_tokens.min(512) as u32,
+        sequence_tokens: config.context_tokens.min(1024) as u32,
         blocks,
         depth,
         vocabulary: config.vocab_size as u32,
