@@ -27,6 +27,7 @@ mod memory;
 mod plan;
 mod product;
 mod step;
+mod upload;
 
 pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
