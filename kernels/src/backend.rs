@@ -140,4 +140,64 @@ pub trait Backend: Send + 'static {
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
     /// The rows of `x` that sample, packed.
     fn gather_sampled(&mut self, x: &Self::Buffer, step: &Self::Step, out: &mut Self::Buffer);
+
+    // A product with what surrounds it. A device that does these in one pass leaves out what lies
+    // between: buffers that are named for that have no contents of use afterwards.
+
+    /// `qkv = x · wᵀ` of all rows of the step, then [`Self::store_kv`].
+    fn project_heads(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        (x, w): (&Self::Buffer, &Self::Matrix),
+        weights: HeadWeights<'_, Self::Vector>,
+        frequencies: &Self::Vector,
+        qkv: &mut Self::Buffer,
+        step: &mut Self::Step,
+    ) {
+        self.matmul(self.rows(step), x, w, qkv);
+        self.store_kv(layer, shape, weights, frequencies, qkv, step);
+    }
+
+    /// `residual += x · wᵀ` of all rows of the step, then `out = rms_norm(residual)`; `delta` lies
+    /// between. What `out` holds is for [`Self::project_heads`], [`Self::project_gated`] and
+    /// [`Self::project_sampled`].
+    fn project_onto_residual(
+        &mut self,
+        step: &Self::Step,
+        (x, w): (&Self::Buffer, &Self::Matrix),
+        delta: &mut Self::Buffer,
+        residual: &mut Self::Buffer,
+        (norm, eps): (&Self::Vector, f32),
+        out: &mut Self::Buffer,
+    ) {
+        let rows = self.rows(step);
+        self.matmul(rows, x, w, delta);
+        self.add_rms_norm(rows, residual, delta, norm, eps, out);
+    }
+
+    /// `out = silu_mul(x · wᵀ)` of all rows of the step; `gate_up` lies between.
+    fn project_gated(
+        &mut self,
+        step: &Self::Step,
+        (x, w): (&Self::Buffer, &Self::Matrix),
+        gate_up: &mut Self::Buffer,
+        out: &mut Self::Buffer,
+    ) {
+        let rows = self.rows(step);
+        self.matmul(rows, x, w, gate_up);
+        self.silu_mul(rows, gate_up, out);
+    }
+
+    /// `out = x · wᵀ` of the rows that sample; `sampled` lies between, `out` is wide.
+    fn project_sampled(
+        &mut self,
+        step: &Self::Step,
+        (x, w): (&Self::Buffer, &Self::Matrix),
+        sampled: &mut Self::Buffer,
+        out: &mut Self::Buffer,
+    ) {
+        self.gather_sampled(x, step, sampled);
+        self.matmul(self.sampled_rows(step), sampled, w, out);
+    }
 }

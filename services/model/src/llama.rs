@@ -216,34 +216,34 @@ impl<B: Backend> Llama<B> {
         assert_eq!(layout, config.kv_layout(layout.dtype));
 
         backend.embed(&self.embedding, step, residual);
+        let first_norm =
+            self.layers.first().map_or(&self.output_norm, |layer| &layer.attention_norm);
+        backend.rms_norm(rows, residual, first_norm, eps, normed);
         for (index, layer) in self.layers.iter().enumerate() {
-            if index == 0 {
-                backend.rms_norm(rows, residual, &layer.attention_norm, eps, normed);
-            } else {
-                backend.add_rms_norm(rows, residual, delta, &layer.attention_norm, eps, normed);
-            }
-            backend.matmul(rows, normed, &layer.qkv, qkv);
             let weights = HeadWeights {
                 bias: layer.qkv_bias.as_ref(),
                 norms: layer.head_norms.as_ref().map(|norms| (&norms.query, &norms.key)),
                 eps,
             };
-            backend.store_kv(index, heads, weights, &self.rope_frequencies, qkv, step);
+            let frequencies = &self.rope_frequencies;
+            let normed_qkv = (&*normed, &layer.qkv);
+            backend.project_heads(index, heads, normed_qkv, weights, frequencies, qkv, step);
             backend.attention(index, heads, scale, layer.window, qkv, step, attended);
-            backend.matmul(rows, attended, &layer.attention_output, delta);
+            let product = (&*attended, &layer.attention_output);
+            let norm = (&layer.ffn_norm, eps);
+            backend.project_onto_residual(step, product, delta, residual, norm, normed);
 
-            backend.add_rms_norm(rows, residual, delta, &layer.ffn_norm, eps, normed);
-            backend.matmul(rows, normed, &layer.gate_up, gate_up);
-            backend.silu_mul(rows, gate_up, activated);
-            backend.matmul(rows, activated, &layer.down, delta);
+            backend.project_gated(step, (normed, &layer.gate_up), gate_up, activated);
+            let next = self.layers.get(index + 1);
+            let norm = (next.map_or(&self.output_norm, |next| &next.attention_norm), eps);
+            let product = (&*activated, &layer.down);
+            backend.project_onto_residual(step, product, delta, residual, norm, normed);
         }
 
         // A chunk in the middle of a prompt needs its KV only.
         if sampled_rows > 0 {
-            backend.add_rms_norm(rows, residual, delta, &self.output_norm, eps, normed);
-            backend.gather_sampled(normed, step, sampled);
             let output = self.output.as_ref().unwrap_or(&self.embedding);
-            backend.matmul(sampled_rows, sampled, output, logits);
+            backend.project_sampled(step, (normed, output), sampled, logits);
         }
         logits
     }
