@@ -1,8 +1,9 @@
 //! The running batch as an executor holds it, advanced by plans.
 //!
-//! Every executor applies plans through [`Batch::apply`], so the rules of the diff stand here once.
-//! The tokens of a row live here, sampled ones included: a step reads what the step before
-//! sampled without the scheduler having seen it. Positions advance here as well.
+//! Every executor applies plans through a [`Batch`], so the rules of the diff stand here once. Where
+//! the host computes, the tokens of a row live here, sampled ones included: a step reads what the
+//! step before sampled without the scheduler having seen it. Where they stay on a device, the host
+//! has a [`TokenCount`] in their place. Positions advance here as well.
 //!
 //! Drafts join a row's tokens for the step that verifies them: [`Batch::apply`] puts them there,
 //! [`Batch::sampled`] keeps those that were right and takes the rest back, position included.
@@ -19,12 +20,52 @@ use crate::plan::{
     AdmittedRow, Generation, RowFailure, RowMask, RowPlan, RowResult, Slot, StepPlan,
 };
 
+/// The tokens of a row, or what an executor knows of them on the host.
+pub trait Tokens {
+    fn admitted(tokens: &[u32]) -> Self;
+    fn count(&self) -> usize;
+    /// Drafts join them.
+    fn join(&mut self, drafts: &[u32]);
+}
+
+impl Tokens for Vec<u32> {
+    fn admitted(tokens: &[u32]) -> Self {
+        tokens.to_vec()
+    }
+
+    fn count(&self) -> usize {
+        self.len()
+    }
+
+    fn join(&mut self, drafts: &[u32]) {
+        self.extend_from_slice(drafts);
+    }
+}
+
+/// Of tokens that are on a device: how many there are by the end of the steps launched so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenCount(usize);
+
+impl Tokens for TokenCount {
+    fn admitted(tokens: &[u32]) -> Self {
+        Self(tokens.len())
+    }
+
+    fn count(&self) -> usize {
+        self.0
+    }
+
+    fn join(&mut self, drafts: &[u32]) {
+        self.0 += drafts.len();
+    }
+}
+
 /// The occupant of one slot.
 #[derive(Clone, Debug, PartialEq)]
-pub struct BatchRow {
+pub struct BatchRow<T = Vec<u32>> {
     pub generation: Generation,
     /// Prompt, then output, as far as it is sampled; during a step then its drafts.
-    pub tokens: Vec<u32>,
+    pub tokens: T,
     pub prompt_len: usize,
     /// Tokens whose KV is computed, or is by the end of the step being run.
     pub position: usize,
@@ -39,6 +80,9 @@ pub struct BatchRow {
     drafts_max: usize,
     /// No token could be chosen: the row computes nothing any more until it is released.
     pub failure: Option<RowFailure>,
+    /// The last plans that extended it, and that scheduled it.
+    extended_by: u64,
+    scheduled_by: u64,
 }
 
 /// What one row computes in a step.
@@ -57,7 +101,7 @@ pub struct ScheduledRow {
 
 impl ScheduledRow {
     /// Of a row that has failed.
-    fn skipped(planned: &RowPlan, row: &BatchRow) -> Self {
+    fn skipped<T>(planned: &RowPlan, row: &BatchRow<T>) -> Self {
         Self {
             slot: planned.slot,
             generation: planned.generation,
@@ -80,14 +124,16 @@ impl ScheduledRow {
 }
 
 #[derive(Debug)]
-pub struct Batch {
-    rows: Vec<Option<BatchRow>>,
+pub struct Batch<T = Vec<u32>> {
+    rows: Vec<Option<BatchRow<T>>>,
     limits: ExecutorLimits,
+    /// Counts the plans, this one included.
+    plans: u64,
 }
 
-impl Batch {
+impl<T: Tokens> Batch<T> {
     pub fn new(limits: ExecutorLimits) -> Self {
-        Self { rows: (0..limits.slots).map(|_| None).collect(), limits }
+        Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
     }
 
     /// Applies the diff and advances the rows of the step by their tokens and their drafts:
@@ -96,23 +142,215 @@ impl Batch {
     pub fn apply(
         &mut self,
         plan: &StepPlan,
-        guess: impl FnMut(&BatchRow, usize) -> Vec<u32>,
+        guess: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
+    ) -> Result<Vec<ScheduledRow>, ExecutorError> {
+        self.apply_refusing(plan, |_| None, guess)
+    }
+
+    /// As [`apply`](Self::apply). A newcomer that `refuse` has a reason against fails, and no other.
+    pub fn apply_refusing(
+        &mut self,
+        plan: &StepPlan,
+        refuse: impl Fn(&AdmittedRow) -> Option<RowFailure>,
+        guess: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
     ) -> Result<Vec<ScheduledRow>, ExecutorError> {
         let step_id = plan.step_id;
-        self.apply_or(plan, guess).map_err(|reason| ExecutorError::BadPlan { step_id, reason })
+        let scheduled = self.change(plan, refuse).and_then(|()| self.schedule(plan, guess));
+        scheduled.map_err(|reason| ExecutorError::BadPlan { step_id, reason })
     }
 
     /// The occupant of a slot that is part of the present step.
-    pub fn row(&self, slot: Slot) -> &BatchRow {
+    pub fn row(&self, slot: Slot) -> &BatchRow<T> {
         self.rows[slot.0 as usize].as_ref().expect("a scheduled slot is occupied")
     }
 
     /// Every occupant.
-    pub fn rows(&self) -> impl Iterator<Item = (Slot, &BatchRow)> {
+    pub fn rows(&self) -> impl Iterator<Item = (Slot, &BatchRow<T>)> {
         let slots = (0..).map(Slot);
         slots.zip(&self.rows).filter_map(|(slot, row)| Some((slot, row.as_ref()?)))
     }
 
+    /// The result of a row of the present step that did not sample, or has failed.
+    pub fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
+        let ScheduledRow { slot, generation, .. } = *scheduled;
+        let failure = self.row(slot).failure.clone();
+        RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure }
+    }
+
+    /// Of any row.
+    fn drafts_max(&self) -> usize {
+        self.limits.speculation.map_or(0, |speculation| speculation.row_drafts as usize)
+    }
+
+    fn row_mut(&mut self, slot: Slot) -> &mut BatchRow<T> {
+        self.rows[slot.0 as usize].as_mut().expect("a scheduled slot is occupied")
+    }
+
+    /// Who leaves, who is new, and who gets blocks.
+    fn change(
+        &mut self,
+        plan: &StepPlan,
+        refuse: impl Fn(&AdmittedRow) -> Option<RowFailure>,
+    ) -> Result<(), String> {
+        self.plans += 1;
+        for &slot in &plan.released {
+            let row = self.slot(slot)?.take();
+            row.ok_or_else(|| format!("slot {} is released but empty", slot.0))?;
+        }
+        for admitted in &plan.admitted {
+            self.admit(admitted, refuse(admitted))?;
+        }
+        let plans = self.plans;
+        for (slot, blocks) in &plan.extended {
+            self.check_blocks(blocks)?;
+            let row = self.slot(*slot)?.as_mut();
+            let row = row.ok_or_else(|| format!("slot {} is extended but empty", slot.0))?;
+            if std::mem::replace(&mut row.extended_by, plans) == plans {
+                return Err(format!("slot {} is extended twice", slot.0));
+            }
+            row.blocks.extend_from_slice(blocks);
+        }
+        Ok(())
+    }
+
+    fn schedule(
+        &mut self,
+        plan: &StepPlan,
+        mut guess: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
+    ) -> Result<Vec<ScheduledRow>, String> {
+        let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
+        let mut drafts_left = plan.drafts_max as usize;
+        if plan.rows.is_empty() || tokens + drafts_left > self.limits.step_tokens as usize {
+            return Err(format!(
+                "{} rows with {tokens} tokens and {drafts_left} drafts, allowed are 1 to {} tokens",
+                plan.rows.len(),
+                self.limits.step_tokens
+            ));
+        }
+        if drafts_left > 0 && self.limits.speculation.is_none() {
+            return Err(format!("{drafts_left} drafts are planned, and none are ever made"));
+        }
+        let plans = self.plans;
+        let mut scheduled: Vec<ScheduledRow> = Vec::with_capacity(plan.rows.len());
+        for planned in &plan.rows {
+            let Some(row) = self.slot(planned.slot)? else {
+                return Err(format!("slot {} is planned but empty", planned.slot.0));
+            };
+            let slot = planned.slot.0;
+            if row.generation != planned.generation {
+                let (expected, got) = (row.generation, planned.generation);
+                return Err(format!("slot {slot} has generation {expected}, planned is {got}"));
+            }
+            if std::mem::replace(&mut row.scheduled_by, plans) == plans {
+                return Err(format!("slot {slot} is planned twice"));
+            }
+            if row.failure.is_some() {
+                // Planned before its failure was known.
+                scheduled.push(ScheduledRow::skipped(planned, row));
+                continue;
+            }
+            let (start, token_count) = (row.position, planned.token_count as usize);
+            let end = start + token_count;
+            let known = row.tokens.count();
+            if token_count == 0 || end > known {
+                return Err(format!("slot {slot} plans tokens {start}..{end} of {known}"));
+            }
+            if planned.samples != (end == known) {
+                return Err(format!("slot {slot} samples before its last token, or not after it"));
+            }
+            if planned.samples && row.constrained {
+                let has_place =
+                    |mask: &&RowMask| mask.slot == planned.slot && mask.length as usize == end;
+                let mask = plan.masks.iter().find(has_place);
+                row.allowed = mask.map(|mask| mask.allowed.clone());
+                if row.allowed.is_none() {
+                    // Rather no token than one that its grammar may not allow.
+                    row.failure = Some(RowFailure::NoMask { position: end as u32 });
+                    scheduled.push(ScheduledRow::skipped(planned, row));
+                    continue;
+                }
+            }
+            let drafts_max = planned.drafts_max as usize;
+            if drafts_max > 0 && row.constrained {
+                return Err(format!("slot {slot} is constrained and has {drafts_max} drafts"));
+            }
+            if drafts_max > 0 && !planned.samples {
+                return Err(format!("slot {slot} has {drafts_max} drafts and does not sample"));
+            }
+            let upper = end + drafts_max;
+            if upper > row.blocks.len() * BLOCK_TOKENS {
+                let blocks = row.blocks.len();
+                return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
+            }
+            let most = drafts_max.min(drafts_left).min(row.drafts_max);
+            let mut drafts = if most > 0 { guess(row, most) } else { Vec::new() };
+            drafts.truncate(most);
+            drafts_left -= drafts.len();
+            row.tokens.join(&drafts);
+            row.position = end + drafts.len();
+            scheduled.push(ScheduledRow {
+                slot: planned.slot,
+                generation: planned.generation,
+                start,
+                token_count: token_count + drafts.len(),
+                samples: planned.samples,
+                draft_count: drafts.len(),
+            });
+        }
+        Ok(scheduled)
+    }
+
+    fn admit(&mut self, admitted: &AdmittedRow, failure: Option<RowFailure>) -> Result<(), String> {
+        let slot = admitted.slot.0;
+        self.check_blocks(&admitted.blocks)?;
+        let (known, most) = (admitted.tokens.len(), self.limits.sequence_tokens as usize);
+        let (computed, prompt_len) = (admitted.computed as usize, admitted.prompt_len as usize);
+        if computed >= known || known > most || prompt_len > known {
+            return Err(format!(
+                "slot {slot} is admitted with {known} tokens (at most {most}), {computed} of them \
+                 computed, {prompt_len} of them the prompt"
+            ));
+        }
+        if let Some(&token) = admitted.tokens.iter().find(|&&id| id >= self.limits.vocabulary) {
+            return Err(format!("slot {slot} has token {token}, outside the vocabulary"));
+        }
+        let drafts_max = self.drafts_max();
+        let place = self.slot(admitted.slot)?;
+        if place.is_some() {
+            return Err(format!("slot {slot} is admitted but occupied"));
+        }
+        *place = Some(BatchRow {
+            generation: admitted.generation,
+            tokens: T::admitted(&admitted.tokens),
+            prompt_len,
+            position: computed,
+            blocks: admitted.blocks.clone(),
+            sampling: admitted.sampling.clone(),
+            constrained: admitted.constrained,
+            allowed: None,
+            drafts_max,
+            failure,
+            extended_by: 0,
+            scheduled_by: 0,
+        });
+        Ok(())
+    }
+
+    fn slot(&mut self, slot: Slot) -> Result<&mut Option<BatchRow<T>>, String> {
+        let slots = self.limits.slots;
+        let row = self.rows.get_mut(slot.0 as usize);
+        row.ok_or_else(|| format!("slot {} is not one of {slots}", slot.0))
+    }
+
+    fn check_blocks(&self, blocks: &[BlockId]) -> Result<(), String> {
+        match blocks.iter().find(|block| block.0 >= self.limits.blocks) {
+            Some(block) => Err(format!("block {} is not one of {}", block.0, self.limits.blocks)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Batch {
     /// Takes what sampling brought for a row of the present step, one answer for each of its
     /// [`sampled_lengths`](ScheduledRow::sampled_lengths). The first counts; so does each one more as
     /// long as the draft before it is the token that was chosen in its place. They join the row's
@@ -150,164 +388,12 @@ impl Batch {
         let drafted = scheduled.draft_count as u32;
         RowResult { tokens: chosen, drafted, ..self.unsampled(scheduled) }
     }
+}
 
-    /// The result of a row of the present step that did not sample, or has failed.
-    pub fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
-        let ScheduledRow { slot, generation, .. } = *scheduled;
-        let failure = self.row(slot).failure.clone();
-        RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure }
-    }
-
-    /// Of any row.
-    fn drafts_max(&self) -> usize {
-        self.limits.speculation.map_or(0, |speculation| speculation.row_drafts as usize)
-    }
-
-    fn row_mut(&mut self, slot: Slot) -> &mut BatchRow {
-        self.rows[slot.0 as usize].as_mut().expect("a scheduled slot is occupied")
-    }
-
-    fn apply_or(
-        &mut self,
-        plan: &StepPlan,
-        mut guess: impl FnMut(&BatchRow, usize) -> Vec<u32>,
-    ) -> Result<Vec<ScheduledRow>, String> {
-        for &slot in &plan.released {
-            let row = self.slot(slot)?.take();
-            row.ok_or_else(|| format!("slot {} is released but empty", slot.0))?;
-        }
-        for admitted in &plan.admitted {
-            self.admit(admitted)?;
-        }
-        for (slot, blocks) in &plan.extended {
-            self.check_blocks(blocks)?;
-            let row = self.slot(*slot)?.as_mut();
-            let row = row.ok_or_else(|| format!("slot {} is extended but empty", slot.0))?;
-            row.blocks.extend_from_slice(blocks);
-        }
-        let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
-        let mut drafts_left = plan.drafts_max as usize;
-        if plan.rows.is_empty() || tokens + drafts_left > self.limits.step_tokens as usize {
-            return Err(format!(
-                "{} rows with {tokens} tokens and {drafts_left} drafts, allowed are 1 to {} tokens",
-                plan.rows.len(),
-                self.limits.step_tokens
-            ));
-        }
-        let mut scheduled: Vec<ScheduledRow> = Vec::with_capacity(plan.rows.len());
-        for planned in &plan.rows {
-            let Some(row) = self.slot(planned.slot)? else {
-                return Err(format!("slot {} is planned but empty", planned.slot.0));
-            };
-            let slot = planned.slot.0;
-            if row.generation != planned.generation {
-                let (expected, got) = (row.generation, planned.generation);
-                return Err(format!("slot {slot} has generation {expected}, planned is {got}"));
-            }
-            if row.failure.is_some() {
-                // Planned before its failure was known.
-                scheduled.push(ScheduledRow::skipped(planned, row));
-                continue;
-            }
-            let (start, token_count) = (row.position, planned.token_count as usize);
-            let end = start + token_count;
-            if token_count == 0 || end > row.tokens.len() {
-                let known = row.tokens.len();
-                return Err(format!("slot {slot} plans tokens {start}..{end} of {known}"));
-            }
-            if planned.samples != (end == row.tokens.len()) {
-                return Err(format!("slot {slot} samples before its last token, or not after it"));
-            }
-            if planned.samples && row.constrained {
-                let has_place =
-                    |mask: &&RowMask| mask.slot == planned.slot && mask.length as usize == end;
-                let mask = plan.masks.iter().find(has_place);
-                row.allowed = mask.map(|mask| mask.allowed.clone());
-                if row.allowed.is_none() {
-                    // Rather no token than one that its grammar may not allow.
-                    row.failure = Some(RowFailure::NoMask { position: end as u32 });
-                    scheduled.push(ScheduledRow::skipped(planned, row));
-                    continue;
-                }
-            }
-            let drafts_max = planned.drafts_max as usize;
-            if drafts_max > 0 && row.constrained {
-                return Err(format!("slot {slot} is constrained and has {drafts_max} drafts"));
-            }
-            if drafts_max > 0 && !planned.samples {
-                return Err(format!("slot {slot} has {drafts_max} drafts and does not sample"));
-            }
-            let upper = end + drafts_max;
-            if upper > row.blocks.len() * BLOCK_TOKENS {
-                let blocks = row.blocks.len();
-                return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
-            }
-            if scheduled.iter().any(|other| other.slot == planned.slot) {
-                return Err(format!("slot {slot} is planned twice"));
-            }
-            let most = drafts_max.min(drafts_left).min(row.drafts_max);
-            let mut drafts = if most > 0 { guess(row, most) } else { Vec::new() };
-            drafts.truncate(most);
-            drafts_left -= drafts.len();
-            row.tokens.extend_from_slice(&drafts);
-            row.position = end + drafts.len();
-            scheduled.push(ScheduledRow {
-                slot: planned.slot,
-                generation: planned.generation,
-                start,
-                token_count: token_count + drafts.len(),
-                samples: planned.samples,
-                draft_count: drafts.len(),
-            });
-        }
-        Ok(scheduled)
-    }
-
-    fn admit(&mut self, admitted: &AdmittedRow) -> Result<(), String> {
-        let slot = admitted.slot.0;
-        self.check_blocks(&admitted.blocks)?;
-        let (known, most) = (admitted.tokens.len(), self.limits.sequence_tokens as usize);
-        let (computed, prompt_len) = (admitted.computed as usize, admitted.prompt_len as usize);
-        if computed >= known || known > most || prompt_len > known {
-            return Err(format!(
-                "slot {slot} is admitted with {known} tokens (at most {most}), {computed} of them \
-                 computed, {prompt_len} of them the prompt"
-            ));
-        }
-        if let Some(&token) = admitted.tokens.iter().find(|&&id| id >= self.limits.vocabulary) {
-            return Err(format!("slot {slot} has token {token}, outside the vocabulary"));
-        }
-        let drafts_max = self.drafts_max();
-        let place = self.slot(admitted.slot)?;
-        if place.is_some() {
-            return Err(format!("slot {slot} is admitted but occupied"));
-        }
-        *place = Some(BatchRow {
-            generation: admitted.generation,
-            tokens: admitted.tokens.clone(),
-            prompt_len,
-            position: computed,
-            blocks: admitted.blocks.clone(),
-            sampling: admitted.sampling.clone(),
-            constrained: admitted.constrained,
-            allowed: None,
-            drafts_max,
-            failure: None,
-        });
-        Ok(())
-    }
-
-    fn slot(&mut self, slot: Slot) -> Result<&mut Option<BatchRow>, String> {
-        let slots = self.limits.slots;
-        let row = self.rows.get_mut(slot.0 as usize);
-        row.ok_or_else(|| format!("slot {} is not one of {slots}", slot.0))
-    }
-
-    fn check_blocks(&self, blocks: &[BlockId]) -> Result<(), String> {
-        match blocks.iter().find(|block| block.0 >= self.limits.blocks) {
-            Some(block) => Err(format!("block {} is not one of {}", block.0, self.limits.blocks)),
-            None => Ok(()),
-        }
+impl Batch<TokenCount> {
+    /// The device chooses a token for a row of the present step; it joins the row's tokens there.
+    pub fn will_sample(&mut self, scheduled: &ScheduledRow) {
+        self.row_mut(scheduled.slot).tokens.0 += 1;
     }
 }
 
@@ -481,6 +567,14 @@ mod tests {
                 "position 17 with 1 blocks",
             ),
             (plan(vec![admitted(6, 0), admitted(6, 0)], vec![row(1, false)]), "occupied"),
+            (plan(vec![admitted(6, 0)], vec![row(1, false); 2]), "planned twice"),
+            (
+                StepPlan {
+                    extended: vec![(Slot(0), vec![BlockId(2)]); 2],
+                    ..plan(vec![admitted(6, 0)], vec![row(1, false)])
+                },
+                "extended twice",
+            ),
             (
                 StepPlan { released: vec![Slot(1)], ..plan(vec![], vec![row(1, true)]) },
                 "slot 1 is released but empty",

@@ -160,7 +160,7 @@ impl CudaExecutor {
     fn launch_step(&mut self, plan: &StepPlan) -> Result<(), ExecutorError> {
         let step_id = plan.step_id;
         let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
-        let step = self.rows.apply(plan).map_err(bad)?;
+        let step = self.rows.apply(plan)?;
         let blocks = self.access.acquire(&step.reads, &step.writes);
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let wants_logprobs = step.wants_logprobs.clone();

@@ -1,32 +1,20 @@
-//! What the host knows of the running batch: who is in each slot, how long it is and which blocks it
-//! has. Tokens are the device's; of those that it has sampled only the number is known here.
+//! What the host knows of the running batch, and what a plan makes of it for the device. Tokens are
+//! the device's; of those that it has sampled only the number is known here.
 
 use std::sync::Arc;
 
 use kernels::{BLOCK_TOKENS, BlockId, cuda::StepRows, sampling::TokenMask};
 
-use super::super::ExecutorLimits;
-use crate::plan::{AdmittedRow, Generation, RowFailure, RowMask, RowPlan, Slot, StepPlan};
+use super::super::{
+    ExecutorError, ExecutorLimits,
+    batch::{Batch, ScheduledRow, TokenCount},
+};
+use crate::plan::{AdmittedRow, Generation, RowFailure, Slot, StepPlan};
 
 /// Stop tokens that a row may have beside `min_tokens`.
 pub const STOPS_MAX: u32 = 64;
 /// Alternatives that a row may ask for.
 const LOGPROBS_MAX: u32 = 32;
-
-/// The occupant of one slot.
-#[derive(Debug)]
-struct Row {
-    generation: Generation,
-    /// Tokens whose KV is computed by the end of the steps launched so far.
-    position: usize,
-    /// Tokens that the device has by then.
-    length: usize,
-    blocks: Vec<BlockId>,
-    wants_logprobs: bool,
-    constrained: bool,
-    /// The host has refused it: it takes no part in forwards until it is released.
-    failure: Option<RowFailure>,
-}
 
 /// One row of a launched plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,160 +45,58 @@ pub struct Step {
 
 #[derive(Debug)]
 pub struct Rows {
-    rows: Vec<Option<Row>>,
-    limits: ExecutorLimits,
+    batch: Batch<TokenCount>,
 }
 
 impl Rows {
     pub fn new(limits: ExecutorLimits) -> Self {
-        Self { rows: (0..limits.slots).map(|_| None).collect(), limits }
+        Self { batch: Batch::new(limits) }
     }
 
     /// Applies the diff and advances the rows of the step. After an error they are of no more use.
-    pub fn apply(&mut self, plan: &StepPlan) -> Result<Step, String> {
+    pub fn apply(&mut self, plan: &StepPlan) -> Result<Step, ExecutorError> {
         let mut step = Step::default();
-        for &slot in &plan.released {
-            let row = self.slot(slot)?.take();
-            row.ok_or_else(|| format!("slot {} is released but empty", slot.0))?;
+        for row in self.batch.apply_refusing(plan, refusal, |_, _| Vec::new())? {
+            self.add(&row, &mut step);
         }
-        for (index, admitted) in plan.admitted.iter().enumerate() {
-            if self.admit(admitted)? {
-                step.admitted.push(index);
-            }
-        }
-        for (index, (slot, blocks)) in plan.extended.iter().enumerate() {
-            self.check_blocks(blocks)?;
-            let row = self.slot(*slot)?.as_mut();
-            let row = row.ok_or_else(|| format!("slot {} is extended but empty", slot.0))?;
-            step.extended.push((index, row.blocks.len() as u32));
-            row.blocks.extend_from_slice(blocks);
-        }
-        let tokens: u64 = plan.rows.iter().map(|row| u64::from(row.token_count)).sum();
-        if plan.rows.is_empty() || tokens > self.limits.step_tokens.into() || plan.drafts_max > 0 {
-            return Err(format!(
-                "{} rows with {tokens} tokens and {} drafts, allowed are 1 to {} tokens without drafts",
-                plan.rows.len(),
-                plan.drafts_max,
-                self.limits.step_tokens
-            ));
-        }
-        for planned in &plan.rows {
-            if step.scheduled.iter().any(|other| other.slot == planned.slot) {
-                return Err(format!("slot {} is planned twice", planned.slot.0));
-            }
-            self.schedule(planned, &plan.masks, &mut step)?;
-        }
+        let is_taken = |admitted: &AdmittedRow| self.batch.row(admitted.slot).failure.is_none();
+        let admitted = plan.admitted.iter().enumerate();
+        step.admitted = admitted.filter(|(_, row)| is_taken(row)).map(|(index, _)| index).collect();
+        let extended = plan.extended.iter().enumerate();
+        step.extended = extended
+            .map(|(index, (slot, added))| {
+                let all = self.batch.row(*slot).blocks.len();
+                (index, (all - added.len()) as u32)
+            })
+            .collect();
         Ok(step)
     }
 
-    fn schedule(
-        &mut self,
-        planned: &RowPlan,
-        masks: &[RowMask],
-        step: &mut Step,
-    ) -> Result<(), String> {
-        let slot = planned.slot.0;
-        let Some(row) = self.slot(planned.slot)? else {
-            return Err(format!("slot {slot} is planned but empty"));
-        };
-        if row.generation != planned.generation {
-            let (expected, got) = (row.generation, planned.generation);
-            return Err(format!("slot {slot} has generation {expected}, planned is {got}"));
-        }
-        let (start, end) = (row.position, row.position + planned.token_count as usize);
-        let mut mask = None;
-        if row.failure.is_none() {
-            if planned.token_count == 0 || end > row.length {
-                let known = row.length;
-                return Err(format!("slot {slot} plans tokens {start}..{end} of {known}"));
-            }
-            if planned.samples != (end == row.length) {
-                return Err(format!("slot {slot} samples before its last token, or not after it"));
-            }
-            if end > row.blocks.len() * BLOCK_TOKENS {
-                let blocks = row.blocks.len();
-                return Err(format!("slot {slot} plans to position {end} with {blocks} blocks"));
-            }
-            if planned.samples && row.constrained {
-                let has_place =
-                    |mask: &&RowMask| mask.slot == planned.slot && mask.length as usize == end;
-                match masks.iter().find(has_place) {
-                    Some(found) => mask = Some(Arc::clone(&found.allowed)),
-                    // Rather no token than one that its grammar may not allow.
-                    None => row.failure = Some(RowFailure::NoMask { position: end as u32 }),
-                }
-            }
-        }
+    fn add(&mut self, scheduled: &ScheduledRow, step: &mut Step) {
+        let ScheduledRow { slot, generation, start, token_count, samples, .. } = *scheduled;
+        let row = self.batch.row(slot);
         let failure = row.failure.clone();
-        let samples = planned.samples && failure.is_none();
-        let (slot, generation) = (planned.slot, planned.generation);
+        let is_skipped = failure.is_some();
         step.scheduled.push(Scheduled { slot, generation, samples, failure });
-        if row.failure.is_some() {
-            return Ok(());
+        if is_skipped {
+            return;
         }
-        row.position = end;
-        row.length += usize::from(samples);
-        let (read, written) =
-            row.blocks[..end.div_ceil(BLOCK_TOKENS)].split_at(start / BLOCK_TOKENS);
+        let table = &row.blocks[..scheduled.end().div_ceil(BLOCK_TOKENS)];
+        let (read, written) = table.split_at(start / BLOCK_TOKENS);
         step.reads.extend_from_slice(read);
         step.writes.extend_from_slice(written);
-        if samples {
-            step.wants_logprobs.push(row.wants_logprobs);
-        }
+        let mask = row.allowed.as_ref().filter(|_| samples);
         step.sequences.push(StepRows {
             slot: slot.0,
             position: start as u32,
-            rows: planned.token_count,
+            rows: token_count as u32,
             samples: samples.into(),
             mask: mask.is_some().then_some(step.masks.len() as u32),
         });
-        step.masks.extend(mask);
-        Ok(())
-    }
-
-    /// True when the device is to know of it.
-    fn admit(&mut self, admitted: &AdmittedRow) -> Result<bool, String> {
-        let slot = admitted.slot.0;
-        self.check_blocks(&admitted.blocks)?;
-        let (known, most) = (admitted.tokens.len(), self.limits.sequence_tokens as usize);
-        let (computed, prompt_len) = (admitted.computed as usize, admitted.prompt_len as usize);
-        if computed >= known || known > most || prompt_len > known {
-            return Err(format!(
-                "slot {slot} is admitted with {known} tokens (at most {most}), {computed} of them \
-                 computed, {prompt_len} of them the prompt"
-            ));
-        }
-        if let Some(&token) = admitted.tokens.iter().find(|&&id| id >= self.limits.vocabulary) {
-            return Err(format!("slot {slot} has token {token}, outside the vocabulary"));
-        }
-        let place = self.slot(admitted.slot)?;
-        if place.is_some() {
-            return Err(format!("slot {slot} is admitted but occupied"));
-        }
-        let failure = refusal(admitted);
-        let is_taken = failure.is_none();
-        *place = Some(Row {
-            generation: admitted.generation,
-            position: computed,
-            length: known,
-            blocks: admitted.blocks.clone(),
-            wants_logprobs: admitted.sampling.logprobs.is_some(),
-            constrained: admitted.constrained,
-            failure,
-        });
-        Ok(is_taken)
-    }
-
-    fn slot(&mut self, slot: Slot) -> Result<&mut Option<Row>, String> {
-        let slots = self.limits.slots;
-        let row = self.rows.get_mut(slot.0 as usize);
-        row.ok_or_else(|| format!("slot {} is not one of {slots}", slot.0))
-    }
-
-    fn check_blocks(&self, blocks: &[BlockId]) -> Result<(), String> {
-        match blocks.iter().find(|block| block.0 >= self.limits.blocks) {
-            Some(block) => Err(format!("block {} is not one of {}", block.0, self.limits.blocks)),
-            None => Ok(()),
+        step.masks.extend(mask.cloned());
+        if samples {
+            step.wants_logprobs.push(row.sampling.logprobs.is_some());
+            self.batch.will_sample(scheduled);
         }
     }
 }
@@ -239,6 +125,7 @@ mod tests {
     use kernels::sampling::Sampling;
 
     use super::*;
+    use crate::plan::{RowMask, RowPlan};
 
     const LIMITS: ExecutorLimits = ExecutorLimits {
         slots: 2,
@@ -350,8 +237,15 @@ mod tests {
             (plan(vec![admitted(0, 20, 0, &[1])], vec![row(0, 20, true)]), "to position 20 with 1"),
             (plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 4, false); 2]), "planned twice"),
             (plan(vec![admitted(2, 5, 0, &[1])], vec![]), "slot 2 is not one of 2"),
+            (
+                StepPlan {
+                    drafts_max: 1,
+                    ..plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 5, true)])
+                },
+                "1 drafts are planned",
+            ),
         ] {
-            let error = Rows::new(LIMITS).apply(&plan).unwrap_err();
+            let error = Rows::new(LIMITS).apply(&plan).unwrap_err().to_string();
             assert!(error.contains(reason), "{error:?} lacks {reason:?}");
         }
     }
