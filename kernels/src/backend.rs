@@ -6,10 +6,13 @@
 
 use std::num::NonZeroUsize;
 
-use crate::layout::KvLayout;
+use crate::{
+    cpu::to_bf16_bits,
+    layout::{Dtype, KvLayout},
+};
 
-/// A weight matrix being read, row by row, in f32. Implemented by the loaders; concatenations
-/// (Q, K and V; gate and up) are sources too, so that a backend packs them as one matrix.
+/// A weight matrix being read, row by row. Implemented by the loaders; concatenations (Q, K and V;
+/// gate and up) are sources too, so that a backend packs them as one matrix.
 pub trait RowSource: Sync {
     /// Output features.
     fn rows(&self) -> usize;
@@ -17,6 +20,28 @@ pub trait RowSource: Sync {
     fn cols(&self) -> usize;
     /// Writes row `row` (`cols` elements) to `out`.
     fn read_row(&self, row: usize, out: &mut [f32]);
+    /// Writes as many rows from `first` on as `out` holds, in `dtype` and the machine's byte order.
+    /// Sources that have them so already do better than to go through f32.
+    fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
+        convert_rows(self, first, dtype, out);
+    }
+}
+
+/// [`RowSource::read_rows`] for every source: through f32, row by row.
+pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtype, out: &mut [u8]) {
+    let mut values = vec![0.0; source.cols()];
+    let row_bytes = (values.len() * dtype.bytes()).max(1);
+    for (row, out) in out.chunks_exact_mut(row_bytes).enumerate() {
+        source.read_row(first + row, &mut values);
+        match dtype {
+            Dtype::F32 => out.copy_from_slice(bytemuck::cast_slice(&values)),
+            Dtype::Bf16 => {
+                for (out, value) in out.as_chunks_mut().0.iter_mut().zip(&values) {
+                    *out = to_bf16_bits(*value).to_ne_bytes();
+                }
+            }
+        }
+    }
 }
 
 /// The heads of one attention layer.

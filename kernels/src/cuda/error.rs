@@ -49,6 +49,8 @@ pub enum CudaError {
     OutOfMemory { what: &'static str, wanted: u64, free: u64 },
     #[error("{what} wants {wanted} bytes of pinned host memory, and the driver refused them")]
     OutOfPinnedMemory { what: &'static str, wanted: u64 },
+    #[error("cannot start the threads that read weights: {reason}")]
+    NoThreads { reason: String },
     /// What was planned before the start was less than what is used: a defect.
     #[error("{what} wants {wanted} bytes more, {left} of its range are left")]
     RangeFull { what: &'static str, wanted: u64, left: u64 },

@@ -1,43 +1,51 @@
-//! Weights on their way to the GPU: decoded into pinned memory, and copied from there.
+//! Weights on their way to the GPU: read into pinned memory by several threads, and copied from there
+//! while the next are read.
 
 use std::{collections::VecDeque, sync::Arc, thread};
-
-use half::bf16;
 
 use super::{
     context::{Context, Event, HostToDevice, Stream},
     error::CudaError,
     memory::{InFlight, Pinned, Range},
 };
-use crate::{backend::RowSource, layout::Dtype};
+use crate::{backend::RowSource, cpu::threads::ThreadPool, layout::Dtype};
 
-/// Of each of two buffers, through which weights go to the GPU.
-const STAGING_BYTES: usize = 32 << 20;
-/// Threads that decode weights.
-const DECODERS_MAX: usize = 16;
+/// One is read into while others are copied; more than two, so that neither waits for the other's
+/// hiccups.
+const BUFFERS: usize = 4;
+/// Of each buffer.
+const BUFFER_BYTES: usize = 16 << 20;
+/// What a thread reads at once: stays in its cache until it is checked.
+const PIECE_BYTES: usize = 256 << 10;
+/// Of threads that read; so many saturate any host's memory.
+const READERS_MAX: usize = 32;
 
-/// Weights on their way to the GPU: while one buffer is copied the other is filled.
+/// The buffers and threads of one load.
 pub(super) struct Uploads {
     stream: Stream<HostToDevice>,
     free: Vec<(Pinned<u8>, Event)>,
     in_flight: VecDeque<InFlight<u8>>,
-    decoders: usize,
+    readers: ThreadPool,
 }
 
 impl Uploads {
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        let buffer = || {
-            let pinned = Pinned::zeroed(context, "the weights' way", STAGING_BYTES)?;
+        let buffer = |_| {
+            let pinned = Pinned::zeroed(context, "the weights' way", BUFFER_BYTES)?;
             Ok((pinned, Event::new(context)?))
         };
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(READERS_MAX);
+        let readers = ThreadPool::new(threads, "baton-load")
+            .map_err(|error| CudaError::NoThreads { reason: error.to_string() })?;
         Ok(Self {
             stream: Stream::new(context)?,
-            free: vec![buffer()?, buffer()?],
-            in_flight: Default::default(),
-            decoders: thread::available_parallelism().map_or(1, usize::from).min(DECODERS_MAX),
+            free: (0..BUFFERS).map(buffer).collect::<Result<_, CudaError>>()?,
+            in_flight: VecDeque::with_capacity(BUFFERS),
+            readers,
         })
     }
 
+    /// Reads a matrix and puts its copies into the stream; the last may be under way on return.
     pub fn rows(
         &mut self,
         source: &dyn RowSource,
@@ -48,63 +56,47 @@ impl Uploads {
         if row_bytes == 0 {
             return Ok(());
         }
-        if row_bytes > STAGING_BYTES {
+        if row_bytes > BUFFER_BYTES {
             return Err(CudaError::Unsupported {
                 what: "the width of a weight matrix",
                 value: source.cols().to_string(),
-                allowed: "up to 8,388,608",
+                allowed: "up to 4,194,304",
             });
         }
-        let step = STAGING_BYTES / row_bytes;
+        let step = BUFFER_BYTES / row_bytes;
         for first in (0..rows).step_by(step) {
-            let count = step.min(rows - first);
+            let bytes = step.min(rows - first) * row_bytes;
             let (mut pinned, done) = match self.free.pop() {
                 Some(buffer) => buffer,
                 None => self.in_flight.pop_front().expect("free or in flight").finish()?,
             };
-            decode(source, first, dtype, &mut pinned[..count * row_bytes], self.decoders);
-            let (bytes, offset) = (count * row_bytes, first * row_bytes);
-            self.in_flight.push_back(pinned.upload(bytes, to, offset, &self.stream, done)?);
+            read(&mut self.readers, source, first, dtype, &mut pinned[..bytes]);
+            let copy = pinned.upload(bytes, to, first * row_bytes, &self.stream, done)?;
+            self.in_flight.push_back(copy);
         }
         Ok(())
     }
 }
 
-/// Rows from `first` on as the GPU has them, by several threads.
-fn decode(source: &dyn RowSource, first: usize, dtype: Dtype, out: &mut [u8], threads: usize) {
+/// Rows from `first` on as the GPU has them, by all threads.
+fn read(
+    readers: &mut ThreadPool,
+    source: &dyn RowSource,
+    first: usize,
+    dtype: Dtype,
+    out: &mut [u8],
+) {
     let row_bytes = source.cols() * dtype.bytes();
-    let rows = out.len() / row_bytes;
-    // A thread costs more than a small matrix.
-    let threads = threads.min(out.len() >> 18).max(1);
-    let share = rows.div_ceil(threads).max(1);
-    thread::scope(|scope| {
-        for (part, out) in out.chunks_mut(share * row_bytes).enumerate() {
-            let decode = move || {
-                let mut values = vec![0.0f32; source.cols()];
-                for (row, out) in out.chunks_exact_mut(row_bytes).enumerate() {
-                    source.read_row(first + part * share + row, &mut values);
-                    match dtype {
-                        Dtype::F32 => out.copy_from_slice(bytemuck::cast_slice(&values)),
-                        Dtype::Bf16 => {
-                            for (out, value) in out.chunks_exact_mut(2).zip(&values) {
-                                out.copy_from_slice(&bf16::from_f32(*value).to_ne_bytes());
-                            }
-                        }
-                    }
-                }
-            };
-            if threads == 1 {
-                let mut decode = decode;
-                decode();
-            } else {
-                scope.spawn(decode);
-            }
-        }
+    let piece_rows = (PIECE_BYTES / row_bytes).max(1);
+    readers.for_each_piece(out, piece_rows * row_bytes, |_, piece, out| {
+        source.read_rows(first + piece * piece_rows, dtype, out);
     });
 }
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     struct Counted;
@@ -125,13 +117,14 @@ mod tests {
 
     /// Small whole numbers, so that bf16 holds most of them; the rest is rounded.
     #[test]
-    fn decoded_rows_are_the_sources_whatever_the_threads() {
+    fn rows_that_are_read_are_the_sources_whatever_the_threads() {
         for (dtype, first, rows) in
             [(Dtype::F32, 0, 700), (Dtype::Bf16, 3, 697), (Dtype::F32, 9, 1)]
         {
             for threads in [1, 3, 16] {
+                let mut readers = ThreadPool::new(threads, "test").unwrap();
                 let mut out = vec![0; rows * 1025 * dtype.bytes()];
-                decode(&Counted, first, dtype, &mut out, threads);
+                read(&mut readers, &Counted, first, dtype, &mut out);
                 for (index, bytes) in out.chunks(dtype.bytes()).enumerate() {
                     let want = ((first + index / 1025) * 3 + index % 1025 % 7) as f32;
                     match dtype {

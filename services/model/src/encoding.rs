@@ -4,6 +4,7 @@ mod blocks;
 
 use gguf::TensorKind;
 use half::{bf16, f16};
+use kernels::Dtype;
 
 /// The encodings that can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +70,15 @@ impl Encoding {
         let block = self.kind().block()?;
         let (elements, bytes) = (block.elements as usize, block.bytes as usize);
         cols.is_multiple_of(elements).then(|| cols / elements * bytes)
+    }
+
+    /// Whether elements lie in a file as this machine has them in memory.
+    pub fn is(self, dtype: Dtype) -> bool {
+        let is_same = match dtype {
+            Dtype::F32 => self == Encoding::F32,
+            Dtype::Bf16 => self == Encoding::Bf16,
+        };
+        is_same && cfg!(target_endian = "little")
     }
 
     pub fn name(self) -> &'static str {

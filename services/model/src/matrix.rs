@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kernels::RowSource;
+use kernels::{Dtype, RowSource, backend::convert_rows};
 
 use crate::{checkpoint::dummy::RandomRows, encoding::Encoding};
 
@@ -68,6 +68,26 @@ impl RowSource for MatrixSource<'_> {
             MatrixData::Random(random) => random.read_row(row, out),
         }
     }
+
+    /// Bytes that are stored as they are wanted are copied.
+    fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
+        let row_bytes = self.cols * dtype.bytes();
+        match &self.data {
+            MatrixData::Stored { bytes, encoding, order } if encoding.is(dtype) => match order {
+                RowOrder::Halves => {
+                    let begin = first * row_bytes;
+                    out.copy_from_slice(&bytes[begin..begin + out.len()]);
+                }
+                RowOrder::Pairs { .. } => {
+                    for (row, out) in out.chunks_exact_mut(row_bytes.max(1)).enumerate() {
+                        let begin = order.stored_row(first + row) * row_bytes;
+                        out.copy_from_slice(&bytes[begin..begin + row_bytes]);
+                    }
+                }
+            },
+            _ => convert_rows(self, first, dtype, out),
+        }
+    }
 }
 
 /// Matrices of equal width on top of each other: Q, K and V; gate and up.
@@ -103,6 +123,24 @@ impl RowSource for StackedRows<'_> {
             row -= part.rows;
         }
         panic!("row {row} past the last of {}", self.rows());
+    }
+
+    fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
+        let row_bytes = self.cols() * dtype.bytes();
+        if row_bytes == 0 {
+            return;
+        }
+        let (mut first, mut out) = (first, out);
+        for part in &self.parts {
+            if first < part.rows {
+                let rows = (part.rows - first).min(out.len() / row_bytes);
+                let (here, rest) = out.split_at_mut(rows * row_bytes);
+                part.read_rows(first, dtype, here);
+                (first, out) = (part.rows, rest);
+            }
+            first -= part.rows;
+        }
+        assert!(out.is_empty(), "rows past the last of {}", self.rows());
     }
 }
 
@@ -166,10 +204,36 @@ impl RowSource for CheckedRows<'_> {
             self.first_bad.fetch_min(row, Ordering::Relaxed);
         }
     }
+
+    fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
+        self.rows.read_rows(first, dtype, out);
+        if !are_finite(dtype, out) {
+            // What is there says which; a large number that bf16 does not reach is none.
+            let mut values = vec![0.0; self.cols()];
+            let rows = out.len() / (self.cols() * dtype.bytes());
+            (first..first + rows).for_each(|row| self.read_row(row, &mut values));
+        }
+    }
+}
+
+/// No element is infinite or no number: none has all bits of its exponent set. Without branches, so
+/// that it takes no time beside the copying.
+fn are_finite(dtype: Dtype, elements: &[u8]) -> bool {
+    match dtype {
+        Dtype::Bf16 => {
+            let bits = elements.as_chunks().0.iter().map(|bytes| u16::from_ne_bytes(*bytes));
+            !bits.fold(false, |found, bits| found | (bits & 0x7f80 == 0x7f80))
+        }
+        Dtype::F32 => {
+            let bits = elements.as_chunks().0.iter().map(|bytes| u32::from_ne_bytes(*bytes));
+            !bits.fold(false, |found, bits| found | (bits & 0x7f80_0000 == 0x7f80_0000))
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
     use proptest::prelude::*;
 
     use super::*;
@@ -199,6 +263,72 @@ mod tests {
                 let mut out = [f32::NAN];
                 matrix.read_row(row as usize, &mut out);
                 prop_assert_eq!(out[0], row as f32);
+            }
+        }
+    }
+
+    /// Whatever a file has and a device wants, in one piece or several, over every part's border.
+    #[test]
+    fn rows_read_together_are_the_rows_read_one_by_one() {
+        let values: Vec<f32> = (0..18 * 6).map(|i| (i as f32 - 50.0) * 0.37).collect();
+        let in_f32: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let in_bf16: Vec<u8> =
+            values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
+        for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::Bf16, &in_bf16)] {
+            for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
+                let part = |rows: std::ops::Range<usize>| MatrixSource {
+                    rows: rows.len(),
+                    cols: 6,
+                    data: MatrixData::Stored {
+                        bytes: &bytes[rows.start * bytes.len() / 18..rows.end * bytes.len() / 18],
+                        encoding,
+                        order,
+                    },
+                };
+                let stacked = StackedRows::new(vec![part(0..6), part(6..12), part(12..18)]);
+                let rows = CheckedRows::new(stacked);
+                for dtype in [Dtype::F32, Dtype::Bf16] {
+                    for (first, count) in [(0, 18), (5, 2), (6, 6), (17, 1), (3, 12), (9, 0)] {
+                        let bytes = count * 6 * dtype.bytes();
+                        let (mut found, mut expected) = (vec![1; bytes], vec![2; bytes]);
+                        rows.read_rows(first, dtype, &mut found);
+                        convert_rows(&rows, first, dtype, &mut expected);
+                        assert_eq!(found, expected, "{encoding:?} {order:?} {dtype} {first}");
+                    }
+                }
+                assert_eq!(rows.not_finite(), None);
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_element_that_is_not_finite_is_found_however_rows_are_read() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut values = vec![f32::from_bits(0x7f7f_0000); 40 * 33];
+            (values[7 * 33 + 32], values[31 * 33 + 1]) = (bad, bad);
+            // Finite, though not in bf16, and before the others.
+            let in_f32: Vec<u8> = [f32::MAX]
+                .iter()
+                .chain(&values[1..])
+                .flat_map(|value| value.to_le_bytes())
+                .collect();
+            let in_bf16: Vec<u8> =
+                values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
+            for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::Bf16, &in_bf16)] {
+                for dtype in [Dtype::F32, Dtype::Bf16] {
+                    let order = RowOrder::Halves;
+                    let data = MatrixData::Stored { bytes, encoding, order };
+                    let matrix = MatrixSource { rows: 40, cols: 33, data };
+                    let rows = CheckedRows::new(StackedRows::new(vec![matrix]));
+                    let mut out = vec![0; 20 * 33 * dtype.bytes()];
+                    rows.read_rows(20, dtype, &mut out);
+                    let found = rows.not_finite().expect("one is in the second half");
+                    assert_eq!((found.part, found.element), (0, 31 * 33 + 1));
+                    rows.read_rows(0, dtype, &mut out);
+                    let found = rows.not_finite().expect("one is in the first half");
+                    assert_eq!((found.part, found.element), (0, 7 * 33 + 32));
+                    assert_eq!(found.found.is_nan(), bad.is_nan());
+                }
             }
         }
     }

@@ -14,7 +14,7 @@ use kernels::{
 use model::Checkpoint;
 use tracing::info;
 
-use crate::node::StartError;
+use crate::{load_log::LoadLog, node::StartError};
 
 /// The kernel library's name beside the program.
 const KERNELS_FILE: &str = "libbaton_kernels.so";
@@ -76,7 +76,9 @@ impl Gpu {
         limits: ExecutorLimits,
     ) -> Result<(CudaExecutor, Arc<KvArena>), StartError> {
         let context = Arc::clone(self.backend.context());
-        let model = CudaModel::load(checkpoint, self.backend, &limits, &mut |_| ())?;
+        let mut log = LoadLog::new();
+        let mut progress = |progress| log.at(progress);
+        let model = CudaModel::load(checkpoint, self.backend, &limits, &mut progress)?;
         let kv = DeviceKv::new(&context, layout, limits.blocks).map_err(CudaExecutorError::from)?;
         let arena = KvArena::remote(kv.clone())?;
         let executor = CudaExecutor::start(model, kv, &arena, limits)?;

@@ -23,6 +23,7 @@ mod identity;
 mod inbox;
 mod journey;
 mod known_ids;
+mod load_log;
 mod node;
 mod observe;
 mod populate;

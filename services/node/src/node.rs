@@ -48,6 +48,7 @@ use crate::{
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
     identity::{self, WEIGHT_VERSION, describe},
     inbox::{Command, Inbox},
+    load_log::LoadLog,
     populate::Populate,
     service::NodeService,
     settings::{self, SettingsError},
@@ -429,7 +430,10 @@ fn load_blocking(
     let isa = settings::isa(config.node.isa);
     let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
     let isa = backend.isa_name();
-    let executor = CpuExecutor::start(&checkpoint, backend, arena.clone(), limits)?;
+    let mut log = LoadLog::new();
+    let progress = &mut |progress| log.at(progress);
+    let executor =
+        CpuExecutor::start_with_progress(&checkpoint, backend, arena.clone(), limits, progress)?;
     info!(
         dtype = %weights,
         isa,

@@ -27,7 +27,7 @@ use kernels::{
     cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
     sampling::Sampling,
 };
-use model::{Checkpoint, LoadFormat};
+use model::{Checkpoint, LoadFormat, LoadProgress};
 use serde::Serialize;
 
 use super::{
@@ -121,11 +121,25 @@ struct Report {
     isa: String,
     threads: usize,
     load_s: f64,
+    /// What of it was spent on what, in order.
+    start: Vec<StartPart>,
     /// Median of reading as many bytes as the weights have, all threads.
     weight_read_gb_per_s: f64,
     /// Bytes of weights that one decode step must read.
     weight_bytes: u64,
     rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct StartPart {
+    what: &'static str,
+    seconds: f64,
+}
+
+impl StartPart {
+    fn new(what: &'static str, time: Duration) -> Self {
+        Self { what, seconds: time.as_secs_f64() }
+    }
 }
 
 #[derive(Serialize)]
@@ -219,6 +233,7 @@ impl Bench {
     ) -> Result<(Self, Report, Option<ReadStream>)> {
         let started = Instant::now();
         let checkpoint = Checkpoint::open(path, args.load_format)?;
+        let opened = StartPart::new("open", started.elapsed());
         let config = checkpoint.config();
         let batch_max = args.batch.iter().copied().max().unwrap_or(1);
         let sequence_tokens =
@@ -239,7 +254,7 @@ impl Bench {
             speculation: None,
         };
         let weight_bytes = args.dtype.bytes(config.parameter_count());
-        let (executor, isa, read_stream) = match is_gpu {
+        let Started { executor, isa, read_stream, parts } = match is_gpu {
             true => on_gpu(args, &checkpoint, limits)?,
             false => on_cpu(args, &checkpoint, threads, weight_bytes, limits)?,
         };
@@ -252,6 +267,7 @@ impl Bench {
             isa,
             threads,
             load_s: started.elapsed().as_secs_f64(),
+            start: [opened].into_iter().chain(parts).collect(),
             weight_read_gb_per_s: 0.0,
             weight_bytes,
             rows: Vec::new(),
@@ -341,8 +357,26 @@ impl Bench {
     }
 }
 
-/// An executor, what computes, and what the host's memory gives where that is the bound.
-type Started = (Box<dyn Executor>, String, Option<ReadStream>);
+/// An executor whose model is loaded.
+struct Started {
+    executor: Box<dyn Executor>,
+    /// What computes.
+    isa: String,
+    /// What the host's memory gives, where that is the bound.
+    read_stream: Option<ReadStream>,
+    parts: Vec<StartPart>,
+}
+
+/// Parameters that are loaded, as they are.
+fn load_bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("{percent} % of the weights {wide_bar} {elapsed}");
+    ProgressBar::new(0).with_style(style.expect("the template is constant"))
+}
+
+fn show(bar: &ProgressBar, progress: LoadProgress) {
+    bar.set_length(progress.parameters_total);
+    bar.set_position(progress.parameters_done);
+}
 
 fn on_cpu(
     args: &EngineArgs,
@@ -356,21 +390,40 @@ fn on_cpu(
     let read_stream = ReadStream::new(&backend, weight_bytes, threads);
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
     let arena = KvArena::host(layout, limits.blocks)?;
-    let executor = CpuExecutor::start(checkpoint, backend, arena, limits)?;
-    Ok((Box::new(executor), isa, Some(read_stream)))
+    let (started, bar) = (Instant::now(), load_bar());
+    let progress = &mut |progress| show(&bar, progress);
+    let executor = CpuExecutor::start_with_progress(checkpoint, backend, arena, limits, progress)?;
+    bar.finish_and_clear();
+    let parts = vec![StartPart::new("weights", started.elapsed())];
+    Ok(Started { executor: Box::new(executor), isa, read_stream: Some(read_stream), parts })
 }
 
 fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
     let options = CudaOptions { weights: args.dtype, attention: AttentionKind::Auto };
     let kernels = args.kernels.path();
+    let mut since = Instant::now();
+    let mut lap = |what| {
+        let begun = std::mem::replace(&mut since, Instant::now());
+        StartPart::new(what, since - begun)
+    };
     let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options)?;
+    let mut parts = vec![lap("gpu")];
     let context = Arc::clone(backend.context());
-    let model = CudaModel::load(checkpoint, backend, &limits, &mut |_| ())?;
+    let bar = load_bar();
+    let model =
+        CudaModel::load(checkpoint, backend, &limits, &mut |progress| show(&bar, progress))?;
+    bar.finish_and_clear();
+    lap("weights");
+    parts.push(StartPart::new("memory", model.times().place));
+    parts.push(StartPart::new("weights", model.times().weights));
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
+    parts.push(lap("kv"));
     let executor = CudaExecutor::start(model, kv, &arena, limits)?;
-    Ok((Box::new(executor), context.device().name.clone(), None))
+    parts.push(lap("executor"));
+    let isa = context.device().name.clone();
+    Ok(Started { executor: Box::new(executor), isa, read_stream: None, parts })
 }
 
 fn check(actions: &[Action]) -> Result<()> {
@@ -442,6 +495,8 @@ fn print_table(report: &Report) {
             report.threads, report.load_s
         ),
     }
+    let parts = report.start.iter().map(|part| format!("{} {:.3} s", part.what, part.seconds));
+    println!("start: {}", parts.collect::<Vec<_>>().join(", "));
     println!(
         "{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ",
         "", "batch", "tokens", "tok/s", "least", "most"

@@ -48,6 +48,16 @@ pub enum CudaExecutorError {
 pub struct CudaModel {
     model: Llama<CudaBackend>,
     backend: CudaBackend,
+    times: LoadTimes,
+}
+
+/// What loading took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadTimes {
+    /// The GPU's memory, and what weights go through.
+    pub place: Duration,
+    /// Until the last weight was there.
+    pub weights: Duration,
 }
 
 impl CudaModel {
@@ -67,12 +77,19 @@ impl CudaModel {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.slots.min(limits.step_tokens) as usize,
         };
+        let started = Instant::now();
         // Counts what is wanted: no weight is read.
         drop(Llama::load(checkpoint, &backend, largest_step, &mut |_| ())?);
         backend.place()?;
+        let place = started.elapsed();
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
         backend.finish_loading()?;
-        Ok(Self { model, backend })
+        let times = LoadTimes { place, weights: started.elapsed() - place };
+        Ok(Self { model, backend, times })
+    }
+
+    pub fn times(&self) -> LoadTimes {
+        self.times
     }
 
     pub fn backend(&self) -> &CudaBackend {
@@ -118,7 +135,7 @@ impl CudaExecutor {
         arena: &Arc<KvArena>,
         limits: ExecutorLimits,
     ) -> Result<Self, CudaExecutorError> {
-        let CudaModel { model, backend } = loaded;
+        let CudaModel { model, backend, .. } = loaded;
         check(model.config(), &kv, arena, limits)?;
         let batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
         let (frames, in_flight) = bounded::<CudaFrame>(limits.depth as usize);
