@@ -87,6 +87,9 @@ fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling) -> 
     }
 }
 
+/// What the GPU's marks may be off by.
+const CLOCK: Duration = Duration::from_micros(20);
+
 #[derive(Debug, Default, PartialEq)]
 struct Outcome {
     tokens: Vec<SampledToken>,
@@ -221,6 +224,30 @@ fn a_step_waits_for_the_gpu_once() {
     let steps = engine.records().len() as u64;
     let waits = engine.executor().waits() - before;
     assert!(steps > 20 && waits <= steps, "{waits} waits in {steps} steps");
+}
+
+#[test]
+fn every_step_says_when_the_gpu_worked_on_it() {
+    let Some(gpu) = gpu() else { return };
+    let checkpoint = checkpoint("LlamaForCausalLM", "llama");
+    for depth in [1, 2] {
+        let config = config(&checkpoint, 8, 200, depth);
+        let (mut engine, _) =
+            on_gpu(&gpu, &checkpoint, WeightFormat::Bf16, AttentionKind::Auto, config);
+        run(&mut engine, mix(3, 8), &HashMap::new());
+        let records = engine.take_records();
+        assert!(records.len() > 20, "{} steps", records.len());
+        let mut idle_from = None;
+        for record in &records {
+            let device = record.device.expect("a GPU tells");
+            assert!(idle_from.is_none_or(|from| from <= device.begin + CLOCK), "{record:?}");
+            assert!(record.launch.begin <= device.begin + CLOCK, "{record:?}");
+            let landed_at = record.landed_at.expect("a GPU tells");
+            assert!(device.end <= landed_at && landed_at <= record.collect.begin, "{record:?}");
+            assert!(record.busy > Duration::ZERO && record.uploaded_bytes > 0, "{record:?}");
+            idle_from = Some(device.end);
+        }
+    }
 }
 
 /// The golden file and the model come by path: `BATON_TEST_GOLDEN` and `BATON_TEST_MODEL`.

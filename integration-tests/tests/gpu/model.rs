@@ -6,7 +6,8 @@ use kernels::{
     BlockId, Dtype, KvArena, WeightFormat,
     cpu::{CpuStep, StepSequence},
     cuda::{
-        Admission, AttentionKind, BatchLimits, DeviceBatch, SampleOutcome, StepInput, StepRows,
+        Admission, AttentionKind, BatchLimits, DeviceBatch, DeviceClock, SampleOutcome, StepInput,
+        StepRows,
     },
     sampling::Sampling,
 };
@@ -103,6 +104,7 @@ fn by_gpu(
         depth: depth as u32,
     };
     let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    let mut clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
     let (prompts, tables, sampling) = (prompts(), [0, 1, 2].map(table), Sampling::greedy());
     let slots = [3, 0, 2];
     let admissions: Vec<_> = (0..3)
@@ -122,9 +124,9 @@ fn by_gpu(
     for step_id in 0..STEPS as u64 {
         if frames.len() == depth {
             let frame: kernels::cuda::CudaFrame = frames.pop_front().unwrap();
-            let (outcomes, _, output) = frame.finish().unwrap();
-            batch.recycle(output);
-            results.push(tokens(outcomes));
+            let finished = frame.finish(&mut clock).unwrap();
+            batch.recycle(finished.output);
+            results.push(tokens(finished.outcomes));
         }
         let sequences: Vec<_> = (0..3)
             .map(|i| {
@@ -142,16 +144,15 @@ fn by_gpu(
             masks: &[],
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
-        let output = batch.output(&cuda).unwrap();
         let logits = llama.forward(&mut cuda, &mut step);
         batch.sample(&cuda, logits, &step, false).unwrap();
         if depth == 1 {
             all_logits.push(cuda.get(logits, 3));
         }
-        frames.push_back(batch.end(&cuda, step_id, vec![false; 3], output).unwrap());
+        frames.push_back(batch.end(&cuda, step_id, vec![false; 3]).unwrap());
     }
     for frame in frames {
-        results.push(tokens(frame.finish().unwrap().0));
+        results.push(tokens(frame.finish(&mut clock).unwrap().outcomes));
     }
     all_logits.resize(STEPS, Vec::new());
     results.into_iter().zip(all_logits).collect()

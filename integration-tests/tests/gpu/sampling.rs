@@ -4,8 +4,8 @@ use kernels::{
     Backend, BlockId, Dtype, KvLayout,
     cpu::{SampleError, SampleRow, sample},
     cuda::{
-        Admission, AttentionKind, BatchLimits, CudaBackend, CudaBuffer, DeviceBatch, SampleOutcome,
-        StepInput, StepRows,
+        Admission, AttentionKind, BatchLimits, CudaBackend, CudaBuffer, DeviceBatch, DeviceClock,
+        SampleOutcome, StepInput, StepRows,
     },
     sampling::{SampledToken, Sampling, TokenMask},
 };
@@ -78,14 +78,14 @@ fn chosen(place: &mut Place, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome>
         sequences: &sequences,
         masks: &masks,
     };
+    let mut clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
     let step = batch.begin(cuda, &input).unwrap();
-    let output = batch.output(cuda).unwrap();
     batch.sample(cuda, buffer, &step, !masks.is_empty()).unwrap();
     let wants = rows.iter().map(|row| row.sampling.logprobs.is_some()).collect();
-    let frame = batch.end(cuda, 3, wants, output).unwrap();
-    let (outcomes, _, output) = frame.finish().unwrap();
-    batch.recycle(output);
-    outcomes
+    let frame = batch.end(cuda, 3, wants).unwrap();
+    let finished = frame.finish(&mut clock).unwrap();
+    batch.recycle(finished.output);
+    finished.outcomes
 }
 
 fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {

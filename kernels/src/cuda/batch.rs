@@ -10,13 +10,14 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
     attention::dtype_code,
     backend::CudaBackend,
     buffer::CudaBuffer,
+    clock::DeviceClock,
     context::{Context, DeviceToHost, Event, HostToDevice, Stream},
     error::CudaError,
     ffi::{self, SampleResult, TokenLogprob},
@@ -108,6 +109,9 @@ pub struct DeviceBatch {
     /// They are read.
     downloaded: Event,
     outputs: Vec<Output>,
+    /// Of the step under way: its way down, and what went up.
+    output: Option<Output>,
+    uploaded_bytes: u64,
 }
 
 /// One way up: pinned memory, and where it goes.
@@ -134,6 +138,7 @@ pub struct Output {
     top: (Pinned<TokenLogprob>, Event),
     begin: Event,
     end: Event,
+    launched_at: Instant,
 }
 
 /// A launched step whose results are on their way.
@@ -146,6 +151,31 @@ pub struct CudaFrame {
     top: Result<InFlight<TokenLogprob>, (Pinned<TokenLogprob>, Event)>,
     begin: Event,
     end: Event,
+    launched_at: Instant,
+    uploaded_bytes: u64,
+}
+
+/// What a frame brought.
+#[derive(Debug)]
+pub struct Finished {
+    /// One for every sampled row, in the step's order.
+    pub outcomes: Vec<SampleOutcome>,
+    /// When the GPU began and ended, by the host's clock.
+    pub began_at: Instant,
+    pub ended_at: Instant,
+    /// When the results were in the host's memory.
+    pub landed_at: Instant,
+    /// The step's plan and masks.
+    pub uploaded_bytes: u64,
+    /// For [`DeviceBatch::recycle`].
+    pub output: Output,
+}
+
+impl Finished {
+    /// Time that the GPU took.
+    pub fn busy(&self) -> Duration {
+        self.ended_at.saturating_duration_since(self.began_at)
+    }
 }
 
 impl DeviceBatch {
@@ -225,6 +255,8 @@ impl DeviceBatch {
             sampled: Event::new(context)?,
             downloaded: Event::new(context)?,
             outputs: outputs.collect::<Result<_, _>>()?,
+            output: None,
+            uploaded_bytes: 0,
         })
     }
 
@@ -242,6 +274,9 @@ impl DeviceBatch {
         input: &StepInput<'_>,
     ) -> Result<CudaStep, CudaError> {
         self.check(input)?;
+        let mut output = self.outputs.pop().expect("as many outputs as steps in flight");
+        output.launched_at = Instant::now();
+        self.output = Some(output);
         let step_id = input.step_id as u32;
         let plans = plan::encode(
             step_id,
@@ -272,9 +307,11 @@ impl DeviceBatch {
         let outcome =
             self.upload_through(&mut input, backend, words, masks, (rows, sequences, samples));
         self.inputs.push_back(input);
-        outcome
+        self.uploaded_bytes += 4 * outcome? as u64;
+        Ok(())
     }
 
+    /// Words that went up.
     fn upload_through(
         &self,
         input: &mut Input,
@@ -282,11 +319,11 @@ impl DeviceBatch {
         words: &[u32],
         masks: &[&TokenMask],
         (rows, sequences, samples): (usize, usize, usize),
-    ) -> Result<(), CudaError> {
+    ) -> Result<usize, CudaError> {
         let (mut pinned, done) = match std::mem::replace(&mut input.pinned, InputState::Lost) {
             InputState::Free(pinned, done) => (pinned, done),
             InputState::InFlight(copy) => copy.finish()?,
-            InputState::Lost => return backend.check(),
+            InputState::Lost => return backend.check().map(|()| 0),
         };
         pinned[..words.len()].copy_from_slice(words);
         let masks_at = words.len().next_multiple_of(4);
@@ -299,6 +336,10 @@ impl DeviceBatch {
         self.up.wait(&input.consumed)?;
         let copy = pinned.upload(end, &input.device, 0, &self.up, done)?;
         compute.wait(copy.event())?;
+        if let Some(output) = &self.output {
+            // Waiting for the plan is no work. Of several plans the last counts.
+            output.begin.record(compute)?;
+        }
         input.pinned = InputState::InFlight(copy);
         if end > masks_at {
             self.masks.copy(0, &input.device, masks_at * 4, (end - masks_at) * 4, compute)?;
@@ -317,7 +358,8 @@ impl DeviceBatch {
             )
         };
         backend.library().check("baton_step_prepare", code)?;
-        input.consumed.record(compute)
+        input.consumed.record(compute)?;
+        Ok(end)
     }
 
     /// Chooses a token for every sampled row of the step; it joins its slot's tokens.
@@ -356,26 +398,20 @@ impl DeviceBatch {
         backend.library().check("baton_sample", code)
     }
 
-    /// Takes what marks the step's time: [`Self::end`] wants it back.
-    pub fn output(&mut self, backend: &CudaBackend) -> Result<Output, CudaError> {
-        let output = self.outputs.pop().expect("as many outputs as steps in flight");
-        output.begin.record(backend.compute())?;
-        Ok(output)
-    }
-
     /// Sends the results of the step's samples down.
     pub fn end(
         &mut self,
         backend: &CudaBackend,
         step_id: u64,
         wants_logprobs: Vec<bool>,
-        output: Output,
     ) -> Result<CudaFrame, CudaError> {
         let compute = backend.compute();
+        let output = self.output.take().expect("a step ends once it has begun");
         output.end.record(compute)?;
         self.sampled.record(compute)?;
         self.down.wait(&self.sampled)?;
-        let Output { results: (results, done), top: (top, top_done), begin, end } = output;
+        let Output { results: (results, done), top: (top, top_done), begin, end, launched_at } =
+            output;
         let samples = wants_logprobs.len();
         let results = results.download(samples, &self.results, 0, &self.down, done)?;
         let top = if wants_logprobs.contains(&true) {
@@ -385,7 +421,17 @@ impl DeviceBatch {
             Err((top, top_done))
         };
         self.downloaded.record(&self.down)?;
-        Ok(CudaFrame { step_id, wants_logprobs, results, top, begin, end })
+        let uploaded_bytes = std::mem::take(&mut self.uploaded_bytes);
+        Ok(CudaFrame {
+            step_id,
+            wants_logprobs,
+            results,
+            top,
+            begin,
+            end,
+            launched_at,
+            uploaded_bytes,
+        })
     }
 
     /// Takes back what a frame came down through.
@@ -474,6 +520,7 @@ impl Output {
             ),
             begin: Event::timed(context)?,
             end: Event::timed(context)?,
+            launched_at: Instant::now(),
         })
     }
 }
@@ -490,21 +537,22 @@ impl CudaFrame {
         }
     }
 
-    /// Waits for the results: one for every sampled row, in the step's order, and the time that the
-    /// GPU took. The output goes to [`DeviceBatch::recycle`].
-    pub fn finish(self) -> Result<(Vec<SampleOutcome>, Duration, Output), CudaError> {
+    /// Waits for the results.
+    pub fn finish(self, clock: &mut DeviceClock) -> Result<Finished, CudaError> {
+        let Self { wants_logprobs, begin, mut end, launched_at, uploaded_bytes, .. } = self;
         // The last copy of the stream first, so that the host waits once.
         let top = match self.top {
             Ok(top) => top.finish()?,
             Err(idle) => idle,
         };
         let results = self.results.finish()?;
+        let landed_at = Instant::now();
         let tops = top.0.chunks(ffi::TOP_LOGPROBS_MAX);
-        let samples = results.0.iter().zip(tops).zip(&self.wants_logprobs);
+        let samples = results.0.iter().zip(tops).zip(&wants_logprobs);
         let outcomes = samples.map(|((result, top), wants)| outcome(result, top, *wants)).collect();
-        let milliseconds = self.end.milliseconds_since(&self.begin)?;
-        let busy = Duration::try_from_secs_f32(milliseconds / 1e3).unwrap_or_default();
-        Ok((outcomes, busy, Output { results, top, begin: self.begin, end: self.end }))
+        let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, landed_at)?;
+        let output = Output { results, top, begin, end, launched_at };
+        Ok(Finished { outcomes, began_at, ended_at, landed_at, uploaded_bytes, output })
     }
 }
 

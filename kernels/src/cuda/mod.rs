@@ -16,6 +16,7 @@ mod attention;
 mod backend;
 mod batch;
 mod buffer;
+mod clock;
 mod context;
 mod driver;
 mod error;
@@ -31,8 +32,9 @@ mod upload;
 
 pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
-pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Output, SampleOutcome, StepInput};
+pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, SampleOutcome, StepInput};
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
+pub use clock::DeviceClock;
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Role, Stream};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};

@@ -10,7 +10,8 @@ use engine::{
     CacheSeeds, Scheduler, SchedulerConfig,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::ExecutorLimits,
-    plan::{RowResult, StepPlan, StepResult},
+    plan::{Dispatch, RowResult, Span, StepPlan, StepResult, StepRun},
+    step_ring::{StepKind, StepRecord, StepWriter},
 };
 use kernels::sampling::{SampledToken, Sampling};
 
@@ -23,7 +24,12 @@ fn answer(plan: &StepPlan) -> StepResult {
         let tokens = if row.samples { vec![token] } else { Vec::new() };
         RowResult { slot: row.slot, generation: row.generation, tokens, drafted: 0, failure: None }
     });
-    StepResult { step_id: plan.step_id, rows: rows.collect(), busy: Duration::ZERO }
+    StepResult {
+        step_id: plan.step_id,
+        rows: rows.collect(),
+        busy: Duration::ZERO,
+        run: StepRun::default(),
+    }
 }
 
 /// A scheduler whose `batch` sequences have read their prompts.
@@ -126,5 +132,35 @@ fn arrival(criterion: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, decode_step, arrival);
+/// What a step pays for its figures.
+fn step_record(criterion: &mut Criterion) {
+    let at = Instant::now();
+    let span = Span { begin: at, end: at };
+    let mut writer = StepWriter::new(1024, at);
+    let mut record = StepRecord {
+        step_id: 0,
+        rows: 256,
+        tokens: 256,
+        sampled: 256,
+        kind: StepKind::Decode,
+        dispatch: Dispatch::Graph { rows: 256 },
+        uploaded_bytes: 4096,
+        busy: Duration::from_millis(5),
+        plan: span,
+        launch: span,
+        collect: span,
+        device: Some(span),
+        landed_at: Some(at),
+    };
+    criterion.bench_function("a step's record, with the clock's six looks", |bencher| {
+        bencher.iter(|| {
+            let look = || Span { begin: Instant::now(), end: Instant::now() };
+            record.step_id += 1;
+            (record.plan, record.launch, record.collect) = (look(), look(), look());
+            writer.push(black_box(&record));
+        });
+    });
+}
+
+criterion_group!(benches, decode_step, arrival, step_record);
 criterion_main!(benches);

@@ -6,7 +6,10 @@
 //! the next step can be launched before they are read. For the same reason it is the executor that
 //! guesses tokens ahead: the scheduler only says how many may be, and plans with that bound.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kernels::{
     BlockId,
@@ -88,7 +91,47 @@ pub struct StepResult {
     /// One for every row of the plan, in its order. The KV of these rows is written.
     pub rows: Vec<RowResult>,
     /// Time the device worked on it.
-    pub busy: std::time::Duration,
+    pub busy: Duration,
+    pub run: StepRun,
+}
+
+/// What the executor knows of how a step went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepRun {
+    pub dispatch: Dispatch,
+    /// Sent to the device for it, weights aside.
+    pub uploaded_bytes: u64,
+    /// When the device worked on it, by the host's clock.
+    pub device: Option<Span>,
+    /// When the results were in the host's memory.
+    pub landed_at: Option<Instant>,
+    /// When the engine's thread had them in hand: what was before is waiting.
+    pub taken_at: Option<Instant>,
+}
+
+/// How the work of a step was given to the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Dispatch {
+    /// Operation by operation.
+    #[default]
+    Eager,
+    /// As a captured graph of so many rows; those beyond the step's own are padding.
+    Graph { rows: u32 },
+    /// Operation by operation, although graphs are on and the step decodes: none of them fits it.
+    Fallback,
+}
+
+/// From one moment to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub begin: Instant,
+    pub end: Instant,
+}
+
+impl Span {
+    pub fn duration(&self) -> Duration {
+        self.end.saturating_duration_since(self.begin)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -8,8 +8,9 @@ use std::{
 use crate::{
     event::{Action, Input},
     executor::{CollectWaker, Executor, ExecutorError},
-    plan::{RowResult, StepId, StepPlan},
+    plan::{Dispatch, RowResult, Span, StepPlan},
     scheduler::Scheduler,
+    step_ring::{StepKind, StepReader, StepRecord, StepWriter},
 };
 
 /// Steps whose figures are kept.
@@ -25,23 +26,6 @@ pub enum Turn {
     /// Nothing is in flight and nothing can be planned: wait for inputs, at most until
     /// [`StepLoop::next_deadline`], then take another turn.
     Idle,
-}
-
-/// Figures of one collected step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepRecord {
-    pub step_id: StepId,
-    /// Rows of the forward, their tokens with drafts, and how many of them sampled.
-    pub rows: u32,
-    pub tokens: u32,
-    pub sampled: u32,
-    pub planned_at: Instant,
-    /// Time that making the plan took.
-    pub planning: Duration,
-    pub launched_at: Instant,
-    pub collected_at: Instant,
-    /// Time the device worked on it.
-    pub busy: Duration,
 }
 
 /// What guessing ahead has come to.
@@ -79,7 +63,9 @@ pub struct StepLoop<E> {
     executor: E,
     /// Figures of the steps in flight.
     launched: VecDeque<StepRecord>,
-    records: VecDeque<StepRecord>,
+    writer: StepWriter,
+    /// Of those that nobody has taken here.
+    reader: StepReader,
     /// When the last result came.
     collected_at: Option<Instant>,
     speculated: Speculated,
@@ -89,11 +75,13 @@ impl<E: Executor> StepLoop<E> {
     /// The scheduler was made with the executor's limits.
     pub fn new(scheduler: Scheduler, executor: E) -> Self {
         assert_eq!(scheduler.config().limits, executor.limits(), "they share one set of limits");
+        let writer = StepWriter::new(RECORDS_MAX, executor.now());
         Self {
             scheduler,
             executor,
             launched: VecDeque::new(),
-            records: VecDeque::with_capacity(RECORDS_MAX),
+            reader: writer.reader(),
+            writer,
             collected_at: None,
             speculated: Speculated::default(),
         }
@@ -123,18 +111,20 @@ impl<E: Executor> StepLoop<E> {
             return Ok(Turn::Pending);
         };
         let mut record = self.launched.pop_front().expect("a result belongs to a launched step");
-        record.collected_at = self.executor.now();
-        self.collected_at = Some(record.collected_at);
-        record.busy = result.busy;
+        let collected_at = self.executor.now();
+        self.collected_at = Some(collected_at);
         for row in &result.rows {
             record.tokens += row.drafted;
             self.speculated.add(row);
         }
-        if self.records.len() == RECORDS_MAX {
-            self.records.pop_front();
-        }
-        self.records.push_back(record);
+        record.busy = result.busy;
+        let run = result.run;
+        (record.dispatch, record.uploaded_bytes) = (run.dispatch, run.uploaded_bytes);
+        (record.device, record.landed_at) = (run.device, run.landed_at);
         self.scheduler.complete(result, actions);
+        let begin = run.taken_at.unwrap_or(collected_at);
+        record.collect = Span { begin, end: self.executor.now() };
+        self.writer.push(&record);
         // Keep the device fed before anyone looks at the actions.
         self.launch_planned(actions)?;
         Ok(Turn::Stepped)
@@ -172,20 +162,30 @@ impl<E: Executor> StepLoop<E> {
 
     /// For how long the device has worked on the oldest step in flight, if there is one.
     pub fn step_age(&self) -> Option<Duration> {
-        let launched_at = self.launched.front()?.launched_at;
+        let launched_at = self.launched.front()?.launch.begin;
         // It began when the one before it was done.
         let since = self.collected_at.map_or(launched_at, |before| before.max(launched_at));
         Some(self.executor.now().saturating_duration_since(since))
     }
 
-    /// Figures of the last steps, oldest first; at most 1,024.
-    pub fn records(&self) -> impl ExactSizeIterator<Item = &StepRecord> {
-        self.records.iter()
+    /// Figures of the last steps, for any thread: at most 1,024 are kept.
+    pub fn step_reader(&self) -> StepReader {
+        self.writer.reader()
+    }
+
+    /// Figures of the last steps, oldest first, without those that were taken; at most 1,024.
+    pub fn records(&self) -> impl ExactSizeIterator<Item = StepRecord> + use<E> {
+        self.reader.clone().collect::<Vec<_>>().into_iter()
     }
 
     /// Takes the figures of the steps since the last call.
     pub fn take_records(&mut self) -> Vec<StepRecord> {
-        self.records.drain(..).collect()
+        self.reader.by_ref().collect()
+    }
+
+    /// Takes the figures of the oldest step that nobody has taken.
+    pub fn take_record(&mut self) -> Option<StepRecord> {
+        self.reader.next()
     }
 
     /// Takes what guessing ahead has come to since the last call.
@@ -195,26 +195,45 @@ impl<E: Executor> StepLoop<E> {
 
     fn launch_planned(&mut self, actions: &mut Vec<Action>) -> Result<(), ExecutorError> {
         loop {
-            let planned_at = self.executor.now();
+            let begin = self.executor.now();
             let Some(plan) = self.scheduler.plan(actions) else { return Ok(()) };
-            let record = self.record(&plan, planned_at);
+            let planned = Span { begin, end: self.executor.now() };
+            let mut record = planned_record(&plan, planned);
+            record.launch.begin = self.executor.now();
             self.executor.launch(plan)?;
+            record.launch.end = self.executor.now();
             self.launched.push_back(record);
         }
     }
+}
 
-    fn record(&self, plan: &StepPlan, planned_at: Instant) -> StepRecord {
-        let launched_at = self.executor.now();
-        StepRecord {
-            step_id: plan.step_id,
-            rows: plan.rows.len() as u32,
-            tokens: plan.rows.iter().map(|row| row.token_count).sum(),
-            sampled: plan.rows.iter().filter(|row| row.samples).count() as u32,
-            planned_at,
-            planning: launched_at.saturating_duration_since(planned_at),
-            launched_at,
-            collected_at: launched_at,
-            busy: Duration::ZERO,
-        }
+/// What is known before the launch.
+fn planned_record(plan: &StepPlan, planned: Span) -> StepRecord {
+    let (mut tokens, mut sampled, mut decoding) = (0, 0, 0);
+    for row in &plan.rows {
+        tokens += row.token_count;
+        sampled += u32::from(row.samples);
+        decoding += u32::from(row.samples && row.token_count == 1);
+    }
+    let rows = plan.rows.len() as u32;
+    let at_once = Span { begin: planned.end, end: planned.end };
+    StepRecord {
+        step_id: plan.step_id,
+        rows,
+        tokens,
+        sampled,
+        kind: match decoding {
+            0 => StepKind::Prefill,
+            _ if decoding == rows => StepKind::Decode,
+            _ => StepKind::Mixed,
+        },
+        dispatch: Dispatch::Eager,
+        uploaded_bytes: 0,
+        busy: Duration::ZERO,
+        plan: planned,
+        launch: at_once,
+        collect: at_once,
+        device: None,
+        landed_at: None,
     }
 }

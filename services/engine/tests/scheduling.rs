@@ -8,7 +8,7 @@ use common::{
     SEEDS, VOCABULARY, family_tokens, limits, node::Node, patient, scheduler, sequence, sim,
 };
 use engine::{
-    Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop, Turn,
+    Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
     event::{Action, CacheChange, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     executor::Executor,
 };
@@ -566,8 +566,16 @@ fn the_step_loop_says_idle_pending_or_stepped_and_keeps_figures() {
     let records = engine.take_records();
     assert_eq!(records.len(), 3);
     assert_eq!((records[0].rows, records[0].tokens, records[0].sampled), (1, 40, 1));
-    assert!(records.is_sorted_by_key(|record| record.collected_at));
+    assert!(records.is_sorted_by_key(|record| record.collect.end));
     assert!(records.iter().all(|record| record.busy > Duration::ZERO));
+    let kinds: Vec<_> = records.iter().map(|record| record.kind).collect();
+    assert_eq!(kinds, [StepKind::Prefill, StepKind::Decode, StepKind::Decode]);
+    for record in &records {
+        let device = record.device.expect("virtual time is known");
+        assert!(record.plan.end <= record.launch.begin && record.launch.end <= device.begin);
+        assert_eq!((device.duration(), record.landed_at), (record.busy, Some(device.end)));
+        assert!(device.end <= record.collect.begin && record.collect.begin <= record.collect.end);
+    }
     assert_eq!(engine.records().len(), 0);
 }
 

@@ -294,7 +294,7 @@ impl<E: Executor> Engine<E> {
     }
 
     fn record_steps(&mut self) {
-        for step in self.steps.take_records() {
+        while let Some(step) = self.steps.take_record() {
             self.observers.mark_changed();
             self.stall_after = self.stall_after.max(STALL_STEPS * step.busy);
             self.metrics.step(step.busy, step.rows as usize, step.tokens.into());

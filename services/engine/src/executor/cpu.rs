@@ -23,7 +23,7 @@ use super::{
     batch::{Batch, ScheduledRow},
     ngram, panic_message,
 };
-use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
+use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
 /// Why a CPU executor cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -139,7 +139,9 @@ impl Executor for CpuExecutor {
         match answer {
             Ok(answer) => {
                 self.in_flight -= 1;
-                answer.map(Some)
+                let mut result = answer?;
+                result.run.taken_at = Some(Instant::now());
+                Ok(Some(result))
             }
             Err(RecvError) => Err(self.stopped()),
         }
@@ -208,7 +210,10 @@ impl Runner {
         };
         // The blocks' borrows end before anyone hears that their KV is written.
         drop(step);
-        Ok(StepResult { step_id: plan.step_id, rows, busy: started.elapsed() })
+        let device = Span { begin: started, end: Instant::now() };
+        let (busy, landed_at) = (device.duration(), Some(device.end));
+        let run = StepRun { device: Some(device), landed_at, ..StepRun::default() };
+        Ok(StepResult { step_id: plan.step_id, rows, busy, run })
     }
 
     fn forward(&mut self, step: &mut CpuStep, scheduled: &[ScheduledRow]) -> Vec<RowResult> {

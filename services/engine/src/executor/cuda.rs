@@ -19,15 +19,15 @@ use kernels::{
     KvArena, KvLayout,
     arena::{StreamAccess, StreamStep},
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, DeviceBatch, DeviceKv,
-        Extension, Output, SampleOutcome, StepInput,
+        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, DeviceBatch, DeviceClock,
+        DeviceKv, Extension, Finished, SampleOutcome, StepInput,
     },
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 
 use self::rows::{Rows, STOPS_MAX, Scheduled};
 use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
-use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
+use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
 /// Why a CUDA executor cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -97,7 +97,7 @@ impl CudaModel {
     }
 }
 
-type Waited = Result<(Vec<SampleOutcome>, Duration, Output), CudaError>;
+type Waited = Result<Finished, CudaError>;
 
 pub struct CudaExecutor {
     limits: ExecutorLimits,
@@ -121,6 +121,7 @@ struct Launched {
     step_id: u64,
     scheduled: Vec<Scheduled>,
     blocks: StreamStep,
+    dispatch: Dispatch,
 }
 
 impl CudaExecutor {
@@ -141,10 +142,11 @@ impl CudaExecutor {
         let (frames, in_flight) = bounded::<CudaFrame>(limits.depth as usize);
         let (answers, results) = bounded(limits.depth as usize);
         let context = Arc::clone(backend.context());
+        let mut clock = DeviceClock::start(&context, backend.compute())?;
         let wait = move || {
             let bound = context.bind();
             for frame in in_flight {
-                let waited = bound.clone().and_then(|()| frame.finish());
+                let waited = bound.clone().and_then(|()| frame.finish(&mut clock));
                 let failed = waited.is_err();
                 if answers.send(waited).is_err() || failed {
                     break;
@@ -201,11 +203,11 @@ impl CudaExecutor {
             sequences: &step.sequences,
             masks: &step.masks.iter().map(AsRef::as_ref).collect::<Vec<_>>(),
         };
-        self.launched.push_back(Launched { step_id, scheduled: step.scheduled, blocks });
+        let (scheduled, dispatch) = (step.scheduled, Dispatch::Eager);
+        self.launched.push_back(Launched { step_id, scheduled, blocks, dispatch });
         let frame = (|| {
             let backend = &mut self.backend;
             backend.context().bind()?;
-            let output = self.batch.output(backend)?;
             let mut prepared = self.batch.begin(backend, &input)?;
             if prepared.rows() > 0 {
                 let logits = self.model.forward(backend, &mut prepared);
@@ -214,7 +216,7 @@ impl CudaExecutor {
                     self.batch.sample(backend, logits, &prepared, has_masks)?;
                 }
             }
-            self.batch.end(backend, step_id, wants_logprobs, output)
+            self.batch.end(backend, step_id, wants_logprobs)
         })();
         let frame = frame.map_err(|error: CudaError| stopped(&error))?;
         let is_sent = self.frames.as_ref().is_some_and(|frames| frames.try_send(frame).is_ok());
@@ -234,17 +236,26 @@ impl CudaExecutor {
     }
 
     fn result(&mut self, waited: Waited) -> Result<StepResult, ExecutorError> {
-        let (outcomes, busy, output) = waited.map_err(|error| stopped(&error))?;
-        self.batch.recycle(output);
+        let taken_at = Some(Instant::now());
+        let finished = waited.map_err(|error| stopped(&error))?;
+        let busy = finished.busy();
         let launched = self.launched.pop_front().expect("a result belongs to a launched step");
         // The blocks' borrows end before anyone hears that their KV is written.
         self.access.release(launched.blocks);
-        let mut outcomes = outcomes.into_iter();
+        let run = StepRun {
+            dispatch: launched.dispatch,
+            uploaded_bytes: finished.uploaded_bytes,
+            device: Some(Span { begin: finished.began_at, end: finished.ended_at }),
+            landed_at: Some(finished.landed_at),
+            taken_at,
+        };
+        self.batch.recycle(finished.output);
+        let mut outcomes = finished.outcomes.into_iter();
         let rows = launched.scheduled.into_iter().map(|row| {
             let outcome = if row.samples { outcomes.next() } else { None };
             row_result(row, outcome)
         });
-        Ok(StepResult { step_id: launched.step_id, rows: rows.collect(), busy })
+        Ok(StepResult { step_id: launched.step_id, rows: rows.collect(), busy, run })
     }
 }
 

@@ -22,7 +22,7 @@ use super::{
     Executor, ExecutorError, ExecutorLimits,
     batch::{Batch, BatchRow, ScheduledRow},
 };
-use crate::plan::{RowFailure, RowResult, StepPlan, StepResult};
+use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
 /// What a step costs in virtual time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -303,8 +303,11 @@ impl Executor for SimExecutor {
             && let Some((launched_at, plan)) = self.launched.pop_front()
         {
             let (busy, rows) = self.carry_out(&plan)?;
-            self.idle_from = self.idle_from.max(launched_at) + busy;
-            let result = StepResult { step_id: plan.step_id, rows, busy };
+            let begin = self.idle_from.max(launched_at);
+            self.idle_from = begin + busy;
+            let device = Some(Span { begin, end: self.idle_from });
+            let run = StepRun { device, landed_at: Some(self.idle_from), ..StepRun::default() };
+            let result = StepResult { step_id: plan.step_id, rows, busy, run };
             self.carried_out = Some((self.idle_from, result));
         }
         let give_up = self.now + timeout;
