@@ -91,11 +91,10 @@ unit() { units+=("$*"); }
 unit abi src/abi.cu "-DBATON_ARCHES=\"${names% }\" -DBATON_FLASHINFER=\"$flashinfer\""
 for name in rows rope blocks step probe; do unit $name src/$name.cu; done
 unit attention src/attention.cu $has_hopper
-unit sample src/sample.cu -fmad=false
-for source in kernels/cuda/attention/*.cu; do
-    unit "attention_$(basename "$source" .cu)" "${source#kernels/cuda/}"
-done
-unit gemm_skinny gemm/skinny_gemm.cu
+# Probabilities have the CPU's bits.
+for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
+unit decode_attention attention/decode_attention.cu
+unit skinny_gemm gemm/skinny_gemm.cu
 for dim in 64 128; do
     unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
     unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
@@ -113,8 +112,6 @@ compile() {
     case $name in
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
         flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
-        attention_*) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/attention/*.*h) ;;
-        gemm_*) own_headers+=(kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;
     esac
     local more=()

@@ -8,20 +8,17 @@
 // Inside a block every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled), so
 // no barrier stands in the stream. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query heads of
 // one KV head (1..8) as the n8 side; the transposed score fragment is one movmatrix away from the second operand.
-#include "decode_attention.h"
+#include <utility>
 
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
+#include "device.cuh"
 
+namespace baton {
 namespace {
 
-using bf16 = __nv_bfloat16;
-constexpr int kPage = 16;
+constexpr int kPage = BATON_BLOCK_TOKENS;
 constexpr int kMaxGroup = 8;
 constexpr int kMaxRows = 1024;
 constexpr float kInf = __builtin_huge_valf();
-constexpr int32_t kInvalid = 1, kUnsupported = 2, kCuda = 1000;  // as in baton_kernels.h
 
 struct Params {
   const bf16* q;
@@ -78,17 +75,6 @@ __device__ __forceinline__ uint32_t pack(float lo, float hi) {
   __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<uint32_t*>(&v);
 }
-__device__ __forceinline__ void wait_for_producer() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_dependents_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
 // A walk over the (row, head group) pieces of one block's range of the line.
 struct Walk {
   int pos, end;    // next piece begins at pos; the range ends before end
@@ -230,7 +216,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       int64_t block = __shfl_sync(~0u, ahead_ids, ahead_batch);
       int left = len - (skip + ahead.page + ahead_page) * kPage;
       if (left <= kPage && !waited) {  // the page that the preceding kernel may still be writing
-        wait_for_producer();
+        predecessor_done();
         waited = true;
       }
       int head = ahead.group * HEADS + sub;
@@ -255,9 +241,9 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) load_tile(s);
 
-  wait_for_producer();
+  predecessor_done();
   waited = true;
-  let_dependents_start();
+  successor_may_start();
 
   // Rows without tokens (padding) get zeros.
   for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {
@@ -441,84 +427,143 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 }
 
 template <int HD, int WARPS, int STAGES, int HEADS>
-int32_t launch(const Params& p, int grid, bool pdl, cudaStream_t stream) {
-  auto kernel = decode_attention_kernel<HD, WARPS, STAGES, HEADS>;
-  int smem = ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * p.group * (HD + 4) * 4 + (2 * p.rows + 4) * 4;
-  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-  if (e != cudaSuccess) return kCuda + (int32_t)e;
-  cudaLaunchConfig_t cfg = {};
-  cfg.gridDim = dim3(grid);
-  cfg.blockDim = dim3(WARPS * 32);
-  cfg.dynamicSmemBytes = smem;
-  cfg.stream = stream;
-  cudaLaunchAttribute attr;
-  attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attr.val.programmaticStreamSerializationAllowed = 1;
-  cfg.attrs = &attr;
-  cfg.numAttrs = pdl ? 1 : 0;
-  e = cudaLaunchKernelEx(&cfg, kernel, p);
-  return e == cudaSuccess ? 0 : kCuda + (int32_t)e;
+int shared_bytes(int group, int rows) {
+  return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * group * (HD + 4) * 4 + (2 * rows + 4) * 4;
 }
 
-template <int HD>
-int32_t dispatch(const Params& p, int variant, int grid, bool pdl, cudaStream_t s) {
+// Calls body(kernel, shared bytes of a group and so many rows) for a variant; false when there is none of that number.
+template <int HD, class Body>
+bool with_variant(int variant, int group, int rows, Body&& body) {
   switch (variant) {
-    case 41: return launch<HD, 4, 3, 1>(p, grid, pdl, s);
-    case 44: return launch<HD, 4, 3, 4>(p, grid, pdl, s);
-    case 81: return launch<HD, 8, 3, 1>(p, grid, pdl, s);
-    case 88: return launch<HD, 8, 3, 8>(p, grid, pdl, s);
-    default: return kInvalid;
+    case 41: body(decode_attention_kernel<HD, 4, 3, 1>, shared_bytes<HD, 4, 3, 1>(group, rows)); return true;
+    case 44: body(decode_attention_kernel<HD, 4, 3, 4>, shared_bytes<HD, 4, 3, 4>(group, rows)); return true;
+    case 81: body(decode_attention_kernel<HD, 8, 3, 1>, shared_bytes<HD, 8, 3, 1>(group, rows)); return true;
+    case 88: body(decode_attention_kernel<HD, 8, 3, 8>, shared_bytes<HD, 8, 3, 8>(group, rows)); return true;
+    default: return false;
   }
+}
+
+int32_t check_shape(int kv_heads, int group, int head_dim) {
+  BATON_REQUIRE(kv_heads > 0, "kv_heads is %d; allowed is 1 or more", kv_heads);
+  BATON_REQUIRE(group > 0, "group is %d; allowed is 1 to %d", group, kMaxGroup);
+  if (group > kMaxGroup) return fail(BATON_UNSUPPORTED, "group is %d; allowed is 1 to %d", group, kMaxGroup);
+  if (head_dim != 64 && head_dim != 128) {
+    return fail(BATON_UNSUPPORTED, "head_dim is %d; allowed is 64 or 128", head_dim);
+  }
+  return BATON_OK;
+}
+
+int32_t check_arguments(const baton_decode_attention_args& in) {
+  BATON_REQUIRE(in.rows >= 0, "rows is %d; allowed is 0 to %d", in.rows, kMaxRows);
+  if (in.rows > kMaxRows) return fail(BATON_UNSUPPORTED, "rows is %d; allowed is 0 to %d", in.rows, kMaxRows);
+  BATON_TRY(check_shape(in.kv_heads, in.group, in.head_dim));
+  const long long width = static_cast<long long>(in.kv_heads) * in.group * in.head_dim;
+  auto stride = [](const char* name, long long value, long long least) {
+    BATON_REQUIRE(value >= least && value % 8 == 0, "%s is %lld; allowed are multiples of 8 from %lld on", name, value,
+                  least);
+    return static_cast<int32_t>(BATON_OK);
+  };
+  BATON_TRY(stride("q_stride", in.q_stride, width));
+  BATON_TRY(stride("out_stride", in.out_stride, width));
+  BATON_TRY(stride("stride_token", in.stride_token, in.head_dim));
+  BATON_TRY(stride("stride_head", in.stride_head, 0));
+  BATON_TRY(stride("stride_block", in.stride_block, 0));
+  BATON_REQUIRE(in.window >= 0, "window is %d; allowed is 0 or more", in.window);
+  BATON_REQUIRE(in.sms >= 0, "sms is %d; allowed is 0 or more", in.sms);
+  BATON_REQUIRE(in.q && in.k && in.v && in.pages && in.kv_len && in.out && in.partial && in.counters,
+                "an address other than page_indptr is null");
+  return BATON_OK;
 }
 
 }  // namespace
 
-extern "C" int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads, int32_t group, int32_t head_dim) {
-  int heads = kv_heads < 8 ? kv_heads : 8;
-  return (int64_t)sms * 2 * 2 * heads * group * (head_dim + 4) * 4;
+int32_t load_decode_attention() {
+  const Device* device;
+  BATON_TRY(any_device(device));
+  auto all = [&](auto dim) {
+    int32_t code = BATON_OK;
+    for (int variant : {41, 44, 81, 88}) {
+      with_variant<decltype(dim)::value>(variant, kMaxGroup, kMaxRows, [&](auto* kernel, int most) {
+        // The greatest group with the most rows is more than a Hopper block can have; each alone is not.
+        if (code == BATON_OK) code = load(kernel, most < device->shared_bytes ? most : device->shared_bytes);
+      });
+    }
+    return code;
+  };
+  BATON_TRY(all(std::integral_constant<int, 64>()));
+  return all(std::integral_constant<int, 128>());
 }
 
-extern "C" int32_t baton_decode_attention(const void* q, int64_t q_stride, const void* k, const void* v,
-                                          int64_t stride_block, int64_t stride_head, int64_t stride_token,
-                                          const int32_t* pages, const int32_t* page_indptr, int64_t table_stride,
-                                          const int32_t* kv_len, void* out, int64_t out_stride, int32_t rows,
-                                          int32_t kv_heads, int32_t group, int32_t head_dim, int32_t window,
-                                          float scale, void* partial, int32_t* counters, int32_t sms,
-                                          int32_t least_pages, int32_t variant, int32_t pdl, void* stream) {
-  if (rows < 0 || kv_heads < 1 || group < 1) return kInvalid;
-  if (rows > kMaxRows || group > kMaxGroup || (head_dim != 64 && head_dim != 128)) return kUnsupported;
-  if (rows == 0) return 0;
-  if (sms <= 0) {
-    int dev = 0;
-    cudaError_t e = cudaGetDevice(&dev);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, dev);
-    if (e != cudaSuccess) return kCuda + (int32_t)e;
-  }
-  if (variant == 0) variant = rows < 16 ? 81 : rows < 96 ? 41 : 44;
-  if (kv_heads % (variant % 10) != 0) variant = variant / 10 * 10 + 1;
-  const int grid = variant / 10 == 4 ? 2 * sms : sms;
-  Params p;
-  p.q = (const bf16*)q;
-  p.k = (const bf16*)k;
-  p.v = (const bf16*)v;
-  p.out = (bf16*)out;
-  p.pages = pages;
-  p.page_indptr = page_indptr;
-  p.kv_len = kv_len;
-  p.partial = (float*)partial;
-  p.counters = counters;
-  p.q_stride = q_stride;
-  p.out_stride = out_stride;
-  p.table_stride = table_stride;
-  p.stride_block = stride_block;
-  p.stride_head = stride_head;
-  p.stride_token = stride_token;
-  p.rows = rows;
-  p.kv_heads = kv_heads;
-  p.group = group;
-  p.window = window;
-  p.least_pages = least_pages > 0 ? least_pages : variant / 10 * 4;
-  p.scale_log2 = scale * 1.4426950408889634f;
-  cudaStream_t s = (cudaStream_t)stream;
-  return head_dim == 64 ? dispatch<64>(p, variant, grid, pdl != 0, s) : dispatch<128>(p, variant, grid, pdl != 0, s);
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads, int32_t group, int32_t head_dim) {
+  int64_t bytes = 0;
+  guarded([&]() -> int32_t {
+    BATON_REQUIRE(sms >= 0, "sms is %d; allowed is 0 or more", sms);
+    BATON_TRY(check_shape(kv_heads, group, head_dim));
+    const Device* device;
+    if (sms == 0) {
+      BATON_TRY(any_device(device));
+      sms = device->multiprocessors;
+    }
+    // Two pieces a block, and two blocks of four heads or one of eight a multiprocessor.
+    const int64_t heads = kv_heads < 8 ? kv_heads : 8;
+    bytes = int64_t{sms} * 2 * 2 * heads * group * (head_dim + 4) * 4;
+    return BATON_OK;
+  });
+  return bytes;
+}
+
+BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(args, "args is null");
+    const baton_decode_attention_args& in = *args;
+    BATON_TRY(check_arguments(in));
+    if (in.rows == 0) return BATON_OK;
+    const Device* device;
+    BATON_TRY(any_device(device));
+    const int sms = in.sms > 0 ? in.sms : device->multiprocessors;
+    int variant = in.variant;
+    if (variant == 0) variant = in.rows < 16 ? 81 : in.rows < 96 ? 41 : 44;
+    if (in.kv_heads % (variant % 10 > 0 ? variant % 10 : 1) != 0) variant = variant / 10 * 10 + 1;
+    Params p;
+    p.q = static_cast<const bf16*>(in.q);
+    p.k = static_cast<const bf16*>(in.k);
+    p.v = static_cast<const bf16*>(in.v);
+    p.out = static_cast<bf16*>(in.out);
+    p.pages = in.pages;
+    p.page_indptr = in.page_indptr;
+    p.kv_len = in.kv_len;
+    p.partial = static_cast<float*>(in.partial);
+    p.counters = in.counters;
+    p.q_stride = in.q_stride;
+    p.out_stride = in.out_stride;
+    p.table_stride = in.table_stride;
+    p.stride_block = in.stride_block;
+    p.stride_head = in.stride_head;
+    p.stride_token = in.stride_token;
+    p.rows = in.rows;
+    p.kv_heads = in.kv_heads;
+    p.group = in.group;
+    p.window = in.window;
+    p.least_pages = in.least_pages > 0 ? in.least_pages : variant / 10 * 4;
+    p.scale_log2 = in.scale * 1.4426950408889634f;
+    int32_t code = BATON_OK;
+    auto start = [&](auto* kernel, int bytes) {
+      if (bytes > device->shared_bytes) {
+        code = fail(BATON_UNSUPPORTED, "variant %d, group %d and %d rows need %d bytes of shared memory; a block has %d",
+                    variant, in.group, in.rows, bytes, device->shared_bytes);
+        return;
+      }
+      const int warps = variant / 10;
+      code = launch_as(in.pdl != 0, "decode attention", kernel, dim3(warps == 4 ? 2 * sms : sms), dim3(warps * WARP),
+                       bytes, as_stream(stream), p);
+    };
+    const bool is_known = in.head_dim == 64 ? with_variant<64>(variant, in.group, in.rows, start)
+                                            : with_variant<128>(variant, in.group, in.rows, start);
+    BATON_REQUIRE(is_known, "variant is %d; allowed is 0, 41, 44, 81 or 88", in.variant);
+    return code;
+  });
 }

@@ -1,6 +1,6 @@
 """Decode attention: the read roof, correctness, block-major against compact pages, own kernel against FlashInfer.
 
-Needs libattn.so, libroof.so, libpeer.so in BATON_KERNELS_DIR (see README.md beside this), PyTorch and one GPU.
+Needs libbaton_kernels.so, libroof.so, libpeer.so in BATON_KERNELS_DIR (see README.md beside this), PyTorch and one GPU.
 Writes attention.json to OUT.
 """
 import ctypes
@@ -9,22 +9,24 @@ import sys
 
 import torch
 
-from harness import Results, alternate, capture, check, load, ptr, relative_error, stream
+from harness import Results, alternate, capture, check, load, load_kernels, ptr, relative_error, stream
+from abi import DecodeArgs
 
-attn, roof, peer = load("libattn.so"), load("libroof.so"), load("libpeer.so")
+kernels = load_kernels()
 i32, i64, f32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PAGE = 16
 QUICK = "--quick" in sys.argv  # correctness alone, a few cases: for compute-sanitizer
+if not QUICK:
+    roof, peer = load("libroof.so"), load("libpeer.so")
 results = Results("attention.json")
 SMS = torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def own(q, k, v, strides, pages, stride_table, lens, out, kv_heads, group, dim, window, part, counters, grid, variant, pdl=0, indptr=None, least=0):
-    check(attn.baton_decode_attention(
-        ptr(q), i64(q.stride(0)), k, v, i64(strides[0]), i64(strides[1]), i64(strides[2]), ptr(pages),
-        ptr(indptr) if indptr is not None else None, i64(stride_table), ptr(lens), ptr(out), i64(out.stride(0)),
-        i32(q.shape[0]), i32(kv_heads), i32(group), i32(dim), i32(window), f32(1 / math.sqrt(dim)), ptr(part), ptr(counters),
-        i32(grid), i32(least), i32(variant), i32(pdl), stream()), f"decode attention, variant {variant}, grid {grid}")
+    args = DecodeArgs(q.data_ptr(), q.stride(0), k, v, *strides, pages.data_ptr(), indptr.data_ptr() if indptr is not None else None, stride_table,
+                      lens.data_ptr(), out.data_ptr(), out.stride(0), part.data_ptr(), counters.data_ptr(), q.shape[0], kv_heads, group, dim, window,
+                      1 / math.sqrt(dim), grid, least, variant, pdl)
+    check(kernels.baton_decode_attention(ctypes.byref(args), stream()), f"decode attention, variant {variant}, grid {grid}", kernels)
 
 
 def measure_roof():

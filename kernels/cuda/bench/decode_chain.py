@@ -2,7 +2,7 @@
 down + residual, every layer; norm + lm_head) against the floor of its bytes, with and without programmatic dependent launch.
 Left out: embedding, sampling, and the way of tokens to the host.
 
-Needs libgemm.so and libattn.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the read roof in TB/s, attention cases
+Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the read roof in TB/s, attention cases
 (variant x least pages, with commas), models. One process a model: a graph of PyTorch's products keeps a workspace that
 is gone once its memory is given back.
 """
@@ -12,11 +12,10 @@ import sys
 
 import torch
 
-from harness import Results, alternate, capture, check, load, ptr, stream
-from skinny_gemm import F32, QKV, RESIDUAL, SILU, own, prepare, tile_of
+from harness import Results, alternate, capture, check, stream
+from abi import DecodeArgs
+from skinny_gemm import F32, QKV, RESIDUAL, SILU, kernels, own, prepare, tile_of
 
-attn = load("libattn.so")
-i32, i64, f32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PAGE = 16
 MODELS = {"1B": (16, 2048, 32, 8, 64, 8192, 128256), "8B": (32, 4096, 32, 8, 128, 14336, 128256)}
 
@@ -72,11 +71,11 @@ class Step:
                     stride_token=kv.stride(4), frequencies=m.freq, positions=self.pos, destinations=self.dest, query_heads=m.heads, kv_heads=m.kv_heads,
                     head_dim=m.dim)
             if "attn" in parts:
-                check(attn.baton_decode_attention(
-                    ptr(self.q), i64(self.q.stride(0)), ptr(k), ptr(v), i64(kv.stride(0)), i64(kv.stride(3)), i64(kv.stride(4)), ptr(self.table), None,
-                    i64(self.table.stride(0)), ptr(self.lens), ptr(self.a), i64(self.a.stride(0)), i32(self.rows), i32(m.kv_heads),
-                    i32(m.heads // m.kv_heads), i32(m.dim), i32(0), f32(1 / math.sqrt(m.dim)), ptr(self.part), ptr(self.counters), i32(0),
-                    i32(least), i32(variant), i32(pdl), stream()), "attention")
+                args = DecodeArgs(self.q.data_ptr(), self.q.stride(0), k.data_ptr(), v.data_ptr(), kv.stride(0), kv.stride(3), kv.stride(4),
+                                  self.table.data_ptr(), None, self.table.stride(0), self.lens.data_ptr(), self.a.data_ptr(), self.a.stride(0),
+                                  self.part.data_ptr(), self.counters.data_ptr(), self.rows, m.kv_heads, m.heads // m.kv_heads, m.dim, 0,
+                                  1 / math.sqrt(m.dim), 0, least, variant, pdl)
+                check(kernels.baton_decode_attention(ctypes.byref(args), stream()), "attention", kernels)
             if "o" in parts.split():
                 add(w["o"], self.a, t["o"], w["norm2"])
             if "gate_up" in parts:

@@ -7,14 +7,25 @@ import ctypes
 import json
 import os
 import statistics
+import sys
 
 import torch
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
 FOLDER = os.environ.get("BATON_KERNELS_DIR", os.path.dirname(os.path.abspath(__file__)))
 
 
 def load(name):
     return ctypes.CDLL(os.path.join(FOLDER, name))
+
+
+def load_kernels():
+    """Baton's library, its kernels on the device."""
+    library = load("libbaton_kernels.so")
+    library.baton_last_error.restype = ctypes.c_char_p
+    library.baton_decode_attention_workspace.restype = ctypes.c_int64
+    check(library.baton_initialise(), "initialise", library)
+    return library
 
 
 def ptr(tensor, elements=0):
@@ -25,9 +36,10 @@ def stream():
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
-def check(code, what):
+def check(code, what, library=None):
     if code != 0:
-        raise RuntimeError(f"{what} returned {code}")
+        text = library.baton_last_error().decode() if library else ""
+        raise RuntimeError(f"{what} returned {code} {text}")
 
 
 def capture(work):

@@ -1,6 +1,6 @@
 """Skinny products (1, 8, 16 rows) at the shapes of Llama-3.2-1B and 3.1-8B: correctness, then own against torch.mm (cuBLAS).
 
-Every launch of a graph reads another copy of the weight, so the L2 is cold. Needs libgemm.so in BATON_KERNELS_DIR.
+Every launch of a graph reads another copy of the weight, so the L2 is cold. Needs libbaton_kernels.so in BATON_KERNELS_DIR.
 Writes gemm.json to OUT. Argument: the read roof in TB/s.
 """
 import ctypes
@@ -8,40 +8,33 @@ import sys
 
 import torch
 
-from harness import Results, alternate, capture, check, load, ptr, relative_error, stream
+from harness import Results, alternate, capture, check, load_kernels, relative_error, stream
+from abi import SkinnyArgs
 
-gemm = load("libgemm.so")
+kernels = load_kernels()
 PLAIN, RESIDUAL, SILU, F32, QKV = range(5)
 QUICK = "--quick" in sys.argv  # correctness alone, a few shapes: for compute-sanitizer
 
 
-class Args(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_void_p) for n in ("weight", "x")] + [("x_stride", ctypes.c_int64), ("squares", ctypes.c_void_p), ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("residual", ctypes.c_void_p), ("mirror", ctypes.c_void_p), ("next_norm", ctypes.c_void_p), ("squares_out", ctypes.c_void_p), ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p), ("stride_block", ctypes.c_int64), ("stride_head", ctypes.c_int64), ("stride_token", ctypes.c_int64),
-        ("frequencies", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("destinations", ctypes.c_void_p), ("eps", ctypes.c_float)] + [
-        (n, ctypes.c_int32) for n in ("rows", "n", "depth", "epilogue", "query_heads", "kv_heads", "head_dim", "grid", "tile", "pdl", "squares_count")]
-
-
 def own(w, x, epilogue, out=None, tile=0, pdl=0, grid=0, **more):
-    a = Args(weight=w.data_ptr(), x=x.data_ptr(), x_stride=x.stride(0), rows=x.shape[0], n=w.shape[0], depth=w.shape[1], epilogue=epilogue,
+    a = SkinnyArgs(weight=w.data_ptr(), x=x.data_ptr(), x_stride=x.stride(0), rows=x.shape[0], n=w.shape[0], depth=w.shape[1], epilogue=epilogue,
              tile=tile, pdl=pdl, grid=grid, eps=1e-5)
     if out is not None:
         a.out, a.out_stride = out.data_ptr(), out.stride(0)
     for key, value in more.items():
         setattr(a, key, value.data_ptr() if isinstance(value, torch.Tensor) else value)
-    check(gemm.baton_skinny_gemm(ctypes.byref(a), stream()), f"skinny gemm {tuple(w.shape)}, epilogue {epilogue}, tile {tile}")
+    check(kernels.baton_skinny_gemm(ctypes.byref(a), stream()), f"skinny gemm {tuple(w.shape)}, epilogue {epilogue}, tile {tile}", kernels)
 
 
 def tile_of(w):
     """Rows a tile that RESIDUAL takes by itself."""
-    a = Args(n=w.shape[0], depth=w.shape[1], epilogue=RESIDUAL)
-    return gemm.baton_skinny_gemm_tile(ctypes.byref(a))
+    a = SkinnyArgs(n=w.shape[0], depth=w.shape[1], epilogue=RESIDUAL)
+    return kernels.baton_skinny_gemm_tile(ctypes.byref(a))
 
 
 def prepare(residual, norm, mirror, squares, pdl=0):
-    check(gemm.baton_skinny_prepare(ctypes.c_void_p(residual.data_ptr()), ctypes.c_void_p(norm.data_ptr()), ctypes.c_void_p(mirror.data_ptr()),
-                                    ctypes.c_void_p(squares.data_ptr()), residual.shape[0], residual.shape[1], pdl, stream()), "prepare")
+    check(kernels.baton_skinny_prepare(ctypes.c_void_p(residual.data_ptr()), ctypes.c_void_p(norm.data_ptr()), ctypes.c_void_p(mirror.data_ptr()),
+                                    ctypes.c_void_p(squares.data_ptr()), residual.shape[0], residual.shape[1], pdl, stream()), "prepare", kernels)
 
 
 def correctness(results):

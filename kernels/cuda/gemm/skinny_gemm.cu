@@ -15,16 +15,15 @@
 // The rings of such a launch take a whole SM's shared memory on purpose: the next kernel's block starts where this
 // one's ends, one an SM. With room for two, blocks of the next kernel crowd where one is free already, and the SM that
 // got two is waited for: measured, worse than no early start at all.
-#include "skinny_gemm.h"
+#include <utility>
 
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
+#include "device.cuh"
 
+namespace baton {
 namespace {
 
-using bf16 = __nv_bfloat16;
 constexpr int kWarps = 8;
-constexpr int32_t kInvalid = 1, kUnsupported = 2, kCuda = 1000;  // as in baton_kernels.h
+constexpr int kRowsMax = 16;
 
 constexpr int kSlice = 128;                // k of a stage
 constexpr int kStageBytes = 8 * kSlice * 2;  // 8 weight rows
@@ -42,13 +41,6 @@ struct Shape {
 };
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// Everything before is not of the preceding kernel; everything after sees all it wrote.
-__device__ __forceinline__ void wait_then_let_dependents_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
   asm volatile(
@@ -209,7 +201,7 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   };
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i) load(i);
-  wait_then_let_dependents_start();
+  follow_predecessor();
 
   // A row's scale, from the squares that the writer of x left. Read after the first product at the earliest, behind
   // the barrier of finish_tile.
@@ -277,7 +269,7 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
 __global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residual, const float* norm, bf16* mirror,
                                                              float* squares, int width) {
   __shared__ float part[8];
-  wait_then_let_dependents_start();
+  follow_predecessor();
   const int64_t at = (int64_t)blockIdx.x * width;
   float sum = 0.f;
   for (int i = threadIdx.x; i < width; i += 256) {
@@ -296,74 +288,44 @@ __global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residu
   }
 }
 
-template <class Kernel, class... Args>
-int32_t start(Kernel kernel, int grid, int smem, bool pdl, cudaStream_t stream, Args... args) {
-  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-  if (e != cudaSuccess) return kCuda + (int32_t)e;
-  cudaLaunchConfig_t cfg = {};
-  cfg.gridDim = dim3(grid);
-  cfg.blockDim = dim3(kWarps * 32);
-  cfg.dynamicSmemBytes = smem;
-  cfg.stream = stream;
-  cudaLaunchAttribute attr;
-  attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attr.val.programmaticStreamSerializationAllowed = 1;
-  cfg.attrs = &attr;
-  cfg.numAttrs = pdl ? 1 : 0;
-  e = cudaLaunchKernelEx(&cfg, kernel, args...);
-  return e == cudaSuccess ? 0 : kCuda + (int32_t)e;
-}
-
-template <int NT, int MT, int EPI>
-int32_t launch(const baton_skinny_gemm_args& p, int grid, cudaStream_t stream) {
-  const int tiles = (p.n + NT * 8 - 1) / (NT * 8);
-  grid = tiles < grid ? tiles : grid;
-  return p.pdl ? start(skinny_gemm_kernel<NT, MT, EPI, true>, grid, Shape<NT, MT, true>::kSmem, p.pdl, stream, p, tiles)
-                : start(skinny_gemm_kernel<NT, MT, EPI, false>, grid, Shape<NT, MT, false>::kSmem, p.pdl, stream, p,
-                        tiles);
-}
-
-template <int NT, int MT>
-int32_t by_epilogue(const baton_skinny_gemm_args& p, int grid, cudaStream_t s) {
-  switch (p.epilogue) {
-    case BATON_SKINNY_PLAIN: return launch<NT, MT, BATON_SKINNY_PLAIN>(p, grid, s);
-    case BATON_SKINNY_RESIDUAL: return launch<NT, MT, BATON_SKINNY_RESIDUAL>(p, grid, s);
-    case BATON_SKINNY_SILU: return launch<NT, MT, BATON_SKINNY_SILU>(p, grid, s);
-    case BATON_SKINNY_F32: return launch<NT, MT, BATON_SKINNY_F32>(p, grid, s);
-    case BATON_SKINNY_QKV:
-      if (p.head_dim % (NT * 8) != 0) return kUnsupported;
-      return launch<NT, MT, BATON_SKINNY_QKV>(p, grid, s);
-    default: return kInvalid;
+// Calls body(kernel, shared bytes) for a tile of NT * 8 rows. Dependent launch has rings as deep as they can be.
+template <int NT, int MT, bool DEEP, class Body>
+int32_t with_epilogue(int epilogue, Body&& body) {
+  constexpr int bytes = Shape<NT, MT, DEEP>::kSmem;
+  switch (epilogue) {
+    case BATON_SKINNY_PLAIN: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_PLAIN, DEEP>, bytes);
+    case BATON_SKINNY_RESIDUAL: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_RESIDUAL, DEEP>, bytes);
+    case BATON_SKINNY_SILU: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_SILU, DEEP>, bytes);
+    case BATON_SKINNY_F32: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_F32, DEEP>, bytes);
+    case BATON_SKINNY_QKV: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_QKV, DEEP>, bytes);
+    default: return fail(BATON_INVALID, "epilogue is %d; allowed is 0 to 4", epilogue);
   }
 }
-
-template <int NT>
-int32_t by_rows(const baton_skinny_gemm_args& p, int grid, cudaStream_t s) {
-  return p.rows <= 8 ? by_epilogue<NT, 1>(p, grid, s) : by_epilogue<NT, 2>(p, grid, s);
+template <int NT, class Body>
+int32_t with_kernel(int epilogue, int rows, bool deep, Body&& body) {
+  if (rows <= 8) return deep ? with_epilogue<NT, 1, true>(epilogue, body) : with_epilogue<NT, 1, false>(epilogue, body);
+  return deep ? with_epilogue<NT, 2, true>(epilogue, body) : with_epilogue<NT, 2, false>(epilogue, body);
 }
-
-}  // namespace
-
-// Blocks at most, or 0 when the device cannot be asked.
-static int32_t blocks(const baton_skinny_gemm_args& p) {
-  if (p.grid > 0) return p.grid;
-  int dev = 0, sms = 0;
-  if (cudaGetDevice(&dev) != cudaSuccess ||
-      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, dev) != cudaSuccess)
-    return 0;
-  return sms;
+template <class Body>
+int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
+  switch (tile) {
+    case 16: return with_kernel<2>(epilogue, rows, deep, body);
+    case 32: return with_kernel<4>(epilogue, rows, deep, body);
+    default: return with_kernel<8>(epilogue, rows, deep, body);
+  }
 }
+constexpr int kTiles[] = {64, 32, 16};
 
-extern "C" int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* p) {
-  if (p->tile != 0) return p->tile;
-  const int grid = blocks(*p) > 0 ? blocks(*p) : 1;
+// The tile of a call that has been found in order.
+int choose_tile(const baton_skinny_gemm_args& p, int grid) {
+  if (p.tile != 0) return p.tile;
   // The busiest block's rows, and about four rows' time for the end of each tile; of equals the widest, which reads x
   // less often.
-  int best = 16, least = 1 << 30;
-  for (int tile : {64, 32, 16}) {
-    if (p->epilogue == BATON_SKINNY_QKV && p->head_dim % tile != 0) continue;
-    const int tiles = (p->n + tile - 1) / tile;
-    const int cost = (tiles + grid - 1) / grid * (tile + 4);
+  int best = 0, least = 1 << 30;
+  for (int tile : kTiles) {
+    if (p.epilogue == BATON_SKINNY_QKV && p.head_dim % tile != 0) continue;
+    const int tiles = divide_up(p.n, tile);
+    const int cost = divide_up(tiles, grid) * (tile + 4);
     if (cost < least) {
       least = cost;
       best = tile;
@@ -372,26 +334,121 @@ extern "C" int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* p) {
   return best;
 }
 
-extern "C" int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* stream) {
-  const baton_skinny_gemm_args& p = *args;
-  if (p.rows == 0) return 0;
-  if (p.rows < 0 || p.n < 1 || p.depth < 8 || p.depth % 8 != 0 || p.x_stride % 8 != 0) return kInvalid;
-  if (p.epilogue == BATON_SKINNY_SILU && p.n % 2 != 0) return kInvalid;
-  if (p.rows > 16) return kUnsupported;
-  const int grid = blocks(p);
-  if (grid == 0) return kCuda + (int32_t)cudaErrorInvalidDevice;
-  cudaStream_t s = (cudaStream_t)stream;
-  switch (baton_skinny_gemm_tile(&p)) {
-    case 16: return by_rows<2>(p, grid, s);
-    case 32: return by_rows<4>(p, grid, s);
-    case 64: return by_rows<8>(p, grid, s);
-    default: return kInvalid;
+int32_t check_shape(const baton_skinny_gemm_args& p) {
+  BATON_REQUIRE(p.epilogue >= BATON_SKINNY_PLAIN && p.epilogue <= BATON_SKINNY_QKV, "epilogue is %d; allowed is 0 to 4",
+                p.epilogue);
+  BATON_REQUIRE(p.rows >= 0, "rows is %d; allowed is 0 to %d", p.rows, kRowsMax);
+  if (p.rows > kRowsMax) return fail(BATON_UNSUPPORTED, "rows is %d; allowed is 0 to %d", p.rows, kRowsMax);
+  BATON_REQUIRE(p.n > 0, "n is %d; allowed is 1 or more", p.n);
+  BATON_REQUIRE(p.depth > 0 && p.depth % 8 == 0, "depth is %d; allowed are multiples of 8", p.depth);
+  BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
+  BATON_REQUIRE(p.grid >= 0, "grid is %d; allowed is 0 or more", p.grid);
+  BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64, "tile is %d; allowed is 0, 16, 32 or 64",
+                p.tile);
+  if (p.epilogue == BATON_SKINNY_QKV) {
+    BATON_REQUIRE(p.head_dim > 0, "head_dim is %d; allowed are multiples of 16", p.head_dim);
+    const int multiple = p.tile != 0 ? p.tile : 16;
+    if (p.head_dim % multiple != 0) {
+      return fail(BATON_UNSUPPORTED, "head_dim is %d; allowed are multiples of the tile, %d", p.head_dim, multiple);
+    }
   }
+  return BATON_OK;
 }
 
-extern "C" int32_t baton_skinny_prepare(const float* residual, const float* norm, void* mirror, float* squares,
-                                        int32_t rows, int32_t width, int32_t pdl, void* stream) {
-  if (rows == 0) return 0;
-  return start(skinny_prepare_kernel, rows, 0, pdl != 0, (cudaStream_t)stream, residual, norm, (bf16*)mirror, squares,
-               (int)width);
+int32_t check_operands(const baton_skinny_gemm_args& p) {
+  BATON_REQUIRE(p.weight && p.x, "weight or x is null");
+  BATON_REQUIRE(p.x_stride >= p.depth && p.x_stride % 8 == 0,
+                "x_stride is %lld; allowed are multiples of 8 from the depth, %d, on", static_cast<long long>(p.x_stride),
+                p.depth);
+  BATON_REQUIRE(!p.squares || p.squares_count > 0, "squares_count is %d; allowed is 1 or more", p.squares_count);
+  if (p.epilogue == BATON_SKINNY_RESIDUAL) {
+    BATON_REQUIRE(p.residual, "residual is null");
+    return BATON_OK;
+  }
+  BATON_REQUIRE(p.out, "out is null");
+  int width = p.n;
+  if (p.epilogue == BATON_SKINNY_SILU) width = p.n / 2;
+  if (p.epilogue == BATON_SKINNY_QKV) {
+    BATON_REQUIRE(p.query_heads > 0 && p.kv_heads > 0, "query_heads is %d, kv_heads %d; allowed is 1 or more",
+                  p.query_heads, p.kv_heads);
+    BATON_REQUIRE(p.n == (p.query_heads + 2 * p.kv_heads) * p.head_dim, "n is %d; %d and twice %d heads of %d make %d",
+                  p.n, p.query_heads, p.kv_heads, p.head_dim, (p.query_heads + 2 * p.kv_heads) * p.head_dim);
+    BATON_REQUIRE(p.k && p.v && p.destinations, "k, v or destinations is null");
+    BATON_REQUIRE(!p.frequencies || p.positions, "positions is null, frequencies is not");
+    width = p.query_heads * p.head_dim;
+  }
+  BATON_REQUIRE(p.out_stride >= width, "out_stride is %lld; allowed is %d or more", static_cast<long long>(p.out_stride),
+                width);
+  return BATON_OK;
+}
+
+}  // namespace
+
+int32_t load_skinny_gemm() {
+  for (int tile : kTiles) {
+    for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) {
+      for (int rows : {8, 16}) {
+        for (bool deep : {false, true}) {
+          BATON_TRY(with_kernel(tile, epilogue, rows, deep, [](auto* kernel, int bytes) { return load(kernel, bytes); }));
+        }
+      }
+    }
+  }
+  return load(skinny_prepare_kernel);
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_skinny_gemm_rows_max(void) { return kRowsMax; }
+
+BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* args) {
+  int32_t tile = 0;
+  guarded([&]() -> int32_t {
+    BATON_REQUIRE(args, "args is null");
+    BATON_TRY(check_shape(*args));
+    const Device* device;
+    BATON_TRY(any_device(device));
+    if (device->shared_bytes < kSmemHalf) return BATON_UNSUPPORTED;
+    tile = choose_tile(*args, args->grid > 0 ? args->grid : device->multiprocessors);
+    return BATON_OK;
+  });
+  return tile;
+}
+
+BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(args, "args is null");
+    const baton_skinny_gemm_args& p = *args;
+    BATON_TRY(check_shape(p));
+    if (p.rows == 0) return BATON_OK;
+    BATON_TRY(check_operands(p));
+    const Device* device;
+    BATON_TRY(any_device(device));
+    const bool deep = p.pdl != 0 && device->shared_bytes >= kSmemWhole;
+    int grid = p.grid > 0 ? p.grid : device->multiprocessors;
+    const int tile = choose_tile(p, grid);
+    const int tiles = divide_up(p.n, tile);
+    grid = tiles < grid ? tiles : grid;
+    return with_kernel(tile, p.epilogue, p.rows, deep, [&](auto* kernel, int bytes) {
+      if (bytes > device->shared_bytes) {
+        return fail(BATON_UNSUPPORTED, "a skinny product needs %d bytes of shared memory; a block has %d", bytes,
+                    device->shared_bytes);
+      }
+      return launch_as(deep, "skinny product", kernel, dim3(grid), dim3(kWarps * WARP), bytes, as_stream(stream), p, tiles);
+    });
+  });
+}
+
+BATON_API int32_t baton_skinny_prepare(const float* residual, const float* norm, void* mirror, float* squares, int32_t rows,
+                                       int32_t width, int32_t pdl, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(rows >= 0, "rows is %d; allowed is 0 or more", rows);
+    BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; allowed are multiples of 8", width);
+    if (rows == 0) return BATON_OK;
+    BATON_REQUIRE(residual && norm && mirror && squares, "an address is null");
+    return launch_as(pdl != 0, "skinny prepare", skinny_prepare_kernel, dim3(rows), dim3(256), 0, as_stream(stream),
+                     residual, norm, static_cast<bf16*>(mirror), squares, static_cast<int>(width));
+  });
 }

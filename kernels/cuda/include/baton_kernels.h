@@ -30,7 +30,7 @@
 #endif
 
 /* Rises with every change of this file that an older caller would notice. */
-#define BATON_ABI_VERSION 1
+#define BATON_ABI_VERSION 2
 
 /* Tokens whose KV one block holds. */
 #define BATON_BLOCK_TOKENS 16
@@ -54,7 +54,7 @@ typedef enum { BATON_F32 = 0, BATON_BF16 = 1 } baton_dtype;
 
 /* BATON_ABI_VERSION of the library. Compare before calling anything else. */
 BATON_API int32_t baton_abi_version(void);
-/* "abi 1; cuda 13.0; arches sm_90a; flashinfer 0.6.12". Static. */
+/* "abi 2; cuda 13.0; arches sm_90a; flashinfer 0.6.12". Static. */
 BATON_API const char *baton_build_info(void);
 /* Of this thread's last failed call; empty before the first. Valid until its next failed call. */
 BATON_API const char *baton_last_error(void);
@@ -65,7 +65,10 @@ BATON_API const char *baton_last_error(void);
 BATON_API int32_t baton_initialise(void);
 /* 1: kernels of ours that follow one another on a stream may overlap at their edges (programmatic dependent
  * launch, compute capability 9.0 on); 0: not. A switch for comparisons, 0 at first; captured graphs keep what
- * they were captured with. */
+ * they were captured with. The functions with a `pdl` of their own go by that instead.
+ * Either way a kernel of ours lets the next one of the stream begin only after its own predecessor is done and what
+ * that wrote can be seen; so whatever a kernel reads before it waits need only be two kernels old. Kernels of others
+ * (cuBLAS, FlashInfer's) are launched plainly: they begin when everything before them is done. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
 /* sizeof of the structs below, in the order of their definition, for the caller to compare; returns how
  * many there are. `sizes_host` may be null. */
@@ -155,6 +158,75 @@ BATON_API int32_t baton_gather_blocks(const baton_kv *kv, const int32_t *blocks,
 /* block blocks[i] = staging[i]. */
 BATON_API int32_t baton_scatter_blocks(const baton_kv *kv, const int32_t *blocks, int32_t count,
                                        const void *staging, void *stream);
+
+/* ---- Products of few rows --------------------------------------------------------------------------------- */
+
+typedef enum {
+  BATON_SKINNY_PLAIN = 0,    /* out bf16 [rows][n] = x W^T (+ bias) */
+  BATON_SKINNY_RESIDUAL = 1, /* residual f32 [rows][n] += x W^T; mirror for what follows */
+  BATON_SKINNY_SILU = 2,     /* W holds n/2 gate rows, then n/2 up rows; out bf16 [rows][n/2] = silu(gate) * up */
+  BATON_SKINNY_F32 = 3,      /* out f32 [rows][n] = x W^T: logits */
+  BATON_SKINNY_QKV = 4       /* + bias, rotation of queries and keys, keys and values into the arena */
+} baton_skinny_epilogue;
+
+/* 200 bytes. */
+typedef struct {
+  const void *weight; /* bf16 [n][depth], packed */
+  const void *x;      /* bf16 [rows][x_stride] */
+  int64_t x_stride;   /* at least depth, a multiple of 8 */
+  /* Null, or the sums of squares of every row before its norm, [rows][squares_count]: the products of row r are
+   * scaled by 1 / sqrt(sum of its squares / depth + eps). x then is the residual times the norm's weight, as
+   * RESIDUAL (or baton_skinny_prepare, with a count of 1) leaves it. */
+  const float *squares;
+  const float *bias;  /* [n] or null; PLAIN and QKV */
+  void *out;          /* RESIDUAL: unused */
+  int64_t out_stride; /* QKV: of the query rows */
+  float *residual;    /* RESIDUAL: [rows][n] packed */
+  void *mirror;       /* RESIDUAL: [rows][n] packed bf16, or null: the new residual, times next_norm [n] if not null */
+  const float *next_norm;
+  float *squares_out; /* RESIDUAL: null, or [rows][ceil(n / tile)], for the next product's `squares` */
+  /* QKV: k and v are this layer's keys and values of block 0 (strides of a baton_kv: block_elements, 16 * head_dim,
+   * head_dim); destinations[row] = block * 16 + token, negative for none; angles are positions[row] *
+   * frequencies[i], frequencies null for no rotation. Heads are not normed: for models that norm them take PLAIN and
+   * baton_rope_store_kv. */
+  void *k;
+  void *v;
+  int64_t stride_block;
+  int64_t stride_head;
+  int64_t stride_token;
+  const float *frequencies;
+  const int32_t *positions;
+  const int32_t *destinations;
+  float eps;
+  int32_t rows;  /* 0 to baton_skinny_gemm_rows_max() */
+  int32_t n;     /* rows of the weight; even with SILU */
+  int32_t depth; /* columns of the weight, a multiple of 8 */
+  int32_t epilogue;
+  int32_t query_heads; /* QKV: n = (query_heads + 2 * kv_heads) * head_dim, head_dim a multiple of the tile */
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t grid; /* blocks at most; 0: one a multiprocessor */
+  int32_t tile; /* weight rows a tile; 0 chooses, else one of those that baton_skinny_gemm_tile may say */
+  int32_t pdl;  /* 1: may start before the preceding kernel of the stream has ended, whichever that is: only weights
+                   are fetched until then */
+  int32_t squares_count;
+} baton_skinny_gemm_args;
+
+/* y = x W^T, bf16 with sums in f32, at the rate at which the weight can be read, and what surrounds the product in a
+ * decode step in the same launch. BATON_UNSUPPORTED for more rows than it takes, and for shapes without a tile. Results
+ * do not depend on `pdl`; they do on the tile, in the order of a row's squares, and on whether rows are more than 8 or
+ * 16. */
+BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args *args, void *stream);
+/* Rows a tile that a call with these arguments takes (rows, n, depth, epilogue, head_dim, grid and tile matter;
+ * addresses may be null); squares_out has ceil(n / that) numbers a row. 0: no kernel of ours for it, or none that
+ * is quicker than cuBLAS. */
+BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args *args);
+/* Most rows that baton_skinny_gemm takes; up to there baton_skinny_gemm_tile says shape by shape. */
+BATON_API int32_t baton_skinny_gemm_rows_max(void);
+/* mirror (bf16 [rows][width]) = residual * norm; squares [rows]: for the first norm of a step. `width` is a multiple
+ * of 8. */
+BATON_API int32_t baton_skinny_prepare(const float *residual, const float *norm, void *mirror, float *squares,
+                                       int32_t rows, int32_t width, int32_t pdl, void *stream);
 
 /* ---- Slots: what the device knows of every sequence ---------------------------------------------- */
 
@@ -349,6 +421,48 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan *plan_host,
                                       const baton_step *step, void *out, int32_t sequences, int32_t rows,
                                       void *stream);
 
+/* Decode attention of our own: one query token a row, bf16, any mix of lengths, no plan on the host; what a captured
+ * launch does follows from the lengths in device memory. 160 bytes. */
+typedef struct {
+  const void *q;    /* [rows][kv_heads * group][head_dim], rows q_stride apart */
+  int64_t q_stride; /* at least kv_heads * group * head_dim, a multiple of 8 */
+  const void *k;    /* this layer's keys of block 0 */
+  const void *v;
+  int64_t stride_block; /* strides of a baton_kv: block_elements, 16 * head_dim, head_dim; multiples of 8 */
+  int64_t stride_head;
+  int64_t stride_token;
+  const int32_t *pages;       /* the blocks of row r: pages[page_indptr[r]..] or, */
+  const int32_t *page_indptr; /* [rows + 1]; if null, pages[r * table_stride..] */
+  int64_t table_stride;
+  const int32_t *kv_len; /* [rows]: tokens, the one being decoded included; 0 yields zeros */
+  void *out;             /* as q, rows out_stride apart */
+  int64_t out_stride;
+  void *partial;     /* baton_decode_attention_workspace(sms, ..) bytes */
+  int32_t *counters; /* [rows * kv_heads], zeroed once; every call leaves them at zero. One call at a time may use
+                        `partial` and `counters` */
+  int32_t rows;      /* 0 to 1,024 */
+  int32_t kv_heads;
+  int32_t group;    /* query heads a KV head: 1 to 8 */
+  int32_t head_dim; /* 64 or 128 */
+  int32_t window;   /* tokens attended to; 0: all */
+  float scale;      /* of the products, usually 1 / sqrt(head_dim) */
+  int32_t sms;         /* multiprocessors to fill; 0: all */
+  int32_t least_pages; /* work is spread no further than so many pages of a head a block; 0: a good number */
+  int32_t variant;     /* 0 chooses; else warps a block * 10 + KV heads side by side: 41, 44, 81, 88 */
+  /* 1: may start before the preceding kernel of the stream has ended. kv_len, page_indptr, pages, and all KV but the
+   * last page of a row are read before that, so these are older than the preceding kernel, and that kernel is one
+   * that lets its successor begin only after its own wait. Every kernel of this library is such a one, under
+   * baton_programmatic_launch too: baton_skinny_gemm (QKV), baton_rope_store_kv (before it cuBLAS or any kernel of
+   * ours), and what else there is. Kernels that write no more than this step's tokens may stand there. After
+   * baton_step_prepare, a block copy or a kernel of somebody else that starts programmatically: 0. */
+  int32_t pdl;
+} baton_decode_attention_args;
+
+/* Bytes of `partial` when so many multiprocessors are filled (0: all of the current device); 0 when a number is out of
+ * range. */
+BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads, int32_t group, int32_t head_dim);
+BATON_API int32_t baton_decode_attention(const baton_decode_attention_args *args, void *stream);
+
 /* ---- Sampling ------------------------------------------------------------------------------------------------- */
 
 typedef enum {
@@ -374,6 +488,15 @@ typedef struct {
   float logprob;
 } baton_token_logprob;
 
+/* What the settings of a call's rows ask for, all rows taken together: bits of baton_sample_args.needs. */
+typedef enum {
+  BATON_NEEDS_DRAW = 1,      /* a temperature of 1e-5 or more */
+  BATON_NEEDS_CUT = 2,       /* with it: top_k, or a top_p below 1 (min_p needs no bit) */
+  BATON_NEEDS_LOGPROBS = 4,  /* logprobs of 0 or more */
+  BATON_NEEDS_PENALTIES = 8, /* repetition, presence or frequency penalty (masks and min_tokens need no bit) */
+  BATON_NEEDS_ALL = 15
+} baton_sample_needs;
+
 typedef struct {
   const float *logits;  /* [samples][logit_stride] */
   int64_t logit_stride; /* elements; at least vocabulary, multiple of 4 */
@@ -384,6 +507,8 @@ typedef struct {
   uint64_t scratch_bytes;
   int32_t vocabulary;
   int32_t samples; /* padded */
+  int32_t needs;   /* of baton_sample_needs; what no row asks for is not launched: 0 is one kernel, ALL five */
+  int32_t reserved;
 } baton_sample_args;
 
 /* Bytes of scratch for that many padded samples. */
@@ -392,7 +517,8 @@ BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocab
 /* Chooses a token for every sample of `step` by its slot's baton_sampling, with the rules, tie-breaks and
  * random numbers of the CPU. The token becomes tokens[slot][position + 1] and the slot's length grows by one
  * when that place is the first unknown one (no draft or scored row); a failed sample marks its slot, whose
- * later samples repeat the status. */
+ * later samples repeat the status. A setting whose bit is missing in `needs` counts as not set: without DRAW every row
+ * is greedy. */
 BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
                                const baton_sample_args *args, void *stream);
 

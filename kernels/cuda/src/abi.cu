@@ -17,6 +17,10 @@ static_assert(sizeof(baton_sampling) == 64 && sizeof(baton_slot) == 16);
 static_assert(sizeof(baton_plan_header) == 64 && sizeof(baton_plan_sequence) == 16);
 static_assert(sizeof(baton_plan_admission) == 96 && sizeof(baton_plan_run) == 20);
 static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) == 184);
+// The sum of their fields: the compiler adds none.
+static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
+static_assert(sizeof(baton_skinny_gemm_args) == 19 * 8 + 12 * 4);
+static_assert(sizeof(baton_decode_attention_args) == 15 * 8 + 10 * 4);
 
 namespace baton {
 namespace {
@@ -42,7 +46,7 @@ int32_t check(cudaError_t error, const char* what) {
 bool is_programmatic() { return programmatic.load(std::memory_order_relaxed); }
 
 int32_t current_device(Device& device) {
-  // A process has few devices, and what they are does not change.
+  // What a device is does not change; which one is current costs a call that only asks the thread.
   static thread_local int known = -1;
   static thread_local Device kept;
   int index = 0;
@@ -54,9 +58,17 @@ int32_t current_device(Device& device) {
     BATON_TRY(ask(cudaDevAttrMultiProcessorCount, kept.multiprocessors));
     BATON_TRY(ask(cudaDevAttrComputeCapabilityMajor, kept.major));
     BATON_TRY(ask(cudaDevAttrComputeCapabilityMinor, kept.minor));
+    BATON_TRY(ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, kept.shared_bytes));
     known = index;
   }
   device = kept;
+  return BATON_OK;
+}
+
+int32_t any_device(const Device*& device) {
+  static thread_local Device kept;
+  if (kept.multiprocessors == 0) BATON_TRY(current_device(kept));
+  device = &kept;
   return BATON_OK;
 }
 
@@ -77,11 +89,12 @@ BATON_API void baton_programmatic_launch(int32_t enabled) { programmatic = enabl
 
 BATON_API int32_t baton_initialise(void) {
   return guarded([] {
-    for (auto part : {load_rows, load_rope, load_blocks, load_step, load_attention, load_sample, load_probe}) {
+    Device device;
+    BATON_TRY(current_device(device));
+    for (auto part : {load_rows, load_rope, load_blocks, load_step, load_attention, load_decode_attention,
+                      load_skinny_gemm, load_sample, load_probe}) {
       const int32_t code = part();
       if (code == BATON_CUDA + cudaErrorNoKernelImageForDevice || code == BATON_CUDA + cudaErrorInvalidDeviceFunction) {
-        Device device;
-        BATON_TRY(current_device(device));
         return fail(BATON_UNSUPPORTED, "the kernel library holds code for %s; this device is sm_%d%d",
                     BATON_ARCHES, device.major, device.minor);
       }
@@ -110,6 +123,8 @@ BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
       sizeof(baton_sample_result),
       sizeof(baton_token_logprob),
       sizeof(baton_sample_args),
+      sizeof(baton_skinny_gemm_args),
+      sizeof(baton_decode_attention_args),
   };
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   for (int32_t i = 0; sizes_host && i < count && i < capacity; ++i) sizes_host[i] = sizes[i];

@@ -22,8 +22,7 @@ struct BlockMove {
 };
 
 __global__ void __launch_bounds__(THREADS) move_kernel(const BlockMove move) {
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const int64_t index = blockIdx.y;
   const char* from;
   char* to;

@@ -81,9 +81,10 @@ __device__ inline float block_sum(float x, float* shared) {
   return warp_sum(x);
 }
 
-// Programmatic dependent launch: a kernel of ours may start while the one before it in the stream ends. It
-// touches nothing until `predecessor_done`; every thread of every block must get there, or a kernel two places
-// later would no longer be sure of the first. Without the launch attribute both are nothing.
+// Programmatic dependent launch: a kernel may start while the one before it in the stream ends. Every thread of every
+// block waits for that one (else a kernel two places later would no longer be sure of it), and lets the next kernel
+// start only after: so a kernel may read before its wait whatever is older than its predecessor. Without the launch
+// attribute all of this is nothing.
 __device__ inline void predecessor_done() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -94,13 +95,18 @@ __device__ inline void successor_may_start() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+// The beginning of a kernel that has nothing to do before.
+__device__ inline void follow_predecessor() {
+  predecessor_done();
+  successor_may_start();
+}
 
 // Set by baton_programmatic_launch.
 bool is_programmatic();
 
 template <class... Parameters, class... Arguments>
-int32_t launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-               cudaStream_t stream, Arguments&&... arguments) {
+int32_t launch_as(bool programmatic, const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                  size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
@@ -110,12 +116,19 @@ int32_t launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = is_programmatic() ? 1 : 0;
+  config.numAttrs = programmatic ? 1 : 0;
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
   // Taken away, so that the next call is not blamed for it.
   if (error != cudaSuccess) cudaGetLastError();
   return check(error, name);
+}
+
+template <class... Parameters, class... Arguments>
+int32_t launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+               cudaStream_t stream, Arguments&&... arguments) {
+  return launch_as(is_programmatic(), name, kernel, grid, block, shared_bytes, stream,
+                   std::forward<Arguments>(arguments)...);
 }
 
 // Calls `body` with a value of the element type: `body(float())` or `body(bf16())`.
@@ -137,12 +150,26 @@ int32_t load(Kernel* kernel) {
   return check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel");
 }
 
+// And the limit of its dynamic shared memory, which no launch sets again. A device that has less cannot run it.
+template <class Kernel>
+int32_t load(Kernel* kernel, int shared_bytes) {
+  BATON_TRY(load(kernel));
+  const Device* device;
+  BATON_TRY(any_device(device));
+  if (shared_bytes > device->shared_bytes) return BATON_OK;
+  return check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    shared_bytes),
+               "the shared memory of a kernel");
+}
+
 // Each unit's part of baton_initialise.
 int32_t load_rows();
 int32_t load_rope();
 int32_t load_blocks();
 int32_t load_step();
 int32_t load_attention();
+int32_t load_decode_attention();
+int32_t load_skinny_gemm();
 int32_t load_sample();
 int32_t load_probe();
 

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(HEADS* WARP)
     rope_store_kernel(const T* qkv, T* queries, T* arena, const float* bias, const float* query_norm,
                       const float* key_norm, const float* frequencies, const int32_t* positions,
                       const int32_t* destinations, int dim, const RopeParameters shape) {
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const int row = blockIdx.x;
   const int head = blockIdx.y * HEADS + threadIdx.x / WARP;  // queries, then keys, then values
   const int lane = threadIdx.x % WARP;

@@ -15,8 +15,7 @@ constexpr int NORM_THREADS = 1024;
 
 template <class T>
 __global__ void embed_kernel(const T* table, const int32_t* tokens, float* residual, int width) {
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const T* from = table + static_cast<int64_t>(tokens[blockIdx.x]) * width;
   float* to = residual + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
@@ -31,8 +30,7 @@ template <class T, int ITEMS, bool ADD>
 __global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out,
                             const int32_t* gather, int width) {
   __shared__ float shared[WARP];
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const int64_t source = gather ? gather[blockIdx.x] : static_cast<int64_t>(blockIdx.x);
   residual += source * width;
   if constexpr (ADD) delta += source * width;
@@ -70,8 +68,7 @@ __global__ void norm_kernel(float* residual, const T* delta, const float* weight
 
 template <class T>
 __global__ void add_bias_kernel(T* x, int64_t stride, const float* bias, int width) {
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   T* row = x + blockIdx.x * stride;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
     float values[8], biases[8];
@@ -91,8 +88,7 @@ __device__ inline float silu(float x) {
 
 template <class T>
 __global__ void silu_mul_kernel(const T* gate_up, T* out, int width) {
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const T* gate = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * width;
   T* to = out + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
@@ -107,8 +103,7 @@ __global__ void silu_mul_kernel(const T* gate_up, T* out, int width) {
 
 template <class T>
 __global__ void gather_kernel(const T* x, const int32_t* indices, T* out, int width) {
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const T* from = x + static_cast<int64_t>(indices[blockIdx.x]) * width;
   T* to = out + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
@@ -122,8 +117,7 @@ template <class From, class To>
 __global__ void convert_kernel(const From* from, To* to, int64_t count) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   for (int64_t i = thread; i < count / 8; i += stride) {
     float values[8];
     load8(from + i * 8, values);

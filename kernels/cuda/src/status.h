@@ -37,8 +37,12 @@ struct Device {
   int multiprocessors;
   int major;
   int minor;
+  int shared_bytes;  // most that a block may have
 };
 int32_t current_device(Device& device);
+// Of the device that the thread asked about first (a process serves with one): no call of CUDA's after that, for
+// launches whose host time counts.
+int32_t any_device(const Device*& device);
 
 }  // namespace baton
 

@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(THREADS)
                 int samples) {
   __shared__ Sums shared[WARP];
   __shared__ Sums whole;
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const baton_plan_header header = *reinterpret_cast<const baton_plan_header*>(words);
   apply_plan(pool, words, header);
   __syncthreads();
@@ -160,8 +159,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // blockIdx.y is the sequence; the blocks of one share its rows and pages. The last y takes rows of no sequence.
 __global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences) {
-  successor_may_start();
-  predecessor_done();
+  follow_predecessor();
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   const int trash = pool.trash_block * TOKENS;
   const int sequence = blockIdx.y;

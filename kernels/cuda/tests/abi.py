@@ -43,9 +43,19 @@ SampleResult = struct("SampleResult", status=I32, token=I32, slot=I32, position=
                       step_id=U32, reserved=I32)
 TokenLogprob = struct("TokenLogprob", token=I32, logprob=F32)
 SampleArgs = struct("SampleArgs", logits=P, logit_stride=I64, masks=P, results=P, top=P, scratch=P,
-                    scratch_bytes=U64, vocabulary=I32, samples=I32)
+                    scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, reserved=I32)
+SkinnyArgs = struct("SkinnyArgs", weight=P, x=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
+                    mirror=P, next_norm=P, squares_out=P, k=P, v=P, stride_block=I64, stride_head=I64,
+                    stride_token=I64, frequencies=P, positions=P, destinations=P, eps=F32, rows=I32, n=I32, depth=I32,
+                    epilogue=I32, query_heads=I32, kv_heads=I32, head_dim=I32, grid=I32, tile=I32, pdl=I32,
+                    squares_count=I32)
+DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64, stride_head=I64, stride_token=I64,
+                    pages=P, page_indptr=P, table_stride=I64, kv_len=P, out=P, out_stride=I64, partial=P, counters=P,
+                    rows=I32, kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, least_pages=I32,
+                    variant=I32, pdl=I32)
+NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_ALL = 1, 2, 4, 8, 15
 STRUCTS = [Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
-           Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs]
+           Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, SkinnyArgs, DecodeArgs]
 
 ARGUMENTS = {
     "initialise": [],
@@ -64,6 +74,9 @@ ARGUMENTS = {
     "attention_prepare": [I32, P, P, P, P],
     "attention_run": [P, P, P, P, I32, P, I64, P, P, I32, I32],
     "sample": [P, P, P],
+    "skinny_gemm": [P],
+    "skinny_prepare": [P, P, P, P, I32, I32, I32],
+    "decode_attention": [P],
     "delay": [I64],
     "read_stream": [P, U64, P, I32],
     "fill_random": [I32, P, I64, U64, F32],
@@ -83,6 +96,7 @@ class Library:
         self.raw = c.CDLL(path)
         self.raw.baton_build_info.restype = self.raw.baton_last_error.restype = c.c_char_p
         self.raw.baton_sample_scratch_bytes.restype = U64
+        self.raw.baton_decode_attention_workspace.restype = I64
         for name, kinds in ARGUMENTS.items():
             function = getattr(self.raw, f"baton_{name}")
             function.argtypes = kinds + ([] if name == "initialise" else [P])

@@ -83,8 +83,10 @@ def small(lib, batch):
     results = torch.zeros(batch, 8, dtype=torch.int32, device="cuda")
     top = torch.zeros(batch, TOP_MAX, 2, dtype=torch.int32, device="cuda")
     arrays.fill(row_positions=[512] * batch, sampled_rows=slots, sample_slots=slots, sample_masks=[-1] * batch)
-    for name, logits, how in (
-            ("sample greedy", 2.0, {}), ("sample T=1", 2.0, dict(temperature=1.0)),
+    for name, logits, how, *needs in (
+            ("sample greedy", 2.0, {}), ("sample greedy, needed alone", 2.0, {}, 0),
+            ("sample greedy + penalties, needed alone", 2.0, dict(repetition_penalty=1.1), NEEDS_PENALTIES),
+            ("sample T=1", 2.0, dict(temperature=1.0)), ("sample T=1, needed alone", 2.0, dict(temperature=1.0), NEEDS_DRAW),
             ("sample top-p 0.9", 2.0, dict(temperature=0.7, top_p=0.9)),
             ("sample top-k 50", 2.0, dict(temperature=0.7, top_k=50)),
             ("sample top-k 50, sharp", 6.0, dict(temperature=0.7, top_k=50)),
@@ -95,7 +97,7 @@ def small(lib, batch):
         words = list((I32 * 16).from_buffer_copy(Sampling(**(GREEDY | how), stop_count=0, prompt_len=500)))
         host.memory["sampling"].copy_(torch.tensor(words * batch, dtype=torch.int32))
         args = SampleArgs(values.data_ptr(), VOCABULARY, None, results.data_ptr(), top.data_ptr(), scratch.data_ptr(),
-                          scratch.numel() * 4, VOCABULARY, batch)
+                          scratch.numel() * 4, VOCABULARY, batch, needs[0] if needs else NEEDS_ALL, 0)
         times[name] = microseconds(lambda i: lib.sample(host.pool, arrays.struct, args), 8, 3)
     return times
 
@@ -153,7 +155,7 @@ def main():
         columns = [small(lib, batch) for batch in batches]
         print(f"us, programmatic launch {'on' if is_programmatic else 'off'}; batch {batches}")
         for name in columns[0]:
-            print(f"  {name:28}" + "".join(f"{column[name]:9.2f}" for column in columns), flush=True)
+            print(f"  {name:40}" + "".join(f"{column[name]:9.2f}" for column in columns), flush=True)
     lib.raw.baton_programmatic_launch(0)
     for batch, length in ((1, 512), (8, 512), (32, 512), (128, 512), (1, 8192), (32, 8192)):
         decode(lib, batch, length)

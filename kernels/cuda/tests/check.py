@@ -502,6 +502,20 @@ def random_how():
     return how
 
 
+def without(how, needs):
+    """The settings that are left when only those that `needs` names count."""
+    left = dict(how)
+    if not needs & NEEDS_DRAW:
+        left["temperature"] = 0.0
+    if not needs & NEEDS_CUT:
+        left["top_k"], left["top_p"] = 0, 1.0
+    if not needs & NEEDS_LOGPROBS:
+        left["logprobs"] = -1
+    if not needs & NEEDS_PENALTIES:
+        left["repetition_penalty"], left["presence_penalty"], left["frequency_penalty"] = 1.0, 0.0, 0.0
+    return left
+
+
 def random_logits(vocabulary):
     shape = random.choice(("normal", "sharp", "flat", "ties", "few", "very sharp"))
     x = np.random.standard_normal(vocabulary).astype(np.float32)
@@ -525,7 +539,7 @@ def check_sample():
     for vocabulary in few((1, 5, 1000, 1024, 1025, 32_003, 49_152, 128_256), 3):
         stride = (vocabulary + 7) // 4 * 4
         for count in (1, 3, 40):
-            cases = 2 if vocabulary > 100_000 else 4
+            cases = 2 if vocabulary > 100_000 else 6
             width = 96
             host = Host(64, width, 8, stop_width=6)
             arrays = StepArrays(64, 64, 1, 64)
@@ -540,13 +554,16 @@ def check_sample():
                     masks[:] = False
                 logits = torch.full((count, stride), NAN)
                 settings, tokens = [], torch.zeros(64, width, dtype=torch.int32)
+                # What is launched; half of the calls have rows that ask for more, which counts as not asked for.
+                needs, promised = random.choice((0, 0, 1, 3, 4, 5, 8, 9, 15, 15)), random.random() < 0.5
                 stops = torch.zeros(64, 6, dtype=torch.int32)
                 states, order = torch.zeros(64, 4, dtype=torch.int32), random.sample(range(64), count)
                 for index, slot in enumerate(order):
                     x = random_logits(vocabulary)
                     if random.random() < 0.05:
                         x[random.randrange(vocabulary)] = random.choice((np.nan, np.inf))
-                    how = random_how()
+                    asked = random_how()
+                    how = without(asked, needs)
                     length = random.randint(1, width - 1)
                     prompt = random.randint(0, length)
                     own = [random.randrange(vocabulary + 2) for _ in range(length)]
@@ -558,7 +575,7 @@ def check_sample():
                     tokens[slot, :length] = torch.tensor(own)
                     stops[slot, : len(stop)] = torch.tensor(stop, dtype=torch.int32)
                     states[slot, 0], states[slot, 1] = length, length
-                    settings.append((slot, Sampling(**how, stop_count=len(stop), prompt_len=prompt)))
+                    settings.append((slot, Sampling(**(how if promised else asked), stop_count=len(stop), prompt_len=prompt)))
                     rows.append((slot, length - 1, -1 if mask is None else index, length, how, x))
                     wanted.append(rules.sample(x, how, own[:prompt], own[prompt:], mask, stop))
                 device_logits = logits.cuda()
@@ -580,7 +597,7 @@ def check_sample():
                 samples = min(count + 2, 64)
                 padded = torch.cat((device_logits, torch.full((2, stride), NAN, device="cuda")))
                 args = SampleArgs(padded.data_ptr(), stride, bits.data_ptr(), results.data_ptr(), top.data_ptr(),
-                                  scratch.data_ptr(), scratch.numel() * 4, vocabulary, samples)
+                                  scratch.data_ptr(), scratch.numel() * 4, vocabulary, samples, needs, 0)
                 lib.sample(host.pool, arrays.struct, args)
                 got = [SampleResult.from_buffer_copy(row.numpy().tobytes()) for row in results.cpu()]
                 tops, pool_tokens, pool_slots = top.cpu(), host.memory["tokens"].cpu(), host.memory["slots"].cpu().view(64, 4)
@@ -625,7 +642,7 @@ def check_step_graph():
     results = torch.zeros(bucket, 8, dtype=torch.int32, device="cuda")
     logits = torch.zeros(bucket, vocabulary, device="cuda")
     args = SampleArgs(logits.data_ptr(), vocabulary, None, results.data_ptr(), None, scratch.data_ptr(),
-                      scratch.numel() * 4, vocabulary, bucket)
+                      scratch.numel() * 4, vocabulary, bucket, NEEDS_DRAW | NEEDS_CUT, 0)
 
     def step():
         lib.step_prepare(host.pool, buffer, arrays.struct, bucket, bucket, bucket)
@@ -653,6 +670,112 @@ def check_step_graph():
     return "20 replays"
 
 
+def check_errors():
+    """Products and decode attention: the texts of bad arguments. What they compute is checked by ../bench."""
+    x = rand(16, 4096, dtype=torch.bfloat16)
+    at = x.data_ptr()
+
+    def skinny(code, text, **changed):
+        fields = dict(weight=at, x=at, x_stride=64, out=at, out_stride=64, rows=4, n=64, depth=64) | changed
+        expect_error(code, text, lambda: lib.skinny_gemm(SkinnyArgs(**fields)))
+
+    skinny(1, "rows is -1; allowed is 0 to", rows=-1)
+    skinny(2, "rows is 4000; allowed is 0 to", rows=4000)
+    skinny(1, "depth is 60; allowed are multiples of 8", depth=60)
+    skinny(1, "n is 0", n=0)
+    skinny(1, "n is 63; of gate and up it is even", n=63, epilogue=2)
+    skinny(1, "epilogue is 5; allowed is 0 to 4", epilogue=5)
+    skinny(1, "x_stride is 56; allowed are multiples of 8 from the depth, 64, on", x_stride=56)
+    skinny(1, "out_stride is 63; allowed is 64 or more", out_stride=63)
+    skinny(1, "tile is 24", tile=24)
+    skinny(1, "residual is null", epilogue=1)
+    skinny(2, "head_dim is 24", epilogue=4, head_dim=24, n=72, query_heads=1, kv_heads=1)
+    skinny(1, "n is 64; 1 and twice 1 heads of 16 make 48", epilogue=4, head_dim=16, query_heads=1, kv_heads=1)
+    for rows in (1, 8, 16):
+        args = SkinnyArgs(rows=rows, n=4096, depth=4096)
+        assert lib.raw.baton_skinny_gemm_tile(c.byref(args)) in (16, 32, 64), "tile"
+    assert lib.raw.baton_skinny_gemm_tile(c.byref(SkinnyArgs(rows=4000, n=64, depth=64))) == 0, "tile of many rows"
+    assert lib.raw.baton_skinny_gemm_rows_max() >= 16
+
+    def decode(code, text, **changed):
+        fields = dict(q=at, q_stride=512, k=at, v=at, stride_block=8192, stride_head=1024, stride_token=64, pages=at,
+                      table_stride=1, kv_len=at, out=at, out_stride=512, partial=at, counters=at, rows=1, kv_heads=2,
+                      group=4, head_dim=64, scale=1.0) | changed
+        expect_error(code, text, lambda: lib.decode_attention(DecodeArgs(**fields)))
+
+    decode(2, "rows is 1025; allowed is 0 to 1024", rows=1025)
+    decode(2, "group is 9; allowed is 1 to 8", group=9)
+    decode(2, "head_dim is 96; allowed is 64 or 128", head_dim=96)
+    decode(1, "q_stride is 508; allowed are multiples of 8 from 512 on", q_stride=508)
+    decode(1, "stride_token is 56", stride_token=56)
+    decode(1, "variant is 42; allowed is 0, 41, 44, 81 or 88", variant=42)
+    decode(1, "an address other than page_indptr is null", pages=None)
+    assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 128) >= 132 * 4 * 32 * 132 * 4
+    assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 96) == 0
+    return ""
+
+
+def check_dependent_launch():
+    """Decode attention that starts early behind what may stand there: rotation after a plain product, or a skinny one."""
+    heads, kv_heads, dim, depth, rows, layers = 32, 8, 128, 1024, 40, 3
+    arena, kv = kv_arena(rows * 40, layers, kv_heads, dim, torch.bfloat16, 0)
+    arena.copy_(rand(*arena.shape, dtype=torch.bfloat16))
+    width = (heads + 2 * kv_heads) * dim
+    frequencies = rand(dim // 2).abs()
+    sizes = lib.raw.baton_decode_attention_workspace(0, kv_heads, heads // kv_heads, dim)
+    partial = torch.empty(sizes // 4, device="cuda")
+    cases = 0
+    for count, own_product in itertools.product((1, 8, rows), (False, True)):
+        if own_product and count > lib.raw.baton_skinny_gemm_rows_max():
+            continue
+        sequences = Sequences([(1, random.randint(1, 600)) for _ in range(count)], range(rows * 40))
+        arrays = sequences.step()
+        counters = torch.zeros(count * kv_heads, dtype=torch.int32, device="cuda")
+        x = rand(count, depth, dtype=torch.bfloat16)
+        weights = [rand(width, depth, dtype=torch.bfloat16, scale=0.1) for _ in range(layers)]
+        qkv, q, out = (torch.empty(count, n, dtype=torch.bfloat16, device="cuda") for n in (width, heads * dim, heads * dim))
+
+        def step(pdl):
+            outs = []
+            for layer in range(layers):
+                keys, values = arena[0, layer, 0], arena[0, layer, 1]
+                strides = (arena.stride(0), arena.stride(3), arena.stride(4))
+                if own_product:
+                    lib.skinny_gemm(SkinnyArgs(
+                        weights[layer].data_ptr(), x.data_ptr(), depth, None, None, q.data_ptr(), heads * dim, k=keys.data_ptr(),
+                        v=values.data_ptr(), stride_block=strides[0], stride_head=strides[1], stride_token=strides[2],
+                        frequencies=frequencies.data_ptr(), positions=arrays.row_positions.data_ptr(),
+                        destinations=arrays.row_destinations.data_ptr(), rows=count, n=width, depth=depth, epilogue=4,
+                        query_heads=heads, kv_heads=kv_heads, head_dim=dim, pdl=pdl))
+                else:
+                    torch.mm(x, weights[layer].t(), out=qkv)
+                    lib.raw.baton_programmatic_launch(pdl)
+                    lib.rope_store_kv(kv, RopeArgs(
+                        qkv.data_ptr(), q.data_ptr(), heads * dim, None, None, None, frequencies.data_ptr(),
+                        arrays.row_positions.data_ptr(), arrays.row_destinations.data_ptr(), 1e-6, heads, layer, count))
+                lib.decode_attention(DecodeArgs(
+                    q.data_ptr(), heads * dim, keys.data_ptr(), values.data_ptr(), *strides, arrays.page_indices.data_ptr(),
+                    arrays.page_indptr.data_ptr(), 0, arrays.kv_lengths.data_ptr(), out.data_ptr(), heads * dim,
+                    partial.data_ptr(), counters.data_ptr(), count, kv_heads, heads // kv_heads, dim, 0, dim**-0.5, pdl=pdl))
+                outs.append(out.clone())
+            return torch.stack(outs)
+
+        want = step(0)
+        for _ in range(20):
+            # What is read too early is wrong.
+            last = torch.tensor([table[-1] for table in sequences.tables], device="cuda")
+            saved = arena[last].clone()
+            tokens = torch.tensor([(length - 1) % 16 for length in sequences.lengths], device="cuda")
+            arena[last, :, :, :, tokens] = NAN
+            q.fill_(NAN)
+            out.fill_(NAN)
+            got = step(1)
+            equal(got, want, f"{count} rows, {'own' if own_product else 'plain'} product")
+            arena[last] = saved
+            cases += 1
+    return f"{cases} runs"
+
+
 def check_probe():
     x = torch.randint(-2**31, 2**31 - 1, (1_000_004,), dtype=torch.int32, device="cuda")
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -677,7 +800,8 @@ def check_probe():
 
 PARTS = dict(rows=check_rows, rope=check_rope, blocks=check_blocks, step=check_step, attention=check_attention,
              invariance=check_attention_invariance, attention_graph=check_attention_graph, sample=check_sample,
-             step_graph=check_step_graph, probe=check_probe)
+             step_graph=check_step_graph, errors=check_errors, probe=check_probe,
+             dependent_launch=check_dependent_launch)
 
 
 def main():

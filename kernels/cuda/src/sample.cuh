@@ -1,0 +1,246 @@
+// What the sampling kernels share: what one sample is, what a look at its logits has found, what comes out of it.
+//
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the CPU's bits, so a
+// draw differs only where logits do.
+//
+// A sample's vocabulary is cut into slices of whole runs (1,024 tokens, the unit of the CPU's totals); all kernels but
+// the last give a block to each slice. Those that no row of the call needs (baton_sample_args.needs) are not launched:
+//   history  (sample.cu, penalties) counts the tokens of sequences that have penalties,
+//   survey   (sample.cu, always) applies mask, min_tokens and penalties, finds the greatest logit and what is no
+//            number; when nobody draws or wants log-probabilities, the last slice to be done delivers the token,
+//   weigh    (sample_draw.cu, draws and log-probabilities) races the tokens against each other or, with top-k or
+//            top-p, counts and adds them up by likelihood,
+//   gather   (sample_draw.cu, top-k and top-p) finds the bin of likelihood where the cut lies, lists whom that
+//            concerns and races those that stay for certain,
+//   choose   (sample_choose.cu, draws and log-probabilities) one block a sample: puts the slices together, narrows
+//            the list, reports, appends the token.
+// Where the list overflows (thousands of tokens of nearly equal likelihood at the cut, or top-k and top-p both with a
+// large k), `choose` goes over the vocabulary by itself; that takes up to a millisecond.
+#pragma once
+
+#include <utility>
+
+#include "device.cuh"
+
+namespace baton::sampling {
+
+constexpr int RUN = 1024;
+constexpr int LANES = 16;
+constexpr int SLICES_MAX = 128;
+constexpr int SLICE_THREADS = 256;
+constexpr int CHOOSE_THREADS = 1024;
+constexpr int LIST_MAX = 8192;      // tokens that are listed for top-k and top-p
+constexpr int LEVELS = 1024;        // bins of likelihood, eight to a factor of two
+constexpr int RUNS_MAX = 1024;
+constexpr float GREEDY_BELOW = 1e-5f;
+constexpr uint32_t IN_PROMPT = 1u << 31;
+constexpr int NOBODY = 0x7fffffff;
+constexpr int BINS = 256;
+
+// What a slice of a row looks like.
+struct Survey {
+  float raw_best;
+  int raw_bad;  // lowest id that is NaN or +infinity, NOBODY if none
+  float best;   // of the adjusted logits
+  int best_id;
+  int bad;
+};
+
+struct Winner {
+  double arrival;
+  int token;
+  int reserved;
+};
+
+// Where top-k or top-p cuts.
+struct Cut {
+  enum Mode {
+    LIST_ALL,  // everybody up to the level is listed
+    LIST_LAST, // those of the level are listed, those before it stay and have raced
+    NO_LIST    // too many for a list
+  };
+  int32_t mode;
+  int32_t level;
+  int32_t is_reached;  // 0: all together hold less than is asked for
+  int32_t reserved;
+  uint64_t need;  // of the listed ones, in LIST_LAST
+};
+
+// What one sample asks for: its slot's settings, as far as the call says that any row has such.
+struct Sample {
+  int slot;  // -1: padding
+  int position;
+  int output_len;
+  int mask;
+  bool is_min_masked;
+  bool is_penalised;
+  bool is_adjusted;
+  bool is_greedy;
+  bool is_restricted;  // by top-k or top-p
+  uint32_t top_k;      // 0: none
+  baton_sampling how;
+};
+
+struct Scratch {
+  Sample* samples;     // [samples]
+  uint32_t* counts;    // [samples][vocabulary]; zero between calls
+  float* adjusted;     // [samples][stride]
+  Survey* surveys;     // [samples][SLICES_MAX]
+  Winner* winners;     // [samples][SLICES_MAX]
+  float* totals;       // [samples][RUNS_MAX], of weights
+  float* raw_totals;   // [samples][RUNS_MAX], for log-probabilities
+  uint64_t* list;      // [samples][LIST_MAX]
+  int32_t* list_count; // [samples]
+  int32_t* bounds;     // [samples]: bits of the earliest arrival so far, rounded up
+  uint64_t* masses;    // [samples][LEVELS]
+  uint32_t* numbers;   // [samples][LEVELS]
+  Cut* cuts;           // [samples]
+  uint32_t* arrivals;  // [samples]: slices that are done; zero between calls
+};
+
+struct Arguments {
+  baton_pool pool;
+  baton_step step;
+  baton_sample_args args;
+  Scratch scratch;
+  int slices;
+  int slice_runs;
+};
+
+// ---- What a sample is ----
+
+__device__ inline Sample find_sample(const Arguments& in, int index) {
+  Sample sample;
+  sample.slot = in.step.sample_slots[index];
+  if (sample.slot < 0) return sample;
+  sample.position = in.step.row_positions[in.step.sampled_rows[index]];
+  sample.mask = in.args.masks ? in.step.sample_masks[index] : -1;
+  baton_sampling how = in.pool.sampling[sample.slot];
+  const int needs = in.args.needs;
+  if (!(needs & BATON_NEEDS_CUT)) how.top_k = 0, how.top_p = 1.f;
+  if (!(needs & BATON_NEEDS_LOGPROBS)) how.logprobs = -1;
+  sample.how = how;
+  sample.output_len = max(sample.position + 1 - how.prompt_len, 0);
+  sample.is_min_masked = static_cast<uint32_t>(sample.output_len) < how.min_tokens && how.stop_count > 0;
+  sample.is_penalised =
+      (needs & BATON_NEEDS_PENALTIES) &&
+      (how.repetition_penalty != 1.f || how.presence_penalty != 0.f || how.frequency_penalty != 0.f);
+  sample.is_adjusted = sample.mask >= 0 || sample.is_min_masked || sample.is_penalised;
+  sample.is_greedy = !(needs & BATON_NEEDS_DRAW) || how.temperature < GREEDY_BELOW;
+  sample.top_k = how.top_k >= static_cast<uint32_t>(in.args.vocabulary) ? 0 : how.top_k;
+  sample.is_restricted = !sample.is_greedy && (sample.top_k > 0 || how.top_p < 1.f);
+  return sample;
+}
+
+__device__ inline const float* raw_row(const Arguments& in, int index) {
+  return in.args.logits + index * in.args.logit_stride;
+}
+__device__ inline float* adjusted_row(const Arguments& in, int index) {
+  return in.scratch.adjusted + index * ((static_cast<int64_t>(in.args.vocabulary) + 3) / 4 * 4);
+}
+__device__ inline const float* values_of(const Arguments& in, const Sample& sample, int index) {
+  return sample.is_adjusted ? adjusted_row(in, index) : raw_row(in, index);
+}
+
+// ---- What a look at its logits has found ----
+
+__device__ inline bool is_bad(float x) { return isnan(x) || x == INFINITY; }
+
+__device__ inline void take_best(float& best, int& best_id, float other, int other_id) {
+  if (other > best || (other == best && other_id < best_id)) best = other, best_id = other_id;
+}
+
+__device__ inline Survey join(Survey a, const Survey& b) {
+  a.raw_best = fmaxf(a.raw_best, b.raw_best);
+  a.raw_bad = min(a.raw_bad, b.raw_bad);
+  a.bad = min(a.bad, b.bad);
+  take_best(a.best, a.best_id, b.best, b.best_id);
+  return a;
+}
+
+__device__ inline Survey join_warp(Survey own) {
+  for (int distance = WARP / 2; distance > 0; distance /= 2) {
+    Survey other;
+    other.raw_best = __shfl_xor_sync(FULL, own.raw_best, distance);
+    other.raw_bad = __shfl_xor_sync(FULL, own.raw_bad, distance);
+    other.best = __shfl_xor_sync(FULL, own.best, distance);
+    other.best_id = __shfl_xor_sync(FULL, own.best_id, distance);
+    other.bad = __shfl_xor_sync(FULL, own.bad, distance);
+    own = join(own, other);
+  }
+  return own;
+}
+
+__device__ inline Survey nothing_seen() { return {-INFINITY, NOBODY, -INFINITY, NOBODY, NOBODY}; }
+
+// The whole row's, in every thread.
+__device__ inline Survey whole_survey(const Arguments& in, int index, Survey* shared) {
+  if (threadIdx.x < WARP) {
+    Survey own = nothing_seen();
+    for (int slice = threadIdx.x; slice < in.slices; slice += WARP) {
+      own = join(own, in.scratch.surveys[index * SLICES_MAX + slice]);
+    }
+    own = join_warp(own);
+    if (threadIdx.x == 0) *shared = own;
+  }
+  __syncthreads();
+  return *shared;
+}
+
+__device__ inline int status_of(const Survey& survey) {
+  if (survey.raw_bad != NOBODY) return BATON_SAMPLE_BAD_LOGIT;
+  if (survey.raw_best == -INFINITY) return BATON_SAMPLE_NO_CANDIDATE;
+  if (survey.bad != NOBODY) return BATON_SAMPLE_BAD_LOGIT;
+  if (survey.best == -INFINITY) return BATON_SAMPLE_NO_CANDIDATE;
+  return BATON_SAMPLE_OK;
+}
+
+// ---- The result ----
+
+__device__ inline baton_sample_result padding_result() {
+  baton_sample_result result = {};
+  result.slot = -1;
+  result.token = -1;
+  return result;
+}
+
+// All but the token, or why there is none.
+__device__ inline baton_sample_result begin_result(const Arguments& in, const Sample& sample, int index,
+                                                   const Survey& survey, int failed_before) {
+  baton_sample_result result = {};
+  result.slot = sample.slot;
+  result.position = sample.position;
+  result.step_id = static_cast<uint32_t>(in.step.counts[4]);
+  result.status = failed_before ? failed_before : status_of(survey);
+  if (result.status == BATON_SAMPLE_OK) return result;
+  result.token = -1;
+  if (result.status == BATON_SAMPLE_BAD_LOGIT && !failed_before) {
+    const bool is_raw = survey.raw_bad != NOBODY;
+    result.token = is_raw ? survey.raw_bad : survey.bad;
+    result.logprob = is_raw ? raw_row(in, index)[result.token] : values_of(in, sample, index)[result.token];
+  }
+  return result;
+}
+
+// Reports, and appends the token to a sequence that was `length` long; by one thread.
+__device__ inline void deliver(const Arguments& in, const Sample& sample, int index, const baton_sample_result& result,
+                               int length) {
+  in.args.results[index] = result;
+  baton_slot& slot = in.pool.slots[sample.slot];
+  if (result.status != BATON_SAMPLE_OK) slot.failed = result.status;
+  if (sample.position + 1 == length && length < in.pool.token_width) {
+    // A sequence that failed goes on with token 0 until the host stops it: what the next step reads is an id.
+    in.pool.tokens[static_cast<int64_t>(sample.slot) * in.pool.token_width + length] =
+        result.status == BATON_SAMPLE_OK ? result.token : 0;
+    slot.length = length + 1;
+  }
+}
+
+// Of the other units.
+int32_t load_draw();
+int32_t launch_weigh(const Arguments& in, cudaStream_t stream);
+int32_t launch_gather(const Arguments& in, cudaStream_t stream);
+int32_t load_choose();
+int32_t launch_choose(const Arguments& in, cudaStream_t stream);
+
+}  // namespace baton::sampling

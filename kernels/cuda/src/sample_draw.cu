@@ -1,0 +1,301 @@
+// Sampling: tokens are weighed against each other, and those at the cut of top-k or top-p are listed. sample.cuh says
+// what comes before and after.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the CPU's bits, so a
+// draw differs only where logits do.
+#include "sample_weights.cuh"
+
+namespace baton::sampling {
+namespace {
+
+// Sum of a run's weights in the CPU's order: 16 lanes, then a tree. By 16 neighbouring threads.
+__device__ float run_total(const float* weights, float floor) {
+  const int lane = threadIdx.x % LANES;
+  float sum = 0.f;
+  for (int i = 0; i < RUN / LANES; ++i) {
+    const float weight = weights[i * LANES + lane];
+    sum += weight >= floor ? weight : 0.f;
+  }
+  for (int width = LANES / 2; width > 0; width /= 2) sum += __shfl_down_sync(FULL, sum, width, LANES);
+  return sum;
+}
+
+// Bins of likelihood: bin i holds the weights whose bits lie i * 2^20 and more, but less than (i + 1) * 2^20, below those
+// of 1. So bin 0 holds the best, and within a bin a weight is linear in its bits.
+constexpr int LEVEL_BITS = 20;
+constexpr int ONE_BITS = 0x3f800000;
+__device__ int below_one(float weight) { return max(ONE_BITS - __float_as_int(weight), 0); }
+__device__ int level_of(float weight) { return below_one(weight) >> LEVEL_BITS; }
+// The least weight of a bin; 0 beyond the last.
+__device__ float level_edge(int level) {
+  return __int_as_float(max(ONE_BITS - ((level + 1) << LEVEL_BITS) + 1, 0));
+}
+
+// The mass of `number` weights of one bin, whose bits lie `distance` below the bin's greatest in sum.
+__device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
+  const int below = ONE_BITS - (level << LEVEL_BITS) - 1;
+  const uint64_t greatest = ((below & 0x7fffff) | 0x800000) + 1;  // in units of the last place beneath it
+  const uint64_t mass = number * greatest - distance;
+  const int shift = (below >> 23) - 127 - 23 + UNIT_BITS;
+  return shift >= 0 ? mass << shift : shift > -64 ? mass >> -shift : 0;
+}
+
+// Four neighbours of each of several runs, so that many loads are under way. What lies beyond the row is left out.
+constexpr int TOGETHER = 4;
+__device__ void load_runs(const Arguments& in, const float* row, int run, float4 (&loaded)[TOGETHER]) {
+#pragma unroll
+  for (int k = 0; k < TOGETHER; ++k) {
+    const int id = (blockIdx.x * in.slice_runs + run + k) * RUN + threadIdx.x * 4;
+    if (run + k < in.slice_runs && id < in.args.vocabulary) loaded[k] = *reinterpret_cast<const float4*>(row + id);
+  }
+}
+
+// Calls visit(k, id, value) for every token of the runs loaded; is_in is false beyond the row. All threads take part.
+template <class Visit>
+__device__ void visit_runs(const Arguments& in, int run, const float4 (&loaded)[TOGETHER], const Visit& visit) {
+#pragma unroll
+  for (int k = 0; k < TOGETHER; ++k) {
+    const int first = (blockIdx.x * in.slice_runs + run + k) * RUN;
+    if (run + k >= in.slice_runs || first >= in.args.vocabulary) break;
+    const int id = first + threadIdx.x * 4;
+    const float values[4] = {loaded[k].x, loaded[k].y, loaded[k].z, loaded[k].w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) visit(k, id + i, id + i < in.args.vocabulary, values[i]);
+  }
+}
+
+// Sums the runs whose weights are in shared memory, a warp to each.
+__device__ void total_runs(const Arguments& in, int run, const float (&weights)[TOGETHER][RUN], float floor,
+                           float* totals) {
+  __syncthreads();
+  const int k = threadIdx.x / WARP;
+  const int index = blockIdx.x * in.slice_runs + run + k;
+  if (k < TOGETHER && run + k < in.slice_runs && index * RUN < in.args.vocabulary) {
+    const float total = run_total(weights[k], floor);
+    if (threadIdx.x % WARP == 0) totals[index] = total;
+  }
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in) {
+  __shared__ Survey survey_shared;
+  __shared__ Winner winners[SLICE_THREADS / WARP];
+  __shared__ float weights[TOGETHER][RUN];
+  // Of each bin: how many there are, and how far their bits lie below the bin's greatest, in two parts.
+  __shared__ uint32_t numbers[LEVELS], far_low[LEVELS], far_high[LEVELS];
+  constexpr int PART_BITS = LEVEL_BITS / 2, PART = (1 << PART_BITS) - 1;
+  follow_predecessor();
+  const int index = blockIdx.y;
+  const Sample sample = in.scratch.samples[index];
+  if (sample.slot < 0) return;
+  const bool wants_logprobs = sample.how.logprobs >= 0;
+  if (sample.is_greedy && !wants_logprobs) return;
+  const Survey survey = whole_survey(in, index, &survey_shared);
+  if (status_of(survey) != BATON_SAMPLE_OK) return;
+
+  const float* raw = raw_row(in, index);
+  const float* values = values_of(in, sample, index);
+  const float temperature = sample.how.temperature, min_p = sample.how.min_p;
+  const bool wants_race = !sample.is_greedy && !sample.is_restricted;
+  const bool wants_total = sample.is_restricted && sample.top_k == 0;
+  const Key key(sample.how.seed, sample.output_len);
+  Race race;
+  // A likely token as the one to beat makes the quick look sharp. It is met again in its own slice.
+  if (wants_race) race.meet(key, survey.best_id, weigh(survey.best, survey.best, temperature));
+  const float sharpness = 1.f / temperature;
+  if (sample.is_restricted) {
+    for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) numbers[i] = far_low[i] = far_high[i] = 0;
+    __syncthreads();
+  }
+
+  for (int run = 0; run < in.slice_runs; run += TOGETHER) {
+    float4 loaded[TOGETHER];
+    load_runs(in, values, run, loaded);
+    if (wants_race) {
+      race.learn_bound(in.scratch.bounds + index);
+      visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
+        // With a rough exponential first; only who passes that needs the exact one.
+        const float rough = __expf((logit - survey.best) * sharpness) * 1.001f;
+        const float v = static_cast<float>(key.bits(id) >> 8) * (1.f / 16777216.f);
+        if (is_in && v <= rough * race.bound) {
+          const float weight = weigh(logit, survey.best, temperature);
+          if (weight > 0.f && weight >= min_p) race.meet(key, id, weight);
+        }
+      });
+      race.teach_bound(in.scratch.bounds + index);
+    }
+    if (sample.is_restricted) {
+      visit_runs(in, run, loaded, [&](int k, int id, bool is_in, float logit) {
+        const float weight = is_in ? weigh(logit, survey.best, temperature) : 0.f;
+        if (wants_total) weights[k][id % RUN] = weight;
+        if (weight > 0.f && weight >= min_p) {
+          const int below = below_one(weight), level = below >> LEVEL_BITS;
+          atomicAdd(numbers + level, 1u);
+          if (wants_total) {
+            atomicAdd(far_low + level, below & PART);
+            atomicAdd(far_high + level, below >> PART_BITS & PART);
+          }
+        }
+      });
+      if (wants_total) total_runs(in, run, weights, min_p, in.scratch.totals + index * RUNS_MAX);
+    }
+    if (wants_logprobs) {
+      if (sample.is_adjusted) load_runs(in, raw, run, loaded);
+      visit_runs(in, run, loaded, [&](int k, int id, bool is_in, float logit) {
+        weights[k][id % RUN] = is_in ? weigh(logit, survey.raw_best, 1.f) : 0.f;
+      });
+      total_runs(in, run, weights, 0.f, in.scratch.raw_totals + index * RUNS_MAX);
+    }
+  }
+  if (sample.is_restricted) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) {
+      if (numbers[i] == 0) continue;
+      atomicAdd(in.scratch.numbers + index * LEVELS + i, numbers[i]);
+      if (wants_total) {
+        const uint64_t distance = (static_cast<uint64_t>(far_high[i]) << PART_BITS) + far_low[i];
+        atomicAdd(reinterpret_cast<unsigned long long*>(in.scratch.masses + index * LEVELS + i),
+                  static_cast<unsigned long long>(level_mass(i, numbers[i], distance)));
+      }
+    }
+  }
+  if (wants_race) {
+    race.join_block(winners);
+    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + blockIdx.x] = {race.arrival, race.token, 0};
+  }
+}
+
+struct CutShared {
+  float runs[RUNS_MAX];
+  double whole;
+  uint64_t amounts[SLICE_THREADS / WARP];
+  uint32_t numbers[SLICE_THREADS / WARP];
+  Cut cut;
+};
+
+// The level at which top-k (or, without it, top-p) is reached. By a block of SLICE_THREADS.
+__device__ Cut find_cut(const Arguments& in, const Sample& sample, int index, CutShared& shared) {
+  constexpr int EACH = LEVELS / SLICE_THREADS;
+  const bool by_mass = sample.top_k == 0;
+  const uint32_t* all_numbers = in.scratch.numbers + index * LEVELS;
+  const uint64_t* all_masses = in.scratch.masses + index * LEVELS;
+  uint64_t need = sample.top_k;
+  if (by_mass) {
+    const int runs = (in.args.vocabulary + RUN - 1) / RUN;
+    need = needed_mass(sample.how.top_p,
+                       sum_runs(in.scratch.totals + index * RUNS_MAX, runs, shared.runs, &shared.whole));
+  }
+  uint32_t numbers[EACH], own_number = 0;
+  uint64_t amounts[EACH], own = 0;
+  for (int i = 0; i < EACH; ++i) {
+    numbers[i] = all_numbers[threadIdx.x * EACH + i];
+    amounts[i] = by_mass ? all_masses[threadIdx.x * EACH + i] : numbers[i];
+    own += amounts[i];
+    own_number += numbers[i];
+  }
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  uint64_t through = own;
+  uint32_t number_through = own_number;
+  for (int distance = 1; distance < WARP; distance *= 2) {
+    const uint64_t other = __shfl_up_sync(FULL, through, distance);
+    const uint32_t other_number = __shfl_up_sync(FULL, number_through, distance);
+    if (lane >= distance) through += other, number_through += other_number;
+  }
+  if (lane == WARP - 1) shared.amounts[warp] = through, shared.numbers[warp] = number_through;
+  if (threadIdx.x == 0) shared.cut.is_reached = 0;
+  __syncthreads();
+  uint64_t before = through - own;
+  uint32_t number = number_through - own_number, everybody = 0;
+  for (int w = 0; w < SLICE_THREADS / WARP; ++w) {
+    if (w < warp) before += shared.amounts[w], number += shared.numbers[w];
+    everybody += shared.numbers[w];
+  }
+  if (before < need && before + own >= need) {
+    for (int i = 0; i < EACH; ++i) {
+      number += numbers[i];
+      if (before + amounts[i] >= need) {
+        Cut cut;
+        cut.level = threadIdx.x * EACH + i;
+        cut.need = need - before;
+        cut.is_reached = 1;
+        cut.reserved = 0;
+        cut.mode = number <= LIST_MAX                    ? Cut::LIST_ALL
+                   : by_mass && numbers[i] <= LIST_MAX ? Cut::LIST_LAST
+                                                       : Cut::NO_LIST;
+        shared.cut = cut;
+        break;
+      }
+      before += amounts[i];
+    }
+  }
+  __syncthreads();
+  Cut cut = shared.cut;
+  if (!cut.is_reached) cut = {everybody <= LIST_MAX ? Cut::LIST_ALL : Cut::NO_LIST, LEVELS, 0, 0, need};
+  return cut;
+}
+
+__global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments in) {
+  __shared__ Survey survey_shared;
+  __shared__ Winner winners[SLICE_THREADS / WARP];
+  __shared__ CutShared cut_shared;
+  follow_predecessor();
+  const int index = blockIdx.y;
+  const Sample sample = in.scratch.samples[index];
+  if (sample.slot < 0 || !sample.is_restricted) return;
+  const Survey survey = whole_survey(in, index, &survey_shared);
+  if (status_of(survey) != BATON_SAMPLE_OK) return;
+  const Cut cut = find_cut(in, sample, index, cut_shared);
+  if (blockIdx.x == 0 && threadIdx.x == 0) in.scratch.cuts[index] = cut;
+  if (cut.mode == Cut::NO_LIST) return;
+
+  const float* values = values_of(in, sample, index);
+  const float temperature = sample.how.temperature, min_p = sample.how.min_p;
+  const float sharpness = 1.f / temperature, edge = level_edge(cut.level);
+  const Key key(sample.how.seed, sample.output_len);
+  Race race;
+  for (int run = 0; run < in.slice_runs; run += TOGETHER) {
+    float4 loaded[TOGETHER];
+    load_runs(in, values, run, loaded);
+    race.learn_bound(in.scratch.bounds + index);
+    visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
+      // With a rough exponential first: most tokens lie far below the edge.
+      is_in = is_in && __expf((logit - survey.best) * sharpness) * 1.001f >= edge;
+      float weight = 0.f;
+      int level = LEVELS + 1;
+      if (is_in) {
+        weight = weigh(logit, survey.best, temperature);
+        if (weight > 0.f && weight >= min_p) level = level_of(weight);
+      }
+      if (cut.mode == Cut::LIST_LAST && level < cut.level) race.meet(key, id, weight);
+      const bool is_listed = cut.mode == Cut::LIST_ALL ? level <= cut.level : level == cut.level;
+      __syncwarp();
+      const unsigned listed = __ballot_sync(FULL, is_listed);
+      if (listed) {
+        const int lane = threadIdx.x % WARP;
+        int to = 0;
+        if (lane == 0) to = atomicAdd(in.scratch.list_count + index, __popc(listed));
+        to = __shfl_sync(FULL, to, 0) + __popc(listed & ((1u << lane) - 1));
+        if (is_listed) in.scratch.list[static_cast<int64_t>(index) * LIST_MAX + to] = ranked(id, weight);
+      }
+    });
+    if (cut.mode == Cut::LIST_LAST) race.teach_bound(in.scratch.bounds + index);
+  }
+  if (cut.mode == Cut::LIST_LAST) {
+    race.join_block(winners);
+    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + blockIdx.x] = {race.arrival, race.token, 0};
+  }
+}
+
+}  // namespace
+
+int32_t load_draw() {
+  BATON_TRY(load(weigh_kernel));
+  return load(gather_kernel);
+}
+int32_t launch_weigh(const Arguments& in, cudaStream_t stream) {
+  return launch("sampling: weigh", weigh_kernel, dim3(in.slices, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
+}
+int32_t launch_gather(const Arguments& in, cudaStream_t stream) {
+  return launch("sampling: gather", gather_kernel, dim3(in.slices, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
+}
+
+}  // namespace baton::sampling

@@ -1,0 +1,135 @@
+// Likelihoods and random numbers with the CPU's arithmetic, for units that draw or report log-probabilities.
+#pragma once
+
+#include "sample.cuh"
+
+namespace baton::sampling {
+
+// As kernels/src/cpu/arithmetic.rs: e to the power of x for x <= 0.
+__device__ inline float exp_cpu(float x) {
+  if (x < -87.f) return 0.f;
+  constexpr float ROUND = 12582912.f;
+  const float shifted = x * 1.44269504088896340736f + ROUND;
+  const float power = shifted - ROUND;
+  const float rest = (x - power * 0.6933594f) - power * -2.1219444e-4f;
+  float sum = 1.9875691e-4f;
+  sum = sum * rest + 1.3981999e-3f;
+  sum = sum * rest + 8.333452e-3f;
+  sum = sum * rest + 4.1665796e-2f;
+  sum = sum * rest + 0.16666666f;
+  sum = sum * rest + 0.5f;
+  const float value = (sum * (rest * rest) + rest) + 1.f;
+  return value * __uint_as_float((__float_as_uint(shifted) + 127u) << 23);
+}
+
+__device__ inline float weigh(float logit, float best, float temperature) { return exp_cpu((logit - best) / temperature); }
+
+__device__ inline uint64_t splitmix64(uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+__device__ inline uint32_t triple32(uint32_t x) {
+  x = (x ^ (x >> 17)) * 0xed5ad4bbu;
+  x = (x ^ (x >> 11)) * 0xac4c1b51u;
+  x = (x ^ (x >> 15)) * 0x31848babu;
+  return x ^ (x >> 14);
+}
+
+struct Key {
+  uint32_t low, high;
+  __device__ Key(uint64_t seed, uint64_t index) {
+    const uint64_t key = splitmix64(splitmix64(seed) + index);
+    low = static_cast<uint32_t>(key);
+    high = static_cast<uint32_t>(key >> 32);
+  }
+  __device__ uint32_t bits(uint32_t token) const { return triple32(triple32(token ^ low) ^ high); }
+  __device__ static double arrival(uint32_t bits, float p) {
+    return -log1p(-((static_cast<double>(bits) + 0.5) / 4294967296.0)) / static_cast<double>(p);
+  }
+};
+
+// The first to arrive so far, of one thread, then of more of them.
+struct Race {
+  double arrival = INFINITY;
+  int token = NOBODY;
+  float bound = INFINITY;  // at least `arrival`; in f32, for the quick look
+
+  __device__ void meet_exactly(double other_arrival, int other) {
+    if (other_arrival < arrival || (other_arrival == arrival && other < token)) {
+      arrival = other_arrival;
+      token = other;
+      bound = static_cast<float>(arrival) * 1.000001f;
+    }
+  }
+  // -ln(1 - v) >= v, so whoever has v > p * bound has lost.
+  __device__ void meet(const Key& key, int other, float p) {
+    const uint32_t bits = key.bits(other);
+    if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) meet_exactly(Key::arrival(bits, p), other);
+  }
+  // What other blocks of the sample have found makes the quick look sharper, and the other way round.
+  __device__ void learn_bound(const int32_t* shared) {
+    bound = fminf(bound, __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared)));
+  }
+  __device__ void teach_bound(int32_t* shared) {
+    const float known = __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared));
+    if (bound < known) atomicMin(shared, __float_as_int(bound));
+  }
+  __device__ void join_warp() {
+    for (int distance = WARP / 2; distance > 0; distance /= 2) {
+      const double other_arrival = __shfl_xor_sync(FULL, arrival, distance);
+      const int other = __shfl_xor_sync(FULL, token, distance);
+      meet_exactly(other_arrival, other);
+    }
+  }
+  // The winner is in the first thread.
+  __device__ void join_block(Winner* shared) {
+    join_warp();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    __syncthreads();
+    if (lane == 0) shared[warp] = {arrival, token, 0};
+    __syncthreads();
+    if (warp == 0) {
+      if (lane < blockDim.x / WARP) {
+        meet_exactly(shared[lane].arrival, shared[lane].token);
+      }
+      join_warp();
+    }
+  }
+};
+
+// In sorting order: the more likely first, then the lower id.
+__device__ inline uint64_t ranked(int id, float weight) {
+  return static_cast<uint64_t>(~__float_as_uint(weight)) << 32 | static_cast<uint32_t>(id);
+}
+__device__ inline float weight_of(uint64_t ranked) { return __uint_as_float(~static_cast<uint32_t>(ranked >> 32)); }
+
+// Probabilities relative to the best one's, as whole numbers of 2^-43: sums of them do not depend on their order, and
+// those of a million tokens fit.
+constexpr int UNIT_BITS = 43;
+constexpr double UNIT = 8796093022208.0;
+__device__ inline uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
+
+// Runs' totals in f64, one after the other. In every thread.
+__device__ inline double sum_runs(const float* totals, int runs, float* shared, double* result) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < runs; i += blockDim.x) shared[i] = totals[i];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    double sum = 0.0;
+    for (int i = 0; i < runs; ++i) sum += static_cast<double>(shared[i]);
+    *result = sum;
+  }
+  __syncthreads();
+  return *result;
+}
+
+// What the kept tokens' mass must reach.
+__device__ inline uint64_t needed_mass(float top_p, double whole) {
+  const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);
+  return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);
+}
+
+}  // namespace baton::sampling
