@@ -13,6 +13,7 @@ mod gpu {
     mod attention;
     pub mod bench;
     mod executor;
+    mod load;
     mod model;
     mod rows;
     mod sampling;

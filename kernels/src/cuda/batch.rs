@@ -178,6 +178,48 @@ impl Finished {
     }
 }
 
+fn plan_words(limits: &BatchLimits) -> usize {
+    plan::words_min(limits.slots as usize) + PLAN_WORDS
+}
+
+fn mask_words(limits: &BatchLimits) -> usize {
+    limits.vocabulary.div_ceil(32) as usize
+}
+
+/// A plan and the masks that come with it.
+fn input_words(limits: &BatchLimits) -> usize {
+    plan_words(limits) + 4 + limits.samples as usize * mask_words(limits)
+}
+
+/// What `Sizes` name, the inputs, and masks, results, log-probabilities and scratch memory of sampling.
+type Ranges = (Vec<Range>, [Range; 2], [Range; 4]);
+
+fn lay_out(
+    memory: &DeviceMemory,
+    backend: &CudaBackend,
+    limits: &BatchLimits,
+) -> Result<Ranges, CudaError> {
+    // SAFETY: a function of two numbers.
+    let scratch_bytes = unsafe {
+        (backend.library().functions().baton_sample_scratch_bytes)(
+            limits.samples as i32,
+            limits.vocabulary as i32,
+        )
+    } as usize;
+    let (samples, input_words) = (limits.samples as usize, input_words(limits));
+    let ranges = Sizes::of(limits).all().into_iter().map(|bytes| memory.cut(bytes));
+    Ok((
+        ranges.collect::<Result<_, _>>()?,
+        [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
+        [
+            memory.cut(4 * samples * mask_words(limits))?,
+            memory.cut(samples * size_of::<SampleResult>())?,
+            memory.cut(samples * ffi::TOP_LOGPROBS_MAX * size_of::<TokenLogprob>())?,
+            memory.cut(scratch_bytes)?,
+        ],
+    ))
+}
+
 impl DeviceBatch {
     /// Takes all its memory.
     pub fn new(
@@ -196,33 +238,10 @@ impl DeviceBatch {
             });
         }
         let sizes = Sizes::of(&limits);
-        let plan_words = plan::words_min(limits.slots as usize) + PLAN_WORDS;
-        let mask_words = limits.vocabulary.div_ceil(32) as usize;
-        let input_words = plan_words + 4 + limits.samples as usize * mask_words;
-        // SAFETY: a function of two numbers.
-        let scratch_bytes = unsafe {
-            (backend.library().functions().baton_sample_scratch_bytes)(
-                limits.samples as i32,
-                limits.vocabulary as i32,
-            )
-        } as usize;
-        let samples = limits.samples as usize;
-        let lay_out = |memory: &DeviceMemory| -> Result<_, CudaError> {
-            let ranges = sizes.all().into_iter().map(|bytes| memory.cut(bytes));
-            let ranges = ranges.collect::<Result<Vec<_>, _>>()?;
-            Ok((
-                ranges,
-                [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
-                memory.cut(4 * samples * mask_words)?,
-                memory.cut(samples * size_of::<SampleResult>())?,
-                memory.cut(samples * ffi::TOP_LOGPROBS_MAX * size_of::<TokenLogprob>())?,
-                memory.cut(scratch_bytes)?,
-            ))
-        };
-        let counting = DeviceMemory::counting("the batch");
-        lay_out(&counting)?;
-        let memory = DeviceMemory::new(context, "the batch", counting.used_bytes())?;
-        let (ranges, devices, masks, results, top, scratch) = lay_out(&memory)?;
+        let (plan_words, input_words, samples) =
+            (plan_words(&limits), input_words(&limits), limits.samples as usize);
+        let memory = DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits))?;
+        let (ranges, devices, [masks, results, top, scratch]) = lay_out(&memory, backend, &limits)?;
         let up = Stream::new(context)?;
         for range in ranges.iter().chain([&scratch]) {
             range.fill(0, &up)?;
@@ -258,6 +277,13 @@ impl DeviceBatch {
             output: None,
             uploaded_bytes: 0,
         })
+    }
+
+    /// Bytes of the GPU's memory that one of these limits takes.
+    pub fn bytes(backend: &CudaBackend, limits: &BatchLimits) -> usize {
+        let counting = DeviceMemory::counting("the batch");
+        lay_out(&counting, backend, limits).expect("counting has no end");
+        counting.used_bytes()
     }
 
     pub fn limits(&self) -> &BatchLimits {

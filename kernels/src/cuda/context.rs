@@ -25,6 +25,8 @@ pub struct Context {
     raw: sys::CUcontext,
     device: Device,
     driver: Driver,
+    /// When nothing had been taken in it.
+    free_bytes_at_first: u64,
     /// Calls that made the host wait for the device.
     waits: AtomicU64,
 }
@@ -42,9 +44,10 @@ impl Context {
             let (uuid, code) = (device.uuid.clone(), error.0 as i32);
             CudaError::DeviceBusy { uuid, code, reason: reason(error) }
         })?;
-        let context = Arc::new(Self { raw, device, driver, waits: AtomicU64::new(0) });
-        context.bind()?;
-        Ok(context)
+        let (free_bytes_at_first, waits) = (0, AtomicU64::new(0));
+        let mut context = Self { raw, device, driver, free_bytes_at_first, waits };
+        context.free_bytes_at_first = context.free_bytes()?;
+        Ok(Arc::new(context))
     }
 
     pub fn device(&self) -> &Device {
@@ -66,6 +69,11 @@ impl Context {
         self.bind()?;
         let (free, _) = result::mem_get_info().named("cuMemGetInfo")?;
         Ok(free as u64)
+    }
+
+    /// As [`Self::free_bytes`] was when the context was made.
+    pub fn free_bytes_at_first(&self) -> u64 {
+        self.free_bytes_at_first
     }
 
     /// Waits for everything. For start and end only.

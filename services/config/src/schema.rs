@@ -136,8 +136,8 @@ section! {
         metrics: SocketAddr = loopback(0),
             "Port 0 takes any free port and logs it, so that nodes on one machine never collide.";
         /// Memory for KV blocks.
-        kv_memory: ByteSize = ByteSize::gib(1),
-            "20,000 tokens of a 135M model in f32; give a node what its machine has to spare.",
+        kv_memory: Option<ByteSize> = None,
+            "Unset means 1GiB on a CPU, 20,000 tokens of a 135M model in f32: give a node what its machine has to spare. On a GPU it means what gpu_memory_percent leaves.",
             ByteSize::mib(1)..=ByteSize::gib(16_384);
         /// Number of KV blocks, each of 16 tokens; overrides kv_memory.
         blocks: Option<u32> = None,
@@ -189,6 +189,15 @@ section! {
         /// The GPU, by its UUID as baton doctor and nvidia-smi -L show it, or as much of it as is unique.
         gpu: Option<String> = None,
             "Unset means the first that the process is shown.";
+        /// How much of the GPU's memory weights, activations and KV take together, in percent, where
+        /// neither kv_memory nor blocks is set.
+        gpu_memory_percent: u32 = 90,
+            "What else runs on a GPU seldom wants more than a tenth; two nodes of one GPU take 45 each.",
+            1..=100;
+        /// What of that share KV leaves to CUDA graphs, and to kernels that are loaded when they first run.
+        gpu_reserve: ByteSize = ByteSize::gib(1),
+            "More than they were seen to take; the log says at start what they did.",
+            ByteSize::mib(1)..=ByteSize::gib(1_024);
         /// The library of our own GPU kernels, as make kernels builds it.
         kernels: Option<PathBuf> = None,
             "Unset means libbaton_kernels.so beside the program.";

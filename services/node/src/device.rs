@@ -1,12 +1,14 @@
 //! Which device a node computes on, and the executor of a GPU.
 
-use std::{env, path::PathBuf, sync::Arc};
-
-use config::{Config, Device};
-use engine::executor::{
-    ExecutorLimits,
-    cuda::{CudaExecutor, CudaExecutorError, CudaModel},
+use std::{
+    env,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
 };
+
+use config::{Config, Device, Node, Speculate};
+use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, KvShare};
 use kernels::{
     KvArena, KvLayout, WeightFormat,
     cuda::{AttentionKind, CudaBackend, CudaError, CudaOptions, DeviceKv},
@@ -14,7 +16,7 @@ use kernels::{
 use model::Checkpoint;
 use tracing::info;
 
-use crate::{load_log::LoadLog, node::StartError};
+use crate::{load_log::LoadLog, node::StartError, settings};
 
 /// The kernel library's name beside the program.
 const KERNELS_FILE: &str = "libbaton_kernels.so";
@@ -28,16 +30,12 @@ pub(crate) struct Gpu {
 ///
 /// # Errors
 /// With `node.device` = cuda, why there is none. With auto that is logged, and the CPU serves.
-pub(crate) fn gpu(
-    config: &Config,
-    weights: WeightFormat,
-    limits: &ExecutorLimits,
-) -> Result<Option<Gpu>, StartError> {
+pub(crate) fn gpu(config: &Config, weights: WeightFormat) -> Result<Option<Gpu>, StartError> {
     let device = config.node.device;
     if device == Device::Cpu {
         return Ok(None);
     }
-    match open(config, weights, limits) {
+    match open(config, weights) {
         Ok(gpu) => Ok(Some(gpu)),
         Err(error) if device == Device::Auto => {
             info!(reason = %error, "the CPU serves");
@@ -47,9 +45,9 @@ pub(crate) fn gpu(
     }
 }
 
-fn open(config: &Config, weights: WeightFormat, limits: &ExecutorLimits) -> Result<Gpu, CudaError> {
+fn open(config: &Config, weights: WeightFormat) -> Result<Gpu, CudaError> {
     let node = &config.node;
-    if limits.speculation.is_some() {
+    if node.speculate != Speculate::Off {
         let (what, value) = ("node.speculate", node.speculate.to_string());
         return Err(CudaError::Unsupported { what, value, allowed: "off" });
     }
@@ -68,22 +66,52 @@ fn kernels_beside_us() -> Option<PathBuf> {
 }
 
 impl Gpu {
-    /// Loads the weights and takes the memory for KV.
+    /// Loads the weights and takes the memory for KV: as many blocks as are set, else as fit.
     pub(crate) fn start(
         self,
+        node: &Node,
         checkpoint: &Checkpoint,
         layout: KvLayout,
-        limits: ExecutorLimits,
     ) -> Result<(CudaExecutor, Arc<KvArena>), StartError> {
         let context = Arc::clone(self.backend.context());
+        let set = settings::block_count_set(node, layout)?;
+        let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
+        let limits = limits_of(set.unwrap_or(u32::MAX))?;
         let mut log = LoadLog::new();
         let mut progress = |progress| log.at(progress);
         let model = CudaModel::load(checkpoint, self.backend, &limits, &mut progress)?;
+        let times = model.times();
+        let limits = match set {
+            Some(_) => limits,
+            None => {
+                let share =
+                    KvShare { percent: node.gpu_memory_percent, reserve: node.gpu_reserve.bytes() };
+                // Without a wish any length will do.
+                let tokens_min = node.sequence_tokens_max.unwrap_or(1);
+                limits_of(model.kv_blocks(&limits, layout, share, tokens_min)?)?
+            }
+        };
         let kv = DeviceKv::new(&context, layout, limits.blocks).map_err(CudaExecutorError::from)?;
         let arena = KvArena::remote(kv.clone())?;
+        let free = context.free_bytes()?;
+        let started = Instant::now();
         let executor = CudaExecutor::start(model, kv, &arena, limits)?;
+        let free_at_end = context.free_bytes()?;
+        info!(
+            memory_seconds = seconds(times.place),
+            weights_seconds = seconds(times.weights),
+            executor_seconds = seconds(started.elapsed()),
+            kv_bytes = u64::from(limits.blocks) * layout.block_bytes() as u64,
+            executor_bytes = free.saturating_sub(free_at_end),
+            free_bytes = free_at_end,
+            "the GPU is ready"
+        );
         Ok((executor, arena))
     }
+}
+
+fn seconds(time: Duration) -> f64 {
+    time.as_secs_f64()
 }
 
 #[cfg(test)]
@@ -96,16 +124,7 @@ mod tests {
         let flags = [("node.device", device), ("node.kernels", "/no/such/kernels.so")];
         let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
         let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
-        let limits = ExecutorLimits {
-            slots: 1,
-            step_tokens: 16,
-            sequence_tokens: 64,
-            blocks: 4,
-            depth: 1,
-            vocabulary: 100,
-            speculation: None,
-        };
-        let gpu = gpu(&config, WeightFormat::Bf16, &limits);
+        let gpu = gpu(&config, WeightFormat::Bf16);
         gpu.map(|gpu| gpu.is_some()).map_err(|error| error.to_string())
     }
 

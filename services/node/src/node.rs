@@ -411,13 +411,11 @@ fn load_blocking(
     );
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
-    let blocks = settings::block_count(&config.node, layout)?;
-    let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
-    if let Some(gpu) = device::gpu(config, weights, &limits)? {
-        let (executor, arena) = gpu.start(&checkpoint, layout, limits)?;
+    if let Some(gpu) = device::gpu(config, weights)? {
+        let (executor, arena) = gpu.start(&config.node, &checkpoint, layout)?;
         info!(
             dtype = %weights,
-            blocks,
+            blocks = executor.limits().blocks,
             block_bytes = layout.block_bytes(),
             seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
             "loaded the weights onto the GPU"
@@ -426,6 +424,8 @@ fn load_blocking(
         let executor = Box::new(executor);
         return Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus: Vec::new() });
     }
+    let blocks = settings::block_count(&config.node, layout)?;
+    let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
     let arena = KvArena::host(layout, blocks)?;
     let isa = settings::isa(config.node.isa);
     let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;

@@ -44,13 +44,31 @@ pub enum SettingsError {
     BeyondContext { value: u32, context_tokens: usize },
 }
 
-/// Blocks of the arena: as many as asked for, or as fit into the memory.
+/// For KV, where nothing else is said.
+const KV_MEMORY_BYTES: u64 = 1 << 30;
+
+/// Blocks of an arena in the host's memory: as many as asked for, or as fit into the memory.
 pub(crate) fn block_count(node: &config::Node, layout: KvLayout) -> Result<u32, SettingsError> {
-    if let Some(blocks) = node.blocks {
-        return Ok(blocks);
+    Ok(match block_count_set(node, layout)? {
+        Some(blocks) => blocks,
+        None => blocks_of(KV_MEMORY_BYTES, layout)?,
+    })
+}
+
+/// As many blocks as the configuration asks for, if it does.
+pub(crate) fn block_count_set(
+    node: &config::Node,
+    layout: KvLayout,
+) -> Result<Option<u32>, SettingsError> {
+    match (node.blocks, node.kv_memory) {
+        (Some(blocks), _) => Ok(Some(blocks)),
+        (None, Some(memory)) => blocks_of(memory.bytes(), layout).map(Some),
+        (None, None) => Ok(None),
     }
+}
+
+fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
     let block_bytes = layout.block_bytes();
-    let bytes = node.kv_memory.bytes();
     // The configuration's own limit on `node.blocks`.
     let blocks = (bytes / block_bytes.max(1) as u64).min(1 << 24);
     if blocks < 2 {

@@ -394,6 +394,11 @@ impl Common {
             let secret = secret.iter().map(|byte| format!("{byte:02x}")).collect();
             set("BATON_TRANSFER_SECRET", secret);
         }
+        if config.source_of("node.gpu_memory_percent") == Source::Default {
+            // Where there is one GPU all nodes are on it, and load at the same time.
+            let share = config.node.gpu_memory_percent / (args.prefill + args.decode).max(1);
+            set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
+        }
         if config.source_of("telemetry.log_format") == Source::Default {
             // Lines pass through our pipe, so the services cannot see that a person reads them.
             set("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());

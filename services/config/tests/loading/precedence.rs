@@ -59,7 +59,7 @@ fn every_kind_of_value_is_read_from_toml_and_from_text_alike() {
         assert_eq!(config.router.http.to_string(), "0.0.0.0:80");
         assert_eq!(config.router.body_bytes_max, ByteSize::mib(1));
         assert_eq!(config.router.timeout, Duration::from_secs(90));
-        assert_eq!(config.node.kv_memory, ByteSize::gib(2));
+        assert_eq!(config.node.kv_memory, Some(ByteSize::gib(2)));
         assert_eq!((config.node.step_tokens, config.node.threads), (1024, Some(3)));
         let urls: Vec<_> = config.cluster.prefill.iter().map(|url| url.as_str()).collect();
         assert_eq!(urls, ["http://a:1", "http://b:2"]);

@@ -5,6 +5,7 @@
 //! results, the one blocking call of a step, and hands them to `collect`. The host mirrors lengths and
 //! blocks of every slot, never a token.
 
+mod kv_size;
 mod rows;
 
 use std::{
@@ -25,6 +26,7 @@ use kernels::{
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 
+pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 use self::rows::{Rows, STOPS_MAX, Scheduled};
 use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
 use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
@@ -40,6 +42,12 @@ pub enum CudaExecutorError {
     Layout { found: KvLayout, wanted: KvLayout },
     #[error("limits.{field} is {value}; allowed is {allowed}")]
     Limit { field: &'static str, value: u64, allowed: String },
+    #[error(
+        "the GPU's memory has {left} bytes left for KV ({free} are free), a sequence of {tokens} tokens \
+         wants {wanted}; raise node.gpu_memory_percent, lower node.gpu_reserve or \
+         node.sequence_tokens_max, take a smaller model, or end what else runs there"
+    )]
+    KvTooSmall { left: u64, free: u64, tokens: u32, wanted: u64 },
     #[error("cannot start the thread that waits for the GPU: {0}")]
     Spawn(#[from] io::Error),
 }
@@ -94,6 +102,27 @@ impl CudaModel {
 
     pub fn backend(&self) -> &CudaBackend {
         &self.backend
+    }
+
+    /// KV blocks that there is room for beside what an executor of these limits takes.
+    ///
+    /// # Errors
+    /// When a sequence of `tokens_min` tokens does not fit.
+    pub fn kv_blocks(
+        &self,
+        limits: &ExecutorLimits,
+        layout: KvLayout,
+        share: KvShare,
+        tokens_min: u32,
+    ) -> Result<u32, CudaExecutorError> {
+        let context = self.backend.context();
+        let room = KvRoom {
+            total: context.device().memory_bytes,
+            free_at_first: context.free_bytes_at_first(),
+            free: context.free_bytes()?,
+            batch: DeviceBatch::bytes(&self.backend, &batch_limits(limits)) as u64,
+        };
+        kv_blocks(room, share, layout, tokens_min)
     }
 }
 

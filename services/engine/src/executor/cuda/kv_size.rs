@@ -1,0 +1,122 @@
+//! How many KV blocks a GPU has room for.
+
+use kernels::{BLOCK_TOKENS, KvLayout};
+
+use super::CudaExecutorError;
+
+/// How much of a GPU's memory is for whom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShare {
+    /// Of all of the GPU's memory: for weights, activations, the batch and KV together.
+    pub percent: u32,
+    /// Of that, bytes which are left to what comes later: CUDA graphs, and code that is loaded when it
+    /// first runs.
+    pub reserve: u64,
+}
+
+/// A GPU's memory once weights and activations are in it, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvRoom {
+    pub total: u64,
+    /// Before this process had taken any.
+    pub free_at_first: u64,
+    pub free: u64,
+    /// What the batch will take.
+    pub batch: u64,
+}
+
+/// Blocks that fit: what the share leaves, or what is free where others have taken more.
+///
+/// # Errors
+/// When that is less than a sequence of `tokens_min` tokens wants.
+pub fn kv_blocks(
+    room: KvRoom,
+    share: KvShare,
+    layout: KvLayout,
+    tokens_min: u32,
+) -> Result<u32, CudaExecutorError> {
+    let KvRoom { total, free_at_first, free, batch } = room;
+    let taken = free_at_first.saturating_sub(free).saturating_add(batch);
+    let share_bytes = (u128::from(total) * u128::from(share.percent) / 100) as u64;
+    let left = share_bytes.saturating_sub(taken).min(free.saturating_sub(batch));
+    let left = left.saturating_sub(share.reserve);
+    let block_bytes = layout.checked_block_bytes().map_or(u64::MAX, |bytes| bytes as u64);
+    // One more than is counted takes what nobody wants.
+    let blocks = (left / block_bytes.max(1)).saturating_sub(1).min(BLOCKS_MAX);
+    let blocks_min = u64::from(tokens_min.div_ceil(BLOCK_TOKENS as u32)).max(2);
+    if blocks < blocks_min {
+        return Err(CudaExecutorError::KvTooSmall {
+            left,
+            free,
+            tokens: tokens_min,
+            wanted: (blocks_min + 1).saturating_mul(block_bytes),
+        });
+    }
+    Ok(blocks as u32)
+}
+
+/// As many as the configuration allows to be named.
+const BLOCKS_MAX: u64 = 1 << 24;
+
+#[cfg(test)]
+mod tests {
+    use kernels::Dtype;
+
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    /// 2 MiB a block, as Llama 3.1 8B in bf16.
+    const LAYOUT: KvLayout =
+        KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
+
+    fn room(free_at_first: u64, free: u64, batch: u64) -> KvRoom {
+        KvRoom {
+            total: 140 * GIB,
+            free_at_first: free_at_first * GIB,
+            free: free * GIB,
+            batch: batch * GIB,
+        }
+    }
+
+    fn share(percent: u32, reserve: u64) -> KvShare {
+        KvShare { percent, reserve: reserve * GIB }
+    }
+
+    #[test]
+    fn blocks_are_what_the_share_leaves_and_no_more_than_is_free() {
+        let cases = [
+            // 126 - 16 of weights - 1 of batch - 1 in reserve.
+            (room(139, 123, 1), share(90, 1), 108),
+            (room(139, 123, 1), share(45, 1), 45),
+            (room(139, 123, 0), share(100, 0), 123),
+            // Another process has 100: less is free than the share would leave.
+            (room(39, 23, 1), share(90, 1), 21),
+            (room(39, 23, 1), share(30, 1), 21),
+            (room(39, 23, 1), share(20, 1), 10),
+        ];
+        for (room, share, gib) in cases {
+            let blocks = kv_blocks(room, share, LAYOUT, 16).unwrap();
+            assert_eq!(u64::from(blocks), gib * 512 - 1, "{room:?} {share:?}");
+        }
+        let small = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, ..LAYOUT };
+        let blocks = kv_blocks(room(139, 139, 0), share(90, 0), small, 16).unwrap();
+        assert_eq!(u64::from(blocks), BLOCKS_MAX);
+    }
+
+    #[test]
+    fn room_for_less_than_one_sequence_is_refused_with_what_there_is() {
+        // 1 GiB: 511 blocks, 8,176 tokens.
+        let one = |percent, tokens| kv_blocks(room(18, 2, 1), share(percent, 0), LAYOUT, tokens);
+        assert_eq!(one(90, 8_176).unwrap(), 511);
+        let error = one(90, 8_177).unwrap_err().to_string();
+        for word in ["8177 tokens", "1075838976", "1073741824", "2147483648", "gpu_memory_percent"]
+        {
+            assert!(error.contains(word), "{error:?} lacks {word:?}");
+        }
+        // The share is spent already.
+        assert!(one(12, 1).is_err());
+        let empty = room(0, 0, 1);
+        assert!(kv_blocks(empty, share(90, 1), LAYOUT, 1).is_err());
+    }
+}
