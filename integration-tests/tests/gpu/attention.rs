@@ -142,6 +142,7 @@ fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[
         extensions: &[],
         sequences: &sequences,
         masks: &[],
+        rows_min: 0,
     };
     batch.begin(backend, &input).unwrap()
 }
@@ -332,6 +333,7 @@ fn a_step_that_does_not_fit_is_refused_before_anything_runs() {
             extensions: &[],
             sequences: &sequences,
             masks: &[],
+            rows_min: 0,
         };
         let error = batch.begin(&cuda, &input).unwrap_err().to_string();
         assert!(error.contains(word), "{error}");

@@ -52,7 +52,7 @@ impl Gpu {
         attention: AttentionKind,
         make: impl Fn(&CudaBackend) -> T,
     ) -> (CudaBackend, T) {
-        let options = CudaOptions { weights: weights.into(), attention };
+        let options = CudaOptions { attention, ..CudaOptions::new(weights.into()) };
         let mut backend = CudaBackend::new(&self.context, self.library.clone(), options).unwrap();
         drop(make(&backend));
         backend.place().unwrap();

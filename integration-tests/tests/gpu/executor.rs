@@ -56,7 +56,7 @@ fn on_gpu(
     attention: AttentionKind,
     config: SchedulerConfig,
 ) -> (StepLoop<CudaExecutor>, Arc<KvArena>) {
-    let options = CudaOptions { weights, attention };
+    let options = CudaOptions { attention, ..CudaOptions::new(weights) };
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(checkpoint, backend, &config.limits, &mut |_| ()).unwrap();
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());

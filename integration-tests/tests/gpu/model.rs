@@ -142,6 +142,7 @@ fn by_gpu(
             extensions: &[],
             sequences: &sequences,
             masks: &[],
+            rows_min: 0,
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
         let logits = llama.forward(&mut cuda, &mut step);

@@ -77,6 +77,7 @@ fn chosen(place: &mut Place, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome>
         extensions: &[],
         sequences: &sequences,
         masks: &masks,
+        rows_min: 0,
     };
     let mut clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
     let step = batch.begin(cuda, &input).unwrap();

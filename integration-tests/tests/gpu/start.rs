@@ -2,8 +2,8 @@
 
 use kernels::WeightFormat;
 use kernels::cuda::{
-    AttentionKind, Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, DeviceToHost, Event,
-    HostToDevice, Pinned, Ready, Stream,
+    Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, DeviceToHost, Event, HostToDevice,
+    Pinned, Ready, Stream,
 };
 
 use super::bench::gpu;
@@ -36,7 +36,7 @@ fn memory_that_is_dropped_is_given_back() {
 #[test]
 fn a_format_without_kernels_is_refused() {
     let Some(gpu) = gpu() else { return };
-    let options = CudaOptions { weights: WeightFormat::Q8, attention: AttentionKind::Plain };
+    let options = CudaOptions::new(WeightFormat::Q8);
     let error = CudaBackend::new(&gpu.context, gpu.library.clone(), options).err().unwrap();
     assert!(error.to_string().contains("q8") && error.to_string().contains("bf16"), "{error}");
 }

@@ -7,7 +7,7 @@ use super::{
     error::CudaError,
     ffi,
     library::KernelLibrary,
-    memory::{DeviceMemory, Pinned, Range},
+    memory::{ALIGNMENT, DeviceMemory, Pinned, Range},
     step::CudaStep,
 };
 use crate::{backend::HeadShape, layout::Dtype};
@@ -17,11 +17,19 @@ const INT_BYTES: usize = 8 << 20;
 /// Plans that may be under way: two steps with two windows each.
 const PLACES: usize = 4;
 
+/// What our own decode attention is made for.
+const DECODE_ROWS_MAX: usize = 1024;
+const DECODE_GROUP_MAX: usize = 8;
+const DECODE_KV_HEADS_MAX: usize = 128;
+const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
+
 /// Which kernel computes attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// The quickest that serves the shape.
+    /// The quickest that serves the shape: our own where every row decodes, FlashInfer's for prompts.
     Auto,
+    /// FlashInfer's wherever it serves the shape.
+    Flash,
     /// Our own, of every shape. A row's result does not depend on batch or chunk.
     Plain,
 }
@@ -29,6 +37,7 @@ pub enum AttentionKind {
 /// Attention of one stream.
 pub(super) struct Attention {
     kind: AttentionKind,
+    decode: Option<Decode>,
     floats: Range,
     places: Vec<Place>,
     /// Of `places`, the next to be used.
@@ -36,6 +45,13 @@ pub(super) struct Attention {
     /// Plans of step `serial`.
     serial: u64,
     plans: Vec<Planned>,
+}
+
+/// What our own decode attention needs. It makes no plan: its blocks share out the pages on the device.
+struct Decode {
+    partial: Range,
+    /// Zero between calls.
+    counters: Range,
 }
 
 /// Where one plan lies.
@@ -53,10 +69,19 @@ struct Planned {
 }
 
 impl Attention {
-    pub fn new(context: &Arc<Context>, kind: AttentionKind) -> Result<Self, CudaError> {
+    pub fn new(
+        context: &Arc<Context>,
+        library: &KernelLibrary,
+        stream: &Stream<Compute>,
+        kind: AttentionKind,
+    ) -> Result<Self, CudaError> {
         let (floats, ints, places) = match kind {
-            AttentionKind::Auto => (FLOAT_BYTES, INT_BYTES, PLACES),
+            AttentionKind::Auto | AttentionKind::Flash => (FLOAT_BYTES, INT_BYTES, PLACES),
             AttentionKind::Plain => (0, 0, PLACES),
+        };
+        let decode = match kind {
+            AttentionKind::Auto => Some(Decode::new(context, library, stream)?),
+            AttentionKind::Flash | AttentionKind::Plain => None,
         };
         let memory = DeviceMemory::new(context, "attention's workspace", floats + places * ints)?;
         let floats = memory.cut(floats)?;
@@ -69,10 +94,20 @@ impl Attention {
                 })
             })
             .collect::<Result<_, CudaError>>()?;
-        Ok(Self { kind, floats, places, next: 0, serial: 0, plans: Vec::new() })
+        Ok(Self { kind, decode, floats, places, next: 0, serial: 0, plans: Vec::new() })
     }
 
-    /// Puts the attention of one layer into `stream`.
+    /// True when a decoding step's attention can be recorded: no plan is made for it on the host.
+    pub fn can_be_recorded(&self, heads: HeadShape, dtype: Dtype) -> bool {
+        match self.kind {
+            AttentionKind::Auto => Decode::serves(heads, dtype),
+            AttentionKind::Plain => true,
+            AttentionKind::Flash => false,
+        }
+    }
+
+    /// Puts the attention of one layer into `stream`. With `starts_early` it may begin while the
+    /// kernel before it ends, which must have waited for its own predecessor before it allowed that.
     pub fn run(
         &mut self,
         library: &KernelLibrary,
@@ -82,7 +117,17 @@ impl Attention {
         (heads, scale, window): (HeadShape, f32, Option<NonZeroUsize>),
         (queries, query_stride): (ffi::Address, usize),
         out: ffi::Address,
+        starts_early: bool,
     ) -> Result<(), CudaError> {
+        if let Some(decode) = &self.decode
+            && step.is_decode()
+            && step.rows() <= DECODE_ROWS_MAX
+            && Decode::serves(heads, step.kv_layout().dtype)
+        {
+            let head = (heads, scale, window);
+            let queries = (queries, query_stride);
+            return decode.run(library, stream, step, layer, head, queries, out, starts_early);
+        }
         let shape = ffi::AttentionShape {
             query_heads: heads.query_heads as i32,
             kv_heads: heads.kv_heads as i32,
@@ -147,7 +192,7 @@ impl Attention {
         let mut plan = ffi::AttentionPlan::default();
         let workspace = self.workspace(place);
         let kind = match self.kind {
-            AttentionKind::Auto => 0,
+            AttentionKind::Auto | AttentionKind::Flash => 0,
             AttentionKind::Plain => 1,
         };
         // SAFETY: the host's arrays have as many elements as the step has sequences, and one more
@@ -177,6 +222,84 @@ impl Attention {
             int_bytes: ints.bytes() as u64,
             pinned_host: pinned.base().cast::<c_void>(),
         }
+    }
+}
+
+impl Decode {
+    fn new(
+        context: &Arc<Context>,
+        library: &KernelLibrary,
+        stream: &Stream<Compute>,
+    ) -> Result<Self, CudaError> {
+        let multiprocessors = context.device().multiprocessors as i32;
+        // SAFETY: a function of four numbers, which grows with each of them.
+        let partial = unsafe {
+            (library.functions().baton_decode_attention_workspace)(
+                multiprocessors,
+                DECODE_KV_HEADS_MAX as i32,
+                DECODE_GROUP_MAX as i32,
+                DECODE_HEAD_DIMS[1] as i32,
+            )
+        };
+        let partial = usize::try_from(partial).unwrap_or(0);
+        let counters = DECODE_ROWS_MAX * DECODE_KV_HEADS_MAX * size_of::<i32>();
+        let bytes = partial.next_multiple_of(ALIGNMENT) + counters;
+        let memory = DeviceMemory::new(context, "decode attention's workspace", bytes)?;
+        let (partial, counters) = (memory.cut(partial)?, memory.cut(counters)?);
+        counters.fill(0, stream)?;
+        Ok(Self { partial, counters })
+    }
+
+    fn serves(heads: HeadShape, dtype: Dtype) -> bool {
+        dtype == Dtype::Bf16
+            && DECODE_HEAD_DIMS.contains(&heads.head_dim)
+            && heads.kv_heads <= DECODE_KV_HEADS_MAX
+            && heads.query_heads / heads.kv_heads <= DECODE_GROUP_MAX
+    }
+
+    fn run(
+        &self,
+        library: &KernelLibrary,
+        stream: &Stream<Compute>,
+        step: &CudaStep,
+        layer: usize,
+        (heads, scale, window): (HeadShape, f32, Option<NonZeroUsize>),
+        (queries, query_stride): (ffi::Address, usize),
+        out: ffi::Address,
+        starts_early: bool,
+    ) -> Result<(), CudaError> {
+        let places = step.places(layer);
+        let arrays = step.arrays();
+        let args = ffi::DecodeAttentionArgs {
+            q: queries,
+            q_stride: query_stride as i64,
+            k: places.keys,
+            v: places.values,
+            stride_block: places.block_stride,
+            stride_head: places.head_stride,
+            stride_token: places.token_stride,
+            pages: arrays.page_indices,
+            page_indptr: arrays.page_indptr,
+            kv_len: arrays.kv_lengths,
+            out,
+            out_stride: heads.query_width() as i64,
+            partial: self.partial.address(),
+            counters: self.counters.address(),
+            rows: step.rows() as i32,
+            kv_heads: heads.kv_heads as i32,
+            group: (heads.query_heads / heads.kv_heads) as i32,
+            head_dim: heads.head_dim as i32,
+            window: window.map_or(0, |window| i32::try_from(window.get()).unwrap_or(0)),
+            scale,
+            pdl: starts_early.into(),
+            ..ffi::DecodeAttentionArgs::default()
+        };
+        // SAFETY: the step's arrays and blocks were made for its rows; queries and output were
+        // checked by the caller to hold them; the workspace is for the greatest shape, and one
+        // stream's alone.
+        let code =
+            unsafe { (library.functions().baton_decode_attention)(&args, stream.raw().cast()) };
+        library.check("baton_decode_attention", code)
     }
 }
 

@@ -19,9 +19,11 @@ use super::{
     driver::Driver,
     error::CudaError,
     ffi,
+    graph::Graph,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
     product::{Product, Products, WORKSPACE_BYTES},
+    skinny::{ROWS_MAX, Skinny, TILE_MIN},
     step::CudaStep,
     upload::Uploads,
 };
@@ -36,6 +38,25 @@ pub struct CudaOptions {
     /// Of weights and activations; sums and the residual stream are f32.
     pub weights: WeightFormat,
     pub attention: AttentionKind,
+    /// Products of few rows do what surrounds them.
+    pub fused: bool,
+    /// Decoding steps are recorded once and replayed.
+    pub graphs: bool,
+    /// Kernels start while the one before them ends, where the GPU can do that.
+    pub dependent_launch: bool,
+}
+
+impl CudaOptions {
+    /// The quickest.
+    pub fn new(weights: WeightFormat) -> Self {
+        Self {
+            weights,
+            attention: AttentionKind::Auto,
+            fused: true,
+            graphs: true,
+            dependent_launch: true,
+        }
+    }
 }
 
 /// Runs forwards on one GPU.
@@ -46,12 +67,14 @@ pub struct CudaOptions {
 pub struct CudaBackend {
     context: Arc<Context>,
     library: Arc<KernelLibrary>,
+    options: CudaOptions,
     compute: Arc<Stream<Compute>>,
     dtype: Dtype,
     weights: DeviceMemory,
     activations: DeviceMemory,
     is_placed: bool,
     products: Products,
+    skinny: Skinny,
     attention: Attention,
     /// `None` until weights are loaded, and again when they all are.
     uploads: Mutex<Option<Uploads>>,
@@ -92,17 +115,23 @@ impl CudaBackend {
             }
         };
         library.initialise(context)?;
-        let workspace = DeviceMemory::new(context, "the products' workspace", WORKSPACE_BYTES)?;
+        let dependent_launch = options.dependent_launch && context.device().compute >= 90;
+        let options = CudaOptions { dependent_launch, ..options };
+        let workspace_bytes = WORKSPACE_BYTES + Skinny::BYTES;
+        let workspace = DeviceMemory::new(context, "the products' workspace", workspace_bytes)?;
+        let compute = Arc::new(Stream::new(context)?);
         Ok(Self {
             context: Arc::clone(context),
-            library,
-            compute: Arc::new(Stream::new(context)?),
+            options,
             dtype,
             weights: DeviceMemory::counting("the weights"),
             activations: DeviceMemory::counting("the activations"),
             is_placed: false,
             products: Products::new(workspace.cut(WORKSPACE_BYTES)?)?,
-            attention: Attention::new(context, options.attention)?,
+            skinny: Skinny::new(&workspace, dependent_launch)?,
+            attention: Attention::new(context, &library, &compute, options.attention)?,
+            library,
+            compute,
             uploads: Mutex::new(None),
             fault: Mutex::new(None),
         })
@@ -147,6 +176,39 @@ impl CudaBackend {
         &self.compute
     }
 
+    /// What it was made with, apart from what the GPU cannot do.
+    pub fn options(&self) -> &CudaOptions {
+        &self.options
+    }
+
+    /// True when a decoding step's forward can be [recorded](Self::record): attention of these heads
+    /// plans nothing on the host.
+    pub fn can_record(&self, heads: HeadShape) -> bool {
+        self.attention.can_be_recorded(heads, self.dtype)
+    }
+
+    /// Records a forward. What it uses must have run once before.
+    ///
+    /// # Errors
+    /// The first fault of `work`.
+    pub fn record(&mut self, work: impl FnOnce(&mut Self)) -> Result<Graph, CudaError> {
+        let compute = Arc::clone(&self.compute);
+        Graph::record(&compute, || {
+            work(self);
+            self.check()
+        })
+    }
+
+    pub(super) fn skinny_parts(&self) -> &Skinny {
+        &self.skinny
+    }
+
+    /// True when the step's products do what surrounds them.
+    fn fuses(&self, step: &CudaStep) -> bool {
+        let rows = step.rows();
+        self.options.fused && self.dtype == Dtype::Bf16 && step.is_decode() && rows <= ROWS_MAX
+    }
+
     /// Bytes of weights and of activations.
     pub fn memory_bytes(&self) -> (usize, usize) {
         (self.weights.used_bytes(), self.activations.used_bytes())
@@ -155,6 +217,7 @@ impl CudaBackend {
     /// Reads the first rows of a buffer, as f32, once all kernels have run. For tests.
     pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
         self.check()?;
+        assert_eq!(buffer.pending, None, "rows that are not finished are not read");
         self.compute.synchronize()?;
         let count = buffer.bytes(rows) / buffer.dtype.bytes();
         let values = match buffer.dtype {
@@ -212,7 +275,11 @@ impl CudaBackend {
         self.fault.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    fn call(&self, name: &'static str, call: impl FnOnce(&ffi::Functions, ffi::RawStream) -> i32) {
+    pub(super) fn call(
+        &self,
+        name: &'static str,
+        call: impl FnOnce(&ffi::Functions, ffi::RawStream) -> i32,
+    ) {
         if !self.is_faulty() {
             let code = call(self.library.functions(), self.compute.raw().cast());
             self.note(self.library.check(name, code));
@@ -232,7 +299,8 @@ impl CudaBackend {
         let stride = width.next_multiple_of(16 / dtype.bytes());
         let bytes = rows_max.checked_mul(stride).and_then(|count| count.checked_mul(dtype.bytes()));
         let bytes = bytes.expect("a buffer fits the address space");
-        CudaBuffer { data: self.cut(&self.activations, bytes), rows_max, width, stride, dtype }
+        let data = self.cut(&self.activations, bytes);
+        CudaBuffer { data, rows_max, width, stride, dtype, pending: None }
     }
 }
 
@@ -288,6 +356,7 @@ impl Backend for CudaBackend {
         wide(out);
         let (rows, width) = (step.rows(), out.width);
         let to = out.data.part(0, out.bytes(rows));
+        self.use_dependent_launch();
         self.call("baton_embed", |functions, stream| {
             let (table, tokens) = (table.data.address(), step.arrays().row_tokens);
             // SAFETY: the step has so many tokens, the buffer so many rows; ids are below the
@@ -316,6 +385,7 @@ impl Backend for CudaBackend {
     ) {
         assert!(x.width == weight.len && out.width == weight.len, "rms_norm: widths are equal");
         wide(x);
+        out.pending = None;
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         self.call("baton_rms_norm", |functions, stream| {
             // SAFETY: three ranges of the sizes just checked.
@@ -350,6 +420,7 @@ impl Backend for CudaBackend {
         );
         wide(residual);
         assert_eq!(x.dtype, out.dtype, "add_rms_norm: what is added is of the output's type");
+        out.pending = None;
         let sum = residual.data.part(0, residual.bytes(rows));
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         self.call("baton_add_rms_norm", |functions, stream| {
@@ -376,6 +447,7 @@ impl Backend for CudaBackend {
         assert_eq!(x.width, w.cols, "matmul: the input is as wide as the matrix");
         assert_eq!(out.width, w.rows, "matmul: the output is as wide as the matrix is high");
         assert_eq!(x.dtype, w.dtype, "matmul: the input is of the matrix's type");
+        assert_eq!(x.pending, None, "matmul: the input is finished");
         if self.is_faulty() {
             return;
         }
@@ -461,6 +533,7 @@ impl Backend for CudaBackend {
             (shape, scale, window),
             (queries, qkv.stride),
             to,
+            self.options.dependent_launch,
         );
         self.note(outcome);
     }
@@ -488,6 +561,7 @@ impl Backend for CudaBackend {
 
     fn gather_sampled(&mut self, x: &CudaBuffer, step: &CudaStep, out: &mut CudaBuffer) {
         assert!(x.width == out.width && x.dtype == out.dtype, "gather_sampled: equal rows");
+        assert_eq!(x.pending, None, "gather_sampled: the input is finished");
         assert!(step.rows() <= x.rows_max, "gather_sampled: the buffer has the step's rows");
         let rows = step.samples();
         let to = out.data.part(0, out.bytes(rows));
@@ -507,9 +581,89 @@ impl Backend for CudaBackend {
             }
         });
     }
+
+    fn project_heads(
+        &mut self,
+        layer: usize,
+        shape: HeadShape,
+        (x, w): (&CudaBuffer, &CudaMatrix),
+        weights: HeadWeights<'_, CudaVector>,
+        frequencies: &CudaVector,
+        qkv: &mut CudaBuffer,
+        step: &mut CudaStep,
+    ) {
+        if !self.fuses(step) {
+            self.matmul(step.rows(), x, w, qkv);
+        } else if weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN) {
+            self.check_heads(shape, qkv, step);
+            return self.skinny_heads(layer, shape, (x, w), &weights, frequencies, qkv, step);
+        } else {
+            self.skinny_plain(step, (x, w), qkv);
+        }
+        self.store_kv(layer, shape, weights, frequencies, qkv, step);
+    }
+
+    fn project_onto_residual(
+        &mut self,
+        step: &CudaStep,
+        (x, w): (&CudaBuffer, &CudaMatrix),
+        delta: &mut CudaBuffer,
+        residual: &mut CudaBuffer,
+        (norm, eps): (&CudaVector, f32),
+        out: &mut CudaBuffer,
+    ) {
+        if self.fuses(step) {
+            self.skinny_onto_residual(step, (x, w), residual, (norm, eps), out);
+        } else {
+            self.matmul(step.rows(), x, w, delta);
+            self.add_rms_norm(step.rows(), residual, delta, norm, eps, out);
+        }
+    }
+
+    fn project_gated(
+        &mut self,
+        step: &CudaStep,
+        (x, w): (&CudaBuffer, &CudaMatrix),
+        gate_up: &mut CudaBuffer,
+        out: &mut CudaBuffer,
+    ) {
+        if self.fuses(step) {
+            self.skinny_gated(step, (x, w), out);
+        } else {
+            self.matmul(step.rows(), x, w, gate_up);
+            self.silu_mul(step.rows(), gate_up, out);
+        }
+    }
+
+    fn project_sampled(
+        &mut self,
+        step: &CudaStep,
+        (x, w): (&CudaBuffer, &CudaMatrix),
+        sampled: &mut CudaBuffer,
+        out: &mut CudaBuffer,
+    ) {
+        if self.fuses(step) {
+            self.skinny_wide(step, (x, w), out);
+        } else if step.is_decode() {
+            self.matmul(step.rows(), x, w, out);
+        } else {
+            self.gather_sampled(x, step, sampled);
+            self.matmul(step.samples(), sampled, w, out);
+        }
+    }
 }
 
 impl CudaBackend {
+    /// Kernels of ours are launched so from now on: the library has one switch for all.
+    pub(super) fn use_dependent_launch(&self) {
+        // SAFETY: it sets a number.
+        unsafe {
+            (self.library.functions().baton_programmatic_launch)(
+                self.options.dependent_launch.into(),
+            );
+        }
+    }
+
     /// A model whose heads do not fit its KV layout is a defect, never a request's fault.
     fn check_heads(&self, shape: HeadShape, qkv: &CudaBuffer, step: &CudaStep) {
         let layout = step.kv_layout();

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     layout::{BLOCK_TOKENS, KvLayout},
-    sampling::{SampledToken, TokenLogprobs, TokenMask},
+    sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
 };
 
 /// What is made room for.
@@ -75,6 +75,8 @@ pub struct StepInput<'a> {
     pub sequences: &'a [StepRows],
     /// By the rows that `sequences` name.
     pub masks: &'a [&'a TokenMask],
+    /// The device fills a step of decoding rows up to so many, with rows of nobody's.
+    pub rows_min: u32,
 }
 
 /// What one sampled row brought.
@@ -112,6 +114,8 @@ pub struct DeviceBatch {
     /// Of the step under way: its way down, and what went up.
     output: Option<Output>,
     uploaded_bytes: u64,
+    /// Of every slot: which of sampling's kernels its occupant wants.
+    needs: Vec<i32>,
 }
 
 /// One way up: pinned memory, and where it goes.
@@ -276,6 +280,7 @@ impl DeviceBatch {
             outputs: outputs.collect::<Result<_, _>>()?,
             output: None,
             uploaded_bytes: 0,
+            needs: vec![0; limits.slots as usize],
         })
     }
 
@@ -304,6 +309,7 @@ impl DeviceBatch {
         output.launched_at = Instant::now();
         self.output = Some(output);
         let step_id = input.step_id as u32;
+        backend.use_dependent_launch();
         let plans = plan::encode(
             step_id,
             input.admissions,
@@ -316,7 +322,14 @@ impl DeviceBatch {
             self.upload(backend, words, &[], (0, 0, 0))?;
         }
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
-        let step = CudaStep::new(Arc::clone(&self.memory), serial, input.sequences);
+        let rows_min = input.rows_min as usize;
+        for admission in input.admissions {
+            self.needs[admission.slot as usize] = needs(admission.sampling);
+        }
+        let sampled = input.sequences.iter().filter(|sequence| sequence.samples > 0);
+        let needs = sampled.fold(0, |all, sequence| all | self.needs[sequence.slot as usize]);
+        let memory = Arc::clone(&self.memory);
+        let step = CudaStep::new(memory, serial, input.sequences, rows_min, needs);
         let sizes = (step.rows(), step.sequences(), step.samples());
         self.upload(backend, last, input.masks, sizes)?;
         Ok(step)
@@ -388,6 +401,12 @@ impl DeviceBatch {
         Ok(end)
     }
 
+    /// A step of so many rows of nobody's, as a recording wants it: it has the places of every other.
+    pub fn filling(&self, rows: u32) -> CudaStep {
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        CudaStep::new(Arc::clone(&self.memory), serial, &[], rows as usize, 0)
+    }
+
     /// Chooses a token for every sampled row of the step; it joins its slot's tokens.
     pub fn sample(
         &mut self,
@@ -411,6 +430,8 @@ impl DeviceBatch {
             scratch_bytes: self.scratch.bytes() as u64,
             vocabulary: self.limits.vocabulary as i32,
             samples: step.samples() as i32,
+            needs: step.needs(),
+            reserved: 0,
         };
         // SAFETY: every range was made for the limits that the step is within.
         let code = unsafe {
@@ -517,7 +538,13 @@ impl DeviceBatch {
         {
             return bad("the number of samples", sum(|s| s.samples), "those of the limits");
         }
+        if input.rows_min > rows.min(samples).min(slots) {
+            return bad("the rows to fill up to", input.rows_min.into(), "those of the limits");
+        }
         for sequence in input.sequences {
+            if input.rows_min > 0 && (sequence.rows, sequence.samples) != (1, 1) {
+                return bad("the rows of a sequence", sequence.rows.into(), "one that samples");
+            }
             let end = u64::from(sequence.position) + u64::from(sequence.rows);
             if sequence.rows == 0
                 || sequence.samples > sequence.rows
@@ -533,6 +560,22 @@ impl DeviceBatch {
         }
         Ok(())
     }
+}
+
+/// What the rules of one sequence want of sampling's kernels beside the choice of the best.
+fn needs(sampling: &Sampling) -> i32 {
+    let Sampling { temperature, top_k, top_p, logprobs, .. } = sampling;
+    let has_penalty = sampling.repetition_penalty != 1.0
+        || sampling.presence_penalty != 0.0
+        || sampling.frequency_penalty != 0.0;
+    [
+        (*temperature > 0.0, ffi::SAMPLE_DRAW),
+        (*temperature > 0.0 && (*top_k > 0 || *top_p < 1.0), ffi::SAMPLE_CUT),
+        (logprobs.is_some(), ffi::SAMPLE_LOGPROBS),
+        (has_penalty, ffi::SAMPLE_PENALTIES),
+    ]
+    .iter()
+    .fold(0, |all, (is_wanted, bit)| if *is_wanted { all | bit } else { all })
 }
 
 impl Output {

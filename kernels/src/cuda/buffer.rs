@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::memory::Range;
+use super::{memory::Range, skinny::Pending};
 use crate::layout::Dtype;
 
 /// A weight matrix `[rows][cols]`, row-major without gaps.
@@ -26,6 +26,8 @@ pub struct CudaBuffer {
     pub(super) width: usize,
     pub(super) stride: usize,
     pub(super) dtype: Dtype,
+    /// Of the rows that a product left unfinished for the one that reads them.
+    pub(super) pending: Option<Pending>,
 }
 
 impl CudaBuffer {

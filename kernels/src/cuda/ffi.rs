@@ -6,7 +6,7 @@ use std::ffi::{c_char, c_void};
 use cudarc::driver::sys::CUdeviceptr;
 
 /// Of the header.
-pub const ABI_VERSION: i32 = 1;
+pub const ABI_VERSION: i32 = 2;
 /// `BATON_UNSUPPORTED`.
 pub const UNSUPPORTED: i32 = 2;
 /// `BATON_CUDA`.
@@ -243,10 +243,90 @@ pub struct SampleArgs {
     pub scratch_bytes: u64,
     pub vocabulary: i32,
     pub samples: i32,
+    pub needs: i32,
+    pub reserved: i32,
+}
+
+/// `baton_sample_needs`.
+pub const SAMPLE_DRAW: i32 = 1;
+pub const SAMPLE_CUT: i32 = 2;
+pub const SAMPLE_LOGPROBS: i32 = 4;
+pub const SAMPLE_PENALTIES: i32 = 8;
+
+pub const SKINNY_PLAIN: i32 = 0;
+pub const SKINNY_RESIDUAL: i32 = 1;
+pub const SKINNY_SILU: i32 = 2;
+pub const SKINNY_F32: i32 = 3;
+pub const SKINNY_QKV: i32 = 4;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SkinnyGemmArgs {
+    pub weight: Address,
+    pub x: Address,
+    pub x_stride: i64,
+    pub squares: Address,
+    pub bias: Address,
+    pub out: Address,
+    pub out_stride: i64,
+    pub residual: Address,
+    pub mirror: Address,
+    pub next_norm: Address,
+    pub squares_out: Address,
+    pub k: Address,
+    pub v: Address,
+    pub stride_block: i64,
+    pub stride_head: i64,
+    pub stride_token: i64,
+    pub frequencies: Address,
+    pub positions: Address,
+    pub destinations: Address,
+    pub eps: f32,
+    pub rows: i32,
+    pub n: i32,
+    pub depth: i32,
+    pub epilogue: i32,
+    pub query_heads: i32,
+    pub kv_heads: i32,
+    pub head_dim: i32,
+    pub grid: i32,
+    pub tile: i32,
+    pub pdl: i32,
+    pub squares_count: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeAttentionArgs {
+    pub q: Address,
+    pub q_stride: i64,
+    pub k: Address,
+    pub v: Address,
+    pub stride_block: i64,
+    pub stride_head: i64,
+    pub stride_token: i64,
+    pub pages: Address,
+    pub page_indptr: Address,
+    pub table_stride: i64,
+    pub kv_len: Address,
+    pub out: Address,
+    pub out_stride: i64,
+    pub partial: Address,
+    pub counters: Address,
+    pub rows: i32,
+    pub kv_heads: i32,
+    pub group: i32,
+    pub head_dim: i32,
+    pub window: i32,
+    pub scale: f32,
+    pub sms: i32,
+    pub least_pages: i32,
+    pub variant: i32,
+    pub pdl: i32,
 }
 
 /// Bytes of each struct of the header, in its order.
-pub const STRUCT_BYTES: [usize; 17] = [
+pub const STRUCT_BYTES: [usize; 19] = [
     size_of::<Kv>(),
     size_of::<RopeArgs>(),
     size_of::<SlotSampling>(),
@@ -264,6 +344,8 @@ pub const STRUCT_BYTES: [usize; 17] = [
     size_of::<SampleResult>(),
     size_of::<TokenLogprob>(),
     size_of::<SampleArgs>(),
+    size_of::<SkinnyGemmArgs>(),
+    size_of::<DecodeAttentionArgs>(),
 ];
 
 /// Declares the table of functions and how it is read from an opened library.
@@ -295,6 +377,7 @@ functions! {
     baton_build_info: fn() -> *const c_char;
     baton_last_error: fn() -> *const c_char;
     baton_initialise: fn() -> i32;
+    baton_programmatic_launch: fn(i32) -> ();
     baton_struct_sizes: fn(*mut u32, i32) -> i32;
     baton_embed: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
@@ -330,6 +413,11 @@ functions! {
             i32,
             RawStream,
         ) -> i32;
+    baton_decode_attention_workspace: fn(i32, i32, i32, i32) -> i64;
+    baton_decode_attention: fn(*const DecodeAttentionArgs, RawStream) -> i32;
+    baton_skinny_gemm: fn(*const SkinnyGemmArgs, RawStream) -> i32;
+    baton_skinny_gemm_rows_max: fn() -> i32;
+    baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
     baton_sample_scratch_bytes: fn(i32, i32) -> u64;
     baton_sample: fn(*const Pool, *const Step, *const SampleArgs, RawStream) -> i32;
 }

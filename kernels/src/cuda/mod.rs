@@ -22,11 +22,13 @@ mod driver;
 mod error;
 #[allow(dead_code)] // The whole header, called or not.
 mod ffi;
+mod graph;
 mod kv;
 mod library;
 mod memory;
 mod plan;
 mod product;
+mod skinny;
 mod step;
 mod upload;
 
@@ -38,6 +40,7 @@ pub use clock::DeviceClock;
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Role, Stream};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
+pub use graph::Graph;
 pub use kv::DeviceKv;
 pub use library::KernelLibrary;
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};

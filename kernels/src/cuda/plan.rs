@@ -40,6 +40,12 @@ pub struct StepRows {
     pub mask: Option<u32>,
 }
 
+impl StepRows {
+    /// What the device fills a step up with: a row of no slot.
+    pub(super) const FILLING: Self =
+        Self { slot: u32::MAX, position: 0, rows: 1, samples: 1, mask: None };
+}
+
 const HEADER_WORDS: usize = size_of::<PlanHeader>() / 4;
 const SEQUENCE_WORDS: usize = size_of::<PlanSequence>() / 4;
 const ADMISSION_WORDS: usize = size_of::<PlanAdmission>() / 4;

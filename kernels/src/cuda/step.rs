@@ -13,17 +13,33 @@ pub struct CudaStep {
     serial: u64,
     rows: usize,
     samples: usize,
+    /// Every sequence has one row, which samples.
+    is_decode: bool,
+    /// Of sampling's kernels, for all rows together.
+    needs: i32,
     row_indptr: Vec<i32>,
     page_indptr: Vec<i32>,
     kv_lengths: Vec<i32>,
 }
 
 impl CudaStep {
-    pub(super) fn new(memory: Arc<BatchMemory>, serial: u64, sequences: &[StepRows]) -> Self {
+    /// Of these sequences, and as many more of one row each that the device fills up with as make
+    /// `sequences_min`.
+    pub(super) fn new(
+        memory: Arc<BatchMemory>,
+        serial: u64,
+        sequences: &[StepRows],
+        sequences_min: usize,
+        needs: i32,
+    ) -> Self {
         let (mut row_indptr, mut page_indptr) = (vec![0], vec![0]);
         let mut kv_lengths = Vec::with_capacity(sequences.len());
         let (mut rows, mut pages, mut samples) = (0, 0, 0);
-        for sequence in sequences {
+        let is_decode =
+            sequences.iter().all(|sequence| (sequence.rows, sequence.samples) == (1, 1));
+        let filling = sequences_min.saturating_sub(sequences.len());
+        let filling = std::iter::repeat_n(StepRows::FILLING, filling);
+        for sequence in sequences.iter().copied().chain(filling) {
             let length = (sequence.position + sequence.rows) as usize;
             rows += sequence.rows as usize;
             pages += length.div_ceil(BLOCK_TOKENS);
@@ -32,7 +48,17 @@ impl CudaStep {
             page_indptr.push(pages as i32);
             kv_lengths.push(length as i32);
         }
-        Self { memory, serial, rows, samples, row_indptr, page_indptr, kv_lengths }
+        Self {
+            memory,
+            serial,
+            rows,
+            samples,
+            is_decode,
+            needs,
+            row_indptr,
+            page_indptr,
+            kv_lengths,
+        }
     }
 
     pub fn rows(&self) -> usize {
@@ -45,6 +71,11 @@ impl CudaStep {
 
     pub fn sequences(&self) -> usize {
         self.kv_lengths.len()
+    }
+
+    /// True when every sequence has one row, which samples: sampled rows are all rows in their order.
+    pub fn is_decode(&self) -> bool {
+        self.is_decode
     }
 
     pub fn kv_layout(&self) -> KvLayout {
@@ -67,6 +98,27 @@ impl CudaStep {
         &self.memory.step
     }
 
+    pub(super) fn needs(&self) -> i32 {
+        self.needs
+    }
+
+    /// Where a layer's keys and values are.
+    pub(super) fn places(&self, layer: usize) -> Places {
+        let kv = self.kv();
+        let token = i64::from(kv.head_dim);
+        let head = token * BLOCK_TOKENS as i64;
+        let values = head * i64::from(kv.head_count);
+        let element = self.kv_layout().dtype.bytes() as u64;
+        let keys = kv.base + 2 * layer as u64 * values as u64 * element;
+        Places {
+            keys,
+            values: keys + values as u64 * element,
+            block_stride: kv.block_elements,
+            head_stride: head,
+            token_stride: token,
+        }
+    }
+
     /// Points into this value.
     pub(super) fn host_batch(&self) -> ffi::AttentionBatch {
         ffi::AttentionBatch {
@@ -79,4 +131,14 @@ impl CudaStep {
             reserved: 0,
         }
     }
+}
+
+/// One layer's keys and values in block 0, and elements from one block, head and token to the next.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Places {
+    pub keys: ffi::Address,
+    pub values: ffi::Address,
+    pub block_stride: i64,
+    pub head_stride: i64,
+    pub token_stride: i64,
 }

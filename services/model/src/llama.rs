@@ -184,6 +184,11 @@ impl<B: Backend> Llama<B> {
         &self.config
     }
 
+    /// Where the last forward, or its replay, left them: `[sampled_rows][vocab]`.
+    pub fn logits(&self) -> &B::Buffer {
+        &self.activations.logits
+    }
+
     /// Computes one step: stores the KV of its rows in their blocks and returns the logits
     /// `[sampled_rows][vocab]`, in the order of the step's sampled rows.
     ///

@@ -11,7 +11,7 @@ use config::{Config, Device, Node, Speculate};
 use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, KvShare};
 use kernels::{
     KvArena, KvLayout, WeightFormat,
-    cuda::{AttentionKind, CudaBackend, CudaError, CudaOptions, DeviceKv},
+    cuda::{CudaBackend, CudaError, CudaOptions, DeviceKv},
 };
 use model::Checkpoint;
 use tracing::info;
@@ -52,7 +52,7 @@ fn open(config: &Config, weights: WeightFormat) -> Result<Gpu, CudaError> {
         return Err(CudaError::Unsupported { what, value, allowed: "off" });
     }
     let path = node.kernels.clone().or_else(kernels_beside_us);
-    let options = CudaOptions { weights, attention: AttentionKind::Auto };
+    let options = CudaOptions::new(weights);
     let backend = CudaBackend::open(node.gpu.as_deref(), path.as_deref(), options)?;
     let device = backend.context().device();
     let kernels = backend.library().build();

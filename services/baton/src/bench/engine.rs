@@ -84,6 +84,18 @@ pub struct EngineArgs {
     gpu: Option<String>,
     #[command(flatten)]
     kernels: KernelsArg,
+    /// On a GPU, attention: auto, flash (FlashInfer alone) or plain (one kernel for every shape).
+    #[arg(long, default_value = "auto", value_parser = parse_attention)]
+    attention: AttentionKind,
+    /// On a GPU, decoding steps are recorded and replayed: on or off.
+    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    graphs: bool,
+    /// On a GPU, products of few rows do what surrounds them: on or off.
+    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    fused: bool,
+    /// On a GPU, kernels start while the one before them ends: on or off.
+    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    dependent_launch: bool,
     /// Steps in flight.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
     depth: u32,
@@ -98,6 +110,23 @@ pub(super) fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
         "bf16" => Ok(WeightFormat::Bf16),
         "q8" => Ok(WeightFormat::Q8),
         _ => Err("allowed are f32, bf16 and q8".to_owned()),
+    }
+}
+
+fn parse_attention(text: &str) -> Result<AttentionKind, String> {
+    match text {
+        "auto" => Ok(AttentionKind::Auto),
+        "flash" => Ok(AttentionKind::Flash),
+        "plain" => Ok(AttentionKind::Plain),
+        _ => Err("allowed are auto, flash and plain".to_owned()),
+    }
+}
+
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("allowed are on and off".to_owned()),
     }
 }
 
@@ -399,7 +428,13 @@ fn on_cpu(
 }
 
 fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
-    let options = CudaOptions { weights: args.dtype, attention: AttentionKind::Auto };
+    let options = CudaOptions {
+        weights: args.dtype,
+        attention: args.attention,
+        fused: args.fused,
+        graphs: args.graphs,
+        dependent_launch: args.dependent_launch,
+    };
     let kernels = args.kernels.path();
     let mut since = Instant::now();
     let mut lap = |what| {

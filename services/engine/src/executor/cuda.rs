@@ -5,6 +5,7 @@
 //! results, the one blocking call of a step, and hands them to `collect`. The host mirrors lengths and
 //! blocks of every slot, never a token.
 
+mod graphs;
 mod kv_size;
 mod rows;
 
@@ -27,6 +28,7 @@ use kernels::{
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
+use self::graphs::{Graphs, Parts};
 use self::rows::{Rows, STOPS_MAX, Scheduled};
 use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
 use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
@@ -133,6 +135,7 @@ pub struct CudaExecutor {
     model: Llama<CudaBackend>,
     backend: CudaBackend,
     batch: DeviceBatch,
+    graphs: Graphs,
     access: StreamAccess,
     rows: Rows,
     launched: std::collections::VecDeque<Launched>,
@@ -154,7 +157,8 @@ struct Launched {
 }
 
 impl CudaExecutor {
-    /// Takes the batch's memory and starts the thread. KV is computed into `kv`, of which `arena` is
+    /// Takes the batch's memory, runs a forward of every kind once, records those of decoding steps,
+    /// and starts the thread. KV is computed into `kv`, of which `arena` is
     /// the face that the transfers share.
     ///
     /// # Errors
@@ -165,13 +169,20 @@ impl CudaExecutor {
         arena: &Arc<KvArena>,
         limits: ExecutorLimits,
     ) -> Result<Self, CudaExecutorError> {
-        let CudaModel { model, backend, .. } = loaded;
+        let CudaModel { mut model, mut backend, .. } = loaded;
         check(model.config(), &kv, arena, limits)?;
-        let batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
+        let mut batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
+        let mut clock = DeviceClock::start(backend.context(), backend.compute())?;
+        let parts = Parts {
+            model: &mut model,
+            backend: &mut backend,
+            batch: &mut batch,
+            clock: &mut clock,
+        };
+        let graphs = Graphs::record(parts, &limits)?;
         let (frames, in_flight) = bounded::<CudaFrame>(limits.depth as usize);
         let (answers, results) = bounded(limits.depth as usize);
         let context = Arc::clone(backend.context());
-        let mut clock = DeviceClock::start(&context, backend.compute())?;
         let wait = move || {
             let bound = context.bind();
             for frame in in_flight {
@@ -189,6 +200,7 @@ impl CudaExecutor {
             model,
             backend,
             batch,
+            graphs,
             access: StreamAccess::new(arena),
             rows: Rows::new(limits),
             launched: std::collections::VecDeque::new(),
@@ -212,8 +224,8 @@ impl CudaExecutor {
         let blocks = self.access.acquire(&step.reads, &step.writes);
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let wants_logprobs = step.wants_logprobs.clone();
-        let samples = wants_logprobs.len();
         let has_masks = !step.masks.is_empty();
+        let (rows_min, dispatch) = self.graphs.dispatch(&step.sequences);
         let input = StepInput {
             step_id,
             admissions: &step
@@ -231,18 +243,22 @@ impl CudaExecutor {
                 .collect::<Vec<_>>(),
             sequences: &step.sequences,
             masks: &step.masks.iter().map(AsRef::as_ref).collect::<Vec<_>>(),
+            rows_min,
         };
-        let (scheduled, dispatch) = (step.scheduled, Dispatch::Eager);
+        let scheduled = step.scheduled;
         self.launched.push_back(Launched { step_id, scheduled, blocks, dispatch });
         let frame = (|| {
             let backend = &mut self.backend;
             backend.context().bind()?;
             let mut prepared = self.batch.begin(backend, &input)?;
             if prepared.rows() > 0 {
-                let logits = self.model.forward(backend, &mut prepared);
+                match self.graphs.of(dispatch) {
+                    Some(graph) => graph.launch(backend.compute())?,
+                    None => _ = self.model.forward(backend, &mut prepared),
+                }
                 backend.check()?;
-                if samples > 0 {
-                    self.batch.sample(backend, logits, &prepared, has_masks)?;
+                if prepared.samples() > 0 {
+                    self.batch.sample(backend, self.model.logits(), &prepared, has_masks)?;
                 }
             }
             self.batch.end(backend, step_id, wants_logprobs)

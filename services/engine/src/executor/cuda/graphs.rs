@@ -1,0 +1,186 @@
+//! Forwards of decoding steps, recorded before serving and replayed.
+//!
+//! A recording is of a number of rows; a step is filled up to the next one with rows of nobody's, which
+//! read and write a block of their own. What differs from step to step lies on the device, so a
+//! replay needs nothing but the step's plan. Steps with prompts in them are launched kernel by
+//! kernel: their shapes are too many, and their kernels long enough.
+
+use std::time::Instant;
+
+use kernels::{
+    BLOCK_TOKENS, BlockId,
+    cuda::{
+        Admission, CudaBackend, CudaError, DeviceBatch, DeviceClock, Graph, StepInput, StepRows,
+    },
+    sampling::Sampling,
+};
+use model::Llama;
+
+use super::super::ExecutorLimits;
+use crate::plan::Dispatch;
+
+/// Larger decoding steps are launched kernel by kernel: launches are a small part of them.
+const ROWS_MAX: u32 = 512;
+
+#[derive(Debug)]
+pub struct Graphs {
+    /// By rows, ascending.
+    sizes: Vec<(u32, Option<Graph>)>,
+    is_on: bool,
+}
+
+/// What runs forwards.
+pub struct Parts<'a> {
+    pub model: &'a mut Llama<CudaBackend>,
+    pub backend: &'a mut CudaBackend,
+    pub batch: &'a mut DeviceBatch,
+    pub clock: &'a mut DeviceClock,
+}
+
+impl Parts<'_> {
+    /// One prompt of so many tokens through the first slot and the first blocks.
+    fn read_prompt(&mut self, tokens: u32) -> Result<(), CudaError> {
+        let blocks: Vec<_> = (0..tokens.div_ceil(BLOCK_TOKENS as u32)).map(BlockId).collect();
+        let admission = Admission {
+            slot: 0,
+            tokens: &vec![0; tokens as usize],
+            prompt_len: tokens,
+            position: 0,
+            blocks: &blocks,
+            sampling: &Sampling::greedy(),
+        };
+        let sequence = StepRows { slot: 0, position: 0, rows: tokens, samples: 1, mask: None };
+        self.step(&StepInput { admissions: &[admission], sequences: &[sequence], ..NOTHING })
+    }
+
+    /// Runs one step to its end.
+    fn step(&mut self, input: &StepInput<'_>) -> Result<(), CudaError> {
+        let Self { model, backend, batch, clock } = self;
+        let mut step = batch.begin(backend, input)?;
+        let logits = model.forward(backend, &mut step);
+        backend.check()?;
+        batch.sample(backend, logits, &step, false)?;
+        let frame = batch.end(backend, input.step_id, vec![false; input.sequences.len()])?;
+        batch.recycle(frame.finish(clock)?.output);
+        Ok(())
+    }
+}
+
+impl Graphs {
+    /// Runs a forward of every kind, so that nothing is loaded or chosen while serving, and records
+    /// those of decoding steps, where that is wanted and can be done. Nothing is served yet: what it
+    /// writes to KV is overwritten.
+    pub fn record(mut parts: Parts<'_>, limits: &ExecutorLimits) -> Result<Self, CudaError> {
+        let started = Instant::now();
+        let longest = limits.step_tokens.min(limits.sequence_tokens);
+        let longest = longest.min(limits.blocks.saturating_mul(BLOCK_TOKENS as u32));
+        for tokens in [longest, longest.min(32)] {
+            parts.read_prompt(tokens)?;
+        }
+        let prompts_read = started.elapsed();
+        let heads = parts.model.config().head_shape();
+        let is_on = parts.backend.options().graphs;
+        let can_record = is_on && parts.backend.can_record(heads);
+        let rows_max = limits.slots.min(limits.step_tokens);
+        let mut sizes = Vec::new();
+        // The largest first, as it wants the most of what is made once.
+        for rows in decode_sizes(rows_max).into_iter().rev() {
+            parts.step(&StepInput { rows_min: rows, ..NOTHING })?;
+            let mut graph = None;
+            if can_record {
+                let Parts { model, backend, batch, .. } = &mut parts;
+                let mut step = batch.filling(rows);
+                graph = Some(backend.record(|backend| _ = model.forward(backend, &mut step))?);
+            }
+            sizes.push((rows, graph));
+        }
+        sizes.reverse();
+        tracing::info!(
+            recorded = sizes.iter().filter(|(_, graph)| graph.is_some()).count(),
+            prompts_s = prompts_read.as_secs_f64(),
+            decodes_s = (started.elapsed() - prompts_read).as_secs_f64(),
+            "warmed up"
+        );
+        Ok(Self { sizes, is_on })
+    }
+
+    /// How many rows a step of these sequences is filled up to (0: it is not), and how it is launched.
+    pub fn dispatch(&self, sequences: &[StepRows]) -> (u32, Dispatch) {
+        let is_decode =
+            sequences.iter().all(|sequence| (sequence.rows, sequence.samples) == (1, 1));
+        if sequences.is_empty() || !is_decode {
+            return (0, Dispatch::Eager);
+        }
+        let none = if self.is_on { Dispatch::Fallback } else { Dispatch::Eager };
+        match self.sizes.iter().find(|(rows, _)| *rows >= sequences.len() as u32) {
+            None => (0, none),
+            Some((rows, None)) => (*rows, none),
+            Some((rows, Some(_))) => (*rows, Dispatch::Graph { rows: *rows }),
+        }
+    }
+
+    /// The recording that a step is to be replayed from.
+    pub fn of(&mut self, dispatch: Dispatch) -> Option<&mut Graph> {
+        let Dispatch::Graph { rows } = dispatch else { return None };
+        let place = self.sizes.binary_search_by_key(&rows, |(rows, _)| *rows).ok()?;
+        self.sizes[place].1.as_mut()
+    }
+}
+
+const NOTHING: StepInput<'_> = StepInput {
+    step_id: 0,
+    admissions: &[],
+    extensions: &[],
+    sequences: &[],
+    masks: &[],
+    rows_min: 0,
+};
+
+/// Rows of recordings, ascending: wide apart only where a row more costs little.
+fn decode_sizes(rows_max: u32) -> Vec<u32> {
+    let rows_max = rows_max.min(ROWS_MAX);
+    let mut sizes: Vec<_> = [1, 2, 4]
+        .into_iter()
+        .chain((8..256).step_by(8))
+        .chain((256..=ROWS_MAX).step_by(16))
+        .take_while(|rows| *rows < rows_max)
+        .collect();
+    sizes.push(rows_max);
+    sizes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_of_rows_has_a_size_that_wastes_little() {
+        for rows_max in [1, 2, 3, 7, 8, 100, 256, 500, 512, 4096] {
+            let sizes = decode_sizes(rows_max);
+            assert!(sizes.is_sorted_by(|a, b| a < b), "{sizes:?}");
+            assert_eq!(*sizes.last().unwrap(), rows_max.min(ROWS_MAX));
+            for rows in 1..=rows_max.min(ROWS_MAX) {
+                let size = sizes.iter().find(|size| **size >= rows).unwrap();
+                assert!(size - rows < 16 && *size <= 2 * rows, "{rows} rows in {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn steps_are_filled_up_to_the_next_size_and_prompts_are_not() {
+        let sizes = || vec![(1, None), (2, None), (4, None)];
+        let mut graphs = Graphs { sizes: sizes(), is_on: true };
+        let row = |slot| StepRows { slot, position: 9, rows: 1, samples: 1, mask: None };
+        let rows: Vec<_> = (0..5).map(row).collect();
+        let prompt = StepRows { rows: 7, samples: 0, ..row(0) };
+        assert_eq!(graphs.dispatch(&rows[..3]), (4, Dispatch::Fallback));
+        assert_eq!(graphs.dispatch(&rows[..1]), (1, Dispatch::Fallback));
+        assert_eq!(graphs.dispatch(&rows), (0, Dispatch::Fallback));
+        assert_eq!(graphs.dispatch(&[]), (0, Dispatch::Eager));
+        assert_eq!(graphs.dispatch(&[rows[1], prompt]), (0, Dispatch::Eager));
+        assert!(graphs.of(Dispatch::Graph { rows: 4 }).is_none());
+        assert!(graphs.of(Dispatch::Graph { rows: 3 }).is_none());
+        graphs.is_on = false;
+        assert_eq!(graphs.dispatch(&rows[..3]), (4, Dispatch::Eager));
+    }
+}
