@@ -52,7 +52,14 @@ impl Gpu {
         attention: AttentionKind,
         make: impl Fn(&CudaBackend) -> T,
     ) -> (CudaBackend, T) {
-        let options = CudaOptions { attention, ..CudaOptions::new(weights.into()) };
+        self.backend_with(CudaOptions { attention, ..CudaOptions::new(weights.into()) }, make)
+    }
+
+    pub fn backend_with<T>(
+        &self,
+        options: CudaOptions,
+        make: impl Fn(&CudaBackend) -> T,
+    ) -> (CudaBackend, T) {
         let mut backend = CudaBackend::new(&self.context, self.library.clone(), options).unwrap();
         drop(make(&backend));
         backend.place().unwrap();

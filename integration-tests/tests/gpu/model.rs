@@ -6,8 +6,8 @@ use kernels::{
     BlockId, Dtype, KvArena, WeightFormat,
     cpu::{CpuStep, StepSequence},
     cuda::{
-        Admission, AttentionKind, BatchLimits, DeviceBatch, DeviceClock, SampleOutcome, StepInput,
-        StepRows,
+        Admission, AttentionKind, BatchLimits, CudaOptions, DeviceBatch, DeviceClock, Graph,
+        SampleOutcome, StepInput, StepRows,
     },
     sampling::Sampling,
 };
@@ -17,11 +17,15 @@ use super::bench::{Bench, assert_near, cpu, gpu};
 
 /// Architectures of which each has something that others lack.
 pub fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
+    checkpoint_with(architecture, model_type, 16)
+}
+
+fn checkpoint_with(architecture: &str, model_type: &str, head_dim: usize) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
     let config = serde_json::json!({
         "architectures": [architecture], "model_type": model_type,
         "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": head_dim,
         "vocab_size": 1003, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2
@@ -81,18 +85,20 @@ fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<
 }
 
 /// The same by the GPU, which is told the prompts and nothing after them. `depth` steps are launched
-/// before the first result is looked at.
+/// before the first result is looked at. With graphs, decoding steps are replayed, with a row of
+/// nobody's at their end; without, they have it too.
 fn by_gpu(
     gpu: &super::bench::Gpu,
     checkpoint: &Checkpoint,
-    weights: WeightFormat,
-    kind: AttentionKind,
+    options: CudaOptions,
     depth: usize,
 ) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let weights = options.weights;
     let limits = Limits { rows_max: ROWS, sampled_max: 4 };
-    let (mut cuda, mut llama) = gpu.backend(weights, kind, |backend| {
+    let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
         Llama::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });
+    let mut graph = None;
     let (kv, _) = gpu.kv(checkpoint.config().kv_layout(weights.kv_dtype()), 48);
     let limits = BatchLimits {
         slots: 4,
@@ -142,13 +148,20 @@ fn by_gpu(
             extensions: &[],
             sequences: &sequences,
             masks: &[],
-            rows_min: 0,
+            rows_min: if step_id == 0 { 0 } else { 4 },
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
-        let logits = llama.forward(&mut cuda, &mut step);
-        batch.sample(&cuda, logits, &step, false).unwrap();
+        match &mut graph {
+            Some(graph) if step_id > 0 => Graph::launch(graph, cuda.compute()).unwrap(),
+            _ => _ = llama.forward(&mut cuda, &mut step),
+        }
+        batch.sample(&cuda, llama.logits(), &step, false).unwrap();
+        if step_id == 1 && options.graphs {
+            let mut step = batch.filling(4);
+            graph = Some(cuda.record(|cuda| _ = llama.forward(cuda, &mut step)).unwrap());
+        }
         if depth == 1 {
-            all_logits.push(cuda.get(logits, 3));
+            all_logits.push(cuda.get(llama.logits(), 3));
         }
         frames.push_back(batch.end(&cuda, step_id, vec![false; 3]).unwrap());
     }
@@ -184,25 +197,63 @@ fn every_architecture_gives_the_cpus_logits_and_tokens() {
     ] {
         let checkpoint = checkpoint(architecture, model_type);
         let wanted = by_cpu(&checkpoint, Dtype::F32.into());
-        let found = by_gpu(&gpu, &checkpoint, Dtype::F32.into(), AttentionKind::Plain, 1);
+        let exact = CudaOptions {
+            attention: AttentionKind::Plain,
+            graphs: false,
+            ..CudaOptions::new(WeightFormat::F32)
+        };
+        let found = by_gpu(&gpu, &checkpoint, exact, 1);
         for (step, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
             assert_near(&found.1, &wanted.1, 1e-3, &format!("{architecture}, step {step}"));
             assert_eq!(found.0, wanted.0, "{architecture}, step {step}");
         }
-        let two = by_gpu(&gpu, &checkpoint, Dtype::F32.into(), AttentionKind::Plain, 2);
+        let two = by_gpu(&gpu, &checkpoint, exact, 2);
         let only_tokens = |all: &[(Vec<u32>, Vec<f32>)]| -> Vec<Vec<u32>> {
             all.iter().map(|(tokens, _)| tokens.clone()).collect()
         };
         assert_eq!(only_tokens(&two), only_tokens(&found), "{architecture}, two steps in flight");
-        let rounded = by_gpu(&gpu, &checkpoint, Dtype::Bf16.into(), AttentionKind::Auto, 1);
-        let wanted = by_cpu(&checkpoint, Dtype::Bf16.into());
-        // As long as the tokens are the same, so are the inputs.
-        let same = rounded.iter().zip(&wanted).take_while(|(a, b)| a.0 == b.0).count();
-        for (found, wanted) in rounded.iter().zip(&wanted).take(same + 1) {
-            let error = rms(found.1.iter().zip(&wanted.1).map(|(found, wanted)| found - wanted));
-            let size = rms(wanted.1.iter().copied());
-            assert!(error < 0.05 * size, "{architecture}: logits of {size} are off by {error}");
+        let replayed = by_gpu(&gpu, &checkpoint, CudaOptions { graphs: true, ..exact }, 1);
+        assert_eq!(replayed, found, "{architecture}, replayed");
+    }
+}
+
+/// Every way to run bf16: near the CPU, and bit for bit the same where nothing but the launches differs.
+#[test]
+fn whatever_is_fused_or_replayed_gives_the_cpus_logits_in_bf16() {
+    let Some(gpu) = gpu() else { return };
+    let best = CudaOptions::new(WeightFormat::Bf16);
+    let unfused = CudaOptions { fused: false, ..best };
+    let flash = CudaOptions { attention: AttentionKind::Flash, graphs: false, ..best };
+    for (architecture, model_type, head_dim) in [
+        ("LlamaForCausalLM", "llama", 16),
+        ("LlamaForCausalLM", "llama", 64),
+        ("Qwen2ForCausalLM", "qwen2", 128),
+        ("Qwen3ForCausalLM", "qwen3", 64),
+    ] {
+        let checkpoint = checkpoint_with(architecture, model_type, head_dim);
+        let wanted = by_cpu(&checkpoint, WeightFormat::Bf16);
+        for options in [best, unfused, flash, CudaOptions { fused: false, ..flash }] {
+            let what = format!("{architecture}, heads of {head_dim}, {options:?}");
+            let options = CudaOptions { graphs: false, dependent_launch: false, ..options };
+            let rounded = by_gpu(&gpu, &checkpoint, options, 1);
+            // As long as the tokens are the same, so are the inputs.
+            let same = rounded.iter().zip(&wanted).take_while(|(a, b)| a.0 == b.0).count();
+            for (found, wanted) in rounded.iter().zip(&wanted).take(same + 1) {
+                let error =
+                    rms(found.1.iter().zip(&wanted.1).map(|(found, wanted)| found - wanted));
+                let size = rms(wanted.1.iter().copied());
+                assert!(error < 0.05 * size, "{what}: logits of {size} are off by {error}");
+            }
+            eprintln!("{what}: {same} of {STEPS} steps chose the CPU's tokens");
+            let can_record = options.attention == AttentionKind::Auto && head_dim >= 64;
+            for (graphs, dependent_launch) in [(false, true), (true, false), (true, true)] {
+                if graphs && !can_record {
+                    continue;
+                }
+                let options = CudaOptions { graphs, dependent_launch, ..options };
+                let found = by_gpu(&gpu, &checkpoint, options, 1);
+                assert_eq!(found, rounded, "{what}, graphs {graphs}, early {dependent_launch}");
+            }
         }
-        eprintln!("{architecture}: {same} of {STEPS} steps of bf16 chose the CPU's tokens");
     }
 }

@@ -99,10 +99,18 @@ impl Attention {
 
     /// True when a decoding step's attention can be recorded: no plan is made for it on the host.
     pub fn can_be_recorded(&self, heads: HeadShape, dtype: Dtype) -> bool {
-        match self.kind {
+        match self.kind_of(dtype) {
             AttentionKind::Auto => Decode::serves(heads, dtype),
             AttentionKind::Plain => true,
             AttentionKind::Flash => false,
+        }
+    }
+
+    /// Nothing but the plain kernel serves f32.
+    fn kind_of(&self, dtype: Dtype) -> AttentionKind {
+        match dtype {
+            Dtype::F32 => AttentionKind::Plain,
+            Dtype::Bf16 => self.kind,
         }
     }
 
@@ -182,16 +190,19 @@ impl Attention {
                 allowed: "room for 4",
             });
         }
+        let kind = self.kind_of(step.kv_layout().dtype);
         let place = self.next;
         self.next = (self.next + 1) % self.places.len();
+        // The plain kernel's plan is nothing but its name: no copy is made, so it can be recorded.
+        let copies = kind != AttentionKind::Plain;
         // Of the step before last: over, unless the host is far ahead.
         let copied = &self.places[place].copied;
-        if !copied.is_done()? {
+        if copies && !copied.is_done()? {
             copied.synchronize()?;
         }
         let mut plan = ffi::AttentionPlan::default();
         let workspace = self.workspace(place);
-        let kind = match self.kind {
+        let kind_code = match kind {
             AttentionKind::Auto | AttentionKind::Flash => 0,
             AttentionKind::Plain => 1,
         };
@@ -199,7 +210,7 @@ impl Attention {
         // where that is wanted; nobody else touches the pinned place until its copy is over.
         let code = unsafe {
             (library.functions().baton_attention_prepare)(
-                kind,
+                kind_code,
                 &shape,
                 &step.host_batch(),
                 &workspace,
@@ -208,7 +219,9 @@ impl Attention {
             )
         };
         library.check("baton_attention_prepare", code)?;
-        self.places[place].copied.record(stream)?;
+        if copies {
+            self.places[place].copied.record(stream)?;
+        }
         self.plans.push(Planned { shape, plan, place });
         Ok(self.plans.len() - 1)
     }
