@@ -8,7 +8,7 @@ use engine::executor::{
 };
 use kernels::{
     Backend, Dtype, KvArena, RowSource, WeightFormat,
-    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
+    cuda::{CudaBackend, CudaOptions, DeviceKv},
 };
 
 use super::{
@@ -86,7 +86,7 @@ fn kv_takes_what_is_left_and_no_more() {
         vocabulary: checkpoint.config().vocab_size as u32,
         speculation: None,
     };
-    let options = CudaOptions { weights: WeightFormat::Bf16, attention: AttentionKind::Auto };
+    let options = CudaOptions::new(WeightFormat::Bf16);
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(&checkpoint, backend, &limits(2), &mut |_| ()).unwrap();
     // Blocks of a small model are many: a share for which their number is no bound.

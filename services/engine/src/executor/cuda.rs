@@ -27,8 +27,8 @@ use kernels::{
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 
-pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 use self::graphs::{Graphs, Parts};
+pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 use self::rows::{Rows, STOPS_MAX, Scheduled};
 use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
 use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
