@@ -8,7 +8,7 @@ use engine::executor::{
 };
 use kernels::{
     Backend, Dtype, KvArena, RowSource, WeightFormat,
-    cuda::{CudaBackend, CudaOptions, DeviceKv},
+    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
 };
 
 use super::{
