@@ -2,6 +2,7 @@
 
 mod access;
 mod clusters;
+mod lost_device;
 mod proxy;
 mod records;
 

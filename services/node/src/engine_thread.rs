@@ -24,7 +24,11 @@ use telemetry::NodeMetrics;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
-use crate::{inbox::Command, journey::Journey, observe::Observers};
+use crate::{
+    inbox::{Command, CommandReceiver},
+    journey::Journey,
+    observe::Observers,
+};
 
 /// Longest sleep; nothing depends on it.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
@@ -53,7 +57,7 @@ pub enum EngineError {
 pub(crate) struct Parts<E> {
     pub steps: StepLoop<E>,
     pub transfers: Arc<Transfers>,
-    pub commands: Receiver<Command>,
+    pub commands: CommandReceiver,
     pub events: Receiver<transfer::Event>,
     pub record: NodeRecord,
     pub metrics: NodeMetrics,
@@ -73,16 +77,23 @@ impl EngineThread {
         // Dropped when the thread ends, however it ends.
         let (ending, ended) = oneshot::channel();
         let thread = thread::Builder::new().name("baton-engine".to_owned()).spawn(move || {
+            let mut engine = Engine::new(parts);
+            // Before the engine, and with it the device: one that is broken may take its time to go.
             let _ending: oneshot::Sender<()> = ending;
-            Engine::new(parts).run()
+            engine.run()
         })?;
         Ok(Self { thread, ended })
     }
 
-    /// Comes back when the thread has ended.
+    /// Comes back when the engine has ended. The thread then only lets go of its device.
     pub async fn ended(&mut self) {
         // Nothing is ever sent: the drop is the message.
         let _ = (&mut self.ended).await;
+    }
+
+    /// Whether [`ended`](Self::ended) comes back at once.
+    pub fn has_ended(&mut self) -> bool {
+        self.ended.try_recv() != Err(oneshot::error::TryRecvError::Empty)
     }
 
     /// Blocks until the thread has ended.
@@ -94,9 +105,8 @@ impl EngineThread {
 }
 
 struct Engine<E> {
-    steps: StepLoop<E>,
     transfers: Arc<Transfers>,
-    commands: Receiver<Command>,
+    commands: CommandReceiver,
     events: Receiver<transfer::Event>,
     journey: Journey,
     observers: Observers,
@@ -109,6 +119,8 @@ struct Engine<E> {
     /// A command that the transfers had no room for waits in the journey.
     transfers_are_full: bool,
     stopping: bool,
+    /// Dropped last: whoever waits for anything else has been told the end by then.
+    steps: StepLoop<E>,
 }
 
 impl<E: Executor> Engine<E> {
@@ -130,8 +142,20 @@ impl<E: Executor> Engine<E> {
         }
     }
 
-    /// Until it is told to stop, or the device fails.
-    fn run(mut self) -> Result<(), EngineError> {
+    /// Until it is told to stop, or the device fails. Then all that is in work here ends, and peers
+    /// hear that their transfers do.
+    fn run(&mut self) -> Result<(), EngineError> {
+        let ended = self.turn_until_stopped();
+        if let Err(error) = &ended {
+            // What was computed before is still to be told.
+            self.settle();
+            self.journey.fail_all(&format!("the engine ended: {error}"));
+            self.settle();
+        }
+        ended
+    }
+
+    fn turn_until_stopped(&mut self) -> Result<(), EngineError> {
         loop {
             self.take_what_waits()?;
             self.settle();
@@ -176,7 +200,7 @@ impl<E: Executor> Engine<E> {
     fn sleep(&mut self) -> Result<(), EngineError> {
         let patience = self.patience();
         select! {
-            recv(self.commands) -> command => match command {
+            recv(*self.commands) -> command => match command {
                 Ok(command) => self.on_command(command),
                 // Every caller is gone.
                 Err(_) => self.stopping = true,
@@ -375,6 +399,31 @@ mod tests {
         }
     }
 
+    /// A device that fails with its first step, and whose end waits until it is released.
+    struct ClingingDevice {
+        released: Receiver<()>,
+    }
+
+    impl Executor for ClingingDevice {
+        fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+            BrokenDevice.launch(plan)
+        }
+
+        fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+            BrokenDevice.collect(timeout)
+        }
+
+        fn limits(&self) -> ExecutorLimits {
+            LIMITS
+        }
+    }
+
+    impl Drop for ClingingDevice {
+        fn drop(&mut self) {
+            let _ = self.released.recv();
+        }
+    }
+
     /// A device whose steps do not end until it is released.
     struct HangingDevice {
         sim: SimExecutor,
@@ -461,7 +510,10 @@ mod tests {
         // Refused when the device breaks before the answer is out, failed when after.
         let kind = match inbox.begin(attempt(1)).await {
             Ok(stream) => match stream.collect::<Vec<Heard>>().await.pop() {
-                Some(Heard::End(AttemptEnd::Failed { kind, .. })) => kind,
+                Some(Heard::End(AttemptEnd::Failed { kind, message })) => {
+                    assert!(message.contains("it burnt down"), "{message}");
+                    kind
+                }
                 other => panic!("{other:?}"),
             },
             Err(refusal) => {
@@ -475,6 +527,36 @@ mod tests {
         let error = engine.join().unwrap_err().to_string();
         assert!(error.contains("it burnt down"), "{error}");
         inbox.idle().await;
+    }
+
+    #[tokio::test]
+    async fn a_lost_device_that_does_not_go_keeps_nobody_waiting() {
+        let (release, released) = crossbeam_channel::bounded(0);
+        let (parts, inbox) = parts(ClingingDevice { released });
+        let mut engine = EngineThread::start(parts).unwrap();
+        let end = async {
+            // Refused when the device breaks before the answer is out, failed when after.
+            if let Ok(stream) = inbox.begin(attempt(1)).await {
+                stream.collect::<Vec<Heard>>().await;
+            }
+            engine.ended().await;
+            inbox.idle().await;
+        };
+        tokio::time::timeout(WITHIN, end).await.expect("nobody waits for the device");
+        assert!(engine.has_ended());
+        assert_eq!(inbox.begin(attempt(2)).await.unwrap_err(), Refusal::Stopped);
+        drop(release);
+        let error = engine.join().unwrap_err().to_string();
+        assert!(error.contains("it burnt down"), "{error}");
+    }
+
+    /// The thread went while a command was on its way.
+    #[tokio::test]
+    async fn what_waits_when_the_thread_goes_is_refused() {
+        let (inbox, commands) = Inbox::new(4, CollectWaker::default());
+        let (refusal, ()) = tokio::join!(inbox.begin(attempt(1)), async { drop(commands) });
+        assert_eq!(refusal.unwrap_err(), Refusal::Stopped);
+        tokio::time::timeout(WITHIN, inbox.idle()).await.expect("no place is taken");
     }
 
     /// Asks the engine; its thread answers in any case.

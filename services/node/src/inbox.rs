@@ -4,7 +4,10 @@
 //! arrival and one cancel. So arrivals beyond the bound are refused at once, and a cancel always
 //! fits.
 
-use std::sync::Arc;
+use std::{
+    ops::Deref,
+    sync::{Arc, PoisonError, RwLock},
+};
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::{event::SequenceId, executor::CollectWaker};
@@ -60,26 +63,57 @@ pub(crate) struct Inbox {
 #[derive(Clone, Debug)]
 pub(crate) struct CommandSender {
     queue: Sender<Command>,
+    closed: Arc<RwLock<bool>>,
     waker: CollectWaker,
 }
 
+/// The engine thread's end of the queue. What still waits when it goes is dropped with it, which
+/// refuses arrivals: the queue itself would keep them as long as anybody can send.
+#[derive(Debug)]
+pub(crate) struct CommandReceiver {
+    queue: Receiver<Command>,
+    closed: Arc<RwLock<bool>>,
+}
+
 impl CommandSender {
-    pub fn new(commands_max: usize, waker: CollectWaker) -> (Self, Receiver<Command>) {
+    pub fn new(commands_max: usize, waker: CollectWaker) -> (Self, CommandReceiver) {
         let (queue, received) = bounded(commands_max);
-        (Self { queue, waker }, received)
+        let closed = Arc::new(RwLock::new(false));
+        let received = CommandReceiver { queue: received, closed: closed.clone() };
+        (Self { queue, closed, waker }, received)
     }
 
     /// Never waits.
     pub fn send(&self, command: Command) -> Result<(), TrySendError<Command>> {
+        let closed = self.closed.read().unwrap_or_else(PoisonError::into_inner);
+        if *closed {
+            return Err(TrySendError::Disconnected(command));
+        }
         self.queue.try_send(command)?;
+        drop(closed);
         self.waker.wake();
         Ok(())
     }
 }
 
+impl Deref for CommandReceiver {
+    type Target = Receiver<Command>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.queue
+    }
+}
+
+impl Drop for CommandReceiver {
+    fn drop(&mut self) {
+        *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
+        while self.queue.try_recv().is_ok() {}
+    }
+}
+
 impl Inbox {
     /// A queue for at most `place_count` attempts in work.
-    pub fn new(place_count: u32, waker: CollectWaker) -> (Self, Receiver<Command>) {
+    pub fn new(place_count: u32, waker: CollectWaker) -> (Self, CommandReceiver) {
         let commands_max = 2 * place_count as usize + OTHER_COMMANDS_MAX;
         let (commands, received) = CommandSender::new(commands_max, waker);
         let places = Arc::new(Semaphore::new(place_count as usize));

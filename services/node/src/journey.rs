@@ -463,15 +463,20 @@ impl Journey {
 
     /// The drain deadline: everything ends now, and nothing new begins.
     pub fn end_all(&mut self, message: &str) {
+        self.close(SequenceEnd::Cancelled, FailureKind::Draining, message);
+    }
+
+    /// Nothing can be computed any more: everything fails, and nothing new begins.
+    pub fn fail_all(&mut self, message: &str) {
+        self.close(SequenceEnd::Internal, FailureKind::Internal, message);
+    }
+
+    fn close(&mut self, how: SequenceEnd, kind: FailureKind, message: &str) {
         self.closed = true;
         let ids: Vec<SequenceId> = self.in_work.keys().copied().collect();
         for id in ids {
             self.inputs.push_back(Input::Abort { id });
-            self.fail(
-                id,
-                SequenceEnd::Cancelled,
-                AttemptEnd::failed(FailureKind::Draining, message),
-            );
+            self.fail(id, how, AttemptEnd::failed(kind, message));
         }
     }
 

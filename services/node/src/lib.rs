@@ -42,5 +42,5 @@ mod wire;
 pub use cluster::Role;
 pub use engine_thread::EngineError;
 pub use node::{Addresses, Node, NodeFailure, StartError};
-pub use run::run;
+pub use run::{run, run_on};
 pub use settings::{SECTIONS, SettingsError};

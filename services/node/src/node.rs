@@ -155,6 +155,17 @@ pub struct Node {
 impl Node {
     /// Opens the model, starts engine, transfers and servers, in this order, and serves.
     pub async fn start(role: Role, config: &Config, metrics: &Metrics) -> Result<Self, StartError> {
+        Self::start_on(role, config, metrics, |device| device).await
+    }
+
+    /// [`start`](Self::start), where the engine computes on what `wrap` makes of the device that the
+    /// settings name.
+    pub async fn start_on(
+        role: Role,
+        config: &Config,
+        metrics: &Metrics,
+        wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
+    ) -> Result<Self, StartError> {
         // Whatever can be found wrong at once is found before the model is read.
         let secret = settings::secret(&config.transfer)?;
         let served_name = config.model.served_name()?;
@@ -175,6 +186,7 @@ impl Node {
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
 
         let Loaded { path, arena, identity, executor, cpus } = load(config.clone()).await?;
+        let executor = wrap(executor);
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
             chunk_tokens: node.chunk_tokens,
@@ -305,8 +317,17 @@ impl Node {
     /// `node.drain_timeout`), leaves, and ends every thread and task.
     pub async fn drain(self) -> Result<(), NodeFailure> {
         let Self {
-            server, inbox, engine, transfers, populate, metrics_server, registration, ..
+            server,
+            inbox,
+            mut engine,
+            transfers,
+            populate,
+            metrics_server,
+            registration,
+            ..
         } = self;
+        // Without it nothing is in work: all that is left is to be read.
+        let patience = if engine.has_ended() { END_WITHIN } else { self.drain_timeout };
         let name = describe(&self.record);
         self.ready.store(false, Ordering::Release);
         self.draining.cancel();
@@ -320,10 +341,10 @@ impl Node {
             }
         };
         let end_work = async {
-            if tokio::time::timeout(self.drain_timeout, inbox.idle()).await.is_ok() {
+            if tokio::time::timeout(patience, inbox.idle()).await.is_ok() {
                 return;
             }
-            let seconds = self.drain_timeout.as_secs_f64();
+            let seconds = patience.as_secs_f64();
             warn!("{name} ends what is still in work after {seconds} s");
             let _ = inbox.send(Command::EndAll);
             if tokio::time::timeout(END_WITHIN, inbox.idle()).await.is_err() {
@@ -352,18 +373,21 @@ async fn stop_threads(
     populate: Populate,
 ) -> Result<(), NodeFailure> {
     let joined = tokio::task::spawn_blocking(move || engine.join());
-    match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {
-        Err(_) => return Err(NodeFailure::Deadline { what: "the engine thread".into() }),
-        Ok(joined) => joined.expect("join catches panics and is not aborted")?,
-    }
+    let engine = match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {
+        Err(_) => Err(NodeFailure::Deadline { what: "the engine thread".into() }),
+        Ok(joined) => {
+            joined.expect("join catches panics and is not aborted").map_err(NodeFailure::from)
+        }
+    };
     let shutdown = move || {
         drop(populate);
         transfers.shutdown()
     };
-    tokio::task::spawn_blocking(shutdown)
+    let transfers = tokio::task::spawn_blocking(shutdown)
         .await
         .expect("shutdown does not panic and is not aborted")
-        .map_err(|error| NodeFailure::Deadline { what: error.threads.join(", ") })
+        .map_err(|error| NodeFailure::Deadline { what: error.threads.join(", ") });
+    engine.and(transfers)
 }
 
 /// What comes of opening a model.

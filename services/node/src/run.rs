@@ -11,6 +11,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, Command};
 use cluster::{NodeId, Role};
 use config::Config;
+use engine::executor::Executor;
 use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info};
@@ -35,13 +36,25 @@ pub fn run(role: Role) -> ExitCode {
     let name = program_name(role);
     let parsed = match config::from_process(command(role), SECTIONS) {
         Ok(parsed) => parsed,
-        Err(error) => return complain(name, &error, USAGE),
+        Err(error) => return complain(name, &error, USAGE).into(),
     };
-    let config = parsed.config;
-    if let Err(error) = check(&config) {
+    let ready_file = parsed.matches.get_one::<PathBuf>(READY_FILE_FLAG);
+    run_on(role, &parsed.config, ready_file.map(PathBuf::as_path), started, |device| device).into()
+}
+
+/// [`run`] once its settings are read; says the exit code. The engine computes on what `wrap` makes
+/// of the device that the settings name.
+pub fn run_on(
+    role: Role,
+    config: &Config,
+    ready_file: Option<&Path>,
+    started: Instant,
+    wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
+) -> u8 {
+    let name = program_name(role);
+    if let Err(error) = check(config) {
         return complain(name, &error, USAGE);
     }
-    let ready_file = parsed.matches.get_one::<PathBuf>(READY_FILE_FLAG).cloned();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(ASYNC_THREADS)
         .thread_name("baton-async")
@@ -51,8 +64,8 @@ pub fn run(role: Role) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return complain(name, &error, 1),
     };
-    let code =
-        runtime.block_on(serve_with_telemetry(role, &config, ready_file.as_deref(), started));
+    let serve = serve_with_telemetry(role, config, ready_file, started, wrap);
+    let code = runtime.block_on(serve);
     // Dropping it would wait without limit for blocking work, such as a load that a signal cut.
     runtime.shutdown_background();
     code
@@ -69,11 +82,11 @@ fn check(config: &Config) -> Result<()> {
 }
 
 /// One line a problem, on standard error.
-fn complain(name: &str, error: &dyn std::fmt::Display, code: u8) -> ExitCode {
+fn complain(name: &str, error: &dyn std::fmt::Display, code: u8) -> u8 {
     for line in error.to_string().lines() {
         eprintln!("{name}: {line}");
     }
-    ExitCode::from(code)
+    code
 }
 
 fn program_name(role: Role) -> &'static str {
@@ -101,7 +114,8 @@ async fn serve_with_telemetry(
     config: &Config,
     ready_file: Option<&Path>,
     started: Instant,
-) -> ExitCode {
+    wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
+) -> u8 {
     let name = program_name(role);
     let resource = Resource { service: name.to_owned(), instance: instance(role, config) };
     let telemetry = match Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource) {
@@ -111,11 +125,12 @@ async fn serve_with_telemetry(
     if let Err(error) = telemetry.install() {
         return complain(name, &error, 1);
     }
-    let code = match serve(role, config, &telemetry.metrics(), ready_file, started).await {
-        Ok(()) => ExitCode::SUCCESS,
+    let metrics = telemetry.metrics();
+    let code = match serve(role, config, &metrics, ready_file, started, wrap).await {
+        Ok(()) => 0,
         Err(error) => {
             error!("{error:#}");
-            ExitCode::FAILURE
+            1
         }
     };
     if let Err(error) = telemetry.shutdown(TELEMETRY_STOP_WITHIN).await {
@@ -137,11 +152,12 @@ async fn serve(
     metrics: &Metrics,
     ready_file: Option<&Path>,
     started: Instant,
+    wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
 ) -> Result<()> {
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let mut node = tokio::select! {
         // Its message holds its causes already.
-        node = Node::start(role, config, metrics) => node.map_err(|error| anyhow!("{error}"))?,
+        node = Node::start_on(role, config, metrics, wrap) => node.map_err(|error| anyhow!("{error}"))?,
         // Nothing is in work yet.
         () = signals.next() => return Ok(()),
     };

@@ -164,8 +164,9 @@ mod tests {
     use tokio::sync::Semaphore;
 
     use super::*;
+    use crate::inbox::CommandReceiver;
 
-    fn pair() -> (EventSender, AttemptStream, crossbeam_channel::Receiver<Command>) {
+    fn pair() -> (EventSender, AttemptStream, CommandReceiver) {
         let (inbox, commands) = CommandSender::new(4, CollectWaker::default());
         let place = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
         let (sender, stream) = attempt_stream(SequenceId(5), inbox, Arc::new(place));

@@ -1,6 +1,5 @@
 use std::{sync::Arc, time::Duration};
 
-use crossbeam_channel::Receiver;
 use engine::{event::NewSequence, executor::CollectWaker};
 use futures_util::{FutureExt, StreamExt};
 use kernels::{BlockId, sampling::Sampling};
@@ -9,7 +8,7 @@ use tokio::sync::Semaphore;
 use super::*;
 use crate::{
     attempt::Attempt,
-    inbox::{Command, CommandSender},
+    inbox::{Command, CommandReceiver, CommandSender},
     stream::{AttemptStream, Heard, attempt_stream},
     testing,
 };
@@ -22,7 +21,7 @@ const FIGURES: Figures = Figures { bytes: 4096, chunks: 1, elapsed: Duration::fr
 struct Scene {
     journey: Journey,
     cancels: CommandSender,
-    cancelled: Receiver<Command>,
+    cancelled: CommandReceiver,
     places: Arc<Semaphore>,
     now: Instant,
 }

@@ -1,0 +1,255 @@
+//! A node whose device is lost in the middle: what is in work there fails, each request once and by
+//! its type, the node's record goes, and the process ends so that its supervisor starts it again.
+//!
+//! The node is a process of its own: this program again, running a test that serves when it is told.
+
+use std::{
+    collections::BTreeMap,
+    env,
+    fs::{self, File},
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use config::{Config, LoadInput};
+use engine::{
+    executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
+    plan::{StepPlan, StepResult},
+};
+use integration_tests::{
+    cluster::{Ready, SECRET},
+    etcd::Etcd,
+};
+use proto::v1::{
+    self, FailureKind, decode_event::Event, node_client::NodeClient,
+    observe_event::Event as Observed,
+};
+use tonic::{Code, Streaming, transport::Channel};
+
+use crate::{DEADLINE, PREFIX};
+
+const FOLDER: &str = "BATON_TEST_LOST_DEVICE";
+const REASON: &str = "an illegal memory access was encountered";
+/// Results that the device brings before it hangs.
+const RESULTS: u32 = 5;
+
+/// The device of a node, which brings some results, then hangs, and is lost when `lost` is there.
+struct LostDevice {
+    device: Box<dyn Executor>,
+    results: u32,
+    lost: PathBuf,
+}
+
+impl Executor for LostDevice {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        self.device.launch(plan)
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        if self.results < RESULTS {
+            let result = self.device.collect(timeout)?;
+            self.results += u32::from(result.is_some());
+            return Ok(result);
+        }
+        if self.lost.exists() {
+            return Err(ExecutorError::Stopped { reason: REASON.to_owned() });
+        }
+        std::thread::sleep(timeout.min(Duration::from_millis(5)));
+        Ok(None)
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        self.device.limits()
+    }
+
+    fn waker(&self) -> CollectWaker {
+        self.device.waker()
+    }
+}
+
+#[test]
+fn serves_if_told() {
+    let Some(folder) = env::var_os(FOLDER).map(PathBuf::from) else { return };
+    let settings = fs::read(folder.join("settings")).expect("it was written before");
+    let flags = serde_json::from_slice(&settings).expect("it was written as JSON");
+    let config = Config::load(LoadInput { flags, ..LoadInput::default() }).expect("they are valid");
+    let lost = folder.join("lost");
+    let ready = folder.join("ready");
+    let code =
+        node::run_on(node::Role::Decode, &config, Some(&ready), Instant::now(), move |device| {
+            Box::new(LostDevice { device, results: 0, lost })
+        });
+    std::process::exit(code.into());
+}
+
+/// Killed when dropped.
+struct NodeProcess {
+    child: Child,
+    folder: tempfile::TempDir,
+}
+
+impl NodeProcess {
+    fn start(etcd: &Etcd) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let model = folder.path().join("config.json");
+        let config = r#"{
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+            "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
+            "max_position_embeddings": 256, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "vocab_size": 96, "tie_word_embeddings": false, "torch_dtype": "float32"
+        }"#;
+        fs::write(&model, config)?;
+        let settings = BTreeMap::from([
+            ("model.path", folder.path().display().to_string()),
+            ("model.load_format", "dummy".to_owned()),
+            ("model.dtype", "f32".to_owned()),
+            ("node.grpc", "127.0.0.1:0".to_owned()),
+            ("node.metrics", "127.0.0.1:0".to_owned()),
+            ("node.threads", "1".to_owned()),
+            ("node.device", "cpu".to_owned()),
+            ("node.blocks", "64".to_owned()),
+            // Two of the requests run, the others wait.
+            ("node.slots", "2".to_owned()),
+            ("transfer.notice", "127.0.0.1:0".to_owned()),
+            ("transfer.data", "127.0.0.1:0".to_owned()),
+            ("transfer.secret", SECRET.to_owned()),
+            ("cluster.etcd", etcd.url()),
+            ("cluster.etcd_prefix", PREFIX.to_owned()),
+            // Far longer than the test: a record that goes was taken away.
+            ("cluster.etcd_ttl", "600s".to_owned()),
+        ]);
+        fs::write(folder.path().join("settings"), serde_json::to_vec(&settings)?)?;
+        let child = Command::new(env::current_exe()?)
+            .args(["--exact", "lost_device::serves_if_told", "--nocapture"])
+            .env(FOLDER, folder.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(folder.path().join("log"))?)
+            .spawn()?;
+        Ok(Self { child, folder })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.path("log")).unwrap_or_default()
+    }
+
+    async fn ready(&mut self) -> Result<Ready> {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Ok(text) = fs::read(self.path("ready")) {
+                return Ok(serde_json::from_slice(&text)?);
+            }
+            ensure!(self.child.try_wait()?.is_none(), "the node ended early:\n{}", self.log());
+            ensure!(Instant::now() < deadline, "the node was not ready in time:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    async fn exit_code(&mut self) -> Result<Option<i32>> {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status.code());
+            }
+            ensure!(Instant::now() < deadline, "the node still runs:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+impl Drop for NodeProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn request(index: u8, epoch: &bytes::Bytes) -> v1::DecodeRequest {
+    let tokens: Vec<u32> = (0..20).map(|i| 3 + (i * 7 + u32::from(index)) % 90).collect();
+    let attempt = v1::Attempt {
+        request_id: vec![index + 1; 16].into(),
+        transfer_id: vec![index + 101; 16].into(),
+        prompt_len: tokens.len() as u32,
+        tokens,
+        sampling: Some(v1::Sampling {
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            max_tokens: 100,
+            ignore_stop_tokens: true,
+            ..Default::default()
+        }),
+        remaining_ms: 600_000,
+        node_epoch: epoch.clone(),
+        weight_version: 1,
+        ..Default::default()
+    };
+    v1::DecodeRequest { attempt: Some(attempt), prefill: None }
+}
+
+async fn within<T>(what: &str, wait: impl Future<Output = T>) -> Result<T> {
+    tokio::time::timeout(DEADLINE, wait).await.with_context(|| format!("{what} takes too long"))
+}
+
+/// Everything that the stream says, which must end in order.
+async fn to_the_end(mut stream: Streaming<v1::DecodeEvent>) -> Result<Vec<Event>> {
+    let mut events = Vec::new();
+    while let Some(event) = within("an event", stream.message()).await?? {
+        events.push(event.event.context("no event is empty")?);
+    }
+    Ok(events)
+}
+
+#[tokio::test]
+async fn a_lost_device_fails_every_request_once_and_ends_record_and_process() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let mut node = NodeProcess::start(&etcd)?;
+    let ready = node.ready().await?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    let channel = Channel::from_shared(format!("http://{}", ready.grpc))?.connect().await?;
+    let mut client = NodeClient::new(channel);
+    let mut observed = client.observe(v1::ObserveRequest {}).await?.into_inner();
+    let first = within("a snapshot", observed.message()).await??.context("it goes on")?;
+    let Some(Observed::Snapshot(v1::NodeSnapshot { record: Some(record), .. })) = first.event
+    else {
+        anyhow::bail!("no snapshot: {first:?}")
+    };
+
+    let mut streams = Vec::new();
+    for index in 0..4 {
+        let stream = client.decode(request(index, &record.epoch));
+        streams.push(within("a stream", stream).await??.into_inner());
+    }
+    // The device hangs by now or soon, and then it is lost.
+    File::create(node.path("lost"))?;
+    let mut began = 0;
+    for stream in streams {
+        let events = to_the_end(stream).await?;
+        let Some((Event::Failure(failure), before)) = events.split_last() else {
+            anyhow::bail!("no failure at the end of {events:?}")
+        };
+        assert_eq!(failure.kind(), FailureKind::Internal, "{failure:?}");
+        assert!(failure.message.contains(REASON), "{failure:?}");
+        let is_end = |event: &Event| matches!(event, Event::Failure(_) | Event::Finished(_));
+        assert!(!before.iter().any(is_end), "it ends once: {events:?}");
+        began += usize::from(before.iter().any(|event| matches!(event, Event::Tokens(_))));
+    }
+    assert!(began > 0, "the device was lost in the middle");
+    let end = loop {
+        match within("the end of observing", observed.message()).await? {
+            Ok(event) => assert!(event.is_some(), "it ends with a status"),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(end.code(), Code::Unavailable, "{end}");
+    etcd.wait_leases(PREFIX, <[_]>::is_empty).await?;
+    assert_eq!(node.exit_code().await?, Some(1), "{}", node.log());
+    assert!(node.log().contains(REASON), "{}", node.log());
+    Ok(())
+}
