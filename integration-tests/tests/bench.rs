@@ -38,7 +38,10 @@ fn an_engine_alone_is_measured_at_every_batch_size() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let model = smollm2().display().to_string();
     let sizes = ["--prefill-tokens", "48", "--context-tokens", "16", "--decode-tokens", "8"];
-    let args = [&["engine", "--model", &model, "--batch", "1,3", "--runs", "3"], &sizes[..]];
+    let trace_path = folder.path().join("trace.json");
+    let trace = trace_path.display().to_string();
+    let args = ["engine", "--model", &model, "--batch", "1,3", "--runs", "3", "--trace", &trace];
+    let args = [&args, &sizes[..]];
     let (table, report) = measured(&args.concat(), &folder.path().join("engine.json"))?;
 
     // 135 million parameters, two bytes each.
@@ -64,8 +67,67 @@ fn an_engine_alone_is_measured_at_every_batch_size() -> Result<()> {
         assert_eq!(is_bound, row["share_of_weight_read"].is_number(), "{row}");
         let line = format!("{:.1}", all[1]);
         assert!(table.contains(&line), "{line} is not in\n{table}");
+        if row["what"] == "prefill" {
+            let ttft_ms = row["ttft_ms"].as_array().context("no times")?;
+            assert!(0.0 < number(&ttft_ms[0]) && number(&ttft_ms[0]) <= number(&ttft_ms[1]));
+            assert!(row["decode"].is_null(), "{row}");
+        } else {
+            check_decode_steps(&row["decode"]);
+            let line = format!("{:.3}", number(&row["decode"]["step_ms_median"]));
+            assert!(table.contains(&line), "{line} is not in\n{table}");
+        }
     }
+    check_trace(&serde_json::from_slice(&std::fs::read(trace_path)?)?);
     Ok(())
+}
+
+fn check_decode_steps(decode: &Value) {
+    for time in ["plan", "launch", "collect", "all"] {
+        let ranks = ["p50", "p99"].map(|rank| number(&decode["host_us"][time][rank]));
+        assert!(ranks[0] > 0.0 && ranks.is_sorted(), "{time} in {decode}");
+    }
+    assert!(number(&decode["device_busy_us"]["p50"]) > 0.0, "{decode}");
+    let idle = number(&decode["device_idle_share"]);
+    assert!((0.0..1.0).contains(&idle), "{decode}");
+    // Three runs of seven steps after the one with the last first token; a CPU has no graphs, and no
+    // measured roof.
+    let dispatches = json!({"eager": 21, "graph": 0, "fallback": 0, "padding_rows": 0});
+    assert_eq!(decode["dispatches"], dispatches);
+    assert_eq!((&decode["floor_ms"], &decode["share_of_floor"]), (&Value::Null, &Value::Null));
+}
+
+/// As the viewers read it: named tracks, and on each of them events one after the other.
+fn check_trace(trace: &Value) {
+    let events = trace["traceEvents"].as_array().expect("a list of events");
+    let track = |event: &Value| event["tid"].as_u64().expect("a track") as usize;
+    let mut names = vec![String::new(); 5];
+    for event in events.iter().filter(|event| event["name"] == "thread_name") {
+        names[track(event)] = event["args"]["name"].as_str().expect("a name").to_owned();
+    }
+    assert_eq!(names, ["measurement", "plan", "launch", "collect", "device"]);
+    let mut free_from = [0.0; 5];
+    let mut of_step = std::collections::BTreeMap::<u64, Vec<usize>>::new();
+    for event in events.iter().filter(|event| event["ph"] == "X") {
+        let (begin, length) = (number(&event["ts"]), number(&event["dur"]));
+        // Microseconds in binary: the last digits are not exact.
+        assert!(begin >= free_from[track(event)] - 1e-3 && length >= 0.0, "{event}");
+        free_from[track(event)] = begin + length;
+        if let Some(step) = event["args"]["step"].as_u64() {
+            of_step.entry(step).or_default().push(track(event));
+        }
+        if names[track(event)] == "device" {
+            let args = &event["args"];
+            let (rows, tokens) = (number(&args["rows"]), number(&args["tokens"]));
+            assert!((1.0..=3.0).contains(&rows) && tokens >= rows, "{event}");
+            assert_eq!(
+                (event["name"] == "decode", &args["dispatch"]),
+                (rows == tokens, &json!("eager"))
+            );
+        }
+    }
+    // Of each batch and run at least a step for the prompt, and eight for an answer.
+    assert!(of_step.len() >= 6 + 6 * 8, "{} steps", of_step.len());
+    assert!(of_step.values().all(|tracks| tracks[..] == [1, 2, 3, 4]), "{of_step:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

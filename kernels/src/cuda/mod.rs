@@ -28,6 +28,7 @@ mod library;
 mod memory;
 mod plan;
 mod product;
+mod roof;
 mod skinny;
 mod step;
 mod upload;

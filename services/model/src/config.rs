@@ -217,4 +217,19 @@ impl ModelConfig {
     pub fn parameter_count(&self) -> u64 {
         Weight::all(self).map(|weight| weight.shape(self).elements()).sum()
     }
+
+    /// Elements of the weights that every forward reads whole: of an embedding table that is not the
+    /// output as well, only the rows of its tokens are.
+    pub fn forward_parameter_count(&self) -> u64 {
+        let looked_up = |weight: &Weight| *weight == Weight::Embedding && !self.tied_output;
+        let read = Weight::all(self).filter(|weight| !looked_up(weight));
+        read.map(|weight| weight.shape(self).elements()).sum()
+    }
+
+    /// Bytes of KV that one more token reads which has `tokens` before it, itself among them.
+    pub fn kv_read_bytes(&self, tokens: usize, dtype: Dtype) -> u64 {
+        let token_bytes = 2 * self.kv_head_count * self.head_dim * dtype.bytes();
+        let seen = |layer| self.window(layer).map_or(tokens, |window| tokens.min(window.get()));
+        (0..self.layer_count).map(|layer| (seen(layer) * token_bytes) as u64).sum()
+    }
 }

@@ -1,9 +1,11 @@
 //! `baton bench engine`: how fast one engine reads prompts and writes answers; no network.
 //!
 //! Prompts are random token ids, so no prefix cache helps. Decoding is timed from the moment when
-//! every sequence of the batch has its first token.
+//! every sequence of the batch has its first token; what its steps cost the host and how the device was
+//! used is read from their records.
 
 use std::{
+    io::BufWriter,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -12,7 +14,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, StepRecord, Turn,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorLimits,
@@ -27,12 +29,14 @@ use kernels::{
     cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
     sampling::Sampling,
 };
-use model::{Checkpoint, LoadFormat, LoadProgress};
+use model::{Checkpoint, LoadFormat, LoadProgress, ModelConfig};
 use serde::Serialize;
 
 use super::{
     output_file,
     stats::{WorkloadRng, median},
+    steps::{DecodeFigures, Decoding, Spread},
+    trace::Trace,
 };
 use crate::{doctor::KernelsArg, model_store};
 
@@ -99,9 +103,15 @@ pub struct EngineArgs {
     /// Steps in flight.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
     depth: u32,
+    /// What the GPU's memory is read with at best [default: measured at the start].
+    #[arg(long, value_name = "GB")]
+    roof_gb_per_s: Option<f64>,
     /// Also write the result as JSON to this file.
     #[arg(long)]
     json: Option<PathBuf>,
+    /// Also write every step to this file, as a trace for Perfetto or chrome://tracing.
+    #[arg(long)]
+    trace: Option<PathBuf>,
 }
 
 pub(super) fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
@@ -156,6 +166,9 @@ struct Report {
     weight_read_gb_per_s: f64,
     /// Bytes of weights that one decode step must read.
     weight_bytes: u64,
+    /// What a GPU's memory is read with at best.
+    roof_gb_per_s: Option<f64>,
+    depth: u32,
     rows: Vec<Row>,
 }
 
@@ -180,6 +193,10 @@ struct Row {
     tokens_per_s_all: Vec<f64>,
     /// Decode at batch 1 cannot be faster than reading the weights.
     share_of_weight_read: Option<f64>,
+    /// Of prefill: from the first prompt's arrival to the first sequence's first token, and to the last
+    /// one's. Medians.
+    ttft_ms: Option<[f64; 2]>,
+    decode: Option<DecodeFigures>,
 }
 
 pub fn run(args: EngineArgs) -> Result<()> {
@@ -188,7 +205,14 @@ pub fn run(args: EngineArgs) -> Result<()> {
         "--batch {:?}: allowed are 1 to 1024",
         args.batch
     );
+    ensure!(
+        args.roof_gb_per_s.is_none_or(|roof| roof.is_finite() && roof > 0.0),
+        "--roof-gb-per-s {}: allowed is more than 0",
+        args.roof_gb_per_s.unwrap_or_default()
+    );
     let json = output_file("--json", args.json.as_deref())?;
+    let trace_file = output_file("--trace", args.trace.as_deref())?;
+    let mut trace = trace_file.is_some().then(Trace::default);
     let path = model_store::resolve(&args.models_dir, &args.model)?;
     let threads = match args.threads {
         Some(threads) => threads,
@@ -205,43 +229,51 @@ pub fn run(args: EngineArgs) -> Result<()> {
     for what in ["prefill", "decode"] {
         for &batch in &args.batch {
             bar.set_message(format!("{what}, batch {batch}"));
-            let mut all = Vec::new();
+            let (prompt_tokens, max_tokens) = match what {
+                "prefill" => (args.prefill_tokens, 1),
+                _ => (args.context_tokens, args.decode_tokens),
+            };
+            let mut runs = Vec::new();
             let reads_alone = what == "decode" && batch == 1;
-            for _ in 0..args.runs {
+            for number in 1..=args.runs {
                 if let (true, Some(read_stream)) = (reads_alone, &mut read_stream) {
                     // In turns, because neighbours of a machine come and go.
                     read_stream.measure();
                 }
-                all.push(match what {
-                    "prefill" => bench.prefill(batch, args.prefill_tokens)?,
-                    _ => bench.decode(batch, args.context_tokens, args.decode_tokens)?,
-                });
+                let run = bench.run(batch, prompt_tokens, max_tokens)?;
+                if let Some(trace) = &mut trace {
+                    trace.add(format!("{what}, batch {batch}, run {number}"), &run.steps);
+                }
+                runs.push(run);
                 bar.inc(1);
             }
-            let tokens_per_s_median = median(&all);
             if let Some(read_stream) = &read_stream {
                 report.weight_read_gb_per_s = median(&read_stream.gb_per_s);
             }
-            let share_of_weight_read = (reads_alone && read_stream.is_some()).then(|| {
-                tokens_per_s_median * report.weight_bytes as f64 / 1e9 / report.weight_read_gb_per_s
-            });
-            report.rows.push(Row {
-                what,
-                batch,
-                tokens_each: if what == "prefill" {
-                    args.prefill_tokens
-                } else {
-                    args.decode_tokens
-                },
-                tokens_per_s_median,
-                tokens_per_s_all: all,
-                share_of_weight_read,
+            report.rows.push(match what {
+                "prefill" => prefill_row(&runs, batch, prompt_tokens),
+                _ => {
+                    let floor_ms = report.roof_gb_per_s.map(|roof| {
+                        let bytes = bench.decode_bytes(&args, &report, batch);
+                        bytes as f64 / roof / 1e6
+                    });
+                    let row = decode_row(&runs, batch, max_tokens, floor_ms);
+                    let share_of_weight_read = (reads_alone && read_stream.is_some()).then(|| {
+                        row.tokens_per_s_median * report.weight_bytes as f64
+                            / 1e9
+                            / report.weight_read_gb_per_s
+                    });
+                    Row { share_of_weight_read, ..row }
+                }
             });
         }
     }
     bar.finish_and_clear();
     if let Some(file) = json {
         serde_json::to_writer_pretty(file, &report).context("cannot write the report")?;
+    }
+    if let (Some(file), Some(trace)) = (trace_file, trace) {
+        trace.write(BufWriter::new(file)).context("cannot write the trace")?;
     }
     print_table(&report);
     Ok(())
@@ -250,8 +282,32 @@ pub fn run(args: EngineArgs) -> Result<()> {
 struct Bench {
     engine: StepLoop<Box<dyn Executor>>,
     rng: WorkloadRng,
-    vocabulary: u32,
+    config: ModelConfig,
     next_id: u128,
+}
+
+/// One measured run.
+struct Run {
+    /// When its sequences arrived.
+    started: Instant,
+    steps: Vec<StepRecord>,
+    /// Of the steps that brought first tokens, one for each sequence.
+    firsts: Vec<usize>,
+    /// Of the step with the last token.
+    last: usize,
+    /// Tokens of all sequences from the last first token on, without that step's.
+    tokens_after: usize,
+}
+
+impl Run {
+    /// To the end of the step with this index.
+    fn seconds_to(&self, step: usize) -> f64 {
+        self.steps[step].collect.end.saturating_duration_since(self.started).as_secs_f64()
+    }
+
+    fn all_begun(&self) -> usize {
+        self.firsts.last().copied().unwrap_or(0)
+    }
 }
 
 impl Bench {
@@ -282,8 +338,8 @@ impl Bench {
             vocabulary: config.vocab_size as u32,
             speculation: None,
         };
-        let weight_bytes = args.dtype.bytes(config.parameter_count());
-        let Started { executor, isa, read_stream, parts } = match is_gpu {
+        let weight_bytes = args.dtype.bytes(config.forward_parameter_count());
+        let Started { executor, isa, read_stream, roof_gb_per_s, parts } = match is_gpu {
             true => on_gpu(args, &checkpoint, limits)?,
             false => on_cpu(args, &checkpoint, threads, weight_bytes, limits)?,
         };
@@ -299,44 +355,24 @@ impl Bench {
             start: [opened].into_iter().chain(parts).collect(),
             weight_read_gb_per_s: 0.0,
             weight_bytes,
+            roof_gb_per_s,
+            depth: args.depth,
             rows: Vec::new(),
         };
         let bench = Self {
             engine: StepLoop::new(scheduler, executor),
             rng: WorkloadRng::new(1),
-            vocabulary: limits.vocabulary,
+            config: config.clone(),
             next_id: 0,
         };
         Ok((bench, report, read_stream))
     }
 
-    /// Prompt tokens per second, to the last sequence's first token.
-    fn prefill(&mut self, batch: u32, prompt_tokens: u32) -> Result<f64> {
-        let started = Instant::now();
-        self.submit(batch, prompt_tokens, 1)?;
-        self.run_until_finished(batch, |_| {})?;
-        Ok(f64::from(batch * prompt_tokens) / started.elapsed().as_secs_f64())
-    }
-
-    /// Tokens per second over the whole batch once every sequence decodes.
-    fn decode(&mut self, batch: u32, context_tokens: u32, decode_tokens: u32) -> Result<f64> {
-        self.submit(batch, context_tokens, decode_tokens)?;
-        let (mut begun, mut all_begun, mut counted) = (0, None, 0);
-        self.run_until_finished(batch, |action| {
-            if let Action::Tokens { first_index, tokens, .. } = action {
-                if all_begun.is_some() {
-                    counted += tokens.len();
-                }
-                if *first_index == 0 {
-                    begun += 1;
-                    if begun == batch {
-                        all_begun = Some(Instant::now());
-                    }
-                }
-            }
-        })?;
-        let all_begun = all_begun.context("not every sequence began")?;
-        Ok(counted as f64 / all_begun.elapsed().as_secs_f64())
+    /// Bytes that a decode step reads at least: weights, and the KV of all sequences, half-way through.
+    fn decode_bytes(&self, args: &EngineArgs, report: &Report, batch: u32) -> u64 {
+        let tokens = args.context_tokens + args.decode_tokens / 2;
+        let kv = self.config.kv_read_bytes(tokens as usize, args.dtype.kv_dtype());
+        report.weight_bytes + u64::from(batch) * kv
     }
 
     fn submit(&mut self, batch: u32, prompt_tokens: u32, max_tokens: u32) -> Result<()> {
@@ -347,7 +383,7 @@ impl Bench {
                 id: SequenceId(self.next_id),
                 kind: SequenceKind::Compute,
                 tokens: (0..prompt_tokens)
-                    .map(|_| self.rng.within(0, self.vocabulary - 1))
+                    .map(|_| self.rng.within(0, self.config.vocab_size as u32 - 1))
                     .collect(),
                 prompt_len: prompt_tokens,
                 sampling: Sampling::greedy(),
@@ -362,8 +398,12 @@ impl Bench {
         check(&actions)
     }
 
-    fn run_until_finished(&mut self, batch: u32, mut seen: impl FnMut(&Action)) -> Result<()> {
-        let (mut finished, mut progress) = (0, Instant::now());
+    /// Prompts arrive at once and have their answers.
+    fn run(&mut self, batch: u32, prompt_tokens: u32, max_tokens: u32) -> Result<Run> {
+        let started = Instant::now();
+        self.submit(batch, prompt_tokens, max_tokens)?;
+        let (mut steps, mut firsts) = (Vec::with_capacity(1024), Vec::new());
+        let (mut tokens_after, mut finished, mut progress) = (0, 0, Instant::now());
         while finished < batch {
             let mut actions = Vec::new();
             match self.engine.turn(Duration::from_secs(1), &mut actions)? {
@@ -372,17 +412,67 @@ impl Bench {
                     ensure!(progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
                 }
             }
+            steps.extend(self.engine.take_record());
             check(&actions)?;
+            let all_had_begun = firsts.len() == batch as usize;
             for action in &actions {
-                seen(action);
-                finished += u32::from(matches!(action, Action::Finished { .. }));
+                match action {
+                    Action::Tokens { first_index: 0, .. } => firsts.push(steps.len() - 1),
+                    Action::Tokens { tokens, .. } if all_had_begun => tokens_after += tokens.len(),
+                    Action::Finished { .. } => finished += 1,
+                    _ => {}
+                }
             }
         }
+        let last = steps.len().checked_sub(1).context("no step was made")?;
+        ensure!(firsts.len() == batch as usize, "not every sequence began");
         // What is still in flight belongs to this run.
         while self.engine.steps_in_flight() > 0 {
             self.engine.turn(Duration::from_secs(1), &mut Vec::new())?;
+            steps.extend(self.engine.take_record());
         }
-        Ok(())
+        Ok(Run { started, steps, firsts, last, tokens_after })
+    }
+}
+
+/// Prompt tokens per second are those to the last sequence's first token.
+fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
+    let seconds: Vec<f64> = runs.iter().map(|run| run.seconds_to(run.all_begun())).collect();
+    let tokens = f64::from(batch * prompt_tokens);
+    let all: Vec<f64> = seconds.iter().map(|seconds| tokens / seconds).collect();
+    let first: Vec<f64> = runs.iter().map(|run| run.seconds_to(run.firsts[0])).collect();
+    Row {
+        what: "prefill",
+        batch,
+        tokens_each: prompt_tokens,
+        tokens_per_s_median: median(&all),
+        tokens_per_s_all: all,
+        share_of_weight_read: None,
+        ttft_ms: Some([median(&first), median(&seconds)].map(|seconds| seconds * 1e3)),
+        decode: None,
+    }
+}
+
+/// Tokens per second are those of the whole batch once every sequence decodes.
+fn decode_row(runs: &[Run], batch: u32, decode_tokens: u32, floor_ms: Option<f64>) -> Row {
+    let per_s = |run: &Run| {
+        let seconds = run.seconds_to(run.last) - run.seconds_to(run.all_begun());
+        run.tokens_after as f64 / seconds
+    };
+    let all: Vec<f64> = runs.iter().map(per_s).collect();
+    let decoding = runs.iter().map(|run| Decoding {
+        steps: run.steps[run.all_begun()..=run.last].to_vec(),
+        tokens_after_first: decode_tokens - 1,
+    });
+    Row {
+        what: "decode",
+        batch,
+        tokens_each: decode_tokens,
+        tokens_per_s_median: median(&all),
+        tokens_per_s_all: all,
+        share_of_weight_read: None,
+        ttft_ms: None,
+        decode: Some(DecodeFigures::of(&decoding.collect::<Vec<_>>(), floor_ms)),
     }
 }
 
@@ -393,6 +483,8 @@ struct Started {
     isa: String,
     /// What the host's memory gives, where that is the bound.
     read_stream: Option<ReadStream>,
+    /// What the GPU's gives.
+    roof_gb_per_s: Option<f64>,
     parts: Vec<StartPart>,
 }
 
@@ -424,7 +516,8 @@ fn on_cpu(
     let executor = CpuExecutor::start_with_progress(checkpoint, backend, arena, limits, progress)?;
     bar.finish_and_clear();
     let parts = vec![StartPart::new("weights", started.elapsed())];
-    Ok(Started { executor: Box::new(executor), isa, read_stream: Some(read_stream), parts })
+    let (executor, read_stream) = (Box::new(executor), Some(read_stream));
+    Ok(Started { executor, isa, read_stream, roof_gb_per_s: None, parts })
 }
 
 fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
@@ -443,6 +536,11 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     };
     let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options)?;
     let mut parts = vec![lap("gpu")];
+    let roof_gb_per_s = match args.roof_gb_per_s {
+        Some(roof) => Some(roof),
+        None => backend.read_gb_per_s()?,
+    };
+    parts.push(lap("roof"));
     let context = Arc::clone(backend.context());
     let bar = load_bar();
     let model =
@@ -458,7 +556,7 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     let executor = CudaExecutor::start(model, kv, &arena, limits)?;
     parts.push(lap("executor"));
     let isa = context.device().name.clone();
-    Ok(Started { executor: Box::new(executor), isa, read_stream: None, parts })
+    Ok(Started { executor: Box::new(executor), isa, read_stream: None, roof_gb_per_s, parts })
 }
 
 fn check(actions: &[Action]) -> Result<()> {
@@ -522,10 +620,13 @@ fn sum(words: &[f32]) -> u32 {
 
 fn print_table(report: &Report) {
     print!("{}  {}  {}  ", report.model, report.dtype, report.isa);
-    match report.weight_read_gb_per_s {
-        // A GPU's is not measured.
-        0.0 => println!("loaded in {:.2} s", report.load_s),
-        rate => println!(
+    match (report.weight_read_gb_per_s, report.roof_gb_per_s) {
+        (_, Some(roof)) => {
+            println!("loaded in {:.2} s  the GPU's memory is read at {roof:.0} GB/s", report.load_s)
+        }
+        // Not measured.
+        (0.0, None) => println!("loaded in {:.2} s", report.load_s),
+        (rate, None) => println!(
             "{} threads  loaded in {:.2} s  as many bytes are read at {rate:.1} GB/s",
             report.threads, report.load_s
         ),
@@ -539,13 +640,57 @@ fn print_table(report: &Report) {
     for row in &report.rows {
         let least = row.tokens_per_s_all.iter().copied().fold(f64::INFINITY, f64::min);
         let most = row.tokens_per_s_all.iter().copied().fold(0.0, f64::max);
-        let limit = row
-            .share_of_weight_read
-            .map(|share| format!("{:.0} % of reading the weights and nothing else", share * 100.0))
-            .unwrap_or_default();
+        let limit = match (row.share_of_weight_read, row.ttft_ms) {
+            (Some(share), _) => {
+                format!("{:.0} % of reading the weights and nothing else", share * 100.0)
+            }
+            (None, Some([first, last])) => format!("first token {first:.1} ms, last {last:.1} ms"),
+            (None, None) => String::new(),
+        };
         println!(
             "{:<8} {:>6} {:>8} {:>12.1} {:>12.1} {:>12.1}  {limit}",
             row.what, row.batch, row.tokens_each, row.tokens_per_s_median, least, most
+        );
+    }
+    print_steps(report);
+}
+
+/// What decode steps cost the host, how the device was used, and how near it came to its floor.
+fn print_steps(report: &Report) {
+    println!(
+        "\ndecode steps, {} in flight; microseconds of the host: median/99th percent",
+        report.depth
+    );
+    println!(
+        "{:>6} {:>9} {:>13} {:>13} {:>13} {:>13} {:>9} {:>7} {:>9} {:>9} {:>8}",
+        "batch",
+        "ms",
+        "plan",
+        "launch",
+        "collect",
+        "all",
+        "busy ms",
+        "idle %",
+        "padded",
+        "floor ms",
+        "of it %"
+    );
+    let percent =
+        |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.2}", share * 100.0));
+    for row in &report.rows {
+        let Some(decode) = &row.decode else { continue };
+        let host = &decode.host_us;
+        let [plan, launch, collect, all] = [host.plan, host.launch, host.collect, host.all]
+            .map(|Spread { p50, p99 }| format!("{p50:.1}/{p99:.1}"));
+        println!(
+            "{:>6} {:>9.3} {plan:>13} {launch:>13} {collect:>13} {all:>13} {:>9.3} {:>7} {:>9} {:>9} {:>8}",
+            row.batch,
+            decode.step_ms_median,
+            decode.device_busy_us.p50 / 1e3,
+            percent(decode.device_idle_share),
+            decode.dispatches.padding_rows,
+            decode.floor_ms.map_or("-".into(), |floor| format!("{floor:.3}")),
+            percent(decode.share_of_floor),
         );
     }
 }

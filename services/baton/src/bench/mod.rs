@@ -4,6 +4,8 @@ mod engine;
 mod serve;
 mod speculate;
 mod stats;
+mod steps;
+mod trace;
 
 use std::{fs::File, path::Path};
 

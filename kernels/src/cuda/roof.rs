@@ -1,0 +1,46 @@
+//! How fast a GPU's memory is read by a kernel that does nothing else.
+
+use super::{backend::CudaBackend, context::Event, error::CudaError, memory::DeviceMemory};
+
+/// Much more than any cache holds.
+const BYTES_MIN: u64 = 4 << 30;
+const BYTES_MAX: u64 = 8 << 30;
+const TRIES: usize = 6;
+
+impl CudaBackend {
+    /// Gigabytes a second, the best of a few tries; `None` where less than 4 GiB are free. For
+    /// measurements, before weights take the memory.
+    pub fn read_gb_per_s(&self) -> Result<Option<f64>, CudaError> {
+        let context = self.context();
+        // Half of it: others may be starting, too.
+        let bytes = (context.free_bytes()? / 2).min(BYTES_MAX) & !0xff;
+        if bytes < BYTES_MIN {
+            return Ok(None);
+        }
+        let memory = DeviceMemory::new(context, "the read stream", bytes as usize + 256)?;
+        let (from, sink) = (memory.cut(bytes as usize)?, memory.cut(4)?);
+        let stream = self.compute();
+        from.fill(0x5a, stream)?;
+        let (begin, end) = (Event::timed(context)?, Event::timed(context)?);
+        let mut best: f64 = 0.0;
+        for _ in 0..TRIES {
+            begin.record(stream)?;
+            // SAFETY: the range is as long as is said, and its holder outlives the wait below.
+            let code = unsafe {
+                (self.library().functions().baton_read_stream)(
+                    from.address(),
+                    bytes,
+                    sink.address(),
+                    0,
+                    stream.raw().cast(),
+                )
+            };
+            self.library().check("baton_read_stream", code)?;
+            end.record(stream)?;
+            end.synchronize()?;
+            let seconds = f64::from(end.milliseconds_since(&begin)?) / 1e3;
+            best = best.max(bytes as f64 / 1e9 / seconds);
+        }
+        Ok(Some(best))
+    }
+}

@@ -1,0 +1,182 @@
+//! What the records of measured steps say: the host's time, the device's, and what is left unused.
+
+use engine::{StepRecord, plan::Dispatch};
+use serde::Serialize;
+
+use super::stats::{Percentiles, median};
+
+/// Over the steps of every run.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Spread {
+    pub p50: f64,
+    pub p99: f64,
+}
+
+impl Spread {
+    fn of(samples: Vec<f64>) -> Self {
+        let Percentiles { p50, p99, .. } = Percentiles::of(samples);
+        Self { p50, p99 }
+    }
+}
+
+/// Microseconds of the engine's thread for a step; waiting for the device is none of them.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct HostTimes {
+    pub plan: Spread,
+    pub launch: Spread,
+    pub collect: Spread,
+    pub all: Spread,
+}
+
+/// How steps were given to the device, and rows that were computed for nobody.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Dispatches {
+    pub eager: u64,
+    pub graph: u64,
+    pub fallback: u64,
+    pub padding_rows: u64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeFigures {
+    /// Of each run: from the last first token to the last token, by the steps between.
+    pub step_ms_all: Vec<f64>,
+    pub step_ms_median: f64,
+    pub host_us: HostTimes,
+    pub device_busy_us: Spread,
+    /// Of the time from the end of the step with the last first token to the end of the last step:
+    /// what lay between steps. Median of the runs.
+    pub device_idle_share: Option<f64>,
+    pub dispatches: Dispatches,
+    /// Sent to the device for a step.
+    pub uploaded_bytes_p50: f64,
+    /// From the bytes that a step must read, at the rate that the memory is read with at best.
+    pub floor_ms: Option<f64>,
+    pub share_of_floor: Option<f64>,
+}
+
+/// The part of a run in which every sequence decodes: the step that brought the last first token, and
+/// those after it.
+#[derive(Clone, Debug)]
+pub struct Decoding {
+    pub steps: Vec<StepRecord>,
+    /// Tokens that each sequence has after its first.
+    pub tokens_after_first: u32,
+}
+
+impl Decoding {
+    fn step_ms(&self) -> f64 {
+        let [first, .., last] = &self.steps[..] else { return 0.0 };
+        let wall = last.collect.end.saturating_duration_since(first.collect.end);
+        wall.as_secs_f64() * 1e3 / f64::from(self.tokens_after_first)
+    }
+
+    /// `None` where the device does not say when it worked.
+    fn idle_share(&self) -> Option<f64> {
+        let [first, rest @ ..] = &self.steps[..] else { return None };
+        let begin = first.device?.end;
+        let wall = rest.last()?.device?.end.saturating_duration_since(begin);
+        let busy = rest.iter().map(|step| {
+            step.device.map(|device| {
+                device.end.saturating_duration_since(device.begin.max(begin)).as_secs_f64()
+            })
+        });
+        Some(1.0 - busy.sum::<Option<f64>>()? / wall.as_secs_f64())
+    }
+}
+
+impl DecodeFigures {
+    pub fn of(runs: &[Decoding], floor_ms: Option<f64>) -> Self {
+        let steps = || runs.iter().flat_map(|run| &run.steps[run.steps.len().min(1)..]);
+        let spread = |value: &dyn Fn(&StepRecord) -> f64| Spread::of(steps().map(value).collect());
+        let plan = |step: &StepRecord| step.plan.duration().as_secs_f64() * 1e6;
+        let launch = |step: &StepRecord| step.launch.duration().as_secs_f64() * 1e6;
+        let collect = |step: &StepRecord| step.collect.duration().as_secs_f64() * 1e6;
+        let mut dispatches = Dispatches::default();
+        for step in steps() {
+            dispatches.padding_rows += u64::from(step.padding_rows());
+            match step.dispatch {
+                Dispatch::Eager => dispatches.eager += 1,
+                Dispatch::Graph { .. } => dispatches.graph += 1,
+                Dispatch::Fallback => dispatches.fallback += 1,
+            }
+        }
+        let step_ms_all: Vec<f64> = runs.iter().map(Decoding::step_ms).collect();
+        let step_ms_median = median(&step_ms_all);
+        let idle: Option<Vec<f64>> = runs.iter().map(Decoding::idle_share).collect();
+        Self {
+            step_ms_all,
+            step_ms_median,
+            host_us: HostTimes {
+                plan: spread(&plan),
+                launch: spread(&launch),
+                collect: spread(&collect),
+                all: spread(&|step| plan(step) + launch(step) + collect(step)),
+            },
+            device_busy_us: spread(&|step| step.busy.as_secs_f64() * 1e6),
+            device_idle_share: idle.map(|shares| median(&shares)),
+            dispatches,
+            uploaded_bytes_p50: spread(&|step| step.uploaded_bytes as f64).p50,
+            floor_ms,
+            share_of_floor: floor_ms.map(|floor| floor / step_ms_median),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use engine::{StepKind, plan::Span};
+
+    use super::*;
+
+    /// A step of the device from `begin` to `end`, in milliseconds; the host takes it half a
+    /// millisecond later.
+    fn step(origin: Instant, begin: u64, end: u64) -> StepRecord {
+        let at = |us: u64| origin + Duration::from_micros(us);
+        let span = |begin, end| Span { begin: at(begin), end: at(end) };
+        let (begin, end) = (1000 * begin, 1000 * end);
+        StepRecord {
+            step_id: 0,
+            rows: 3,
+            tokens: 3,
+            sampled: 3,
+            kind: StepKind::Decode,
+            dispatch: Dispatch::Graph { rows: 4 },
+            uploaded_bytes: 100,
+            busy: Duration::from_micros(end - begin),
+            plan: span(begin, begin + 10),
+            launch: span(begin, begin + 20),
+            collect: span(end + 470, end + 500),
+            device: Some(span(begin, end)),
+            landed_at: None,
+        }
+    }
+
+    #[test]
+    fn a_step_takes_from_the_last_first_token_to_the_last_by_the_steps_between() {
+        let origin = Instant::now();
+        // A millisecond idle before the last of two steps; the first step is no part of it.
+        let steps = [(0, 9), (9, 13), (14, 19)].map(|(begin, end)| step(origin, begin, end));
+        let run = Decoding { steps: steps.into(), tokens_after_first: 2 };
+        let figures = DecodeFigures::of(&[run.clone(), run], Some(2.0));
+        assert_eq!(figures.step_ms_all, [5.0, 5.0]);
+        assert_eq!(figures.share_of_floor, Some(0.4));
+        assert!((figures.device_idle_share.unwrap() - 0.1).abs() < 1e-9, "{figures:?}");
+        let HostTimes { plan, launch, collect, all } = figures.host_us;
+        for (found, wanted) in [(plan, 10.0), (launch, 20.0), (collect, 30.0), (all, 60.0)] {
+            assert!((found.p50 - wanted).abs() < 1e-6 && (found.p99 - wanted).abs() < 1e-6);
+        }
+        let Dispatches { graph, padding_rows, .. } = figures.dispatches;
+        assert_eq!((graph, padding_rows), (4, 4));
+        assert_eq!(figures.device_busy_us.p50, 4000.0);
+    }
+
+    #[test]
+    fn a_run_without_steps_has_no_figures() {
+        let run = Decoding { steps: Vec::new(), tokens_after_first: 1 };
+        let figures = DecodeFigures::of(&[run], None);
+        assert_eq!((figures.step_ms_median, figures.device_idle_share), (0.0, None));
+    }
+}

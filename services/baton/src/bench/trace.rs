@@ -1,0 +1,120 @@
+//! Steps as a trace that Perfetto and chrome://tracing show: what the engine's thread does for each,
+//! and when the device works on it.
+
+use std::{io::Write, time::Instant};
+
+use engine::{
+    StepKind, StepRecord,
+    plan::{Dispatch, Span},
+};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+/// The tracks, top down.
+const TRACKS: [&str; 5] = ["measurement", "plan", "launch", "collect", "device"];
+
+/// Every step of a bench.
+#[derive(Debug, Default)]
+pub struct Trace {
+    runs: Vec<(String, Vec<StepRecord>)>,
+}
+
+/// An event with a duration (`X`) or a name (`M`), as the format has it; microseconds.
+#[derive(Serialize)]
+struct Event<'a> {
+    name: &'a str,
+    ph: &'static str,
+    pid: u32,
+    tid: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ts: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
+    args: Value,
+}
+
+impl Trace {
+    pub fn add(&mut self, run: String, steps: &[StepRecord]) {
+        self.runs.push((run, steps.to_vec()));
+    }
+
+    pub fn write(&self, mut to: impl Write) -> serde_json::Result<()> {
+        let steps = || self.runs.iter().flat_map(|(_, steps)| steps);
+        let origin = steps().map(|step| step.plan.begin).min();
+        let mut events = Vec::new();
+        for (tid, name) in TRACKS.iter().enumerate() {
+            let named =
+                |name, args| Event { name, ph: "M", pid: 1, tid, ts: None, dur: None, args };
+            events.push(named("thread_name", json!({ "name": name })));
+            events.push(named("thread_sort_index", json!({ "sort_index": tid })));
+        }
+        if let Some(origin) = origin {
+            for (name, steps) in &self.runs {
+                add_run(&mut events, origin, name, steps);
+            }
+        }
+        serde_json::to_writer(&mut to, &json!({ "displayTimeUnit": "ms", "traceEvents": events }))?;
+        to.flush().map_err(serde_json::Error::io)
+    }
+}
+
+fn add_run<'a>(
+    events: &mut Vec<Event<'a>>,
+    origin: Instant,
+    run: &'a str,
+    steps: &'a [StepRecord],
+) {
+    let event = |name, track, span: Span, args| Event {
+        name,
+        ph: "X",
+        pid: 1,
+        tid: TRACKS.iter().position(|other| *other == track).expect("one of them"),
+        ts: Some(span.begin.saturating_duration_since(origin).as_secs_f64() * 1e6),
+        dur: Some(span.duration().as_secs_f64() * 1e6),
+        args,
+    };
+    let [first, ..] = steps else { return };
+    let end = steps.iter().map(|step| step.collect.end).max().expect("there is one");
+    let whole = Span { begin: first.plan.begin, end };
+    events.push(event(run, "measurement", whole, json!({ "steps": steps.len() })));
+    let mut idle_from = origin;
+    for step in steps {
+        let of_step = || json!({ "step": step.step_id });
+        events.push(event("plan", "plan", step.plan, of_step()));
+        events.push(event("launch", "launch", step.launch, of_step()));
+        events.push(event("collect", "collect", step.collect, of_step()));
+        let Some(Span { begin, end }) = step.device else { continue };
+        // The device's clock is known to some microseconds: what follows does not overlap.
+        let device = Span { begin: begin.max(idle_from), end: end.max(idle_from) };
+        idle_from = device.end;
+        events.push(event(kind_name(step.kind), "device", device, figures(step)));
+    }
+}
+
+fn figures(step: &StepRecord) -> Value {
+    let (dispatch, graph_rows) = match step.dispatch {
+        Dispatch::Eager => ("eager", None),
+        Dispatch::Graph { rows } => ("graph", Some(rows)),
+        Dispatch::Fallback => ("fallback", None),
+    };
+    let waited = step.landed_at.map(|at| step.collect.begin.saturating_duration_since(at));
+    json!({
+        "step": step.step_id,
+        "rows": step.rows,
+        "tokens": step.tokens,
+        "sampled": step.sampled,
+        "dispatch": dispatch,
+        "graph_rows": graph_rows,
+        "padding_rows": step.padding_rows(),
+        "uploaded_bytes": step.uploaded_bytes,
+        "results_waited_us": waited.map(|waited| waited.as_secs_f64() * 1e6),
+    })
+}
+
+fn kind_name(kind: StepKind) -> &'static str {
+    match kind {
+        StepKind::Prefill => "prefill",
+        StepKind::Mixed => "mixed",
+        StepKind::Decode => "decode",
+    }
+}
