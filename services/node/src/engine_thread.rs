@@ -15,12 +15,16 @@ use std::{
 use cluster::NodeRecord;
 use crossbeam_channel::{Receiver, TryRecvError, select};
 use engine::{
-    Speculated, StepLoop, Turn,
+    Speculated, StepLoop, StepRecord, Turn,
     event::{Action, Input},
     executor::{Executor, ExecutorError},
+    plan::Dispatch,
 };
 use kv_transfer::{Transfers, api as transfer};
-use telemetry::NodeMetrics;
+use telemetry::{
+    NodeMetrics,
+    metrics::{StepDispatch, StepFigures},
+};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
@@ -321,7 +325,7 @@ impl<E: Executor> Engine<E> {
         while let Some(step) = self.steps.take_record() {
             self.observers.mark_changed();
             self.stall_after = self.stall_after.max(STALL_STEPS * step.busy);
-            self.metrics.step(step.busy, step.rows as usize, step.tokens.into());
+            self.metrics.step(&figures(&step));
         }
         let Speculated { rows, drafted, accepted, accepted_at } = self.steps.take_speculated();
         if rows > 0 {
@@ -332,6 +336,23 @@ impl<E: Executor> Engine<E> {
             self.metrics.preempted(preemptions - self.preemptions);
             self.preemptions = preemptions;
         }
+    }
+}
+
+fn figures(step: &StepRecord) -> StepFigures {
+    StepFigures {
+        rows: step.rows,
+        tokens: step.tokens,
+        padding_rows: step.padding_rows(),
+        dispatch: match step.dispatch {
+            Dispatch::Eager => StepDispatch::Eager,
+            Dispatch::Graph { rows } => StepDispatch::Graph { rows },
+            Dispatch::Fallback => StepDispatch::Fallback,
+        },
+        busy: step.busy,
+        plan: step.plan.duration(),
+        launch: step.launch.duration(),
+        collect: step.collect.duration(),
     }
 }
 

@@ -21,7 +21,9 @@ use tonic::transport::Channel;
 
 use crate::{Resource, TelemetryError, traces::otel_resource};
 
-pub use node::{LoadFigures, NodeMetrics, SequenceEnd, TransferEnd, TransferSide};
+pub use node::{
+    LoadFigures, NodeMetrics, SequenceEnd, StepDispatch, StepFigures, TransferEnd, TransferSide,
+};
 pub use router::{
     AttemptEnd, FinishedRequest, Operation, RequestEnd, RouterMetrics, RunningRequest,
     WaitingRequest,
@@ -50,6 +52,12 @@ const STEP_SECONDS: [f64; 13] =
 /// Seconds of one mask, for which other rows wait: from ten microseconds on.
 const MASK_SECONDS: [f64; 12] =
     [0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05];
+
+/// Seconds of one part of the host's work for a step: from five microseconds on.
+const HOST_SECONDS: [f64; 13] = [
+    0.000005, 0.00001, 0.00002, 0.00004, 0.00008, 0.00012, 0.00016, 0.00025, 0.0005, 0.001, 0.002,
+    0.005, 0.02,
+];
 
 /// Owns the readers.
 pub(crate) struct Meters {

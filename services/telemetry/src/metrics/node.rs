@@ -7,7 +7,7 @@ use opentelemetry::{
     metrics::{Counter, Gauge, Histogram},
 };
 
-use super::{FIRST_TOKEN_SECONDS, MASK_SECONDS, Metrics, STEP_SECONDS};
+use super::{FIRST_TOKEN_SECONDS, HOST_SECONDS, MASK_SECONDS, Metrics, STEP_SECONDS};
 
 /// How a sequence ended at this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +88,34 @@ pub struct LoadFigures {
     pub blocks_reserved: u32,
 }
 
+/// How a step was given to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StepDispatch {
+    Eager,
+    /// As a captured graph of so many rows: one of the few that there are.
+    Graph {
+        rows: u32,
+    },
+    /// Without a graph, although there are some: none fits.
+    Fallback,
+}
+
+/// One forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepFigures {
+    pub rows: u32,
+    pub tokens: u32,
+    /// Computed to fill a graph.
+    pub padding_rows: u32,
+    pub dispatch: StepDispatch,
+    /// The device's time,
+    pub busy: Duration,
+    /// and the engine thread's.
+    pub plan: Duration,
+    pub launch: Duration,
+    pub collect: Duration,
+}
+
 /// The instruments of a node. Cheap to clone.
 #[derive(Clone)]
 pub struct NodeMetrics {
@@ -99,6 +127,11 @@ pub struct NodeMetrics {
     mask_duration: Histogram<f64>,
     grammar_compile_duration: Histogram<f64>,
     step_duration: Histogram<f64>,
+    step_host_duration: Histogram<f64>,
+    /// Of planning, launching and collecting.
+    step_phases: [[KeyValue; 2]; 3],
+    step_dispatches: Counter<u64>,
+    step_padding_rows: Counter<u64>,
     steps: Counter<u64>,
     step_rows: Counter<u64>,
     step_tokens: Counter<u64>,
@@ -141,8 +174,11 @@ impl NodeMetrics {
         let gauge = |name: &'static str, description: &'static str| {
             meter.u64_gauge(name).with_description(description).build()
         };
+        let model = KeyValue::new("gen_ai.request.model", model.to_owned());
         let metrics = Self {
-            model: KeyValue::new("gen_ai.request.model", model.to_owned()),
+            step_phases: ["plan", "launch", "collect"]
+                .map(|phase| [model.clone(), KeyValue::new("phase", phase)]),
+            model,
             sequences: gauge("baton.sequences", "Sequences on this node, by state"),
             pending_prompt_tokens: gauge(
                 "baton.pending_prompt_tokens",
@@ -164,6 +200,19 @@ impl NodeMetrics {
                 &STEP_SECONDS,
             ),
             step_duration: seconds("baton.step.duration", "Time of one forward", &STEP_SECONDS),
+            step_host_duration: seconds(
+                "baton.step.host.duration",
+                "Time of the engine's thread for one forward, by phase; waiting is none of it",
+                &HOST_SECONDS,
+            ),
+            step_dispatches: counter(
+                "baton.step.dispatches",
+                "Forwards by how the device was told: eager, a graph (and of how many rows), or eager because no graph fits",
+            ),
+            step_padding_rows: counter(
+                "baton.step.padding_rows",
+                "Rows computed for nobody, to fill graphs",
+            ),
             steps: counter("baton.steps", "Forwards"),
             step_rows: counter("baton.step.rows", "Rows over all forwards"),
             step_tokens: counter("baton.step.tokens", "Tokens over all forwards"),
@@ -227,13 +276,30 @@ impl NodeMetrics {
         self.kv_cache_usage.record(used as f64 / total.max(1) as f64, model);
     }
 
-    /// One forward of `rows` rows and `tokens` tokens kept the device busy so long.
-    pub fn step(&self, busy: Duration, rows: usize, tokens: u64) {
+    /// One forward was collected.
+    pub fn step(&self, step: &StepFigures) {
         let model = std::slice::from_ref(&self.model);
-        self.step_duration.record(busy.as_secs_f64(), model);
+        self.step_duration.record(step.busy.as_secs_f64(), model);
+        for (time, phase) in [step.plan, step.launch, step.collect].iter().zip(&self.step_phases) {
+            self.step_host_duration.record(time.as_secs_f64(), phase);
+        }
+        let mode = |mode| KeyValue::new("mode", mode);
+        match step.dispatch {
+            StepDispatch::Eager => {
+                self.step_dispatches.add(1, &[self.model.clone(), mode("eager")])
+            }
+            StepDispatch::Fallback => {
+                self.step_dispatches.add(1, &[self.model.clone(), mode("fallback")]);
+            }
+            StepDispatch::Graph { rows } => {
+                let rows = KeyValue::new("rows", i64::from(rows));
+                self.step_dispatches.add(1, &[self.model.clone(), mode("graph"), rows]);
+            }
+        }
+        self.step_padding_rows.add(step.padding_rows.into(), model);
         self.steps.add(1, model);
-        self.step_rows.add(rows as u64, model);
-        self.step_tokens.add(tokens, model);
+        self.step_rows.add(step.rows.into(), model);
+        self.step_tokens.add(step.tokens.into(), model);
     }
 
     /// The mask of one token was computed, or could not be, in this time.

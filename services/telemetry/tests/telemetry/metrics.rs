@@ -5,7 +5,8 @@ use std::time::Duration;
 use telemetry::{
     NodeMetrics, RouterMetrics,
     metrics::{
-        FinishedRequest, LoadFigures, Operation, RequestEnd, SequenceEnd, TransferEnd, TransferSide,
+        FinishedRequest, LoadFigures, Operation, RequestEnd, SequenceEnd, StepDispatch,
+        StepFigures, TransferEnd, TransferSide,
     },
 };
 
@@ -100,7 +101,20 @@ fn a_node_shows_its_load_under_our_names_and_vllms() {
         blocks_held: 30,
         blocks_reserved: 10,
     });
-    metrics.step(Duration::from_millis(5), 3, 40);
+    let step = StepFigures {
+        rows: 3,
+        tokens: 40,
+        padding_rows: 0,
+        dispatch: StepDispatch::Eager,
+        busy: Duration::from_millis(5),
+        plan: Duration::from_micros(9),
+        launch: Duration::from_micros(30),
+        collect: Duration::from_micros(90),
+    };
+    metrics.step(&step);
+    let graph = StepDispatch::Graph { rows: 8 };
+    metrics.step(&StepFigures { tokens: 5, padding_rows: 3, dispatch: graph, ..step });
+    metrics.step(&StepFigures { tokens: 1, dispatch: StepDispatch::Fallback, ..step });
     metrics.prefix_lookup(100, 48);
     metrics.preempted(2);
     metrics.speculated(5, 40, 21, &[5, 4]);
@@ -131,7 +145,18 @@ fn a_node_shows_its_load_under_our_names_and_vllms() {
     assert_eq!(value(&text, "baton_speculation_accepted_at_total", &[r#"position="1""#]), 4.0);
     assert_eq!(value(&text, "vllm:request_prefill_time_seconds_count", &[model]), 1.0);
     assert_eq!(value(&text, "baton_kv_blocks", &[r#"state="cached""#]), 20.0);
-    assert_eq!(value(&text, "baton_step_tokens_total", &[]), 40.0);
+    assert_eq!(value(&text, "baton_step_tokens_total", &[]), 46.0);
+    assert_eq!(value(&text, "baton_step_padding_rows_total", &[]), 3.0);
+    for labels in
+        [&[r#"mode="eager""#][..], &[r#"mode="graph""#, r#"rows="8""#], &[r#"mode="fallback""#]]
+    {
+        assert_eq!(value(&text, "baton_step_dispatches_total", labels), 1.0, "{labels:?}");
+    }
+    for (phase, seconds) in [("plan", 27e-6), ("launch", 90e-6), ("collect", 270e-6)] {
+        let phase = format!(r#"phase="{phase}""#);
+        let sum = value(&text, "baton_step_host_duration_seconds_sum", &[&phase]);
+        assert!((sum - seconds).abs() < 1e-9, "{phase}: {sum}");
+    }
     assert_eq!(value(&text, "baton_pending_prompt_tokens", &[]), 77.0);
     let handed = [r#"outcome="handed_over""#];
     assert_eq!(value(&text, "baton_sequences_finished_total", &handed), 1.0);
