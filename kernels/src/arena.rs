@@ -25,7 +25,7 @@ use std::{
 use memmap2::MmapMut;
 
 pub use access::{Element, HeldBlock, StepAccess};
-pub use stream::{StreamAccess, StreamStep};
+pub use stream::{RowBlocks, StreamAccess, StreamStep};
 
 use crate::layout::{BlockId, KvLayout};
 

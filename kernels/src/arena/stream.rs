@@ -1,9 +1,6 @@
 //! The blocks of steps that are in flight together, one after the other on one device.
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    sync::{Arc, atomic::Ordering},
-};
+use std::sync::{Arc, atomic::Ordering};
 
 use super::{ArenaError, BorrowState, KvArena, WRITTEN};
 use crate::layout::BlockId;
@@ -11,42 +8,76 @@ use crate::layout::BlockId;
 /// Borrows of all steps in flight. The device runs them in order, so a block that several of them
 /// read and write is borrowed once for all: for writing as long as one of them writes it, then for
 /// reading as long as one reads it. Everybody else is kept away as from any borrowed block.
+///
+/// A row's blocks are borrowed with its first step in flight and given back with its last one. What a
+/// step costs in between does not depend on how long its rows are.
 #[derive(Debug)]
 pub struct StreamAccess {
     arena: Arc<KvArena>,
-    held: HashMap<BlockId, Uses>,
+    /// By block.
+    uses: Vec<Uses>,
+    /// By slot: its occupants that have steps in flight, rarely more than one.
+    rows: Vec<Vec<Row>>,
+    /// So far.
+    steps: u64,
 }
 
-/// Steps in flight that use a block.
+/// Who uses a block.
 #[derive(Clone, Copy, Debug, Default)]
 struct Uses {
-    readers: u32,
+    /// Rows with steps in flight that have it in their tables.
+    rows: u32,
+    /// Steps in flight that write it.
     writers: u32,
+    /// The last step that did.
+    written_by: u64,
+}
+
+/// An occupant of a slot.
+#[derive(Debug)]
+struct Row {
+    generation: u32,
+    steps: u32,
+    /// The front of its table, as far as steps in flight go.
+    blocks: Vec<BlockId>,
+}
+
+/// What a step does with a row's blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct RowBlocks<'a> {
+    pub slot: u32,
+    pub generation: u32,
+    /// Those that the step uses: from the table's front. Of one occupant they are always the same, or
+    /// more.
+    pub table: &'a [BlockId],
+    /// Those from this one on are written.
+    pub first_written: usize,
 }
 
 /// The blocks of one step, to be given back when it has run.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[must_use = "blocks of a step that is forgotten stay borrowed"]
 pub struct StreamStep {
-    reads: Vec<BlockId>,
+    /// Slots and generations.
+    rows: Vec<(u32, u32)>,
     writes: Vec<BlockId>,
 }
 
 impl StreamAccess {
     pub fn new(arena: &Arc<KvArena>) -> Self {
-        Self { arena: Arc::clone(arena), held: HashMap::new() }
+        let uses = vec![Uses::default(); arena.block_count() as usize];
+        Self { arena: Arc::clone(arena), uses, rows: Vec::new(), steps: 0 }
     }
 
-    /// Borrows all blocks of a step or none. A block may be among both, and among the reads more than
-    /// once; two rows that write one block are a defect.
-    pub fn acquire(
+    /// Borrows all blocks of a step or none. Rows may share blocks that none of them writes; two rows
+    /// that write one block are a defect, and so is one row twice.
+    pub fn acquire<'a>(
         &mut self,
-        reads: &[BlockId],
-        writes: &[BlockId],
+        rows: impl IntoIterator<Item = RowBlocks<'a>>,
     ) -> Result<StreamStep, ArenaError> {
-        let mut step = StreamStep { reads: Vec::new(), writes: Vec::new() };
-        let outcome = self.acquire_into(&mut step, reads, writes);
-        match outcome {
+        self.steps += 1;
+        let mut step = StreamStep::default();
+        match rows.into_iter().try_for_each(|row| self.acquire_row(&mut step, row)) {
             Ok(()) => Ok(step),
             Err(error) => {
                 self.release(step);
@@ -60,74 +91,80 @@ impl StreamAccess {
         for block in step.writes {
             self.give_back(block, |uses| &mut uses.writers);
         }
-        for block in step.reads {
-            self.give_back(block, |uses| &mut uses.readers);
+        for (slot, generation) in step.rows {
+            let occupants = &mut self.rows[slot as usize];
+            let place = occupants.iter().position(|row| row.generation == generation);
+            let place = place.expect("what is given back was borrowed");
+            occupants[place].steps -= 1;
+            if occupants[place].steps == 0 {
+                let row = occupants.swap_remove(place);
+                row.blocks
+                    .into_iter()
+                    .for_each(|block| self.give_back(block, |uses| &mut uses.rows));
+            }
         }
     }
 
-    fn acquire_into(
-        &mut self,
-        step: &mut StreamStep,
-        reads: &[BlockId],
-        writes: &[BlockId],
-    ) -> Result<(), ArenaError> {
-        let mut sorted = writes.to_vec();
-        sorted.sort_unstable();
-        if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            let (wanted, state) = (super::Borrow::Write, BorrowState::Written);
-            return Err(ArenaError::Conflict { block: twice[0], wanted, state });
+    fn acquire_row(&mut self, step: &mut StreamStep, row: RowBlocks<'_>) -> Result<(), ArenaError> {
+        let RowBlocks { slot, generation, table, first_written } = row;
+        if self.rows.len() <= slot as usize {
+            self.rows.resize_with(slot as usize + 1, Vec::new);
         }
-        for &block in writes {
+        let occupants = &mut self.rows[slot as usize];
+        let place = match occupants.iter().position(|row| row.generation == generation) {
+            Some(place) => place,
+            None => {
+                occupants.push(Row { generation, steps: 0, blocks: Vec::new() });
+                occupants.len() - 1
+            }
+        };
+        occupants[place].steps += 1;
+        step.rows.push((slot, generation));
+        let known = occupants[place].blocks.len().min(table.len());
+        debug_assert_eq!(occupants[place].blocks[..known], table[..known], "tables only grow");
+        for &block in &table[known..] {
+            self.read(block)?;
+            self.rows[slot as usize][place].blocks.push(block);
+        }
+        for &block in &table[first_written.min(table.len())..] {
             self.write(block)?;
             step.writes.push(block);
-        }
-        for &block in reads {
-            self.read(block)?;
-            step.reads.push(block);
         }
         Ok(())
     }
 
     fn write(&mut self, block: BlockId) -> Result<(), ArenaError> {
-        match self.held.entry(block) {
-            Entry::Vacant(place) => {
-                self.arena.acquire_write(block)?;
-                place.insert(Uses { readers: 0, writers: 1 });
-            }
-            Entry::Occupied(mut uses) => {
-                if uses.get().writers == 0 {
-                    self.arena.upgrade(block)?;
-                }
-                uses.get_mut().writers += 1;
-            }
+        // Its row has it.
+        let uses = &mut self.uses[block.index()];
+        if std::mem::replace(&mut uses.written_by, self.steps) == self.steps {
+            let (wanted, state) = (super::Borrow::Write, BorrowState::Written);
+            return Err(ArenaError::Conflict { block, wanted, state });
         }
+        if uses.writers == 0 {
+            self.arena.upgrade(block)?;
+        }
+        uses.writers += 1;
         Ok(())
     }
 
     fn read(&mut self, block: BlockId) -> Result<(), ArenaError> {
-        match self.held.entry(block) {
-            Entry::Vacant(place) => {
+        match self.uses.get_mut(block.index()) {
+            Some(uses) if uses.rows + uses.writers > 0 => uses.rows += 1,
+            _ => {
                 self.arena.acquire_read(block)?;
-                place.insert(Uses { readers: 1, writers: 0 });
+                self.uses[block.index()].rows = 1;
             }
-            Entry::Occupied(mut uses) => uses.get_mut().readers += 1,
         }
         Ok(())
     }
 
     fn give_back(&mut self, block: BlockId, count: fn(&mut Uses) -> &mut u32) {
-        let uses = self.held.get_mut(&block).expect("what is given back was borrowed");
+        let uses = &mut self.uses[block.index()];
         let was_written = uses.writers > 0;
         *count(uses) -= 1;
         match *uses {
-            Uses { readers: 0, writers: 0 } => {
-                self.held.remove(&block);
-                if was_written {
-                    self.arena.release_write(block);
-                } else {
-                    self.arena.release_read(block);
-                }
-            }
+            Uses { rows: 0, writers: 0, .. } if was_written => self.arena.release_write(block),
+            Uses { rows: 0, writers: 0, .. } => self.arena.release_read(block),
             Uses { writers: 0, .. } if was_written => self.arena.downgrade(block),
             _ => {}
         }
@@ -136,10 +173,10 @@ impl StreamAccess {
 
 impl Drop for StreamAccess {
     fn drop(&mut self) {
-        for (block, uses) in self.held.drain() {
+        for (block, uses) in (0..).map(BlockId).zip(&self.uses) {
             if uses.writers > 0 {
                 self.arena.release_write(block);
-            } else {
+            } else if uses.rows > 0 {
                 self.arena.release_read(block);
             }
         }
@@ -178,40 +215,84 @@ mod tests {
 
     const A: BlockId = BlockId(0);
     const B: BlockId = BlockId(1);
+    const C: BlockId = BlockId(2);
+
+    /// Of the first occupant of a slot.
+    fn row(slot: u32, table: &[BlockId], first_written: usize) -> RowBlocks<'_> {
+        RowBlocks { slot, generation: 0, table, first_written }
+    }
+
+    fn states(arena: &KvArena) -> [BorrowState; 3] {
+        [A, B, C].map(|block| arena.state(block).unwrap())
+    }
+
+    const FREE: BorrowState = BorrowState::Free;
+    const READ: BorrowState = BorrowState::Read { readers: 1 };
+    const WRITTEN: BorrowState = BorrowState::Written;
 
     #[test]
     fn steps_in_flight_share_what_each_other_writes_and_keep_others_away() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
-        let first = access.acquire(&[A], &[B]).unwrap();
-        let second = access.acquire(&[A, A, B], &[B]).unwrap();
+        let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
+        let second = access.acquire([row(0, &[A, B], 1), row(1, &[A, C], 1)]).unwrap();
         assert!(arena.write(A).is_err() && arena.read(B).is_err());
         let beside = arena.read(A).unwrap();
         access.release(first);
-        assert_eq!(arena.state(B).unwrap(), BorrowState::Written);
-        // A third one only reads it: others may as well once the second has run.
-        let third = access.acquire(&[B], &[]).unwrap();
+        assert_eq!(arena.state(B).unwrap(), WRITTEN);
+        // A third one only reads what the second writes: others may as well once that has run.
+        let third = access.acquire([row(0, &[A, B], 2)]).unwrap();
         access.release(second);
-        assert_eq!(arena.state(B).unwrap(), BorrowState::Read { readers: 1 });
+        drop(beside);
+        assert_eq!(states(&arena), [READ, READ, FREE], "the other row is in no step any more");
         arena.read(B).unwrap();
         access.release(third);
-        drop(beside);
-        assert_eq!((arena.pins(A).unwrap(), arena.pins(B).unwrap()), (0, 0));
+        assert_eq!(states(&arena), [FREE; 3]);
+    }
+
+    #[test]
+    fn a_table_that_grows_is_borrowed_as_far_as_it_goes() {
+        let arena = arena();
+        let mut access = StreamAccess::new(&arena);
+        let first = access.acquire([row(0, &[A], 0)]).unwrap();
+        let second = access.acquire([row(0, &[A, B], 1)]).unwrap();
+        assert_eq!(states(&arena), [WRITTEN, WRITTEN, FREE]);
+        access.release(first);
+        assert_eq!(states(&arena), [READ, WRITTEN, FREE]);
+        access.release(second);
+        assert_eq!(states(&arena), [FREE; 3]);
+    }
+
+    #[test]
+    fn a_slots_next_occupant_has_blocks_of_its_own() {
+        let arena = arena();
+        let mut access = StreamAccess::new(&arena);
+        let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
+        let next = RowBlocks { generation: 1, ..row(0, &[C], 0) };
+        let second = access.acquire([next]).unwrap();
+        let third = access.acquire([next]).unwrap();
+        access.release(first);
+        assert_eq!(states(&arena), [FREE, FREE, WRITTEN]);
+        access.release(second);
+        assert_eq!(states(&arena), [FREE, FREE, WRITTEN]);
+        access.release(third);
+        assert_eq!(states(&arena), [FREE; 3]);
     }
 
     #[test]
     fn a_block_that_only_steps_read_may_be_written_by_a_later_one() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
-        let first = access.acquire(&[A], &[]).unwrap();
-        let second = access.acquire(&[], &[A]).unwrap();
+        let first = access.acquire([row(0, &[A], 1)]).unwrap();
+        // Its reader has left, and the block is another row's now.
+        let second = access.acquire([row(1, &[A], 0)]).unwrap();
         access.release(first);
-        assert_eq!(arena.state(A).unwrap(), BorrowState::Written);
+        assert_eq!(arena.state(A).unwrap(), WRITTEN);
         access.release(second);
-        assert_eq!(arena.state(A).unwrap(), BorrowState::Free);
-        let third = access.acquire(&[A], &[]).unwrap();
+        assert_eq!(arena.state(A).unwrap(), FREE);
+        let third = access.acquire([row(0, &[A], 1)]).unwrap();
         let beside = arena.read(A).unwrap();
-        assert!(access.acquire(&[], &[A]).is_err(), "someone else reads it");
+        assert!(access.acquire([row(1, &[A], 0)]).is_err(), "someone else reads it");
         drop(beside);
         access.release(third);
         assert_eq!(arena.pins(A).unwrap(), 0);
@@ -222,20 +303,25 @@ mod tests {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let writer = arena.write(B).unwrap();
-        assert!(access.acquire(&[A, B], &[BlockId(2)]).is_err());
-        assert!(access.acquire(&[A], &[B]).is_err());
-        assert!(access.acquire(&[], &[A, A]).is_err(), "two rows write it");
-        assert!(access.acquire(&[BlockId(9)], &[]).is_err());
+        assert!(access.acquire([row(0, &[C], 0), row(1, &[A, B], 2)]).is_err());
+        assert!(access.acquire([row(0, &[A, B], 1)]).is_err());
+        let twice = access.acquire([row(0, &[A], 0), row(1, &[A], 0)]);
+        assert!(twice.is_err(), "two rows write it");
+        assert!(access.acquire([row(0, &[BlockId(9)], 1)]).is_err());
         drop(writer);
         assert!((0..4).all(|id| arena.pins(BlockId(id)).unwrap() == 0));
+        let step = access.acquire([row(0, &[A, B], 0)]).unwrap();
+        access.release(step);
+        assert_eq!(states(&arena), [FREE; 3]);
     }
 
     #[test]
     fn what_is_in_flight_is_given_back_with_the_whole() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
-        let forgotten = [access.acquire(&[A], &[B]).unwrap(), access.acquire(&[B], &[]).unwrap()];
+        let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
+        let forgotten = [first, access.acquire([row(1, &[B], 1)]).unwrap()];
         drop((forgotten, access));
-        assert_eq!((arena.pins(A).unwrap(), arena.pins(B).unwrap()), (0, 0));
+        assert_eq!(states(&arena), [FREE; 3]);
     }
 }

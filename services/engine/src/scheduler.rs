@@ -28,6 +28,7 @@
 mod admission;
 mod completion;
 mod config;
+mod ids;
 mod running;
 mod sequence;
 mod transfers;
@@ -39,6 +40,7 @@ use std::{
 };
 
 pub use config::{SchedulerConfig, SchedulerConfigError};
+use ids::ById;
 use kernels::BlockId;
 use sequence::{Arrival, Phase, Row, Sequence};
 use transfers::Transfers;
@@ -59,7 +61,7 @@ pub struct Scheduler {
     config: SchedulerConfig,
     seeds: CacheSeeds,
     kv: KvBlocks,
-    sequences: HashMap<SequenceId, Sequence>,
+    sequences: ById<Sequence>,
     waiting: Waiting,
     /// In phase `Reserved`; each has a claim to a slot.
     reserved_count: u32,
@@ -83,7 +85,7 @@ impl Scheduler {
             config,
             seeds,
             kv: KvBlocks::new(config.limits.blocks, config.prefix_cache),
-            sequences: HashMap::new(),
+            sequences: ById::default(),
             waiting: Waiting::default(),
             reserved_count: 0,
             ready: Vec::new(),

@@ -221,7 +221,7 @@ impl CudaExecutor {
         let step_id = plan.step_id;
         let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
         let step = self.rows.apply(plan)?;
-        let blocks = self.access.acquire(&step.reads, &step.writes);
+        let blocks = self.access.acquire(self.rows.blocks(&step));
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let wants_logprobs = step.wants_logprobs.clone();
         let has_masks = !step.masks.is_empty();

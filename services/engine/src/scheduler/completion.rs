@@ -65,15 +65,14 @@ impl Scheduler {
             self.kv.publish(&sequence.chain, &sequence.tokens, index, row.blocks[index]);
             row.published += 1;
         }
-        if sequence.kind == SequenceKind::Send && finish.is_none() {
+        let sends = sequence.kind == SequenceKind::Send;
+        let cached_tokens = sequence.cached_tokens.unwrap_or(0);
+        if sends && finish.is_none() {
             self.hand_over_written(id, !tokens.is_empty(), actions);
         }
         if tokens.is_empty() {
             return;
         }
-        let sequence = &self.sequences[&id];
-        let sends = sequence.kind == SequenceKind::Send;
-        let cached_tokens = sequence.cached_tokens.unwrap_or(0);
         actions.push(Action::Tokens { id, first_index, tokens, cached_tokens });
         if sends || finish.is_some() {
             self.remove(id);

@@ -89,7 +89,7 @@ impl Scheduler {
     /// Tokens of this row that are on the device, or will be, and are not launched yet.
     fn pending(&self, id: SequenceId) -> u32 {
         let sequence = &self.sequences[&id];
-        let row = self.row(id);
+        let row = sequence.row();
         // What may follow a token is known once the token is.
         if sequence.constraint.is_some() && row.length > sequence.tokens.len() {
             return 0;
@@ -247,10 +247,7 @@ impl Scheduler {
     }
 
     fn row(&self, id: SequenceId) -> &Row {
-        match &self.sequences[&id].phase {
-            Phase::Running(row) => row,
-            phase => unreachable!("a sequence of the batch is {phase:?}"),
-        }
+        self.sequences[&id].row()
     }
 
     fn row_mut(&mut self, id: SequenceId) -> &mut Row {

@@ -134,6 +134,14 @@ impl Sequence {
         }
     }
 
+    /// Of a sequence of the batch.
+    pub(super) fn row(&self) -> &Row {
+        match &self.phase {
+            Phase::Running(row) => row,
+            phase => unreachable!("a sequence of the batch is {phase:?}"),
+        }
+    }
+
     /// Length at which this node's part ends: a sender samples one token.
     pub(super) fn length_here(&self) -> usize {
         match self.kind {

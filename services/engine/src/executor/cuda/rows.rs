@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kernels::{BLOCK_TOKENS, BlockId, cuda::StepRows, sampling::TokenMask};
+use kernels::{BLOCK_TOKENS, arena::RowBlocks, cuda::StepRows, sampling::TokenMask};
 
 use super::super::{
     ExecutorError, ExecutorLimits,
@@ -39,8 +39,6 @@ pub struct Step {
     pub admitted: Vec<usize>,
     /// Indices of extensions, and the blocks that the table had.
     pub extended: Vec<(usize, u32)>,
-    pub reads: Vec<BlockId>,
-    pub writes: Vec<BlockId>,
 }
 
 #[derive(Debug)]
@@ -72,6 +70,20 @@ impl Rows {
         Ok(step)
     }
 
+    /// What the rows of a step that was just applied do with their blocks.
+    pub fn blocks(&self, step: &Step) -> impl Iterator<Item = RowBlocks<'_>> {
+        step.sequences.iter().map(|sequence| {
+            let row = self.batch.row(Slot(sequence.slot));
+            let (start, count) = (sequence.position as usize, sequence.rows as usize);
+            RowBlocks {
+                slot: sequence.slot,
+                generation: row.generation,
+                table: &row.blocks[..(start + count).div_ceil(BLOCK_TOKENS)],
+                first_written: start / BLOCK_TOKENS,
+            }
+        })
+    }
+
     fn add(&mut self, scheduled: &ScheduledRow, step: &mut Step) {
         let ScheduledRow { slot, generation, start, token_count, samples, .. } = *scheduled;
         let row = self.batch.row(slot);
@@ -81,10 +93,6 @@ impl Rows {
         if is_skipped {
             return;
         }
-        let table = &row.blocks[..scheduled.end().div_ceil(BLOCK_TOKENS)];
-        let (read, written) = table.split_at(start / BLOCK_TOKENS);
-        step.reads.extend_from_slice(read);
-        step.writes.extend_from_slice(written);
         let mask = row.allowed.as_ref().filter(|_| samples);
         step.sequences.push(StepRows {
             slot: slot.0,
@@ -122,7 +130,7 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
 
 #[cfg(test)]
 mod tests {
-    use kernels::sampling::Sampling;
+    use kernels::{BlockId, sampling::Sampling};
 
     use super::*;
     use crate::plan::{RowMask, RowPlan};
@@ -158,6 +166,13 @@ mod tests {
         StepPlan { step_id: 5, admitted, rows, ..StepPlan::default() }
     }
 
+    /// Slot, table and first block to be written of each row.
+    fn used(rows: &Rows, step: &Step) -> Vec<(u32, Vec<u32>, usize)> {
+        let ids = |row: &RowBlocks<'_>| row.table.iter().map(|block| block.0).collect();
+        let used = rows.blocks(step);
+        used.map(|row| (row.slot, ids(&row), row.first_written)).collect()
+    }
+
     #[test]
     fn steps_follow_each_other_without_the_tokens_between_them() {
         let mut rows = Rows::new(LIMITS);
@@ -166,10 +181,7 @@ mod tests {
             vec![row(0, 14, true), row(1, 3, false)],
         );
         let step = rows.apply(&first).unwrap();
-        assert_eq!(
-            (&step.reads[..], &step.writes[..]),
-            (&[BlockId(3)][..], &[BlockId(1), BlockId(2)][..])
-        );
+        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1), (1, vec![2], 0)]);
         assert_eq!(step.wants_logprobs, [false]);
         let part =
             |slot, position, rows, samples| StepRows { slot, position, rows, samples, mask: None };
@@ -182,7 +194,7 @@ mod tests {
         let step = rows.apply(&second).unwrap();
         assert_eq!(step.extended, [(0, 2)]);
         assert_eq!(step.sequences, [part(0, 30, 1, 1), part(1, 3, 2, 1)]);
-        assert_eq!(step.writes, [BlockId(1), BlockId(2)]);
+        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1), (1, vec![2], 0)]);
     }
 
     #[test]
