@@ -179,7 +179,9 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   __syncthreads();
 
   const int total = first[p.rows] * groups;
-  const int per_block = max((total + (int)gridDim.x - 1) / (int)gridDim.x, p.least_pages);
+  // Where rows are shorter than the least share, a share is a row's head: several would wait for each other.
+  const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
+  const int per_block = max(max((total + (int)gridDim.x - 1) / (int)gridDim.x, least), 1);
   Walk walk;
   walk.pos = min(total, (int)blockIdx.x * per_block);
   walk.end = min(total, walk.pos + per_block);
