@@ -184,45 +184,32 @@ pub trait Backend: Send + 'static {
         self.store_kv(layer, shape, weights, frequencies, qkv, step);
     }
 
-    /// `residual += x · wᵀ` of all rows of the step, then `out = rms_norm(residual)`; `delta` lies
-    /// between. What `out` holds is for [`Self::project_heads`], [`Self::project_gated`] and
-    /// [`Self::project_sampled`].
+    /// `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` lies between. What `out` holds
+    /// is for products alone. `rows` are the step's, or those of it that sample.
     fn project_onto_residual(
         &mut self,
-        step: &Self::Step,
+        rows: usize,
+        _step: &Self::Step,
         (x, w): (&Self::Buffer, &Self::Matrix),
         delta: &mut Self::Buffer,
         residual: &mut Self::Buffer,
         (norm, eps): (&Self::Vector, f32),
         out: &mut Self::Buffer,
     ) {
-        let rows = self.rows(step);
         self.matmul(rows, x, w, delta);
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 
-    /// `out = silu_mul(x · wᵀ)` of all rows of the step; `gate_up` lies between.
+    /// `out = silu_mul(x · wᵀ)`; `gate_up` lies between, `rows` are as above.
     fn project_gated(
         &mut self,
-        step: &Self::Step,
+        rows: usize,
+        _step: &Self::Step,
         (x, w): (&Self::Buffer, &Self::Matrix),
         gate_up: &mut Self::Buffer,
         out: &mut Self::Buffer,
     ) {
-        let rows = self.rows(step);
         self.matmul(rows, x, w, gate_up);
         self.silu_mul(rows, gate_up, out);
-    }
-
-    /// `out = x · wᵀ` of the rows that sample; `sampled` lies between, `out` is wide.
-    fn project_sampled(
-        &mut self,
-        step: &Self::Step,
-        (x, w): (&Self::Buffer, &Self::Matrix),
-        sampled: &mut Self::Buffer,
-        out: &mut Self::Buffer,
-    ) {
-        self.gather_sampled(x, step, sampled);
-        self.matmul(self.sampled_rows(step), sampled, w, out);
     }
 }

@@ -447,9 +447,11 @@ impl Backend for CudaBackend {
         assert_eq!(x.width, w.cols, "matmul: the input is as wide as the matrix");
         assert_eq!(out.width, w.rows, "matmul: the output is as wide as the matrix is high");
         assert_eq!(x.dtype, w.dtype, "matmul: the input is of the matrix's type");
-        assert_eq!(x.pending, None, "matmul: the input is finished");
         if self.is_faulty() {
             return;
+        }
+        if x.pending.is_some() {
+            return self.skinny_product(rows, (x, w), out);
         }
         let product = Product {
             rows,
@@ -598,13 +600,14 @@ impl Backend for CudaBackend {
             self.check_heads(shape, qkv, step);
             return self.skinny_heads(layer, shape, (x, w), &weights, frequencies, qkv, step);
         } else {
-            self.skinny_plain(step, (x, w), qkv);
+            self.skinny_product(step.rows(), (x, w), qkv);
         }
         self.store_kv(layer, shape, weights, frequencies, qkv, step);
     }
 
     fn project_onto_residual(
         &mut self,
+        rows: usize,
         step: &CudaStep,
         (x, w): (&CudaBuffer, &CudaMatrix),
         delta: &mut CudaBuffer,
@@ -613,42 +616,26 @@ impl Backend for CudaBackend {
         out: &mut CudaBuffer,
     ) {
         if self.fuses(step) {
-            self.skinny_onto_residual(step, (x, w), residual, (norm, eps), out);
+            self.skinny_onto_residual(rows, (x, w), residual, (norm, eps), out);
         } else {
-            self.matmul(step.rows(), x, w, delta);
-            self.add_rms_norm(step.rows(), residual, delta, norm, eps, out);
+            self.matmul(rows, x, w, delta);
+            self.add_rms_norm(rows, residual, delta, norm, eps, out);
         }
     }
 
     fn project_gated(
         &mut self,
+        rows: usize,
         step: &CudaStep,
         (x, w): (&CudaBuffer, &CudaMatrix),
         gate_up: &mut CudaBuffer,
         out: &mut CudaBuffer,
     ) {
         if self.fuses(step) {
-            self.skinny_gated(step, (x, w), out);
+            self.skinny_gated(rows, (x, w), out);
         } else {
-            self.matmul(step.rows(), x, w, gate_up);
-            self.silu_mul(step.rows(), gate_up, out);
-        }
-    }
-
-    fn project_sampled(
-        &mut self,
-        step: &CudaStep,
-        (x, w): (&CudaBuffer, &CudaMatrix),
-        sampled: &mut CudaBuffer,
-        out: &mut CudaBuffer,
-    ) {
-        if self.fuses(step) {
-            self.skinny_wide(step, (x, w), out);
-        } else if step.is_decode() {
-            self.matmul(step.rows(), x, w, out);
-        } else {
-            self.gather_sampled(x, step, sampled);
-            self.matmul(step.samples(), sampled, w, out);
+            self.matmul(rows, x, w, gate_up);
+            self.silu_mul(rows, gate_up, out);
         }
     }
 }

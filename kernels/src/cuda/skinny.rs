@@ -12,7 +12,7 @@ use super::{
     error::CudaError,
     ffi,
     memory::{DeviceMemory, Range},
-    step::CudaStep,
+    step::{CudaStep, Places},
 };
 use crate::{
     backend::{HeadShape, HeadWeights},
@@ -53,10 +53,11 @@ enum Epilogue<'a> {
     Gated,
     Wide,
     Heads {
-        layer: usize,
         shape: HeadShape,
         bias: Option<&'a CudaVector>,
         frequencies: &'a CudaVector,
+        places: Places,
+        arrays: &'a ffi::Step,
     },
 }
 
@@ -77,7 +78,7 @@ impl Skinny {
 impl CudaBackend {
     /// As [`crate::Backend::project_heads`], for heads without norms.
     pub(super) fn skinny_heads(
-        &mut self,
+        &self,
         layer: usize,
         shape: HeadShape,
         (x, w): (&CudaBuffer, &CudaMatrix),
@@ -88,31 +89,35 @@ impl CudaBackend {
     ) {
         assert!(layer < step.kv_layout().layer_count, "the blocks have layer {layer}");
         assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
-        let bias = weights.bias;
-        let epilogue = Epilogue::Heads { layer, shape, bias, frequencies };
-        self.skinny(step, (x, w), epilogue, qkv);
+        let (bias, places, arrays) = (weights.bias, step.places(layer), step.arrays());
+        let epilogue = Epilogue::Heads { shape, bias, frequencies, places, arrays };
+        self.skinny(step.rows(), (x, w), epilogue, qkv);
     }
 
     /// The product alone.
-    pub(super) fn skinny_plain(
-        &mut self,
-        step: &CudaStep,
+    pub(super) fn skinny_product(
+        &self,
+        rows: usize,
         product: (&CudaBuffer, &CudaMatrix),
         out: &mut CudaBuffer,
     ) {
-        self.skinny(step, product, Epilogue::Plain, out);
+        let epilogue = match out.dtype {
+            Dtype::F32 => Epilogue::Wide,
+            Dtype::Bf16 => Epilogue::Plain,
+        };
+        self.skinny(rows, product, epilogue, out);
     }
 
     /// As [`crate::Backend::project_onto_residual`].
     pub(super) fn skinny_onto_residual(
-        &mut self,
-        step: &CudaStep,
+        &self,
+        rows: usize,
         product: (&CudaBuffer, &CudaMatrix),
         residual: &mut CudaBuffer,
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
-        let (rows, width) = (step.rows(), product.1.rows);
+        let width = product.1.rows;
         assert!(
             residual.width == width && norm.len == width && out.width == width,
             "project_onto_residual: widths are equal"
@@ -121,40 +126,28 @@ impl CudaBackend {
         assert!(residual.dtype == Dtype::F32 && residual.stride == width && out.stride == width);
         residual.bytes(rows);
         let epilogue = Epilogue::Residual { residual, norm };
-        let tile = self.skinny(step, product, epilogue, out);
+        let tile = self.skinny(rows, product, epilogue, out);
         out.pending = Some(Pending { count: width.div_ceil(tile.max(TILE_MIN)), eps });
     }
 
     /// As [`crate::Backend::project_gated`].
     pub(super) fn skinny_gated(
-        &mut self,
-        step: &CudaStep,
+        &self,
+        rows: usize,
         product: (&CudaBuffer, &CudaMatrix),
         out: &mut CudaBuffer,
     ) {
-        self.skinny(step, product, Epilogue::Gated, out);
+        self.skinny(rows, product, Epilogue::Gated, out);
     }
 
-    /// As [`crate::Backend::project_sampled`], where every row samples.
-    pub(super) fn skinny_wide(
-        &mut self,
-        step: &CudaStep,
-        product: (&CudaBuffer, &CudaMatrix),
-        out: &mut CudaBuffer,
-    ) {
-        assert_eq!(out.dtype, Dtype::F32, "logits are f32");
-        self.skinny(step, product, Epilogue::Wide, out);
-    }
-
-    /// One product of all rows of a step. Returns the rows of a tile.
+    /// One product. Returns the rows of a tile.
     fn skinny(
         &self,
-        step: &CudaStep,
+        rows: usize,
         (x, w): (&CudaBuffer, &CudaMatrix),
         epilogue: Epilogue<'_>,
         out: &mut CudaBuffer,
     ) -> usize {
-        let rows = step.rows();
         assert!(rows <= ROWS_MAX && Skinny::serves(w), "{rows} rows of {w:?} are few and fit");
         assert!(x.width == w.cols && x.dtype == w.dtype, "the input is the matrix's");
         let outputs = if matches!(epilogue, Epilogue::Gated) { w.rows / 2 } else { w.rows };
@@ -188,9 +181,8 @@ impl CudaBackend {
                 args.next_norm = norm.data.address();
                 args.squares_out = skinny.squares.address();
             }
-            Epilogue::Heads { layer, shape, bias, frequencies } => {
+            Epilogue::Heads { shape, bias, frequencies, places, arrays } => {
                 args.epilogue = ffi::SKINNY_QKV;
-                let places = step.places(layer);
                 (args.k, args.v) = (places.keys, places.values);
                 args.stride_block = places.block_stride;
                 args.stride_head = places.head_stride;
@@ -200,8 +192,8 @@ impl CudaBackend {
                     bias.data.address()
                 });
                 args.frequencies = frequencies.data.address();
-                args.positions = step.arrays().row_positions;
-                args.destinations = step.arrays().row_destinations;
+                args.positions = arrays.row_positions;
+                args.destinations = arrays.row_destinations;
                 args.query_heads = shape.query_heads as i32;
                 args.kv_heads = shape.kv_heads as i32;
                 args.head_dim = shape.head_dim as i32;

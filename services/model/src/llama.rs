@@ -70,8 +70,10 @@ struct Activations<B: Backend> {
     gate_up: B::Buffer,
     /// `[rows][ffn]`.
     activated: B::Buffer,
-    /// `[sampled_rows][hidden]`.
-    sampled: B::Buffer,
+    /// Of the rows that sample, once no others are asked for: `[sampled_rows][query_width]`
+    sampled_attended: B::Buffer,
+    /// and `[sampled_rows][hidden]`.
+    sampled_residual: B::Buffer,
     /// `[sampled_rows][vocab]`.
     logits: B::Buffer,
 }
@@ -164,7 +166,8 @@ impl<B: Backend> Llama<B> {
             delta: rows(config.hidden_size),
             gate_up: rows(2 * config.ffn_size),
             activated: rows(config.ffn_size),
-            sampled: backend.buffer(limits.sampled_max, config.hidden_size),
+            sampled_attended: backend.buffer(limits.sampled_max, heads.query_width()),
+            sampled_residual: backend.wide_buffer(limits.sampled_max, config.hidden_size),
             logits: backend.wide_buffer(limits.sampled_max, config.vocab_size),
         };
         Ok(Self {
@@ -206,7 +209,8 @@ impl<B: Backend> Llama<B> {
             delta,
             gate_up,
             activated,
-            sampled,
+            sampled_attended,
+            sampled_residual,
             logits,
         } = activations;
         let rows = backend.rows(step);
@@ -233,23 +237,31 @@ impl<B: Backend> Llama<B> {
             let frequencies = &self.rope_frequencies;
             let normed_qkv = (&*normed, &layer.qkv);
             backend.project_heads(index, heads, normed_qkv, weights, frequencies, qkv, step);
-            backend.attention(index, heads, scale, layer.window, qkv, step, attended);
-            let product = (&*attended, &layer.attention_output);
-            let norm = (&layer.ffn_norm, eps);
-            backend.project_onto_residual(step, product, delta, residual, norm, normed);
-
-            backend.project_gated(step, (normed, &layer.gate_up), gate_up, activated);
             let next = self.layers.get(index + 1);
+            // A chunk in the middle of a prompt needs its KV only.
+            if next.is_none() && sampled_rows == 0 {
+                return logits;
+            }
+            backend.attention(index, heads, scale, layer.window, qkv, step, attended);
+            let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
+            if next.is_none() && sampled_rows < rows {
+                // Behind the last attention no row is asked for but those that sample.
+                backend.gather_sampled(attended, step, sampled_attended);
+                backend.gather_sampled(residual, step, sampled_residual);
+                (rows, attended) = (sampled_rows, &*sampled_attended);
+                residual = &mut *sampled_residual;
+            }
+            let product = (attended, &layer.attention_output);
+            let norm = (&layer.ffn_norm, eps);
+            backend.project_onto_residual(rows, step, product, delta, residual, norm, normed);
+
+            backend.project_gated(rows, step, (normed, &layer.gate_up), gate_up, activated);
             let norm = (next.map_or(&self.output_norm, |next| &next.attention_norm), eps);
             let product = (&*activated, &layer.down);
-            backend.project_onto_residual(step, product, delta, residual, norm, normed);
+            backend.project_onto_residual(rows, step, product, delta, residual, norm, normed);
         }
-
-        // A chunk in the middle of a prompt needs its KV only.
-        if sampled_rows > 0 {
-            let output = self.output.as_ref().unwrap_or(&self.embedding);
-            backend.project_sampled(step, (normed, output), sampled, logits);
-        }
+        let output = self.output.as_ref().unwrap_or(&self.embedding);
+        backend.matmul(sampled_rows, normed, output, logits);
         logits
     }
 }
