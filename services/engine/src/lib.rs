@@ -15,6 +15,7 @@ pub mod block_pool;
 pub mod constraint;
 pub mod event;
 pub mod executor;
+mod fold_hash;
 pub mod frames;
 mod kv_blocks;
 pub mod plan;

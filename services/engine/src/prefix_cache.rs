@@ -10,7 +10,10 @@ use std::collections::{BTreeMap, HashMap};
 use kernels::{BLOCK_TOKENS, BlockId};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::event::{BlockHash, CacheChange};
+use crate::{
+    event::{BlockHash, CacheChange},
+    fold_hash::FoldState,
+};
 
 /// What every chain of one engine starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +84,8 @@ struct Entry {
 /// The known contents of one arena.
 #[derive(Debug, Default)]
 pub struct PrefixCache {
-    entries: HashMap<BlockHash, Entry>,
-    keys: HashMap<BlockId, BlockHash>,
+    entries: HashMap<BlockHash, Entry, FoldState>,
+    keys: HashMap<BlockId, BlockHash, FoldState>,
     /// What differs from the state at the last [`Self::take_changes`]: at most one change a key, so
     /// it stays bounded when nobody takes it. Ordered, so that equal inputs give equal outputs.
     changes: BTreeMap<BlockHash, CacheChange>,

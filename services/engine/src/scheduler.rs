@@ -28,7 +28,6 @@
 mod admission;
 mod completion;
 mod config;
-mod ids;
 mod running;
 mod sequence;
 mod transfers;
@@ -40,7 +39,6 @@ use std::{
 };
 
 pub use config::{SchedulerConfig, SchedulerConfigError};
-use ids::ById;
 use kernels::BlockId;
 use sequence::{Arrival, Phase, Row, Sequence};
 use transfers::Transfers;
@@ -51,6 +49,7 @@ use crate::{
     event::{
         Action, BlockHash, CacheChange, Input, Load, SequenceFailure, SequenceId, SequenceKind,
     },
+    fold_hash::FoldState,
     frames::{Frames, Slots},
     kv_blocks::KvBlocks,
     prefix_cache::CacheSeeds,
@@ -61,7 +60,7 @@ pub struct Scheduler {
     config: SchedulerConfig,
     seeds: CacheSeeds,
     kv: KvBlocks,
-    sequences: ById<Sequence>,
+    sequences: HashMap<SequenceId, Sequence, FoldState>,
     waiting: Waiting,
     /// In phase `Reserved`; each has a claim to a slot.
     reserved_count: u32,
@@ -85,7 +84,7 @@ impl Scheduler {
             config,
             seeds,
             kv: KvBlocks::new(config.limits.blocks, config.prefix_cache),
-            sequences: ById::default(),
+            sequences: HashMap::default(),
             waiting: Waiting::default(),
             reserved_count: 0,
             ready: Vec::new(),

@@ -404,8 +404,8 @@ impl Bench {
         self.submit(batch, prompt_tokens, max_tokens)?;
         let (mut steps, mut firsts) = (Vec::with_capacity(1024), Vec::new());
         let (mut tokens_after, mut finished, mut progress) = (0, 0, Instant::now());
+        let mut actions = Vec::new();
         while finished < batch {
-            let mut actions = Vec::new();
             match self.engine.turn(Duration::from_secs(1), &mut actions)? {
                 Turn::Stepped => progress = Instant::now(),
                 Turn::Pending | Turn::Idle => {
@@ -415,7 +415,7 @@ impl Bench {
             steps.extend(self.engine.take_record());
             check(&actions)?;
             let all_had_begun = firsts.len() == batch as usize;
-            for action in &actions {
+            for action in actions.drain(..) {
                 match action {
                     Action::Tokens { first_index: 0, .. } => firsts.push(steps.len() - 1),
                     Action::Tokens { tokens, .. } if all_had_begun => tokens_after += tokens.len(),
@@ -426,6 +426,8 @@ impl Bench {
         }
         let last = steps.len().checked_sub(1).context("no step was made")?;
         ensure!(firsts.len() == batch as usize, "not every sequence began");
+        // As a node does now and then.
+        drop(self.engine.scheduler_mut().take_cache_changes());
         // What is still in flight belongs to this run.
         while self.engine.steps_in_flight() > 0 {
             self.engine.turn(Duration::from_secs(1), &mut Vec::new())?;

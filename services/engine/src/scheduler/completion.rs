@@ -17,6 +17,7 @@ impl Scheduler {
         let frame = self.frames.collect().expect("a result belongs to a step in flight");
         assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
         assert_eq!(frame.rows.len(), result.rows.len(), "a result has a row for every planned row");
+        actions.reserve(frame.rows.len());
         for (row, answer) in frame.rows.iter().zip(result.rows) {
             debug_assert_eq!((row.slot, row.generation), (answer.slot, answer.generation));
             if !self.slots.is_current(row.slot, row.generation) {

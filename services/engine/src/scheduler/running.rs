@@ -4,14 +4,14 @@ use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
     Scheduler,
-    sequence::{Arrival, Phase, Row},
+    sequence::{Arrival, Phase, Row, Sequence},
 };
 use crate::{
     event::{Action, SequenceId, SequenceKind},
     executor::Speculation,
     frames::FrameRow,
     kv_blocks::blocks_for,
-    plan::{AdmittedRow, RowMask, RowPlan, StepPlan},
+    plan::{AdmittedRow, RowMask, RowPlan, StepId, StepPlan},
 };
 
 /// A plan being made.
@@ -41,6 +41,8 @@ impl Scheduler {
         self.admit_receives(actions);
         self.seat_ready();
         let mut draft = Draft { budget: self.config.step_tokens, ..Draft::default() };
+        draft.plan.rows.reserve(self.running.len());
+        draft.frame.reserve(self.running.len());
         self.advance_running(&mut draft);
         self.advance_newcomers(&mut draft, actions);
         if draft.frame.is_empty() {
@@ -55,13 +57,21 @@ impl Scheduler {
 
     /// Gives every row of the batch its share, oldest first.
     fn advance_running(&mut self, draft: &mut Draft) {
+        let step_id = self.frames.next_step();
         let mut index = 0;
         while let Some(&(_, id)) = self.running.get(index) {
             // Each younger row keeps at least one token: a long prompt delays nobody's next token.
             let younger = (self.running.len() - index - 1) as u32;
             let share = draft.budget - younger;
-            let count = self.pending(id).min(share).min(self.config.chunk_tokens);
+            let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+            let count = sequence.pending().min(share).min(self.config.chunk_tokens);
             if count == 0 {
+                index += 1;
+                continue;
+            }
+            if sequence.row().missing_blocks(count) == 0 {
+                // Most rows of most steps: they are looked up once.
+                advance(sequence, id, step_id, count, draft);
                 index += 1;
                 continue;
             }
@@ -81,28 +91,14 @@ impl Scheduler {
         while draft.budget > 0
             && let Some(id) = self.admit_compute(actions)
         {
-            let count = self.pending(id).min(draft.budget).min(self.config.chunk_tokens);
-            self.advance(id, count, draft);
+            let pending = self.sequences[&id].pending();
+            self.advance(id, pending.min(draft.budget).min(self.config.chunk_tokens), draft);
         }
-    }
-
-    /// Tokens of this row that are on the device, or will be, and are not launched yet.
-    fn pending(&self, id: SequenceId) -> u32 {
-        let sequence = &self.sequences[&id];
-        let row = sequence.row();
-        // What may follow a token is known once the token is.
-        if sequence.constraint.is_some() && row.length > sequence.tokens.len() {
-            return 0;
-        }
-        // The last token of a sequence needs no KV: nothing comes after it.
-        if row.length >= sequence.length_here() { 0 } else { (row.length - row.launched) as u32 }
     }
 
     /// Makes the row's table cover `count` more positions, at the cost of younger rows if need be.
     fn grow(&mut self, index: usize, id: SequenceId, count: u32, draft: &mut Draft) -> Growth {
-        let row = self.row(id);
-        let needed = blocks_for(row.launched + count as usize);
-        let missing = needed.saturating_sub(row.blocks.len() as u32);
+        let missing = self.row(id).missing_blocks(count);
         if missing == 0 {
             return Growth::Done;
         }
@@ -148,43 +144,10 @@ impl Scheduler {
         (youngest != others[0].1 || others_go_on()).then_some(youngest)
     }
 
-    /// Puts the row into the step.
     fn advance(&mut self, id: SequenceId, count: u32, draft: &mut Draft) {
         let step_id = self.frames.next_step();
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        let Phase::Running(row) = &mut sequence.phase else {
-            unreachable!("only running rows advance");
-        };
-        if !row.announced {
-            row.announced = true;
-            draft.plan.admitted.push(AdmittedRow {
-                slot: row.slot,
-                generation: row.generation,
-                tokens: sequence.tokens.clone(),
-                prompt_len: sequence.prompt_len as u32,
-                computed: row.computed as u32,
-                blocks: row.blocks.clone(),
-                sampling: sequence.sampling.clone(),
-                constrained: sequence.constraint.is_some(),
-            });
-        }
-        row.launched += count as usize;
-        let samples = row.launched == row.length;
-        if samples {
-            if let Some(constraint) = &sequence.constraint {
-                let (slot, length) = (row.slot, row.length as u32);
-                let allowed = constraint.allowed().clone();
-                draft.plan.masks.push(RowMask { slot, length, allowed });
-            }
-            row.length += 1;
-        }
-        row.last_step = Some(step_id);
-        let (slot, generation) = (row.slot, row.generation);
-        draft.budget -= count;
-        let token_count = count;
-        draft.plan.rows.push(RowPlan { slot, generation, token_count, samples, drafts_max: 0 });
-        let row = FrameRow { slot, generation, sequence: id, token_count, samples, drafts_max: 0 };
-        draft.frame.push(row);
+        advance(sequence, id, step_id, count, draft);
     }
 
     /// Lets rows that sample guess ahead, oldest first. Drafts take what is left of the step, and of
@@ -256,4 +219,47 @@ impl Scheduler {
             phase => unreachable!("a sequence of the batch is {phase:?}"),
         }
     }
+}
+
+/// Puts the row into the step.
+fn advance(
+    sequence: &mut Sequence,
+    id: SequenceId,
+    step_id: StepId,
+    count: u32,
+    draft: &mut Draft,
+) {
+    let Phase::Running(row) = &mut sequence.phase else {
+        unreachable!("only running rows advance");
+    };
+    if !row.announced {
+        row.announced = true;
+        draft.plan.admitted.push(AdmittedRow {
+            slot: row.slot,
+            generation: row.generation,
+            tokens: sequence.tokens.clone(),
+            prompt_len: sequence.prompt_len as u32,
+            computed: row.computed as u32,
+            blocks: row.blocks.clone(),
+            sampling: sequence.sampling.clone(),
+            constrained: sequence.constraint.is_some(),
+        });
+    }
+    row.launched += count as usize;
+    let samples = row.launched == row.length;
+    if samples {
+        if let Some(constraint) = &sequence.constraint {
+            let (slot, length) = (row.slot, row.length as u32);
+            let allowed = constraint.allowed().clone();
+            draft.plan.masks.push(RowMask { slot, length, allowed });
+        }
+        row.length += 1;
+    }
+    row.last_step = Some(step_id);
+    let (slot, generation) = (row.slot, row.generation);
+    draft.budget -= count;
+    let token_count = count;
+    draft.plan.rows.push(RowPlan { slot, generation, token_count, samples, drafts_max: 0 });
+    let row = FrameRow { slot, generation, sequence: id, token_count, samples, drafts_max: 0 };
+    draft.frame.push(row);
 }

@@ -10,6 +10,7 @@ use kernels::{
 use crate::{
     constraint::{Constraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind},
+    kv_blocks::blocks_for,
     plan::{Generation, Slot, StepId},
     prefix_cache::{CacheSeeds, HashChain},
 };
@@ -17,30 +18,33 @@ use crate::{
 /// Order of arrival; a preempted sequence keeps its place.
 pub(super) type Arrival = u64;
 
+/// What every step looks at comes first and stays together: with hundreds of rows, most of a step's time
+/// here is waiting for memory.
 #[derive(Debug)]
+#[repr(C)]
 pub(super) struct Sequence {
+    pub(super) phase: Phase,
     /// A `Receive` becomes `Compute` when it turns out to be alone or its KV is here.
     pub(super) kind: SequenceKind,
-    pub(super) arrival: Arrival,
+    pub(super) ignore_stop_tokens: bool,
+    /// Prompt tokens that were cached when the sequence was first admitted.
+    pub(super) cached_tokens: Option<u32>,
+    /// Length at which the request ends, whatever it says.
+    pub(super) length_max: usize,
+    /// Has taken the output in `tokens`; its mask is the next token's.
+    pub(super) constraint: Option<Constraint>,
     /// Every token known to the host. What the device has sampled beyond is unknown here, and has
     /// no entry.
     pub(super) tokens: Vec<u32>,
+    pub(super) prompt_len: usize,
     /// Tokens at arrival.
     pub(super) given_len: usize,
-    pub(super) prompt_len: usize,
-    /// Length at which the request ends, whatever it says.
-    pub(super) length_max: usize,
-    pub(super) sampling: Sampling,
-    pub(super) ignore_stop_tokens: bool,
-    /// Has taken the output in `tokens`; its mask is the next token's.
-    pub(super) constraint: Option<Constraint>,
     pub(super) chain: HashChain,
-    /// Prompt tokens that were cached when the sequence was first admitted.
-    pub(super) cached_tokens: Option<u32>,
+    pub(super) sampling: Sampling,
+    pub(super) arrival: Arrival,
     pub(super) deadline: Instant,
     /// When to look at the sequence again: its deadline, or that of its present wait.
     pub(super) alarm: Instant,
-    pub(super) phase: Phase,
 }
 
 #[derive(Debug)]
@@ -101,6 +105,11 @@ impl Row {
             announced: false,
         }
     }
+
+    /// Blocks that `count` more positions need and the table lacks.
+    pub(super) fn missing_blocks(&self, count: u32) -> u32 {
+        blocks_for(self.launched + count as usize).saturating_sub(self.blocks.len() as u32)
+    }
 }
 
 impl Sequence {
@@ -140,6 +149,17 @@ impl Sequence {
             Phase::Running(row) => row,
             phase => unreachable!("a sequence of the batch is {phase:?}"),
         }
+    }
+
+    /// Tokens of its row that are on the device, or will be, and are not launched yet.
+    pub(super) fn pending(&self) -> u32 {
+        let row = self.row();
+        // What may follow a token is known once the token is.
+        if self.constraint.is_some() && row.length > self.tokens.len() {
+            return 0;
+        }
+        // The last token of a sequence needs no KV: nothing comes after it.
+        if row.length >= self.length_here() { 0 } else { (row.length - row.launched) as u32 }
     }
 
     /// Length at which this node's part ends: a sender samples one token.
