@@ -5,6 +5,9 @@
 //! | --- | --- |
 //! | `BATON_TEST_KERNELS` | the kernel library |
 //! | `BATON_TEST_MODEL`, `BATON_TEST_GOLDEN` | SmolLM2 as GGUF and its golden tokens |
+//! | `BATON_TEST_REFERENCE` | the folder that `gpu/transformers_reference.py` wrote on this GPU |
+//! | `BATON_TEST_MIXES` | how many random mixes of requests are run; 200 |
+//! | `BATON_TEST_SHORT` | `1`: few rounds, for a run under compute-sanitizer |
 //! | `BATON_TEST_GPU` | `1`: a missing GPU or kernel library is a failure, not skipped |
 //!
 //! Without a GPU every test says that it is skipped, and why, and passes.
@@ -13,8 +16,11 @@ mod gpu {
     mod attention;
     pub mod bench;
     mod executor;
+    mod fault;
     mod load;
+    mod mixes;
     mod model;
+    mod reference;
     mod rows;
     mod sampling;
     mod start;

@@ -44,6 +44,11 @@ pub fn gpu() -> Option<Gpu> {
     }
 }
 
+/// Few rounds are enough.
+pub fn short() -> bool {
+    std::env::var_os("BATON_TEST_SHORT").is_some_and(|value| value == "1")
+}
+
 impl Gpu {
     /// A backend with what `make` makes.
     pub fn backend<T>(

@@ -26,11 +26,11 @@ use kernels::{
 use model::{Checkpoint, LoadFormat};
 
 use super::{
-    bench::{Gpu, cpu, gpu},
+    bench::{Gpu, cpu, gpu, short},
     model::checkpoint,
 };
 
-fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> SchedulerConfig {
+pub fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> SchedulerConfig {
     let config = checkpoint.config();
     let limits = ExecutorLimits {
         slots,
@@ -49,19 +49,19 @@ fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
     StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
 }
 
-fn on_gpu(
+pub fn on_gpu(
     gpu: &Gpu,
     checkpoint: &Checkpoint,
-    weights: WeightFormat,
-    attention: AttentionKind,
+    options: CudaOptions,
     config: SchedulerConfig,
+    prepare: impl FnOnce(&mut CudaExecutor),
 ) -> (StepLoop<CudaExecutor>, Arc<KvArena>) {
-    let options = CudaOptions { attention, ..CudaOptions::new(weights) };
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(checkpoint, backend, &config.limits, &mut |_| ()).unwrap();
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let layout = checkpoint.config().kv_layout(options.weights.kv_dtype());
     let (kv, arena) = gpu.kv(layout, config.limits.blocks);
-    let executor = CudaExecutor::start(model, kv, &arena, config.limits).unwrap();
+    let mut executor = CudaExecutor::start(model, kv, &arena, config.limits).unwrap();
+    prepare(&mut executor);
     (step_loop(config, executor), arena)
 }
 
@@ -72,7 +72,7 @@ fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecu
     step_loop(config, CpuExecutor::start(checkpoint, backend, arena, config.limits).unwrap())
 }
 
-fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling) -> NewSequence {
+pub fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling) -> NewSequence {
     NewSequence {
         id: SequenceId(id),
         kind: SequenceKind::Compute,
@@ -91,22 +91,31 @@ fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling) -> 
 const CLOCK: Duration = Duration::from_micros(20);
 
 #[derive(Debug, Default, PartialEq)]
-struct Outcome {
-    tokens: Vec<SampledToken>,
-    finish: Option<FinishReason>,
-    is_failed: bool,
+pub struct Outcome {
+    pub tokens: Vec<SampledToken>,
+    pub finish: Option<FinishReason>,
+    pub is_failed: bool,
 }
 
 impl Outcome {
-    fn ids(&self) -> Vec<u32> {
+    pub fn ids(&self) -> Vec<u32> {
         self.tokens.iter().map(|token| token.id).collect()
     }
 }
 
-/// Runs them, some arriving later, and aborts some once they have brought so many tokens.
+/// Runs them, two arriving at a time, and aborts some once they have brought so many tokens.
 fn run<E: Executor>(
     engine: &mut StepLoop<E>,
+    arriving: Vec<NewSequence>,
+    aborts: &HashMap<SequenceId, usize>,
+) -> HashMap<SequenceId, Outcome> {
+    run_arriving(engine, arriving, 2, aborts)
+}
+
+pub fn run_arriving<E: Executor>(
+    engine: &mut StepLoop<E>,
     mut arriving: Vec<NewSequence>,
+    at_a_time: usize,
     aborts: &HashMap<SequenceId, usize>,
 ) -> HashMap<SequenceId, Outcome> {
     let mut outcomes: HashMap<_, Outcome> = HashMap::new();
@@ -114,7 +123,7 @@ fn run<E: Executor>(
     let until = Instant::now() + Duration::from_secs(60);
     arriving.reverse();
     loop {
-        for new in arriving.split_off(arriving.len().saturating_sub(2)).into_iter().rev() {
+        for new in arriving.split_off(arriving.len().saturating_sub(at_a_time)).into_iter().rev() {
             outcomes.insert(new.id, Outcome::default());
             engine.handle(Input::Arrived(new), &mut actions);
         }
@@ -175,11 +184,14 @@ fn every_mix_brings_the_cpus_tokens_with_one_and_two_steps_in_flight() {
     let mut engines: Vec<_> = [(1, 200), (2, 200), (2, 40)]
         .map(|(depth, blocks)| {
             let config = config(&checkpoint, 8, blocks, depth);
-            let weights = WeightFormat::F32;
-            (on_gpu(&gpu, &checkpoint, weights, AttentionKind::Plain, config), depth, blocks)
+            let options = CudaOptions {
+                attention: AttentionKind::Plain,
+                ..CudaOptions::new(WeightFormat::F32)
+            };
+            (on_gpu(&gpu, &checkpoint, options, config, |_| ()), depth, blocks)
         })
         .into();
-    for round in 0..12 {
+    for round in 0..if short() { 2 } else { 12 } {
         let wanted = run(&mut reference, mix(round, 14), &HashMap::new());
         let mut lengths: Vec<usize> = wanted.values().map(|outcome| outcome.tokens.len()).collect();
         lengths.sort_unstable();
@@ -216,7 +228,7 @@ fn a_step_waits_for_the_gpu_once() {
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
     let config = config(&checkpoint, 8, 200, 2);
     let (mut engine, _) =
-        on_gpu(&gpu, &checkpoint, WeightFormat::Bf16, AttentionKind::Auto, config);
+        on_gpu(&gpu, &checkpoint, CudaOptions::new(WeightFormat::Bf16), config, |_| ());
     run(&mut engine, mix(1, 8), &HashMap::new());
     engine.take_records();
     let before = engine.executor().waits();
@@ -233,7 +245,7 @@ fn every_step_says_when_the_gpu_worked_on_it() {
     for depth in [1, 2] {
         let config = config(&checkpoint, 8, 200, depth);
         let (mut engine, _) =
-            on_gpu(&gpu, &checkpoint, WeightFormat::Bf16, AttentionKind::Auto, config);
+            on_gpu(&gpu, &checkpoint, CudaOptions::new(WeightFormat::Bf16), config, |_| ());
         run(&mut engine, mix(3, 8), &HashMap::new());
         let records = engine.take_records();
         assert!(records.len() > 20, "{} steps", records.len());
@@ -263,7 +275,8 @@ fn smollm2_writes_the_golden_tokens() {
     let checkpoint = Checkpoint::open(model, LoadFormat::Auto).unwrap();
     for (depth, attention) in [(1, AttentionKind::Plain), (2, AttentionKind::Auto)] {
         let config = config(&checkpoint, 8, 400, depth);
-        let (mut engine, _) = on_gpu(&gpu, &checkpoint, WeightFormat::F32, attention, config);
+        let options = CudaOptions { attention, ..CudaOptions::new(WeightFormat::F32) };
+        let (mut engine, _) = on_gpu(&gpu, &checkpoint, options, config, |_| ());
         let all = golden.runs.iter().zip(0..).map(|(run, id)| golden_sequence(run, id));
         let outcomes = run(&mut engine, all.collect(), &HashMap::new());
         for (golden, id) in golden.runs.iter().zip(0..) {
@@ -274,7 +287,7 @@ fn smollm2_writes_the_golden_tokens() {
     const SURE_MARGIN: f32 = 0.15;
     let config = config(&checkpoint, 8, 400, 2);
     let (mut engine, _) =
-        on_gpu(&gpu, &checkpoint, WeightFormat::Bf16, AttentionKind::Auto, config);
+        on_gpu(&gpu, &checkpoint, CudaOptions::new(WeightFormat::Bf16), config, |_| ());
     let all = golden.runs.iter().zip(0..).map(|(run, id)| golden_sequence(run, id));
     let outcomes = run(&mut engine, all.collect(), &HashMap::new());
     for (golden, id) in golden.runs.iter().zip(0..) {

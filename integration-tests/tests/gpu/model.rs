@@ -20,7 +20,7 @@ pub fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
     checkpoint_with(architecture, model_type, 16)
 }
 
-fn checkpoint_with(architecture: &str, model_type: &str, head_dim: usize) -> Checkpoint {
+pub fn checkpoint_with(architecture: &str, model_type: &str, head_dim: usize) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
     let config = serde_json::json!({
         "architectures": [architecture], "model_type": model_type,

@@ -18,12 +18,13 @@ use super::{
     backend::CudaBackend,
     buffer::CudaBuffer,
     clock::DeviceClock,
-    context::{Context, DeviceToHost, Event, HostToDevice, Stream},
+    context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
     error::CudaError,
     ffi::{self, SampleResult, TokenLogprob},
     kv::DeviceKv,
     memory::{DeviceMemory, InFlight, Pinned, Range},
     plan::{self, Admission, Extension, StepRows},
+    probe::Delays,
     step::CudaStep,
 };
 use crate::{
@@ -116,6 +117,8 @@ pub struct DeviceBatch {
     uploaded_bytes: u64,
     /// Of every slot: which of sampling's kernels its occupant wants.
     needs: Vec<i32>,
+    /// Only in tests.
+    delays: Option<Delays>,
 }
 
 /// One way up: pinned memory, and where it goes.
@@ -281,7 +284,17 @@ impl DeviceBatch {
             output: None,
             uploaded_bytes: 0,
             needs: vec![0; limits.slots as usize],
+            delays: None,
         })
+    }
+
+    /// From now on time passes between what the streams do: for tests.
+    pub fn delay_streams(&mut self, delays: Delays) {
+        self.delays = Some(delays);
+    }
+
+    fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+        self.delays.as_ref().map_or(Ok(()), |delays| delays.pass(stream))
     }
 
     /// Bytes of the GPU's memory that one of these limits takes.
@@ -373,8 +386,10 @@ impl DeviceBatch {
         }
         let compute = backend.compute();
         self.up.wait(&input.consumed)?;
+        self.pass(&self.up)?;
         let copy = pinned.upload(end, &input.device, 0, &self.up, done)?;
         compute.wait(copy.event())?;
+        self.pass(compute)?;
         if let Some(output) = &self.output {
             // Waiting for the plan is no work. Of several plans the last counts.
             output.begin.record(compute)?;
@@ -420,6 +435,7 @@ impl DeviceBatch {
         let compute = backend.compute();
         // Of the step before.
         compute.wait(&self.downloaded)?;
+        self.pass(compute)?;
         let args = ffi::SampleArgs {
             logits: logits.data.part(0, logits.bytes(step.samples())),
             logit_stride: logits.stride as i64,
@@ -457,6 +473,7 @@ impl DeviceBatch {
         output.end.record(compute)?;
         self.sampled.record(compute)?;
         self.down.wait(&self.sampled)?;
+        self.pass(&self.down)?;
         let Output { results: (results, done), top: (top, top_done), begin, end, launched_at } =
             output;
         let samples = wants_logprobs.len();
@@ -467,6 +484,7 @@ impl DeviceBatch {
         } else {
             Err((top, top_done))
         };
+        self.pass(&self.down)?;
         self.downloaded.record(&self.down)?;
         let uploaded_bytes = std::mem::take(&mut self.uploaded_bytes);
         Ok(CudaFrame {

@@ -21,8 +21,8 @@ use kernels::{
     KvArena, KvLayout,
     arena::{StreamAccess, StreamStep},
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, DeviceBatch, DeviceClock,
-        DeviceKv, Extension, Finished, SampleOutcome, StepInput,
+        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, Delays, DeviceBatch,
+        DeviceClock, DeviceKv, Extension, Finished, SampleOutcome, StepInput,
     },
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
@@ -215,6 +215,11 @@ impl CudaExecutor {
     /// Calls so far in which the host waited for the GPU.
     pub fn waits(&self) -> u64 {
         self.backend.context().waits()
+    }
+
+    /// From now on time passes between what the streams do: for tests.
+    pub fn delay_streams(&mut self, delays: Delays) {
+        self.batch.delay_streams(delays);
     }
 
     fn launch_step(&mut self, plan: &StepPlan) -> Result<(), ExecutorError> {

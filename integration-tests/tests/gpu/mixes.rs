@@ -1,0 +1,320 @@
+//! Random mixes of requests: however steps are launched, overlap, wait or are cut short, every sequence
+//! brings the tokens that it brings otherwise.
+//!
+//! What computes the same in the same order is compared token for token. Where sums are taken in
+//! another order (other kernels, or KV computed again after a preemption), a sequence may go another
+//! way only where the choice was close: the CPU's sampling makes it, too, once the two tokens' logits,
+//! and the bounds of what is likely enough, are moved by a little.
+
+use std::{collections::HashMap, time::Duration};
+
+use engine::{
+    StepLoop,
+    event::{NewSequence, SequenceId},
+    executor::cuda::CudaExecutor,
+};
+use kernels::{
+    WeightFormat,
+    cpu::{SampleRow, sample},
+    cuda::{AttentionKind, CudaOptions, Delays},
+    sampling::{SampledToken, Sampling, TokenLogprobs},
+};
+
+use super::{
+    bench::{gpu, short},
+    executor::{Outcome, config, on_gpu, run_arriving, sequence},
+    model::checkpoint_with,
+};
+
+/// How many are run, unless `BATON_TEST_MIXES` says otherwise.
+const MIXES: u64 = 200;
+const SLOTS: u32 = 8;
+const ROOMY: u32 = 400;
+/// Few enough that sequences take each other's place.
+const TIGHT: u32 = 24;
+
+/// Numbers that a seed determines.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+}
+
+struct Mix {
+    sequences: Vec<NewSequence>,
+    at_a_time: usize,
+    aborts: HashMap<SequenceId, usize>,
+}
+
+impl Mix {
+    fn new(seed: u64, logprobs: bool) -> Self {
+        let mut numbers = Numbers(seed);
+        let count = 4 + numbers.below(10);
+        let mut aborts = HashMap::new();
+        let sequences = (0..count as u128).map(|index| {
+            let id = u128::from(seed) * 1000 + index;
+            let (length, family) = (1 + numbers.below(120) as u32, numbers.below(4) as u32);
+            let tokens = (0..length).map(|i| (i * 31 + family * 101 + i / 7) % 1003).collect();
+            let logprobs = logprobs.then_some(32);
+            let greedy =
+                Sampling { stop_token_ids: vec![5, 17, 40], logprobs, ..Sampling::greedy() };
+            let seed = seed ^ index as u64;
+            let sampling = match numbers.below(4) {
+                0 => greedy,
+                1 => Sampling {
+                    presence_penalty: 0.5,
+                    frequency_penalty: 0.2,
+                    min_tokens: 3,
+                    ..greedy
+                },
+                2 => Sampling { temperature: 0.8, top_k: 20, min_p: 0.05, seed, ..greedy },
+                _ => Sampling { temperature: 1.0, top_k: 8, top_p: 0.9, seed, ..greedy },
+            };
+            let max_tokens = 1 + numbers.below(60);
+            if numbers.below(5) == 0 {
+                aborts.insert(SequenceId(id), 1 + numbers.below(max_tokens));
+            }
+            sequence(id, tokens, max_tokens as u32, sampling)
+        });
+        let sequences = sequences.collect();
+        Self { sequences, at_a_time: 1 + numbers.below(4), aborts }
+    }
+
+    fn run(self, engine: &mut StepLoop<CudaExecutor>) -> HashMap<SequenceId, Outcome> {
+        run_arriving(engine, self.sequences, self.at_a_time, &self.aborts)
+    }
+}
+
+/// One way to run them, and the earlier one that it is compared with.
+struct Way {
+    name: &'static str,
+    options: CudaOptions,
+    depth: u32,
+    blocks: u32,
+    like: Like,
+}
+
+#[derive(Clone, Copy)]
+enum Like {
+    /// It is the first of its kind.
+    None,
+    /// Token for token.
+    Exactly(&'static str),
+    /// Up to choices that moving two logits by so much turns.
+    Nearly(&'static str, f32),
+}
+
+fn ways() -> Vec<Way> {
+    let best = CudaOptions::new(WeightFormat::Bf16);
+    let eager = CudaOptions { graphs: false, ..best };
+    let exact = CudaOptions {
+        attention: AttentionKind::Plain,
+        graphs: false,
+        ..CudaOptions::new(WeightFormat::F32)
+    };
+    let way = |name, options, depth, blocks, like| Way { name, options, depth, blocks, like };
+    let late = CudaOptions { dependent_launch: false, ..best };
+    let unfused = CudaOptions { fused: false, ..eager };
+    let flash = CudaOptions { attention: AttentionKind::Flash, ..eager };
+    let replayed = CudaOptions { graphs: true, ..exact };
+    vec![
+        way("f32", exact, 1, ROOMY, Like::None),
+        way("f32, depth 2", exact, 2, ROOMY, Like::Nearly("f32", 1e-4)),
+        way("f32, depth 2, replayed", replayed, 2, ROOMY, Like::Exactly("f32, depth 2")),
+        way("f32, preempted", replayed, 2, TIGHT, Like::Nearly("f32", 1e-4)),
+        way("bf16", eager, 1, ROOMY, Like::None),
+        way("bf16, replayed", best, 1, ROOMY, Like::Exactly("bf16")),
+        way("bf16, depth 2", eager, 2, ROOMY, Like::Nearly("bf16", 0.05)),
+        way("bf16, depth 2, replayed", best, 2, ROOMY, Like::Exactly("bf16, depth 2")),
+        way("bf16, depth 2, no early start", late, 2, ROOMY, Like::Exactly("bf16, depth 2")),
+        way("bf16, unfused", unfused, 2, ROOMY, Like::Nearly("bf16", 0.05)),
+        way("bf16, FlashInfer", flash, 2, ROOMY, Like::Nearly("bf16", 0.05)),
+        way("bf16, preempted", best, 2, TIGHT, Like::Nearly("bf16", 0.05)),
+    ]
+}
+
+/// How far the logits of the two tokens, and what is cut off by likelihood, must be moved until the CPU
+/// chooses the second one, too.
+fn distance(new: &NewSequence, known: &[SampledToken], chosen: &SampledToken, other: u32) -> f32 {
+    const FAR: f32 = -1e4;
+    let tokens: Vec<u32> =
+        new.tokens.iter().copied().chain(known.iter().map(|token| token.id)).collect();
+    let row = SampleRow {
+        sampling: &new.sampling,
+        tokens: &tokens,
+        prompt_len: new.tokens.len(),
+        allowed: None,
+    };
+    let mut logits = vec![FAR; 1003];
+    let top = &chosen.logprobs.as_ref().expect("they were wanted").top;
+    top.iter().for_each(|(token, logprob)| logits[*token as usize] = *logprob);
+    assert_eq!(sample(&logits, &row).map(|token| token.id), Ok(chosen.id), "the CPU chooses it");
+    let mut moved = 1e-6;
+    while moved < 100.0 {
+        let mut logits = logits.clone();
+        logits[chosen.id as usize] -= moved;
+        logits[other as usize] += moved;
+        let is_turned = [0.0, moved, -moved].iter().any(|cut| {
+            let sampling = Sampling {
+                top_p: (row.sampling.top_p + cut).clamp(f32::MIN_POSITIVE, 1.0),
+                min_p: (row.sampling.min_p * (1.0 + cut)).clamp(0.0, 1.0),
+                ..row.sampling.clone()
+            };
+            let row = SampleRow { sampling: &sampling, ..row };
+            sample(&logits, &row).is_ok_and(|token| token.id == other)
+        });
+        if is_turned {
+            return moved;
+        }
+        moved *= 1.2;
+    }
+    f32::INFINITY
+}
+
+/// What has come of comparing a way with another.
+#[derive(Default)]
+struct Compared {
+    sequences: usize,
+    tokens: usize,
+    turned: usize,
+    farthest: f32,
+}
+
+impl Compared {
+    fn add(&mut self, what: &str, mix: &Mix, [wanted, found]: [&HashMap<SequenceId, Outcome>; 2]) {
+        for new in &mix.sequences {
+            let what = format!("{what}, sequence {}", new.id.0);
+            let (wanted, found) = (&wanted[&new.id], &found[&new.id]);
+            assert!(!wanted.is_failed && !found.is_failed, "{what} failed");
+            self.sequences += 1;
+            let same = wanted.tokens.iter().zip(&found.tokens).take_while(|(a, b)| a.id == b.id);
+            let same = same.count();
+            self.tokens += same;
+            match (wanted.tokens.get(same), found.tokens.get(same)) {
+                (Some(chosen), Some(other)) => {
+                    self.turned += 1;
+                    let far = distance(new, &wanted.tokens[..same], chosen, other.id);
+                    eprintln!("{what}: token {same} is {}, {far:.1e} from {}", other.id, chosen.id);
+                    self.farthest = self.farthest.max(far);
+                }
+                // Steps in flight bring a token more or less of what is aborted.
+                _ if mix.aborts.contains_key(&new.id) => {}
+                _ => assert_eq!(
+                    (wanted.tokens.len(), wanted.finish),
+                    (found.tokens.len(), found.finish),
+                    "{what}"
+                ),
+            }
+        }
+    }
+}
+
+#[test]
+fn random_mixes_bring_the_same_tokens_in_every_way() {
+    let Some(gpu) = gpu() else { return };
+    let checkpoint = checkpoint_with("Qwen3ForCausalLM", "qwen3", 64);
+    let ways = ways();
+    let mut engines: Vec<_> = ways
+        .iter()
+        .map(|way| {
+            let config = config(&checkpoint, SLOTS, way.blocks, way.depth);
+            on_gpu(&gpu, &checkpoint, way.options, config, |_| ())
+        })
+        .collect();
+    let mut compared: Vec<_> = ways.iter().map(|_| Compared::default()).collect();
+    let place = |name: &str| ways.iter().position(|way| way.name == name).expect("a way's name");
+    let mixes = std::env::var("BATON_TEST_MIXES").map_or(MIXES, |mixes| mixes.parse().unwrap());
+    for seed in 0..if short() { 3 } else { mixes } {
+        let outcomes: Vec<_> = engines
+            .iter_mut()
+            .zip(&ways)
+            // Distances are taken from those that are first.
+            .map(|((engine, _), way)| Mix::new(seed, matches!(way.like, Like::None)).run(engine))
+            .collect();
+        let mix = Mix::new(seed, false);
+        for (index, way) in ways.iter().enumerate() {
+            let like = match way.like {
+                Like::None => continue,
+                Like::Exactly(like) => {
+                    let ids = |outcomes: &HashMap<SequenceId, Outcome>| -> Vec<Vec<u32>> {
+                        mix.sequences.iter().map(|new| outcomes[&new.id].ids()).collect()
+                    };
+                    let (wanted, found) = (ids(&outcomes[place(like)]), ids(&outcomes[index]));
+                    assert_eq!(found, wanted, "mix {seed}: {} and {like}", way.name);
+                    continue;
+                }
+                Like::Nearly(like, _) => place(like),
+            };
+            let what = format!("mix {seed}, {}", way.name);
+            compared[index].add(&what, &mix, [&outcomes[like], &outcomes[index]]);
+        }
+    }
+    for ((way, compared), (engine, _)) in ways.iter().zip(&compared).zip(&engines) {
+        let preemptions = engine.scheduler().preemptions();
+        let Compared { sequences, tokens, turned, farthest } = compared;
+        eprintln!(
+            "{}: {turned} of {sequences} sequences turned, by {farthest:.1e} at most; {tokens} tokens \
+             were the same; {preemptions} preemptions",
+            way.name
+        );
+        assert_eq!(way.blocks == TIGHT, preemptions > 0, "{}", way.name);
+        if let Like::Nearly(_, most) = way.like {
+            assert!(*farthest <= most, "{}: a choice was turned that was not close", way.name);
+            assert!(*tokens > 10 * sequences, "{}: it would show little", way.name);
+        }
+    }
+}
+
+#[test]
+fn streams_that_are_late_at_random_change_no_token() {
+    let Some(gpu) = gpu() else { return };
+    let checkpoint = checkpoint_with("Qwen3ForCausalLM", "qwen3", 64);
+    let best = CudaOptions::new(WeightFormat::Bf16);
+    for options in [best, CudaOptions { graphs: false, ..best }] {
+        let config = config(&checkpoint, SLOTS, ROOMY, 2);
+        let (mut prompt, _) = on_gpu(&gpu, &checkpoint, options, config, |_| ());
+        let longest = Duration::from_micros(300);
+        let (mut late, _) = on_gpu(&gpu, &checkpoint, options, config, |executor| {
+            executor.delay_streams(Delays::new(gpu.library.clone(), longest, 1));
+        });
+        for seed in 1000..if short() { 1002 } else { 1030 } {
+            let wanted = Mix::new(seed, false).run(&mut prompt);
+            let found = Mix::new(seed, false).run(&mut late);
+            assert_eq!(found, wanted, "mix {seed}");
+        }
+    }
+}
+
+/// Needs no GPU: what the others rely on.
+#[test]
+fn a_choice_that_was_close_is_near_and_a_clear_one_is_far() {
+    let token = |id: u32, likely: &[f32]| {
+        let top = likely.iter().enumerate().map(|(id, share)| (id as u32, share.ln())).collect();
+        let logprobs = Some(TokenLogprobs { chosen: likely[id as usize].ln(), top });
+        SampledToken { id, logprobs }
+    };
+    let new = |sampling| sequence(1, vec![1, 2, 3], 8, sampling);
+    let greedy = new(Sampling::greedy());
+    let close = distance(&greedy, &[], &token(0, &[0.5, 0.4999]), 1);
+    assert!(close < 2e-4, "{close}");
+    let clear = distance(&greedy, &[], &token(0, &[0.9, 0.05]), 1);
+    assert!(clear > 1.0, "{clear}");
+    // The last one is cut off by a hair, and else would be chosen.
+    let likely = [0.6, 0.3001, 0.0999];
+    let logits: Vec<f32> = likely.iter().map(|share: &f32| share.ln()).collect();
+    let drawn = |top_p, seed| {
+        let sampling = Sampling { temperature: 1.0, top_p, seed, ..Sampling::greedy() };
+        let row =
+            SampleRow { sampling: &sampling, tokens: &[1, 2, 3], prompt_len: 3, allowed: None };
+        sample(&logits, &row).unwrap().id
+    };
+    let seed = (0..1000).find(|seed| drawn(1.0, *seed) == 2).expect("one in ten draws it");
+    assert_ne!(drawn(0.9, seed), 2);
+    let cut = new(Sampling { temperature: 1.0, top_p: 0.9, seed, ..Sampling::greedy() });
+    let close = distance(&cut, &[], &token(drawn(0.9, seed), &likely), 2);
+    assert!(close < 1e-3, "{close}");
+}
