@@ -144,6 +144,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   int* first = reinterpret_cast<int*>(merge + WARPS * p.group * ROW_F);
   int* lens = first + p.rows + 1;
   int* last_flag = lens + p.rows;
+  // A block's own piece: its range on the line, its row, the first and the last block of its (row, group).
+  __shared__ int own[5];
 
   // Lengths are older than the preceding kernel (every kernel of a step lets its dependents start only after its
   // own wait), so all this may run before it has ended.
@@ -175,6 +177,38 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       }
     }
     if (lane == 0) first[p.rows] = sum;
+    // Few rows: every (row, group) is cut into equal pieces, one a block, of the least size for which there are blocks
+    // enough. Shares of the line would have a block finish one head and begin another, and wait for both merges.
+    if (p.rows <= 32 && p.rows * groups <= (int)gridDim.x) {
+      __syncwarp();
+      const int n = lane < p.rows ? first[lane + 1] - first[lane] : 0;
+      int size = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
+      size = max(max(size, min(p.least_pages, (sum + p.rows - 1) / p.rows)), 1);
+      int pieces = (n + size - 1) / size;
+      while ((int)__reduce_add_sync(~0u, pieces) * groups > (int)gridDim.x) {
+        size += (size + 7) / 8;
+        pieces = (n + size - 1) / size;
+      }
+      int end = pieces * groups;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        int y = __shfl_up_sync(~0u, end, d);
+        if (lane >= d) end += y;
+      }
+      const int at = (int)blockIdx.x - (end - pieces * groups);
+      if (lane < 5) own[lane] = 0;  // where there are more blocks than pieces
+      __syncwarp();
+      if (at >= 0 && at < pieces * groups) {
+        const int group = at / pieces, piece = at - group * pieces;
+        const int from = (int)((int64_t)n * piece / pieces), to = (int)((int64_t)n * (piece + 1) / pieces);
+        const int begin = first[lane] * groups + group * n;
+        own[0] = begin + from;
+        own[1] = begin + to;
+        own[2] = lane;
+        own[3] = blockIdx.x - piece;
+        own[4] = blockIdx.x - piece + pieces - 1;
+      }
+    }
   }
   __syncthreads();
 
@@ -186,7 +220,12 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   walk.pos = min(total, (int)blockIdx.x * per_block);
   walk.end = min(total, walk.pos + per_block);
   walk.row = 0;
-  if (walk.pos < walk.end) {
+  const bool is_own = p.rows <= 32 && p.rows * groups <= (int)gridDim.x;
+  if (is_own) {
+    walk.pos = own[0];
+    walk.end = own[1];
+    walk.row = own[2];
+  } else if (walk.pos < walk.end) {
     int lo = 0, hi = p.rows - 1;  // last row whose first page is not behind pos
     int want = walk.pos / groups;
     while (lo < hi) {
@@ -365,7 +404,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     __syncthreads();
     const int items = HEADS * p.group * (HD / 4);
     const int unit_end = done.unit_begin + done.unit_pages;
-    const int b_first = done.unit_begin / per_block, b_last = (unit_end - 1) / per_block;
+    const int b_first = is_own ? own[3] : done.unit_begin / per_block;
+    const int b_last = is_own ? own[4] : (unit_end - 1) / per_block;
     const int64_t part_floats = (int64_t)HEADS * p.group * ROW_F;
     // A block has at most one piece that began before it (slot 0) and one that goes on behind it (slot 1).
     float* part = p.partial + ((int64_t)blockIdx.x * 2 + (done.page == 0 ? 1 : 0)) * part_floats;
