@@ -189,7 +189,6 @@ pub trait Backend: Send + 'static {
     fn project_onto_residual(
         &mut self,
         rows: usize,
-        _step: &Self::Step,
         (x, w): (&Self::Buffer, &Self::Matrix),
         delta: &mut Self::Buffer,
         residual: &mut Self::Buffer,
@@ -204,7 +203,6 @@ pub trait Backend: Send + 'static {
     fn project_gated(
         &mut self,
         rows: usize,
-        _step: &Self::Step,
         (x, w): (&Self::Buffer, &Self::Matrix),
         gate_up: &mut Self::Buffer,
         out: &mut Self::Buffer,

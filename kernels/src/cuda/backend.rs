@@ -5,6 +5,7 @@
 //! caller and panic, as on the CPU.
 
 use std::{
+    cell::Cell,
     num::NonZeroUsize,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -23,7 +24,7 @@ use super::{
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
     product::{Product, Products, WORKSPACE_BYTES},
-    skinny::{ROWS_MAX, Skinny, TILE_MIN},
+    skinny::Skinny,
     step::CudaStep,
     upload::Uploads,
 };
@@ -128,7 +129,7 @@ impl CudaBackend {
             activations: DeviceMemory::counting("the activations"),
             is_placed: false,
             products: Products::new(workspace.cut(WORKSPACE_BYTES)?)?,
-            skinny: Skinny::new(&workspace, dependent_launch)?,
+            skinny: Skinny::new(&workspace, &library, options.fused, dependent_launch)?,
             attention: Attention::new(context, &library, &compute, options.attention)?,
             library,
             compute,
@@ -203,12 +204,6 @@ impl CudaBackend {
         &self.skinny
     }
 
-    /// True when the step's products do what surrounds them.
-    fn fuses(&self, step: &CudaStep) -> bool {
-        let rows = step.rows();
-        self.options.fused && self.dtype == Dtype::Bf16 && step.is_decode() && rows <= ROWS_MAX
-    }
-
     /// Bytes of weights and of activations.
     pub fn memory_bytes(&self) -> (usize, usize) {
         (self.weights.used_bytes(), self.activations.used_bytes())
@@ -217,7 +212,7 @@ impl CudaBackend {
     /// Reads the first rows of a buffer, as f32, once all kernels have run. For tests.
     pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
         self.check()?;
-        assert_eq!(buffer.pending, None, "rows that are not finished are not read");
+        assert_eq!(buffer.pending.get(), None, "rows that are not finished are not read");
         self.compute.synchronize()?;
         let count = buffer.bytes(rows) / buffer.dtype.bytes();
         let values = match buffer.dtype {
@@ -300,7 +295,7 @@ impl CudaBackend {
         let bytes = rows_max.checked_mul(stride).and_then(|count| count.checked_mul(dtype.bytes()));
         let bytes = bytes.expect("a buffer fits the address space");
         let data = self.cut(&self.activations, bytes);
-        CudaBuffer { data, rows_max, width, stride, dtype, pending: None }
+        CudaBuffer { data, rows_max, width, stride, dtype, pending: Cell::new(None) }
     }
 }
 
@@ -385,7 +380,7 @@ impl Backend for CudaBackend {
     ) {
         assert!(x.width == weight.len && out.width == weight.len, "rms_norm: widths are equal");
         wide(x);
-        out.pending = None;
+        out.pending.set(None);
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         self.call("baton_rms_norm", |functions, stream| {
             // SAFETY: three ranges of the sizes just checked.
@@ -420,7 +415,7 @@ impl Backend for CudaBackend {
         );
         wide(residual);
         assert_eq!(x.dtype, out.dtype, "add_rms_norm: what is added is of the output's type");
-        out.pending = None;
+        out.pending.set(None);
         let sum = residual.data.part(0, residual.bytes(rows));
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         self.call("baton_add_rms_norm", |functions, stream| {
@@ -450,8 +445,11 @@ impl Backend for CudaBackend {
         if self.is_faulty() {
             return;
         }
-        if x.pending.is_some() {
-            return self.skinny_product(rows, (x, w), out);
+        if x.pending.get().is_some() {
+            if self.skinny_product(rows, (x, w), out) {
+                return;
+            }
+            self.finish_rows(rows, x);
         }
         let product = Product {
             rows,
@@ -563,7 +561,7 @@ impl Backend for CudaBackend {
 
     fn gather_sampled(&mut self, x: &CudaBuffer, step: &CudaStep, out: &mut CudaBuffer) {
         assert!(x.width == out.width && x.dtype == out.dtype, "gather_sampled: equal rows");
-        assert_eq!(x.pending, None, "gather_sampled: the input is finished");
+        assert_eq!(x.pending.get(), None, "gather_sampled: the input is finished");
         assert!(step.rows() <= x.rows_max, "gather_sampled: the buffer has the step's rows");
         let rows = step.samples();
         let to = out.data.part(0, out.bytes(rows));
@@ -594,30 +592,23 @@ impl Backend for CudaBackend {
         qkv: &mut CudaBuffer,
         step: &mut CudaStep,
     ) {
-        if !self.fuses(step) {
+        self.check_heads(shape, qkv, step);
+        if !self.skinny_heads(layer, shape, (x, w), &weights, frequencies, qkv, step) {
             self.matmul(step.rows(), x, w, qkv);
-        } else if weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN) {
-            self.check_heads(shape, qkv, step);
-            return self.skinny_heads(layer, shape, (x, w), &weights, frequencies, qkv, step);
-        } else {
-            self.skinny_product(step.rows(), (x, w), qkv);
+            self.store_kv(layer, shape, weights, frequencies, qkv, step);
         }
-        self.store_kv(layer, shape, weights, frequencies, qkv, step);
     }
 
     fn project_onto_residual(
         &mut self,
         rows: usize,
-        step: &CudaStep,
         (x, w): (&CudaBuffer, &CudaMatrix),
         delta: &mut CudaBuffer,
         residual: &mut CudaBuffer,
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
-        if self.fuses(step) {
-            self.skinny_onto_residual(rows, (x, w), residual, (norm, eps), out);
-        } else {
+        if !self.skinny_onto_residual(rows, (x, w), residual, (norm, eps), out) {
             self.matmul(rows, x, w, delta);
             self.add_rms_norm(rows, residual, delta, norm, eps, out);
         }
@@ -626,14 +617,11 @@ impl Backend for CudaBackend {
     fn project_gated(
         &mut self,
         rows: usize,
-        step: &CudaStep,
         (x, w): (&CudaBuffer, &CudaMatrix),
         gate_up: &mut CudaBuffer,
         out: &mut CudaBuffer,
     ) {
-        if self.fuses(step) {
-            self.skinny_gated(rows, (x, w), out);
-        } else {
+        if !self.skinny_gated(rows, (x, w), out) {
             self.matmul(rows, x, w, gate_up);
             self.silu_mul(rows, gate_up, out);
         }

@@ -1,6 +1,6 @@
 //! What a forward names on the GPU: matrices, vectors, activations.
 
-use std::fmt;
+use std::{cell::Cell, fmt};
 
 use super::{memory::Range, skinny::Pending};
 use crate::layout::Dtype;
@@ -27,7 +27,7 @@ pub struct CudaBuffer {
     pub(super) stride: usize,
     pub(super) dtype: Dtype,
     /// Of the rows that a product left unfinished for the one that reads them.
-    pub(super) pending: Option<Pending>,
+    pub(super) pending: Cell<Option<Pending>>,
 }
 
 impl CudaBuffer {

@@ -4,13 +4,16 @@
 //! products leaves the memory idle. So a product does what follows it: heads are turned and stored, gate
 //! and up activated, the residual added. An RMS norm is two factors: the weight's goes into the
 //! output of the product before, the row's own is applied to the sums of the product behind, from
-//! sums of squares that the one before has left ([`Pending`]).
+//! sums of squares that the one before has left ([`Pending`]). Where the library leaves a product to
+//! cuBLAS, what surrounds it is done by kernels of their own.
 
 use super::{
+    attention::dtype_code,
     backend::CudaBackend,
     buffer::{CudaBuffer, CudaMatrix, CudaVector},
     error::CudaError,
     ffi,
+    library::KernelLibrary,
     memory::{DeviceMemory, Range},
     step::{CudaStep, Places},
 };
@@ -19,10 +22,8 @@ use crate::{
     layout::Dtype,
 };
 
-/// Rows that these products take.
-pub(super) const ROWS_MAX: usize = 16;
 /// Rows of a weight whose outputs one block computes, at least.
-pub(super) const TILE_MIN: usize = 16;
+const TILE_MIN: usize = 16;
 /// Outputs of the widest product onto the residual stream.
 const WIDTH_MAX: usize = 1 << 16;
 
@@ -33,6 +34,9 @@ pub(super) struct Pending {
     /// Partial sums of every row.
     count: usize,
     eps: f32,
+    /// Where the rows came from, and the weight that they were multiplied with.
+    residual: ffi::Address,
+    norm: ffi::Address,
 }
 
 /// What these products need beside their operands.
@@ -41,6 +45,8 @@ pub(super) struct Skinny {
     squares: Range,
     /// A product's kernel may start while the one before it ends.
     starts_early: bool,
+    /// Rows that a product takes at most; 0: it is switched off.
+    rows_max: usize,
 }
 
 /// What follows a product.
@@ -61,22 +67,29 @@ enum Epilogue<'a> {
     },
 }
 
+/// Rows for which sums of squares have room.
+const SQUARES_ROWS: usize = 256;
+
 impl Skinny {
-    pub fn new(memory: &DeviceMemory, starts_early: bool) -> Result<Self, CudaError> {
-        Ok(Self { squares: memory.cut(Self::BYTES)?, starts_early })
+    pub fn new(
+        memory: &DeviceMemory,
+        library: &KernelLibrary,
+        is_on: bool,
+        starts_early: bool,
+    ) -> Result<Self, CudaError> {
+        // SAFETY: it gives a number.
+        let rows_max = unsafe { (library.functions().baton_skinny_gemm_rows_max)() };
+        let rows_max = usize::try_from(rows_max).unwrap_or(0).min(SQUARES_ROWS);
+        let rows_max = if is_on { rows_max } else { 0 };
+        Ok(Self { squares: memory.cut(Self::BYTES)?, starts_early, rows_max })
     }
 
     /// Of the memory that it cuts its own from.
-    pub const BYTES: usize = ROWS_MAX * WIDTH_MAX / TILE_MIN * size_of::<f32>();
-
-    /// True when a product has these sizes.
-    pub fn serves(w: &CudaMatrix) -> bool {
-        w.dtype == Dtype::Bf16 && w.cols.is_multiple_of(8) && w.rows <= i32::MAX as usize
-    }
+    pub const BYTES: usize = SQUARES_ROWS * WIDTH_MAX / TILE_MIN * size_of::<f32>();
 }
 
 impl CudaBackend {
-    /// As [`crate::Backend::project_heads`], for heads without norms.
+    /// As [`crate::Backend::project_heads`], for heads without norms. False: nothing was done.
     pub(super) fn skinny_heads(
         &self,
         layer: usize,
@@ -86,29 +99,31 @@ impl CudaBackend {
         frequencies: &CudaVector,
         qkv: &mut CudaBuffer,
         step: &CudaStep,
-    ) {
+    ) -> bool {
         assert!(layer < step.kv_layout().layer_count, "the blocks have layer {layer}");
         assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
         let (bias, places, arrays) = (weights.bias, step.places(layer), step.arrays());
         let epilogue = Epilogue::Heads { shape, bias, frequencies, places, arrays };
-        self.skinny(step.rows(), (x, w), epilogue, qkv);
+        // A tile is part of one head.
+        let is_served = weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN);
+        is_served && self.skinny(step.rows(), (x, w), epilogue, qkv).is_some()
     }
 
-    /// The product alone.
+    /// The product alone. False: nothing was done.
     pub(super) fn skinny_product(
         &self,
         rows: usize,
         product: (&CudaBuffer, &CudaMatrix),
         out: &mut CudaBuffer,
-    ) {
+    ) -> bool {
         let epilogue = match out.dtype {
             Dtype::F32 => Epilogue::Wide,
             Dtype::Bf16 => Epilogue::Plain,
         };
-        self.skinny(rows, product, epilogue, out);
+        self.skinny(rows, product, epilogue, out).is_some()
     }
 
-    /// As [`crate::Backend::project_onto_residual`].
+    /// As [`crate::Backend::project_onto_residual`]. False: nothing was done.
     pub(super) fn skinny_onto_residual(
         &self,
         rows: usize,
@@ -116,43 +131,73 @@ impl CudaBackend {
         residual: &mut CudaBuffer,
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
-    ) {
+    ) -> bool {
         let width = product.1.rows;
         assert!(
             residual.width == width && norm.len == width && out.width == width,
             "project_onto_residual: widths are equal"
         );
-        assert!(width <= WIDTH_MAX, "the residual stream is at most {WIDTH_MAX} wide");
-        assert!(residual.dtype == Dtype::F32 && residual.stride == width && out.stride == width);
+        let is_packed = residual.stride == width && out.stride == width;
+        if residual.dtype != Dtype::F32 || !is_packed || width > WIDTH_MAX {
+            return false;
+        }
         residual.bytes(rows);
+        let (from, weight) = (residual.data.address(), norm.data.address());
         let epilogue = Epilogue::Residual { residual, norm };
-        let tile = self.skinny(rows, product, epilogue, out);
-        out.pending = Some(Pending { count: width.div_ceil(tile.max(TILE_MIN)), eps });
+        let Some(tile) = self.skinny(rows, product, epilogue, out) else { return false };
+        let count = width.div_ceil(tile.max(TILE_MIN));
+        out.pending.set(Some(Pending { count, eps, residual: from, norm: weight }));
+        true
     }
 
-    /// As [`crate::Backend::project_gated`].
+    /// As [`crate::Backend::project_gated`]. False: nothing was done.
     pub(super) fn skinny_gated(
         &self,
         rows: usize,
         product: (&CudaBuffer, &CudaMatrix),
         out: &mut CudaBuffer,
-    ) {
-        self.skinny(rows, product, Epilogue::Gated, out);
+    ) -> bool {
+        self.skinny(rows, product, Epilogue::Gated, out).is_some()
     }
 
-    /// One product. Returns the rows of a tile.
+    /// Does what is still to be done to a buffer's rows, for a reader that does not do it by itself.
+    pub(super) fn finish_rows(&self, rows: usize, x: &CudaBuffer) {
+        let Some(Pending { eps, residual, norm, .. }) = x.pending.take() else { return };
+        let (to, width) = (x.data.part(0, x.bytes(rows)), x.width);
+        self.call("baton_rms_norm", |functions, stream| {
+            // SAFETY: the rows came from there, which is as wide and has as many rows, and nobody has
+            // written to it since.
+            unsafe {
+                (functions.baton_rms_norm)(
+                    dtype_code(x.dtype),
+                    residual,
+                    norm,
+                    eps,
+                    to,
+                    rows as i32,
+                    width as i32,
+                    stream,
+                )
+            }
+        });
+    }
+
+    /// One product. Returns the rows of a tile, or `None` when it is left to cuBLAS.
     fn skinny(
         &self,
         rows: usize,
         (x, w): (&CudaBuffer, &CudaMatrix),
         epilogue: Epilogue<'_>,
         out: &mut CudaBuffer,
-    ) -> usize {
-        assert!(rows <= ROWS_MAX && Skinny::serves(w), "{rows} rows of {w:?} are few and fit");
+    ) -> Option<usize> {
+        let skinny = self.skinny_parts();
+        let is_served = w.dtype == Dtype::Bf16 && w.cols.is_multiple_of(8);
+        if rows == 0 || rows > skinny.rows_max || !is_served {
+            return None;
+        }
         assert!(x.width == w.cols && x.dtype == w.dtype, "the input is the matrix's");
         let outputs = if matches!(epilogue, Epilogue::Gated) { w.rows / 2 } else { w.rows };
         assert_eq!(out.width, outputs, "the output is the product's");
-        let skinny = self.skinny_parts();
         let mut args = ffi::SkinnyGemmArgs {
             weight: w.data.address(),
             x: x.data.part(0, x.bytes(rows)),
@@ -165,7 +210,7 @@ impl CudaBackend {
             pdl: skinny.starts_early.into(),
             ..ffi::SkinnyGemmArgs::default()
         };
-        if let Some(Pending { count, eps }) = x.pending {
+        if let Some(Pending { count, eps, .. }) = x.pending.get() {
             args.squares = skinny.squares.part(0, rows * count * size_of::<f32>());
             args.squares_count = count as i32;
             args.eps = eps;
@@ -202,12 +247,13 @@ impl CudaBackend {
         let functions = self.library().functions();
         // SAFETY: it reads the arguments alone.
         let tile = unsafe { (functions.baton_skinny_gemm_tile)(&args) };
+        let tile = usize::try_from(tile).ok().filter(|tile| *tile > 0)?;
         self.call("baton_skinny_gemm", |functions, stream| {
             // SAFETY: operands and output have the step's rows and the matrix's sizes, as was just
             // checked; sums of squares have room for the smallest tile; the step's destinations are
             // places of blocks that it may write.
             unsafe { (functions.baton_skinny_gemm)(&args, stream) }
         });
-        tile.max(1) as usize
+        Some(tile)
     }
 }

@@ -253,12 +253,12 @@ impl<B: Backend> Llama<B> {
             }
             let product = (attended, &layer.attention_output);
             let norm = (&layer.ffn_norm, eps);
-            backend.project_onto_residual(rows, step, product, delta, residual, norm, normed);
+            backend.project_onto_residual(rows, product, delta, residual, norm, normed);
 
-            backend.project_gated(rows, step, (normed, &layer.gate_up), gate_up, activated);
+            backend.project_gated(rows, (normed, &layer.gate_up), gate_up, activated);
             let norm = (next.map_or(&self.output_norm, |next| &next.attention_norm), eps);
             let product = (&*activated, &layer.down);
-            backend.project_onto_residual(rows, step, product, delta, residual, norm, normed);
+            backend.project_onto_residual(rows, product, delta, residual, norm, normed);
         }
         let output = self.output.as_ref().unwrap_or(&self.embedding);
         backend.matmul(sampled_rows, normed, output, logits);
