@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   int* lens = first + p.rows + 1;
   int* last_flag = lens + p.rows;
   // A block's own piece: its range on the line, its row, the first and the last block of its (row, group).
-  __shared__ int own[5];
+  int* own = last_flag + 1;  // 5
 
   // Lengths are older than the preceding kernel (every kernel of a step lets its dependents start only after its
   // own wait), so all this may run before it has ended.
@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 
 template <int HD, int WARPS, int STAGES, int HEADS>
 int shared_bytes(int group, int rows) {
-  return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * group * (HD + 4) * 4 + (2 * rows + 4) * 4;
+  return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * group * (HD + 4) * 4 + (2 * rows + 8) * 4;
 }
 
 // Calls body(kernel, shared bytes of a group and so many rows) for a variant; false when there is none of that number.
