@@ -1,6 +1,11 @@
-//! Weights lie on the GPU as their source has them, and KV takes what they leave.
+//! Weights lie on the GPU as their source has them, KV takes what they leave, and products are timed once.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
 
 use engine::executor::{
     ExecutorLimits,
@@ -8,11 +13,11 @@ use engine::executor::{
 };
 use kernels::{
     Backend, Dtype, KvArena, RowSource, WeightFormat,
-    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
+    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv, Product, Tuning, row_steps},
 };
 
 use super::{
-    bench::{Bench, DTYPES, gpu},
+    bench::{Bench, DTYPES, Gpu, Random, assert_near, gpu, numbers, tolerance},
     model::checkpoint,
 };
 
@@ -115,4 +120,76 @@ fn kv_takes_what_is_left_and_no_more() {
     let executor_bytes = free - gpu.context.free_bytes().unwrap();
     assert!(executor_bytes < reserve, "an executor took {executor_bytes} bytes");
     drop(executor);
+}
+
+const INPUTS: usize = 520;
+const OUTPUTS: usize = 1032;
+const ROWS: usize = 300;
+
+/// A product of every number of rows, by a backend that was tuned, if a folder is named.
+fn products(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (usize, usize)) {
+    let source = Random { rows: OUTPUTS, cols: INPUTS, seed: 3 };
+    let (mut backend, (matrix, mut x, mut out)) =
+        gpu.backend(dtype, AttentionKind::Plain, |backend| {
+            let (x, out) = (backend.buffer(ROWS, INPUTS), backend.wide_buffer(ROWS, OUTPUTS));
+            (backend.matrix(&source), x, out)
+        });
+    let mut counts = (0, 0);
+    if let Some(folder) = folder {
+        let shape = |rows| Product::packed(rows, INPUTS, OUTPUTS, dtype, Dtype::F32);
+        let tuning = Tuning { folder: Some(folder.to_owned()), within: Duration::from_secs(3600) };
+        let tuned = backend.tune(row_steps(ROWS).into_iter().map(shape), &tuning).unwrap();
+        assert_eq!((tuned.left, tuned.faults.len()), (0, 0), "{tuned:?}");
+        counts = (tuned.known, tuned.times.len());
+    }
+    backend.put(&mut x, &numbers(9, ROWS * INPUTS));
+    let results = [1, 3, 8, 33, 100, 129, ROWS].map(|rows| {
+        Bench::poison(&backend, &mut out);
+        backend.matmul(rows, &x, &matrix, &mut out);
+        backend.get(&out, rows)
+    });
+    (results.into(), counts)
+}
+
+#[test]
+fn tuned_products_are_the_same_products_and_timed_once() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in DTYPES {
+        let folder = tempfile::tempdir().unwrap();
+        let (wanted, _) = products(&gpu, dtype, None);
+        let (found, (known, timed)) = products(&gpu, dtype, Some(folder.path()));
+        assert_eq!((known, timed), (0, row_steps(ROWS).len()));
+        let (again, counts) = products(&gpu, dtype, Some(folder.path()));
+        assert_eq!(counts, (timed, 0), "a second start knows them");
+        for ((found, again), wanted) in found.iter().zip(&again).zip(&wanted) {
+            assert_near(found, wanted, tolerance(dtype), "tuned");
+            assert!(found == again, "the same algorithm has the same result");
+        }
+    }
+}
+
+/// What a file names for a product is asked about before it is run.
+#[test]
+fn an_algorithm_that_is_none_is_not_used() {
+    let Some(gpu) = gpu() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let (wanted, _) = products(&gpu, Dtype::Bf16, Some(folder.path()));
+    let file = fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+    let text = fs::read_to_string(&file).unwrap();
+    let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+    lines.pop();
+    for line in &mut lines[2..] {
+        let words: Vec<&str> = line.split(' ').collect();
+        *line = format!("{}{}", words[..7].join(" "), " ffffffffffffffff".repeat(8));
+    }
+    let body = lines.join("\n") + "\n";
+    let sum = body.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |sum, byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    fs::write(&file, format!("{body}{sum:016x}\n")).unwrap();
+    let (found, (known, timed)) = products(&gpu, Dtype::Bf16, Some(folder.path()));
+    assert_eq!((known, timed), (row_steps(ROWS).len(), 0), "the file itself is whole");
+    for (found, wanted) in found.iter().zip(&wanted) {
+        assert_near(found, wanted, tolerance(Dtype::Bf16), "without what the file names");
+    }
 }

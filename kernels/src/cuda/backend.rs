@@ -15,7 +15,7 @@ use half::bf16;
 
 use super::{
     attention::{Attention, AttentionKind, dtype_code},
-    buffer::{CudaBuffer, CudaMatrix, CudaVector},
+    buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
     context::{Compute, Context, Stream},
     driver::Driver,
     error::CudaError,
@@ -26,6 +26,7 @@ use super::{
     product::{Product, Products, WORKSPACE_BYTES},
     skinny::Skinny,
     step::CudaStep,
+    tune::{Tuned, Tuning},
     upload::Uploads,
 };
 use crate::{
@@ -128,7 +129,7 @@ impl CudaBackend {
             weights: DeviceMemory::counting("the weights"),
             activations: DeviceMemory::counting("the activations"),
             is_placed: false,
-            products: Products::new(workspace.cut(WORKSPACE_BYTES)?)?,
+            products: Products::new(context, workspace.cut(WORKSPACE_BYTES)?)?,
             skinny: Skinny::new(&workspace, &library, options.fused, dependent_launch)?,
             attention: Attention::new(context, &library, &compute, options.attention)?,
             library,
@@ -157,6 +158,17 @@ impl CudaBackend {
         self.check()
     }
 
+    /// Finds the quickest algorithms for these products and those of a few rows less. Comes after
+    /// loading and before the first forward: activations are written over.
+    pub fn tune(
+        &mut self,
+        products: impl Iterator<Item = Product>,
+        tuning: &Tuning,
+    ) -> Result<Tuned, CudaError> {
+        let (weights, out) = (self.weights.everything(), self.activations.everything());
+        self.products.tune(products, tuning, &weights, &out, &self.compute)
+    }
+
     /// The first fault of what was asked for so far, if there was one. Kernels that are under way may
     /// still fail: that is said where their stream is waited for.
     pub fn check(&self) -> Result<(), CudaError> {
@@ -166,6 +178,11 @@ impl CudaBackend {
 
     pub fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// Of weights and activations.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
     }
 
     pub fn library(&self) -> &Arc<KernelLibrary> {
@@ -290,8 +307,7 @@ impl CudaBackend {
     }
 
     fn typed_buffer(&self, rows_max: usize, width: usize, dtype: Dtype) -> CudaBuffer {
-        // Rows begin where 16-byte loads may.
-        let stride = width.next_multiple_of(16 / dtype.bytes());
+        let stride = row_stride(width, dtype);
         let bytes = rows_max.checked_mul(stride).and_then(|count| count.checked_mul(dtype.bytes()));
         let bytes = bytes.expect("a buffer fits the address space");
         let data = self.cut(&self.activations, bytes);

@@ -30,6 +30,11 @@ pub struct CudaBuffer {
     pub(super) pending: Cell<Option<Pending>>,
 }
 
+/// Elements from one row to the next: rows begin where 16-byte loads may.
+pub(super) fn row_stride(width: usize, dtype: Dtype) -> usize {
+    width.next_multiple_of(16 / dtype.bytes())
+}
+
 impl CudaBuffer {
     pub fn width(&self) -> usize {
         self.width

@@ -83,6 +83,12 @@ impl DeviceMemory {
         self.used.load(Ordering::Relaxed)
     }
 
+    /// All that was cut so far, once more.
+    pub(super) fn everything(&self) -> Range {
+        let base = self.allocation.as_ref().map_or(0, |allocation| allocation.base);
+        Range { base, bytes: self.used_bytes(), allocation: self.allocation.clone() }
+    }
+
     /// The next `bytes` bytes.
     pub fn cut(&self, bytes: usize) -> Result<Range, CudaError> {
         let padded = bytes.checked_next_multiple_of(ALIGNMENT);

@@ -32,6 +32,7 @@ mod product;
 mod roof;
 mod skinny;
 mod step;
+mod tune;
 mod upload;
 
 pub use attention::AttentionKind;
@@ -50,3 +51,4 @@ pub use plan::{Admission, Extension, StepRows};
 pub use probe::Delays;
 pub use product::{Product, Products, WORKSPACE_BYTES};
 pub use step::CudaStep;
+pub use tune::{Tuned, TunedTime, Tuning, row_steps};

@@ -5,6 +5,7 @@ use std::{env, ffi::OsString, io::Write, path::PathBuf};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::{
+    cache,
     error::{ConfigError, Problem},
     hub,
     load::{Config, Environment, Flags, LoadInput, Section},
@@ -106,7 +107,10 @@ pub fn environment_of(
     let mut problems = Vec::new();
     for (name, value) in variables {
         let Ok(name) = name.into_string() else { continue };
-        if !name.starts_with("BATON_") && !hub::VARIABLES.contains(&name.as_str()) {
+        let is_ours = name.starts_with("BATON_")
+            || hub::VARIABLES.contains(&name.as_str())
+            || cache::VARIABLES.contains(&name.as_str());
+        if !is_ours {
             continue;
         }
         match value.into_string() {

@@ -15,13 +15,14 @@
 //!
 //! * `main` calls [`from_process`]; it alone reads the process's arguments and environment.
 //! * Tests and everything else call [`Config::load`] with maps.
-//! * [`hub`] finds models in the hub's cache.
+//! * [`hub`] finds models in the hub's cache; [`cache_folder`] is our own.
 //! * [`Config::explain`] lists each value with its source. Secrets are never printed.
 //!
 //! Left out: what the values mean. Each service turns its section into its own types.
 
 #![forbid(unsafe_code)]
 
+mod cache;
 mod check;
 mod command_line;
 mod error;
@@ -34,6 +35,7 @@ mod section;
 mod types;
 mod value;
 
+pub use cache::cache_folder;
 pub use command_line::{Started, args_for, environment_of, from_matches, from_process};
 pub use error::{ConfigError, Problem, Source};
 pub use explain::{Explained, Explanation};

@@ -6,6 +6,7 @@ use std::{
 };
 
 use crate::{
+    cache::cache_folder,
     error::{ConfigError, Problem, Source},
     explain::Explained,
     file::{File, FileText},
@@ -18,7 +19,7 @@ use crate::{
 /// Every variable of Baton's begins with this.
 const ENV_PREFIX: &str = "BATON_";
 
-/// Variables as a map; only those that begin with `BATON_` and those of [`Hub`] are looked at.
+/// Variables as a map; only those that begin with `BATON_` and those of [`Hub`] and [`cache_folder`] are looked at.
 pub type Environment = BTreeMap<String, String>;
 
 /// Values of flags by key (`node.slots`), as they were typed.
@@ -63,12 +64,14 @@ macro_rules! sections {
             $( $(#[doc = $about])+ pub $field: $Name, )+
             /// Where models of the hub lie.
             pub hub: Hub,
+            /// Where programs keep what they can make again, if anywhere.
+            pub cache: Option<PathBuf>,
             pub(crate) explained: Vec<Explained>,
         }
 
         impl Config {
             fn read(reader: &mut Reader<'_>) -> Self {
-                Self { $( $field: $Name::read(reader), )+ hub: Hub::default(), explained: Vec::new() }
+                Self { $( $field: $Name::read(reader), )+ hub: Hub::default(), cache: None, explained: Vec::new() }
             }
         }
     };
@@ -106,6 +109,7 @@ impl Config {
         let Reader { mut problems, explained, .. } = reader;
         config.explained = explained;
         config.hub = Hub::new(&input.environment);
+        config.cache = cache_folder(&input.environment);
         // Values that were refused stand at their defaults now; combining them would mislead.
         if problems.is_empty() {
             config.fit_defaults();

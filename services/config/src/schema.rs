@@ -198,6 +198,14 @@ section! {
         gpu_reserve: ByteSize = ByteSize::gib(1),
             "More than they were seen to take; the log says at start what they did.",
             ByteSize::mib(1)..=ByteSize::gib(1_024);
+        /// How long a start may take to find the quickest algorithms for the model's matrix products on
+        /// this GPU; 0s: not at all. What it finds the next start knows, what it leaves the next finds.
+        gpu_tune: Duration = secs(2),
+            "Enough for an 8B model on an H200, once.",
+            secs(0)..=secs(600);
+        /// The folder where the algorithms found are kept, by GPU, driver and cuBLASLt.
+        gpu_tune_dir: Option<PathBuf> = None,
+            "Unset means baton in XDG_CACHE_HOME, else .cache/baton in HOME, else nowhere: every start finds them again.";
         /// The library of our own GPU kernels, as make kernels builds it.
         kernels: Option<PathBuf> = None,
             "Unset means libbaton_kernels.so beside the program.";

@@ -7,14 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use config::{Config, Device, Node, Speculate};
+use config::{Config, Device, Speculate};
 use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, KvShare};
 use kernels::{
     KvArena, KvLayout, WeightFormat,
-    cuda::{CudaBackend, CudaError, CudaOptions, DeviceKv},
+    cuda::{CudaBackend, CudaError, CudaOptions, DeviceKv, Tuned, Tuning},
 };
 use model::Checkpoint;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::{load_log::LoadLog, node::StartError, settings};
 
@@ -69,18 +69,27 @@ impl Gpu {
     /// Loads the weights and takes the memory for KV: as many blocks as are set, else as fit.
     pub(crate) fn start(
         self,
-        node: &Node,
+        config: &Config,
         checkpoint: &Checkpoint,
         layout: KvLayout,
     ) -> Result<(CudaExecutor, Arc<KvArena>), StartError> {
+        let node = &config.node;
         let context = Arc::clone(self.backend.context());
         let set = settings::block_count_set(node, layout)?;
         let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
         let limits = limits_of(set.unwrap_or(u32::MAX))?;
         let mut log = LoadLog::new();
         let mut progress = |progress| log.at(progress);
-        let model = CudaModel::load(checkpoint, self.backend, &limits, &mut progress)?;
+        let mut model = CudaModel::load(checkpoint, self.backend, &limits, &mut progress)?;
         let times = model.times();
+        let mut tuned = Tuned::default();
+        if !node.gpu_tune.is_zero() {
+            let folder = node.gpu_tune_dir.clone().or_else(|| config.cache.clone());
+            tuned = model.tune(&limits, &Tuning { folder, within: node.gpu_tune })?;
+            for reason in &tuned.faults {
+                warn!(reason, "tuned products are not kept");
+            }
+        }
         let limits = match set {
             Some(_) => limits,
             None => {
@@ -100,6 +109,9 @@ impl Gpu {
         info!(
             memory_seconds = seconds(times.place),
             weights_seconds = seconds(times.weights),
+            tune_seconds = seconds(tuned.took),
+            products_timed = tuned.times.len(),
+            products_left = tuned.left,
             executor_seconds = seconds(started.elapsed()),
             kv_bytes = u64::from(limits.blocks) * layout.block_bytes() as u64,
             executor_bytes = free.saturating_sub(free_at_end),

@@ -436,7 +436,7 @@ fn load_blocking(
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
     if let Some(gpu) = device::gpu(config, weights)? {
-        let (executor, arena) = gpu.start(&config.node, &checkpoint, layout)?;
+        let (executor, arena) = gpu.start(config, &checkpoint, layout)?;
         info!(
             dtype = %weights,
             blocks = executor.limits().blocks,

@@ -37,6 +37,7 @@ use super::{
     stats::{WorkloadRng, median},
     steps::{DecodeFigures, Decoding, Spread},
     trace::Trace,
+    tune::{self, TunedRows},
 };
 use crate::{doctor::KernelsArg, model_store};
 
@@ -100,6 +101,12 @@ pub struct EngineArgs {
     /// On a GPU, kernels start while the one before them ends: on or off.
     #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     dependent_launch: bool,
+    /// Seconds to find the quickest algorithms for the model's products on a GPU; 0: not at all.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(0..=600))]
+    tune: u64,
+    /// The folder where they are kept [default: baton in XDG_CACHE_HOME, else in .cache in HOME].
+    #[arg(long)]
+    tune_dir: Option<PathBuf>,
     /// Steps in flight.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
     depth: u32,
@@ -162,6 +169,8 @@ struct Report {
     load_s: f64,
     /// What of it was spent on what, in order.
     start: Vec<StartPart>,
+    /// Products of a GPU that were timed in it.
+    tuned: Vec<TunedRows>,
     /// Median of reading as many bytes as the weights have, all threads.
     weight_read_gb_per_s: f64,
     /// Bytes of weights that one decode step must read.
@@ -339,20 +348,24 @@ impl Bench {
             speculation: None,
         };
         let weight_bytes = args.dtype.bytes(config.forward_parameter_count());
-        let Started { executor, isa, read_stream, roof_gb_per_s, parts } = match is_gpu {
+        let Started { executor, isa, read_stream, roof_gb_per_s, parts, tuned } = match is_gpu {
             true => on_gpu(args, &checkpoint, limits)?,
             false => on_cpu(args, &checkpoint, threads, weight_bytes, limits)?,
         };
         let seeds =
             CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
         let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
+        let load = started.elapsed();
+        // Nobody else measures the memory.
+        let unasked = parts.iter().find(|part| part.what == "roof");
         let report = Report {
             model: args.model.clone(),
             dtype: args.dtype.to_string(),
             isa,
             threads,
-            load_s: started.elapsed().as_secs_f64(),
+            load_s: load.as_secs_f64() - unasked.map_or(0.0, |part| part.seconds),
             start: [opened].into_iter().chain(parts).collect(),
+            tuned,
             weight_read_gb_per_s: 0.0,
             weight_bytes,
             roof_gb_per_s,
@@ -488,6 +501,7 @@ struct Started {
     /// What the GPU's gives.
     roof_gb_per_s: Option<f64>,
     parts: Vec<StartPart>,
+    tuned: Vec<TunedRows>,
 }
 
 /// Parameters that are loaded, as they are.
@@ -519,7 +533,7 @@ fn on_cpu(
     bar.finish_and_clear();
     let parts = vec![StartPart::new("weights", started.elapsed())];
     let (executor, read_stream) = (Box::new(executor), Some(read_stream));
-    Ok(Started { executor, isa, read_stream, roof_gb_per_s: None, parts })
+    Ok(Started { executor, isa, read_stream, roof_gb_per_s: None, parts, tuned: Vec::new() })
 }
 
 fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
@@ -545,12 +559,14 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     parts.push(lap("roof"));
     let context = Arc::clone(backend.context());
     let bar = load_bar();
-    let model =
+    let mut model =
         CudaModel::load(checkpoint, backend, &limits, &mut |progress| show(&bar, progress))?;
     bar.finish_and_clear();
     lap("weights");
     parts.push(StartPart::new("memory", model.times().place));
     parts.push(StartPart::new("weights", model.times().weights));
+    let tuned = tune::tune(&mut model, &limits, args.tune, args.tune_dir.as_ref())?;
+    parts.push(lap("tune"));
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
@@ -558,7 +574,8 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     let executor = CudaExecutor::start(model, kv, &arena, limits)?;
     parts.push(lap("executor"));
     let isa = context.device().name.clone();
-    Ok(Started { executor: Box::new(executor), isa, read_stream: None, roof_gb_per_s, parts })
+    let executor = Box::new(executor);
+    Ok(Started { executor, isa, read_stream: None, roof_gb_per_s, parts, tuned })
 }
 
 fn check(actions: &[Action]) -> Result<()> {

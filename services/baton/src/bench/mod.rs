@@ -6,6 +6,7 @@ mod speculate;
 mod stats;
 mod steps;
 mod trace;
+mod tune;
 
 use std::{fs::File, path::Path};
 

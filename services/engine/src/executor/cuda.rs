@@ -18,11 +18,12 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
 use kernels::{
-    KvArena, KvLayout,
+    Dtype, KvArena, KvLayout,
     arena::{StreamAccess, StreamStep},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, Delays, DeviceBatch,
-        DeviceClock, DeviceKv, Extension, Finished, SampleOutcome, StepInput,
+        DeviceClock, DeviceKv, Extension, Finished, Product, SampleOutcome, StepInput, Tuned,
+        Tuning, row_steps,
     },
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
@@ -104,6 +105,16 @@ impl CudaModel {
 
     pub fn backend(&self) -> &CudaBackend {
         &self.backend
+    }
+
+    /// Finds the quickest algorithms for the products of steps of these limits.
+    pub fn tune(
+        &mut self,
+        limits: &ExecutorLimits,
+        tuning: &Tuning,
+    ) -> Result<Tuned, CudaExecutorError> {
+        let products = products(self.model.config(), self.backend.dtype(), limits);
+        Ok(self.backend.tune(products.into_iter(), tuning)?)
     }
 
     /// KV blocks that there is room for beside what an executor of these limits takes.
@@ -399,6 +410,29 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
         vocabulary: limits.vocabulary,
         depth: limits.depth,
     }
+}
+
+/// Every product of a forward, of every number of rows that is told from others: those of decode steps
+/// first, then the largest prompts', for the time may not suffice for all.
+fn products(config: &ModelConfig, dtype: Dtype, limits: &ExecutorLimits) -> Vec<Product> {
+    let heads = config.head_shape();
+    let layer = [
+        (config.hidden_size, heads.qkv_width()),
+        (heads.query_width(), config.hidden_size),
+        (config.hidden_size, 2 * config.ffn_size),
+        (config.ffn_size, config.hidden_size),
+    ];
+    let (mut products, mut prompts) = (Vec::new(), Vec::new());
+    for rows in row_steps(limits.step_tokens as usize) {
+        let products = if rows <= limits.slots as usize { &mut products } else { &mut prompts };
+        products.extend(layer.map(|(inputs, outputs)| (rows, inputs, outputs, dtype)));
+    }
+    for rows in row_steps(limits.slots.min(limits.step_tokens) as usize) {
+        products.push((rows, config.hidden_size, config.vocab_size, Dtype::F32));
+    }
+    products.extend(prompts.into_iter().rev());
+    let packed = |(rows, inputs, outputs, to)| Product::packed(rows, inputs, outputs, dtype, to);
+    products.into_iter().map(packed).collect()
 }
 
 /// What the kernels' loads need of a model.

@@ -1,0 +1,58 @@
+//! What tuning a GPU's products brought, by rows.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use anyhow::Result;
+use engine::executor::{ExecutorLimits, cuda::CudaModel};
+use kernels::cuda::Tuning;
+use serde::Serialize;
+
+/// All products of one number of rows that were timed in this start: a layer's four, or the logits', or
+/// both.
+#[derive(Serialize)]
+pub(super) struct TunedRows {
+    rows: usize,
+    products: usize,
+    first_guess_ms: f64,
+    tuned_ms: f64,
+}
+
+/// Tunes, unless `seconds` is 0, and says what could not be kept.
+pub(super) fn tune(
+    model: &mut CudaModel,
+    limits: &ExecutorLimits,
+    seconds: u64,
+    folder: Option<&PathBuf>,
+) -> Result<Vec<TunedRows>> {
+    if seconds == 0 {
+        return Ok(Vec::new());
+    }
+    let folder = match folder {
+        Some(folder) => Some(folder.clone()),
+        None => config::cache_folder(&config::environment_of(std::env::vars_os())?),
+    };
+    let tuning = Tuning { folder, within: Duration::from_secs(seconds) };
+    let tuned = model.tune(limits, &tuning)?;
+    tuned.faults.iter().for_each(|fault| eprintln!("{fault}"));
+    let timed = tuned.times.len();
+    if timed > 0 {
+        let (known, left) = (tuned.known, tuned.left);
+        eprintln!(
+            "{timed} products are timed, {known} were known, {left} are left to the next start"
+        );
+    }
+    let mut by_rows = BTreeMap::new();
+    for time in &tuned.times {
+        let rows = time.product.rows;
+        let row = by_rows.entry(rows).or_insert(TunedRows {
+            rows,
+            products: 0,
+            first_guess_ms: 0.0,
+            tuned_ms: 0.0,
+        });
+        row.products += 1;
+        row.first_guess_ms += time.first_guess.as_secs_f64() * 1e3;
+        row.tuned_ms += time.chosen.as_secs_f64() * 1e3;
+    }
+    Ok(by_rows.into_values().collect())
+}

@@ -1,0 +1,36 @@
+//! Where programs keep what they can make again.
+
+use std::path::PathBuf;
+
+use crate::Environment;
+
+/// Variables that say where, in falling precedence.
+pub(crate) const VARIABLES: [&str; 2] = ["XDG_CACHE_HOME", "HOME"];
+
+/// `baton` in `XDG_CACHE_HOME`, else in `.cache` in the user's home; `None` where there is neither.
+pub fn cache_folder(environment: &Environment) -> Option<PathBuf> {
+    let folder = |name: &str| {
+        let path = environment.get(name).map(PathBuf::from);
+        path.filter(|path| path.is_absolute())
+    };
+    let [cache, home] = VARIABLES.map(folder);
+    Some(cache.or_else(|| home.map(|home| home.join(".cache")))?.join("baton"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cache_is_where_the_user_has_it() {
+        let of = |variables: &[(&str, &str)]| {
+            cache_folder(&variables.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect())
+        };
+        let home = ("HOME", "/h");
+        assert_eq!(of(&[("XDG_CACHE_HOME", "/c"), home]), Some("/c/baton".into()));
+        assert_eq!(of(&[("XDG_CACHE_HOME", ""), home]), Some("/h/.cache/baton".into()));
+        // A relative one would be another folder for every folder that a program is started in.
+        assert_eq!(of(&[("XDG_CACHE_HOME", "c"), home]), Some("/h/.cache/baton".into()));
+        assert_eq!(of(&[]), None);
+    }
+}
