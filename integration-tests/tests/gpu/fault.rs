@@ -1,20 +1,30 @@
-//! A fault of the GPU in the middle of serving. It ends the context of the whole process, so this
-//! program runs again for it.
+//! A fault of the GPU in the middle of serving: the executor stops, and with it a node, whose requests
+//! fail one by one. It ends the context of the whole process, so this program runs again for it.
 
 use std::{
-    env,
+    collections::BTreeMap,
+    env, fs,
+    path::Path,
     process::{Command, Stdio},
+    thread,
     time::{Duration, Instant},
 };
 
+use config::{Config, LoadInput};
 use engine::{
     event::{Action, Input},
-    executor::ExecutorError,
+    executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
+    plan::{StepPlan, StepResult},
 };
+use integration_tests::cluster::{Ready, SECRET};
 use kernels::{
     WeightFormat,
     cuda::{Compute, CudaOptions, Stream},
     sampling::Sampling,
+};
+use proto::v1::{
+    self, FailureKind, decode_event::Event, node_client::NodeClient,
+    observe_event::Event as Observed,
 };
 
 use super::{
@@ -23,19 +33,19 @@ use super::{
     model::checkpoint,
 };
 
-const NAME: &str = "gpu::fault::a_fault_in_the_middle_stops_the_executor_and_says_which";
 const TOLD: &str = "BATON_TEST_FAULT";
 const PATIENCE: Duration = Duration::from_secs(120);
+/// The driver's words for it.
+const FAULT: &str = "an illegal memory access was encountered";
 
-#[test]
-fn a_fault_in_the_middle_stops_the_executor_and_says_which() {
+/// Runs `test` in this process when it was started for that, else in one of its own.
+fn in_its_own_process(name: &str, test: impl FnOnce(&Gpu)) {
     let Some(gpu) = gpu() else { return };
     if env::var_os(TOLD).is_some() {
-        return serve_until_the_fault(&gpu);
+        return test(&gpu);
     }
-    let program = env::current_exe().unwrap();
-    let mut child = Command::new(program)
-        .args(["--exact", NAME, "--nocapture"])
+    let mut child = Command::new(env::current_exe().unwrap())
+        .args(["--exact", &format!("gpu::fault::{name}"), "--nocapture"])
         .env(TOLD, "1")
         .stdin(Stdio::null())
         .spawn()
@@ -49,37 +59,187 @@ fn a_fault_in_the_middle_stops_the_executor_and_says_which() {
             child.kill().unwrap();
             panic!("the process with the fault does not end");
         }
-        std::thread::sleep(Duration::from_millis(10));
+        thread::sleep(Duration::from_millis(10));
     };
     assert!(status.success(), "{status}");
 }
 
-fn serve_until_the_fault(gpu: &Gpu) {
-    let checkpoint = checkpoint("LlamaForCausalLM", "llama");
-    let config = config(&checkpoint, 8, 200, 2);
-    let options = CudaOptions::new(WeightFormat::Bf16);
-    let (mut engine, arena) = on_gpu(gpu, &checkpoint, options, config, |_| ());
-    let mut actions = Vec::new();
-    for id in 0..4 {
-        let new = sequence(id, vec![3, 1, 4, 1, 5], 500, Sampling::greedy());
-        engine.handle(Input::Arrived(new), &mut actions);
-    }
-    let deadline = Instant::now() + PATIENCE;
-    while !actions.iter().any(|action| matches!(action, Action::Tokens { .. })) {
-        engine.turn(Duration::from_secs(20), &mut actions).unwrap();
-        assert!(Instant::now() < deadline, "no token");
-    }
-    let elsewhere = Stream::<Compute>::new(&gpu.context).unwrap();
-    gpu.library.fault(&elsewhere).unwrap();
-    let error = loop {
-        if let Err(error) = engine.turn(Duration::from_secs(20), &mut actions) {
-            break error;
+#[test]
+fn a_fault_stops_the_executor_which_says_what_it_was() {
+    in_its_own_process("a_fault_stops_the_executor_which_says_what_it_was", |gpu| {
+        let checkpoint = checkpoint("LlamaForCausalLM", "llama");
+        let config = config(&checkpoint, 8, 200, 2);
+        let options = CudaOptions::new(WeightFormat::Bf16);
+        let (mut engine, arena) = on_gpu(gpu, &checkpoint, options, config, |_| ());
+        let mut actions = Vec::new();
+        for id in 0..4 {
+            let new = sequence(id, vec![3, 1, 4, 1, 5], 500, Sampling::greedy());
+            engine.handle(Input::Arrived(new), &mut actions);
         }
-        assert!(Instant::now() < deadline, "the fault is not noticed");
+        let deadline = Instant::now() + PATIENCE;
+        while !actions.iter().any(|action| matches!(action, Action::Tokens { .. })) {
+            engine.turn(Duration::from_secs(20), &mut actions).unwrap();
+            assert!(Instant::now() < deadline, "no token");
+        }
+        let elsewhere = Stream::<Compute>::new(&gpu.context).unwrap();
+        gpu.library.fault(&elsewhere).unwrap();
+        let error = loop {
+            if let Err(error) = engine.turn(Duration::from_secs(20), &mut actions) {
+                break error;
+            }
+            assert!(Instant::now() < deadline, "the fault is not noticed");
+        };
+        let ExecutorError::Stopped { reason } = &error else { panic!("{error}") };
+        assert!(reason.contains(FAULT), "{reason}");
+        // What is left of it goes without another word.
+        drop((engine, arena));
+    });
+}
+
+/// The GPU of a node, with a fault after some results.
+struct Faulty {
+    device: Box<dyn Executor>,
+    results: u32,
+    fault: Box<dyn FnMut() + Send>,
+}
+
+impl Executor for Faulty {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        self.device.launch(plan)
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        let result = self.device.collect(timeout)?;
+        self.results += u32::from(result.is_some());
+        if result.is_some() && self.results == 5 {
+            (self.fault)();
+        }
+        Ok(result)
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        self.device.limits()
+    }
+
+    fn waker(&self) -> CollectWaker {
+        self.device.waker()
+    }
+}
+
+fn settings(folder: &Path) -> Config {
+    let model = r#"{
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "hidden_act": "silu",
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "vocab_size": 96, "tie_word_embeddings": false, "torch_dtype": "bfloat16"
+    }"#;
+    fs::write(folder.join("config.json"), model).unwrap();
+    let kernels = env::var("BATON_TEST_KERNELS").unwrap();
+    let kernels = fs::canonicalize(kernels).unwrap();
+    let flags = [
+        ("model.path", folder.to_str().unwrap()),
+        ("model.load_format", "dummy"),
+        ("model.dtype", "bf16"),
+        ("node.device", "cuda"),
+        ("node.kernels", kernels.to_str().unwrap()),
+        ("node.grpc", "127.0.0.1:0"),
+        ("node.metrics", "127.0.0.1:0"),
+        ("node.gpu_tune", "0s"),
+        ("node.blocks", "128"),
+        // Two of the requests run, the others wait.
+        ("node.slots", "2"),
+        ("transfer.notice", "127.0.0.1:0"),
+        ("transfer.data", "127.0.0.1:0"),
+        ("transfer.secret", SECRET),
+    ];
+    let flags: BTreeMap<String, String> =
+        flags.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+    Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap()
+}
+
+fn request(index: u8, epoch: &bytes::Bytes) -> v1::DecodeRequest {
+    let tokens: Vec<u32> = (0..20).map(|i| 3 + (i * 7 + u32::from(index)) % 90).collect();
+    let attempt = v1::Attempt {
+        request_id: vec![index + 1; 16].into(),
+        transfer_id: vec![index + 101; 16].into(),
+        prompt_len: tokens.len() as u32,
+        tokens,
+        sampling: Some(v1::Sampling {
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            max_tokens: 400,
+            ignore_stop_tokens: true,
+            ..Default::default()
+        }),
+        remaining_ms: 600_000,
+        node_epoch: epoch.clone(),
+        weight_version: 1,
+        ..Default::default()
     };
-    eprintln!("the executor: {error}");
-    let ExecutorError::Stopped { reason } = &error else { panic!("{error}") };
-    assert!(reason.contains("illegal memory access"), "{reason}");
-    // What is left of it goes without another word.
-    drop((engine, arena));
+    v1::DecodeRequest { attempt: Some(attempt), prefill: None }
+}
+
+/// The last word of each of four requests.
+async fn last_words(ready: &Path) -> Vec<Option<Event>> {
+    let ready: Ready = loop {
+        if let Ok(text) = fs::read(ready) {
+            break serde_json::from_slice(&text).unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    let mut client = NodeClient::connect(format!("http://{}", ready.grpc)).await.unwrap();
+    let mut observed = client.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
+    let Some(Observed::Snapshot(snapshot)) = observed.message().await.unwrap().unwrap().event
+    else {
+        panic!("it begins with a snapshot")
+    };
+    let epoch = snapshot.record.unwrap().epoch;
+    let mut streams = Vec::new();
+    for index in 0..4 {
+        match client.decode(request(index, &epoch)).await {
+            Ok(stream) => streams.push(stream.into_inner()),
+            // The fault was quicker.
+            Err(status) => assert!(index > 0, "{status}"),
+        }
+    }
+    let mut words = Vec::new();
+    for mut stream in streams {
+        let mut last = None;
+        while let Some(event) = stream.message().await.unwrap() {
+            last = event.event;
+        }
+        words.push(last);
+    }
+    words
+}
+
+#[test]
+fn a_node_whose_gpu_has_a_fault_fails_its_requests_and_ends_with_1() {
+    in_its_own_process("a_node_whose_gpu_has_a_fault_fails_its_requests_and_ends_with_1", |gpu| {
+        let folder = tempfile::tempdir().unwrap();
+        let (config, ready) = (settings(folder.path()), folder.path().join("ready"));
+        let (context, library) = (gpu.context.clone(), gpu.library.clone());
+        let elsewhere = Stream::<Compute>::new(&context).unwrap();
+        let fault = Box::new(move || {
+            context.bind().unwrap();
+            library.fault(&elsewhere).unwrap();
+        });
+        let is_ready = ready.clone();
+        let node = thread::spawn(move || {
+            node::run_on(node::Role::Decode, &config, Some(&is_ready), Instant::now(), |device| {
+                Box::new(Faulty { device, results: 0, fault })
+            })
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let words = async { tokio::time::timeout(PATIENCE, last_words(&ready)).await };
+        let words = runtime.block_on(words).unwrap();
+        assert!(!words.is_empty());
+        for word in words {
+            let Some(Event::Failure(failure)) = word else { panic!("{word:?}") };
+            assert_eq!(failure.kind(), FailureKind::Internal, "{failure:?}");
+            assert!(failure.message.contains(FAULT), "{failure:?}");
+        }
+        assert_eq!(node.join().unwrap(), 1);
+    });
 }

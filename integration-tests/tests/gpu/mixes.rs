@@ -33,6 +33,11 @@ const ROOMY: u32 = 400;
 /// Few enough that sequences take each other's place.
 const TIGHT: u32 = 24;
 
+/// In bf16 a logit of about 1 is off by 0.01 on average and ten times that at worst; of f32 nothing is
+/// seen.
+const BF16: f32 = 0.1;
+const F32: f32 = 1e-4;
+
 /// Numbers that a seed determines.
 struct Numbers(u64);
 
@@ -123,17 +128,17 @@ fn ways() -> Vec<Way> {
     let replayed = CudaOptions { graphs: true, ..exact };
     vec![
         way("f32", exact, 1, ROOMY, Like::None),
-        way("f32, depth 2", exact, 2, ROOMY, Like::Nearly("f32", 1e-4)),
+        way("f32, depth 2", exact, 2, ROOMY, Like::Nearly("f32", F32)),
         way("f32, depth 2, replayed", replayed, 2, ROOMY, Like::Exactly("f32, depth 2")),
-        way("f32, preempted", replayed, 2, TIGHT, Like::Nearly("f32", 1e-4)),
+        way("f32, preempted", replayed, 2, TIGHT, Like::Nearly("f32", F32)),
         way("bf16", eager, 1, ROOMY, Like::None),
         way("bf16, replayed", best, 1, ROOMY, Like::Exactly("bf16")),
-        way("bf16, depth 2", eager, 2, ROOMY, Like::Nearly("bf16", 0.05)),
+        way("bf16, depth 2", eager, 2, ROOMY, Like::Nearly("bf16", BF16)),
         way("bf16, depth 2, replayed", best, 2, ROOMY, Like::Exactly("bf16, depth 2")),
         way("bf16, depth 2, no early start", late, 2, ROOMY, Like::Exactly("bf16, depth 2")),
-        way("bf16, unfused", unfused, 2, ROOMY, Like::Nearly("bf16", 0.05)),
-        way("bf16, FlashInfer", flash, 2, ROOMY, Like::Nearly("bf16", 0.05)),
-        way("bf16, preempted", best, 2, TIGHT, Like::Nearly("bf16", 0.05)),
+        way("bf16, unfused", unfused, 2, ROOMY, Like::Nearly("bf16", BF16)),
+        way("bf16, FlashInfer", flash, 2, ROOMY, Like::Nearly("bf16", BF16)),
+        way("bf16, preempted", best, 2, TIGHT, Like::Nearly("bf16", BF16)),
     ]
 }
 
