@@ -3,7 +3,7 @@ down + residual, every layer; norm + lm_head) against the floor of its bytes, wi
 Left out: embedding, sampling, and the way of tokens to the host.
 
 Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the read roof in TB/s, attention cases
-(variant x least pages, with commas), models. One process a model: a graph of PyTorch's products keeps a workspace that
+(variant x least pages, with commas), models, and --rows with commas. One process a model: a graph of PyTorch's products keeps a workspace that
 is gone once its memory is given back.
 """
 import ctypes
@@ -62,7 +62,7 @@ class Step:
 
         def add(w, x, tile, next_norm):
             own(w, x, RESIDUAL, None, tile, pdl, residual=self.residual, mirror=self.mirror, next_norm=next_norm, squares_out=self.squares)
-            rows = tile or tile_of(w)
+            rows = tile or tile_of(w, self.rows)
             norm["squares_count"] = (m.hidden + rows - 1) // rows
         for l, w in enumerate(m.weights):
             k, v = kv[0, l, 0], kv[0, l, 1]
@@ -103,6 +103,11 @@ def peer_products(m, rows):
 
 
 def main():
+    batches = [1, 8, 16, 32, 64]
+    if "--rows" in sys.argv:
+        at = sys.argv.index("--rows")
+        batches = [int(rows) for rows in sys.argv[at + 1].split(",")]
+        del sys.argv[at:at + 2]
     best = float(sys.argv[1]) if len(sys.argv) > 1 else 4.3
     variants = [tuple(map(int, v.split("x"))) for v in (sys.argv[2].split(",") if len(sys.argv) > 2 else ("0x0",))]
     results = Results("chain-" + "-".join(sys.argv[3:] or MODELS) + ".json")
@@ -111,13 +116,13 @@ def main():
     sets = {",".join(map(str, t)): tiles(*t) for t in ((0, 0, 0, 0, 0), (32, 32, 64, 16, 64), (32, 32, 32, 32, 32))}
     mixed = sets["0,0,0,0,0"]
     for name in sys.argv[3:] or MODELS:
-        m, keep = Model(name, 1024), []
-        for rows, length in ((1, 512), (8, 512), (16, 512)):
+        m, keep = Model(name, 4096), []
+        for rows, length in ((rows, 512) for rows in batches):
             s = Step(m, rows, length)
             floor = (m.bytes + m.kv_bytes(rows, length)) / best / 1e6
             peer = peer_products(m, rows)
             graphs = {"cuBLAS products alone": capture(peer)}
-            for label, tile_set in sets.items():
+            for label, tile_set in sets.items() if rows <= 16 else [("0,0,0,0,0", mixed)]:
                 for variant, least in variants:
                     for pdl in (0, 1):
                         graphs[f"{label} attention {variant}x{least} pdl {pdl}"] = capture(lambda: s.run(pdl, variant, least, tile_set))
@@ -132,7 +137,7 @@ def main():
                     torch.cuda.synchronize()
                     logits[case] = s.logits.clone()
             worst = 0.0
-            for label in sets:
+            for label in sets if rows <= 16 else ["0,0,0,0,0"]:
                 cases = [c for c in logits if c.startswith(label + " ")]
                 base = logits[cases[0]]
                 worst = max([worst] + [((logits[c] - base).norm() / base.norm()).item() for c in cases])

@@ -18,12 +18,13 @@
 #include <utility>
 
 #include "device.cuh"
+#include "wide_gemm.h"
 
 namespace baton {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kRowsMax = 16;
+constexpr int kRowsMost = 16;  // of the kernel here
 
 constexpr int kSlice = 128;                // k of a stage
 constexpr int kStageBytes = 8 * kSlice * 2;  // 8 weight rows
@@ -316,6 +317,15 @@ int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
 }
 constexpr int kTiles[] = {64, 32, 16};
 
+// All products of more than 16 rows are wide_gemm.cu's, and of more than 8 those that are quicker there (README.md has
+// the figures). A tile that has been asked for decides nothing.
+bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
+  if (p.rows > kRowsMost) return true;
+  const bool is_paired = p.epilogue == BATON_SKINNY_SILU || p.epilogue == BATON_SKINNY_QKV;
+  if (p.rows <= 8 || !is_paired || p.depth < 4096 || p.n < 4096) return false;
+  return wide_gemm_tile(p, device) != 0;
+}
+
 // The tile of a call that has been found in order.
 int choose_tile(const baton_skinny_gemm_args& p, int grid) {
   if (p.tile != 0) return p.tile;
@@ -337,14 +347,14 @@ int choose_tile(const baton_skinny_gemm_args& p, int grid) {
 int32_t check_shape(const baton_skinny_gemm_args& p) {
   BATON_REQUIRE(p.epilogue >= BATON_SKINNY_PLAIN && p.epilogue <= BATON_SKINNY_QKV, "epilogue is %d; allowed is 0 to 4",
                 p.epilogue);
-  BATON_REQUIRE(p.rows >= 0, "rows is %d; allowed is 0 to %d", p.rows, kRowsMax);
-  if (p.rows > kRowsMax) return fail(BATON_UNSUPPORTED, "rows is %d; allowed is 0 to %d", p.rows, kRowsMax);
+  BATON_REQUIRE(p.rows >= 0, "rows is %d; allowed is 0 to %d", p.rows, WIDE_ROWS_MAX);
+  if (p.rows > WIDE_ROWS_MAX) return fail(BATON_UNSUPPORTED, "rows is %d; allowed is 0 to %d", p.rows, WIDE_ROWS_MAX);
   BATON_REQUIRE(p.n > 0, "n is %d; allowed is 1 or more", p.n);
   BATON_REQUIRE(p.depth > 0 && p.depth % 8 == 0, "depth is %d; allowed are multiples of 8", p.depth);
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; allowed is 0 or more", p.grid);
-  BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64, "tile is %d; allowed is 0, 16, 32 or 64",
-                p.tile);
+  BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128,
+                "tile is %d; allowed is 0, 16, 32, 64, 112 or 128", p.tile);
   if (p.epilogue == BATON_SKINNY_QKV) {
     BATON_REQUIRE(p.head_dim > 0, "head_dim is %d; allowed are multiples of 16", p.head_dim);
     const int multiple = p.tile != 0 ? p.tile : 16;
@@ -394,14 +404,15 @@ int32_t load_skinny_gemm() {
       }
     }
   }
-  return load(skinny_prepare_kernel);
+  BATON_TRY(load(skinny_prepare_kernel));
+  return load_wide_gemm();
 }
 
 }  // namespace baton
 
 using namespace baton;
 
-BATON_API int32_t baton_skinny_gemm_rows_max(void) { return kRowsMax; }
+BATON_API int32_t baton_skinny_gemm_rows_max(void) { return WIDE_ROWS_MAX; }
 
 BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* args) {
   int32_t tile = 0;
@@ -410,7 +421,11 @@ BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* args) {
     BATON_TRY(check_shape(*args));
     const Device* device;
     BATON_TRY(any_device(device));
-    if (device->shared_bytes < kSmemHalf) return BATON_UNSUPPORTED;
+    if (is_wide(*args, *device)) {
+      tile = wide_gemm_tile(*args, *device);
+      return BATON_OK;
+    }
+    if (device->shared_bytes < kSmemHalf || args->tile > 64) return BATON_UNSUPPORTED;
     tile = choose_tile(*args, args->grid > 0 ? args->grid : device->multiprocessors);
     return BATON_OK;
   });
@@ -426,6 +441,19 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     BATON_TRY(check_operands(p));
     const Device* device;
     BATON_TRY(any_device(device));
+    if (is_wide(p, *device)) {
+      const int tile = wide_gemm_tile(p, *device);
+      if (tile == 0) {
+        return fail(BATON_UNSUPPORTED, "no product of %d rows with a weight of %d x %d, epilogue %d, is quicker than cuBLAS",
+                    p.rows, p.n, p.depth, p.epilogue);
+      }
+      BATON_REQUIRE(p.out_stride % 2 == 0, "out_stride is %lld; allowed are even numbers",
+                    static_cast<long long>(p.out_stride));
+      return wide_gemm(p, tile, *device, as_stream(stream));
+    }
+    if (p.tile > 64) {
+      return fail(BATON_UNSUPPORTED, "tile is %d; allowed for this product is 0, 16, 32 or 64", p.tile);
+    }
     const bool deep = p.pdl != 0 && device->shared_bytes >= kSmemWhole;
     int grid = p.grid > 0 ? p.grid : device->multiprocessors;
     const int tile = choose_tile(p, grid);

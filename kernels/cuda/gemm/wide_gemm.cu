@@ -1,0 +1,627 @@
+// y[rows][n] = x[rows][k] W[n][k]^T for 17 to 128 rows (sm_90a): the weight is read once, at the rate of memory.
+//
+// One thread asks for boxes of W and x by TMA, stage by stage of a ring in shared memory; one warpgroup (two above 64
+// rows) multiplies them with wgmma, rows of x as M and the tile's weight rows as N, since N may be any multiple of 8:
+// so tiles are cut that give every multiprocessor the same share, and no sum is split between blocks. A tile's sums are
+// whole in registers, and what surrounds the product (see skinny_gemm.cu) is done from there. Whatever that needs
+// besides is fetched or computed before the sums are there: rotations, the old residual, and rows' scales by three warps
+// of their own.
+//
+// With `pdl` the ring is filled with weights before the preceding kernel has ended, as in skinny_gemm.cu, and rings take
+// a whole multiprocessor's shared memory for the same reason.
+#include "wide_gemm.h"
+
+#include <cuda.h>
+
+#include <utility>
+
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int kChunk = 64;  // k of a row of 128 bytes, the widest that TMA swizzles
+constexpr int kSmem = 227 * 1024;
+constexpr int kStagesMost = 12;
+
+// BN: weight rows a tile; NR: rows of x, rounded up; KC: chunks of k a stage.
+template <int BN_, int NR_, int KC_>
+struct Shape {
+  static constexpr int BN = BN_, NR = NR_, KC = KC_;
+  static constexpr int kGroups = NR > 64 ? 2 : 1;  // of consumers
+  static constexpr int kThreads = kGroups * 128 + 128;  // one warp fetches, three add up squares
+  static constexpr int kXBytes = KC * NR * kChunk * 2;
+  static constexpr int kWBytes = KC * BN * kChunk * 2;
+  static constexpr int kStageBytes = kXBytes + kWBytes;
+  static constexpr int kFit = (kSmem - 2048) / kStageBytes;
+  static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
+  static constexpr int kSmemBytes = kStages * kStageBytes + 1024;
+  static_assert(kStageBytes % 1024 == 0 && BN % 16 == 0, "swizzled rows go by eights");
+};
+
+__device__ __forceinline__ uint32_t smem_addr(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- Barriers ----
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// ---- TMA ----
+
+__device__ __forceinline__ uint64_t policy_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t policy_last() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void fetch_weights(const CUtensorMap* map, uint32_t to, uint32_t barrier, int row, int chunk,
+                                              uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(0), "r"(chunk), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void fetch_x(const CUtensorMap* map, uint32_t to, uint32_t barrier, int chunk, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(0), "r"(0), "r"(chunk), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// ---- wgmma ----
+
+// Rows of 128 bytes, swizzled; eight of them are 1,024 bytes apart from the next eight.
+__device__ __forceinline__ uint64_t matrix_at(uint32_t address) {
+  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
+}
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+#define D8(a)                                                                                                     \
+  "+f"(d[a]), "+f"(d[a + 1]), "+f"(d[a + 2]), "+f"(d[a + 3]), "+f"(d[a + 4]), "+f"(d[a + 5]), "+f"(d[a + 6]), \
+      "+f"(d[a + 7])
+#define REGS8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define REGS16 REGS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGS32 REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGS56 REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGS64 REGS56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA(N, REGS, A, B, S, ...)                                                     \
+  asm volatile(                                                                          \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                               \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, " A ", " B   \
+      ", adds, 1, 1, 0, 0;\n}\n"                                                         \
+      : __VA_ARGS__                                                                      \
+      : "l"(a), "l"(b), "r"(adds))
+
+// d = a b (+ d): 64 rows of x, N weight rows, 16 of k.
+template <int N>
+__device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {
+  if constexpr (N == 16) {
+    WGMMA(16, REGS8, "%8", "%9", "%10", D8(0));
+  } else if constexpr (N == 32) {
+    WGMMA(32, REGS16, "%16", "%17", "%18", D8(0), D8(8));
+  } else if constexpr (N == 64) {
+    WGMMA(64, REGS32, "%32", "%33", "%34", D8(0), D8(8), D8(16), D8(24));
+  } else if constexpr (N == 112) {
+    WGMMA(112, REGS56, "%56", "%57", "%58", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48));
+  } else {
+    static_assert(N == 128, "a width that wgmma is written out for");
+    WGMMA(128, REGS64, "%64", "%65", "%66", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56));
+  }
+}
+#undef D8
+#undef REGS8
+#undef REGS16
+#undef REGS32
+#undef REGS56
+#undef REGS64
+#undef WGMMA
+
+// ---- After the product ----
+
+// First weight rows of a tile's two halves. Rows that belong together (gate and up, the halves of a head) share one.
+template <int BN, int EPI>
+__device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
+  if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (BN / 2), p.n / 2 + tile * (BN / 2));
+  if (EPI == BATON_SKINNY_QKV) {
+    const int per_head = p.head_dim / BN;
+    const int head = tile / per_head;
+    const int first = head * p.head_dim + (tile - head * per_head) * (BN / 2);
+    return make_int2(first, first + p.head_dim / 2);
+  }
+  return make_int2(tile * BN, tile * BN + BN / 2);
+}
+
+__device__ __forceinline__ void store2(bf16* to, float a, float b) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+}
+
+// What a thread needs beside the sums, fetched before them: a load after the last sum would be waited for.
+template <int OWN, int EPI>
+struct Extras {
+  __device__ __forceinline__ void fetch(const baton_skinny_gemm_args&, int2, int) {}
+};
+
+// QKV: rotations, biases and destinations of two rows.
+template <int OWN>
+struct Extras<OWN, BATON_SKINNY_QKV> {
+  float cosine[2][OWN / 16][2], sine[2][OWN / 16][2];
+  float2 bias[2][OWN / 16];
+  int destination[2];
+  __device__ __forceinline__ void fetch(const baton_skinny_gemm_args& p, int2 at, int m0) {
+    const int c = threadIdx.x & 3, head = at.x / p.head_dim;
+    const bool turns = p.frequencies && head < p.query_heads + p.kv_heads;
+    float2 frequency[OWN / 16];
+#pragma unroll
+    for (int j = 0; j < OWN / 16; ++j) {
+      const int i = j * 8 + 2 * c;
+      const int d = at.x - head * p.head_dim + i;
+      frequency[j] = turns ? make_float2(p.frequencies[d], p.frequencies[d + 1]) : make_float2(0.f, 0.f);
+      bias[0][j] = p.bias ? make_float2(p.bias[at.x + i], p.bias[at.x + i + 1]) : make_float2(0.f, 0.f);
+      bias[1][j] = p.bias ? make_float2(p.bias[at.y + i], p.bias[at.y + i + 1]) : make_float2(0.f, 0.f);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int m = m0 + row * 8;
+      const bool valid = m < p.rows;
+      destination[row] = valid && head >= p.query_heads ? p.destinations[m] : 0;
+      const float position = valid && turns ? static_cast<float>(p.positions[m]) : 0.f;
+#pragma unroll
+      for (int j = 0; j < OWN / 16; ++j) {
+        sincosf(position * frequency[j].x, &sine[row][j][0], &cosine[row][j][0]);
+        sincosf(position * frequency[j].y, &sine[row][j][1], &cosine[row][j][1]);
+      }
+    }
+  }
+};
+
+// RESIDUAL of narrow tiles: the old residual, and the next norm.
+template <int OWN>
+struct Extras<OWN, BATON_SKINNY_RESIDUAL> {
+  static constexpr bool kAhead = OWN <= 32;
+  float2 old[2][kAhead ? OWN / 8 : 1], norm[kAhead ? OWN / 8 : 1];
+  __device__ __forceinline__ void fetch(const baton_skinny_gemm_args& p, int2 at, int m0) {
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int j = 0; j < OWN / 8; ++j) {
+        const int r = (j < OWN / 16 ? at.x + j * 8 : at.y + (j - OWN / 16) * 8) + 2 * (threadIdx.x & 3);
+        norm[j] = p.next_norm && r < p.n ? *reinterpret_cast<const float2*>(p.next_norm + r) : make_float2(1.f, 1.f);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int m = m0 + row * 8;
+          old[row][j] = m < p.rows && r < p.n
+                            ? *reinterpret_cast<const float2*>(p.residual + static_cast<int64_t>(m) * p.n + r)
+                            : make_float2(0.f, 0.f);
+        }
+      }
+    }
+  }
+};
+
+// A thread has row m of x and, of the tile, the neighbours i, i + 1 of every eight: `low` of the first half, `high` of
+// the second.
+template <int EPI>
+__device__ __forceinline__ void finish_pair(const baton_skinny_gemm_args& p, int m, int ra, int rb, float (&low)[2],
+                                            float (&high)[2]) {
+  if (EPI == BATON_SKINNY_SILU) {
+    if (ra >= p.n / 2) return;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) low[e] = low[e] / (1.f + __expf(-low[e])) * high[e];
+    store2(static_cast<bf16*>(p.out) + m * p.out_stride + ra, low[0], low[1]);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = half ? rb : ra;
+      float(&v)[2] = half ? high : low;
+      if (r >= p.n) continue;
+      if (EPI == BATON_SKINNY_PLAIN) {
+        if (p.bias) v[0] += p.bias[r], v[1] += p.bias[r + 1];
+        store2(static_cast<bf16*>(p.out) + m * p.out_stride + r, v[0], v[1]);
+      } else {
+        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + m * p.out_stride + r) = make_float2(v[0], v[1]);
+      }
+    }
+  }
+}
+
+template <int OWN>
+__device__ __forceinline__ void finish_heads(const baton_skinny_gemm_args& p, int2 at, int m0, const float (&scales)[2],
+                                             const Extras<OWN, BATON_SKINNY_QKV>& extras, const float (&sums)[OWN / 2]) {
+  const int head = at.x / p.head_dim, c = threadIdx.x & 3;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int m = m0 + row * 8;
+    if (m >= p.rows) continue;
+    bf16* to = static_cast<bf16*>(p.out) + m * p.out_stride + at.x;
+    if (head >= p.query_heads) {
+      const int destination = extras.destination[row];
+      if (destination < 0) continue;
+      const int kv_head = head - p.query_heads;
+      const bool is_value = kv_head >= p.kv_heads;
+      to = static_cast<bf16*>(is_value ? p.v : p.k) + static_cast<int64_t>(destination >> 4) * p.stride_block +
+           static_cast<int64_t>(is_value ? kv_head - p.kv_heads : kv_head) * p.stride_head +
+           static_cast<int64_t>(destination & 15) * p.stride_token + (at.x - head * p.head_dim);
+    }
+#pragma unroll
+    for (int j = 0; j < OWN / 16; ++j) {
+      const int near = j * 4 + row * 2, far = (j + OWN / 16) * 4 + row * 2;
+      float low[2], high[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float x = sums[near + e] * scales[row] + (e ? extras.bias[0][j].y : extras.bias[0][j].x);
+        const float y = sums[far + e] * scales[row] + (e ? extras.bias[1][j].y : extras.bias[1][j].x);
+        low[e] = x * extras.cosine[row][j][e] - y * extras.sine[row][j][e];
+        high[e] = y * extras.cosine[row][j][e] + x * extras.sine[row][j][e];
+      }
+      store2(to + j * 8 + 2 * c, low[0], low[1]);
+      store2(to + j * 8 + 2 * c + p.head_dim / 2, high[0], high[1]);
+    }
+  }
+}
+
+// RESIDUAL: the loads of a row are all under way before the first store. OWN weight rows, half of them from `low` on,
+// half from `high` on; `place` is that of their squares.
+template <int OWN>
+__device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p, int place, int places, int m, bool valid,
+                                                int low, int high, float scale, const float (&sums)[OWN / 2], int row_half,
+                                                const Extras<OWN, BATON_SKINNY_RESIDUAL>& extras) {
+  const int c = threadIdx.x & 3;
+  const int64_t base = static_cast<int64_t>(m) * p.n;
+  constexpr int EIGHTS = OWN / 8, TOGETHER = EIGHTS <= 8 ? EIGHTS : EIGHTS % 7 == 0 ? 7 : 8;
+  auto row_of = [&](int j) { return (j < EIGHTS / 2 ? low + j * 8 : high + (j - EIGHTS / 2) * 8) + 2 * c; };
+  float square = 0.f;
+#pragma unroll
+  for (int j0 = 0; j0 < EIGHTS; j0 += TOGETHER) {
+    float2 old[TOGETHER];
+#pragma unroll
+    for (int j = 0; j < TOGETHER; ++j) {
+      const int r = row_of(j0 + j);
+      if constexpr (extras.kAhead) {
+        old[j] = extras.old[row_half][j0 + j];
+      } else {
+        if (valid && r < p.n) old[j] = *reinterpret_cast<const float2*>(p.residual + base + r);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < TOGETHER; ++j) {
+      const int r = row_of(j0 + j);
+      if (!valid || r >= p.n) continue;
+      const int at = (j0 + j) * 4 + row_half * 2;
+      const float a = old[j].x + sums[at] * scale, b = old[j].y + sums[at + 1] * scale;
+      *reinterpret_cast<float2*>(p.residual + base + r) = make_float2(a, b);
+      square += a * a + b * b;
+      if (p.mirror) {
+        float2 norm = make_float2(1.f, 1.f);
+        if constexpr (extras.kAhead) {
+          norm = extras.norm[j0 + j];
+        } else {
+          if (p.next_norm) norm = make_float2(p.next_norm[r], p.next_norm[r + 1]);
+        }
+        store2(static_cast<bf16*>(p.mirror) + base + r, a * norm.x, b * norm.y);
+      }
+    }
+  }
+  if (p.squares_out) {
+    square += __shfl_xor_sync(FULL, square, 1);
+    square += __shfl_xor_sync(FULL, square, 2);
+    if (valid && c == 0) p.squares_out[static_cast<int64_t>(m) * places + place] = square;
+  }
+}
+
+// All that follows the sums of a thread's two rows.
+template <int OWN, int EPI>
+__device__ __forceinline__ void finish(const baton_skinny_gemm_args& p, int place, int places, int2 at, int m0,
+                                       const float (&scales)[2], const Extras<OWN, EPI>& extras,
+                                       const float (&sums)[OWN / 2]) {
+  if constexpr (EPI == BATON_SKINNY_RESIDUAL) {
+    finish_residual<OWN>(p, place, places, m0, m0 < p.rows, at.x, at.y, scales[0], sums, 0, extras);
+    finish_residual<OWN>(p, place, places, m0 + 8, m0 + 8 < p.rows, at.x, at.y, scales[1], sums, 1, extras);
+  } else if constexpr (EPI == BATON_SKINNY_QKV) {
+    finish_heads<OWN>(p, at, m0, scales, extras, sums);
+  } else {
+#pragma unroll
+    for (int j = 0; j < OWN / 16; ++j) {
+      const int i = j * 8 + 2 * (threadIdx.x & 3), far = (j + OWN / 16) * 4;
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        if (m0 + row * 8 >= p.rows) continue;
+        float low[2] = {sums[j * 4 + row * 2] * scales[row], sums[j * 4 + row * 2 + 1] * scales[row]};
+        float high[2] = {sums[far + row * 2] * scales[row], sums[far + row * 2 + 1] * scales[row]};
+        finish_pair<EPI>(p, m0 + row * 8, at.x + i, at.y + i, low, high);
+      }
+    }
+  }
+}
+
+// ---- The kernel ----
+
+template <class S, int EPI>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    wide_gemm_kernel(const __grid_constant__ baton_skinny_gemm_args p, const __grid_constant__ CUtensorMap weight_map,
+                     const __grid_constant__ CUtensorMap x_map, int tiles) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int BN = S::BN, NR = S::NR, KC = S::KC, STAGES = S::kStages;
+  extern __shared__ char raw[];
+  __shared__ __align__(8) uint64_t barriers[2 * STAGES];
+  __shared__ float scales[S::kGroups * 64];
+  const uint32_t ring = (smem_addr(raw) + 1023) / 1024 * 1024;
+  const uint32_t full = smem_addr(barriers), empty = full + STAGES * 8;
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int steps = (p.depth / kChunk + KC - 1) / KC;
+  const int rounds = (tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  auto tile_of = [&](int round) { return static_cast<int>(blockIdx.x + round * gridDim.x); };
+
+  const bool fetches = threadIdx.x == S::kGroups * 128;
+  const int total = rounds * steps, early = total < STAGES ? total : STAGES;
+  uint64_t weights_once = 0;
+  auto fetch_weights_of = [&](int i, int stage) {
+    barrier_expect(full + stage * 8, S::kStageBytes);
+    fetch_weights(&weight_map, ring + stage * S::kStageBytes + S::kXBytes, full + stage * 8,
+                  tile_rows<BN, EPI>(p, tile_of(i / steps)).x, i % steps * KC, weights_once);
+  };
+  if (fetches) {
+    fetch_map(&weight_map);
+    fetch_map(&x_map);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(full + i * 8, 1);
+      barrier_init(empty + i * 8, S::kGroups * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+    weights_once = policy_first();
+    for (int i = 0; i < early; ++i) fetch_weights_of(i, i);
+  }
+  __syncthreads();
+
+  if (fetches) {
+    const uint64_t x_often = policy_last();
+    auto fetch_x_of = [&](int i, int stage) {
+      fetch_x(&x_map, ring + stage * S::kStageBytes, full + stage * 8, i % steps * KC, x_often);
+    };
+    follow_predecessor();
+    for (int i = 0; i < early; ++i) fetch_x_of(i, i);
+    int stage = 0;
+    uint32_t parity = 0;
+    for (int i = early; i < total; ++i) {
+      barrier_wait(empty + stage * 8, parity);
+      fetch_weights_of(i, stage);
+      fetch_x_of(i, stage);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+  } else if (warp < S::kGroups * 4) {
+    follow_predecessor();
+    const int m0 = warp * 16 + (lane >> 2);
+    float own_scales[2] = {1.f, 1.f};
+    const uint32_t x_first = warp / 4 * 64 * kChunk * 2;
+
+    int stage = 0, before = -1;
+    uint32_t parity = 0;
+    auto release = [&](int done) {
+      if (lane == 0) barrier_arrive(empty + done * 8);
+    };
+    for (int round = 0; round < rounds; ++round) {
+      const int tile = tile_of(round);
+      const int2 at = tile_rows<BN, EPI>(p, tile);
+      Extras<BN, EPI> extras;
+      extras.fetch(p, at, m0);
+      float acc[BN / 2];
+      for (int step = 0; step < steps; ++step) {
+        barrier_wait(full + stage * 8, parity);
+        const uint32_t x_at = ring + stage * S::kStageBytes + x_first;
+        const uint32_t w_at = ring + stage * S::kStageBytes + S::kXBytes;
+        wgmma_begin();
+#pragma unroll
+        for (int chunk = 0; chunk < KC; ++chunk) {
+#pragma unroll
+          for (int k = 0; k < kChunk / 16; ++k) {
+            multiply<BN>(acc, matrix_at(x_at + chunk * NR * kChunk * 2 + k * 32),
+                         matrix_at(w_at + chunk * BN * kChunk * 2 + k * 32), step > 0 || chunk > 0 || k > 0);
+          }
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (before >= 0) release(before);
+        before = stage;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+      }
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+      release(before);
+      before = -1;
+      if (round == 0) {
+        asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads - 32) : "memory");
+        own_scales[0] = scales[m0];
+        own_scales[1] = scales[m0 + 8];
+      }
+      if (warp * 16 < NR) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
+    }
+  } else if (warp > S::kGroups * 4) {
+    // Rows' scales, from the squares that the writer of x left, while the others multiply.
+    follow_predecessor();
+    constexpr int TOGETHER = 11;  // rows whose loads are under way, a third of 32
+    for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < NR; first += 3 * TOGETHER) {
+      float sum[TOGETHER] = {};
+      if (p.squares) {
+#pragma unroll 2
+        for (int j = lane; j < p.squares_count; j += WARP) {
+#pragma unroll
+          for (int i = 0; i < TOGETHER; ++i) {
+            const int m = min(first + i, p.rows - 1);
+            sum[i] += p.squares[static_cast<int64_t>(m) * p.squares_count + j];
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        sum[i] = warp_sum(sum[i]);
+        if (lane == 0 && first + i < NR) {
+          scales[first + i] = p.squares ? rsqrtf(sum[i] / static_cast<float>(p.depth) + p.eps) : 1.f;
+        }
+      }
+    }
+    asm volatile("bar.arrive 1, %0;" ::"n"(S::kThreads - 32) : "memory");
+  }
+#endif
+}
+
+// ---- Launches ----
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+Encode encode = nullptr;  // of the driver; set by load_wide_gemm
+
+template <int RANK>
+int32_t make_map(CUtensorMap& map, const void* base, const cuuint64_t (&sizes)[RANK], const cuuint64_t (&strides)[RANK - 1],
+                 const cuuint32_t (&box)[RANK]) {
+  cuuint32_t ones[RANK];
+  for (cuuint32_t& one : ones) one = 1;
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(base), sizes, strides,
+                                 box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return fail(BATON_CUDA + result, "describing a matrix to TMA: error %d", result);
+  return BATON_OK;
+}
+
+template <class S>
+int32_t make_maps(const baton_skinny_gemm_args& p, CUtensorMap& weight, CUtensorMap& x) {
+  const bool is_paired = p.epilogue == BATON_SKINNY_SILU || p.epilogue == BATON_SKINNY_QKV;
+  const cuuint64_t row = static_cast<cuuint64_t>(p.depth) * 2, chunks = p.depth / kChunk;
+  // Chunk, row, half, chunk of the row: a half's rows begin `apart` rows behind the other's.
+  const cuuint64_t apart = p.epilogue == BATON_SKINNY_SILU ? p.n / 2 : p.epilogue == BATON_SKINNY_QKV ? p.head_dim / 2 : p.n;
+  BATON_TRY(make_map<4>(weight, p.weight,
+                        {kChunk, static_cast<cuuint64_t>(p.n) - (is_paired ? apart : 0), is_paired ? 2u : 1u, chunks},
+                        {row, apart * row, kChunk * 2},
+                        {kChunk, static_cast<cuuint32_t>(is_paired ? S::BN / 2 : S::BN), is_paired ? 2u : 1u, S::KC}));
+  return make_map<3>(x, p.x, {kChunk, static_cast<cuuint64_t>(p.rows), chunks},
+                     {static_cast<cuuint64_t>(p.x_stride) * 2, kChunk * 2}, {kChunk, S::NR, S::KC});
+}
+
+template <class S, int EPI>
+struct Kernel {
+  static int32_t load() { return baton::load(wide_gemm_kernel<S, EPI>, S::kSmemBytes); }
+  static int32_t run(const baton_skinny_gemm_args& p, int blocks, cudaStream_t stream) {
+    CUtensorMap weight, x;
+    BATON_TRY(make_maps<S>(p, weight, x));
+    const int tiles = divide_up(p.n, S::BN);
+    return launch_as(p.pdl != 0, "wide product", wide_gemm_kernel<S, EPI>, dim3(tiles < blocks ? tiles : blocks),
+                     dim3(S::kThreads), S::kSmemBytes, stream, p, weight, x, tiles);
+  }
+};
+
+// Tile, rows, chunks a stage: one for every tile and number of rows. Above 64 rows cuBLAS is the quicker one (README.md
+// has the figures) but for the product that is followed by an activation.
+#define SHAPES(X)                                                      \
+  X(16, 32, 4) X(32, 32, 4) X(64, 32, 2) X(112, 32, 2) X(128, 32, 2)   \
+  X(32, 64, 4) X(64, 64, 2) X(112, 64, 2) X(128, 64, 1)
+#define SILU_SHAPES(X) X(64, 128, 2) X(112, 128, 1) X(128, 128, 1)
+
+int rounded_rows(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
+
+template <class Body>
+int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
+  const int rounded = rounded_rows(rows);
+#define CASE(bn, nr, kc)                                                                            \
+  if (tile == bn && rounded == nr) {                                                                \
+    using S = Shape<bn, nr, kc>;                                                                    \
+    if (epilogue == BATON_SKINNY_PLAIN) return body(Kernel<S, BATON_SKINNY_PLAIN>());               \
+    if (epilogue == BATON_SKINNY_RESIDUAL) return body(Kernel<S, BATON_SKINNY_RESIDUAL>());         \
+    if (epilogue == BATON_SKINNY_SILU) return body(Kernel<S, BATON_SKINNY_SILU>());                 \
+    if (epilogue == BATON_SKINNY_F32) return body(Kernel<S, BATON_SKINNY_F32>());                   \
+    if (epilogue == BATON_SKINNY_QKV) return body(Kernel<S, BATON_SKINNY_QKV>());                   \
+  }
+#define SILU_CASE(bn, nr, kc)                                                  \
+  if (tile == bn && rounded == nr && epilogue == BATON_SKINNY_SILU) {          \
+    return body(Kernel<Shape<bn, nr, kc>, BATON_SKINNY_SILU>());               \
+  }
+  SHAPES(CASE)
+  SILU_SHAPES(SILU_CASE)
+#undef SILU_CASE
+#undef CASE
+  return fail(BATON_UNSUPPORTED, "tile is %d with %d rows and epilogue %d; allowed is 0 or what baton_skinny_gemm_tile says",
+              tile, rows, epilogue);
+}
+
+}  // namespace
+
+int32_t load_wide_gemm() {
+  const Device* device;
+  BATON_TRY(any_device(device));
+  if (device->major != 9 || device->minor != 0) return BATON_OK;
+  cudaDriverEntryPointQueryResult found;
+  void* function = nullptr;
+  BATON_TRY(check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+                  "finding cuTensorMapEncodeTiled"));
+  auto load_it = [](auto kernel) { return decltype(kernel)::load(); };
+#define LOAD(bn, nr, kc)                                                                   \
+  for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) {      \
+    BATON_TRY(with_kernel(bn, nr, epilogue, load_it));                                     \
+  }
+#define LOAD_SILU(bn, nr, kc) BATON_TRY(with_kernel(bn, nr, BATON_SKINNY_SILU, load_it));
+  SHAPES(LOAD)
+  SILU_SHAPES(LOAD_SILU)
+#undef LOAD_SILU
+#undef LOAD
+  encode = reinterpret_cast<Encode>(function);
+  return BATON_OK;
+}
+
+int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
+  if (encode == nullptr || p.depth % kChunk != 0 || p.n % 16 != 0) return 0;
+  const int rows = rounded_rows(p.rows);
+  auto is_served = [&](int tile) {
+    if (rows == 128 && (p.epilogue != BATON_SKINNY_SILU || tile < 64)) return false;
+    if (rows == 64 && tile < 32) return false;
+    return p.epilogue != BATON_SKINNY_QKV || p.head_dim % tile == 0;
+  };
+  if (p.tile != 0) return is_served(p.tile) ? p.tile : 0;
+  // A block has many tiles of logits: what counts is how even its share is.
+  if (p.epilogue == BATON_SKINNY_F32 && is_served(64)) return 64;
+  // The busiest block's rows, the time for the end of each tile, and x, which every tile goes over.
+  const int grid = p.grid > 0 ? p.grid : device.multiprocessors;
+  int best = 0, least = 1 << 30;
+  for (int tile : {128, 112, 64, 32, 16}) {
+    if (!is_served(tile)) continue;
+    const int cost = divide_up(divide_up(p.n, tile), grid) * (tile + 8 + rows / 4);
+    if (cost < least) least = cost, best = tile;
+  }
+  return best;
+}
+
+int32_t wide_gemm(const baton_skinny_gemm_args& p, int tile, const Device& device, cudaStream_t stream) {
+  const int blocks = p.grid > 0 && p.grid < device.multiprocessors ? p.grid : device.multiprocessors;
+  return with_kernel(tile, p.rows, p.epilogue, [&](auto kernel) { return decltype(kernel)::run(p, blocks, stream); });
+}
+
+}  // namespace baton
