@@ -1,7 +1,7 @@
 // Between the QKV product and attention, in one pass: bias, norm of heads, rotation, KV into its blocks.
 //
-// One warp takes one head of one row. A lane holds the dimensions lane, lane + 32, .. of the head's lower half and
-// their partners in the upper one, so that a rotation needs no other lane.
+// One warp takes one head of a row after the other: their angles are the same. A lane holds neighbours in the head's
+// lower half and their partners in the upper one, so that a rotation needs no other lane and loads are wide.
 #include <utility>
 
 #include "device.cuh"
@@ -10,6 +10,7 @@ namespace baton {
 namespace {
 
 constexpr int HEADS = 8;  // warps of a block
+constexpr int ROWS_MANY = 512;  // from which on a block takes all heads of a row
 
 struct RopeParameters {
   int query_heads;
@@ -21,80 +22,97 @@ struct RopeParameters {
   float norm_eps;
 };
 
-// PAIRS: pairs a lane holds; dim <= 64 * PAIRS.
+// Neighbours of one head, as one load or store.
+template <class T, int COUNT>
+struct alignas(sizeof(T) * COUNT) Neighbours {
+  T values[COUNT];
+};
+
+// PAIRS: pairs a lane holds; dim <= 64 * PAIRS and a multiple of 2 * PAIRS.
 template <class T, int PAIRS>
 __global__ void __launch_bounds__(HEADS* WARP)
     rope_store_kernel(const T* qkv, T* queries, T* arena, const float* bias, const float* query_norm,
                       const float* key_norm, const float* frequencies, const int32_t* positions,
                       const int32_t* destinations, int dim, const RopeParameters shape) {
+  using Pack = Neighbours<T, PAIRS>;
   follow_predecessor();
   const int row = blockIdx.x;
-  const int head = blockIdx.y * HEADS + threadIdx.x / WARP;  // queries, then keys, then values
-  const int lane = threadIdx.x % WARP;
   const int heads = shape.query_heads + 2 * shape.kv_heads;
-  if (head >= heads) return;
   const int half = dim / 2;
+  const int first = threadIdx.x % WARP * PAIRS;  // of the lane's dimensions
+  const bool has_any = first < half;
 
-  const T* from = qkv + (static_cast<int64_t>(row) * heads + head) * dim;
-  float low[PAIRS], high[PAIRS];
-#pragma unroll
-  for (int pair = 0; pair < PAIRS; ++pair) {
-    const int i = lane + pair * WARP;
-    low[pair] = i < half ? widen(from[i]) : 0.f;
-    high[pair] = i < half ? widen(from[half + i]) : 0.f;
-    if (bias && i < half) {
-      low[pair] += bias[head * dim + i];
-      high[pair] += bias[head * dim + half + i];
-    }
-  }
-
-  const bool is_query = head < shape.query_heads;
-  const bool is_key = !is_query && head < shape.query_heads + shape.kv_heads;
-  const float* norm = is_query ? query_norm : key_norm;
-  if (norm && (is_query || is_key)) {
-    float sum = 0.f;
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) sum += low[pair] * low[pair] + high[pair] * high[pair];
-    const float scale = 1.f / sqrtf(warp_sum(sum) / static_cast<float>(dim) + shape.norm_eps);
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) {
-      const int i = lane + pair * WARP;
-      if (i >= half) break;
-      low[pair] = low[pair] * scale * norm[i];
-      high[pair] = high[pair] * scale * norm[half + i];
-    }
-  }
-
-  if (frequencies && (is_query || is_key)) {
+  float sine[PAIRS], cosine[PAIRS];
+  if (frequencies && has_any) {
     const float position = static_cast<float>(positions[row]);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
-      const int i = lane + pair * WARP;
-      if (i >= half) break;
-      float sine, cosine;
-      sincosf(__fmul_rn(position, frequencies[i]), &sine, &cosine);
-      const float x = low[pair], y = high[pair];
-      low[pair] = x * cosine - y * sine;
-      high[pair] = y * cosine + x * sine;
+      sincosf(__fmul_rn(position, frequencies[first + pair]), &sine[pair], &cosine[pair]);
     }
   }
+  const int destination = destinations[row];
+  const int64_t block = destination / BATON_BLOCK_TOKENS, token = destination % BATON_BLOCK_TOKENS;
 
-  T* to;
-  if (is_query) {
-    to = queries + row * shape.query_stride + head * dim;
-  } else {
-    const int destination = destinations[row];
-    const int64_t block = destination / BATON_BLOCK_TOKENS, token = destination % BATON_BLOCK_TOKENS;
-    const int kv_head = head - shape.query_heads - (is_key ? 0 : shape.kv_heads);
-    to = arena + block * shape.block_elements + shape.layer_offset + (is_key ? 0 : shape.value_offset) +
-         (kv_head * BATON_BLOCK_TOKENS + token) * dim;
-  }
+  // Queries, then keys, then values.
+  for (int head = blockIdx.y * HEADS + threadIdx.x / WARP; head < heads; head += gridDim.y * HEADS) {
+    const T* from = qkv + (static_cast<int64_t>(row) * heads + head) * dim;
+    float low[PAIRS] = {}, high[PAIRS] = {};
+    if (has_any) {
+      const Pack lower = *reinterpret_cast<const Pack*>(from + first);
+      const Pack upper = *reinterpret_cast<const Pack*>(from + half + first);
 #pragma unroll
-  for (int pair = 0; pair < PAIRS; ++pair) {
-    const int i = lane + pair * WARP;
-    if (i >= half) break;
-    to[i] = narrow<T>(low[pair]);
-    to[half + i] = narrow<T>(high[pair]);
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        low[pair] = widen(lower.values[pair]);
+        high[pair] = widen(upper.values[pair]);
+        if (bias) {
+          low[pair] += bias[head * dim + first + pair];
+          high[pair] += bias[head * dim + half + first + pair];
+        }
+      }
+    }
+
+    const bool is_query = head < shape.query_heads;
+    const bool is_key = !is_query && head < shape.query_heads + shape.kv_heads;
+    const float* norm = is_query ? query_norm : key_norm;
+    if (norm && (is_query || is_key)) {
+      float sum = 0.f;
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) sum += low[pair] * low[pair] + high[pair] * high[pair];
+      const float scale = 1.f / sqrtf(warp_sum(sum) / static_cast<float>(dim) + shape.norm_eps);
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        if (!has_any) break;
+        low[pair] = low[pair] * scale * norm[first + pair];
+        high[pair] = high[pair] * scale * norm[half + first + pair];
+      }
+    }
+    if (!has_any) continue;
+
+    if (frequencies && (is_query || is_key)) {
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        const float x = low[pair], y = high[pair];
+        low[pair] = x * cosine[pair] - y * sine[pair];
+        high[pair] = y * cosine[pair] + x * sine[pair];
+      }
+    }
+
+    T* to;
+    if (is_query) {
+      to = queries + row * shape.query_stride + head * dim;
+    } else {
+      const int kv_head = head - shape.query_heads - (is_key ? 0 : shape.kv_heads);
+      to = arena + block * shape.block_elements + shape.layer_offset + (is_key ? 0 : shape.value_offset) +
+           (kv_head * BATON_BLOCK_TOKENS + token) * dim;
+    }
+    Pack lower, upper;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      lower.values[pair] = narrow<T>(low[pair]);
+      upper.values[pair] = narrow<T>(high[pair]);
+    }
+    *reinterpret_cast<Pack*>(to + first) = lower;
+    *reinterpret_cast<Pack*>(to + half + first) = upper;
   }
 }
 
@@ -154,7 +172,9 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     shape.value_offset = static_cast<int64_t>(kv->head_count) * BATON_BLOCK_TOKENS * dim;
     shape.layer_offset = 2 * args->layer * shape.value_offset;
     shape.norm_eps = args->norm_eps;
-    const dim3 grid(args->rows, divide_up(shape.query_heads + 2 * shape.kv_heads, HEADS));
+    // Few rows want many blocks, many rows few angles.
+    const int heads = shape.query_heads + 2 * shape.kv_heads;
+    const dim3 grid(args->rows, args->rows < ROWS_MANY ? divide_up(heads, HEADS) : 1);
     return with_dtype(kv->dtype, [&](auto element) {
       using T = decltype(element);
       auto run = [&](auto kernel) {
