@@ -96,7 +96,7 @@ fn kv_takes_what_is_left_and_no_more() {
     let model = CudaModel::load(&checkpoint, backend, &limits(2), &mut |_| ()).unwrap();
     // Blocks of a small model are many: a share for which their number is no bound.
     let total = gpu.context.device().memory_bytes;
-    let taken = gpu.context.free_bytes_at_first() - gpu.context.free_bytes().unwrap();
+    let taken = gpu.context.taken_bytes();
     let percent = (100 * (taken + (4 << 30))).div_ceil(total) as u32;
     let reserve = 256 << 20;
     let share = KvShare { percent, reserve };

@@ -25,8 +25,8 @@ pub struct Context {
     raw: sys::CUcontext,
     device: Device,
     driver: Driver,
-    /// When nothing had been taken in it.
-    free_bytes_at_first: u64,
+    /// Bytes of its memory that this process has allocated.
+    taken: AtomicU64,
     /// Calls that made the host wait for the device.
     waits: AtomicU64,
 }
@@ -44,9 +44,9 @@ impl Context {
             let (uuid, code) = (device.uuid.clone(), error.0 as i32);
             CudaError::DeviceBusy { uuid, code, reason: reason(error) }
         })?;
-        let (free_bytes_at_first, waits) = (0, AtomicU64::new(0));
-        let mut context = Self { raw, device, driver, free_bytes_at_first, waits };
-        context.free_bytes_at_first = context.free_bytes()?;
+        let (taken, waits) = (AtomicU64::new(0), AtomicU64::new(0));
+        let context = Self { raw, device, driver, taken, waits };
+        context.bind()?;
         Ok(Arc::new(context))
     }
 
@@ -71,9 +71,18 @@ impl Context {
         Ok(free as u64)
     }
 
-    /// As [`Self::free_bytes`] was when the context was made.
-    pub fn free_bytes_at_first(&self) -> u64 {
-        self.free_bytes_at_first
+    /// Bytes that this process has allocated. What others do on the GPU meanwhile does not show in it,
+    /// as it would in a difference of free bytes.
+    pub fn taken_bytes(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn count_taken(&self, bytes: u64) {
+        self.taken.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn count_given_back(&self, bytes: u64) {
+        self.taken.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Waits for everything. For start and end only.

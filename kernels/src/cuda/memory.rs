@@ -26,11 +26,13 @@ pub const ALIGNMENT: usize = 256;
 #[derive(Debug)]
 struct Allocation {
     base: sys::CUdeviceptr,
+    bytes: u64,
     context: Arc<Context>,
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        self.context.count_given_back(self.bytes);
         // Kernels that still use it are waited for by the driver.
         // After a fault that ended the context both fail, and the memory is gone with it.
         let _ = self.context.bind();
@@ -74,7 +76,9 @@ impl DeviceMemory {
             }
             _ => CudaError::driver("cuMemAlloc", error),
         })?;
-        let allocation = Some(Arc::new(Allocation { base, context: Arc::clone(context) }));
+        context.count_taken(bytes as u64);
+        let allocation = Allocation { base, bytes: bytes as u64, context: Arc::clone(context) };
+        let allocation = Some(Arc::new(allocation));
         Ok(Self { what, allocation, bytes, used: AtomicUsize::new(0) })
     }
 

@@ -131,7 +131,7 @@ impl CudaModel {
         let context = self.backend.context();
         let room = KvRoom {
             total: context.device().memory_bytes,
-            free_at_first: context.free_bytes_at_first(),
+            taken: context.taken_bytes(),
             free: context.free_bytes()?,
             batch: DeviceBatch::bytes(&self.backend, &batch_limits(limits)) as u64,
         };

@@ -18,8 +18,8 @@ pub struct KvShare {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvRoom {
     pub total: u64,
-    /// Before this process had taken any.
-    pub free_at_first: u64,
+    /// By this process.
+    pub taken: u64,
     pub free: u64,
     /// What the batch will take.
     pub batch: u64,
@@ -35,8 +35,8 @@ pub fn kv_blocks(
     layout: KvLayout,
     tokens_min: u32,
 ) -> Result<u32, CudaExecutorError> {
-    let KvRoom { total, free_at_first, free, batch } = room;
-    let taken = free_at_first.saturating_sub(free).saturating_add(batch);
+    let KvRoom { total, taken, free, batch } = room;
+    let taken = taken.saturating_add(batch);
     let share_bytes = (u128::from(total) * u128::from(share.percent) / 100) as u64;
     let left = share_bytes.saturating_sub(taken).min(free.saturating_sub(batch));
     let left = left.saturating_sub(share.reserve);
@@ -70,13 +70,8 @@ mod tests {
     const LAYOUT: KvLayout =
         KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
 
-    fn room(free_at_first: u64, free: u64, batch: u64) -> KvRoom {
-        KvRoom {
-            total: 140 * GIB,
-            free_at_first: free_at_first * GIB,
-            free: free * GIB,
-            batch: batch * GIB,
-        }
+    fn room(taken: u64, free: u64, batch: u64) -> KvRoom {
+        KvRoom { total: 140 * GIB, taken: taken * GIB, free: free * GIB, batch: batch * GIB }
     }
 
     fn share(percent: u32, reserve: u64) -> KvShare {
@@ -87,27 +82,29 @@ mod tests {
     fn blocks_are_what_the_share_leaves_and_no_more_than_is_free() {
         let cases = [
             // 126 - 16 of weights - 1 of batch - 1 in reserve.
-            (room(139, 123, 1), share(90, 1), 108),
-            (room(139, 123, 1), share(45, 1), 45),
-            (room(139, 123, 0), share(100, 0), 123),
+            (room(16, 123, 1), share(90, 1), 108),
+            (room(16, 123, 1), share(45, 1), 45),
+            (room(16, 123, 0), share(100, 0), 123),
+            // Another of the same share has come before, or at the same time.
+            (room(16, 60, 1), share(45, 1), 45),
             // Another process has 100: less is free than the share would leave.
-            (room(39, 23, 1), share(90, 1), 21),
-            (room(39, 23, 1), share(30, 1), 21),
-            (room(39, 23, 1), share(20, 1), 10),
+            (room(16, 23, 1), share(90, 1), 21),
+            (room(16, 23, 1), share(30, 1), 21),
+            (room(16, 23, 1), share(20, 1), 10),
         ];
         for (room, share, gib) in cases {
             let blocks = kv_blocks(room, share, LAYOUT, 16).unwrap();
             assert_eq!(u64::from(blocks), gib * 512 - 1, "{room:?} {share:?}");
         }
         let small = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, ..LAYOUT };
-        let blocks = kv_blocks(room(139, 139, 0), share(90, 0), small, 16).unwrap();
+        let blocks = kv_blocks(room(0, 139, 0), share(90, 0), small, 16).unwrap();
         assert_eq!(u64::from(blocks), BLOCKS_MAX);
     }
 
     #[test]
     fn room_for_less_than_one_sequence_is_refused_with_what_there_is() {
         // 1 GiB: 511 blocks, 8,176 tokens.
-        let one = |percent, tokens| kv_blocks(room(18, 2, 1), share(percent, 0), LAYOUT, tokens);
+        let one = |percent, tokens| kv_blocks(room(16, 2, 1), share(percent, 0), LAYOUT, tokens);
         assert_eq!(one(90, 8_176).unwrap(), 511);
         let error = one(90, 8_177).unwrap_err().to_string();
         for word in ["8177 tokens", "1075838976", "1073741824", "2147483648", "gpu_memory_percent"]
