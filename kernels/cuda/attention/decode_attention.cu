@@ -2,8 +2,10 @@
 //
 // The work is a line of tiles ordered by (row, group of KV heads, page); a tile is one page of 16 tokens. The
 // line is cut into equal ranges, one a block of the grid, from the lengths in device memory: a captured launch
-// stays right whatever the lengths are when it is replayed, and the balance is within one tile. A (row, head
-// group) that crosses a cut is merged by the block that arrives last; its counter is left at zero again.
+// stays right whatever the lengths are when it is replayed, and the balance is within one tile. Where there are
+// blocks enough for every (row, head group), each of these is cut by itself into equal pieces, one a block, so that no
+// block waits for two merges. A (row, head group) of several blocks is merged by the one that arrives last; its
+// counter is left at zero again.
 //
 // Inside a block every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled), so
 // no barrier stands in the stream. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query heads of
@@ -84,6 +86,12 @@ struct Walk {
   int unit_pages;
 };
 
+// What a block works on where every block has one piece: its range of the line, its row, and the first and the last
+// block of its (row, head group).
+struct Piece {
+  int begin = 0, end = 0, row = 0, first_block = 0, last_block = 0;
+};
+
 // `first` of the rows: pages before row r. Empty rows have no tile and are stepped over.
 __device__ __forceinline__ bool next_piece(Walk& w, const int* first, int groups) {
   if (w.pos >= w.end) return false;
@@ -144,8 +152,9 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   int* first = reinterpret_cast<int*>(merge + WARPS * p.group * ROW_F);
   int* lens = first + p.rows + 1;
   int* last_flag = lens + p.rows;
-  // A block's own piece: its range on the line, its row, the first and the last block of its (row, group).
-  int* own = last_flag + 1;  // 5
+  Piece* own = reinterpret_cast<Piece*>(last_flag + 1);
+  // One lane of the first warp looks after each row.
+  const bool has_pieces = p.rows <= WARP && p.rows * groups <= (int)gridDim.x;
 
   // Lengths are older than the preceding kernel (every kernel of a step lets its dependents start only after its
   // own wait), so all this may run before it has ended.
@@ -179,7 +188,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     if (lane == 0) first[p.rows] = sum;
     // Few rows: every (row, group) is cut into equal pieces, one a block, of the least size for which there are blocks
     // enough. Shares of the line would have a block finish one head and begin another, and wait for both merges.
-    if (p.rows <= 32 && p.rows * groups <= (int)gridDim.x) {
+    if (has_pieces) {
       __syncwarp();
       const int n = lane < p.rows ? first[lane + 1] - first[lane] : 0;
       int size = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
@@ -196,17 +205,14 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
         if (lane >= d) end += y;
       }
       const int at = (int)blockIdx.x - (end - pieces * groups);
-      if (lane < 5) own[lane] = 0;  // where there are more blocks than pieces
+      if (lane == 0) *own = Piece{};  // where there are more blocks than pieces
       __syncwarp();
       if (at >= 0 && at < pieces * groups) {
         const int group = at / pieces, piece = at - group * pieces;
         const int from = (int)((int64_t)n * piece / pieces), to = (int)((int64_t)n * (piece + 1) / pieces);
         const int begin = first[lane] * groups + group * n;
-        own[0] = begin + from;
-        own[1] = begin + to;
-        own[2] = lane;
-        own[3] = blockIdx.x - piece;
-        own[4] = blockIdx.x - piece + pieces - 1;
+        const int first_block = blockIdx.x - piece;
+        *own = Piece{begin + from, begin + to, lane, first_block, first_block + pieces - 1};
       }
     }
   }
@@ -220,11 +226,10 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   walk.pos = min(total, (int)blockIdx.x * per_block);
   walk.end = min(total, walk.pos + per_block);
   walk.row = 0;
-  const bool is_own = p.rows <= 32 && p.rows * groups <= (int)gridDim.x;
-  if (is_own) {
-    walk.pos = own[0];
-    walk.end = own[1];
-    walk.row = own[2];
+  if (has_pieces) {
+    walk.pos = own->begin;
+    walk.end = own->end;
+    walk.row = own->row;
   } else if (walk.pos < walk.end) {
     int lo = 0, hi = p.rows - 1;  // last row whose first page is not behind pos
     int want = walk.pos / groups;
@@ -404,8 +409,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     __syncthreads();
     const int items = HEADS * p.group * (HD / 4);
     const int unit_end = done.unit_begin + done.unit_pages;
-    const int b_first = is_own ? own[3] : done.unit_begin / per_block;
-    const int b_last = is_own ? own[4] : (unit_end - 1) / per_block;
+    const int b_first = has_pieces ? own->first_block : done.unit_begin / per_block;
+    const int b_last = has_pieces ? own->last_block : (unit_end - 1) / per_block;
     const int64_t part_floats = (int64_t)HEADS * p.group * ROW_F;
     // A block has at most one piece that began before it (slot 0) and one that goes on behind it (slot 1).
     float* part = p.partial + ((int64_t)blockIdx.x * 2 + (done.page == 0 ? 1 : 0)) * part_floats;

@@ -129,7 +129,7 @@ typedef struct {
  *   3. pairs (i, i + dim/2) of query and key heads turned by positions[row] * frequencies[i], the angle an
  *      f32 product (`frequencies` [dim/2], radians a position; null: no turn),
  *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
- *      queries, `query_stride` elements from row to row (query_heads * head_dim when packed; `queries` may be
+ *      queries, `query_stride` elements (a multiple of 8) from row to row (query_heads * head_dim when packed; `queries` may be
  *      qkv itself, with the width of its rows as stride). Keys and values of qkv stay as they are.
  * Arithmetic is f32 between loads and stores. */
 typedef struct {
@@ -447,7 +447,8 @@ typedef struct {
   int32_t window;   /* tokens attended to; 0: all */
   float scale;      /* of the products, usually 1 / sqrt(head_dim) */
   int32_t sms;         /* multiprocessors to fill; 0: all */
-  int32_t least_pages; /* work is spread no further than so many pages of a head a block; 0: a good number */
+  int32_t least_pages; /* work is spread no further than so many pages of a head a block, or an average row's where that
+                        * is less; 0: a good number */
   int32_t variant;     /* 0 chooses; else warps a block * 10 + KV heads side by side: 41, 44, 81, 88 */
   /* 1: may start before the preceding kernel of the stream has ended. kv_len, page_indptr, pages, and all KV but the
    * last page of a row are read before that, so these are older than the preceding kernel, and that kernel is one

@@ -161,6 +161,8 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     BATON_REQUIRE(args->query_stride >= static_cast<int64_t>(args->query_heads) * dim,
                   "query_stride is %lld; allowed is at least %d", static_cast<long long>(args->query_stride),
                   args->query_heads * dim);
+    BATON_REQUIRE(args->query_stride % 8 == 0, "query_stride is %lld; allowed are multiples of 8",
+                  static_cast<long long>(args->query_stride));
     BATON_REQUIRE((args->query_norm == nullptr) == (args->key_norm == nullptr),
                   "one of query_norm and key_norm is null");
     if (args->rows == 0) return static_cast<int32_t>(BATON_OK);

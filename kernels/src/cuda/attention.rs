@@ -254,7 +254,9 @@ impl Decode {
                 DECODE_HEAD_DIMS[1] as i32,
             )
         };
-        let partial = usize::try_from(partial).unwrap_or(0);
+        let Some(partial) = usize::try_from(partial).ok().filter(|bytes| *bytes > 0) else {
+            return Err(library.failure("baton_decode_attention_workspace"));
+        };
         let counters = DECODE_ROWS_MAX * DECODE_KV_HEADS_MAX * size_of::<i32>();
         let bytes = partial.next_multiple_of(ALIGNMENT) + counters;
         let memory = DeviceMemory::new(context, "decode attention's workspace", bytes)?;

@@ -153,9 +153,8 @@ impl CudaBackend {
 
     /// Waits until all weights are there, and gives back what loading took.
     pub fn finish_loading(&self) -> Result<(), CudaError> {
-        // Dropping it waits for the copies.
-        self.uploads().take();
-        self.check()
+        self.check()?;
+        self.uploads().take().map_or(Ok(()), Uploads::finish)
     }
 
     /// Finds the quickest algorithms for these products and those of a few rows less. Comes after

@@ -318,7 +318,9 @@ impl DeviceBatch {
         input: &StepInput<'_>,
     ) -> Result<CudaStep, CudaError> {
         self.check(input)?;
-        let mut output = self.outputs.pop().expect("as many outputs as steps in flight");
+        // Of a step that failed, if there was one.
+        let output = self.output.take().or_else(|| self.outputs.pop());
+        let mut output = output.expect("as many outputs as steps in flight");
         output.launched_at = Instant::now();
         self.output = Some(output);
         let step_id = input.step_id as u32;
@@ -375,7 +377,11 @@ impl DeviceBatch {
         let (mut pinned, done) = match std::mem::replace(&mut input.pinned, InputState::Lost) {
             InputState::Free(pinned, done) => (pinned, done),
             InputState::InFlight(copy) => copy.finish()?,
-            InputState::Lost => return backend.check().map(|()| 0),
+            InputState::Lost => {
+                backend.check()?;
+                let (what, value) = ("a step behind one that failed", "the next".to_owned());
+                return Err(CudaError::Unsupported { what, value, allowed: "none" });
+            }
         };
         pinned[..words.len()].copy_from_slice(words);
         let masks_at = words.len().next_multiple_of(4);

@@ -7,6 +7,8 @@ use cudarc::driver::sys::CUdeviceptr;
 
 /// Of the header.
 pub const ABI_VERSION: i32 = 2;
+/// `BATON_INVALID`.
+pub const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
 pub const UNSUPPORTED: i32 = 2;
 /// `BATON_CUDA`.

@@ -36,8 +36,15 @@ impl Graph {
         let outcome = work();
         // SAFETY: the capture was begun above. It is ended whatever happened in it.
         let recorded = unsafe { result::stream::end_capture(stream.raw()) };
+        let graph = recorded.named("cuStreamEndCapture");
+        if let (Err(error), Ok(graph)) = (&outcome, &graph) {
+            // SAFETY: as below.
+            let _ = unsafe { result::graph::destroy(*graph) };
+            return Err(error.clone());
+        }
+        // What ended the recording, where the work itself had no fault.
         outcome?;
-        let graph = recorded.named("cuStreamEndCapture")?;
+        let graph = graph?;
         // SAFETY: the graph was made just now. The flags are none.
         let raw = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) };
         // SAFETY: it is destroyed once; what was made of it does not need it.

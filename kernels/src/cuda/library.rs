@@ -90,13 +90,22 @@ impl KernelLibrary {
 
     /// What a function answered, with the library's own words where it is a fault.
     pub(super) fn check(&self, call: &'static str, code: i32) -> Result<(), CudaError> {
-        if code == 0 {
-            return Ok(());
+        match code {
+            0 => Ok(()),
+            ffi::CUDA.. => Err(self.failed(call, code - ffi::CUDA)),
+            code => Err(self.failed(call, code)),
         }
+    }
+
+    /// The fault of a function that answers with something else than a code.
+    pub(super) fn failure(&self, call: &'static str) -> CudaError {
+        self.failed(call, ffi::INVALID)
+    }
+
+    fn failed(&self, call: &'static str, code: i32) -> CudaError {
         // SAFETY: it gives this thread's own string, which lasts until the next failed call.
         let reason = text(unsafe { (self.functions.baton_last_error)() });
-        let code = if code >= ffi::CUDA { code - ffi::CUDA } else { code };
-        Err(CudaError::Call { call, code, reason })
+        CudaError::Call { call, code, reason }
     }
 }
 

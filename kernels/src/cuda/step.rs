@@ -73,7 +73,8 @@ impl CudaStep {
         self.kv_lengths.len()
     }
 
-    /// True when every sequence has one row, which samples: sampled rows are all rows in their order.
+    /// True when every sequence has one row, which samples. Sampled rows then are all rows in their
+    /// order, apart from those that only fill the step up, for which the first stands.
     pub fn is_decode(&self) -> bool {
         self.is_decode
     }

@@ -46,6 +46,11 @@ impl Uploads {
     }
 
     /// Reads a matrix and puts its copies into the stream; the last may be under way on return.
+    /// Waits for the copies under way.
+    pub fn finish(self) -> Result<(), CudaError> {
+        self.in_flight.into_iter().try_for_each(|copy| copy.finish().map(|_| ()))
+    }
+
     pub fn rows(
         &mut self,
         source: &dyn RowSource,

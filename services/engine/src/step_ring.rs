@@ -54,7 +54,8 @@ pub struct StepRecord {
 }
 
 impl StepRecord {
-    /// Rows of a graph beyond the step's own.
+    /// Rows of a graph beyond the step's own. Steps that are filled up though nothing is replayed, as
+    /// with graphs switched off for a comparison, do not count.
     pub fn padding_rows(&self) -> u32 {
         match self.dispatch {
             Dispatch::Graph { rows } => rows.saturating_sub(self.rows),

@@ -225,8 +225,7 @@ impl<B: Backend> Llama<B> {
         assert_eq!(layout, config.kv_layout(layout.dtype));
 
         backend.embed(&self.embedding, step, residual);
-        let first_norm =
-            self.layers.first().map_or(&self.output_norm, |layer| &layer.attention_norm);
+        let first_norm = &self.layers.first().expect("a model has layers").attention_norm;
         backend.rms_norm(rows, residual, first_norm, eps, normed);
         for (index, layer) in self.layers.iter().enumerate() {
             let weights = HeadWeights {

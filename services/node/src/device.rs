@@ -95,8 +95,9 @@ impl Gpu {
             None => {
                 let share =
                     KvShare { percent: node.gpu_memory_percent, reserve: node.gpu_reserve.bytes() };
-                // Without a wish any length will do.
-                let tokens_min = node.sequence_tokens_max.unwrap_or(1);
+                // Without a wish, what one step reads: with less a node is of no use.
+                let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
+                let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
                 limits_of(model.kv_blocks(&limits, layout, share, tokens_min)?)?
             }
         };
