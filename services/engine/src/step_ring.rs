@@ -140,7 +140,7 @@ impl StepReader {
     }
 }
 
-/// Ends for now when every record was read, and goes on when there are more.
+/// `None` when every record so far was read; later there may be more.
 impl Iterator for StepReader {
     type Item = StepRecord;
 
