@@ -8,6 +8,7 @@
 //!   [`Ready`] order its work.
 //! * [`DeviceMemory`] is taken once at start and cut into [`Range`]s; [`Pinned`] is host memory that
 //!   copies use.
+//! * [`Nccl`] makes [`Communicator`]s between GPUs of several processes.
 //! * [`KernelLibrary`] holds our own kernels, [`Products`] are matrix products.
 //! * [`CudaBackend`] runs forwards; [`DeviceKv`] holds their KV, a [`DeviceBatch`] the running batch,
 //!   of which a [`CudaStep`] is prepared and a [`CudaFrame`] brings the tokens back.
@@ -26,6 +27,7 @@ mod graph;
 mod kv;
 mod library;
 mod memory;
+mod nccl;
 mod plan;
 mod probe;
 mod product;
@@ -47,6 +49,10 @@ pub use graph::Graph;
 pub use kv::DeviceKv;
 pub use library::KernelLibrary;
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
+pub use nccl::{
+    Communicator, CommunicatorOptions, Move, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
+    UniqueId,
+};
 pub use plan::{Admission, Extension, StepRows};
 pub use probe::Delays;
 pub use product::{Product, Products, WORKSPACE_BYTES};

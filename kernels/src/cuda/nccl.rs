@@ -1,0 +1,757 @@
+//! NCCL: a loader of the few functions we call, and communicators as owned values.
+//!
+//! A communicator never blocks: NCCL is told so, and each call is polled to its end, up to a deadline,
+//! before the next is made (NCCL refuses a second one meanwhile). That a peer has died NCCL does not
+//! say over NVLink: whoever holds a communicator learns it otherwise and then [`aborts`] it, which ends
+//! kernels that still wait for the peer.
+//!
+//! Order at the end: recorded graphs that hold its operations first, then the communicator, then the
+//! ranges they move, then the context, which it keeps. A range that a stuck operation uses is not freed
+//! before the abort: the driver would wait for the operation.
+//!
+//! [`aborts`]: Communicator::abort
+
+use std::{
+    env,
+    error::Error,
+    ffi::{CStr, OsStr, c_char, c_int, c_void},
+    fmt, fs,
+    path::{Path, PathBuf},
+    ptr,
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use libloading::Library;
+
+use super::{
+    context::{Context, Role, Stream},
+    error::CudaError,
+    memory::Range,
+};
+use crate::layout::Dtype;
+
+/// What NCCL is installed under.
+const SONAME: &str = "libnccl.so.2";
+/// Folders that a loader's cache may lack.
+const FOLDERS: [&str; 5] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/local/cuda/lib64",
+    "/usr/local/nvidia/lib64",
+];
+/// The first whose communicators take all of [`Config`].
+const OLDEST: NcclVersion = NcclVersion(21800);
+/// The next one may have other functions.
+const NEWEST_MAJOR: i32 = 2;
+/// What a process that uses NCCL has in its environment: NVLink multicast is off, because a program
+/// that ends badly while using it can take a host's GPUs out of service.
+pub const NCCL_ENVIRONMENT: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
+/// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
+const ABORT_PATIENCE: Duration = Duration::from_secs(10);
+
+/// 21809 is 2.18.9.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NcclVersion(pub i32);
+
+impl NcclVersion {
+    fn major(self) -> i32 {
+        // Before 2.9 there were two digits less.
+        if self.0 < 10_000 { self.0 / 1000 } else { self.0 / 10_000 }
+    }
+}
+
+impl fmt::Display for NcclVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, unit) = (self.major(), if self.0 < 10_000 { 1000 } else { 10_000 });
+        write!(f, "{major}.{}.{}", self.0 % unit / 100, self.0 % 100)
+    }
+}
+
+/// Why GPUs cannot talk through NCCL.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NcclError {
+    #[error(
+        "NCCL is not found: tried {}; install it, or name its folder in LD_LIBRARY_PATH",
+        tried.join("; ")
+    )]
+    NotFound { tried: Vec<String> },
+    #[error(
+        "{} is NCCL {found}; allowed are {OLDEST} and what follows of {NEWEST_MAJOR}",
+        path.display()
+    )]
+    Version { path: PathBuf, found: NcclVersion },
+    #[error("{} is no NCCL of ours: {reason}", path.display())]
+    Functions { path: PathBuf, reason: String },
+    #[error("rank is {rank} of {ranks}; allowed are ranks below the count, of 2 at least")]
+    Rank { rank: u32, ranks: u32 },
+    #[error("a communicator's blocks are {least} to {most}; allowed are 1 to 64 in order")]
+    Blocks { least: u32, most: u32 },
+    #[error("peer is {peer} for rank {rank} of {ranks}; allowed are the other ranks")]
+    Peer { peer: u32, rank: u32, ranks: u32 },
+    #[error("{call} is not done after {waited:?}: a peer is missing or does not answer")]
+    TimedOut { call: &'static str, waited: Duration },
+    /// The thread that aborts waits on. What the communicator's operations use stays in use.
+    #[error("aborting a communicator is not done after {waited:?}")]
+    AbortStuck { waited: Duration },
+    #[error("operation {sequence} failed on this communicator before; make another")]
+    Broken { sequence: u64 },
+    #[error("{call} failed ({code}): {reason}")]
+    Call { call: &'static str, code: i32, reason: String },
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+type RawCommunicator = *mut c_void;
+type RawStream = *mut c_void;
+
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
+const UINT8: c_int = 1;
+const FLOAT32: c_int = 7;
+const BFLOAT16: c_int = 9;
+const SUM: c_int = 0;
+
+/// Every rank of a communicator is made with the same one, which one of them has made.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct UniqueId(pub [u8; 128]);
+
+impl fmt::Debug for UniqueId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // It holds an address and a secret.
+        f.write_str("UniqueId")
+    }
+}
+
+/// `ncclConfig_t` as [`OLDEST`] has it: newer ones have more at its end, and tell by version and size
+/// what is not there.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+/// `NCCL_CONFIG_UNDEF_INT`.
+const UNDEFINED: c_int = c_int::MIN;
+
+/// Declares the table of functions and how it is read from an opened library.
+macro_rules! functions {
+    ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
+        #[allow(non_snake_case)]
+        #[derive(Debug)]
+        struct Functions {
+            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library is NCCL 2, and stays open as long as they are called.
+            unsafe fn load(library: &Library) -> Result<Self, libloading::Error> {
+                Ok(Self {
+                    // SAFETY: the caller's promise.
+                    $($name: unsafe {
+                        *library.get(concat!(stringify!($name), "\0").as_bytes())?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    ncclGetUniqueId: fn(*mut UniqueId) -> c_int;
+    ncclCommInitRankConfig:
+        fn(*mut RawCommunicator, c_int, UniqueId, c_int, *mut Config) -> c_int;
+    ncclCommGetAsyncError: fn(RawCommunicator, *mut c_int) -> c_int;
+    ncclCommAbort: fn(RawCommunicator) -> c_int;
+    ncclGetErrorString: fn(c_int) -> *const c_char;
+    ncclGetLastError: fn(RawCommunicator) -> *const c_char;
+    ncclGroupStart: fn() -> c_int;
+    ncclGroupEnd: fn() -> c_int;
+    ncclSend: fn(u64, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    ncclRecv: fn(u64, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    ncclAllReduce: fn(u64, u64, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+}
+
+/// The opened library.
+#[derive(Debug)]
+pub struct Nccl {
+    path: PathBuf,
+    version: NcclVersion,
+    functions: Functions,
+    /// Keeps `functions` in place.
+    _library: Library,
+}
+
+impl Nccl {
+    /// Opens the file, or with none named what the system's loader finds. Needs no GPU.
+    ///
+    /// A process does this before it starts threads that read the environment by C's own functions: where
+    /// [`NCCL_ENVIRONMENT`] is not set it is set here, for NCCL takes it from nowhere else.
+    pub fn open(file: Option<&Path>) -> Result<Arc<Self>, NcclError> {
+        let (name, value) = NCCL_ENVIRONMENT;
+        if env::var_os(name).as_deref() != Some(OsStr::new(value)) {
+            // SAFETY: Rust's own readers are kept out meanwhile; others are as the caller was told.
+            unsafe { env::set_var(name, value) };
+        }
+        let library = open_first(file)?;
+        // SAFETY: a library that has this function has it with this signature in every version.
+        let asked = unsafe {
+            library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion\0").map(
+                |function| {
+                    let mut version = 0;
+                    // Which of two functions was asked tells which file was opened.
+                    (function(&mut version), version, file_of(*function as *const c_void))
+                },
+            )
+        };
+        let no_nccl = |path: Option<PathBuf>, reason: String| NcclError::Functions {
+            path: path.or(file.map(Path::to_owned)).unwrap_or_else(|| SONAME.into()),
+            reason,
+        };
+        let (code, version, path) = asked.map_err(|error| no_nccl(None, words(&error)))?;
+        if code != SUCCESS {
+            return Err(no_nccl(path, format!("it tells no version ({code})")));
+        }
+        let version = NcclVersion(version);
+        let path = path.or(file.map(Path::to_owned)).unwrap_or_else(|| SONAME.into());
+        if version < OLDEST || version.major() != NEWEST_MAJOR {
+            return Err(NcclError::Version { path, found: version });
+        }
+        // SAFETY: of this version the signatures are those above; the library is kept open below.
+        let functions = unsafe { Functions::load(&library) }
+            .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
+        Ok(Arc::new(Self { path, version, functions, _library: library }))
+    }
+
+    /// The file that was opened, links followed.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn version(&self) -> NcclVersion {
+        self.version
+    }
+
+    /// Other files of that name in these folders and where systems keep them: another process may be
+    /// given one of those. Both ends of a communicator want the same version.
+    pub fn others<'a>(&self, folders: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
+        others_than(&self.path, folders.into_iter().chain(FOLDERS.iter().map(Path::new)))
+    }
+
+    /// For a new communicator, from whichever rank tells it to the others.
+    pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: it writes 128 bytes.
+        let code = unsafe { (self.functions.ncclGetUniqueId)(&mut id) };
+        self.check("ncclGetUniqueId", code, ptr::null_mut()).map(|()| id)
+    }
+
+    fn check(
+        &self,
+        call: &'static str,
+        code: c_int,
+        communicator: RawCommunicator,
+    ) -> Result<(), NcclError> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: both give strings of their own; of the communicator, which lives, or of none.
+        let words = unsafe {
+            [
+                (self.functions.ncclGetErrorString)(code),
+                (self.functions.ncclGetLastError)(communicator),
+            ]
+            .map(text)
+        };
+        let [kind, detail] = words;
+        let reason = if detail.is_empty() { kind } else { format!("{kind}: {detail}") };
+        Err(NcclError::Call { call, code, reason })
+    }
+}
+
+fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
+    let usual = FOLDERS.iter().map(|folder| Path::new(folder).join(SONAME));
+    let candidates: Vec<PathBuf> = match file {
+        Some(file) => vec![file.to_owned()],
+        // By its bare name the system's loader looks where it is told to.
+        None => [SONAME.into()].into_iter().chain(usual.filter(|path| path.exists())).collect(),
+    };
+    let mut tried = Vec::new();
+    for candidate in candidates {
+        // SAFETY: NCCL's initialisers only read its own settings.
+        match unsafe { Library::new(&candidate) } {
+            Ok(library) => return Ok(library),
+            Err(error) => tried.push(format!("{} ({})", candidate.display(), words(&error))),
+        }
+    }
+    Err(NcclError::NotFound { tried })
+}
+
+/// The file that holds a function.
+fn file_of(function: *const c_void) -> Option<PathBuf> {
+    // SAFETY: four addresses, which may be null.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: it looks the address up and writes four of its own.
+    if unsafe { libc::dladdr(function, &mut info) } == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's own string, which lasts as long as the library is open.
+    let name = unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned();
+    Path::new(&name).canonicalize().ok()
+}
+
+fn others_than<'a>(file: &Path, folders: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
+    let files = folders.into_iter().filter_map(|folder| folder.join(SONAME).canonicalize().ok());
+    let mut others: Vec<PathBuf> = files.filter(|other| !is_same(other, file)).collect();
+    others.sort();
+    others.dedup();
+    others
+}
+
+/// The same bytes under two names, as packages of both kinds may have them.
+fn is_same(one: &Path, other: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    match (fs::metadata(one), fs::metadata(other)) {
+        (Ok(one), Ok(other)) => (one.dev(), one.ino()) == (other.dev(), other.ino()),
+        _ => false,
+    }
+}
+
+/// The loader's own words lie behind the error's.
+fn words(error: &libloading::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+fn text(string: *const c_char) -> String {
+    if string.is_null() {
+        return String::new();
+    }
+    // SAFETY: NCCL gives strings that end with a zero.
+    unsafe { CStr::from_ptr(string) }.to_string_lossy().into_owned()
+}
+
+/// A part of a range that is sent, or received into.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece<'a> {
+    range: &'a Range,
+    offset: usize,
+    bytes: usize,
+}
+
+impl<'a> Piece<'a> {
+    /// # Panics
+    /// When it is not within the range, as slices do.
+    pub fn new(range: &'a Range, offset: usize, bytes: usize) -> Self {
+        let fits = offset.checked_add(bytes).is_some_and(|end| end <= range.bytes());
+        assert!(fits, "{bytes} bytes at {offset} are within the {} there are", range.bytes());
+        Self { range, offset, bytes }
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn address(&self) -> u64 {
+        self.range.part(self.offset, self.bytes)
+    }
+}
+
+/// One piece of a group's sends or receives, and the rank at its other end.
+#[derive(Clone, Copy, Debug)]
+pub struct Move<'a> {
+    pub peer: u32,
+    pub piece: Piece<'a>,
+}
+
+/// What a communicator is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct CommunicatorOptions {
+    pub rank: u32,
+    pub ranks: u32,
+    pub id: UniqueId,
+    /// Blocks of a kernel of its, at least and at most: they bound its speed, the multiprocessors that
+    /// it takes from others, and its memory. `None`: NCCL chooses.
+    pub blocks: Option<(u32, u32)>,
+}
+
+/// A group of ranks that can send to each other, as one of them sees it.
+///
+/// Its operations are put into streams in the order of the calls, and at the other ranks in the same
+/// order. One thread issues those of all communicators of a GPU.
+#[derive(Debug)]
+pub struct Communicator {
+    /// `None` once it was aborted.
+    raw: Option<Raw>,
+    rank: u32,
+    ranks: u32,
+    /// Of the last operation.
+    sequence: u64,
+    is_broken: bool,
+    memory_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Raw {
+    communicator: RawCommunicator,
+    nccl: Arc<Nccl>,
+    context: Arc<Context>,
+}
+
+// SAFETY: NCCL lets every thread use a communicator, one at a time, which `&mut self` sees to.
+unsafe impl Send for Raw {}
+
+impl Communicator {
+    /// Makes it, together with the other ranks, or gives up at the deadline. The first one of a process
+    /// takes seconds: make one early, not on a request's way.
+    pub fn new(
+        nccl: &Arc<Nccl>,
+        context: &Arc<Context>,
+        options: CommunicatorOptions,
+        deadline: Instant,
+    ) -> Result<Self, NcclError> {
+        let CommunicatorOptions { rank, ranks, id, blocks } = options;
+        if rank >= ranks || ranks < 2 {
+            return Err(NcclError::Rank { rank, ranks });
+        }
+        let (least, most) = match blocks {
+            Some((least, most)) if least == 0 || most < least || most > 64 => {
+                return Err(NcclError::Blocks { least, most });
+            }
+            Some((least, most)) => (least as c_int, most as c_int),
+            None => (UNDEFINED, UNDEFINED),
+        };
+        context.bind()?;
+        let before = context.free_bytes()?;
+        let mut config = Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: OLDEST.0 as u32,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: least,
+            max_ctas: most,
+            net_name: ptr::null(),
+            split_share: UNDEFINED,
+        };
+        let mut communicator = ptr::null_mut();
+        let call = "ncclCommInitRankConfig";
+        // SAFETY: the context is current; the configuration is copied before the call returns.
+        let code = unsafe {
+            (nccl.functions.ncclCommInitRankConfig)(
+                &mut communicator,
+                ranks as c_int,
+                id,
+                rank as c_int,
+                &mut config,
+            )
+        };
+        if communicator.is_null() {
+            nccl.check(call, code, communicator)?;
+            let reason = "it gave no communicator".to_owned();
+            return Err(NcclError::Call { call, code, reason });
+        }
+        let raw = Raw { communicator, nccl: Arc::clone(nccl), context: Arc::clone(context) };
+        let (sequence, is_broken, memory_bytes) = (0, false, 0);
+        // Aborted when it is dropped, whatever comes.
+        let mut made = Self { raw: Some(raw), rank, ranks, sequence, is_broken, memory_bytes };
+        made.finish(call, code, deadline)?;
+        made.memory_bytes = before.saturating_sub(context.free_bytes()?);
+        Ok(made)
+    }
+
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    pub fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Operations so far: all ranks count alike, so of two that wait for each other the numbers tell
+    /// which one has left something out.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Of the GPU, as its free bytes told before and after it was made. The first operation takes more.
+    pub fn memory_bytes(&self) -> u64 {
+        self.memory_bytes
+    }
+
+    /// Sends and receives in one operation, whose number it gives; each rank names what it sends to
+    /// another in the order in which that one receives it. The first of a pair also connects, for which
+    /// both must be there before the deadline.
+    ///
+    /// What is moved stays untouched until the operation is over on the stream, or an abort has
+    /// returned.
+    pub fn exchange<R: Role>(
+        &mut self,
+        sends: &[Move<'_>],
+        receives: &[Move<'_>],
+        stream: &Stream<R>,
+        deadline: Instant,
+    ) -> Result<u64, NcclError> {
+        for Move { peer, .. } in sends.iter().chain(receives) {
+            if *peer >= self.ranks || *peer == self.rank {
+                let (rank, ranks) = (self.rank, self.ranks);
+                return Err(NcclError::Peer { peer: *peer, rank, ranks });
+            }
+        }
+        self.operate("ncclGroupEnd", deadline, |functions, communicator| {
+            let mut failed = None;
+            // SAFETY: it counts.
+            let code = unsafe { (functions.ncclGroupStart)() };
+            if code != SUCCESS {
+                return ("ncclGroupStart", code);
+            }
+            let to = stream.raw().cast();
+            let calls = [
+                ("ncclSend", functions.ncclSend, sends),
+                ("ncclRecv", functions.ncclRecv, receives),
+            ];
+            for (name, call, moves) in calls {
+                for Move { peer, piece } in moves {
+                    let (address, bytes) = (piece.address(), piece.bytes);
+                    // SAFETY: the piece lies in a range of this process, stream and communicator live.
+                    let code =
+                        unsafe { call(address, bytes, UINT8, *peer as c_int, communicator, to) };
+                    if code != SUCCESS && code != IN_PROGRESS {
+                        failed.get_or_insert((name, code));
+                    }
+                }
+            }
+            // SAFETY: the group was begun above.
+            let code = unsafe { (functions.ncclGroupEnd)() };
+            failed.unwrap_or(("ncclGroupEnd", code))
+        })
+    }
+
+    /// `to` = the sum of all ranks' `from`, which may be the same piece.
+    ///
+    /// # Panics
+    /// When the pieces are not equally long, or not of whole elements.
+    pub fn all_reduce<R: Role>(
+        &mut self,
+        from: Piece<'_>,
+        to: Piece<'_>,
+        dtype: Dtype,
+        stream: &Stream<R>,
+        deadline: Instant,
+    ) -> Result<u64, NcclError> {
+        assert_eq!(from.bytes, to.bytes, "a sum is as long as its terms");
+        assert!(from.bytes.is_multiple_of(dtype.bytes()), "{} bytes of {dtype}", from.bytes);
+        let kind = match dtype {
+            Dtype::F32 => FLOAT32,
+            Dtype::Bf16 => BFLOAT16,
+        };
+        let call = "ncclAllReduce";
+        self.operate(call, deadline, |functions, communicator| {
+            // SAFETY: both pieces lie in ranges of this process, stream and communicator live.
+            let code = unsafe {
+                (functions.ncclAllReduce)(
+                    from.address(),
+                    to.address(),
+                    from.bytes / dtype.bytes(),
+                    kind,
+                    SUM,
+                    communicator,
+                    stream.raw().cast(),
+                )
+            };
+            (call, code)
+        })
+    }
+
+    fn operate(
+        &mut self,
+        call: &'static str,
+        deadline: Instant,
+        put: impl FnOnce(&Functions, RawCommunicator) -> (&'static str, c_int),
+    ) -> Result<u64, NcclError> {
+        if self.is_broken {
+            return Err(NcclError::Broken { sequence: self.sequence });
+        }
+        let raw = self.raw.as_ref().expect("it is taken by an abort alone");
+        raw.context.bind()?;
+        self.sequence += 1;
+        let (failed, code) = put(&raw.nccl.functions, raw.communicator);
+        let call = if code == IN_PROGRESS { call } else { failed };
+        self.finish(call, code, deadline).map(|()| self.sequence)
+    }
+
+    /// Waits until NCCL is done with a call: not with the operation, which is on its stream then.
+    fn finish(
+        &mut self,
+        call: &'static str,
+        mut code: c_int,
+        deadline: Instant,
+    ) -> Result<(), NcclError> {
+        let raw = self.raw.as_ref().expect("it is taken by an abort alone");
+        let (begin, mut polls) = (Instant::now(), 0);
+        self.is_broken = true;
+        while code == IN_PROGRESS {
+            if Instant::now() >= deadline {
+                return Err(NcclError::TimedOut { call, waited: begin.elapsed() });
+            }
+            // What needs no peer is done within microseconds.
+            polls += 1;
+            match polls {
+                0..200 => std::hint::spin_loop(),
+                200..400 => thread::sleep(Duration::from_micros(20)),
+                _ => thread::sleep(Duration::from_millis(1)),
+            }
+            // SAFETY: the communicator lives, and one number is written.
+            let asked =
+                unsafe { (raw.nccl.functions.ncclCommGetAsyncError)(raw.communicator, &mut code) };
+            raw.nccl.check("ncclCommGetAsyncError", asked, raw.communicator)?;
+        }
+        raw.nccl.check(call, code, raw.communicator)?;
+        self.is_broken = false;
+        Ok(())
+    }
+
+    /// Ends it, and kernels of its that wait for a peer; gives the time that took. When it returns
+    /// without an error nothing moves any more, and what was moved may be used for other things.
+    ///
+    /// # Errors
+    /// [`NcclError::AbortStuck`] when NCCL does not come back within `patience`: a thread is left to wait
+    /// for it, and what the operations use stays in use.
+    pub fn abort(mut self, patience: Duration) -> Result<Duration, NcclError> {
+        self.end(patience)
+    }
+
+    fn end(&mut self, patience: Duration) -> Result<Duration, NcclError> {
+        let Some(raw) = self.raw.take() else { return Ok(Duration::ZERO) };
+        let begin = Instant::now();
+        let (done, ended) = mpsc::sync_channel(1);
+        let abort = move || {
+            // The thread's own, for it may outlive the caller's interest.
+            let raw: Raw = raw;
+            let outcome = raw.context.bind().map_err(NcclError::from).and_then(|()| {
+                // SAFETY: it lives, and nobody uses it any more.
+                let mut code = unsafe { (raw.nccl.functions.ncclCommAbort)(raw.communicator) };
+                // In progress is what other calls have left; the communicator is gone all the same.
+                if code == IN_PROGRESS {
+                    code = SUCCESS;
+                }
+                raw.nccl.check("ncclCommAbort", code, ptr::null_mut())
+            });
+            let _ = done.send(outcome);
+        };
+        let spawned = thread::Builder::new().name("nccl-abort".to_owned()).spawn(abort);
+        if let Err(error) = spawned {
+            let reason = error.to_string();
+            return Err(CudaError::NoThreads { reason }.into());
+        }
+        match ended.recv_timeout(patience) {
+            Ok(outcome) => outcome.map(|()| begin.elapsed()),
+            Err(_) => Err(NcclError::AbortStuck { waited: begin.elapsed() }),
+        }
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // Nobody is left to be told.
+        let _ = self.end(ABORT_PATIENCE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn versions_read_as_nvidia_writes_them() {
+        for (number, words) in [(22809, "2.28.9"), (21800, "2.18.0"), (2804, "2.8.4")] {
+            assert_eq!(NcclVersion(number).to_string(), words);
+        }
+        assert!(NcclVersion(2804) < OLDEST && NcclVersion(30100).major() != NEWEST_MAJOR);
+    }
+
+    #[test]
+    fn what_cannot_be_opened_is_named() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"not a library").unwrap();
+        for path in [Path::new("/no/such/libnccl.so.2"), file.path()] {
+            let error = Nccl::open(Some(path)).unwrap_err();
+            assert!(matches!(error, NcclError::NotFound { .. }), "{error:?}");
+            assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+            assert!(error.to_string().contains("LD_LIBRARY_PATH"), "{error}");
+        }
+        let unlike =
+            NcclError::Version { path: "/opt/libnccl.so.2".into(), found: NcclVersion(2804) };
+        let words = "/opt/libnccl.so.2 is NCCL 2.8.4; allowed are 2.18.0 and what follows of 2";
+        assert_eq!(unlike.to_string(), words);
+    }
+
+    /// Some library that every system has, and that is no NCCL.
+    #[test]
+    fn another_library_is_not_taken_for_nccl() {
+        let error = Nccl::open(Some(Path::new("libc.so.6"))).unwrap_err();
+        assert!(
+            matches!(&error, NcclError::Functions { path, .. } if path == Path::new("libc.so.6"))
+        );
+        assert!(error.to_string().contains("ncclGetVersion"), "{error}");
+        assert_eq!(env::var(NCCL_ENVIRONMENT.0).as_deref(), Ok(NCCL_ENVIRONMENT.1));
+    }
+
+    /// Compiled here, where there is a compiler: a library that says what it is told to.
+    fn stand_in(folder: &Path, version: i32) -> Option<PathBuf> {
+        let (source, library) = (folder.join("nccl.c"), folder.join(SONAME));
+        let code = format!("int ncclGetVersion(int *to) {{ *to = {version}; return 0; }}\n");
+        fs::write(&source, code).unwrap();
+        let mut compiler = std::process::Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source);
+        compiler.status().ok().filter(|status| status.success()).map(|_| library)
+    }
+
+    #[test]
+    fn versions_out_of_range_and_files_without_functions_are_refused_by_path() {
+        let folders =
+            [2804, 21709, 30000, 22809].map(|version| (tempfile::tempdir().unwrap(), version));
+        for (folder, version) in &folders {
+            let Some(library) = stand_in(folder.path(), *version) else { return };
+            let library = library.canonicalize().unwrap();
+            let error = Nccl::open(Some(&library)).unwrap_err();
+            match *version {
+                22809 => assert!(
+                    matches!(&error, NcclError::Functions { path, reason }
+                    if *path == library && reason.contains("ncclGetUniqueId")),
+                    "{error:?}"
+                ),
+                found => {
+                    let found = NcclVersion(found);
+                    assert_eq!(error, NcclError::Version { path: library, found });
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_second_file_of_the_name_is_noticed_and_a_link_to_the_first_is_not() {
+        let [first, second, link] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+        for folder in [&first, &second] {
+            fs::write(folder.path().join(SONAME), "").unwrap();
+        }
+        std::os::unix::fs::symlink(first.path().join(SONAME), link.path().join(SONAME)).unwrap();
+        let found = others_than(
+            &first.path().join(SONAME).canonicalize().unwrap(),
+            [first.path(), second.path(), link.path()],
+        );
+        assert_eq!(found, [second.path().join(SONAME).canonicalize().unwrap()]);
+    }
+}
