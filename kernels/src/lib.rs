@@ -5,6 +5,7 @@
 //! * [`sampling`] holds the rules by which a next token is chosen, the same on every device.
 //! * [`cpu`] is the backend that runs everywhere, with its plain f32 reference.
 //! * [`cuda`] is the backend for GPUs; nothing of it is loaded before it is asked for.
+//! * [`shared`] is memory that the processes of one node have in common.
 //!
 //! Left out: models (crate `model`), scheduling (crate `engine`), moving KV between machines (crate
 //! `kv-transfer`).
@@ -16,6 +17,7 @@ pub mod cuda;
 pub mod layout;
 pub mod mmap;
 pub mod sampling;
+pub mod shared;
 
 pub use arena::{ArenaError, BlockRead, BlockWrite, KvArena};
 pub use backend::{Backend, RowSource};

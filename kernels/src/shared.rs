@@ -1,0 +1,585 @@
+//! Memory that several processes of one node share.
+//!
+//! A [`SharedRegion`] is a named file in `/dev/shm`, mapped whole. Its memory is reserved when it is
+//! made: a system that has too little says so in one line then, instead of ending a process with
+//! `SIGBUS` at some later write. The file carries the epoch and the process id of its owner in its
+//! name, and the owner holds a lock on it for as long as it lives. The system drops the lock however
+//! the owner ended, so a file without one belongs to nobody: [`sweep`] removes those. (A process id
+//! alone would not do: containers that share `/dev/shm` do not see each other's processes.) The file
+//! is unlinked as soon as everyone has opened it, and with its owner at the latest; mappings outlive
+//! that.
+//!
+//! What lies in a region is reached by [`Atomics`], which are safe to share with whatever another
+//! process does, or through a pointer by whoever can prove more. [`futex`] lets processes wait for
+//! one of the words.
+
+pub mod futex;
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    ops::{Deref, Range},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    ptr::NonNull,
+    slice,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU32, AtomicU64},
+    },
+};
+
+use memmap2::MmapRaw;
+
+/// Where regions are.
+pub const FOLDER: &str = "/dev/shm";
+
+const PREFIX: &str = "baton";
+
+/// Why there is no region.
+#[derive(Debug, thiserror::Error)]
+pub enum SharedError {
+    #[error(
+        "{}: {needed} bytes are needed in {} and {free} are free", path.display(), folder_of(path).display()
+    )]
+    NoRoom { path: PathBuf, needed: u64, free: u64 },
+    #[error("{}: {found} bytes long, expected are {wanted}", path.display())]
+    Length { path: PathBuf, found: u64, wanted: u64 },
+    #[error("{}: cannot {doing}: {source}", path.display())]
+    System { path: PathBuf, doing: &'static str, source: io::Error },
+    #[error("a region's purpose is {purpose:?}; allowed are 1 to 32 of a-z, 0-9 and _")]
+    Purpose { purpose: String },
+    #[error("{}: a region of {bytes} bytes cannot be", path.display())]
+    Size { path: PathBuf, bytes: usize },
+}
+
+/// What a region's file is called: `baton-<epoch>-<owner's process id>-<purpose>`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RegionName {
+    pub epoch: u128,
+    /// Process id of the owner, for people who look at the folder.
+    pub owner: u32,
+    /// Tells the regions of one owner apart.
+    pub purpose: String,
+}
+
+impl RegionName {
+    /// Of a region that this process makes.
+    pub fn own(epoch: u128, purpose: impl Into<String>) -> Self {
+        Self { epoch, owner: std::process::id(), purpose: purpose.into() }
+    }
+
+    pub fn file_name(&self) -> String {
+        format!("{PREFIX}-{:032x}-{}-{}", self.epoch, self.owner, self.purpose)
+    }
+
+    /// The name behind a file name; `None` for every other file.
+    pub fn parse(file_name: &str) -> Option<Self> {
+        let mut parts = file_name.splitn(4, '-');
+        let (prefix, epoch) = (parts.next()?, parts.next()?);
+        let (owner, purpose) = (parts.next()?, parts.next()?);
+        let name = Self {
+            epoch: u128::from_str_radix(epoch, 16).ok()?,
+            owner: owner.parse().ok()?,
+            purpose: purpose.to_owned(),
+        };
+        // Spelt in one way only.
+        (prefix == PREFIX && is_purpose(purpose) && name.file_name() == file_name).then_some(name)
+    }
+
+    fn path_in(&self, folder: &Path) -> Result<PathBuf, SharedError> {
+        if !is_purpose(&self.purpose) {
+            return Err(SharedError::Purpose { purpose: self.purpose.clone() });
+        }
+        Ok(folder.join(self.file_name()))
+    }
+}
+
+fn is_purpose(purpose: &str) -> bool {
+    let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+    (1..=32).contains(&purpose.len()) && purpose.bytes().all(is_allowed)
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().unwrap_or(path)
+}
+
+/// Memory that other processes map as well. Zeroed when new.
+///
+/// **Hazard.** Whoever may write the file may also truncate it, and touching a page beyond its end
+/// ends the process with `SIGBUS`. The file is readable and writable by its owner alone, and has no
+/// name any more once all have opened it.
+#[derive(Debug)]
+pub struct SharedRegion {
+    map: MmapRaw,
+    path: PathBuf,
+    /// Of the owner: holds the lock that says that it lives. `None` in those that opened it.
+    file: Option<File>,
+    /// What was handed out, so that no byte is ever two kinds of thing within one process.
+    claims: Mutex<Vec<(Range<usize>, Kind)>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Words,
+    Longs,
+    Bytes,
+}
+
+impl SharedRegion {
+    /// Makes a region in [`FOLDER`] and reserves its memory.
+    pub fn create(name: &RegionName, bytes: usize) -> Result<Arc<Self>, SharedError> {
+        Self::create_in(Path::new(FOLDER), name, bytes)
+    }
+
+    /// As [`create`](Self::create), in another folder.
+    pub fn create_in(
+        folder: &Path,
+        name: &RegionName,
+        bytes: usize,
+    ) -> Result<Arc<Self>, SharedError> {
+        let path = name.path_in(folder)?;
+        if bytes == 0 || isize::try_from(bytes).is_err() {
+            return Err(SharedError::Size { path, bytes });
+        }
+        let file = create_locked(&path)?;
+        reserve(&file, &path, bytes as u64)?;
+        let map = map(&file, &path)?;
+        link(&file, &path).map_err(|source| system(&path, "name it", source))?;
+        Ok(Arc::new(Self { map, path, file: Some(file), claims: Mutex::default() }))
+    }
+
+    /// Opens a region that another process made, of exactly so many bytes.
+    pub fn open(name: &RegionName, bytes: usize) -> Result<Arc<Self>, SharedError> {
+        Self::open_in(Path::new(FOLDER), name, bytes)
+    }
+
+    /// As [`open`](Self::open), in another folder.
+    pub fn open_in(
+        folder: &Path,
+        name: &RegionName,
+        bytes: usize,
+    ) -> Result<Arc<Self>, SharedError> {
+        let path = name.path_in(folder)?;
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(&path);
+        let file = file.map_err(|source| system(&path, "open it", source))?;
+        let metadata = file.metadata().map_err(|source| system(&path, "look at it", source))?;
+        let (found, wanted) = (metadata.len(), bytes as u64);
+        if found != wanted || !metadata.is_file() || bytes == 0 {
+            return Err(SharedError::Length { path, found, wanted });
+        }
+        let map = map(&file, &path)?;
+        Ok(Arc::new(Self { map, path, file: None, claims: Mutex::default() }))
+    }
+
+    /// Bytes of the region.
+    pub fn byte_count(&self) -> usize {
+        self.map.len()
+    }
+
+    /// Where its file is, or was.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Takes the name away, by the owner: nobody opens it any more, and it is gone with the last
+    /// mapping. Once is enough.
+    pub fn unlink(&self) {
+        if self.file.is_some() {
+            // Not there: it was taken away before.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+
+    /// Words of 32 bits from a byte on, the kind that [`futex`] waits for.
+    ///
+    /// # Panics
+    /// When they are not inside the region, not aligned, or were handed out as another kind.
+    pub fn words(self: &Arc<Self>, offset: usize, count: usize) -> Atomics<AtomicU32> {
+        self.atomics(offset, count, Kind::Words)
+    }
+
+    /// Words of 64 bits from a byte on.
+    ///
+    /// # Panics
+    /// As [`words`](Self::words).
+    pub fn longs(self: &Arc<Self>, offset: usize, count: usize) -> Atomics<AtomicU64> {
+        self.atomics(offset, count, Kind::Longs)
+    }
+
+    /// The address of `count` bytes from `offset` on, for as long as the region lives. What other
+    /// processes do with them is for the caller to know.
+    ///
+    /// # Panics
+    /// When they are not inside the region, or were handed out as atomics.
+    pub fn bytes(&self, offset: usize, count: usize) -> NonNull<u8> {
+        self.claim(offset, count, Kind::Bytes)
+    }
+
+    fn atomics<T>(self: &Arc<Self>, offset: usize, count: usize, kind: Kind) -> Atomics<T> {
+        assert!(offset.is_multiple_of(align_of::<T>()), "offset {offset} is aligned");
+        let bytes = count.checked_mul(size_of::<T>()).expect("a region's bytes fit an isize");
+        let first = self.claim(offset, bytes, kind).cast();
+        Atomics { region: Arc::clone(self), first, count }
+    }
+
+    fn claim(&self, offset: usize, count: usize, kind: Kind) -> NonNull<u8> {
+        let end = offset.checked_add(count).filter(|end| *end <= self.byte_count());
+        let end = end.unwrap_or_else(|| {
+            panic!("bytes {offset} + {count} are within the {} there are", self.byte_count())
+        });
+        let mut claims = self.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        let disturbs = |(held, other): &&(Range<usize>, Kind)| {
+            *other != kind && held.start < end && offset < held.end
+        };
+        if let Some((held, other)) = claims.iter().find(disturbs) {
+            panic!("bytes {offset}..{end} are no {kind:?}: {held:?} are {other:?}");
+        }
+        if !claims.contains(&(offset..end, kind)) {
+            claims.push((offset..end, kind));
+        }
+        let base = NonNull::new(self.map.as_mut_ptr()).expect("a mapping is not at address 0");
+        // SAFETY: offset is within the mapping, whose length fits an isize.
+        unsafe { base.add(offset) }
+    }
+}
+
+impl Drop for SharedRegion {
+    fn drop(&mut self) {
+        self.unlink();
+    }
+}
+
+/// Numbers in a region, which other processes change too. Clones are the same numbers.
+#[derive(Debug)]
+pub struct Atomics<T> {
+    /// Keeps the mapping.
+    region: Arc<SharedRegion>,
+    first: NonNull<T>,
+    count: usize,
+}
+
+// SAFETY: it is a shared reference to atomics, with what keeps them alive.
+unsafe impl<T: Sync> Send for Atomics<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Atomics<T> {}
+
+impl<T> Deref for Atomics<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `claim` found the range inside the mapping, which `region` keeps, and aligned; any
+        // bits are a valid atomic integer, of which references may be shared; no byte of it is
+        // handed out as anything else in this process.
+        unsafe { slice::from_raw_parts(self.first.as_ptr(), self.count) }
+    }
+}
+
+impl<T> Clone for Atomics<T> {
+    fn clone(&self) -> Self {
+        Self { region: Arc::clone(&self.region), first: self.first, count: self.count }
+    }
+}
+
+/// Removes the regions in [`FOLDER`] whose owners are gone; says which. Those of other users, and
+/// all that are not regions, stay.
+pub fn sweep() -> Vec<RegionName> {
+    sweep_in(Path::new(FOLDER))
+}
+
+/// As [`sweep`], in another folder.
+pub fn sweep_in(folder: &Path) -> Vec<RegionName> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| RegionName::parse(entry.file_name().to_str()?));
+    names.filter(|name| remove_if_ownerless(&folder.join(name.file_name()))).collect()
+}
+
+fn remove_if_ownerless(path: &Path) -> bool {
+    let mut options = OpenOptions::new();
+    let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
+    // Gone meanwhile, or another user's.
+    let Ok(file) = file else { return false };
+    let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
+    is_file && file.try_lock().is_ok() && fs::remove_file(path).is_ok()
+}
+
+/// A new file, with our lock on it before anyone can see it, so that no sweep takes it away.
+#[cfg(target_os = "linux")]
+fn create_locked(path: &Path) -> Result<File, SharedError> {
+    let mut options = OpenOptions::new();
+    let options = options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
+    let file = options.open(folder_of(path));
+    let file = file.map_err(|source| system(path, "make it", source))?;
+    file.try_lock().map_err(|error| system(path, "lock it", error.into()))?;
+    Ok(file)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn create_locked(path: &Path) -> Result<File, SharedError> {
+    let mut options = OpenOptions::new();
+    let file = options.read(true).write(true).create_new(true).mode(0o600).open(path);
+    let file = file.map_err(|source| system(path, "make it", source))?;
+    file.try_lock().map_err(|error| system(path, "lock it", error.into()))?;
+    Ok(file)
+}
+
+/// Gives the file its name.
+#[cfg(target_os = "linux")]
+fn link(file: &File, path: &Path) -> io::Result<()> {
+    use std::{
+        ffi::CString,
+        os::{fd::AsRawFd, unix::ffi::OsStrExt},
+    };
+
+    let open = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let name = CString::new(path.as_os_str().as_bytes())?;
+    let (at, follow) = (libc::AT_FDCWD, libc::AT_SYMLINK_FOLLOW);
+    // SAFETY: both are strings that end with a zero and outlive the call.
+    let done = unsafe { libc::linkat(at, open.as_ptr(), at, name.as_ptr(), follow) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn link(_: &File, _: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+/// Gives the file its length and its memory.
+fn reserve(file: &File, path: &Path, bytes: u64) -> Result<(), SharedError> {
+    // Asked first: where much is missing, nothing is taken from the others even for a moment.
+    if let Some(free) = free_bytes(file)
+        && free < bytes
+    {
+        return Err(SharedError::NoRoom { path: path.to_owned(), needed: bytes, free });
+    }
+    match allocate(file, bytes) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::StorageFull => {
+            // What it took before it failed is given back first.
+            let _ = file.set_len(0);
+            let free = free_bytes(file).unwrap_or(0);
+            Err(SharedError::NoRoom { path: path.to_owned(), needed: bytes, free })
+        }
+        Err(source) => Err(system(path, "reserve its memory", source)),
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn allocate(file: &File, bytes: u64) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+
+    let too_long = |_| io::Error::from(io::ErrorKind::FileTooLarge);
+    let length = libc::off_t::try_from(bytes).map_err(too_long)?;
+    loop {
+        // SAFETY: plain numbers and the descriptor of an open file.
+        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn allocate(file: &File, bytes: u64) -> io::Result<()> {
+    file.set_len(bytes)
+}
+
+/// Of the file system that holds the file, for us; `None` where it does not say.
+#[cfg(target_os = "linux")]
+fn free_bytes(file: &File) -> Option<u64> {
+    use std::{mem::MaybeUninit, os::fd::AsRawFd};
+
+    let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
+    // SAFETY: the descriptor is open, and `stat` has room for what is written.
+    let done = unsafe { libc::fstatvfs64(file.as_raw_fd(), stat.as_mut_ptr()) } == 0;
+    // SAFETY: a call that succeeded has filled it.
+    let stat = done.then(|| unsafe { stat.assume_init() })?;
+    // A mount without a limit has no blocks at all.
+    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn free_bytes(_: &File) -> Option<u64> {
+    None
+}
+
+fn map(file: &File, path: &Path) -> Result<MmapRaw, SharedError> {
+    MmapRaw::map_raw(file).map_err(|source| system(path, "map it", source))
+}
+
+fn system(path: &Path, doing: &'static str, source: io::Error) -> SharedError {
+    SharedError::System { path: path.to_owned(), doing, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::atomic::Ordering, thread, time::Duration};
+
+    use super::*;
+
+    /// Not every file system can make files without a name.
+    fn folder() -> tempfile::TempDir {
+        tempfile::tempdir_in(FOLDER).unwrap()
+    }
+
+    fn name(purpose: &str) -> RegionName {
+        RegionName::own(0x1234, purpose)
+    }
+
+    #[test]
+    fn two_mappings_show_the_same_bytes_and_outlive_the_name() {
+        let folder = folder();
+        let made = SharedRegion::create_in(folder.path(), &name("ring"), 8192).unwrap();
+        let opened = SharedRegion::open_in(folder.path(), &name("ring"), 8192).unwrap();
+        let (here, there) = (made.longs(64, 8), opened.longs(64, 8));
+        assert!(here.iter().all(|long| long.load(Ordering::Relaxed) == 0), "new memory is zero");
+        here[7].store(42, Ordering::Release);
+        assert_eq!(there[7].load(Ordering::Acquire), 42);
+        made.unlink();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+        drop((made, here));
+        assert_eq!(there[7].load(Ordering::Acquire), 42);
+    }
+
+    #[test]
+    fn a_region_goes_with_its_owner_and_not_with_those_who_opened_it() {
+        let folder = folder();
+        let made = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
+        drop(SharedRegion::open_in(folder.path(), &name("a"), 64).unwrap());
+        assert!(made.path().exists());
+        drop(made);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn only_regions_without_an_owner_are_swept() {
+        let folder = folder();
+        let alive = SharedRegion::create_in(folder.path(), &name("alive"), 64).unwrap();
+        // As a process leaves it that was killed: the file is there, the lock is not.
+        let dead = RegionName { epoch: 7, owner: std::process::id(), purpose: "dead".into() };
+        fs::write(folder.path().join(dead.file_name()), [0; 64]).unwrap();
+        for other in ["baton-7-1-dead", "something", "baton-model"] {
+            fs::write(folder.path().join(other), [0; 64]).unwrap();
+        }
+        assert_eq!(sweep_in(folder.path()), [dead]);
+        assert_eq!(sweep_in(folder.path()), []);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 4);
+        assert!(alive.path().exists());
+    }
+
+    #[test]
+    fn sweeping_while_regions_are_made_takes_none_of_them() {
+        let folder = folder();
+        thread::scope(|scope| {
+            let sweeper = scope.spawn(|| {
+                for _ in 0..500 {
+                    sweep_in(folder.path());
+                }
+            });
+            while !sweeper.is_finished() {
+                let region = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
+                assert!(region.path().exists());
+            }
+        });
+    }
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        let name = RegionName { epoch: u128::MAX - 5, owner: 17, purpose: "kv_0".into() };
+        assert_eq!(RegionName::parse(&name.file_name()), Some(name.clone()));
+        let text = name.file_name();
+        for other in [
+            text.replace("baton", "bacon"),
+            text.replace("-17-", "-017-"),
+            text.replace("kv_0", ""),
+            text.replace("kv_0", "kv.0"),
+            text.replace("ff", "FF"),
+            text.replace("fff", "f"),
+            "baton".into(),
+        ] {
+            assert_eq!(RegionName::parse(&other), None, "{other}");
+        }
+        let error = SharedRegion::create(&RegionName::own(1, "../x"), 64).unwrap_err();
+        assert!(error.to_string().contains("\"../x\"; allowed are 1 to 32 of a-z"), "{error}");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn too_little_memory_is_one_line_with_what_is_needed_and_free_and_leaves_nothing() {
+        let name = name("too_large");
+        let bytes = 1 << 55;
+        let error = SharedRegion::create(&name, bytes).unwrap_err();
+        let SharedError::NoRoom { needed, free, .. } = &error else { panic!("{error}") };
+        assert!(*needed == bytes as u64 && free < needed);
+        let line = error.to_string();
+        assert!(
+            line.contains(&format!("{bytes} bytes are needed in /dev/shm and {free} are free"))
+        );
+        assert!(!line.contains('\n'));
+        assert!(!Path::new(FOLDER).join(name.file_name()).exists());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn memory_is_taken_when_a_region_is_made() {
+        let region = SharedRegion::create(&name("taken"), 1 << 20).unwrap();
+        let blocks = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(region.path()).unwrap());
+        assert!(blocks * 512 >= 1 << 20);
+    }
+
+    #[test]
+    fn a_region_of_another_length_or_none_is_refused() {
+        let folder = folder();
+        let _made = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
+        let error = SharedRegion::open_in(folder.path(), &name("a"), 128).unwrap_err();
+        assert!(error.to_string().ends_with("64 bytes long, expected are 128"), "{error}");
+        let error = SharedRegion::open_in(folder.path(), &name("b"), 64).unwrap_err();
+        assert!(error.to_string().contains("cannot open it"), "{error}");
+        let error = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap_err();
+        assert!(error.to_string().contains("cannot name it"), "{error}");
+        let error = SharedRegion::create_in(folder.path(), &name("b"), 0).unwrap_err();
+        assert!(error.to_string().contains("0 bytes cannot be"), "{error}");
+    }
+
+    #[test]
+    fn no_byte_is_two_kinds_of_thing() {
+        let folder = folder();
+        let region = SharedRegion::create_in(folder.path(), &name("a"), 256).unwrap();
+        let _words = region.words(0, 4);
+        let _again = region.words(8, 4);
+        region.bytes(128, 128);
+        for bad in [
+            |region: &Arc<SharedRegion>| drop(region.longs(16, 1)),
+            |region: &Arc<SharedRegion>| drop(region.longs(120, 2)),
+            |region: &Arc<SharedRegion>| drop(region.words(2, 1)),
+            |region: &Arc<SharedRegion>| drop(region.words(64, 1 << 40)),
+            |region: &Arc<SharedRegion>| drop(region.words(64, usize::MAX)),
+        ] {
+            let region = region.clone();
+            assert!(thread::spawn(move || bad(&region)).join().is_err());
+        }
+    }
+
+    #[test]
+    fn a_wait_ends_with_a_wake_from_another_mapping_or_in_time() {
+        let folder = folder();
+        let made = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
+        let opened = SharedRegion::open_in(folder.path(), &name("a"), 64).unwrap();
+        let (here, there) = (made.words(0, 1), opened.words(0, 1));
+        futex::wait(&here[0], 0, Duration::from_millis(1));
+        futex::wait(&here[0], 1, Duration::from_secs(3600));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                there[0].store(1, Ordering::Release);
+                futex::wake_all(&there[0]);
+            });
+            while here[0].load(Ordering::Acquire) == 0 {
+                futex::wait(&here[0], 0, Duration::from_secs(3600));
+            }
+        });
+    }
+}

@@ -1,0 +1,47 @@
+//! Waiting for a word that another process changes.
+//!
+//! As always with these, a wait may end without a reason: look at the word again. Who changes a word
+//! changes it first and wakes afterwards; a wait that begins in between sees the new value and does
+//! not sleep.
+
+use std::{sync::atomic::AtomicU32, time::Duration};
+
+/// Sleeps while the word is `expected`, for at most this long.
+#[cfg(target_os = "linux")]
+pub fn wait(word: &AtomicU32, expected: u32, at_most: Duration) {
+    let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
+    let nanos = at_most.subsec_nanos() as libc::c_long;
+    let timeout = libc::timespec { tv_sec: seconds, tv_nsec: nanos };
+    // SAFETY: the word's address is valid for the call, and the system only reads it; the time
+    // outlives the call. Whatever ends the wait, the caller looks at the word again.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            // Not the private kind: others map the word elsewhere.
+            libc::FUTEX_WAIT,
+            expected,
+            &raw const timeout,
+        );
+    }
+}
+
+/// Ends the waits of all who sleep on the word.
+#[cfg(target_os = "linux")]
+pub fn wake_all(word: &AtomicU32) {
+    // SAFETY: the system uses the address as a name only.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX);
+    }
+}
+
+/// Sleeps for a moment.
+#[cfg(not(target_os = "linux"))]
+pub fn wait(word: &AtomicU32, expected: u32, at_most: Duration) {
+    if word.load(std::sync::atomic::Ordering::Acquire) == expected {
+        std::thread::sleep(at_most.min(Duration::from_millis(1)));
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+pub fn wake_all(_: &AtomicU32) {}
