@@ -8,10 +8,12 @@ pub mod sim;
 
 use std::{
     any::Any,
+    fmt,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, bounded};
 
 use crate::plan::{StepPlan, StepResult};
 
@@ -36,6 +38,12 @@ pub trait Executor: Send {
     fn waker(&self) -> CollectWaker {
         CollectWaker::default()
     }
+
+    /// Whether it could run a step, asked while none is in flight. A device that is gone would
+    /// otherwise be missed by the next request only.
+    fn check(&mut self) -> Result<(), ExecutorError> {
+        Ok(())
+    }
 }
 
 impl<E: Executor + ?Sized> Executor for Box<E> {
@@ -57,6 +65,10 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
 
     fn waker(&self) -> CollectWaker {
         (**self).waker()
+    }
+
+    fn check(&mut self) -> Result<(), ExecutorError> {
+        (**self).check()
     }
 }
 
@@ -107,24 +119,38 @@ pub enum ExecutorError {
 
 /// Makes a `collect` that waits for a result, or the next one, return early. Whoever puts work into
 /// the engine thread's inbox wakes it, so that a newcomer does not wait for the running step.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct CollectWaker {
-    /// Holds at most one wake-up.
-    wake: Option<Sender<()>>,
+    wake: Option<Arc<dyn Fn() + Send + Sync>>,
 }
 
 impl CollectWaker {
     /// A waker and what `collect` listens on.
     pub fn new() -> (Self, Receiver<()>) {
+        // Holds at most one wake-up.
         let (wake, woken) = bounded(1);
-        (Self { wake: Some(wake) }, woken)
+        let wake = move || {
+            // Full: a wake-up is pending already. Closed: nobody collects any more.
+            let _ = wake.try_send(());
+        };
+        (Self::by(wake), woken)
+    }
+
+    /// A waker that does this.
+    pub fn by(wake: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { wake: Some(Arc::new(wake)) }
     }
 
     pub fn wake(&self) {
         if let Some(wake) = &self.wake {
-            // Full: a wake-up is pending already. Closed: nobody collects any more.
-            let _ = wake.try_send(());
+            wake();
         }
+    }
+}
+
+impl fmt::Debug for CollectWaker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CollectWaker").field("wakes", &self.wake.is_some()).finish()
     }
 }
 

@@ -105,6 +105,7 @@ impl<E: Executor> StepLoop<E> {
         }
         self.launch_planned(actions)?;
         if self.launched.is_empty() {
+            self.executor.check()?;
             return Ok(Turn::Idle);
         }
         let Some(result) = self.executor.collect(timeout)? else {

@@ -1,0 +1,657 @@
+//! The ranks of a node as one executor, in the node's process.
+//!
+//! For each rank a thread starts its process, waits for its end and says so. (The process is tied to
+//! the life of that thread, so it must be one that stays.) Another thread watches the heartbeats,
+//! because a process that is stopped or stuck does not end. Whoever finds something wrong first says
+//! what, ends all ranks and wakes whoever waits: a group fails once, and as a whole.
+
+use std::{
+    collections::VecDeque,
+    fmt, io,
+    process::{Command, ExitStatus},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use engine::{
+    executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
+    plan::{Span, StepId, StepPlan, StepResult, StepRun},
+};
+use kernels::shared::{self, Atomics, RegionName, SharedError};
+use tracing::{info, warn};
+
+use crate::{
+    codec::{self, Answer, Failure, StepAnswer, WireResult},
+    process::{Clock, Process},
+    rank::HEARTBEAT,
+    region::{GroupRegion, PURPOSE, build},
+    ring::{Bell, RingError, RingReader, RingWriter},
+    seat::Seat,
+};
+
+/// Between two looks at the heartbeats.
+const WATCH_EVERY: Duration = Duration::from_millis(100);
+/// Longest sleep at a time.
+const SLEEP_MAX: Duration = Duration::from_millis(500);
+/// For processes that were killed.
+const GONE_WITHIN: Duration = Duration::from_secs(2);
+
+/// What a group is made for.
+#[derive(Clone, Debug)]
+pub struct GroupSettings {
+    /// The node's.
+    pub epoch: u128,
+    /// Tells the groups of one process apart.
+    pub number: u32,
+    pub ranks: u32,
+    /// Given to every rank's maker of executors.
+    pub told: Vec<u8>,
+    /// Until all ranks are ready.
+    pub start_within: Duration,
+    /// A rank without a sign of life for so long is taken for dead.
+    pub silence_max: Duration,
+    /// How long a rank may leave plans unread.
+    pub unread_max: Duration,
+    /// From the word to stop to the end by force.
+    pub stop_within: Duration,
+}
+
+impl GroupSettings {
+    pub fn new(epoch: u128, ranks: u32, told: Vec<u8>) -> Self {
+        Self {
+            epoch,
+            number: 0,
+            ranks,
+            told,
+            // Loading is bound by the disk.
+            start_within: Duration::from_secs(1800),
+            silence_max: Duration::from_secs(5),
+            unread_max: Duration::from_secs(5),
+            stop_within: Duration::from_secs(5),
+        }
+    }
+}
+
+/// Why a group is no more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RankFailure {
+    #[error("{who} ended: {how}")]
+    Ended { who: Who, how: String },
+    #[error("{who} gave no sign of life for {} ms", silence.as_millis())]
+    Silent { who: Who, silence: Duration },
+    #[error("{who}: {reason}")]
+    Said { who: Who, reason: String },
+    #[error("{who} does not fit step {step_id}: {reason}")]
+    BadPlan { who: Who, step_id: StepId, reason: String },
+    /// The first step in which ranks differ.
+    #[error("step {step_id}: {what} of {ranks} are not those of rank 0", ranks = Ranks(ranks))]
+    Differ { step_id: StepId, what: &'static str, ranks: Vec<u32> },
+    #[error(
+        "the ranks are made for different limits: rank 0 for {first:?}, rank {rank} for {other:?}"
+    )]
+    Limits { first: ExecutorLimits, rank: u32, other: ExecutorLimits },
+    #[error("{who} said something that nobody asked for: {what}")]
+    Unasked { who: Who, what: String },
+    #[error("a ring of plans or results: {0}")]
+    Ring(#[from] RingError),
+    #[error("{who} cannot be started: {reason}")]
+    Start { who: Who, reason: String },
+    #[error("{who} was not ready after {} s", within.as_secs())]
+    NotReady { who: Who, within: Duration },
+}
+
+/// A rank, for people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Who {
+    pub rank: u32,
+    pub of: u32,
+}
+
+impl fmt::Display for Who {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.rank, self.of)
+    }
+}
+
+struct Ranks<'a>(&'a [u32]);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.len() == 1 { "rank " } else { "ranks " })?;
+        for (at, rank) in self.0.iter().enumerate() {
+            write!(f, "{}{rank}", if at == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+/// Why a group cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum GroupError {
+    #[error(transparent)]
+    Region(#[from] SharedError),
+    #[error("cannot start a thread: {0}")]
+    Thread(#[from] io::Error),
+    #[error("the ranks did not start: {0}")]
+    Failed(#[from] RankFailure),
+}
+
+/// What the group's threads share.
+#[derive(Debug)]
+struct Watch {
+    failure: Mutex<Option<RankFailure>>,
+    /// Whether there is one, for those who wait.
+    failed: AtomicBool,
+    /// Ends are expected.
+    stopping: AtomicBool,
+    /// With their numbers; `None` before the start and after the end.
+    processes: Mutex<Vec<Option<(u32, Process)>>>,
+    /// Rung at a failure: the one waits for results, the other for room for plans.
+    bells: [Bell; 2],
+}
+
+impl Watch {
+    fn fail(&self, failure: RankFailure) {
+        {
+            let mut first = lock(&self.failure);
+            if first.is_some() || self.stopping.load(Ordering::Acquire) {
+                return;
+            }
+            *first = Some(failure);
+        }
+        self.failed.store(true, Ordering::Release);
+        self.kill_all();
+        self.bells.iter().for_each(Bell::ring);
+    }
+
+    fn failure(&self) -> Option<RankFailure> {
+        if !self.failed.load(Ordering::Acquire) {
+            return None;
+        }
+        lock(&self.failure).clone()
+    }
+
+    fn kill_all(&self) {
+        lock(&self.processes).iter().flatten().for_each(|(_, process)| process.kill());
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What is behind them is replaced as a whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One rank, from here.
+#[derive(Debug)]
+struct Member {
+    results: RingReader,
+    /// Read, and not yet compared with the others'.
+    answers: VecDeque<StepAnswer>,
+    limits: Option<ExecutorLimits>,
+    /// Lives as long as the rank's process.
+    keeper: Option<JoinHandle<()>>,
+}
+
+/// The executor of a node with ranks. Dropping it ends them.
+#[derive(Debug)]
+pub struct RankGroup {
+    watch: Arc<Watch>,
+    /// `None` until all ranks have told theirs.
+    limits: Option<ExecutorLimits>,
+    plans: RingWriter,
+    members: Vec<Member>,
+    results_there: Bell,
+    /// Steps in flight with the state hash of each.
+    in_flight: VecDeque<(StepId, u64)>,
+    state: u64,
+    /// Reused by every plan.
+    message: Vec<u8>,
+    clock: Clock,
+    waker: CollectWaker,
+    woken: Arc<AtomicBool>,
+    settings: GroupSettings,
+    /// Nothing is ever sent: its drop ends the watching thread.
+    watching: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+impl RankGroup {
+    /// Starts a process for each rank, by the command that is made for its seat, and waits until all
+    /// are ready.
+    ///
+    /// # Errors
+    /// When memory is missing, or a rank does not become ready. All processes are ended then.
+    pub fn start(
+        settings: GroupSettings,
+        command: impl Fn(&Seat) -> Command + Send + Sync + 'static,
+    ) -> Result<Self, GroupError> {
+        for name in shared::sweep() {
+            info!(owner = name.owner, purpose = name.purpose, "removed what a dead node left");
+        }
+        let purpose = match settings.number {
+            0 => PURPOSE.to_owned(),
+            number => format!("{PURPOSE}{number}"),
+        };
+        let name = RegionName::own(settings.epoch, purpose);
+        let of = settings.ranks;
+        let seat = |rank| Seat { region: name.clone(), rank, of };
+        let region = GroupRegion::create(&seat(0), build())?;
+        let mut group = Self::new(settings, &region);
+        // There before the first rank can look for it.
+        let told = codec::encode_start(&group.settings.told);
+        group.plans.write(&told, group.settings.unread_max, || false).map_err(RankFailure::from)?;
+        let command = Arc::new(command);
+        for rank in 0..group.settings.ranks {
+            group.keep(seat(rank), command.clone())?;
+        }
+        group.watch_life(&region)?;
+        group.wait_ready()?;
+        region.unlink();
+        Ok(group)
+    }
+
+    /// Numbers of the ranks' processes, as far as they live.
+    pub fn process_ids(&self) -> Vec<u32> {
+        lock(&self.watch.processes).iter().flatten().map(|(id, _)| *id).collect()
+    }
+
+    fn new(settings: GroupSettings, region: &GroupRegion) -> Self {
+        let results_there = region.results_there();
+        let member = |rank| Member {
+            results: region.result_reader(rank),
+            answers: VecDeque::new(),
+            limits: None,
+            keeper: None,
+        };
+        let ranks = settings.ranks as usize;
+        let watch = Watch {
+            failure: Mutex::new(None),
+            failed: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            processes: Mutex::new((0..ranks).map(|_| None).collect()),
+            bells: [results_there.clone(), region.plan_room()],
+        };
+        let woken = Arc::new(AtomicBool::new(false));
+        let waker = {
+            let (woken, bell) = (woken.clone(), results_there.clone());
+            CollectWaker::by(move || {
+                woken.store(true, Ordering::Release);
+                bell.ring();
+            })
+        };
+        Self {
+            watch: Arc::new(watch),
+            limits: None,
+            plans: region.plan_writer(),
+            members: (0..ranks).map(member).collect(),
+            results_there,
+            in_flight: VecDeque::new(),
+            state: 0,
+            message: Vec::new(),
+            clock: Clock::new(),
+            waker,
+            woken,
+            settings,
+            watching: None,
+        }
+    }
+
+    /// The thread that starts a rank's process and waits for its end.
+    fn keep(
+        &mut self,
+        seat: Seat,
+        command: Arc<impl Fn(&Seat) -> Command + Send + Sync + 'static>,
+    ) -> io::Result<()> {
+        let watch = self.watch.clone();
+        let rank = seat.rank as usize;
+        // Dropped once there is a process, or none will be.
+        let (starting, started) = bounded::<()>(0);
+        let keep = move || {
+            let who = Who { rank: seat.rank, of: seat.of };
+            let mut child = match command(&seat).spawn() {
+                Ok(child) => child,
+                Err(error) => {
+                    let reason = error.to_string();
+                    return watch.fail(RankFailure::Start { who, reason });
+                }
+            };
+            match Process::of_child(child.id()) {
+                Ok(process) => lock(&watch.processes)[rank] = Some((child.id(), process)),
+                Err(error) => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    let reason = format!("there is no handle of its process: {error}");
+                    return watch.fail(RankFailure::Start { who, reason });
+                }
+            }
+            drop(starting);
+            // The group may have ended before there was anything to kill.
+            if watch.failed.load(Ordering::Acquire) {
+                watch.kill_all();
+            }
+            let ended = child.wait();
+            lock(&watch.processes)[rank] = None;
+            let how = match ended {
+                Ok(status) => described(status),
+                Err(error) => format!("nobody knows how: {error}"),
+            };
+            watch.fail(RankFailure::Ended { who, how });
+        };
+        let name = format!("baton-keeper-{rank}");
+        self.members[rank].keeper = Some(thread::Builder::new().name(name).spawn(keep)?);
+        let _ = started.recv();
+        Ok(())
+    }
+
+    fn watch_life(&mut self, region: &GroupRegion) -> io::Result<()> {
+        let (stop, stopped) = bounded(0);
+        let hearts = (0..self.members.len()).map(|rank| region.heartbeat(rank)).collect();
+        let (watch, silence_max) = (self.watch.clone(), self.settings.silence_max);
+        let thread = thread::Builder::new()
+            .name("baton-ranks".to_owned())
+            .spawn(move || watch_hearts(&watch, hearts, silence_max, &stopped))?;
+        self.watching = Some((stop, thread));
+        Ok(())
+    }
+
+    fn wait_ready(&mut self) -> Result<(), GroupError> {
+        let deadline = Instant::now() + self.settings.start_within;
+        loop {
+            let count = self.results_there.count();
+            self.take_answers()?;
+            let missing = self.members.iter().position(|member| member.limits.is_none());
+            let Some(rank) = missing else { break };
+            if let Some(failure) = self.failure() {
+                return Err(failure.into());
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                let within = self.settings.start_within;
+                let failure = RankFailure::NotReady { who: self.who(rank), within };
+                self.watch.fail(failure.clone());
+                return Err(failure.into());
+            }
+            self.results_there.wait(count, SLEEP_MAX.min(deadline - now));
+        }
+        let mut limits = self.members.iter().filter_map(|member| member.limits);
+        let first = limits.next().expect("there is a rank");
+        for (rank, other) in (1..).zip(limits) {
+            if other != first {
+                let failure = RankFailure::Limits { first, rank, other };
+                self.watch.fail(failure.clone());
+                return Err(failure.into());
+            }
+        }
+        self.limits = Some(first);
+        Ok(())
+    }
+
+    fn who(&self, rank: usize) -> Who {
+        Who { rank: rank as u32, of: self.settings.ranks }
+    }
+
+    /// Takes what the ranks have answered, without waiting.
+    fn take_answers(&mut self) -> Result<(), RankFailure> {
+        for rank in 0..self.members.len() {
+            let who = self.who(rank);
+            let taken = self.members[rank].take_answers(who);
+            if let Err(failure) = taken {
+                self.watch.fail(failure.clone());
+                // What was found first counts, unless it is only the end of who says more here.
+                return Err(match self.watch.failure() {
+                    Some(RankFailure::Ended { who: ended, .. }) if ended == who => failure,
+                    Some(first) => first,
+                    None => failure,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Why the group is no more, if it is.
+    fn failure(&mut self) -> Option<RankFailure> {
+        let failure = self.watch.failure()?;
+        // A rank that ends by itself has said why, if it could.
+        Some(match self.take_answers() {
+            Err(said) => said,
+            Ok(()) => failure,
+        })
+    }
+
+    /// The oldest step's result once every rank has answered.
+    fn agreed(&mut self) -> Result<Option<StepResult>, RankFailure> {
+        if self.members.iter().any(|member| member.answers.is_empty()) {
+            return Ok(None);
+        }
+        let mut answers: Vec<StepAnswer> =
+            self.members.iter_mut().filter_map(|member| member.answers.pop_front()).collect();
+        let Some((step_id, state)) = self.in_flight.pop_front() else {
+            let what = format!("a result of step {}", answers[0].step_id);
+            return Err(RankFailure::Unasked { who: self.who(0), what });
+        };
+        let differing = |differs: &dyn Fn(&StepAnswer) -> bool| {
+            let ranks = (0..).zip(&answers).filter(|(_, answer)| differs(answer));
+            ranks.map(|(rank, _)| rank).collect::<Vec<u32>>()
+        };
+        let tokens = answers[0].tokens;
+        for (what, ranks) in [
+            ("the steps", differing(&|answer| answer.step_id != step_id)),
+            ("the plans", differing(&|answer| answer.state != state)),
+            ("the tokens", differing(&|answer| answer.tokens != tokens)),
+        ] {
+            if !ranks.is_empty() {
+                return Err(RankFailure::Differ { step_id, what, ranks });
+            }
+        }
+        let Some(result) = answers[0].result.take() else {
+            let what = format!("no result of step {step_id}");
+            return Err(RankFailure::Unasked { who: self.who(0), what });
+        };
+        Ok(Some(self.here(step_id, result)))
+    }
+
+    /// The result with its moments as this process counts them.
+    fn here(&self, step_id: StepId, result: WireResult) -> StepResult {
+        let instant = |nanos| self.clock.instant(nanos);
+        let device = result.device_nanos.map(|(begin, end)| {
+            let begin = instant(begin);
+            Span { begin, end: instant(end).max(begin) }
+        });
+        StepResult {
+            step_id,
+            rows: result.rows,
+            busy: Duration::from_nanos(result.busy_nanos),
+            run: StepRun {
+                dispatch: result.dispatch,
+                uploaded_bytes: result.uploaded_bytes,
+                device,
+                landed_at: result.landed_nanos.map(instant),
+                taken_at: Some(Instant::now()),
+            },
+        }
+    }
+
+    fn stopped(&self, failure: RankFailure) -> ExecutorError {
+        self.watch.fail(failure.clone());
+        match failure {
+            RankFailure::BadPlan { step_id, reason, .. } => {
+                ExecutorError::BadPlan { step_id, reason }
+            }
+            failure => ExecutorError::Stopped { reason: failure.to_string() },
+        }
+    }
+}
+
+impl Member {
+    fn take_answers(&mut self, who: Who) -> Result<(), RankFailure> {
+        while let Some(message) = self.results.poll()? {
+            let answer = codec::decode_answer(&message)
+                .map_err(|error| RankFailure::Unasked { who, what: error.to_string() })?;
+            match answer {
+                Answer::Ready(limits) if self.limits.is_none() => self.limits = Some(limits),
+                Answer::Ready(_) => {
+                    let what = "that it is ready, twice".to_owned();
+                    return Err(RankFailure::Unasked { who, what });
+                }
+                Answer::Step(answer) => self.answers.push_back(answer),
+                Answer::Failed(Failure::Stopped { reason }) => {
+                    return Err(RankFailure::Said { who, reason });
+                }
+                Answer::Failed(Failure::BadPlan { step_id, reason }) => {
+                    return Err(RankFailure::BadPlan { who, step_id, reason });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Executor for RankGroup {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        if let Some(failure) = self.failure() {
+            return Err(self.stopped(failure));
+        }
+        let step_id = plan.step_id;
+        let depth = self.limits().depth as usize;
+        if self.in_flight.len() == depth {
+            let reason = format!("{depth} steps are in flight already");
+            return Err(ExecutorError::BadPlan { step_id, reason });
+        }
+        self.state = codec::encode_plan(&plan, self.state, &mut self.message)
+            .map_err(|error| ExecutorError::BadPlan { step_id, reason: error.to_string() })?;
+        let watch = &self.watch;
+        let has_failed = || watch.failed.load(Ordering::Acquire);
+        let written = self.plans.write(&self.message, self.settings.unread_max, has_failed);
+        if let Err(error) = written {
+            let failure = self.failure().unwrap_or(error.into());
+            return Err(self.stopped(failure));
+        }
+        self.in_flight.push_back((step_id, self.state));
+        Ok(())
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        let began = Instant::now();
+        loop {
+            let count = self.results_there.count();
+            let agreed = self.take_answers().and_then(|()| self.agreed());
+            match agreed {
+                Ok(Some(result)) => return Ok(Some(result)),
+                Ok(None) => {}
+                Err(failure) => return Err(self.stopped(failure)),
+            }
+            if let Some(failure) = self.failure() {
+                return Err(self.stopped(failure));
+            }
+            let left = timeout.saturating_sub(began.elapsed());
+            if self.woken.swap(false, Ordering::AcqRel) || left.is_zero() {
+                return Ok(None);
+            }
+            self.results_there.wait(count, left.min(SLEEP_MAX));
+        }
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        self.limits.expect("a group that has started knows its limits")
+    }
+
+    fn waker(&self) -> CollectWaker {
+        self.waker.clone()
+    }
+
+    fn check(&mut self) -> Result<(), ExecutorError> {
+        match self.failure() {
+            Some(failure) => Err(self.stopped(failure)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for RankGroup {
+    fn drop(&mut self) {
+        let has_failed = self.watch.failed.load(Ordering::Acquire);
+        self.watch.stopping.store(true, Ordering::Release);
+        if !has_failed {
+            // Who does not read it is ended by force.
+            let _ = self.plans.write(&codec::encode_stop(), self.settings.stop_within, || false);
+        }
+        if let Some((stop, thread)) = self.watching.take() {
+            drop(stop);
+            let _ = thread.join();
+        }
+        let within = if has_failed { Duration::ZERO } else { self.settings.stop_within };
+        if !self.join_keepers(within) {
+            self.watch.kill_all();
+            if !self.join_keepers(GONE_WITHIN) {
+                warn!("processes of ranks do not end though they were killed");
+            }
+        }
+    }
+}
+
+impl RankGroup {
+    /// Whether all processes have ended by then.
+    fn join_keepers(&mut self, within: Duration) -> bool {
+        let deadline = Instant::now() + within;
+        loop {
+            let keepers = || self.members.iter().filter_map(|member| member.keeper.as_ref());
+            if keepers().all(JoinHandle::is_finished) {
+                for keeper in self.members.iter_mut().filter_map(|member| member.keeper.take()) {
+                    let _ = keeper.join();
+                }
+                return true;
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+fn described(status: ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => format!("killed by signal {signal}"),
+        (None, Some(0)) => "by itself, without a word".to_owned(),
+        (None, code) => {
+            let code = code.map_or_else(|| "?".to_owned(), |code| code.to_string());
+            format!("exit code {code}; its own lines may say why")
+        }
+    }
+}
+
+/// Until told to stop: each heart beats.
+fn watch_hearts(
+    watch: &Watch,
+    hearts: Vec<Atomics<AtomicU64>>,
+    silence_max: Duration,
+    stopped: &Receiver<()>,
+) {
+    let of = hearts.len() as u32;
+    let mut seen: Vec<(u64, Duration)> = vec![(0, Duration::ZERO); hearts.len()];
+    let mut last = Instant::now();
+    while stopped.recv_timeout(WATCH_EVERY).is_err_and(|error| error.is_timeout()) {
+        // When this process itself was stopped the time says nothing about the others.
+        let passed = last.elapsed().min(WATCH_EVERY + HEARTBEAT);
+        last = Instant::now();
+        for ((rank, heart), (beats, silence)) in (0..).zip(&hearts).zip(&mut seen) {
+            let now = heart[0].load(Ordering::Relaxed);
+            // One that has not begun is not stuck: it is being started, which has its own deadline.
+            if now != std::mem::replace(beats, now) || now == 0 {
+                *silence = Duration::ZERO;
+                continue;
+            }
+            *silence += passed;
+            if *silence > silence_max {
+                let who = Who { rank, of };
+                return watch.fail(RankFailure::Silent { who, silence: *silence });
+            }
+        }
+    }
+}

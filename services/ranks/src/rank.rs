@@ -1,0 +1,238 @@
+//! What a rank's process does.
+//!
+//! Its main thread drives the executor; one thread reads plans, so that the next one is launched
+//! while a step computes; one shows that the process lives.
+
+use std::{
+    collections::VecDeque,
+    io,
+    sync::atomic::Ordering,
+    thread,
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded};
+use engine::{
+    executor::{CollectWaker, Executor, ExecutorError},
+    plan::{StepId, StepPlan, StepResult},
+};
+use tracing::info;
+
+use crate::{
+    codec::{self, Answer, DecodeError, Failure, Order, StepAnswer, WireResult},
+    process::{self, Clock},
+    region::{GroupRegion, JoinError, build},
+    ring::{RingError, RingReader, RingWriter},
+    seat::Seat,
+};
+
+/// Between two signs of life.
+pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
+/// Plans come one a step, a step takes far longer than this: spinning is for those on their way.
+const SPIN: Duration = Duration::from_micros(10);
+/// Longest wait at a time. None of them ends the process: its parent does, or the system when the
+/// parent is gone.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Why a rank's process ends before it was told to.
+#[derive(Debug, thiserror::Error)]
+pub enum RankError {
+    #[error("the node that started it is gone: {0}")]
+    Parent(io::Error),
+    #[error(transparent)]
+    Join(#[from] JoinError),
+    #[error("the ring: {0}")]
+    Ring(#[from] RingError),
+    #[error("an order of the node: {0}")]
+    Order(#[from] DecodeError),
+    #[error("the node began with something else than what to start")]
+    NoStart,
+    #[error("step {step_id}: plans were missed, repeated or changed on their way")]
+    State { step_id: StepId },
+    #[error("cannot start: {0}")]
+    Executor(String),
+    #[error(transparent)]
+    Device(#[from] ExecutorError),
+    #[error("cannot start a thread: {0}")]
+    Thread(io::Error),
+}
+
+/// The life of a rank: takes its seat, makes its executor of what it is told to start, and computes
+/// until it is told to stop. The process ends with its parent at the latest.
+pub fn run_rank<E: Executor>(
+    seat: &Seat,
+    make: impl FnOnce(&[u8]) -> Result<E, String>,
+) -> Result<(), RankError> {
+    process::ignore_stop_signals();
+    process::die_with_parent(seat.region.owner).map_err(RankError::Parent)?;
+    process::set_name(&format!("baton-rank-{}", seat.rank));
+    let region = GroupRegion::open(seat, build())?;
+    let rank = seat.rank as usize;
+    show_life(&region, rank)?;
+    let mut orders = region.plan_reader(rank);
+    let mut answers = region.result_writer(rank);
+    let told = loop {
+        let Some(message) = orders.read(PATIENCE, Duration::ZERO)? else { continue };
+        match codec::decode_order(&message, 0)? {
+            Order::Start(told) => break told,
+            Order::Stop => return Ok(()),
+            Order::Plan { .. } => return Err(RankError::NoStart),
+        }
+    };
+    let outcome = match make(&told) {
+        Ok(executor) => {
+            info!(rank, of = seat.of, "the rank computes");
+            Rank::new(executor, &mut answers, rank == 0).run(orders)
+        }
+        Err(reason) => Err(RankError::Executor(reason)),
+    };
+    if let Err(error) = &outcome {
+        let failure = match error {
+            RankError::Device(error) => Failure::from(error),
+            other => Failure::Stopped { reason: other.to_string() },
+        };
+        // The node sees the end of this process anyway; this says why.
+        let _ = tell(&mut answers, &Answer::Failed(failure));
+    }
+    outcome
+}
+
+fn show_life(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
+    let heartbeat = region.heartbeat(rank);
+    // From here on silence is a sign.
+    heartbeat[0].fetch_add(1, Ordering::Relaxed);
+    let beat = move || loop {
+        thread::sleep(HEARTBEAT);
+        heartbeat[0].fetch_add(1, Ordering::Relaxed);
+    };
+    let thread = thread::Builder::new().name("baton-heartbeat".to_owned()).spawn(beat);
+    thread.map(drop).map_err(RankError::Thread)
+}
+
+fn tell(answers: &mut RingWriter, answer: &Answer) -> Result<(), RingError> {
+    let message = codec::encode_answer(answer);
+    // As long as the node lives it takes answers, sooner or later.
+    answers.write(&message, Duration::MAX, || false)
+}
+
+/// What the thread that reads plans hands on.
+type Planned = Result<Order, RankError>;
+
+struct Rank<'a, E> {
+    executor: E,
+    answers: &'a mut RingWriter,
+    /// One rank says what came of a step, all say that they agree.
+    tells_results: bool,
+    clock: Clock,
+    /// Steps in flight: number and state hash.
+    in_flight: VecDeque<(StepId, u64)>,
+    tokens: u64,
+}
+
+impl<'a, E: Executor> Rank<'a, E> {
+    fn new(executor: E, answers: &'a mut RingWriter, tells_results: bool) -> Self {
+        let (clock, in_flight) = (Clock::new(), VecDeque::new());
+        Self { executor, answers, tells_results, clock, in_flight, tokens: 0 }
+    }
+
+    fn run(mut self, orders: RingReader) -> Result<(), RankError> {
+        let limits = self.executor.limits();
+        tell(self.answers, &Answer::Ready(limits))?;
+        let depth = limits.depth as usize;
+        let (planned, plans) = bounded(depth + 1);
+        let waker = self.executor.waker();
+        thread::Builder::new()
+            .name("baton-plans".to_owned())
+            .spawn(move || read_orders(orders, &planned, &waker))
+            .map_err(RankError::Thread)?;
+        let mut stopping = false;
+        loop {
+            while !stopping && self.in_flight.len() < depth {
+                let Some(order) = self.next_order(&plans)? else { break };
+                match order {
+                    Order::Plan { plan, state, .. } => self.launch(plan, state)?,
+                    Order::Stop => stopping = true,
+                    Order::Start(_) => return Err(RankError::NoStart),
+                }
+            }
+            if self.in_flight.is_empty() {
+                if stopping {
+                    return Ok(());
+                }
+            } else if let Some(result) = self.executor.collect(PATIENCE)? {
+                self.answer(result)?;
+            }
+        }
+    }
+
+    /// Waits for it when nothing is in flight.
+    fn next_order(&self, plans: &Receiver<Planned>) -> Result<Option<Order>, RankError> {
+        let order = if self.in_flight.is_empty() {
+            plans.recv().map_err(|_| TryRecvError::Disconnected)
+        } else {
+            plans.try_recv()
+        };
+        match order {
+            Ok(order) => order.map(Some),
+            Err(TryRecvError::Empty) => Ok(None),
+            // The reader ends after Stop, which was taken, or after an error, which was too.
+            Err(TryRecvError::Disconnected) => Ok(Some(Order::Stop)),
+        }
+    }
+
+    fn launch(&mut self, plan: StepPlan, state: u64) -> Result<(), RankError> {
+        let step_id = plan.step_id;
+        self.executor.launch(plan)?;
+        self.in_flight.push_back((step_id, state));
+        Ok(())
+    }
+
+    fn answer(&mut self, result: StepResult) -> Result<(), RankError> {
+        let (step_id, state) = self.in_flight.pop_front().expect("a result belongs to a step");
+        debug_assert_eq!(step_id, result.step_id, "results come in order");
+        self.tokens = codec::next_tokens(self.tokens, &result.rows);
+        let result = self.tells_results.then(|| {
+            let nanos = |at: Instant| self.clock.nanos(at);
+            let run = result.run;
+            WireResult {
+                rows: result.rows,
+                busy_nanos: result.busy.as_nanos() as u64,
+                dispatch: run.dispatch,
+                uploaded_bytes: run.uploaded_bytes,
+                device_nanos: run.device.map(|span| (nanos(span.begin), nanos(span.end))),
+                landed_nanos: run.landed_at.map(nanos),
+            }
+        });
+        let answer = StepAnswer { step_id, state, tokens: self.tokens, result };
+        Ok(tell(self.answers, &Answer::Step(answer))?)
+    }
+}
+
+/// Until it is told to stop, or something is wrong, which it hands on as well.
+fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &CollectWaker) {
+    let mut state = 0;
+    loop {
+        let order = match orders.read(PATIENCE, SPIN) {
+            Ok(None) => continue,
+            Ok(Some(message)) => checked_order(&message, &mut state),
+            Err(error) => Err(error.into()),
+        };
+        let is_last = !matches!(order, Ok(Order::Plan { .. }));
+        if planned.send(order).is_err() || is_last {
+            waker.wake();
+            return;
+        }
+        waker.wake();
+    }
+}
+
+fn checked_order(message: &[u8], running: &mut u64) -> Result<Order, RankError> {
+    let order = codec::decode_order(message, *running)?;
+    if let Order::Plan { plan, state, found } = &order {
+        if state != found {
+            return Err(RankError::State { step_id: plan.step_id });
+        }
+        *running = *state;
+    }
+    Ok(order)
+}

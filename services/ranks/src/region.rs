@@ -1,0 +1,241 @@
+//! Where everything lies that a node and its ranks share.
+//!
+//! One region for each group: a header that says whose it is, a heartbeat for each rank, the bells,
+//! the ring of plans with the ranks as its readers, and a ring of results from each rank.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    sync::{Arc, atomic::Ordering},
+};
+
+use kernels::shared::{Atomics, SharedError, SharedRegion};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use crate::{
+    ring::{Bell, LINE, RingReader, RingShape, RingWriter},
+    seat::Seat,
+};
+
+/// What the region's file says it is for.
+pub const PURPOSE: &str = "ranks";
+
+const MAGIC: u64 = u64::from_le_bytes(*b"batonrnk");
+/// Of the layout here and of the messages' form.
+const VERSION: u64 = 1;
+
+/// A step of 256 rows is one part, a prompt of 100,000 tokens fits as a whole.
+const PLANS: (usize, usize) = (64, 8 << 10);
+/// A step of 256 rows without log-probabilities is one part.
+const RESULTS: (usize, usize) = (32, 8 << 10);
+
+const HEADER_BYTES: usize = 8 * LINE;
+
+/// The bells: plans are there, there is room for plans, results are there; then for each rank that
+/// there is room for its results.
+const BELLS_SHARED: usize = 3;
+
+/// Why a process cannot join a group.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    #[error(transparent)]
+    Region(#[from] SharedError),
+    #[error("the region is no group's, or not of this kind: it begins with {found:016x}")]
+    Magic { found: u64 },
+    #[error(
+        "the node is of another build ({node:016x}) than this program ({own:016x}): start it anew"
+    )]
+    Build { node: u64, own: u64 },
+    #[error("the region is of epoch {found:032x}, expected is {expected:032x}")]
+    Epoch { found: u128, expected: u128 },
+    #[error("the group has {found} ranks, expected are {expected}")]
+    Ranks { found: u64, expected: u32 },
+}
+
+/// Tells builds of this program apart. All ranks of a group are of one.
+pub fn build() -> u64 {
+    let mut hash = Xxh3::with_seed(VERSION);
+    hash.update(env!("CARGO_PKG_VERSION").as_bytes());
+    // The file that runs, whatever has taken its name since.
+    if let Ok(file) = fs::metadata("/proc/self/exe") {
+        for number in [file.len() as i64, file.mtime(), file.mtime_nsec()] {
+            hash.update(&number.to_le_bytes());
+        }
+    }
+    hash.digest()
+}
+
+/// The region of a group, mapped.
+#[derive(Debug)]
+pub struct GroupRegion {
+    region: Arc<SharedRegion>,
+    ranks: usize,
+    epoch: u128,
+}
+
+impl GroupRegion {
+    /// Bytes of a group's region.
+    pub fn bytes(ranks: u32) -> usize {
+        Self::results_at(ranks as usize, ranks as usize)
+    }
+
+    /// By the node.
+    pub fn create(seat: &Seat, build: u64) -> Result<Self, SharedError> {
+        let region = SharedRegion::create(&seat.region, Self::bytes(seat.of))?;
+        let (epoch, ranks) = (seat.region.epoch, seat.of as usize);
+        let header = region.longs(0, HEADER_BYTES / 8);
+        let fields = [MAGIC, VERSION, build, epoch as u64, (epoch >> 64) as u64, ranks as u64];
+        for (place, value) in header.iter().zip(fields) {
+            place.store(value, Ordering::Relaxed);
+        }
+        Ok(Self { region, ranks, epoch })
+    }
+
+    /// By a rank.
+    pub fn open(seat: &Seat, own: u64) -> Result<Self, JoinError> {
+        let region = SharedRegion::open(&seat.region, Self::bytes(seat.of))?;
+        let header = region.longs(0, HEADER_BYTES / 8);
+        let field = |at: usize| header[at].load(Ordering::Relaxed);
+        if field(0) != MAGIC {
+            return Err(JoinError::Magic { found: field(0) });
+        }
+        if field(1) != VERSION || field(2) != own {
+            return Err(JoinError::Build { node: field(2), own });
+        }
+        let (found, expected) =
+            (u128::from(field(3)) | u128::from(field(4)) << 64, seat.region.epoch);
+        if found != expected {
+            return Err(JoinError::Epoch { found, expected });
+        }
+        if field(5) != u64::from(seat.of) {
+            return Err(JoinError::Ranks { found: field(5), expected: seat.of });
+        }
+        Ok(Self { region, ranks: seat.of as usize, epoch: expected })
+    }
+
+    /// Takes the name away.
+    pub fn unlink(&self) {
+        self.region.unlink();
+    }
+
+    /// Counts up as long as the rank lives.
+    pub fn heartbeat(&self, rank: usize) -> Atomics<std::sync::atomic::AtomicU64> {
+        self.region.longs(HEADER_BYTES + rank * LINE, 1)
+    }
+
+    pub fn plan_room(&self) -> Bell {
+        self.bell(1)
+    }
+
+    pub fn results_there(&self) -> Bell {
+        self.bell(2)
+    }
+
+    pub fn plan_writer(&self) -> RingWriter {
+        let (at, shape, bells, seed) = self.plans();
+        RingWriter::new(&self.region, at, shape, bells, seed)
+    }
+
+    pub fn plan_reader(&self, rank: usize) -> RingReader {
+        let (at, shape, bells, seed) = self.plans();
+        RingReader::new(&self.region, at, shape, rank, bells, seed)
+    }
+
+    pub fn result_writer(&self, rank: usize) -> RingWriter {
+        let (at, shape, bells, seed) = self.results(rank);
+        RingWriter::new(&self.region, at, shape, bells, seed)
+    }
+
+    pub fn result_reader(&self, rank: usize) -> RingReader {
+        let (at, shape, bells, seed) = self.results(rank);
+        RingReader::new(&self.region, at, shape, 0, bells, seed)
+    }
+
+    fn plans(&self) -> (usize, RingShape, (Bell, Bell), u64) {
+        let bells = (self.bell(0), self.bell(1));
+        (Self::plans_at(self.ranks), Self::plan_shape(self.ranks), bells, self.seed(0))
+    }
+
+    fn results(&self, rank: usize) -> (usize, RingShape, (Bell, Bell), u64) {
+        let bells = (self.bell(2), self.bell(BELLS_SHARED + rank));
+        let at = Self::results_at(self.ranks, rank);
+        (at, Self::result_shape(), bells, self.seed(1 + rank as u64))
+    }
+
+    fn seed(&self, ring: u64) -> u64 {
+        xxh3_64(&self.epoch.to_le_bytes()) ^ ring
+    }
+
+    fn bell(&self, index: usize) -> Bell {
+        Bell::new(&self.region, HEADER_BYTES + self.ranks * LINE + index * Bell::BYTES)
+    }
+
+    fn plan_shape(ranks: usize) -> RingShape {
+        RingShape { slots: PLANS.0, slot_bytes: PLANS.1, readers: ranks }
+    }
+
+    fn result_shape() -> RingShape {
+        RingShape { slots: RESULTS.0, slot_bytes: RESULTS.1, readers: 1 }
+    }
+
+    fn plans_at(ranks: usize) -> usize {
+        HEADER_BYTES + ranks * LINE + (BELLS_SHARED + ranks) * Bell::BYTES
+    }
+
+    fn results_at(ranks: usize, rank: usize) -> usize {
+        let plans = Self::plan_shape(ranks).bytes();
+        Self::plans_at(ranks) + plans + rank * Self::result_shape().bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::shared::RegionName;
+
+    use super::*;
+
+    #[test]
+    fn who_is_of_another_build_or_group_is_refused_in_one_line() {
+        let seat = Seat { region: RegionName::own(0xfeed_5eed, "ranks_test"), rank: 0, of: 2 };
+        let made = GroupRegion::create(&seat, 5).unwrap();
+        assert!(GroupRegion::open(&seat, 5).is_ok());
+        let refused = |seat: &Seat, own| {
+            let line = GroupRegion::open(seat, own).unwrap_err().to_string();
+            assert!(!line.contains('\n'), "{line}");
+            line
+        };
+        let line = refused(&seat, 6);
+        assert!(line.contains("another build (0000000000000005) than this program (00"), "{line}");
+        let line = refused(&Seat { of: 3, ..seat.clone() }, 5);
+        assert!(line.contains("bytes long, expected are"), "{line}");
+        let field = |at: usize, value| {
+            made.region.longs(0, HEADER_BYTES / 8)[at].store(value, Ordering::Relaxed);
+        };
+        field(5, 1);
+        assert!(refused(&seat, 5).contains("has 1 ranks, expected are 2"));
+        field(3, 1);
+        assert!(refused(&seat, 5).contains("expected is 000000000000000000000000feed5eed"));
+        field(0, 1);
+        assert!(refused(&seat, 5).contains("begins with 0000000000000001"));
+        made.unlink();
+        assert!(refused(&seat, 5).contains("cannot open it"));
+    }
+
+    #[test]
+    fn nothing_overlaps_and_all_of_it_is_used() {
+        for ranks in [1, 2, 8] {
+            let seat = Seat { region: RegionName::own(9, "ranks_test2"), rank: 0, of: ranks };
+            let made = GroupRegion::create(&seat, 5).unwrap();
+            let ranks = ranks as usize;
+            let mut ends = vec![HEADER_BYTES, HEADER_BYTES + ranks * LINE];
+            ends.push(GroupRegion::plans_at(ranks));
+            assert_eq!(ends[2] - ends[1], (BELLS_SHARED + ranks) * Bell::BYTES);
+            ends.extend((0..=ranks).map(|rank| GroupRegion::results_at(ranks, rank)));
+            assert!(ends.is_sorted() && ends.iter().all(|end| end.is_multiple_of(LINE)));
+            assert_eq!(ends.last(), Some(&made.region.byte_count()));
+            // Atomics that overlapped words would panic.
+            let _all = (made.plan_writer(), made.heartbeat(ranks - 1), made.plan_room());
+            let _results: Vec<_> = (0..ranks).map(|rank| made.result_writer(rank)).collect();
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Plans and answers survive the way through bytes; other bytes are refused; sizes are as promised.
+
+use std::sync::Arc;
+
+use engine::{
+    executor::{ExecutorLimits, Speculation},
+    plan::{AdmittedRow, Dispatch, RowFailure, RowMask, RowPlan, RowResult, Slot, StepPlan},
+};
+use kernels::{
+    BlockId,
+    sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
+};
+use proptest::{collection::vec, option, prelude::*};
+use ranks::codec::{
+    Answer, DecodeError, Failure, Order, StepAnswer, WireResult, decode_answer, decode_order,
+    encode_answer, encode_plan, encode_start, encode_stop,
+};
+
+fn sampling() -> impl Strategy<Value = Sampling> {
+    let reals = (0.0..2.0_f32, 0.1..1.0_f32, 0.0..1.0_f32, 0.5..2.0_f32, -2.0..2.0_f32);
+    let rest = (any::<u32>(), any::<u64>(), vec(any::<u32>(), 0..5), any::<u32>());
+    (reals, rest, option::of(0..20_u32)).prop_map(|(reals, rest, logprobs)| Sampling {
+        temperature: reals.0,
+        top_k: rest.0,
+        top_p: reals.1,
+        min_p: reals.2,
+        seed: rest.1,
+        repetition_penalty: reals.3,
+        presence_penalty: reals.4,
+        frequency_penalty: -reals.4,
+        stop_token_ids: rest.2,
+        min_tokens: rest.3,
+        logprobs,
+    })
+}
+
+fn blocks() -> impl Strategy<Value = Vec<BlockId>> {
+    vec(any::<u32>().prop_map(BlockId), 0..20)
+}
+
+fn admitted() -> impl Strategy<Value = AdmittedRow> {
+    let numbers = (any::<u32>(), any::<u32>(), any::<u32>(), any::<u32>(), any::<bool>());
+    (numbers, vec(any::<u32>(), 0..300), blocks(), sampling()).prop_map(
+        |(numbers, tokens, blocks, sampling)| AdmittedRow {
+            slot: Slot(numbers.0),
+            generation: numbers.1,
+            tokens,
+            prompt_len: numbers.2,
+            computed: numbers.3,
+            blocks,
+            sampling,
+            constrained: numbers.4,
+        },
+    )
+}
+
+fn row() -> impl Strategy<Value = RowPlan> {
+    let numbers = (any::<u32>(), any::<u32>(), 0..1_u32 << 24, any::<bool>(), 0..128_u32);
+    numbers.prop_map(|(slot, generation, token_count, samples, drafts_max)| RowPlan {
+        slot: Slot(slot),
+        generation,
+        token_count,
+        samples,
+        drafts_max,
+    })
+}
+
+fn mask() -> impl Strategy<Value = RowMask> {
+    (any::<u32>(), any::<u32>(), vec(any::<u32>(), 0..40)).prop_map(|(slot, length, words)| {
+        let vocabulary = words.len() as u32 * 32;
+        RowMask { slot: Slot(slot), length, allowed: Arc::new(TokenMask::new(words, vocabulary)) }
+    })
+}
+
+fn plan() -> impl Strategy<Value = StepPlan> {
+    let lists = (
+        vec(any::<u32>().prop_map(Slot), 0..5),
+        vec(admitted(), 0..3),
+        vec((any::<u32>().prop_map(Slot), blocks()), 0..5),
+        vec(row(), 0..20),
+        vec(mask(), 0..3),
+    );
+    (any::<u64>(), any::<u32>(), lists).prop_map(|(step_id, drafts_max, lists)| StepPlan {
+        step_id,
+        released: lists.0,
+        admitted: lists.1,
+        extended: lists.2,
+        rows: lists.3,
+        masks: lists.4,
+        drafts_max,
+    })
+}
+
+fn failure() -> impl Strategy<Value = RowFailure> {
+    prop_oneof![
+        ".{0,20}".prop_map(|reason| RowFailure::Sampling { reason }),
+        any::<u32>().prop_map(|position| RowFailure::NoMask { position }),
+        ".{0,20}".prop_map(|reason| RowFailure::Logits { reason }),
+    ]
+}
+
+fn token() -> impl Strategy<Value = SampledToken> {
+    let logprobs = (-50.0..0.0_f32, vec((any::<u32>(), -50.0..0.0_f32), 0..6))
+        .prop_map(|(chosen, top)| TokenLogprobs { chosen, top });
+    (any::<u32>(), option::of(logprobs)).prop_map(|(id, logprobs)| SampledToken { id, logprobs })
+}
+
+fn answer() -> impl Strategy<Value = Answer> {
+    let row = (any::<u32>(), any::<u32>(), vec(token(), 0..4), any::<u32>(), option::of(failure()))
+        .prop_map(|(slot, generation, tokens, drafted, failure)| RowResult {
+            slot: Slot(slot),
+            generation,
+            tokens,
+            drafted,
+            failure,
+        });
+    let dispatch = prop_oneof![
+        Just(Dispatch::Eager),
+        any::<u32>().prop_map(|rows| Dispatch::Graph { rows }),
+        Just(Dispatch::Fallback),
+    ];
+    let result = (
+        vec(row, 0..20),
+        any::<u64>(),
+        dispatch,
+        any::<u64>(),
+        option::of(any::<(u64, u64)>()),
+        option::of(any::<u64>()),
+    )
+        .prop_map(|it| WireResult {
+            rows: it.0,
+            busy_nanos: it.1,
+            dispatch: it.2,
+            uploaded_bytes: it.3,
+            device_nanos: it.4,
+            landed_nanos: it.5,
+        });
+    let speculation = any::<[u32; 4]>().prop_map(|it| Speculation {
+        row_drafts: it[0],
+        step_tokens: it[1],
+        ngram_min: it[2],
+        ngram_max: it[3],
+    });
+    prop_oneof![
+        (any::<[u32; 6]>(), option::of(speculation)).prop_map(|(it, speculation)| {
+            Answer::Ready(ExecutorLimits {
+                slots: it[0],
+                step_tokens: it[1],
+                sequence_tokens: it[2],
+                blocks: it[3],
+                depth: it[4],
+                vocabulary: it[5],
+                speculation,
+            })
+        }),
+        (any::<[u64; 3]>(), option::of(result)).prop_map(|(it, result)| {
+            Answer::Step(StepAnswer { step_id: it[0], state: it[1], tokens: it[2], result })
+        }),
+        ".{0,40}".prop_map(|reason| Answer::Failed(Failure::Stopped { reason })),
+        (any::<u64>(), ".{0,40}")
+            .prop_map(|(step_id, reason)| Answer::Failed(Failure::BadPlan { step_id, reason })),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn plans_come_back_as_they_were_with_the_same_hash(plan in plan(), before in any::<u64>()) {
+        let mut bytes = vec![7; 3];
+        let state = encode_plan(&plan, before, &mut bytes).unwrap();
+        let order = decode_order(&bytes, before).unwrap();
+        prop_assert_eq!(order, Order::Plan { plan, state, found: state });
+        // With another past it is another.
+        let Ok(Order::Plan { found, .. }) = decode_order(&bytes, !before) else { panic!() };
+        prop_assert_ne!(found, state);
+    }
+
+    #[test]
+    fn answers_come_back_as_they_were(answer in answer()) {
+        prop_assert_eq!(decode_answer(&encode_answer(&answer)).unwrap(), answer);
+    }
+
+    #[test]
+    fn any_bytes_are_read_or_refused(bytes in vec(any::<u8>(), 0..300)) {
+        let _ = (decode_order(&bytes, 0), decode_answer(&bytes));
+    }
+
+    /// Cut short, with more behind, or with a byte changed: refused, or another message; no panic.
+    #[test]
+    fn damaged_messages_are_read_or_refused(
+        plan in plan(),
+        answer in answer(),
+        cut in any::<prop::sample::Index>(),
+        change in 1..=u8::MAX,
+    ) {
+        let mut order = Vec::new();
+        let state = encode_plan(&plan, 0, &mut order).unwrap();
+        let answer = encode_answer(&answer);
+        for (bytes, decode) in [
+            (order, (|bytes| decode_order(bytes, 0).map(drop)) as fn(&[u8]) -> Result<(), _>),
+            (answer, |bytes| decode_answer(bytes).map(drop)),
+        ] {
+            let at = cut.index(bytes.len());
+            prop_assert!(decode(&bytes[..at]).is_err());
+            prop_assert!(decode(&[&bytes[..], &[0]].concat()).is_err());
+            let mut changed = bytes.clone();
+            changed[at] ^= change;
+            let _ = decode(&changed);
+            if let Ok(Order::Plan { state: stated, found, .. }) = decode_order(&changed, 0) {
+                prop_assert!(stated != found || stated == state);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_and_the_last_order_come_back() {
+    assert_eq!(decode_order(&encode_start(b"told"), 0), Ok(Order::Start(b"told".to_vec())));
+    assert_eq!(decode_order(&encode_stop(), 0), Ok(Order::Stop));
+    let error = decode_order(&[9], 0).unwrap_err();
+    assert_eq!(error, DecodeError::Value { field: "the kind of order", value: 9 });
+    assert_eq!(error.to_string(), "the kind of order is 9, which it cannot be");
+}
+
+#[test]
+fn a_count_takes_no_memory_for_what_is_not_there() {
+    let mut bytes = Vec::new();
+    encode_plan(&StepPlan::default(), 0, &mut bytes).unwrap();
+    // The counts of the lists.
+    for count in 0..5 {
+        let at = 1 + 8 + 8 + 4 + 4 * count;
+        let mut many = bytes.clone();
+        many[at..at + 4].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert_eq!(decode_order(&many, 0), Err(DecodeError::Short { field: "a list" }));
+    }
+}
+
+#[test]
+fn numbers_without_a_place_in_the_form_are_named() {
+    let row = RowPlan {
+        slot: Slot(3),
+        generation: 0,
+        token_count: 1 << 24,
+        samples: true,
+        drafts_max: 0,
+    };
+    let plan = StepPlan { rows: vec![row], ..StepPlan::default() };
+    let error = encode_plan(&plan, 0, &mut Vec::new()).unwrap_err().to_string();
+    assert_eq!(error, "slot 3: token_count is 16777216; allowed are up to 16777215");
+}
+
+#[test]
+fn a_decode_step_of_256_rows_takes_no_more_than_promised() {
+    let rows = (0..256).map(|slot| RowPlan {
+        slot: Slot(slot),
+        generation: 1_000 + slot,
+        token_count: 1,
+        samples: true,
+        drafts_max: 0,
+    });
+    let plan = StepPlan {
+        step_id: 1 << 40,
+        rows: rows.collect(),
+        // One of sixteen begins a block in the mean.
+        extended: (0..16).map(|slot| (Slot(slot), vec![BlockId(70_000 + slot)])).collect(),
+        ..StepPlan::default()
+    };
+    let mut bytes = Vec::new();
+    encode_plan(&plan, 0, &mut bytes).unwrap();
+    println!("a steady decode step of 256 rows: {} bytes", bytes.len());
+    assert!(bytes.len() <= 4_200, "{}", bytes.len());
+    // All of them at once.
+    let extended = (0..256).map(|slot| (Slot(slot), vec![BlockId(slot)])).collect();
+    encode_plan(&StepPlan { extended, ..plan }, 0, &mut bytes).unwrap();
+    assert!(bytes.len() <= 2 * 4_200, "{}", bytes.len());
+}

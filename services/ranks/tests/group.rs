@@ -1,0 +1,466 @@
+//! Groups of real processes, which compute by simulation: equal to one executor in this process, and
+//! what happens when a rank dies, hangs, differs, or cannot start, or when their node goes.
+//!
+//! A rank's process is this program again, running a test that takes a seat when it is told.
+
+use std::{
+    env, fs,
+    process::{Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use engine::{
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop,
+    event::{Action, Input, NewSequence, SequenceId, SequenceKind},
+    executor::{
+        CollectWaker, Executor, ExecutorError, ExecutorLimits, Speculation,
+        sim::{CostModel, SimExecutor},
+    },
+    plan::{StepPlan, StepResult},
+};
+use kernels::sampling::Sampling;
+use ranks::{GroupError, GroupSettings, RankGroup, Seat, run_rank};
+
+const SEAT: &str = "BATON_TEST_SEAT";
+const NODE: &str = "BATON_TEST_NODE";
+const WITHIN: Duration = Duration::from_secs(60);
+const LIMITS: ExecutorLimits = ExecutorLimits {
+    slots: 6,
+    step_tokens: 64,
+    sequence_tokens: 256,
+    blocks: 64,
+    depth: 2,
+    vocabulary: 50,
+    speculation: Some(Speculation { row_drafts: 4, step_tokens: 24, ngram_min: 1, ngram_max: 4 }),
+};
+
+/// What a rank does besides computing; told to all, done by one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    None,
+    /// Chooses another token in this step.
+    Differs(u64),
+    /// Ends in this step with an error.
+    Stops(u64),
+    /// Ends in this step without a word.
+    Exits(u64),
+    /// Never brings this step to an end.
+    Hangs(u64),
+    /// Cannot be made.
+    Refuses,
+    /// Is made for other limits.
+    OtherLimits,
+    /// For prompts of any length.
+    Long,
+}
+
+const FAULTY_RANK: u32 = 1;
+
+impl Fault {
+    fn told(self) -> Vec<u8> {
+        let (kind, step) = match self {
+            Self::None => (0, 0),
+            Self::Differs(step) => (1, step),
+            Self::Stops(step) => (2, step),
+            Self::Exits(step) => (3, step),
+            Self::Hangs(step) => (4, step),
+            Self::Refuses => (5, 0),
+            Self::OtherLimits => (6, 0),
+            Self::Long => (7, 0),
+        };
+        vec![kind, u8::try_from(step).unwrap()]
+    }
+
+    fn of(told: &[u8]) -> Self {
+        let step = told[1].into();
+        match told[0] {
+            1 => Self::Differs(step),
+            2 => Self::Stops(step),
+            3 => Self::Exits(step),
+            4 => Self::Hangs(step),
+            5 => Self::Refuses,
+            6 => Self::OtherLimits,
+            7 => Self::Long,
+            _ => Self::None,
+        }
+    }
+}
+
+struct FaultyDevice {
+    sim: SimExecutor,
+    fault: Fault,
+    collected: u64,
+}
+
+impl Executor for FaultyDevice {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        self.sim.launch(plan)
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        let step = self.collected;
+        match self.fault {
+            Fault::Stops(at) if at == step => {
+                return Err(ExecutorError::Stopped { reason: "it burnt down".into() });
+            }
+            Fault::Exits(at) if at == step => std::process::exit(3),
+            Fault::Hangs(at) if at == step => {
+                thread::sleep(timeout.min(Duration::from_millis(10)));
+                return Ok(None);
+            }
+            _ => {}
+        }
+        let mut result = self.sim.collect(Duration::from_secs(3600))?;
+        self.collected += 1;
+        if let Some(result) = &mut result
+            && self.fault == Fault::Differs(step)
+        {
+            let mut tokens = result.rows.iter_mut().flat_map(|row| &mut row.tokens);
+            tokens.next().expect("a step that samples").id ^= 1;
+        }
+        Ok(result)
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        self.sim.limits()
+    }
+}
+
+fn long() -> ExecutorLimits {
+    ExecutorLimits {
+        step_tokens: 65_536,
+        sequence_tokens: 120_000,
+        blocks: 8_000,
+        speculation: None,
+        ..LIMITS
+    }
+}
+
+#[test]
+fn takes_its_seat_if_told() {
+    let Ok(seat) = env::var(SEAT) else { return };
+    let seat: Seat = seat.parse().unwrap();
+    let outcome = run_rank(&seat, |told| {
+        let is_faulty = seat.rank == FAULTY_RANK.min(seat.of - 1);
+        let fault = Fault::of(told);
+        let limits = match fault {
+            Fault::Refuses if is_faulty => return Err("there is no such GPU".to_owned()),
+            Fault::OtherLimits if is_faulty => ExecutorLimits { blocks: 63, ..LIMITS },
+            Fault::Long => long(),
+            _ => LIMITS,
+        };
+        let sim = SimExecutor::new(limits, CostModel::default(), Instant::now());
+        let fault = if is_faulty { fault } else { Fault::None };
+        Ok(FaultyDevice { sim, fault, collected: 0 })
+    });
+    if let Err(error) = &outcome {
+        eprintln!("rank {}: {error}", seat.rank);
+    }
+    std::process::exit(i32::from(outcome.is_err()));
+}
+
+fn this_test(name: &str, variable: &str, value: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", name, "--nocapture"]).env(variable, value);
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    command
+}
+
+fn rank_command(seat: &Seat) -> Command {
+    this_test("takes_its_seat_if_told", SEAT, &seat.to_string())
+}
+
+fn settings(ranks: u32, fault: Fault) -> GroupSettings {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    GroupSettings {
+        number: NUMBER.fetch_add(1, Ordering::Relaxed),
+        start_within: WITHIN,
+        silence_max: WITHIN,
+        unread_max: WITHIN,
+        stop_within: WITHIN,
+        ..GroupSettings::new(77, ranks, fault.told())
+    }
+}
+
+fn group(ranks: u32, fault: Fault) -> RankGroup {
+    RankGroup::start(settings(ranks, fault), rank_command).unwrap()
+}
+
+fn sequence(id: u128, prompt: usize, max_tokens: u32) -> NewSequence {
+    NewSequence {
+        id: SequenceId(id),
+        kind: SequenceKind::Compute,
+        tokens: (0..prompt).map(|at| ((at * 7 + id as usize * 3) % 50) as u32).collect(),
+        prompt_len: prompt as u32,
+        sampling: Sampling {
+            temperature: if id.is_multiple_of(2) { 0.0 } else { 1.0 },
+            seed: id as u64,
+            ..Sampling::greedy()
+        },
+        max_tokens,
+        ignore_stop_tokens: true,
+        cache_salt: String::new(),
+        constraint: None,
+        deadline: Instant::now() + Duration::from_secs(1 << 20),
+    }
+}
+
+fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
+    let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
+    let config = SchedulerConfig::new(executor.limits());
+    StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
+}
+
+/// The tokens of each sequence, all run at once.
+fn outputs<E: Executor>(
+    executor: E,
+    sequences: Vec<NewSequence>,
+) -> Result<Vec<Vec<u32>>, ExecutorError> {
+    let mut steps = step_loop(executor);
+    let mut outputs = vec![Vec::new(); sequences.len()];
+    let (mut left, mut actions) = (sequences.len(), Vec::new());
+    for sequence in sequences {
+        steps.handle(Input::Arrived(sequence), &mut actions);
+    }
+    let deadline = Instant::now() + WITHIN;
+    while left > 0 {
+        assert!(Instant::now() < deadline, "it goes on");
+        steps.turn(Duration::from_secs(1), &mut actions)?;
+        for action in actions.drain(..) {
+            match action {
+                Action::Tokens { id, tokens, .. } => {
+                    outputs[id.0 as usize].extend(tokens.iter().map(|token| token.id));
+                }
+                Action::Finished { .. } => left -= 1,
+                Action::Failed { failure, .. } => panic!("{failure}"),
+                _ => {}
+            }
+        }
+    }
+    Ok(outputs)
+}
+
+fn sequences() -> Vec<NewSequence> {
+    (0..9).map(|id| sequence(id, 5 + 17 * id as usize, 40)).collect()
+}
+
+/// How a group's work ends.
+fn end(ranks: u32, fault: Fault) -> String {
+    let group = group(ranks, fault);
+    let ids = group.process_ids();
+    let error = outputs(group, sequences()).unwrap_err().to_string();
+    assert_gone(&ids);
+    error
+}
+
+fn is_alive(id: u32) -> bool {
+    let Ok(stat) = fs::read_to_string(format!("/proc/{id}/stat")) else { return false };
+    // Behind the name, which is in brackets, comes the state.
+    stat.rsplit(") ").next().is_some_and(|rest| !rest.starts_with(['Z', 'X']))
+}
+
+fn assert_gone(ids: &[u32]) {
+    assert!(!ids.is_empty());
+    let deadline = Instant::now() + WITHIN;
+    while ids.iter().any(|id| is_alive(*id)) {
+        assert!(Instant::now() < deadline, "all processes of {ids:?} end");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn signal(id: u32, signal: &str) {
+    let status = Command::new("kill").args([signal, &id.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+#[test]
+fn groups_of_any_size_do_what_one_executor_does() {
+    let sim = SimExecutor::new(LIMITS, CostModel::default(), Instant::now());
+    let expected = outputs(sim, sequences()).unwrap();
+    assert!(expected.iter().all(|output| output.len() == 40));
+    for ranks in [1, 2, 4] {
+        let group = group(ranks, Fault::None);
+        let ids = group.process_ids();
+        assert_eq!(ids.len(), ranks as usize);
+        assert_eq!(outputs(group, sequences()).unwrap(), expected, "{ranks} ranks");
+        // Ended in order, and the region has no name any more.
+        assert_gone(&ids);
+    }
+}
+
+#[test]
+fn a_prompt_of_a_hundred_thousand_tokens_passes_the_ring() {
+    let sequences = || vec![sequence(0, 100_000, 3), sequence(1, 3_000, 3)];
+    let expected =
+        outputs(SimExecutor::new(long(), CostModel::default(), Instant::now()), sequences());
+    assert_eq!(outputs(group(2, Fault::Long), sequences()).unwrap(), expected.unwrap());
+}
+
+#[test]
+fn a_rank_that_chooses_another_token_is_found_in_that_step() {
+    let error = end(4, Fault::Differs(6));
+    assert_eq!(error, "the executor stopped: step 6: the tokens of rank 1 are not those of rank 0");
+}
+
+#[test]
+fn a_rank_that_ends_says_why_if_it_can() {
+    let error = end(2, Fault::Stops(3));
+    assert!(error.ends_with("rank 1 of 2: it burnt down"), "{error}");
+    let error = end(2, Fault::Exits(3));
+    assert!(error.contains("rank 1 of 2 ended: exit code 3"), "{error}");
+    let error = end(1, Fault::Exits(0));
+    assert!(error.contains("rank 0 of 1 ended: exit code 3"), "{error}");
+}
+
+#[test]
+fn a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle() {
+    for is_idle in [false, true] {
+        let group = group(3, if is_idle { Fault::None } else { Fault::Hangs(2) });
+        let ids = group.process_ids();
+        let mut steps = step_loop(group);
+        let mut actions = Vec::new();
+        if !is_idle {
+            steps.handle(Input::Arrived(sequence(0, 20, 20)), &mut actions);
+            while steps.steps_in_flight() < 2 {
+                steps.turn(Duration::from_millis(1), &mut actions).unwrap();
+            }
+        }
+        signal(ids[2], "-KILL");
+        let deadline = Instant::now() + WITHIN;
+        let error = loop {
+            assert!(Instant::now() < deadline, "it is noticed");
+            match steps.turn(Duration::from_secs(1), &mut actions) {
+                Ok(_) => thread::sleep(Duration::from_millis(1)),
+                Err(error) => break error.to_string(),
+            }
+        };
+        assert!(error.ends_with("rank 2 of 3 ended: killed by signal 9"), "{error}");
+        // The others too, before anyone lets go of the group.
+        assert_gone(&ids);
+        // It stays so.
+        assert_eq!(steps.executor_mut().check().unwrap_err().to_string(), error);
+        let again = steps.executor_mut().launch(StepPlan::default()).unwrap_err();
+        assert_eq!(again.to_string(), error);
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_taken_for_dead_and_ended() {
+    let settings =
+        GroupSettings { silence_max: Duration::from_secs(2), ..settings(2, Fault::None) };
+    let mut group = RankGroup::start(settings, rank_command).unwrap();
+    let ids = group.process_ids();
+    // Which of them is which, the failure says.
+    signal(ids[1], "-STOP");
+    let deadline = Instant::now() + WITHIN;
+    let error = loop {
+        assert!(Instant::now() < deadline, "it is noticed");
+        match group.collect(Duration::from_secs(1)) {
+            Ok(_) => {}
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.contains("rank 1 of 2 gave no sign of life for 2"), "{error}");
+    assert_gone(&ids);
+}
+
+#[test]
+fn a_wait_for_a_result_ends_by_the_waker_and_a_stuck_group_is_ended_by_force() {
+    let settings =
+        GroupSettings { stop_within: Duration::from_millis(100), ..settings(2, Fault::Hangs(0)) };
+    let mut group = RankGroup::start(settings, rank_command).unwrap();
+    let ids = group.process_ids();
+    let waker: CollectWaker = group.waker();
+    let began = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| waker.wake());
+        assert_eq!(group.collect(2 * WITHIN).unwrap(), None);
+    });
+    assert!(began.elapsed() < WITHIN);
+    assert_eq!(group.collect(Duration::from_millis(5)).unwrap(), None);
+    let mut steps = step_loop(group);
+    steps.handle(Input::Arrived(sequence(0, 20, 20)), &mut Vec::new());
+    steps.turn(Duration::from_millis(5), &mut Vec::new()).unwrap();
+    assert!(steps.steps_in_flight() > 0);
+    drop(steps);
+    assert_gone(&ids);
+}
+
+#[test]
+fn a_plan_that_fits_no_rank_is_that() {
+    let mut group = group(2, Fault::None);
+    group.launch(StepPlan::default()).unwrap();
+    let error = loop {
+        match group.collect(WITHIN) {
+            Ok(result) => assert_eq!(result, None),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, ExecutorError::BadPlan { step_id: 0, .. }), "{error}");
+    assert!(error.to_string().contains("0 rows with 0 tokens"), "{error}");
+}
+
+#[test]
+fn a_group_that_cannot_start_says_why_and_leaves_nothing() {
+    let start = |fault| RankGroup::start(settings(2, fault), rank_command).unwrap_err().to_string();
+    assert_eq!(
+        start(Fault::Refuses),
+        "the ranks did not start: rank 1 of 2: cannot start: there is no such GPU"
+    );
+    let error = start(Fault::OtherLimits);
+    assert!(error.contains("the ranks are made for different limits: rank 0 for "), "{error}");
+    let missing = |_: &Seat| Command::new("/no/such/program");
+    let error = RankGroup::start(settings(2, Fault::None), missing).unwrap_err();
+    assert!(matches!(error, GroupError::Failed(_)), "{error}");
+    assert!(error.to_string().contains("cannot be started: No such file"), "{error}");
+    // One that never takes its seat.
+    let asleep = |_: &Seat| {
+        let mut command = Command::new("sleep");
+        command.arg("3600").stdin(Stdio::null());
+        command
+    };
+    let settings =
+        GroupSettings { start_within: Duration::from_millis(50), ..settings(2, Fault::None) };
+    let error = RankGroup::start(settings, asleep).unwrap_err().to_string();
+    assert!(error.contains("rank 0 of 2 was not ready after 0 s"), "{error}");
+    let own = format!("-{}-ranks", std::process::id());
+    let left: Vec<_> = fs::read_dir("/dev/shm").unwrap().flatten().collect();
+    // Other tests of this program have groups of their own meanwhile, with other numbers.
+    assert!(left.iter().all(|file| !file.file_name().to_string_lossy().ends_with(&own)));
+}
+
+#[test]
+fn a_node_if_told() {
+    let Ok(path) = env::var(NODE) else { return };
+    let group = RankGroup::start(settings(3, Fault::None), rank_command).unwrap();
+    let ids: Vec<String> = group.process_ids().iter().map(u32::to_string).collect();
+    let unfinished = format!("{path}.new");
+    fs::write(&unfinished, ids.join(" ")).unwrap();
+    fs::rename(unfinished, path).unwrap();
+    thread::sleep(Duration::from_secs(3600));
+}
+
+#[test]
+fn ranks_go_with_their_node_also_those_that_are_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ids");
+    let mut node = this_test("a_node_if_told", NODE, path.to_str().unwrap()).spawn().unwrap();
+    let deadline = Instant::now() + WITHIN;
+    let ids = loop {
+        if let Ok(text) = fs::read_to_string(&path) {
+            break text.split(' ').map(|id| id.parse().unwrap()).collect::<Vec<u32>>();
+        }
+        assert!(Instant::now() < deadline, "the node starts");
+        thread::sleep(Duration::from_millis(5));
+    };
+    // What a supervisor or a terminal sends to all is the node's to follow.
+    signal(ids[0], "-TERM");
+    signal(ids[0], "-INT");
+    signal(ids[1], "-STOP");
+    assert!(ids.iter().all(|id| is_alive(*id)));
+    node.kill().unwrap();
+    node.wait().unwrap();
+    assert_gone(&ids);
+}
