@@ -9,6 +9,7 @@ use std::num::NonZeroUsize;
 use crate::{
     cpu::to_bf16_bits,
     layout::{Dtype, KvLayout},
+    shard::Shard,
 };
 
 /// A weight matrix being read, row by row. Implemented by the loaders; concatenations (Q, K and V;
@@ -106,6 +107,11 @@ pub trait Backend: Send + 'static {
         self.buffer(rows_max, width)
     }
 
+    /// The part of a model that this backend computes, with the others of its group.
+    fn shard(&self) -> Shard {
+        Shard::WHOLE
+    }
+
     /// Token rows of the step.
     fn rows(&self, step: &Self::Step) -> usize;
     /// Rows that sample a token.
@@ -163,6 +169,14 @@ pub trait Backend: Send + 'static {
     );
     /// `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
+    /// The sum of every rank's `x`, in all of them to the bit: added in order of rank. A rank alone
+    /// has nothing to add.
+    ///
+    /// Operations have no errors. When the group fails, here or in a peer, what is asked for later
+    /// is of no more use, and whoever runs the steps asks the backend before it believes a result.
+    fn all_reduce(&mut self, _rows: usize, _x: &mut Self::Buffer) {
+        assert!(self.shard().is_whole(), "a backend with a group adds its ranks' sums up");
+    }
     /// The rows of `x` that sample, packed.
     fn gather_sampled(&mut self, x: &Self::Buffer, step: &Self::Step, out: &mut Self::Buffer);
 
@@ -186,6 +200,9 @@ pub trait Backend: Send + 'static {
 
     /// `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` lies between. What `out` holds
     /// is for products alone. `rows` are the step's, or those of it that sample.
+    ///
+    /// Of a rank the product is a part of the sum: it goes through [`Self::all_reduce`] before it is
+    /// added to the residual stream, which is the same in all ranks.
     fn project_onto_residual(
         &mut self,
         rows: usize,
@@ -196,6 +213,7 @@ pub trait Backend: Send + 'static {
         out: &mut Self::Buffer,
     ) {
         self.matmul(rows, x, w, delta);
+        self.all_reduce(rows, delta);
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 

@@ -158,7 +158,7 @@ impl Checkpoint {
                 MatrixData::Stored { bytes, encoding, order }
             }
         };
-        Ok(MatrixSource { rows, cols, data })
+        Ok(MatrixSource::new(rows, cols, data))
     }
 
     /// A weight vector in f32.

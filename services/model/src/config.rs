@@ -6,7 +6,7 @@ mod hugging_face;
 
 use std::{num::NonZeroUsize, path::Path};
 
-use kernels::{Dtype, KvLayout, backend::HeadShape};
+use kernels::{Dtype, KvLayout, Shard, backend::HeadShape, shard::RANKS_MAX};
 
 pub use self::architecture::Architecture;
 pub(crate) use self::{
@@ -179,6 +179,36 @@ impl ModelConfig {
         Ok(self)
     }
 
+    /// Among how many ranks the model can be shared out, 1 first: each has as many KV heads as the
+    /// others, and as many rows of the feed-forward network.
+    pub fn rank_counts(&self) -> impl Iterator<Item = usize> {
+        let counts = [self.kv_head_count, self.ffn_size];
+        let most = self.vocab_size.min(RANKS_MAX);
+        (1..=most).filter(move |&of| counts.iter().all(|count| count.is_multiple_of(of)))
+    }
+
+    /// Refuses a group that the model cannot be shared out among.
+    pub fn check_shard(&self, shard: Shard) -> Result<(), ModelError> {
+        if self.rank_counts().any(|of| of == shard.of()) {
+            return Ok(());
+        }
+        Err(ModelError::Ranks {
+            ranks: shard.of(),
+            kv_heads: self.kv_head_count,
+            ffn_size: self.ffn_size,
+            allowed: self.rank_counts().collect(),
+        })
+    }
+
+    /// The heads that a rank computes.
+    pub fn head_shape_of(&self, shard: Shard) -> HeadShape {
+        HeadShape {
+            query_heads: shard.part(self.query_head_count).len(),
+            kv_heads: shard.part(self.kv_head_count).len(),
+            head_dim: self.head_dim,
+        }
+    }
+
     pub fn head_shape(&self) -> HeadShape {
         HeadShape {
             query_heads: self.query_head_count,
@@ -195,6 +225,12 @@ impl ModelConfig {
             head_dim: self.head_dim,
             dtype,
         }
+    }
+
+    /// As [`Self::kv_layout`], of a rank's heads alone.
+    pub fn kv_layout_of(&self, dtype: Dtype, shard: Shard) -> KvLayout {
+        let kv_head_count = shard.part(self.kv_head_count).len();
+        KvLayout { kv_head_count, ..self.kv_layout(dtype) }
     }
 
     /// What attention scores are multiplied by.
@@ -216,6 +252,13 @@ impl ModelConfig {
     /// Elements of all weights; a tied output is counted once.
     pub fn parameter_count(&self) -> u64 {
         Weight::all(self).map(|weight| weight.shape(self).elements()).sum()
+    }
+
+    /// Elements of the weights that a rank holds: a tied output's part is there beside the embedding.
+    pub fn parameter_count_of(&self, shard: Shard) -> u64 {
+        let tied = self.tied_output && !shard.is_whole();
+        let weights = Weight::all(self).chain(tied.then_some(Weight::Output));
+        weights.map(|weight| weight.part(self, shard).elements()).sum()
     }
 
     /// Elements of the weights that every forward reads whole: of an embedding table that is not the

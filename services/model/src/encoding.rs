@@ -49,6 +49,11 @@ impl Encoding {
         })
     }
 
+    #[cfg(test)]
+    pub fn all() -> Vec<Self> {
+        TensorKind::supported().map(|kind| Self::of_gguf(kind).unwrap()).collect()
+    }
+
     fn kind(self) -> TensorKind {
         match self {
             Encoding::F32 => TensorKind::F32,
@@ -83,6 +88,21 @@ impl Encoding {
 
     pub fn name(self) -> &'static str {
         self.kind().name().expect("every encoding is of a supported kind")
+    }
+
+    /// Decodes the elements of `row` from column `first` on, as many as `out` takes.
+    pub fn decode_part(self, row: &[u8], first: usize, out: &mut [f32]) {
+        let block = self.kind().block().expect("every encoding is of a supported kind");
+        let (elements, bytes) = (block.elements as usize, block.bytes as usize);
+        let (before, begin) = (first % elements, first / elements);
+        let row = &row[begin * bytes..];
+        if before == 0 && out.len().is_multiple_of(elements) {
+            return self.decode_row(row, out);
+        }
+        // A block that begins or ends elsewhere is decoded whole.
+        let mut whole = vec![0.0; (before + out.len()).next_multiple_of(elements)];
+        self.decode_row(row, &mut whole);
+        out.copy_from_slice(&whole[before..before + out.len()]);
     }
 
     /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. A product or a sum
@@ -132,10 +152,6 @@ mod tests {
         let mut out = vec![f32::NAN; cols];
         encoding.decode_row(bytes, &mut out);
         out
-    }
-
-    fn encodings() -> Vec<Encoding> {
-        TensorKind::supported().map(|kind| Encoding::of_gguf(kind).unwrap()).collect()
     }
 
     #[test]
@@ -188,7 +204,7 @@ mod tests {
         /// A block that is not whole is no block.
         #[test]
         fn truncated_rows_are_decoded_as_far_as_they_go(
-            encoding in prop::sample::select(encodings()),
+            encoding in prop::sample::select(Encoding::all()),
             bytes in prop::collection::vec(any::<u8>(), 0..600),
             cols in 0_usize..600,
         ) {

@@ -64,4 +64,10 @@ pub enum ModelError {
         path.display()
     )]
     NotFinite { path: PathBuf, tensor: String, offset: u64, element: usize, found: f32 },
+    #[error(
+        "{ranks} ranks cannot share the model's {kv_heads} KV heads and feed-forward size {ffn_size}; \
+         allowed are {}",
+        allowed.iter().map(|count| count.to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    Ranks { ranks: usize, kv_heads: usize, ffn_size: usize, allowed: Vec<usize> },
 }

@@ -27,4 +27,4 @@ pub use config::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 pub use error::ModelError;
 pub use llama::{Limits, Llama, LoadProgress};
 pub use matrix::{MatrixSource, StackedRows};
-pub use weight::{LayerWeight, Weight, WeightShape};
+pub use weight::{LayerWeight, Weight, WeightPart, WeightShape};

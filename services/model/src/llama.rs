@@ -4,7 +4,7 @@
 use std::num::NonZeroUsize;
 
 use kernels::{
-    Backend, RowSource,
+    Backend, RowSource, Shard,
     backend::{HeadShape, HeadWeights},
 };
 
@@ -12,20 +12,23 @@ use crate::{
     checkpoint::Checkpoint,
     config::ModelConfig,
     error::ModelError,
-    matrix::{CheckedRows, NotFinite, StackedRows},
-    weight::{LayerWeight, Weight},
+    matrix::{CheckedRows, MatrixSource, NotFinite, StackedRows},
+    weight::{LayerWeight, Weight, WeightPart},
 };
 
-/// A loaded model: packed weights, and room for the activations of one step.
+/// A loaded model, or what one rank has of it: packed weights, and room for the activations of one
+/// step. What the ranks exchange is the backend's business.
 pub struct Llama<B: Backend> {
     config: ModelConfig,
+    shard: Shard,
     limits: Limits,
+    /// The rank's.
     heads: HeadShape,
     rope_frequencies: B::Vector,
     embedding: B::Matrix,
     layers: Vec<Layer<B>>,
     output_norm: B::Vector,
-    /// `None` when it is the embedding.
+    /// `None` when it is the embedding: of one rank alone.
     output: Option<B::Matrix>,
     activations: Activations<B>,
 }
@@ -95,11 +98,12 @@ pub struct LoadProgress {
 }
 
 impl<B: Backend> Llama<B> {
-    /// Packs every weight for `backend` and reserves the activations of the largest step.
-    /// `progress` is told after every matrix.
+    /// Packs for `backend` every weight, or what its [`Backend::shard`] has of it, and reserves the
+    /// activations of the largest step. `progress` is told after every matrix.
     ///
     /// # Errors
-    /// As [`Checkpoint::matrix`] and [`Checkpoint::vector`].
+    /// As [`Checkpoint::matrix`] and [`Checkpoint::vector`]; when the model cannot be shared out
+    /// among so many ranks.
     pub fn load(
         checkpoint: &Checkpoint,
         backend: &B,
@@ -107,12 +111,15 @@ impl<B: Backend> Llama<B> {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
         let config = checkpoint.config().clone();
-        let heads = config.head_shape();
+        let shard = backend.shard();
+        config.check_shard(shard)?;
+        let heads = config.head_shape_of(shard);
         let mut packer = Packer {
             checkpoint,
             backend,
+            shard,
             parameters_done: 0,
-            parameters_total: config.parameter_count(),
+            parameters_total: config.parameter_count_of(shard),
             progress,
         };
 
@@ -153,9 +160,11 @@ impl<B: Backend> Llama<B> {
             .collect::<Result<Vec<_>, ModelError>>()?;
         let output_norm = packer.vector(&[Weight::OutputNorm])?;
         let output = match config.tied_output {
-            true => None,
+            true if shard.is_whole() => None,
+            true => Some(packer.tied_output()?),
             false => Some(packer.matrix(&[Weight::Output])?),
         };
+        let ffn_size = shard.part(config.ffn_size).len();
 
         let rows = |width| backend.buffer(limits.rows_max, width);
         let activations = Activations {
@@ -164,15 +173,16 @@ impl<B: Backend> Llama<B> {
             qkv: rows(heads.qkv_width()),
             attended: rows(heads.query_width()),
             delta: rows(config.hidden_size),
-            gate_up: rows(2 * config.ffn_size),
-            activated: rows(config.ffn_size),
+            gate_up: rows(2 * ffn_size),
+            activated: rows(ffn_size),
             sampled_attended: backend.buffer(limits.sampled_max, heads.query_width()),
             sampled_residual: backend.wide_buffer(limits.sampled_max, config.hidden_size),
-            logits: backend.wide_buffer(limits.sampled_max, config.vocab_size),
+            logits: backend.wide_buffer(limits.sampled_max, shard.tokens(config.vocab_size).len()),
         };
         Ok(Self {
             rope_frequencies: backend.vector(&config.rope_frequencies()),
             config,
+            shard,
             limits,
             heads,
             embedding,
@@ -187,19 +197,26 @@ impl<B: Backend> Llama<B> {
         &self.config
     }
 
-    /// Where the last forward, or its replay, left them: `[sampled_rows][vocab]`.
+    /// The part of the model that this is.
+    pub fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    /// Where the last forward, or its replay, left them: `[sampled_rows][vocab]`, of a rank those of
+    /// its [tokens](Shard::tokens).
     pub fn logits(&self) -> &B::Buffer {
         &self.activations.logits
     }
 
     /// Computes one step: stores the KV of its rows in their blocks and returns the logits
-    /// `[sampled_rows][vocab]`, in the order of the step's sampled rows.
+    /// `[sampled_rows][vocab]`, in the order of the step's sampled rows; a rank those of its
+    /// [tokens](Shard::tokens).
     ///
     /// # Panics
     /// When the step is larger than the limits, or its blocks have another layout than this model's
     /// KV: defects of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
-        let Self { config, limits, heads, activations, .. } = self;
+        let Self { config, shard, limits, heads, activations, .. } = self;
         let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
         let Activations {
             residual,
@@ -222,7 +239,7 @@ impl<B: Backend> Llama<B> {
             "{sampled_rows} sampled rows, at most {}",
             limits.sampled_max
         );
-        assert_eq!(layout, config.kv_layout(layout.dtype));
+        assert_eq!(layout, config.kv_layout_of(layout.dtype, *shard));
 
         backend.embed(&self.embedding, step, residual);
         let first_norm = &self.layers.first().expect("a model has layers").attention_norm;
@@ -269,18 +286,39 @@ impl<B: Backend> Llama<B> {
 struct Packer<'a, B: Backend> {
     checkpoint: &'a Checkpoint,
     backend: &'a B,
+    shard: Shard,
     parameters_done: u64,
     parameters_total: u64,
     progress: &'a mut dyn FnMut(LoadProgress),
 }
 
-impl<B: Backend> Packer<'_, B> {
-    /// `weights` on top of each other, as one matrix.
+impl<'a, B: Backend> Packer<'a, B> {
+    /// The rank's parts of `weights` on top of each other, as one matrix.
     fn matrix(&mut self, weights: &[Weight]) -> Result<B::Matrix, ModelError> {
         let parts = weights
             .iter()
-            .map(|&weight| self.checkpoint.matrix(weight))
+            .map(|&weight| self.part(weight, weight))
             .collect::<Result<Vec<_>, _>>()?;
+        self.pack(weights, parts)
+    }
+
+    /// The rank's rows of the embedding.
+    fn tied_output(&mut self) -> Result<B::Matrix, ModelError> {
+        let part = self.part(Weight::Embedding, Weight::Output)?;
+        self.pack(&[Weight::Embedding], vec![part])
+    }
+
+    /// Of `weight` the part that the rank has of `like`, which is of its shape.
+    fn part(&self, weight: Weight, like: Weight) -> Result<MatrixSource<'a>, ModelError> {
+        let WeightPart { rows, cols } = like.part(self.checkpoint.config(), self.shard);
+        Ok(self.checkpoint.matrix(weight)?.part(rows, cols))
+    }
+
+    fn pack(
+        &mut self,
+        weights: &[Weight],
+        parts: Vec<MatrixSource<'_>>,
+    ) -> Result<B::Matrix, ModelError> {
         let source = CheckedRows::new(StackedRows::new(parts));
         let matrix = self.backend.matrix(&source);
         if let Some(NotFinite { part, element, found }) = source.not_finite() {
@@ -291,11 +329,12 @@ impl<B: Backend> Packer<'_, B> {
         Ok(matrix)
     }
 
-    /// `weights` behind each other, as one vector.
+    /// The rank's parts of `weights` behind each other, as one vector.
     fn vector(&mut self, weights: &[Weight]) -> Result<B::Vector, ModelError> {
         let mut values = Vec::new();
         for &weight in weights {
-            values.extend(self.checkpoint.vector(weight)?);
+            let part = weight.part(self.checkpoint.config(), self.shard).cols;
+            values.extend_from_slice(&self.checkpoint.vector(weight)?[part]);
         }
         self.count(values.len() as u64);
         Ok(self.backend.vector(&values))

@@ -1,17 +1,25 @@
 //! Weight matrices as row sources for a backend to pack.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use kernels::{Dtype, RowSource, backend::convert_rows};
 
 use crate::{checkpoint::dummy::RandomRows, encoding::Encoding};
 
-/// One matrix of a checkpoint, decoded to f32 row by row, in Hugging Face's row order.
+/// One matrix of a checkpoint, or a part of it, decoded to f32 row by row, in Hugging Face's row
+/// order.
 #[derive(Clone, Debug)]
 pub struct MatrixSource<'a> {
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) data: MatrixData<'a>,
+    /// The part that is read; rows and columns of a part count from its first.
+    rows: Range<usize>,
+    cols: Range<usize>,
+    /// Rows and columns of the whole.
+    stored_rows: usize,
+    stored_cols: usize,
+    data: MatrixData<'a>,
 }
 
 #[derive(Clone, Debug)]
@@ -48,44 +56,75 @@ impl RowOrder {
     }
 }
 
+impl<'a> MatrixSource<'a> {
+    pub(crate) fn new(rows: usize, cols: usize, data: MatrixData<'a>) -> Self {
+        Self { rows: 0..rows, cols: 0..cols, stored_rows: rows, stored_cols: cols, data }
+    }
+
+    /// Some rows and columns of it. Of a file, no more than those are read.
+    ///
+    /// # Panics
+    /// When it has not all of them.
+    pub fn part(&self, rows: Range<usize>, cols: Range<usize>) -> Self {
+        assert!(rows.start <= rows.end && rows.end <= self.rows.len(), "{rows:?} are rows");
+        assert!(cols.start <= cols.end && cols.end <= self.cols.len(), "{cols:?} are columns");
+        let within = |whole: &Range<usize>, part: Range<usize>| {
+            whole.start + part.start..whole.start + part.end
+        };
+        Self { rows: within(&self.rows, rows), cols: within(&self.cols, cols), ..self.clone() }
+    }
+
+    /// Number of an element in the file's order.
+    fn stored_element(&self, row: usize, column: usize) -> usize {
+        let row = self.rows.start + row;
+        let stored_row = match &self.data {
+            MatrixData::Stored { order, .. } => order.stored_row(row),
+            MatrixData::Random(_) => row,
+        };
+        stored_row * self.stored_cols + self.cols.start + column
+    }
+}
+
 impl RowSource for MatrixSource<'_> {
     fn rows(&self) -> usize {
-        self.rows
+        self.rows.len()
     }
 
     fn cols(&self) -> usize {
-        self.cols
+        self.cols.len()
     }
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
-        assert!(row < self.rows && out.len() == self.cols);
+        assert!(row < self.rows.len() && out.len() == self.cols.len());
+        let row = self.rows.start + row;
         match &self.data {
             MatrixData::Stored { bytes, encoding, order } => {
-                let row_bytes = bytes.len() / self.rows;
+                let row_bytes = bytes.len() / self.stored_rows;
                 let begin = order.stored_row(row) * row_bytes;
-                encoding.decode_row(&bytes[begin..begin + row_bytes], out);
+                encoding.decode_part(&bytes[begin..begin + row_bytes], self.cols.start, out);
             }
-            MatrixData::Random(random) => random.read_row(row, out),
+            MatrixData::Random(random) => random.read_part(row, self.cols.start, out),
         }
     }
 
     /// Bytes that are stored as they are wanted are copied.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
-        let row_bytes = self.cols * dtype.bytes();
-        match &self.data {
-            MatrixData::Stored { bytes, encoding, order } if encoding.is(dtype) => match order {
-                RowOrder::Halves => {
-                    let begin = first * row_bytes;
-                    out.copy_from_slice(&bytes[begin..begin + out.len()]);
-                }
-                RowOrder::Pairs { .. } => {
-                    for (row, out) in out.chunks_exact_mut(row_bytes.max(1)).enumerate() {
-                        let begin = order.stored_row(first + row) * row_bytes;
-                        out.copy_from_slice(&bytes[begin..begin + row_bytes]);
-                    }
-                }
-            },
-            _ => convert_rows(self, first, dtype, out),
+        let MatrixData::Stored { bytes, encoding, order } = &self.data else {
+            return convert_rows(self, first, dtype, out);
+        };
+        if !encoding.is(dtype) {
+            return convert_rows(self, first, dtype, out);
+        }
+        let (row_bytes, stored_bytes) =
+            (self.cols.len() * dtype.bytes(), self.stored_cols * dtype.bytes());
+        let (first, skipped) = (self.rows.start + first, self.cols.start * dtype.bytes());
+        if *order == RowOrder::Halves && row_bytes == stored_bytes {
+            let begin = first * row_bytes;
+            return out.copy_from_slice(&bytes[begin..begin + out.len()]);
+        }
+        for (row, out) in out.chunks_exact_mut(row_bytes.max(1)).enumerate() {
+            let begin = order.stored_row(first + row) * stored_bytes + skipped;
+            out.copy_from_slice(&bytes[begin..begin + row_bytes]);
         }
     }
 }
@@ -100,27 +139,27 @@ impl<'a> StackedRows<'a> {
     /// # Panics
     /// When there are no parts, or their widths differ; a model's validated shapes are neither.
     pub fn new(parts: Vec<MatrixSource<'a>>) -> Self {
-        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols == parts[0].cols));
+        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols() == parts[0].cols()));
         Self { parts }
     }
 }
 
 impl RowSource for StackedRows<'_> {
     fn rows(&self) -> usize {
-        self.parts.iter().map(|part| part.rows).sum()
+        self.parts.iter().map(|part| part.rows()).sum()
     }
 
     fn cols(&self) -> usize {
-        self.parts[0].cols
+        self.parts[0].cols()
     }
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
         let mut row = row;
         for part in &self.parts {
-            if row < part.rows {
+            if row < part.rows() {
                 return part.read_row(row, out);
             }
-            row -= part.rows;
+            row -= part.rows();
         }
         panic!("row {row} past the last of {}", self.rows());
     }
@@ -132,13 +171,13 @@ impl RowSource for StackedRows<'_> {
         }
         let (mut first, mut out) = (first, out);
         for part in &self.parts {
-            if first < part.rows {
-                let rows = (part.rows - first).min(out.len() / row_bytes);
+            if first < part.rows() {
+                let rows = (part.rows() - first).min(out.len() / row_bytes);
                 let (here, rest) = out.split_at_mut(rows * row_bytes);
                 part.read_rows(first, dtype, here);
-                (first, out) = (part.rows, rest);
+                (first, out) = (part.rows(), rest);
             }
-            first -= part.rows;
+            first -= part.rows();
         }
         assert!(out.is_empty(), "rows past the last of {}", self.rows());
     }
@@ -170,18 +209,14 @@ impl<'a> CheckedRows<'a> {
     pub fn not_finite(&self) -> Option<NotFinite> {
         let mut row = self.first_bad.load(Ordering::Relaxed);
         for (part, matrix) in self.rows.parts.iter().enumerate() {
-            if row < matrix.rows {
-                let mut values = vec![0.0; matrix.cols];
+            if row < matrix.rows() {
+                let mut values = vec![0.0; matrix.cols()];
                 matrix.read_row(row, &mut values);
                 let column = values.iter().position(|value| !value.is_finite())?;
-                let stored_row = match &matrix.data {
-                    MatrixData::Stored { order, .. } => order.stored_row(row),
-                    MatrixData::Random(_) => row,
-                };
-                let element = stored_row * matrix.cols + column;
+                let element = matrix.stored_element(row, column);
                 return Some(NotFinite { part, element, found: values[column] });
             }
-            row -= matrix.rows;
+            row -= matrix.rows();
         }
         None
     }
@@ -258,7 +293,7 @@ mod tests {
             let bytes: Vec<u8> = stored.iter().flat_map(|&row| (row as f32).to_le_bytes()).collect();
             let order = RowOrder::Pairs { head_dim };
             let data = MatrixData::Stored { bytes: &bytes, encoding: Encoding::F32, order };
-            let matrix = MatrixSource { rows: rows.len(), cols: 1, data };
+            let matrix = MatrixSource::new(rows.len(), 1, data);
             for &row in &rows {
                 let mut out = [f32::NAN];
                 matrix.read_row(row as usize, &mut out);
@@ -276,14 +311,10 @@ mod tests {
             values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
         for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::Bf16, &in_bf16)] {
             for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
-                let part = |rows: std::ops::Range<usize>| MatrixSource {
-                    rows: rows.len(),
-                    cols: 6,
-                    data: MatrixData::Stored {
-                        bytes: &bytes[rows.start * bytes.len() / 18..rows.end * bytes.len() / 18],
-                        encoding,
-                        order,
-                    },
+                let part = |rows: Range<usize>| {
+                    let at = |row| row * bytes.len() / 18;
+                    let bytes = &bytes[at(rows.start)..at(rows.end)];
+                    MatrixSource::new(rows.len(), 6, MatrixData::Stored { bytes, encoding, order })
                 };
                 let stacked = StackedRows::new(vec![part(0..6), part(6..12), part(12..18)]);
                 let rows = CheckedRows::new(stacked);
@@ -318,7 +349,7 @@ mod tests {
                 for dtype in [Dtype::F32, Dtype::Bf16] {
                     let order = RowOrder::Halves;
                     let data = MatrixData::Stored { bytes, encoding, order };
-                    let matrix = MatrixSource { rows: 40, cols: 33, data };
+                    let matrix = MatrixSource::new(40, 33, data);
                     let rows = CheckedRows::new(StackedRows::new(vec![matrix]));
                     let mut out = vec![0; 20 * 33 * dtype.bytes()];
                     rows.read_rows(20, dtype, &mut out);
@@ -333,16 +364,59 @@ mod tests {
         }
     }
 
+    /// In every encoding, from any column on: blocks of a quantised row may be cut through.
+    #[test]
+    fn a_part_has_the_rows_and_columns_of_the_whole() {
+        let noise = |at: usize| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()[7] & 0x3f;
+        const ROWS: usize = 12;
+        for encoding in Encoding::all() {
+            let cols = 512;
+            let bytes: Vec<u8> =
+                (0..ROWS * encoding.row_bytes(cols).unwrap()).map(noise).collect();
+            for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
+                let data = MatrixData::Stored { bytes: &bytes, encoding, order };
+                let whole = MatrixSource::new(ROWS, cols, data);
+                for (rows, cols) in
+                    [(0..6, 0..512), (6..12, 256..512), (3..4, 32..96), (0..12, 77..300), (2..9, 5..5)]
+                {
+                    let part = whole.part(rows.clone(), cols.clone());
+                    assert_eq!((part.rows(), part.cols()), (rows.len(), cols.len()));
+                    for row in 0..rows.len() {
+                        let (mut all, mut found) = (vec![0.0; 512], vec![1.0; cols.len()]);
+                        whole.read_row(rows.start + row, &mut all);
+                        part.read_row(row, &mut found);
+                        assert_eq!(found, all[cols.clone()], "{encoding:?} {rows:?}");
+                    }
+                    for dtype in [Dtype::F32, Dtype::Bf16] {
+                        let bytes = rows.len() * cols.len() * dtype.bytes();
+                        let (mut found, mut expected) = (vec![1; bytes], vec![2; bytes]);
+                        part.read_rows(0, dtype, &mut found);
+                        convert_rows(&part, 0, dtype, &mut expected);
+                        assert_eq!(found, expected, "{encoding:?} {dtype}");
+                    }
+                    let inner = part.part(1..rows.len(), 0..cols.len() / 2);
+                    let (mut all, mut found) = (vec![0.0; cols.len()], vec![1.0; cols.len() / 2]);
+                    if rows.len() > 1 {
+                        part.read_row(1, &mut all);
+                        inner.read_row(0, &mut found);
+                        assert_eq!(found, all[..cols.len() / 2]);
+                        let at = order.stored_row(rows.start + 1) * 512 + cols.start;
+                        assert_eq!(inner.stored_element(0, 0), at);
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn stacked_rows_follow_each_other() {
         let bytes: Vec<Vec<u8>> = [&[1.0f32, 2.0][..], &[3.0, 4.0, 5.0, 6.0]]
             .iter()
             .map(|values| values.iter().flat_map(|v| v.to_le_bytes()).collect())
             .collect();
-        let parts = bytes.iter().map(|bytes| MatrixSource {
-            rows: bytes.len() / 8,
-            cols: 2,
-            data: MatrixData::Stored { bytes, encoding: Encoding::F32, order: RowOrder::Halves },
+        let (encoding, order) = (Encoding::F32, RowOrder::Halves);
+        let parts = bytes.iter().map(|bytes| {
+            MatrixSource::new(bytes.len() / 8, 2, MatrixData::Stored { bytes, encoding, order })
         });
         let stacked = StackedRows::new(parts.collect());
         assert_eq!((stacked.rows(), stacked.cols()), (3, 2));

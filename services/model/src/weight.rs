@@ -1,5 +1,9 @@
 //! The weights of a model: which there are, their shapes, and their names in each format.
 
+use std::ops::Range;
+
+use kernels::Shard;
+
 use crate::config::{Architecture, ModelConfig};
 
 /// One weight of a model.
@@ -50,6 +54,19 @@ impl WeightShape {
 
     pub fn elements(self) -> u64 {
         self.dims().iter().product()
+    }
+}
+
+/// What one rank reads of a weight; a vector is one row.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightPart {
+    pub rows: Range<usize>,
+    pub cols: Range<usize>,
+}
+
+impl WeightPart {
+    pub fn elements(&self) -> u64 {
+        self.rows.len() as u64 * self.cols.len() as u64
     }
 }
 
@@ -136,6 +153,49 @@ impl Weight {
                 LayerWeight::AttentionOutput => matrix(hidden, query_width),
                 LayerWeight::Gate | LayerWeight::Up => matrix(config.ffn_size, hidden),
                 LayerWeight::Down => matrix(hidden, config.ffn_size),
+            },
+        }
+    }
+
+    /// What a rank of a group reads of it. Heads, the rows between the products of the feed-forward
+    /// network and tokens of the output are shared out: as rows of what makes them, as columns of
+    /// what takes them in.
+    ///
+    /// The embedding stays whole: a lookup reads the rows of its tokens alone, so that sharing it out
+    /// would save memory only, at the price of one sum over the ranks more in every step.
+    ///
+    /// # Panics
+    /// When the model cannot be shared out so: [`ModelConfig::check_shard`] has refused it.
+    pub fn part(self, config: &ModelConfig, shard: Shard) -> WeightPart {
+        let (rows, cols) = match self.shape(config) {
+            WeightShape::Vector { len } => (1, len),
+            WeightShape::Matrix { rows, cols } => (rows, cols),
+        };
+        let heads = |count: usize| {
+            let heads = shard.part(count);
+            heads.start * config.head_dim..heads.end * config.head_dim
+        };
+        let (query_heads, kv_heads) = (config.query_head_count, config.kv_head_count);
+        let all = WeightPart { rows: 0..rows, cols: 0..cols };
+        match self {
+            Weight::Embedding | Weight::OutputNorm => all,
+            Weight::Output => WeightPart { rows: shard.tokens(rows), ..all },
+            Weight::Layer(_, weight) => match weight {
+                LayerWeight::AttentionNorm
+                | LayerWeight::FfnNorm
+                | LayerWeight::QueryNorm
+                | LayerWeight::KeyNorm => all,
+                LayerWeight::Query => WeightPart { rows: heads(query_heads), ..all },
+                LayerWeight::Key | LayerWeight::Value => {
+                    WeightPart { rows: heads(kv_heads), ..all }
+                }
+                LayerWeight::QueryBias => WeightPart { cols: heads(query_heads), ..all },
+                LayerWeight::KeyBias | LayerWeight::ValueBias => {
+                    WeightPart { cols: heads(kv_heads), ..all }
+                }
+                LayerWeight::AttentionOutput => WeightPart { cols: heads(query_heads), ..all },
+                LayerWeight::Gate | LayerWeight::Up => WeightPart { rows: shard.part(rows), ..all },
+                LayerWeight::Down => WeightPart { cols: shard.part(cols), ..all },
             },
         }
     }

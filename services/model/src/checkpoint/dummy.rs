@@ -55,15 +55,27 @@ fn is_bias(weight: Weight) -> bool {
 
 impl RandomRows {
     pub fn read_row(&self, row: usize, out: &mut [f32]) {
+        self.read_part(row, 0, out);
+    }
+
+    /// The elements of a row from column `first` on.
+    pub fn read_part(&self, row: usize, first: usize, out: &mut [f32]) {
+        // One draw of 64 bits makes four elements of 16.
         const LANES: usize = 4;
         let row_key = mix(self.key ^ mix(row as u64));
-        // One draw of 64 bits makes four elements of 16.
-        for (counter, lanes) in out.chunks_mut(LANES).enumerate() {
-            let draw = mix(row_key.wrapping_add(counter as u64));
+        let fill = |counter: usize, first_lane: usize, lanes: &mut [f32]| {
+            let draw = mix(row_key.wrapping_add(counter as u64)) >> (16 * first_lane);
             for (lane, value) in lanes.iter_mut().enumerate() {
                 let uniform = (draw >> (16 * lane)) as i16;
                 *value = self.mean + f32::from(uniform) * (self.amplitude / 32768.0);
             }
+        };
+        let (counter, lane) = (first / LANES, first % LANES);
+        let begun = if lane == 0 { 0 } else { (LANES - lane).min(out.len()) };
+        let (begun, whole) = out.split_at_mut(begun);
+        fill(counter, lane, begun);
+        for (counter, lanes) in (first.div_ceil(LANES)..).zip(whole.chunks_mut(LANES)) {
+            fill(counter, 0, lanes);
         }
     }
 }
@@ -93,6 +105,14 @@ mod tests {
         let mut short = [0.0; 3];
         rows.read_row(3, &mut short);
         assert_eq!(short, PINNED[..3]);
+        // And any part of it is that part.
+        for first in 0..6 {
+            for end in first..=6 {
+                let mut part = vec![0.0; end - first];
+                rows.read_part(3, first, &mut part);
+                assert_eq!(part, PINNED[first..end]);
+            }
+        }
     }
 
     #[test]
