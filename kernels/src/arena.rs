@@ -6,10 +6,14 @@
 //! refused at once, never waited for: the block pool decides who may use a block, and the arena
 //! only makes sure that a mistake there cannot become a data race.
 //!
+//! The ranks of a node on one host share an arena in a [`SharedRegion`], each with a [`KvArena`] of its
+//! own over it: see [`KvArena::shared`].
+//!
 //! Guards own a reference to the arena, may move to another thread, and end when dropped.
 //! A block's content is whatever was written last; before that it is zero.
 
 mod access;
+mod slices;
 mod stream;
 
 use std::{
@@ -25,9 +29,13 @@ use std::{
 use memmap2::MmapMut;
 
 pub use access::{Element, HeldBlock, StepAccess};
+pub use slices::BlockSlices;
 pub use stream::{RowBlocks, StreamAccess, StreamStep};
 
-use crate::layout::{BlockId, KvLayout};
+use crate::{
+    layout::{BlockId, KvLayout},
+    shared::SharedRegion,
+};
 
 /// Borrow state of a block that is being written. Any smaller number counts readers.
 const WRITTEN: u32 = u32::MAX;
@@ -119,11 +127,13 @@ pub struct KvArena {
 enum Memory {
     /// Owns the range that `base` points to.
     Host(MmapMut),
+    /// Keeps the region that `base` points into.
+    Shared { _region: Arc<SharedRegion> },
     /// `base` points to nothing.
     Remote(Arc<dyn RemoteBlocks>),
 }
 
-// SAFETY: `base` points into `memory`, which this value owns and which does not move. Bytes behind
+// SAFETY: `base` points into `memory`, which this value owns or keeps and which does not move. Bytes behind
 // it are reached through guards only, and `borrows` makes those exclusive or shared as needed, with
 // acquire on borrowing and release on giving back.
 unsafe impl Send for KvArena {}
@@ -133,17 +143,7 @@ unsafe impl Sync for KvArena {}
 impl KvArena {
     /// An arena in host memory, zeroed. Pages cost nothing before they are touched or populated.
     pub fn host(layout: KvLayout, block_count: u32) -> Result<Arc<Self>, ArenaError> {
-        let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
-        // An overflowing size would lend memory that is not there.
-        let too_large = || bad("its bytes exceed the address space");
-        let block_bytes = layout.checked_block_bytes().ok_or_else(too_large)?;
-        if block_count == 0 || block_bytes == 0 {
-            return Err(bad("that has no bytes"));
-        }
-        let bytes = block_bytes
-            .checked_mul(block_count as usize)
-            .filter(|bytes| isize::try_from(*bytes).is_ok())
-            .ok_or_else(too_large)?;
+        let bytes = host_bytes(layout, block_count)?;
         // Page-aligned, hence aligned for every element type and for vector loads.
         let mut memory =
             MmapMut::map_anon(bytes).map_err(|source| ArenaError::OutOfMemory { bytes, source })?;
@@ -152,9 +152,36 @@ impl KvArena {
         #[cfg(target_os = "linux")]
         let _ = memory.advise(memmap2::Advice::HugePage);
         let base = NonNull::new(memory.as_mut_ptr()).expect("a mapping is not at address 0");
+        Ok(Self::over(layout, block_count, base, Memory::Host(memory)))
+    }
+
+    /// An arena in memory that others have mapped as well: the processes of a node's ranks, and the
+    /// node's own, which moves whole blocks. It begins `offset` bytes into the region, a multiple of
+    /// 64, and has [`layout`](KvLayout::block_bytes) times `block_count` bytes.
+    ///
+    /// **Hazard.** Arenas over the same bytes do not see each other's guards. What keeps them apart
+    /// is that a rank's steps touch its own heads only, and that the block pool, of which the node
+    /// has one, gives no block to a step and a transfer at the same time.
+    ///
+    /// # Panics
+    /// When the bytes are not in the region, or serve something else there.
+    pub fn shared(
+        layout: KvLayout,
+        block_count: u32,
+        region: &Arc<SharedRegion>,
+        offset: usize,
+    ) -> Result<Arc<Self>, ArenaError> {
+        let bytes = host_bytes(layout, block_count)?;
+        assert!(offset.is_multiple_of(64), "offset {offset} is aligned for every element type");
+        let base = region.bytes(offset, bytes);
+        let memory = Memory::Shared { _region: Arc::clone(region) };
+        Ok(Self::over(layout, block_count, base, memory))
+    }
+
+    fn over(layout: KvLayout, block_count: u32, base: NonNull<u8>, memory: Memory) -> Arc<Self> {
         let borrows = (0..block_count).map(|_| AtomicU32::new(0)).collect();
-        let memory = Memory::Host(memory);
-        Ok(Arc::new(Self { layout, block_count, block_bytes, base, borrows, memory }))
+        let block_bytes = layout.block_bytes();
+        Arc::new(Self { layout, block_count, block_bytes, base, borrows, memory })
     }
 
     /// An arena whose blocks lie elsewhere: there are copies of them, and no views.
@@ -168,14 +195,12 @@ impl KvArena {
         if block_count == 0 || block_bytes == 0 {
             return Err(bad("that has no bytes"));
         }
-        let borrows = (0..block_count).map(|_| AtomicU32::new(0)).collect();
-        let (base, memory) = (NonNull::dangling(), Memory::Remote(blocks));
-        Ok(Arc::new(Self { layout, block_count, block_bytes, base, borrows, memory }))
+        Ok(Self::over(layout, block_count, NonNull::dangling(), Memory::Remote(blocks)))
     }
 
     /// Whether blocks can be looked at, not only copied.
     pub fn is_host(&self) -> bool {
-        matches!(self.memory, Memory::Host(_))
+        !matches!(self.memory, Memory::Remote(_))
     }
 
     pub fn layout(&self) -> KvLayout {
@@ -198,6 +223,7 @@ impl KvArena {
     pub fn populate(&self, first: u32, count: u32) -> io::Result<()> {
         let in_range = first.checked_add(count).is_some_and(|end| end <= self.block_count);
         assert!(in_range, "blocks {first} + {count} are within the {} there are", self.block_count);
+        // A region's memory was given to it when it was made.
         let Memory::Host(memory) = &self.memory else { return Ok(()) };
         let offset = first as usize * self.block_bytes;
         #[cfg(target_os = "linux")]
@@ -286,6 +312,21 @@ impl KvArena {
     }
 }
 
+/// Bytes of an arena in host memory, if it can be.
+fn host_bytes(layout: KvLayout, block_count: u32) -> Result<usize, ArenaError> {
+    let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
+    // An overflowing size would lend memory that is not there.
+    let too_large = || bad("its bytes exceed the address space");
+    let block_bytes = layout.checked_block_bytes().ok_or_else(too_large)?;
+    if block_count == 0 || block_bytes == 0 {
+        return Err(bad("that has no bytes"));
+    }
+    block_bytes
+        .checked_mul(block_count as usize)
+        .filter(|bytes| isize::try_from(*bytes).is_ok())
+        .ok_or_else(too_large)
+}
+
 impl fmt::Debug for KvArena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KvArena")
@@ -327,7 +368,7 @@ impl BlockRead {
             (None, Memory::Remote(blocks)) => blocks
                 .read(self.block.index() * self.arena.block_bytes, host)
                 .map_err(|reason| ArenaError::Copy { block: self.block, reason })?,
-            (None, Memory::Host(_)) => unreachable!("blocks in host memory have a view"),
+            (None, _) => unreachable!("blocks in host memory have a view"),
         }
         Ok(())
     }

@@ -109,6 +109,11 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
+    /// As it is when a block has some of the heads alone.
+    pub fn with_heads(self, kv_head_count: usize) -> Self {
+        Self { kv_head_count, ..self }
+    }
+
     /// Elements of one head's 16 tokens: `[token][dim]`.
     pub fn head_elements(&self) -> usize {
         BLOCK_TOKENS * self.head_dim

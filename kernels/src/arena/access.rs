@@ -1,6 +1,6 @@
 //! The blocks of one forward, borrowed together.
 
-use std::{fmt, slice, sync::Arc};
+use std::{fmt, ops::Range, slice, sync::Arc};
 
 use half::bf16;
 
@@ -35,8 +35,12 @@ pub struct HeldBlock(u32);
 /// A block may be listed to be read several times (sequences share prefixes), to be written once.
 /// A block that this same step writes may also be read by it: within a layer, keys and values are
 /// stored before attention reads them.
+///
+/// The step of a rank has some heads of the blocks, and counts them from its first.
 pub struct StepAccess {
     arena: Arc<KvArena>,
+    /// Of the arena's heads those that the step may touch.
+    heads: Range<usize>,
     /// Written blocks first, then those that are only read; each block once, each part sorted.
     blocks: Vec<BlockId>,
     written_count: usize,
@@ -52,7 +56,25 @@ impl StepAccess {
         reads: &[BlockId],
         writes: &[BlockId],
     ) -> Result<Self, ArenaError> {
+        Self::acquire_heads(arena, 0..arena.layout.kv_head_count, reads, writes)
+    }
+
+    /// As [`Self::acquire`], of some of the arena's heads.
+    ///
+    /// # Panics
+    /// As there, and when the arena does not have these heads.
+    pub fn acquire_heads(
+        arena: &Arc<KvArena>,
+        heads: Range<usize>,
+        reads: &[BlockId],
+        writes: &[BlockId],
+    ) -> Result<Self, ArenaError> {
         assert!(arena.is_host(), "the CPU computes on blocks in host memory");
+        assert!(
+            heads.start <= heads.end && heads.end <= arena.layout.kv_head_count,
+            "{heads:?} are heads of the arena's {}",
+            arena.layout.kv_head_count
+        );
         let mut written = writes.to_vec();
         written.sort_unstable();
         let mut read: Vec<BlockId> =
@@ -62,6 +84,7 @@ impl StepAccess {
         // What is in `access` is given back by its drop, so that a refusal leaves nothing behind.
         let mut access = Self {
             arena: Arc::clone(arena),
+            heads,
             blocks: Vec::with_capacity(written.len() + read.len()),
             written_count: 0,
         };
@@ -77,8 +100,9 @@ impl StepAccess {
         Ok(access)
     }
 
+    /// Of the heads that the step has.
     pub fn layout(&self) -> KvLayout {
-        self.arena.layout
+        self.arena.layout.with_heads(self.heads.len())
     }
 
     /// Blocks held, read and written.
@@ -162,11 +186,11 @@ impl StepAccess {
     ) -> *mut T {
         let layout = self.arena.layout;
         assert!(T::DTYPE == layout.dtype, "the arena holds {}", layout.dtype);
-        assert!(layer < layout.layer_count && head < layout.kv_head_count, "inside the layout");
+        assert!(layer < layout.layer_count && head < self.heads.len(), "inside the layout");
         let block = self.arena.block_ptr(self.blocks[held.index()]).cast::<T>();
         // SAFETY: the layout places every head inside the block's bytes; the arena starts at a
         // page and blocks are whole numbers of elements, so the pointer is aligned.
-        unsafe { block.add(layout.head_offset(layer, half, head)).as_ptr() }
+        unsafe { block.add(layout.head_offset(layer, half, self.heads.start + head)).as_ptr() }
     }
 }
 
@@ -261,6 +285,50 @@ mod tests {
         let at = (layout.head_offset(1, KvHalf::Value, 1) + 60) * 4;
         assert_eq!(guard.host_view().unwrap()[at..at + 4], 1.0_f32.to_ne_bytes());
         assert_eq!(layout.block_bytes(), at + 16);
+    }
+
+    #[test]
+    fn the_steps_of_ranks_store_their_heads_side_by_side() {
+        use crate::{cpu::testing::region, shard::Shard};
+
+        let layout = KvLayout { layer_count: 2, kv_head_count: 4, head_dim: 4, dtype: Dtype::F32 };
+        let region = region(128 + 3 * layout.block_bytes());
+        let arena = || KvArena::shared(layout, 3, &region, 128).unwrap();
+        for shard in Shard::new(0, 2).unwrap().all() {
+            // Each with borrows of its own, at the same time in other processes.
+            let heads = shard.part(layout.kv_head_count);
+            let access =
+                StepAccess::acquire_heads(&arena(), heads.clone(), &[], &ids(&[1])).unwrap();
+            assert_eq!(access.layout(), layout.with_heads(2));
+            let held = access.find(BlockId(1)).unwrap();
+            for (layer, half) in [(0, KvHalf::Key), (1, KvHalf::Value)] {
+                for head in 0..2 {
+                    let value = (10 * layer + heads.start + head) as f32 + 1.0;
+                    // SAFETY: one thread, and no slice is alive.
+                    unsafe { access.token_mut(held, layer, half, head, 3) }.fill(value);
+                    assert_eq!(access.head::<f32>(held, layer, half, head)[12], value);
+                }
+            }
+        }
+        // The node's own arena sees whole blocks.
+        let (node, mut bytes) = (arena(), vec![0; layout.block_bytes()]);
+        node.read(BlockId(1)).unwrap().copy_to_host(&mut bytes).unwrap();
+        for (layer, half) in [(0, KvHalf::Key), (1, KvHalf::Value)] {
+            for head in 0..4 {
+                let at = (layout.head_offset(layer, half, head) + 12) * 4;
+                let found = f32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap());
+                assert_eq!(found, (10 * layer + head) as f32 + 1.0);
+            }
+        }
+        assert_eq!(node.read(BlockId(0)).unwrap().host_view().unwrap()[0], 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "inside the layout")]
+    fn a_head_of_another_rank_is_out_of_reach() {
+        let arena = arena();
+        let access = StepAccess::acquire_heads(&arena, 0..1, &ids(&[1]), &[]).unwrap();
+        access.head::<f32>(access.find(BlockId(1)).unwrap(), 0, KvHalf::Key, 1);
     }
 
     #[test]

@@ -17,6 +17,7 @@ mod arithmetic;
 mod attention;
 mod bias;
 mod buffer;
+pub mod collective;
 mod embed;
 mod isa;
 mod matmul;
@@ -27,7 +28,7 @@ mod sample;
 mod silu;
 mod step;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 pub mod threads;
 #[cfg(target_arch = "x86_64")]
 mod vectors;
@@ -39,6 +40,7 @@ use std::{
 };
 
 pub use buffer::{CpuBuffer, CpuVector};
+pub use collective::{Group, GroupEnd, GroupError};
 pub use isa::Isa;
 pub use matmul::CpuMatrix;
 pub use sample::{SampleError, SampleRow, sample};
@@ -50,6 +52,7 @@ use crate::{
     backend::{Backend, HeadShape, HeadWeights, RowSource},
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
+    shard::Shard,
 };
 
 /// How a CPU backend is made.
@@ -87,6 +90,9 @@ pub struct CpuBackend {
     tiles: attention::Scratch,
     /// One per thread.
     draws: Vec<Mutex<sample::Scratch>>,
+    /// `None`: it computes whole models.
+    group: Option<Group>,
+    rows_gathered: u64,
 }
 
 impl CpuBackend {
@@ -115,7 +121,19 @@ impl CpuBackend {
             products: matmul::Scratch::default(),
             tiles: attention::Scratch::new(threads),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
+            group: None,
+            rows_gathered: 0,
         })
+    }
+
+    /// As one rank of a group, which computes its part of a model.
+    pub fn in_group(self, group: Group) -> Self {
+        Self { group: Some(group), ..self }
+    }
+
+    /// Why the group is of no more use, if it is: nothing computed since is a result.
+    pub fn group_fault(&self) -> Option<&GroupError> {
+        self.group.as_ref()?.fault()
     }
 
     pub fn weights(&self) -> WeightFormat {
@@ -144,6 +162,31 @@ impl CpuBackend {
         tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
     }
 
+    /// As [`Self::sample`], by all ranks of the group: `logits` are those of the rank's
+    /// [tokens](Shard::tokens), and everybody gets the tokens that the whole rows give.
+    pub fn sample_together(
+        &mut self,
+        logits: &CpuBuffer,
+        vocabulary: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<Vec<Result<SampledToken, SampleError>>, GroupError> {
+        let Some(group) = self.group.as_mut().filter(|group| !group.shard().is_whole()) else {
+            return Ok(self.sample(logits, rows));
+        };
+        if let Some(fault) = group.fault() {
+            return Err(fault.clone());
+        }
+        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let gathered = &mut self.rows_gathered;
+        let draws = &self.draws;
+        sample::sample_together(self.level, pool, draws, group, logits, vocabulary, rows, gathered)
+    }
+
+    /// Rows whose logits the group has gathered to sample them.
+    pub fn rows_gathered(&self) -> u64 {
+        self.rows_gathered
+    }
+
     fn pool(&mut self) -> &mut ThreadPool {
         // A panic while weights were packed left no half-done region behind: the pool is sound.
         self.pool.get_mut().unwrap_or_else(PoisonError::into_inner)
@@ -168,6 +211,10 @@ impl Backend for CpuBackend {
 
     fn buffer(&self, rows_max: usize, width: usize) -> CpuBuffer {
         CpuBuffer::zeroed(rows_max, width)
+    }
+
+    fn shard(&self) -> Shard {
+        self.group.as_ref().map_or(Shard::WHOLE, Group::shard)
     }
 
     fn rows(&self, step: &CpuStep) -> usize {
@@ -280,6 +327,13 @@ impl Backend for CpuBackend {
         assert_eq!(gate_up.width(), 2 * width, "silu_mul: gate and up are as wide as the output");
         let (level, out) = (self.level, out.rows_mut(rows));
         silu::silu_mul(level, self.pool(), width, gate_up.rows(rows), out);
+    }
+
+    fn all_reduce(&mut self, rows: usize, x: &mut CpuBuffer) {
+        if let Some(group) = &mut self.group {
+            // The group keeps its fault, and the steps' owner asks for it.
+            let _ = group.all_reduce(x.rows_mut(rows));
+        }
     }
 
     fn gather_sampled(&mut self, x: &CpuBuffer, step: &CpuStep, out: &mut CpuBuffer) {

@@ -19,12 +19,17 @@ mod draw;
 mod history;
 mod keep;
 mod logprobs;
+mod together;
 
+pub(crate) use self::together::sample_together;
 use super::{
     arithmetic::{LANES, exp, sum_lanes},
     isa::{Isa, Level, per_level},
 };
-use crate::sampling::{InvalidSampling, SampledToken, Sampling, TokenMask};
+use crate::{
+    sampling::{InvalidSampling, SampledToken, Sampling, TokenMask},
+    shard::VOCABULARY_RUN,
+};
 
 /// Temperatures below this are greedy, as in vLLM.
 const GREEDY_BELOW: f32 = 1e-5;
@@ -86,6 +91,7 @@ pub(crate) fn sample_with(
     };
     let raw_best = best(level, logits)?;
     let is_adjusted = history::adjust(
+        0,
         sampling,
         prompt,
         output,
@@ -162,27 +168,37 @@ per_level! {
     }
 }
 
+/// Weights whose sum is taken lane by lane.
+const RUN: usize = VOCABULARY_RUN;
+
 per_level! {
     /// Sum of the weights that are at least `floor`, in one fixed order: lanes within a run, runs
     /// in f64.
     fn total(weights: &[f32], floor: f32) -> f64 {
-        const RUN: usize = 64 * LANES;
-        let mut total = 0.0;
-        for run in weights.chunks(RUN) {
-            let mut lanes = [0.0_f32; LANES];
-            let (groups, rest) = run.as_chunks::<LANES>();
-            for group in groups {
-                for (lane, &weight) in lanes.iter_mut().zip(group) {
-                    *lane += if weight >= floor { weight } else { 0.0 };
-                }
-            }
-            for (lane, &weight) in lanes.iter_mut().zip(rest) {
-                *lane += if weight >= floor { weight } else { 0.0 };
-            }
-            total += f64::from(sum_lanes(lanes));
-        }
-        total
+        weights.chunks(RUN).fold(0.0, |total, run| total + f64::from(run_total(run, floor)))
     }
+}
+
+per_level! {
+    /// The sums of the runs, which [`total`] adds up in order.
+    fn run_totals(weights: &[f32], floor: f32) -> Vec<f32> {
+        weights.chunks(RUN).map(|run| run_total(run, floor)).collect()
+    }
+}
+
+#[inline(always)]
+fn run_total(run: &[f32], floor: f32) -> f32 {
+    let mut lanes = [0.0_f32; LANES];
+    let (groups, rest) = run.as_chunks::<LANES>();
+    for group in groups {
+        for (lane, &weight) in lanes.iter_mut().zip(group) {
+            *lane += if weight >= floor { weight } else { 0.0 };
+        }
+    }
+    for (lane, &weight) in lanes.iter_mut().zip(rest) {
+        *lane += if weight >= floor { weight } else { 0.0 };
+    }
+    sum_lanes(lanes)
 }
 
 #[cfg(test)]

@@ -69,6 +69,18 @@ pub(crate) struct SequenceRows {
 impl CpuStep {
     /// Borrows all blocks of the sequences, or none. A step without sequences has no rows.
     pub fn new(arena: &Arc<KvArena>, sequences: &[StepSequence<'_>]) -> Result<Self, StepError> {
+        Self::of_heads(arena, 0..arena.layout().kv_head_count, sequences)
+    }
+
+    /// As [`Self::new`], a rank's step: it touches some of the arena's heads alone.
+    ///
+    /// # Panics
+    /// When the arena does not have these heads.
+    pub fn of_heads(
+        arena: &Arc<KvArena>,
+        heads: Range<usize>,
+        sequences: &[StepSequence<'_>],
+    ) -> Result<Self, StepError> {
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
         for (index, sequence) in sequences.iter().enumerate() {
             let blocks = checked_table(index, sequence)?;
@@ -76,7 +88,7 @@ impl CpuStep {
             reads.extend_from_slice(read);
             writes.extend_from_slice(written);
         }
-        let access = StepAccess::acquire(arena, &reads, &writes)?;
+        let access = StepAccess::acquire_heads(arena, heads, &reads, &writes)?;
         let row_count = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         let mut step = Self {
             tokens: Vec::with_capacity(row_count),

@@ -1,6 +1,19 @@
 //! What the operations' tests share.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
+
 use super::isa::{BASELINE_FUSES, Isa, Level};
+use crate::shared::{RegionName, SharedRegion};
+
+/// Memory that a group of threads shares as a group of processes does.
+pub(crate) fn region(bytes: usize) -> Arc<SharedRegion> {
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    let purpose = format!("test_{}", MADE.fetch_add(1, Ordering::Relaxed));
+    SharedRegion::create(&RegionName::own(0x7e57, purpose), bytes).unwrap()
+}
 
 /// Every level but the reference that this machine has, the compiler's target included.
 pub(crate) fn levels() -> Vec<Level> {

@@ -11,23 +11,23 @@ use crate::sampling::Sampling;
 
 /// Probabilities, relative to the best token's, above which tokens are looked at first. The last
 /// one is everybody.
-const CUTS: [f32; 3] = [1.0 / 256.0, 1.0 / 65_536.0, 0.0];
+pub(super) const CUTS: [f32; 3] = [1.0 / 256.0, 1.0 / 65_536.0, 0.0];
 /// Tokens between two looks at whether any is above the cut.
 const RUN: usize = 64;
 
 /// A token in sorting order: the more likely first, then the lower id.
-type Ranked = u64;
+pub(super) type Ranked = u64;
 
-fn ranked(id: u32, weight: f32) -> Ranked {
+pub(super) fn ranked(id: u32, weight: f32) -> Ranked {
     // Bits of floats that are not negative sort as the floats do.
     u64::from(!weight.to_bits()) << 32 | u64::from(id)
 }
 
-fn id(ranked: Ranked) -> u32 {
+pub(super) fn id(ranked: Ranked) -> u32 {
     ranked as u32
 }
 
-fn weight(ranked: Ranked) -> f32 {
+pub(super) fn weight(ranked: Ranked) -> f32 {
     f32::from_bits(!((ranked >> 32) as u32))
 }
 
@@ -85,7 +85,7 @@ fn narrow(kept: &mut Vec<Ranked>, top_k: usize, top_p: f32, whole: Option<f64>) 
 }
 
 /// How many of the `sorted` tokens, from the first on, have the sum `wanted`.
-fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
+pub(super) fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
     let mut sum = 0.0;
     sorted
         .iter()
@@ -97,7 +97,7 @@ fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
 }
 
 /// Tokens with at least `cut`, and more than nothing.
-fn gather(level: Level, weights: &[f32], cut: f32, kept: &mut Vec<Ranked>) {
+pub(super) fn gather(level: Level, weights: &[f32], cut: f32, kept: &mut Vec<Ranked>) {
     kept.clear();
     for (run, weights) in weights.chunks(RUN).enumerate() {
         if any_kept(level, weights, cut) {

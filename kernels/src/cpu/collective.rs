@@ -1,0 +1,609 @@
+//! What the ranks of a group exchange, over memory that all of them have mapped: threads of one
+//! process or processes of one host, it is the same code.
+//!
+//! Every rank has two slots, used in turn. An exchange of a piece goes so:
+//! 1. A rank writes its piece and what kind it is into its slot, then its exchange number (release).
+//! 2. It waits until each other rank's number is as high (acquire), looks whether that one sent the
+//!    same kind, and reads its slot.
+//!
+//! Nobody waits for readers: a rank that shows number n + 1 has read all it wanted of exchange n, and
+//! nobody writes exchange n + 2 into the slot of n before everyone shows n + 1. Large messages go in
+//! pieces.
+//!
+//! A wait spins for a moment and then sleeps on the other's number, until the group's patience is
+//! over. Whatever goes wrong is a [`GroupError`]: it ends this rank's part in the group, every later
+//! exchange fails likewise, and the others learn of it when they next wait. What an exchange that
+//! failed has left behind is no result.
+//!
+//! Sums are added in order of rank, element by element, so that all ranks have the same bits.
+
+use std::{
+    fmt, hint,
+    ptr::NonNull,
+    slice,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use crate::{
+    shard::Shard,
+    shared::{Atomics, SharedRegion, futex},
+};
+
+/// Bytes of a piece. Two of them for each rank stay in a core's second-level cache.
+const PIECE_BYTES: usize = 256 << 10;
+const SLOTS: usize = 2;
+/// Words of a line of the region that one rank writes: two cache lines, as neighbours are fetched.
+const LINE_WORDS: usize = 32;
+const LINE_BYTES: usize = LINE_WORDS * 4;
+/// In a rank's line:
+const NUMBER: usize = 0;
+const WAITERS: usize = 1;
+const HAS_LEFT: usize = 2;
+/// In the group's line, which comes first:
+const HAS_ENDED: usize = 0;
+
+/// How long a wait spins before it sleeps: about what a wake-up takes.
+const SPIN: Duration = Duration::from_micros(20);
+/// How often a sleeper looks whether the group goes on.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Why a rank has nothing to exchange any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GroupError {
+    #[error("rank {rank} of {of} did not come to exchange {exchange} within {patience:?}")]
+    Late { rank: usize, of: usize, exchange: u64, patience: Duration },
+    #[error("rank {rank} of {of} has left the group before exchange {exchange}")]
+    Left { rank: usize, of: usize, exchange: u64 },
+    /// Ranks do not do the same: a defect, or one of another build.
+    #[error("exchange {exchange}: rank {rank} of {of} sends {theirs}, this one {ours}")]
+    Apart { rank: usize, of: usize, exchange: u64, theirs: String, ours: String },
+    #[error("the group was ended")]
+    Ended,
+}
+
+/// What an exchange is: ranks that disagree have gone apart.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    operation: Operation,
+    /// Bytes of the piece.
+    bytes: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Operation {
+    Reduce = 1,
+    Gather = 2,
+    Barrier = 3,
+}
+
+impl Kind {
+    fn word(self) -> u64 {
+        (self.operation as u64) << 56 | self.bytes as u64
+    }
+}
+
+/// Of a word that another rank has written, for people.
+fn describe(word: u64) -> String {
+    let bytes = word & ((1 << 56) - 1);
+    match word >> 56 {
+        1 => format!("a sum of {bytes} bytes"),
+        2 => format!("{bytes} bytes for all"),
+        3 => "a barrier".to_owned(),
+        _ => format!("word {word:#x}"),
+    }
+}
+
+/// Where things are in the region: the group's line and one of each rank, a line of kinds of each
+/// rank, the slots.
+#[derive(Clone, Copy)]
+struct Places {
+    of: usize,
+    offset: usize,
+}
+
+impl Places {
+    fn words(self, region: &Arc<SharedRegion>) -> Atomics<AtomicU32> {
+        region.words(self.offset, (1 + self.of) * LINE_WORDS)
+    }
+
+    fn kinds(self, region: &Arc<SharedRegion>) -> Atomics<AtomicU64> {
+        let offset = self.offset + (1 + self.of) * LINE_BYTES;
+        region.longs(offset, self.of * LINE_BYTES / 8)
+    }
+
+    fn slots(self, region: &Arc<SharedRegion>) -> NonNull<u8> {
+        let offset = self.offset + (1 + 2 * self.of) * LINE_BYTES;
+        region.bytes(offset, self.of * SLOTS * PIECE_BYTES)
+    }
+
+    fn bytes(self) -> usize {
+        (1 + 2 * self.of) * LINE_BYTES + self.of * SLOTS * PIECE_BYTES
+    }
+}
+
+/// One rank's place in a group.
+pub struct Group {
+    shard: Shard,
+    patience: Duration,
+    words: Atomics<AtomicU32>,
+    kinds: Atomics<AtomicU64>,
+    /// `[rank][slot][PIECE_BYTES]`; kept by the atomics' region.
+    slots: NonNull<u8>,
+    /// Exchanges begun, pieces counted singly.
+    exchanges: u64,
+    fault: Option<GroupError>,
+}
+
+// SAFETY: `slots` points into the region that the atomics keep, and is reached through `&mut self`;
+// what other ranks do there goes by the exchange numbers.
+unsafe impl Send for Group {}
+// SAFETY: a shared reference reaches numbers and the fault only.
+unsafe impl Sync for Group {}
+
+impl Group {
+    /// Bytes of a region that a group of so many ranks needs; they are zero when it begins.
+    pub fn region_bytes(of: usize) -> usize {
+        Places { of, offset: 0 }.bytes()
+    }
+
+    /// Takes a rank's place in the group that lives in `region` from `offset` on, a multiple of 8.
+    /// Each rank is taken once. No exchange waits longer than `patience` for another rank.
+    pub fn new(
+        region: &Arc<SharedRegion>,
+        offset: usize,
+        shard: Shard,
+        patience: Duration,
+    ) -> Self {
+        let places = Places { of: shard.of(), offset };
+        let (words, kinds) = (places.words(region), places.kinds(region));
+        let slots = places.slots(region);
+        Self { shard, patience, words, kinds, slots, exchanges: 0, fault: None }
+    }
+
+    pub fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    /// What has ended this rank's part, if anything has.
+    pub fn fault(&self) -> Option<&GroupError> {
+        self.fault.as_ref()
+    }
+
+    /// `x` becomes the sum of every rank's `x`, which are equally long: to the bit the same in all.
+    pub fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), GroupError> {
+        if self.shard.is_whole() {
+            return Ok(());
+        }
+        for piece in x.chunks_mut(PIECE_BYTES / 4) {
+            let kind = Kind { operation: Operation::Reduce, bytes: size_of_val(piece) };
+            self.publish(kind, bytemuck::cast_slice(piece))?;
+            for rank in 0..self.shard.of() {
+                let theirs: &[f32] = bytemuck::cast_slice(self.read(kind, rank)?);
+                match rank {
+                    0 => piece.copy_from_slice(theirs),
+                    _ => piece.iter_mut().zip(theirs).for_each(|(sum, part)| *sum += part),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every rank's `mine`, which are equally long, in order of rank.
+    pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, GroupError> {
+        let mut all = vec![0; self.shard.of() * mine.len()];
+        self.all_gather_into(mine, &mut all)?;
+        Ok(all)
+    }
+
+    /// As [`Self::all_gather`], into `all`, which has room for exactly that.
+    pub fn all_gather_into(&mut self, mine: &[u8], all: &mut [u8]) -> Result<(), GroupError> {
+        assert_eq!(all.len(), self.shard.of() * mine.len(), "all have room, and no more");
+        for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
+            let kind = Kind { operation: Operation::Gather, bytes: piece.len() };
+            self.publish(kind, piece)?;
+            for rank in 0..self.shard.of() {
+                let begin = rank * mine.len() + number * PIECE_BYTES;
+                all[begin..begin + piece.len()].copy_from_slice(self.read(kind, rank)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Comes back once every rank is here.
+    pub fn barrier(&mut self) -> Result<(), GroupError> {
+        let kind = Kind { operation: Operation::Barrier, bytes: 0 };
+        self.publish(kind, &[])?;
+        (0..self.shard.of()).try_for_each(|rank| self.read(kind, rank).map(drop))
+    }
+
+    /// Shows the others this rank's piece of the next exchange.
+    fn publish(&mut self, kind: Kind, piece: &[u8]) -> Result<(), GroupError> {
+        if let Some(fault) = &self.fault {
+            return Err(fault.clone());
+        }
+        self.exchanges += 1;
+        let rank = self.shard.rank();
+        let slot = self.slot(rank);
+        // SAFETY: the slot is this rank's, and of the size of the largest piece. No other rank reads
+        // it: all have shown the number of the exchange before, hence are done with the one before
+        // that, whose slot this is.
+        unsafe {
+            slice::from_raw_parts_mut(slot.as_ptr(), piece.len()).copy_from_slice(piece);
+        }
+        self.kind_of(rank).store(kind.word(), Ordering::Relaxed);
+        let number = self.number(rank);
+        // Sequentially consistent against the waiters' count: either a waiter sees the number before
+        // it sleeps, or we see that it waits.
+        number.store(self.exchanges as u32, Ordering::SeqCst);
+        if self.word(rank, WAITERS).load(Ordering::SeqCst) > 0 {
+            futex::wake_all(number);
+        }
+        Ok(())
+    }
+
+    /// Another rank's piece, or this one's own, of the exchange that this one has published last.
+    fn read(&mut self, kind: Kind, rank: usize) -> Result<&[u8], GroupError> {
+        if let Err(error) = self.wait(kind, rank) {
+            self.leave();
+            self.fault = Some(error.clone());
+            return Err(error);
+        }
+        // SAFETY: the rank has shown this exchange's number, so the piece is written, of this length
+        // by its kind, and stays until this rank publishes the next but one.
+        Ok(unsafe { slice::from_raw_parts(self.slot(rank).as_ptr(), kind.bytes) })
+    }
+
+    fn wait(&self, kind: Kind, rank: usize) -> Result<(), GroupError> {
+        let (of, exchange) = (self.shard.of(), self.exchanges);
+        if rank == self.shard.rank() {
+            return Ok(());
+        }
+        let number = self.number(rank);
+        let begun = Instant::now();
+        let mut ahead = self.ahead(number.load(Ordering::Acquire));
+        while ahead < 0 {
+            if begun.elapsed() < SPIN {
+                (0..32).for_each(|_| hint::spin_loop());
+                ahead = self.ahead(number.load(Ordering::Acquire));
+                continue;
+            }
+            if self.words[HAS_ENDED].load(Ordering::Acquire) != 0 {
+                return Err(GroupError::Ended);
+            }
+            let has_left = self.word(rank, HAS_LEFT).load(Ordering::Acquire) != 0;
+            let waiters = self.word(rank, WAITERS);
+            waiters.fetch_add(1, Ordering::SeqCst);
+            let seen = number.load(Ordering::SeqCst);
+            ahead = self.ahead(seen);
+            let left = self.patience.saturating_sub(begun.elapsed());
+            if ahead < 0 && !has_left && !left.is_zero() {
+                futex::wait(number, seen, left.min(LOOK));
+                ahead = self.ahead(number.load(Ordering::Acquire));
+            }
+            waiters.fetch_sub(1, Ordering::SeqCst);
+            if ahead >= 0 {
+                break;
+            }
+            // It published before it left, if it did: the number was looked at last.
+            if has_left {
+                return Err(GroupError::Left { rank, of, exchange });
+            }
+            if left.is_zero() {
+                let patience = self.patience;
+                return Err(GroupError::Late { rank, of, exchange, patience });
+            }
+        }
+        let theirs = self.kind_of(rank).load(Ordering::Relaxed);
+        if ahead > 1 || theirs != kind.word() {
+            let theirs = match ahead {
+                0 | 1 => describe(theirs),
+                _ => format!("exchange {}", exchange + ahead as u64),
+            };
+            let ours = describe(kind.word());
+            return Err(GroupError::Apart { rank, of, exchange, theirs, ours });
+        }
+        Ok(())
+    }
+
+    /// How far a number is beyond this rank's: they wrap.
+    fn ahead(&self, number: u32) -> i32 {
+        number.wrapping_sub(self.exchanges as u32) as i32
+    }
+
+    /// Says to whoever waits for this rank that nothing will come.
+    fn leave(&self) {
+        let rank = self.shard.rank();
+        self.word(rank, HAS_LEFT).store(1, Ordering::Release);
+        futex::wake_all(self.number(rank));
+    }
+
+    fn word(&self, rank: usize, word: usize) -> &AtomicU32 {
+        &self.words[(1 + rank) * LINE_WORDS + word]
+    }
+
+    fn number(&self, rank: usize) -> &AtomicU32 {
+        self.word(rank, NUMBER)
+    }
+
+    /// What the rank sends in the present exchange, if it is there.
+    fn kind_of(&self, rank: usize) -> &AtomicU64 {
+        &self.kinds[rank * (LINE_BYTES / 8) + self.exchanges as usize % SLOTS]
+    }
+
+    fn slot(&self, rank: usize) -> NonNull<u8> {
+        let slot = rank * SLOTS + self.exchanges as usize % SLOTS;
+        // SAFETY: inside the slots that were claimed.
+        unsafe { self.slots.add(slot * PIECE_BYTES) }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group")
+            .field("shard", &self.shard)
+            .field("exchanges", &self.exchanges)
+            .field("fault", &self.fault)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Ends a group from outside, as who has seen one of its processes die does: all that wait in it, and
+/// all that wait later, get [`GroupError::Ended`].
+#[derive(Clone, Debug)]
+pub struct GroupEnd {
+    words: Atomics<AtomicU32>,
+}
+
+impl GroupEnd {
+    /// Of the group of so many ranks that lives in `region` from `offset` on.
+    pub fn new(region: &Arc<SharedRegion>, offset: usize, of: usize) -> Self {
+        Self { words: Places { of, offset }.words(region) }
+    }
+
+    pub fn end(&self) {
+        self.words[HAS_ENDED].store(1, Ordering::Release);
+        // A rank that is about to sleep misses it, and looks again soon.
+        self.words.chunks(LINE_WORDS).skip(1).for_each(|line| futex::wake_all(&line[NUMBER]));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{Mutex, mpsc},
+        thread,
+    };
+
+    use super::*;
+    use crate::{cpu::testing::region, shard::RANKS_MAX};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn shards(of: usize) -> Vec<Shard> {
+        Shard::new(0, of).unwrap().all().collect()
+    }
+
+    /// What every rank's thread brings, in order of rank.
+    fn together<T: Send>(
+        of: usize,
+        patience: Duration,
+        run: impl Fn(&mut Group) -> T + Sync,
+    ) -> Vec<T> {
+        // Behind something else, as where a node has one region for all.
+        let region = region(64 + Group::region_bytes(of));
+        thread::scope(|scope| {
+            let threads: Vec<_> = shards(of)
+                .into_iter()
+                .map(|shard| {
+                    let (region, run) = (&region, &run);
+                    scope.spawn(move || run(&mut Group::new(region, 64, shard, patience)))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// The same numbers on every machine, of all sizes, so that the order of a sum shows.
+    fn numbers(seed: u64, count: usize) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        (0..count)
+            .map(|_| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                let scale = [1e-3, 1.0, 300.0][state as usize % 3];
+                ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale
+            })
+            .collect()
+    }
+
+    #[test]
+    fn sums_are_those_in_order_of_rank_in_all_ranks_whoever_is_late() {
+        for of in [1, 2, 3, 4, 7] {
+            // Odd lengths, none, more than a piece.
+            let lengths = [0, 1, 5, 576, 3 * 576, PIECE_BYTES / 4, PIECE_BYTES / 4 * 2 + 77];
+            let rounds = 40;
+            let sums = together(of, PATIENCE, |group| {
+                let rank = group.shard().rank();
+                let mut sums = Vec::new();
+                for round in 0..rounds {
+                    // Each is late now and then.
+                    if (round * 7 + rank * 3) % 11 == 0 {
+                        thread::sleep(Duration::from_micros(300));
+                    }
+                    let length = lengths[round % lengths.len()];
+                    let mut x = numbers((round * RANKS_MAX + rank) as u64, length);
+                    group.all_reduce(&mut x).unwrap();
+                    sums.push(x);
+                }
+                sums
+            });
+            for round in 0..rounds {
+                let length = lengths[round % lengths.len()];
+                let parts: Vec<_> = (0..of)
+                    .map(|rank| numbers((round * RANKS_MAX + rank) as u64, length))
+                    .collect();
+                let mut expected = parts[0].clone();
+                for part in &parts[1..] {
+                    expected.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+                }
+                for sums in &sums {
+                    assert!(sums[round] == expected, "{of} ranks, round {round}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn many_small_exchanges_of_all_kinds_stay_in_step() {
+        let gathered = together(3, PATIENCE, |group| {
+            let rank = group.shard().rank() as u32;
+            for round in 0..20_000_u32 {
+                let all = group.all_gather(&(round * 3 + rank).to_le_bytes()).unwrap();
+                let all: Vec<u32> = all
+                    .chunks(4)
+                    .map(|word| u32::from_le_bytes(word.try_into().unwrap()))
+                    .collect();
+                assert_eq!(all, [round * 3, round * 3 + 1, round * 3 + 2]);
+                let mut x = [rank as f32];
+                group.all_reduce(&mut x).unwrap();
+                assert_eq!(x, [3.0]);
+                if round % 64 == 0 {
+                    group.barrier().unwrap();
+                }
+            }
+            group.all_gather(&vec![rank as u8; PIECE_BYTES + 3]).unwrap()
+        });
+        let expected: Vec<u8> =
+            (0..3).flat_map(|rank| std::iter::repeat_n(rank, PIECE_BYTES + 3)).collect();
+        assert!(gathered.iter().all(|all| *all == expected));
+    }
+
+    #[test]
+    fn exchange_numbers_go_round() {
+        let region = region(Group::region_bytes(2));
+        let near_the_end = u64::from(u32::MAX) - 5;
+        thread::scope(|scope| {
+            for shard in shards(2) {
+                let region = &region;
+                scope.spawn(move || {
+                    let mut group = Group::new(region, 0, shard, PATIENCE);
+                    group.exchanges = near_the_end;
+                    group.number(shard.rank()).store(near_the_end as u32, Ordering::SeqCst);
+                    // Both have their numbers before one waits for the other's.
+                    let other = group.number(1 - shard.rank());
+                    while other.load(Ordering::SeqCst) == 0 {
+                        hint::spin_loop();
+                    }
+                    for round in 0..50 {
+                        let mut x = [round as f32, shard.rank() as f32];
+                        group.all_reduce(&mut x).unwrap();
+                        assert_eq!(x, [2.0 * round as f32, 1.0]);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn who_does_not_come_is_named_and_the_others_learn_of_it() {
+        let patience = Duration::from_millis(200);
+        let region = region(Group::region_bytes(3));
+        let mut groups: Vec<_> =
+            shards(3).into_iter().map(|shard| Group::new(&region, 0, shard, patience)).collect();
+        let mut third = groups.pop().unwrap();
+        let kind = Kind { operation: Operation::Reduce, bytes: 4 };
+        for group in &mut groups {
+            group.publish(kind, &1.0_f32.to_ne_bytes()).unwrap();
+        }
+        let begun = Instant::now();
+        let late = GroupError::Late { rank: 2, of: 3, exchange: 1, patience };
+        for group in &mut groups {
+            for rank in 0..2 {
+                assert_eq!(group.read(kind, rank), Ok(&1.0_f32.to_ne_bytes()[..]));
+            }
+            assert_eq!(group.read(kind, 2), Err(late.clone()));
+        }
+        assert!(begun.elapsed() >= patience * 2);
+        // It is over for both, at once.
+        assert_eq!(groups[0].barrier(), Err(late.clone()));
+        assert_eq!(groups[1].all_gather(&[1]), Err(late.clone()));
+        assert_eq!(groups[1].fault(), Some(&late));
+        // And for who comes later, as soon as it asks for more than they had sent.
+        let mut x = [1.0];
+        assert_eq!((third.all_reduce(&mut x), x), (Ok(()), [3.0]));
+        let error = third.all_reduce(&mut x).unwrap_err();
+        assert_eq!(error, GroupError::Left { rank: 0, of: 3, exchange: 2 });
+    }
+
+    #[test]
+    fn a_rank_that_leaves_wakes_who_waits_for_it_and_what_it_sent_before_counts() {
+        let region = region(Group::region_bytes(2));
+        let mut groups: Vec<_> =
+            shards(2).into_iter().map(|shard| Group::new(&region, 0, shard, PATIENCE)).collect();
+        let (mut second, mut first) = (groups.pop().unwrap(), groups.pop().unwrap());
+        let (told, tells) = mpsc::channel();
+        let waiting = thread::spawn(move || {
+            let mut x = [1.0];
+            first.all_reduce(&mut x).unwrap();
+            told.send(x[0]).unwrap();
+            (first.all_reduce(&mut x).unwrap_err(), Instant::now())
+        });
+        second.all_reduce(&mut [2.0]).unwrap();
+        assert_eq!(tells.recv_timeout(PATIENCE), Ok(3.0));
+        // Long enough that the other sleeps, on most machines; the outcome is the same on all.
+        thread::sleep(Duration::from_millis(100));
+        let left = Instant::now();
+        drop(second);
+        let (error, seen) = waiting.join().unwrap();
+        assert_eq!(error, GroupError::Left { rank: 1, of: 2, exchange: 2 });
+        assert!(seen.saturating_duration_since(left) < PATIENCE / 2);
+    }
+
+    #[test]
+    fn a_group_can_be_ended_from_outside() {
+        let region = region(Group::region_bytes(2));
+        let [shard, _] = shards(2)[..] else { unreachable!() };
+        let mut group = Group::new(&region, 0, shard, PATIENCE);
+        let end = GroupEnd::new(&region, 0, 2);
+        let waiting = thread::spawn(move || group.barrier());
+        thread::sleep(Duration::from_millis(20));
+        end.end();
+        assert_eq!(waiting.join().unwrap(), Err(GroupError::Ended));
+    }
+
+    #[test]
+    fn ranks_that_do_different_things_bring_no_sum() {
+        let errors = Mutex::new(Vec::new());
+        together(2, PATIENCE, |group| {
+            let mut x = vec![1.0; 3 + group.shard().rank()];
+            if let Err(error) = group.all_reduce(&mut x) {
+                errors.lock().unwrap().push(error.to_string());
+            }
+        });
+        let errors = errors.into_inner().unwrap();
+        // The first to see it leaves; the other sees the difference itself.
+        assert_eq!(errors.len(), 2, "{errors:?}");
+        for error in errors {
+            assert!(
+                error.contains("a sum of 12 bytes") && error.contains("a sum of 16"),
+                "{error}"
+            );
+        }
+        let outcomes = together(2, PATIENCE, |group| match group.shard().rank() {
+            0 => group.barrier(),
+            _ => group.all_gather(&[]).and_then(|_| group.all_gather(&[7])).map(drop),
+        });
+        assert!(outcomes.iter().all(|outcome| matches!(outcome, Err(GroupError::Apart { .. }))));
+    }
+}
