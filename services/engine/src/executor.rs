@@ -14,6 +14,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
+use kernels::cpu::GroupError;
 
 use crate::plan::{StepPlan, StepResult};
 
@@ -115,6 +116,10 @@ pub enum ExecutorError {
     /// A plan contradicts what the executor holds. A defect, never a request's fault.
     #[error("step {step_id} does not fit the executor's state: {reason}")]
     BadPlan { step_id: u64, reason: String },
+    /// A rank of the group that computes together is gone, too late, or does something else. The
+    /// step brought nothing, and no other will.
+    #[error("step {step_id} ended: {source}")]
+    Group { step_id: u64, source: GroupError },
 }
 
 /// Makes a `collect` that waits for a result, or the next one, return early. Whoever puts work into

@@ -367,18 +367,22 @@ mod tests {
     /// In every encoding, from any column on: blocks of a quantised row may be cut through.
     #[test]
     fn a_part_has_the_rows_and_columns_of_the_whole() {
-        let noise = |at: usize| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()[7] & 0x3f;
+        let noise =
+            |at: usize| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()[7] & 0x3f;
         const ROWS: usize = 12;
         for encoding in Encoding::all() {
             let cols = 512;
-            let bytes: Vec<u8> =
-                (0..ROWS * encoding.row_bytes(cols).unwrap()).map(noise).collect();
+            let bytes: Vec<u8> = (0..ROWS * encoding.row_bytes(cols).unwrap()).map(noise).collect();
             for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
                 let data = MatrixData::Stored { bytes: &bytes, encoding, order };
                 let whole = MatrixSource::new(ROWS, cols, data);
-                for (rows, cols) in
-                    [(0..6, 0..512), (6..12, 256..512), (3..4, 32..96), (0..12, 77..300), (2..9, 5..5)]
-                {
+                for (rows, cols) in [
+                    (0..6, 0..512),
+                    (6..12, 256..512),
+                    (3..4, 32..96),
+                    (0..12, 77..300),
+                    (2..9, 5..5),
+                ] {
                     let part = whole.part(rows.clone(), cols.clone());
                     assert_eq!((part.rows(), part.cols()), (rows.len(), cols.len()));
                     for row in 0..rows.len() {

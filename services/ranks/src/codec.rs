@@ -95,6 +95,7 @@ impl From<&ExecutorError> for Failure {
                 Self::BadPlan { step_id: *step_id, reason: reason.clone() }
             }
             ExecutorError::Stopped { reason } => Self::Stopped { reason: reason.clone() },
+            ExecutorError::Group { .. } => Self::Stopped { reason: error.to_string() },
         }
     }
 }

@@ -3,9 +3,13 @@
 //! One named thread owns model, backend and batch. Plans go to it and results come back through
 //! bounded channels, so `launch` never waits and the scheduler works while a step computes. The
 //! thread ends when the plans' channel closes; dropping the executor closes it and joins.
+//!
+//! With a backend in a group the executor is one rank of several that run the same plans: each has
+//! its part of the model and its heads' KV, and all bring the same results.
 
 use std::{
     io,
+    ops::Range,
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -13,8 +17,8 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
 use kernels::{
-    KvArena, KvLayout,
-    cpu::{CpuBackend, CpuStep, SampleError, SampleRow, StepSequence},
+    Backend, KvArena, KvLayout,
+    cpu::{CpuBackend, CpuStep, GroupError, SampleError, SampleRow, StepSequence},
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelError};
 
@@ -54,8 +58,9 @@ pub struct CpuExecutor {
 }
 
 impl CpuExecutor {
-    /// Packs the model's weights and starts the thread. KV is computed into `arena`, which the
-    /// transfers share.
+    /// Packs the model's weights, or a rank's part of them, and starts the thread. KV is computed into
+    /// `arena`, which the transfers share. That of a rank has the blocks of all heads, or of its own
+    /// alone.
     ///
     /// # Errors
     /// When a weight cannot be read, or arena and limits do not fit the model.
@@ -76,14 +81,14 @@ impl CpuExecutor {
         limits: ExecutorLimits,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CpuExecutorError> {
-        check(checkpoint, &backend, &arena, limits)?;
+        let heads = check(checkpoint, &backend, &arena, limits)?;
         let speculating = limits.speculation.map_or(0, |speculation| speculation.step_tokens);
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.slots.max(speculating) as usize,
         };
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
-        let runner = Runner { model, backend, arena, limits, batch: Batch::new(limits) };
+        let runner = Runner { model, backend, arena, heads, limits, batch: Batch::new(limits) };
         // Room for every step in flight on both ways: neither side ever waits to send.
         let (plans, planned) = bounded(limits.depth as usize);
         let (answers, results) = bounded(limits.depth as usize);
@@ -172,6 +177,8 @@ struct Runner {
     model: Llama<CpuBackend>,
     backend: CpuBackend,
     arena: Arc<KvArena>,
+    /// Of the arena's heads those that are computed here.
+    heads: Range<usize>,
     limits: ExecutorLimits,
     batch: Batch,
 }
@@ -200,13 +207,16 @@ impl Runner {
             .filter(|row| row.token_count > 0)
             .map(|row| step_sequence(&self.batch, row))
             .collect();
-        let mut step = CpuStep::new(&self.arena, &sequences).map_err(|error| {
-            ExecutorError::BadPlan { step_id: plan.step_id, reason: error.to_string() }
+        let step = CpuStep::of_heads(&self.arena, self.heads.clone(), &sequences);
+        let mut step = step.map_err(|error| ExecutorError::BadPlan {
+            step_id: plan.step_id,
+            reason: error.to_string(),
         })?;
         let rows = if sequences.is_empty() {
             scheduled.iter().map(|row| self.batch.unsampled(row)).collect()
         } else {
             self.forward(&mut step, &scheduled)
+                .map_err(|source| ExecutorError::Group { step_id: plan.step_id, source })?
         };
         // The blocks' borrows end before anyone hears that their KV is written.
         drop(step);
@@ -216,7 +226,11 @@ impl Runner {
         Ok(StepResult { step_id: plan.step_id, rows, busy, run })
     }
 
-    fn forward(&mut self, step: &mut CpuStep, scheduled: &[ScheduledRow]) -> Vec<RowResult> {
+    fn forward(
+        &mut self,
+        step: &mut CpuStep,
+        scheduled: &[ScheduledRow],
+    ) -> Result<Vec<RowResult>, GroupError> {
         let logits = self.model.forward(&mut self.backend, step);
         let batch = &self.batch;
         let sampled: Vec<_> = scheduled
@@ -231,7 +245,9 @@ impl Runner {
                 })
             })
             .collect();
-        let mut answers = self.backend.sample(logits, &sampled).into_iter();
+        let vocabulary = self.limits.vocabulary as usize;
+        let answers = self.backend.sample_together(logits, vocabulary, &sampled)?;
+        let mut answers = answers.into_iter();
         let mut results = Vec::with_capacity(scheduled.len());
         for row in scheduled {
             let answers = answers.by_ref().take(row.sampled_lengths().len());
@@ -242,7 +258,7 @@ impl Runner {
                 self.batch.unsampled(row)
             });
         }
-        results
+        Ok(results)
     }
 }
 
@@ -266,17 +282,22 @@ fn row_failure(error: SampleError) -> RowFailure {
     }
 }
 
+/// Says which of the arena's heads are computed here.
 fn check(
     checkpoint: &Checkpoint,
     backend: &CpuBackend,
     arena: &KvArena,
     limits: ExecutorLimits,
-) -> Result<(), CpuExecutorError> {
-    let config = checkpoint.config();
+) -> Result<Range<usize>, CpuExecutorError> {
+    let (config, shard) = (checkpoint.config(), backend.shard());
+    config.check_shard(shard)?;
     let (found, wanted) = (arena.layout(), config.kv_layout(backend.weights().kv_dtype()));
-    if found != wanted {
-        return Err(CpuExecutorError::Layout { found, wanted });
-    }
+    let heads = shard.part(wanted.kv_head_count);
+    let heads = match found {
+        _ if found == wanted => heads,
+        _ if found == wanted.with_heads(heads.len()) => 0..heads.len(),
+        _ => return Err(CpuExecutorError::Layout { found, wanted }),
+    };
     let equal = [
         ("blocks", limits.blocks, "arena", arena.block_count() as usize),
         ("vocabulary", limits.vocabulary, "model", config.vocab_size),
@@ -291,5 +312,5 @@ fn check(
         let (field, of) = ("sequence_tokens", "model's context");
         return Err(CpuExecutorError::Limit { field, value, of, wanted });
     }
-    Ok(())
+    Ok(heads)
 }

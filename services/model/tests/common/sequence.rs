@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use kernels::{
-    BlockId, KvArena, WeightFormat,
-    cpu::{CpuBackend, CpuOptions, CpuStep, Isa, StepSequence},
+    Backend, BlockId, KvArena, Shard, WeightFormat,
+    cpu::{CpuBackend, CpuOptions, CpuStep, Group, Isa, StepSequence},
 };
 use model::{Checkpoint, Limits, Llama};
 
-/// A loaded model, the arena for its KV, and a counter that hands out blocks.
+/// Blocks of a runner's arena.
+pub const BLOCKS: u32 = 512;
+
+/// A loaded model, or one rank's part of it, the arena for its KV, and a counter that hands out blocks.
 pub struct Runner {
     backend: CpuBackend,
     llama: Llama<CpuBackend>,
@@ -31,11 +34,37 @@ impl Runner {
     ) -> Self {
         let weights = weights.into();
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+        let arena = KvArena::host(checkpoint.config().kv_layout(weights.kv_dtype()), BLOCKS);
         let backend = CpuBackend::new(CpuOptions { weights, threads, isa }).unwrap();
+        Self::on(checkpoint, backend, arena.unwrap(), rows_max)
+    }
+
+    /// As one rank of a group, with one thread. The arena has all heads, or the rank's.
+    pub fn rank(
+        checkpoint: &Checkpoint,
+        weights: impl Into<WeightFormat>,
+        group: Group,
+        arena: Arc<KvArena>,
+        rows_max: usize,
+    ) -> Self {
+        let options = CpuOptions { weights: weights.into(), threads: 1, isa: Isa::Auto };
+        let backend = CpuBackend::new(options).unwrap().in_group(group);
+        Self::on(checkpoint, backend, arena, rows_max)
+    }
+
+    fn on(
+        checkpoint: &Checkpoint,
+        backend: CpuBackend,
+        arena: Arc<KvArena>,
+        rows_max: usize,
+    ) -> Self {
         let limits = Limits { rows_max, sampled_max: rows_max };
         let llama = Llama::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
-        let arena = KvArena::host(checkpoint.config().kv_layout(weights.kv_dtype()), 512).unwrap();
         Self { backend, llama, arena, next_block: 0 }
+    }
+
+    pub fn shard(&self) -> Shard {
+        self.llama.shard()
     }
 
     /// Room for `tokens` tokens.
@@ -58,9 +87,13 @@ impl Runner {
                 sampled_rows: *sampled,
             })
             .collect();
-        let mut step = CpuStep::new(&self.arena, &sequences).unwrap();
+        let (all, shard) = (self.arena.layout().kv_head_count, self.backend.shard());
+        let own = shard.part(self.llama.config().kv_head_count);
+        let heads = if all == own.len() { 0..all } else { own };
+        let mut step = CpuStep::of_heads(&self.arena, heads, &sequences).unwrap();
         let logits = self.llama.forward(&mut self.backend, &mut step);
         let rows = (0..step.sampled().len()).map(|row| logits.row(row).to_vec()).collect();
+        assert_eq!(self.backend.group_fault(), None);
         for (sequence, tokens, _) in parts {
             sequence.position += tokens.len() as u32;
         }

@@ -1,0 +1,285 @@
+//! Models shared out among ranks: threads of this process, as processes would be.
+
+mod common;
+
+use std::{
+    fs,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use common::sequence::{BLOCKS, Runner};
+use kernels::{
+    BlockId, KvArena, Shard, WeightFormat,
+    cpu::{CpuBackend, CpuOptions, Group, Isa},
+    shared::{RegionName, SharedRegion},
+};
+use model::{Checkpoint, Limits, Llama, LoadFormat, LoadProgress, ModelError, Weight};
+use serde_json::{Value, json};
+
+fn shards(of: usize) -> impl Iterator<Item = Shard> {
+    Shard::new(0, of).unwrap().all()
+}
+
+fn region(purpose: &str, bytes: usize) -> Arc<SharedRegion> {
+    static MADE: AtomicU64 = AtomicU64::new(0);
+    let epoch = u128::from(MADE.fetch_add(1, Ordering::Relaxed));
+    SharedRegion::create(&RegionName::own(epoch, purpose), bytes).unwrap()
+}
+
+/// What every rank brings, and the memory that all of them kept whole blocks in.
+fn together<T: Send>(
+    checkpoint: &Checkpoint,
+    weights: WeightFormat,
+    of: usize,
+    purpose: &str,
+    run: impl Fn(&mut Runner) -> T + Sync,
+) -> (Vec<T>, Arc<KvArena>) {
+    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let group_bytes = Group::region_bytes(of).next_multiple_of(64);
+    let bytes = group_bytes + layout.block_bytes() * BLOCKS as usize;
+    let region = region(purpose, bytes);
+    let arena = || KvArena::shared(layout, BLOCKS, &region, group_bytes).unwrap();
+    let brought = thread::scope(|scope| {
+        let ranks: Vec<_> = shards(of)
+            .map(|shard| {
+                let group = Group::new(&region, 0, shard, Duration::from_secs(120));
+                let (run, arena) = (&run, arena());
+                scope.spawn(move || {
+                    let mut runner = Runner::rank(checkpoint, weights, group, arena, 64);
+                    assert_eq!(runner.shard(), shard);
+                    run(&mut runner)
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    (brought, arena())
+}
+
+/// Every row's logits of all ranks behind each other.
+fn whole_rows(ranks: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
+    (0..ranks[0].len())
+        .map(|row| ranks.iter().flat_map(|rows| rows[row].iter().copied()).collect())
+        .collect()
+}
+
+fn worst_difference(found: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    let rows = found.iter().zip(expected).flat_map(|(found, expected)| {
+        assert_eq!(found.len(), expected.len());
+        found.iter().zip(expected)
+    });
+    rows.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+fn tokens(count: usize, vocabulary: usize) -> Vec<u32> {
+    (0..count).map(|index| ((index * 37 + index / 3) % vocabulary) as u32).collect()
+}
+
+fn all_logits(runner: &mut Runner, tokens: &[u32]) -> Vec<Vec<f32>> {
+    let mut sequence = runner.sequence(tokens.len());
+    runner.forward(&mut [(&mut sequence, tokens, tokens.len() as u32)])
+}
+
+/// The same model on one rank and on `of`: logits agree but for rounding, chunks change no bit, and the
+/// blocks hold the same KV.
+fn check(checkpoint: &Checkpoint, weights: WeightFormat, of: usize, tolerance: f32, name: &str) {
+    let tokens = tokens(40, checkpoint.config().vocab_size);
+    let (alone, alone_kv) = together(checkpoint, weights, 1, name, |runner| {
+        assert!(runner.shard().is_whole());
+        all_logits(runner, &tokens)
+    });
+    let (ranks, kv) = together(checkpoint, weights, of, name, |runner| {
+        let whole = all_logits(runner, &tokens);
+        for chunk in [1, 7, 16] {
+            let mut sequence = runner.sequence(tokens.len());
+            let last = runner.prefill(&mut sequence, &tokens, chunk);
+            if weights == WeightFormat::F32 {
+                assert!(last == *whole.last().unwrap(), "{name}: chunks of {chunk}");
+            }
+        }
+        whole
+    });
+    for (shard, rows) in shards(of).zip(&ranks) {
+        let own = shard.tokens(checkpoint.config().vocab_size);
+        assert!(rows.iter().all(|row| row.len() == own.len()));
+    }
+    let worst = worst_difference(&whole_rows(&ranks), &alone[0]);
+    assert!(worst < tolerance, "{name} on {of} ranks is off by {worst}");
+    if weights != WeightFormat::F32 {
+        return;
+    }
+    for block in (0..3).map(BlockId) {
+        let values = |arena: &Arc<KvArena>| -> Vec<f32> {
+            let block = arena.read(block).unwrap();
+            let bytes = block.host_view().unwrap().as_chunks().0;
+            bytes.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect()
+        };
+        let (found, expected) = (values(&kv), values(&alone_kv));
+        let worst = worst_difference(&[found], std::slice::from_ref(&expected));
+        assert!(worst < tolerance, "{name} on {of} ranks: {block:?} is off by {worst}");
+        assert!(expected.iter().any(|value| *value != 0.0));
+    }
+}
+
+#[test]
+fn every_architecture_from_every_format_is_the_same_on_two_ranks() {
+    let folder = common::fixture("architectures");
+    let mut checked = 0;
+    for name in ["llama3", "mistral", "qwen2", "qwen2_window", "qwen3"] {
+        for path in [folder.join(name), folder.join(name).join("model.gguf")] {
+            if path.exists() {
+                let checkpoint = Checkpoint::open(&path, LoadFormat::Auto).unwrap();
+                check(&checkpoint, WeightFormat::F32, 2, 1e-4, name);
+                checked += 1;
+            }
+        }
+    }
+    assert_eq!(checked, 9);
+}
+
+fn dummy(folder: &Path, changes: Value) -> Checkpoint {
+    let mut config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8,
+        "vocab_size": 301, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2
+    });
+    let fields = config.as_object_mut().unwrap();
+    fields.extend(changes.as_object().unwrap().clone());
+    let path = folder.join("config.json");
+    fs::write(&path, config.to_string()).unwrap();
+    Checkpoint::open(&path, LoadFormat::Dummy { seed: 5 }).unwrap()
+}
+
+#[test]
+fn dummy_weights_of_ranks_are_parts_of_the_whole_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let changes = [
+        (json!({}), vec![2, 4, 8]),
+        (json!({"tie_word_embeddings": true}), vec![4]),
+        (json!({"num_key_value_heads": 4}), vec![2, 4]),
+        (json!({"num_attention_heads": 9, "num_key_value_heads": 3}), vec![3]),
+        (json!({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}), vec![2, 4]),
+        (json!({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}), vec![2, 4]),
+        // Not in whole blocks of 32 or 256 elements, nor in whole panels.
+        (json!({"intermediate_size": 72, "vocab_size": 45}), vec![2, 4]),
+    ];
+    for (changes, counts) in changes {
+        let checkpoint = dummy(folder.path(), changes.clone());
+        for of in counts {
+            check(&checkpoint, WeightFormat::F32, of, 1e-4, "dummy");
+            check(&checkpoint, WeightFormat::Bf16, of, 0.15, "dummy_bf16");
+        }
+    }
+    let checkpoint = dummy(folder.path(), json!({}));
+    check(&checkpoint, WeightFormat::Q8, 2, 0.3, "dummy_q8");
+}
+
+#[test]
+fn a_rank_may_keep_its_heads_in_memory_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = dummy(folder.path(), json!({}));
+    let (config, tokens) = (checkpoint.config(), tokens(40, checkpoint.config().vocab_size));
+    let (shared, _) = together(&checkpoint, WeightFormat::F32, 2, "shared_kv", |runner| {
+        all_logits(runner, &tokens)
+    });
+    let region = region("own_kv", Group::region_bytes(2));
+    thread::scope(|scope| {
+        let ranks: Vec<_> = shards(2)
+            .map(|shard| {
+                let group = Group::new(&region, 0, shard, Duration::from_secs(120));
+                let (checkpoint, tokens) = (&checkpoint, &tokens);
+                scope.spawn(move || {
+                    let layout = config.kv_layout_of(kernels::Dtype::F32, shard);
+                    assert_eq!(layout.kv_head_count, 4);
+                    let arena = KvArena::host(layout, BLOCKS).unwrap();
+                    let mut runner = Runner::rank(checkpoint, WeightFormat::F32, group, arena, 64);
+                    all_logits(&mut runner, tokens)
+                })
+            })
+            .collect();
+        for (rank, shared) in ranks.into_iter().zip(&shared) {
+            assert!(rank.join().unwrap() == *shared);
+        }
+    });
+}
+
+#[test]
+fn counts_that_do_not_divide_are_refused_and_those_that_do_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let load = |checkpoint: &Checkpoint, shard: Shard, progress: &mut dyn FnMut(LoadProgress)| {
+        let options = CpuOptions { weights: WeightFormat::F32, threads: 1, isa: Isa::Auto };
+        // Nobody exchanges anything: the others need not be there.
+        let region = region("refused", Group::region_bytes(shard.of()));
+        let group = Group::new(&region, 0, shard, Duration::from_secs(1));
+        let backend = CpuBackend::new(options).unwrap().in_group(group);
+        let limits = Limits { rows_max: 1, sampled_max: 1 };
+        Llama::load(checkpoint, &backend, limits, progress).map(drop)
+    };
+    let three = dummy(folder.path(), json!({"num_attention_heads": 9, "num_key_value_heads": 3}));
+    let error = load(&three, Shard::new(1, 2).unwrap(), &mut |_| ()).unwrap_err();
+    assert!(matches!(&error, ModelError::Ranks { ranks: 2, kv_heads: 3, .. }));
+    assert_eq!(
+        error.to_string(),
+        "2 ranks cannot share the model's 3 KV heads and feed-forward size 192; allowed are 1, 3"
+    );
+    // More ranks than heads.
+    let eight = dummy(folder.path(), json!({}));
+    let error = load(&eight, Shard::new(0, 16).unwrap(), &mut |_| ()).unwrap_err();
+    assert!(error.to_string().ends_with("allowed are 1, 2, 4, 8"), "{error}");
+    let narrow = dummy(folder.path(), json!({"intermediate_size": 12}));
+    assert_eq!(narrow.config().rank_counts().collect::<Vec<_>>(), [1, 2, 4]);
+
+    // Loading says how much of a rank's parameters is there.
+    for checkpoint in [eight, dummy(folder.path(), json!({"tie_word_embeddings": true}))] {
+        let config = checkpoint.config();
+        let mut sum = 0;
+        for shard in shards(4) {
+            let mut seen = Vec::new();
+            load(&checkpoint, shard, &mut |progress| seen.push(progress)).unwrap();
+            let total = config.parameter_count_of(shard);
+            assert!(seen.iter().all(|progress| progress.parameters_total == total));
+            assert!(seen.is_sorted_by(|a, b| a.parameters_done < b.parameters_done));
+            assert_eq!(seen.last().unwrap().parameters_done, total);
+            sum += total;
+        }
+        // What all ranks have, and what each of them has.
+        let norms = (2 * 3 + 1) * 64;
+        let embedding = 301 * 64;
+        let tied = if config.tied_output { embedding } else { 0 };
+        assert_eq!(sum, config.parameter_count() + 3 * (norms + embedding) + tied);
+        assert_eq!(config.parameter_count_of(Shard::WHOLE), config.parameter_count());
+    }
+}
+
+#[test]
+fn parts_of_a_weight_are_the_whole_weight() {
+    let folder = tempfile::tempdir().unwrap();
+    let changes = json!({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"});
+    let checkpoint = dummy(folder.path(), changes);
+    let config = checkpoint.config();
+    for weight in Weight::all(config) {
+        let whole = weight.part(config, Shard::WHOLE);
+        assert_eq!(whole.elements(), weight.shape(config).elements());
+        let parts: Vec<_> = shards(4).map(|shard| weight.part(config, shard)).collect();
+        if parts.iter().all(|part| *part == whole) {
+            continue;
+        }
+        assert_eq!(parts.iter().map(|part| part.elements()).sum::<u64>(), whole.elements());
+        for pair in parts.windows(2) {
+            let (a, b) = (&pair[0], &pair[1]);
+            let follows = a.rows.end == b.rows.start && a.cols == b.cols
+                || a.cols.end == b.cols.start && a.rows == b.rows;
+            assert!(follows, "{weight:?}: {a:?}, {b:?}");
+        }
+    }
+}
