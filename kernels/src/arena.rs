@@ -34,6 +34,7 @@ pub use stream::{RowBlocks, StreamAccess, StreamStep};
 
 use crate::{
     layout::{BlockId, KvLayout},
+    peer::PeerMemory,
     shared::SharedRegion,
 };
 
@@ -111,6 +112,10 @@ pub trait RemoteBlocks: Send + Sync {
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String>;
     /// Copies bytes to `offset`.
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String>;
+    /// How processes of this host read each other's blocks without host memory, where they can.
+    fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
+        None
+    }
 }
 
 /// One range of KV blocks, shared by everyone who moves or computes KV.
@@ -201,6 +206,14 @@ impl KvArena {
     /// Whether blocks can be looked at, not only copied.
     pub fn is_host(&self) -> bool {
         !matches!(self.memory, Memory::Remote(_))
+    }
+
+    /// How processes of this host read each other's blocks without host memory, where they can.
+    pub fn peer_memory(&self) -> Option<Arc<dyn PeerMemory>> {
+        match &self.memory {
+            Memory::Host(_) | Memory::Shared { .. } => None,
+            Memory::Remote(blocks) => Arc::clone(blocks).peer_memory(),
+        }
     }
 
     pub fn layout(&self) -> KvLayout {
@@ -302,6 +315,18 @@ impl KvArena {
         debug_assert_eq!(before, WRITTEN, "a writer gives back what it borrowed");
     }
 
+    /// Copies a borrowed block that lies elsewhere.
+    fn copy_remote(&self, block: BlockId, host: &mut [u8]) -> Result<(), ArenaError> {
+        match &self.memory {
+            Memory::Remote(blocks) => blocks
+                .read(block.index() * self.block_bytes, host)
+                .map_err(|reason| ArenaError::Copy { block, reason }),
+            Memory::Host(_) | Memory::Shared { .. } => {
+                unreachable!("blocks in host memory have a view")
+            }
+        }
+    }
+
     /// The first byte of a block in host memory: nobody asks for one of another.
     fn block_ptr(&self, block: BlockId) -> NonNull<u8> {
         assert!(block.0 < self.block_count, "only blocks in range are borrowed");
@@ -363,14 +388,13 @@ impl BlockRead {
     /// Copies the whole block into `host`, wherever it lies.
     pub fn copy_to_host(&self, host: &mut [u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
-        match (self.host_view(), &self.arena.memory) {
-            (Some(bytes), _) => host.copy_from_slice(bytes),
-            (None, Memory::Remote(blocks)) => blocks
-                .read(self.block.index() * self.arena.block_bytes, host)
-                .map_err(|reason| ArenaError::Copy { block: self.block, reason })?,
-            (None, _) => unreachable!("blocks in host memory have a view"),
+        match self.host_view() {
+            Some(bytes) => {
+                host.copy_from_slice(bytes);
+                Ok(())
+            }
+            None => self.arena.copy_remote(self.block, host),
         }
-        Ok(())
     }
 }
 
@@ -402,6 +426,14 @@ impl BlockWrite {
         self.arena.block_bytes
     }
 
+    /// Whether it is one of these blocks.
+    pub fn lies_in<B: RemoteBlocks>(&self, blocks: &B) -> bool {
+        match &self.arena.memory {
+            Memory::Host(_) | Memory::Shared { .. } => false,
+            Memory::Remote(ours) => std::ptr::addr_eq(Arc::as_ptr(ours), blocks),
+        }
+    }
+
     /// The block's bytes, or `None` when they are not in host memory.
     pub fn host_view_mut(&mut self) -> Option<&mut [u8]> {
         // SAFETY: the block is in range, this guard is its only borrower, and `&mut self` makes
@@ -412,6 +444,18 @@ impl BlockWrite {
                 self.arena.block_bytes,
             )
         })
+    }
+
+    /// Copies the whole block into `host`, wherever it lies.
+    pub fn copy_to_host(&mut self, host: &mut [u8]) -> Result<(), ArenaError> {
+        check_length(self.block, self.byte_count(), host.len())?;
+        match self.host_view_mut() {
+            Some(bytes) => {
+                host.copy_from_slice(bytes);
+                Ok(())
+            }
+            None => self.arena.copy_remote(self.block, host),
+        }
     }
 
     /// Overwrites the whole block from `host`, wherever it lies.

@@ -17,6 +17,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod layout;
 pub mod mmap;
+pub mod peer;
 pub mod sampling;
 pub mod shard;
 pub mod shared;

@@ -64,6 +64,20 @@ impl Context {
         unsafe { result::ctx::set_current(self.raw) }.named("cuCtxSetCurrent")
     }
 
+    /// Lets work of this context reach the memory of another GPU's, where the two can.
+    pub(super) fn reach(&self, other: &Context) -> Result<(), CudaError> {
+        if self.device == other.device {
+            return Ok(());
+        }
+        self.bind()?;
+        // SAFETY: both contexts are alive.
+        let code = unsafe { sys::cuCtxEnablePeerAccess(other.raw, 0) };
+        match code {
+            sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+            _ => code.named("cuCtxEnablePeerAccess"),
+        }
+    }
+
     /// Bytes of the GPU's memory that nobody has taken.
     pub fn free_bytes(&self) -> Result<u64, CudaError> {
         self.bind()?;

@@ -98,6 +98,11 @@ impl Driver {
         choose(self.devices()?, uuid)
     }
 
+    /// The GPU of this index among those shown, or of this UUID.
+    pub fn device_named(&self, name: &str) -> Result<Device, CudaError> {
+        named(self.devices()?, name)
+    }
+
     /// What the driver says of the way from one GPU to another.
     pub fn link(&self, from: &Device, to: &Device) -> Result<Link, CudaError> {
         use sys::CUdevice_P2PAttribute as Attribute;
@@ -182,6 +187,21 @@ fn choose(devices: Vec<Device>, uuid: Option<&str>) -> Result<Device, CudaError>
     }
 }
 
+/// A short number is an index; what is longer is the start of a UUID.
+fn named(devices: Vec<Device>, name: &str) -> Result<Device, CudaError> {
+    const INDEX_DIGITS_MAX: usize = 2;
+    if name.len() <= INDEX_DIGITS_MAX
+        && let Ok(index) = name.parse::<usize>()
+    {
+        let count = devices.len();
+        return devices.into_iter().nth(index).ok_or_else(|| CudaError::NoSuchDevice {
+            wanted: name.to_owned(),
+            found: format!("0 to {}", count.saturating_sub(1)),
+        });
+    }
+    choose(devices, Some(name))
+}
+
 /// Whether matrix products can run: their library is found.
 pub fn has_cublaslt() -> bool {
     // SAFETY: opens and closes a library by name.
@@ -235,6 +255,16 @@ mod tests {
         }
         assert_eq!(choose(vec![], None), Err(CudaError::NoDevice));
         assert_eq!(choose(vec![], Some("1")), Err(CudaError::NoDevice));
+    }
+
+    #[test]
+    fn a_device_is_named_by_its_index_or_its_uuid() {
+        let chosen = |name| named(devices(), name).map(|device| device.uuid[4..6].to_owned());
+        assert_eq!((chosen("0").unwrap(), chosen("2").unwrap()), ("11".into(), "22".into()));
+        assert_eq!(chosen("GPU-12").unwrap(), "12");
+        let error = chosen("3").unwrap_err().to_string();
+        assert!(error.contains("\"3\"") && error.contains("0 to 2"), "{error}");
+        assert!(chosen("x").is_err());
     }
 
     /// Whatever the machine has, asking is no panic, and where there is nothing that is said.

@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::{
     context::{Context, DeviceToHost, Event, HostToDevice, Stream},
     error::CudaError,
+    ipc::IpcMemory,
     memory::{DeviceMemory, Pinned, Range},
 };
-use crate::{arena::RemoteBlocks, layout::KvLayout};
+use crate::{arena::RemoteBlocks, layout::KvLayout, peer::PeerMemory};
 
 /// The memory of an arena's blocks, and one block more, which rows that nobody wants write to.
 #[derive(Debug)]
@@ -15,6 +16,7 @@ pub struct DeviceKv {
     layout: KvLayout,
     blocks: u32,
     data: Range,
+    context: Arc<Context>,
     copies: Mutex<Copies>,
 }
 
@@ -53,7 +55,8 @@ impl DeviceKv {
                 Event::new(context)?,
             )),
         };
-        Ok(Arc::new(Self { layout, blocks, data, copies: Mutex::new(copies) }))
+        let context = Arc::clone(context);
+        Ok(Arc::new(Self { layout, blocks, data, context, copies: Mutex::new(copies) }))
     }
 
     pub fn layout(&self) -> KvLayout {
@@ -67,6 +70,10 @@ impl DeviceKv {
 
     pub(super) fn data(&self) -> &Range {
         &self.data
+    }
+
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
     }
 }
 
@@ -87,6 +94,10 @@ impl RemoteBlocks for DeviceKv {
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         copies.write(&self.data, offset, host).map_err(|error| error.to_string())
+    }
+
+    fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
+        Some(Arc::new(IpcMemory::new(self)))
     }
 }
 

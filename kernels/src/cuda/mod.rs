@@ -19,13 +19,16 @@ mod batch;
 mod buffer;
 mod clock;
 mod context;
+mod copies;
 mod driver;
 mod error;
 #[allow(dead_code)] // The whole header, called or not.
 mod ffi;
 mod graph;
+mod ipc;
 mod kv;
 mod library;
+mod links;
 mod memory;
 mod nccl;
 mod plan;
@@ -46,8 +49,10 @@ pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Ro
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
 pub use graph::Graph;
+pub use ipc::{IpcMemory, PeerToDevice};
 pub use kv::DeviceKv;
 pub use library::KernelLibrary;
+pub use links::{LinkRate, Together, pull_rate};
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
 pub use nccl::{
     Communicator, CommunicatorOptions, Move, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,

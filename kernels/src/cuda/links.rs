@@ -1,0 +1,105 @@
+//! How fast one GPU's memory is read from another, by plain copies: the limit of what moves KV.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    context::{Context, Event, Stream},
+    copies::Copies,
+    error::CudaError,
+    ipc::PeerToDevice,
+    memory::DeviceMemory,
+};
+
+const TRIES: usize = 6;
+const SMALL_BYTES: usize = 4096;
+const SMALL_TRIES: usize = 50;
+
+/// One way between two GPUs, or within one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkRate {
+    /// The best of a few tries.
+    pub gb_per_s: f64,
+    /// Of a few kilobytes, until the host has seen their end; median.
+    pub latency: Duration,
+}
+
+/// How pieces are given to the copy engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Together {
+    /// One after another.
+    No,
+    /// In no order, so many at once.
+    Batch { pieces: usize },
+}
+
+/// Copies `bytes` bytes out of one GPU's memory by another's copy engines, cut into pieces.
+pub fn pull_rate(
+    from: &Arc<Context>,
+    to: &Arc<Context>,
+    bytes: usize,
+    piece_bytes: usize,
+    together: Together,
+) -> Result<LinkRate, CudaError> {
+    assert!(bytes >= SMALL_BYTES && piece_bytes > 0, "there is something to copy");
+    const STREAMS: usize = 2;
+    let source = DeviceMemory::new(from, "the source of a copy", bytes)?;
+    let source = source.cut(bytes)?;
+    let target = DeviceMemory::new(to, "the target of a copy", bytes)?;
+    let target = target.cut(bytes)?;
+    let filler: Stream<PeerToDevice> = Stream::new(from)?;
+    source.fill(0x5a, &filler)?;
+    filler.synchronize()?;
+    to.reach(from)?;
+    let streams: Vec<Stream<PeerToDevice>> =
+        (0..STREAMS).map(|_| Stream::new(to)).collect::<Result<_, _>>()?;
+    let ends = (0..STREAMS).map(|_| Event::new(to)).collect::<Result<Vec<_>, _>>()?;
+    let run = |bytes: usize, piece_bytes: usize| {
+        let begin = Instant::now();
+        let pieces: Vec<usize> = (0..bytes).step_by(piece_bytes).collect();
+        let at_once = match together {
+            Together::No => 1,
+            Together::Batch { pieces } => pieces.max(1),
+        };
+        for (index, pieces) in pieces.chunks(at_once).enumerate() {
+            let mut copies = Copies::default();
+            for offset in pieces {
+                let length = (bytes - offset).min(piece_bytes);
+                copies.add(target.part(*offset, length), source.part(*offset, length), length);
+            }
+            // SAFETY: all parts are inside their ranges, which live until the end is waited for below.
+            unsafe { copies.put(&streams[index % STREAMS]) }?;
+        }
+        for (stream, end) in streams.iter().zip(&ends) {
+            end.record(stream)?;
+        }
+        for end in &ends {
+            while !end.is_done()? {
+                std::hint::spin_loop();
+            }
+        }
+        Ok(begin.elapsed())
+    };
+    let measured = (|| {
+        run(bytes, piece_bytes)?;
+        let mut best = Duration::MAX;
+        for _ in 0..TRIES {
+            best = best.min(run(bytes, piece_bytes)?);
+        }
+        let mut small = (0..SMALL_TRIES)
+            .map(|_| run(SMALL_BYTES, SMALL_BYTES))
+            .collect::<Result<Vec<_>, CudaError>>()?;
+        small.sort_unstable();
+        Ok(LinkRate {
+            gb_per_s: bytes as f64 / 1e9 / best.as_secs_f64(),
+            latency: small[SMALL_TRIES / 2],
+        })
+    })();
+    // The ranges outlive the copies, also when one could not be started.
+    for stream in &streams {
+        stream.synchronize()?;
+    }
+    measured
+}
