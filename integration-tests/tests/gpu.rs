@@ -17,6 +17,7 @@ mod gpu {
     pub mod bench;
     mod executor;
     mod fault;
+    mod links;
     mod load;
     mod mixes;
     mod model;

@@ -17,8 +17,8 @@ use kernels::RowSource;
 use kv_transfer::{
     ClusterSecret,
     api::Epoch,
+    data::tcp::frame,
     notice::{Keys, Opener},
-    tcp::frame,
 };
 use model::{Checkpoint, LoadFormat, Weight, WeightShape};
 use prost::Message;

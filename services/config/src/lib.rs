@@ -44,6 +44,6 @@ pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::Setting;
 pub use types::{
     ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel, Isa, LoadFormat,
-    LogFormat, ModelPath, Pair, Password, Secret, Speculate, ToolFormat, format_duration,
-    parse_duration, parts_of,
+    LogFormat, ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport,
+    format_duration, parse_duration, parts_of,
 };

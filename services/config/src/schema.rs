@@ -9,7 +9,7 @@ use crate::{
     section::section,
     types::{
         ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
-        ModelPath, Pair, Password, Secret, Speculate, ToolFormat,
+        ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport,
     },
 };
 
@@ -247,7 +247,14 @@ section! {
         /// Where this node hears notices of its peers (ZeroMQ).
         notice: SocketAddr = loopback(0),
             "Port 0 takes any free port: peers learn it from the router. Fix it behind a firewall.";
-        /// Where this node receives KV (the tcp transport).
+        /// What carries KV to and from other nodes: tcp, ipc (from GPU to GPU of one host), or auto, the
+        /// fastest that both nodes of a pair can do.
+        transport: Transport = Transport::Auto,
+            "With a node that cannot do what is set here KV goes by tcp: log and metrics say so.";
+        /// Whether KV that goes from GPU to GPU is hashed at both ends. What goes by tcp always is.
+        verify: bool = false,
+            "A hash needs copies in host memory, which takes longer than the way itself: to check a machine, not to serve.";
+        /// Where this node receives KV, or hears where it lies.
         data: SocketAddr = loopback(0),
             "Port 0 as above.";
         /// Host name or IP address under which peers reach the two; needed when they listen on all.
@@ -255,9 +262,9 @@ section! {
         advertise: Option<String> = None,
             "Unset means the address that notice listens on.";
         /// The most bytes of KV sent in one chunk.
-        chunk_bytes: ByteSize = ByteSize::mib(4),
-            "2 ms at 2 GB/s: long enough to be efficient, short enough to overlap with computing.",
-            ByteSize::kib(4)..=ByteSize::gib(1);
+        chunk_bytes: Option<ByteSize> = None,
+            "Unset means 4MiB, 2 ms at 2 GB/s, and on a GPU 32MiB, 0.1 ms: long enough to be efficient, short enough to overlap with computing.",
+            ByteSize::kib(4)..=ByteSize::mib(256);
         /// What all nodes of a cluster share; notices without its tag are not believed. Prefer
         /// secret_file or the environment: flags are visible to every user of the machine.
         secret: Option<Secret> = None,

@@ -6,7 +6,8 @@ use toml::de::DeValue;
 
 use crate::types::{
     ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
-    ModelPath, Pair, Password, Secret, Speculate, ToolFormat, format_duration, parse_duration,
+    ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport, format_duration,
+    parse_duration,
 };
 
 /// A type that a setting can have.
@@ -374,7 +375,7 @@ macro_rules! choice_value {
     )+ };
 }
 
-choice_value!(Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat);
+choice_value!(Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat, Transport);
 
 macro_rules! ranged {
     ($($Scalar:ty),+) => { $(

@@ -20,7 +20,7 @@ use std::{
 use crossbeam_channel::{Receiver, unbounded};
 use kernels::{BlockId, Dtype, KvArena, KvLayout, sampling::SampledToken};
 use kv_transfer::{
-    ClusterSecret, Limits, TransferConfig, Transfers,
+    Carriers, ClusterSecret, Limits, TransferConfig, Transfers,
     api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
     notice::{Body, Keys, Notice, Opener, Sealer, Source},
     shell::sockets::{self, Door},
@@ -211,6 +211,7 @@ impl Node {
             data_bind: "127.0.0.1:0".parse()?,
             advertise_host: "127.0.0.1".to_owned(),
             limits: Limits { chunk_bytes_max, ..Limits::default() },
+            carriers: Carriers::default(),
         };
         let transfers = Transfers::start(config, Arc::clone(&arena), sender)?;
         let address = PeerAddress {

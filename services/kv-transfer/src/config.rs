@@ -2,7 +2,10 @@
 
 use std::{fmt, net::SocketAddr, time::Duration};
 
-use crate::api::{Epoch, Identity};
+use crate::{
+    api::{Epoch, Identity},
+    carrier::Choice,
+};
 
 /// The one constant of failure: a transfer that its peer has not named for this long is over.
 pub const LEASE: Duration = Duration::from_secs(2);
@@ -25,6 +28,16 @@ pub struct TransferConfig {
     /// Host name or address under which peers reach both listeners.
     pub advertise_host: String,
     pub limits: Limits,
+    pub carriers: Carriers,
+}
+
+/// How KV may travel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carriers {
+    pub choice: Choice,
+    /// Whether chunks that go from GPU to GPU are hashed at both ends, by copies in host memory:
+    /// a check of the path, and slow. What goes by `tcp` is hashed always.
+    pub verify: bool,
 }
 
 /// Bounds on what one node keeps for its transfers.

@@ -7,22 +7,25 @@
 //!   events and `now` in, actions out; no socket, clock, thread.
 //! * [`notice`] seals and opens the messages that cross (tag, replay window, bounds).
 //! * [`shell`] runs the protocol: a listener thread, one sender thread per peer, the driver thread.
-//! * [`transport`] is the seam to what carries the bytes; [`tcp`] does so where there is no GPU.
+//! * [`transport`] is the seam to what carries the bytes; [`data`] does so, by the [`carrier`] that
+//!   two nodes agree on.
 //! * [`resolve`] finds where a peer is, within a deadline.
 
 #![forbid(unsafe_code)]
 
 pub mod api;
+pub mod carrier;
 pub mod config;
+pub mod data;
 pub mod metrics;
 pub mod notice;
 pub mod protocol;
 pub mod resolve;
 pub mod shell;
-pub mod tcp;
 mod threads;
 pub mod transport;
 
-pub use config::{ClusterSecret, Limits, SecretTooShort, TransferConfig};
+pub use carrier::{Carrier, Choice};
+pub use config::{Carriers, ClusterSecret, Limits, SecretTooShort, TransferConfig};
 pub use metrics::{MetricsReader, PeerMetrics, TransferMetrics};
 pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};

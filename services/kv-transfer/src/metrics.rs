@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-use crate::protocol::Core;
+use crate::{api::Epoch, carrier::Carrier, protocol::Core};
 
 /// Counters since start, and gauges of this moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub struct TransferMetrics {
     pub notices_refused: BTreeMap<&'static str, u64>,
     /// Data connections and frames that were refused, by reason.
     pub data_refused: BTreeMap<&'static str, u64>,
+    /// Peers with which an agreed carrier did not work, so that KV goes by `tcp`; by that carrier.
+    pub fallbacks: BTreeMap<&'static str, u64>,
     /// Transfers ended well and badly, as receiver and as sender.
     pub arrived: u64,
     pub receive_failed: u64,
@@ -42,7 +44,7 @@ pub struct TransferMetrics {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerMetrics {
     pub node_id: String,
-    /// The transport that carries KV between the two: `tcp`; empty while they greet.
+    /// What carries KV between the two: `tcp` or `ipc`; empty while they greet.
     pub path: String,
     pub transfers_active: usize,
 }
@@ -83,7 +85,7 @@ impl Figures {
                 .pairs()
                 .map(|pair| PeerMetrics {
                     node_id: pair.peer().node_id.clone(),
-                    path: pair.transport().to_owned(),
+                    path: self.data.path(pair.peer().epoch, pair.transport()).to_owned(),
                     transfers_active: pair.transfers().len(),
                 })
                 .collect(),
@@ -126,9 +128,32 @@ pub struct DataCounters {
     chunks_sent: AtomicU64,
     chunks_received: AtomicU64,
     refused: Refusals,
+    fallbacks: Refusals,
+    /// What carries KV from or to each peer, once a connection is in use.
+    paths: Mutex<BTreeMap<Epoch, Carrier>>,
 }
 
 impl DataCounters {
+    /// A connection with this peer is in use.
+    pub fn takes(&self, peer: Epoch, carrier: Carrier) {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, carrier);
+    }
+
+    pub fn forget(&self, peer: Epoch) {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner).remove(&peer);
+    }
+
+    /// What carries KV, or will, as two nodes agreed.
+    fn path(&self, peer: Epoch, agreed: &str) -> &'static str {
+        let paths = self.paths.lock().unwrap_or_else(PoisonError::into_inner);
+        paths.get(&peer).copied().or_else(|| Carrier::offered(agreed)).map_or("", Carrier::name)
+    }
+
+    /// What was agreed on does not work with a peer.
+    pub fn fell_back(&self, wanted: Carrier) {
+        self.fallbacks.count(wanted.name());
+    }
+
     pub fn sent(&self, bytes: u64) {
         self.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
         self.chunks_sent.fetch_add(1, Ordering::Relaxed);
@@ -149,6 +174,7 @@ impl DataCounters {
         metrics.chunks_sent = self.chunks_sent.load(Ordering::Relaxed);
         metrics.chunks_received = self.chunks_received.load(Ordering::Relaxed);
         metrics.data_refused = self.refused.snapshot();
+        metrics.fallbacks = self.fallbacks.snapshot();
     }
 }
 

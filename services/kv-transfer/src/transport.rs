@@ -6,6 +6,7 @@ use kernels::{ArenaError, BlockId};
 
 use crate::{
     api::{Epoch, TransferId},
+    carrier::Carrier,
     protocol::DataEvent,
 };
 
@@ -19,15 +20,13 @@ use crate::{
 ///   it holds no block of that transfer. Either happens soon, whatever the peer does.
 /// * A stopped peer delays nobody else.
 pub trait Transport: Send {
-    /// As greetings and metrics call it.
-    fn name(&self) -> &'static str;
-
     /// From now on `peer` may connect. Whoever may not is turned away, and so learns that it has no
     /// pair here.
     fn admit(&mut self, peer: Epoch);
 
-    /// Makes the connection on which chunks go to `peer`. Failure is reported as its end.
-    fn open(&mut self, peer: Epoch, endpoint: &str);
+    /// Makes the connection on which chunks go to `peer`, by this carrier, or by `tcp` where that turns
+    /// out not to work. Failure is reported as its end.
+    fn open(&mut self, peer: Epoch, endpoint: &str, carrier: Carrier);
 
     /// Sends these blocks after those given before.
     fn send(

@@ -376,7 +376,7 @@ mod tests {
     };
     use futures_util::StreamExt;
     use kernels::{Dtype, KvArena, KvLayout, WeightFormat, sampling::Sampling};
-    use kv_transfer::{ClusterSecret, Limits, TransferConfig};
+    use kv_transfer::{Carriers, ClusterSecret, Limits, TransferConfig};
     use proto::v1::{FailureKind, ObserveEvent};
     use tonic::Code;
 
@@ -485,6 +485,7 @@ mod tests {
                 data_bind: "127.0.0.1:0".parse().unwrap(),
                 advertise_host: "127.0.0.1".into(),
                 limits: Limits::default(),
+                carriers: Carriers::default(),
             },
             KvArena::host(layout, LIMITS.blocks).unwrap(),
             sink,

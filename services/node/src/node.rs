@@ -202,8 +202,11 @@ impl Node {
         let sequence_tokens_max = scheduler.sequence_tokens_max() as u32;
         let steps = StepLoop::new(scheduler, executor);
 
-        let transfer_limits =
-            settings::transfer_limits(&config.transfer, scheduler_config.transfers_max);
+        let transfer_limits = settings::transfer_limits(
+            &config.transfer,
+            scheduler_config.transfers_max,
+            !arena.is_host(),
+        );
         let (sink, events) = TransferEvents::new(transfer_limits.transfers_max, steps.waker());
         let model_identity = identity::model_identity(&identity);
         let own_epoch = transfer::Epoch(epoch.value());
@@ -217,6 +220,7 @@ impl Node {
                 data_bind: config.transfer.data,
                 advertise_host: config.transfer.advertised_host(),
                 limits: transfer_limits,
+                carriers: settings::carriers(&config.transfer),
             },
             arena.clone(),
             sink,

@@ -9,7 +9,7 @@ use kernels::{
     BLOCK_TOKENS, KvLayout, WeightFormat,
     cpu::{Isa, affinity, threads::THREADS_MAX},
 };
-use kv_transfer::{ClusterSecret, Limits, SecretTooShort};
+use kv_transfer::{Carrier, Carriers, Choice, ClusterSecret, Limits, SecretTooShort};
 use model::{LoadFormat, ModelConfig};
 
 /// The sections that a node reads.
@@ -241,14 +241,32 @@ pub(crate) fn secret(transfer: &config::Transfer) -> Result<ClusterSecret, Setti
     Ok(ClusterSecret::new(transfer.required_secret()?.reveal())?)
 }
 
+/// A chunk between GPUs, where nothing else is said.
+const GPU_CHUNK_BYTES: usize = 32 << 20;
+
 /// Room for every transfer that the scheduler may know.
-pub(crate) fn transfer_limits(transfer: &config::Transfer, transfers_max: u32) -> Limits {
+pub(crate) fn transfer_limits(
+    transfer: &config::Transfer,
+    transfers_max: u32,
+    on_gpu: bool,
+) -> Limits {
     let defaults = Limits::default();
+    let chunk_bytes = if on_gpu { GPU_CHUNK_BYTES } else { defaults.chunk_bytes_max };
     Limits {
         transfers_max: defaults.transfers_max.max(transfers_max as usize),
-        chunk_bytes_max: transfer.chunk_bytes.as_usize(),
+        chunk_bytes_max: transfer.chunk_bytes.map_or(chunk_bytes, |bytes| bytes.as_usize()),
         ..defaults
     }
+}
+
+/// How KV may travel.
+pub(crate) fn carriers(transfer: &config::Transfer) -> Carriers {
+    let choice = match transfer.transport {
+        config::Transport::Auto => Choice::Auto,
+        config::Transport::Tcp => Choice::Only(Carrier::Tcp),
+        config::Transport::Ipc => Choice::Only(Carrier::Ipc),
+    };
+    Carriers { choice, verify: transfer.verify }
 }
 
 /// The node's name where none was given: role and port.

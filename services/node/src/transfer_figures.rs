@@ -46,6 +46,15 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         }))
         .build();
     meter
+        .u64_observable_counter("baton.kv_transfer.fallbacks")
+        .with_description("Connections to or from nodes for which KV goes by tcp, as what was agreed on did not work")
+        .with_callback(observe(|figures, instrument| {
+            for (wanted, count) in &figures.fallbacks {
+                instrument.observe(*count, &[KeyValue::new("wanted", *wanted)]);
+            }
+        }))
+        .build();
+    meter
         .u64_observable_gauge("baton.kv_transfer.active")
         .with_description("Transfers under way")
         .with_callback(observe(|figures, instrument| {

@@ -111,6 +111,18 @@ choice! {
 }
 
 choice! {
+    /// What carries KV between two nodes.
+    pub enum Transport {
+        /// The fastest that both can do.
+        Auto = "auto",
+        /// Through host memory and a socket.
+        Tcp = "tcp",
+        /// From GPU to GPU of one host, by the receiver's copy engines.
+        Ipc = "ipc",
+    }
+}
+
+choice! {
     /// What a log line looks like.
     pub enum LogFormat {
         /// Pretty on a terminal, JSON otherwise.

@@ -11,7 +11,7 @@ mod pair;
 mod secret;
 
 pub use byte_size::ByteSize;
-pub use choice::{Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat};
+pub use choice::{Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat, Transport};
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};
 pub use etcd::{EtcdPrefix, EtcdUrl};

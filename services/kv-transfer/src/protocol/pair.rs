@@ -237,11 +237,11 @@ impl Pair {
 
     /// Makes the data connection to the peer, once, when the pair is up.
     pub fn open_data(&mut self, turn: &mut Turn<'_>) {
-        if let State::Up { data_endpoint, .. } = &self.state
+        if let State::Up { data_endpoint, transport } = &self.state
             && !std::mem::replace(&mut self.data_opened, true)
         {
-            let endpoint = data_endpoint.clone();
-            turn.act(Action::OpenData { peer: self.peer.epoch, endpoint });
+            let (endpoint, transport) = (data_endpoint.clone(), transport.clone());
+            turn.act(Action::OpenData { peer: self.peer.epoch, endpoint, transport });
         }
     }
 

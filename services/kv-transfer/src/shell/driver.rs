@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     api::{Command, Epoch, Event},
+    carrier::Carrier,
     metrics::Figures,
     notice::Opened,
     protocol::{Action, Core, DataEvent},
@@ -185,7 +186,11 @@ impl<S: EventSink> Driver<S> {
                     }
                 }
                 Action::CloseData { peer } => self.transport.close(peer),
-                Action::OpenData { peer, endpoint } => self.transport.open(peer, &endpoint),
+                Action::OpenData { peer, endpoint, transport } => {
+                    // Only what we offered is agreed on.
+                    let carrier = Carrier::offered(&transport).unwrap_or(Carrier::Tcp);
+                    self.transport.open(peer, &endpoint, carrier);
+                }
                 Action::PostReceive { peer, transfer, chunk, blocks } => {
                     if let Err(error) = self.transport.post(peer, transfer, chunk, &blocks) {
                         let reason = error.to_string();
@@ -240,7 +245,7 @@ mod tests {
 
     use super::super::{SHUTDOWN_MAX, Transfers};
     use crate::{
-        ClusterSecret, Limits, TransferConfig,
+        Carriers, ClusterSecret, Limits, TransferConfig,
         api::{Epoch, Identity},
         notice::{PROTOCOL_MAX, PROTOCOL_MIN},
     };
@@ -267,6 +272,7 @@ mod tests {
             data_bind: "127.0.0.1:0".parse().unwrap(),
             advertise_host: "127.0.0.1".to_owned(),
             limits: Limits::default(),
+            carriers: Carriers::default(),
         };
         let (sink, events) = unbounded();
         let transfers = Transfers::start(config, KvArena::host(layout, 1).unwrap(), sink).unwrap();

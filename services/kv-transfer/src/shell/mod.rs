@@ -25,14 +25,14 @@ use kernels::KvArena;
 
 use crate::{
     api::{Command, Event},
+    carrier,
     config::TransferConfig,
+    data::DataConnections,
     metrics::{Figures, MetricsReader, TransferMetrics},
     notice::{Keys, Sealer, Source},
     protocol::{Core, Local},
     resolve::Resolver,
-    tcp::Tcp,
     threads::Threads,
-    transport::Transport,
 };
 use driver::{Driver, Inputs};
 use listener::Listener;
@@ -137,7 +137,12 @@ impl Transfers {
         let figures = Arc::new(Figures::default());
         let resolver = Resolver::system();
         let block_bytes = arena.block_bytes();
-        let tcp = Tcp::start(
+        let offers = carrier::offers(
+            config.carriers.choice,
+            arena.peer_memory().is_some(),
+            carrier::host().as_deref(),
+        );
+        let connections = DataConnections::start(
             config.data_bind,
             config.epoch,
             keys.clone(),
@@ -147,9 +152,10 @@ impl Transfers {
             data_sender,
             resolver.clone(),
             Arc::clone(&figures.data),
+            config.carriers.verify,
         )
         .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
-        let data_endpoint = endpoint(&config.advertise_host, tcp.address().port());
+        let data_endpoint = endpoint(&config.advertise_host, connections.address().port());
         let context = zmq::Context::new();
         let listener = Listener::start(
             &context,
@@ -167,7 +173,7 @@ impl Transfers {
             identity: config.identity,
             notice_endpoint: notice_endpoint.clone(),
             data_endpoint: data_endpoint.clone(),
-            transports: vec![tcp.name().to_owned()],
+            transports: offers,
             integrity: vec![INTEGRITY.to_owned()],
             block_bytes,
             limits,
@@ -175,7 +181,7 @@ impl Transfers {
         let unfinished = Arc::default();
         let driver = Driver {
             core,
-            transport: Box::new(tcp),
+            transport: Box::new(connections),
             figures: Arc::clone(&figures),
             postbox: Postbox {
                 context,

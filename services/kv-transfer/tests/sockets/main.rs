@@ -1,5 +1,6 @@
 //! Transfers over real sockets on loopback.
 
+mod carriers;
 mod hostile;
 mod journeys;
 mod mismatch;

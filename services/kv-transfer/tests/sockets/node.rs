@@ -1,17 +1,23 @@
 //! Nodes for these tests: transfers, an arena and the events that came.
 
 use std::{
+    collections::BTreeMap,
     sync::{
-        Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
+        Arc, Mutex, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, unbounded};
-use kernels::{BlockId, Dtype, KvArena, KvLayout, arena::RemoteBlocks, sampling::SampledToken};
+use kernels::{
+    BlockId, BlockWrite, Dtype, KvArena, KvLayout,
+    arena::RemoteBlocks,
+    peer::{PeerBlocks, PeerMemory, Pull},
+    sampling::SampledToken,
+};
 use kv_transfer::{
-    ClusterSecret, Limits, TransferConfig, Transfers,
+    Carriers, ClusterSecret, Limits, TransferConfig, Transfers,
     api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
 };
 
@@ -56,11 +62,43 @@ pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
         advertise_host: "127.0.0.1".to_owned(),
         // Several chunks to a transfer: eight blocks each.
         limits: Limits { chunk_bytes_max: 128 << 10, ..Limits::default() },
+        carriers: Carriers::default(),
     }
 }
 
 /// Blocks that can be copied and not looked at.
-struct Elsewhere(Mutex<Vec<u8>>);
+struct Elsewhere {
+    bytes: Mutex<Vec<u8>>,
+    /// How peers reach them, if they do.
+    reach: Option<Reach>,
+}
+
+/// How nodes of this process reach each other's blocks, as processes of one host do on GPUs.
+#[derive(Clone, Debug)]
+pub struct Reach {
+    /// While false, copies are under way and do not end.
+    pub open: Arc<AtomicBool>,
+    /// Copies that were begun.
+    pub begun: Arc<AtomicU64>,
+    /// Why the memory of peers cannot be reached.
+    pub refused: Option<&'static str>,
+    /// Copies change a byte.
+    pub damages: bool,
+}
+
+impl Default for Reach {
+    fn default() -> Self {
+        Self {
+            open: Arc::new(AtomicBool::new(true)),
+            begun: Arc::default(),
+            refused: None,
+            damages: false,
+        }
+    }
+}
+
+/// What was exported in this process, by the number in the export.
+static EXPORTED: Mutex<BTreeMap<u64, Weak<Elsewhere>>> = Mutex::new(BTreeMap::new());
 
 impl RemoteBlocks for Elsewhere {
     fn layout(&self) -> KvLayout {
@@ -72,13 +110,81 @@ impl RemoteBlocks for Elsewhere {
     }
 
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
-        host.copy_from_slice(&self.0.lock().unwrap()[offset..offset + host.len()]);
+        host.copy_from_slice(&self.bytes.lock().unwrap()[offset..offset + host.len()]);
         Ok(())
     }
 
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
-        self.0.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
+        self.bytes.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
         Ok(())
+    }
+
+    fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
+        let reach = self.reach.clone()?;
+        Some(Arc::new(Reachable { blocks: self, reach }))
+    }
+}
+
+struct Reachable {
+    blocks: Arc<Elsewhere>,
+    reach: Reach,
+}
+
+impl PeerMemory for Reachable {
+    fn export(&self) -> Result<Vec<u8>, String> {
+        let number = fresh() as u64;
+        EXPORTED.lock().unwrap().insert(number, Arc::downgrade(&self.blocks));
+        Ok(number.to_be_bytes().to_vec())
+    }
+
+    fn import(&self, export: &[u8]) -> Result<Box<dyn PeerBlocks>, String> {
+        if let Some(reason) = self.reach.refused {
+            return Err(reason.to_owned());
+        }
+        let number = u64::from_be_bytes(export.try_into().map_err(|_| "not an export")?);
+        let exported = EXPORTED.lock().unwrap().get(&number).and_then(Weak::upgrade);
+        let from = exported.ok_or("nobody exported that")?;
+        Ok(Box::new(ReachedBlocks { from, reach: self.reach.clone() }))
+    }
+}
+
+struct ReachedBlocks {
+    from: Arc<Elsewhere>,
+    reach: Reach,
+}
+
+impl PeerBlocks for ReachedBlocks {
+    fn pull(&mut self, from: &[BlockId], to: Vec<BlockWrite>) -> Result<Box<dyn Pull>, String> {
+        let sources = from.to_vec();
+        self.reach.begun.fetch_add(1, Ordering::Release);
+        Ok(Box::new(Copying { memory: self.from.clone(), sources, to, reach: self.reach.clone() }))
+    }
+}
+
+struct Copying {
+    memory: Arc<Elsewhere>,
+    sources: Vec<BlockId>,
+    to: Vec<BlockWrite>,
+    reach: Reach,
+}
+
+impl Pull for Copying {
+    fn is_done(&mut self) -> Result<bool, String> {
+        if !self.reach.open.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        for (source, to) in self.sources.drain(..).zip(&mut self.to) {
+            let mut copy = vec![0; to.byte_count()];
+            self.memory.read(source.index() * copy.len(), &mut copy)?;
+            copy[0] ^= u8::from(self.reach.damages);
+            to.copy_from_host(&copy).map_err(|error| error.to_string())?;
+        }
+        Ok(true)
+    }
+
+    fn finish(self: Box<Self>) -> Result<Vec<BlockWrite>, String> {
+        assert!(self.sources.is_empty(), "it was done");
+        Ok(self.to)
     }
 }
 
@@ -104,18 +210,25 @@ impl Node {
 
     /// Its blocks lie elsewhere than in host memory, as those of a GPU.
     pub fn start_remote(name: &str) -> Self {
-        let bytes = vec![0; layout().block_bytes() * BLOCK_COUNT as usize];
-        let arena = KvArena::remote(Arc::new(Elsewhere(Mutex::new(bytes)))).unwrap();
-        Self::start_on(name, SECRET, identity(), arena)
+        Self::start_on(name, SECRET, identity(), elsewhere(None))
+    }
+
+    /// Its blocks lie elsewhere, where nodes of this process reach them.
+    pub fn start_reaching(name: &str, reach: Reach, carriers: Carriers) -> Self {
+        let config = TransferConfig { carriers, ..config(name, SECRET, identity()) };
+        Self::start_of(config, elsewhere(Some(reach)))
     }
 
     fn start_on(name: &str, secret: &str, identity: Identity, arena: Arc<KvArena>) -> Self {
+        Self::start_of(config(name, secret, identity), arena)
+    }
+
+    fn start_of(config: TransferConfig, arena: Arc<KvArena>) -> Self {
         let (sender, events) = unbounded();
-        let config = config(name, secret, identity);
-        let epoch = config.epoch;
+        let (name, epoch) = (config.node_id.clone(), config.epoch);
         let transfers = Transfers::start(config, Arc::clone(&arena), sender).unwrap();
         let address = PeerAddress {
-            node_id: name.to_owned(),
+            node_id: name,
             epoch,
             notice_endpoint: transfers.notice_endpoint().to_owned(),
         };
@@ -201,6 +314,11 @@ impl Node {
             assert_eq!(self.arena.pins(BlockId(block)).unwrap(), 0, "block {block}");
         }
     }
+}
+
+fn elsewhere(reach: Option<Reach>) -> Arc<KvArena> {
+    let bytes = Mutex::new(vec![0; layout().block_bytes() * BLOCK_COUNT as usize]);
+    KvArena::remote(Arc::new(Elsewhere { bytes, reach })).unwrap()
 }
 
 pub fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {

@@ -18,11 +18,13 @@ use socket2::SockRef;
 use super::{
     Shared, handshake,
     inbox::Peers,
-    reader::read_connection,
+    ipc,
     stream::{LOOK, is_pause},
+    tcp,
 };
 use crate::{
     api::{Epoch, TransferId},
+    carrier::Carrier,
     threads::Threads,
     transport::{DataError, Released},
 };
@@ -174,10 +176,10 @@ impl Acceptor {
             // Fails only when the connection is gone, which the handshake finds out.
             let _ = stream.set_nodelay(true);
             match handshake::accept(&mut stream, &shared.keys, shared.me) {
-                Ok(peer) => {
+                Ok((peer, carrier)) => {
                     drop(place);
                     match Place::take(&connections, connections_max) {
-                        Some(_place) => read_connection(&shared, &peers, peer, stream),
+                        Some(_place) => read_connection(&shared, &peers, peer, carrier, stream),
                         None => shared.counters.refuse("connections_full"),
                     }
                 }
@@ -192,4 +194,46 @@ impl Acceptor {
             self.shared.counters.refuse("no_thread");
         }
     }
+}
+
+/// The reader thread of one proven connection, from entering the inbox to its end.
+fn read_connection(
+    shared: &Shared,
+    peers: &Peers,
+    peer: Epoch,
+    carrier: Carrier,
+    mut stream: TcpStream,
+) {
+    let Some(inbox) = peers.inbox(peer) else {
+        return shared.counters.refuse("peer_not_admitted");
+    };
+    let connection = shared.number_connection();
+    match inbox.enter(connection, &stream) {
+        Ok(true) => {}
+        Ok(false) => return,
+        Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
+    }
+    let ended = match carrier {
+        Carrier::Tcp => {
+            shared.counters.takes(peer, carrier);
+            tcp::read_frames(shared, &inbox, &mut stream).map(|()| Ended::Closed)
+        }
+        Carrier::Ipc => ipc::pull_chunks(shared, &inbox, peer, connection, &mut stream),
+    };
+    inbox.leave(connection);
+    let reason = match ended {
+        Ok(Ended::Closed) => "it closed the data connection".to_owned(),
+        // The peer has been told why, and comes again by another carrier.
+        Ok(Ended::Refused) => return,
+        Err(error) => format!("data connection from it: {error}"),
+    };
+    // The driver, which knows what it has closed meanwhile, finds out whether this one mattered.
+    shared.report_end(peer, connection, reason);
+}
+
+/// How a connection ended that nothing is wrong with.
+pub enum Ended {
+    Closed,
+    /// It cannot carry anything: nothing was ever taken from it.
+    Refused,
 }

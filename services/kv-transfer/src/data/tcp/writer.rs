@@ -10,12 +10,14 @@ use kernels::BlockRead;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{
-    Shared,
+    super::{
+        Shared,
+        outbox::{GivenBack, Job, Outbox},
+        stream::{LOOK, is_pause},
+    },
     frame::Header,
-    outbox::{Job, Outbox},
-    stream::{LOOK, is_pause},
 };
-use crate::{config::LEASE, protocol::DataEvent};
+use crate::{api::TransferId, config::LEASE, protocol::DataEvent};
 
 /// What is hashed and handed to the kernel in one go: still in the second-level cache when the
 /// kernel copies it.
@@ -25,11 +27,11 @@ const PIECE_SLICES: usize = 16;
 /// Until the outbox is closed or the connection ends.
 pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) -> io::Result<()> {
     stream.set_write_timeout(Some(LOOK))?;
-    while let Some(job) = outbox.next() {
+    while let Some(job) = outbox.next(1) {
         let (transfer, chunk) = (job.transfer, job.chunk);
         let written = write_frame(outbox, stream, job);
         // The blocks are given back, whatever happened.
-        if outbox.give_back() {
+        if outbox.give_back(transfer, chunk) == GivenBack::Released {
             shared.report(DataEvent::SendReleased { transfer });
         } else if let Ok(Frame::Whole { payload_bytes, integrity }) = &written {
             shared.counters.sent(*payload_bytes);
@@ -72,7 +74,7 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
         piece.iter().for_each(|slice| hash.update(slice));
         let mut slices: Vec<IoSlice<'_>> =
             head.take().into_iter().chain(piece).map(IoSlice::new).collect();
-        if !write_piece(outbox, stream, &mut slices, &mut rest)? {
+        if !write_piece(outbox, job.transfer, stream, &mut slices, &mut rest)? {
             return Ok(Frame::Cut { rest });
         }
     }
@@ -94,6 +96,7 @@ fn staged(blocks: &[BlockRead]) -> io::Result<Option<Vec<Vec<u8>>>> {
 /// False when the frame was cancelled on the way.
 fn write_piece(
     outbox: &Outbox,
+    transfer: TransferId,
     stream: &mut TcpStream,
     mut slices: &mut [IoSlice<'_>],
     rest: &mut u64,
@@ -110,7 +113,7 @@ fn write_piece(
             Err(error) if is_pause(&error) => check_progress(progress)?,
             Err(error) => return Err(error),
         }
-        if outbox.is_cancelled() {
+        if outbox.is_cancelled(transfer) {
             return Ok(false);
         }
     }

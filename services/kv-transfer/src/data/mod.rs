@@ -1,20 +1,23 @@
-//! KV over TCP: from the arena's blocks into the arena's blocks, for hosts without a GPU.
+//! The data connections between nodes: what carries KV, or the word of who carries it.
 //!
 //! One connection per pair and direction, made by the sender, proven on both ends by tags over
-//! fresh nonces (`handshake`), then a sequence of frames (`frame`). Each connection has one
-//! thread at either end that moves bytes: `writer` straight from borrowed blocks, `reader` straight
-//! into the posted ones. Neither encrypted nor sealed frame by frame: the network between
-//! the nodes is the operator's, and each chunk's xxh3 travels in the sealed `DONE`.
+//! fresh nonces (`handshake`), which also name what it carries:
+//!
+//! * [`tcp`]: the blocks themselves, through host memory;
+//! * [`ipc`]: where to find them in the sender's GPU memory, from which the receiver pulls.
+//!
+//! Whichever it is, chunks wait in the same `outbox` at the sender and are awaited in the same
+//! `inbox` at the receiver, so a pair may change from one carrier to another between connections.
+//! Neither encrypted nor sealed frame by frame: the network between the nodes is the operator's.
 
-pub mod frame;
 mod handshake;
 mod inbound;
 mod inbox;
+pub mod ipc;
 mod outbound;
 mod outbox;
-mod reader;
 mod stream;
-mod writer;
+pub mod tcp;
 
 use std::{
     collections::BTreeMap,
@@ -28,10 +31,11 @@ use std::{
 };
 
 use crossbeam_channel::Sender;
-use kernels::{BlockId, BlockRead, BlockWrite, KvArena};
+use kernels::{BlockId, BlockRead, BlockWrite, KvArena, peer::PeerMemory};
 
 use crate::{
     api::{Epoch, TransferId},
+    carrier::Carrier,
     metrics::DataCounters,
     notice::Keys,
     protocol::DataEvent,
@@ -54,6 +58,10 @@ struct Shared {
     counters: Arc<DataCounters>,
     /// Connections so far, in either direction.
     connections: AtomicU64,
+    /// How processes of this host read each other's blocks, where ours lie on a GPU.
+    memory: Option<Arc<dyn PeerMemory>>,
+    /// Whether chunks are hashed that no host memory sees.
+    verify: bool,
 }
 
 impl Shared {
@@ -71,7 +79,8 @@ impl Shared {
     }
 }
 
-pub struct Tcp {
+/// All data connections of one node.
+pub struct DataConnections {
     shared: Arc<Shared>,
     arena: Arc<KvArena>,
     inbound: Inbound,
@@ -79,9 +88,10 @@ pub struct Tcp {
     writers: Threads,
 }
 
-impl Tcp {
+impl DataConnections {
     /// Binds the data listener and starts accepting. `connections_max` bounds the proven
-    /// connections from peers.
+    /// connections from peers; `verify`: also chunks that no host memory sees are hashed.
+    #[allow(clippy::too_many_arguments)] // Each is needed once, here.
     pub fn start(
         bind: SocketAddr,
         me: Epoch,
@@ -91,10 +101,13 @@ impl Tcp {
         reports: Sender<Report>,
         resolver: Resolver,
         counters: Arc<DataCounters>,
+        verify: bool,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(bind)?;
         let connections = AtomicU64::new(0);
-        let shared = Arc::new(Shared { me, keys, reports, resolver, counters, connections });
+        let memory = arena.peer_memory();
+        let shared = Shared { me, keys, reports, resolver, counters, connections, memory, verify };
+        let shared = Arc::new(shared);
         Ok(Self {
             inbound: Inbound::start(Arc::clone(&shared), listener, connections_max)?,
             shared,
@@ -110,22 +123,18 @@ impl Tcp {
     }
 }
 
-impl Transport for Tcp {
-    fn name(&self) -> &'static str {
-        "tcp"
-    }
-
+impl Transport for DataConnections {
     fn admit(&mut self, peer: Epoch) {
         self.inbound.admit(peer);
     }
 
-    fn open(&mut self, peer: Epoch, endpoint: &str) {
+    fn open(&mut self, peer: Epoch, endpoint: &str, carrier: Carrier) {
         self.close_outbound(peer);
         let outbox = Arc::new(Outbox::new(self.shared.number_connection()));
         let (shared, endpoint) = (Arc::clone(&self.shared), endpoint.to_owned());
         let writer = {
             let (shared, outbox) = (Arc::clone(&shared), Arc::clone(&outbox));
-            move || outbound::run(&shared, &outbox, peer, &endpoint)
+            move || outbound::run(&shared, &outbox, peer, &endpoint, carrier)
         };
         match self.writers.spawn("kv-data-out", writer) {
             Ok(()) => {
@@ -184,6 +193,7 @@ impl Transport for Tcp {
 
     fn dismiss(&mut self, peer: Epoch) {
         self.close_outbound(peer);
+        self.shared.counters.forget(peer);
         self.inbound.dismiss(peer);
     }
 
@@ -202,7 +212,7 @@ impl Transport for Tcp {
     }
 }
 
-impl Drop for Tcp {
+impl Drop for DataConnections {
     /// For a start that fails halfway; a transport in use is shut down by its driver.
     fn drop(&mut self) {
         let unfinished = self.shutdown(Instant::now() + DROP_MAX);
@@ -212,7 +222,7 @@ impl Drop for Tcp {
     }
 }
 
-impl Tcp {
+impl DataConnections {
     fn close_outbound(&mut self, peer: Epoch) {
         if let Some(outbox) = self.outbound.remove(&peer) {
             outbox.close();

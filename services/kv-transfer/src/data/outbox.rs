@@ -5,7 +5,7 @@ use std::{
     io,
     net::{Shutdown, TcpStream},
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use kernels::BlockRead;
@@ -32,8 +32,8 @@ pub struct Outbox {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Job>,
-    /// The transfer whose chunk the writer holds, and whether it is cancelled.
-    writing: Option<(TransferId, bool)>,
+    /// Chunks under way: the writer has them, or the peer has not answered them.
+    taken: Vec<Taken>,
     /// To be interrupted when the outbox is closed.
     stream: Option<TcpStream>,
     /// By the driver: nothing more is wanted of this connection.
@@ -49,6 +49,36 @@ pub struct Job {
     pub transfer: TransferId,
     pub chunk: u32,
     pub blocks: Vec<BlockRead>,
+}
+
+struct Taken {
+    transfer: TransferId,
+    chunk: u32,
+    /// Its transfer was cancelled meanwhile.
+    cancelled: bool,
+    since: Instant,
+    /// Where the peer reads them itself; else the writer has them.
+    lent: Option<Lent>,
+}
+
+/// Blocks that the peer reads, until it answers.
+struct Lent {
+    _blocks: Vec<BlockRead>,
+    integrity: u64,
+    bytes: u64,
+}
+
+/// A chunk whose blocks are no longer read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GivenBack {
+    /// What was noted when it was lent, or nothing.
+    Wanted { integrity: u64, bytes: u64 },
+    /// Its transfer was cancelled, and this was the last chunk of it under way.
+    Released,
+    /// Its transfer was cancelled, and others are under way.
+    Cancelled,
+    /// No such chunk is under way.
+    Unknown,
 }
 
 impl Outbox {
@@ -86,13 +116,12 @@ impl Outbox {
     pub fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
         state.queue.retain(|job| job.transfer != transfer);
-        match &mut state.writing {
-            Some((writing, cancelled)) if *writing == transfer => {
-                *cancelled = true;
-                Released::Later
-            }
-            _ => Released::Now,
+        let mut released = Released::Now;
+        for taken in state.taken.iter_mut().filter(|taken| taken.transfer == transfer) {
+            taken.cancelled = true;
+            released = Released::Later;
         }
+        released
     }
 
     pub fn close(&self) {
@@ -106,21 +135,44 @@ impl Outbox {
         self.changed.notify_one();
     }
 
-    /// The next chunk, or `None` when the outbox is closed or the connection has ended.
-    pub fn next(&self) -> Option<Job> {
+    /// The next chunk, once fewer than `taken_max` are under way; `None` when the outbox is closed or
+    /// the connection has ended.
+    pub fn next(&self, taken_max: usize) -> Option<Job> {
         let mut state = self.lock();
         loop {
             if state.closed || state.broken.is_some() {
                 return None;
             }
-            if let Some(job) = state.queue.pop_front() {
-                state.writing = Some((job.transfer, false));
+            if state.taken.len() < taken_max
+                && let Some(job) = state.queue.pop_front()
+            {
+                let (transfer, chunk, since) = (job.transfer, job.chunk, Instant::now());
+                let taken = Taken { transfer, chunk, cancelled: false, since, lent: None };
+                state.taken.push(taken);
                 return Some(job);
             }
             let (woken, _) =
                 self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner);
             state = woken;
         }
+    }
+
+    /// Keeps the blocks of a chunk that was taken until the peer answers.
+    pub fn lend(&self, job: Job, integrity: u64) {
+        let Job { transfer, chunk, blocks } = job;
+        let mut state = self.lock();
+        let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
+        let lent = Some(Lent { _blocks: blocks, integrity, bytes });
+        let is_it = |taken: &&mut Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
+        if let Some(taken) = state.taken.iter_mut().find(is_it) {
+            taken.lent = lent;
+            taken.since = Instant::now();
+        }
+    }
+
+    /// Since when the chunk is under way that is so for the longest time.
+    pub fn oldest(&self) -> Option<Instant> {
+        self.lock().taken.iter().map(|taken| taken.since).min()
     }
 
     pub fn is_closed(&self) -> bool {
@@ -136,14 +188,25 @@ impl Outbox {
         self.changed.notify_one();
     }
 
-    pub fn is_cancelled(&self) -> bool {
-        matches!(self.lock().writing, Some((_, true)))
+    pub fn is_cancelled(&self, transfer: TransferId) -> bool {
+        self.lock().taken.iter().any(|taken| taken.transfer == transfer && taken.cancelled)
     }
 
-    /// The writer has given back the blocks of the chunk it took; true when the transfer was
-    /// cancelled meanwhile.
-    pub fn give_back(&self) -> bool {
-        self.lock().writing.take().is_some_and(|(_, cancelled)| cancelled)
+    /// The blocks of a chunk that was taken are no longer read.
+    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack {
+        let mut state = self.lock();
+        let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
+        let Some(index) = state.taken.iter().position(is_it) else { return GivenBack::Unknown };
+        let taken = state.taken.swap_remove(index);
+        self.changed.notify_one();
+        let others = state.taken.iter().any(|other| other.transfer == transfer);
+        drop(state);
+        match (taken.cancelled, taken.lent) {
+            (true, _) if others => GivenBack::Cancelled,
+            (true, _) => GivenBack::Released,
+            (false, Some(Lent { integrity, bytes, .. })) => GivenBack::Wanted { integrity, bytes },
+            (false, None) => GivenBack::Wanted { integrity: 0, bytes: 0 },
+        }
     }
 
     /// The connection is made. False when nobody wants it any more.
@@ -164,13 +227,20 @@ impl Outbox {
         !state.closed
     }
 
-    /// The connection has ended: why, unless it was closed here.
-    pub fn end(&self, reason: String) -> Option<String> {
+    /// The connection has ended, and no block is read any more: the cancelled transfers whose chunks
+    /// were under way, and why it ended, unless it was closed here.
+    pub fn end(&self, reason: String) -> (Vec<TransferId>, Option<String>) {
         let mut state = self.lock();
         state.ended = true;
         state.queue.clear();
         state.stream = None;
+        let taken = std::mem::take(&mut state.taken);
+        let mut cancelled: Vec<TransferId> =
+            taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.transfer).collect();
+        cancelled.sort_unstable();
+        cancelled.dedup();
+        drop(taken);
         let reason = state.broken.take().unwrap_or(reason);
-        (!state.closed).then_some(reason)
+        (cancelled, (!state.closed).then_some(reason))
     }
 }

@@ -4,6 +4,8 @@
 //! 2. The sender answers with a nonce of its own, both epochs, and a tag over all of it.
 //! 3. The listener answers with a tag over the same, made for the other direction.
 //!
+//! The tags are made for one carrier each: the one that holds names what the connection is for.
+//!
 //! All three have a fixed length, and the whole has one deadline, so that whoever connects can keep
 //! a listener thread for a moment only.
 
@@ -14,7 +16,7 @@ use std::{
 };
 
 use super::stream::{read_exact_by, write_all_by};
-use crate::{api::Epoch, notice::Keys};
+use crate::{api::Epoch, carrier::Carrier, notice::Keys};
 
 /// Two round trips inside a cluster, many times over.
 pub const DEADLINE: Duration = Duration::from_secs(1);
@@ -74,8 +76,13 @@ impl Terms {
     }
 }
 
-const SENDER: &[u8; 1] = b"s";
-const LISTENER: &[u8; 1] = b"l";
+/// What the sender's and the listener's tags cover beside the terms.
+fn directions(carrier: Carrier) -> [&'static [u8; 1]; 2] {
+    match carrier {
+        Carrier::Tcp => [b"s", b"l"],
+        Carrier::Ipc => [b"i", b"j"],
+    }
+}
 
 /// The sender's end. `me` connects to what should be `peer`.
 pub fn connect(
@@ -83,7 +90,9 @@ pub fn connect(
     keys: &Keys,
     me: Epoch,
     peer: Epoch,
+    carrier: Carrier,
 ) -> Result<(), HandshakeError> {
+    let [sender, listener] = directions(carrier);
     let deadline = Instant::now() + DEADLINE;
     let mut greeting = [0; GREETING_BYTES];
     read_exact_by(stream, &mut greeting, deadline)?;
@@ -102,15 +111,19 @@ pub fn connect(
     hello.extend_from_slice(&terms.sender_nonce);
     hello.extend_from_slice(&terms.from);
     hello.extend_from_slice(&terms.to);
-    hello.extend_from_slice(&keys.tag_data(&terms.parts(SENDER)));
+    hello.extend_from_slice(&keys.tag_data(&terms.parts(sender)));
     write_all_by(stream, &hello, deadline)?;
     let mut tag = [0; TAG_BYTES];
     read_exact_by(stream, &mut tag, deadline)?;
-    if keys.check_data(&terms.parts(LISTENER), &tag) { Ok(()) } else { Err(HandshakeError::Tag) }
+    if keys.check_data(&terms.parts(listener), &tag) { Ok(()) } else { Err(HandshakeError::Tag) }
 }
 
-/// The listener's end: who connects.
-pub fn accept(stream: &mut TcpStream, keys: &Keys, me: Epoch) -> Result<Epoch, HandshakeError> {
+/// The listener's end: who connects, and for what.
+pub fn accept(
+    stream: &mut TcpStream,
+    keys: &Keys,
+    me: Epoch,
+) -> Result<(Epoch, Carrier), HandshakeError> {
     let deadline = Instant::now() + DEADLINE;
     let listener_nonce = nonce()?;
     let mut greeting = [0; GREETING_BYTES];
@@ -133,13 +146,12 @@ pub fn accept(stream: &mut TcpStream, keys: &Keys, me: Epoch) -> Result<Epoch, H
     terms.to.copy_from_slice(to);
     let mut tag = [0; TAG_BYTES];
     tag.copy_from_slice(hello_tag);
-    if !keys.check_data(&terms.parts(SENDER), &tag) {
-        return Err(HandshakeError::Tag);
-    }
+    let holds = |carrier: &Carrier| keys.check_data(&terms.parts(directions(*carrier)[0]), &tag);
+    let carrier = Carrier::ALL.into_iter().find(holds).ok_or(HandshakeError::Tag)?;
     let to = Epoch(u128::from_be_bytes(terms.to));
     if to != me {
         return Err(HandshakeError::Epoch { to });
     }
-    write_all_by(stream, &keys.tag_data(&terms.parts(LISTENER)), deadline)?;
-    Ok(Epoch(u128::from_be_bytes(terms.from)))
+    write_all_by(stream, &keys.tag_data(&terms.parts(directions(carrier)[1])), deadline)?;
+    Ok((Epoch(u128::from_be_bytes(terms.from)), carrier))
 }

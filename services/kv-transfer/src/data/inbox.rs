@@ -10,7 +10,6 @@ use std::{
 
 use kernels::BlockWrite;
 
-use super::frame::Header;
 use crate::{
     api::{Epoch, TransferId},
     config::LEASE,
@@ -33,8 +32,8 @@ pub struct Inbox {
 #[derive(Default)]
 struct State {
     posted: HashMap<(TransferId, u32), Vec<BlockWrite>>,
-    /// The transfer whose blocks the reader holds, and whether it is cancelled.
-    reading: Option<(TransferId, bool)>,
+    /// Chunks that are being written.
+    taken: Vec<Taken>,
     /// The connection that may write, to be interrupted. A newer one takes its place.
     stream: Option<TcpStream>,
     /// Its number, also when it has ended.
@@ -42,6 +41,23 @@ struct State {
     /// A reader thread uses this inbox.
     occupied: bool,
     closed: bool,
+}
+
+struct Taken {
+    transfer: TransferId,
+    chunk: u32,
+    /// Its transfer was cancelled meanwhile.
+    cancelled: bool,
+}
+
+/// A chunk whose blocks are no longer written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GivenBack {
+    Wanted,
+    /// Its transfer was cancelled, and this was the last chunk of it being written.
+    Released,
+    /// Its transfer was cancelled, and others are being written.
+    Cancelled,
 }
 
 impl Peers {
@@ -83,13 +99,12 @@ impl Inbox {
     pub fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
         state.posted.retain(|(posted, _), _| *posted != transfer);
-        match &mut state.reading {
-            Some((reading, cancelled)) if *reading == transfer => {
-                *cancelled = true;
-                Released::Later
-            }
-            _ => Released::Now,
+        let mut released = Released::Now;
+        for taken in state.taken.iter_mut().filter(|taken| taken.transfer == transfer) {
+            taken.cancelled = true;
+            released = Released::Later;
         }
+        released
     }
 
     /// The number of the connection that entered last.
@@ -144,22 +159,40 @@ impl Inbox {
         Ok(true)
     }
 
-    /// The blocks posted for this frame.
-    pub fn take(&self, header: &Header) -> Option<Vec<BlockWrite>> {
+    /// The blocks posted for this chunk.
+    pub fn take(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockWrite>> {
         let mut state = self.lock();
-        let blocks = state.posted.remove(&(header.transfer, header.chunk))?;
-        state.reading = Some((header.transfer, false));
+        let blocks = state.posted.remove(&(transfer, chunk))?;
+        state.taken.push(Taken { transfer, chunk, cancelled: false });
         Some(blocks)
     }
 
-    pub fn is_cancelled(&self) -> bool {
+    /// Whether what is written of this transfer is for nobody.
+    pub fn is_cancelled(&self, transfer: TransferId) -> bool {
         let state = self.lock();
-        state.closed || matches!(state.reading, Some((_, true)))
+        let cancelled = |taken: &Taken| taken.transfer == transfer && taken.cancelled;
+        state.closed || state.taken.iter().any(cancelled)
     }
 
-    /// The reader has given back its blocks; true when the transfer was cancelled meanwhile.
-    pub fn give_back(&self) -> bool {
-        self.lock().reading.take().is_some_and(|(_, cancelled)| cancelled)
+    /// Whether this connection is the one that may write.
+    pub fn is_current(&self, connection: u64) -> bool {
+        let state = self.lock();
+        !state.closed && state.connection == connection
+    }
+
+    /// The blocks of a chunk that was taken are no longer written.
+    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack {
+        let mut state = self.lock();
+        let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
+        let index = state.taken.iter().position(is_it).expect("what is given back was taken");
+        let taken = state.taken.swap_remove(index);
+        match taken.cancelled {
+            false => GivenBack::Wanted,
+            true if state.taken.iter().any(|other| other.transfer == transfer) => {
+                GivenBack::Cancelled
+            }
+            true => GivenBack::Released,
+        }
     }
 
     pub fn is_closed(&self) -> bool {

@@ -1,35 +1,71 @@
-//! The sending end of a data connection: the thread that makes it and writes chunks, and one that only
-//! waits for the connection's end. A receiver says nothing here, so a read that returns is the first
-//! sign that it has died.
+//! The sending end of a data connection: the thread that makes it and writes chunks.
+//!
+//! Where the agreed carrier turns out not to work, the connection is made anew for `tcp`.
 
 use std::{
-    io::{self, Read},
-    net::{Shutdown, SocketAddr, TcpStream},
-    thread,
+    io,
+    net::{SocketAddr, TcpStream},
     time::{Duration, Instant},
 };
 
-use super::{Shared, handshake, outbox::Outbox, stream::is_pause, writer::write_frames};
-use crate::{api::Epoch, config::LEASE};
+use super::{Shared, handshake, ipc, outbox::Outbox, tcp};
+use crate::{api::Epoch, carrier::Carrier, config::LEASE, protocol::DataEvent};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long the watcher sits in one read.
-const WATCH: Duration = Duration::from_secs(1);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 
+/// How the use of a connection ended that nothing is wrong with.
+pub enum Ended {
+    Closed,
+    /// The carrier does not work between these two: nothing was sent.
+    Refused {
+        reason: String,
+    },
+}
+
 /// The writer thread, from connecting to the end of the connection.
-pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str) {
-    let reason = match connect(shared, outbox, peer, endpoint) {
-        Ok(Some(stream)) => match use_connection(shared, outbox, stream) {
-            Ok(()) => "it was closed".to_owned(),
-            Err(error) => error.to_string(),
-        },
-        Ok(None) => "it was closed".to_owned(),
-        Err(error) => format!("it was not made: {error}"),
+pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, carrier: Carrier) {
+    let reason = match carry(shared, outbox, peer, endpoint, carrier) {
+        Ok(()) => "it was closed".to_owned(),
+        Err(reason) => reason,
     };
-    if let Some(reason) = outbox.end(reason) {
+    let (cancelled, reason) = outbox.end(reason);
+    for transfer in cancelled {
+        shared.report(DataEvent::SendReleased { transfer });
+    }
+    if let Some(reason) = reason {
         let reason = format!("data connection to {endpoint}: {reason}");
         shared.report_end(peer, outbox.connection(), reason);
+    }
+}
+
+/// Until the outbox is closed or the connection ends.
+fn carry(
+    shared: &Shared,
+    outbox: &Outbox,
+    peer: Epoch,
+    endpoint: &str,
+    mut carrier: Carrier,
+) -> Result<(), String> {
+    loop {
+        let connected = connect(shared, outbox, peer, endpoint, carrier)
+            .map_err(|error| format!("it was not made: {error}"))?;
+        let Some(stream) = connected else { return Ok(()) };
+        let ended = match carrier {
+            Carrier::Tcp => {
+                shared.counters.takes(peer, carrier);
+                tcp::send_chunks(shared, outbox, stream).map(|()| Ended::Closed)
+            }
+            Carrier::Ipc => ipc::lend_chunks(shared, outbox, peer, stream),
+        };
+        match ended.map_err(|error| error.to_string())? {
+            Ended::Closed => return Ok(()),
+            Ended::Refused { reason } => {
+                tracing::warn!(%peer, wanted = %carrier, reason, "KV goes to this peer over tcp");
+                shared.counters.fell_back(carrier);
+                carrier = Carrier::Tcp;
+            }
+        }
     }
 }
 
@@ -39,11 +75,12 @@ fn connect(
     outbox: &Outbox,
     peer: Epoch,
     endpoint: &str,
+    carrier: Carrier,
 ) -> io::Result<Option<TcpStream>> {
     let deadline = Instant::now() + LEASE;
     let addresses = shared.resolver.resolve(endpoint).map_err(io::Error::other)?;
     loop {
-        let error = match connect_once(shared, peer, &addresses, deadline) {
+        let error = match connect_once(shared, peer, carrier, &addresses, deadline) {
             Ok(stream) => return Ok(outbox.connected(&stream)?.then_some(stream)),
             Err(error) => error,
         };
@@ -62,6 +99,7 @@ fn connect(
 fn connect_once(
     shared: &Shared,
     peer: Epoch,
+    carrier: Carrier,
     addresses: &[SocketAddr],
     deadline: Instant,
 ) -> io::Result<TcpStream> {
@@ -69,7 +107,7 @@ fn connect_once(
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
-            handshake::connect(&mut stream, &shared.keys, shared.me, peer)
+            handshake::connect(&mut stream, &shared.keys, shared.me, peer, carrier)
                 .map_err(io::Error::other)?;
             Ok(stream)
         });
@@ -82,35 +120,6 @@ fn connect_once(
         }
     }
     Err(last)
-}
-
-/// Until the outbox is closed or the connection ends.
-fn use_connection(shared: &Shared, outbox: &Outbox, mut stream: TcpStream) -> io::Result<()> {
-    let watched = stream.try_clone()?;
-    thread::scope(|scope| {
-        thread::Builder::new()
-            .name("kv-data-watch".to_owned())
-            .spawn_scoped(scope, || watch(outbox, watched))?;
-        let written = write_frames(shared, outbox, &mut stream);
-        // Ends the watcher. Fails only when the connection is gone already.
-        let _ = stream.shutdown(Shutdown::Both);
-        written
-    })
-}
-
-fn watch(outbox: &Outbox, mut stream: TcpStream) {
-    let reason = loop {
-        match stream.set_read_timeout(Some(WATCH)).and_then(|()| stream.read(&mut [0; 1])) {
-            Ok(0) => break "the peer closed it".to_owned(),
-            Ok(_) => break "the peer spoke where it has nothing to say".to_owned(),
-            Err(error) if is_pause(&error) => {}
-            Err(error) => break error.to_string(),
-        }
-        if outbox.is_closed() {
-            return;
-        }
-    };
-    outbox.break_off(reason);
 }
 
 #[cfg(test)]
@@ -132,9 +141,11 @@ mod tests {
             resolver: Resolver::system(),
             counters: Arc::default(),
             connections: AtomicU64::new(0),
+            memory: None,
+            verify: false,
         };
         let outbox = Outbox::new(shared.number_connection());
-        run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9");
+        run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", Carrier::Tcp);
         let Ok(Report::Ended { peer, connection, reason }) = reported.try_recv() else {
             panic!("its end is reported");
         };

@@ -10,12 +10,14 @@ use kernels::BlockWrite;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{
-    Shared,
+    super::{
+        Shared,
+        inbox::{GivenBack, Inbox},
+        stream::{LOOK, is_pause, read_exact_by},
+    },
     frame::{HEADER_BYTES, Header},
-    inbox::{Inbox, Peers},
-    stream::{LOOK, is_pause, read_exact_by},
 };
-use crate::{api::Epoch, config::LEASE, protocol::DataEvent};
+use crate::{config::LEASE, protocol::DataEvent};
 
 /// Largest frame that is read past when nobody waits for it; a larger one ends the connection.
 const DRAIN_BYTES_MAX: u64 = 256 << 20;
@@ -27,31 +29,14 @@ const PIECE_SLICES: usize = 16;
 /// How long an idle connection sits in one read.
 const IDLE_LOOK: Duration = Duration::from_secs(1);
 
-/// The reader thread of one proven connection, from entering the inbox to its end.
-pub fn read_connection(shared: &Shared, peers: &Peers, peer: Epoch, mut stream: TcpStream) {
-    let Some(inbox) = peers.inbox(peer) else {
-        return shared.counters.refuse("peer_not_admitted");
-    };
-    let connection = shared.number_connection();
-    match inbox.enter(connection, &stream) {
-        Ok(true) => {}
-        Ok(false) => return,
-        Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
-    }
-    let ended = read_frames(shared, &inbox, &mut stream);
-    let reason = match ended {
-        Ok(()) => "it closed the data connection".to_owned(),
-        Err(error) => format!("data connection from it: {error}"),
-    };
-    inbox.leave(connection);
-    // The driver, which knows what it has closed meanwhile, finds out whether this one mattered.
-    shared.report_end(peer, connection, reason);
-}
-
 /// Until the peer closes between two frames, or something breaks.
-fn read_frames(shared: &Shared, inbox: &Inbox, stream: &mut TcpStream) -> io::Result<()> {
+pub(in crate::data) fn read_frames(
+    shared: &Shared,
+    inbox: &Inbox,
+    stream: &mut TcpStream,
+) -> io::Result<()> {
     while let Some(header) = read_header(inbox, stream)? {
-        let Some(blocks) = inbox.take(&header) else {
+        let Some(blocks) = inbox.take(header.transfer, header.chunk) else {
             // Cancelled here while it was on its way.
             shared.counters.refuse("frame_not_posted");
             if header.payload_bytes > DRAIN_BYTES_MAX {
@@ -64,21 +49,26 @@ fn read_frames(shared: &Shared, inbox: &Inbox, stream: &mut TcpStream) -> io::Re
         let transfer = header.transfer;
         // The blocks are given back inside, whatever happens.
         let read = read_payload(inbox, stream, &header, blocks);
-        let cancelled = inbox.give_back();
-        let event = match &read {
-            _ if cancelled => DataEvent::ReceiveReleased { transfer },
-            Ok(Payload::Whole { integrity }) => {
+        let event = match (inbox.give_back(transfer, header.chunk), &read) {
+            (GivenBack::Cancelled, _) => None,
+            (GivenBack::Released, _) => Some(DataEvent::ReceiveReleased { transfer }),
+            (GivenBack::Wanted, Ok(Payload::Whole { integrity })) => {
                 shared.counters.received(header.payload_bytes);
-                DataEvent::Received { transfer, chunk: header.chunk, integrity: *integrity }
+                let (chunk, integrity) = (header.chunk, *integrity);
+                Some(DataEvent::Received { transfer, chunk, integrity })
             }
-            Ok(Payload::Cut { .. }) => {
-                DataEvent::Failed { transfer, reason: "the data connection was closed".to_owned() }
+            (GivenBack::Wanted, Ok(Payload::Cut { .. })) => {
+                let reason = "the data connection was closed".to_owned();
+                Some(DataEvent::Failed { transfer, reason })
             }
-            Err(error) => {
-                DataEvent::Failed { transfer, reason: format!("chunk {}: {error}", header.chunk) }
+            (GivenBack::Wanted, Err(error)) => {
+                let reason = format!("chunk {}: {error}", header.chunk);
+                Some(DataEvent::Failed { transfer, reason })
             }
         };
-        shared.report(event);
+        if let Some(event) = event {
+            shared.report(event);
+        }
         if let Payload::Cut { rest } = read? {
             drain(inbox, stream, rest)?;
         }
@@ -145,7 +135,7 @@ fn read_payload(
     let (mut index, mut offset, mut rest) = (0, 0, header.payload_bytes);
     let mut progress = Instant::now();
     while rest > 0 {
-        if inbox.is_cancelled() {
+        if inbox.is_cancelled(header.transfer) {
             return Ok(Payload::Cut { rest });
         }
         let mut count = match read_piece(stream, &mut views[index..], offset) {

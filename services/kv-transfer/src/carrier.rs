@@ -1,0 +1,120 @@
+//! The ways in which KV can travel between two nodes, and which of them two nodes take.
+//!
+//! Each node lists in its greeting what it can do, best first. What works within one host only is
+//! listed with the host, so that two nodes of different hosts, and nodes that do not know it, find
+//! it different and have `tcp` in common.
+
+use std::{fmt, fs};
+
+use xxhash_rust::xxh3::xxh3_64;
+
+/// What carries the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Carrier {
+    /// Through host memory and a socket.
+    Tcp,
+    /// The receiver's copy engines pull out of the sender's GPU memory, on one host.
+    Ipc,
+}
+
+impl Carrier {
+    pub const ALL: [Self; 2] = [Self::Tcp, Self::Ipc];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Ipc => "ipc",
+        }
+    }
+
+    /// Whether it works within one host only.
+    fn is_local(self) -> bool {
+        match self {
+            Self::Tcp => false,
+            Self::Ipc => true,
+        }
+    }
+
+    /// As it is listed in a greeting.
+    fn offer(self, host: &str) -> String {
+        if self.is_local() { format!("{}@{host}", self.name()) } else { self.name().to_owned() }
+    }
+
+    /// What was listed so.
+    pub fn offered(offer: &str) -> Option<Self> {
+        let name = offer.split('@').next().unwrap_or(offer);
+        Self::ALL.into_iter().find(|carrier| carrier.name() == name)
+    }
+}
+
+impl fmt::Display for Carrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Which carriers a node offers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Choice {
+    /// The fastest that both nodes of a pair can do.
+    #[default]
+    Auto,
+    /// This one, and `tcp` with nodes that cannot.
+    Only(Carrier),
+}
+
+/// What a greeting lists, best first. `can_pull`: our blocks lie where other processes of this host
+/// can be let in on them.
+pub fn offers(choice: Choice, can_pull: bool, host: Option<&str>) -> Vec<String> {
+    let wanted = |carrier| match choice {
+        Choice::Auto => true,
+        Choice::Only(only) => carrier == only,
+    };
+    let mut offers = Vec::new();
+    if let Some(host) = host
+        && can_pull
+        && wanted(Carrier::Ipc)
+    {
+        offers.push(Carrier::Ipc.offer(host));
+    }
+    offers.push(Carrier::Tcp.offer(""));
+    offers
+}
+
+/// A name for the running system that is the same in all its containers, and for no other; `None`
+/// where the system has none.
+pub fn host() -> Option<String> {
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(format!("{:016x}", xxh3_64(boot_id.trim().as_bytes())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_offered_follows_the_setting_and_what_can_be_done() {
+        let offered = |choice, can_pull, host| offers(choice, can_pull, host).join(" ");
+        assert_eq!(offered(Choice::Auto, true, Some("here")), "ipc@here tcp");
+        assert_eq!(offered(Choice::Auto, false, Some("here")), "tcp");
+        assert_eq!(offered(Choice::Auto, true, None), "tcp", "no host to compare");
+        assert_eq!(offered(Choice::Only(Carrier::Tcp), true, Some("here")), "tcp");
+        assert_eq!(offered(Choice::Only(Carrier::Ipc), true, Some("here")), "ipc@here tcp");
+    }
+
+    #[test]
+    fn an_offer_names_its_carrier_with_and_without_a_host() {
+        for carrier in Carrier::ALL {
+            assert_eq!(Carrier::offered(&carrier.offer("here")), Some(carrier));
+        }
+        assert_eq!(Carrier::offered("pigeon@here"), None);
+        assert_eq!(Carrier::offered(""), None);
+    }
+
+    #[test]
+    fn a_host_has_one_name() {
+        let name = host();
+        assert_eq!(name, host());
+        assert!(name.is_none_or(|name| name.len() == 16), "it fits a greeting");
+    }
+}

@@ -1,0 +1,292 @@
+//! What the two ends of an ipc connection say: a header, then the body.
+//!
+//! | bytes | field |
+//! | --- | --- |
+//! | 0..4 | `BKI1` |
+//! | 4..8 | kind, little-endian |
+//! | 8..12 | bytes of the body, little-endian |
+//! | 12..20 | xxh3-64 of bytes 0..12 and the body, little-endian |
+//!
+//! Numbers in bodies are little-endian, transfer ids go with the most significant byte first.
+
+use std::{
+    io::{self, ErrorKind, Read},
+    net::TcpStream,
+    time::{Duration, Instant},
+};
+
+use kernels::{BlockId, peer::EXPORT_BYTES_MAX};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::super::stream::{is_pause, read_exact_by, write_all_by};
+use crate::{api::TransferId, config::LEASE};
+
+const MAGIC: [u8; 4] = *b"BKI1";
+const HEADER_BYTES: usize = 20;
+const CHECKED_BYTES: usize = 12;
+/// The largest body is a list of blocks: more than a transfer may have.
+const BODY_BYTES_MAX: usize = 1 << 20;
+/// A reason is cut to so many bytes.
+const REASON_BYTES_MAX: usize = 1024;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// Sender: my memory. Chunks are to be hashed.
+    Offer { export: Vec<u8>, verify: bool },
+    /// Receiver: it is mapped. Chunks are to be hashed.
+    Ready { verify: bool },
+    /// Receiver: it cannot be mapped.
+    Refused { reason: String },
+    /// Sender: the blocks of this chunk, in its order.
+    Lend { transfer: TransferId, chunk: u32, blocks: Vec<BlockId> },
+    /// Receiver: they are copied.
+    Pulled { transfer: TransferId, chunk: u32 },
+    /// Receiver: nobody waits for this chunk here.
+    NotPosted { transfer: TransferId, chunk: u32 },
+}
+
+impl Message {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        let of_chunk = |bytes: &mut Vec<u8>, transfer: &TransferId, chunk: &u32| {
+            bytes.extend_from_slice(&transfer.to_bytes());
+            bytes.extend_from_slice(&chunk.to_le_bytes());
+        };
+        let kind: u32 = match self {
+            Message::Offer { export, verify } => {
+                bytes.push(u8::from(*verify));
+                bytes.extend_from_slice(export);
+                1
+            }
+            Message::Ready { verify } => {
+                bytes.push(u8::from(*verify));
+                2
+            }
+            Message::Refused { reason } => {
+                let end = reason.floor_char_boundary(REASON_BYTES_MAX.min(reason.len()));
+                bytes.extend_from_slice(&reason.as_bytes()[..end]);
+                3
+            }
+            Message::Lend { transfer, chunk, blocks } => {
+                of_chunk(&mut bytes, transfer, chunk);
+                bytes.extend(blocks.iter().flat_map(|block| block.0.to_le_bytes()));
+                4
+            }
+            Message::Pulled { transfer, chunk } => {
+                of_chunk(&mut bytes, transfer, chunk);
+                5
+            }
+            Message::NotPosted { transfer, chunk } => {
+                of_chunk(&mut bytes, transfer, chunk);
+                6
+            }
+        };
+        let body_bytes = (bytes.len() - HEADER_BYTES) as u32;
+        bytes[0..4].copy_from_slice(&MAGIC);
+        bytes[4..8].copy_from_slice(&kind.to_le_bytes());
+        bytes[8..12].copy_from_slice(&body_bytes.to_le_bytes());
+        let check = check(&bytes[..CHECKED_BYTES], &bytes[HEADER_BYTES..]);
+        bytes[CHECKED_BYTES..HEADER_BYTES].copy_from_slice(&check);
+        bytes
+    }
+
+    fn from_body(kind: u32, body: &[u8]) -> Option<Self> {
+        let of_chunk = || -> Option<(TransferId, u32, &[u8])> {
+            let (transfer, rest) = body.split_at_checked(16)?;
+            let (chunk, rest) = rest.split_first_chunk()?;
+            Some((TransferId::from_bytes(transfer)?, u32::from_le_bytes(*chunk), rest))
+        };
+        let alone = || of_chunk().filter(|(_, _, rest)| rest.is_empty());
+        let flag = |byte: u8| (byte < 2).then_some(byte == 1);
+        Some(match kind {
+            1 => {
+                let (verify, export) = body.split_first()?;
+                if export.len() > EXPORT_BYTES_MAX {
+                    return None;
+                }
+                Message::Offer { export: export.to_vec(), verify: flag(*verify)? }
+            }
+            2 => match body {
+                [verify] => Message::Ready { verify: flag(*verify)? },
+                _ => return None,
+            },
+            3 => Message::Refused { reason: str::from_utf8(body).ok()?.to_owned() },
+            4 => {
+                let (transfer, chunk, blocks) = of_chunk()?;
+                let (blocks, rest) = blocks.as_chunks();
+                if !rest.is_empty() {
+                    return None;
+                }
+                let blocks = blocks.iter().map(|id| BlockId(u32::from_le_bytes(*id))).collect();
+                Message::Lend { transfer, chunk, blocks }
+            }
+            5 => alone().map(|(transfer, chunk, _)| Message::Pulled { transfer, chunk })?,
+            6 => alone().map(|(transfer, chunk, _)| Message::NotPosted { transfer, chunk })?,
+            _ => return None,
+        })
+    }
+
+    pub fn write(&self, stream: &mut TcpStream) -> io::Result<()> {
+        write_all_by(stream, &self.to_bytes(), Instant::now() + LEASE)
+    }
+}
+
+fn check(head: &[u8], body: &[u8]) -> [u8; 8] {
+    let mut hash = Xxh3::new();
+    hash.update(head);
+    hash.update(body);
+    hash.digest().to_le_bytes()
+}
+
+/// Reads the messages of one connection.
+pub struct Messages {
+    stream: TcpStream,
+    look: Duration,
+}
+
+/// What a look at the connection brought.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Look {
+    Message(Message),
+    Nothing,
+    /// The peer has ended the connection between two messages.
+    End,
+}
+
+impl Messages {
+    /// `look`: how long one look waits for the first byte.
+    pub fn new(stream: &TcpStream, look: Duration) -> io::Result<Self> {
+        let stream = stream.try_clone()?;
+        stream.set_read_timeout(Some(look))?;
+        Ok(Self { stream, look })
+    }
+
+    pub fn look(&mut self) -> io::Result<Look> {
+        let mut header = [0; HEADER_BYTES];
+        let first = match self.stream.read(&mut header) {
+            Ok(0) => return Ok(Look::End),
+            Ok(count) => count,
+            Err(error) if is_pause(&error) => return Ok(Look::Nothing),
+            Err(error) => return Err(error),
+        };
+        let deadline = Instant::now() + LEASE;
+        let message = self.rest(header, first, deadline);
+        self.stream.set_read_timeout(Some(self.look))?;
+        message.map(Look::Message)
+    }
+
+    fn rest(
+        &mut self,
+        mut header: [u8; HEADER_BYTES],
+        first: usize,
+        deadline: Instant,
+    ) -> io::Result<Message> {
+        let invalid = |what: String| io::Error::new(ErrorKind::InvalidData, what);
+        read_exact_by(&mut self.stream, &mut header[first..], deadline)?;
+        let number = |at: usize| {
+            let bytes = [header[at], header[at + 1], header[at + 2], header[at + 3]];
+            u32::from_le_bytes(bytes)
+        };
+        let body_bytes = number(8) as usize;
+        if header[..4] != MAGIC || body_bytes > BODY_BYTES_MAX {
+            return Err(invalid("no message begins where one should".to_owned()));
+        }
+        let mut body = vec![0; body_bytes];
+        read_exact_by(&mut self.stream, &mut body, deadline)?;
+        if check(&header[..CHECKED_BYTES], &body) != header[CHECKED_BYTES..] {
+            return Err(invalid("a message is damaged".to_owned()));
+        }
+        let kind = number(4);
+        Message::from_body(kind, &body)
+            .ok_or_else(|| invalid(format!("a message of kind {kind} is malformed")))
+    }
+
+    /// The next message, by `deadline`; `None` when the connection ends or `closed` says so.
+    pub fn next_by(
+        &mut self,
+        deadline: Instant,
+        closed: impl Fn() -> bool,
+    ) -> io::Result<Option<Message>> {
+        loop {
+            match self.look()? {
+                Look::Message(message) => return Ok(Some(message)),
+                Look::End => return Ok(None),
+                Look::Nothing if closed() => return Ok(None),
+                Look::Nothing if Instant::now() >= deadline => {
+                    return Err(io::Error::new(ErrorKind::TimedOut, "no answer came in time"));
+                }
+                Look::Nothing => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write,
+        net::{Shutdown, TcpListener},
+    };
+
+    use super::*;
+
+    fn all() -> Vec<Message> {
+        let (transfer, chunk) = (TransferId(7 << 100), 3);
+        vec![
+            Message::Offer { export: vec![1, 2, 3], verify: true },
+            Message::Ready { verify: false },
+            Message::Refused { reason: "no access".to_owned() },
+            Message::Lend { transfer, chunk, blocks: vec![BlockId(1), BlockId(u32::MAX)] },
+            Message::Pulled { transfer, chunk },
+            Message::NotPosted { transfer, chunk },
+        ]
+    }
+
+    /// What comes out at the other end of a connection into which these bytes go.
+    fn read(bytes: &[u8]) -> io::Result<Vec<Message>> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let mut sender = TcpStream::connect(listener.local_addr()?)?;
+        let (receiver, _) = listener.accept()?;
+        sender.write_all(bytes)?;
+        sender.shutdown(Shutdown::Write)?;
+        let mut messages = Messages::new(&receiver, Duration::from_secs(10))?;
+        let mut read = Vec::new();
+        loop {
+            match messages.look()? {
+                Look::Message(message) => read.push(message),
+                Look::End => return Ok(read),
+                Look::Nothing => panic!("the sender has ended"),
+            }
+        }
+    }
+
+    #[test]
+    fn messages_come_out_as_they_went_in() {
+        let bytes: Vec<u8> = all().iter().flat_map(Message::to_bytes).collect();
+        assert_eq!(read(&bytes).unwrap(), all());
+    }
+
+    #[test]
+    fn a_changed_or_cut_message_is_refused() {
+        for message in all() {
+            let bytes = message.to_bytes();
+            for at in 0..bytes.len() {
+                let mut changed = bytes.clone();
+                changed[at] ^= 0x40;
+                assert!(read(&changed).is_err(), "{message:?} changed at {at}");
+            }
+            assert!(read(&bytes[..bytes.len() - 1]).is_err(), "{message:?} cut");
+        }
+    }
+
+    #[test]
+    fn bodies_of_other_lengths_are_refused() {
+        for (kind, body) in
+            [(1, &[][..]), (1, &[2]), (2, &[]), (2, &[1, 1]), (5, &[0; 21]), (7, &[])]
+        {
+            assert_eq!(Message::from_body(kind, body), None, "{kind} {body:?}");
+        }
+        assert_eq!(Message::from_body(4, &[0; 22]), None, "half a block id");
+        assert_eq!(Message::from_body(1, &vec![0; EXPORT_BYTES_MAX + 2]), None);
+    }
+}

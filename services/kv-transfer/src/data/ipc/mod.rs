@@ -1,0 +1,52 @@
+//! KV by the receiver's copy engines, out of the sender's GPU memory, within one host.
+//!
+//! 1. The sender offers its memory; the receiver maps it once and answers that it is ready, or why
+//!    it cannot be, upon which the sender comes again by `tcp`.
+//! 2. For each chunk that the receiver has cleared the sender lends the blocks and says which they are.
+//!    The receiver starts to copy them into the posted blocks, a few chunks at a time.
+//! 3. When the host has seen a copy's end the receiver reports it and answers. Only then are the
+//!    sender's blocks given back.
+//!
+//! What makes this safe:
+//! * A sender that gives a transfer up waits for the answer, or for the connection's end. It lets go at
+//!   the end of the connection even if the peer still copies: a copy only reads, and what it read is
+//!   never published, for `DONE` leaves the sender only when each chunk was answered while it was
+//!   lent.
+//! * A receiver lets go of a block only when no copy writes it any more, whatever happened to the
+//!   peer or the connection; it reports a chunk only if its connection is still the one in use.
+//! * A chunk without an answer for a lease ends the connection.
+
+mod lender;
+pub mod message;
+mod puller;
+
+use std::io;
+
+use kernels::{BlockRead, BlockWrite};
+pub(in crate::data) use lender::lend_chunks;
+pub(in crate::data) use puller::pull_chunks;
+use xxhash_rust::xxh3::Xxh3;
+
+/// Over copies of the blocks in host memory, which is slow: a check, not for serving.
+fn hash_read(blocks: &[BlockRead]) -> io::Result<u64> {
+    let mut hash = Xxh3::new();
+    let mut copy = Vec::new();
+    for block in blocks {
+        copy.resize(block.byte_count(), 0);
+        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
+        hash.update(&copy);
+    }
+    Ok(hash.digest())
+}
+
+/// The same of blocks that were written.
+fn hash_written(blocks: &mut [BlockWrite]) -> io::Result<u64> {
+    let mut hash = Xxh3::new();
+    let mut copy = Vec::new();
+    for block in blocks {
+        copy.resize(block.byte_count(), 0);
+        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
+        hash.update(&copy);
+    }
+    Ok(hash.digest())
+}

@@ -1,0 +1,235 @@
+//! What every carrier promises, and how two nodes come to one.
+//!
+//! The carriers between GPUs run here over memory of this process that is reached as that of a peer
+//! is; with real GPUs the same is tested in `integration-tests`.
+
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use kernels::BlockId;
+use kv_transfer::{
+    Carrier, Carriers, Choice,
+    api::{Command, Event, TransferFailure, TransferId},
+};
+
+use crate::node::{Node, PATIENCE, Reach, blocks, fresh, travel};
+
+fn reaching(name: &str) -> Node {
+    Node::start_reaching(name, Reach::default(), Carriers::default())
+}
+
+fn verified(name: &str) -> Node {
+    Node::start_reaching(name, Reach::default(), Carriers { verify: true, ..Carriers::default() })
+}
+
+type Start = fn(&str) -> Node;
+
+/// Each way to carry, and how a node of it is started.
+const CARRIERS: [(&str, Start); 4] =
+    [("tcp", Node::start), ("tcp", Node::start_remote), ("ipc", reaching), ("ipc", verified)];
+
+fn path(node: &Node) -> String {
+    node.transfers.metrics().peers[0].path.clone()
+}
+
+/// Waits for something that the other side does.
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn pinned(node: &Node, block: u32) -> bool {
+    node.arena.pins(BlockId(block)).unwrap() > 0
+}
+
+/// Reserved and expected, up to `Ready`.
+fn begin(prefill: &Node, decode: &Node, count: u32) -> TransferId {
+    let transfer = TransferId(fresh());
+    decode.receive(transfer, prefill, 0, &blocks(0..count));
+    prefill.expect(transfer, decode);
+    assert!(matches!(prefill.event(), Event::Ready { .. }));
+    prefill.compute(transfer, 0, &blocks(0..count));
+    transfer
+}
+
+#[test]
+fn blocks_arrive_whole_whatever_carries_them_and_however_they_lie() {
+    for (carrier, start) in CARRIERS {
+        let (one, other) = (start("one"), start("other"));
+        let scattered: Vec<BlockId> = (0..40).map(|index| BlockId(index * 37 % 256)).collect();
+        for (from, to) in [
+            (blocks(0..1), blocks(9..10)),
+            (blocks(0..20), blocks(100..120)),
+            (blocks(30..70), scattered.clone()),
+            (scattered, blocks(0..40).into_iter().rev().collect()),
+        ] {
+            travel(&one, &other, &from, &to);
+            travel(&other, &one, &to, &from);
+        }
+        for node in [&one, &other] {
+            node.assert_free();
+            let metrics = node.transfers.metrics();
+            assert_eq!((path(node).as_str(), metrics.fallbacks.len()), (carrier, 0));
+            assert_eq!((metrics.arrived, metrics.delivered), (4, 4));
+            assert_eq!(metrics.bytes_sent, metrics.bytes_received);
+        }
+        for node in [one, other] {
+            node.transfers.shutdown().unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_abort_at_any_moment_leaves_no_block_behind() {
+    for (carrier, start) in CARRIERS {
+        let (prefill, decode) = (start("prefill"), start("decode"));
+        for round in 0..40_u64 {
+            let transfer = begin(&prefill, &decode, 64);
+            prefill.written(transfer, 0, &blocks(0..64));
+            let side = if round % 2 == 0 { &prefill } else { &decode };
+            std::thread::sleep(Duration::from_micros(round * 50));
+            let reason = "the client left".to_owned();
+            side.transfers.command(Command::Abort { transfer, reason }).unwrap();
+            let failed = decode.event();
+            assert!(matches!(failed, Event::ReceiveFailed { .. }), "{carrier}: {failed:?}");
+            decode.assert_free();
+            let failed = prefill.event();
+            assert!(matches!(failed, Event::SendFailed { .. }), "{carrier}: {failed:?}");
+            prefill.assert_free();
+        }
+        // The pair has lived through all of it.
+        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    }
+}
+
+#[test]
+fn a_peer_that_leaves_lets_the_other_have_its_blocks_back() {
+    for (carrier, start) in CARRIERS {
+        for decode_leaves in [true, false] {
+            let (prefill, decode) = (start("prefill"), start("decode"));
+            let transfer = begin(&prefill, &decode, 64);
+            prefill.written(transfer, 0, &blocks(0..40));
+            let (stays, leaves) =
+                if decode_leaves { (&prefill, &decode) } else { (&decode, &prefill) };
+            leaves.transfers.shutdown().unwrap();
+            leaves.assert_free();
+            let failed = stays.event();
+            assert!(
+                matches!(failed, Event::SendFailed { .. } | Event::ReceiveFailed { .. }),
+                "{carrier}: {failed:?}"
+            );
+            stays.assert_free();
+        }
+    }
+}
+
+#[test]
+fn the_setting_and_the_other_node_decide_what_carries() {
+    let with = |choice| {
+        let carriers = Carriers { choice, ..Carriers::default() };
+        Node::start_reaching("a node", Reach::default(), carriers)
+    };
+    let (tcp, ipc) = (Choice::Only(Carrier::Tcp), Choice::Only(Carrier::Ipc));
+    for (one, other, carrier) in [
+        (with(Choice::Auto), with(ipc), "ipc"),
+        (with(tcp), with(Choice::Auto), "tcp"),
+        (with(ipc), with(tcp), "tcp"),
+        (with(ipc), Node::start("on a CPU"), "tcp"),
+        (Node::start_remote("elsewhere"), with(Choice::Auto), "tcp"),
+    ] {
+        travel(&one, &other, &blocks(0..20), &blocks(100..120));
+        travel(&other, &one, &blocks(0..20), &blocks(100..120));
+        for node in [&one, &other] {
+            assert_eq!(path(node), carrier);
+            assert_eq!(node.transfers.metrics().fallbacks.len(), 0);
+        }
+    }
+}
+
+#[test]
+fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
+    let reach = Reach { refused: Some("no peer access"), ..Reach::default() };
+    let apart = Node::start_reaching("apart", reach, Carriers::default());
+    let near = reaching("near");
+    travel(&near, &apart, &blocks(0..20), &blocks(100..120));
+    travel(&near, &apart, &blocks(0..20), &blocks(100..120));
+    for node in [&near, &apart] {
+        let metrics = node.transfers.metrics();
+        assert_eq!(metrics.fallbacks.into_iter().collect::<Vec<_>>(), [("ipc", 1)]);
+        assert_eq!(path(node), "tcp");
+        node.assert_free();
+    }
+    // The other way it can.
+    travel(&apart, &near, &blocks(0..20), &blocks(100..120));
+    assert_eq!(apart.transfers.metrics().fallbacks["ipc"], 1);
+}
+
+#[test]
+fn blocks_stay_borrowed_while_a_copy_is_under_way() {
+    for decode_aborts in [true, false] {
+        let reach = Reach::default();
+        reach.open.store(false, Ordering::Release);
+        let prefill = reaching("prefill");
+        let decode = Node::start_reaching("decode", reach.clone(), Carriers::default());
+        // One chunk.
+        let transfer = begin(&prefill, &decode, 8);
+        prefill.written(transfer, 0, &blocks(0..8));
+        until("the copy begins", || reach.begun.load(Ordering::Acquire) == 1);
+        let side = if decode_aborts { &decode } else { &prefill };
+        let reason = "the client left".to_owned();
+        side.transfers.command(Command::Abort { transfer, reason }).unwrap();
+        // Nothing that can be waited for says that nothing happens.
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(pinned(&decode, 7), "what is written is not given back");
+        assert!(pinned(&prefill, 7), "nor what is read");
+        assert!(decode.events.is_empty() && prefill.events.is_empty());
+        reach.open.store(true, Ordering::Release);
+        assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
+        assert!(matches!(prefill.event(), Event::SendFailed { .. }));
+        decode.assert_free();
+        prefill.assert_free();
+        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    }
+}
+
+#[test]
+fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() {
+    let reach = Reach::default();
+    reach.open.store(false, Ordering::Release);
+    let prefill = reaching("prefill");
+    let stuck = Node::start_reaching("stuck", reach.clone(), Carriers::default());
+    let other = reaching("other");
+    let transfer = begin(&prefill, &stuck, 8);
+    prefill.written(transfer, 0, &blocks(0..8));
+    until("the copy begins", || reach.begun.load(Ordering::Acquire) == 1);
+    travel(&prefill, &other, &blocks(100..120), &blocks(100..120));
+    assert!(matches!(prefill.event(), Event::SendFailed { .. }));
+    prefill.assert_free();
+    // What may still be written is not given back, whatever the pair has come to.
+    assert!(pinned(&stuck, 7));
+    reach.open.store(true, Ordering::Release);
+    assert!(matches!(stuck.event(), Event::ReceiveFailed { .. }));
+    stuck.assert_free();
+}
+
+#[test]
+fn damage_on_the_way_is_found_where_hashes_are_asked_for_by_either() {
+    for receiver_asks in [true, false] {
+        let carriers = |verify| Carriers { verify, ..Carriers::default() };
+        let damaging = Reach { damages: true, ..Reach::default() };
+        let prefill = Node::start_reaching("prefill", Reach::default(), carriers(!receiver_asks));
+        let decode = Node::start_reaching("decode", damaging, carriers(receiver_asks));
+        let transfer = begin(&prefill, &decode, 8);
+        prefill.written(transfer, 0, &blocks(0..8));
+        prefill.finish(transfer);
+        let failed = decode.event();
+        let Event::ReceiveFailed { failure, .. } = failed else { panic!("{failed:?}") };
+        assert_eq!(failure, TransferFailure::Damaged { chunk: 0 });
+        decode.assert_free();
+    }
+}
