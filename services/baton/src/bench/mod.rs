@@ -6,6 +6,7 @@ mod speculate;
 mod stats;
 mod steps;
 mod trace;
+mod transfer;
 mod tune;
 
 use std::{fs::File, path::Path};
@@ -21,6 +22,8 @@ pub enum BenchCommand {
     Serve(serve::ServeArgs),
     /// What guessing tokens ahead is worth on a prompt that the answer repeats; no network.
     Speculate(speculate::SpeculateArgs),
+    /// How fast KV moves from one GPU to another, beside plain copies; two processes, no model.
+    Transfer(transfer::TransferArgs),
 }
 
 pub fn run(command: BenchCommand) -> Result<()> {
@@ -28,6 +31,7 @@ pub fn run(command: BenchCommand) -> Result<()> {
         BenchCommand::Engine(args) => engine::run(args),
         BenchCommand::Serve(args) => serve::run(args),
         BenchCommand::Speculate(args) => speculate::run(args),
+        BenchCommand::Transfer(args) => transfer::run(args),
     }
 }
 

@@ -6,6 +6,7 @@
 mod backoff;
 mod child;
 mod console;
+mod gpus;
 #[allow(unsafe_code)]
 mod process;
 mod sample;
@@ -58,6 +59,10 @@ pub struct UpArgs {
     /// Decode nodes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(NODES_MAX)))]
     decode: u32,
+    /// GPUs, by index (0,1), range (0-3) or UUID: one for each node, prefill nodes first, or one that all
+    /// share. [default: the configuration's, else the first, which all share]
+    #[arg(long)]
+    gpus: Option<String>,
     /// Where the OpenAI HTTP API listens. [default: the configuration's, else 127.0.0.1:8000]
     #[arg(long)]
     http: Option<SocketAddr>,
@@ -279,7 +284,8 @@ async fn serve(
     let common = Common::new(args, config, model, console)?;
     for (role, count) in [("prefill", args.prefill), ("decode", args.decode)] {
         for index in 0..count {
-            cluster.nodes.push(Supervised::start(common.node(role, index)));
+            let gpu = common.gpus.get(cluster.nodes.len());
+            cluster.nodes.push(Supervised::start(common.node(role, index, gpu)));
         }
     }
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
@@ -336,6 +342,8 @@ struct Common {
     console: Console,
     bin_dir: PathBuf,
     envs: Vec<(String, String)>,
+    /// Of each node, prefill nodes first; none where nodes choose themselves.
+    gpus: Vec<String>,
     config: Option<PathBuf>,
     /// Nodes register themselves; the router is given no list.
     etcd: bool,
@@ -368,6 +376,11 @@ impl Common {
             TcpListener::bind(address)
                 .with_context(|| format!("cannot listen on {address} (--{name})"))?;
         }
+        let nodes = args.prefill + args.decode;
+        let gpus = match &args.gpus {
+            Some(list) => gpus::of_nodes(list, nodes)?,
+            None => Vec::new(),
+        };
         let FoundModel { path: model, mut envs } = model;
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
         if let Some(etcd) = &args.etcd {
@@ -395,8 +408,9 @@ impl Common {
             set("BATON_TRANSFER_SECRET", secret);
         }
         if config.source_of("node.gpu_memory_percent") == Source::Default {
-            // Where there is one GPU all nodes are on it, and load at the same time.
-            let share = config.node.gpu_memory_percent / (args.prefill + args.decode).max(1);
+            // Nodes of one GPU load at the same time.
+            let together = if gpus.is_empty() { nodes } else { gpus::most_shared(&gpus) };
+            let share = config.node.gpu_memory_percent / together.max(1);
             set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
         }
         if config.source_of("telemetry.log_format") == Source::Default {
@@ -406,7 +420,7 @@ impl Common {
         let ready_dir = tempfile::tempdir().context("no temporary folder")?;
         let etcd = !config.cluster.etcd.is_empty();
         let (console, config) = (console.clone(), args.config.clone());
-        Ok(Self { console, bin_dir, envs, config, etcd, ready_dir })
+        Ok(Self { console, bin_dir, envs, gpus, config, etcd, ready_dir })
     }
 
     fn spec(&self, name: String, program: &str, mut args: Vec<OsString>) -> ChildSpec {
@@ -426,8 +440,13 @@ impl Common {
         }
     }
 
-    fn node(&self, role: &str, index: u32) -> ChildSpec {
+    fn node(&self, role: &str, index: u32, gpu: Option<&String>) -> ChildSpec {
         let name = format!("{role}-{index}");
+        let on_gpu = gpu.map(|gpu| {
+            // Who names a GPU wants it.
+            [("BATON_NODE_GPU", gpu.as_str()), ("BATON_NODE_DEVICE", "cuda")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        });
         let args = flags(&[
             ("--node-id", &name),
             ("--transfer-notice", "127.0.0.1:0"),
@@ -444,6 +463,7 @@ impl Common {
                     ("BATON_NODE_GRPC".to_owned(), "127.0.0.1:0".to_owned()),
                     ("BATON_NODE_METRICS".to_owned(), "127.0.0.1:0".to_owned()),
                 ],
+                on_gpu.into_iter().flatten().collect(),
             ]
             .concat(),
             ..self.spec(name, &format!("baton-{role}-node"), args)

@@ -1,0 +1,544 @@
+//! `baton bench transfer`: KV from one process to another, by the whole protocol, without a model.
+//!
+//! This process receives; it starts a second one that sends. Each transfer is of blocks that lie
+//! scattered over both memories, and begins when the receiver reserves: its time ends when all blocks
+//! have arrived. Beside it stands what a plain copy between the two GPUs reaches.
+
+mod sender;
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    io::{BufRead, BufReader, Write},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::{
+        Arc,
+        mpsc::{Receiver, channel},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::{Args, ValueEnum};
+use kernels::{
+    BLOCK_TOKENS, BlockId, Dtype, KvArena, KvLayout,
+    cuda::{Context, DeviceKv, Driver, LinkRate, Together, pull_rate},
+};
+use kv_transfer::{
+    Carrier, Carriers, Choice, ClusterSecret, Limits, TransferConfig, Transfers,
+    api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
+    notice,
+};
+use serde::Serialize;
+
+use super::stats::{Percentiles, WorkloadRng};
+
+/// Any wait for the other process.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Transfers that are not counted: the first make the pair.
+const WARM_UP: usize = 3;
+
+#[derive(Args)]
+pub struct TransferArgs {
+    /// What carries KV.
+    #[arg(long, value_enum, default_value = "auto", value_delimiter = ',')]
+    transport: Vec<Transport>,
+    /// The sender's and the receiver's GPU, by index or UUID; without it KV lies in host memory.
+    #[arg(long, value_delimiter = ',', value_name = "FROM,TO")]
+    gpus: Vec<String>,
+    /// Blocks of one transfer.
+    #[arg(long, default_value = "8,128,512", value_delimiter = ',')]
+    blocks: Vec<u32>,
+    /// Blocks of one chunk.
+    #[arg(long, default_value = "16", value_delimiter = ',')]
+    chunk_blocks: Vec<u32>,
+    /// Size of a block in KiB, a multiple of 4; an 8B model has 2048 in bf16.
+    #[arg(long, default_value_t = 2048)]
+    block_kib: u32,
+    /// Transfers that are measured, one after another and then together.
+    #[arg(long, default_value_t = 30)]
+    rounds: usize,
+    /// How many go on at a time when they go together.
+    #[arg(long, default_value_t = 4)]
+    in_flight: u32,
+    /// Blocks lie one behind the other and not scattered.
+    #[arg(long)]
+    adjacent: bool,
+    /// Hashes chunks that go from GPU to GPU.
+    #[arg(long)]
+    verify: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// The other process: sends.
+    #[arg(long, hide = true)]
+    sender: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Transport {
+    Auto,
+    Tcp,
+    Ipc,
+}
+
+impl Transport {
+    fn choice(self) -> Choice {
+        match self {
+            Self::Auto => Choice::Auto,
+            Self::Tcp => Choice::Only(Carrier::Tcp),
+            Self::Ipc => Choice::Only(Carrier::Ipc),
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Ipc => "ipc",
+        }
+    }
+}
+
+/// What was measured of one setting.
+#[derive(Clone, Debug, Serialize)]
+struct Row {
+    /// What really carried.
+    transport: String,
+    blocks: u32,
+    chunk_blocks: u32,
+    mib: f64,
+    /// Of one transfer alone, in microseconds, from the reservation to the last block.
+    alone_us: Percentiles,
+    /// At its median.
+    alone_gb_per_s: f64,
+    /// Of several that go on together.
+    together_gb_per_s: f64,
+    first_contact_ms: f64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Report {
+    block_bytes: usize,
+    in_flight: u32,
+    /// Between the two GPUs.
+    plain_copies: Vec<PlainCopy>,
+    rows: Vec<Row>,
+}
+
+/// 256 MiB, cut into pieces.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct PlainCopy {
+    piece_bytes: usize,
+    /// Pieces that are copied in no order.
+    together: usize,
+    gb_per_s: f64,
+    /// Of 4 KiB, until the host has seen their end.
+    latency_us: f64,
+}
+
+pub fn run(args: TransferArgs) -> Result<()> {
+    check(&args)?;
+    if args.sender {
+        return sender::run(&args);
+    }
+    let report = measure(&args)?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print!("{report}");
+    }
+    Ok(())
+}
+
+fn check(args: &TransferArgs) -> Result<()> {
+    let allowed = |name: &str, values: &[u32], most: u32| {
+        let bad = values.iter().find(|value| !(1..=most).contains(*value));
+        bad.map_or(Ok(()), |value| bail!("--{name} {value}: allowed are 1 to {most}"))
+    };
+    ensure!(matches!(args.gpus.len(), 0 | 2), "--gpus {}: allowed are two", args.gpus.join(","));
+    allowed("blocks", &args.blocks, 100_000)?;
+    allowed("chunk-blocks", &args.chunk_blocks, 100_000)?;
+    allowed("in-flight", &[args.in_flight], 64)?;
+    allowed("block-kib", &[args.block_kib], 256 << 10)?;
+    ensure!(
+        args.block_kib.is_multiple_of(4),
+        "--block-kib {}: allowed are multiples of 4",
+        args.block_kib
+    );
+    ensure!(
+        (1..=10_000).contains(&args.rounds),
+        "--rounds {}: allowed are 1 to 10000",
+        args.rounds
+    );
+    Ok(())
+}
+
+/// Blocks of the wanted size; what is in them means nothing.
+fn layout(args: &TransferArgs) -> KvLayout {
+    let layer_count = args.block_kib as usize / 4;
+    KvLayout { layer_count, kv_head_count: 1, head_dim: 64, dtype: Dtype::Bf16 }
+}
+
+/// As many blocks as go on together.
+fn pool_blocks(args: &TransferArgs) -> u32 {
+    args.blocks.iter().max().copied().unwrap_or(1) * args.in_flight
+}
+
+fn arena(args: &TransferArgs, gpu: Option<&str>) -> Result<Arc<KvArena>> {
+    let (layout, blocks) = (layout(args), pool_blocks(args));
+    let Some(gpu) = gpu else { return Ok(KvArena::host(layout, blocks)?) };
+    let driver = Driver::open()?;
+    let context = Context::new(driver, driver.device_named(gpu)?)?;
+    Ok(KvArena::remote(DeviceKv::new(&context, layout, blocks)?)?)
+}
+
+/// The blocks of each transfer that goes on at the same time as others, the same for every round.
+fn places(args: &TransferArgs, blocks: u32, seed: u64) -> Vec<Vec<BlockId>> {
+    let mut ids: Vec<BlockId> = (0..pool_blocks(args)).map(BlockId).collect();
+    if !args.adjacent {
+        let mut random = WorkloadRng::new(seed);
+        for last in (1..ids.len()).rev() {
+            ids.swap(last, (random.next_u64() % (last as u64 + 1)) as usize);
+        }
+    }
+    ids.chunks(blocks as usize).take(args.in_flight as usize).map(<[_]>::to_vec).collect()
+}
+
+/// The seeds by which each side scatters.
+const SENDER_SEED: u64 = 1;
+const RECEIVER_SEED: u64 = 2;
+
+/// What the sender's block holds.
+fn pattern(block: BlockId, bytes: usize) -> Vec<u8> {
+    let mut random = WorkloadRng::new(u64::from(block.0) + 1);
+    let mut pattern = Vec::with_capacity(bytes + 8);
+    while pattern.len() < bytes {
+        pattern.extend_from_slice(&random.next_u64().to_le_bytes());
+    }
+    pattern.truncate(bytes);
+    pattern
+}
+
+/// Of one setting at one of the two processes.
+struct Node {
+    transfers: Transfers,
+    arena: Arc<KvArena>,
+    address: PeerAddress,
+}
+
+impl Node {
+    fn start(
+        args: &TransferArgs,
+        name: &str,
+        arena: &Arc<KvArena>,
+        transport: Choice,
+        chunk_blocks: u32,
+        sink: impl FnMut(Event) + Send + 'static,
+    ) -> Result<Self> {
+        let mut epoch = [0; 16];
+        getrandom::fill(&mut epoch).context("no random numbers")?;
+        let epoch = Epoch(u128::from_be_bytes(epoch));
+        let loopback = "127.0.0.1:0".parse()?;
+        let config = TransferConfig {
+            node_id: name.to_owned(),
+            epoch,
+            identity: Identity {
+                model_fingerprint: 1,
+                weight_version: 1,
+                kv_layout: arena.layout().to_string(),
+                block_size: BLOCK_TOKENS as u32,
+                dtype: arena.layout().dtype.to_string(),
+                tp: 1,
+                protocol_min: notice::PROTOCOL_MIN,
+                protocol_max: notice::PROTOCOL_MAX,
+            },
+            secret: ClusterSecret::new("known to everybody, for a moment")?,
+            notice_bind: loopback,
+            data_bind: loopback,
+            advertise_host: "127.0.0.1".to_owned(),
+            limits: Limits {
+                chunk_bytes_max: chunk_blocks as usize * arena.block_bytes(),
+                ..Limits::default()
+            },
+            carriers: Carriers { choice: transport, verify: args.verify },
+        };
+        let transfers = Transfers::start(config, Arc::clone(arena), sink)?;
+        let address = PeerAddress {
+            node_id: name.to_owned(),
+            epoch,
+            notice_endpoint: transfers.notice_endpoint().to_owned(),
+        };
+        Ok(Self { transfers, arena: Arc::clone(arena), address })
+    }
+}
+
+fn measure(args: &TransferArgs) -> Result<Report> {
+    let gpus: Vec<Option<&str>> = match &args.gpus[..] {
+        [from, to] => vec![Some(from), Some(to)],
+        _ => vec![None, None],
+    };
+    let plain_copies = match gpus[..] {
+        [Some(from), Some(to)] => plain_copies(args, from, to)?,
+        _ => Vec::new(),
+    };
+    let arena = arena(args, gpus[1])?;
+    let mut sender = Sender::start()?;
+    let mut rows = Vec::new();
+    for &transport in &args.transport {
+        for &chunk_blocks in &args.chunk_blocks {
+            for &blocks in &args.blocks {
+                let row = measure_one(args, &arena, &mut sender, transport, blocks, chunk_blocks);
+                rows.push(row.with_context(|| {
+                    format!("{} of {blocks} blocks by {chunk_blocks}", transport.name())
+                })?);
+            }
+        }
+    }
+    Ok(Report { block_bytes: arena.block_bytes(), in_flight: args.in_flight, plain_copies, rows })
+}
+
+fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCopy>> {
+    const BYTES: usize = 256 << 20;
+    let driver = Driver::open()?;
+    let from = Context::new(driver, driver.device_named(from)?)?;
+    let to = Context::new(driver, driver.device_named(to)?)?;
+    let block_bytes = ((args.block_kib as usize) << 10).min(BYTES);
+    let measured = |(piece_bytes, pieces)| {
+        let together = if pieces > 1 { Together::Batch { pieces } } else { Together::No };
+        let LinkRate { gb_per_s, latency } = pull_rate(&from, &to, BYTES, piece_bytes, together)?;
+        let latency_us = latency.as_secs_f64() * 1e6;
+        Ok(PlainCopy { piece_bytes, together: pieces, gb_per_s, latency_us })
+    };
+    [(BYTES, 1), (block_bytes, 1), (block_bytes, 16)].into_iter().map(measured).collect()
+}
+
+fn measure_one(
+    args: &TransferArgs,
+    arena: &Arc<KvArena>,
+    sender: &mut Sender,
+    transport: Transport,
+    blocks: u32,
+    chunk_blocks: u32,
+) -> Result<Row> {
+    let (sink, events) = channel();
+    let node =
+        Node::start(args, "receiver", arena, transport.choice(), chunk_blocks, move |event| {
+            // Fails when nobody waits any more.
+            let _ = sink.send(event);
+        })?;
+    let peer = sender.become_node(transport, blocks, chunk_blocks, &node.address)?;
+    let places = places(args, blocks, RECEIVER_SEED);
+    let run = Run { node: &node, peer: &peer, places: &places, events: &events };
+    let mut next = 0_u128;
+    let begin = Instant::now();
+    run.transfer(sender, &mut next, 1, 1)?;
+    let first_contact_ms = begin.elapsed().as_secs_f64() * 1e3;
+    run.transfer(sender, &mut next, WARM_UP, 1)?;
+    let alone = run.transfer(sender, &mut next, args.rounds, 1)?;
+    let begin = Instant::now();
+    run.transfer(sender, &mut next, args.rounds, args.in_flight)?;
+    let together = begin.elapsed().as_secs_f64();
+    run.check(args, blocks)?;
+    let metrics = node.transfers.metrics();
+    let path = metrics.peers.first().map(|peer| peer.path.clone()).unwrap_or_default();
+    node.transfers.shutdown()?;
+    let bytes = f64::from(blocks) * arena.block_bytes() as f64;
+    let alone_us = Percentiles::of(alone.iter().map(|time| time.as_secs_f64() * 1e6).collect());
+    Ok(Row {
+        transport: path,
+        blocks,
+        chunk_blocks,
+        mib: bytes / f64::from(1 << 20),
+        alone_us,
+        alone_gb_per_s: bytes / 1e3 / alone_us.p50,
+        together_gb_per_s: bytes * args.rounds as f64 / 1e9 / together,
+        first_contact_ms,
+    })
+}
+
+/// One setting under way.
+struct Run<'a> {
+    node: &'a Node,
+    peer: &'a PeerAddress,
+    places: &'a [Vec<BlockId>],
+    events: &'a Receiver<Event>,
+}
+
+impl Run<'_> {
+    /// So many transfers, at most `together` at a time; how long each took.
+    fn transfer(
+        &self,
+        sender: &mut Sender,
+        next: &mut u128,
+        count: usize,
+        together: u32,
+    ) -> Result<Vec<Duration>> {
+        let ids: Vec<TransferId> =
+            (0..count as u128).map(|index| TransferId(*next + index)).collect();
+        *next += count as u128;
+        // The sender knows of all of them before the first begins.
+        sender.expect(&ids)?;
+        let mut waiting: VecDeque<TransferId> = ids.into();
+        let mut going: Vec<(TransferId, Instant)> = Vec::new();
+        let mut times = Vec::with_capacity(count);
+        while times.len() < count {
+            while going.len() < together as usize
+                && let Some(transfer) = waiting.pop_front()
+            {
+                going.push((transfer, Instant::now()));
+                self.receive(transfer)?;
+            }
+            match self.events.recv_timeout(PATIENCE).context("nothing arrives")? {
+                Event::Arrived { transfer, .. } => {
+                    let arrived = Instant::now();
+                    let index = going.iter().position(|(id, _)| *id == transfer);
+                    let (_, begun) = going.swap_remove(index.context("it was begun")?);
+                    times.push(arrived - begun);
+                }
+                other => bail!("a transfer fails: {other:?}"),
+            }
+        }
+        Ok(times)
+    }
+
+    fn receive(&self, transfer: TransferId) -> Result<()> {
+        let place = transfer.0 as usize % self.places.len();
+        Ok(self.node.transfers.command(api::Command::Receive {
+            transfer,
+            peer: self.peer.clone(),
+            prompt_hash: transfer.0,
+            first_block: 0,
+            blocks: self.places[place].clone(),
+            deadline: PATIENCE,
+            traceparent: String::new(),
+        })?)
+    }
+
+    /// What arrived last is what the sender has.
+    fn check(&self, args: &TransferArgs, blocks: u32) -> Result<()> {
+        let sent = places(args, blocks, SENDER_SEED);
+        for (from, to) in sent.iter().zip(self.places) {
+            // Looking at all of them takes longer than the measurement.
+            for (from, to) in from.iter().zip(to).step_by(1 + from.len() / 8) {
+                let guard = self.node.arena.read(*to)?;
+                let mut found = vec![0; guard.byte_count()];
+                guard.copy_to_host(&mut found)?;
+                ensure!(found == pattern(*from, found.len()), "{to:?} does not hold what was sent");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The other process.
+struct Sender {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Sender {
+    /// With the arguments of this process.
+    fn start() -> Result<Self> {
+        let program = std::env::current_exe().context("this program has no name")?;
+        let mut child = Command::new(program)
+            .args(std::env::args_os().skip(1))
+            .arg("--sender")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("the sending process cannot be started")?;
+        let stdin = child.stdin.take().context("it has no input")?;
+        let stdout = BufReader::new(child.stdout.take().context("it has no output")?);
+        Ok(Self { child, stdin, stdout })
+    }
+
+    fn say(&mut self, line: &str) -> Result<()> {
+        writeln!(self.stdin, "{line}").context("the sending process has ended")
+    }
+
+    /// A node of this setting; its address.
+    fn become_node(
+        &mut self,
+        transport: Transport,
+        blocks: u32,
+        chunk_blocks: u32,
+        us: &PeerAddress,
+    ) -> Result<PeerAddress> {
+        let (name, epoch, endpoint) = (transport.name(), us.epoch, &us.notice_endpoint);
+        self.say(&format!("node {name} {blocks} {chunk_blocks} {epoch} {endpoint}"))?;
+        let mut line = String::new();
+        self.stdout.read_line(&mut line)?;
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let ["node", epoch, endpoint] = words[..] else {
+            bail!("the sending process has ended before it was ready")
+        };
+        Ok(PeerAddress {
+            node_id: "sender".to_owned(),
+            epoch: Epoch(u128::from_str_radix(epoch, 16)?),
+            notice_endpoint: endpoint.to_owned(),
+        })
+    }
+
+    /// Waits until it does.
+    fn expect(&mut self, transfers: &[TransferId]) -> Result<()> {
+        let ids: Vec<String> = transfers.iter().map(TransferId::to_string).collect();
+        self.say(&format!("expect {}", ids.join(" ")))?;
+        let mut line = String::new();
+        self.stdout.read_line(&mut line)?;
+        ensure!(line.trim() == "expected", "the sending process has ended: {line}");
+        Ok(())
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for PlainCopy { piece_bytes, together, gb_per_s, latency_us } in &self.plain_copies {
+            writeln!(
+                f,
+                "plain copy of 256 MiB in pieces of {:.1} MiB, {together} together: {gb_per_s:.0} GB/s; \
+                 of 4 KiB: {latency_us:.1} us",
+                *piece_bytes as f64 / f64::from(1 << 20)
+            )?;
+        }
+        writeln!(f, "blocks of {} bytes, {} transfers together", self.block_bytes, self.in_flight)?;
+        writeln!(
+            f,
+            "{:<9} {:>7} {:>7} {:>8} {:>10} {:>10} {:>10} {:>14} {:>13}",
+            "transport",
+            "blocks",
+            "chunk",
+            "MiB",
+            "p50 us",
+            "p99 us",
+            "GB/s",
+            "together GB/s",
+            "first ms"
+        )?;
+        for row in &self.rows {
+            writeln!(
+                f,
+                "{:<9} {:>7} {:>7} {:>8.1} {:>10.0} {:>10.0} {:>10.1} {:>14.1} {:>13.1}",
+                row.transport,
+                row.blocks,
+                row.chunk_blocks,
+                row.mib,
+                row.alone_us.p50,
+                row.alone_us.p99,
+                row.alone_gb_per_s,
+                row.together_gb_per_s,
+                row.first_contact_ms
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,143 @@
+//! The process that sends: does what the lines of its input say, until they end.
+//!
+//! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` makes it a node for the receiver named so, and
+//! is answered by `node EPOCH ENDPOINT`; `expect ID...` by `expected`. Whatever is ready is sent at once.
+
+use std::{
+    io::{BufRead, Write, stdin, stdout},
+    sync::{
+        Arc,
+        mpsc::{Sender, channel},
+    },
+    thread,
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::ValueEnum;
+use kernels::{BlockId, KvArena, sampling::SampledToken};
+use kv_transfer::api::{Command, Epoch, Event, PeerAddress, TransferId};
+
+use super::{
+    Node, PATIENCE, SENDER_SEED, TransferArgs, Transport, arena, pattern, places, pool_blocks,
+};
+
+enum Input {
+    Line(String),
+    End,
+    Event(Event),
+}
+
+pub fn run(args: &TransferArgs) -> Result<()> {
+    let arena = arena(args, args.gpus.first().map(String::as_str))?;
+    for block in (0..pool_blocks(args)).map(BlockId) {
+        arena.write(block)?.copy_from_host(&pattern(block, arena.block_bytes()))?;
+    }
+    let (sender, inputs) = channel();
+    let lines = sender.clone();
+    // Ends with the input, at the latest with this process.
+    thread::spawn(move || {
+        for line in stdin().lock().lines().map_while(Result::ok) {
+            if lines.send(Input::Line(line)).is_err() {
+                return;
+            }
+        }
+        let _ = lines.send(Input::End);
+    });
+    let mut sending: Option<Sending> = None;
+    for input in inputs {
+        match input {
+            Input::End => break,
+            Input::Event(event) => {
+                // Without a node it is one of the node before.
+                if let Some(sending) = &sending {
+                    sending.on_event(event)?;
+                }
+            }
+            Input::Line(line) => {
+                let words: Vec<&str> = line.split_whitespace().collect();
+                let answer = match (&words[..], &sending) {
+                    (["node", rest @ ..], _) => {
+                        // The one before ends first.
+                        drop(sending.take());
+                        let started = Sending::start(args, &arena, rest, &sender)?;
+                        let PeerAddress { epoch, notice_endpoint, .. } = &started.node.address;
+                        let answer = format!("node {epoch} {notice_endpoint}");
+                        sending = Some(started);
+                        answer
+                    }
+                    (["expect", ids @ ..], Some(sending)) => {
+                        sending.expect(ids)?;
+                        "expected".to_owned()
+                    }
+                    _ => bail!("unknown line {line:?}"),
+                };
+                writeln!(stdout().lock(), "{answer}")?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The node of one setting.
+struct Sending {
+    node: Node,
+    receiver: PeerAddress,
+    places: Vec<Vec<BlockId>>,
+}
+
+impl Sending {
+    fn start(
+        args: &TransferArgs,
+        arena: &Arc<KvArena>,
+        words: &[&str],
+        inputs: &Sender<Input>,
+    ) -> Result<Self> {
+        let [transport, blocks, chunk_blocks, epoch, endpoint] = words else {
+            bail!("a node needs five words, not {words:?}")
+        };
+        let transport = Transport::from_str(transport, false).map_err(anyhow::Error::msg)?;
+        let receiver = PeerAddress {
+            node_id: "receiver".to_owned(),
+            epoch: Epoch(u128::from_str_radix(epoch, 16)?),
+            notice_endpoint: (*endpoint).to_owned(),
+        };
+        let inputs = inputs.clone();
+        let sink = move |event| {
+            // Fails when this process ends.
+            let _ = inputs.send(Input::Event(event));
+        };
+        let chunk_blocks = chunk_blocks.parse()?;
+        let node = Node::start(args, "sender", arena, transport.choice(), chunk_blocks, sink)?;
+        let places = places(args, blocks.parse()?, SENDER_SEED);
+        Ok(Self { node, receiver, places })
+    }
+
+    fn expect(&self, ids: &[&str]) -> Result<()> {
+        for id in ids {
+            let transfer = TransferId(u128::from_str_radix(id, 16).context("a transfer id")?);
+            self.node.transfers.command(Command::Expect {
+                transfer,
+                peer: self.receiver.clone(),
+                prompt_hash: transfer.0,
+                deadline: PATIENCE,
+                traceparent: String::new(),
+            })?;
+        }
+        Ok(())
+    }
+
+    fn on_event(&self, event: Event) -> Result<()> {
+        match event {
+            Event::Ready { transfer, .. } => {
+                let blocks = self.places[transfer.0 as usize % self.places.len()].clone();
+                let transfers = &self.node.transfers;
+                transfers.command(Command::Written { transfer, first_block: 0, blocks })?;
+                let token = SampledToken { id: 1, logprobs: None };
+                Ok(transfers.command(Command::Finish { transfer, first_index: 0, token })?)
+            }
+            // Of the node before, whose receiver has left.
+            Event::Delivered { .. } | Event::SendFailed { .. } => Ok(()),
+            other => bail!("unexpected: {other:?}"),
+        }
+    }
+}
