@@ -10,7 +10,7 @@ use std::{
 use engine::{
     SchedulerConfig, StepLoop, Turn,
     event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId},
-    executor::{ExecutorLimits, cpu::CpuExecutor},
+    executor::{Executor, ExecutorLimits, cpu::CpuExecutor},
 };
 use kernels::{
     Dtype, KvArena, WeightFormat,
@@ -26,8 +26,13 @@ pub type CpuEngine = StepLoop<CpuExecutor>;
 
 /// Two layers, grouped-query attention, 96 tokens of vocabulary, random weights.
 pub fn tiny_model() -> Checkpoint {
+    dummy_model(serde_json::json!({}))
+}
+
+/// The tiny model with some of its configuration changed.
+pub fn dummy_model(changes: serde_json::Value) -> Checkpoint {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let config = serde_json::json!({
+    let mut config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -35,6 +40,8 @@ pub fn tiny_model() -> Checkpoint {
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2
     });
+    let fields = config.as_object_mut().expect("it is one");
+    fields.extend(changes.as_object().expect("fields and values").clone());
     let path = folder.path().join("config.json");
     std::fs::write(&path, config.to_string()).expect("a small file");
     Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).expect("the config is complete")
@@ -117,7 +124,10 @@ impl Outcome {
 }
 
 /// Runs all of them together until the engine is idle.
-pub fn run(engine: &mut CpuEngine, all: Vec<NewSequence>) -> HashMap<SequenceId, Outcome> {
+pub fn run<E: Executor>(
+    engine: &mut StepLoop<E>,
+    all: Vec<NewSequence>,
+) -> HashMap<SequenceId, Outcome> {
     let mut outcomes: HashMap<_, _> = all.iter().map(|new| (new.id, Outcome::default())).collect();
     let mut actions = Vec::new();
     for new in all {
@@ -157,6 +167,9 @@ pub struct GoldenRun {
     pub name: String,
     pub prompt_ids: Vec<u32>,
     pub output_ids: Vec<u32>,
+    /// How far the best token is before the second at each step.
+    #[serde(rename = "top1_top2_margin_per_step")]
+    pub margins: Vec<f32>,
 }
 
 pub fn golden() -> Vec<GoldenRun> {

@@ -5,6 +5,7 @@ pub mod cpu;
 pub mod grammar;
 pub mod node;
 pub mod pair;
+pub mod ranks;
 
 use std::time::{Duration, Instant};
 

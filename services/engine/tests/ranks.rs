@@ -1,0 +1,244 @@
+//! One model on several ranks: whatever the engine does with the prompts, all ranks bring the same, and
+//! what one rank alone brings wherever that is certain.
+
+mod common;
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
+
+use common::{
+    cpu::{GoldenRun, Outcome, dummy_model, engine, golden, limits_of, real_model, run},
+    patient,
+    ranks::{Together, engine_of_ranks},
+    sequence, speculation,
+};
+use engine::{
+    SchedulerConfig,
+    event::{FinishReason, NewSequence, SequenceId, SequenceKind},
+    executor::{Executor, ExecutorError, ExecutorLimits},
+    plan::{AdmittedRow, RowPlan, Slot, StepPlan},
+};
+use kernels::{BlockId, cpu::GroupError, sampling::Sampling};
+use model::Checkpoint;
+use serde_json::json;
+
+/// Logits on several ranks differ from those on one by far less than this.
+const SURE_MARGIN: f32 = 1e-3;
+
+fn models() -> Vec<(Checkpoint, Vec<usize>)> {
+    let eight = json!({
+        "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 301
+    });
+    let four = |architecture: &str, name: &str, tied: bool| {
+        dummy_model(json!({
+            "architectures": [architecture], "model_type": name, "tie_word_embeddings": tied,
+            "num_attention_heads": 8, "num_key_value_heads": 4
+        }))
+    };
+    vec![
+        (dummy_model(eight), vec![2, 4]),
+        (four("Qwen2ForCausalLM", "qwen2", true), vec![2, 4]),
+        (four("Qwen3ForCausalLM", "qwen3", false), vec![4]),
+    ]
+}
+
+/// Every rule of sampling, over prompts of which some begin alike.
+fn requests(checkpoint: &Checkpoint, salt: &str) -> Vec<NewSequence> {
+    let vocabulary = checkpoint.config().vocab_size as u32;
+    let warm = |seed| Sampling { temperature: 0.8, seed, ..Sampling::greedy() };
+    let samplings = [
+        Sampling { logprobs: Some(2), ..Sampling::greedy() },
+        warm(1),
+        Sampling { top_k: 7, logprobs: Some(3), ..warm(2) },
+        Sampling { top_p: 0.7, min_p: 0.01, ..warm(3) },
+        Sampling { repetition_penalty: 1.2, frequency_penalty: 0.1, ..Sampling::greedy() },
+        Sampling { stop_token_ids: vec![3, 9], min_tokens: 30, top_k: 40, top_p: 0.9, ..warm(4) },
+    ];
+    let request = |(number, sampling): (usize, Sampling)| {
+        let length = 21 + number * 9;
+        let tokens = (0..length).map(|at| match at < 20 {
+            true => (at * 7 % 19) as u32,
+            false => (at * (number + 3)) as u32 % vocabulary,
+        });
+        let sequence =
+            sequence(number as u128, SequenceKind::Compute, tokens.collect(), Instant::now());
+        NewSequence {
+            sampling,
+            max_tokens: 40,
+            ignore_stop_tokens: true,
+            cache_salt: salt.to_owned(),
+            ..sequence
+        }
+    };
+    samplings.into_iter().enumerate().map(request).collect()
+}
+
+fn tokens_of(outcomes: HashMap<SequenceId, Outcome>) -> Vec<Outcome> {
+    let mut outcomes: Vec<_> = outcomes.into_iter().collect();
+    outcomes.sort_by_key(|(id, _)| *id);
+    outcomes.into_iter().map(|(_, outcome)| Outcome { cached_tokens: 0, ..outcome }).collect()
+}
+
+#[test]
+fn chunks_cached_prefixes_drafts_and_preemption_change_no_bit_on_several_ranks() {
+    for (checkpoint, counts) in models() {
+        for of in counts {
+            let config = |slots, step_tokens, blocks, depth| {
+                patient(limits_of(&checkpoint, slots, step_tokens, blocks, depth))
+            };
+            // One at a time, whole.
+            let (mut alone, _) = engine_of_ranks(&checkpoint, config(1, 256, 64, 1), of);
+            let expected: Vec<Outcome> = requests(&checkpoint, "")
+                .into_iter()
+                .flat_map(|new| {
+                    let salted = NewSequence { cache_salt: new.id.0.to_string(), ..new };
+                    tokens_of(run(&mut alone, vec![salted]))
+                })
+                .collect();
+            assert!(expected.iter().all(|outcome| outcome.tokens.len() == 40));
+
+            let (mut all, arena) = engine_of_ranks(&checkpoint, config(8, 256, 64, 2), of);
+            assert_eq!(tokens_of(run(&mut all, requests(&checkpoint, ""))), expected);
+            let again = run(&mut all, requests(&checkpoint, ""));
+            assert!(again.values().all(|outcome| outcome.cached_tokens >= 16));
+            assert_eq!(tokens_of(again), expected);
+            assert!((0..64).all(|block| arena.pins(BlockId(block)).expect("in range") == 0));
+
+            let chunked = SchedulerConfig { chunk_tokens: 5, ..config(8, 16, 64, 2) };
+            let (mut chunked, _) = engine_of_ranks(&checkpoint, chunked, of);
+            assert_eq!(tokens_of(run(&mut chunked, requests(&checkpoint, ""))), expected);
+
+            let drafts = config(8, 256, 64, 2);
+            let limits = ExecutorLimits { speculation: Some(speculation(4, 64)), ..drafts.limits };
+            let drafts = SchedulerConfig { limits, ..drafts };
+            let (mut drafts, _) = engine_of_ranks(&checkpoint, drafts, of);
+            assert_eq!(tokens_of(run(&mut drafts, requests(&checkpoint, ""))), expected);
+            assert!(drafts.take_speculated().drafted > 0, "the situation did arise");
+
+            let (mut few_blocks, _) = engine_of_ranks(&checkpoint, config(8, 256, 16, 2), of);
+            assert_eq!(tokens_of(run(&mut few_blocks, requests(&checkpoint, ""))), expected);
+            assert!(few_blocks.scheduler().preemptions() > 0, "the situation did arise");
+        }
+    }
+}
+
+#[test]
+fn ranks_bring_what_one_brings_as_far_as_that_is_certain() {
+    let mut compared = 0;
+    for (checkpoint, counts) in models() {
+        let config = || patient(limits_of(&checkpoint, 8, 256, 64, 2));
+        let (mut one, _) = engine(&checkpoint, config(), 1);
+        let expected = run(&mut one, requests(&checkpoint, ""));
+        for of in counts {
+            let (mut several, _) = engine_of_ranks(&checkpoint, config(), of);
+            let found = run(&mut several, requests(&checkpoint, ""));
+            let (found, expected) = (&found[&SequenceId(0)], &expected[&SequenceId(0)]);
+            for (found, expected) in found.tokens.iter().zip(&expected.tokens) {
+                let logprobs = expected.logprobs.as_ref().expect("they were asked for");
+                let margin = logprobs.top[0].1 - logprobs.top[1].1;
+                if margin < SURE_MARGIN {
+                    break;
+                }
+                assert_eq!(found.id, expected.id);
+                let chosen = found.logprobs.as_ref().expect("they were asked for").chosen;
+                assert!((chosen - logprobs.chosen).abs() < SURE_MARGIN / 4.0);
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared > 100, "{compared}");
+}
+
+fn attempt(id: u128, golden: &GoldenRun) -> NewSequence {
+    NewSequence {
+        max_tokens: golden.output_ids.len() as u32,
+        ignore_stop_tokens: true,
+        ..sequence(id, SequenceKind::Compute, golden.prompt_ids.clone(), Instant::now())
+    }
+}
+
+#[test]
+fn smollm2_on_three_ranks_brings_the_golden_tokens() {
+    let checkpoint = real_model();
+    let limits = limits_of(&checkpoint, 8, 512, 160, 2);
+    let limits = ExecutorLimits { speculation: Some(speculation(8, 64)), ..limits };
+    let config = SchedulerConfig { chunk_tokens: 128, ..patient(limits) };
+    let (mut engine, _) = engine_of_ranks(&checkpoint, config, 3);
+    let mut sure_tokens = 0;
+    for first_id in [0, 10] {
+        let all = (first_id..).zip(golden()).map(|(id, golden)| attempt(id, &golden)).collect();
+        let outcomes = run(&mut engine, all);
+        for (id, golden) in (first_id..).zip(golden()) {
+            let outcome = &outcomes[&SequenceId(id)];
+            assert_eq!((&outcome.failure, outcome.finish), (&None, Some(FinishReason::Length)));
+            let sure = golden.margins.iter().take_while(|margin| **margin >= SURE_MARGIN).count();
+            assert_eq!(outcome.ids()[..sure], golden.output_ids[..sure], "{}", golden.name);
+            assert_eq!(outcome.cached_tokens > 0, first_id > 0 && golden.prompt_ids.len() > 16);
+            sure_tokens += sure;
+        }
+    }
+    assert!(sure_tokens > 100, "{sure_tokens}");
+}
+
+fn first_step(token_count: u32) -> StepPlan {
+    let (slot, generation) = (Slot(0), 0);
+    let admitted = AdmittedRow {
+        slot,
+        generation,
+        tokens: (0..10).collect(),
+        prompt_len: 10,
+        computed: 0,
+        blocks: vec![BlockId(0)],
+        sampling: Sampling::greedy(),
+        constrained: false,
+    };
+    let samples = token_count == 10;
+    let row = RowPlan { slot, generation, token_count, samples, drafts_max: 0 };
+    StepPlan { admitted: vec![admitted], rows: vec![row], ..StepPlan::default() }
+}
+
+const WAIT: Duration = Duration::from_secs(60);
+
+fn fault(outcome: Result<Option<engine::plan::StepResult>, ExecutorError>) -> GroupError {
+    match outcome {
+        Err(ExecutorError::Group { step_id: 0, source }) => source,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_rank_that_is_gone_late_or_elsewhere_ends_the_step_of_the_others() {
+    let checkpoint = dummy_model(json!({}));
+    let limits = limits_of(&checkpoint, 2, 16, 8, 2);
+    let start = |patience| Together::start(&checkpoint, limits, 2, patience).0.ranks;
+
+    let mut ranks = start(WAIT);
+    ranks[0].launch(first_step(10)).expect("launching waits for nobody");
+    drop(ranks.pop());
+    let error = fault(ranks[0].collect(WAIT));
+    assert_eq!(error, GroupError::Left { rank: 1, of: 2, exchange: 1 });
+    // Whoever asks again learns it instead of waiting.
+    assert!(matches!(ranks[0].collect(WAIT), Err(ExecutorError::Stopped { .. })));
+
+    let patience = Duration::from_millis(50);
+    let mut ranks = start(patience);
+    ranks[0].launch(first_step(10)).expect("launching waits for nobody");
+    let error = fault(ranks[0].collect(WAIT));
+    assert_eq!(error, GroupError::Late { rank: 1, of: 2, exchange: 1, patience });
+    // The one that was late learns that it is alone once it needs the other.
+    ranks[1].launch(first_step(10)).expect("launching waits for nobody");
+    let error = fault(ranks[1].collect(WAIT));
+    assert_eq!(error, GroupError::Left { rank: 0, of: 2, exchange: 2 });
+
+    let mut ranks = start(WAIT);
+    for (rank, tokens) in ranks.iter_mut().zip([10, 9]) {
+        rank.launch(first_step(tokens)).expect("launching waits for nobody");
+    }
+    for (number, rank) in ranks.iter_mut().enumerate() {
+        let error = fault(rank.collect(WAIT));
+        let is_apart = matches!(error, GroupError::Apart { rank, .. } if rank != number);
+        assert!(is_apart, "{error}");
+    }
+}
