@@ -95,6 +95,7 @@ unit attention src/attention.cu $has_hopper
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
 unit decode_attention attention/decode_attention.cu
 for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
+unit all_reduce collective/all_reduce.cu
 for dim in 64 128; do
     unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
     unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
@@ -112,6 +113,7 @@ compile() {
     case $name in
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
         flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
+        abi | all_reduce) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h) unit_flags+=(-Ikernels/cuda/collective) ;;
         *_gemm) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;
     esac

@@ -4,23 +4,28 @@
 //! | variable | what |
 //! | --- | --- |
 //! | `BATON_TEST_KERNELS` | the kernel library |
+//! | `BATON_TEST_NCCL` | NCCL; what the system's loader finds |
 //! | `BATON_TEST_MODEL`, `BATON_TEST_GOLDEN` | SmolLM2 as GGUF and its golden tokens |
 //! | `BATON_TEST_REFERENCE` | the folder that `gpu/transformers_reference.py` wrote on this GPU |
 //! | `BATON_TEST_MIXES` | how many random mixes of requests are run; 200 |
 //! | `BATON_TEST_SHORT` | `1`: few rounds, for a run under compute-sanitizer |
 //! | `BATON_TEST_GPU` | `1`: a missing GPU or kernel library is a failure, not skipped |
 //!
-//! Without a GPU every test says that it is skipped, and why, and passes.
+//! Without a GPU every test says that it is skipped, and why, and passes; so do those of several GPUs
+//! where there are fewer.
 
 mod gpu {
     mod attention;
     pub mod bench;
+    mod collective;
     mod executor;
     mod fault;
     mod links;
     mod load;
     mod mixes;
     mod model;
+    mod nccl;
+    pub mod ranks;
     mod reference;
     mod rows;
     mod sampling;

@@ -1,6 +1,6 @@
 //! What can be wrong with a GPU and what lies around it. Each fault says what to do.
 
-use std::{fmt, path::PathBuf};
+use std::{fmt, path::PathBuf, time::Duration};
 
 use cudarc::{
     cublaslt::result::CublasError,
@@ -78,6 +78,14 @@ pub enum CudaError {
     /// What the kernels cannot do for this model.
     #[error("{what} is {value}; the kernels have {allowed}")]
     Unsupported { what: &'static str, value: String, allowed: &'static str },
+    #[error("the arena of rank {rank} {reason}")]
+    GroupArena { rank: usize, reason: String },
+    /// Until all ranks have reset their group, its sums are worthless.
+    #[error(
+        "the group of ranks has stopped: rank {rank} waited for the others for longer than \
+         {timeout:?}, or was told to stop"
+    )]
+    GroupStopped { rank: usize, timeout: Duration },
     /// A call failed. After most of these the context is of no more use.
     #[error("{call} failed ({code}): {reason}")]
     Call { call: &'static str, code: i32, reason: String },

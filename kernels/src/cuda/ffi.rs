@@ -1,4 +1,5 @@
-//! `kernels/cuda/include/baton_kernels.h` in Rust: the same structs and functions in the same order.
+//! `kernels/cuda/include/baton_kernels.h` in Rust, and behind it `kernels/cuda/collective/collective.h`:
+//! the same structs and functions in the same order.
 //! [`STRUCT_BYTES`] is compared with the library's own before anything is called.
 
 use std::ffi::{c_char, c_void};
@@ -327,8 +328,44 @@ pub struct DecodeAttentionArgs {
     pub pdl: i32,
 }
 
-/// Bytes of each struct of the header, in its order.
-pub const STRUCT_BYTES: [usize; 19] = [
+/// `BATON_GROUP_RANKS_MAX`.
+pub const GROUP_RANKS_MAX: usize = 8;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    pub arenas: [Address; GROUP_RANKS_MAX],
+    pub arena_bytes: i64,
+    pub fault: *mut u32,
+    pub timeout_ns: i64,
+    pub rank: i32,
+    pub ranks: i32,
+}
+
+/// `baton_all_reduce_way`.
+pub const ALL_REDUCE_AUTO: i32 = 0;
+pub const ALL_REDUCE_ONE_SHOT: i32 = 1;
+pub const ALL_REDUCE_TWO_SHOT: i32 = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AllReduceArgs {
+    pub x: Address,
+    pub out: Address,
+    pub residual: Address,
+    pub weight: Address,
+    pub eps: f32,
+    pub dtype: i32,
+    pub rows: i32,
+    pub width: i32,
+    pub way: i32,
+    pub blocks: i32,
+    pub threads: i32,
+    pub pdl: i32,
+}
+
+/// Bytes of each struct of the headers, in their order.
+pub const STRUCT_BYTES: [usize; 21] = [
     size_of::<Kv>(),
     size_of::<RopeArgs>(),
     size_of::<SlotSampling>(),
@@ -348,12 +385,14 @@ pub const STRUCT_BYTES: [usize; 19] = [
     size_of::<SampleArgs>(),
     size_of::<SkinnyGemmArgs>(),
     size_of::<DecodeAttentionArgs>(),
+    size_of::<Group>(),
+    size_of::<AllReduceArgs>(),
 ];
 
 /// Declares the table of functions and how it is read from an opened library.
 macro_rules! functions {
     ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
-        /// Every function of the header.
+        /// Every function of the headers.
         #[derive(Debug)]
         pub struct Functions {
             $(pub $name: unsafe extern "C" fn($($argument),*) -> $result,)*
@@ -425,4 +464,8 @@ functions! {
     baton_delay: fn(i64, RawStream) -> i32;
     baton_read_stream: fn(Address, u64, Address, i32, RawStream) -> i32;
     baton_fill_random: fn(i32, Address, i64, u64, f32, RawStream) -> i32;
+    baton_group_arena_bytes: fn(i32, i64) -> i64;
+    baton_group_reset: fn(*const Group, RawStream) -> i32;
+    baton_group_stop: fn(*const Group, RawStream) -> i32;
+    baton_all_reduce: fn(*const Group, *const AllReduceArgs, RawStream) -> i32;
 }

@@ -23,7 +23,7 @@ unsafe impl Send for Graph {}
 impl Graph {
     /// Records what `work` puts into `stream`: nothing of it runs. It may wait for no event of another
     /// stream, copy nothing of the host's, and load no kernel: run it once before.
-    pub(super) fn record(
+    pub fn record(
         stream: &Stream<Compute>,
         work: impl FnOnce() -> Result<(), CudaError>,
     ) -> Result<Self, CudaError> {

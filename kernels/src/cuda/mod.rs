@@ -9,6 +9,7 @@
 //! * [`DeviceMemory`] is taken once at start and cut into [`Range`]s; [`Pinned`] is host memory that
 //!   copies use.
 //! * [`Nccl`] makes [`Communicator`]s between GPUs of several processes.
+//!   A [`Group`] sums what they have in each other's memory, without it.
 //! * [`KernelLibrary`] holds our own kernels, [`Products`] are matrix products.
 //! * [`CudaBackend`] runs forwards; [`DeviceKv`] holds their KV, a [`DeviceBatch`] the running batch,
 //!   of which a [`CudaStep`] is prepared and a [`CudaFrame`] brings the tokens back.
@@ -18,6 +19,7 @@ mod backend;
 mod batch;
 mod buffer;
 mod clock;
+mod collective;
 mod context;
 mod copies;
 mod driver;
@@ -45,6 +47,7 @@ pub use backend::{CudaBackend, CudaOptions};
 pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, SampleOutcome, StepInput};
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use clock::DeviceClock;
+pub use collective::{Group, GroupArena, GroupHandle, SumNorm, SumRows, SumWay};
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Role, Stream};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};

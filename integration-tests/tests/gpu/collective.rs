@@ -1,0 +1,262 @@
+//! Sums over GPUs by our own kernels: right and equal on all ranks, and ended when a rank is missing.
+
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use kernels::{
+    Dtype,
+    cuda::{
+        Compute, CudaError, DeviceMemory, Graph, Group, GroupArena, GroupHandle, Range, Stream,
+        SumNorm, SumRows, SumWay,
+    },
+};
+
+use super::{
+    bench::{DTYPES, assert_near, numbers, short, tolerance},
+    ranks::{Rank, on_ranks},
+};
+
+const MESSAGE_BYTES: usize = 1 << 20;
+const SOON: Duration = Duration::from_secs(30);
+
+fn group(rank: &Rank, timeout: Duration) -> Group {
+    let (place, bytes) = ((rank.rank, rank.ranks), MESSAGE_BYTES);
+    let arena = GroupArena::new(&rank.context, &rank.library, place, bytes).unwrap();
+    let said = rank.exchange(&arena.handle().to_bytes());
+    let handles: Vec<_> = said.iter().map(|said| GroupHandle::from_bytes(said).unwrap()).collect();
+    let group = Group::new(arena, &handles, timeout).unwrap();
+    rank.meet();
+    group
+}
+
+fn memory(rank: &Rank, bytes: usize) -> Range {
+    DeviceMemory::new(&rank.context, "a test", bytes).unwrap().cut(bytes).unwrap()
+}
+
+fn put(range: &Range, dtype: Dtype, values: &[f32]) {
+    match dtype {
+        Dtype::F32 => range.write(0, values).unwrap(),
+        Dtype::Bf16 => {
+            let narrow: Vec<bf16> = values.iter().copied().map(bf16::from_f32).collect();
+            range.write(0, &narrow).unwrap();
+        }
+    }
+}
+
+fn get(range: &Range, dtype: Dtype, count: usize) -> Vec<f32> {
+    let mut wide = vec![0.0f32; count];
+    match dtype {
+        Dtype::F32 => range.read(0, &mut wide).unwrap(),
+        Dtype::Bf16 => {
+            let mut narrow = vec![bf16::ZERO; count];
+            range.read(0, &mut narrow).unwrap();
+            wide = narrow.iter().map(|value| value.to_f32()).collect();
+        }
+    }
+    wide
+}
+
+/// In f32, in the order of the ranks.
+fn summed(seed: u32, ranks: usize, count: usize) -> Vec<f32> {
+    let mut sum = vec![0.0f32; count];
+    for rank in 0..ranks {
+        let sent = numbers(seed + rank as u32, count);
+        sum.iter_mut().zip(sent).for_each(|(sum, value)| *sum += value);
+    }
+    sum
+}
+
+fn sums(rank: Rank) {
+    const EPS: f32 = 1e-5;
+    let group = group(&rank, SOON);
+    let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
+    let [x, out, residual, weight] = [(); 4].map(|()| memory(&rank, MESSAGE_BYTES * 2));
+    let shapes = [(1, 8), (1, 4096), (7, 576), (33, 1032), (2, 16_384), (64, 2048), (130, 1000)];
+    let rounds = if short() { 1 } else { 5 };
+    for (index, (dtype, (rows, width))) in (0..rounds)
+        .flat_map(|_| DTYPES.into_iter().flat_map(|dtype| shapes.map(|shape| (dtype, shape))))
+        .enumerate()
+    {
+        let count = rows * width;
+        let seed = index as u32 * 16;
+        let shape = SumRows { dtype, rows, width };
+        put(&x, dtype, &numbers(seed + rank.rank as u32, count));
+        let sum = summed(seed, rank.ranks, count);
+        for (turn, way) in [SumWay::Auto, SumWay::OneShot, SumWay::TwoShot].into_iter().enumerate()
+        {
+            out.fill(0xff, &stream).unwrap();
+            // Recorded and replayed: the second time over what the first has left.
+            if turn == 0 {
+                let record = || group.all_reduce(shape, &x, &out, way, true, &stream);
+                let mut graph = Graph::record(&stream, record).unwrap();
+                graph.launch(&stream).unwrap();
+                graph.launch(&stream).unwrap();
+                stream.synchronize().unwrap();
+            } else {
+                group.all_reduce(shape, &x, &out, way, false, &stream).unwrap();
+                stream.synchronize().unwrap();
+            }
+            let wanted: Vec<f32> = match dtype {
+                Dtype::F32 => sum.clone(),
+                Dtype::Bf16 => sum.iter().map(|sum| bf16::from_f32(*sum).to_f32()).collect(),
+            };
+            let found = get(&out, dtype, count);
+            assert!(found == wanted, "{dtype} {rows} x {width} {way:?}: not the sum in order");
+        }
+        let (before, weights) = (numbers(seed + 8, count), numbers(seed + 9, width));
+        residual.write(0, &before).unwrap();
+        weight.write(0, &weights).unwrap();
+        out.fill(0xff, &stream).unwrap();
+        let norm = SumNorm { residual: &residual, weight: &weight, eps: EPS };
+        group.all_reduce_norm(shape, &x, norm, &out, true, &stream).unwrap();
+        stream.synchronize().unwrap();
+        let after: Vec<f32> = before.iter().zip(&sum).map(|(before, sum)| before + sum).collect();
+        assert!(get(&residual, Dtype::F32, count) == after, "{dtype} {rows} x {width}: residual");
+        let mut wanted = Vec::new();
+        for row in after.chunks(width) {
+            let mean = row.iter().map(|value| value * value).sum::<f32>() / width as f32;
+            let scale = (mean + EPS).sqrt().recip();
+            wanted.extend(row.iter().zip(&weights).map(|(value, weight)| value * scale * weight));
+        }
+        let found = get(&out, dtype, count);
+        assert_near(&found, &wanted, tolerance(dtype), &format!("{dtype} {rows} x {width} norm"));
+        let bits: Vec<u8> = found.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let said = rank.exchange(&bits[..bits.len().min(4096)]);
+        assert!(said.iter().all(|other| *other == said[0]), "ranks differ");
+    }
+    group.check().unwrap();
+    let too_long = SumRows { dtype: Dtype::F32, rows: 1024, width: 512 };
+    let error = group.all_reduce(too_long, &x, &out, SumWay::OneShot, false, &stream).unwrap_err();
+    assert!(error.to_string().contains("the arenas of"), "{error}");
+}
+
+#[test]
+fn two_ranks_sum_alike() {
+    on_ranks("collective::two_ranks_sum_alike", 2, sums);
+}
+
+#[test]
+fn four_ranks_sum_alike() {
+    on_ranks("collective::four_ranks_sum_alike", 4, sums);
+}
+
+#[test]
+fn a_rank_that_leaves_a_sum_out_is_not_waited_for_and_all_begin_anew() {
+    let name = "collective::a_rank_that_leaves_a_sum_out_is_not_waited_for_and_all_begin_anew";
+    on_ranks(name, 2, |rank| {
+        let timeout = Duration::from_millis(200);
+        let group = group(&rank, timeout);
+        let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
+        let shape = SumRows { dtype: Dtype::F32, rows: 3, width: 1024 };
+        let x = memory(&rank, shape.bytes());
+        put(&x, Dtype::F32, &numbers(rank.rank as u32, 3 * 1024));
+        let sum = |way| group.all_reduce(shape, &x, &x, way, false, &stream).unwrap();
+        if rank.rank == 0 {
+            let begin = Instant::now();
+            // The second one does not wait again.
+            sum(SumWay::OneShot);
+            sum(SumWay::TwoShot);
+            stream.synchronize().unwrap();
+            assert!(begin.elapsed() >= timeout && begin.elapsed() < SOON, "{:?}", begin.elapsed());
+            assert_eq!(group.check(), Err(CudaError::GroupStopped { rank: 0, timeout }));
+        }
+        rank.meet();
+        group.reset().unwrap();
+        group.check().unwrap();
+        rank.meet();
+        put(&x, Dtype::F32, &numbers(rank.rank as u32, 3 * 1024));
+        sum(SumWay::OneShot);
+        stream.synchronize().unwrap();
+        group.check().unwrap();
+        assert!(get(&x, Dtype::F32, 3 * 1024) == summed(0, 2, 3 * 1024));
+    });
+}
+
+#[test]
+fn a_stop_ends_a_sum_at_once_and_so_does_the_end_of_the_group() {
+    on_ranks("collective::a_stop_ends_a_sum_at_once_and_so_does_the_end_of_the_group", 2, |rank| {
+        let group = group(&rank, Duration::from_secs(600));
+        let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
+        let shape = SumRows { dtype: Dtype::Bf16, rows: 1, width: 4096 };
+        let x = memory(&rank, shape.bytes());
+        if rank.rank == 0 {
+            group.all_reduce(shape, &x, &x, SumWay::Auto, false, &stream).unwrap();
+            let begin = Instant::now();
+            group.stop().unwrap();
+            stream.synchronize().unwrap();
+            assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+            assert!(group.check().is_err());
+        }
+        rank.meet();
+        group.reset().unwrap();
+        rank.meet();
+        if rank.rank == 0 {
+            let begin = Instant::now();
+            group.all_reduce(shape, &x, &x, SumWay::Auto, false, &stream).unwrap();
+            drop(group);
+            assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+        }
+        rank.meet();
+    });
+}
+
+#[test]
+fn a_killed_rank_is_noticed_and_the_gpu_serves_on() {
+    on_ranks("collective::a_killed_rank_is_noticed_and_the_gpu_serves_on", 2, |rank| {
+        let group = group(&rank, Duration::from_millis(300));
+        let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
+        let shape = SumRows { dtype: Dtype::Bf16, rows: 8, width: 4096 };
+        let x = memory(&rank, shape.bytes());
+        x.fill(0, &stream).unwrap();
+        rank.meet();
+        let begin = Instant::now();
+        for count in 0.. {
+            group.all_reduce(shape, &x, &x, SumWay::Auto, false, &stream).unwrap();
+            if rank.rank == 1 && count == 500 {
+                rank.die();
+            }
+            stream.synchronize().unwrap();
+            if group.check().is_err() {
+                break;
+            }
+            assert!(begin.elapsed() < SOON, "a fault is noticed");
+        }
+        println!("noticed after {:?}", begin.elapsed());
+        drop(group);
+        let more = memory(&rank, 64 << 20);
+        more.fill(3, &stream).unwrap();
+        stream.synchronize().unwrap();
+        let mut found = vec![0u8; 64 << 20];
+        more.read(0, &mut found).unwrap();
+        assert!(found.iter().all(|byte| *byte == 3));
+    });
+}
+
+#[test]
+fn handles_that_do_not_fit_are_refused_by_rank() {
+    on_ranks("collective::handles_that_do_not_fit_are_refused_by_rank", 2, |rank| {
+        let arena = |bytes| {
+            let place = (rank.rank, rank.ranks);
+            GroupArena::new(&rank.context, &rank.library, place, bytes).unwrap()
+        };
+        let (own, other) = (arena(1 << 20), arena(2 << 20));
+        let mut said: Vec<GroupHandle> = rank
+            .exchange(&own.handle().to_bytes())
+            .iter()
+            .map(|said| GroupHandle::from_bytes(said).unwrap())
+            .collect();
+        let refused = |arena, handles: &[GroupHandle], words: &str| {
+            let error = Group::new(arena, handles, SOON).unwrap_err().to_string();
+            assert!(error.contains("the arena of rank") && error.contains(words), "{error}");
+        };
+        // The first that does not fit is the one that is named.
+        let words = ["is not the one that this rank has made", "bytes for 2 ranks, this one's"];
+        refused(other, &said, words[rank.rank]);
+        said.swap(0, 1);
+        refused(own, &said, "in another rank's place");
+        refused(arena(1 << 20), &[], "is not named");
+        let alone = GroupArena::new(&rank.context, &rank.library, (0, 3), 1 << 20).unwrap_err();
+        assert!(alone.to_string().contains("2, 4 or 8"), "{alone}");
+        rank.meet();
+    });
+}

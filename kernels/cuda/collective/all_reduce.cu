@@ -1,0 +1,554 @@
+// Sums over GPUs that see each other's memory, for messages so small that latency is what counts.
+//
+// Ranks push: each writes its numbers into the arenas of the others and waits for theirs in its own, so a sum costs one
+// way over the link and nobody reads remotely. Numbers are their own flags: an arena is full of a word that is never
+// sent (UNSENT, a NaN), and a word is there when it is another one. Whoever has read a word puts UNSENT back. So there
+// are no barriers, no fences and no order of stores to rely on, and 16 bytes of payload are 16 bytes on the link.
+//
+// An arena has two halves, used in turn. A rank writes a half again two calls later; to get there it has finished the
+// call between, for which it needed what every other rank sent in that call, hence after those had read and put back
+// all of the call before. The number of the call lies in the arena, and the last block to have read it counts it up:
+// graphs replay without an argument that changes.
+//
+// Nobody waits for ever. A thread that has waited for too long, or sees that the host or another thread has given up,
+// leaves; from then on every call returns at once. The arena is dirty then, and all ranks reset theirs together.
+#include <algorithm>
+
+#include "collective.h"
+#include "device.cuh"
+
+namespace baton {
+
+int32_t load_collective();
+
+namespace {
+
+constexpr uint32_t UNSENT = 0xffffffffu;
+constexpr int64_t STATE_BYTES = 512;  // before the two halves
+constexpr int GROUP_MAX = BATON_GROUP_RANKS_MAX;
+constexpr int THREADS_MAX = 512;
+
+// At the beginning of an arena.
+struct State {
+  uint32_t calls;
+  uint32_t arrived;  // blocks of the running call that know its number
+  uint32_t stopped;  // by the host, or by a thread that waited for too long
+  uint32_t reserved;
+};
+
+struct Group {
+  char* arenas[GROUP_MAX];
+  uint32_t* fault;
+  int64_t half_bytes;
+  int64_t timeout_ns;
+  int rank;
+};
+
+__device__ __forceinline__ uint4 load_sys(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_sys(uint4* to, const uint4& x) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+__device__ __forceinline__ bool is_sent(const uint4& x) {
+  return x.x != UNSENT && x.y != UNSENT && x.z != UNSENT && x.w != UNSENT;
+}
+// Another NaN where it says UNSENT.
+__device__ __forceinline__ uint4 sendable(uint4 x) {
+  x.x = x.x == UNSENT ? UNSENT - 1 : x.x;
+  x.y = x.y == UNSENT ? UNSENT - 1 : x.y;
+  x.z = x.z == UNSENT ? UNSENT - 1 : x.z;
+  x.w = x.w == UNSENT ? UNSENT - 1 : x.w;
+  return x;
+}
+
+// 16 bytes: what a thread sends at a time.
+template <class T>
+struct Item {
+  static constexpr int WIDTH = 16 / sizeof(T);
+  uint4 raw;
+
+  __device__ __forceinline__ static Item load(const T* from) {
+    return {sendable(*reinterpret_cast<const uint4*>(from))};
+  }
+  __device__ __forceinline__ void add_to(float (&sum)[WIDTH]) const {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (WIDTH == 4) {
+        sum[i] += __uint_as_float(words[i]);
+      } else {
+        sum[2 * i] += __uint_as_float(words[i] << 16);
+        sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+      }
+    }
+  }
+  __device__ __forceinline__ static Item of(const float (&values)[WIDTH]) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (WIDTH == 4) {
+        words[i] = __float_as_uint(values[i]);
+      } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+        words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+    }
+    return {make_uint4(words[0], words[1], words[2], words[3])};
+  }
+  __device__ __forceinline__ void store(T* to) const { *reinterpret_cast<uint4*>(to) = raw; }
+};
+
+template <int WIDTH>
+__device__ __forceinline__ void load_floats(const float* from, float (&to)[WIDTH]) {
+#pragma unroll
+  for (int i = 0; i < WIDTH; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+  }
+}
+template <int WIDTH>
+__device__ __forceinline__ void store_floats(float* to, const float (&from)[WIDTH]) {
+#pragma unroll
+  for (int i = 0; i < WIDTH; i += 4) {
+    *reinterpret_cast<float4*>(to + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+  }
+}
+
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// One thread's patience in one call.
+struct Wait {
+  uint64_t begin = 0;
+  uint32_t polls = 0;
+
+  // Asked after a look in vain; true when there is no use in looking again.
+  __device__ __forceinline__ bool gives_up(const Group& group) {
+    if (++polls % 128 != 0) return false;
+    const uint64_t now = now_ns();
+    if (begin == 0) begin = now;
+    volatile State* state = reinterpret_cast<State*>(group.arenas[group.rank]);
+    if (state->stopped != 0) return true;
+    if (now - begin <= static_cast<uint64_t>(group.timeout_ns)) return false;
+    state->stopped = 1;
+    *static_cast<volatile uint32_t*>(group.fault) = 1;
+    return true;
+  }
+};
+
+// A call, as its blocks find it.
+struct Call {
+  int64_t half;  // where the half of this call begins in every arena
+  bool is_stopped;
+};
+__device__ __forceinline__ Call begin_call(const Group& group) {
+  const uint4 state = load_sys(reinterpret_cast<const uint4*>(group.arenas[group.rank]));
+  return {STATE_BYTES + (state.x & 1 ? group.half_bytes : 0), state.z != 0};
+}
+// Where all threads of the block have begun the call, it is counted; false when the group has stopped.
+__device__ __forceinline__ bool is_counted(const Group& group, const Call& call) {
+  if (__syncthreads_or(call.is_stopped)) return false;
+  if (threadIdx.x == blockDim.x - 1) {
+    State* state = reinterpret_cast<State*>(group.arenas[group.rank]);
+    if (atomicInc(&state->arrived, gridDim.x - 1) == gridDim.x - 1) state->calls += 1;
+  }
+  return true;
+}
+
+__device__ __forceinline__ void put_back(char* at) {
+  *reinterpret_cast<uint4*>(at) = make_uint4(UNSENT, UNSENT, UNSENT, UNSENT);
+}
+
+// The sum of what all ranks sent to their places, which are cleared; `own` is this rank's. False when it was given up.
+template <class T, int N>
+__device__ __forceinline__ bool collect(const Group& group, char* places, int64_t place_bytes, const Item<T>& own,
+                                        Wait& wait, float (&sum)[Item<T>::WIDTH]) {
+  Item<T> items[N];
+  bool is_here;
+  do {
+    is_here = true;
+#pragma unroll
+    for (int source = 0; source < N; ++source) {
+      if (source == group.rank) continue;
+      items[source].raw = load_sys(reinterpret_cast<const uint4*>(places + source * place_bytes));
+      is_here &= is_sent(items[source].raw);
+    }
+  } while (!is_here && !wait.gives_up(group));
+  // In the order of the ranks.
+#pragma unroll
+  for (int i = 0; i < Item<T>::WIDTH; ++i) sum[i] = 0.f;
+#pragma unroll
+  for (int source = 0; source < N; ++source) {
+    if (source == group.rank) {
+      own.add_to(sum);
+    } else {
+      put_back(places + source * place_bytes);
+      items[source].add_to(sum);
+    }
+  }
+  return is_here;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void send_to_all(const Group& group, int64_t at, const Item<T>& item) {
+#pragma unroll
+  for (int peer = 0; peer < N; ++peer) {
+    if (peer != group.rank) store_sys(reinterpret_cast<uint4*>(group.arenas[peer] + at), item.raw);
+  }
+}
+
+// `items` are of 16 bytes; a thread has UNROLL of them under way.
+template <class T, int N, int UNROLL>
+__global__ void __launch_bounds__(THREADS_MAX)
+    one_shot_kernel(const __grid_constant__ Group group, const T* x, T* out, int64_t items) {
+  constexpr int WIDTH = Item<T>::WIDTH;
+  follow_predecessor();
+  const Call call = begin_call(group);
+  const int64_t place_bytes = items * 16;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  Item<T> own[UNROLL];
+  for (int64_t base = first; base < items; base += stride * UNROLL) {
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (base + i * stride < items) own[i] = Item<T>::load(x + (base + i * stride) * WIDTH);
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const int64_t item = base + i * stride;
+      if (item < items) send_to_all<T, N>(group, call.half + group.rank * place_bytes + item * 16, own[i]);
+    }
+  }
+  if (!is_counted(group, call)) return;
+  Wait wait;
+  // Of one round only, the numbers are still in registers.
+  const bool is_kept = stride * UNROLL >= items;
+  char* const places = group.arenas[group.rank] + call.half;
+  for (int64_t base = first; base < items; base += stride * UNROLL) {
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const int64_t item = base + i * stride;
+      if (item >= items) break;
+      if (!is_kept) own[i] = Item<T>::load(x + item * WIDTH);
+      float sum[WIDTH];
+      collect<T, N>(group, places + item * 16, place_bytes, own[i], wait, sum);
+      Item<T>::of(sum).store(out + item * WIDTH);
+    }
+  }
+}
+
+// A rank sums its part of the items and sends the sums.
+template <class T, int N>
+__global__ void __launch_bounds__(THREADS_MAX)
+    two_shot_kernel(const __grid_constant__ Group group, const T* x, T* out, int64_t items) {
+  constexpr int WIDTH = Item<T>::WIDTH;
+  follow_predecessor();
+  const Call call = begin_call(group);
+  const int rank = group.rank;
+  const int64_t part = (items + N - 1) / N, part_bytes = part * 16;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t item = first; item < part; item += stride) {
+    Item<T> sent[N];
+    // Each begins with another peer.
+#pragma unroll
+    for (int step = 1; step < N; ++step) {
+      const int64_t at = ((rank + step) % N) * part + item;
+      if (at < items) sent[step] = Item<T>::load(x + at * WIDTH);
+    }
+#pragma unroll
+    for (int step = 1; step < N; ++step) {
+      const int peer = (rank + step) % N;
+      if (peer * part + item < items) {
+        store_sys(reinterpret_cast<uint4*>(group.arenas[peer] + call.half + rank * part_bytes + item * 16), sent[step].raw);
+      }
+    }
+  }
+  if (!is_counted(group, call)) return;
+  Wait wait;
+  char* const numbers = group.arenas[rank] + call.half;
+  char* const sums = numbers + N * part_bytes;
+  for (int64_t item = first; item < part && rank * part + item < items; item += stride) {
+    const int64_t at = rank * part + item;
+    float sum[WIDTH];
+    // Nobody shall take for a sum what is none.
+    if (!collect<T, N>(group, numbers + item * 16, part_bytes, Item<T>::load(x + at * WIDTH), wait, sum)) return;
+    const Item<T> result = Item<T>::of(sum);
+    send_to_all<T, N>(group, call.half + (N + rank) * part_bytes + item * 16, {sendable(result.raw)});
+    result.store(out + at * WIDTH);
+  }
+  for (int64_t item = first; item < part; item += stride) {
+    Item<T> found[N];
+    bool is_here;
+    do {
+      is_here = true;
+#pragma unroll
+      for (int step = 1; step < N; ++step) {
+        const int source = (rank + step) % N;
+        if (source * part + item >= items) continue;
+        found[step].raw = load_sys(reinterpret_cast<const uint4*>(sums + source * part_bytes + item * 16));
+        is_here &= is_sent(found[step].raw);
+      }
+    } while (!is_here && !wait.gives_up(group));
+#pragma unroll
+    for (int step = 1; step < N; ++step) {
+      const int source = (rank + step) % N;
+      if (source * part + item >= items) continue;
+      put_back(sums + source * part_bytes + item * 16);
+      found[step].store(out + (source * part + item) * WIDTH);
+    }
+  }
+}
+
+// Threads of a norm's block: of rows a thread has one item of, registers let it be more, for few ranks.
+template <int N, int ITEMS>
+constexpr int NORM_THREADS = ITEMS == 1 && N <= 4 ? 2 * THREADS_MAX : THREADS_MAX;
+
+// One block to a row; a thread keeps ITEMS items, `blockDim.x` apart.
+template <class T, int N, int ITEMS>
+__global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
+    one_shot_norm_kernel(const __grid_constant__ Group group, const T* x, float* residual, const float* weight, float eps,
+                         T* out, int rows, int width) {
+  constexpr int WIDTH = Item<T>::WIDTH;
+  // Of few items everything is kept in registers; of many it is read again.
+  constexpr bool KEEPS = ITEMS <= 2;
+  __shared__ float shared[2][WARP];
+  follow_predecessor();
+  const Call call = begin_call(group);
+  const int64_t place_bytes = static_cast<int64_t>(rows) * width * sizeof(T);
+  const int64_t own_place = call.half + group.rank * place_bytes;
+  Item<T> own[ITEMS];
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int64_t begin = static_cast<int64_t>(row) * width;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * blockDim.x + threadIdx.x) * WIDTH;
+      if (at < width) own[item] = Item<T>::load(x + begin + at);
+    }
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * blockDim.x + threadIdx.x) * WIDTH;
+      if (at < width) send_to_all<T, N>(group, own_place + (begin + at) * sizeof(T), own[item]);
+    }
+  }
+  if (!is_counted(group, call)) return;
+  Wait wait;
+  const bool is_kept = KEEPS && gridDim.x >= rows;
+  char* const places = group.arenas[group.rank] + call.half;
+  int turn = 0;
+  for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
+    const int64_t begin = static_cast<int64_t>(row) * width;
+    float values[ITEMS][WIDTH], weights[KEEPS ? ITEMS : 1][WIDTH];
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * blockDim.x + threadIdx.x) * WIDTH;
+      if (at >= width) break;
+      load_floats(residual + begin + at, values[item]);
+      if constexpr (KEEPS) load_floats(weight + at, weights[item]);
+    }
+    float squares = 0.f;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * blockDim.x + threadIdx.x) * WIDTH;
+      if (at >= width) break;
+      const Item<T> mine = is_kept ? own[item] : Item<T>::load(x + begin + at);
+      float sum[WIDTH];
+      collect<T, N>(group, places + (begin + at) * sizeof(T), place_bytes, mine, wait, sum);
+#pragma unroll
+      for (int i = 0; i < WIDTH; ++i) {
+        values[item][i] += sum[i];
+        squares += values[item][i] * values[item][i];
+      }
+      store_floats(residual + begin + at, values[item]);
+    }
+    // Two sets of partial sums in turn: a block that is on with the next row has left the one before.
+    const float scale = 1.f / sqrtf(block_sum(squares, shared[turn]) / static_cast<float>(width) + eps);
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * blockDim.x + threadIdx.x) * WIDTH;
+      if (at >= width) break;
+      float late[WIDTH];
+      if constexpr (!KEEPS) load_floats(weight + at, late);
+#pragma unroll
+      for (int i = 0; i < WIDTH; ++i) {
+        values[item][i] = values[item][i] * scale * (KEEPS ? weights[KEEPS ? item : 0][i] : late[i]);
+      }
+      Item<T>::of(values[item]).store(out + begin + at);
+    }
+  }
+}
+
+template <class Body>
+int32_t with_ranks(int32_t ranks, Body&& body) {
+  switch (ranks) {
+    case 2: return body(std::integral_constant<int, 2>());
+    case 4: return body(std::integral_constant<int, 4>());
+    case 8: return body(std::integral_constant<int, 8>());
+    default: return fail(BATON_UNSUPPORTED, "a group has %d ranks; allowed are 2, 4 and 8", ranks);
+  }
+}
+
+int64_t half_bytes(const baton_group& group) { return (group.arena_bytes - STATE_BYTES) / 2; }
+
+int32_t check_group(const baton_group& group) {
+  BATON_REQUIRE(group.rank >= 0 && group.rank < group.ranks && group.ranks <= GROUP_MAX,
+                "rank is %d of %d; allowed are 0 to %d of at most %d", group.rank, group.ranks, group.ranks - 1, GROUP_MAX);
+  BATON_REQUIRE(group.timeout_ns > 0, "timeout_ns is %lld; allowed is more than 0",
+                static_cast<long long>(group.timeout_ns));
+  BATON_REQUIRE(group.fault != nullptr, "fault is null; it has a place in host memory");
+  for (int rank = 0; rank < group.ranks; ++rank) {
+    BATON_REQUIRE(group.arenas[rank] != nullptr, "the arena of rank %d is null", rank);
+  }
+  BATON_REQUIRE(group.arena_bytes > STATE_BYTES && (group.arena_bytes - STATE_BYTES) % 512 == 0,
+                "an arena has %lld bytes; allowed is what baton_group_arena_bytes says",
+                static_cast<long long>(group.arena_bytes));
+  return BATON_OK;
+}
+
+Group device_group(const baton_group& group) {
+  Group to = {};
+  for (int rank = 0; rank < group.ranks; ++rank) to.arenas[rank] = static_cast<char*>(group.arenas[rank]);
+  to.fault = group.fault;
+  to.half_bytes = half_bytes(group);
+  to.timeout_ns = group.timeout_ns;
+  to.rank = group.rank;
+  return to;
+}
+
+template <class T, int N>
+int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, cudaStream_t stream) {
+  const Device* device;
+  BATON_TRY(any_device(device));
+  const Group to = device_group(group);
+  const int64_t elements = static_cast<int64_t>(args.rows) * args.width;
+  constexpr int WIDTH = Item<T>::WIDTH;
+  const int64_t items = elements / WIDTH, bytes = elements * sizeof(T);
+  const bool one_fits = bytes * N <= half_bytes(group);
+  const bool two_fits = 2 * N * ((items + N - 1) / N) * 16 <= half_bytes(group);
+  const T* x = static_cast<const T*>(args.x);
+  T* out = static_cast<T*>(args.out);
+  const auto too_small = [&] {
+    return fail(BATON_TOO_SMALL, "a message has %lld bytes; the arenas of %lld bytes take less",
+                static_cast<long long>(bytes), static_cast<long long>(group.arena_bytes));
+  };
+  // Blocks that wait for blocks of the peers must all be running: one a multiprocessor at the most.
+  const int most = device->multiprocessors;
+  if (args.residual) {
+    BATON_REQUIRE(args.width <= 8 * THREADS_MAX * WIDTH, "width is %d; allowed is at most %d", args.width,
+                  8 * THREADS_MAX * WIDTH);
+    BATON_REQUIRE(args.weight != nullptr, "weight is null; a norm has one");
+    if (args.way == BATON_ALL_REDUCE_TWO_SHOT) return fail(BATON_UNSUPPORTED, "a norm goes with one shot alone");
+    if (!one_fits) return too_small();
+    const int groups = args.width / WIDTH;
+    const int blocks = std::min(args.rows, args.blocks ? std::min(args.blocks, most) : most);
+    const auto run = [&](auto count) {
+      constexpr int ITEMS = decltype(count)::value;
+      const int threads = divide_up(divide_up(groups, ITEMS), WARP) * WARP;
+      return launch_as(args.pdl, "all reduce and norm", one_shot_norm_kernel<T, N, ITEMS>, dim3(blocks), dim3(threads), 0,
+                       stream, to, x, args.residual, args.weight, args.eps, out, args.rows, args.width);
+    };
+    const int threads = args.threads ? args.threads : THREADS_MAX;
+    // Few blocks are quicker with more work to a thread, many with more threads: measured.
+    const int widest = args.threads ? args.threads : args.rows < 16 ? THREADS_MAX : NORM_THREADS<N, 1>;
+    if (groups <= widest) return run(std::integral_constant<int, 1>());
+    if (groups <= 2 * threads) return run(std::integral_constant<int, 2>());
+    if (groups <= 4 * threads) return run(std::integral_constant<int, 4>());
+    return run(std::integral_constant<int, 8>());
+  }
+  const bool is_two = args.way == BATON_ALL_REDUCE_TWO_SHOT ||
+                      (args.way == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > (N == 2 ? 1536 << 10 : 256 << 10)));
+  if (is_two ? !two_fits : !one_fits) return too_small();
+  const int64_t work = is_two ? divide_up(items, N) : items;
+  const int threads = args.threads ? args.threads : work <= 128 * 256 ? 256 : 512;
+  const int blocks = std::min(divide_up(work, threads), std::min(args.blocks ? args.blocks : 128, most));
+  if (is_two) {
+    return launch_as(args.pdl, "all reduce in two shots", two_shot_kernel<T, N>, dim3(blocks), dim3(threads), 0, stream,
+                     to, x, out, items);
+  }
+  if (work <= static_cast<int64_t>(blocks) * threads) {
+    return launch_as(args.pdl, "all reduce", one_shot_kernel<T, N, 1>, dim3(blocks), dim3(threads), 0, stream, to, x, out,
+                     items);
+  }
+  return launch_as(args.pdl, "all reduce", one_shot_kernel<T, N, 4>, dim3(blocks), dim3(threads), 0, stream, to, x, out,
+                   items);
+}
+
+template <class T, int N>
+int32_t load_all() {
+  BATON_TRY(load(one_shot_kernel<T, N, 1>));
+  BATON_TRY(load(one_shot_kernel<T, N, 4>));
+  BATON_TRY(load(two_shot_kernel<T, N>));
+  BATON_TRY(load(one_shot_norm_kernel<T, N, 1>));
+  BATON_TRY(load(one_shot_norm_kernel<T, N, 2>));
+  BATON_TRY(load(one_shot_norm_kernel<T, N, 4>));
+  return load(one_shot_norm_kernel<T, N, 8>);
+}
+
+}  // namespace
+
+int32_t load_collective() {
+  for (const int ranks : {2, 4, 8}) {
+    BATON_TRY(with_ranks(ranks, [](auto count) {
+      BATON_TRY((load_all<float, decltype(count)::value>()));
+      return load_all<bf16, decltype(count)::value>();
+    }));
+  }
+  return BATON_OK;
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int64_t baton_group_arena_bytes(int32_t ranks, int64_t message_bytes) {
+  if (ranks < 2 || ranks > GROUP_MAX || message_bytes < 0) return 0;
+  // Two shots take every part once as numbers and once as sums, parts rounded up to whole items.
+  const int64_t half = 2 * (message_bytes + 32 * ranks);
+  return STATE_BYTES + 2 * ((half + 511) / 512 * 512);
+}
+
+BATON_API int32_t baton_group_reset(const baton_group* group, void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_group(*group));
+    char* arena = static_cast<char*>(group->arenas[group->rank]);
+    BATON_TRY(check(cudaMemsetAsync(arena, 0, STATE_BYTES, as_stream(stream)), "resetting an arena"));
+    return check(cudaMemsetAsync(arena + STATE_BYTES, 0xff, group->arena_bytes - STATE_BYTES, as_stream(stream)),
+                 "resetting an arena");
+  });
+}
+
+BATON_API int32_t baton_group_stop(const baton_group* group, void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_group(*group));
+    State* state = static_cast<State*>(group->arenas[group->rank]);
+    return check(cudaMemsetAsync(&state->stopped, 1, sizeof(state->stopped), as_stream(stream)), "stopping a group");
+  });
+}
+
+BATON_API int32_t baton_all_reduce(const baton_group* group, const baton_all_reduce_args* args, void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_group(*group));
+    BATON_REQUIRE(args->rows >= 0 && args->width > 0 && args->width % 8 == 0,
+                  "rows are %d of width %d; allowed are widths that are multiples of 8", args->rows, args->width);
+    BATON_REQUIRE(args->way >= 0 && args->way <= 2, "way is %d; allowed is 0 to 2", args->way);
+    BATON_REQUIRE(args->blocks >= 0 && args->threads >= 0 && args->threads <= THREADS_MAX && args->threads % WARP == 0,
+                  "blocks are %d of %d threads; allowed are multiples of 32 up to %d, and 0", args->blocks, args->threads,
+                  THREADS_MAX);
+    if (args->rows == 0) return static_cast<int32_t>(BATON_OK);
+    return with_ranks(group->ranks, [&](auto count) {
+      return with_dtype(args->dtype, [&](auto element) {
+        return all_reduce<decltype(element), decltype(count)::value>(*group, *args, as_stream(stream));
+      });
+    });
+  });
+}
