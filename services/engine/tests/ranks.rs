@@ -10,8 +10,9 @@ use std::{
 
 use common::{
     cpu::{GoldenRun, Outcome, dummy_model, engine, golden, limits_of, real_model, run},
+    pair::Pair,
     patient,
-    ranks::{Together, engine_of_ranks},
+    ranks::{Kv, Together, engine_of_ranks, engine_of_ranks_with},
     sequence, speculation,
 };
 use engine::{
@@ -20,7 +21,11 @@ use engine::{
     executor::{Executor, ExecutorError, ExecutorLimits},
     plan::{AdmittedRow, RowPlan, Slot, StepPlan},
 };
-use kernels::{BlockId, cpu::GroupError, sampling::Sampling};
+use kernels::{
+    BlockId,
+    cpu::GroupError,
+    sampling::{SampledToken, Sampling},
+};
 use model::Checkpoint;
 use serde_json::json;
 
@@ -124,6 +129,23 @@ fn chunks_cached_prefixes_drafts_and_preemption_change_no_bit_on_several_ranks()
     }
 }
 
+/// Both are greedy with two log-probabilities. Returns how many tokens were compared: from the first
+/// uncertain one on, answers may differ.
+fn compare(found: &[SampledToken], expected: &[SampledToken]) -> usize {
+    let mut compared = 0;
+    for (found, expected) in found.iter().zip(expected) {
+        let logprobs = expected.logprobs.as_ref().expect("they were asked for");
+        if logprobs.top[0].1 - logprobs.top[1].1 < SURE_MARGIN {
+            break;
+        }
+        assert_eq!(found.id, expected.id);
+        let chosen = found.logprobs.as_ref().expect("they were asked for").chosen;
+        assert!((chosen - logprobs.chosen).abs() < SURE_MARGIN / 4.0);
+        compared += 1;
+    }
+    compared
+}
+
 #[test]
 fn ranks_bring_what_one_brings_as_far_as_that_is_certain() {
     let mut compared = 0;
@@ -134,21 +156,66 @@ fn ranks_bring_what_one_brings_as_far_as_that_is_certain() {
         for of in counts {
             let (mut several, _) = engine_of_ranks(&checkpoint, config(), of);
             let found = run(&mut several, requests(&checkpoint, ""));
-            let (found, expected) = (&found[&SequenceId(0)], &expected[&SequenceId(0)]);
-            for (found, expected) in found.tokens.iter().zip(&expected.tokens) {
-                let logprobs = expected.logprobs.as_ref().expect("they were asked for");
-                let margin = logprobs.top[0].1 - logprobs.top[1].1;
-                if margin < SURE_MARGIN {
-                    break;
-                }
-                assert_eq!(found.id, expected.id);
-                let chosen = found.logprobs.as_ref().expect("they were asked for").chosen;
-                assert!((chosen - logprobs.chosen).abs() < SURE_MARGIN / 4.0);
-                compared += 1;
-            }
+            let id = SequenceId(0);
+            compared += compare(&found[&id].tokens, &expected[&id].tokens);
         }
     }
     assert!(compared > 100, "{compared}");
+}
+
+/// Prompts are read by some ranks and answered by others; between them are whole blocks alone.
+#[test]
+fn kv_goes_from_any_number_of_ranks_to_any_other() {
+    let checkpoint = dummy_model(json!({
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 301
+    }));
+    let config = || {
+        let config = patient(limits_of(&checkpoint, 8, 64, 64, 2));
+        SchedulerConfig { chunk_tokens: 16, ..config }
+    };
+    let asked = || {
+        (0..5_u32).map(|number| {
+            let tokens = (0..20 + number * 13).map(|at| (at * (number + 5) + number) % 301);
+            let id = u128::from(number);
+            let new = sequence(id, SequenceKind::Compute, tokens.collect(), Instant::now());
+            let sampling = Sampling { logprobs: Some(2), ..Sampling::greedy() };
+            NewSequence { sampling, max_tokens: 30, ignore_stop_tokens: true, ..new }
+        })
+    };
+    let (mut one, _) = engine(&checkpoint, config(), 1);
+    let expected = run(&mut one, asked().collect());
+    let kinds = [
+        ((1, Kv::Shared), (2, Kv::Shared)),
+        ((2, Kv::Shared), (1, Kv::Shared)),
+        ((2, Kv::Apart), (4, Kv::Apart)),
+        ((4, Kv::Shared), (2, Kv::Apart)),
+        ((4, Kv::Apart), (1, Kv::Apart)),
+        ((1, Kv::Apart), (4, Kv::Shared)),
+        ((2, Kv::Shared), (2, Kv::Apart)),
+    ];
+    let mut compared = 0;
+    for ((readers, from), (writers, to)) in kinds {
+        let (prefill, sent) = engine_of_ranks_with(&checkpoint, config(), readers, from);
+        let (decode, received) = engine_of_ranks_with(&checkpoint, config(), writers, to);
+        let mut pair = Pair::new(prefill, decode, (sent, received));
+        asked().for_each(|new| pair.submit(new));
+        pair.run();
+        let same = (readers == writers).then(|| {
+            let (mut alone, _) = engine_of_ranks(&checkpoint, config(), readers);
+            run(&mut alone, asked().collect())
+        });
+        for id in (0..5).map(SequenceId) {
+            let answer = &pair.answers[&id];
+            assert_eq!((&answer.failure, answer.tokens.len()), (&None, 30));
+            assert!(answer.blocks_moved > 0);
+            compared += compare(&answer.tokens, &expected[&id].tokens);
+            if let Some(same) = &same {
+                assert_eq!(answer.tokens, same[&id].tokens, "{readers} ranks, to the bit");
+            }
+        }
+        pair.assert_all_returned();
+    }
+    assert!(compared > 200, "{compared}");
 }
 
 fn attempt(id: u128, golden: &GoldenRun) -> NewSequence {
@@ -212,7 +279,7 @@ fn fault(outcome: Result<Option<engine::plan::StepResult>, ExecutorError>) -> Gr
 fn a_rank_that_is_gone_late_or_elsewhere_ends_the_step_of_the_others() {
     let checkpoint = dummy_model(json!({}));
     let limits = limits_of(&checkpoint, 2, 16, 8, 2);
-    let start = |patience| Together::start(&checkpoint, limits, 2, patience).0.ranks;
+    let start = |patience| Together::start(&checkpoint, limits, 2, Kv::Shared, patience).0.ranks;
 
     let mut ranks = start(WAIT);
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");

@@ -15,7 +15,8 @@ use engine::{
     plan::{StepPlan, StepResult},
 };
 use kernels::{
-    KvArena, Shard, WeightFormat,
+    BlockId, KvArena, KvLayout, Shard, WeightFormat,
+    arena::{BlockSlices, RemoteBlocks},
     cpu::{CpuBackend, CpuOptions, Group, Isa},
     shared::{RegionName, SharedRegion},
 };
@@ -23,41 +24,110 @@ use model::Checkpoint;
 
 use super::scheduler;
 
+/// Where KV lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kv {
+    /// Whole blocks in memory that all ranks have mapped.
+    Shared,
+    /// Each rank has its heads in memory of its own, as devices do.
+    Apart,
+}
+
+/// A rank's blocks, reached by copies as those of a device are.
+struct RankBlocks(Arc<KvArena>);
+
+impl RankBlocks {
+    /// Bytes of this side from `offset` on, block by block.
+    fn each(
+        &self,
+        offset: usize,
+        bytes: usize,
+        mut visit: impl FnMut(BlockId, std::ops::Range<usize>),
+    ) {
+        let block_bytes = self.0.block_bytes();
+        assert!(offset.is_multiple_of(block_bytes) && bytes.is_multiple_of(block_bytes));
+        for (index, begin) in (0..bytes).step_by(block_bytes).enumerate() {
+            visit(BlockId((offset / block_bytes + index) as u32), begin..begin + block_bytes);
+        }
+    }
+}
+
+impl RemoteBlocks for RankBlocks {
+    fn layout(&self) -> KvLayout {
+        self.0.layout()
+    }
+
+    fn block_count(&self) -> u32 {
+        self.0.block_count()
+    }
+
+    fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
+        self.each(offset, host.len(), |block, range| {
+            let block = self.0.read(block).expect("nobody computes on it");
+            block.copy_to_host(&mut host[range]).expect("a block's bytes");
+        });
+        Ok(())
+    }
+
+    fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
+        self.each(offset, host.len(), |block, range| {
+            let mut block = self.0.write(block).expect("nobody computes on it");
+            block.copy_from_host(&host[range]).expect("a block's bytes");
+        });
+        Ok(())
+    }
+}
+
 /// Gives every plan to all ranks and compares what they bring, to the bit.
 pub struct Together {
     pub ranks: Vec<CpuExecutor>,
 }
 
 impl Together {
-    /// With `patience` for each other.
+    /// With `patience` for each other. The arena is the node's, of whole blocks.
     pub fn start(
         checkpoint: &Checkpoint,
         limits: ExecutorLimits,
         of: usize,
+        kv: Kv,
         patience: Duration,
     ) -> (Self, Arc<KvArena>) {
         static MADE: AtomicU64 = AtomicU64::new(0);
         let weights = WeightFormat::F32;
-        let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+        let (config, dtype) = (checkpoint.config(), weights.kv_dtype());
+        let layout = config.kv_layout(dtype);
         let group_bytes = Group::region_bytes(of).next_multiple_of(64);
         let bytes = group_bytes + layout.block_bytes() * limits.blocks as usize;
         let epoch = u128::from(MADE.fetch_add(1, Ordering::Relaxed));
         let name = RegionName::own(epoch, "engine_test");
         let region = SharedRegion::create(&name, bytes).expect("memory for the arena");
-        let arena = || {
-            let arena = KvArena::shared(layout, limits.blocks, &region, group_bytes);
-            arena.expect("the layout is one")
+        let shards: Vec<Shard> = Shard::new(0, of).expect("not too many").all().collect();
+        let whole = || KvArena::shared(layout, limits.blocks, &region, group_bytes);
+        let arenas: Vec<Arc<KvArena>> = shards
+            .iter()
+            .map(|&shard| match kv {
+                Kv::Shared => whole().expect("the layout is one"),
+                Kv::Apart => KvArena::host(config.kv_layout_of(dtype, shard), limits.blocks)
+                    .expect("memory for the rank's heads"),
+            })
+            .collect();
+        let arena = match kv {
+            Kv::Shared => whole(),
+            Kv::Apart => {
+                let slice = |arena: &Arc<KvArena>| {
+                    Arc::new(RankBlocks(Arc::clone(arena))) as Arc<dyn RemoteBlocks>
+                };
+                KvArena::remote(Arc::new(BlockSlices::new(arenas.iter().map(slice).collect())))
+            }
         };
-        let shards = Shard::new(0, of).expect("not too many").all();
-        let ranks = shards.map(|shard| {
+        let ranks = shards.into_iter().zip(arenas).map(|(shard, arena)| {
             let options = CpuOptions { weights, threads: 1, isa: Isa::Auto };
             let group = Group::new(&region, 0, shard, patience);
             let backend = CpuBackend::new(options).expect("the options fit this machine");
-            let backend = backend.in_group(group);
-            CpuExecutor::start(checkpoint, backend, arena(), limits)
+            CpuExecutor::start(checkpoint, backend.in_group(group), arena, limits)
                 .expect("model, arena and limits agree")
         });
-        (Self { ranks: ranks.collect() }, arena())
+        (Self { ranks: ranks.collect() }, arena.expect("the layout is one"))
     }
 }
 
@@ -91,7 +161,16 @@ pub fn engine_of_ranks(
     config: SchedulerConfig,
     of: usize,
 ) -> (StepLoop<Together>, Arc<KvArena>) {
+    engine_of_ranks_with(checkpoint, config, of, Kv::Shared)
+}
+
+pub fn engine_of_ranks_with(
+    checkpoint: &Checkpoint,
+    config: SchedulerConfig,
+    of: usize,
+    kv: Kv,
+) -> (StepLoop<Together>, Arc<KvArena>) {
     let patience = Duration::from_secs(300);
-    let (executor, arena) = Together::start(checkpoint, config.limits, of, patience);
+    let (executor, arena) = Together::start(checkpoint, config.limits, of, kv, patience);
     (StepLoop::new(scheduler(config), executor), arena)
 }
