@@ -175,14 +175,23 @@ per_level! {
     /// Sum of the weights that are at least `floor`, in one fixed order: lanes within a run, runs
     /// in f64.
     fn total(weights: &[f32], floor: f32) -> f64 {
-        weights.chunks(RUN).fold(0.0, |total, run| total + f64::from(run_total(run, floor)))
+        let mut total = 0.0;
+        for run in weights.chunks(RUN) {
+            total += f64::from(run_total(run, floor));
+        }
+        total
     }
 }
 
 per_level! {
     /// The sums of the runs, which [`total`] adds up in order.
     fn run_totals(weights: &[f32], floor: f32) -> Vec<f32> {
-        weights.chunks(RUN).map(|run| run_total(run, floor)).collect()
+        // No closure: what the level's instructions are for must be inlined.
+        let mut totals = Vec::with_capacity(weights.len().div_ceil(RUN));
+        for run in weights.chunks(RUN) {
+            totals.push(run_total(run, floor));
+        }
+        totals
     }
 }
 

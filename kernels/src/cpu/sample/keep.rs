@@ -18,15 +18,18 @@ const RUN: usize = 64;
 /// A token in sorting order: the more likely first, then the lower id.
 pub(super) type Ranked = u64;
 
+#[inline]
 pub(super) fn ranked(id: u32, weight: f32) -> Ranked {
     // Bits of floats that are not negative sort as the floats do.
     u64::from(!weight.to_bits()) << 32 | u64::from(id)
 }
 
+#[inline]
 pub(super) fn id(ranked: Ranked) -> u32 {
     ranked as u32
 }
 
+#[inline]
 pub(super) fn weight(ranked: Ranked) -> f32 {
     f32::from_bits(!((ranked >> 32) as u32))
 }
