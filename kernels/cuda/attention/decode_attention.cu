@@ -20,6 +20,8 @@ namespace {
 constexpr int kPage = BATON_BLOCK_TOKENS;
 constexpr int kMaxGroup = 8;
 constexpr int kMaxRows = 1024;
+// Pieces may be longer than equal shares by one part in so many, where there are more than a few rows.
+constexpr int kPieceSlack = 5;
 constexpr float kInf = __builtin_huge_valf();
 
 struct Params {
@@ -91,6 +93,59 @@ struct Walk {
 struct Piece {
   int begin = 0, end = 0, row = 0, first_block = 0, last_block = 0;
 };
+constexpr int kNoPieces = -1;  // as `first_block`: the blocks have shares of the line
+
+// Of each unit (row, head group) by pages: how many pieces of at most `size` all rows have, for one group. One warp.
+__device__ __forceinline__ int count_pieces(const int* first, int rows, int size) {
+  int count = 0;
+  for (int r = threadIdx.x; r < rows; r += WARP) count += (first[r + 1] - first[r] + size - 1) / size;
+  return __reduce_add_sync(~0u, count);
+}
+
+// Cuts every (row, head group) into equal pieces, one a block, of the least size for which there are blocks enough, and
+// finds this block's. Shares of the line would have a block finish one unit and begin another, and wait for both merges;
+// but they are equal whatever the lengths are, so `size_max` says from which size on they are better. One warp.
+__device__ __forceinline__ Piece own_piece(const int* first, int rows, int groups, int size, int size_max) {
+  const int lane = threadIdx.x, blocks = gridDim.x;
+  while (count_pieces(first, rows, size) * groups > blocks) {
+    size += (size + 7) / 8;
+    if (size > size_max) return Piece{0, 0, 0, kNoPieces, 0};
+  }
+  int before = 0;
+  for (int base = 0; base < rows; base += WARP) {
+    const int row = base + lane;
+    const int pages = row < rows ? first[row + 1] - first[row] : 0;
+    const int pieces = (pages + size - 1) / size;
+    int end = pieces * groups;
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+      int y = __shfl_up_sync(~0u, end, d);
+      if (lane >= d) end += y;
+    }
+    const int at = (int)blockIdx.x - before - (end - pieces * groups);
+    const bool is_mine = at >= 0 && at < pieces * groups;
+    const unsigned who = __ballot_sync(~0u, is_mine);
+    if (who) {
+      Piece own;
+      if (is_mine) {
+        const int group = at / pieces, piece = at - group * pieces;
+        const int from = (int)((int64_t)pages * piece / pieces), to = (int)((int64_t)pages * (piece + 1) / pieces);
+        const int begin = first[row] * groups + group * pages;
+        const int first_block = blockIdx.x - piece;
+        own = Piece{begin + from, begin + to, row, first_block, first_block + pieces - 1};
+      }
+      const int source = __ffs(who) - 1;
+      own.begin = __shfl_sync(~0u, own.begin, source);
+      own.end = __shfl_sync(~0u, own.end, source);
+      own.row = __shfl_sync(~0u, own.row, source);
+      own.first_block = __shfl_sync(~0u, own.first_block, source);
+      own.last_block = __shfl_sync(~0u, own.last_block, source);
+      return own;
+    }
+    before += __shfl_sync(~0u, end, WARP - 1);
+  }
+  return Piece{};  // there are more blocks than pieces
+}
 
 // `first` of the rows: pages before row r. Empty rows have no tile and are stepped over.
 __device__ __forceinline__ bool next_piece(Walk& w, const int* first, int groups) {
@@ -153,8 +208,6 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   int* lens = first + p.rows + 1;
   int* last_flag = lens + p.rows;
   Piece* own = reinterpret_cast<Piece*>(last_flag + 1);
-  // One lane of the first warp looks after each row.
-  const bool has_pieces = p.rows <= WARP && p.rows * groups <= (int)gridDim.x;
 
   // Lengths are older than the preceding kernel (every kernel of a step lets its dependents start only after its
   // own wait), so all this may run before it has ended.
@@ -186,38 +239,20 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       }
     }
     if (lane == 0) first[p.rows] = sum;
-    // Few rows: every (row, group) is cut into equal pieces, one a block, of the least size for which there are blocks
-    // enough. Shares of the line would have a block finish one head and begin another, and wait for both merges.
-    if (has_pieces) {
-      __syncwarp();
-      const int n = lane < p.rows ? first[lane + 1] - first[lane] : 0;
-      int size = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
-      size = max(max(size, min(p.least_pages, (sum + p.rows - 1) / p.rows)), 1);
-      int pieces = (n + size - 1) / size;
-      while ((int)__reduce_add_sync(~0u, pieces) * groups > (int)gridDim.x) {
-        size += (size + 7) / 8;
-        pieces = (n + size - 1) / size;
-      }
-      int end = pieces * groups;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        int y = __shfl_up_sync(~0u, end, d);
-        if (lane >= d) end += y;
-      }
-      const int at = (int)blockIdx.x - (end - pieces * groups);
-      if (lane == 0) *own = Piece{};  // where there are more blocks than pieces
-      __syncwarp();
-      if (at >= 0 && at < pieces * groups) {
-        const int group = at / pieces, piece = at - group * pieces;
-        const int from = (int)((int64_t)n * piece / pieces), to = (int)((int64_t)n * (piece + 1) / pieces);
-        const int begin = first[lane] * groups + group * n;
-        const int first_block = blockIdx.x - piece;
-        *own = Piece{begin + from, begin + to, lane, first_block, first_block + pieces - 1};
-      }
+    __syncwarp();
+    Piece piece{0, 0, 0, kNoPieces, 0};
+    if (sum > 0 && p.rows * groups <= (int)gridDim.x) {
+      const int share = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
+      const int least = min(p.least_pages, (sum + p.rows - 1) / p.rows);
+      // Of few rows each is long beside what a merge takes, or all are short.
+      const int size_max = p.rows <= WARP ? 0x7fffffff : share + share / kPieceSlack;
+      piece = own_piece(first, p.rows, groups, max(max(share, least), 1), size_max);
     }
+    if (lane == 0) *own = piece;
   }
   __syncthreads();
 
+  const bool has_pieces = own->first_block != kNoPieces;
   const int total = first[p.rows] * groups;
   // Where rows are shorter than the least share, a share is a row's head: several would wait for each other.
   const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
