@@ -206,6 +206,10 @@ section! {
         /// The folder where the algorithms found are kept, by GPU, driver and cuBLASLt.
         gpu_tune_dir: Option<PathBuf> = None,
             "Unset means baton in XDG_CACHE_HOME, else .cache/baton in HOME, else nowhere: every start finds them again.";
+        /// While a step runs on the GPU, the thread that plans steps keeps its core awake instead of
+        /// sleeping. A core that slept finds its caches empty: what it does between steps takes twice as long.
+        gpu_poll: bool = true,
+            "A GPU costs more than a core; where nodes share few cores, false leaves theirs to others.";
         /// The library of our own GPU kernels, as make kernels builds it.
         kernels: Option<PathBuf> = None,
             "Unset means libbaton_kernels.so beside the program.";

@@ -105,7 +105,8 @@ impl Gpu {
         let arena = KvArena::remote(kv.clone())?;
         let free = context.free_bytes()?;
         let started = Instant::now();
-        let executor = CudaExecutor::start(model, kv, &arena, limits)?;
+        let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
+        executor.poll(node.gpu_poll);
         let free_at_end = context.free_bytes()?;
         info!(
             memory_seconds = seconds(times.place),

@@ -101,6 +101,9 @@ pub struct EngineArgs {
     /// On a GPU, kernels start while the one before them ends: on or off.
     #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     dependent_launch: bool,
+    /// On a GPU, the thread that plans steps keeps its core awake while one runs: on or off.
+    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    poll: bool,
     /// Seconds to find the quickest algorithms for the model's products on a GPU; 0: not at all.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(0..=600))]
     tune: u64,
@@ -571,7 +574,8 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     parts.push(lap("kv"));
-    let executor = CudaExecutor::start(model, kv, &arena, limits)?;
+    let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
+    executor.poll(args.poll);
     parts.push(lap("executor"));
     let isa = context.device().name.clone();
     let executor = Box::new(executor);

@@ -141,6 +141,9 @@ impl CudaModel {
 
 type Waited = Result<Finished, CudaError>;
 
+/// After so long a step is no step of decoding, and what sleeping costs is nothing beside it.
+const POLL_MAX: Duration = Duration::from_millis(100);
+
 pub struct CudaExecutor {
     limits: ExecutorLimits,
     model: Llama<CudaBackend>,
@@ -157,6 +160,8 @@ pub struct CudaExecutor {
     woken: Receiver<()>,
     /// `None` once it was joined.
     thread: Option<JoinHandle<()>>,
+    /// `collect` keeps its core awake.
+    polls: bool,
 }
 
 /// What the host keeps of a step in flight.
@@ -220,7 +225,15 @@ impl CudaExecutor {
             waker,
             woken,
             thread: Some(thread),
+            polls: true,
         })
+    }
+
+    /// Whether `collect` looks for a result again and again instead of sleeping, which it does
+    /// unless told otherwise. A core that slept through a step finds its caches empty, and what
+    /// the host does between steps takes twice as long.
+    pub fn poll(&mut self, polls: bool) {
+        self.polls = polls;
     }
 
     /// Calls so far in which the host waited for the GPU.
@@ -331,6 +344,13 @@ impl Executor for CudaExecutor {
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         let deadline = Instant::now().checked_add(timeout);
+        let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
+        if self.polls && !self.launched.is_empty() {
+            let until = Instant::now() + left.min(POLL_MAX);
+            while self.results.is_empty() && self.woken.is_empty() && Instant::now() < until {
+                std::hint::spin_loop();
+            }
+        }
         let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
         let waited = match self.results.try_recv() {
             Ok(waited) => Ok(waited),
