@@ -449,7 +449,7 @@ typedef struct {
   int32_t sms;         /* multiprocessors to fill; 0: all */
   int32_t least_pages; /* work is spread no further than so many pages of a head a block, or an average row's where that
                         * is less; 0: a good number */
-  int32_t variant;     /* 0 chooses; else warps a block * 10 + KV heads side by side: 40 (4 heads of a row whole, where rows fit, else 41), 41, 44, 81, 88 */
+  int32_t variant;     /* 0 chooses; else warps a block * 10 + KV heads side by side: 41, 44, 81, 88 */
   /* 1: may start before the preceding kernel of the stream has ended. kv_len, page_indptr, pages, and all KV but the
    * last page of a row are read before that, so these are older than the preceding kernel, and that kernel is one
    * that lets its successor begin only after its own wait. Every kernel of this library is such a one, under
