@@ -189,6 +189,11 @@ section! {
         /// The GPU, by its UUID as baton doctor and nvidia-smi -L show it, or as much of it as is unique.
         gpu: Option<String> = None,
             "Unset means the first that the process is shown.";
+        /// Processes that share the model, its ranks: each has as many of the heads as the others, and
+        /// computes its part of every layer.
+        tp: u32 = 1,
+            "One process is quickest until its device is too small or too slow; allowed are divisors of the model's KV heads.",
+            1..=16;
         /// How much of the GPU's memory weights, activations and KV take together, in percent, where
         /// neither kv_memory nor blocks is set.
         gpu_memory_percent: u32 = 90,

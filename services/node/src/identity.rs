@@ -20,7 +20,7 @@ pub(crate) fn identity(
         block_size: BLOCK_TOKENS as u32,
         // KV of other weights would fit, but continue another model.
         dtype: weights.to_string(),
-        // One rank holds all heads.
+        // Blocks on the wire have all heads, however many ranks share them here.
         tp: 1,
         protocol_min: notice::PROTOCOL_MIN,
         protocol_max: notice::PROTOCOL_MAX,

@@ -6,7 +6,7 @@
 //! A request's way through a node, in the order of the files: `service` (the call) → `attempt`
 //! (checked) → `grammars` (its grammar compiled, if it has one) → `inbox` → `engine_thread` → `journey` (who is told what, step by step) → `stream` →
 //! `wire` (back to the caller). Beside it: `observe` tells routers load and cached prefixes,
-//! `grpc_server` and `node` start and stop everything.
+//! `grpc_server` and `node` start and stop everything, `tensor_parallel` the ranks of a node that has them.
 //!
 //! Left out: scheduling and computing (crate `engine`), moving KV (crate `kv-transfer`), text,
 //! recovery: a node reports what failed, the router acts.
@@ -33,6 +33,7 @@ mod service;
 mod settings;
 mod stages;
 mod stream;
+mod tensor_parallel;
 #[cfg(test)]
 mod testing;
 mod transfer_events;

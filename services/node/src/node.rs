@@ -16,7 +16,7 @@ use cluster::{
     Epoch, EpochError, NodeAddress, NodeId, NodeIdError, NodeRecord, Role,
     etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
 };
-use config::{Config, hub};
+use config::{Config, Device, hub};
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
     executor::{
@@ -52,6 +52,7 @@ use crate::{
     populate::Populate,
     service::NodeService,
     settings::{self, SettingsError},
+    tensor_parallel,
     transfer_events::TransferEvents,
     transfer_figures,
 };
@@ -97,6 +98,11 @@ pub enum StartError {
     Cuda(#[from] CudaError),
     #[error(transparent)]
     CudaExecutor(#[from] CudaExecutorError),
+    /// Memory that ranks share.
+    #[error("node.tp: {0}")]
+    Shared(#[from] kernels::shared::SharedError),
+    #[error("node.tp: {0}")]
+    Ranks(#[from] ranks::GroupError),
     #[error(transparent)]
     Scheduler(#[from] SchedulerConfigError),
     #[error(transparent)]
@@ -185,7 +191,8 @@ impl Node {
         let metrics_server =
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
 
-        let Loaded { path, arena, identity, executor, cpus } = load(config.clone()).await?;
+        let Loaded { path, arena, identity, executor, cpus } =
+            load(config.clone(), epoch.value()).await?;
         let executor = wrap(executor);
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
@@ -405,17 +412,18 @@ struct Loaded {
 }
 
 /// Opens and packs the model, off the async threads.
-async fn load(config: Config) -> Result<Loaded, StartError> {
+async fn load(config: Config, epoch: u128) -> Result<Loaded, StartError> {
     // Before hours are spent on a download.
     let threads = settings::threads(&config.node)?;
     let path = config.hub.obtain(config.model.required_path()?, hub::Parts::All).await?;
-    tokio::task::spawn_blocking(move || load_blocking(&config, &path, threads))
+    tokio::task::spawn_blocking(move || load_blocking(&config, epoch, &path, threads))
         .await
         .map_err(StartError::Load)?
 }
 
 fn load_blocking(
     config: &Config,
+    epoch: u128,
     path: &Path,
     (threads, cpus): (usize, Vec<u32>),
 ) -> Result<Loaded, StartError> {
@@ -439,6 +447,24 @@ fn load_blocking(
     );
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
+    if config.node.tp > 1 {
+        let tp = config.node.tp;
+        if config.node.device == Device::Cuda {
+            return Err(SettingsError::RanksOnGpus { tp }.into());
+        }
+        let (executor, arena) = tensor_parallel::start(config, epoch, path, &checkpoint)?;
+        info!(
+            dtype = %weights,
+            ranks = tp,
+            blocks = arena.block_count(),
+            block_bytes = layout.block_bytes(),
+            seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
+            "loaded the weights, a part on each rank"
+        );
+        let identity = identity::identity(fingerprint, weights, layout);
+        let executor = Box::new(executor);
+        return Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus: Vec::new() });
+    }
     if let Some(gpu) = device::gpu(config, weights)? {
         let (executor, arena) = gpu.start(config, &checkpoint, layout)?;
         info!(

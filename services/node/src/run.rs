@@ -12,6 +12,7 @@ use clap::{Arg, Command};
 use cluster::{NodeId, Role};
 use config::Config;
 use engine::executor::Executor;
+use ranks::Seat;
 use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info};
@@ -19,6 +20,7 @@ use tracing::{error, info};
 use crate::{
     node::{Addresses, Node},
     settings::SECTIONS,
+    tensor_parallel::{self, RANK_FLAG},
 };
 
 const READY_FILE_FLAG: &str = "ready-file";
@@ -38,8 +40,36 @@ pub fn run(role: Role) -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => return complain(name, &error, USAGE).into(),
     };
+    if let Some(seat) = parsed.matches.get_one::<Seat>(RANK_FLAG) {
+        return run_rank(role, seat, &parsed.config).into();
+    }
     let ready_file = parsed.matches.get_one::<PathBuf>(READY_FILE_FLAG);
     run_on(role, &parsed.config, ready_file.map(PathBuf::as_path), started, |device| device).into()
+}
+
+/// The life of a process that a node has started as one of its ranks. It serves nobody and exports
+/// nothing: all that it has beside its ring is a log.
+fn run_rank(role: Role, seat: &Seat, config: &Config) -> u8 {
+    let name = program_name(role);
+    let resource = Resource { service: name.to_owned(), instance: instance(role, config) };
+    let settings = TelemetryConfig { otlp: None, ..TelemetryConfig::from(&config.telemetry) };
+    let telemetry = match Telemetry::start(&settings, resource) {
+        Ok(telemetry) => telemetry,
+        Err(error) => return complain(name, &error, 1),
+    };
+    if let Err(error) = telemetry.install() {
+        return complain(name, &error, 1);
+    }
+    let outcome = tensor_parallel::run(seat, config);
+    if let Err(error) = &outcome {
+        error!("rank {} of {}: {error}", seat.rank, seat.of);
+    }
+    // Without it the last line would stay where it is.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    if let Ok(runtime) = runtime {
+        let _ = runtime.block_on(telemetry.shutdown(TELEMETRY_STOP_WITHIN));
+    }
+    u8::from(outcome.is_err())
 }
 
 /// [`run`] once its settings are read; says the exit code. The engine computes on what `wrap` makes
@@ -106,7 +136,13 @@ fn command(role: Role) -> Command {
         .value_name("PATH")
         .value_parser(clap::value_parser!(PathBuf))
         .help("Where to write a line of JSON with this node's addresses once it is ready");
-    Command::new(program_name(role)).version(env!("CARGO_PKG_VERSION")).about(about).arg(ready_file)
+    let rank = Arg::new(RANK_FLAG)
+        .long(RANK_FLAG)
+        .value_parser(|text: &str| text.parse::<Seat>())
+        // Nodes start their ranks with it; people have node.tp.
+        .hide(true);
+    let command = Command::new(program_name(role)).version(env!("CARGO_PKG_VERSION"));
+    command.about(about).arg(ready_file).arg(rank)
 }
 
 async fn serve_with_telemetry(

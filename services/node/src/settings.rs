@@ -40,6 +40,13 @@ pub enum SettingsError {
     TooManyThreads { threads: u32, key: &'static str, cpus: usize },
     #[error("{key}: threads cannot be tied to CPUs here: {reason}")]
     NoAffinity { key: &'static str, reason: io::Error },
+    #[error(
+        "node.tp = {tp}: each rank has as many of the model's {kv_heads} KV heads as the others, and as \
+         many rows of its feed-forward network; allowed: {allowed}"
+    )]
+    Ranks { tp: u32, kv_heads: usize, allowed: String },
+    #[error("node.tp = {tp} with node.device = cuda: ranks on GPUs are not there yet; allowed: 1")]
+    RanksOnGpus { tp: u32 },
     #[error("node.sequence_tokens_max = {value}: the model reaches {context_tokens} tokens")]
     BeyondContext { value: u32, context_tokens: usize },
 }

@@ -16,7 +16,7 @@ use engine::{
     executor::{CollectWaker, Executor, ExecutorError},
     plan::{StepId, StepPlan, StepResult},
 };
-use tracing::info;
+use tracing::debug;
 
 use crate::{
     codec::{self, Answer, DecodeError, Failure, Order, StepAnswer, WireResult},
@@ -81,7 +81,7 @@ pub fn run_rank<E: Executor>(
     };
     let outcome = match make(&told) {
         Ok(executor) => {
-            info!(rank, of = seat.of, "the rank computes");
+            debug!(rank, of = seat.of, "the rank computes");
             Rank::new(executor, &mut answers, rank == 0).run(orders)
         }
         Err(reason) => Err(RankError::Executor(reason)),

@@ -72,6 +72,10 @@ pub struct UpArgs {
     /// Number format of weights; KV is f32 with f32, else bf16. [default: the configuration's, else bf16]
     #[arg(long)]
     dtype: Option<DtypeArg>,
+    /// Ranks of each node: processes that share the model, each with its part of every layer; a divisor
+    /// of the model's KV heads. [default: the configuration's, else 1]
+    #[arg(long)]
+    tp: Option<u32>,
     /// `dummy`: random weights; a folder with config.json and tokenizer.json is then enough.
     /// [default: the configuration's, else auto]
     #[arg(long)]
@@ -186,7 +190,9 @@ impl Cluster {
 /// As the services will read it, to find mistakes once and before anything starts.
 fn configuration(args: &UpArgs) -> Result<Config> {
     let environment = config::environment_of(std::env::vars_os())?;
-    let flags = args.etcd.iter().map(|etcd| ("cluster.etcd".to_owned(), etcd.clone())).collect();
+    let etcd = args.etcd.iter().map(|etcd| ("cluster.etcd".to_owned(), etcd.clone()));
+    let tp = args.tp.iter().map(|tp| ("node.tp".to_owned(), tp.to_string()));
+    let flags = etcd.chain(tp).collect();
     let config = Config::load(LoadInput { file: args.config.clone(), environment, flags })?;
     // All nodes have the same settings, and a CPU that two of them want helps neither.
     let nodes = args.prefill + args.decode;
@@ -385,6 +391,9 @@ impl Common {
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
         if let Some(etcd) = &args.etcd {
             set("BATON_CLUSTER_ETCD", etcd.clone());
+        }
+        if let Some(tp) = args.tp {
+            set("BATON_NODE_TP", tp.to_string());
         }
         // Only the router would miss it, once every node has loaded.
         ensure!(

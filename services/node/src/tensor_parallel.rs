@@ -1,0 +1,220 @@
+//! A node whose executor is several processes: how it starts its ranks, and how a rank begins.
+//!
+//! The ranks are this program again, with its own arguments and [`RANK_FLAG`]. The KV arena lies in
+//! memory that all of them have mapped, with the blocks of all heads: each rank computes its own heads
+//! there, and the node's transfers see whole blocks, as with one rank. In front of it is what the ranks
+//! add up their partial sums in.
+
+use std::{
+    env,
+    ffi::OsString,
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use config::Config;
+use engine::executor::cpu::CpuExecutor;
+use kernels::{
+    KvArena, KvLayout, Shard,
+    cpu::{CpuBackend, CpuOptions, Group, affinity},
+    shared::{RegionName, SharedRegion, sweep},
+};
+use model::Checkpoint;
+use ranks::{GroupSettings, RankGroup, Seat, run_rank};
+use serde_json::{Value, json};
+use tracing::{info, warn};
+
+use crate::{load_log::LoadLog, node::StartError, settings};
+
+/// By this flag a process learns that it is a rank, and which. Nobody else gives it.
+pub(crate) const RANK_FLAG: &str = "rank";
+
+/// What the region of KV and sums says it is for.
+const PURPOSE: &str = "kv";
+/// No exchange between ranks waits longer. A rank that is gone is noticed far sooner, by the node.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Where pages begin.
+const PAGE: usize = 4096;
+
+/// What every rank is told to start: the model's place here, and the memory that they share.
+#[derive(Clone, Debug, PartialEq)]
+struct Told {
+    model: PathBuf,
+    region: RegionName,
+    blocks: u32,
+}
+
+impl Told {
+    fn encode(&self) -> Vec<u8> {
+        // Paths need not be text.
+        let model = self.model.as_os_str().as_encoded_bytes();
+        let told = json!({
+            "region": self.region.file_name(),
+            "blocks": self.blocks,
+            "model": model,
+        });
+        told.to_string().into_bytes()
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        use std::os::unix::ffi::OsStringExt;
+
+        let told: Value = serde_json::from_slice(bytes).ok()?;
+        let byte = |value: &Value| u8::try_from(value.as_u64()?).ok();
+        let model = told["model"].as_array()?.iter().map(byte).collect::<Option<Vec<u8>>>()?;
+        Some(Self {
+            model: OsString::from_vec(model).into(),
+            region: RegionName::parse(told["region"].as_str()?)?,
+            blocks: u32::try_from(told["blocks"].as_u64()?).ok()?,
+        })
+    }
+}
+
+/// Where the arena begins in the region.
+fn arena_at(ranks: u32) -> usize {
+    Group::region_bytes(ranks as usize).next_multiple_of(PAGE)
+}
+
+fn region_bytes(layout: KvLayout, blocks: u32, ranks: u32) -> usize {
+    // What cannot be is refused by the region, and by the arena in it.
+    let arena = layout.block_bytes().saturating_mul(blocks as usize);
+    arena_at(ranks).saturating_add(arena)
+}
+
+/// The ranks, which are ready, and the arena that they compute into.
+pub(crate) fn start(
+    config: &Config,
+    epoch: u128,
+    path: &Path,
+    checkpoint: &Checkpoint,
+) -> Result<(RankGroup, Arc<KvArena>), StartError> {
+    let (model, of) = (checkpoint.config(), config.node.tp);
+    check(checkpoint, of)?;
+    let layout = model.kv_layout(settings::weight_format(config.model.dtype).kv_dtype());
+    let blocks = settings::block_count(&config.node, layout)?;
+    // What is wrong with them is said here rather than by each rank.
+    settings::executor_limits(&config.node, model, blocks)?;
+    for name in sweep() {
+        info!(owner = name.owner, purpose = name.purpose, "removed what a dead node left");
+    }
+    let name = RegionName::own(epoch, PURPOSE);
+    let region = SharedRegion::create(&name, region_bytes(layout, blocks, of))?;
+    let arena = KvArena::shared(layout, blocks, &region, arena_at(of))?;
+    let told = Told { model: path.to_owned(), region: name, blocks };
+    let group = RankGroup::start(GroupSettings::new(epoch, of, told.encode()), command)?;
+    // All have opened it.
+    region.unlink();
+    info!(ranks = of, processes = ?group.process_ids(), "the ranks are ready");
+    Ok((group, arena))
+}
+
+/// How many ranks the model allows.
+fn check(checkpoint: &Checkpoint, of: u32) -> Result<(), StartError> {
+    let allowed = checkpoint.config().rank_counts().collect::<Vec<_>>();
+    if allowed.contains(&(of as usize)) {
+        return Ok(());
+    }
+    let allowed: Vec<String> = allowed.iter().map(usize::to_string).collect();
+    let (tp, kv_heads) = (of, checkpoint.config().kv_head_count);
+    Err(settings::SettingsError::Ranks { tp, kv_heads, allowed: allowed.join(", ") }.into())
+}
+
+/// This program again, also when its file has another by now.
+fn command(seat: &Seat) -> Command {
+    let mut arguments = env::args_os();
+    let mut command = Command::new("/proc/self/exe");
+    if let Some(name) = arguments.next() {
+        command.arg0(name);
+    }
+    command.args(arguments).arg(format!("--{RANK_FLAG}")).arg(seat.to_string());
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    command
+}
+
+/// The whole life of a rank's process, once its settings are read.
+pub(crate) fn run(seat: &Seat, config: &Config) -> Result<(), ranks::RankError> {
+    run_rank(seat, |told| {
+        let told = Told::decode(told).ok_or("what it is told is not what this program tells")?;
+        executor(seat, config, &told).map_err(|error| error.to_string())
+    })
+}
+
+fn executor(seat: &Seat, config: &Config, told: &Told) -> Result<CpuExecutor, StartError> {
+    let (threads, cpus) = settings::threads(&config.node)?;
+    let (threads, cpus) = share(threads, &cpus, seat);
+    // As in a node without ranks: what is packed here is read by these CPUs.
+    let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
+    let _confined = confined.map_err(StartError::Affinity)?;
+    let load_format = settings::load_format(config.model.load_format);
+    let checkpoint = Checkpoint::open(&told.model, load_format)?;
+    check(&checkpoint, seat.of)?;
+    let weights = settings::weight_format(config.model.dtype);
+    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let bytes = region_bytes(layout, told.blocks, seat.of);
+    let region = SharedRegion::open(&told.region, bytes)?;
+    let arena = KvArena::shared(layout, told.blocks, &region, arena_at(seat.of))?;
+    let limits = settings::executor_limits(&config.node, checkpoint.config(), told.blocks)?;
+    let shard = Shard::new(seat.rank as usize, seat.of as usize).expect("the model allows so many");
+    let isa = settings::isa(config.node.isa);
+    let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
+    let backend = backend.in_group(Group::new(&region, 0, shard, PATIENCE));
+    let mut log = LoadLog::new();
+    let progress = &mut |progress| log.at(progress);
+    let executor = CpuExecutor::start_with_progress(&checkpoint, backend, arena, limits, progress)?;
+    let (rank, cpus) = (seat.rank, settings::shown_cpus(&cpus));
+    info!(rank, of = seat.of, threads, cpus, "loaded the rank's part of the weights");
+    Ok(executor)
+}
+
+/// Of the node's threads and CPUs those of a rank: as even as they allow, one at least.
+fn share(threads: usize, cpus: &[u32], seat: &Seat) -> (usize, Vec<u32>) {
+    let (rank, of) = (seat.rank as usize, seat.of as usize);
+    let part = |count: usize| rank * count / of..(rank + 1) * count / of;
+    if threads < of && rank == 0 {
+        warn!(threads, ranks = of, "ranks have a thread each at least, more than node.threads has");
+    }
+    let threads = part(threads).len().max(1);
+    match cpus.len() {
+        0 => (threads, Vec::new()),
+        // Some have one together.
+        count if count < of => (1, vec![cpus[rank % count]]),
+        count => (part(count).len(), cpus[part(count)].to_vec()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seat(rank: u32, of: u32) -> Seat {
+        Seat { region: RegionName::own(1, "ranks"), rank, of }
+    }
+
+    #[test]
+    fn what_is_told_comes_back_and_nothing_else_does() {
+        let model = PathBuf::from("/some/models/täglich.gguf");
+        let told = Told { model, region: RegionName::own(3, PURPOSE), blocks: 17 };
+        assert_eq!(Told::decode(&told.encode()), Some(told.clone()));
+        let text = String::from_utf8(told.encode()).unwrap();
+        for (from, to) in [("17", "-1"), ("baton", "bacon"), ("model", "muddle"), ("{", "")] {
+            assert_eq!(Told::decode(text.replace(from, to).as_bytes()), None, "{to}");
+        }
+    }
+
+    #[test]
+    fn ranks_share_threads_and_cpus() {
+        for (threads, cpus, of, expected) in [
+            (8, vec![], 2, vec![(4, vec![]), (4, vec![])]),
+            (1, vec![], 2, vec![(1, vec![]), (1, vec![])]),
+            (3, vec![7, 5, 6], 2, vec![(1, vec![7]), (2, vec![5, 6])]),
+            (1, vec![4], 2, vec![(1, vec![4]), (1, vec![4])]),
+        ] {
+            let shares: Vec<_> =
+                (0..of).map(|rank| share(threads, &cpus, &seat(rank, of))).collect();
+            assert_eq!(shares, expected, "{threads} threads, CPUs {cpus:?}");
+        }
+    }
+}
