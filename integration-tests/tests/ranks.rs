@@ -1,0 +1,185 @@
+//! Nodes with ranks, as whole clusters of real processes: the reference's tokens with any number of
+//! ranks on either side of a transfer, and what a rank's end means for requests and membership.
+
+use std::{
+    fs,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use integration_tests::{
+    client::{Client, greedy_body},
+    cluster::{Cluster, ClusterSpec, Service},
+    etcd::Etcd,
+    golden::{golden, longest, run_named},
+};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+const PREFIX: &str = "/baton/ranks";
+const TP: &str = "BATON_NODE_TP";
+/// SmolLM2 has three KV heads.
+const RANKS: usize = 3;
+
+fn spec() -> ClusterSpec {
+    ClusterSpec::smollm2().set("BATON_NODE_DEVICE", "cpu").set("BATON_NODE_BLOCKS", 400)
+}
+
+/// Numbers of the processes that this one has started and that run.
+fn children(parent: u32) -> Vec<u32> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").expect("processes are listed").flatten() {
+        let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        // Behind the name, which is in brackets: state, parent.
+        let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else { continue };
+        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or("").split(' ').collect();
+        if fields.get(1) == Some(&parent.to_string().as_str()) && fields[0] != "Z" {
+            found.push(id);
+        }
+    }
+    found.sort_unstable();
+    found
+}
+
+fn signal(id: u32, signal: &str) {
+    let status = Command::new("kill").args([signal, &id.to_string()]).status();
+    assert!(status.is_ok_and(|status| status.success()), "cannot signal {id}");
+}
+
+fn wait_gone(ids: &[u32]) -> Result<()> {
+    let is_alive = |id: &u32| {
+        let stat = fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
+    };
+    let deadline = Instant::now() + DEADLINE;
+    while ids.iter().any(is_alive) {
+        ensure!(Instant::now() < deadline, "processes of {ids:?} are still there");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+async fn check_golden(client: &Client) -> Result<()> {
+    for run in golden().runs {
+        let found = client.greedy(&run.prompt_ids, run.output_ids.len()).await?;
+        assert_eq!(found, run.output_ids, "{}", run.name);
+    }
+    Ok(())
+}
+
+async fn check_pair(prefill: usize, decode: usize) -> Result<()> {
+    let spec = spec().nodes(1, 1).set_prefill(TP, prefill).set_decode(TP, decode);
+    let cluster = Cluster::start(spec).await?;
+    for (node, ranks) in [(&cluster.prefill[0], prefill), (&cluster.decode[0], decode)] {
+        let expected = if ranks == 1 { 0 } else { ranks };
+        assert_eq!(children(node.id()).len(), expected, "{}", node.name);
+    }
+    check_golden(&Client::new(cluster.http())).await?;
+    let received = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
+    assert!(received > 0.0, "no KV was received");
+    let ranks: Vec<u32> = cluster
+        .prefill
+        .iter()
+        .chain(&cluster.decode)
+        .flat_map(|node| children(node.id()))
+        .collect();
+    cluster.stop()?;
+    wait_gone(&ranks)
+}
+
+#[tokio::test]
+async fn three_ranks_send_their_kv_to_one() -> Result<()> {
+    check_pair(RANKS, 1).await
+}
+
+#[tokio::test]
+async fn one_rank_sends_its_kv_to_three() -> Result<()> {
+    check_pair(1, RANKS).await
+}
+
+/// Which ends a rank.
+#[derive(Clone, Copy, PartialEq)]
+enum End {
+    Killed,
+    Stopped,
+}
+
+/// A decode node alone loses a rank while it writes an answer.
+async fn loses_a_rank(end: End) -> Result<()> {
+    let etcd = Etcd::start()?;
+    let spec = spec()
+        .nodes(0, 1)
+        .set(TP, RANKS)
+        .set("BATON_CLUSTER_ETCD", etcd.url())
+        .set("BATON_CLUSTER_ETCD_PREFIX", PREFIX)
+        // Far longer than the test: a record that goes was taken away.
+        .set("BATON_CLUSTER_ETCD_TTL", "600s");
+    let mut cluster = Cluster::start(spec).await?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    let client = Client::new(cluster.http());
+    let run = longest();
+    let mut stream = client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 2000)).await?;
+    let mut tokens = 0;
+    while tokens < 3 {
+        tokens += stream.next().await?.context("the stream goes on")?.token_ids().len();
+    }
+    let ranks = children(cluster.decode[0].id());
+    assert_eq!(ranks.len(), RANKS);
+    signal(ranks[1], if end == End::Killed { "-KILL" } else { "-STOP" });
+    let lost = Instant::now();
+
+    let mut error = None;
+    while let Some(event) = stream.next().await? {
+        assert!(error.is_none(), "{error:?} was not the last: {event:?}");
+        assert!(!event.is_done(), "an answer that is not complete ends as if it were");
+        error = Some(event.json()["error"].clone()).filter(|error| !error.is_null());
+    }
+    let error = error.context("no error")?;
+    println!("the request ended {:?} later: {error}", lost.elapsed());
+    assert_eq!(error["code"], "no_decode_node", "{error}");
+    etcd.wait_leases(PREFIX, <[_]>::is_empty).await?;
+    let node: &mut Service = &mut cluster.decode[0];
+    assert_eq!(node.wait_end(DEADLINE)?, Some(1), "{}", node.log());
+    println!("the node ended {:?} later", lost.elapsed());
+    wait_gone(&ranks)?;
+    let why = match end {
+        End::Killed => "of 3 ended: killed by signal 9",
+        End::Stopped => "of 3 gave no sign of life for ",
+    };
+    assert!(node.log().contains(why), "{}", node.log());
+
+    // As its supervisor does.
+    cluster.restart_decode(0)?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    cluster.wait_nodes(0, 1).await?;
+    let run = run_named("chat_template");
+    let found = client.greedy(&run.prompt_ids, run.output_ids.len()).await?;
+    assert_eq!(found, run.output_ids);
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn a_killed_rank_ends_its_requests_typed_and_its_node_which_comes_back() -> Result<()> {
+    loses_a_rank(End::Killed).await
+}
+
+#[tokio::test]
+async fn a_stopped_rank_ends_its_requests_typed_and_its_node_which_comes_back() -> Result<()> {
+    loses_a_rank(End::Stopped).await
+}
+
+#[tokio::test]
+async fn a_killed_node_takes_its_ranks_with_it_and_leaves_no_memory() -> Result<()> {
+    let mut cluster = Cluster::start(spec().nodes(0, 1).set(TP, RANKS)).await?;
+    let node = &mut cluster.decode[0];
+    let (id, ranks) = (node.id(), children(node.id()));
+    assert_eq!(ranks.len(), RANKS);
+    node.kill();
+    wait_gone(&ranks)?;
+    let left: Vec<_> = fs::read_dir("/dev/shm")?.flatten().map(|file| file.file_name()).collect();
+    let own = format!("-{id}-");
+    assert!(!left.iter().any(|name| name.to_string_lossy().contains(&own)), "{left:?}");
+    Ok(())
+}
