@@ -8,8 +8,9 @@ pub const RANKS_MAX: usize = 16;
 /// Vocabularies are cut between runs of so many tokens, the runs in which the sampler adds
 /// probabilities up: then the sums of a rank's runs are those of the whole row.
 pub const VOCABULARY_RUN: usize = 1024;
-/// Runs that a rank has at least, else the parts would be too unequal.
-const RUNS_MIN: usize = 8;
+/// Runs that a rank has at least, else the parts would be too unequal: the largest is no more than a
+/// third above an even share, and for 32,000 tokens and more on up to 8 ranks a sixth.
+const RUNS_MIN: usize = 3;
 
 /// Rank `rank` of `of`: which part of every layer it computes.
 ///
@@ -102,8 +103,13 @@ mod tests {
                     if cuts_between_runs(vocabulary, of) {
                         assert!(tokens.start.is_multiple_of(VOCABULARY_RUN));
                     }
-                    // At most an eighth more than an even share, rounding apart.
-                    assert!(tokens.len() <= (vocabulary / of) * 9 / 8 + 1, "{shard}: {tokens:?}");
+                    // Rounding apart.
+                    let even = vocabulary / of + 1;
+                    assert!(tokens.len() <= even * 4 / 3, "{shard}: {tokens:?}");
+                    if vocabulary >= 32_000 && of <= 8 {
+                        assert!(cuts_between_runs(vocabulary, of));
+                        assert!(tokens.len() <= even * 7 / 6, "{shard}: {tokens:?}");
+                    }
                     next = tokens.end;
                 }
                 assert_eq!(next, vocabulary);

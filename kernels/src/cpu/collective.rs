@@ -150,8 +150,11 @@ impl Group {
         Places { of, offset: 0 }.bytes()
     }
 
-    /// Takes a rank's place in the group that lives in `region` from `offset` on, a multiple of 8.
-    /// Each rank is taken once. No exchange waits longer than `patience` for another rank.
+    /// Takes a rank's place in the group that lives in `region` from `offset` on, a multiple of 8. No
+    /// exchange waits longer than `patience` for another rank.
+    ///
+    /// **Hazard.** Who takes a place that another has, or writes into these bytes by other means,
+    /// changes what is being read: the ranks of a group are one program that gives out each place once.
     pub fn new(
         region: &Arc<SharedRegion>,
         offset: usize,

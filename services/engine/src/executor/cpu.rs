@@ -194,6 +194,11 @@ impl Runner {
                 break;
             }
         }
+        let shard = self.backend.shard();
+        if !shard.is_whole() {
+            let rows_gathered = self.backend.rows_gathered();
+            tracing::debug!(%shard, rows_gathered, "sampled rows whose logits were gathered");
+        }
     }
 
     fn step(&mut self, plan: &StepPlan) -> Answer {
