@@ -20,6 +20,8 @@ namespace {
 constexpr int kPage = BATON_BLOCK_TOKENS;
 constexpr int kMaxGroup = 8;
 constexpr int kMaxRows = 1024;
+// Pieces may be longer than equal shares by one part in so many, where there are more than a few rows.
+constexpr int kPieceSlack = 5;
 constexpr float kInf = __builtin_huge_valf();
 
 struct Params {
@@ -90,10 +92,60 @@ struct Walk {
 // block of its (row, head group).
 struct Piece {
   int begin = 0, end = 0, row = 0, first_block = 0, last_block = 0;
-  int is_whole = 0;  // the piece is all of a row for WHOLE heads
 };
-// Whole rows are taken if the longest is at most so much of a block's share of the line: 9 / 8.
-constexpr int kWholeMost = 9, kWholeShares = 8;
+constexpr int kNoPieces = -1;  // as `first_block`: the blocks have shares of the line
+
+// Of each unit (row, head group) by pages: how many pieces of at most `size` all rows have, for one group. One warp.
+__device__ __forceinline__ int count_pieces(const int* first, int rows, int size) {
+  int count = 0;
+  for (int r = threadIdx.x; r < rows; r += WARP) count += (first[r + 1] - first[r] + size - 1) / size;
+  return __reduce_add_sync(~0u, count);
+}
+
+// Cuts every (row, head group) into equal pieces, one a block, of the least size for which there are blocks enough, and
+// finds this block's. Shares of the line would have a block finish one unit and begin another, and wait for both merges;
+// but they are equal whatever the lengths are, so `size_max` says from which size on they are better. One warp.
+__device__ __forceinline__ Piece own_piece(const int* first, int rows, int groups, int size, int size_max) {
+  const int lane = threadIdx.x, blocks = gridDim.x;
+  while (count_pieces(first, rows, size) * groups > blocks) {
+    size += (size + 7) / 8;
+    if (size > size_max) return Piece{0, 0, 0, kNoPieces, 0};
+  }
+  int before = 0;
+  for (int base = 0; base < rows; base += WARP) {
+    const int row = base + lane;
+    const int pages = row < rows ? first[row + 1] - first[row] : 0;
+    const int pieces = (pages + size - 1) / size;
+    int end = pieces * groups;
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+      int y = __shfl_up_sync(~0u, end, d);
+      if (lane >= d) end += y;
+    }
+    const int at = (int)blockIdx.x - before - (end - pieces * groups);
+    const bool is_mine = at >= 0 && at < pieces * groups;
+    const unsigned who = __ballot_sync(~0u, is_mine);
+    if (who) {
+      Piece own;
+      if (is_mine) {
+        const int group = at / pieces, piece = at - group * pieces;
+        const int from = (int)((int64_t)pages * piece / pieces), to = (int)((int64_t)pages * (piece + 1) / pieces);
+        const int begin = first[row] * groups + group * pages;
+        const int first_block = blockIdx.x - piece;
+        own = Piece{begin + from, begin + to, row, first_block, first_block + pieces - 1};
+      }
+      const int source = __ffs(who) - 1;
+      own.begin = __shfl_sync(~0u, own.begin, source);
+      own.end = __shfl_sync(~0u, own.end, source);
+      own.row = __shfl_sync(~0u, own.row, source);
+      own.first_block = __shfl_sync(~0u, own.first_block, source);
+      own.last_block = __shfl_sync(~0u, own.last_block, source);
+      return own;
+    }
+    before += __shfl_sync(~0u, end, WARP - 1);
+  }
+  return Piece{};  // there are more blocks than pieces
+}
 
 // `first` of the rows: pages before row r. Empty rows have no tile and are stepped over.
 __device__ __forceinline__ bool next_piece(Walk& w, const int* first, int groups) {
@@ -137,35 +189,70 @@ __host__ __device__ constexpr int ring_bytes() {
   return WARPS * STAGES * 2 * kPage * HD * 2;
 }
 
-// What a block knows of all rows, in shared memory.
-struct Rows {
-  char* ring;
-  float* merge;
-  const int* first;  // pages before each row, and of all
-  const int* lens;
-  int* last_flag;
-  const Piece* own;
-};
-
-// A block's share. HEADS: KV heads that it works on side by side; WARPS / HEADS warps share the pages of each.
+// HEADS: KV heads a block works on side by side; WARPS / HEADS warps share the pages of each.
 template <int HD, int WARPS, int STAGES, int HEADS>
-__device__ __forceinline__ void attend(const Params& p, const Rows& rows, bool has_pieces) {
+__global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __grid_constant__ Params p) {
   constexpr int SPLITS = WARPS / HEADS;
   constexpr int CHUNKS = HD / 8;             // 16-byte pieces of a token
   constexpr int TILE_BYTES = kPage * HD * 2;  // of K; V likewise
   constexpr int COPIES = kPage * CHUNKS / 32;
   constexpr int KS = HD / 16;
   constexpr int ROW_F = HD + 4;  // floats of a head in the merge area: O, m, l and padding
+  extern __shared__ __align__(128) char smem[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int split = warp / HEADS, sub = warp % HEADS;
   const int groups = p.kv_heads / HEADS;
-  const uint32_t ring = smem_addr(rows.ring) + warp * (STAGES * 2 * TILE_BYTES);
-  float* const merge = rows.merge;
-  const int* const first = rows.first;
-  const int* const lens = rows.lens;
-  int* const last_flag = rows.last_flag;
-  const Piece* const own = rows.own;
+  const uint32_t ring = smem_addr(smem) + warp * (STAGES * 2 * TILE_BYTES);
+  float* merge = reinterpret_cast<float*>(smem + ring_bytes<HD, WARPS, STAGES, HEADS>());
+  int* first = reinterpret_cast<int*>(merge + WARPS * p.group * ROW_F);
+  int* lens = first + p.rows + 1;
+  int* last_flag = lens + p.rows;
+  Piece* own = reinterpret_cast<Piece*>(last_flag + 1);
 
+  // Lengths are older than the preceding kernel (every kernel of a step lets its dependents start only after its
+  // own wait), so all this may run before it has ended.
+  if (warp == 0) {
+    int sum = 0;
+    for (int base = 0; base < p.rows; base += 128) {
+      int len[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int r = base + i * 32 + lane;
+        len[i] = r < p.rows ? p.kv_len[r] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int r = base + i * 32 + lane;
+        int skip = p.window > 0 && len[i] > p.window ? (len[i] - p.window) / kPage : 0;
+        int n = (len[i] + kPage - 1) / kPage - skip;
+        int x = n;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+          int y = __shfl_up_sync(~0u, x, d);
+          if (lane >= d) x += y;
+        }
+        if (r < p.rows) {
+          first[r] = sum + x - n;
+          lens[r] = len[i];
+        }
+        sum += __shfl_sync(~0u, x, 31);
+      }
+    }
+    if (lane == 0) first[p.rows] = sum;
+    __syncwarp();
+    Piece piece{0, 0, 0, kNoPieces, 0};
+    if (sum > 0 && p.rows * groups <= (int)gridDim.x) {
+      const int share = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
+      const int least = min(p.least_pages, (sum + p.rows - 1) / p.rows);
+      // Of few rows each is long beside what a merge takes, or all are short.
+      const int size_max = p.rows <= WARP ? 0x7fffffff : share + share / kPieceSlack;
+      piece = own_piece(first, p.rows, groups, max(max(share, least), 1), size_max);
+    }
+    if (lane == 0) *own = piece;
+  }
+  __syncthreads();
+
+  const bool has_pieces = own->first_block != kNoPieces;
   const int total = first[p.rows] * groups;
   // Where rows are shorter than the least share, a share is a row's head: several would wait for each other.
   const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
@@ -421,111 +508,6 @@ __device__ __forceinline__ void attend(const Params& p, const Rows& rows, bool h
   }
 }
 
-// HEADS as above; WHOLE: heads of a row that a block takes alone where every row can have blocks of its own and all are of
-// about one length, so that nothing is merged. 0: never.
-template <int HD, int WARPS, int STAGES, int HEADS, int WHOLE>
-__global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __grid_constant__ Params p) {
-  constexpr int ROW_F = HD + 4;
-  extern __shared__ __align__(128) char smem[];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int groups = p.kv_heads / HEADS;
-  float* merge = reinterpret_cast<float*>(smem + ring_bytes<HD, WARPS, STAGES, HEADS>());
-  int* first = reinterpret_cast<int*>(merge + WARPS * p.group * ROW_F);
-  int* lens = first + p.rows + 1;
-  int* last_flag = lens + p.rows;
-  Piece* own = reinterpret_cast<Piece*>(last_flag + 1);
-  // One lane of the first warp looks after each row.
-  const bool has_pieces = p.rows <= WARP && p.rows * groups <= (int)gridDim.x;
-
-  // Lengths are older than the preceding kernel (every kernel of a step lets its dependents start only after its
-  // own wait), so all this may run before it has ended.
-  if (warp == 0) {
-    int sum = 0, longest = 0;
-    for (int base = 0; base < p.rows; base += 128) {
-      int len[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int r = base + i * 32 + lane;
-        len[i] = r < p.rows ? p.kv_len[r] : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int r = base + i * 32 + lane;
-        int skip = p.window > 0 && len[i] > p.window ? (len[i] - p.window) / kPage : 0;
-        int n = (len[i] + kPage - 1) / kPage - skip;
-        longest = max(longest, n);
-        int x = n;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-          int y = __shfl_up_sync(~0u, x, d);
-          if (lane >= d) x += y;
-        }
-        if (r < p.rows) {
-          first[r] = sum + x - n;
-          lens[r] = len[i];
-        }
-        sum += __shfl_sync(~0u, x, 31);
-      }
-    }
-    if (lane == 0) {
-      first[p.rows] = sum;
-      *own = Piece{};
-    }
-    // Few rows: every (row, group) is cut into equal pieces, one a block, of the least size for which there are blocks
-    // enough. Shares of the line would have a block finish one head and begin another, and wait for both merges.
-    if (has_pieces) {
-      __syncwarp();
-      const int n = lane < p.rows ? first[lane + 1] - first[lane] : 0;
-      int size = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
-      size = max(max(size, min(p.least_pages, (sum + p.rows - 1) / p.rows)), 1);
-      int pieces = (n + size - 1) / size;
-      while ((int)__reduce_add_sync(~0u, pieces) * groups > (int)gridDim.x) {
-        size += (size + 7) / 8;
-        pieces = (n + size - 1) / size;
-      }
-      int end = pieces * groups;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        int y = __shfl_up_sync(~0u, end, d);
-        if (lane >= d) end += y;
-      }
-      const int at = (int)blockIdx.x - (end - pieces * groups);
-      // Where there are more blocks than pieces, some have none.
-      if (at >= 0 && at < pieces * groups) {
-        const int group = at / pieces, piece = at - group * pieces;
-        const int from = (int)((int64_t)n * piece / pieces), to = (int)((int64_t)n * (piece + 1) / pieces);
-        const int begin = first[lane] * groups + group * n;
-        const int first_block = blockIdx.x - piece;
-        *own = Piece{begin + from, begin + to, lane, first_block, first_block + pieces - 1, 0};
-      }
-    } else if (WHOLE > 0) {
-      const int whole_groups = p.kv_heads / (WHOLE > 0 ? WHOLE : 1);
-      const int share = (sum * whole_groups + (int)gridDim.x - 1) / (int)gridDim.x;
-      longest = __reduce_max_sync(~0u, longest);
-      const bool fits = p.kv_heads % (WHOLE > 0 ? WHOLE : 1) == 0 && p.rows * whole_groups <= (int)gridDim.x;
-      __syncwarp();
-      if (lane == 0 && fits && longest * kWholeShares <= share * kWholeMost) {
-        Piece piece{0, 0, 0, (int)blockIdx.x, (int)blockIdx.x, 1};
-        const int row = blockIdx.x / whole_groups, group = blockIdx.x % whole_groups;
-        if (row < p.rows) {
-          const int pages = first[row + 1] - first[row];
-          piece.begin = first[row] * whole_groups + group * pages;
-          piece.end = piece.begin + pages;
-          piece.row = row;
-        }
-        *own = piece;
-      }
-    }
-  }
-  __syncthreads();
-
-  const Rows rows{smem, merge, first, lens, last_flag, own};
-  if constexpr (WHOLE > 0) {
-    if (own->is_whole) return attend<HD, WARPS, STAGES, WHOLE>(p, rows, true);
-  }
-  attend<HD, WARPS, STAGES, HEADS>(p, rows, has_pieces);
-}
-
 template <int HD, int WARPS, int STAGES, int HEADS>
 int shared_bytes(int group, int rows) {
   return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * group * (HD + 4) * 4 + (2 * rows + 8) * 4;
@@ -535,11 +517,10 @@ int shared_bytes(int group, int rows) {
 template <int HD, class Body>
 bool with_variant(int variant, int group, int rows, Body&& body) {
   switch (variant) {
-    case 40: body(decode_attention_kernel<HD, 4, 3, 1, 4>, shared_bytes<HD, 4, 3, 1>(group, rows)); return true;
-    case 41: body(decode_attention_kernel<HD, 4, 3, 1, 0>, shared_bytes<HD, 4, 3, 1>(group, rows)); return true;
-    case 44: body(decode_attention_kernel<HD, 4, 3, 4, 0>, shared_bytes<HD, 4, 3, 4>(group, rows)); return true;
-    case 81: body(decode_attention_kernel<HD, 8, 3, 1, 0>, shared_bytes<HD, 8, 3, 1>(group, rows)); return true;
-    case 88: body(decode_attention_kernel<HD, 8, 3, 8, 0>, shared_bytes<HD, 8, 3, 8>(group, rows)); return true;
+    case 41: body(decode_attention_kernel<HD, 4, 3, 1>, shared_bytes<HD, 4, 3, 1>(group, rows)); return true;
+    case 44: body(decode_attention_kernel<HD, 4, 3, 4>, shared_bytes<HD, 4, 3, 4>(group, rows)); return true;
+    case 81: body(decode_attention_kernel<HD, 8, 3, 1>, shared_bytes<HD, 8, 3, 1>(group, rows)); return true;
+    case 88: body(decode_attention_kernel<HD, 8, 3, 8>, shared_bytes<HD, 8, 3, 8>(group, rows)); return true;
     default: return false;
   }
 }
@@ -583,7 +564,7 @@ int32_t load_decode_attention() {
   BATON_TRY(any_device(device));
   auto all = [&](auto dim) {
     int32_t code = BATON_OK;
-    for (int variant : {40, 41, 44, 81, 88}) {
+    for (int variant : {41, 44, 81, 88}) {
       with_variant<decltype(dim)::value>(variant, kMaxGroup, kMaxRows, [&](auto* kernel, int most) {
         // The greatest group with the most rows is more than a Hopper block can have; each alone is not.
         if (code == BATON_OK) code = load(kernel, most < device->shared_bytes ? most : device->shared_bytes);
@@ -627,7 +608,10 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     BATON_TRY(any_device(device));
     const int sms = in.sms > 0 ? in.sms : device->multiprocessors;
     int variant = in.variant;
-    if (variant == 0) variant = in.rows < 16 ? 81 : 40;
+    // Four heads of every row a block where that just fits: rows of one length then meet in no merge.
+    const int blocks_of_four = in.rows * (in.kv_heads / 4);
+    const bool fits_four = in.kv_heads % 4 == 0 && blocks_of_four <= 2 * sms && blocks_of_four * 9 >= 2 * sms * 8;
+    if (variant == 0) variant = in.rows < 16 ? 81 : fits_four && in.rows > WARP ? 44 : 41;
     if (in.kv_heads % (variant % 10 > 0 ? variant % 10 : 1) != 0) variant = variant / 10 * 10 + 1;
     Params p;
     p.q = static_cast<const bf16*>(in.q);
@@ -664,7 +648,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     };
     const bool is_known = in.head_dim == 64 ? with_variant<64>(variant, in.group, in.rows, start)
                                             : with_variant<128>(variant, in.group, in.rows, start);
-    BATON_REQUIRE(is_known, "variant is %d; allowed is 0, 40, 41, 44, 81 or 88", in.variant);
+    BATON_REQUIRE(is_known, "variant is %d; allowed is 0, 41, 44, 81 or 88", in.variant);
     return code;
   });
 }

@@ -110,7 +110,7 @@ def correctness():
         counters = torch.zeros(rows * heads, dtype=torch.int32, device="cuda")
         part = torch.full((1 << 24,), float("nan"), device="cuda")
         strides = (pool.stride(0), pool.stride(3), pool.stride(4))
-        for variant, least in ((0, 0), (40, 0), (41, 1), (41, 0), (44, 5), (81, 0), (88, 9)):
+        for variant, least in ((0, 0), (41, 1), (41, 0), (44, 5), (81, 0), (88, 9)):
             for grid in (0, 7):
                 for csr in (False, True):
                     outs = []

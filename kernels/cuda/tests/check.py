@@ -708,7 +708,7 @@ def check_errors():
     decode(2, "head_dim is 96; allowed is 64 or 128", head_dim=96)
     decode(1, "q_stride is 508; allowed are multiples of 8 from 512 on", q_stride=508)
     decode(1, "stride_token is 56", stride_token=56)
-    decode(1, "variant is 42; allowed is 0, 40, 41, 44, 81 or 88", variant=42)
+    decode(1, "variant is 42; allowed is 0, 41, 44, 81 or 88", variant=42)
     decode(1, "an address other than page_indptr is null", pages=None)
     assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 128) >= 132 * 4 * 32 * 132 * 4
     assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 96) == 0
