@@ -34,7 +34,7 @@ pub use stream::{RowBlocks, StreamAccess, StreamStep};
 
 use crate::{
     layout::{BlockId, KvLayout},
-    peer::PeerMemory,
+    peer::{PeerChannels, PeerMemory},
     shared::SharedRegion,
 };
 
@@ -114,6 +114,10 @@ pub trait RemoteBlocks: Send + Sync {
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String>;
     /// How processes of this host read each other's blocks without host memory, where they can.
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
+        None
+    }
+    /// How blocks are moved together with another GPU, where they can.
+    fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
         None
     }
 }
@@ -216,6 +220,14 @@ impl KvArena {
         }
     }
 
+    /// How blocks are moved together with another GPU, where they can.
+    pub fn peer_channels(&self) -> Option<Arc<dyn PeerChannels>> {
+        match &self.memory {
+            Memory::Host(_) | Memory::Shared { .. } => None,
+            Memory::Remote(blocks) => Arc::clone(blocks).peer_channels(),
+        }
+    }
+
     pub fn layout(&self) -> KvLayout {
         self.layout
     }
@@ -315,6 +327,13 @@ impl KvArena {
         debug_assert_eq!(before, WRITTEN, "a writer gives back what it borrowed");
     }
 
+    fn is_of<B: RemoteBlocks>(&self, blocks: &B) -> bool {
+        match &self.memory {
+            Memory::Host(_) | Memory::Shared { .. } => false,
+            Memory::Remote(ours) => std::ptr::addr_eq(Arc::as_ptr(ours), blocks),
+        }
+    }
+
     /// Copies a borrowed block that lies elsewhere.
     fn copy_remote(&self, block: BlockId, host: &mut [u8]) -> Result<(), ArenaError> {
         match &self.memory {
@@ -385,6 +404,11 @@ impl BlockRead {
         })
     }
 
+    /// Whether it is one of these blocks.
+    pub fn lies_in<B: RemoteBlocks>(&self, blocks: &B) -> bool {
+        self.arena.is_of(blocks)
+    }
+
     /// Copies the whole block into `host`, wherever it lies.
     pub fn copy_to_host(&self, host: &mut [u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
@@ -428,10 +452,7 @@ impl BlockWrite {
 
     /// Whether it is one of these blocks.
     pub fn lies_in<B: RemoteBlocks>(&self, blocks: &B) -> bool {
-        match &self.arena.memory {
-            Memory::Host(_) | Memory::Shared { .. } => false,
-            Memory::Remote(ours) => std::ptr::addr_eq(Arc::as_ptr(ours), blocks),
-        }
+        self.arena.is_of(blocks)
     }
 
     /// The block's bytes, or `None` when they are not in host memory.

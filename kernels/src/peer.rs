@@ -4,8 +4,15 @@
 //! from them into blocks of its own. What is pulled into stays borrowed until the copy is over,
 //! whatever becomes of the caller; what is pulled from is the exporter's to keep still, and whoever
 //! pulls from blocks that change meanwhile gets bytes without meaning and no fault.
+//!
+//! Or both make a channel, and move blocks through it together.
 
-use crate::{arena::BlockWrite, layout::BlockId};
+use std::{sync::Arc, time::Instant};
+
+use crate::{
+    arena::{BlockRead, BlockWrite},
+    layout::BlockId,
+};
 
 /// Longest export.
 pub const EXPORT_BYTES_MAX: usize = 4096;
@@ -23,16 +30,73 @@ pub trait PeerMemory: Send + Sync {
 pub trait PeerBlocks: Send {
     /// Starts to copy each block of `from` into its place in `to`. The blocks of `to` must be ours,
     /// and as many as those of `from`.
-    fn pull(&mut self, from: &[BlockId], to: Vec<BlockWrite>) -> Result<Box<dyn Pull>, String>;
+    fn pull(
+        &mut self,
+        from: &[BlockId],
+        to: Vec<BlockWrite>,
+    ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
 }
 
-/// A copy under way. Dropping it waits for its end.
-pub trait Pull: Send {
-    /// Whether the copy is over.
+/// Blocks that are read or written by something under way. They are not given back before its end:
+/// dropping it waits for that, or brings it about.
+pub trait Moving<B>: Send {
+    /// Whether it has ended.
     fn is_done(&mut self) -> Result<bool, String>;
 
-    /// Waits for the end, and gives the blocks back.
-    fn finish(self: Box<Self>) -> Result<Vec<BlockWrite>, String>;
+    /// Gives the blocks back. To be called when it has ended.
+    fn finish(self: Box<Self>) -> Result<Vec<B>, String>;
+}
+
+/// Which end of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    Sender,
+    Receiver,
+}
+
+/// Makes channels to other GPUs, through which both ends move blocks together. Errors are for people.
+pub trait PeerChannels: Send + Sync {
+    /// Loads what is needed, which else happens when the first channel is made.
+    fn prepare(&self) -> Result<(), String>;
+
+    /// What the receiver needs to join the sender that tells it; at most [`EXPORT_BYTES_MAX`].
+    fn invite(&self) -> Result<Vec<u8>, String>;
+
+    /// Whether whoever was invited so can join.
+    fn accept(&self, invitation: &[u8]) -> Result<(), String>;
+
+    /// Joins the other end, which does the same, or gives up at the deadline. `multiprocessors`: how
+    /// many the channel takes while it moves blocks; unset: as many as it likes.
+    fn join(
+        &self,
+        invitation: &[u8],
+        end: End,
+        multiprocessors: Option<u32>,
+        deadline: Instant,
+    ) -> Result<Arc<dyn PeerChannel>, String>;
+}
+
+/// One end of a channel. What is sent and received on it is in one order, the same at both ends; each
+/// operation waits for its other half, in vain if need be, until the channel is aborted.
+pub trait PeerChannel: Send + Sync {
+    /// Starts to send our blocks. Both ends give the same `runs`: how many blocks at a time lie together
+    /// on either side.
+    fn send(
+        &self,
+        runs: &[u32],
+        blocks: Vec<BlockRead>,
+    ) -> Result<Box<dyn Moving<BlockRead>>, String>;
+
+    /// Starts to receive into our blocks.
+    fn receive(
+        &self,
+        runs: &[u32],
+        blocks: Vec<BlockWrite>,
+    ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
+
+    /// Ends the channel and everything under way on it. Nothing moves any more when it returns; the
+    /// error says that this could not be brought about.
+    fn abort(&self) -> Result<(), String>;
 }
 
 /// Adjacent blocks in both memories, copied at once.

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     arena::BlockWrite,
     layout::BlockId,
-    peer::{PeerBlocks, PeerMemory, Pull, Run, runs},
+    peer::{Moving, PeerBlocks, PeerMemory, Run, runs},
 };
 
 /// Copies from another GPU, or another process's memory on this one.
@@ -246,7 +246,11 @@ impl CudaPeerBlocks {
 }
 
 impl PeerBlocks for CudaPeerBlocks {
-    fn pull(&mut self, from: &[BlockId], to: Vec<BlockWrite>) -> Result<Box<dyn Pull>, String> {
+    fn pull(
+        &mut self,
+        from: &[BlockId],
+        to: Vec<BlockWrite>,
+    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
         assert_eq!(from.len(), to.len(), "each block has its place");
         assert!(to.iter().all(|block| block.lies_in(&*self.kv)), "only own blocks are written");
         if let Some(block) = from.iter().find(|block| block.0 >= self.memory.block_count) {
@@ -269,7 +273,7 @@ struct CudaPull {
     _memory: Arc<Imported>,
 }
 
-impl Pull for CudaPull {
+impl Moving<BlockWrite> for CudaPull {
     fn is_done(&mut self) -> Result<bool, String> {
         self.mark.is_done().map_err(|error| error.to_string())
     }

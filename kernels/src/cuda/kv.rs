@@ -3,12 +3,17 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{
+    channel::NcclChannels,
     context::{Context, DeviceToHost, Event, HostToDevice, Stream},
     error::CudaError,
     ipc::IpcMemory,
     memory::{DeviceMemory, Pinned, Range},
 };
-use crate::{arena::RemoteBlocks, layout::KvLayout, peer::PeerMemory};
+use crate::{
+    arena::RemoteBlocks,
+    layout::KvLayout,
+    peer::{PeerChannels, PeerMemory},
+};
 
 /// The memory of an arena's blocks, and one block more, which rows that nobody wants write to.
 #[derive(Debug)]
@@ -98,6 +103,10 @@ impl RemoteBlocks for DeviceKv {
 
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
         Some(Arc::new(IpcMemory::new(self)))
+    }
+
+    fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
+        Some(Arc::new(NcclChannels::new(self)))
     }
 }
 

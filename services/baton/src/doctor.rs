@@ -6,7 +6,10 @@ use std::{env, fmt, path::PathBuf, thread::available_parallelism};
 
 use anyhow::{Result, bail};
 use clap::Args;
-use kernels::cuda::{Context, CudaError, Device, Driver, KernelLibrary, has_cublaslt, has_nccl};
+use kernels::cuda::{
+    Context, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate, Together,
+    has_cublaslt, has_nccl, pull_rate,
+};
 use serde::Serialize;
 
 /// The kernel library's name beside the program.
@@ -104,6 +107,28 @@ struct Link {
     from: String,
     to: String,
     way: String,
+    /// Of copies that the second GPU makes out of the first's memory; `None` where it cannot.
+    rate: Option<Rate>,
+    /// What carries KV between nodes on the two, where nothing else is set.
+    transport: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Rate {
+    gb_per_s: f64,
+    /// Of a few kilobytes, until the host has seen their end.
+    latency_us: f64,
+}
+
+/// Enough to see the rate, and little beside what a GPU has.
+const COPY_BYTES: usize = 64 << 20;
+
+fn rate(driver: Driver, from: &Device, to: &Device) -> Result<Rate, CudaError> {
+    let from = Context::new(driver, from.clone())?;
+    let to = Context::new(driver, to.clone())?;
+    let LinkRate { gb_per_s, latency } =
+        pull_rate(&from, &to, COPY_BYTES, COPY_BYTES, Together::No)?;
+    Ok(Rate { gb_per_s, latency_us: latency.as_secs_f64() * 1e6 })
 }
 
 impl Part {
@@ -179,11 +204,27 @@ impl Report {
         }
         for (index, from) in devices.iter().enumerate() {
             for to in &devices[index + 1..] {
-                let way = driver
-                    .link(from, to)
-                    .map_or_else(|error| error.to_string(), |way| way.to_string());
-                self.links.push(Link { from: from.uuid.clone(), to: to.uuid.clone(), way });
+                let link = self.link(driver, from, to);
+                self.links.push(link);
             }
+        }
+    }
+
+    fn link(&mut self, driver: Driver, from: &Device, to: &Device) -> Link {
+        let way = driver.link(from, to);
+        let reaches = way.as_ref().is_ok_and(|way| *way != Way::None);
+        let rate = if reaches { rate(driver, from, to).map(Some) } else { Ok(None) };
+        let rate = rate.unwrap_or_else(|error| {
+            let (from, to) = (&from.uuid, &to.uuid);
+            self.notes.push(format!("GPU {to} does not copy from GPU {from}: {error}"));
+            None
+        });
+        Link {
+            from: from.uuid.clone(),
+            to: to.uuid.clone(),
+            way: way.map_or_else(|error| error.to_string(), |way| way.to_string()),
+            transport: if rate.is_some() { "ipc" } else { "tcp" },
+            rate,
         }
     }
 
@@ -226,8 +267,12 @@ impl fmt::Display for Report {
                 gpu.pci
             )?;
         }
-        for Link { from, to, way } in &self.links {
-            writeln!(f, "link       {from} {to} {way}")?;
+        for Link { from, to, way, rate, transport } in &self.links {
+            write!(f, "link       {from} {to} {way}")?;
+            if let Some(Rate { gb_per_s, latency_us }) = rate {
+                write!(f, ", {gb_per_s:.0} GB/s, {latency_us:.0} us")?;
+            }
+            writeln!(f, ", KV by {transport}")?;
         }
         for note in &self.notes {
             writeln!(f, "note       {note}")?;
@@ -277,7 +322,22 @@ mod tests {
                 free_bytes: None,
                 pci: "0000:01:00.0".into(),
             }],
-            links: vec![Link { from: "GPU-1".into(), to: "GPU-2".into(), way: "nvlink".into() }],
+            links: vec![
+                Link {
+                    from: "GPU-1".into(),
+                    to: "GPU-2".into(),
+                    way: "nvlink".into(),
+                    rate: Some(Rate { gb_per_s: 390.6, latency_us: 8.2 }),
+                    transport: "ipc",
+                },
+                Link {
+                    from: "GPU-1".into(),
+                    to: "GPU-3".into(),
+                    way: "none".into(),
+                    rate: None,
+                    transport: "tcp",
+                },
+            ],
             faults: vec!["it is busy".into()],
             notes: vec![],
         };
@@ -289,7 +349,8 @@ mod tests {
              nccl       missing (for KV)\n\
              GPU        GPU-1 a GPU sm_90, 132 multiprocessors, 1.5 GiB memory, cannot be used, PCI \
              0000:01:00.0\n\
-             link       GPU-1 GPU-2 nvlink\n\
+             link       GPU-1 GPU-2 nvlink, 391 GB/s, 8 us, KV by ipc\n\
+             link       GPU-1 GPU-3 none, KV by tcp\n\
              fault      it is busy\n"
         );
     }

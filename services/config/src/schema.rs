@@ -256,10 +256,14 @@ section! {
         /// Where this node hears notices of its peers (ZeroMQ).
         notice: SocketAddr = loopback(0),
             "Port 0 takes any free port: peers learn it from the router. Fix it behind a firewall.";
-        /// What carries KV to and from other nodes: tcp, ipc (from GPU to GPU of one host), or auto, the
-        /// fastest that both nodes of a pair can do.
+        /// What carries KV to and from other nodes: tcp; from GPU to GPU of one host ipc, by copy engines,
+        /// or nccl, by kernels of both; or auto, the fastest that both nodes of a pair can do.
         transport: Transport = Transport::Auto,
             "With a node that cannot do what is set here KV goes by tcp: log and metrics say so.";
+        /// Multiprocessors of each GPU that nccl takes for a pair of nodes while it moves KV.
+        nccl_blocks: u32 = 8,
+            "NCCL's own choice takes more of them from forwards, and twice the memory.",
+            1..=64;
         /// Whether KV that goes from GPU to GPU is hashed at both ends. What goes by tcp always is.
         verify: bool = false,
             "A hash needs copies in host memory, which takes longer than the way itself: to check a machine, not to serve.";

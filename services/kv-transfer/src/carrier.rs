@@ -15,15 +15,18 @@ pub enum Carrier {
     Tcp,
     /// The receiver's copy engines pull out of the sender's GPU memory, on one host.
     Ipc,
+    /// Kernels of both GPUs meet, on one host.
+    Nccl,
 }
 
 impl Carrier {
-    pub const ALL: [Self; 2] = [Self::Tcp, Self::Ipc];
+    pub const ALL: [Self; 3] = [Self::Tcp, Self::Ipc, Self::Nccl];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
             Self::Ipc => "ipc",
+            Self::Nccl => "nccl",
         }
     }
 
@@ -31,7 +34,7 @@ impl Carrier {
     fn is_local(self) -> bool {
         match self {
             Self::Tcp => false,
-            Self::Ipc => true,
+            Self::Ipc | Self::Nccl => true,
         }
     }
 
@@ -63,22 +66,19 @@ pub enum Choice {
     Only(Carrier),
 }
 
-/// What a greeting lists, best first. `can_pull`: our blocks lie where other processes of this host
-/// can be let in on them.
-pub fn offers(choice: Choice, can_pull: bool, host: Option<&str>) -> Vec<String> {
-    let wanted = |carrier| match choice {
+/// What a greeting lists, best first, out of what a node can do beside `tcp`. Copies go before kernels,
+/// which take multiprocessors from the forwards of both nodes.
+pub fn offers(choice: Choice, can: &[Carrier], host: Option<&str>) -> Vec<String> {
+    let wanted = |carrier: &Carrier| match choice {
         Choice::Auto => true,
-        Choice::Only(only) => carrier == only,
+        Choice::Only(only) => *carrier == only,
     };
-    let mut offers = Vec::new();
-    if let Some(host) = host
-        && can_pull
-        && wanted(Carrier::Ipc)
-    {
-        offers.push(Carrier::Ipc.offer(host));
-    }
-    offers.push(Carrier::Tcp.offer(""));
-    offers
+    let local = |host| {
+        let order = [Carrier::Ipc, Carrier::Nccl];
+        let offered = order.into_iter().filter(|carrier| can.contains(carrier));
+        offered.filter(wanted).map(move |carrier| carrier.offer(host))
+    };
+    host.into_iter().flat_map(local).chain([Carrier::Tcp.offer("")]).collect()
 }
 
 /// A name for the running system that is the same in all its containers, and for no other; `None`
@@ -94,12 +94,16 @@ mod tests {
 
     #[test]
     fn what_is_offered_follows_the_setting_and_what_can_be_done() {
-        let offered = |choice, can_pull, host| offers(choice, can_pull, host).join(" ");
-        assert_eq!(offered(Choice::Auto, true, Some("here")), "ipc@here tcp");
-        assert_eq!(offered(Choice::Auto, false, Some("here")), "tcp");
-        assert_eq!(offered(Choice::Auto, true, None), "tcp", "no host to compare");
-        assert_eq!(offered(Choice::Only(Carrier::Tcp), true, Some("here")), "tcp");
-        assert_eq!(offered(Choice::Only(Carrier::Ipc), true, Some("here")), "ipc@here tcp");
+        let (tcp, ipc, nccl) = (Carrier::Tcp, Carrier::Ipc, Carrier::Nccl);
+        let offered = |choice, can: &[Carrier], host| offers(choice, can, host).join(" ");
+        let here = Some("here");
+        assert_eq!(offered(Choice::Auto, &[nccl, ipc], here), "ipc@here nccl@here tcp");
+        assert_eq!(offered(Choice::Auto, &[], here), "tcp");
+        assert_eq!(offered(Choice::Auto, &[ipc], None), "tcp", "no host to compare");
+        assert_eq!(offered(Choice::Only(tcp), &[ipc, nccl], here), "tcp");
+        assert_eq!(offered(Choice::Only(ipc), &[ipc, nccl], here), "ipc@here tcp");
+        assert_eq!(offered(Choice::Only(nccl), &[ipc, nccl], here), "nccl@here tcp");
+        assert_eq!(offered(Choice::Only(nccl), &[ipc], here), "tcp");
     }
 
     #[test]

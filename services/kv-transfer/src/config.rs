@@ -38,6 +38,8 @@ pub struct Carriers {
     /// Whether chunks that go from GPU to GPU are hashed at both ends, by copies in host memory:
     /// a check of the path, and slow. What goes by `tcp` is hashed always.
     pub verify: bool,
+    /// Multiprocessors that a pair's `nccl` takes while it moves KV; unset: as many as it likes.
+    pub nccl_blocks: Option<u32>,
 }
 
 /// Bounds on what one node keeps for its transfers.

@@ -44,7 +44,7 @@ pub struct TransferMetrics {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerMetrics {
     pub node_id: String,
-    /// What carries KV between the two: `tcp` or `ipc`; empty while they greet.
+    /// What carries KV between the two: `tcp`, `ipc` or `nccl`; empty while they greet.
     pub path: String,
     pub transfers_active: usize,
 }

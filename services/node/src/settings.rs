@@ -272,8 +272,9 @@ pub(crate) fn carriers(transfer: &config::Transfer) -> Carriers {
         config::Transport::Auto => Choice::Auto,
         config::Transport::Tcp => Choice::Only(Carrier::Tcp),
         config::Transport::Ipc => Choice::Only(Carrier::Ipc),
+        config::Transport::Nccl => Choice::Only(Carrier::Nccl),
     };
-    Carriers { choice, verify: transfer.verify }
+    Carriers { choice, verify: transfer.verify, nccl_blocks: Some(transfer.nccl_blocks) }
 }
 
 /// The node's name where none was given: role and port.

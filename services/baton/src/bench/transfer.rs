@@ -64,6 +64,9 @@ pub struct TransferArgs {
     /// Blocks lie one behind the other and not scattered.
     #[arg(long)]
     adjacent: bool,
+    /// Multiprocessors that nccl takes; 0: as many as it likes.
+    #[arg(long, default_value_t = 8)]
+    ctas: u32,
     /// Hashes chunks that go from GPU to GPU.
     #[arg(long)]
     verify: bool,
@@ -80,6 +83,7 @@ enum Transport {
     Auto,
     Tcp,
     Ipc,
+    Nccl,
 }
 
 impl Transport {
@@ -88,6 +92,7 @@ impl Transport {
             Self::Auto => Choice::Auto,
             Self::Tcp => Choice::Only(Carrier::Tcp),
             Self::Ipc => Choice::Only(Carrier::Ipc),
+            Self::Nccl => Choice::Only(Carrier::Nccl),
         }
     }
 
@@ -96,6 +101,7 @@ impl Transport {
             Self::Auto => "auto",
             Self::Tcp => "tcp",
             Self::Ipc => "ipc",
+            Self::Nccl => "nccl",
         }
     }
 }
@@ -160,6 +166,7 @@ fn check(args: &TransferArgs) -> Result<()> {
     allowed("blocks", &args.blocks, 100_000)?;
     allowed("chunk-blocks", &args.chunk_blocks, 100_000)?;
     allowed("in-flight", &[args.in_flight], 64)?;
+    ensure!(args.ctas <= 64, "--ctas {}: allowed are 0 to 64", args.ctas);
     allowed("block-kib", &[args.block_kib], 256 << 10)?;
     ensure!(
         args.block_kib.is_multiple_of(4),
@@ -261,7 +268,11 @@ impl Node {
                 chunk_bytes_max: chunk_blocks as usize * arena.block_bytes(),
                 ..Limits::default()
             },
-            carriers: Carriers { choice: transport, verify: args.verify },
+            carriers: Carriers {
+                choice: transport,
+                verify: args.verify,
+                nccl_blocks: (args.ctas > 0).then_some(args.ctas),
+            },
         };
         let transfers = Transfers::start(config, Arc::clone(arena), sink)?;
         let address = PeerAddress {

@@ -119,6 +119,8 @@ choice! {
         Tcp = "tcp",
         /// From GPU to GPU of one host, by the receiver's copy engines.
         Ipc = "ipc",
+        /// From GPU to GPU of one host, by kernels of both.
+        Nccl = "nccl",
     }
 }
 

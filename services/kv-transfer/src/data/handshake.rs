@@ -81,6 +81,7 @@ fn directions(carrier: Carrier) -> [&'static [u8; 1]; 2] {
     match carrier {
         Carrier::Tcp => [b"s", b"l"],
         Carrier::Ipc => [b"i", b"j"],
+        Carrier::Nccl => [b"n", b"m"],
     }
 }
 

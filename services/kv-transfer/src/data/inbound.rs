@@ -18,7 +18,7 @@ use socket2::SockRef;
 use super::{
     Shared, handshake,
     inbox::Peers,
-    ipc,
+    ipc, nccl,
     stream::{LOOK, is_pause},
     tcp,
 };
@@ -219,6 +219,7 @@ fn read_connection(
             tcp::read_frames(shared, &inbox, &mut stream).map(|()| Ended::Closed)
         }
         Carrier::Ipc => ipc::pull_chunks(shared, &inbox, peer, connection, &mut stream),
+        Carrier::Nccl => nccl::receive_chunks(shared, &inbox, peer, connection, &mut stream),
     };
     inbox.leave(connection);
     let reason = match ended {

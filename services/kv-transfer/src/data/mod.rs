@@ -4,7 +4,8 @@
 //! fresh nonces (`handshake`), which also name what it carries:
 //!
 //! * [`tcp`]: the blocks themselves, through host memory;
-//! * [`ipc`]: where to find them in the sender's GPU memory, from which the receiver pulls.
+//! * `ipc`: where to find them in the sender's GPU memory, from which the receiver pulls;
+//! * `nccl`: when to send and receive them by kernels of both GPUs.
 //!
 //! Whichever it is, chunks wait in the same `outbox` at the sender and are awaited in the same
 //! `inbox` at the receiver, so a pair may change from one carrier to another between connections.
@@ -13,7 +14,9 @@
 mod handshake;
 mod inbound;
 mod inbox;
-pub mod ipc;
+mod ipc;
+mod message;
+mod nccl;
 mod outbound;
 mod outbox;
 mod stream;
@@ -31,11 +34,16 @@ use std::{
 };
 
 use crossbeam_channel::Sender;
-use kernels::{BlockId, BlockRead, BlockWrite, KvArena, peer::PeerMemory};
+use kernels::{
+    BlockId, BlockRead, BlockWrite, KvArena,
+    peer::{PeerChannels, PeerMemory},
+};
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::{
     api::{Epoch, TransferId},
     carrier::Carrier,
+    config::Carriers,
     metrics::DataCounters,
     notice::Keys,
     protocol::DataEvent,
@@ -45,6 +53,30 @@ use crate::{
 };
 use inbound::Inbound;
 use outbox::Outbox;
+
+/// Over copies of the blocks in host memory, which is slow: a check, not for serving.
+fn hash_read(blocks: &[BlockRead]) -> io::Result<u64> {
+    let mut hash = Xxh3::new();
+    let mut copy = Vec::new();
+    for block in blocks {
+        copy.resize(block.byte_count(), 0);
+        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
+        hash.update(&copy);
+    }
+    Ok(hash.digest())
+}
+
+/// The same of blocks that were written.
+fn hash_written(blocks: &mut [BlockWrite]) -> io::Result<u64> {
+    let mut hash = Xxh3::new();
+    let mut copy = Vec::new();
+    for block in blocks {
+        copy.resize(block.byte_count(), 0);
+        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
+        hash.update(&copy);
+    }
+    Ok(hash.digest())
+}
 
 /// How long dropping a transport may take.
 const DROP_MAX: Duration = Duration::from_secs(1);
@@ -60,6 +92,10 @@ struct Shared {
     connections: AtomicU64,
     /// How processes of this host read each other's blocks, where ours lie on a GPU.
     memory: Option<Arc<dyn PeerMemory>>,
+    /// How blocks are moved together with another GPU.
+    channels: Option<Arc<dyn PeerChannels>>,
+    /// Multiprocessors of a channel.
+    nccl_blocks: Option<u32>,
     /// Whether chunks are hashed that no host memory sees.
     verify: bool,
 }
@@ -90,23 +126,34 @@ pub struct DataConnections {
 
 impl DataConnections {
     /// Binds the data listener and starts accepting. `connections_max` bounds the proven
-    /// connections from peers; `verify`: also chunks that no host memory sees are hashed.
+    /// connections from peers.
     #[allow(clippy::too_many_arguments)] // Each is needed once, here.
     pub fn start(
         bind: SocketAddr,
         me: Epoch,
         keys: Keys,
         arena: Arc<KvArena>,
+        channels: Option<Arc<dyn PeerChannels>>,
         connections_max: usize,
         reports: Sender<Report>,
         resolver: Resolver,
         counters: Arc<DataCounters>,
-        verify: bool,
+        carriers: Carriers,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(bind)?;
         let connections = AtomicU64::new(0);
-        let memory = arena.peer_memory();
-        let shared = Shared { me, keys, reports, resolver, counters, connections, memory, verify };
+        let shared = Shared {
+            me,
+            keys,
+            reports,
+            resolver,
+            counters,
+            connections,
+            memory: arena.peer_memory(),
+            channels,
+            nccl_blocks: carriers.nccl_blocks,
+            verify: carriers.verify,
+        };
         let shared = Arc::new(shared);
         Ok(Self {
             inbound: Inbound::start(Arc::clone(&shared), listener, connections_max)?,

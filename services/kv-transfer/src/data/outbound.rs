@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Shared, handshake, ipc, outbox::Outbox, tcp};
+use super::{Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
 use crate::{api::Epoch, carrier::Carrier, config::LEASE, protocol::DataEvent};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -57,6 +57,7 @@ fn carry(
                 tcp::send_chunks(shared, outbox, stream).map(|()| Ended::Closed)
             }
             Carrier::Ipc => ipc::lend_chunks(shared, outbox, peer, stream),
+            Carrier::Nccl => nccl::send_chunks(shared, outbox, peer, stream),
         };
         match ended.map_err(|error| error.to_string())? {
             Ended::Closed => return Ok(()),
@@ -142,6 +143,8 @@ mod tests {
             counters: Arc::default(),
             connections: AtomicU64::new(0),
             memory: None,
+            channels: None,
+            nccl_blocks: None,
             verify: false,
         };
         let outbox = Outbox::new(shared.number_connection());

@@ -63,7 +63,7 @@ struct Taken {
 
 /// Blocks that the peer reads, until it answers.
 struct Lent {
-    _blocks: Vec<BlockRead>,
+    blocks: Vec<BlockRead>,
     integrity: u64,
     bytes: u64,
 }
@@ -162,12 +162,28 @@ impl Outbox {
         let Job { transfer, chunk, blocks } = job;
         let mut state = self.lock();
         let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
-        let lent = Some(Lent { _blocks: blocks, integrity, bytes });
+        let lent = Some(Lent { blocks, integrity, bytes });
         let is_it = |taken: &&mut Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
         if let Some(taken) = state.taken.iter_mut().find(is_it) {
             taken.lent = lent;
             taken.since = Instant::now();
         }
+    }
+
+    /// The blocks of a chunk that was lent, now that it goes; it is under way until it is given back.
+    pub fn take_lent(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockRead>> {
+        let mut state = self.lock();
+        let is_it = |taken: &&mut Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
+        let taken = state.taken.iter_mut().find(is_it)?;
+        taken.since = Instant::now();
+        let blocks = std::mem::take(&mut taken.lent.as_mut()?.blocks);
+        (!blocks.is_empty()).then_some(blocks)
+    }
+
+    /// Nothing more comes of the connection.
+    pub fn is_over(&self) -> bool {
+        let state = self.lock();
+        state.closed || state.broken.is_some() || state.ended
     }
 
     /// Since when the chunk is under way that is so for the longest time.

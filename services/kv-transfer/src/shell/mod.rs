@@ -21,11 +21,11 @@ use std::{
 };
 
 use crossbeam_channel::{Sender, TrySendError, bounded};
-use kernels::KvArena;
+use kernels::{KvArena, peer::PeerChannels};
 
 use crate::{
     api::{Command, Event},
-    carrier,
+    carrier::{self, Carrier, Choice},
     config::TransferConfig,
     data::DataConnections,
     metrics::{Figures, MetricsReader, TransferMetrics},
@@ -137,22 +137,20 @@ impl Transfers {
         let figures = Arc::new(Figures::default());
         let resolver = Resolver::system();
         let block_bytes = arena.block_bytes();
-        let offers = carrier::offers(
-            config.carriers.choice,
-            arena.peer_memory().is_some(),
-            carrier::host().as_deref(),
-        );
+        let channels = arena.peer_channels();
+        let offers = offers(&config, &arena, channels.as_deref());
         let connections = DataConnections::start(
             config.data_bind,
             config.epoch,
             keys.clone(),
             arena,
+            channels,
             // While a connection is replaced the one before may still be ending.
             2 * limits.pairs_max,
             data_sender,
             resolver.clone(),
             Arc::clone(&figures.data),
-            config.carriers.verify,
+            config.carriers,
         )
         .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
         let data_endpoint = endpoint(&config.advertise_host, connections.address().port());
@@ -265,6 +263,30 @@ impl Drop for Transfers {
             tracing::error!(%error, "transfers did not end cleanly");
         }
     }
+}
+
+/// What this node can do beside `tcp`, as far as it is wanted.
+fn offers(
+    config: &TransferConfig,
+    arena: &KvArena,
+    channels: Option<&dyn PeerChannels>,
+) -> Vec<String> {
+    let mut can = Vec::new();
+    if arena.peer_memory().is_some() {
+        can.push(Carrier::Ipc);
+    }
+    if let Some(channels) = channels {
+        // Loading takes long: where nothing else will do it is not put off to the first request.
+        let prepared = match config.carriers.choice {
+            Choice::Only(Carrier::Nccl) => channels.prepare(),
+            Choice::Auto | Choice::Only(_) => Ok(()),
+        };
+        match prepared {
+            Ok(()) => can.push(Carrier::Nccl),
+            Err(reason) => tracing::warn!(wanted = "nccl", reason, "KV goes by tcp"),
+        }
+    }
+    carrier::offers(config.carriers.choice, &can, carrier::host().as_deref())
 }
 
 /// The integrity method: xxh3-64 over each chunk's bytes.

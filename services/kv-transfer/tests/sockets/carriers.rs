@@ -26,9 +26,30 @@ fn verified(name: &str) -> Node {
 
 type Start = fn(&str) -> Node;
 
+fn joining(name: &str) -> Node {
+    Node::start_reaching(name, Reach::default(), only(Carrier::Nccl, false))
+}
+
+fn joining_verified(name: &str) -> Node {
+    Node::start_reaching(name, Reach::default(), only(Carrier::Nccl, true))
+}
+
+fn only(carrier: Carrier, verify: bool) -> Carriers {
+    Carriers { choice: Choice::Only(carrier), verify, ..Carriers::default() }
+}
+
 /// Each way to carry, and how a node of it is started.
-const CARRIERS: [(&str, Start); 4] =
-    [("tcp", Node::start), ("tcp", Node::start_remote), ("ipc", reaching), ("ipc", verified)];
+const CARRIERS: [(&str, Start); 6] = [
+    ("tcp", Node::start),
+    ("tcp", Node::start_remote),
+    ("ipc", reaching),
+    ("ipc", verified),
+    ("nccl", joining),
+    ("nccl", joining_verified),
+];
+
+/// Those between GPUs.
+const LOCAL: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
 
 fn path(node: &Node) -> String {
     node.transfers.metrics().peers[0].path.clone()
@@ -134,9 +155,12 @@ fn the_setting_and_the_other_node_decide_what_carries() {
         let carriers = Carriers { choice, ..Carriers::default() };
         Node::start_reaching("a node", Reach::default(), carriers)
     };
-    let (tcp, ipc) = (Choice::Only(Carrier::Tcp), Choice::Only(Carrier::Ipc));
+    let [tcp, ipc, nccl] = Carrier::ALL.map(Choice::Only);
     for (one, other, carrier) in [
         (with(Choice::Auto), with(ipc), "ipc"),
+        (with(Choice::Auto), with(nccl), "nccl"),
+        (with(Choice::Auto), with(Choice::Auto), "ipc"),
+        (with(nccl), with(ipc), "tcp"),
         (with(tcp), with(Choice::Auto), "tcp"),
         (with(ipc), with(tcp), "tcp"),
         (with(ipc), Node::start("on a CPU"), "tcp"),
@@ -153,29 +177,31 @@ fn the_setting_and_the_other_node_decide_what_carries() {
 
 #[test]
 fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
-    let reach = Reach { refused: Some("no peer access"), ..Reach::default() };
-    let apart = Node::start_reaching("apart", reach, Carriers::default());
-    let near = reaching("near");
-    travel(&near, &apart, &blocks(0..20), &blocks(100..120));
-    travel(&near, &apart, &blocks(0..20), &blocks(100..120));
-    for node in [&near, &apart] {
-        let metrics = node.transfers.metrics();
-        assert_eq!(metrics.fallbacks.into_iter().collect::<Vec<_>>(), [("ipc", 1)]);
-        assert_eq!(path(node), "tcp");
-        node.assert_free();
+    for carrier in LOCAL {
+        let reach = Reach { refused: Some("no peer access"), ..Reach::default() };
+        let apart = Node::start_reaching("apart", reach, only(carrier, false));
+        let near = Node::start_reaching("near", Reach::default(), only(carrier, false));
+        travel(&near, &apart, &blocks(0..20), &blocks(100..120));
+        travel(&near, &apart, &blocks(0..20), &blocks(100..120));
+        for node in [&near, &apart] {
+            let metrics = node.transfers.metrics();
+            assert_eq!(metrics.fallbacks.into_iter().collect::<Vec<_>>(), [(carrier.name(), 1)]);
+            assert_eq!(path(node), "tcp");
+            node.assert_free();
+        }
+        // The other way it can.
+        travel(&apart, &near, &blocks(0..20), &blocks(100..120));
+        assert_eq!(apart.transfers.metrics().fallbacks[carrier.name()], 1);
     }
-    // The other way it can.
-    travel(&apart, &near, &blocks(0..20), &blocks(100..120));
-    assert_eq!(apart.transfers.metrics().fallbacks["ipc"], 1);
 }
 
 #[test]
 fn blocks_stay_borrowed_while_a_copy_is_under_way() {
-    for decode_aborts in [true, false] {
+    for (carrier, decode_aborts) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
         let reach = Reach::default();
         reach.open.store(false, Ordering::Release);
-        let prefill = reaching("prefill");
-        let decode = Node::start_reaching("decode", reach.clone(), Carriers::default());
+        let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
+        let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
         // One chunk.
         let transfer = begin(&prefill, &decode, 8);
         prefill.written(transfer, 0, &blocks(0..8));
@@ -217,10 +243,29 @@ fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() 
     stuck.assert_free();
 }
 
+/// The receiver's half of an operation that the sender never joins is ended, and its blocks come back.
+#[test]
+fn a_sender_that_does_not_come_costs_the_receiver_a_lease() {
+    let reach = Reach::default();
+    let prefill = Node::start_reaching("prefill", reach.clone(), only(Carrier::Nccl, false));
+    let decode = Node::start_reaching("decode", Reach::default(), only(Carrier::Nccl, false));
+    travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    reach.open.store(false, Ordering::Release);
+    let transfer = begin(&prefill, &decode, 8);
+    prefill.written(transfer, 0, &blocks(0..8));
+    // The sender's half has begun and is seen to end only when it is let.
+    assert!(matches!(prefill.event(), Event::SendFailed { .. }));
+    assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
+    prefill.assert_free();
+    decode.assert_free();
+    reach.open.store(true, Ordering::Release);
+    travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+}
+
 #[test]
 fn damage_on_the_way_is_found_where_hashes_are_asked_for_by_either() {
-    for receiver_asks in [true, false] {
-        let carriers = |verify| Carriers { verify, ..Carriers::default() };
+    for (carrier, receiver_asks) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
+        let carriers = |verify| only(carrier, verify);
         let damaging = Reach { damages: true, ..Reach::default() };
         let prefill = Node::start_reaching("prefill", Reach::default(), carriers(!receiver_asks));
         let decode = Node::start_reaching("decode", damaging, carriers(receiver_asks));

@@ -11,9 +11,9 @@ use std::{
 
 use crossbeam_channel::{Receiver, unbounded};
 use kernels::{
-    BlockId, BlockWrite, Dtype, KvArena, KvLayout,
+    BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
-    peer::{PeerBlocks, PeerMemory, Pull},
+    peer::{End, Moving, PeerBlocks, PeerChannel, PeerChannels, PeerMemory},
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -123,6 +123,176 @@ impl RemoteBlocks for Elsewhere {
         let reach = self.reach.clone()?;
         Some(Arc::new(Reachable { blocks: self, reach }))
     }
+
+    fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
+        self.reach.clone().map(|reach| Arc::new(Joining { reach }) as Arc<dyn PeerChannels>)
+    }
+}
+
+struct Joining {
+    reach: Reach,
+}
+
+/// What two ends of a channel share: each operation waits for its other half.
+#[derive(Default)]
+struct Joint {
+    /// The blocks of each chunk that was sent, until it is received.
+    sent: Mutex<BTreeMap<u64, Vec<Vec<u8>>>>,
+    received: AtomicU64,
+    joined: AtomicU64,
+}
+
+static JOINTS: Mutex<BTreeMap<u64, Arc<Joint>>> = Mutex::new(BTreeMap::new());
+
+impl PeerChannels for Joining {
+    fn prepare(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn invite(&self) -> Result<Vec<u8>, String> {
+        let number = fresh() as u64;
+        JOINTS.lock().unwrap().insert(number, Arc::default());
+        Ok(number.to_be_bytes().to_vec())
+    }
+
+    fn accept(&self, _: &[u8]) -> Result<(), String> {
+        self.reach.refused.map_or(Ok(()), |reason| Err(reason.to_owned()))
+    }
+
+    fn join(
+        &self,
+        invitation: &[u8],
+        _: End,
+        _: Option<u32>,
+        deadline: Instant,
+    ) -> Result<Arc<dyn PeerChannel>, String> {
+        let number = u64::from_be_bytes(invitation.try_into().map_err(|_| "no invitation")?);
+        let joint = JOINTS.lock().unwrap().get(&number).cloned().ok_or("nobody invited")?;
+        joint.joined.fetch_add(1, Ordering::AcqRel);
+        while joint.joined.load(Ordering::Acquire) < 2 {
+            if Instant::now() >= deadline {
+                return Err("the other end did not come".to_owned());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (reach, operations) = (self.reach.clone(), AtomicU64::new(0));
+        Ok(Arc::new(JointEnd { joint, reach, operations, aborted: Arc::default() }))
+    }
+}
+
+struct JointEnd {
+    joint: Arc<Joint>,
+    reach: Reach,
+    operations: AtomicU64,
+    /// This end's: the other end finds out by waiting in vain.
+    aborted: Arc<AtomicBool>,
+}
+
+/// Half of an operation.
+struct Half<B> {
+    joint: Arc<Joint>,
+    reach: Reach,
+    number: u64,
+    runs: Vec<u32>,
+    blocks: Option<Vec<B>>,
+    aborted: Arc<AtomicBool>,
+    receive: fn(&mut Half<B>) -> Result<bool, String>,
+    done: bool,
+}
+
+impl JointEnd {
+    fn half<B>(
+        &self,
+        runs: &[u32],
+        blocks: Vec<B>,
+        receive: fn(&mut Half<B>) -> Result<bool, String>,
+    ) -> Result<Half<B>, String> {
+        assert_eq!(runs.iter().sum::<u32>() as usize, blocks.len());
+        if self.aborted.load(Ordering::Acquire) {
+            return Err("the channel was aborted".to_owned());
+        }
+        self.reach.begun.fetch_add(1, Ordering::Release);
+        Ok(Half {
+            joint: self.joint.clone(),
+            reach: self.reach.clone(),
+            number: self.operations.fetch_add(1, Ordering::AcqRel),
+            runs: runs.to_vec(),
+            blocks: Some(blocks),
+            aborted: self.aborted.clone(),
+            receive,
+            done: false,
+        })
+    }
+}
+
+impl PeerChannel for JointEnd {
+    fn send(
+        &self,
+        runs: &[u32],
+        blocks: Vec<BlockRead>,
+    ) -> Result<Box<dyn Moving<BlockRead>>, String> {
+        let half = self.half(runs, blocks, |half| {
+            Ok(half.joint.received.load(Ordering::Acquire) > half.number)
+        })?;
+        let mut bytes = Vec::new();
+        for block in half.blocks.iter().flatten() {
+            let mut copy = vec![0; block.byte_count()];
+            block.copy_to_host(&mut copy).map_err(|error| error.to_string())?;
+            bytes.push(copy);
+        }
+        self.joint.sent.lock().unwrap().insert(half.number, bytes);
+        Ok(Box::new(half))
+    }
+
+    fn receive(
+        &self,
+        runs: &[u32],
+        blocks: Vec<BlockWrite>,
+    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
+        let half = self.half(runs, blocks, |half: &mut Half<BlockWrite>| {
+            let Some(bytes) = half.joint.sent.lock().unwrap().remove(&half.number) else {
+                return Ok(false);
+            };
+            for (to, mut copy) in half.blocks.iter_mut().flatten().zip(bytes) {
+                copy[0] ^= u8::from(half.reach.damages);
+                to.copy_from_host(&copy).map_err(|error| error.to_string())?;
+            }
+            half.joint.received.store(half.number + 1, Ordering::Release);
+            Ok(true)
+        })?;
+        Ok(Box::new(half))
+    }
+
+    fn abort(&self) -> Result<(), String> {
+        self.aborted.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl<B: Send + 'static> Moving<B> for Half<B> {
+    fn is_done(&mut self) -> Result<bool, String> {
+        if self.aborted.load(Ordering::Acquire) {
+            return Err("the channel was aborted".to_owned());
+        }
+        if !self.done && self.reach.open.load(Ordering::Acquire) {
+            self.done = (self.receive)(self)?;
+        }
+        Ok(self.done)
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<Vec<B>, String> {
+        assert!(self.done, "it was done");
+        assert!(!self.runs.is_empty());
+        Ok(self.blocks.take().unwrap_or_default())
+    }
+}
+
+impl<B> Drop for Half<B> {
+    fn drop(&mut self) {
+        if self.blocks.is_some() {
+            self.aborted.store(true, Ordering::Release);
+        }
+    }
 }
 
 struct Reachable {
@@ -154,7 +324,11 @@ struct ReachedBlocks {
 }
 
 impl PeerBlocks for ReachedBlocks {
-    fn pull(&mut self, from: &[BlockId], to: Vec<BlockWrite>) -> Result<Box<dyn Pull>, String> {
+    fn pull(
+        &mut self,
+        from: &[BlockId],
+        to: Vec<BlockWrite>,
+    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
         let sources = from.to_vec();
         self.reach.begun.fetch_add(1, Ordering::Release);
         Ok(Box::new(Copying { memory: self.from.clone(), sources, to, reach: self.reach.clone() }))
@@ -168,7 +342,7 @@ struct Copying {
     reach: Reach,
 }
 
-impl Pull for Copying {
+impl Moving<BlockWrite> for Copying {
     fn is_done(&mut self) -> Result<bool, String> {
         if !self.reach.open.load(Ordering::Acquire) {
             return Ok(false);

@@ -9,15 +9,12 @@ use std::{
 
 use kernels::{BlockRead, peer::PeerMemory};
 
-use super::{
-    super::{
-        Shared,
-        outbound::Ended,
-        outbox::{GivenBack, Outbox},
-        stream::LOOK,
-    },
-    hash_read,
+use super::super::{
+    Shared, hash_read,
     message::{Look, Message, Messages},
+    outbound::Ended,
+    outbox::{GivenBack, Outbox},
+    stream::LOOK,
 };
 use crate::{api::Epoch, carrier::Carrier, config::LEASE, protocol::DataEvent};
 

@@ -17,36 +17,7 @@
 //! * A chunk without an answer for a lease ends the connection.
 
 mod lender;
-pub mod message;
 mod puller;
 
-use std::io;
-
-use kernels::{BlockRead, BlockWrite};
 pub(in crate::data) use lender::lend_chunks;
 pub(in crate::data) use puller::pull_chunks;
-use xxhash_rust::xxh3::Xxh3;
-
-/// Over copies of the blocks in host memory, which is slow: a check, not for serving.
-fn hash_read(blocks: &[BlockRead]) -> io::Result<u64> {
-    let mut hash = Xxh3::new();
-    let mut copy = Vec::new();
-    for block in blocks {
-        copy.resize(block.byte_count(), 0);
-        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
-        hash.update(&copy);
-    }
-    Ok(hash.digest())
-}
-
-/// The same of blocks that were written.
-fn hash_written(blocks: &mut [BlockWrite]) -> io::Result<u64> {
-    let mut hash = Xxh3::new();
-    let mut copy = Vec::new();
-    for block in blocks {
-        copy.resize(block.byte_count(), 0);
-        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
-        hash.update(&copy);
-    }
-    Ok(hash.digest())
-}

@@ -8,17 +8,17 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
-use kernels::peer::{PeerBlocks, Pull};
+use kernels::{
+    BlockWrite,
+    peer::{Moving, PeerBlocks},
+};
 
-use super::{
-    super::{
-        Shared,
-        inbound::Ended,
-        inbox::{GivenBack, Inbox},
-        stream::LOOK,
-    },
-    hash_written,
+use super::super::{
+    Shared, hash_written,
+    inbound::Ended,
+    inbox::{GivenBack, Inbox},
     message::{Look, Message, Messages},
+    stream::LOOK,
 };
 use crate::{
     api::{Epoch, TransferId},
@@ -42,7 +42,7 @@ struct Flight {
     transfer: TransferId,
     chunk: u32,
     /// The copy under way; `None` when nobody waits for the chunk.
-    pull: Option<Box<dyn Pull>>,
+    pull: Option<Box<dyn Moving<BlockWrite>>>,
 }
 
 /// Until the peer closes between two messages, or something breaks.
@@ -183,7 +183,7 @@ fn land_one(
     connection: u64,
     transfer: TransferId,
     chunk: u32,
-    mut pull: Box<dyn Pull>,
+    mut pull: Box<dyn Moving<BlockWrite>>,
     verify: bool,
 ) -> io::Result<()> {
     let landed = until_done(&mut *pull).and_then(|()| pull.finish()).and_then(|mut blocks| {
@@ -225,7 +225,7 @@ fn fail(shared: &Shared, inbox: &Inbox, transfer: TransferId, chunk: u32, reason
 }
 
 /// Looks for the end again and again: a call that waits for it is woken late.
-fn until_done(pull: &mut dyn Pull) -> Result<(), String> {
+fn until_done(pull: &mut dyn Moving<BlockWrite>) -> Result<(), String> {
     let start = Instant::now();
     let mut spoken = false;
     while !pull.is_done()? {

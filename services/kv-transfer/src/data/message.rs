@@ -1,4 +1,4 @@
-//! What the two ends of an ipc connection say: a header, then the body.
+//! What the two ends of a connection say that carries no KV itself: a header, then the body.
 //!
 //! | bytes | field |
 //! | --- | --- |
@@ -18,7 +18,7 @@ use std::{
 use kernels::{BlockId, peer::EXPORT_BYTES_MAX};
 use xxhash_rust::xxh3::Xxh3;
 
-use super::super::stream::{is_pause, read_exact_by, write_all_by};
+use super::stream::{is_pause, read_exact_by, write_all_by};
 use crate::{api::TransferId, config::LEASE};
 
 const MAGIC: [u8; 4] = *b"BKI1";
@@ -31,11 +31,11 @@ const REASON_BYTES_MAX: usize = 1024;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Sender: my memory. Chunks are to be hashed.
+    /// Sender: my memory, or an invitation to a channel. `verify`: chunks are to be hashed.
     Offer { export: Vec<u8>, verify: bool },
-    /// Receiver: it is mapped. Chunks are to be hashed.
+    /// Receiver: it is mapped, or joined.
     Ready { verify: bool },
-    /// Receiver: it cannot be mapped.
+    /// Receiver: it cannot be.
     Refused { reason: String },
     /// Sender: the blocks of this chunk, in its order.
     Lend { transfer: TransferId, chunk: u32, blocks: Vec<BlockId> },
@@ -43,6 +43,8 @@ pub enum Message {
     Pulled { transfer: TransferId, chunk: u32 },
     /// Receiver: nobody waits for this chunk here.
     NotPosted { transfer: TransferId, chunk: u32 },
+    /// Receiver: it may come. So many blocks at a time lie together on both sides.
+    Go { transfer: TransferId, chunk: u32, runs: Vec<u32> },
 }
 
 impl Message {
@@ -80,6 +82,11 @@ impl Message {
                 of_chunk(&mut bytes, transfer, chunk);
                 6
             }
+            Message::Go { transfer, chunk, runs } => {
+                of_chunk(&mut bytes, transfer, chunk);
+                bytes.extend(runs.iter().flat_map(|run| run.to_le_bytes()));
+                7
+            }
         };
         let body_bytes = (bytes.len() - HEADER_BYTES) as u32;
         bytes[0..4].copy_from_slice(&MAGIC);
@@ -113,15 +120,15 @@ impl Message {
             3 => Message::Refused { reason: str::from_utf8(body).ok()?.to_owned() },
             4 => {
                 let (transfer, chunk, blocks) = of_chunk()?;
-                let (blocks, rest) = blocks.as_chunks();
-                if !rest.is_empty() {
-                    return None;
-                }
-                let blocks = blocks.iter().map(|id| BlockId(u32::from_le_bytes(*id))).collect();
+                let blocks = numbers(blocks)?.into_iter().map(BlockId).collect();
                 Message::Lend { transfer, chunk, blocks }
             }
             5 => alone().map(|(transfer, chunk, _)| Message::Pulled { transfer, chunk })?,
             6 => alone().map(|(transfer, chunk, _)| Message::NotPosted { transfer, chunk })?,
+            7 => {
+                let (transfer, chunk, runs) = of_chunk()?;
+                Message::Go { transfer, chunk, runs: numbers(runs)? }
+            }
             _ => return None,
         })
     }
@@ -129,6 +136,11 @@ impl Message {
     pub fn write(&self, stream: &mut TcpStream) -> io::Result<()> {
         write_all_by(stream, &self.to_bytes(), Instant::now() + LEASE)
     }
+}
+
+fn numbers(bytes: &[u8]) -> Option<Vec<u32>> {
+    let (numbers, rest) = bytes.as_chunks();
+    rest.is_empty().then(|| numbers.iter().map(|number| u32::from_le_bytes(*number)).collect())
 }
 
 fn check(head: &[u8], body: &[u8]) -> [u8; 8] {
@@ -239,6 +251,7 @@ mod tests {
             Message::Lend { transfer, chunk, blocks: vec![BlockId(1), BlockId(u32::MAX)] },
             Message::Pulled { transfer, chunk },
             Message::NotPosted { transfer, chunk },
+            Message::Go { transfer, chunk, runs: vec![1, 7] },
         ]
     }
 
@@ -281,9 +294,15 @@ mod tests {
 
     #[test]
     fn bodies_of_other_lengths_are_refused() {
-        for (kind, body) in
-            [(1, &[][..]), (1, &[2]), (2, &[]), (2, &[1, 1]), (5, &[0; 21]), (7, &[])]
-        {
+        for (kind, body) in [
+            (1, &[][..]),
+            (1, &[2]),
+            (2, &[]),
+            (2, &[1, 1]),
+            (5, &[0; 21]),
+            (7, &[0; 22]),
+            (8, &[]),
+        ] {
             assert_eq!(Message::from_body(kind, body), None, "{kind} {body:?}");
         }
         assert_eq!(Message::from_body(4, &[0; 22]), None, "half a block id");

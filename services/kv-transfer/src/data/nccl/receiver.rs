@@ -1,0 +1,248 @@
+//! The receiving end: one thread makes ready for chunks, another sees their ends.
+
+use std::{
+    io::{self, ErrorKind},
+    net::{Shutdown, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Instant,
+};
+
+use crossbeam_channel::{Receiver, bounded};
+use kernels::{
+    BlockWrite,
+    peer::{End, Moving, PeerChannel, runs},
+};
+
+use super::{
+    super::{
+        Shared, hash_written,
+        inbound::Ended,
+        inbox::{GivenBack, Inbox},
+        message::{Look, Message, Messages},
+        stream::LOOK,
+    },
+    JOINING_MAX, UNDER_WAY_MAX, until_done,
+};
+use crate::{
+    api::{Epoch, TransferId},
+    carrier::Carrier,
+    config::LEASE,
+    protocol::DataEvent,
+};
+
+/// A chunk whose half of the operation is in the stream.
+struct Awaited {
+    transfer: TransferId,
+    chunk: u32,
+    moving: Box<dyn Moving<BlockWrite>>,
+}
+
+/// Until the peer closes between two messages, or something breaks.
+pub(in crate::data) fn receive_chunks(
+    shared: &Shared,
+    inbox: &Inbox,
+    peer: Epoch,
+    connection: u64,
+    stream: &mut TcpStream,
+) -> io::Result<Ended> {
+    let mut messages = Messages::new(stream, LOOK)?;
+    let closed = || inbox.is_closed();
+    let (invitation, verify) = match messages.next_by(Instant::now() + LEASE, closed)? {
+        Some(Message::Offer { export, verify }) => (export, verify || shared.verify),
+        Some(_) => return Err(invalid("it does not invite".to_owned())),
+        None => return Ok(Ended::Closed),
+    };
+    let joined = match shared.channels.as_deref() {
+        None => Err("there is no GPU memory here".to_owned()),
+        Some(channels) => match channels.accept(&invitation) {
+            Ok(()) => {
+                // It joins while we do.
+                Message::Ready { verify: shared.verify }.write(stream)?;
+                let deadline = Instant::now() + JOINING_MAX;
+                channels.join(&invitation, End::Receiver, shared.nccl_blocks, deadline)
+            }
+            Err(reason) => Err(reason),
+        },
+    };
+    let channel = match joined {
+        Ok(channel) => channel,
+        Err(reason) => {
+            tracing::warn!(%peer, reason, "KV comes from this peer over tcp");
+            shared.counters.fell_back(Carrier::Nccl);
+            Message::Refused { reason }.write(stream)?;
+            return Ok(Ended::Refused);
+        }
+    };
+    Message::Ready { verify: shared.verify }.write(stream)?;
+    shared.counters.takes(peer, Carrier::Nccl);
+    let (awaited, under_way) = bounded(UNDER_WAY_MAX);
+    let (ended, other_end) = (AtomicBool::new(false), stream.try_clone()?);
+    thread::scope(|scope| {
+        let landing = || {
+            let landed =
+                land(shared, inbox, connection, &channel, &under_way, &other_end, &ended, verify);
+            // Ends the other thread's reading. Fails only when the connection is gone already.
+            let _ = other_end.shutdown(Shutdown::Both);
+            landed
+        };
+        let landing = thread::Builder::new()
+            .name("kv-data-landing".to_owned())
+            .spawn_scoped(scope, landing)?;
+        let mut prepared = Ok(());
+        loop {
+            match prepare(shared, inbox, &*channel, &mut messages, stream) {
+                Ok(Prepared::Awaited(chunk)) => {
+                    if awaited.send(chunk).is_err() {
+                        break;
+                    }
+                }
+                Ok(Prepared::Nothing) => {}
+                Ok(Prepared::End) => break,
+                Err(error) => {
+                    prepared = Err(error);
+                    break;
+                }
+            }
+        }
+        // Nobody sends any more: what is under way waits in vain.
+        ended.store(true, Ordering::Release);
+        drop(awaited);
+        let landed = landing.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
+        prepared.and(landed)
+    })?;
+    Ok(Ended::Closed)
+}
+
+enum Prepared {
+    Awaited(Awaited),
+    Nothing,
+    End,
+}
+
+/// Takes one message, puts the receive that it is about into the stream, and says so.
+fn prepare(
+    shared: &Shared,
+    inbox: &Inbox,
+    channel: &dyn PeerChannel,
+    messages: &mut Messages,
+    stream: &mut TcpStream,
+) -> io::Result<Prepared> {
+    let (transfer, chunk, from) = match messages.look()? {
+        Look::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
+        Look::Message(_) => return Err(invalid("it says what is not its turn to say".to_owned())),
+        Look::Nothing if inbox.is_closed() => return Ok(Prepared::End),
+        Look::Nothing => return Ok(Prepared::Nothing),
+        Look::End => return Ok(Prepared::End),
+    };
+    let Some(to) = inbox.take(transfer, chunk) else {
+        // Cancelled here while it was on its way.
+        shared.counters.refuse("frame_not_posted");
+        Message::NotPosted { transfer, chunk }.write(stream)?;
+        return Ok(Prepared::Nothing);
+    };
+    let received = if from.len() == to.len() {
+        let pairs = from.iter().copied().zip(to.iter().map(BlockWrite::block));
+        let runs: Vec<u32> = runs(pairs).iter().map(|run| run.count).collect();
+        channel.receive(&runs, to).map(|moving| (runs, moving))
+    } else {
+        Err(format!("{} blocks where {} were posted", from.len(), to.len()))
+    };
+    match received {
+        Ok((runs, moving)) => {
+            let awaited = Awaited { transfer, chunk, moving };
+            let went = Message::Go { transfer, chunk, runs }.write(stream);
+            if let Err(error) = went {
+                // Ends the operation: the sender will not come.
+                drop(awaited);
+                fail(shared, inbox, transfer, chunk, error.to_string());
+                return Err(error);
+            }
+            Ok(Prepared::Awaited(awaited))
+        }
+        Err(reason) => {
+            let reason = format!("chunk {chunk}: {reason}");
+            fail(shared, inbox, transfer, chunk, reason.clone());
+            Err(invalid(reason))
+        }
+    }
+}
+
+/// Sees the ends of operations, in their order; to the last, whatever breaks.
+#[allow(clippy::too_many_arguments)] // It is the body of a thread.
+fn land(
+    shared: &Shared,
+    inbox: &Inbox,
+    connection: u64,
+    channel: &Arc<dyn PeerChannel>,
+    under_way: &Receiver<Awaited>,
+    other_end: &TcpStream,
+    ended: &AtomicBool,
+    verify: bool,
+) -> io::Result<()> {
+    let mut outcome = Ok(());
+    for Awaited { transfer, chunk, mut moving } in under_way {
+        let in_vain = |waited| {
+            if inbox.is_closed() || ended.load(Ordering::Acquire) {
+                Some("the data connection has ended".to_owned())
+            } else if waited >= LEASE {
+                Some(format!("nothing came for {} s", LEASE.as_secs()))
+            } else {
+                None
+            }
+        };
+        let landed = until_done(&mut *moving, in_vain).and_then(|()| moving.finish());
+        let landed = landed.and_then(|mut blocks| {
+            let hash = if verify { hash_written(&mut blocks) } else { Ok(0) };
+            let bytes: u64 = blocks.iter().map(|block| block.byte_count() as u64).sum();
+            hash.map(|integrity| (integrity, bytes)).map_err(|error| error.to_string())
+        });
+        // From here on whoever borrows the blocks finds no guard in the way.
+        match landed {
+            Ok((integrity, bytes)) => match inbox.give_back(transfer, chunk) {
+                GivenBack::Wanted if inbox.is_current(connection) => {
+                    shared.counters.received(bytes);
+                    shared.report(DataEvent::Received { transfer, chunk, integrity });
+                }
+                GivenBack::Wanted => {
+                    let reason = "the data connection was closed".to_owned();
+                    shared.report(DataEvent::Failed { transfer, reason });
+                }
+                GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
+                GivenBack::Cancelled => {}
+            },
+            Err(reason) => {
+                // What was in the stream has been ended with the channel, by whoever dropped it.
+                if let Err(stuck) = channel.abort() {
+                    tracing::error!(stuck, "a channel between GPUs does not end");
+                }
+                let reason = format!("chunk {chunk}: {reason}");
+                fail(shared, inbox, transfer, chunk, reason.clone());
+                outcome = outcome.and(Err(io::Error::other(reason)));
+                // The other thread's reading ends, and with it the connection.
+                ended.store(true, Ordering::Release);
+            }
+        }
+        if outcome.is_err() {
+            // The other thread is to hear of it now. Fails only when the connection is gone already.
+            let _ = other_end.shutdown(Shutdown::Both);
+        }
+    }
+    outcome
+}
+
+/// The blocks are given back, for nothing writes them any more.
+fn fail(shared: &Shared, inbox: &Inbox, transfer: TransferId, chunk: u32, reason: String) {
+    match inbox.give_back(transfer, chunk) {
+        GivenBack::Wanted => shared.report(DataEvent::Failed { transfer, reason }),
+        GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
+        GivenBack::Cancelled => {}
+    }
+}
+
+fn invalid(reason: String) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, reason)
+}

@@ -1,0 +1,199 @@
+//! The sending end: says what it has, and sends when the receiver is ready for it.
+
+use std::{
+    io::{self, ErrorKind},
+    net::{Shutdown, TcpStream},
+    sync::Arc,
+    thread,
+    time::Instant,
+};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use kernels::{
+    BlockRead,
+    peer::{End, Moving, PeerChannel},
+};
+
+use super::{
+    super::{
+        Shared, hash_read,
+        message::{Look, Message, Messages},
+        outbound::Ended,
+        outbox::{GivenBack, Outbox},
+        stream::LOOK,
+    },
+    JOINING_MAX, UNDER_WAY_MAX, until_done,
+};
+use crate::{
+    api::{Epoch, TransferId},
+    carrier::Carrier,
+    config::LEASE,
+    protocol::DataEvent,
+};
+
+/// Until the outbox is closed or the connection ends.
+pub(in crate::data) fn send_chunks(
+    shared: &Shared,
+    outbox: &Outbox,
+    peer: Epoch,
+    mut stream: TcpStream,
+) -> io::Result<Ended> {
+    let Some(channels) = shared.channels.as_deref() else {
+        return Ok(Ended::Refused { reason: "there is no GPU memory here".to_owned() });
+    };
+    let invitation = match channels.invite() {
+        Ok(invitation) => invitation,
+        Err(reason) => return Ok(Ended::Refused { reason }),
+    };
+    let mut answers = Messages::new(&stream, LOOK)?;
+    let offer = Message::Offer { export: invitation.clone(), verify: shared.verify };
+    offer.write(&mut stream)?;
+    let deadline = Instant::now() + JOINING_MAX;
+    let mut answered = || -> io::Result<Result<bool, Ended>> {
+        match answers.next_by(deadline, || outbox.is_closed())? {
+            Some(Message::Ready { verify }) => Ok(Ok(verify || shared.verify)),
+            Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
+            Some(_) => Err(out_of_turn()),
+            None if outbox.is_closed() => Ok(Err(Ended::Closed)),
+            None => Err(ErrorKind::UnexpectedEof.into()),
+        }
+    };
+    if let Err(ended) = answered()? {
+        return Ok(ended);
+    }
+    let channel = match channels.join(&invitation, End::Sender, shared.nccl_blocks, deadline) {
+        Ok(channel) => channel,
+        // The receiver, which waits for us, gives up when the connection ends, or by itself.
+        Err(reason) => return Ok(Ended::Refused { reason }),
+    };
+    let verify = match answered()? {
+        Ok(verify) => verify,
+        Err(ended) => return Ok(ended),
+    };
+    shared.counters.takes(peer, Carrier::Nccl);
+    let (departed, under_way) = bounded(UNDER_WAY_MAX);
+    thread::scope(|scope| {
+        let named = |name: &str| thread::Builder::new().name(name.to_owned());
+        named("kv-data-answers").spawn_scoped(scope, || {
+            if let Err(reason) = take_answers(outbox, shared, answers, &*channel, departed) {
+                outbox.break_off(reason);
+            }
+        })?;
+        let landing = named("kv-data-landing").spawn_scoped(scope, || {
+            if let Err(reason) = land(shared, outbox, &channel, &under_way) {
+                outbox.break_off(reason);
+            }
+        });
+        let said = landing.and_then(|_| say(outbox, &mut stream, verify));
+        // Ends the other threads. Fails only when the connection is gone already.
+        let _ = stream.shutdown(Shutdown::Both);
+        said
+    })?;
+    Ok(Ended::Closed)
+}
+
+/// Says which chunks are to be sent, a few ahead.
+fn say(outbox: &Outbox, stream: &mut TcpStream, verify: bool) -> io::Result<()> {
+    while let Some(job) = outbox.next(UNDER_WAY_MAX) {
+        let blocks = job.blocks.iter().map(BlockRead::block).collect();
+        let lend = Message::Lend { transfer: job.transfer, chunk: job.chunk, blocks };
+        let integrity = if verify { hash_read(&job.blocks)? } else { 0 };
+        // Before the message, which may be answered at once.
+        outbox.lend(job, integrity);
+        lend.write(stream)?;
+    }
+    Ok(())
+}
+
+/// A chunk whose half of the operation is in the stream.
+struct Departed {
+    transfer: TransferId,
+    chunk: u32,
+    moving: Box<dyn Moving<BlockRead>>,
+}
+
+/// Sends what the receiver is ready for, until the outbox is closed; the error is for people.
+fn take_answers(
+    outbox: &Outbox,
+    shared: &Shared,
+    mut answers: Messages,
+    channel: &dyn PeerChannel,
+    departed: Sender<Departed>,
+) -> Result<(), String> {
+    loop {
+        match answers.look().map_err(|error| error.to_string())? {
+            Look::Message(Message::Go { transfer, chunk, runs }) => {
+                let blocks = outbox.take_lent(transfer, chunk).ok_or_else(|| {
+                    format!("it is ready for chunk {chunk}, which is not its turn")
+                })?;
+                let moving = channel.send(&runs, blocks)?;
+                if departed.send(Departed { transfer, chunk, moving }).is_err() {
+                    return Ok(());
+                }
+            }
+            Look::Message(Message::NotPosted { transfer, chunk }) => {
+                match outbox.give_back(transfer, chunk) {
+                    GivenBack::Wanted { .. } => {
+                        let reason = format!("chunk {chunk} is not awaited any more");
+                        shared.report(DataEvent::Failed { transfer, reason });
+                    }
+                    GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
+                    GivenBack::Cancelled | GivenBack::Unknown => {}
+                }
+            }
+            Look::Message(_) => return Err(out_of_turn().to_string()),
+            Look::End => return Err("the peer closed it".to_owned()),
+            Look::Nothing if outbox.is_closed() => return Ok(()),
+            Look::Nothing => {
+                if outbox.oldest().is_some_and(|since| since.elapsed() >= LEASE) {
+                    return Err(format!("no answer to a chunk for {} s", LEASE.as_secs()));
+                }
+            }
+        }
+    }
+}
+
+/// Sees the ends of operations, in their order; to the last, whatever breaks.
+fn land(
+    shared: &Shared,
+    outbox: &Outbox,
+    channel: &Arc<dyn PeerChannel>,
+    under_way: &Receiver<Departed>,
+) -> Result<(), String> {
+    let mut outcome = Ok(());
+    for Departed { transfer, chunk, mut moving } in under_way {
+        let in_vain = |waited| {
+            if outbox.is_over() {
+                Some("the data connection has ended".to_owned())
+            } else if waited >= LEASE {
+                Some(format!("chunk {chunk} was not taken for {} s", LEASE.as_secs()))
+            } else {
+                None
+            }
+        };
+        let landed = until_done(&mut *moving, in_vain).and_then(|()| moving.finish());
+        match landed.map(drop) {
+            Ok(()) => match outbox.give_back(transfer, chunk) {
+                GivenBack::Wanted { integrity, bytes } => {
+                    shared.counters.sent(bytes);
+                    shared.report(DataEvent::Sent { transfer, chunk, integrity });
+                }
+                GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
+                GivenBack::Cancelled | GivenBack::Unknown => {}
+            },
+            Err(reason) => {
+                // What was in the stream has been ended with the channel, by whoever dropped it.
+                if let Err(stuck) = channel.abort() {
+                    tracing::error!(stuck, "a channel between GPUs does not end");
+                }
+                outbox.break_off(reason.clone());
+                outcome = outcome.and(Err(reason));
+            }
+        }
+    }
+    outcome
+}
+
+fn out_of_turn() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "the peer says what is not its turn to say")
+}
