@@ -7,7 +7,10 @@
 
 use std::{
     mem,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -128,6 +131,7 @@ impl NcclChannels {
         Ok(NcclChannel {
             shared: Arc::new(Shared {
                 communicator: Mutex::new(Some(communicator)),
+                stuck: AtomicBool::new(false),
                 marks: Mutex::new(marks),
                 stream,
                 peer: 1 - rank,
@@ -219,6 +223,8 @@ struct NcclChannel {
 struct Shared {
     /// First, so that its operations end before what they use. `None` once it was aborted.
     communicator: Mutex<Option<Communicator>>,
+    /// An abort did not come back.
+    stuck: AtomicBool,
     /// Those not in use: nothing is made while an operation may be stuck.
     marks: Mutex<Vec<Event>>,
     stream: Stream<PeerExchange>,
@@ -269,9 +275,17 @@ impl Shared {
     }
 
     fn abort(&self) -> Result<(), String> {
-        match locked(&self.communicator).take() {
-            Some(communicator) => communicator.abort(ABORT_MAX).map(drop).map_err(words),
-            None => Ok(()),
+        let mut communicator = locked(&self.communicator);
+        if let Some(communicator) = communicator.take()
+            && let Err(error) = communicator.abort(ABORT_MAX)
+        {
+            self.stuck.store(true, Ordering::Release);
+            return Err(words(error));
+        }
+        // Once it was stuck nothing says any more that it is over.
+        match self.stuck.load(Ordering::Acquire) {
+            true => Err("an abort before did not come back".to_owned()),
+            false => Ok(()),
         }
     }
 }

@@ -178,7 +178,9 @@ impl Report {
             Err(error) => report.faults.push(error.to_string()),
         }
         if let (Err(error), false) = (nccl, report.gpus.is_empty()) {
-            report.notes.push(format!("{error}; KV goes by TCP without it"));
+            report
+                .notes
+                .push(format!("{error}; within a host KV goes by ipc without it, else by tcp"));
         }
         let is_gpu = !report.gpus.is_empty() && report.faults.is_empty();
         report.serves_on = if is_gpu { "cuda" } else { "cpu" };

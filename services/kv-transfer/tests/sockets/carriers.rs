@@ -243,9 +243,10 @@ fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() 
     stuck.assert_free();
 }
 
-/// The receiver's half of an operation that the sender never joins is ended, and its blocks come back.
+/// As when the peer's GPU does not come to its half: the blocks come back with the channel's end, and the
+/// next transfer makes another.
 #[test]
-fn a_sender_that_does_not_come_costs_the_receiver_a_lease() {
+fn an_operation_without_its_other_half_is_ended_with_its_channel() {
     let reach = Reach::default();
     let prefill = Node::start_reaching("prefill", reach.clone(), only(Carrier::Nccl, false));
     let decode = Node::start_reaching("decode", Reach::default(), only(Carrier::Nccl, false));
@@ -253,7 +254,6 @@ fn a_sender_that_does_not_come_costs_the_receiver_a_lease() {
     reach.open.store(false, Ordering::Release);
     let transfer = begin(&prefill, &decode, 8);
     prefill.written(transfer, 0, &blocks(0..8));
-    // The sender's half has begun and is seen to end only when it is let.
     assert!(matches!(prefill.event(), Event::SendFailed { .. }));
     assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
     prefill.assert_free();
