@@ -10,7 +10,8 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::{Client, greedy_body},
-    cluster::{Cluster, ClusterSpec, Service},
+    cluster::{Cluster, ClusterSpec, SECRET, Service, bin_dir, smollm2},
+    command::output,
     etcd::Etcd,
     golden::{golden, longest, run_named},
 };
@@ -138,7 +139,8 @@ async fn loses_a_rank(end: End) -> Result<()> {
     }
     let error = error.context("no error")?;
     println!("the request ended {:?} later: {error}", lost.elapsed());
-    assert_eq!(error["code"], "no_decode_node", "{error}");
+    assert_eq!(error["type"], "server_error", "{error}");
+    assert!(error["code"].is_string(), "{error}");
     etcd.wait_leases(PREFIX, <[_]>::is_empty).await?;
     let node: &mut Service = &mut cluster.decode[0];
     assert_eq!(node.wait_end(DEADLINE)?, Some(1), "{}", node.log());
@@ -150,6 +152,9 @@ async fn loses_a_rank(end: End) -> Result<()> {
     };
     assert!(node.log().contains(why), "{}", node.log());
 
+    if end == End::Stopped {
+        return Ok(());
+    }
     // As its supervisor does.
     cluster.restart_decode(0)?;
     etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
@@ -166,8 +171,62 @@ async fn a_killed_rank_ends_its_requests_typed_and_its_node_which_comes_back() -
 }
 
 #[tokio::test]
-async fn a_stopped_rank_ends_its_requests_typed_and_its_node_which_comes_back() -> Result<()> {
+async fn a_stopped_rank_ends_its_requests_typed_and_its_node() -> Result<()> {
     loses_a_rank(End::Stopped).await
+}
+
+/// A node that is to start with so many ranks, on this device: its exit code and its lines.
+fn refused(ranks: &str, device: &str) -> Result<(Option<i32>, String)> {
+    let mut command = Command::new(bin_dir().join("baton-decode-node"));
+    for (name, value) in [
+        ("BATON_MODEL_PATH", smollm2().display().to_string().as_str()),
+        ("BATON_MODEL_DTYPE", "f32"),
+        ("BATON_NODE_GRPC", "127.0.0.1:0"),
+        ("BATON_NODE_BLOCKS", "8"),
+        ("BATON_NODE_DEVICE", device),
+        ("BATON_TRANSFER_SECRET", SECRET),
+        (TP, ranks),
+    ] {
+        command.env(name, value);
+    }
+    let output = output(&mut command)?;
+    Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
+#[test]
+fn a_number_of_ranks_that_the_model_does_not_allow_is_refused_with_those_that_it_does() -> Result<()>
+{
+    for (ranks, device, expected, words) in [
+        ("2", "cpu", 1, &["node.tp = 2: ", "model's 3 KV heads", "allowed: 1, 3"][..]),
+        ("4", "auto", 1, &["node.tp = 4: ", "allowed: 1, 3"]),
+        ("3", "cuda", 1, &["node.tp = 3 with node.device = cuda", "allowed: 1"]),
+        ("0", "cpu", 2, &["node.tp", "1 to 16"]),
+        ("17", "cpu", 2, &["node.tp", "1 to 16"]),
+    ] {
+        let (code, lines) = refused(ranks, device)?;
+        assert_eq!(code, Some(expected), "{lines}");
+        for word in words {
+            assert!(lines.contains(word), "{lines:?} lacks {word:?}");
+        }
+    }
+    Ok(())
+}
+
+/// As when somebody gives the flag that is the node's own.
+#[test]
+fn a_rank_that_no_node_has_started_ends_with_a_line() -> Result<()> {
+    let seat = format!("baton-{:032x}-1-ranks:0/2", 5);
+    for (seat, code, words) in [
+        (seat.as_str(), 1, "rank 0 of 2: the node that started it is gone"),
+        ("something", 2, "expected is REGION:RANK/OF"),
+    ] {
+        let mut command = Command::new(bin_dir().join("baton-decode-node"));
+        let output = output(command.args(["--rank", seat]))?;
+        let lines = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{lines}");
+        assert!(lines.contains(words), "{lines}");
+    }
+    Ok(())
 }
 
 #[tokio::test]

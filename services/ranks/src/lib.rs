@@ -25,6 +25,7 @@ pub mod ring;
 mod seat;
 
 pub use group::{GroupError, GroupSettings, RankFailure, RankGroup};
+pub use process::clock_nanos;
 pub use rank::{RankError, run_rank};
 pub use region::build;
 pub use seat::{BadSeat, Seat};

@@ -1,6 +1,7 @@
 //! Measuring: an engine alone, or any server that speaks the OpenAI API.
 
 mod engine;
+mod ring;
 mod serve;
 mod speculate;
 mod stats;
@@ -18,6 +19,8 @@ use clap::Subcommand;
 pub enum BenchCommand {
     /// Prefill and decode speed of the engine in this process; no network.
     Engine(engine::EngineArgs),
+    /// How long a plan takes from a node to the last of its ranks; several processes, no model.
+    Ring(ring::RingArgs),
     /// Load and latency of a running server, ours or another.
     Serve(serve::ServeArgs),
     /// What guessing tokens ahead is worth on a prompt that the answer repeats; no network.
@@ -29,6 +32,7 @@ pub enum BenchCommand {
 pub fn run(command: BenchCommand) -> Result<()> {
     match command {
         BenchCommand::Engine(args) => engine::run(args),
+        BenchCommand::Ring(args) => ring::run(args),
         BenchCommand::Serve(args) => serve::run(args),
         BenchCommand::Speculate(args) => speculate::run(args),
         BenchCommand::Transfer(args) => transfer::run(args),

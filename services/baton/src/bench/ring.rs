@@ -1,0 +1,195 @@
+//! `baton bench ring`: how long a plan takes from a node to the last of its ranks; no model.
+//!
+//! The ranks are processes of this program that read the ring as ranks do, and answer with the moment
+//! at which they had a plan in hand. Each plan is sent when all have answered the one before and some
+//! time has passed, as between steps.
+
+use std::{
+    env,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use engine::plan::{RowPlan, Slot, StepPlan};
+use kernels::{BlockId, shared::RegionName};
+use ranks::{Seat, build, clock_nanos, codec, region::GroupRegion};
+use serde::Serialize;
+
+use super::stats::Percentiles;
+
+/// Any wait for another process.
+const PATIENCE: Duration = Duration::from_secs(30);
+const WARM_UP: u32 = 100;
+/// Of sixteen rows one begins a block in the mean.
+const BLOCK_TOKENS: u32 = 16;
+
+#[derive(Args)]
+pub struct RingArgs {
+    /// Ranks that read.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=16))]
+    readers: u32,
+    /// Rows of the plan: sequences that each get a token.
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    rows: u32,
+    /// Plans that are measured, in each way to wait.
+    #[arg(long, default_value_t = 2000)]
+    plans: u32,
+    /// Microseconds from the last answer to the next plan.
+    #[arg(long, default_value_t = 200)]
+    gap_us: u64,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// The other processes: one that reads.
+    #[arg(long, hide = true)]
+    seat: Option<Seat>,
+    /// How long it spins before it sleeps.
+    #[arg(long, hide = true, default_value_t = 0)]
+    spin_us: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    cpus: usize,
+    readers: u32,
+    rows: u32,
+    plan_bytes: usize,
+    /// From the moment before the plan is encoded to the last reader's having it, in microseconds.
+    spinning_us: Percentiles,
+    asleep_us: Percentiles,
+}
+
+pub fn run(args: RingArgs) -> Result<()> {
+    if let Some(seat) = &args.seat {
+        return read(seat, Duration::from_micros(args.spin_us));
+    }
+    let cpus = thread::available_parallelism().map_or(1, usize::from);
+    let plan_bytes = encoded(&plan(args.rows, 0), 0)?.0.len();
+    let spinning_us = measure(&args, 10 * args.gap_us + 1_000)?;
+    let asleep_us = measure(&args, 0)?;
+    let RingArgs { readers, rows, .. } = args;
+    let report = Report { cpus, readers, rows, plan_bytes, spinning_us, asleep_us };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+        return Ok(());
+    }
+    println!("a decode step of {rows} rows: {plan_bytes} bytes");
+    println!("from the node to the last of {readers} ranks, on {cpus} CPUs, in microseconds:");
+    for (how, it) in [("spinning", &report.spinning_us), ("asleep", &report.asleep_us)] {
+        println!("  {how:<9} p50 {:7.1}  p99 {:7.1}  most {:7.1}", it.p50, it.p99, it.max);
+    }
+    if cpus <= readers as usize {
+        println!("  there are fewer CPUs than processes: they wait for each other's time");
+    }
+    Ok(())
+}
+
+/// A steady decode step.
+fn plan(rows: u32, step_id: u64) -> StepPlan {
+    let row = |slot| RowPlan {
+        slot: Slot(slot),
+        generation: 1,
+        token_count: 1,
+        samples: true,
+        drafts_max: 0,
+    };
+    StepPlan {
+        step_id,
+        rows: (0..rows).map(row).collect(),
+        extended: (0..rows / BLOCK_TOKENS).map(|slot| (Slot(slot), vec![BlockId(slot)])).collect(),
+        ..StepPlan::default()
+    }
+}
+
+fn encoded(plan: &StepPlan, state: u64) -> Result<(Vec<u8>, u64)> {
+    let mut bytes = Vec::new();
+    let state = codec::encode_plan(plan, state, &mut bytes)?;
+    Ok((bytes, state))
+}
+
+/// Ended when dropped.
+struct Readers(Vec<Child>);
+
+impl Drop for Readers {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn measure(args: &RingArgs, spin_us: u64) -> Result<Percentiles> {
+    let mut epoch = [0; 16];
+    getrandom::fill(&mut epoch).map_err(|error| anyhow::anyhow!("no random numbers: {error}"))?;
+    let name = RegionName::own(u128::from_le_bytes(epoch), "bench");
+    let seat = |rank| Seat { region: name.clone(), rank, of: args.readers };
+    let region = GroupRegion::create(&seat(0), build())?;
+    let mut plans = region.plan_writer();
+    let ranks = 0..args.readers as usize;
+    let mut answers: Vec<_> = ranks.map(|rank| region.result_reader(rank)).collect();
+    let mut readers = Readers(Vec::new());
+    for rank in 0..args.readers {
+        let mut command = Command::new(env::current_exe()?);
+        command.args(["bench", "ring", "--seat", &seat(rank).to_string()]);
+        command.args(["--spin-us", &spin_us.to_string()]).stdin(Stdio::null());
+        readers.0.push(command.spawn().context("cannot start a reader")?);
+    }
+    let mut samples = Vec::new();
+    let (mut state, mut message) = (0, Vec::new());
+    for step in 0..u64::from(WARM_UP + args.plans) {
+        let plan = plan(args.rows, step);
+        let began = clock_nanos();
+        state = codec::encode_plan(&plan, state, &mut message)?;
+        plans.write(&message, PATIENCE, || false)?;
+        let mut last = 0;
+        for answer in &mut answers {
+            let answer = answer.read(PATIENCE, Duration::ZERO)?.context("a reader is gone")?;
+            let nanos: [u8; 8] = answer.try_into().ok().context("a reader answers nonsense")?;
+            last = last.max(u64::from_le_bytes(nanos));
+        }
+        ensure!(last > began, "the readers' clock is another");
+        if step >= u64::from(WARM_UP) {
+            samples.push((last - began) as f64 / 1e3);
+        }
+        // Not asleep: a step's end is not waited for by a timer either.
+        let answered = Instant::now();
+        while answered.elapsed() < Duration::from_micros(args.gap_us) {
+            thread::yield_now();
+        }
+    }
+    plans.write(&codec::encode_stop(), PATIENCE, || false)?;
+    Ok(Percentiles::of(samples))
+}
+
+fn read(seat: &Seat, spin: Duration) -> Result<()> {
+    let region = GroupRegion::open(seat, build())?;
+    let rank = seat.rank as usize;
+    let (mut plans, mut answers) = (region.plan_reader(rank), region.result_writer(rank));
+    let mut running = 0;
+    loop {
+        let Some(message) = plans.read(PATIENCE, spin)? else { bail!("no plan comes") };
+        match codec::decode_order(&message, running)? {
+            codec::Order::Plan { state, found, .. } => {
+                ensure!(state == found, "a plan was lost");
+                running = state;
+            }
+            _ => return Ok(()),
+        }
+        answers.write(&clock_nanos().to_le_bytes(), PATIENCE, || false)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_of_256_rows_is_as_small_as_promised() {
+        let (bytes, _) = encoded(&plan(256, 1 << 40), 0).unwrap();
+        assert!(bytes.len() <= 4_200, "{}", bytes.len());
+    }
+}
