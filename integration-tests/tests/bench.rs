@@ -329,3 +329,31 @@ fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
     }
     Ok(())
 }
+
+/// Without a GPU: in host memory, by what carries everywhere.
+#[test]
+fn the_way_of_kv_is_measured_between_two_processes() -> Result<()> {
+    let sizes = ["--block-kib", "16", "--blocks", "1,6", "--chunk-blocks", "4", "--rounds", "3"];
+    let output = bench(&[&["transfer", "--in-flight", "2", "--json"], &sizes[..]].concat())?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{}: {said}", output.status);
+    let report: Value = serde_json::from_slice(&output.stdout)?;
+    assert_eq!(report["block_bytes"], 16 << 10);
+    let rows = report["rows"].as_array().context("no rows")?;
+    let found: Vec<_> = rows.iter().map(|row| (&row["transport"], &row["blocks"])).collect();
+    assert_eq!(found, [(&json!("tcp"), &json!(1)), (&json!("tcp"), &json!(6))]);
+    for row in rows {
+        assert_eq!(row["alone_us"]["count"], 3, "{row}");
+        assert!(number(&row["together_gb_per_s"]) > 0.0, "{row}");
+    }
+    for (args, reason) in [
+        (&["--gpus", "0"][..], "allowed are two"),
+        (&["--block-kib", "6"], "multiples of 4"),
+        (&["--blocks", "0"], "1 to 100000"),
+    ] {
+        let output = bench(&[&["transfer"], args].concat())?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(reason), "{args:?}: {said}");
+    }
+    Ok(())
+}
