@@ -10,7 +10,7 @@ use std::{
     fmt::Write as _,
     fs, io,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use super::product::Product;
@@ -128,7 +128,9 @@ impl Table {
     pub fn write(&self, folder: &Path) -> Result<(), String> {
         let path = self.path(folder);
         let told = |error: io::Error| format!("{} is not written: {error}", path.display());
-        let new = path.with_extension(format!("{}.new", std::process::id()));
+        // Processes of several containers may share the folder, and each be number 1 in its own.
+        let moment = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
+        let new = path.with_extension(format!("{}-{moment:x}.new", std::process::id()));
         fs::create_dir_all(folder).map_err(told)?;
         let written = fs::write(&new, self.text()).and_then(|()| fs::rename(&new, &path));
         written.map_err(|error| {
