@@ -1,5 +1,6 @@
 //! Measuring: an engine alone, or any server that speaks the OpenAI API.
 
+mod collectives;
 mod engine;
 mod ring;
 mod serve;
@@ -17,6 +18,8 @@ use clap::Subcommand;
 
 #[derive(Subcommand)]
 pub enum BenchCommand {
+    /// Sums over the GPUs of this host, ours and NCCL's; a process for each, no model.
+    Collectives(collectives::CollectivesArgs),
     /// Prefill and decode speed of the engine in this process; no network.
     Engine(engine::EngineArgs),
     /// How long a plan takes from a node to the last of its ranks; several processes, no model.
@@ -31,6 +34,7 @@ pub enum BenchCommand {
 
 pub fn run(command: BenchCommand) -> Result<()> {
     match command {
+        BenchCommand::Collectives(args) => collectives::run(args),
         BenchCommand::Engine(args) => engine::run(args),
         BenchCommand::Ring(args) => ring::run(args),
         BenchCommand::Serve(args) => serve::run(args),

@@ -1,0 +1,196 @@
+//! One rank of the bench: all of them do the same, each on its own GPU.
+
+use std::{
+    io::{BufRead, Write, stdin, stdout},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use kernels::{
+    Dtype,
+    cuda::{
+        Communicator, CommunicatorOptions, Compute, Context, CudaError, DeviceMemory, Driver,
+        Event, Graph, Group, GroupArena, GroupHandle, KernelLibrary, Nccl, NcclError, Piece, Range,
+        Stream, SumRows, SumWay, UniqueId,
+    },
+};
+
+use super::{CollectivesArgs, FOUND, PATIENCE, Row, TELLS};
+use crate::bench::stats::median;
+
+/// How long a kernel waits for the other ranks.
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// Replays of a graph between two events.
+const REPLAYS: u32 = 5;
+
+pub fn run(args: &CollectivesArgs, rank: usize) -> Result<()> {
+    let bench = Bench::start(args, rank)?;
+    let mut nccl = bench.nccl(args)?;
+    for size in &args.sizes {
+        let row = bench.row(*size as usize * 1024, nccl.as_mut())?;
+        if rank == 0 {
+            say(&format!("{FOUND} {}", serde_json::to_string(&row)?))?;
+        }
+    }
+    bench.group.check()?;
+    drop(nccl);
+    bench.exchange("-")?;
+    if rank == 0 {
+        say("end")?;
+    }
+    Ok(())
+}
+
+fn say(line: &str) -> Result<()> {
+    let mut out = stdout().lock();
+    writeln!(out, "{line}")?;
+    Ok(out.flush()?)
+}
+
+/// What this rank says, and what all have said, in their order.
+fn exchange(ranks: usize, words: &str) -> Result<Vec<String>> {
+    say(&format!("{TELLS} {words}"))?;
+    let mut line = String::new();
+    stdin().lock().read_line(&mut line)?;
+    let said: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+    ensure!(said.len() == ranks, "another rank has ended");
+    Ok(said)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Result<Vec<u8>> {
+    let pairs = text.as_bytes().chunks(2);
+    pairs.map(|pair| Ok(u8::from_str_radix(str::from_utf8(pair)?, 16)?)).collect()
+}
+
+struct Bench {
+    calls: u32,
+    rounds: u32,
+    ranks: usize,
+    /// Of the sums; its memory is `x`.
+    group: Group,
+    x: Range,
+    stream: Stream<Compute>,
+    begin: Event,
+    end: Event,
+    context: Arc<Context>,
+}
+
+impl Bench {
+    fn start(args: &CollectivesArgs, rank: usize) -> Result<Self> {
+        let ranks = args.gpus.len();
+        let driver = Driver::open()?;
+        let name = args.gpus.get(rank).context("a rank has a GPU")?;
+        let context = Context::new(driver, driver.device_named(name)?)?;
+        let library = Arc::new(KernelLibrary::open(args.kernels.path().as_deref())?);
+        library.initialise(&context)?;
+        let most = args.sizes.iter().max().copied().unwrap_or(1) as usize * 1024;
+        // One shot takes a place for every rank's message.
+        let arena = GroupArena::new(&context, &library, (rank, ranks), most * ranks / 2)?;
+        let said = exchange(ranks, &hex(&arena.handle().to_bytes()))?;
+        let handles = said
+            .iter()
+            .map(|said| GroupHandle::from_bytes(&from_hex(said)?).context("no handle of ours"))
+            .collect::<Result<Vec<_>>>()?;
+        let group = Group::new(arena, &handles, TIMEOUT)?;
+        exchange(ranks, "-")?;
+        let x = DeviceMemory::new(&context, "the message", most)?.cut(most)?;
+        let stream = Stream::new(&context)?;
+        x.fill(0, &stream)?;
+        stream.synchronize()?;
+        let (begin, end) = (Event::timed(&context)?, Event::timed(&context)?);
+        let (calls, rounds) = (args.calls, args.rounds);
+        Ok(Self { calls, rounds, ranks, group, x, stream, begin, end, context })
+    }
+
+    fn exchange(&self, words: &str) -> Result<Vec<String>> {
+        exchange(self.ranks, words)
+    }
+
+    /// `None` unless all ranks have it.
+    fn nccl(&self, args: &CollectivesArgs) -> Result<Option<Communicator>> {
+        let rank = self.group.rank();
+        let opened = Nccl::open(args.nccl.as_deref());
+        let id = opened.as_ref().map_err(Clone::clone).and_then(|nccl| nccl.unique_id());
+        let said = self.exchange(&id.as_ref().map_or("-".to_owned(), |id| hex(&id.0)))?;
+        if said.iter().any(|said| said == "-") {
+            if rank == 0 {
+                let why =
+                    id.err().map_or("not on every rank".to_owned(), |error| error.to_string());
+                say(&format!("fault {why}"))?;
+            }
+            return Ok(None);
+        }
+        let id = from_hex(&said[0])?.try_into().ok().context("an id has 128 bytes")?;
+        let (rank, ranks) = (rank as u32, self.ranks as u32);
+        let options = CommunicatorOptions { rank, ranks, id: UniqueId(id), blocks: None };
+        let deadline = Instant::now() + PATIENCE;
+        Ok(Some(Communicator::new(&opened?, &self.context, options, deadline)?))
+    }
+
+    fn row(&self, bytes: usize, nccl: Option<&mut Communicator>) -> Result<Row> {
+        let shape = SumRows { dtype: Dtype::Bf16, rows: 1, width: bytes / Dtype::Bf16.bytes() };
+        let ours =
+            |way| move || self.group.all_reduce(shape, &self.x, &self.x, way, true, &self.stream);
+        let mut row = Row {
+            bytes,
+            one_shot_graph_us: Some(self.graph_us(ours(SumWay::OneShot))?),
+            two_shot_graph_us: Some(self.graph_us(ours(SumWay::TwoShot))?),
+            graph_us: self.graph_us(ours(SumWay::Auto))?,
+            eager_us: self.eager_us(ours(SumWay::Auto))?,
+            ..Row::default()
+        };
+        if let Some(communicator) = nccl {
+            let piece = Piece::new(&self.x, 0, bytes);
+            let mut theirs = || {
+                let (dtype, deadline) = (Dtype::Bf16, Instant::now() + PATIENCE);
+                let outcome = communicator.all_reduce(piece, piece, dtype, &self.stream, deadline);
+                outcome.map(drop).map_err(|error| match error {
+                    NcclError::Cuda(error) => error,
+                    error => {
+                        let (call, reason) = ("ncclAllReduce", error.to_string());
+                        CudaError::Call { call, code: 0, reason }
+                    }
+                })
+            };
+            row.nccl_eager_us = Some(self.eager_us(&mut theirs)?);
+            row.nccl_graph_us = Some(self.graph_us(&mut theirs)?);
+        }
+        Ok(row)
+    }
+
+    /// Once before, for whatever a first call does.
+    fn graph_us(&self, mut call: impl FnMut() -> Result<(), CudaError>) -> Result<f64> {
+        call()?;
+        self.stream.synchronize()?;
+        let mut graph = Graph::record(&self.stream, || (0..self.calls).try_for_each(|_| call()))?;
+        graph.launch(&self.stream)?;
+        self.timed(self.calls * REPLAYS, || {
+            (0..REPLAYS).try_for_each(|_| graph.launch(&self.stream))
+        })
+    }
+
+    fn eager_us(&self, mut call: impl FnMut() -> Result<(), CudaError>) -> Result<f64> {
+        call()?;
+        self.timed(self.calls, || (0..self.calls).try_for_each(|_| call()))
+    }
+
+    /// Microseconds of one of `count`, which `put` puts into the stream.
+    fn timed(&self, count: u32, mut put: impl FnMut() -> Result<(), CudaError>) -> Result<f64> {
+        let mut times = Vec::new();
+        for _ in 0..self.rounds {
+            self.stream.synchronize()?;
+            self.begin.record(&self.stream)?;
+            put()?;
+            self.end.record(&self.stream)?;
+            self.end.synchronize()?;
+            let ms = self.end.milliseconds_since(&self.begin)?;
+            times.push(f64::from(ms) * 1e3 / f64::from(count));
+        }
+        Ok(median(&times))
+    }
+}
