@@ -4,15 +4,15 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use kernels::{
-    Dtype,
+    Backend, Dtype, RowSource, WeightFormat,
     cuda::{
-        Compute, CudaError, DeviceMemory, Graph, Group, GroupArena, GroupHandle, Range, Stream,
-        SumNorm, SumRows, SumWay,
+        Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, Graph, Group, GroupArena,
+        GroupHandle, Range, Stream, SumNorm, SumRows, SumWay,
     },
 };
 
 use super::{
-    bench::{DTYPES, assert_near, numbers, short, tolerance},
+    bench::{Bench, DTYPES, Random, assert_near, cpu, numbers, short, tolerance},
     ranks::{Rank, on_ranks},
 };
 
@@ -138,6 +138,116 @@ fn two_ranks_sum_alike() {
 #[test]
 fn four_ranks_sum_alike() {
     on_ranks("collective::four_ranks_sum_alike", 4, sums);
+}
+
+/// Some columns of a matrix of reproducible numbers.
+struct Columns {
+    whole: Random,
+    columns: std::ops::Range<usize>,
+}
+
+impl RowSource for Columns {
+    fn rows(&self) -> usize {
+        self.whole.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.columns.len()
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        let mut whole = vec![0.0; self.whole.cols];
+        self.whole.read_row(row, &mut whole);
+        out.copy_from_slice(&whole[self.columns.clone()]);
+    }
+}
+
+/// What a product leads back into the residual stream, and its norm: of all columns by the CPU's
+/// reference, of each rank's by the GPUs.
+fn onto_residual(rank: Rank) {
+    const EPS: f32 = 1e-5;
+    // More rows than the arenas take at once among them.
+    for (dtype, rows, inputs, width) in [
+        (Dtype::F32, 1, 64, 128),
+        (Dtype::Bf16, 1, 1024, 1024),
+        (Dtype::Bf16, 33, 512, 2048),
+        (Dtype::Bf16, 700, 64, 1024),
+        (Dtype::F32, 600, 64, 1024),
+    ] {
+        let source = || Random { rows: width, cols: inputs, seed: 21 };
+        // Small, since each rank's part is rounded to bf16 and parts may cancel out.
+        let input: Vec<f32> = numbers(22, rows * inputs).iter().map(|x| x / 16.0).collect();
+        let (before, weights) = (numbers(23, rows * width), numbers(24, width));
+        let mut cpu = cpu(dtype);
+        let w = cpu.matrix(&source());
+        let (mut x, mut delta, mut residual, mut out) = (
+            cpu.buffer(rows, inputs),
+            cpu.buffer(rows, width),
+            cpu.wide_buffer(rows, width),
+            cpu.buffer(rows, width),
+        );
+        cpu.put(&mut x, &input);
+        cpu.put(&mut residual, &before);
+        let norm = cpu.vector(&weights);
+        let norm = (&norm, EPS);
+        cpu.project_onto_residual(rows, (&x, &w), &mut delta, &mut residual, norm, &mut out);
+        let wanted = [cpu.get(&residual, rows), cpu.get(&out, rows)];
+
+        let format = match dtype {
+            Dtype::F32 => WeightFormat::F32,
+            Dtype::Bf16 => WeightFormat::Bf16,
+        };
+        let group = group(&rank, SOON);
+        let options = CudaOptions::new(format);
+        let mut cuda =
+            CudaBackend::new(&rank.context, rank.library.clone(), options).unwrap().in_group(group);
+        let columns = cuda.shard().part(inputs);
+        assert_eq!((cuda.shard().rank(), cuda.shard().of()), (rank.rank, rank.ranks));
+        let part = Columns { whole: source(), columns: columns.clone() };
+        let make = |backend: &CudaBackend| {
+            (
+                backend.matrix(&part),
+                backend.vector(&weights),
+                backend.buffer(rows, columns.len()),
+                backend.buffer(rows, width),
+                backend.wide_buffer(rows, width),
+                backend.buffer(rows, width),
+            )
+        };
+        drop(make(&cuda));
+        cuda.place().unwrap();
+        let (w, norm, mut x, mut delta, mut residual, mut out) = make(&cuda);
+        cuda.finish_loading().unwrap();
+        let mine: Vec<f32> =
+            input.chunks(inputs).flat_map(|row| row[columns.clone()].to_vec()).collect();
+        cuda.put(&mut x, &mine);
+        cuda.put(&mut residual, &before);
+        Bench::poison(&cuda, &mut out);
+        let norm = (&norm, EPS);
+        cuda.project_onto_residual(rows, (&x, &w), &mut delta, &mut residual, norm, &mut out);
+        let found = [cuda.get(&residual, rows), cuda.get(&out, rows)];
+        for (index, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
+            let what = format!("{dtype} {rows} x {inputs} x {width}, result {index}");
+            assert_near(found, wanted, 2.0 * tolerance(dtype), &what);
+        }
+        let bits: Vec<u8> = found.concat().iter().flat_map(|value| value.to_le_bytes()).collect();
+        let hash = xxhash_rust::xxh3::xxh3_128(&bits).to_le_bytes();
+        let said = rank.exchange(&hash);
+        assert!(said.iter().all(|other| *other == hash), "ranks differ: {dtype} {rows} rows");
+        cuda.check().unwrap();
+        // Nobody frees an arena that another still writes to.
+        rank.meet();
+    }
+}
+
+#[test]
+fn a_backend_of_two_ranks_sums_onto_the_residual_stream() {
+    on_ranks("collective::a_backend_of_two_ranks_sums_onto_the_residual_stream", 2, onto_residual);
+}
+
+#[test]
+fn a_backend_of_four_ranks_sums_onto_the_residual_stream() {
+    on_ranks("collective::a_backend_of_four_ranks_sums_onto_the_residual_stream", 4, onto_residual);
 }
 
 #[test]

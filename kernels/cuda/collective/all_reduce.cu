@@ -465,11 +465,13 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
     if (groups <= 4 * threads) return run(std::integral_constant<int, 4>());
     return run(std::integral_constant<int, 8>());
   }
+  // Measured for 2 and 4.
+  constexpr int64_t ONE_SHOT_MOST = N == 2 ? 1536 << 10 : N == 4 ? 128 << 10 : 32 << 10;
   const bool is_two = args.way == BATON_ALL_REDUCE_TWO_SHOT ||
-                      (args.way == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > (N == 2 ? 1536 << 10 : 256 << 10)));
+                      (args.way == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > ONE_SHOT_MOST));
   if (is_two ? !two_fits : !one_fits) return too_small();
   const int64_t work = is_two ? divide_up(items, N) : items;
-  const int threads = args.threads ? args.threads : work <= 128 * 256 ? 256 : 512;
+  const int threads = args.threads ? args.threads : work <= 64 * 128 ? 128 : work <= 128 * 256 ? 256 : 512;
   const int blocks = std::min(divide_up(work, threads), std::min(args.blocks ? args.blocks : 128, most));
   if (is_two) {
     return launch_as(args.pdl, "all reduce in two shots", two_shot_kernel<T, N>, dim3(blocks), dim3(threads), 0, stream,

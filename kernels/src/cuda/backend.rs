@@ -16,6 +16,7 @@ use half::bf16;
 use super::{
     attention::{Attention, AttentionKind, dtype_code},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
+    collective::{Group, SumNorm, SumRows},
     context::{Compute, Context, Stream},
     driver::Driver,
     error::CudaError,
@@ -32,6 +33,7 @@ use super::{
 use crate::{
     backend::{Backend, HeadShape, HeadWeights, RowSource},
     layout::{Dtype, KvLayout, WeightFormat},
+    shard::Shard,
 };
 
 /// How a CUDA backend is made.
@@ -81,6 +83,7 @@ pub struct CudaBackend {
     /// `None` until weights are loaded, and again when they all are.
     uploads: Mutex<Option<Uploads>>,
     fault: Mutex<Option<CudaError>>,
+    group: Option<Group>,
 }
 
 impl CudaBackend {
@@ -136,7 +139,17 @@ impl CudaBackend {
             compute,
             uploads: Mutex::new(None),
             fault: Mutex::new(None),
+            group: None,
         })
+    }
+
+    /// As one rank of a group, which computes its part of a model.
+    pub fn in_group(self, group: Group) -> Self {
+        Self { group: Some(group), ..self }
+    }
+
+    pub fn group(&self) -> Option<&Group> {
+        self.group.as_ref()
     }
 
     /// Takes the memory that everything made so far would need. All of that is void; it is made
@@ -168,11 +181,12 @@ impl CudaBackend {
         self.products.tune(products, tuning, &weights, &out, &self.compute)
     }
 
-    /// The first fault of what was asked for so far, if there was one. Kernels that are under way may
-    /// still fail: that is said where their stream is waited for.
+    /// The first fault of what was asked for so far, if there was one, or of the group. Kernels that
+    /// are under way may still fail: that is said where their stream is waited for.
     pub fn check(&self) -> Result<(), CudaError> {
         let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
-        fault.clone().map_or(Ok(()), Err)
+        fault.clone().map_or(Ok(()), Err)?;
+        self.group.as_ref().map_or(Ok(()), Group::check)
     }
 
     pub fn context(&self) -> &Arc<Context> {
@@ -574,6 +588,35 @@ impl Backend for CudaBackend {
         });
     }
 
+    fn shard(&self) -> Shard {
+        let shard = |group: &Group| Shard::new(group.rank(), group.ranks());
+        self.group.as_ref().and_then(shard).unwrap_or(Shard::WHOLE)
+    }
+
+    fn all_reduce(&mut self, rows: usize, x: &mut CudaBuffer) {
+        let Some(group) = &self.group else { return };
+        assert_eq!(x.pending.get(), None, "all_reduce: the terms are finished");
+        if self.is_faulty() {
+            return;
+        }
+        let row_bytes = x.stride * x.dtype.bytes();
+        assert!(x.bytes(rows) == rows * row_bytes, "all_reduce: rows are packed");
+        // What the arenas take at a time.
+        let rows_most = group.message_bytes() / row_bytes;
+        if rows_most == 0 && rows > 0 {
+            let (wanted, left) = (row_bytes as u64, group.message_bytes() as u64);
+            return self.note(Err(CudaError::RangeFull { what: "a row's sum", wanted, left }));
+        }
+        let outcome = (0..rows).step_by(rows_most.max(1)).try_for_each(|first| {
+            let rows = rows_most.min(rows - first);
+            let shape = SumRows { dtype: x.dtype, rows, width: x.stride };
+            let at = first * row_bytes;
+            let is_dependent = self.options.dependent_launch;
+            group.sum_at(shape, (&x.data, at), is_dependent, &self.compute)
+        });
+        self.note(outcome);
+    }
+
     fn gather_sampled(&mut self, x: &CudaBuffer, step: &CudaStep, out: &mut CudaBuffer) {
         assert!(x.width == out.width && x.dtype == out.dtype, "gather_sampled: equal rows");
         assert_eq!(x.pending.get(), None, "gather_sampled: the input is finished");
@@ -623,7 +666,11 @@ impl Backend for CudaBackend {
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
-        if !self.skinny_onto_residual(rows, (x, w), residual, (norm, eps), out) {
+        if self.group.is_some() {
+            // What a rank's product brings is a part of the sum.
+            self.matmul(rows, x, w, delta);
+            self.sum_onto_residual(rows, delta, residual, (norm, eps), out);
+        } else if !self.skinny_onto_residual(rows, (x, w), residual, (norm, eps), out) {
             self.matmul(rows, x, w, delta);
             self.add_rms_norm(rows, residual, delta, norm, eps, out);
         }
@@ -652,6 +699,43 @@ impl CudaBackend {
                 self.options.dependent_launch.into(),
             );
         }
+    }
+
+    /// `residual` += the ranks' sum of `delta`, `out` = its norm: in one kernel where the arenas take
+    /// it at once.
+    fn sum_onto_residual(
+        &mut self,
+        rows: usize,
+        delta: &mut CudaBuffer,
+        residual: &mut CudaBuffer,
+        (norm, eps): (&CudaVector, f32),
+        out: &mut CudaBuffer,
+    ) {
+        let width = norm.len;
+        let group = self.group.as_ref().expect("only a rank has partial sums");
+        let shape = SumRows { dtype: delta.dtype, rows, width };
+        let is_packed =
+            [&*delta, &*residual, &*out].iter().all(|b| (b.width, b.stride) == (width, width));
+        if !is_packed || !group.takes_norm_of(shape) {
+            self.all_reduce(rows, delta);
+            return self.add_rms_norm(rows, residual, delta, norm, eps, out);
+        }
+        wide(residual);
+        assert_eq!(delta.dtype, out.dtype, "what is added is of the output's type");
+        assert!(
+            [&*delta, &*residual, &*out].iter().all(|buffer| rows <= buffer.rows_max),
+            "all have {rows} rows"
+        );
+        out.pending.set(None);
+        if self.is_faulty() {
+            return;
+        }
+        let norm = SumNorm { residual: &residual.data, weight: &norm.data, eps };
+        let is_dependent = self.options.dependent_launch;
+        let stream = &self.compute;
+        let outcome =
+            group.all_reduce_norm(shape, &delta.data, norm, &out.data, is_dependent, stream);
+        self.note(outcome);
     }
 
     /// A model whose heads do not fit its KV layout is a defect, never a request's fault.

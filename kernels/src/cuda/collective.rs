@@ -32,6 +32,8 @@ use super::{
 use crate::layout::Dtype;
 
 const RANKS: [usize; 3] = [2, 4, 8];
+/// Of f32; bf16's rows may be twice as wide.
+const NORM_WIDTH_MAX: usize = 16_384;
 const IPC_BYTES: usize = 64;
 const UUID_BYTES: usize = 40;
 /// In front of every handle, with the version of what follows.
@@ -96,6 +98,7 @@ impl GroupHandle {
 #[derive(Debug)]
 pub struct GroupArena {
     data: Range,
+    message_bytes: usize,
     handle: GroupHandle,
     context: Arc<Context>,
     library: Arc<KernelLibrary>,
@@ -134,7 +137,7 @@ impl GroupArena {
             uuid,
         };
         let (context, library) = (Arc::clone(context), Arc::clone(library));
-        Ok(Self { data, handle, context, library })
+        Ok(Self { data, message_bytes, handle, context, library })
     }
 
     /// For the other ranks.
@@ -240,6 +243,7 @@ pub struct SumNorm<'a> {
 pub struct Group {
     raw: ffi::Group,
     timeout: Duration,
+    message_bytes: usize,
     fault: Pinned<u32>,
     context: Arc<Context>,
     library: Arc<KernelLibrary>,
@@ -263,7 +267,7 @@ impl Group {
         handles: &[GroupHandle],
         timeout: Duration,
     ) -> Result<Self, CudaError> {
-        let GroupArena { data, handle: own, context, library } = arena;
+        let GroupArena { data, message_bytes, handle: own, context, library } = arena;
         context.bind()?;
         let mut arenas = [0; ffi::GROUP_RANKS_MAX];
         let mut mapped = Vec::new();
@@ -294,7 +298,9 @@ impl Group {
             ranks: own.ranks as i32,
         };
         let aside = Stream::new(&context)?;
-        let group = Self { raw, timeout, fault, context, library, aside, _mapped: mapped, data };
+        let _mapped = mapped;
+        let group =
+            Self { raw, timeout, message_bytes, fault, context, library, aside, _mapped, data };
         group.reset()?;
         Ok(group)
     }
@@ -310,6 +316,24 @@ impl Group {
     /// What it takes of the GPU.
     pub fn arena_bytes(&self) -> usize {
         self.data.bytes()
+    }
+
+    /// The longest message.
+    pub fn message_bytes(&self) -> usize {
+        self.message_bytes
+    }
+
+    /// Whether a sum of these rows has its norm in the same kernel: it goes in one shot, which beyond
+    /// some size is slower than two and a norm behind them.
+    pub(super) fn takes_norm_of(&self, rows: SumRows) -> bool {
+        // Measured for 2 and 4.
+        let quicker = match self.ranks() {
+            2 => 2 << 20,
+            4 => 256 << 10,
+            _ => 64 << 10,
+        };
+        let fits = 2 * self.message_bytes / self.ranks();
+        rows.bytes() <= fits.min(quicker) && rows.width <= NORM_WIDTH_MAX
     }
 
     /// Makes this rank's arena as new. Between two points at which all ranks have met, and none has a
@@ -389,6 +413,18 @@ impl Group {
         self.run(&args, stream)
     }
 
+    /// Of the rows at `offset` of a range, in place.
+    pub(super) fn sum_at(
+        &self,
+        rows: SumRows,
+        (x, offset): (&Range, usize),
+        is_dependent: bool,
+        stream: &Stream<Compute>,
+    ) -> Result<(), CudaError> {
+        let at = x.part(offset, rows.bytes());
+        self.run(&ffi::AllReduceArgs { x: at, out: at, ..shape(rows, is_dependent) }, stream)
+    }
+
     fn args(
         &self,
         rows: SumRows,
@@ -396,15 +432,10 @@ impl Group {
         out: &Range,
         is_dependent: bool,
     ) -> ffi::AllReduceArgs {
-        let count = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
         ffi::AllReduceArgs {
             x: x.part(0, rows.bytes()),
             out: out.part(0, rows.bytes()),
-            dtype: dtype_code(rows.dtype),
-            rows: count(rows.rows),
-            width: count(rows.width),
-            pdl: is_dependent.into(),
-            ..Default::default()
+            ..shape(rows, is_dependent)
         }
     }
 
@@ -433,6 +464,18 @@ impl Group {
         // SAFETY: one aligned number that lives as long as this value; the GPU writes it, and the host only
         // by this.
         unsafe { AtomicU32::from_ptr(self.fault.base()) }
+    }
+}
+
+fn shape(rows: SumRows, is_dependent: bool) -> ffi::AllReduceArgs {
+    // More than fits is refused by the library, as other sizes are.
+    let count = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
+    ffi::AllReduceArgs {
+        dtype: dtype_code(rows.dtype),
+        rows: count(rows.rows),
+        width: count(rows.width),
+        pdl: is_dependent.into(),
+        ..Default::default()
     }
 }
 
