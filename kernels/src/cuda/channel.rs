@@ -131,6 +131,7 @@ impl NcclChannels {
         Ok(NcclChannel {
             shared: Arc::new(Shared {
                 communicator: Mutex::new(Some(communicator)),
+                aborted: AtomicBool::new(false),
                 stuck: AtomicBool::new(false),
                 marks: Mutex::new(marks),
                 stream,
@@ -223,6 +224,8 @@ struct NcclChannel {
 struct Shared {
     /// First, so that its operations end before what they use. `None` once it was aborted.
     communicator: Mutex<Option<Communicator>>,
+    /// An abort was begun: marks that are done from then on say nothing about what was transferred.
+    aborted: AtomicBool,
     /// An abort did not come back.
     stuck: AtomicBool,
     /// Those not in use: nothing is made while an operation may be stuck.
@@ -276,6 +279,8 @@ impl Shared {
 
     fn abort(&self) -> Result<(), String> {
         let mut communicator = locked(&self.communicator);
+        // Before it ends the kernels, whose marks are done then.
+        self.aborted.store(true, Ordering::SeqCst);
         if let Some(communicator) = communicator.take()
             && let Err(error) = communicator.abort(ABORT_MAX)
         {
@@ -342,7 +347,12 @@ impl<B: Send + 'static> UnderWay<B> {
 
 impl<B: Send + 'static> Moving<B> for UnderWay<B> {
     fn is_done(&mut self) -> Result<bool, String> {
-        self.mark.as_ref().map_or(Ok(true), Event::is_done).map_err(words)
+        let done = self.mark.as_ref().map_or(Ok(true), Event::is_done).map_err(words)?;
+        // After the mark: what an abort has ended looks done, and an abort is known before that.
+        match self.shared.aborted.load(Ordering::SeqCst) {
+            true => Err("the channel was aborted".to_owned()),
+            false => Ok(done),
+        }
     }
 
     fn finish(mut self: Box<Self>) -> Result<Vec<B>, String> {
