@@ -12,6 +12,7 @@ use kernels::BlockId;
 use kv_transfer::{
     Carrier, Carriers, Choice,
     api::{Command, Event, TransferFailure, TransferId},
+    config::LEASE,
 };
 
 use crate::node::{Node, PATIENCE, Reach, blocks, fresh, travel};
@@ -195,36 +196,52 @@ fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
     }
 }
 
-#[test]
-fn blocks_stay_borrowed_while_a_copy_is_under_way() {
-    for (carrier, decode_aborts) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
-        let reach = Reach::default();
-        reach.open.store(false, Ordering::Release);
-        let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
-        let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
-        // One chunk.
-        let transfer = begin(&prefill, &decode, 8);
-        prefill.written(transfer, 0, &blocks(0..8));
-        until("the copy begins", || reach.begun.load(Ordering::Acquire) == 1);
-        let side = if decode_aborts { &decode } else { &prefill };
-        let reason = "the client left".to_owned();
-        side.transfers.command(Command::Abort { transfer, reason }).unwrap();
-        // Nothing that can be waited for says that nothing happens.
-        std::thread::sleep(Duration::from_millis(200));
-        assert!(pinned(&decode, 7), "what is written is not given back");
-        assert!(pinned(&prefill, 7), "nor what is read");
-        assert!(decode.events.is_empty() && prefill.events.is_empty());
-        reach.open.store(true, Ordering::Release);
-        assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
-        assert!(matches!(prefill.event(), Event::SendFailed { .. }));
-        decode.assert_free();
-        prefill.assert_free();
-        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+/// One of several tries: on a busy machine a step may take longer than the lease.
+const TRIES: usize = 10;
+
+/// False when the machine was so slow that the carriers may have given up by themselves.
+fn blocks_stay_borrowed(carrier: Carrier, decode_aborts: bool) -> bool {
+    let reach = Reach::default();
+    reach.open.store(false, Ordering::Release);
+    let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
+    let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
+    // One chunk.
+    let transfer = begin(&prefill, &decode, 8);
+    let begun = Instant::now();
+    prefill.written(transfer, 0, &blocks(0..8));
+    until("the copy begins", || reach.begun.load(Ordering::Acquire) == 1);
+    let side = if decode_aborts { &decode } else { &prefill };
+    let reason = "the client left".to_owned();
+    side.transfers.command(Command::Abort { transfer, reason }).unwrap();
+    // Nothing that can be waited for says that nothing happens.
+    std::thread::sleep(Duration::from_millis(200));
+    let (written, read) = (pinned(&decode, 7), pinned(&prefill, 7));
+    let silent = decode.events.is_empty() && prefill.events.is_empty();
+    let in_time = begun.elapsed() < LEASE / 2;
+    reach.open.store(true, Ordering::Release);
+    if in_time {
+        assert!(written, "what is written is not given back");
+        assert!(read, "nor what is read");
+        assert!(silent);
     }
+    assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
+    assert!(matches!(prefill.event(), Event::SendFailed { .. }));
+    decode.assert_free();
+    prefill.assert_free();
+    travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    in_time
 }
 
 #[test]
-fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() {
+fn blocks_stay_borrowed_while_a_copy_is_under_way() {
+    for (carrier, decode_aborts) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
+        let seen = (0..TRIES).any(|_| blocks_stay_borrowed(carrier, decode_aborts));
+        assert!(seen, "{carrier}: no try was quick enough to see anything");
+    }
+}
+
+/// Whether the other pair's transfer was delivered before the stuck pair's failed.
+fn the_other_pair_goes_first() -> bool {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let prefill = reaching("prefill");
@@ -233,14 +250,44 @@ fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() 
     let transfer = begin(&prefill, &stuck, 8);
     prefill.written(transfer, 0, &blocks(0..8));
     until("the copy begins", || reach.begun.load(Ordering::Acquire) == 1);
-    travel(&prefill, &other, &blocks(100..120), &blocks(100..120));
-    assert!(matches!(prefill.event(), Event::SendFailed { .. }));
+    let free = TransferId(fresh());
+    let places = blocks(100..120);
+    prefill.expect(free, &other);
+    other.receive(free, &prefill, 0, &places);
+    let mut ended = Vec::new();
+    while ended.len() < 2 {
+        match prefill.event() {
+            Event::Ready { transfer: ready, .. } => {
+                assert_eq!(ready, free);
+                prefill.compute(free, 0, &places);
+                prefill.written(free, 0, &places);
+                prefill.finish(free);
+            }
+            Event::Delivered { transfer: delivered, .. } => {
+                assert_eq!(delivered, free);
+                ended.push(delivered);
+            }
+            Event::SendFailed { transfer: failed, .. } => {
+                assert_eq!(failed, transfer);
+                ended.push(failed);
+            }
+            event => panic!("{event:?}"),
+        }
+    }
+    assert!(matches!(other.event(), Event::Arrived { .. }));
+    other.assert_holds(free, 0, &places);
     prefill.assert_free();
     // What may still be written is not given back, whatever the pair has come to.
     assert!(pinned(&stuck, 7));
     reach.open.store(true, Ordering::Release);
     assert!(matches!(stuck.event(), Event::ReceiveFailed { .. }));
     stuck.assert_free();
+    ended[0] == free
+}
+
+#[test]
+fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() {
+    assert!((0..TRIES).any(|_| the_other_pair_goes_first()), "it waits for the stuck pair");
 }
 
 /// As when the peer's GPU does not come to its half: the blocks come back with the channel's end, and the
