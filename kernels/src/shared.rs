@@ -19,7 +19,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io,
     ops::{Deref, Range},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     ptr::NonNull,
     slice,
@@ -300,8 +300,14 @@ fn remove_if_ownerless(path: &Path) -> bool {
     let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
     // Gone meanwhile, or another user's.
     let Ok(file) = file else { return false };
-    let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
-    is_file && file.try_lock().is_ok() && fs::remove_file(path).is_ok()
+    let Ok(opened) = file.metadata() else { return false };
+    if !opened.is_file() || file.try_lock().is_err() {
+        return false;
+    }
+    // Another file may have the name by now.
+    let is_same = fs::symlink_metadata(path)
+        .is_ok_and(|named| (named.dev(), named.ino()) == (opened.dev(), opened.ino()));
+    is_same && fs::remove_file(path).is_ok()
 }
 
 /// A new file, with our lock on it before anyone can see it, so that no sweep takes it away.
@@ -417,9 +423,16 @@ fn system(path: &Path, doing: &'static str, source: io::Error) -> SharedError {
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::atomic::Ordering, thread, time::Duration};
+    use std::{
+        sync::atomic::Ordering,
+        thread,
+        time::{Duration, Instant},
+    };
 
     use super::*;
+
+    /// No wait that is woken takes so long.
+    const LONG: Duration = Duration::from_secs(60);
 
     /// Not every file system can make files without a name.
     fn folder() -> tempfile::TempDir {
@@ -480,8 +493,13 @@ mod tests {
                     sweep_in(folder.path());
                 }
             });
-            while !sweeper.is_finished() {
-                let region = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
+            // Names are never used twice.
+            for round in 0.. {
+                if sweeper.is_finished() {
+                    break;
+                }
+                let name = name(&format!("a{round}"));
+                let region = SharedRegion::create_in(folder.path(), &name, 64).unwrap();
                 assert!(region.path().exists());
             }
         });
@@ -527,7 +545,7 @@ mod tests {
     #[test]
     fn memory_is_taken_when_a_region_is_made() {
         let region = SharedRegion::create(&name("taken"), 1 << 20).unwrap();
-        let blocks = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(region.path()).unwrap());
+        let blocks = fs::metadata(region.path()).unwrap().blocks();
         assert!(blocks * 512 >= 1 << 20);
     }
 
@@ -571,15 +589,17 @@ mod tests {
         let opened = SharedRegion::open_in(folder.path(), &name("a"), 64).unwrap();
         let (here, there) = (made.words(0, 1), opened.words(0, 1));
         futex::wait(&here[0], 0, Duration::from_millis(1));
-        futex::wait(&here[0], 1, Duration::from_secs(3600));
+        let begun = Instant::now();
+        futex::wait(&here[0], 1, LONG);
         thread::scope(|scope| {
             scope.spawn(|| {
                 there[0].store(1, Ordering::Release);
                 futex::wake_all(&there[0]);
             });
             while here[0].load(Ordering::Acquire) == 0 {
-                futex::wait(&here[0], 0, Duration::from_secs(3600));
+                futex::wait(&here[0], 0, LONG);
             }
         });
+        assert!(begun.elapsed() < LONG, "a wait took its whole time");
     }
 }

@@ -229,7 +229,8 @@ fn attempt(id: u128, golden: &GoldenRun) -> NewSequence {
 #[test]
 fn smollm2_on_three_ranks_brings_the_golden_tokens() {
     let checkpoint = real_model();
-    let limits = limits_of(&checkpoint, 8, 512, 160, 2);
+    // 62 MiB of KV, in shared memory.
+    let limits = limits_of(&checkpoint, 8, 512, 88, 2);
     let limits = ExecutorLimits { speculation: Some(speculation(8, 64)), ..limits };
     let config = SchedulerConfig { chunk_tokens: 128, ..patient(limits) };
     let (mut engine, _) = engine_of_ranks(&checkpoint, config, 3);

@@ -430,7 +430,9 @@ fn load_blocking(
     let started = Instant::now();
     // This thread packs, the compute thread that it starts inherits its CPU: both touch first what
     // forwards read later.
-    let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
+    // Ranks are processes, which would inherit it too: each confines itself.
+    let own_cpu = cpus.first().filter(|_| config.node.tp == 1);
+    let confined = own_cpu.map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(StartError::Affinity)?;
     let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
     let model = checkpoint.config();

@@ -396,20 +396,26 @@ impl RankGroup {
 
     /// Takes what the ranks have answered, without waiting.
     fn take_answers(&mut self) -> Result<(), RankFailure> {
+        let answers_max = self.in_flight.len();
+        let mut said = Vec::new();
         for rank in 0..self.members.len() {
             let who = self.who(rank);
-            let taken = self.members[rank].take_answers(who);
-            if let Err(failure) = taken {
-                self.watch.fail(failure.clone());
-                // What was found first counts, unless it is only the end of who says more here.
-                return Err(match self.watch.failure() {
-                    Some(RankFailure::Ended { who: ended, .. }) if ended == who => failure,
-                    Some(first) => first,
-                    None => failure,
-                });
+            if let Err(failure) = self.members[rank].take_answers(who, answers_max) {
+                said.push((who, failure));
             }
         }
-        Ok(())
+        let Some((_, first_said)) = said.first() else { return Ok(()) };
+        self.watch.fail(first_said.clone());
+        // What was found first counts, unless it is only the end of a rank: who ended says more, and
+        // so does whoever was given a plan that fits nobody.
+        let first = self.watch.failure();
+        let Some(RankFailure::Ended { who: ended, .. }) = first else {
+            return Err(first.unwrap_or_else(|| first_said.clone()));
+        };
+        let more = said
+            .iter()
+            .find(|(who, failure)| *who == ended || matches!(failure, RankFailure::BadPlan { .. }));
+        Err(more.map(|(_, failure)| failure.clone()).or(first).expect("one was found"))
     }
 
     /// Why the group is no more, if it is.
@@ -487,7 +493,8 @@ impl RankGroup {
 }
 
 impl Member {
-    fn take_answers(&mut self, who: Who) -> Result<(), RankFailure> {
+    /// At most so many answers may wait: one for each step in flight.
+    fn take_answers(&mut self, who: Who, answers_max: usize) -> Result<(), RankFailure> {
         while let Some(message) = self.results.poll()? {
             let answer = codec::decode_answer(&message)
                 .map_err(|error| RankFailure::Unasked { who, what: error.to_string() })?;
@@ -497,7 +504,13 @@ impl Member {
                     let what = "that it is ready, twice".to_owned();
                     return Err(RankFailure::Unasked { who, what });
                 }
-                Answer::Step(answer) => self.answers.push_back(answer),
+                Answer::Step(answer) if self.answers.len() < answers_max => {
+                    self.answers.push_back(answer);
+                }
+                Answer::Step(answer) => {
+                    let what = format!("a result of step {}", answer.step_id);
+                    return Err(RankFailure::Unasked { who, what });
+                }
                 Answer::Failed(Failure::Stopped { reason }) => {
                     return Err(RankFailure::Said { who, reason });
                 }

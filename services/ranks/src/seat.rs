@@ -2,10 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-use kernels::shared::RegionName;
-
-/// More GPUs than one host has.
-pub const RANKS_MAX: u32 = 64;
+use kernels::{shard::RANKS_MAX, shared::RegionName};
 
 /// A rank's place, as its process is told on the command line: `<region's file name>:<rank>/<of>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,7 +34,7 @@ impl FromStr for Seat {
             let (rank, of) = place.split_once('/')?;
             let (rank, of) = (rank.parse().ok()?, of.parse().ok()?);
             let seat = Self { region: RegionName::parse(region)?, rank, of };
-            (rank < of && of <= RANKS_MAX && seat.to_string() == text).then_some(seat)
+            (rank < of && of as usize <= RANKS_MAX && seat.to_string() == text).then_some(seat)
         };
         parse().ok_or_else(|| BadSeat { text: text.to_owned() })
     }
