@@ -158,14 +158,14 @@ fn prepare(
             if let Err(error) = went {
                 // Ends the operation: the sender will not come.
                 drop(awaited);
-                fail(shared, inbox, transfer, chunk, error.to_string());
+                fail(shared, inbox, channel, transfer, chunk, error.to_string());
                 return Err(error);
             }
             Ok(Prepared::Awaited(awaited))
         }
         Err(reason) => {
             let reason = format!("chunk {chunk}: {reason}");
-            fail(shared, inbox, transfer, chunk, reason.clone());
+            fail(shared, inbox, channel, transfer, chunk, reason.clone());
             Err(invalid(reason))
         }
     }
@@ -215,12 +215,8 @@ fn land(
                 GivenBack::Cancelled => {}
             },
             Err(reason) => {
-                // What was in the stream has been ended with the channel, by whoever dropped it.
-                if let Err(stuck) = channel.abort() {
-                    tracing::error!(stuck, "a channel between GPUs does not end");
-                }
                 let reason = format!("chunk {chunk}: {reason}");
-                fail(shared, inbox, transfer, chunk, reason.clone());
+                fail(shared, inbox, &**channel, transfer, chunk, reason.clone());
                 outcome = outcome.and(Err(io::Error::other(reason)));
                 // The other thread's reading ends, and with it the connection.
                 ended.store(true, Ordering::Release);
@@ -234,8 +230,21 @@ fn land(
     outcome
 }
 
-/// The blocks are given back, for nothing writes them any more.
-fn fail(shared: &Shared, inbox: &Inbox, transfer: TransferId, chunk: u32, reason: String) {
+/// Ends the channel, and with it what is in its stream: nothing writes the blocks any more, which are
+/// given back. Where it does not end they are not, and nobody is told that they were.
+fn fail(
+    shared: &Shared,
+    inbox: &Inbox,
+    channel: &dyn PeerChannel,
+    transfer: TransferId,
+    chunk: u32,
+    reason: String,
+) {
+    if let Err(stuck) = channel.abort() {
+        tracing::error!(stuck, "a channel between GPUs does not end");
+        let reason = format!("{reason}; {stuck}");
+        return shared.report(DataEvent::Failed { transfer, reason });
+    }
     match inbox.give_back(transfer, chunk) {
         GivenBack::Wanted => shared.report(DataEvent::Failed { transfer, reason }),
         GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
