@@ -10,7 +10,7 @@
 //!    [`Group::reset`], all meet again; or all end.
 
 use std::{
-    process, ptr,
+    ptr,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -28,6 +28,7 @@ use super::{
     ffi,
     library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
+    process,
 };
 use crate::layout::Dtype;
 
@@ -37,13 +38,13 @@ const NORM_WIDTH_MAX: usize = 16_384;
 const IPC_BYTES: usize = 64;
 const UUID_BYTES: usize = 40;
 /// In front of every handle, with the version of what follows.
-const MAGIC: [u8; 8] = *b"BATONGA1";
+const MAGIC: [u8; 8] = *b"BATONGA2";
 
 /// What a rank tells the others of its arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupHandle {
     /// The driver maps memory only into other processes than its own.
-    process: u32,
+    process: u128,
     rank: u32,
     ranks: u32,
     arena_bytes: u64,
@@ -53,7 +54,7 @@ pub struct GroupHandle {
 }
 
 impl GroupHandle {
-    pub const BYTES: usize = MAGIC.len() + 3 * 4 + 8 + IPC_BYTES + UUID_BYTES;
+    pub const BYTES: usize = MAGIC.len() + 16 + 2 * 4 + 8 + IPC_BYTES + UUID_BYTES;
 
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let fields: [&[u8]; 7] = [
@@ -79,7 +80,7 @@ impl GroupHandle {
             return None;
         }
         let handle = Self {
-            process: u32::from_le_bytes(take(&mut bytes)?),
+            process: u128::from_le_bytes(take(&mut bytes)?),
             rank: u32::from_le_bytes(take(&mut bytes)?),
             ranks: u32::from_le_bytes(take(&mut bytes)?),
             arena_bytes: u64::from_le_bytes(take(&mut bytes)?),
@@ -129,7 +130,7 @@ impl GroupArena {
         let text = context.device().uuid.as_bytes();
         uuid[..text.len()].copy_from_slice(text);
         let handle = GroupHandle {
-            process: process::id(),
+            process: process::mark(),
             rank: rank as u32,
             ranks: ranks as u32,
             arena_bytes: bytes as u64,

@@ -3,7 +3,7 @@
 //! The exporter names its allocation by a handle of the driver; the importer maps it once and copies
 //! out of it on streams of its own. No kernel runs, on either GPU.
 
-use std::{process, sync::Arc};
+use std::sync::Arc;
 
 use cudarc::driver::sys;
 
@@ -13,6 +13,7 @@ use super::{
     driver::Link,
     error::{CudaError, Named},
     kv::DeviceKv,
+    process,
 };
 use crate::{
     arena::BlockWrite,
@@ -35,7 +36,7 @@ const HANDLE_BYTES: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Export {
     /// Of the process that owns the memory: the driver maps it into others only.
-    process: u32,
+    process: u128,
     handle: [u8; HANDLE_BYTES],
     /// From the allocation's base to the first block.
     offset: u64,
@@ -45,8 +46,8 @@ struct Export {
 }
 
 /// In front of every export, with the version of what follows.
-const MAGIC: [u8; 8] = *b"BATONIP1";
-const FIXED_BYTES: usize = MAGIC.len() + 4 + HANDLE_BYTES + 8 + 8 + 4;
+const MAGIC: [u8; 8] = *b"BATONIP2";
+const FIXED_BYTES: usize = MAGIC.len() + 16 + HANDLE_BYTES + 8 + 8 + 4;
 
 impl Export {
     fn to_bytes(&self) -> Vec<u8> {
@@ -71,7 +72,7 @@ impl Export {
             return None;
         }
         Some(Self {
-            process: u32::from_le_bytes(take(&mut bytes)?),
+            process: u128::from_le_bytes(take(&mut bytes)?),
             handle: take(&mut bytes)?,
             offset: u64::from_le_bytes(take(&mut bytes)?),
             block_bytes: u64::from_le_bytes(take(&mut bytes)?),
@@ -105,7 +106,7 @@ impl IpcMemory {
         // which lasts as long as this process has it.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.named("cuIpcGetMemHandle")?;
         Ok(Export {
-            process: process::id(),
+            process: process::mark(),
             handle: handle.reserved.map(|byte| byte as u8),
             offset: address - base,
             block_bytes: self.kv.layout().block_bytes() as u64,
@@ -118,7 +119,7 @@ impl IpcMemory {
         let context = self.kv.context();
         let own = &context.device().uuid;
         let theirs = &export.uuid;
-        if export.process == process::id() {
+        if export.process == process::mark() {
             return Err("the driver maps no memory into the process that owns it".to_owned());
         }
         let block_bytes = self.kv.layout().block_bytes();

@@ -36,6 +36,7 @@ mod memory;
 mod nccl;
 mod plan;
 mod probe;
+mod process;
 mod product;
 mod roof;
 mod skinny;
