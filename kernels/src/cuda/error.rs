@@ -86,6 +86,11 @@ pub enum CudaError {
          {timeout:?}, or was told to stop"
     )]
     GroupStopped { rank: usize, timeout: Duration },
+    #[error(
+        "a copy between GPUs has not ended after {waited:?}; see dmesg for faults of theirs or of \
+         their links"
+    )]
+    CopyStuck { waited: Duration },
     /// A call failed. After most of these the context is of no more use.
     #[error("{call} failed ({code}): {reason}")]
     Call { call: &'static str, code: i32, reason: String },

@@ -1,6 +1,7 @@
 //! How fast one GPU's memory is read from another, by plain copies: the limit of what moves KV.
 
 use std::{
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,6 +17,8 @@ use super::{
 const TRIES: usize = 6;
 const SMALL_BYTES: usize = 4096;
 const SMALL_TRIES: usize = 50;
+/// Far beyond what the slowest link needs.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// One way between two GPUs, or within one.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -77,6 +80,9 @@ pub fn pull_rate(
         }
         for end in &ends {
             while !end.is_done()? {
+                if begin.elapsed() > PATIENCE {
+                    return Err(CudaError::CopyStuck { waited: PATIENCE });
+                }
                 std::hint::spin_loop();
             }
         }
@@ -97,6 +103,11 @@ pub fn pull_rate(
             latency: small[SMALL_TRIES / 2],
         })
     })();
+    if let Err(CudaError::CopyStuck { .. }) = measured {
+        // What the copies use is never given back: the driver would wait for their end.
+        mem::forget((source, target, streams, ends));
+        return measured;
+    }
     // The ranges outlive the copies, also when one could not be started.
     for stream in &streams {
         stream.synchronize()?;

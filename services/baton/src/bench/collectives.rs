@@ -12,7 +12,7 @@ use std::{
     process::{Child, Command, Stdio},
     sync::mpsc::{Receiver, channel},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -178,9 +178,16 @@ impl Ranks {
 
     fn finish(&mut self) -> Result<()> {
         // The end of their input is their end; what is left is killed.
+        let deadline = Instant::now() + PATIENCE;
         for (rank, child) in self.children.iter_mut().enumerate() {
             drop(child.stdin.take());
-            let status = child.wait()?;
+            let status = loop {
+                if let Some(status) = child.try_wait()? {
+                    break status;
+                }
+                ensure!(Instant::now() < deadline, "rank {rank} does not end");
+                thread::sleep(Duration::from_millis(10));
+            };
             ensure!(status.success(), "rank {rank} ended with {status}");
         }
         Ok(())

@@ -10,11 +10,12 @@ use std::{
     collections::VecDeque,
     fmt,
     io::{BufRead, BufReader, Write},
-    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    process::{Child, ChildStdin, Command, Stdio},
     sync::{
         Arc,
         mpsc::{Receiver, channel},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -35,6 +36,8 @@ use super::stats::{Percentiles, WorkloadRng};
 
 /// Any wait for the other process.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// For its node: before the first it fills its memory, which may be a whole GPU's.
+const NODE_PATIENCE: Duration = Duration::from_secs(600);
 /// Transfers that are not counted: the first make the pair.
 const WARM_UP: usize = 3;
 
@@ -212,6 +215,11 @@ fn places(args: &TransferArgs, blocks: u32, seed: u64) -> Vec<Vec<BlockId>> {
     ids.chunks(blocks as usize).take(args.in_flight as usize).map(<[_]>::to_vec).collect()
 }
 
+/// Those whose bytes are looked at: doing it with all takes longer than the measurement.
+fn checked(blocks: &[BlockId]) -> impl Iterator<Item = BlockId> + '_ {
+    blocks.iter().copied().step_by(1 + blocks.len() / 8)
+}
+
 /// The seeds by which each side scatters.
 const SENDER_SEED: u64 = 1;
 const RECEIVER_SEED: u64 = 2;
@@ -332,6 +340,12 @@ fn measure_one(
     blocks: u32,
     chunk_blocks: u32,
 ) -> Result<Row> {
+    let places = places(args, blocks, RECEIVER_SEED);
+    // What a setting before has left there is not what is to arrive.
+    let zeros = vec![0; arena.block_bytes()];
+    for block in places.iter().flat_map(|place| checked(place)) {
+        arena.write(block)?.copy_from_host(&zeros)?;
+    }
     let (sink, events) = channel();
     let node =
         Node::start(args, "receiver", arena, transport.choice(), chunk_blocks, move |event| {
@@ -339,7 +353,6 @@ fn measure_one(
             let _ = sink.send(event);
         })?;
     let peer = sender.become_node(transport, blocks, chunk_blocks, &node.address)?;
-    let places = places(args, blocks, RECEIVER_SEED);
     let run = Run { node: &node, peer: &peer, places: &places, events: &events };
     let mut next = 0_u128;
     let begin = Instant::now();
@@ -350,7 +363,7 @@ fn measure_one(
     let begin = Instant::now();
     run.transfer(sender, &mut next, args.rounds, args.in_flight)?;
     let together = begin.elapsed().as_secs_f64();
-    run.check(args, blocks)?;
+    run.check(args, blocks, next)?;
     let metrics = node.transfers.metrics();
     let path = metrics.peers.first().map(|peer| peer.path.clone()).unwrap_or_default();
     node.transfers.shutdown()?;
@@ -426,16 +439,16 @@ impl Run<'_> {
         })?)
     }
 
-    /// What arrived last is what the sender has.
-    fn check(&self, args: &TransferArgs, blocks: u32) -> Result<()> {
+    /// What arrived last is what the sender has, wherever one of so many transfers went.
+    fn check(&self, args: &TransferArgs, blocks: u32, transfers: u128) -> Result<()> {
         let sent = places(args, blocks, SENDER_SEED);
-        for (from, to) in sent.iter().zip(self.places) {
-            // Looking at all of them takes longer than the measurement.
-            for (from, to) in from.iter().zip(to).step_by(1 + from.len() / 8) {
-                let guard = self.node.arena.read(*to)?;
+        let used = usize::try_from(transfers).unwrap_or(usize::MAX);
+        for (from, to) in sent.iter().zip(self.places).take(used) {
+            for (from, to) in checked(from).zip(checked(to)) {
+                let guard = self.node.arena.read(to)?;
                 let mut found = vec![0; guard.byte_count()];
                 guard.copy_to_host(&mut found)?;
-                ensure!(found == pattern(*from, found.len()), "{to:?} does not hold what was sent");
+                ensure!(found == pattern(from, found.len()), "{to:?} does not hold what was sent");
             }
         }
         Ok(())
@@ -446,7 +459,8 @@ impl Run<'_> {
 struct Sender {
     child: Child,
     stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
+    /// What it says; ends with its output.
+    lines: Receiver<String>,
 }
 
 impl Sender {
@@ -462,7 +476,19 @@ impl Sender {
             .context("the sending process cannot be started")?;
         let stdin = child.stdin.take().context("it has no input")?;
         let stdout = BufReader::new(child.stdout.take().context("it has no output")?);
-        Ok(Self { child, stdin, stdout })
+        let (sender, lines) = channel();
+        thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                // Fails when nobody listens any more.
+                let _ = sender.send(line);
+            }
+        });
+        Ok(Self { child, stdin, lines })
+    }
+
+    /// The next line.
+    fn hear(&self, patience: Duration) -> Result<String> {
+        self.lines.recv_timeout(patience).context("the sending process has ended or says nothing")
     }
 
     fn say(&mut self, line: &str) -> Result<()> {
@@ -479,11 +505,10 @@ impl Sender {
     ) -> Result<PeerAddress> {
         let (name, epoch, endpoint) = (transport.name(), us.epoch, &us.notice_endpoint);
         self.say(&format!("node {name} {blocks} {chunk_blocks} {epoch} {endpoint}"))?;
-        let mut line = String::new();
-        self.stdout.read_line(&mut line)?;
+        let line = self.hear(NODE_PATIENCE)?;
         let words: Vec<&str> = line.split_whitespace().collect();
         let ["node", epoch, endpoint] = words[..] else {
-            bail!("the sending process has ended before it was ready")
+            bail!("the sending process says {line:?} and not which node it is")
         };
         Ok(PeerAddress {
             node_id: "sender".to_owned(),
@@ -496,9 +521,8 @@ impl Sender {
     fn expect(&mut self, transfers: &[TransferId]) -> Result<()> {
         let ids: Vec<String> = transfers.iter().map(TransferId::to_string).collect();
         self.say(&format!("expect {}", ids.join(" ")))?;
-        let mut line = String::new();
-        self.stdout.read_line(&mut line)?;
-        ensure!(line.trim() == "expected", "the sending process has ended: {line}");
+        let line = self.hear(PATIENCE)?;
+        ensure!(line == "expected", "the sending process says {line:?} and not \"expected\"");
         Ok(())
     }
 }
