@@ -208,9 +208,31 @@ impl Outbox {
         self.lock().taken.iter().any(|taken| taken.transfer == transfer && taken.cancelled)
     }
 
+    /// The peer says that it does not read a chunk any more. The error is for people: it was not lent, or
+    /// the writer has it again.
+    pub fn answered(&self, transfer: TransferId, chunk: u32) -> Result<GivenBack, String> {
+        let state = self.lock();
+        let is_lent = |taken: &Taken| {
+            let lent = taken.lent.as_ref().is_some_and(|lent| !lent.blocks.is_empty());
+            (taken.transfer, taken.chunk) == (transfer, chunk) && lent
+        };
+        if !state.taken.iter().any(is_lent) {
+            return Err(format!("it answers chunk {chunk}, which it was not lent"));
+        }
+        Ok(self.give_back_of(state, transfer, chunk))
+    }
+
     /// The blocks of a chunk that was taken are no longer read.
     pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack {
-        let mut state = self.lock();
+        self.give_back_of(self.lock(), transfer, chunk)
+    }
+
+    fn give_back_of(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        transfer: TransferId,
+        chunk: u32,
+    ) -> GivenBack {
         let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
         let Some(index) = state.taken.iter().position(is_it) else { return GivenBack::Unknown };
         let taken = state.taken.swap_remove(index);
@@ -258,5 +280,35 @@ impl Outbox {
         drop(taken);
         let reason = state.broken.take().unwrap_or(reason);
         (cancelled, (!state.closed).then_some(reason))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::{BlockId, Dtype, KvArena, KvLayout};
+
+    use super::*;
+
+    #[test]
+    fn an_answer_counts_only_while_the_chunk_is_lent() {
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let arena = KvArena::host(layout, 1).unwrap();
+        let (outbox, transfer) = (Outbox::new(1), TransferId(7));
+        let taken = |chunk| {
+            outbox.push(transfer, chunk, vec![arena.read(BlockId(0)).unwrap()]).unwrap();
+            outbox.next(8).unwrap()
+        };
+        let job = taken(0);
+        assert!(outbox.answered(transfer, 0).is_err(), "it is not lent yet");
+        let bytes = job.blocks[0].byte_count() as u64;
+        outbox.lend(job, 5);
+        assert_eq!(outbox.answered(transfer, 0), Ok(GivenBack::Wanted { integrity: 5, bytes }));
+        assert!(outbox.answered(transfer, 0).is_err(), "it was answered");
+        outbox.lend(taken(1), 5);
+        let going = outbox.take_lent(transfer, 1);
+        assert!(outbox.answered(transfer, 1).is_err(), "it goes");
+        drop(going);
+        assert_eq!(outbox.give_back(transfer, 1), GivenBack::Wanted { integrity: 5, bytes });
+        assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
     }
 }

@@ -78,20 +78,17 @@ fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Resu
     loop {
         match answers.look().map_err(|error| error.to_string())? {
             Look::Message(Message::Pulled { transfer, chunk }) => {
-                match outbox.give_back(transfer, chunk) {
+                match outbox.answered(transfer, chunk)? {
                     GivenBack::Wanted { integrity, bytes } => {
                         shared.counters.sent(bytes);
                         shared.report(DataEvent::Sent { transfer, chunk, integrity });
                     }
                     GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
-                    GivenBack::Cancelled => {}
-                    GivenBack::Unknown => {
-                        return Err(format!("it answers chunk {chunk}, which it was not lent"));
-                    }
+                    GivenBack::Cancelled | GivenBack::Unknown => {}
                 }
             }
             Look::Message(Message::NotPosted { transfer, chunk }) => {
-                match outbox.give_back(transfer, chunk) {
+                match outbox.answered(transfer, chunk)? {
                     GivenBack::Wanted { .. } => {
                         let reason = format!("chunk {chunk} is not awaited any more");
                         shared.report(DataEvent::Failed { transfer, reason });

@@ -138,7 +138,10 @@ fn depart(
     let pulled = if from.len() == to.len() {
         memory.pull(&from, to)
     } else {
-        Err(format!("{} blocks where {} were posted", from.len(), to.len()))
+        let reason = format!("{} blocks where {} were posted", from.len(), to.len());
+        // Before they are given back.
+        drop(to);
+        Err(reason)
     };
     match pulled {
         Ok(pull) => Ok(Departed::Flight(Flight { transfer, chunk, pull: Some(pull) })),

@@ -149,7 +149,10 @@ fn prepare(
         let runs: Vec<u32> = runs(pairs).iter().map(|run| run.count).collect();
         channel.receive(&runs, to).map(|moving| (runs, moving))
     } else {
-        Err(format!("{} blocks where {} were posted", from.len(), to.len()))
+        let reason = format!("{} blocks where {} were posted", from.len(), to.len());
+        // Before they are given back.
+        drop(to);
+        Err(reason)
     };
     match received {
         Ok((runs, moving)) => {

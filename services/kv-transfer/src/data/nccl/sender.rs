@@ -132,7 +132,7 @@ fn take_answers(
                 }
             }
             Look::Message(Message::NotPosted { transfer, chunk }) => {
-                match outbox.give_back(transfer, chunk) {
+                match outbox.answered(transfer, chunk)? {
                     GivenBack::Wanted { .. } => {
                         let reason = format!("chunk {chunk} is not awaited any more");
                         shared.report(DataEvent::Failed { transfer, reason });
