@@ -46,6 +46,8 @@ fi
 if [[ -e $place/libbaton_kernels.so ]]; then
     export BATON_TEST_KERNELS=${BATON_TEST_KERNELS:-$root/$place/libbaton_kernels.so}
 fi
+# The program itself uses NCCL, and has threads when it could set this.
+export NCCL_NVLS_ENABLE=0
 if [[ -n $sanitize ]]; then
     export BATON_TEST_SHORT=1
     exec timeout 900 compute-sanitizer --tool "$sanitize" --error-exitcode 1 --launch-timeout 0 \

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kernels::cuda::{Context, Driver, KernelLibrary};
+use kernels::cuda::{Context, Driver, KernelLibrary, NCCL_ENVIRONMENT};
 
 use super::bench::gpu;
 
@@ -97,6 +97,7 @@ impl Family {
             let mut child = Command::new(env::current_exe().unwrap())
                 .args(["--exact", &format!("gpu::{name}"), "--nocapture"])
                 .env(TOLD, rank.to_string())
+                .env(NCCL_ENVIRONMENT.0, NCCL_ENVIRONMENT.1)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()

@@ -62,7 +62,7 @@ pub use links::{LinkRate, Together, pull_rate};
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
 pub use nccl::{
     Communicator, CommunicatorOptions, Move, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
-    UniqueId,
+    UniqueId, set_nccl_environment,
 };
 pub use plan::{Admission, Extension, StepRows};
 pub use probe::Delays;

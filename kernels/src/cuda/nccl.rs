@@ -49,6 +49,32 @@ const NEWEST_MAJOR: i32 = 2;
 /// What a process that uses NCCL has in its environment: NVLink multicast is off, because a program
 /// that ends badly while using it can take a host's GPUs out of service.
 pub const NCCL_ENVIRONMENT: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
+
+fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
+    if found == Some(OsStr::new(NCCL_ENVIRONMENT.1)) {
+        return Ok(());
+    }
+    let found = found.map(|value| value.to_string_lossy().into_owned());
+    Err(NcclError::Environment { found: found.unwrap_or_default() })
+}
+
+/// Puts [`NCCL_ENVIRONMENT`] into the environment of this process, which has no threads yet beside the
+/// one that calls: they might read it meanwhile.
+pub fn set_nccl_environment() -> Result<(), NcclError> {
+    let (name, value) = NCCL_ENVIRONMENT;
+    let refused = match environment_is_ours(env::var_os(name).as_deref()) {
+        Ok(()) => return Ok(()),
+        Err(refused) => refused,
+    };
+    let threads = fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
+    if threads != 1 {
+        return Err(refused);
+    }
+    // SAFETY: there is no other thread that could read the environment, and none starts meanwhile.
+    unsafe { env::set_var(name, value) };
+    Ok(())
+}
+
 /// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -85,6 +111,12 @@ pub enum NcclError {
     Version { path: PathBuf, found: NcclVersion },
     #[error("{} is no NCCL of ours: {reason}", path.display())]
     Functions { path: PathBuf, reason: String },
+    #[error(
+        "{} = {found:?} in the environment of this process; allowed is {:?}, set before it starts",
+        NCCL_ENVIRONMENT.0,
+        NCCL_ENVIRONMENT.1
+    )]
+    Environment { found: String },
     #[error("rank is {rank} of {ranks}; allowed are ranks below the count, of 2 at least")]
     Rank { rank: u32, ranks: u32 },
     #[error("a communicator's blocks are {least} to {most}; allowed are 1 to 64 in order")]
@@ -194,16 +226,9 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Opens the file, or with none named what the system's loader finds. Needs no GPU.
-    ///
-    /// A process does this before it starts threads that read the environment by C's own functions: where
-    /// [`NCCL_ENVIRONMENT`] is not set it is set here, for NCCL takes it from nowhere else.
+    /// Opens the file, or with none named what the system's loader finds. Needs no GPU, and
+    /// [`NCCL_ENVIRONMENT`] in the environment, for NCCL takes it from nowhere else.
     pub fn open(file: Option<&Path>) -> Result<Arc<Self>, NcclError> {
-        let (name, value) = NCCL_ENVIRONMENT;
-        if env::var_os(name).as_deref() != Some(OsStr::new(value)) {
-            // SAFETY: Rust's own readers are kept out meanwhile; others are as the caller was told.
-            unsafe { env::set_var(name, value) };
-        }
         let library = open_first(file)?;
         // SAFETY: a library that has this function has it with this signature in every version.
         let asked = unsafe {
@@ -231,6 +256,8 @@ impl Nccl {
         // SAFETY: of this version the signatures are those above; the library is kept open below.
         let functions = unsafe { Functions::load(&library) }
             .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
+        // Before its first call that reads it.
+        environment_is_ours(env::var_os(NCCL_ENVIRONMENT.0).as_deref())?;
         Ok(Arc::new(Self { path, version, functions, _library: library }))
     }
 
@@ -706,7 +733,23 @@ mod tests {
             matches!(&error, NcclError::Functions { path, .. } if path == Path::new("libc.so.6"))
         );
         assert!(error.to_string().contains("ncclGetVersion"), "{error}");
-        assert_eq!(env::var(NCCL_ENVIRONMENT.0).as_deref(), Ok(NCCL_ENVIRONMENT.1));
+    }
+
+    #[test]
+    fn another_environment_is_refused_by_name_and_value() {
+        assert_eq!(environment_is_ours(Some(OsStr::new("0"))), Ok(()));
+        for (found, named) in [(None, "NCCL_NVLS_ENABLE = \"\""), (Some("2"), "= \"2\"")] {
+            let error = environment_is_ours(found.map(OsStr::new)).unwrap_err().to_string();
+            assert!(error.contains(named) && error.contains("allowed is \"0\""), "{error}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_set_beside_other_threads() {
+        let before = env::var_os(NCCL_ENVIRONMENT.0);
+        let set = thread::scope(|scope| scope.spawn(set_nccl_environment).join().unwrap());
+        assert_eq!(set, environment_is_ours(before.as_deref()));
+        assert_eq!(env::var_os(NCCL_ENVIRONMENT.0), before);
     }
 
     /// Compiled here, where there is a compiler: a library that says what it is told to.

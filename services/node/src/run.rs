@@ -10,8 +10,9 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, Command};
 use cluster::{NodeId, Role};
-use config::Config;
+use config::{Config, Device, Transport};
 use engine::executor::Executor;
+use kernels::cuda::{NcclError, set_nccl_environment};
 use ranks::Seat;
 use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -43,8 +44,20 @@ pub fn run(role: Role) -> ExitCode {
     if let Some(seat) = parsed.matches.get_one::<Seat>(RANK_FLAG) {
         return run_rank(role, seat, &parsed.config).into();
     }
+    if let Err(error) = prepare_nccl(&parsed.config) {
+        return complain(name, &error, 1).into();
+    }
     let ready_file = parsed.matches.get_one::<PathBuf>(READY_FILE_FLAG);
     run_on(role, &parsed.config, ready_file.map(PathBuf::as_path), started, |device| device).into()
+}
+
+/// Before the first thread, where KV may go by NCCL.
+fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
+    let may_carry = matches!(config.transfer.transport, Transport::Auto | Transport::Nccl);
+    if config.node.device == Device::Cpu || !may_carry {
+        return Ok(());
+    }
+    set_nccl_environment()
 }
 
 /// The life of a process that a node has started as one of its ranks. It serves nobody and exports

@@ -23,7 +23,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use kernels::{
     BLOCK_TOKENS, BlockId, Dtype, KvArena, KvLayout,
-    cuda::{Context, DeviceKv, Driver, LinkRate, Together, pull_rate},
+    cuda::{Context, DeviceKv, Driver, LinkRate, Together, pull_rate, set_nccl_environment},
 };
 use kv_transfer::{
     Carrier, Carriers, Choice, ClusterSecret, Limits, TransferConfig, Transfers,
@@ -148,6 +148,10 @@ struct PlainCopy {
 
 pub fn run(args: TransferArgs) -> Result<()> {
     check(&args)?;
+    if !args.gpus.is_empty() {
+        // Before the first thread; the sender does it as well.
+        set_nccl_environment()?;
+    }
     if args.sender {
         return sender::run(&args);
     }
