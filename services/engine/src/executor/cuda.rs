@@ -344,9 +344,8 @@ impl Executor for CudaExecutor {
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         let deadline = Instant::now().checked_add(timeout);
-        let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
         if self.polls && !self.launched.is_empty() {
-            let until = Instant::now() + left.min(POLL_MAX);
+            let until = Instant::now() + timeout.min(POLL_MAX);
             while self.results.is_empty() && self.woken.is_empty() && Instant::now() < until {
                 std::hint::spin_loop();
             }

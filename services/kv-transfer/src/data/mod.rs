@@ -11,6 +11,7 @@
 //! `inbox` at the receiver, so a pair may change from one carrier to another between connections.
 //! Neither encrypted nor sealed frame by frame: the network between the nodes is the operator's.
 
+mod chunk_ends;
 mod handshake;
 mod inbound;
 mod inbox;
@@ -38,7 +39,6 @@ use kernels::{
     BlockId, BlockRead, BlockWrite, KvArena,
     peer::{PeerChannels, PeerMemory},
 };
-use xxhash_rust::xxh3::Xxh3;
 
 use crate::{
     api::{Epoch, TransferId},
@@ -53,30 +53,6 @@ use crate::{
 };
 use inbound::Inbound;
 use outbox::Outbox;
-
-/// Over copies of the blocks in host memory, which is slow: a check, not for serving.
-fn hash_read(blocks: &[BlockRead]) -> io::Result<u64> {
-    let mut hash = Xxh3::new();
-    let mut copy = Vec::new();
-    for block in blocks {
-        copy.resize(block.byte_count(), 0);
-        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
-        hash.update(&copy);
-    }
-    Ok(hash.digest())
-}
-
-/// The same of blocks that were written.
-fn hash_written(blocks: &mut [BlockWrite]) -> io::Result<u64> {
-    let mut hash = Xxh3::new();
-    let mut copy = Vec::new();
-    for block in blocks {
-        copy.resize(block.byte_count(), 0);
-        block.copy_to_host(&mut copy).map_err(io::Error::other)?;
-        hash.update(&copy);
-    }
-    Ok(hash.digest())
-}
 
 /// How long dropping a transport may take.
 const DROP_MAX: Duration = Duration::from_secs(1);

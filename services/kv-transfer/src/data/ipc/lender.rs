@@ -7,10 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kernels::{BlockRead, peer::PeerMemory};
+use kernels::peer::PeerMemory;
 
 use super::super::{
-    Shared, hash_read,
+    Shared,
+    chunk_ends::{lend, not_posted},
     message::{Look, Message, Messages},
     outbound::Ended,
     outbox::{GivenBack, Outbox},
@@ -53,24 +54,12 @@ pub(in crate::data) fn lend_chunks(
                 outbox.break_off(reason);
             }
         })?;
-        let lent = lend(outbox, &mut stream, verify);
+        let lent = lend(outbox, &mut stream, LENT_MAX, verify);
         // Ends the other thread. Fails only when the connection is gone already.
         let _ = stream.shutdown(Shutdown::Both);
         lent
     })?;
     Ok(Ended::Closed)
-}
-
-fn lend(outbox: &Outbox, stream: &mut TcpStream, verify: bool) -> io::Result<()> {
-    while let Some(job) = outbox.next(LENT_MAX) {
-        let blocks = job.blocks.iter().map(BlockRead::block).collect();
-        let lend = Message::Lend { transfer: job.transfer, chunk: job.chunk, blocks };
-        let integrity = if verify { hash_read(&job.blocks)? } else { 0 };
-        // Before the message, which may be answered at once.
-        outbox.lend(job, integrity);
-        lend.write(stream)?;
-    }
-    Ok(())
 }
 
 /// Until the outbox is closed; the error is for people.
@@ -88,14 +77,7 @@ fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Resu
                 }
             }
             Look::Message(Message::NotPosted { transfer, chunk }) => {
-                match outbox.answered(transfer, chunk)? {
-                    GivenBack::Wanted { .. } => {
-                        let reason = format!("chunk {chunk} is not awaited any more");
-                        shared.report(DataEvent::Failed { transfer, reason });
-                    }
-                    GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
-                    GivenBack::Cancelled | GivenBack::Unknown => {}
-                }
+                not_posted(shared, outbox, transfer, chunk)?;
             }
             Look::Message(other) => return Err(out_of_turn(&other).to_string()),
             Look::End => return Err("the peer closed it".to_owned()),

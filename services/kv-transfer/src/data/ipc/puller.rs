@@ -14,9 +14,10 @@ use kernels::{
 };
 
 use super::super::{
-    Shared, hash_written,
+    Shared,
+    chunk_ends::{give_back, give_up, look_at},
     inbound::Ended,
-    inbox::{GivenBack, Inbox},
+    inbox::Inbox,
     message::{Look, Message, Messages},
     stream::LOOK,
 };
@@ -24,7 +25,6 @@ use crate::{
     api::{Epoch, TransferId},
     carrier::Carrier,
     config::LEASE,
-    protocol::DataEvent,
 };
 
 /// Copies that wait for their end to be seen, beside the one that is looked at.
@@ -147,7 +147,7 @@ fn depart(
         Ok(pull) => Ok(Departed::Flight(Flight { transfer, chunk, pull: Some(pull) })),
         Err(reason) => {
             let reason = format!("chunk {chunk}: {reason}");
-            fail(shared, inbox, transfer, chunk, reason.clone());
+            give_up(shared, inbox, (transfer, chunk), reason.clone());
             Err(invalid(reason))
         }
     }
@@ -189,41 +189,19 @@ fn land_one(
     mut pull: Box<dyn Moving<BlockWrite>>,
     verify: bool,
 ) -> io::Result<()> {
-    let landed = until_done(&mut *pull).and_then(|()| pull.finish()).and_then(|mut blocks| {
-        let hash = if verify { hash_written(&mut blocks) } else { Ok(0) };
-        let bytes: u64 = blocks.iter().map(|block| block.byte_count() as u64).sum();
-        hash.map(|integrity| (integrity, bytes)).map_err(|error| error.to_string())
-    });
-    // From here on whoever borrows the blocks finds no guard in the way.
-    let (integrity, bytes) = match landed {
-        Ok(landed) => landed,
+    let landed = until_done(&mut *pull)
+        .and_then(|()| pull.finish())
+        .and_then(|blocks| look_at(blocks, verify));
+    match landed {
+        Ok(landed) => {
+            give_back(shared, inbox, connection, (transfer, chunk), landed);
+            Ok(())
+        }
         Err(reason) => {
             let reason = format!("chunk {chunk}: {reason}");
-            fail(shared, inbox, transfer, chunk, reason.clone());
-            return Err(io::Error::other(reason));
+            give_up(shared, inbox, (transfer, chunk), reason.clone());
+            Err(io::Error::other(reason))
         }
-    };
-    match inbox.give_back(transfer, chunk) {
-        GivenBack::Wanted if inbox.is_current(connection) => {
-            shared.counters.received(bytes);
-            shared.report(DataEvent::Received { transfer, chunk, integrity });
-        }
-        GivenBack::Wanted => {
-            let reason = "the data connection was closed".to_owned();
-            shared.report(DataEvent::Failed { transfer, reason });
-        }
-        GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
-        GivenBack::Cancelled => {}
-    }
-    Ok(())
-}
-
-/// The blocks are given back, for nothing writes them any more.
-fn fail(shared: &Shared, inbox: &Inbox, transfer: TransferId, chunk: u32, reason: String) {
-    match inbox.give_back(transfer, chunk) {
-        GivenBack::Wanted => shared.report(DataEvent::Failed { transfer, reason }),
-        GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
-        GivenBack::Cancelled => {}
     }
 }
 

@@ -19,9 +19,10 @@ use kernels::{
 
 use super::{
     super::{
-        Shared, hash_written,
+        Shared,
+        chunk_ends::{give_back, give_up, look_at},
         inbound::Ended,
-        inbox::{GivenBack, Inbox},
+        inbox::Inbox,
         message::{Look, Message, Messages},
         stream::LOOK,
     },
@@ -161,14 +162,14 @@ fn prepare(
             if let Err(error) = went {
                 // Ends the operation: the sender will not come.
                 drop(awaited);
-                fail(shared, inbox, channel, transfer, chunk, error.to_string());
+                fail(shared, inbox, channel, (transfer, chunk), error.to_string());
                 return Err(error);
             }
             Ok(Prepared::Awaited(awaited))
         }
         Err(reason) => {
             let reason = format!("chunk {chunk}: {reason}");
-            fail(shared, inbox, channel, transfer, chunk, reason.clone());
+            fail(shared, inbox, channel, (transfer, chunk), reason.clone());
             Err(invalid(reason))
         }
     }
@@ -198,28 +199,12 @@ fn land(
             }
         };
         let landed = until_done(&mut *moving, in_vain).and_then(|()| moving.finish());
-        let landed = landed.and_then(|mut blocks| {
-            let hash = if verify { hash_written(&mut blocks) } else { Ok(0) };
-            let bytes: u64 = blocks.iter().map(|block| block.byte_count() as u64).sum();
-            hash.map(|integrity| (integrity, bytes)).map_err(|error| error.to_string())
-        });
-        // From here on whoever borrows the blocks finds no guard in the way.
+        let landed = landed.and_then(|blocks| look_at(blocks, verify));
         match landed {
-            Ok((integrity, bytes)) => match inbox.give_back(transfer, chunk) {
-                GivenBack::Wanted if inbox.is_current(connection) => {
-                    shared.counters.received(bytes);
-                    shared.report(DataEvent::Received { transfer, chunk, integrity });
-                }
-                GivenBack::Wanted => {
-                    let reason = "the data connection was closed".to_owned();
-                    shared.report(DataEvent::Failed { transfer, reason });
-                }
-                GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
-                GivenBack::Cancelled => {}
-            },
+            Ok(landed) => give_back(shared, inbox, connection, (transfer, chunk), landed),
             Err(reason) => {
                 let reason = format!("chunk {chunk}: {reason}");
-                fail(shared, inbox, &**channel, transfer, chunk, reason.clone());
+                fail(shared, inbox, &**channel, (transfer, chunk), reason.clone());
                 outcome = outcome.and(Err(io::Error::other(reason)));
                 // The other thread's reading ends, and with it the connection.
                 ended.store(true, Ordering::Release);
@@ -239,8 +224,7 @@ fn fail(
     shared: &Shared,
     inbox: &Inbox,
     channel: &dyn PeerChannel,
-    transfer: TransferId,
-    chunk: u32,
+    (transfer, chunk): (TransferId, u32),
     reason: String,
 ) {
     if let Err(stuck) = channel.abort() {
@@ -248,11 +232,7 @@ fn fail(
         let reason = format!("{reason}; {stuck}");
         return shared.report(DataEvent::Failed { transfer, reason });
     }
-    match inbox.give_back(transfer, chunk) {
-        GivenBack::Wanted => shared.report(DataEvent::Failed { transfer, reason }),
-        GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
-        GivenBack::Cancelled => {}
-    }
+    give_up(shared, inbox, (transfer, chunk), reason);
 }
 
 fn invalid(reason: String) -> io::Error {

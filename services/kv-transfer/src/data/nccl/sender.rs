@@ -16,7 +16,8 @@ use kernels::{
 
 use super::{
     super::{
-        Shared, hash_read,
+        Shared,
+        chunk_ends::{lend, not_posted},
         message::{Look, Message, Messages},
         outbound::Ended,
         outbox::{GivenBack, Outbox},
@@ -84,25 +85,12 @@ pub(in crate::data) fn send_chunks(
                 outbox.break_off(reason);
             }
         });
-        let said = landing.and_then(|_| say(outbox, &mut stream, verify));
+        let said = landing.and_then(|_| lend(outbox, &mut stream, UNDER_WAY_MAX, verify));
         // Ends the other threads. Fails only when the connection is gone already.
         let _ = stream.shutdown(Shutdown::Both);
         said
     })?;
     Ok(Ended::Closed)
-}
-
-/// Says which chunks are to be sent, a few ahead.
-fn say(outbox: &Outbox, stream: &mut TcpStream, verify: bool) -> io::Result<()> {
-    while let Some(job) = outbox.next(UNDER_WAY_MAX) {
-        let blocks = job.blocks.iter().map(BlockRead::block).collect();
-        let lend = Message::Lend { transfer: job.transfer, chunk: job.chunk, blocks };
-        let integrity = if verify { hash_read(&job.blocks)? } else { 0 };
-        // Before the message, which may be answered at once.
-        outbox.lend(job, integrity);
-        lend.write(stream)?;
-    }
-    Ok(())
 }
 
 /// A chunk whose half of the operation is in the stream.
@@ -132,14 +120,7 @@ fn take_answers(
                 }
             }
             Look::Message(Message::NotPosted { transfer, chunk }) => {
-                match outbox.answered(transfer, chunk)? {
-                    GivenBack::Wanted { .. } => {
-                        let reason = format!("chunk {chunk} is not awaited any more");
-                        shared.report(DataEvent::Failed { transfer, reason });
-                    }
-                    GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
-                    GivenBack::Cancelled | GivenBack::Unknown => {}
-                }
+                not_posted(shared, outbox, transfer, chunk)?;
             }
             Look::Message(_) => return Err(out_of_turn().to_string()),
             Look::End => return Err("the peer closed it".to_owned()),
