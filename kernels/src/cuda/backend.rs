@@ -48,6 +48,9 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Kernels start while the one before them ends, where the GPU can do that.
     pub dependent_launch: bool,
+    /// A step's plan has two places to go up through, so that it need not wait for the one before it
+    /// to be read.
+    pub two_upload_slots: bool,
 }
 
 impl CudaOptions {
@@ -59,6 +62,7 @@ impl CudaOptions {
             fused: true,
             graphs: true,
             dependent_launch: true,
+            two_upload_slots: true,
         }
     }
 }

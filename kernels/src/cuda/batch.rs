@@ -255,7 +255,8 @@ impl DeviceBatch {
         }
         up.synchronize()?;
         let mut inputs = VecDeque::new();
-        for device in devices {
+        let upload_slots = if backend.options().two_upload_slots { 2 } else { 1 };
+        for device in devices.into_iter().take(upload_slots) {
             inputs.push_back(Input {
                 pinned: InputState::Free(
                     Pinned::zeroed(context, "a step's plan", input_words)?,
@@ -357,7 +358,7 @@ impl DeviceBatch {
         masks: &[&TokenMask],
         (rows, sequences, samples): (usize, usize, usize),
     ) -> Result<(), CudaError> {
-        let mut input = self.inputs.pop_front().expect("two are there");
+        let mut input = self.inputs.pop_front().expect("each is put back");
         let outcome =
             self.upload_through(&mut input, backend, words, masks, (rows, sequences, samples));
         self.inputs.push_back(input);

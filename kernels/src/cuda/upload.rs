@@ -45,12 +45,12 @@ impl Uploads {
         })
     }
 
-    /// Reads a matrix and puts its copies into the stream; the last may be under way on return.
     /// Waits for the copies under way.
     pub fn finish(self) -> Result<(), CudaError> {
         self.in_flight.into_iter().try_for_each(|copy| copy.finish().map(|_| ()))
     }
 
+    /// Reads a matrix and puts its copies into the stream; the last may be under way on return.
     pub fn rows(
         &mut self,
         source: &dyn RowSource,

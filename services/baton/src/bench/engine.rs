@@ -101,6 +101,9 @@ pub struct EngineArgs {
     /// On a GPU, kernels start while the one before them ends: on or off.
     #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     dependent_launch: bool,
+    /// On a GPU, places that steps' plans go up through: 1 or 2.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2))]
+    upload_slots: u8,
     /// On a GPU, the thread that plans steps keeps its core awake while one runs: on or off.
     #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     poll: bool,
@@ -546,6 +549,7 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
         fused: args.fused,
         graphs: args.graphs,
         dependent_launch: args.dependent_launch,
+        two_upload_slots: args.upload_slots == 2,
     };
     let kernels = args.kernels.path();
     let mut since = Instant::now();
