@@ -20,6 +20,7 @@ mod gpu {
     mod collective;
     mod executor;
     mod fault;
+    mod graphs;
     mod links;
     mod load;
     mod mixes;

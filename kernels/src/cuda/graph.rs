@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{result, sys};
 
 use super::{
+    captured::Captured,
     context::{Compute, Context, Stream},
     error::{CudaError, Named},
 };
@@ -15,6 +16,7 @@ use super::{
 pub struct Graph {
     raw: sys::CUgraphExec,
     context: Arc<Context>,
+    captured: Captured,
 }
 
 // SAFETY: the driver lets every thread use a graph, one at a time, which `&mut self` sees to.
@@ -45,19 +47,24 @@ impl Graph {
         // What ended the recording, where the work itself had no fault.
         outcome?;
         let graph = graph?;
+        let captured = Captured::of(graph);
         // SAFETY: the graph was made just now. The flags are none.
         let raw = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) };
         // SAFETY: it is destroyed once; what was made of it does not need it.
         let _ = unsafe { result::graph::destroy(graph) };
         let raw = raw.named("cuGraphInstantiateWithFlags")?;
-        let graph = Self { raw, context: Arc::clone(stream.context()) };
+        let context = Arc::clone(stream.context());
+        let mut graph = Self { raw, context, captured: Captured::default() };
+        graph.captured = captured?;
         // SAFETY: both are alive. The first launch need not do it.
         unsafe { result::graph::upload(raw, stream.raw()) }.named("cuGraphUpload")?;
         Ok(graph)
     }
 
-    /// Puts all of it into the stream.
+    /// Puts all of it into the stream. Debug builds look first whether all memory that it touches is
+    /// what it was when it was recorded.
     pub fn launch(&mut self, stream: &Stream<Compute>) -> Result<(), CudaError> {
+        self.captured.verify();
         // SAFETY: both are alive; its memory is kept, as `record` asks.
         unsafe { result::graph::launch(self.raw, stream.raw()) }.named("cuGraphLaunch")
     }

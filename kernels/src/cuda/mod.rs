@@ -18,6 +18,7 @@ mod attention;
 mod backend;
 mod batch;
 mod buffer;
+mod captured;
 mod channel;
 mod clock;
 mod collective;
@@ -57,7 +58,7 @@ pub use error::{CudaError, CudaVersion};
 pub use graph::Graph;
 pub use ipc::{IpcMemory, PeerToDevice};
 pub use kv::DeviceKv;
-pub use library::KernelLibrary;
+pub use library::{KernelLibrary, TimeRange};
 pub use links::{LinkRate, Together, pull_rate};
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
 pub use nccl::{

@@ -1,0 +1,60 @@
+//! Recorded work, and the memory that it was recorded with.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
+
+use kernels::{
+    Backend, WeightFormat,
+    cuda::{AttentionKind, Compute, DeviceMemory, Graph, Stream},
+};
+
+use super::bench::{Bench, gpu, numbers};
+
+#[test]
+fn what_was_recorded_is_not_replayed_without_its_memory() {
+    let Some(gpu) = gpu() else { return };
+    if !cfg!(debug_assertions) {
+        eprintln!("skipped: only debug builds look at recorded addresses");
+        return;
+    }
+    let (rows, width) = (3, 64);
+    let buffers = |backend: &kernels::cuda::CudaBackend| {
+        (backend.buffer(rows, 2 * width), backend.buffer(rows, width))
+    };
+    let (mut backend, (mut gate_up, mut out)) =
+        gpu.backend(WeightFormat::F32, AttentionKind::Auto, buffers);
+    backend.put(&mut gate_up, &numbers(1, rows * 2 * width));
+    let mut run = |backend: &mut kernels::cuda::CudaBackend| {
+        backend.silu_mul(rows, &gate_up, &mut out);
+    };
+    run(&mut backend);
+    let mut graph = backend.record(run).unwrap();
+    let compute = Arc::clone(backend.compute());
+    graph.launch(&compute).unwrap();
+    compute.synchronize().unwrap();
+    drop((backend, gate_up, out));
+    let stale = catch_unwind(AssertUnwindSafe(|| graph.launch(&compute)));
+    assert!(stale.is_err(), "a kernel's memory was gone, and nobody noticed");
+}
+
+#[test]
+fn memory_that_took_the_place_of_what_was_recorded_is_told_from_it() {
+    let Some(gpu) = gpu() else { return };
+    if !cfg!(debug_assertions) {
+        eprintln!("skipped: only debug builds look at recorded addresses");
+        return;
+    }
+    let stream = Stream::<Compute>::new(&gpu.context).unwrap();
+    let memory = || DeviceMemory::new(&gpu.context, "a test", 64 << 20).unwrap();
+    let range = memory().cut(64 << 20).unwrap();
+    let mut graph = Graph::record(&stream, || range.fill(1, &stream)).unwrap();
+    graph.launch(&stream).unwrap();
+    stream.synchronize().unwrap();
+    drop(range);
+    // As a rule at the same address.
+    let _other = memory();
+    let stale = catch_unwind(AssertUnwindSafe(|| graph.launch(&stream)));
+    assert!(stale.is_err(), "other memory would have been overwritten");
+}
