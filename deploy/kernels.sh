@@ -19,6 +19,8 @@ flashinfer=0.6.12
 tools="nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
     nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85"
 headers="nvidia-curand==10.4.0.35 flashinfer-python==$flashinfer"
+# For one unit alone, so it changes no other's key.
+ranges="nvidia-nvtx==13.0.85"
 
 for arch in $archs; do
     [[ $arch =~ ^[0-9]+[af]?$ ]] || { echo "BATON_CUDA_ARCHS is \"$archs\"; allowed are numbers such as 80 or 90a" >&2; exit 1; }
@@ -70,6 +72,12 @@ PYTHON
 fi
 cuda=$(echo "$toolchain"/env/lib/python3*/site-packages/nvidia/cu13)
 data=$toolchain/flashinfer/data
+nvtx=$out/nvtx-$(echo "$ranges" | key_of)
+if [[ ! -e $nvtx/complete ]]; then
+    rm -rf "$nvtx"
+    "$toolchain/env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$nvtx" "$ranges"
+    touch "$nvtx/complete"
+fi
 
 flags=(-std=c++17 -O3 --expt-relaxed-constexpr -lineinfo -cudart static --threads 1
     -Xcompiler -fPIC,-fvisibility=hidden -Ikernels/cuda/include -Ikernels/cuda/src)
@@ -96,6 +104,7 @@ for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=f
 unit decode_attention attention/decode_attention.cu
 for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 unit all_reduce collective/all_reduce.cu
+unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
 for dim in 64 128; do
     unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
     unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
@@ -114,6 +123,7 @@ compile() {
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
         flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
         abi | all_reduce) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h) unit_flags+=(-Ikernels/cuda/collective) ;;
+        ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
         *_gemm) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;
     esac

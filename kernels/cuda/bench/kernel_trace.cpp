@@ -1,5 +1,6 @@
 // Every kernel that a program runs, with its begin and end, those of replayed graphs one by one: the
 // driver's activity records (CUPTI), written to the file BATON_KERNEL_TRACE when the program ends.
+// With NVTX_INJECTION64_PATH=libcupti.so.13 also the ranges of the program's threads, as lines with #.
 // The driver loads it into any program that is started with CUDA_INJECTION64_PATH=libkernel_trace.so;
 // kernel_idle.py makes figures of the file.
 //
@@ -33,6 +34,11 @@ void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t *buffer, size_t, size_t v
             const auto *kernel = reinterpret_cast<const KERNEL *>(record);
             std::fprintf(file, "%llu %llu %s\n", (unsigned long long)kernel->start,
                          (unsigned long long)kernel->end, kernel->name);
+        } else if (record->kind == CUPTI_ACTIVITY_KIND_MARKER) {
+            // Begin and end of a range are a record each; the end has no name.
+            const auto *marker = reinterpret_cast<const CUpti_ActivityMarker2 *>(record);
+            std::fprintf(file, "# %llu %u %s\n", (unsigned long long)marker->timestamp, marker->id,
+                         marker->flags & CUPTI_ACTIVITY_FLAG_MARKER_START ? marker->name : "");
         }
     }
     std::free(buffer);
@@ -57,6 +63,7 @@ extern "C" __attribute__((visibility("default"))) int InitializeInjection() {
     }
     const bool is_on = cuptiActivityRegisterCallbacks(give_buffer, take_buffer) == CUPTI_SUCCESS &&
                        cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) == CUPTI_SUCCESS;
+    if (std::getenv("NVTX_INJECTION64_PATH")) cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MARKER);
     if (!is_on) std::fprintf(stderr, "kernel trace: CUPTI does not record\n");
     std::atexit(finish);
     return is_on ? 1 : 0;

@@ -1,5 +1,5 @@
-//! `kernels/cuda/include/baton_kernels.h` in Rust, and behind it `kernels/cuda/collective/collective.h`:
-//! the same structs and functions in the same order.
+//! `kernels/cuda/include/baton_kernels.h` in Rust, and behind it `kernels/cuda/collective/collective.h`
+//! and `kernels/cuda/trace/ranges.h`: the same structs and functions in the same order.
 //! [`STRUCT_BYTES`] is compared with the library's own before anything is called.
 
 use std::ffi::{c_char, c_void};
@@ -468,4 +468,6 @@ functions! {
     baton_group_reset: fn(*const Group, RawStream) -> i32;
     baton_group_stop: fn(*const Group, RawStream) -> i32;
     baton_all_reduce: fn(*const Group, *const AllReduceArgs, RawStream) -> i32;
+    baton_range_push: fn(*const c_char, u64) -> ();
+    baton_range_pop: fn() -> ();
 }

@@ -2,7 +2,9 @@
 
 use std::{
     ffi::{CStr, c_char},
+    marker::PhantomData,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use libloading::Library;
@@ -84,6 +86,13 @@ impl KernelLibrary {
         }
     }
 
+    /// A range of this thread's time, which profilers show with its number; it lasts until it is dropped.
+    pub fn range(self: &Arc<Self>, name: &'static CStr, number: u64) -> TimeRange {
+        // SAFETY: the name ends with a zero, and is copied.
+        unsafe { (self.functions.baton_range_push)(name.as_ptr(), number) };
+        TimeRange { library: Arc::clone(self), _thread: PhantomData }
+    }
+
     pub(super) fn functions(&self) -> &Functions {
         &self.functions
     }
@@ -106,6 +115,22 @@ impl KernelLibrary {
         // SAFETY: it gives this thread's own string, which lasts until the next failed call.
         let reason = text(unsafe { (self.functions.baton_last_error)() });
         CudaError::Call { call, code, reason }
+    }
+}
+
+/// What [`KernelLibrary::range`] began. Ranges end in the order opposite to that in which they began,
+/// on their thread.
+#[derive(Debug)]
+#[must_use = "it ends when it is dropped"]
+pub struct TimeRange {
+    library: Arc<KernelLibrary>,
+    _thread: PhantomData<*const ()>,
+}
+
+impl Drop for TimeRange {
+    fn drop(&mut self) {
+        // SAFETY: one was begun on this thread.
+        unsafe { (self.library.functions.baton_range_pop)() };
     }
 }
 

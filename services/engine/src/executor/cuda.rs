@@ -248,6 +248,9 @@ impl CudaExecutor {
 
     fn launch_step(&mut self, plan: &StepPlan) -> Result<(), ExecutorError> {
         let step_id = plan.step_id;
+        let library = Arc::clone(self.backend.library());
+        let range = |name| library.range(name, step_id);
+        let planning = range(c"plan");
         let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
         let step = self.rows.apply(plan)?;
         let blocks = self.access.acquire(self.rows.blocks(&step));
@@ -280,6 +283,8 @@ impl CudaExecutor {
             let backend = &mut self.backend;
             backend.context().bind()?;
             let mut prepared = self.batch.begin(backend, &input)?;
+            drop(planning);
+            let _launching = range(c"launch");
             if prepared.rows() > 0 {
                 match self.graphs.of(dispatch) {
                     Some(graph) => graph.launch(backend.compute())?,
@@ -314,6 +319,7 @@ impl CudaExecutor {
         let finished = waited.map_err(|error| stopped(&error))?;
         let busy = finished.busy();
         let launched = self.launched.pop_front().expect("a result belongs to a launched step");
+        let _collecting = self.backend.library().range(c"collect", launched.step_id);
         // The blocks' borrows end before anyone hears that their KV is written.
         self.access.release(launched.blocks);
         let run = StepRun {
