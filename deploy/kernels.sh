@@ -103,7 +103,7 @@ unit attention src/attention.cu $has_hopper
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
 unit decode_attention attention/decode_attention.cu
 for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
-unit all_reduce collective/all_reduce.cu
+for name in all_reduce gather; do unit $name collective/$name.cu; done
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
 for dim in 64 128; do
     unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
@@ -122,7 +122,9 @@ compile() {
     case $name in
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
         flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
-        abi | all_reduce) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h) unit_flags+=(-Ikernels/cuda/collective) ;;
+        abi | all_reduce | gather)
+            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/collective/*.cuh)
+            unit_flags+=(-Ikernels/cuda/collective) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
         *_gemm) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;

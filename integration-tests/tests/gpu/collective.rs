@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use kernels::{
-    Backend, Dtype, RowSource, WeightFormat,
+    Backend, Dtype, RowSource, Shard, WeightFormat,
     cuda::{
         Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, Graph, Group, GroupArena,
         GroupHandle, Range, Stream, SumNorm, SumRows, SumWay,
@@ -19,8 +19,12 @@ use super::{
 const MESSAGE_BYTES: usize = 1 << 20;
 const SOON: Duration = Duration::from_secs(30);
 
-fn group(rank: &Rank, timeout: Duration) -> Group {
-    let (place, bytes) = ((rank.rank, rank.ranks), MESSAGE_BYTES);
+pub fn group(rank: &Rank, timeout: Duration) -> Group {
+    group_for(rank, timeout, MESSAGE_BYTES)
+}
+
+fn group_for(rank: &Rank, timeout: Duration, bytes: usize) -> Group {
+    let place = (rank.rank, rank.ranks);
     let arena = GroupArena::new(&rank.context, &rank.library, place, bytes).unwrap();
     let said = rank.exchange(&arena.handle().to_bytes());
     let handles: Vec<_> = said.iter().map(|said| GroupHandle::from_bytes(said).unwrap()).collect();
@@ -138,6 +142,107 @@ fn two_ranks_sum_alike() {
 #[test]
 fn four_ranks_sum_alike() {
     on_ranks("collective::four_ranks_sum_alike", 4, sums);
+}
+
+/// Words of any bits, a hundredth of which say what an arena says where nothing has arrived.
+fn words(seed: u32, count: usize) -> Vec<u32> {
+    let hash = |i: u32| (i ^ seed.wrapping_mul(0x85eb_ca6b)).wrapping_mul(0x9e37_79b9);
+    (0..count as u32).map(|i| if hash(i) >> 16 < 655 { u32::MAX } else { hash(i) }).collect()
+}
+
+fn gathers(rank: Rank) {
+    let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
+    let shard = Shard::new(rank.rank, rank.ranks).unwrap();
+    let bytes = 40 << 20;
+    let [x, out] = [(); 2].map(|()| memory(&rank, bytes));
+    let even = |columns: usize| -> Vec<_> { shard.all().map(|s| s.tokens(columns)).collect() };
+    // The last has nothing.
+    let uneven = |columns: usize| -> Vec<_> {
+        let border = |rank| match rank {
+            0 => 0,
+            _ if rank + 1 >= shard.of() => columns,
+            _ => rank * 5,
+        };
+        (0..shard.of()).map(|rank| border(rank)..border(rank + 1)).collect()
+    };
+    // A small arena takes many rounds.
+    for message_bytes in [32 << 10, MESSAGE_BYTES] {
+        let group = group_for(&rank, SOON, message_bytes);
+        let shapes = [
+            (1, even(7)),
+            (1, even(128_256)),
+            (3, even(50_257)),
+            (33, even(1003)),
+            (40, even(128_256)),
+            (130, even(49_152)),
+            (65, uneven(1001)),
+            (2, uneven(70_000)),
+        ];
+        for (index, (rows, columns)) in shapes.into_iter().enumerate() {
+            let all = columns.last().unwrap().end;
+            let (own, stride) = (columns[rank.rank].clone(), columns[rank.rank].len() + 3);
+            let whole = words(index as u32, rows * all);
+            let mut mine = vec![7; rows * stride];
+            for (mine, whole) in mine.chunks_mut(stride).zip(whole.chunks(all)) {
+                mine[..own.len()].copy_from_slice(&whole[own.clone()]);
+            }
+            x.write(0, &mine).unwrap();
+            let gather = || group.gather(&columns, (&x, stride), (&out, all + 5), rows, &stream);
+            let mut graph = Graph::record(&stream, || gather().and_then(|()| gather())).unwrap();
+            for turn in 0..3 {
+                out.fill(0x55, &stream).unwrap();
+                match turn {
+                    0 => gather().unwrap(),
+                    _ => graph.launch(&stream).unwrap(),
+                }
+                stream.synchronize().unwrap();
+                group.check().unwrap();
+                let mut found = vec![0_u32; rows * (all + 5)];
+                out.read(0, &mut found).unwrap();
+                for (row, (found, whole)) in
+                    found.chunks(all + 5).zip(whole.chunks(all)).enumerate()
+                {
+                    assert!(
+                        found[..all] == *whole,
+                        "row {row} of {rows}, {columns:?}, turn {turn}"
+                    );
+                    assert!(found[all..] == [0x5555_5555; 5], "row {row}: written beyond it");
+                }
+            }
+        }
+        rank.meet();
+    }
+    // A rank that leaves it out is not waited for.
+    let timeout = Duration::from_millis(200);
+    let group = group_for(&rank, timeout, MESSAGE_BYTES);
+    let columns = even(128_256);
+    let stride = columns[rank.rank].len();
+    let gather = || group.gather(&columns, (&x, stride), (&out, 128_256), 40, &stream).unwrap();
+    if rank.rank == 0 {
+        let begin = Instant::now();
+        gather();
+        gather();
+        stream.synchronize().unwrap();
+        assert!(begin.elapsed() >= timeout && begin.elapsed() < SOON, "{:?}", begin.elapsed());
+        assert_eq!(group.check(), Err(CudaError::GroupStopped { rank: 0, timeout }));
+    }
+    rank.meet();
+    group.reset().unwrap();
+    rank.meet();
+    gather();
+    stream.synchronize().unwrap();
+    group.check().unwrap();
+    rank.meet();
+}
+
+#[test]
+fn two_ranks_gather_rows() {
+    on_ranks("collective::two_ranks_gather_rows", 2, gathers);
+}
+
+#[test]
+fn four_ranks_gather_rows() {
+    on_ranks("collective::four_ranks_gather_rows", 4, gathers);
 }
 
 /// Some columns of a matrix of reproducible numbers.

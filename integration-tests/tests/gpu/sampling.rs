@@ -1,16 +1,26 @@
 //! Choosing tokens: the CPU's choices, to the tie-break and the last bit of chance.
 
-use kernels::{
-    Backend, BlockId, Dtype, KvLayout,
-    cpu::{SampleError, SampleRow, sample},
-    cuda::{
-        Admission, AttentionKind, BatchLimits, CudaBackend, CudaBuffer, DeviceBatch, DeviceClock,
-        SampleOutcome, StepInput, StepRows,
-    },
-    sampling::{SampledToken, Sampling, TokenMask},
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
 };
 
-use super::bench::{Bench, Gpu, gpu, numbers};
+use kernels::{
+    Backend, BlockId, Dtype, KvLayout, WeightFormat,
+    cpu::{SampleError, SampleRow, sample},
+    cuda::{
+        Admission, BatchLimits, Context, CudaBackend, CudaBuffer, CudaOptions, CudaStep,
+        DeviceBatch, DeviceClock, DeviceKv, Graph, Group, KernelLibrary, SampleOutcome, StepInput,
+        StepRows,
+    },
+    sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
+};
+
+use super::{
+    bench::{Bench, gpu, numbers, short},
+    collective::group,
+    ranks::{Rank, on_ranks},
+};
 
 struct Row {
     sampling: Sampling,
@@ -27,66 +37,100 @@ struct Place {
 
 const SLOTS: u32 = 40;
 
-fn place(gpu: &Gpu, vocabulary: u32) -> Place {
-    let (cuda, logits) = gpu.backend(Dtype::F32, AttentionKind::Plain, |backend| {
-        backend.wide_buffer(SLOTS as usize, vocabulary as usize)
-    });
+/// Of all tokens, or of those of a rank.
+fn place(
+    (context, library): (&Arc<Context>, &Arc<KernelLibrary>),
+    group: Option<Group>,
+    vocabulary: u32,
+    rows: u32,
+) -> Place {
+    let options = CudaOptions::new(WeightFormat::F32);
+    let mut cuda = CudaBackend::new(context, library.clone(), options).unwrap();
+    if let Some(group) = group {
+        cuda = cuda.in_group(group);
+    }
+    let tokens = cuda.shard().tokens(vocabulary as usize);
+    let make = |cuda: &CudaBackend| cuda.wide_buffer(rows as usize, tokens.len());
+    drop(make(&cuda));
+    cuda.place().unwrap();
+    let logits = make(&cuda);
+    cuda.finish_loading().unwrap();
     let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
     let limits = BatchLimits {
-        slots: SLOTS,
+        slots: rows,
         sequence_tokens: 256,
-        rows: SLOTS,
-        samples: SLOTS,
+        rows,
+        samples: rows,
         stops: 4,
         vocabulary,
         depth: 1,
     };
-    let batch = DeviceBatch::new(&cuda, gpu.kv(layout, 16).0, limits).unwrap();
+    let kv = DeviceKv::new(context, layout, 16).unwrap();
+    let batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
     Place { cuda, logits, batch }
+}
+
+impl Place {
+    /// Its tokens' logits of rows of all.
+    fn put(&mut self, rows: usize, logits: &[f32]) {
+        let vocabulary = logits.len() / rows;
+        let own = self.cuda.shard().tokens(vocabulary);
+        let mine: Vec<f32> =
+            logits.chunks(vocabulary).flat_map(|row| row[own.clone()].to_vec()).collect();
+        self.cuda.put(&mut self.logits, &mine);
+    }
+
+    fn begin(&mut self, rows: &[Row]) -> (CudaStep, DeviceClock) {
+        let blocks: Vec<BlockId> = (0..16).map(BlockId).collect();
+        let admissions: Vec<_> = (0..)
+            .zip(rows)
+            .map(|(slot, row)| Admission {
+                slot,
+                tokens: &row.tokens,
+                prompt_len: row.prompt_len as u32,
+                position: row.tokens.len() as u32 - 1,
+                blocks: &blocks,
+                sampling: &row.sampling,
+            })
+            .collect();
+        let mut masks = Vec::new();
+        let mut sequences = Vec::new();
+        for (slot, row) in (0..).zip(rows) {
+            let mask = row.mask.as_ref().map(|mask| {
+                masks.push(mask);
+                masks.len() as u32 - 1
+            });
+            let position = row.tokens.len() as u32 - 1;
+            sequences.push(StepRows { slot, position, rows: 1, samples: 1, mask });
+        }
+        let input = StepInput {
+            step_id: 3,
+            admissions: &admissions,
+            extensions: &[],
+            sequences: &sequences,
+            masks: &masks,
+            rows_min: 0,
+        };
+        let clock = DeviceClock::start(self.cuda.context(), self.cuda.compute()).unwrap();
+        (self.batch.begin(&self.cuda, &input).unwrap(), clock)
+    }
+
+    fn end(&mut self, rows: &[Row], mut clock: DeviceClock) -> Vec<SampleOutcome> {
+        let wants = rows.iter().map(|row| row.sampling.logprobs.is_some()).collect();
+        let frame = self.batch.end(&self.cuda, 3, wants).unwrap();
+        let finished = frame.finish(&mut clock).unwrap();
+        self.batch.recycle(finished.output);
+        finished.outcomes
+    }
 }
 
 /// What the GPU chooses for rows over these logits.
 fn chosen(place: &mut Place, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome> {
-    let Place { cuda, logits: buffer, batch } = place;
-    cuda.put(buffer, logits);
-    let blocks: Vec<BlockId> = (0..16).map(BlockId).collect();
-    let admissions: Vec<_> = (0..)
-        .zip(rows)
-        .map(|(slot, row)| Admission {
-            slot,
-            tokens: &row.tokens,
-            prompt_len: row.prompt_len as u32,
-            position: row.tokens.len() as u32 - 1,
-            blocks: &blocks,
-            sampling: &row.sampling,
-        })
-        .collect();
-    let mut masks = Vec::new();
-    let mut sequences = Vec::new();
-    for (slot, row) in (0..).zip(rows) {
-        let mask = row.mask.as_ref().map(|mask| {
-            masks.push(mask);
-            masks.len() as u32 - 1
-        });
-        let position = row.tokens.len() as u32 - 1;
-        sequences.push(StepRows { slot, position, rows: 1, samples: 1, mask });
-    }
-    let input = StepInput {
-        step_id: 3,
-        admissions: &admissions,
-        extensions: &[],
-        sequences: &sequences,
-        masks: &masks,
-        rows_min: 0,
-    };
-    let mut clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
-    let step = batch.begin(cuda, &input).unwrap();
-    batch.sample(cuda, buffer, &step, !masks.is_empty()).unwrap();
-    let wants = rows.iter().map(|row| row.sampling.logprobs.is_some()).collect();
-    let frame = batch.end(cuda, 3, wants).unwrap();
-    let finished = frame.finish(&mut clock).unwrap();
-    batch.recycle(finished.output);
-    finished.outcomes
+    place.put(rows.len(), logits);
+    let (step, clock) = place.begin(rows);
+    let has_masks = rows.iter().any(|row| row.mask.is_some());
+    place.batch.sample(&place.cuda, &place.logits, &step, has_masks).unwrap();
+    place.end(rows, clock)
 }
 
 fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {
@@ -178,7 +222,7 @@ fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
 fn choices_are_the_cpus() {
     let Some(gpu) = gpu() else { return };
     for vocabulary in [33, 1003, 49_152, 151_936] {
-        let mut place = place(&gpu, vocabulary);
+        let mut place = place((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
         for round in 0..4 {
             let rows = rows(vocabulary, round);
             // Few different logits in the last round: equals are decided by their ids.
@@ -197,7 +241,7 @@ fn choices_are_the_cpus() {
 fn nonsense_is_found_and_named_and_stays_with_its_row() {
     let Some(gpu) = gpu() else { return };
     let vocabulary = 1003;
-    let mut place = place(&gpu, vocabulary);
+    let mut place = place((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
     let mut rows: Vec<Row> = rows(vocabulary, 1).into_iter().step_by(2).take(6).collect();
     let mut logits = numbers(1, rows.len() * vocabulary as usize);
     let at = |row: usize, token: usize| row * vocabulary as usize + token;
@@ -207,4 +251,177 @@ fn nonsense_is_found_and_named_and_stays_with_its_row() {
     logits[at(2, 5)] = f32::NEG_INFINITY;
     rows[3].mask = Some(TokenMask::new(vec![], vocabulary));
     check(&mut place, &rows, &logits);
+}
+
+/// All of it, to the bit.
+fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
+    let mut words = Vec::new();
+    for outcome in outcomes {
+        match outcome {
+            SampleOutcome::Token(SampledToken { id, logprobs }) => {
+                words.extend([0, *id]);
+                if let Some(TokenLogprobs { chosen, top }) = logprobs {
+                    words.push(chosen.to_bits());
+                    words.extend(top.iter().flat_map(|(id, logprob)| [*id, logprob.to_bits()]));
+                }
+            }
+            SampleOutcome::BadLogit { token, value } => words.extend([1, *token, value.to_bits()]),
+            SampleOutcome::NoCandidate => words.push(2),
+        }
+    }
+    words
+}
+
+/// Ranks choose what one GPU chooses from the whole rows, and so do replays.
+fn together(rank: Rank) {
+    let mut turns = 0;
+    for vocabulary in [33, 1003, 20_000, 49_152, 50_257, 128_256] {
+        let parts = (&rank.context, &rank.library);
+        let mut alone = place(parts, None, vocabulary, SLOTS);
+        let mut ours = place(parts, Some(group(&rank, Duration::from_secs(30))), vocabulary, SLOTS);
+        let mut compare = |rows: &[Row], logits: &[f32], what: &str| {
+            let wanted = chosen(&mut alone, rows, logits);
+            let found = chosen(&mut ours, rows, logits);
+            for (index, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
+                let (found, wanted) = (std::slice::from_ref(found), std::slice::from_ref(wanted));
+                let sampling = &rows[index].sampling;
+                assert!(
+                    words(found) == words(wanted),
+                    "{what}, {vocabulary} tokens, row {index}: {found:?}, not {wanted:?}: {sampling:?}"
+                );
+            }
+            let mut bytes: Vec<u8> = words(&found).iter().flat_map(|w| w.to_le_bytes()).collect();
+            // Replayed, over what the first time has left.
+            let (step, clock) = ours.begin(rows);
+            let Place { cuda, logits, batch } = &mut ours;
+            let compute = Arc::clone(cuda.compute());
+            let record = || batch.record_sample(cuda, logits, &step);
+            let mut graph = Graph::record(&compute, record).unwrap();
+            graph.launch(&compute).unwrap();
+            let replayed = ours.end(rows, clock);
+            assert!(words(&replayed) == words(&wanted), "{what}, {vocabulary} tokens: replayed");
+            bytes.truncate(4096);
+            let said = rank.exchange(&bytes);
+            assert!(said.iter().all(|other| *other == bytes), "{what}: ranks differ");
+            turns += 1;
+        };
+        for round in 0..if short() { 2 } else { 5 } {
+            let rows = rows(vocabulary, round);
+            let logits = numbers(round as u32 + 50, rows.len() * vocabulary as usize);
+            let logits: Vec<f32> = match round {
+                // Few different ones: equals are decided by their ids, across ranks.
+                3 => logits.iter().map(|logit| (logit * 2.0).round()).collect(),
+                // As models have them: few are likely.
+                4 => logits.iter().map(|x| (x * x * x * 14.0 * 8.0).round() / 8.0).collect(),
+                _ => logits.iter().map(|logit| logit * 9.0).collect(),
+            };
+            compare(&rows, &logits, &format!("round {round}"));
+            // One kind at a time: what the others want is not launched then.
+            for kind in rows.chunks(2).filter(|_| round == 4) {
+                let logits = &logits[..kind.len() * vocabulary as usize];
+                compare(kind, logits, &format!("{:?}", kind[0].sampling));
+                compare(&kind[..1], &logits[..vocabulary as usize], "alone");
+            }
+        }
+        let mut odd: Vec<Row> = rows(vocabulary, 1).into_iter().step_by(2).collect();
+        let mut logits = numbers(1, odd.len() * vocabulary as usize);
+        let all = vocabulary as usize;
+        for (row, logits) in logits.chunks_mut(all).enumerate() {
+            match row % 6 {
+                0 => logits[all - 1] = f32::from_bits(u32::MAX),
+                1 => (logits[all * 2 / 3], logits[all - 2]) = (f32::INFINITY, f32::NAN),
+                2 => logits[..all / 2].fill(f32::NEG_INFINITY),
+                3 => logits.fill(f32::NEG_INFINITY),
+                4 => odd[row].mask = Some(TokenMask::new(vec![], vocabulary)),
+                // Equals of different ranks.
+                _ => (logits[1], logits[all - 1]) = (3.0, 3.0),
+            }
+        }
+        compare(&odd, &logits, "nonsense");
+        ours.cuda.check().unwrap();
+        println!("{vocabulary} tokens: {} rows were gathered", ours.batch.rows_gathered());
+        // Nobody frees an arena that another still writes to.
+        rank.meet();
+    }
+    println!("{turns} calls are one GPU's");
+}
+
+#[test]
+fn two_ranks_choose_what_one_gpu_does() {
+    on_ranks("sampling::two_ranks_choose_what_one_gpu_does", 2, together);
+}
+
+#[test]
+fn four_ranks_choose_what_one_gpu_does() {
+    on_ranks("sampling::four_ranks_choose_what_one_gpu_does", 4, together);
+}
+
+/// Microseconds of one call, in a replayed graph of many.
+fn time(place: &mut Place, rows: &[Row]) -> f64 {
+    const CALLS: usize = 20;
+    let (step, clock) = place.begin(rows);
+    let Place { cuda, logits, batch } = place;
+    let compute = Arc::clone(cuda.compute());
+    let record = || (0..CALLS).try_for_each(|_| batch.record_sample(cuda, logits, &step));
+    let mut graph = Graph::record(&compute, record).unwrap();
+    graph.launch(&compute).unwrap();
+    compute.synchronize().unwrap();
+    let mut times: Vec<f64> = (0..15)
+        .map(|_| {
+            let begin = Instant::now();
+            graph.launch(&compute).unwrap();
+            compute.synchronize().unwrap();
+            begin.elapsed().as_secs_f64() * 1e6 / CALLS as f64
+        })
+        .collect();
+    place.end(rows, clock);
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// What choosing takes, for the documentation: it asserts nothing of time.
+#[test]
+fn times_of_two_ranks_are_told() {
+    on_ranks("sampling::times_of_two_ranks_are_told", 2, |rank| {
+        let vocabulary = 128_256;
+        let parts = (&rank.context, &rank.library);
+        let mut alone = place(parts, None, vocabulary, 128);
+        let mut ours = place(parts, Some(group(&rank, Duration::from_secs(30))), vocabulary, 128);
+        let warm = Sampling { temperature: 0.8, ..Sampling::greedy() };
+        let kinds = [
+            ("greedy", Sampling::greedy()),
+            ("drawn", warm.clone()),
+            ("min-p", Sampling { min_p: 0.05, ..warm.clone() }),
+            ("top-k 50", Sampling { top_k: 50, ..warm.clone() }),
+            ("top-p 0.95", Sampling { top_p: 0.95, ..warm }),
+            ("log-probabilities", Sampling { logprobs: Some(5), ..Sampling::greedy() }),
+        ];
+        for count in [1, 32, 128] {
+            let logits: Vec<f32> = numbers(9, count * vocabulary as usize)
+                .iter()
+                .map(|x| (x * x * x * 14.0 * 64.0).round() / 64.0)
+                .collect();
+            alone.put(count, &logits);
+            ours.put(count, &logits);
+            for (name, sampling) in &kinds {
+                let row = |seed| Row {
+                    sampling: Sampling { seed, ..sampling.clone() },
+                    tokens: vec![1, 2, 3],
+                    prompt_len: 3,
+                    mask: None,
+                };
+                let rows: Vec<Row> = (0..count as u64).map(row).collect();
+                rank.meet();
+                let one = time(&mut alone, &rows);
+                rank.meet();
+                let two = time(&mut ours, &rows);
+                if rank.rank == 0 {
+                    println!("{name}, {count} rows: one GPU {one:.1} us, two ranks {two:.1} us");
+                }
+            }
+        }
+        ours.cuda.check().unwrap();
+        println!("{} rows were gathered", ours.batch.rows_gathered());
+        rank.meet();
+    });
 }

@@ -1,4 +1,4 @@
-/* Sums over the GPUs of a group: a part of the C ABI, with the rules of baton_kernels.h.
+/* Sums over the GPUs of a group, and what else they tell each other: a part of the C ABI, with the rules of baton_kernels.h.
  *
  * Every rank has an arena: device memory of its own, from the plain allocator, exported by CUDA IPC and mapped by all
  * others, zeroed by baton_group_reset before the first call. All ranks make the same calls in the same order.
@@ -21,6 +21,17 @@ typedef struct {
   int32_t rank;
   int32_t ranks; /* 2, 4 or 8 */
 } baton_group;
+
+/* 80 bytes. */
+typedef struct {
+  const void *x;      /* [rows][x_stride] of 4 bytes each: this rank's columns */
+  int64_t x_stride;
+  void *out;          /* [rows][out_stride]: all columns; not x */
+  int64_t out_stride;
+  int32_t firsts[BATON_GROUP_RANKS_MAX + 1]; /* rank r has the columns from firsts[r] up to firsts[r + 1] */
+  int32_t rows;
+  int32_t reserved[2];
+} baton_gather_args;
 
 typedef enum {
   BATON_ALL_REDUCE_AUTO = 0,
@@ -57,5 +68,8 @@ BATON_API int32_t baton_group_stop(const baton_group *group, void *stream);
  * A wait of more than timeout_ns is given up: `fault` is set, results are worthless, and every later call returns
  * at once until all ranks have reset. */
 BATON_API int32_t baton_all_reduce(const baton_group *group, const baton_all_reduce_args *args, void *stream);
+/* Every rank's columns of every row, in every bit; in as many rounds as the arenas want, in one kernel. Waits as a sum
+ * does. */
+BATON_API int32_t baton_group_gather(const baton_group *group, const baton_gather_args *args, void *stream);
 
 #endif

@@ -22,11 +22,12 @@ static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) 
 static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
 static_assert(sizeof(baton_skinny_gemm_args) == 19 * 8 + 12 * 4);
 static_assert(sizeof(baton_decode_attention_args) == 15 * 8 + 10 * 4);
-static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 64);
+static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 64 && sizeof(baton_gather_args) == 80);
 
 namespace baton {
 
-int32_t load_collective();
+int32_t load_all_reduce();
+int32_t load_gather();
 
 namespace {
 
@@ -97,7 +98,7 @@ BATON_API int32_t baton_initialise(void) {
     Device device;
     BATON_TRY(current_device(device));
     for (auto part : {load_rows, load_rope, load_blocks, load_step, load_attention, load_decode_attention,
-                      load_skinny_gemm, load_sample, load_probe, load_collective}) {
+                      load_skinny_gemm, load_sample, load_probe, load_all_reduce, load_gather}) {
       const int32_t code = part();
       if (code == BATON_CUDA + cudaErrorNoKernelImageForDevice || code == BATON_CUDA + cudaErrorInvalidDeviceFunction) {
         return fail(BATON_UNSUPPORTED, "the kernel library holds code for %s; this device is sm_%d%d",
@@ -132,6 +133,7 @@ BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
       sizeof(baton_decode_attention_args),
       sizeof(baton_group),
       sizeof(baton_all_reduce_args),
+      sizeof(baton_gather_args),
   };
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   for (int32_t i = 0; sizes_host && i < count && i < capacity; ++i) sizes_host[i] = sizes[i];

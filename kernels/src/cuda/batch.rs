@@ -25,11 +25,12 @@ use super::{
     memory::{DeviceMemory, InFlight, Pinned, Range},
     plan::{self, Admission, Extension, StepRows},
     probe::Delays,
+    sample::{self, SampleOutcome, Sampler},
     step::CudaStep,
 };
 use crate::{
     layout::{BLOCK_TOKENS, KvLayout},
-    sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
+    sampling::TokenMask,
 };
 
 /// What is made room for.
@@ -80,19 +81,6 @@ pub struct StepInput<'a> {
     pub rows_min: u32,
 }
 
-/// What one sampled row brought.
-#[derive(Clone, Debug, PartialEq)]
-pub enum SampleOutcome {
-    Token(SampledToken),
-    /// The logit of this token is no finite number.
-    BadLogit {
-        token: u32,
-        value: f32,
-    },
-    /// Every token is masked.
-    NoCandidate,
-}
-
 /// A batch on the device, of one backend.
 #[derive(Debug)]
 pub struct DeviceBatch {
@@ -103,10 +91,7 @@ pub struct DeviceBatch {
     down: Stream<DeviceToHost>,
     plan_words: usize,
     inputs: VecDeque<Input>,
-    masks: Range,
-    results: Range,
-    top: Range,
-    scratch: Range,
+    sampler: Sampler,
     /// The compute stream has written the results.
     sampled: Event,
     /// They are read.
@@ -189,41 +174,25 @@ fn plan_words(limits: &BatchLimits) -> usize {
     plan::words_min(limits.slots as usize) + PLAN_WORDS
 }
 
-fn mask_words(limits: &BatchLimits) -> usize {
-    limits.vocabulary.div_ceil(32) as usize
-}
-
 /// A plan and the masks that come with it.
 fn input_words(limits: &BatchLimits) -> usize {
-    plan_words(limits) + 4 + limits.samples as usize * mask_words(limits)
+    plan_words(limits) + 4 + limits.samples as usize * sample::mask_words(limits)
 }
 
-/// What `Sizes` name, the inputs, and masks, results, log-probabilities and scratch memory of sampling.
-type Ranges = (Vec<Range>, [Range; 2], [Range; 4]);
+/// What `Sizes` name, the inputs, and what sampling wants.
+type Ranges = (Vec<Range>, [Range; 2], Sampler);
 
 fn lay_out(
     memory: &DeviceMemory,
     backend: &CudaBackend,
     limits: &BatchLimits,
 ) -> Result<Ranges, CudaError> {
-    // SAFETY: a function of two numbers.
-    let scratch_bytes = unsafe {
-        (backend.library().functions().baton_sample_scratch_bytes)(
-            limits.samples as i32,
-            limits.vocabulary as i32,
-        )
-    } as usize;
-    let (samples, input_words) = (limits.samples as usize, input_words(limits));
+    let input_words = input_words(limits);
     let ranges = Sizes::of(limits).all().into_iter().map(|bytes| memory.cut(bytes));
     Ok((
         ranges.collect::<Result<_, _>>()?,
         [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
-        [
-            memory.cut(4 * samples * mask_words(limits))?,
-            memory.cut(samples * size_of::<SampleResult>())?,
-            memory.cut(samples * ffi::TOP_LOGPROBS_MAX * size_of::<TokenLogprob>())?,
-            memory.cut(scratch_bytes)?,
-        ],
+        Sampler::new(memory, backend, limits)?,
     ))
 }
 
@@ -248,11 +217,12 @@ impl DeviceBatch {
         let (plan_words, input_words, samples) =
             (plan_words(&limits), input_words(&limits), limits.samples as usize);
         let memory = DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits))?;
-        let (ranges, devices, [masks, results, top, scratch]) = lay_out(&memory, backend, &limits)?;
+        let (ranges, devices, sampler) = lay_out(&memory, backend, &limits)?;
         let up = Stream::new(context)?;
-        for range in ranges.iter().chain([&scratch]) {
+        for range in &ranges {
             range.fill(0, &up)?;
         }
+        sampler.clear(&up)?;
         up.synchronize()?;
         let mut inputs = VecDeque::new();
         let upload_slots = if backend.options().two_upload_slots { 2 } else { 1 };
@@ -275,10 +245,7 @@ impl DeviceBatch {
             down: Stream::new(context)?,
             plan_words,
             inputs,
-            masks,
-            results,
-            top,
-            scratch,
+            sampler,
             sampled: Event::new(context)?,
             downloaded: Event::new(context)?,
             outputs: outputs.collect::<Result<_, _>>()?,
@@ -340,7 +307,7 @@ impl DeviceBatch {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         let rows_min = input.rows_min as usize;
         for admission in input.admissions {
-            self.needs[admission.slot as usize] = needs(admission.sampling);
+            self.needs[admission.slot as usize] = sample::needs(admission.sampling);
         }
         let sampled = input.sequences.iter().filter(|sequence| sequence.samples > 0);
         let needs = sampled.fold(0, |all, sequence| all | self.needs[sequence.slot as usize]);
@@ -403,7 +370,13 @@ impl DeviceBatch {
         }
         input.pinned = InputState::InFlight(copy);
         if end > masks_at {
-            self.masks.copy(0, &input.device, masks_at * 4, (end - masks_at) * 4, compute)?;
+            self.sampler.masks().copy(
+                0,
+                &input.device,
+                masks_at * 4,
+                (end - masks_at) * 4,
+                compute,
+            )?;
         }
         // SAFETY: the plan was encoded within the limits that pool and step were made for, its
         // slots and places checked; it is uploaded before the kernels run, and overwritten after.
@@ -429,7 +402,8 @@ impl DeviceBatch {
         CudaStep::new(Arc::clone(&self.memory), serial, &[], rows as usize, 0)
     }
 
-    /// Chooses a token for every sampled row of the step; it joins its slot's tokens.
+    /// Chooses a token for every sampled row of the step; it joins its slot's tokens. In a group,
+    /// `logits` are of the rank's tokens, and all ranks come to the same.
     pub fn sample(
         &mut self,
         backend: &CudaBackend,
@@ -438,34 +412,28 @@ impl DeviceBatch {
         has_masks: bool,
     ) -> Result<(), CudaError> {
         backend.check()?;
-        assert_eq!(logits.width, self.limits.vocabulary as usize, "a logit for every token");
         let compute = backend.compute();
         // Of the step before.
         compute.wait(&self.downloaded)?;
         self.pass(compute)?;
-        let args = ffi::SampleArgs {
-            logits: logits.data.part(0, logits.bytes(step.samples())),
-            logit_stride: logits.stride as i64,
-            masks: if has_masks { self.masks.address() } else { 0 },
-            results: self.results.address(),
-            top: self.top.address(),
-            scratch: self.scratch.address(),
-            scratch_bytes: self.scratch.bytes() as u64,
-            vocabulary: self.limits.vocabulary as i32,
-            samples: step.samples() as i32,
-            needs: step.needs(),
-            reserved: 0,
-        };
-        // SAFETY: every range was made for the limits that the step is within.
-        let code = unsafe {
-            (backend.library().functions().baton_sample)(
-                step.pool(),
-                step.arrays(),
-                &args,
-                compute.raw().cast(),
-            )
-        };
-        backend.library().check("baton_sample", code)
+        self.sampler.sample(backend, logits, step, has_masks)
+    }
+
+    /// The same for a recording, which may wait for nothing of another stream. Whoever replays it sees
+    /// to it that the results of the step before have come down, and that its rows ask for what those
+    /// of the recording's step do.
+    pub fn record_sample(
+        &mut self,
+        backend: &CudaBackend,
+        logits: &CudaBuffer,
+        step: &CudaStep,
+    ) -> Result<(), CudaError> {
+        self.sampler.sample(backend, logits, step, true)
+    }
+
+    /// Rows so far whose logits were gathered from all ranks: elsewhere ranks tell each other less.
+    pub fn rows_gathered(&self) -> u64 {
+        self.sampler.rows_gathered()
     }
 
     /// Sends the results of the step's samples down.
@@ -484,10 +452,10 @@ impl DeviceBatch {
         let Output { results: (results, done), top: (top, top_done), begin, end, launched_at } =
             output;
         let samples = wants_logprobs.len();
-        let results = results.download(samples, &self.results, 0, &self.down, done)?;
+        let results = results.download(samples, self.sampler.results(), 0, &self.down, done)?;
         let top = if wants_logprobs.contains(&true) {
             let count = samples * ffi::TOP_LOGPROBS_MAX;
-            Ok(top.download(count, &self.top, 0, &self.down, top_done)?)
+            Ok(top.download(count, self.sampler.top(), 0, &self.down, top_done)?)
         } else {
             Err((top, top_done))
         };
@@ -587,22 +555,6 @@ impl DeviceBatch {
     }
 }
 
-/// What the rules of one sequence want of sampling's kernels beside the choice of the best.
-fn needs(sampling: &Sampling) -> i32 {
-    let Sampling { temperature, top_k, top_p, logprobs, .. } = sampling;
-    let has_penalty = sampling.repetition_penalty != 1.0
-        || sampling.presence_penalty != 0.0
-        || sampling.frequency_penalty != 0.0;
-    [
-        (*temperature > 0.0, ffi::SAMPLE_DRAW),
-        (*temperature > 0.0 && (*top_k > 0 || *top_p < 1.0), ffi::SAMPLE_CUT),
-        (logprobs.is_some(), ffi::SAMPLE_LOGPROBS),
-        (has_penalty, ffi::SAMPLE_PENALTIES),
-    ]
-    .iter()
-    .fold(0, |all, (is_wanted, bit)| if *is_wanted { all | bit } else { all })
-}
-
 impl Output {
     fn new(context: &Arc<Context>, samples: usize) -> Result<Self, CudaError> {
         let top = samples * ffi::TOP_LOGPROBS_MAX;
@@ -643,24 +595,11 @@ impl CudaFrame {
         let landed_at = Instant::now();
         let tops = top.0.chunks(ffi::TOP_LOGPROBS_MAX);
         let samples = results.0.iter().zip(tops).zip(&wants_logprobs);
-        let outcomes = samples.map(|((result, top), wants)| outcome(result, top, *wants)).collect();
+        let outcomes =
+            samples.map(|((result, top), wants)| sample::outcome(result, top, *wants)).collect();
         let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, landed_at)?;
         let output = Output { results, top, begin, end, launched_at };
         Ok(Finished { outcomes, began_at, ended_at, landed_at, uploaded_bytes, output })
-    }
-}
-
-fn outcome(result: &SampleResult, top: &[TokenLogprob], wants_logprobs: bool) -> SampleOutcome {
-    match result.status {
-        0 => {
-            let count = usize::try_from(result.top_count).unwrap_or(0);
-            let top = top.iter().take(count).map(|top| (top.token as u32, top.logprob));
-            let logprobs = TokenLogprobs { chosen: result.logprob, top: top.collect() };
-            let logprobs = wants_logprobs.then_some(logprobs);
-            SampleOutcome::Token(SampledToken { id: result.token as u32, logprobs })
-        }
-        2 => SampleOutcome::NoCandidate,
-        _ => SampleOutcome::BadLogit { token: result.token as u32, value: result.logprob },
     }
 }
 

@@ -10,7 +10,7 @@
 //!    [`Group::reset`], all meet again; or all end.
 
 use std::{
-    ptr,
+    ops, ptr,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -426,6 +426,44 @@ impl Group {
         self.run(&ffi::AllReduceArgs { x: at, out: at, ..shape(rows, is_dependent) }, stream)
     }
 
+    /// `out` = rows of all ranks' columns, in their order; `x` has this rank's. Any number of rows of any
+    /// width: what the arenas do not take at once goes in rounds.
+    ///
+    /// # Panics
+    /// When a range is too short, or columns are not one range after the other from 0 on.
+    pub fn gather(
+        &self,
+        columns: &[ops::Range<usize>],
+        (x, x_stride): (&Range, usize),
+        (out, out_stride): (&Range, usize),
+        rows: usize,
+        stream: &Stream<Compute>,
+    ) -> Result<(), CudaError> {
+        assert_eq!(columns.len(), self.ranks(), "gather: every rank has columns");
+        let mut firsts = [0; ffi::GROUP_RANKS_MAX + 1];
+        for (rank, columns) in columns.iter().enumerate() {
+            assert_eq!(columns.start as i32, firsts[rank], "gather: columns follow each other");
+            firsts[rank + 1] = columns.end as i32;
+        }
+        let (own, all) = (columns[self.rank()].len(), firsts[self.ranks()] as usize);
+        assert!(own <= x_stride && all <= out_stride, "gather: columns are within a row");
+        let args = ffi::GatherArgs {
+            x: x.part(0, rows * x_stride * size_of::<f32>()),
+            x_stride: x_stride as i64,
+            out: out.part(0, rows * out_stride * size_of::<f32>()),
+            out_stride: out_stride as i64,
+            firsts,
+            rows: rows as i32,
+            ..Default::default()
+        };
+        stream.context().bind()?;
+        // SAFETY: both ranges have the rows, as was checked; arenas as for a sum.
+        let code = unsafe {
+            (self.library.functions().baton_group_gather)(&self.raw, &args, stream.raw().cast())
+        };
+        self.library.check("baton_group_gather", code)
+    }
+
     fn args(
         &self,
         rows: SumRows,
@@ -514,5 +552,6 @@ mod tests {
     #[test]
     fn sizes_are_the_headers() {
         assert_eq!((size_of::<ffi::Group>(), size_of::<ffi::AllReduceArgs>()), (96, 64));
+        assert_eq!(size_of::<ffi::GatherArgs>(), 80);
     }
 }

@@ -364,8 +364,20 @@ pub struct AllReduceArgs {
     pub pdl: i32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GatherArgs {
+    pub x: Address,
+    pub x_stride: i64,
+    pub out: Address,
+    pub out_stride: i64,
+    pub firsts: [i32; GROUP_RANKS_MAX + 1],
+    pub rows: i32,
+    pub reserved: [i32; 2],
+}
+
 /// Bytes of each struct of the headers, in their order.
-pub const STRUCT_BYTES: [usize; 21] = [
+pub const STRUCT_BYTES: [usize; 22] = [
     size_of::<Kv>(),
     size_of::<RopeArgs>(),
     size_of::<SlotSampling>(),
@@ -387,6 +399,7 @@ pub const STRUCT_BYTES: [usize; 21] = [
     size_of::<DecodeAttentionArgs>(),
     size_of::<Group>(),
     size_of::<AllReduceArgs>(),
+    size_of::<GatherArgs>(),
 ];
 
 /// Declares the table of functions and how it is read from an opened library.
@@ -468,6 +481,7 @@ functions! {
     baton_group_reset: fn(*const Group, RawStream) -> i32;
     baton_group_stop: fn(*const Group, RawStream) -> i32;
     baton_all_reduce: fn(*const Group, *const AllReduceArgs, RawStream) -> i32;
+    baton_group_gather: fn(*const Group, *const GatherArgs, RawStream) -> i32;
     baton_range_push: fn(*const c_char, u64) -> ();
     baton_range_pop: fn() -> ();
 }

@@ -40,6 +40,7 @@ mod probe;
 mod process;
 mod product;
 mod roof;
+mod sample;
 mod skinny;
 mod step;
 mod tune;
@@ -47,7 +48,7 @@ mod upload;
 
 pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
-pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, SampleOutcome, StepInput};
+pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, StepInput};
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use channel::{NcclChannels, PeerExchange};
 pub use clock::DeviceClock;
@@ -68,5 +69,6 @@ pub use nccl::{
 pub use plan::{Admission, Extension, StepRows};
 pub use probe::Delays;
 pub use product::{Product, Products, WORKSPACE_BYTES};
+pub use sample::SampleOutcome;
 pub use step::CudaStep;
 pub use tune::{Tuned, TunedTime, Tuning, row_steps};

@@ -1,0 +1,201 @@
+// What every rank has a part of, made whole on all of them: kernels in which ranks exchange words as they are.
+//
+// As with sums, a word in the arena is there once it is not UNSENT. Words here may be anything, so an item of 16 bytes
+// carries three of them and says in the fourth which of them it had to change.
+//
+// A block talks to the blocks of the same place of all other ranks and to no one else, in rounds: it has a range of the
+// call's half for itself, in two parts that take turns. It writes a part again two rounds later; by then it has what the
+// others sent in the round between, which they did once they had read and put back all of the round before (their
+// fence comes first). So one call moves as much as is wanted, and how much that is may be found out on the way.
+#pragma once
+
+#include <algorithm>
+
+#include "group.cuh"
+
+namespace baton::collective {
+
+constexpr int EXCHANGE_THREADS = 512;
+// At most; as all of them must be running, and their number decides where things lie, it does not depend on the GPU.
+constexpr int EXCHANGE_BLOCKS = 64;
+constexpr int ITEM_WORDS = 3;
+
+__device__ __forceinline__ uint4 pack(const uint32_t (&words)[ITEM_WORDS]) {
+  const uint32_t a = words[0] == UNSENT, b = words[1] == UNSENT, c = words[2] == UNSENT;
+  return make_uint4(words[0] - a, words[1] - b, words[2] - c, a | b << 1 | c << 2);
+}
+__device__ __forceinline__ void unpack(const uint4& item, uint32_t (&words)[ITEM_WORDS]) {
+  words[0] = item.x + (item.w & 1);
+  words[1] = item.y + (item.w >> 1 & 1);
+  words[2] = item.z + (item.w >> 2 & 1);
+}
+
+// A block's line to the blocks of its place on N ranks.
+template <int N>
+class Channel {
+ public:
+  __device__ Channel(const Group& group, const Call& call, int capacity) : group_(group), capacity_(capacity) {
+    const int block = blockIdx.y * gridDim.x + blockIdx.x;
+    base_ = call.half + static_cast<int64_t>(block) * 2 * N * capacity * 16;
+  }
+
+  // Sends the items from `begin` up to `end` of this rank's message and takes those of all others, which are as many.
+  // By all threads; false when it was given up. What is taken is seen by the thread that took it alone.
+  //   message.read(item, words)          this rank's
+  //   message.take(source, item, words)  another rank's
+  template <class Message>
+  __device__ bool exchange(const Message& message, int begin, int end) {
+    constexpr int UNROLL = N == 2 ? 4 : N == 4 ? 2 : 1;
+    for (int first = begin; first < end; first += capacity_) {
+      if (has_begun_) {
+        __threadfence_system();
+        if (__syncthreads_or(has_given_up_)) return false;
+      }
+      has_begun_ = true;
+      const int count = min(capacity_, end - first);
+      const int64_t part = base_ + static_cast<int64_t>(turn_) * N * capacity_ * 16;
+      const int64_t own_place = part + static_cast<int64_t>(group_.rank) * capacity_ * 16;
+      turn_ ^= 1;
+      for (int base = threadIdx.x; base < count; base += blockDim.x * UNROLL) {
+        uint32_t words[UNROLL][ITEM_WORDS];
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k) {
+          const int i = base + k * blockDim.x;
+          if (i < count) message.read(first + i, words[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k) {
+          const int i = base + k * blockDim.x;
+          if (i >= count) break;
+          const uint4 item = pack(words[k]);
+#pragma unroll
+          for (int step = 1; step < N; ++step) {
+            // Each begins with another peer.
+            const int peer = (group_.rank + step) % N;
+            store_sys(reinterpret_cast<uint4*>(group_.arenas[peer] + own_place + static_cast<int64_t>(i) * 16), item);
+          }
+        }
+      }
+      char* const places = group_.arenas[group_.rank] + part;
+      const int64_t place_bytes = static_cast<int64_t>(capacity_) * 16;
+      for (int base = threadIdx.x; base < count && !has_given_up_; base += blockDim.x * UNROLL) {
+        uint4 found[UNROLL][N];
+        bool is_here;
+        do {
+          is_here = true;
+#pragma unroll
+          for (int k = 0; k < UNROLL; ++k) {
+            const int i = base + k * blockDim.x;
+            if (i >= count) break;
+#pragma unroll
+            for (int step = 1; step < N; ++step) {
+              const int source = (group_.rank + step) % N;
+              found[k][step] =
+                  load_sys(reinterpret_cast<const uint4*>(places + source * place_bytes + static_cast<int64_t>(i) * 16));
+              is_here &= is_sent(found[k][step]);
+            }
+          }
+        } while (!is_here && !wait_.gives_up(group_));
+        if (!is_here) {
+          has_given_up_ = true;
+          break;
+        }
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k) {
+          const int i = base + k * blockDim.x;
+          if (i >= count) break;
+#pragma unroll
+          for (int step = 1; step < N; ++step) {
+            const int source = (group_.rank + step) % N;
+            put_back(places + source * place_bytes + static_cast<int64_t>(i) * 16);
+            uint32_t words[ITEM_WORDS];
+            unpack(found[k][step], words);
+            message.take(source, first + i, words);
+          }
+        }
+      }
+    }
+    return true;
+  }
+
+  // Whether this thread has waited in vain.
+  __device__ bool has_given_up() const { return has_given_up_; }
+
+ private:
+  const Group& group_;
+  int64_t base_;
+  int capacity_;
+  int turn_ = 0;
+  bool has_begun_ = false;
+  bool has_given_up_ = false;
+  Wait wait_;
+};
+
+// Rows of the same number of words from every rank, at least one. A block has a row's part, or several whole rows.
+//   rows.read(row, word)                  this rank's; words beyond its part may be anything
+//   rows.take(row, source, word, value)   another rank's
+template <class Rows>
+struct RowItems {
+  const Rows& rows;
+  int row_items;
+
+  __device__ int row_of(int item) const { return blockIdx.y + item / row_items * gridDim.y; }
+  __device__ void read(int item, uint32_t (&words)[ITEM_WORDS]) const {
+    const int row = row_of(item), word = item % row_items * ITEM_WORDS;
+#pragma unroll
+    for (int i = 0; i < ITEM_WORDS; ++i) words[i] = rows.read(row, word + i);
+  }
+  __device__ void take(int source, int item, const uint32_t (&words)[ITEM_WORDS]) const {
+    const int row = row_of(item), word = item % row_items * ITEM_WORDS;
+#pragma unroll
+    for (int i = 0; i < ITEM_WORDS; ++i) rows.take(row, source, word + i, words[i]);
+  }
+};
+
+template <int N, class Rows>
+__global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
+    exchange_rows_kernel(const __grid_constant__ Group group, const __grid_constant__ Rows rows, int row_count,
+                         int row_items, int capacity) {
+  follow_predecessor();
+  const Call call = begin_call(group);
+  if (!is_counted(group, call)) return;
+  const RowItems<Rows> message{rows, row_items};
+  const int own_rows = (row_count - blockIdx.y + gridDim.y - 1) / gridDim.y;
+  const int items = own_rows * row_items;
+  const int part = (items + gridDim.x - 1) / gridDim.x;
+  const int begin = blockIdx.x * part;
+  Channel<N>(group, call, capacity).exchange(message, begin, min(begin + part, items));
+}
+
+struct ExchangeShape {
+  dim3 grid;
+  int threads;
+  int capacity;  // items that a block sends in a round
+};
+
+inline int32_t exchange_shape(const baton_group& group, int rows, int row_items, ExchangeShape& shape) {
+  const int down = std::min(rows, EXCHANGE_BLOCKS);
+  const int across = std::max(1, std::min(divide_up(row_items, EXCHANGE_THREADS), EXCHANGE_BLOCKS / down));
+  shape.grid = dim3(across, down);
+  const int block_items = divide_up(rows, down) * divide_up(row_items, across);
+  shape.threads = std::min(divide_up(block_items, WARP) * WARP, EXCHANGE_THREADS);
+  const int64_t fits = half_bytes(group) / (static_cast<int64_t>(across) * down * 2 * group.ranks * 16);
+  shape.capacity = static_cast<int>(std::min<int64_t>(fits, 1 << 20));
+  if (shape.capacity > 0) return BATON_OK;
+  return fail(BATON_TOO_SMALL, "an arena has %lld bytes; an exchange of %d ranks wants %d",
+              static_cast<long long>(group.arena_bytes), group.ranks,
+              static_cast<int>(STATE_BYTES) + 2 * EXCHANGE_BLOCKS * 2 * group.ranks * 16);
+}
+
+// `row_words` of every rank, at least one.
+template <int N, class Rows>
+int32_t exchange_rows(const char* name, const baton_group& group, const Rows& rows, int row_count, int row_words,
+                      cudaStream_t stream) {
+  const int row_items = divide_up(row_words, ITEM_WORDS);
+  ExchangeShape shape;
+  BATON_TRY(exchange_shape(group, row_count, row_items, shape));
+  return launch(name, exchange_rows_kernel<N, Rows>, shape.grid, dim3(shape.threads), 0, stream, device_group(group),
+                rows, row_count, row_items, shape.capacity);
+}
+
+}  // namespace baton::collective
