@@ -327,7 +327,7 @@ impl KvArena {
         debug_assert_eq!(before, WRITTEN, "a writer gives back what it borrowed");
     }
 
-    fn is_of<B: RemoteBlocks>(&self, blocks: &B) -> bool {
+    fn is_of<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         match &self.memory {
             Memory::Host(_) | Memory::Shared { .. } => false,
             Memory::Remote(ours) => std::ptr::addr_eq(Arc::as_ptr(ours), blocks),
@@ -405,7 +405,7 @@ impl BlockRead {
     }
 
     /// Whether it is one of these blocks.
-    pub fn lies_in<B: RemoteBlocks>(&self, blocks: &B) -> bool {
+    pub fn lies_in<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         self.arena.is_of(blocks)
     }
 
@@ -451,7 +451,7 @@ impl BlockWrite {
     }
 
     /// Whether it is one of these blocks.
-    pub fn lies_in<B: RemoteBlocks>(&self, blocks: &B) -> bool {
+    pub fn lies_in<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         self.arena.is_of(blocks)
     }
 

@@ -1,7 +1,11 @@
 //! KV blocks of another process's GPU memory, read by this one's copy engines.
 //!
-//! The exporter names its allocation by a handle of the driver; the importer maps it once and copies
+//! The exporter names its allocations by handles of the driver; the importer maps each once and copies
 //! out of it on streams of its own. No kernel runs, on either GPU.
+//!
+//! A node has its blocks in one part for each of its ranks, each with the rank's heads, and so has its
+//! peer, with as many ranks or others: every GPU here pulls what its heads are out of every part that
+//! has some of them.
 
 use std::sync::Arc;
 
@@ -13,12 +17,14 @@ use super::{
     driver::Link,
     error::{CudaError, Named},
     kv::DeviceKv,
+    memory::Range,
     process,
 };
 use crate::{
-    arena::BlockWrite,
-    layout::BlockId,
+    arena::{BlockWrite, RemoteBlocks},
+    layout::{BlockId, KvLayout},
     peer::{Moving, PeerBlocks, PeerMemory, Run, runs},
+    shard::RANKS_MAX,
 };
 
 /// Copies from another GPU, or another process's memory on this one.
@@ -31,38 +37,51 @@ impl Role for PeerToDevice {}
 const STREAMS: usize = 2;
 
 const HANDLE_BYTES: usize = 64;
+const UUID_BYTES: usize = 40;
 
-/// What one process tells another of its KV's memory.
+/// Where one rank's heads of all blocks lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Export {
+pub(super) struct Part {
     /// Of the process that owns the memory: the driver maps it into others only.
     process: u128,
     handle: [u8; HANDLE_BYTES],
     /// From the allocation's base to the first block.
     offset: u64,
-    block_bytes: u64,
-    block_count: u32,
-    uuid: String,
+    pub uuid: String,
+}
+
+/// What one process tells another of its KV's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Export {
+    /// Of a block of all heads.
+    pub block_bytes: u64,
+    pub block_count: u32,
+    /// In order of rank.
+    pub parts: Vec<Part>,
 }
 
 /// In front of every export, with the version of what follows.
-const MAGIC: [u8; 8] = *b"BATONIP2";
-const FIXED_BYTES: usize = MAGIC.len() + 16 + HANDLE_BYTES + 8 + 8 + 4;
+const MAGIC: [u8; 8] = *b"BATONIP3";
 
 impl Export {
     fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(FIXED_BYTES + self.uuid.len());
+        let mut bytes = Vec::new();
         bytes.extend_from_slice(&MAGIC);
-        bytes.extend_from_slice(&self.process.to_le_bytes());
-        bytes.extend_from_slice(&self.handle);
-        bytes.extend_from_slice(&self.offset.to_le_bytes());
         bytes.extend_from_slice(&self.block_bytes.to_le_bytes());
         bytes.extend_from_slice(&self.block_count.to_le_bytes());
-        bytes.extend_from_slice(self.uuid.as_bytes());
+        for Part { process, handle, offset, uuid } in &self.parts {
+            bytes.extend_from_slice(&process.to_le_bytes());
+            bytes.extend_from_slice(handle);
+            bytes.extend_from_slice(&offset.to_le_bytes());
+            let mut padded = [0; UUID_BYTES];
+            padded[..uuid.len()].copy_from_slice(uuid.as_bytes());
+            bytes.extend_from_slice(&padded);
+        }
         bytes
     }
 
-    fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
+    /// `None`: of another version, or nothing of ours.
+    pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
             let (taken, rest) = bytes.split_first_chunk()?;
             *bytes = rest;
@@ -71,32 +90,30 @@ impl Export {
         if take(&mut bytes)? != MAGIC {
             return None;
         }
-        Some(Self {
-            process: u128::from_le_bytes(take(&mut bytes)?),
-            handle: take(&mut bytes)?,
-            offset: u64::from_le_bytes(take(&mut bytes)?),
-            block_bytes: u64::from_le_bytes(take(&mut bytes)?),
-            block_count: u32::from_le_bytes(take(&mut bytes)?),
-            uuid: str::from_utf8(bytes).ok()?.to_owned(),
-        })
+        let block_bytes = u64::from_le_bytes(take(&mut bytes)?);
+        let block_count = u32::from_le_bytes(take(&mut bytes)?);
+        let mut parts = Vec::new();
+        while !bytes.is_empty() && parts.len() < RANKS_MAX {
+            parts.push(Part {
+                process: u128::from_le_bytes(take(&mut bytes)?),
+                handle: take(&mut bytes)?,
+                offset: u64::from_le_bytes(take(&mut bytes)?),
+                uuid: {
+                    let padded: [u8; UUID_BYTES] = take(&mut bytes)?;
+                    str::from_utf8(&padded).ok()?.trim_end_matches('\0').to_owned()
+                },
+            });
+        }
+        let is_whole = bytes.is_empty() && !parts.is_empty();
+        is_whole.then_some(Self { block_bytes, block_count, parts })
     }
 }
 
-/// What the processes of this host may be let in on: one arena's blocks.
-#[derive(Debug)]
-pub struct IpcMemory {
-    kv: Arc<DeviceKv>,
-}
-
-impl IpcMemory {
-    pub fn new(kv: Arc<DeviceKv>) -> Self {
-        Self { kv }
-    }
-
-    fn exported(&self) -> Result<Export, CudaError> {
-        let context = self.kv.context();
+impl Part {
+    /// Of memory that this process has taken.
+    pub fn of(context: &Context, data: &Range) -> Result<Self, CudaError> {
         context.bind()?;
-        let address = self.kv.data().address();
+        let address = data.address();
         let (mut base, mut bytes) = (0, 0);
         // SAFETY: the address is that of a live allocation; two numbers are written.
         unsafe { sys::cuMemGetAddressRange_v2(&mut base, &mut bytes, address) }
@@ -105,27 +122,19 @@ impl IpcMemory {
         // SAFETY: as above; one handle is written. It lets a process of this host map the memory,
         // which lasts as long as this process has it.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.named("cuIpcGetMemHandle")?;
-        Ok(Export {
+        Ok(Self {
             process: process::mark(),
             handle: handle.reserved.map(|byte| byte as u8),
             offset: address - base,
-            block_bytes: self.kv.layout().block_bytes() as u64,
-            block_count: self.kv.block_count(),
             uuid: context.device().uuid.clone(),
         })
     }
 
-    fn imported(&self, export: &Export) -> Result<CudaPeerBlocks, String> {
-        let context = self.kv.context();
-        let own = &context.device().uuid;
-        let theirs = &export.uuid;
-        if export.process == process::mark() {
+    /// So many bytes of it, mapped for this GPU.
+    pub fn map(&self, context: &Arc<Context>, bytes: u64) -> Result<Range, String> {
+        let (own, theirs) = (&context.device().uuid, &self.uuid);
+        if self.process == process::mark() {
             return Err("the driver maps no memory into the process that owns it".to_owned());
-        }
-        let block_bytes = self.kv.layout().block_bytes();
-        if export.block_bytes != block_bytes as u64 {
-            let bytes = export.block_bytes;
-            return Err(format!("its blocks have {bytes} bytes, ours {block_bytes}"));
         }
         if own != theirs {
             let named = |error: CudaError| error.to_string();
@@ -137,15 +146,70 @@ impl IpcMemory {
                 return Err(format!("GPU {own} has no access to the memory of GPU {theirs}"));
             }
         }
-        let memory = Imported::open(context, export)
-            .map_err(|error| format!("GPU {own} cannot map the memory of GPU {theirs}: {error}"))?;
-        let stream = |_| Stream::new(context);
-        let streams = (0..STREAMS).map(stream).collect::<Result<Vec<_>, _>>();
+        let handle = sys::CUipcMemHandle { reserved: self.handle.map(|byte| byte as _) };
+        Range::mapped(context, "the peer's KV", handle, (self.offset, bytes))
+            .map_err(|error| format!("GPU {own} cannot map the memory of GPU {theirs}: {error}"))
+    }
+}
+
+/// What the processes of this host may be let in on: one arena's blocks.
+pub struct IpcMemory {
+    /// Whose parts these are: whole blocks.
+    blocks: Arc<dyn RemoteBlocks>,
+    /// In order of rank.
+    parts: Vec<Arc<DeviceKv>>,
+}
+
+impl IpcMemory {
+    /// Of a rank alone, or a node without ranks.
+    pub fn new(kv: Arc<DeviceKv>) -> Self {
+        Self { blocks: kv.clone(), parts: vec![kv] }
+    }
+
+    /// Of blocks whose heads lie in these parts, in order of rank.
+    pub(super) fn of_parts(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
+        Self { blocks, parts }
+    }
+
+    fn exported(&self) -> Result<Export, CudaError> {
+        Ok(Export {
+            block_bytes: self.blocks.layout().block_bytes() as u64,
+            block_count: self.blocks.block_count(),
+            parts: self.parts.iter().map(|part| part.part()).collect::<Result<_, _>>()?,
+        })
+    }
+
+    fn imported(&self, export: &Export) -> Result<CudaPeerBlocks, String> {
+        let layout = self.blocks.layout();
+        let block_bytes = layout.block_bytes() as u64;
+        if export.block_bytes != block_bytes {
+            let bytes = export.block_bytes;
+            return Err(format!("its blocks have {bytes} bytes, ours {block_bytes}"));
+        }
+        let (ours, theirs) = (self.parts.len(), export.parts.len());
+        if !layout.kv_head_count.is_multiple_of(theirs) {
+            let heads = layout.kv_head_count;
+            return Err(format!("{theirs} ranks cannot have equal parts of {heads} heads"));
+        }
+        let bytes = block_bytes / theirs as u64 * u64::from(export.block_count);
+        let mut ends = Vec::new();
+        for (rank, kv) in self.parts.iter().enumerate() {
+            let mut pieces = Vec::new();
+            for (their_rank, part) in export.parts.iter().enumerate() {
+                let shared = shared_heads(layout, (their_rank, theirs), (rank, ours));
+                let Some(strides) = shared else { continue };
+                let memory = part.map(kv.context(), bytes)?;
+                pieces.push(Piece { memory, strides });
+            }
+            let stream = |_| Stream::new(kv.context());
+            let streams = (0..STREAMS).map(stream).collect::<Result<Vec<_>, _>>();
+            let streams = streams.map_err(|error| error.to_string())?;
+            ends.push(ReceivingEnd { kv: Arc::clone(kv), pieces, streams });
+        }
         Ok(CudaPeerBlocks {
-            kv: Arc::clone(&self.kv),
-            memory: Arc::new(memory),
-            streams: streams.map_err(|error| error.to_string())?.into(),
-            block_bytes,
+            blocks: Arc::clone(&self.blocks),
+            block_count: export.block_count,
+            ends: ends.into(),
             next_stream: 0,
         })
     }
@@ -163,86 +227,146 @@ impl PeerMemory for IpcMemory {
     }
 }
 
-/// Another process's blocks, mapped into this one until it is dropped.
+/// Which bytes of a part's block are which of another's: the same in each of the runs that a layer's keys
+/// and values are. Blocks follow each other without a gap, so they go on from block to block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Strides {
+    /// From one run to the next, and where in it the bytes begin.
+    from: (usize, usize),
+    to: (usize, usize),
+    bytes: usize,
+    /// Runs of a block.
+    runs: usize,
+}
+
+impl Strides {
+    fn is_contiguous(&self) -> bool {
+        self.from.0 == self.bytes && self.to.0 == self.bytes
+    }
+}
+
+/// The heads that one rank of some has in common with one of others; `None` when there are none.
+fn shared_heads(
+    layout: KvLayout,
+    (from, from_of): (usize, usize),
+    (to, to_of): (usize, usize),
+) -> Option<Strides> {
+    let head_bytes = layout.head_elements() * layout.dtype.bytes();
+    let (from_heads, to_heads) = (layout.kv_head_count / from_of, layout.kv_head_count / to_of);
+    let first = (from * from_heads).max(to * to_heads);
+    let end = ((from + 1) * from_heads).min((to + 1) * to_heads);
+    (first < end).then(|| Strides {
+        from: (from_heads * head_bytes, (first - from * from_heads) * head_bytes),
+        to: (to_heads * head_bytes, (first - to * to_heads) * head_bytes),
+        bytes: (end - first) * head_bytes,
+        runs: 2 * layout.layer_count,
+    })
+}
+
+/// What one part of ours takes from one part of the peer's, which is mapped until this is dropped.
 #[derive(Debug)]
-struct Imported {
-    /// As the driver mapped the whole allocation.
-    base: sys::CUdeviceptr,
-    first_block: sys::CUdeviceptr,
-    block_count: u32,
-    context: Arc<Context>,
+struct Piece {
+    memory: Range,
+    strides: Strides,
 }
 
-impl Imported {
-    fn open(context: &Arc<Context>, export: &Export) -> Result<Self, CudaError> {
-        context.bind()?;
-        let mut base = 0;
-        let handle = sys::CUipcMemHandle { reserved: export.handle.map(|byte| byte as _) };
-        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-        // SAFETY: one address is written; the driver refuses handles that it did not make, and those
-        // whose memory is gone.
-        unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, handle, flags) }
-            .named("cuIpcOpenMemHandle")?;
-        let mut memory =
-            Self { base, first_block: base, block_count: 0, context: Arc::clone(context) };
-        let (mut start, mut bytes) = (0, 0);
-        // SAFETY: the address was mapped just now; two numbers are written.
-        unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut bytes, base) }
-            .named("cuMemGetAddressRange")?;
-        // What the peer says of its memory is not believed beyond what is mapped.
-        let room = (bytes as u64).saturating_sub(base - start).checked_sub(export.offset);
-        let needed = export.block_bytes.checked_mul(export.block_count.into());
-        if needed.is_none_or(|needed| room.is_none_or(|room| needed > room)) {
-            let (what, wanted) = ("the peer's KV", needed.unwrap_or(u64::MAX));
-            return Err(CudaError::RangeFull { what, wanted, left: room.unwrap_or(0) });
+impl Piece {
+    /// # Safety
+    /// As [`Copies::put`]: the blocks that are written are nobody else's until the stream has done so.
+    unsafe fn put<R: Role>(
+        &self,
+        runs: &[Run],
+        to: &Range,
+        stream: &Stream<R>,
+    ) -> Result<(), CudaError> {
+        let strides = &self.strides;
+        let block_bytes = |(stride, _): (usize, usize)| stride * strides.runs;
+        let mut copies = Copies::default();
+        for run in runs {
+            let count = run.count as usize;
+            // Both are checked as whole blocks.
+            let part = |range: &Range, block: BlockId, stride| {
+                let bytes = block_bytes(stride);
+                range.part(block.index() * bytes, count * bytes)
+            };
+            let from = part(&self.memory, run.from, strides.from);
+            let to = part(to, run.to, strides.to);
+            if strides.is_contiguous() {
+                copies.add(to, from, count * block_bytes(strides.to));
+                continue;
+            }
+            let memory = sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED;
+            let copy = sys::CUDA_MEMCPY2D {
+                srcXInBytes: strides.from.1,
+                srcY: 0,
+                srcMemoryType: memory,
+                srcHost: std::ptr::null(),
+                srcDevice: from,
+                srcArray: std::ptr::null_mut(),
+                srcPitch: strides.from.0,
+                dstXInBytes: strides.to.1,
+                dstY: 0,
+                dstMemoryType: memory,
+                dstHost: std::ptr::null_mut(),
+                dstDevice: to,
+                dstArray: std::ptr::null_mut(),
+                dstPitch: strides.to.0,
+                WidthInBytes: strides.bytes,
+                Height: count * strides.runs,
+            };
+            // SAFETY: rows of both are inside their blocks, which were just checked; the rest is the
+            // caller's promise.
+            unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.named("cuMemcpy2DAsync")?;
         }
-        memory.first_block = base + export.offset;
-        memory.block_count = export.block_count;
-        Ok(memory)
+        if strides.is_contiguous() {
+            // SAFETY: as above.
+            unsafe { copies.put(stream) }?;
+        }
+        Ok(())
     }
 }
 
-impl Drop for Imported {
-    fn drop(&mut self) {
-        // After a fault both fail, and the mapping is gone with the context.
-        let _ = self.context.bind();
-        // SAFETY: mapped once, let go once, and no copy is under way: each holds it.
-        let _ = unsafe { sys::cuIpcCloseMemHandle(self.base) };
-    }
+/// One of our parts, with what it takes from the peer's.
+#[derive(Debug)]
+struct ReceivingEnd {
+    kv: Arc<DeviceKv>,
+    pieces: Vec<Piece>,
+    streams: Vec<Stream<PeerToDevice>>,
 }
 
 /// Blocks of a peer, and the streams on which they are copied.
 struct CudaPeerBlocks {
-    kv: Arc<DeviceKv>,
-    memory: Arc<Imported>,
-    streams: Arc<[Stream<PeerToDevice>]>,
-    block_bytes: usize,
+    blocks: Arc<dyn RemoteBlocks>,
+    block_count: u32,
+    ends: Arc<[ReceivingEnd]>,
     next_stream: usize,
 }
 
 impl CudaPeerBlocks {
-    fn start(&mut self, runs: &[Run]) -> Result<Event, CudaError> {
-        let context = self.kv.context();
-        context.bind()?;
-        let mut copies = Copies::default();
-        for run in runs {
-            let bytes = run.count as usize * self.block_bytes;
-            let to = self.kv.data().part(run.to.index() * self.block_bytes, bytes);
-            let from = self.memory.first_block + (run.from.index() * self.block_bytes) as u64;
-            copies.add(to, from, bytes);
-        }
-        let stream = &self.streams[self.next_stream % self.streams.len()];
+    /// One mark for each of our parts.
+    fn start(&mut self, runs: &[Run]) -> Result<Vec<Event>, CudaError> {
+        let turn = self.next_stream;
         self.next_stream += 1;
-        let mark = Event::new(context)?;
-        // SAFETY: each part is inside its range; those that are written are borrowed until the mark
-        // is seen, each by one guard, and the mapping lives as long.
-        let put = unsafe { copies.put(stream) };
-        if let Err(error) = put.and_then(|()| mark.record(stream)) {
-            // Without a mark only the stream can be waited for: nothing may be written later.
-            let _ = stream.synchronize();
-            return Err(error);
+        let start = |end: &ReceivingEnd| {
+            end.kv.context().bind()?;
+            let stream = &end.streams[turn % end.streams.len()];
+            let mark = Event::new(end.kv.context())?;
+            for piece in &end.pieces {
+                // SAFETY: those that are written are borrowed until the mark is seen, each by one
+                // guard, and the mapping lives as long.
+                unsafe { piece.put(runs, end.kv.data(), stream) }?;
+            }
+            mark.record(stream)?;
+            Ok(mark)
+        };
+        let marks: Result<_, CudaError> = self.ends.iter().map(start).collect();
+        if marks.is_err() {
+            // Without marks only the streams can be waited for: nothing may be written later.
+            for end in self.ends.iter() {
+                let _ = end.streams[turn % end.streams.len()].synchronize();
+            }
         }
-        Ok(mark)
+        marks
     }
 }
 
@@ -253,67 +377,119 @@ impl PeerBlocks for CudaPeerBlocks {
         to: Vec<BlockWrite>,
     ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
         assert_eq!(from.len(), to.len(), "each block has its place");
-        assert!(to.iter().all(|block| block.lies_in(&*self.kv)), "only own blocks are written");
-        if let Some(block) = from.iter().find(|block| block.0 >= self.memory.block_count) {
+        assert!(to.iter().all(|block| block.lies_in(&*self.blocks)), "only own blocks are written");
+        if let Some(block) = from.iter().find(|block| block.0 >= self.block_count) {
             let BlockId(block) = block;
-            return Err(format!("the peer has {} blocks, not {block}", self.memory.block_count));
+            return Err(format!("the peer has {} blocks, not {block}", self.block_count));
         }
         let runs = runs(from.iter().copied().zip(to.iter().map(BlockWrite::block)));
-        let mark = self.start(&runs).map_err(|error| error.to_string())?;
-        let memory = Arc::clone(&self.memory);
-        let streams = Arc::clone(&self.streams);
-        Ok(Box::new(CudaPull { mark, to: Some(to), _streams: streams, _memory: memory }))
+        let marks = self.start(&runs).map_err(|error| error.to_string())?;
+        Ok(Box::new(CudaPull { marks, to: Some(to), _ends: Arc::clone(&self.ends) }))
     }
 }
 
-/// Copies with a mark behind them. The fields go in this order, once the mark was seen.
+/// Copies with marks behind them. The fields go in this order, once the marks were seen.
 struct CudaPull {
-    mark: Event,
+    marks: Vec<Event>,
     to: Option<Vec<BlockWrite>>,
-    _streams: Arc<[Stream<PeerToDevice>]>,
-    _memory: Arc<Imported>,
+    _ends: Arc<[ReceivingEnd]>,
 }
 
 impl Moving<BlockWrite> for CudaPull {
     fn is_done(&mut self) -> Result<bool, String> {
-        self.mark.is_done().map_err(|error| error.to_string())
+        for mark in &self.marks {
+            if !mark.is_done().map_err(|error| error.to_string())? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     fn finish(mut self: Box<Self>) -> Result<Vec<BlockWrite>, String> {
-        self.mark.synchronize().map_err(|error| error.to_string())?;
+        let marks = self.marks.iter();
+        let seen = marks.map(Event::synchronize).collect::<Result<(), _>>();
+        seen.map_err(|error| error.to_string())?;
         Ok(self.to.take().unwrap_or_default())
     }
 }
 
 impl Drop for CudaPull {
     fn drop(&mut self) {
-        // After a fault, which ended the context, nothing is written any more.
-        let _ = self.mark.synchronize();
+        for mark in &self.marks {
+            // After a fault, which ended the context, nothing is written any more.
+            let _ = mark.synchronize();
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::Dtype;
+
+    fn part(number: u8) -> Part {
+        Part {
+            process: 7 + u128::from(number),
+            handle: std::array::from_fn(|index| index as u8 + number),
+            offset: 512,
+            uuid: "GPU-1f2e3d4c-0506-0708-090a-0b0c0d0e0fff".to_owned(),
+        }
+    }
 
     #[test]
     fn an_export_comes_out_as_it_went_in_and_nothing_else_is_taken_for_one() {
-        let export = Export {
-            process: 7,
-            handle: std::array::from_fn(|index| index as u8),
-            offset: 512,
-            block_bytes: 2 << 20,
-            block_count: 99,
-            uuid: "GPU-1f2e3d4c-0506-0708-090a-0b0c0d0e0fff".to_owned(),
-        };
-        let bytes = export.to_bytes();
-        assert!(bytes.len() <= crate::peer::EXPORT_BYTES_MAX);
-        assert_eq!(Export::from_bytes(&bytes), Some(export));
-        for length in 0..FIXED_BYTES {
-            assert_eq!(Export::from_bytes(&bytes[..length]), None);
+        for ranks in [1, 2, RANKS_MAX as u8] {
+            let parts = (0..ranks).map(part).collect();
+            let export = Export { block_bytes: 2 << 20, block_count: 99, parts };
+            let bytes = export.to_bytes();
+            assert!(bytes.len() <= crate::peer::EXPORT_BYTES_MAX);
+            assert_eq!(Export::from_bytes(&bytes), Some(export));
+            let part_bytes = (bytes.len() - 20) / usize::from(ranks);
+            for length in 0..bytes.len() {
+                let is_shorter_group = length > 20 && (length - 20).is_multiple_of(part_bytes);
+                assert_eq!(Export::from_bytes(&bytes[..length]).is_some(), is_shorter_group);
+            }
+            let mut other = bytes.clone();
+            other[7] += 1;
+            assert_eq!(Export::from_bytes(&other), None);
         }
-        let mut other = bytes.clone();
-        other[7] += 1;
-        assert_eq!(Export::from_bytes(&other), None);
+        let parts = (0..=RANKS_MAX as u8).map(part).collect();
+        let export = Export { block_bytes: 2 << 20, block_count: 99, parts };
+        assert_eq!(Export::from_bytes(&export.to_bytes()), None);
+    }
+
+    /// Copies as the driver does, row by row.
+    #[test]
+    fn heads_of_any_number_of_ranks_find_their_places_in_any_other() {
+        let layout =
+            KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, dtype: Dtype::Bf16 };
+        let head = layout.head_elements() * layout.dtype.bytes();
+        // Of a rank's part of a block: which head of which layer's keys or values a byte is of.
+        let named = |rank: usize, of: usize| -> Vec<u16> {
+            let heads = layout.kv_head_count / of;
+            let runs = 0..2 * layout.layer_count;
+            runs.flat_map(|run| (0..heads).map(move |own| (run * 100 + rank * heads + own) as u16))
+                .flat_map(|name| std::iter::repeat_n(name, head))
+                .collect()
+        };
+        for (from_of, to_of) in [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (8, 1), (4, 4)] {
+            for to in 0..to_of {
+                let mut found = vec![u16::MAX; layout.block_bytes() / to_of];
+                for from in 0..from_of {
+                    let Some(strides) = shared_heads(layout, (from, from_of), (to, to_of)) else {
+                        continue;
+                    };
+                    assert_eq!(strides.is_contiguous(), from_of == to_of);
+                    let source = named(from, from_of);
+                    for run in 0..strides.runs {
+                        let at = |(stride, first): (usize, usize)| run * stride + first;
+                        let (from, to) = (at(strides.from), at(strides.to));
+                        found[to..to + strides.bytes]
+                            .copy_from_slice(&source[from..from + strides.bytes]);
+                    }
+                }
+                assert_eq!(found, named(to, to_of), "{from_of} to {to_of}, rank {to}");
+            }
+        }
     }
 }

@@ -6,11 +6,12 @@ use super::{
     channel::NcclChannels,
     context::{Context, DeviceToHost, Event, HostToDevice, Stream},
     error::CudaError,
-    ipc::IpcMemory,
+    driver::Driver,
+    ipc::{Export, IpcMemory, Part},
     memory::{DeviceMemory, Pinned, Range},
 };
 use crate::{
-    arena::RemoteBlocks,
+    arena::{BlockSlices, RemoteBlocks},
     layout::KvLayout,
     peer::{PeerChannels, PeerMemory},
 };
@@ -21,6 +22,8 @@ pub struct DeviceKv {
     layout: KvLayout,
     blocks: u32,
     data: Range,
+    /// Where another process has it, if one does.
+    part: Option<Part>,
     context: Arc<Context>,
     copies: Mutex<Copies>,
 }
@@ -48,20 +51,59 @@ impl DeviceKv {
             .ok_or(CudaError::OutOfMemory { what: "the KV", wanted: u64::MAX, free: 0 })?;
         let memory = DeviceMemory::new(context, "the KV", bytes)?;
         let data = memory.cut(bytes)?;
-        let up = Stream::new(context)?;
+        let up = Stream::<HostToDevice>::new(context)?;
         data.fill(0, &up)?;
         up.synchronize()?;
+        Self::over(context, layout, blocks, data, None)
+    }
+
+    /// The blocks of a process of this host, such as a rank, by what its [`PeerMemory::export`] says:
+    /// each has `layout`, as there. Their GPU is made ready for this process.
+    ///
+    /// # Errors
+    /// For people.
+    pub fn imported(layout: KvLayout, export: &[u8]) -> Result<Arc<Self>, String> {
+        let export = Export::from_bytes(export).ok_or("the export is none of this build")?;
+        let [part] = &export.parts[..] else { return Err("the export has several parts".into()) };
+        if export.block_bytes != layout.block_bytes() as u64 {
+            let (found, wanted) = (export.block_bytes, layout.block_bytes());
+            return Err(format!("its blocks have {found} bytes, not {wanted}"));
+        }
+        let named = |error: CudaError| error.to_string();
+        let driver = Driver::open().map_err(named)?;
+        let device = driver.device(Some(&part.uuid)).map_err(named)?;
+        let context = Context::new(driver, device).map_err(named)?;
+        let blocks = export.block_count;
+        let data = part.map(&context, export.block_bytes.saturating_mul(blocks.into()))?;
+        Self::over(&context, layout, blocks, data, Some(part.clone())).map_err(named)
+    }
+
+    fn over(
+        context: &Arc<Context>,
+        layout: KvLayout,
+        blocks: u32,
+        data: Range,
+        part: Option<Part>,
+    ) -> Result<Arc<Self>, CudaError> {
         let copies = Copies {
             context: Arc::clone(context),
-            up,
+            up: Stream::new(context)?,
             down: Stream::new(context)?,
             staging: Some((
                 Pinned::zeroed(context, "a block's way", layout.block_bytes())?,
                 Event::new(context)?,
             )),
         };
-        let context = Arc::clone(context);
-        Ok(Arc::new(Self { layout, blocks, data, context, copies: Mutex::new(copies) }))
+        let (context, copies) = (Arc::clone(context), Mutex::new(copies));
+        Ok(Arc::new(Self { layout, blocks, data, part, context, copies }))
+    }
+
+    /// For other processes.
+    pub(super) fn part(&self) -> Result<Part, CudaError> {
+        match &self.part {
+            Some(part) => Ok(part.clone()),
+            None => Part::of(&self.context, &self.data),
+        }
     }
 
     pub fn layout(&self) -> KvLayout {
@@ -108,6 +150,57 @@ impl RemoteBlocks for DeviceKv {
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
         Some(Arc::new(NcclChannels::new(self)))
     }
+}
+
+/// The blocks of a node with ranks: each rank has its heads of every block on a GPU of its own.
+#[derive(Debug)]
+pub struct RankedKv {
+    blocks: BlockSlices,
+    parts: Vec<Arc<DeviceKv>>,
+}
+
+impl RankedKv {
+    /// Of what the ranks have [exported](DeviceKv::imported), in their order; a whole block has `layout`.
+    ///
+    /// # Errors
+    /// For people.
+    pub fn imported(layout: KvLayout, exports: &[Vec<u8>]) -> Result<Arc<Self>, String> {
+        let own = layout.with_heads(layout.kv_head_count / exports.len().max(1));
+        let parts = exports.iter().zip(0..).map(|(export, rank): (_, usize)| {
+            DeviceKv::imported(own, export).map_err(|error| format!("the KV of rank {rank}: {error}"))
+        });
+        let parts = parts.collect::<Result<Vec<_>, _>>()?;
+        let first = parts.first().ok_or("there is no rank")?.block_count();
+        if let Some(other) = parts.iter().map(|part| part.block_count()).find(|&it| it != first) {
+            return Err(format!("the ranks have {first} and {other} blocks"));
+        }
+        let slices = parts.iter().map(|part| Arc::clone(part) as Arc<dyn RemoteBlocks>);
+        Ok(Arc::new(Self { blocks: BlockSlices::new(slices.collect()), parts }))
+    }
+}
+
+impl RemoteBlocks for RankedKv {
+    fn layout(&self) -> KvLayout {
+        self.blocks.layout()
+    }
+
+    fn block_count(&self) -> u32 {
+        self.blocks.block_count()
+    }
+
+    fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
+        self.blocks.read(offset, host)
+    }
+
+    fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
+        self.blocks.write(offset, host)
+    }
+
+    fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
+        let parts = self.parts.clone();
+        Some(Arc::new(IpcMemory::of_parts(self, parts)))
+    }
+    // No channels: a kernel of ours moves whole blocks of one GPU.
 }
 
 const FAULTY: CudaError = CudaError::RangeFull { what: "a copy after a fault", wanted: 1, left: 0 };

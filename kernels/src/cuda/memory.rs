@@ -22,22 +22,29 @@ use super::{
 /// Every range starts at a multiple of this, as vector loads and matrix products like it.
 pub const ALIGNMENT: usize = 256;
 
-/// One allocation of device memory.
+/// One allocation of device memory, this process's or another's that is mapped here.
 #[derive(Debug)]
 struct Allocation {
     base: sys::CUdeviceptr,
-    bytes: u64,
+    /// Of this process; none of another's.
+    own_bytes: u64,
+    is_mapped: bool,
     context: Arc<Context>,
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.context.count_given_back(self.bytes);
+        self.context.count_given_back(self.own_bytes);
         // Kernels that still use it are waited for by the driver.
-        // After a fault that ended the context both fail, and the memory is gone with it.
+        // After a fault that ended the context all of this fails, and the memory is gone with it.
         let _ = self.context.bind();
-        // SAFETY: allocated once in `DeviceMemory::new`, freed once here.
-        let _ = unsafe { result::free_sync(self.base) };
+        if self.is_mapped {
+            // SAFETY: mapped once in `Range::mapped`, let go once here.
+            let _ = unsafe { sys::cuIpcCloseMemHandle(self.base) };
+        } else {
+            // SAFETY: allocated once in `DeviceMemory::new`, freed once here.
+            let _ = unsafe { result::free_sync(self.base) };
+        }
     }
 }
 
@@ -77,7 +84,8 @@ impl DeviceMemory {
             _ => CudaError::driver("cuMemAlloc", error),
         })?;
         context.count_taken(bytes as u64);
-        let allocation = Allocation { base, bytes: bytes as u64, context: Arc::clone(context) };
+        let (own_bytes, context) = (bytes as u64, Arc::clone(context));
+        let allocation = Allocation { base, own_bytes, is_mapped: false, context };
         let allocation = Some(Arc::new(allocation));
         Ok(Self { what, allocation, bytes, used: AtomicUsize::new(0) })
     }
@@ -121,6 +129,36 @@ pub struct Range {
 }
 
 impl Range {
+    /// `bytes` bytes at `offset` of an allocation that another process has let this one in on by its
+    /// handle. They last as long as that process keeps them, or as the driver keeps them for us.
+    pub(super) fn mapped(
+        context: &Arc<Context>,
+        what: &'static str,
+        handle: sys::CUipcMemHandle,
+        (offset, bytes): (u64, u64),
+    ) -> Result<Self, CudaError> {
+        context.bind()?;
+        let mut base = 0;
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        // SAFETY: one address is written; the driver refuses handles that it did not make, and those
+        // whose memory is gone.
+        unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, handle, flags) }
+            .named("cuIpcOpenMemHandle")?;
+        let context = Arc::clone(context);
+        let allocation = Arc::new(Allocation { base, own_bytes: 0, is_mapped: true, context });
+        let (mut start, mut mapped) = (0, 0);
+        // SAFETY: the address was mapped just now; two numbers are written.
+        unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut mapped, base) }
+            .named("cuMemGetAddressRange")?;
+        // What the other process says of its memory is not believed beyond what is mapped.
+        let left = (mapped as u64).saturating_sub(base - start).checked_sub(offset);
+        if left.is_none_or(|left| bytes > left) {
+            let (wanted, left) = (bytes, left.unwrap_or(0));
+            return Err(CudaError::RangeFull { what, wanted, left });
+        }
+        Ok(Self { base: base + offset, bytes: bytes as usize, allocation: Some(allocation) })
+    }
+
     pub fn bytes(&self) -> usize {
         self.bytes
     }

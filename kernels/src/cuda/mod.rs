@@ -58,7 +58,7 @@ pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
 pub use graph::Graph;
 pub use ipc::{IpcMemory, PeerToDevice};
-pub use kv::DeviceKv;
+pub use kv::{DeviceKv, RankedKv};
 pub use library::{KernelLibrary, TimeRange};
 pub use links::{LinkRate, Together, pull_rate};
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
