@@ -1,23 +1,26 @@
 #!/usr/bin/env python3
-"""Writes a Hugging Face folder of a Llama without meaning, for load tests: random_model.py FOLDER [1b|8b] [--weights].
+"""Writes a Hugging Face folder of a Llama without meaning, for load tests: random_model.py FOLDER [tiny|1b|8b|70b] [--weights].
 
 config.json and a byte-level tokenizer with as many tokens as the model has; that is enough for `--load-format dummy`. With
---weights also the weights, random bf16, as sharded safetensors (needs torch and safetensors, and 16 GB for 8b).
+--weights also the weights, random bf16, as sharded safetensors (needs torch and safetensors, and 16 GB for 8b, 141 GB for 70b).
 """
 import json
 import pathlib
 import sys
 
 SIZES = {
+    "tiny": dict(hidden_size=2048, intermediate_size=2048, num_hidden_layers=4, head_dim=64, tie_word_embeddings=False),
     "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True),
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128, tie_word_embeddings=False),
+    "70b": dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, head_dim=128, tie_word_embeddings=False,
+                num_attention_heads=64),
 }
 VOCABULARY = 128_256
 
 
 def config(size):
     return dict(
-        SIZES[size], architectures=["LlamaForCausalLM"], model_type="llama", num_attention_heads=32, num_key_value_heads=8,
+        dict(num_attention_heads=32) | SIZES[size], architectures=["LlamaForCausalLM"], model_type="llama", num_key_value_heads=8,
         vocab_size=VOCABULARY, max_position_embeddings=131_072, rms_norm_eps=1e-5, rope_theta=500_000.0, hidden_act="silu",
         bos_token_id=VOCABULARY - 2, eos_token_id=VOCABULARY - 1, torch_dtype="bfloat16",
         rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -61,7 +64,7 @@ def write_weights(folder, settings):
     from safetensors.torch import save_file
 
     hidden, inner, dim = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
-    queries, keys = 32 * dim, 8 * dim
+    queries, keys = settings["num_attention_heads"] * dim, 8 * dim
     shapes = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
     if not settings["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (VOCABULARY, hidden)

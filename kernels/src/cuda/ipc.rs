@@ -461,8 +461,7 @@ mod tests {
     /// Copies as the driver does, row by row.
     #[test]
     fn heads_of_any_number_of_ranks_find_their_places_in_any_other() {
-        let layout =
-            KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, dtype: Dtype::Bf16 };
+        let layout = KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, dtype: Dtype::Bf16 };
         let head = layout.head_elements() * layout.dtype.bytes();
         // Of a rank's part of a block: which head of which layer's keys or values a byte is of.
         let named = |rank: usize, of: usize| -> Vec<u16> {

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::{
     channel::NcclChannels,
     context::{Context, DeviceToHost, Event, HostToDevice, Stream},
-    error::CudaError,
     driver::Driver,
+    error::CudaError,
     ipc::{Export, IpcMemory, Part},
     memory::{DeviceMemory, Pinned, Range},
 };
@@ -167,7 +167,8 @@ impl RankedKv {
     pub fn imported(layout: KvLayout, exports: &[Vec<u8>]) -> Result<Arc<Self>, String> {
         let own = layout.with_heads(layout.kv_head_count / exports.len().max(1));
         let parts = exports.iter().zip(0..).map(|(export, rank): (_, usize)| {
-            DeviceKv::imported(own, export).map_err(|error| format!("the KV of rank {rank}: {error}"))
+            DeviceKv::imported(own, export)
+                .map_err(|error| format!("the KV of rank {rank}: {error}"))
         });
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         let first = parts.first().ok_or("there is no rank")?.block_count();

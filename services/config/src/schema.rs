@@ -186,11 +186,12 @@ section! {
         /// else the CPU. A GPU has no q8 and guesses nothing ahead: auto then takes the CPU.
         device: Device = Device::Auto,
             "A GPU is there to be used; cuda is refused where there is none, and baton doctor says why.";
-        /// The GPU, by its UUID as baton doctor and nvidia-smi -L show it, or as much of it as is unique.
+        /// The GPU, by its UUID as baton doctor and nvidia-smi -L show it, or as much of it as is unique; with
+        /// ranks one for each, separated by commas.
         gpu: Option<String> = None,
-            "Unset means the first that the process is shown.";
+            "Unset means the first that the process is shown, or the first as many.";
         /// Processes that share the model, its ranks: each has as many of the heads as the others, and
-        /// computes its part of every layer.
+        /// computes its part of every layer, on a GPU of its own (2, 4 or 8 of one host) or on CPUs.
         tp: u32 = 1,
             "One process is quickest until its device is too small or too slow; allowed are divisors of the model's KV heads.",
             1..=16;

@@ -1,4 +1,4 @@
-//! Which device a node computes on, and the executor of a GPU.
+//! Which device a node computes on, and the executor of a GPU, or of a rank's.
 
 use std::{
     env,
@@ -8,10 +8,12 @@ use std::{
 };
 
 use config::{Config, Device, Speculate};
-use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, KvShare};
+use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRank, KvShare};
 use kernels::{
     KvArena, KvLayout, WeightFormat,
-    cuda::{CudaBackend, CudaError, CudaOptions, DeviceKv, Tuned, Tuning},
+    cuda::{
+        CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link, Tuned, Tuning,
+    },
 };
 use model::Checkpoint;
 use tracing::{info, warn};
@@ -24,6 +26,13 @@ const KERNELS_FILE: &str = "libbaton_kernels.so";
 /// A GPU that can serve.
 pub(crate) struct Gpu {
     backend: CudaBackend,
+}
+
+/// What a GPU computes with, and into.
+pub(crate) struct Started {
+    pub executor: CudaExecutor,
+    pub kv: Arc<DeviceKv>,
+    pub arena: Arc<KvArena>,
 }
 
 /// The GPU that the node is to compute on; `None`: the CPU.
@@ -41,23 +50,102 @@ pub(crate) fn gpu(config: &Config, weights: WeightFormat) -> Result<Option<Gpu>,
             info!(reason = %error, "the CPU serves");
             Ok(None)
         }
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error),
     }
 }
 
-fn open(config: &Config, weights: WeightFormat) -> Result<Gpu, CudaError> {
+/// The GPUs that the node's ranks are to compute on, by UUID; `None`: CPUs.
+///
+/// # Errors
+/// As [`gpu`].
+pub(crate) fn gpus_of_ranks(
+    config: &Config,
+    weights: WeightFormat,
+) -> Result<Option<Vec<String>>, StartError> {
+    let device = config.node.device;
+    if device == Device::Cpu {
+        return Ok(None);
+    }
+    match find_for_ranks(config, weights) {
+        Ok(gpus) => Ok(Some(gpus)),
+        Err(error) if device == Device::Auto => {
+            info!(reason = %error, "the ranks compute on CPUs");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// What is wrong with them is said here rather than by each rank.
+fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>, StartError> {
     let node = &config.node;
+    check_speculation(node)?;
+    let unsupported = |what, value, allowed| CudaError::Unsupported { what, value, allowed }.into();
+    if weights == WeightFormat::Q8 {
+        return Err(unsupported("the weights' format", weights.to_string(), "f32 and bf16"));
+    }
+    if !matches!(node.tp, 2 | 4 | 8) {
+        return Err(unsupported("node.tp", node.tp.to_string(), "1, 2, 4 and 8 on GPUs"));
+    }
+    KernelLibrary::open(kernels(node).as_deref())?;
+    let driver = Driver::open()?;
+    let devices = match settings::gpus(node)? {
+        Some(names) => {
+            let devices = names.iter().map(|name| driver.device(Some(name)));
+            devices.collect::<Result<Vec<_>, _>>()?
+        }
+        None => driver.devices()?.into_iter().take(node.tp as usize).collect(),
+    };
+    for (index, device) in devices.iter().enumerate() {
+        for other in &devices[..index] {
+            let names = || format!("{} and {}", other.uuid, device.uuid);
+            if device.uuid == other.uuid {
+                return Err(unsupported("node.gpu", names(), "different GPUs, one for each rank"));
+            }
+            if driver.link(device, other)? == Link::None {
+                let allowed = "GPUs that reach each other's memory";
+                return Err(unsupported("the ranks' GPUs", names(), allowed));
+            }
+        }
+    }
+    if devices.len() < node.tp as usize {
+        let found = format!("{} with {} GPUs here", node.tp, devices.len());
+        return Err(unsupported("node.tp", found, "at most as many as there are GPUs"));
+    }
+    Ok(devices.into_iter().map(|device| device.uuid).collect())
+}
+
+fn check_speculation(node: &config::Node) -> Result<(), CudaError> {
     if node.speculate != Speculate::Off {
         let (what, value) = ("node.speculate", node.speculate.to_string());
         return Err(CudaError::Unsupported { what, value, allowed: "off" });
     }
-    let path = node.kernels.clone().or_else(kernels_beside_us);
+    Ok(())
+}
+
+fn open(config: &Config, weights: WeightFormat) -> Result<Gpu, StartError> {
+    let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
+    Ok(open_gpu(config, weights, gpu)?)
+}
+
+/// The GPU of this UUID, or the first.
+pub(crate) fn open_gpu(
+    config: &Config,
+    weights: WeightFormat,
+    gpu: Option<&str>,
+) -> Result<Gpu, CudaError> {
+    let node = &config.node;
+    check_speculation(node)?;
     let options = CudaOptions::new(weights);
-    let backend = CudaBackend::open(node.gpu.as_deref(), path.as_deref(), options)?;
+    let backend = CudaBackend::open(gpu, kernels(node).as_deref(), options)?;
     let device = backend.context().device();
     let kernels = backend.library().build();
     info!(gpu = device.uuid, name = device.name, kernels, "found a GPU");
     Ok(Gpu { backend })
+}
+
+fn kernels(node: &config::Node) -> Option<PathBuf> {
+    node.kernels.clone().or_else(kernels_beside_us)
 }
 
 fn kernels_beside_us() -> Option<PathBuf> {
@@ -66,21 +154,28 @@ fn kernels_beside_us() -> Option<PathBuf> {
 }
 
 impl Gpu {
-    /// Loads the weights and takes the memory for KV: as many blocks as are set, else as fit.
+    /// Loads the weights and takes the memory for KV: as many blocks as are set, else as fit. `layout`
+    /// is a whole block's; a rank has its part of each, and of the weights.
     pub(crate) fn start(
         self,
         config: &Config,
         checkpoint: &Checkpoint,
         layout: KvLayout,
-    ) -> Result<(CudaExecutor, Arc<KvArena>), StartError> {
+        mut rank: Option<&mut CudaRank>,
+    ) -> Result<Started, StartError> {
         let node = &config.node;
-        let context = Arc::clone(self.backend.context());
+        let backend = match &mut rank {
+            Some(rank) => rank.join(self.backend)?,
+            None => self.backend,
+        };
+        let context = Arc::clone(backend.context());
+        let of = backend.group().map_or(1, |group| group.ranks());
         let set = settings::block_count_set(node, layout)?;
         let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
         let limits = limits_of(set.unwrap_or(u32::MAX))?;
         let mut log = LoadLog::new();
         let mut progress = |progress| log.at(progress);
-        let mut model = CudaModel::load(checkpoint, self.backend, &limits, &mut progress)?;
+        let mut model = CudaModel::load(checkpoint, backend, &limits, &mut progress)?;
         let times = model.times();
         let mut tuned = Tuned::default();
         if !node.gpu_tune.is_zero() {
@@ -90,6 +185,7 @@ impl Gpu {
                 warn!(reason, "tuned products are not kept");
             }
         }
+        let own_layout = layout.with_heads(layout.kv_head_count / of);
         let limits = match set {
             Some(_) => limits,
             None => {
@@ -98,14 +194,16 @@ impl Gpu {
                 // Without a wish, what one step reads: with less a node is of no use.
                 let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
                 let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
-                limits_of(model.kv_blocks(&limits, layout, share, tokens_min)?)?
+                let fitting = model.kv_blocks(&limits, own_layout, share, tokens_min)?;
+                limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?
             }
         };
-        let kv = DeviceKv::new(&context, layout, limits.blocks).map_err(CudaExecutorError::from)?;
+        let kv =
+            DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
         let arena = KvArena::remote(kv.clone())?;
         let free = context.free_bytes()?;
         let started = Instant::now();
-        let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
+        let mut executor = CudaExecutor::start(model, kv.clone(), &arena, limits)?;
         executor.poll(node.gpu_poll);
         let free_at_end = context.free_bytes()?;
         info!(
@@ -115,12 +213,12 @@ impl Gpu {
             products_timed = tuned.times.len(),
             products_left = tuned.left,
             executor_seconds = seconds(started.elapsed()),
-            kv_bytes = u64::from(limits.blocks) * layout.block_bytes() as u64,
+            kv_bytes = u64::from(limits.blocks) * own_layout.block_bytes() as u64,
             executor_bytes = free.saturating_sub(free_at_end),
             free_bytes = free_at_end,
             "the GPU is ready"
         );
-        Ok((executor, arena))
+        Ok(Started { executor, kv, arena })
     }
 }
 
@@ -148,5 +246,26 @@ mod tests {
         assert_eq!((chosen("cpu"), chosen("auto")), (Ok(false), Ok(false)));
         let error = chosen("cuda").unwrap_err();
         assert!(error.starts_with("node.device: "), "{error}");
+    }
+
+    #[test]
+    fn ranks_on_gpus_are_refused_by_what_is_wrong() {
+        let chosen = |device: &str, tp: &str, weights| {
+            let flags =
+                [("node.device", device), ("node.tp", tp), ("node.kernels", "/no/such/kernels.so")];
+            let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
+            let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
+            gpus_of_ranks(&config, weights).map_err(|error| error.to_string())
+        };
+        assert_eq!(chosen("cpu", "2", WeightFormat::Bf16), Ok(None));
+        assert_eq!(chosen("auto", "2", WeightFormat::Bf16), Ok(None));
+        for (tp, weights, words) in [
+            ("3", WeightFormat::Bf16, "1, 2, 4 and 8 on GPUs"),
+            ("2", WeightFormat::Q8, "f32 and bf16"),
+            ("2", WeightFormat::Bf16, "/no/such/kernels.so"),
+        ] {
+            let error = chosen("cuda", tp, weights).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
     }
 }

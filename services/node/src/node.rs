@@ -16,7 +16,7 @@ use cluster::{
     Epoch, EpochError, NodeAddress, NodeId, NodeIdError, NodeRecord, Role,
     etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
 };
-use config::{Config, Device, hub};
+use config::{Config, hub};
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
     executor::{
@@ -103,6 +103,9 @@ pub enum StartError {
     Shared(#[from] kernels::shared::SharedError),
     #[error("node.tp: {0}")]
     Ranks(#[from] ranks::GroupError),
+    /// What the ranks have on GPUs, which this process is to move.
+    #[error("node.tp: {0}")]
+    RankedKv(String),
     #[error(transparent)]
     Scheduler(#[from] SchedulerConfigError),
     #[error(transparent)]
@@ -451,10 +454,8 @@ fn load_blocking(
     let layout = model.kv_layout(weights.kv_dtype());
     if config.node.tp > 1 {
         let tp = config.node.tp;
-        if config.node.device == Device::Cuda {
-            return Err(SettingsError::RanksOnGpus { tp }.into());
-        }
-        let (executor, arena) = tensor_parallel::start(config, epoch, path, &checkpoint)?;
+        let gpus = device::gpus_of_ranks(config, weights)?;
+        let (executor, arena) = tensor_parallel::start(config, epoch, path, &checkpoint, gpus)?;
         info!(
             dtype = %weights,
             ranks = tp,
@@ -468,7 +469,8 @@ fn load_blocking(
         return Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus: Vec::new() });
     }
     if let Some(gpu) = device::gpu(config, weights)? {
-        let (executor, arena) = gpu.start(config, &checkpoint, layout)?;
+        let device::Started { executor, arena, .. } =
+            gpu.start(config, &checkpoint, layout, None)?;
         info!(
             dtype = %weights,
             blocks = executor.limits().blocks,

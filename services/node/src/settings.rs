@@ -45,8 +45,11 @@ pub enum SettingsError {
          many rows of its feed-forward network; allowed: {allowed}"
     )]
     Ranks { tp: u32, kv_heads: usize, allowed: String },
-    #[error("node.tp = {tp} with node.device = cuda: ranks on GPUs are not there yet; allowed: 1")]
-    RanksOnGpus { tp: u32 },
+    #[error(
+        "node.gpu = {gpu}: {given} GPUs are named for node.tp = {tp}; allowed: one for each rank, all \
+         different, separated by commas"
+    )]
+    GpusOfRanks { gpu: String, given: usize, tp: u32 },
     #[error("node.sequence_tokens_max = {value}: the model reaches {context_tokens} tokens")]
     BeyondContext { value: u32, context_tokens: usize },
 }
@@ -82,6 +85,17 @@ fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
         return Err(SettingsError::TooFewBlocks { bytes, blocks, block_bytes });
     }
     Ok(blocks as u32)
+}
+
+/// The GPU of each rank, as `node.gpu` names it; `None`: as the driver counts them.
+pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsError> {
+    let Some(gpu) = &node.gpu else { return Ok(None) };
+    let names: Vec<&str> = gpu.split(',').map(str::trim).collect();
+    if names.len() != node.tp as usize {
+        let (gpu, given, tp) = (gpu.clone(), names.len(), node.tp);
+        return Err(SettingsError::GpusOfRanks { gpu, given, tp });
+    }
+    Ok(Some(names))
 }
 
 /// What the executor is made for.
@@ -302,6 +316,23 @@ mod tests {
         fs::write(nodes.path().join("online"), "0-3\n").unwrap();
         threads_on(&config.node, Ok((0..6).collect()), nodes.path())
             .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn every_rank_has_a_gpu_of_its_own() {
+        let found = |gpu: &str, tp: &str| {
+            let flags = [("node.gpu", gpu), ("node.tp", tp)];
+            let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
+            let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
+            let names = gpus(&config.node).map_err(|error| error.to_string())?;
+            Ok::<_, String>(names.unwrap().join(" "))
+        };
+        assert_eq!(found("GPU-1", "1"), Ok("GPU-1".into()));
+        assert_eq!(found("GPU-1, GPU-2", "2"), Ok("GPU-1 GPU-2".into()));
+        let error = found("GPU-1", "2").unwrap_err();
+        assert!(error.contains("GPU-1: 1 GPUs are named for node.tp = 2"), "{error}");
+        assert!(found("GPU-1,GPU-2", "1").is_err());
+        assert!(gpus(&Config::load(LoadInput::default()).unwrap().node).unwrap().is_none());
     }
 
     #[test]

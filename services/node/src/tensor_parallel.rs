@@ -1,13 +1,19 @@
 //! A node whose executor is several processes: how it starts its ranks, and how a rank begins.
 //!
-//! The ranks are this program again, with its own arguments and [`RANK_FLAG`]. The KV arena lies in
-//! memory that all of them have mapped, with the blocks of all heads: each rank computes its own heads
-//! there, and the node's transfers see whole blocks, as with one rank. In front of it is what the ranks
-//! add up their partial sums in.
+//! The ranks are this program again, with its own arguments and [`RANK_FLAG`].
+//!
+//! On CPUs the KV arena lies in memory that all of them have mapped, with the blocks of all heads: each
+//! rank computes its own heads there, and the node's transfers see whole blocks, as with one rank. In
+//! front of it is what the ranks add up their partial sums in.
+//!
+//! On GPUs each rank has its heads of every block on a GPU of its own, and lets the node in on them:
+//! its transfers see whole blocks likewise. In the memory that all have mapped the ranks tell each other
+//! where they sum, which is on the GPUs.
 
 use std::{
     env,
     ffi::OsString,
+    mem::ManuallyDrop,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -16,10 +22,16 @@ use std::{
 };
 
 use config::Config;
-use engine::executor::cpu::CpuExecutor;
+use engine::executor::{
+    Executor,
+    cpu::CpuExecutor,
+    cuda::{CudaExecutorError, CudaRank},
+};
 use kernels::{
     KvArena, KvLayout, Shard,
     cpu::{CpuBackend, CpuOptions, Group, affinity},
+    cuda::{IpcMemory, RankedKv},
+    peer::PeerMemory,
     shared::{RegionName, SharedRegion, sweep},
 };
 use model::Checkpoint;
@@ -27,7 +39,12 @@ use ranks::{GroupSettings, RankGroup, Seat, run_rank};
 use serde_json::{Value, json};
 use tracing::{info, warn};
 
-use crate::{load_log::LoadLog, node::StartError, settings};
+use crate::{
+    device::{self, Started},
+    load_log::LoadLog,
+    node::StartError,
+    settings,
+};
 
 /// By this flag a process learns that it is a rank, and which. Nobody else gives it.
 pub(crate) const RANK_FLAG: &str = "rank";
@@ -36,6 +53,8 @@ pub(crate) const RANK_FLAG: &str = "rank";
 const PURPOSE: &str = "kv";
 /// No exchange between ranks waits longer. A rank that is gone is noticed far sooner, by the node.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Until all ranks of GPUs have loaded; a rank that cannot is noticed sooner, by the node.
+const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 /// Where pages begin.
 const PAGE: usize = 4096;
 
@@ -44,7 +63,10 @@ const PAGE: usize = 4096;
 struct Told {
     model: PathBuf,
     region: RegionName,
+    /// Of the arena in the region; 0 on GPUs.
     blocks: u32,
+    /// Of each rank, by UUID; none on CPUs.
+    gpus: Vec<String>,
 }
 
 impl Told {
@@ -54,6 +76,7 @@ impl Told {
         let told = json!({
             "region": self.region.file_name(),
             "blocks": self.blocks,
+            "gpus": self.gpus,
             "model": model,
         });
         told.to_string().into_bytes()
@@ -69,6 +92,10 @@ impl Told {
             model: OsString::from_vec(model).into(),
             region: RegionName::parse(told["region"].as_str()?)?,
             blocks: u32::try_from(told["blocks"].as_u64()?).ok()?,
+            gpus: {
+                let gpus = told["gpus"].as_array()?.iter();
+                gpus.map(|gpu| Some(gpu.as_str()?.to_owned())).collect::<Option<_>>()?
+            },
         })
     }
 }
@@ -84,29 +111,51 @@ fn region_bytes(layout: KvLayout, blocks: u32, ranks: u32) -> usize {
     arena_at(ranks).saturating_add(arena)
 }
 
-/// The ranks, which are ready, and the arena that they compute into.
+/// The ranks, which are ready, and the arena that they compute into. They compute on these GPUs, by
+/// UUID, or on CPUs.
 pub(crate) fn start(
     config: &Config,
     epoch: u128,
     path: &Path,
     checkpoint: &Checkpoint,
+    gpus: Option<Vec<String>>,
 ) -> Result<(RankGroup, Arc<KvArena>), StartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
     check(checkpoint, of)?;
     let layout = model.kv_layout(settings::weight_format(config.model.dtype).kv_dtype());
-    let blocks = settings::block_count(&config.node, layout)?;
+    // On GPUs as many as fit, where nothing else is said.
+    let blocks = match &gpus {
+        Some(_) => settings::block_count_set(&config.node, layout)?.unwrap_or(u32::MAX),
+        None => settings::block_count(&config.node, layout)?,
+    };
     // What is wrong with them is said here rather than by each rank.
     settings::executor_limits(&config.node, model, blocks)?;
     for name in sweep() {
         info!(owner = name.owner, purpose = name.purpose, "removed what a dead node left");
     }
     let name = RegionName::own(epoch, PURPOSE);
-    let region = SharedRegion::create(&name, region_bytes(layout, blocks, of))?;
-    let arena = KvArena::shared(layout, blocks, &region, arena_at(of))?;
-    let told = Told { model: path.to_owned(), region: name, blocks };
-    let group = RankGroup::start(GroupSettings::new(epoch, of, told.encode()), command)?;
-    // All have opened it.
-    region.unlink();
+    let start = |blocks, gpus| {
+        let told = Told { model: path.to_owned(), region: name.clone(), blocks, gpus };
+        RankGroup::start(GroupSettings::new(epoch, of, told.encode()), command)
+    };
+    let (group, arena) = match gpus {
+        None => {
+            let region = SharedRegion::create(&name, region_bytes(layout, blocks, of))?;
+            let arena = KvArena::shared(layout, blocks, &region, arena_at(of))?;
+            let group = start(blocks, Vec::new())?;
+            // All have opened it.
+            region.unlink();
+            (group, arena)
+        }
+        Some(gpus) => {
+            let region = SharedRegion::create(&name, Group::region_bytes(of as usize))?;
+            let mut group = start(0, gpus)?;
+            region.unlink();
+            group.poll(config.node.gpu_poll);
+            let kv = RankedKv::imported(layout, &group.said()).map_err(StartError::RankedKv)?;
+            (group, KvArena::remote(kv)?)
+        }
+    };
     info!(ranks = of, processes = ?group.process_ids(), "the ranks are ready");
     Ok((group, arena))
 }
@@ -142,25 +191,67 @@ pub(crate) fn run(seat: &Seat, config: &Config) -> Result<(), ranks::RankError> 
     })
 }
 
-fn executor(seat: &Seat, config: &Config, told: &Told) -> Result<CpuExecutor, StartError> {
+fn executor(
+    seat: &Seat,
+    config: &Config,
+    told: &Told,
+) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
+    match told.gpus.get(seat.rank as usize) {
+        Some(gpu) => on_gpu(seat, config, told, gpu),
+        None => Ok((Box::new(on_cpu(seat, config, told)?), Vec::new())),
+    }
+}
+
+/// With the executor: where the rank's KV is, for the node.
+fn on_gpu(
+    seat: &Seat,
+    config: &Config,
+    told: &Told,
+    gpu: &str,
+) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
+    let checkpoint = opened(seat, config, told)?;
+    let weights = settings::weight_format(config.model.dtype);
+    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let region = SharedRegion::open(&told.region, Group::region_bytes(seat.of as usize))?;
+    let exchange = Group::new(&region, 0, shard(seat), LOAD_PATIENCE);
+    // After an error it stays: the others would say that this rank has left, and not why.
+    let mut rank = ManuallyDrop::new(CudaRank::new(exchange));
+    let gpu = device::open_gpu(config, weights, Some(gpu))?;
+    let Started { executor, kv, .. } = gpu.start(config, &checkpoint, layout, Some(&mut *rank))?;
+    let says = IpcMemory::new(kv).export();
+    let says = says.map_err(CudaExecutorError::Together)?;
+    drop(ManuallyDrop::into_inner(rank));
+    info!(rank = seat.rank, of = seat.of, "loaded the rank's part of the weights onto its GPU");
+    Ok((Box::new(executor), says))
+}
+
+fn shard(seat: &Seat) -> Shard {
+    Shard::new(seat.rank as usize, seat.of as usize).expect("the model allows so many")
+}
+
+fn opened(seat: &Seat, config: &Config, told: &Told) -> Result<Checkpoint, StartError> {
+    let load_format = settings::load_format(config.model.load_format);
+    let checkpoint = Checkpoint::open(&told.model, load_format)?;
+    check(&checkpoint, seat.of)?;
+    Ok(checkpoint)
+}
+
+fn on_cpu(seat: &Seat, config: &Config, told: &Told) -> Result<CpuExecutor, StartError> {
     let (threads, cpus) = settings::threads(&config.node)?;
     let (threads, cpus) = share(threads, &cpus, seat);
     // As in a node without ranks: what is packed here is read by these CPUs.
     let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(StartError::Affinity)?;
-    let load_format = settings::load_format(config.model.load_format);
-    let checkpoint = Checkpoint::open(&told.model, load_format)?;
-    check(&checkpoint, seat.of)?;
+    let checkpoint = opened(seat, config, told)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
     let bytes = region_bytes(layout, told.blocks, seat.of);
     let region = SharedRegion::open(&told.region, bytes)?;
     let arena = KvArena::shared(layout, told.blocks, &region, arena_at(seat.of))?;
     let limits = settings::executor_limits(&config.node, checkpoint.config(), told.blocks)?;
-    let shard = Shard::new(seat.rank as usize, seat.of as usize).expect("the model allows so many");
     let isa = settings::isa(config.node.isa);
     let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
-    let backend = backend.in_group(Group::new(&region, 0, shard, PATIENCE));
+    let backend = backend.in_group(Group::new(&region, 0, shard(seat), PATIENCE));
     let mut log = LoadLog::new();
     let progress = &mut |progress| log.at(progress);
     let executor = CpuExecutor::start_with_progress(&checkpoint, backend, arena, limits, progress)?;
@@ -196,7 +287,8 @@ mod tests {
     #[test]
     fn what_is_told_comes_back_and_nothing_else_does() {
         let model = PathBuf::from("/some/models/täglich.gguf");
-        let told = Told { model, region: RegionName::own(3, PURPOSE), blocks: 17 };
+        let gpus = vec!["GPU-1".to_owned(), "GPU-2".to_owned()];
+        let told = Told { model, region: RegionName::own(3, PURPOSE), blocks: 17, gpus };
         assert_eq!(Told::decode(&told.encode()), Some(told.clone()));
         let text = String::from_utf8(told.encode()).unwrap();
         for (from, to) in [("17", "-1"), ("baton", "bacon"), ("model", "muddle"), ("{", "")] {

@@ -54,7 +54,11 @@ pub enum Order {
 /// What a rank answers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
-    Ready(ExecutorLimits),
+    /// What the executor is made for, and what else the node is to know of it.
+    Ready {
+        limits: ExecutorLimits,
+        says: Vec<u8>,
+    },
     Step(StepAnswer),
     Failed(Failure),
 }
@@ -175,9 +179,10 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut out = Out(&mut bytes);
     match answer {
-        Answer::Ready(limits) => {
+        Answer::Ready { limits, says } => {
             out.u8(READY);
             put_limits(&mut out, limits);
+            out.bytes(says);
         }
         Answer::Step(step) => {
             out.u8(STEP);
@@ -200,7 +205,12 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
 pub fn decode_answer(bytes: &[u8]) -> Result<Answer, DecodeError> {
     let mut input = In(bytes);
     let answer = match input.u8("the kind of answer")? {
-        READY => Answer::Ready(take_limits(&mut input)?),
+        READY => {
+            let limits = take_limits(&mut input)?;
+            let count = input.u32("what a rank says")? as usize;
+            let says = input.bytes(count, "what a rank says")?.to_vec();
+            Answer::Ready { limits, says }
+        }
         STEP => Answer::Step(take_step(&mut input)?),
         FAILED => {
             let kind = input.u8("the kind of failure")?;
@@ -523,8 +533,12 @@ impl Out<'_> {
     }
 
     fn text(&mut self, text: &str) {
-        self.u32(text.len() as u32);
-        self.0.extend_from_slice(text.as_bytes());
+        self.bytes(text.as_bytes());
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.u32(bytes.len() as u32);
+        self.0.extend_from_slice(bytes);
     }
 
     fn option<T>(&mut self, value: Option<T>, put: impl FnOnce(&mut Self, T)) {

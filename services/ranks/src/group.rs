@@ -36,6 +36,8 @@ use crate::{
 
 /// Between two looks at the heartbeats.
 const WATCH_EVERY: Duration = Duration::from_millis(100);
+/// After so long a step is no step of decoding, and what sleeping costs is nothing beside it.
+const POLL_MAX: Duration = Duration::from_millis(100);
 /// Longest sleep at a time.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
 /// For processes that were killed.
@@ -193,6 +195,7 @@ struct Member {
     /// Read, and not yet compared with the others'.
     answers: VecDeque<StepAnswer>,
     limits: Option<ExecutorLimits>,
+    says: Vec<u8>,
     /// Lives as long as the rank's process.
     keeper: Option<JoinHandle<()>>,
 }
@@ -214,6 +217,7 @@ pub struct RankGroup {
     clock: Clock,
     waker: CollectWaker,
     woken: Arc<AtomicBool>,
+    polls: bool,
     settings: GroupSettings,
     /// Nothing is ever sent: its drop ends the watching thread.
     watching: Option<(Sender<()>, JoinHandle<()>)>,
@@ -259,12 +263,23 @@ impl RankGroup {
         lock(&self.watch.processes).iter().flatten().map(|(id, _)| *id).collect()
     }
 
+    /// What each rank has said beside its limits when it was ready.
+    pub fn said(&self) -> Vec<Vec<u8>> {
+        self.members.iter().map(|member| member.says.clone()).collect()
+    }
+
+    /// Whether `collect` looks for results again and again; unless it is told so it sleeps.
+    pub fn poll(&mut self, polls: bool) {
+        self.polls = polls;
+    }
+
     fn new(settings: GroupSettings, region: &GroupRegion) -> Self {
         let results_there = region.results_there();
         let member = |rank| Member {
             results: region.result_reader(rank),
             answers: VecDeque::new(),
             limits: None,
+            says: Vec::new(),
             keeper: None,
         };
         let ranks = settings.ranks as usize;
@@ -295,6 +310,7 @@ impl RankGroup {
             clock: Clock::new(),
             waker,
             woken,
+            polls: false,
             settings,
             watching: None,
         }
@@ -499,8 +515,10 @@ impl Member {
             let answer = codec::decode_answer(&message)
                 .map_err(|error| RankFailure::Unasked { who, what: error.to_string() })?;
             match answer {
-                Answer::Ready(limits) if self.limits.is_none() => self.limits = Some(limits),
-                Answer::Ready(_) => {
+                Answer::Ready { limits, says } if self.limits.is_none() => {
+                    (self.limits, self.says) = (Some(limits), says);
+                }
+                Answer::Ready { .. } => {
                     let what = "that it is ready, twice".to_owned();
                     return Err(RankFailure::Unasked { who, what });
                 }
@@ -559,6 +577,14 @@ impl Executor for RankGroup {
             }
             if let Some(failure) = self.failure() {
                 return Err(self.stopped(failure));
+            }
+            if self.polls && !self.in_flight.is_empty() {
+                let until = began + timeout.min(POLL_MAX);
+                let has_news =
+                    || self.results_there.count() != count || self.woken.load(Ordering::Acquire);
+                while !has_news() && Instant::now() < until {
+                    std::hint::spin_loop();
+                }
             }
             let left = timeout.saturating_sub(began.elapsed());
             if self.woken.swap(false, Ordering::AcqRel) || left.is_zero() {

@@ -58,10 +58,11 @@ pub enum RankError {
 }
 
 /// The life of a rank: takes its seat, makes its executor of what it is told to start, and computes
-/// until it is told to stop. The process ends with its parent at the latest.
+/// until it is told to stop. The process ends with its parent at the latest. With the executor `make`
+/// gives what the node is to know of it, a few KB at most.
 pub fn run_rank<E: Executor>(
     seat: &Seat,
-    make: impl FnOnce(&[u8]) -> Result<E, String>,
+    make: impl FnOnce(&[u8]) -> Result<(E, Vec<u8>), String>,
 ) -> Result<(), RankError> {
     process::ignore_stop_signals();
     process::die_with_parent(seat.region.owner).map_err(RankError::Parent)?;
@@ -80,9 +81,9 @@ pub fn run_rank<E: Executor>(
         }
     };
     let outcome = match make(&told) {
-        Ok(executor) => {
+        Ok((executor, says)) => {
             debug!(rank, of = seat.of, "the rank computes");
-            Rank::new(executor, &mut answers, rank == 0).run(orders)
+            Rank::new(executor, &mut answers, rank == 0).run(orders, says)
         }
         Err(reason) => Err(RankError::Executor(reason)),
     };
@@ -135,9 +136,9 @@ impl<'a, E: Executor> Rank<'a, E> {
         Self { executor, answers, tells_results, clock, in_flight, tokens: 0 }
     }
 
-    fn run(mut self, orders: RingReader) -> Result<(), RankError> {
+    fn run(mut self, orders: RingReader, says: Vec<u8>) -> Result<(), RankError> {
         let limits = self.executor.limits();
-        tell(self.answers, &Answer::Ready(limits))?;
+        tell(self.answers, &Answer::Ready { limits, says })?;
         let depth = limits.depth as usize;
         let (planned, plans) = bounded(depth + 1);
         let waker = self.executor.waker();

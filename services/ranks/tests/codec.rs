@@ -142,17 +142,20 @@ fn answer() -> impl Strategy<Value = Answer> {
         ngram_max: it[3],
     });
     prop_oneof![
-        (any::<[u32; 6]>(), option::of(speculation)).prop_map(|(it, speculation)| {
-            Answer::Ready(ExecutorLimits {
-                slots: it[0],
-                step_tokens: it[1],
-                sequence_tokens: it[2],
-                blocks: it[3],
-                depth: it[4],
-                vocabulary: it[5],
-                speculation,
-            })
-        }),
+        (any::<[u32; 6]>(), option::of(speculation), vec(any::<u8>(), 0..40)).prop_map(
+            |(it, speculation, says)| {
+                let limits = ExecutorLimits {
+                    slots: it[0],
+                    step_tokens: it[1],
+                    sequence_tokens: it[2],
+                    blocks: it[3],
+                    depth: it[4],
+                    vocabulary: it[5],
+                    speculation,
+                };
+                Answer::Ready { limits, says }
+            }
+        ),
         (any::<[u64; 3]>(), option::of(result)).prop_map(|(it, result)| {
             Answer::Step(StepAnswer { step_id: it[0], state: it[1], tokens: it[2], result })
         }),

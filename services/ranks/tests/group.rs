@@ -154,7 +154,7 @@ fn takes_its_seat_if_told() {
         };
         let sim = SimExecutor::new(limits, CostModel::default(), Instant::now());
         let fault = if is_faulty { fault } else { Fault::None };
-        Ok(FaultyDevice { sim, fault, collected: 0 })
+        Ok((FaultyDevice { sim, fault, collected: 0 }, vec![seat.rank as u8]))
     });
     if let Err(error) = &outcome {
         eprintln!("rank {}: {error}", seat.rank);
@@ -186,7 +186,9 @@ fn settings(ranks: u32, fault: Fault) -> GroupSettings {
 }
 
 fn group(ranks: u32, fault: Fault) -> RankGroup {
-    RankGroup::start(settings(ranks, fault), rank_command).unwrap()
+    let group = RankGroup::start(settings(ranks, fault), rank_command).unwrap();
+    assert_eq!(group.said(), (0..ranks).map(|rank| vec![rank as u8]).collect::<Vec<_>>());
+    group
 }
 
 fn sequence(id: u128, prompt: usize, max_tokens: u32) -> NewSequence {

@@ -4,6 +4,8 @@
 //! every sequence of the batch has its first token; what its steps cost the host and how the device was
 //! used is read from their records.
 
+mod ranks;
+
 use std::{
     io::BufWriter,
     path::PathBuf,
@@ -84,9 +86,16 @@ pub struct EngineArgs {
     /// Where forwards run: cpu or cuda.
     #[arg(long, default_value = "cpu", value_parser = ["cpu", "cuda"])]
     device: String,
-    /// The GPU, by its UUID as `baton doctor` shows it [default: the first].
+    /// The GPU, by its UUID as `baton doctor` shows it; with ranks one for each, separated by commas
+    /// [default: the first].
     #[arg(long)]
     gpu: Option<String>,
+    /// Ranks, each a process with a GPU and its part of every layer: 1, 2, 4 or 8.
+    #[arg(long, default_value_t = 1)]
+    tp: u32,
+    /// This process is that rank.
+    #[arg(long, hide = true)]
+    rank: Option<::ranks::Seat>,
     #[command(flatten)]
     kernels: KernelsArg,
     /// On a GPU, attention: auto, flash (FlashInfer alone) or plain (one kernel for every shape).
@@ -184,6 +193,7 @@ struct Report {
     /// What a GPU's memory is read with at best.
     roof_gb_per_s: Option<f64>,
     depth: u32,
+    ranks: u32,
     rows: Vec<Row>,
 }
 
@@ -225,6 +235,11 @@ pub fn run(args: EngineArgs) -> Result<()> {
         "--roof-gb-per-s {}: allowed is more than 0",
         args.roof_gb_per_s.unwrap_or_default()
     );
+    ensure!(matches!(args.tp, 1 | 2 | 4 | 8), "--tp {}: allowed are 1, 2, 4 and 8", args.tp);
+    ensure!(args.tp == 1 || args.device == "cuda", "--tp {}: ranks want --device cuda", args.tp);
+    if let Some(seat) = &args.rank {
+        return ranks::run(&args, seat);
+    }
     let json = output_file("--json", args.json.as_deref())?;
     let trace_file = output_file("--trace", args.trace.as_deref())?;
     let mut trace = trace_file.is_some().then(Trace::default);
@@ -270,7 +285,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
                 _ => {
                     let floor_ms = report.roof_gb_per_s.map(|roof| {
                         let bytes = bench.decode_bytes(&args, &report, batch);
-                        bytes as f64 / roof / 1e6
+                        bytes as f64 / f64::from(args.tp) / roof / 1e6
                     });
                     let row = decode_row(&runs, batch, max_tokens, floor_ms);
                     let share_of_weight_read = (reads_alone && read_stream.is_some()).then(|| {
@@ -335,29 +350,14 @@ impl Bench {
         let checkpoint = Checkpoint::open(path, args.load_format)?;
         let opened = StartPart::new("open", started.elapsed());
         let config = checkpoint.config();
-        let batch_max = args.batch.iter().copied().max().unwrap_or(1);
-        let sequence_tokens =
-            args.prefill_tokens.max(args.context_tokens + args.decode_tokens) + BLOCK_TOKENS as u32;
-        ensure!(
-            sequence_tokens as usize <= config.context_tokens,
-            "sequences of {sequence_tokens} tokens are longer than the model's {}",
-            config.context_tokens
-        );
-        let is_gpu = args.device == "cuda";
-        let limits = ExecutorLimits {
-            slots: batch_max,
-            step_tokens: if is_gpu { GPU_STEP_TOKENS } else { 512 }.max(batch_max),
-            sequence_tokens,
-            blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
-            depth: args.depth,
-            vocabulary: config.vocab_size as u32,
-            speculation: None,
-        };
+        let limits = limits(args, config)?;
         let weight_bytes = args.dtype.bytes(config.forward_parameter_count());
-        let Started { executor, isa, read_stream, roof_gb_per_s, parts, tuned } = match is_gpu {
-            true => on_gpu(args, &checkpoint, limits)?,
-            false => on_cpu(args, &checkpoint, threads, weight_bytes, limits)?,
-        };
+        let Started { executor, isa, read_stream, roof_gb_per_s, parts, tuned } =
+            match args.device.as_str() {
+                "cuda" if args.tp > 1 => ranks::start(args, &checkpoint)?,
+                "cuda" => on_gpu(args, &checkpoint, limits)?,
+                _ => on_cpu(args, &checkpoint, threads, weight_bytes, limits)?,
+            };
         let seeds =
             CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
         let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
@@ -376,6 +376,7 @@ impl Bench {
             weight_bytes,
             roof_gb_per_s,
             depth: args.depth,
+            ranks: args.tp,
             rows: Vec::new(),
         };
         let bench = Self {
@@ -497,6 +498,39 @@ fn decode_row(runs: &[Run], batch: u32, decode_tokens: u32, floor_ms: Option<f64
     }
 }
 
+/// What the executor is made for.
+fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
+    let batch_max = args.batch.iter().copied().max().unwrap_or(1);
+    let sequence_tokens =
+        args.prefill_tokens.max(args.context_tokens + args.decode_tokens) + BLOCK_TOKENS as u32;
+    ensure!(
+        sequence_tokens as usize <= config.context_tokens,
+        "sequences of {sequence_tokens} tokens are longer than the model's {}",
+        config.context_tokens
+    );
+    let step_tokens = if args.device == "cuda" { GPU_STEP_TOKENS } else { 512 };
+    Ok(ExecutorLimits {
+        slots: batch_max,
+        step_tokens: step_tokens.max(batch_max),
+        sequence_tokens,
+        blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
+        depth: args.depth,
+        vocabulary: config.vocab_size as u32,
+        speculation: None,
+    })
+}
+
+fn options(args: &EngineArgs) -> CudaOptions {
+    CudaOptions {
+        weights: args.dtype,
+        attention: args.attention,
+        fused: args.fused,
+        graphs: args.graphs,
+        dependent_launch: args.dependent_launch,
+        two_upload_slots: args.upload_slots == 2,
+    }
+}
+
 /// An executor whose model is loaded.
 struct Started {
     executor: Box<dyn Executor>,
@@ -543,21 +577,13 @@ fn on_cpu(
 }
 
 fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
-    let options = CudaOptions {
-        weights: args.dtype,
-        attention: args.attention,
-        fused: args.fused,
-        graphs: args.graphs,
-        dependent_launch: args.dependent_launch,
-        two_upload_slots: args.upload_slots == 2,
-    };
     let kernels = args.kernels.path();
     let mut since = Instant::now();
     let mut lap = |what| {
         let begun = std::mem::replace(&mut since, Instant::now());
         StartPart::new(what, since - begun)
     };
-    let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options)?;
+    let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options(args))?;
     let mut parts = vec![lap("gpu")];
     let roof_gb_per_s = match args.roof_gb_per_s {
         Some(roof) => Some(roof),

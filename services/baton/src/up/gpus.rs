@@ -30,27 +30,34 @@ pub fn parse(list: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The GPU of each node: prefill nodes first, then decode nodes. One GPU is shared by all.
-pub fn of_nodes(list: &str, nodes: u32) -> Result<Vec<String>> {
+/// The GPUs of each node, one for each of its ranks: prefill nodes first, then decode nodes. GPUs for
+/// one node are shared by all.
+pub fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> {
     let names = parse(list)?;
-    let (given, wanted) = (names.len(), nodes as usize);
+    let (given, ranks) = (names.len(), ranks as usize);
+    let wanted = nodes as usize * ranks;
+    let each = match ranks {
+        1 => "one for each".to_owned(),
+        _ => format!("{ranks} for the ranks of each"),
+    };
     ensure!(
-        given == 1 || given == wanted,
-        "--gpus {list} names {given} GPUs for {wanted} nodes; allowed are {wanted}, one for each, \
-         prefill nodes first, or 1 that all share"
+        given == ranks || given == wanted,
+        "--gpus {list} names {given} GPUs for {nodes} nodes; allowed are {wanted}, {each}, prefill \
+         nodes first, or {ranks} that all share"
     );
     let driver = Driver::open().with_context(|| format!("--gpus {list}"))?;
     let uuid = |name: &String| -> Result<String> {
         Ok(driver.device_named(name).with_context(|| format!("--gpus {list}"))?.uuid)
     };
     let uuids = names.iter().map(uuid).collect::<Result<Vec<_>>>()?;
-    Ok(uuids.into_iter().cycle().take(wanted).collect())
+    let nodes = uuids.chunks(ranks).cycle().take(nodes as usize);
+    Ok(nodes.map(<[String]>::to_vec).collect())
 }
 
 /// How many nodes share the GPU that the most of them have.
-pub fn most_shared(gpus: &[String]) -> u32 {
-    let count = |gpu: &String| gpus.iter().filter(|other| *other == gpu).count() as u32;
-    gpus.iter().map(count).max().unwrap_or(1)
+pub fn most_shared(gpus: &[Vec<String>]) -> u32 {
+    let count = |gpu: &String| gpus.iter().filter(|others| others.contains(gpu)).count() as u32;
+    gpus.iter().flatten().map(count).max().unwrap_or(1)
 }
 
 #[cfg(test)]
@@ -73,16 +80,24 @@ mod tests {
 
     #[test]
     fn as_many_gpus_as_nodes_or_one() {
-        let error = of_nodes("0-2", 2).unwrap_err().to_string();
+        let error = of_nodes("0-2", 2, 1).unwrap_err().to_string();
         assert!(error.contains("names 3 GPUs for 2 nodes"), "{error}");
         assert!(error.contains("allowed are 2, one for each"), "{error}");
+        let error = of_nodes("0", 2, 2).unwrap_err().to_string();
+        assert!(error.contains("names 1 GPUs for 2 nodes"), "{error}");
+        assert!(
+            error.contains("4, 2 for the ranks of each, prefill nodes first, or 2 that"),
+            "{error}"
+        );
     }
 
     #[test]
     fn those_that_share_a_gpu_are_counted() {
-        let counted = |gpus: &[&str]| {
-            most_shared(&gpus.iter().map(|&gpu| gpu.to_owned()).collect::<Vec<_>>())
+        let counted = |nodes: &[&str]| {
+            let gpus = |node: &&str| node.split(' ').map(str::to_owned).collect();
+            most_shared(&nodes.iter().map(gpus).collect::<Vec<_>>())
         };
         assert_eq!((counted(&[]), counted(&["a", "b"]), counted(&["a", "b", "a"])), (1, 1, 2));
+        assert_eq!((counted(&["a b", "c d"]), counted(&["a b", "a b"])), (1, 2));
     }
 }

@@ -59,8 +59,9 @@ pub struct UpArgs {
     /// Decode nodes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(NODES_MAX)))]
     decode: u32,
-    /// GPUs, by index (0,1), range (0-3) or UUID: one for each node, prefill nodes first, or one that all
-    /// share. [default: the configuration's, else the first, which all share]
+    /// GPUs, by index (0,1), range (0-3) or UUID: one for each node, or each rank of each node, prefill nodes
+    /// first; or those of one node, which all share. [default: the configuration's, else the first, which all
+    /// share]
     #[arg(long)]
     gpus: Option<String>,
     /// Where the OpenAI HTTP API listens. [default: the configuration's, else 127.0.0.1:8000]
@@ -290,8 +291,8 @@ async fn serve(
     let common = Common::new(args, config, model, console)?;
     for (role, count) in [("prefill", args.prefill), ("decode", args.decode)] {
         for index in 0..count {
-            let gpu = common.gpus.get(cluster.nodes.len());
-            cluster.nodes.push(Supervised::start(common.node(role, index, gpu)));
+            let gpus = common.gpus.get(cluster.nodes.len());
+            cluster.nodes.push(Supervised::start(common.node(role, index, gpus)));
         }
     }
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
@@ -348,8 +349,8 @@ struct Common {
     console: Console,
     bin_dir: PathBuf,
     envs: Vec<(String, String)>,
-    /// Of each node, prefill nodes first; none where nodes choose themselves.
-    gpus: Vec<String>,
+    /// Of each node those of its ranks, prefill nodes first; none where nodes choose themselves.
+    gpus: Vec<Vec<String>>,
     config: Option<PathBuf>,
     /// Nodes register themselves; the router is given no list.
     etcd: bool,
@@ -384,7 +385,7 @@ impl Common {
         }
         let nodes = args.prefill + args.decode;
         let gpus = match &args.gpus {
-            Some(list) => gpus::of_nodes(list, nodes)?,
+            Some(list) => gpus::of_nodes(list, nodes, config.node.tp)?,
             None => Vec::new(),
         };
         let FoundModel { path: model, mut envs } = model;
@@ -449,12 +450,12 @@ impl Common {
         }
     }
 
-    fn node(&self, role: &str, index: u32, gpu: Option<&String>) -> ChildSpec {
+    fn node(&self, role: &str, index: u32, gpus: Option<&Vec<String>>) -> ChildSpec {
         let name = format!("{role}-{index}");
-        let on_gpu = gpu.map(|gpu| {
+        let on_gpu = gpus.map(|gpus| {
             // Who names a GPU wants it.
-            [("BATON_NODE_GPU", gpu.as_str()), ("BATON_NODE_DEVICE", "cuda")]
-                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            [("BATON_NODE_GPU", gpus.join(",")), ("BATON_NODE_DEVICE", "cuda".to_owned())]
+                .map(|(name, value)| (name.to_owned(), value))
         });
         let args = flags(&[
             ("--node-id", &name),

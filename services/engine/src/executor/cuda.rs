@@ -7,6 +7,7 @@
 
 mod graphs;
 mod kv_size;
+mod rank;
 mod rows;
 
 use std::{
@@ -18,7 +19,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
 use kernels::{
-    Dtype, KvArena, KvLayout,
+    Backend, Dtype, KvArena, KvLayout, Shard,
     arena::{StreamAccess, StreamStep},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, Delays, DeviceBatch,
@@ -30,6 +31,7 @@ use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 
 use self::graphs::{Graphs, Parts};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
+pub use self::rank::{CudaRank, join};
 use self::rows::{Rows, STOPS_MAX, Scheduled};
 use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
 use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
@@ -53,6 +55,9 @@ pub enum CudaExecutorError {
     KvTooSmall { left: u64, free: u64, tokens: u32, wanted: u64 },
     #[error("cannot start the thread that waits for the GPU: {0}")]
     Spawn(#[from] io::Error),
+    /// Of several ranks: at the start, before anything is computed.
+    #[error("the ranks did not come together: {0}")]
+    Together(String),
 }
 
 /// A model whose weights lie on the GPU.
@@ -83,7 +88,7 @@ impl CudaModel {
         limits: &ExecutorLimits,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CudaExecutorError> {
-        check_sizes(checkpoint.config())?;
+        check_sizes(checkpoint.config(), backend.shard())?;
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.slots.min(limits.step_tokens) as usize,
@@ -113,7 +118,8 @@ impl CudaModel {
         limits: &ExecutorLimits,
         tuning: &Tuning,
     ) -> Result<Tuned, CudaExecutorError> {
-        let products = products(self.model.config(), self.backend.dtype(), limits);
+        let (config, shard) = (self.model.config(), self.model.shard());
+        let products = products(config, shard, self.backend.dtype(), limits);
         Ok(self.backend.tune(products.into_iter(), tuning)?)
     }
 
@@ -186,7 +192,7 @@ impl CudaExecutor {
         limits: ExecutorLimits,
     ) -> Result<Self, CudaExecutorError> {
         let CudaModel { mut model, mut backend, .. } = loaded;
-        check(model.config(), &kv, arena, limits)?;
+        check(model.config(), model.shard(), &kv, arena, limits)?;
         let mut batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
         let mut clock = DeviceClock::start(backend.context(), backend.compute())?;
         let parts = Parts {
@@ -317,6 +323,8 @@ impl CudaExecutor {
     fn result(&mut self, waited: Waited) -> Result<StepResult, ExecutorError> {
         let taken_at = Some(Instant::now());
         let finished = waited.map_err(|error| stopped(&error))?;
+        // A sum over the ranks may have been given up.
+        self.backend.check().map_err(|error| stopped(&error))?;
         let busy = finished.busy();
         let launched = self.launched.pop_front().expect("a result belongs to a launched step");
         let _collecting = self.backend.library().range(c"collect", launched.step_id);
@@ -383,6 +391,10 @@ impl Executor for CudaExecutor {
 impl Drop for CudaExecutor {
     fn drop(&mut self) {
         self.frames = None;
+        if let (Some(group), false) = (self.backend.group(), self.launched.is_empty()) {
+            // The other ranks may be gone.
+            let _ = group.stop();
+        }
         if let Some(thread) = self.thread.take()
             && let Err(panic) = thread.join()
         {
@@ -439,13 +451,20 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
 
 /// Every product of a forward, of every number of rows that is told from others: those of decode steps
 /// first, then the largest prompts', for the time may not suffice for all.
-fn products(config: &ModelConfig, dtype: Dtype, limits: &ExecutorLimits) -> Vec<Product> {
-    let heads = config.head_shape();
+fn products(
+    config: &ModelConfig,
+    shard: Shard,
+    dtype: Dtype,
+    limits: &ExecutorLimits,
+) -> Vec<Product> {
+    let heads = config.head_shape_of(shard);
+    let ffn_size = shard.part(config.ffn_size).len();
+    let tokens = shard.tokens(config.vocab_size).len();
     let layer = [
         (config.hidden_size, heads.qkv_width()),
         (heads.query_width(), config.hidden_size),
-        (config.hidden_size, 2 * config.ffn_size),
-        (config.ffn_size, config.hidden_size),
+        (config.hidden_size, 2 * ffn_size),
+        (ffn_size, config.hidden_size),
     ];
     let (mut products, mut prompts) = (Vec::new(), Vec::new());
     for rows in row_steps(limits.step_tokens as usize) {
@@ -453,7 +472,7 @@ fn products(config: &ModelConfig, dtype: Dtype, limits: &ExecutorLimits) -> Vec<
         products.extend(layer.map(|(inputs, outputs)| (rows, inputs, outputs, dtype)));
     }
     for rows in row_steps(limits.slots.min(limits.step_tokens) as usize) {
-        products.push((rows, config.hidden_size, config.vocab_size, Dtype::F32));
+        products.push((rows, config.hidden_size, tokens, Dtype::F32));
     }
     products.extend(prompts.into_iter().rev());
     let packed = |(rows, inputs, outputs, to)| Product::packed(rows, inputs, outputs, dtype, to);
@@ -461,32 +480,34 @@ fn products(config: &ModelConfig, dtype: Dtype, limits: &ExecutorLimits) -> Vec<
 }
 
 /// What the kernels' loads need of a model.
-fn check_sizes(config: &ModelConfig) -> Result<(), CudaError> {
+fn check_sizes(config: &ModelConfig, shard: Shard) -> Result<(), CudaExecutorError> {
+    config.check_shard(shard)?;
     let sizes = [
         ("the model's hidden size", config.hidden_size),
-        ("the model's feed-forward size", config.ffn_size),
+        ("a rank's feed-forward size", shard.part(config.ffn_size).len()),
         ("the model's head size", config.head_dim),
     ];
     for (what, value) in sizes {
         if !value.is_multiple_of(8) {
             let (value, allowed) = (value.to_string(), "multiples of 8");
-            return Err(CudaError::Unsupported { what, value, allowed });
+            return Err(CudaError::Unsupported { what, value, allowed }.into());
         }
     }
     if config.head_dim > 256 {
         let (what, value) = (sizes[2].0, config.head_dim.to_string());
-        return Err(CudaError::Unsupported { what, value, allowed: "up to 256" });
+        return Err(CudaError::Unsupported { what, value, allowed: "up to 256" }.into());
     }
     Ok(())
 }
 
 fn check(
     config: &ModelConfig,
+    shard: Shard,
     kv: &DeviceKv,
     arena: &KvArena,
     limits: ExecutorLimits,
 ) -> Result<(), CudaExecutorError> {
-    let (found, wanted) = (kv.layout(), config.kv_layout(kv.layout().dtype));
+    let (found, wanted) = (kv.layout(), config.kv_layout_of(kv.layout().dtype, shard));
     if found != wanted || arena.layout() != found {
         return Err(CudaExecutorError::Layout { found, wanted });
     }

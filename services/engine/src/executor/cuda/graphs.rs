@@ -78,7 +78,7 @@ impl Graphs {
             parts.read_prompt(tokens)?;
         }
         let prompts_read = started.elapsed();
-        let heads = parts.model.config().head_shape();
+        let heads = parts.model.config().head_shape_of(parts.model.shard());
         let is_on = parts.backend.options().graphs;
         let can_record = is_on && parts.backend.can_record(heads);
         let rows_max = limits.slots.min(limits.step_tokens);

@@ -1,0 +1,123 @@
+//! The engine of several ranks, a process and a GPU each: this program again, with its own arguments.
+
+use std::{
+    env, mem::ManuallyDrop, process::Command, process::Stdio, time::Duration, time::Instant,
+};
+
+use ::ranks::{GroupSettings, RankGroup, Seat, run_rank};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use engine::executor::{
+    ExecutorLimits,
+    cuda::{CudaExecutor, CudaModel, CudaRank},
+};
+use kernels::{
+    KvArena, Shard,
+    cpu::Group,
+    cuda::{CudaBackend, DeviceKv, Driver},
+    shared::{RegionName, SharedRegion},
+};
+use model::Checkpoint;
+
+use super::{EngineArgs, StartPart, Started, limits, load_bar, options, show};
+use crate::{bench::tune, model_store};
+
+/// What the region of the ranks' words says it is for.
+const PURPOSE: &str = "bench-kv";
+/// For weights of any size.
+const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
+
+/// The GPU of each rank.
+fn gpus(args: &EngineArgs) -> Result<Vec<String>> {
+    let ranks = args.tp as usize;
+    let names: Vec<String> = match &args.gpu {
+        Some(gpus) => gpus.split(',').map(|gpu| gpu.trim().to_owned()).collect(),
+        None => (0..ranks).map(|index| index.to_string()).collect(),
+    };
+    let given = names.len();
+    ensure!(given == ranks, "--gpu names {given} GPUs for --tp {ranks}; allowed is one for each");
+    let driver = Driver::open()?;
+    let uuid = |name: &String| Ok(driver.device_named(name)?.uuid);
+    names.iter().map(uuid).collect()
+}
+
+fn backend(args: &EngineArgs, gpu: &str) -> Result<CudaBackend> {
+    Ok(CudaBackend::open(Some(gpu), args.kernels.path().as_deref(), options(args))?)
+}
+
+/// Starts the ranks, and waits until they have loaded.
+pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Started> {
+    let shard = Shard::new(0, args.tp as usize).context("--tp: there are not so many ranks")?;
+    checkpoint.config().check_shard(shard)?;
+    let gpus = gpus(args)?;
+    let begun = Instant::now();
+    let (isa, roof_gb_per_s) = {
+        let backend = backend(args, &gpus[0])?;
+        let roof = args.roof_gb_per_s.map_or_else(|| backend.read_gb_per_s(), |it| Ok(Some(it)))?;
+        (format!("{} × {}", args.tp, backend.context().device().name), roof)
+    };
+    let roof = StartPart::new("roof", begun.elapsed());
+    let begun = Instant::now();
+    let mut epoch = [0; 16];
+    getrandom::fill(&mut epoch).map_err(|error| anyhow!("no random numbers: {error}"))?;
+    let epoch = u128::from_le_bytes(epoch);
+    let name = RegionName::own(epoch, PURPOSE);
+    let region = SharedRegion::create(&name, Group::region_bytes(args.tp as usize))?;
+    let told = name.file_name().into_bytes();
+    let command = |seat: &Seat| {
+        let mut command = Command::new("/proc/self/exe");
+        command.args(env::args_os().skip(1)).args(["--rank", &seat.to_string()]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    };
+    let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), command)?;
+    region.unlink();
+    group.poll(args.poll);
+    let parts = vec![roof, StartPart::new("ranks", begun.elapsed())];
+    let executor = Box::new(group);
+    Ok(Started { executor, isa, read_stream: None, roof_gb_per_s, parts, tuned: Vec::new() })
+}
+
+/// The life of one rank.
+pub(super) fn run(args: &EngineArgs, seat: &Seat) -> Result<()> {
+    run_rank(seat, |told| {
+        // Kept after an error: the others would say that this rank has left, and not why.
+        let mut rank = ManuallyDrop::new(joined(seat, told).map_err(|error| format!("{error:#}"))?);
+        let executor = load(args, seat, &mut rank).map_err(|error| format!("{error:#}"))?;
+        drop(ManuallyDrop::into_inner(rank));
+        Ok((executor, Vec::new()))
+    })?;
+    Ok(())
+}
+
+fn joined(seat: &Seat, told: &[u8]) -> Result<CudaRank> {
+    let name = str::from_utf8(told).ok().and_then(RegionName::parse);
+    let name = name.context("what it is told is not what this program tells")?;
+    let region = SharedRegion::open(&name, Group::region_bytes(seat.of as usize))?;
+    let shard = Shard::new(seat.rank as usize, seat.of as usize).context("there is such a rank")?;
+    Ok(CudaRank::new(Group::new(&region, 0, shard, LOAD_PATIENCE)))
+}
+
+fn load(args: &EngineArgs, seat: &Seat, rank: &mut CudaRank) -> Result<CudaExecutor> {
+    let path = model_store::resolve(&args.models_dir, &args.model)?;
+    let checkpoint = Checkpoint::open(&path, args.load_format)?;
+    let limits: ExecutorLimits = limits(args, checkpoint.config())?;
+    let gpu = &gpus(args)?[seat.rank as usize];
+    let backend = rank.join(backend(args, gpu)?)?;
+    let context = backend.context().clone();
+    let bar = (seat.rank == 0).then(load_bar);
+    let mut model = CudaModel::load(&checkpoint, backend, &limits, &mut |progress| {
+        bar.iter().for_each(|bar| show(bar, progress));
+    })?;
+    bar.iter().for_each(indicatif::ProgressBar::finish_and_clear);
+    // What one rank finds the next does not wait for: all have the same shapes.
+    tune::tune(&mut model, &limits, args.tune, args.tune_dir.as_ref())?;
+    let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
+    let layout = layout.with_heads(layout.kv_head_count / seat.of as usize);
+    let kv = DeviceKv::new(&context, layout, limits.blocks)?;
+    let arena = KvArena::remote(kv.clone())?;
+    // Sums do not wait for ever for one that is still tuning.
+    rank.least(limits.blocks)?;
+    let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
+    executor.poll(args.poll);
+    Ok(executor)
+}
