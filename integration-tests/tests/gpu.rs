@@ -31,4 +31,5 @@ mod gpu {
     mod rows;
     mod sampling;
     mod start;
+    mod tp;
 }

@@ -406,8 +406,7 @@ impl Moving<BlockWrite> for CudaPull {
     }
 
     fn finish(mut self: Box<Self>) -> Result<Vec<BlockWrite>, String> {
-        let marks = self.marks.iter();
-        let seen = marks.map(Event::synchronize).collect::<Result<(), _>>();
+        let seen = self.marks.iter().try_for_each(Event::synchronize);
         seen.map_err(|error| error.to_string())?;
         Ok(self.to.take().unwrap_or_default())
     }

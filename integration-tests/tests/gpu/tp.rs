@@ -1,0 +1,384 @@
+//! Nodes of several ranks, a process and a GPU each: their tokens are one GPU's, and their KV is one
+//! arena's, whichever numbers of ranks it goes from and to.
+
+use std::{
+    collections::HashMap,
+    env,
+    process::{Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use engine::{
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop,
+    event::{Action, Input, NewSequence, SequenceId},
+    executor::{
+        Executor, ExecutorLimits,
+        cuda::{CudaExecutor, CudaModel, CudaRank},
+        sim::{CostModel, SimExecutor},
+    },
+};
+use kernels::{
+    BlockId, KvArena, KvLayout, Shard, WeightFormat,
+    arena::BlockWrite,
+    cpu::Group,
+    cuda::{
+        Context, CudaBackend, CudaOptions, DeviceKv, Driver, IpcMemory, KernelLibrary, RankedKv,
+    },
+    peer::PeerMemory,
+    sampling::Sampling,
+    shared::{RegionName, SharedRegion},
+};
+use model::{Checkpoint, LoadFormat};
+use ranks::{GroupSettings, RankGroup, Seat, run_rank};
+
+use super::{
+    bench::{Gpu, gpu},
+    executor::{Outcome, on_gpu, run_arriving, sequence},
+};
+
+const SEAT: &str = "BATON_TEST_SEAT";
+const PATIENCE: Duration = Duration::from_secs(120);
+const BLOCKS: u32 = 64;
+
+/// What ranks are told to be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Part {
+    /// Memory for KV and nothing else.
+    Kv,
+    Model {
+        weights: WeightFormat,
+        graphs: bool,
+    },
+}
+
+impl Part {
+    const ALL: [Self; 5] = [
+        Self::Kv,
+        Self::Model { weights: WeightFormat::F32, graphs: true },
+        Self::Model { weights: WeightFormat::F32, graphs: false },
+        Self::Model { weights: WeightFormat::Bf16, graphs: true },
+        Self::Model { weights: WeightFormat::Bf16, graphs: false },
+    ];
+
+    fn place(self) -> usize {
+        Self::ALL.iter().position(|part| *part == self).unwrap()
+    }
+}
+
+fn options(weights: WeightFormat, graphs: bool) -> CudaOptions {
+    CudaOptions { graphs, ..CudaOptions::new(weights) }
+}
+
+/// Four KV heads, and a vocabulary that is cut between runs of tokens.
+fn model() -> Checkpoint {
+    let folder = tempfile::tempdir().unwrap();
+    let config = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+        "vocab_size": 13_000, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2
+    });
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, config.to_string()).unwrap();
+    Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).unwrap()
+}
+
+fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
+    ExecutorLimits {
+        slots: 8,
+        step_tokens: 96,
+        sequence_tokens: 512,
+        blocks: BLOCKS,
+        depth: 2,
+        vocabulary: checkpoint.config().vocab_size as u32,
+        speculation: None,
+    }
+}
+
+fn layout(checkpoint: &Checkpoint, part: Part) -> KvLayout {
+    let weights = match part {
+        Part::Kv => WeightFormat::Bf16,
+        Part::Model { weights, .. } => weights,
+    };
+    checkpoint.config().kv_layout(weights.kv_dtype())
+}
+
+/// A rank's whole life, in a process of its own.
+#[test]
+fn takes_its_seat_if_told() {
+    let Ok(seat) = env::var(SEAT) else { return };
+    let seat: Seat = seat.parse().unwrap();
+    let outcome = run_rank(&seat, |told| {
+        let told = str::from_utf8(told).unwrap();
+        let (region, place) = told.split_once(' ').unwrap();
+        let part = Part::ALL[place.parse::<usize>().unwrap()];
+        let driver = Driver::open().unwrap();
+        let device = driver.devices().unwrap()[seat.rank as usize].clone();
+        let context = Context::new(driver, device).unwrap();
+        let checkpoint = model();
+        let (limits, layout) = (limits(&checkpoint), layout(&checkpoint, part));
+        let own = layout.with_heads(layout.kv_head_count / seat.of as usize);
+        let (executor, kv): (Box<dyn Executor>, _) = match part {
+            Part::Kv => {
+                let kv = DeviceKv::new(&context, own, BLOCKS).unwrap();
+                (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
+            }
+            Part::Model { weights, graphs } => {
+                let path = env::var_os("BATON_TEST_KERNELS").map(std::path::PathBuf::from);
+                let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
+                let backend = CudaBackend::new(&context, library, options(weights, graphs));
+                let mut rank = CudaRank::new(exchange(region, &seat));
+                let backend = rank.join(backend.unwrap()).map_err(|error| error.to_string())?;
+                let model = CudaModel::load(&checkpoint, backend, &limits, &mut |_| ()).unwrap();
+                let kv = DeviceKv::new(&context, own, BLOCKS).unwrap();
+                let arena = KvArena::remote(kv.clone()).unwrap();
+                assert_eq!(rank.least(100 - seat.rank).unwrap(), 101 - seat.of);
+                let executor = CudaExecutor::start(model, kv.clone(), &arena, limits);
+                (Box::new(executor.map_err(|error| error.to_string())?), kv)
+            }
+        };
+        Ok((executor, IpcMemory::new(kv).export()?))
+    });
+    if let Err(error) = &outcome {
+        eprintln!("rank {}: {error}", seat.rank);
+    }
+    std::process::exit(i32::from(outcome.is_err()));
+}
+
+fn exchange(region: &str, seat: &Seat) -> Group {
+    let (rank, of) = (seat.rank as usize, seat.of as usize);
+    let name = RegionName::parse(region).unwrap();
+    let region = SharedRegion::open(&name, Group::region_bytes(of)).unwrap();
+    Group::new(&region, 0, Shard::new(rank, of).unwrap(), PATIENCE)
+}
+
+fn epoch() -> u128 {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    u128::from(std::process::id()) << 64 | u128::from(NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+fn group(ranks: u32, part: Part) -> RankGroup {
+    let epoch = epoch();
+    let name = RegionName::own(epoch, "test-kv");
+    let region = SharedRegion::create(&name, Group::region_bytes(ranks as usize)).unwrap();
+    let told = format!("{} {}", name.file_name(), part.place());
+    let settings = GroupSettings {
+        start_within: PATIENCE,
+        ..GroupSettings::new(epoch, ranks, told.into_bytes())
+    };
+    let command = |seat: &Seat| {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", "gpu::tp::takes_its_seat_if_told", "--nocapture"]);
+        command.env(SEAT, seat.to_string()).stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    };
+    let group = RankGroup::start(settings, command).unwrap();
+    region.unlink();
+    group
+}
+
+/// As many GPUs as there are ranks; `None` after saying that there are fewer.
+fn gpus(ranks: u32) -> Option<Gpu> {
+    let gpu = gpu()?;
+    let found = gpu.context.driver().devices().unwrap().len();
+    if found < ranks as usize {
+        eprintln!("skipped: {ranks} ranks want as many GPUs, there are {found}");
+        return None;
+    }
+    Some(gpu)
+}
+
+fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
+    let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
+    let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(executor.limits()) };
+    StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
+}
+
+/// Greedy ones say how sure they were; the others show that ranks draw alike.
+fn requests() -> Vec<NewSequence> {
+    let request = |id: u128| {
+        let length = 1 + (id * 37 % 110) as u32;
+        let tokens = (0..length).map(|at| (at * 311 + id as u32 * 101 + at / 7) % 13_000).collect();
+        let greedy = Sampling { logprobs: Some(2), ..Sampling::greedy() };
+        let sampling = match id % 4 {
+            3 => Sampling { temperature: 0.8, top_k: 50, top_p: 0.9, seed: id as u64, ..greedy },
+            _ => greedy,
+        };
+        let sequence = sequence(id, tokens, 24 + (id * 13 % 30) as u32, sampling);
+        NewSequence { ignore_stop_tokens: true, ..sequence }
+    };
+    (0..12).map(request).collect()
+}
+
+type Outcomes = HashMap<SequenceId, Outcome>;
+
+fn run<E: Executor>(engine: &mut StepLoop<E>) -> Outcomes {
+    run_arriving(engine, requests(), 2, &HashMap::new())
+}
+
+/// Sums of the same numbers in another order differ by less.
+const SURE: f32 = 1e-3;
+
+/// Greedy tokens are equal as long as they are sure; `true` where a draw or a tie may differ.
+fn compare(found: &Outcomes, wanted: &Outcomes, what: &str) {
+    let mut compared = 0;
+    for (id, wanted) in wanted {
+        let found = &found[id];
+        assert!(!found.is_failed && !wanted.is_failed, "{what}: sequence {} failed", id.0);
+        assert_eq!(found.tokens.len(), wanted.tokens.len(), "{what}: sequence {}", id.0);
+        if id.0 % 4 == 3 {
+            continue;
+        }
+        for (at, (found, wanted)) in found.tokens.iter().zip(&wanted.tokens).enumerate() {
+            let top = &wanted.logprobs.as_ref().unwrap().top;
+            if top[0].1 - top[1].1 < SURE {
+                break;
+            }
+            assert_eq!(found.id, wanted.id, "{what}: sequence {}, token {at}", id.0);
+            compared += 1;
+        }
+    }
+    assert!(compared > 100, "{what}: {compared} tokens show little");
+}
+
+fn same(found: &Outcomes, wanted: &Outcomes, what: &str) {
+    for (id, wanted) in wanted {
+        assert_eq!(found[id].ids(), wanted.ids(), "{what}: sequence {}", id.0);
+    }
+}
+
+/// That the ranks chose the same tokens the group has looked at in every step.
+fn tokens_of(ranks: u32) {
+    let Some(gpu) = gpus(ranks) else { return };
+    let checkpoint = model();
+    let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits(&checkpoint)) };
+    let weights = WeightFormat::F32;
+    let (mut one, _arena) = on_gpu(&gpu, &checkpoint, options(weights, true), config, |_| ());
+    let wanted = run(&mut one);
+    drop(one);
+    let what = format!("{ranks} ranks");
+    let recorded = {
+        let mut engine = step_loop(group(ranks, Part::Model { weights, graphs: true }));
+        let first = run(&mut engine);
+        // Once more, of what the prefix cache has.
+        compare(&run(&mut engine), &wanted, &format!("{what}, again"));
+        first
+    };
+    compare(&recorded, &wanted, &what);
+    let mut eager = step_loop(group(ranks, Part::Model { weights, graphs: false }));
+    same(&run(&mut eager), &recorded, &format!("{what}, eager"));
+    drop(eager);
+    let [recorded, eager] = [true, false].map(|graphs| {
+        run(&mut step_loop(group(ranks, Part::Model { weights: WeightFormat::Bf16, graphs })))
+    });
+    same(&eager, &recorded, &format!("{what}, bf16"));
+}
+
+#[test]
+fn two_ranks_write_the_tokens_of_one() {
+    tokens_of(2);
+}
+
+#[test]
+fn four_ranks_write_the_tokens_of_one() {
+    tokens_of(4);
+}
+
+#[test]
+fn a_killed_rank_ends_its_group_soon_and_the_next_one_serves() {
+    let Some(_gpu) = gpus(2) else { return };
+    let part = Part::Model { weights: WeightFormat::F32, graphs: true };
+    let group_of_two = group(2, part);
+    let victim = group_of_two.process_ids()[1];
+    let mut engine = step_loop(group_of_two);
+    let mut actions = Vec::new();
+    for request in requests() {
+        engine.handle(Input::Arrived(request), &mut actions);
+    }
+    let has_tokens =
+        |actions: &[Action]| actions.iter().any(|action| matches!(action, Action::Tokens { .. }));
+    let until = Instant::now() + PATIENCE;
+    while !has_tokens(&actions) {
+        engine.turn(PATIENCE, &mut actions).unwrap();
+        assert!(Instant::now() < until, "a first token");
+    }
+    assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
+    let killed = Instant::now();
+    let error = loop {
+        match engine.turn(PATIENCE, &mut actions) {
+            Ok(_) => assert!(killed.elapsed() < PATIENCE, "the group goes on without a rank"),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.contains("rank 1 of 2 ended: killed by signal 9"), "{error}");
+    drop(engine);
+    assert!(killed.elapsed() < Duration::from_secs(20), "{:?}", killed.elapsed());
+    let outcomes = run(&mut step_loop(group(2, part)));
+    assert!(outcomes.values().all(|outcome| !outcome.is_failed));
+}
+
+fn pattern(layout: KvLayout, block: u32, seed: u32) -> Vec<u8> {
+    let mut state = (block + 1).wrapping_mul(2_654_435_761) ^ seed;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8
+    };
+    (0..layout.block_bytes()).map(|_| next()).collect()
+}
+
+/// The test plays both nodes: it has what the ranks of each have let it in on.
+#[test]
+fn blocks_go_from_any_number_of_ranks_to_any_other() {
+    let Some(gpu) = gpus(1) else { return };
+    let found = gpu.context.driver().devices().unwrap().len() as u32;
+    let layout = layout(&model(), Part::Kv);
+    let counts: Vec<u32> = [1, 2, 4].into_iter().filter(|ranks| *ranks <= found).collect();
+    for from in &counts {
+        for to in &counts {
+            let what = format!("{from} to {to}");
+            let groups = [from, to].map(|ranks| group(*ranks, Part::Kv));
+            let [sends, receives] = [0, 1].map(|at: usize| {
+                let kv = RankedKv::imported(layout, &groups[at].said()).unwrap();
+                KvArena::remote(kv).unwrap()
+            });
+            for block in 0..BLOCKS {
+                let bytes = pattern(layout, block, *from);
+                sends.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
+                let mut back = vec![0; bytes.len()];
+                sends.read(BlockId(block)).unwrap().copy_to_host(&mut back).unwrap();
+                assert!(back == bytes, "{what}: block {block} on the sender");
+            }
+            let export = sends.peer_memory().unwrap().export().unwrap();
+            let mut peer = receives.peer_memory().unwrap().import(&export).unwrap();
+            // Runs, single blocks and others' places.
+            let pairs: Vec<(u32, u32)> = (0..20)
+                .map(|i| (i, i + 7))
+                .chain((0..5).map(|i| (40 + 3 * i, 60 - 2 * i)))
+                .collect();
+            let from_blocks: Vec<BlockId> = pairs.iter().map(|pair| BlockId(pair.0)).collect();
+            let to_blocks: Vec<BlockWrite> =
+                pairs.iter().map(|pair| receives.write(BlockId(pair.1)).unwrap()).collect();
+            let mut moving = peer.pull(&from_blocks, to_blocks).unwrap();
+            let until = Instant::now() + PATIENCE;
+            while !moving.is_done().unwrap() {
+                assert!(Instant::now() < until, "{what}: copies end");
+            }
+            drop(moving.finish().unwrap());
+            for block in 0..BLOCKS {
+                let mut found = vec![0; layout.block_bytes()];
+                receives.read(BlockId(block)).unwrap().copy_to_host(&mut found).unwrap();
+                let source = pairs.iter().find(|pair| pair.1 == block);
+                let wanted = source
+                    .map_or_else(|| vec![0; found.len()], |pair| pattern(layout, pair.0, *from));
+                assert!(found == wanted, "{what}: block {block}");
+            }
+            drop(peer);
+            drop((sends, receives));
+            drop(groups);
+        }
+    }
+}
