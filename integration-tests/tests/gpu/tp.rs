@@ -163,7 +163,7 @@ fn epoch() -> u128 {
 
 fn group(ranks: u32, part: Part) -> RankGroup {
     let epoch = epoch();
-    let name = RegionName::own(epoch, "test-kv");
+    let name = RegionName::own(epoch, "test_kv");
     let region = SharedRegion::create(&name, Group::region_bytes(ranks as usize)).unwrap();
     let told = format!("{} {}", name.file_name(), part.place());
     let settings = GroupSettings {

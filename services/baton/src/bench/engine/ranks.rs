@@ -22,7 +22,7 @@ use super::{EngineArgs, StartPart, Started, limits, load_bar, options, show};
 use crate::{bench::tune, model_store};
 
 /// What the region of the ranks' words says it is for.
-const PURPOSE: &str = "bench-kv";
+const PURPOSE: &str = "bench_kv";
 /// For weights of any size.
 const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 
