@@ -35,7 +35,7 @@ def tile_of(w, rows):
 def tiles_of(rows, n, depth, epilogue=PLAIN, head_dim=0):
     """Those that a product can be asked for."""
     ask = lambda t: kernels.baton_skinny_gemm_tile(ctypes.byref(SkinnyArgs(rows=rows, n=n, depth=depth, epilogue=epilogue, head_dim=head_dim, tile=t)))
-    return [t for t in (16, 32, 64, 112, 128) if ask(t) == t]
+    return [t for t in (16, 32, 64, 112, 128, 224) if ask(t) == t]
 
 
 def prepare(residual, norm, mirror, squares, pdl=0):
@@ -162,6 +162,13 @@ def speed(results, best, only=None):
             graphs = {"cublas": capture(peer)}
             for tile, pdl in ((0, 0), (0, 1), *((t, 1) for t in tiles_of(rows, n, depth))) if rows <= 64 else ():
                 graphs[f"own {tile}" + (" pdl" if pdl else "")] = capture(lambda: [own(w[i], x, PLAIN, out, tile, pdl) for i in range(copies)])
+            # What follows them in a step, at the numbers of rows that wide tiles are for.
+            if rows >= 32 and name.endswith(("gate_up", "lm_head")):
+                is_gated = name.endswith("gate_up")
+                label, epilogue = ("silu", SILU) if is_gated else ("f32", F32)
+                to = torch.empty(rows, n // 2, device="cuda", dtype=torch.bfloat16) if is_gated else torch.empty(rows, n, device="cuda")
+                for tile in tiles_of(rows, n, depth, epilogue):
+                    graphs[f"{label} {tile}"] = capture(lambda: [own(w[i], x, epilogue, to, tile, 1) for i in range(copies)])
             timed = alternate(graphs, 9)
             line = []
             for case, (mid, lo, hi) in timed.items():

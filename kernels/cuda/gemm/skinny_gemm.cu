@@ -353,8 +353,8 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
   BATON_REQUIRE(p.depth > 0 && p.depth % 8 == 0, "depth is %d; allowed are multiples of 8", p.depth);
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; allowed is 0 or more", p.grid);
-  BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128,
-                "tile is %d; allowed is 0, 16, 32, 64, 112 or 128", p.tile);
+  BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 || p.tile == 224,
+                "tile is %d; allowed is 0, 16, 32, 64, 112, 128 or 224", p.tile);
   if (p.epilogue == BATON_SKINNY_QKV) {
     BATON_REQUIRE(p.head_dim > 0, "head_dim is %d; allowed are multiples of 16", p.head_dim);
     const int multiple = p.tile != 0 ? p.tile : 16;

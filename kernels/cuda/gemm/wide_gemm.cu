@@ -116,6 +116,8 @@ __device__ __forceinline__ void wgmma_wait() {
 #define REGS32 REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGS56 REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
 #define REGS64 REGS56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGS112 REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87" \
+    ",%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define WGMMA(N, REGS, A, B, S, ...)                                                     \
   asm volatile(                                                                          \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                               \
@@ -135,6 +137,9 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
     WGMMA(64, REGS32, "%32", "%33", "%34", D8(0), D8(8), D8(16), D8(24));
   } else if constexpr (N == 112) {
     WGMMA(112, REGS56, "%56", "%57", "%58", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48));
+  } else if constexpr (N == 224) {
+    WGMMA(224, REGS112, "%112", "%113", "%114", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64),
+          D8(72), D8(80), D8(88), D8(96), D8(104));
   } else {
     static_assert(N == 128, "a width that wgmma is written out for");
     WGMMA(128, REGS64, "%64", "%65", "%66", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56));
@@ -146,6 +151,7 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 #undef REGS32
 #undef REGS56
 #undef REGS64
+#undef REGS112
 #undef WGMMA
 
 // ---- After the product ----
@@ -545,7 +551,7 @@ struct Kernel {
 #define SHAPES(X)                                                      \
   X(16, 32, 4) X(32, 32, 4) X(64, 32, 2) X(112, 32, 2) X(128, 32, 2)   \
   X(32, 64, 4) X(64, 64, 2) X(112, 64, 2) X(128, 64, 1)
-#define SILU_SHAPES(X) X(64, 128, 2) X(112, 128, 1) X(128, 128, 1)
+#define SILU_SHAPES(X) X(64, 128, 2) X(112, 128, 1) X(128, 128, 1) X(224, 128, 1)
 
 int rounded_rows(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
 
@@ -601,6 +607,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   if (encode == nullptr || p.depth % kChunk != 0 || p.n % 16 != 0) return 0;
   const int rows = rounded_rows(p.rows);
   auto is_served = [&](int tile) {
+    if (tile == 224 && rows != 128) return false;
     if (rows == 128 && (p.epilogue != BATON_SKINNY_SILU || tile < 64)) return false;
     if (rows == 64 && tile < 32) return false;
     return p.epilogue != BATON_SKINNY_QKV || p.head_dim % tile == 0;
@@ -611,7 +618,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   // The busiest block's rows, the time for the end of each tile, and x, which every tile goes over.
   const int grid = p.grid > 0 ? p.grid : device.multiprocessors;
   int best = 0, least = 1 << 30;
-  for (int tile : {128, 112, 64, 32, 16}) {
+  for (int tile : {224, 128, 112, 64, 32, 16}) {
     if (!is_served(tile)) continue;
     const int cost = divide_up(divide_up(p.n, tile), grid) * (tile + 8 + rows / 4);
     if (cost < least) least = cost, best = tile;
