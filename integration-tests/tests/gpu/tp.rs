@@ -124,6 +124,8 @@ fn takes_its_seat_if_told() {
         let (executor, kv): (Box<dyn Executor>, _) = match part {
             Part::Kv => {
                 let kv = DeviceKv::new(&context, own, BLOCKS).unwrap();
+                // As long as the process.
+                std::mem::forget(kv.clone());
                 (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
             }
             Part::Model { weights, graphs } => {

@@ -230,7 +230,7 @@ impl Node {
                 data_bind: config.transfer.data,
                 advertise_host: config.transfer.advertised_host(),
                 limits: transfer_limits,
-                carriers: settings::carriers(&config.transfer),
+                carriers: settings::carriers(&config.transfer, node.tp),
             },
             arena.clone(),
             sink,

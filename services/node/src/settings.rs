@@ -11,6 +11,7 @@ use kernels::{
 };
 use kv_transfer::{Carrier, Carriers, Choice, ClusterSecret, Limits, SecretTooShort};
 use model::{LoadFormat, ModelConfig};
+use tracing::warn;
 
 /// The sections that a node reads.
 pub const SECTIONS: &[config::Section] = &[
@@ -281,8 +282,15 @@ pub(crate) fn transfer_limits(
 }
 
 /// How KV may travel.
-pub(crate) fn carriers(transfer: &config::Transfer) -> Carriers {
+pub(crate) fn carriers(transfer: &config::Transfer, ranks: u32) -> Carriers {
     let choice = match transfer.transport {
+        config::Transport::Nccl if ranks > 1 => {
+            warn!(
+                wanted = "nccl",
+                ranks, "nccl moves blocks of one GPU: KV goes by ipc, else by tcp"
+            );
+            Choice::Auto
+        }
         config::Transport::Auto => Choice::Auto,
         config::Transport::Tcp => Choice::Only(Carrier::Tcp),
         config::Transport::Ipc => Choice::Only(Carrier::Ipc),
