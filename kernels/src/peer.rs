@@ -54,6 +54,20 @@ pub enum End {
     Receiver,
 }
 
+/// How long the other end is waited for.
+#[derive(Clone, Copy)]
+pub struct Patience<'a> {
+    pub deadline: Instant,
+    /// Whether there is nobody to wait for any more, or nobody who waits; looked at now and then.
+    pub given_up: &'a (dyn Fn() -> bool + Sync),
+}
+
+impl From<Instant> for Patience<'static> {
+    fn from(deadline: Instant) -> Self {
+        Self { deadline, given_up: &|| false }
+    }
+}
+
 /// Makes channels to other GPUs, through which both ends move blocks together. Errors are for people.
 pub trait PeerChannels: Send + Sync {
     /// Loads what is needed, which else happens when the first channel is made.
@@ -65,14 +79,15 @@ pub trait PeerChannels: Send + Sync {
     /// Whether whoever was invited so can join.
     fn accept(&self, invitation: &[u8]) -> Result<(), String>;
 
-    /// Joins the other end, which does the same, or gives up at the deadline. `multiprocessors`: how
-    /// many the channel takes while it moves blocks; unset: as many as it likes.
+    /// Joins the other end, which does the same, or gives up with the patience. No other channel waits
+    /// meanwhile. `multiprocessors`: how many the channel takes while it moves blocks; unset: as many as
+    /// it likes.
     fn join(
         &self,
         invitation: &[u8],
         end: End,
         multiprocessors: Option<u32>,
-        deadline: Instant,
+        patience: Patience<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String>;
 }
 

@@ -69,7 +69,10 @@ impl Wires {
                     lent.extend(blocks.iter().copied().zip(*first_block..));
                 }
             }
-            Command::Finish { .. } | Command::Abort { .. } | Command::WeightsChanged { .. } => {}
+            Command::Finish { .. }
+            | Command::Abort { .. }
+            | Command::Meet { .. }
+            | Command::WeightsChanged { .. } => {}
         }
     }
 

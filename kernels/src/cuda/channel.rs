@@ -4,6 +4,9 @@
 //! multiprocessors until the other end's is there. So the receiver puts its own first and the sender
 //! follows only then. An end that waits in vain is ended by an abort, and by nothing else: until then
 //! the blocks of the operation are not given back.
+//!
+//! Blocks that lie scattered go through slots of staging memory, which an abort drains: its copies write
+//! blocks as well.
 
 use std::{
     mem,
@@ -18,13 +21,14 @@ use std::{
 use super::{
     context::{Event, Role, Stream},
     kv::DeviceKv,
-    memory::DeviceMemory,
-    nccl::{Communicator, CommunicatorOptions, Move, Nccl, Piece, UniqueId},
+    memory::Range,
+    nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece, UniqueId},
+    staging::{Place, Staging, stretches},
 };
 use crate::{
     arena::{BlockRead, BlockWrite},
     layout::BlockId,
-    peer::{End, Moving, PeerChannel, PeerChannels},
+    peer::{End, Moving, Patience, PeerChannel, PeerChannels},
 };
 
 /// KV from or to another GPU, by kernels.
@@ -41,8 +45,24 @@ const PUT_MAX: Duration = Duration::from_secs(1);
 const ABORT_MAX: Duration = Duration::from_secs(10);
 /// Sent once to and fro before the first block, so that no block waits for the connection.
 const GREETING_BYTES: usize = 256;
+/// Of a slot, or one block where that is more: long enough for what NCCL can do, and short beside a chunk.
+const SLOT_BYTES: usize = 32 << 20;
+/// One is copied to or from while another is sent or received.
+const SLOTS: usize = 3;
+/// Runs of so many bytes are sent as they lie.
+const DIRECT_BYTES_MIN: usize = 8 << 20;
 
-const MAGIC: [u8; 8] = *b"BATONNC1";
+/// Communicators of a channel, which take turns: while the kernel of one begins or ends, that of another
+/// has the way between the GPUs to itself.
+const LANES: usize = 2;
+/// That a peer may have.
+const LANES_MAX: usize = 8;
+/// Of the multiprocessors that a communicator is made for, it takes this part for one operation unless that
+/// is far longer than a slot.
+const PART_IN_USE: u32 = 2;
+const COMMUNICATOR_BLOCKS_MAX: u32 = 64;
+
+const MAGIC: [u8; 8] = *b"BATONNC2";
 const ID_BYTES: usize = 128;
 
 /// Makes channels for one arena's blocks.
@@ -51,8 +71,16 @@ pub struct NcclChannels {
     kv: Arc<DeviceKv>,
     /// Opened when it is first needed.
     nccl: Mutex<Option<Arc<Nccl>>>,
-    /// Held by whoever puts an operation of any channel of this GPU into a stream.
-    issuing: Arc<Mutex<()>>,
+    gpu: Arc<Gpu>,
+}
+
+/// What all channels of a GPU share.
+#[derive(Debug, Default)]
+struct Gpu {
+    /// Held by whoever puts an operation of any channel into a stream; never by who waits for a peer.
+    issuing: Mutex<()>,
+    /// Of channels that have ended.
+    spare: Mutex<Vec<Staging>>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -65,7 +93,20 @@ fn words(error: impl ToString) -> String {
 
 impl NcclChannels {
     pub fn new(kv: Arc<DeviceKv>) -> Self {
-        Self { kv, nccl: Mutex::default(), issuing: Arc::default() }
+        Self { kv, nccl: Mutex::default(), gpu: Arc::default() }
+    }
+
+    /// Blocks that a slot takes, here as at every node with blocks of that size.
+    fn slot_blocks(&self) -> usize {
+        (SLOT_BYTES / self.kv.layout().block_bytes()).max(1)
+    }
+
+    fn staging(&self) -> Result<Staging, String> {
+        if let Some(staging) = locked(&self.gpu.spare).pop() {
+            return Ok(staging);
+        }
+        let bytes = self.slot_blocks() * self.kv.layout().block_bytes();
+        Staging::new(self.kv.context(), SLOTS, bytes.max(2 * GREETING_BYTES)).map_err(words)
     }
 
     fn opened(&self) -> Result<Arc<Nccl>, String> {
@@ -79,67 +120,44 @@ impl NcclChannels {
     fn joined(
         &self,
         nccl: &Arc<Nccl>,
-        id: UniqueId,
+        ids: &[UniqueId],
         end: End,
-        blocks: Option<u32>,
-        deadline: Instant,
+        multiprocessors: Option<u32>,
+        patience: Patience<'_>,
     ) -> Result<NcclChannel, String> {
         let context = self.kv.context();
         context.bind().map_err(words)?;
-        let rank = match end {
-            End::Sender => 0,
-            End::Receiver => 1,
-        };
-        let blocks = blocks.map(|blocks| (blocks, blocks));
-        let options = CommunicatorOptions { rank, ranks: 2, id, blocks };
-        let mut communicator =
-            Communicator::new(nccl, context, options, deadline).map_err(words)?;
-        let stream = Stream::new(context).map_err(words)?;
         let marks = (0..UNDER_WAY_MAX).map(|_| Event::new(context));
         let marks = marks.collect::<Result<Vec<_>, _>>().map_err(words)?;
-        let memory =
-            DeviceMemory::new(context, "a greeting by NCCL", 2 * GREETING_BYTES).map_err(words)?;
-        let (out, back) = (
-            memory.cut(GREETING_BYTES).map_err(words)?,
-            memory.cut(GREETING_BYTES).map_err(words)?,
-        );
-        let to_peer = |range| Move { peer: 1 - rank, piece: Piece::new(range, 0, GREETING_BYTES) };
-        let greeted = {
-            let _issuing = locked(&self.issuing);
-            communicator
-                .exchange(&[to_peer(&out)], &[to_peer(&back)], &stream, deadline)
-                .map_err(words)
-                .and_then(|_| marks[0].record(&stream).map_err(words))
+        let joint =
+            Joint { lanes: Vec::with_capacity(ids.len()), next: 0, staging: self.staging()? };
+        // Aborted when it is dropped, whatever comes.
+        let shared = Shared {
+            joint: Mutex::new(Some(joint)),
+            aborted: AtomicBool::new(false),
+            stuck: AtomicBool::new(false),
+            marks: Mutex::new(marks),
+            end,
+            slot_blocks: self.slot_blocks(),
+            kv: Arc::clone(&self.kv),
+            gpu: Arc::clone(&self.gpu),
         };
-        let greeted = greeted.and_then(|()| {
-            while !marks[0].is_done().map_err(words)? {
-                if Instant::now() >= deadline {
-                    return Err("the other end did not greet in time".to_owned());
-                }
-                thread::sleep(Duration::from_micros(100));
-            }
-            Ok(())
+        let blocks = multiprocessors.map(|all| {
+            let blocks = (PART_IN_USE * all / ids.len() as u32).clamp(1, COMMUNICATOR_BLOCKS_MAX);
+            (blocks, blocks)
         });
-        if let Err(reason) = greeted {
-            // Before the ranges go, for whose end the driver would wait.
-            let aborted = communicator.abort(ABORT_MAX);
-            if aborted.is_err() {
-                mem::forget((out, back));
-            }
-            return Err(reason);
+        for id in ids {
+            let options = CommunicatorOptions { rank: rank(end), ranks: 2, id: *id, blocks };
+            shared.add_lane(nccl, options, patience)?;
         }
-        Ok(NcclChannel {
-            shared: Arc::new(Shared {
-                communicator: Mutex::new(Some(communicator)),
-                aborted: AtomicBool::new(false),
-                stuck: AtomicBool::new(false),
-                marks: Mutex::new(marks),
-                stream,
-                peer: 1 - rank,
-                kv: Arc::clone(&self.kv),
-                issuing: Arc::clone(&self.issuing),
-            }),
-        })
+        Ok(NcclChannel { shared: Arc::new(shared) })
+    }
+}
+
+fn rank(end: End) -> u32 {
+    match end {
+        End::Sender => 0,
+        End::Receiver => 1,
     }
 }
 
@@ -150,11 +168,14 @@ impl PeerChannels for NcclChannels {
 
     fn invite(&self) -> Result<Vec<u8>, String> {
         let nccl = self.opened()?;
-        let id = nccl.unique_id().map_err(words)?;
+        let ids = (0..LANES).map(|_| nccl.unique_id()).collect::<Result<Vec<_>, _>>();
+        let ids = ids.map_err(words)?;
         let mut bytes = MAGIC.to_vec();
         bytes.extend_from_slice(&nccl.version().0.to_le_bytes());
         bytes.extend_from_slice(&(self.kv.layout().block_bytes() as u64).to_le_bytes());
-        bytes.extend_from_slice(&id.0);
+        bytes.extend_from_slice(&(self.slot_blocks() as u64).to_le_bytes());
+        bytes.extend_from_slice(&(ids.len() as u64).to_le_bytes());
+        bytes.extend(ids.iter().flat_map(|id| id.0));
         bytes.extend_from_slice(self.kv.context().device().uuid.as_bytes());
         Ok(bytes)
     }
@@ -174,6 +195,10 @@ impl PeerChannels for NcclChannels {
             let bytes = invitation.block_bytes;
             return Err(format!("its blocks have {bytes} bytes, ours {block_bytes}"));
         }
+        let (theirs, ours) = (invitation.slot_blocks, self.slot_blocks() as u64);
+        if theirs != ours {
+            return Err(format!("it brings {theirs} blocks together, this process {ours}"));
+        }
         if invitation.uuid == self.kv.context().device().uuid.as_bytes() {
             return Err("NCCL joins no two processes on one GPU".to_owned());
         }
@@ -184,11 +209,11 @@ impl PeerChannels for NcclChannels {
         &self,
         invitation: &[u8],
         end: End,
-        blocks: Option<u32>,
-        deadline: Instant,
+        multiprocessors: Option<u32>,
+        patience: Patience<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
-        let Invitation { id, .. } = Invitation::read(invitation)?;
-        Ok(Arc::new(self.joined(&self.opened()?, id, end, blocks, deadline)?))
+        let Invitation { ids, .. } = Invitation::read(invitation)?;
+        Ok(Arc::new(self.joined(&self.opened()?, &ids, end, multiprocessors, patience)?))
     }
 }
 
@@ -196,23 +221,33 @@ impl PeerChannels for NcclChannels {
 struct Invitation<'a> {
     version: i32,
     block_bytes: u64,
-    id: UniqueId,
+    slot_blocks: u64,
+    /// One a lane.
+    ids: Vec<UniqueId>,
     uuid: &'a [u8],
 }
 
 impl<'a> Invitation<'a> {
     fn read(bytes: &'a [u8]) -> Result<Self, String> {
-        fn parts(bytes: &[u8]) -> Option<(i32, u64, UniqueId, &[u8])> {
+        fn parts(bytes: &[u8]) -> Option<Invitation<'_>> {
             let (magic, rest) = bytes.split_first_chunk::<8>()?;
             let (version, rest) = rest.split_first_chunk()?;
             let (block_bytes, rest) = rest.split_first_chunk()?;
-            let (id, uuid) = rest.split_first_chunk::<ID_BYTES>()?;
-            let numbers = (i32::from_le_bytes(*version), u64::from_le_bytes(*block_bytes));
-            (*magic == MAGIC).then_some((numbers.0, numbers.1, UniqueId(*id), uuid))
+            let (slot_blocks, rest) = rest.split_first_chunk()?;
+            let (lanes, rest) = rest.split_first_chunk()?;
+            let lanes = usize::try_from(u64::from_le_bytes(*lanes)).ok()?;
+            let fits = (1..=LANES_MAX).contains(&lanes) && *magic == MAGIC;
+            let (ids, uuid) = rest.split_at_checked(lanes.checked_mul(ID_BYTES)?)?;
+            let (ids, _) = ids.as_chunks::<ID_BYTES>();
+            fits.then(|| Invitation {
+                version: i32::from_le_bytes(*version),
+                block_bytes: u64::from_le_bytes(*block_bytes),
+                slot_blocks: u64::from_le_bytes(*slot_blocks),
+                ids: ids.iter().copied().map(UniqueId).collect(),
+                uuid,
+            })
         }
-        let (version, block_bytes, id, uuid) =
-            parts(bytes).ok_or("it invites in a way that this build does not know")?;
-        Ok(Self { version, block_bytes, id, uuid })
+        parts(bytes).ok_or_else(|| "it invites in a way that this build does not know".to_owned())
     }
 }
 
@@ -222,26 +257,75 @@ struct NcclChannel {
 }
 
 struct Shared {
-    /// First, so that its operations end before what they use. `None` once it was aborted.
-    communicator: Mutex<Option<Communicator>>,
+    /// `None` once it was aborted.
+    joint: Mutex<Option<Joint>>,
     /// An abort was begun: marks that are done from then on say nothing about what was transferred.
     aborted: AtomicBool,
     /// An abort did not come back.
     stuck: AtomicBool,
     /// Those not in use: nothing is made while an operation may be stuck.
     marks: Mutex<Vec<Event>>,
-    stream: Stream<PeerExchange>,
-    peer: u32,
+    end: End,
+    slot_blocks: usize,
     kv: Arc<DeviceKv>,
-    issuing: Arc<Mutex<()>>,
+    gpu: Arc<Gpu>,
+}
+
+/// What operations are put into streams with: each takes the next lane, at both ends alike.
+struct Joint {
+    lanes: Vec<Lane>,
+    next: usize,
+    staging: Staging,
+}
+
+struct Lane {
+    communicator: Communicator,
+    stream: Stream<PeerExchange>,
 }
 
 impl Shared {
-    /// The parts of our blocks that are one run each.
-    fn pieces(&self, runs: &[u32], ids: &[BlockId]) -> Result<Vec<Move<'_>>, String> {
-        let block_bytes = self.kv.layout().block_bytes();
+    /// Makes another communicator, together with the peer, and sends a few bytes to and fro, which
+    /// connects. That takes no lock of the GPU's, for the peer may never come.
+    fn add_lane(
+        &self,
+        nccl: &Arc<Nccl>,
+        options: CommunicatorOptions,
+        patience: Patience<'_>,
+    ) -> Result<(), String> {
+        let context = self.kv.context();
+        let stream = Stream::new(context).map_err(words)?;
+        let communicator = Communicator::new(nccl, context, options, patience).map_err(words)?;
+        let mut joint = locked(&self.joint);
+        let Joint { lanes, staging, .. } = joint.as_mut().ok_or("the channel was aborted")?;
+        // Where it is aborted with the others.
+        lanes.push(Lane { communicator, stream });
+        let Lane { communicator, stream } = lanes.last_mut().expect("it was pushed");
+        let to_peer = |offset| Move {
+            peer: self.peer(),
+            piece: Piece::new(staging.memory(), offset, GREETING_BYTES),
+        };
+        let (out, back) = (to_peer(0), to_peer(GREETING_BYTES));
+        communicator.exchange(&[out], &[back], stream, patience).map_err(words)?;
+        staging.pass(stream).map_err(words)?;
+        let marks = locked(&self.marks);
+        let mark = marks.first().ok_or("there is no mark")?;
+        staging.mark(mark).map_err(words)?;
+        while !mark.is_done().map_err(words)? {
+            if Instant::now() >= patience.deadline || (patience.given_up)() {
+                return Err("the other end did not greet in time".to_owned());
+            }
+            thread::sleep(Duration::from_micros(100));
+        }
+        Ok(())
+    }
+
+    fn peer(&self) -> u32 {
+        1 - rank(self.end)
+    }
+
+    /// Whether the runs are those of our blocks.
+    fn check(&self, runs: &[u32], ids: &[BlockId]) -> Result<(), String> {
         let mut rest = ids;
-        let mut pieces = Vec::with_capacity(runs.len());
         for run in runs {
             let (blocks, after) = rest
                 .split_at_checked(*run as usize)
@@ -250,24 +334,19 @@ impl Shared {
             if !blocks.windows(2).all(|two| two[0].0.checked_add(1) == Some(two[1].0)) {
                 return Err("blocks of one run do not lie together".to_owned());
             }
-            let offset = blocks[0].index() * block_bytes;
-            let piece = Piece::new(self.kv.data(), offset, blocks.len() * block_bytes);
-            pieces.push(Move { peer: self.peer, piece });
             rest = after;
         }
-        if rest.is_empty() { Ok(pieces) } else { Err("blocks are left over".to_owned()) }
+        if rest.is_empty() { Ok(()) } else { Err("blocks are left over".to_owned()) }
     }
 
-    /// Puts one operation into the stream, and a mark behind it.
-    fn put(&self, sends: &[Move<'_>], receives: &[Move<'_>]) -> Result<Event, String> {
+    /// Puts a chunk into the streams, and a mark behind it.
+    fn put(&self, runs: &[u32], ids: &[BlockId]) -> Result<Event, String> {
         let mark = locked(&self.marks).pop().ok_or("too many operations are under way")?;
-        let put = {
-            let mut communicator = locked(&self.communicator);
-            let communicator = communicator.as_mut().ok_or("the channel was aborted")?;
-            let _issuing = locked(&self.issuing);
-            communicator.exchange(sends, receives, &self.stream, Instant::now() + PUT_MAX)
+        let put = match locked(&self.joint).as_mut() {
+            None => Err("the channel was aborted".to_owned()),
+            Some(joint) => self.put_into(joint, runs, ids, &mark).map_err(words),
         };
-        match put.map_err(words).and_then(|_| mark.record(&self.stream).map_err(words)) {
+        match put {
             Ok(()) => Ok(mark),
             Err(reason) => {
                 // Part of it may be in the stream: only an abort says that nothing moves.
@@ -277,15 +356,69 @@ impl Shared {
         }
     }
 
+    fn put_into(
+        &self,
+        Joint { lanes, next, staging }: &mut Joint,
+        runs: &[u32],
+        ids: &[BlockId],
+        mark: &Event,
+    ) -> Result<(), NcclError> {
+        self.kv.context().bind()?;
+        let (kv, peer) = (self.kv.data(), self.peer());
+        let block_bytes = self.kv.layout().block_bytes();
+        let direct_min = DIRECT_BYTES_MIN.div_ceil(block_bytes);
+        for stretch in stretches(runs, self.slot_blocks, direct_min) {
+            let places = places_of(&ids[stretch.blocks], block_bytes);
+            let lane = *next % lanes.len();
+            let Lane { communicator, stream } = &mut lanes[lane];
+            *next = lane + 1;
+            self.kv.pass_time(stream)?;
+            self.kv.pass_time(staging.copies())?;
+            let mut exchange = |range: &Range, (offset, bytes): Place| -> Result<(), NcclError> {
+                let piece = [Move { peer, piece: Piece::new(range, offset, bytes) }];
+                let (sends, receives): (&[_], &[_]) = match self.end {
+                    End::Sender => (&piece, &[]),
+                    End::Receiver => (&[], &piece),
+                };
+                let _issuing = locked(&self.gpu.issuing);
+                let deadline = Instant::now() + PUT_MAX;
+                communicator.exchange(sends, receives, stream, deadline).map(drop)
+            };
+            match (stretch.is_staged, self.end) {
+                (false, _) => {
+                    for place in places {
+                        exchange(kv, place)?;
+                    }
+                    staging.pass(stream)?;
+                }
+                // SAFETY: the blocks are borrowed until the mark is seen, or the abort, which drains
+                // the staging, has returned.
+                (true, End::Sender) => unsafe { staging.send(kv, &places, stream, exchange) }?,
+                // SAFETY: as above.
+                (true, End::Receiver) => unsafe { staging.receive(kv, &places, stream, exchange) }?,
+            }
+        }
+        Ok(staging.mark(mark)?)
+    }
+
     fn abort(&self) -> Result<(), String> {
-        let mut communicator = locked(&self.communicator);
+        let mut joint = locked(&self.joint);
         // Before it ends the kernels, whose marks are done then.
         self.aborted.store(true, Ordering::SeqCst);
-        if let Some(communicator) = communicator.take()
-            && let Err(error) = communicator.abort(ABORT_MAX)
-        {
-            self.stuck.store(true, Ordering::Release);
-            return Err(words(error));
+        if let Some(Joint { lanes, staging, .. }) = joint.take() {
+            let (communicators, streams): (Vec<_>, Vec<_>) =
+                lanes.into_iter().map(|lane| (lane.communicator, lane.stream)).unzip();
+            // Copies that waited for an operation go on when it is ended.
+            let ended = Communicator::abort_all(communicators, ABORT_MAX)
+                .map_err(words)
+                .and_then(|_| staging.drain(ABORT_MAX));
+            if let Err(reason) = ended {
+                self.stuck.store(true, Ordering::Release);
+                // Something may still use them.
+                mem::forget((staging, streams));
+                return Err(reason);
+            }
+            locked(&self.gpu.spare).push(staging);
         }
         // Once it was stuck nothing says any more that it is over.
         match self.stuck.load(Ordering::Acquire) {
@@ -293,6 +426,20 @@ impl Shared {
             false => Ok(()),
         }
     }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // Nobody is left to be told.
+        let _ = self.abort();
+    }
+}
+
+/// Where blocks lie, as few places as there are runs.
+fn places_of(ids: &[BlockId], block_bytes: usize) -> Vec<Place> {
+    ids.chunk_by(|one, next| one.0.checked_add(1) == Some(next.0))
+        .map(|run| (run[0].index() * block_bytes, run.len() * block_bytes))
+        .collect()
 }
 
 impl PeerChannel for NcclChannel {
@@ -303,9 +450,9 @@ impl PeerChannel for NcclChannel {
     ) -> Result<Box<dyn Moving<BlockRead>>, String> {
         assert!(blocks.iter().all(|block| block.lies_in(&*self.shared.kv)), "own blocks are sent");
         let ids: Vec<BlockId> = blocks.iter().map(BlockRead::block).collect();
-        let pieces = self.shared.pieces(runs, &ids)?;
+        self.shared.check(runs, &ids)?;
         let under_way = UnderWay::new(&self.shared, blocks);
-        under_way.marked(self.shared.put(&pieces, &[]))
+        under_way.marked(self.shared.put(runs, &ids))
     }
 
     fn receive(
@@ -316,9 +463,9 @@ impl PeerChannel for NcclChannel {
         let ours = |block: &BlockWrite| block.lies_in(&*self.shared.kv);
         assert!(blocks.iter().all(ours), "only own blocks are written");
         let ids: Vec<BlockId> = blocks.iter().map(BlockWrite::block).collect();
-        let pieces = self.shared.pieces(runs, &ids)?;
+        self.shared.check(runs, &ids)?;
         let under_way = UnderWay::new(&self.shared, blocks);
-        under_way.marked(self.shared.put(&[], &pieces))
+        under_way.marked(self.shared.put(runs, &ids))
     }
 
     fn abort(&self) -> Result<(), String> {
@@ -388,16 +535,22 @@ mod tests {
         let mut bytes = MAGIC.to_vec();
         bytes.extend_from_slice(&22809_i32.to_le_bytes());
         bytes.extend_from_slice(&4096_u64.to_le_bytes());
-        bytes.extend_from_slice(&[7; ID_BYTES]);
+        bytes.extend_from_slice(&16_u64.to_le_bytes());
+        bytes.extend_from_slice(&2_u64.to_le_bytes());
+        bytes.extend_from_slice(&[7; 2 * ID_BYTES]);
         let fixed = bytes.len();
         bytes.extend_from_slice(b"GPU-1");
         let read = Invitation::read(&bytes).ok().unwrap();
         assert_eq!((read.version, read.block_bytes, read.uuid), (22809, 4096, &b"GPU-1"[..]));
-        assert!(read.id == UniqueId([7; ID_BYTES]));
+        assert_eq!(read.slot_blocks, 16);
+        assert!(read.ids == [UniqueId([7; ID_BYTES]); 2]);
         for length in 0..fixed {
             assert!(Invitation::read(&bytes[..length]).is_err());
         }
-        bytes[0] ^= 1;
-        assert!(Invitation::read(&bytes).is_err());
+        for (at, byte) in [(0, MAGIC[0] ^ 1), (28, 0), (28, 9), (35, 1)] {
+            let mut other = bytes.clone();
+            other[at] = byte;
+            assert!(Invitation::read(&other).is_err(), "byte {at} is {byte}");
+        }
     }
 }

@@ -351,6 +351,7 @@ impl CudaPeerBlocks {
             end.kv.context().bind()?;
             let stream = &end.streams[turn % end.streams.len()];
             let mark = Event::new(end.kv.context())?;
+            end.kv.pass_time(stream)?;
             for piece in &end.pieces {
                 // SAFETY: those that are written are borrowed until the mark is seen, each by one
                 // guard, and the mapping lives as long.

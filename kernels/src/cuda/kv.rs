@@ -1,14 +1,15 @@
 //! KV blocks in the GPU's memory.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{
     channel::NcclChannels,
-    context::{Context, DeviceToHost, Event, HostToDevice, Stream},
+    context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
     driver::Driver,
     error::CudaError,
     ipc::{Export, IpcMemory, Part},
     memory::{DeviceMemory, Pinned, Range},
+    probe::Delays,
 };
 use crate::{
     arena::{BlockSlices, RemoteBlocks},
@@ -26,6 +27,8 @@ pub struct DeviceKv {
     part: Option<Part>,
     context: Arc<Context>,
     copies: Mutex<Copies>,
+    /// For tests.
+    delays: OnceLock<Delays>,
 }
 
 /// Copies of single blocks, by whoever moves KV over a network.
@@ -95,7 +98,8 @@ impl DeviceKv {
             )),
         };
         let (context, copies) = (Arc::clone(context), Mutex::new(copies));
-        Ok(Arc::new(Self { layout, blocks, data, part, context, copies }))
+        let delays = OnceLock::new();
+        Ok(Arc::new(Self { layout, blocks, data, part, context, copies, delays }))
     }
 
     /// For other processes.
@@ -121,6 +125,15 @@ impl DeviceKv {
 
     pub fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// For tests: from now on streams that move blocks between GPUs take their time. The first call counts.
+    pub fn delay_streams(&self, delays: Delays) {
+        let _ = self.delays.set(delays);
+    }
+
+    pub(super) fn pass_time<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+        self.delays.get().map_or(Ok(()), |delays| delays.pass(stream))
     }
 }
 

@@ -42,6 +42,7 @@ mod product;
 mod roof;
 mod sample;
 mod skinny;
+mod staging;
 mod step;
 mod tune;
 mod upload;

@@ -30,7 +30,7 @@ use super::{
     error::CudaError,
     memory::Range,
 };
-use crate::layout::Dtype;
+use crate::{layout::Dtype, peer::Patience};
 
 /// What NCCL is installed under.
 const SONAME: &str = "libnccl.so.2";
@@ -74,6 +74,12 @@ pub fn set_nccl_environment() -> Result<(), NcclError> {
     unsafe { env::set_var(name, value) };
     Ok(())
 }
+
+/// What needs no peer is done within this: another thread puts it into the stream, and is waited for
+/// without a pause.
+const SPIN: Duration = Duration::from_micros(300);
+/// The pause between looks from then on.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_PATIENCE: Duration = Duration::from_secs(10);
@@ -125,6 +131,8 @@ pub enum NcclError {
     Peer { peer: u32, rank: u32, ranks: u32 },
     #[error("{call} is not done after {waited:?}: a peer is missing or does not answer")]
     TimedOut { call: &'static str, waited: Duration },
+    #[error("{call} is not done after {waited:?}, and nobody waits for it any more")]
+    GivenUp { call: &'static str, waited: Duration },
     /// The thread that aborts waits on. What the communicator's operations use stays in use.
     #[error("aborting a communicator is not done after {waited:?}")]
     AbortStuck { waited: Duration },
@@ -439,13 +447,13 @@ struct Raw {
 unsafe impl Send for Raw {}
 
 impl Communicator {
-    /// Makes it, together with the other ranks, or gives up at the deadline. The first one of a process
+    /// Makes it, together with the other ranks, or gives up with the patience. The first one of a process
     /// takes seconds: make one early, not on a request's way.
-    pub fn new(
+    pub fn new<'a>(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
         options: CommunicatorOptions,
-        deadline: Instant,
+        patience: impl Into<Patience<'a>>,
     ) -> Result<Self, NcclError> {
         let CommunicatorOptions { rank, ranks, id, blocks } = options;
         if rank >= ranks || ranks < 2 {
@@ -492,7 +500,7 @@ impl Communicator {
         let (sequence, is_broken, memory_bytes) = (0, false, 0);
         // Aborted when it is dropped, whatever comes.
         let mut made = Self { raw: Some(raw), rank, ranks, sequence, is_broken, memory_bytes };
-        made.finish(call, code, deadline)?;
+        made.finish(call, code, patience.into())?;
         made.memory_bytes = before.saturating_sub(context.free_bytes()?);
         Ok(made)
     }
@@ -518,16 +526,16 @@ impl Communicator {
 
     /// Sends and receives in one operation, whose number it gives; each rank names what it sends to
     /// another in the order in which that one receives it. The first of a pair also connects, for which
-    /// both must be there before the deadline.
+    /// both must be there before the patience ends.
     ///
     /// What is moved stays untouched until the operation is over on the stream, or an abort has
     /// returned.
-    pub fn exchange<R: Role>(
+    pub fn exchange<'a, R: Role>(
         &mut self,
         sends: &[Move<'_>],
         receives: &[Move<'_>],
         stream: &Stream<R>,
-        deadline: Instant,
+        patience: impl Into<Patience<'a>>,
     ) -> Result<u64, NcclError> {
         for Move { peer, .. } in sends.iter().chain(receives) {
             if *peer >= self.ranks || *peer == self.rank {
@@ -535,7 +543,7 @@ impl Communicator {
                 return Err(NcclError::Peer { peer: *peer, rank, ranks });
             }
         }
-        self.operate("ncclGroupEnd", deadline, |functions, communicator| {
+        self.operate("ncclGroupEnd", patience.into(), |functions, communicator| {
             let mut failed = None;
             // SAFETY: it counts.
             let code = unsafe { (functions.ncclGroupStart)() };
@@ -583,7 +591,7 @@ impl Communicator {
             Dtype::Bf16 => BFLOAT16,
         };
         let call = "ncclAllReduce";
-        self.operate(call, deadline, |functions, communicator| {
+        self.operate(call, deadline.into(), |functions, communicator| {
             // SAFETY: both pieces lie in ranges of this process, stream and communicator live.
             let code = unsafe {
                 (functions.ncclAllReduce)(
@@ -603,7 +611,7 @@ impl Communicator {
     fn operate(
         &mut self,
         call: &'static str,
-        deadline: Instant,
+        patience: Patience<'_>,
         put: impl FnOnce(&Functions, RawCommunicator) -> (&'static str, c_int),
     ) -> Result<u64, NcclError> {
         if self.is_broken {
@@ -614,7 +622,7 @@ impl Communicator {
         self.sequence += 1;
         let (failed, code) = put(&raw.nccl.functions, raw.communicator);
         let call = if code == IN_PROGRESS { call } else { failed };
-        self.finish(call, code, deadline).map(|()| self.sequence)
+        self.finish(call, code, patience).map(|()| self.sequence)
     }
 
     /// Waits until NCCL is done with a call: not with the operation, which is on its stream then.
@@ -622,21 +630,22 @@ impl Communicator {
         &mut self,
         call: &'static str,
         mut code: c_int,
-        deadline: Instant,
+        patience: Patience<'_>,
     ) -> Result<(), NcclError> {
         let raw = self.raw.as_ref().expect("it is taken by an abort alone");
-        let (begin, mut polls) = (Instant::now(), 0);
+        let begin = Instant::now();
         self.is_broken = true;
         while code == IN_PROGRESS {
-            if Instant::now() >= deadline {
-                return Err(NcclError::TimedOut { call, waited: begin.elapsed() });
+            let waited = begin.elapsed();
+            if Instant::now() >= patience.deadline {
+                return Err(NcclError::TimedOut { call, waited });
             }
-            // What needs no peer is done within microseconds.
-            polls += 1;
-            match polls {
-                0..200 => std::hint::spin_loop(),
-                200..400 => thread::sleep(Duration::from_micros(20)),
-                _ => thread::sleep(Duration::from_millis(1)),
+            if waited < SPIN {
+                thread::yield_now();
+            } else if (patience.given_up)() {
+                return Err(NcclError::GivenUp { call, waited });
+            } else {
+                thread::sleep(PAUSE);
             }
             // SAFETY: the communicator lives, and one number is written.
             let asked =
@@ -658,9 +667,28 @@ impl Communicator {
         self.end(patience)
     }
 
-    fn end(&mut self, patience: Duration) -> Result<Duration, NcclError> {
-        let Some(raw) = self.raw.take() else { return Ok(Duration::ZERO) };
+    /// As [`abort`](Self::abort), all at the same time: an error when one of them does not end.
+    pub fn abort_all(
+        mut communicators: Vec<Communicator>,
+        patience: Duration,
+    ) -> Result<Duration, NcclError> {
         let begin = Instant::now();
+        let ending: Vec<_> = communicators.iter_mut().map(Communicator::begin_end).collect();
+        let mut outcome = Ok(());
+        for ending in ending {
+            let rest = patience.saturating_sub(begin.elapsed());
+            outcome = outcome.and(ending.and_then(|ending| ending.wait(rest)));
+        }
+        outcome.map(|()| begin.elapsed())
+    }
+
+    fn end(&mut self, patience: Duration) -> Result<Duration, NcclError> {
+        let begin = Instant::now();
+        self.begin_end()?.wait(patience).map(|()| begin.elapsed())
+    }
+
+    fn begin_end(&mut self) -> Result<Ending, NcclError> {
+        let Some(raw) = self.raw.take() else { return Ok(Ending(None)) };
         let (done, ended) = mpsc::sync_channel(1);
         let abort = move || {
             // The thread's own, for it may outlive the caller's interest.
@@ -681,9 +709,19 @@ impl Communicator {
             let reason = error.to_string();
             return Err(CudaError::NoThreads { reason }.into());
         }
-        match ended.recv_timeout(patience) {
-            Ok(outcome) => outcome.map(|()| begin.elapsed()),
-            Err(_) => Err(NcclError::AbortStuck { waited: begin.elapsed() }),
+        Ok(Ending(Some(ended)))
+    }
+}
+
+/// An abort under way; `None` where there was nothing to abort.
+struct Ending(Option<mpsc::Receiver<Result<(), NcclError>>>);
+
+impl Ending {
+    fn wait(self, patience: Duration) -> Result<(), NcclError> {
+        match self.0.map(|ended| ended.recv_timeout(patience)) {
+            None => Ok(()),
+            Some(Ok(outcome)) => outcome,
+            Some(Err(_)) => Err(NcclError::AbortStuck { waited: patience }),
         }
     }
 }

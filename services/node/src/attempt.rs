@@ -294,6 +294,28 @@ const PREFILL_FIELDS: PeerFields = PeerFields {
     notice_endpoint: "prefill.notice_endpoint",
 };
 
+const MET_FIELDS: PeerFields = PeerFields {
+    node_id: "peers.node_id",
+    epoch: "peers.epoch",
+    notice_endpoint: "peers.notice_endpoint",
+};
+
+/// Peers of one call that are looked at.
+const MET_MAX: usize = 64;
+
+/// With whom this node will exchange KV.
+pub(crate) fn peers_to_meet(
+    request: v1::MeetRequest,
+    limits: &AttemptLimits,
+) -> Result<Vec<PeerAddress>, Refusal> {
+    let named = Epoch(id("node_epoch", &request.node_epoch)?);
+    if named != limits.epoch {
+        return Err(Refusal::OtherEpoch { named, own: limits.epoch });
+    }
+    let peers = request.peers.into_iter().take(MET_MAX);
+    peers.map(|peer| checked_peer(peer, &MET_FIELDS, limits)).collect()
+}
+
 fn checked_peer(
     peer: v1::Peer,
     fields: &PeerFields,
@@ -389,6 +411,31 @@ mod tests {
 
     fn bytes(value: u128) -> bytes::Bytes {
         bytes::Bytes::copy_from_slice(&value.to_be_bytes())
+    }
+
+    #[test]
+    fn peers_to_meet_are_checked_as_those_of_attempts() {
+        let peer = |epoch: u128, endpoint: &str| v1::Peer {
+            node_id: "decode-1".into(),
+            epoch: bytes(epoch),
+            notice_endpoint: endpoint.into(),
+        };
+        let met = |node_epoch: u128, peers| {
+            let request = v1::MeetRequest { node_epoch: bytes(node_epoch), peers };
+            peers_to_meet(request, &LIMITS).map_err(|refusal| refusal.to_string())
+        };
+        let good = || peer(9, "tcp://127.0.0.1:5555");
+        let found = met(7, vec![good()]).unwrap();
+        assert_eq!((found.len(), found[0].epoch), (1, Epoch(9)));
+        assert_eq!(met(7, vec![good(); 100]).unwrap().len(), MET_MAX);
+        for (peers, named) in [
+            (vec![peer(7, "tcp://127.0.0.1:5555")], "peers.epoch"),
+            (vec![good(), peer(9, "udp://127.0.0.1:5555")], "peers.notice_endpoint"),
+        ] {
+            let refused = met(7, peers).unwrap_err();
+            assert!(refused.contains(named), "{refused}");
+        }
+        assert!(met(8, vec![good()]).unwrap_err().contains("node_epoch"));
     }
 
     fn good() -> v1::PrefillRequest {

@@ -235,6 +235,12 @@ impl<E: Executor> Engine<E> {
             Command::Observe(observer) => {
                 self.observers.add(observer, now, self.steps.scheduler_mut());
             }
+            Command::Meet { peers, sends } => {
+                for peer in peers {
+                    // Where there is no room now it is said again.
+                    let _ = self.transfers.command(transfer::Command::Meet { peer, sends });
+                }
+            }
             Command::Drain => self.observers.drain(now, self.steps.scheduler_mut()),
             Command::EndAll => self.journey.end_all("the node stops; its time to drain is over"),
             Command::Stop => {
@@ -292,6 +298,7 @@ impl<E: Executor> Engine<E> {
                     self.journey.transfer_refused(transfer, full.to_string());
                     return true;
                 }
+                transfer::Command::Meet { .. } => {}
                 // One that has begun must be told: its words keep their order until there is room.
                 transfer::Command::Written { .. }
                 | transfer::Command::Finish { .. }

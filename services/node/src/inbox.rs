@@ -11,6 +11,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::{event::SequenceId, executor::CollectWaker};
+use kv_transfer::api::PeerAddress;
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::{
@@ -33,6 +34,12 @@ pub(crate) enum Command {
         place: Place,
     },
     Observe(ObserverEnds),
+    /// Transfers with these are to be expected.
+    Meet {
+        peers: Vec<PeerAddress>,
+        /// They are sent to.
+        sends: bool,
+    },
     /// Nothing new will come; tell observers.
     Drain,
     /// Ends every attempt with the failure `DRAINING`.

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
-    attempt::{Attempt, AttemptLimits},
+    attempt::{self, Attempt, AttemptLimits},
     grammars::Grammars,
     inbox::{Command, Inbox},
     observe,
@@ -98,6 +98,16 @@ impl node_server::Node for NodeService {
         let heard = self.inbox.begin(attempt).await?;
         let events = heard.filter_map(|heard| async { wire::decode_event(heard).map(Ok) });
         Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn meet(
+        &self,
+        request: Request<v1::MeetRequest>,
+    ) -> Result<Response<v1::MeetReply>, Status> {
+        let peers = attempt::peers_to_meet(request.into_inner(), &self.limits)?;
+        let sends = self.role == Role::Prefill;
+        self.inbox.send(Command::Meet { peers, sends })?;
+        Ok(Response::new(v1::MeetReply {}))
     }
 
     async fn observe(

@@ -134,6 +134,18 @@ async fn a_decode_node_that_fails_is_replaced_over_prompt_and_emitted_tokens() {
 }
 
 #[tokio::test]
+async fn nodes_are_told_whom_they_will_meet_before_any_request() {
+    let cluster = Cluster::start(1, 2, ANSWER).await;
+    let met = |node: &ScriptedNode| node.met().into_iter().collect::<Vec<_>>();
+    eventually("each is told of those of the other role", async || {
+        met(&cluster.prefill[0]) == ["decode-0", "decode-1"]
+            && cluster.decode.iter().all(|node| met(node) == ["prefill-0"])
+    })
+    .await;
+    assert!(cluster.prefill[0].calls().is_empty());
+}
+
+#[tokio::test]
 async fn a_killed_decode_node_costs_no_token_and_little_time() {
     let mut cluster = Cluster::start(1, 2, ANSWER).await;
     for node in &cluster.decode {

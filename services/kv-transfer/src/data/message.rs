@@ -26,6 +26,8 @@ const HEADER_BYTES: usize = 20;
 const CHECKED_BYTES: usize = 12;
 /// The largest body is a list of blocks: more than a transfer may have.
 const BODY_BYTES_MAX: usize = 1 << 20;
+/// The kind of [`Message::Refused`].
+const REFUSED: u32 = 3;
 /// A reason is cut to so many bytes.
 const REASON_BYTES_MAX: usize = 1024;
 
@@ -67,7 +69,7 @@ impl Message {
             Message::Refused { reason } => {
                 let end = reason.floor_char_boundary(REASON_BYTES_MAX.min(reason.len()));
                 bytes.extend_from_slice(&reason.as_bytes()[..end]);
-                3
+                REFUSED
             }
             Message::Lend { transfer, chunk, blocks } => {
                 of_chunk(&mut bytes, transfer, chunk);
@@ -117,7 +119,7 @@ impl Message {
                 [verify] => Message::Ready { verify: flag(*verify)? },
                 _ => return None,
             },
-            3 => Message::Refused { reason: str::from_utf8(body).ok()?.to_owned() },
+            REFUSED => Message::Refused { reason: str::from_utf8(body).ok()?.to_owned() },
             4 => {
                 let (transfer, chunk, blocks) = of_chunk()?;
                 let blocks = numbers(blocks)?.into_iter().map(BlockId).collect();
@@ -171,6 +173,31 @@ impl Messages {
         let stream = stream.try_clone()?;
         stream.set_read_timeout(Some(look))?;
         Ok(Self { stream, look })
+    }
+
+    /// For so long one look, or one glance, waits from now on.
+    pub fn set_look(&mut self, look: Duration) -> io::Result<()> {
+        self.look = look;
+        self.stream.set_read_timeout(Some(look))
+    }
+
+    /// Whether the peer has left or refused, of which the next look tells more.
+    pub fn is_turned_down(&self) -> bool {
+        self.glance(|header| header.get(4..8).is_some_and(|kind| kind == REFUSED.to_le_bytes()))
+    }
+
+    /// Whether the peer has left or said anything.
+    pub fn is_disturbed(&self) -> bool {
+        self.glance(|_| true)
+    }
+
+    fn glance(&self, matters: impl Fn(&[u8]) -> bool) -> bool {
+        let mut header = [0; HEADER_BYTES];
+        match self.stream.peek(&mut header) {
+            Ok(0) => true,
+            Ok(count) => matters(&header[..count]),
+            Err(error) => !is_pause(&error),
+        }
     }
 
     pub fn look(&mut self) -> io::Result<Look> {
@@ -277,6 +304,36 @@ mod tests {
     fn messages_come_out_as_they_went_in() {
         let bytes: Vec<u8> = all().iter().flat_map(Message::to_bytes).collect();
         assert_eq!(read(&bytes).unwrap(), all());
+    }
+
+    #[test]
+    fn a_glance_takes_nothing_and_tells_a_refusal_from_other_words() {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connected = || {
+            let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (stream, _) = listener.accept().unwrap();
+            (peer, Messages::new(&stream, Duration::from_millis(1)).unwrap())
+        };
+        let until = |is_so: &dyn Fn() -> bool| {
+            while !is_so() {
+                assert!(Instant::now() < deadline);
+            }
+        };
+        let (mut peer, mut messages) = connected();
+        assert!(!messages.is_disturbed() && !messages.is_turned_down());
+        let ready = Message::Ready { verify: false };
+        peer.write_all(&ready.to_bytes()).unwrap();
+        until(&|| messages.is_disturbed());
+        assert!(!messages.is_turned_down(), "it is ready");
+        assert_eq!(messages.look().unwrap(), Look::Message(ready));
+        let refused = Message::Refused { reason: "no".to_owned() };
+        peer.write_all(&refused.to_bytes()).unwrap();
+        until(&|| messages.is_turned_down());
+        assert_eq!(messages.look().unwrap(), Look::Message(refused));
+        let (peer, messages) = connected();
+        drop(peer);
+        until(&|| messages.is_turned_down() && messages.is_disturbed());
     }
 
     #[test]

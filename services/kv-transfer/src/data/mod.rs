@@ -42,7 +42,7 @@ use kernels::{
 
 use crate::{
     api::{Epoch, TransferId},
-    carrier::Carrier,
+    carrier::{Carrier, Choice},
     config::Carriers,
     metrics::DataCounters,
     notice::Keys,
@@ -70,6 +70,7 @@ struct Shared {
     memory: Option<Arc<dyn PeerMemory>>,
     /// How blocks are moved together with another GPU.
     channels: Option<Arc<dyn PeerChannels>>,
+    choice: Choice,
     /// Multiprocessors of a channel.
     nccl_blocks: Option<u32>,
     /// Whether chunks are hashed that no host memory sees.
@@ -127,6 +128,7 @@ impl DataConnections {
             connections,
             memory: arena.peer_memory(),
             channels,
+            choice: carriers.choice,
             nccl_blocks: carriers.nccl_blocks,
             verify: carriers.verify,
         };

@@ -1,6 +1,7 @@
 //! The sending end of a data connection: the thread that makes it and writes chunks.
 //!
-//! Where the agreed carrier turns out not to work, the connection is made anew for `tcp`.
+//! Where the agreed carrier turns out not to work, the connection is made anew for the next one that the
+//! node may use, in the end `tcp`.
 
 use std::{
     io,
@@ -9,7 +10,12 @@ use std::{
 };
 
 use super::{Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
-use crate::{api::Epoch, carrier::Carrier, config::LEASE, protocol::DataEvent};
+use crate::{
+    api::Epoch,
+    carrier::{self, Carrier},
+    config::LEASE,
+    protocol::DataEvent,
+};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
@@ -47,6 +53,7 @@ fn carry(
     endpoint: &str,
     mut carrier: Carrier,
 ) -> Result<(), String> {
+    let mut tried = Vec::new();
     loop {
         let connected = connect(shared, outbox, peer, endpoint, carrier)
             .map_err(|error| format!("it was not made: {error}"))?;
@@ -62,9 +69,11 @@ fn carry(
         match ended.map_err(|error| error.to_string())? {
             Ended::Closed => return Ok(()),
             Ended::Refused { reason } => {
-                tracing::warn!(%peer, wanted = %carrier, reason, "KV goes to this peer over tcp");
+                tried.push(carrier);
+                let next = carrier::next(shared.choice, &tried);
+                tracing::warn!(%peer, wanted = %carrier, next = %next, reason, "a carrier of KV fails");
                 shared.counters.fell_back(carrier);
-                carrier = Carrier::Tcp;
+                carrier = next;
             }
         }
     }
@@ -130,7 +139,9 @@ mod tests {
     use crossbeam_channel::bounded;
 
     use super::*;
-    use crate::{config::ClusterSecret, notice::Keys, resolve::Resolver, transport::Report};
+    use crate::{
+        carrier::Choice, config::ClusterSecret, notice::Keys, resolve::Resolver, transport::Report,
+    };
 
     #[test]
     fn a_name_that_nobody_has_ends_the_connection() {
@@ -144,6 +155,7 @@ mod tests {
             connections: AtomicU64::new(0),
             memory: None,
             channels: None,
+            choice: Choice::Auto,
             nccl_blocks: None,
             verify: false,
         };

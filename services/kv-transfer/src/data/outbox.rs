@@ -42,6 +42,8 @@ struct State {
     broken: Option<String>,
     /// By the writer: the connection has ended, what comes is dropped.
     ended: bool,
+    /// By the writer: what goes may be read for ever.
+    stuck: bool,
 }
 
 /// One chunk to be sent.
@@ -59,6 +61,13 @@ struct Taken {
     since: Instant,
     /// Where the peer reads them itself; else the writer has them.
     lent: Option<Lent>,
+}
+
+impl Taken {
+    /// Its blocks are out of the outbox's hands.
+    fn goes(&self) -> bool {
+        self.lent.as_ref().is_none_or(|lent| lent.blocks.is_empty())
+    }
 }
 
 /// Blocks that the peer reads, until it answers.
@@ -212,10 +221,8 @@ impl Outbox {
     /// the writer has it again.
     pub fn answered(&self, transfer: TransferId, chunk: u32) -> Result<GivenBack, String> {
         let state = self.lock();
-        let is_lent = |taken: &Taken| {
-            let lent = taken.lent.as_ref().is_some_and(|lent| !lent.blocks.is_empty());
-            (taken.transfer, taken.chunk) == (transfer, chunk) && lent
-        };
+        let is_lent =
+            |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk) && !taken.goes();
         if !state.taken.iter().any(is_lent) {
             return Err(format!("it answers chunk {chunk}, which it was not lent"));
         }
@@ -265,16 +272,25 @@ impl Outbox {
         !state.closed
     }
 
-    /// The connection has ended, and no block is read any more: the cancelled transfers whose chunks
-    /// were under way, and why it ended, unless it was closed here.
+    /// What goes may be read for ever: it is under way also when the connection has ended.
+    pub fn keep_what_goes(&self) {
+        self.lock().stuck = true;
+    }
+
+    /// The connection has ended, and no block is read any more but those kept: the cancelled transfers
+    /// whose chunks were under way, and why it ended, unless it was closed here.
     pub fn end(&self, reason: String) -> (Vec<TransferId>, Option<String>) {
         let mut state = self.lock();
+        let state = &mut *state;
         state.ended = true;
         state.queue.clear();
         state.stream = None;
-        let taken = std::mem::take(&mut state.taken);
-        let mut cancelled: Vec<TransferId> =
-            taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.transfer).collect();
+        let (stuck, taken): (Vec<Taken>, Vec<Taken>) =
+            state.taken.drain(..).partition(|taken| state.stuck && taken.goes());
+        let is_stuck = |id: TransferId| stuck.iter().any(|taken| taken.transfer == id);
+        let cancelled = taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.transfer);
+        let mut cancelled: Vec<TransferId> = cancelled.filter(|id| !is_stuck(*id)).collect();
+        state.taken = stuck;
         cancelled.sort_unstable();
         cancelled.dedup();
         drop(taken);
@@ -310,5 +326,30 @@ mod tests {
         drop(going);
         assert_eq!(outbox.give_back(transfer, 1), GivenBack::Wanted { integrity: 5, bytes });
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
+    }
+
+    #[test]
+    fn transfers_of_what_is_never_over_are_not_reported_released() {
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let arena = KvArena::host(layout, 1).unwrap();
+        let outbox = Outbox::new(1);
+        let [stuck, lent, other] = [1, 2, 3].map(TransferId);
+        for (transfer, chunk) in [(stuck, 0), (stuck, 1), (lent, 0)] {
+            outbox.push(transfer, chunk, vec![arena.read(BlockId(0)).unwrap()]).unwrap();
+            let job = outbox.next(8).unwrap();
+            outbox.lend(job, 0);
+        }
+        let going = outbox.take_lent(stuck, 1).unwrap();
+        for transfer in [stuck, lent] {
+            assert_eq!(outbox.cancel(transfer), Released::Later);
+        }
+        outbox.keep_what_goes();
+        let (released, reason) = outbox.end("it broke".to_owned());
+        assert_eq!((released, reason), (vec![lent], Some("it broke".to_owned())));
+        assert_eq!(outbox.cancel(stuck), Released::Later, "nor afterwards");
+        assert_eq!(outbox.cancel(lent), Released::Now);
+        assert_eq!(outbox.cancel(other), Released::Now);
+        drop(going);
+        assert_eq!(arena.pins(BlockId(0)).unwrap(), 0, "what was lent was let go of");
     }
 }

@@ -35,6 +35,8 @@ pub struct Pair {
     /// The end of the last work.
     idle_since: Instant,
     data_opened: bool,
+    /// Something will be sent to the peer.
+    will_send: bool,
 }
 
 enum State {
@@ -100,6 +102,7 @@ impl Pair {
             next_heartbeat: turn.now + HEARTBEAT,
             idle_since: turn.now,
             data_opened: false,
+            will_send: false,
         }
     }
 
@@ -220,6 +223,16 @@ impl Pair {
     pub fn on_peer_works(&mut self, now: Instant) {
         self.peer_works_until = now + LEASE;
         self.idle_since = now;
+    }
+
+    /// There will be transfers with the peer.
+    pub fn expect_work(&mut self, now: Instant, sends: bool) {
+        self.idle_since = now;
+        self.will_send |= sends;
+    }
+
+    pub fn will_send(&self) -> bool {
+        self.will_send
     }
 
     pub fn begin(&mut self, now: Instant, transfer: TransferId) {

@@ -179,7 +179,8 @@ fn the_setting_and_the_other_node_decide_what_carries() {
 #[test]
 fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
     for carrier in LOCAL {
-        let reach = Reach { refused: Some("no peer access"), ..Reach::default() };
+        let no = Some("no peer access");
+        let reach = Reach { refused: no, apart: no, ..Reach::default() };
         let apart = Node::start_reaching("apart", reach, only(carrier, false));
         let near = Node::start_reaching("near", Reach::default(), only(carrier, false));
         travel(&near, &apart, &blocks(0..20), &blocks(100..120));
@@ -194,6 +195,73 @@ fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
         travel(&apart, &near, &blocks(0..20), &blocks(100..120));
         assert_eq!(apart.transfers.metrics().fallbacks[carrier.name()], 1);
     }
+}
+
+#[test]
+fn where_one_carrier_fails_and_any_is_wanted_the_next_is_tried_before_tcp() {
+    let no = Some("not here");
+    let refusing = Reach { refused: no, ..Reach::default() };
+    let apart = Reach { apart: no, ..Reach::default() };
+    let neither = Reach { refused: no, apart: no, ..Reach::default() };
+    for (choice, reach, failed, carrier) in [
+        (Choice::Auto, refusing, vec!["ipc"], "nccl"),
+        (Choice::Only(Carrier::Nccl), apart, vec!["nccl"], "ipc"),
+        (Choice::Auto, neither, vec!["ipc", "nccl"], "tcp"),
+    ] {
+        let prefill = Node::start_reaching("prefill", Reach::default(), Carriers::default());
+        let carriers = Carriers { choice, ..Carriers::default() };
+        let decode = Node::start_reaching("decode", reach, carriers);
+        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        for node in [&prefill, &decode] {
+            let fallbacks = node.transfers.metrics().fallbacks;
+            assert_eq!(fallbacks.keys().copied().collect::<Vec<_>>(), failed, "{carrier}");
+            assert_eq!(path(node), carrier);
+        }
+    }
+}
+
+/// Who waits for the other end to join sees that it does not come: long before its patience ends.
+#[test]
+fn whoever_waits_in_a_join_hears_that_the_other_end_has_given_up() {
+    let failing = || Reach { fails: Some("out of memory"), ..Reach::default() };
+    for (sender, receiver) in [(failing(), Reach::default()), (Reach::default(), failing())] {
+        let prefill = Node::start_reaching("prefill", sender, only(Carrier::Nccl, false));
+        let decode = Node::start_reaching("decode", receiver, only(Carrier::Nccl, false));
+        // A receiver that waited on would keep the next connection out for a lease, and lose the pair.
+        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        assert_eq!((path(&prefill).as_str(), path(&decode).as_str()), ("tcp", "tcp"));
+        assert_eq!(prefill.transfers.metrics().fallbacks["nccl"], 1);
+        assert_eq!(decode.transfers.metrics().fallbacks["nccl"], 1);
+    }
+}
+
+/// What GPUs need for a pair is made before the first transfer, and is there for it.
+#[test]
+fn nodes_that_meet_have_their_connection_before_the_first_transfer() {
+    for carrier in LOCAL {
+        let reach = Reach::default();
+        let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
+        let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
+        for (node, peer, sends) in [(&prefill, &decode, true), (&decode, &prefill, false)] {
+            let peer = peer.address.clone();
+            node.transfers.command(Command::Meet { peer, sends }).unwrap();
+        }
+        let reached = || reach.reached.load(Ordering::Acquire);
+        until("the receiver has reached the sender", || reached() == 1);
+        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        assert_eq!((path(&decode).as_str(), reached()), (carrier.name(), 1));
+    }
+}
+
+#[test]
+fn where_there_is_nothing_to_make_in_advance_meeting_makes_no_pair() {
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    let peer = decode.address.clone();
+    prefill.transfers.command(Command::Meet { peer, sends: true }).unwrap();
+    // Commands are taken in order: when the transfer is over, the meeting has long been.
+    let third = Node::start("third");
+    travel(&prefill, &third, &blocks(0..20), &blocks(100..120));
+    assert_eq!(prefill.transfers.metrics().peers.len(), 1);
 }
 
 /// One of several tries: on a busy machine a step may take longer than the lease.

@@ -13,7 +13,7 @@ use crossbeam_channel::{Receiver, unbounded};
 use kernels::{
     BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
-    peer::{End, Moving, PeerBlocks, PeerChannel, PeerChannels, PeerMemory},
+    peer::{End, Moving, Patience, PeerBlocks, PeerChannel, PeerChannels, PeerMemory},
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -80,8 +80,14 @@ pub struct Reach {
     pub open: Arc<AtomicBool>,
     /// Copies that were begun.
     pub begun: Arc<AtomicU64>,
+    /// Memories that were mapped, and channels that were joined.
+    pub reached: Arc<AtomicU64>,
     /// Why the memory of peers cannot be reached.
     pub refused: Option<&'static str>,
+    /// Why no channels are joined.
+    pub apart: Option<&'static str>,
+    /// Why joining a channel fails when it is tried.
+    pub fails: Option<&'static str>,
     /// Copies change a byte.
     pub damages: bool,
 }
@@ -91,7 +97,10 @@ impl Default for Reach {
         Self {
             open: Arc::new(AtomicBool::new(true)),
             begun: Arc::default(),
+            reached: Arc::default(),
             refused: None,
+            apart: None,
+            fails: None,
             damages: false,
         }
     }
@@ -156,7 +165,7 @@ impl PeerChannels for Joining {
     }
 
     fn accept(&self, _: &[u8]) -> Result<(), String> {
-        self.reach.refused.map_or(Ok(()), |reason| Err(reason.to_owned()))
+        self.reach.apart.map_or(Ok(()), |reason| Err(reason.to_owned()))
     }
 
     fn join(
@@ -164,17 +173,21 @@ impl PeerChannels for Joining {
         invitation: &[u8],
         _: End,
         _: Option<u32>,
-        deadline: Instant,
+        patience: Patience<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
+        if let Some(reason) = self.reach.fails {
+            return Err(reason.to_owned());
+        }
         let number = u64::from_be_bytes(invitation.try_into().map_err(|_| "no invitation")?);
         let joint = JOINTS.lock().unwrap().get(&number).cloned().ok_or("nobody invited")?;
         joint.joined.fetch_add(1, Ordering::AcqRel);
         while joint.joined.load(Ordering::Acquire) < 2 {
-            if Instant::now() >= deadline {
+            if Instant::now() >= patience.deadline || (patience.given_up)() {
                 return Err("the other end did not come".to_owned());
             }
             std::thread::sleep(Duration::from_millis(1));
         }
+        self.reach.reached.fetch_add(1, Ordering::AcqRel);
         let (reach, operations) = (self.reach.clone(), AtomicU64::new(0));
         Ok(Arc::new(JointEnd { joint, reach, operations, aborted: Arc::default() }))
     }
@@ -314,6 +327,7 @@ impl PeerMemory for Reachable {
         let number = u64::from_be_bytes(export.try_into().map_err(|_| "not an export")?);
         let exported = EXPORTED.lock().unwrap().get(&number).and_then(Weak::upgrade);
         let from = exported.ok_or("nobody exported that")?;
+        self.reach.reached.fetch_add(1, Ordering::AcqRel);
         Ok(Box::new(ReachedBlocks { from, reach: self.reach.clone() }))
     }
 }

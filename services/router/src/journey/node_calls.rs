@@ -2,13 +2,16 @@
 
 use std::{future::Future, pin::Pin};
 
-use proto::v1::{Attempt, DecodeEvent, DecodeRequest, Peer, PrefillEvent, PrefillRequest};
+use proto::v1::{Attempt, DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest};
 use telemetry::propagation;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Span;
 
 use super::prepare::{AnswerSpec, RequestPlan};
-use crate::{nodes::Assigned, request::ids::TransferId};
+use crate::{
+    nodes::{Assigned, peer},
+    request::ids::TransferId,
+};
 
 type Opening<E> = Pin<Box<dyn Future<Output = Result<Response<Streaming<E>>, Status>> + Send>>;
 
@@ -61,14 +64,15 @@ pub struct AttemptCalls<'a> {
 impl AttemptCalls<'_> {
     pub fn decode(&self, decode: &Assigned, prefill: Option<&Assigned>) -> NodeStream<DecodeEvent> {
         let attempt = Some(self.attempt_at(decode));
-        let request = self.traced(DecodeRequest { attempt, prefill: prefill.map(peer) });
+        let request = self
+            .traced(DecodeRequest { attempt, prefill: prefill.map(|node| peer(node.record())) });
         let mut client = decode.client();
         NodeStream::open(async move { client.decode(request).await })
     }
 
     pub fn prefill(&self, prefill: &Assigned, decode: &Assigned) -> NodeStream<PrefillEvent> {
         let attempt = Some(self.attempt_at(prefill));
-        let request = self.traced(PrefillRequest { attempt, decode: Some(peer(decode)) });
+        let request = self.traced(PrefillRequest { attempt, decode: Some(peer(decode.record())) });
         let mut client = prefill.client();
         NodeStream::open(async move { client.prefill(request).await })
     }
@@ -94,14 +98,5 @@ impl AttemptCalls<'_> {
         let mut request = Request::new(message);
         propagation::inject_grpc(self.span, request.metadata_mut());
         request
-    }
-}
-
-fn peer(node: &Assigned) -> Peer {
-    let record = node.record();
-    Peer {
-        node_id: record.node_id.to_string(),
-        epoch: record.epoch.to_bytes().to_vec().into(),
-        notice_endpoint: record.notice_endpoint.clone(),
     }
 }

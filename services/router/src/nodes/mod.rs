@@ -1,6 +1,7 @@
 //! The nodes as this router sees them: a directory, kept up to date by one task, and connections.
 
 mod channel;
+mod introductions;
 mod watch;
 
 use std::{
@@ -22,6 +23,7 @@ use crate::request::{
     ids::{NoRandomness, mint_seed},
     options::ModelLimits,
 };
+pub use introductions::peer;
 pub use watch::{NodeWatch, Served};
 
 /// Events of all nodes between two looks of the task; streams wait when it is full.

@@ -3,16 +3,17 @@
 
 use std::{collections::HashMap, sync::Arc, time::Instant};
 
-use cluster::{Action, Input, MemberWatch, NodeAddress, StreamId};
+use cluster::{Action, Health, Input, MemberWatch, NodeAddress, StreamId};
 use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
 use tokio::{
     sync::mpsc,
     task::{AbortHandle, JoinError, JoinHandle, JoinSet},
+    time::MissedTickBehavior,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Code;
 
-use super::{Nodes, channel};
+use super::{Nodes, channel, introductions};
 
 /// What nodes must serve to be used.
 #[derive(Clone, Debug)]
@@ -61,6 +62,8 @@ impl Watch {
     async fn run(mut self, mut members: MemberWatch, stop: CancellationToken) {
         self.nodes.count_nodes();
         let mut members_end = false;
+        let mut introductions = tokio::time::interval(introductions::EVERY);
+        introductions.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let deadline = self.nodes.directory().next_deadline();
             let due = async {
@@ -81,6 +84,7 @@ impl Watch {
                     self.handle(input, &mut actions);
                     self.nodes.count_cached_blocks();
                 }
+                _ = introductions.tick() => self.introduce(),
                 () = due => {
                     self.nodes.directory().on_deadline(Instant::now(), &mut actions);
                 }
@@ -116,12 +120,31 @@ impl Watch {
                     "node health changed"
                 );
                 self.changed();
+                if to == Health::Up {
+                    self.introduce();
+                }
             }
             Action::Forgotten { address, .. } => {
                 tracing::info!(node = %address, "node left");
                 self.nodes.forget_channel(&address.grpc);
                 self.changed();
             }
+        }
+    }
+
+    /// Lets all nodes know whom they will meet.
+    fn introduce(&mut self) {
+        let directory = self.nodes.directory();
+        let serving: Vec<_> = directory
+            .nodes()
+            .filter(|node| node.health == Health::Up)
+            .filter_map(|node| {
+                Some((node.address.grpc.clone(), node.address.role, node.record?.clone()))
+            })
+            .collect();
+        drop(directory);
+        for introduction in introductions::introductions(&serving) {
+            self.streams.spawn(introductions::introduce(self.nodes.clone(), introduction));
         }
     }
 

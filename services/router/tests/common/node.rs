@@ -1,6 +1,7 @@
 //! A node that does as a test says: a real gRPC server with scripted answers.
 
 use std::{
+    collections::BTreeSet,
     net::SocketAddr,
     pin::Pin,
     sync::{
@@ -14,9 +15,10 @@ use std::{
 use futures_util::Stream;
 use proto::v1::{
     Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
-    FailureKind, FinishReason, ModelIdentity, NodeDelta, NodeLoad, NodeRecord, NodeSnapshot,
-    ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest, PrefillToken, Reserved, Role,
-    Token, TokenLogprobs, TopLogprob, decode_event, node_server, observe_event, prefill_event,
+    FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
+    NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest,
+    PrefillToken, Reserved, Role, Token, TokenLogprobs, TopLogprob, decode_event, node_server,
+    observe_event, prefill_event,
 };
 use tokio::{
     runtime::Runtime,
@@ -84,6 +86,8 @@ pub struct State {
     grammar_version: AtomicU32,
     /// How often somebody began to observe.
     observed: AtomicUsize,
+    /// Those that it was told to meet.
+    met: Mutex<BTreeSet<String>>,
 }
 
 /// Ends every answer, as in the model that the tests' tokenizer belongs to.
@@ -328,6 +332,12 @@ impl node_server::Node for Service {
         }))
     }
 
+    async fn meet(&self, request: Request<MeetRequest>) -> Result<Response<MeetReply>, Status> {
+        let peers = request.into_inner().peers.into_iter().map(|peer| peer.node_id);
+        self.0.met.lock().unwrap().extend(peers);
+        Ok(Response::new(MeetReply {}))
+    }
+
     async fn observe(
         &self,
         _: Request<ObserveRequest>,
@@ -434,6 +444,7 @@ impl ScriptedNode {
             load: watch::Sender::new(NodeLoad::default()),
             skip: AtomicU64::new(0),
             observed: AtomicUsize::new(0),
+            met: Mutex::default(),
         });
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -493,6 +504,11 @@ impl ScriptedNode {
     pub fn report_with_a_gap(&self, load: NodeLoad) {
         self.state.skip.store(1, Ordering::SeqCst);
         self.report(load);
+    }
+
+    /// Those that it was told to meet.
+    pub fn met(&self) -> BTreeSet<String> {
+        self.state.met.lock().unwrap().clone()
     }
 
     pub fn observed(&self) -> usize {

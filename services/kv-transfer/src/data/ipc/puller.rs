@@ -67,7 +67,7 @@ pub(in crate::data) fn pull_chunks(
     let mut memory = match imported {
         Ok(memory) => memory,
         Err(reason) => {
-            tracing::warn!(%peer, reason, "KV comes from this peer over tcp");
+            tracing::warn!(%peer, reason, "KV does not come from this peer by ipc");
             shared.counters.fell_back(Carrier::Ipc);
             Message::Refused { reason }.write(stream)?;
             return Ok(Ended::Refused);

@@ -14,7 +14,7 @@ use std::{
 use crossbeam_channel::{Receiver, bounded};
 use kernels::{
     BlockWrite,
-    peer::{End, Moving, PeerChannel, runs},
+    peer::{End, Moving, Patience, PeerChannel, runs},
 };
 
 use super::{
@@ -26,7 +26,7 @@ use super::{
         message::{Look, Message, Messages},
         stream::LOOK,
     },
-    JOINING_MAX, UNDER_WAY_MAX, until_done,
+    GLANCE, JOINING_MAX, UNDER_WAY_MAX, until_done,
 };
 use crate::{
     api::{Epoch, TransferId},
@@ -57,14 +57,23 @@ pub(in crate::data) fn receive_chunks(
         Some(_) => return Err(invalid("it does not invite".to_owned())),
         None => return Ok(Ended::Closed),
     };
+    let mut has_left = false;
     let joined = match shared.channels.as_deref() {
         None => Err("there is no GPU memory here".to_owned()),
         Some(channels) => match channels.accept(&invitation) {
             Ok(()) => {
                 // It joins while we do.
                 Message::Ready { verify: shared.verify }.write(stream)?;
+                messages.set_look(GLANCE)?;
+                let left = || messages.is_disturbed();
+                let given_up = || !inbox.is_current(connection) || left();
                 let deadline = Instant::now() + JOINING_MAX;
-                channels.join(&invitation, End::Receiver, shared.nccl_blocks, deadline)
+                let patience = Patience { deadline, given_up: &given_up };
+                let joined =
+                    channels.join(&invitation, End::Receiver, shared.nccl_blocks, patience);
+                has_left = joined.is_err() && left();
+                messages.set_look(LOOK)?;
+                joined
             }
             Err(reason) => Err(reason),
         },
@@ -72,9 +81,11 @@ pub(in crate::data) fn receive_chunks(
     let channel = match joined {
         Ok(channel) => channel,
         Err(reason) => {
-            tracing::warn!(%peer, reason, "KV comes from this peer over tcp");
+            tracing::warn!(%peer, reason, "KV does not come from this peer by nccl");
             shared.counters.fell_back(Carrier::Nccl);
-            Message::Refused { reason }.write(stream)?;
+            if !has_left {
+                Message::Refused { reason }.write(stream)?;
+            }
             return Ok(Ended::Refused);
         }
     };

@@ -11,7 +11,7 @@ use std::{
 use crossbeam_channel::{Receiver, Sender, bounded};
 use kernels::{
     BlockRead,
-    peer::{End, Moving, PeerChannel},
+    peer::{End, Moving, Patience, PeerChannel},
 };
 
 use super::{
@@ -23,7 +23,7 @@ use super::{
         outbox::{GivenBack, Outbox},
         stream::LOOK,
     },
-    JOINING_MAX, UNDER_WAY_MAX, until_done,
+    GLANCE, JOINING_MAX, UNDER_WAY_MAX, until_done,
 };
 use crate::{
     api::{Epoch, TransferId},
@@ -50,30 +50,31 @@ pub(in crate::data) fn send_chunks(
     let offer = Message::Offer { export: invitation.clone(), verify: shared.verify };
     offer.write(&mut stream)?;
     let deadline = Instant::now() + JOINING_MAX;
-    let mut answered = || -> io::Result<Result<bool, Ended>> {
-        match answers.next_by(deadline, || outbox.is_closed())? {
-            Some(Message::Ready { verify }) => Ok(Ok(verify || shared.verify)),
-            Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
-            Some(_) => Err(out_of_turn()),
-            None if outbox.is_closed() => Ok(Err(Ended::Closed)),
-            None => Err(ErrorKind::UnexpectedEof.into()),
-        }
-    };
-    if let Err(ended) = answered()? {
+    if let Err(ended) = answer(&mut answers, outbox, shared, deadline)? {
         return Ok(ended);
     }
-    let channel = match channels.join(&invitation, End::Sender, shared.nccl_blocks, deadline) {
+    answers.set_look(GLANCE)?;
+    let given_up = || outbox.is_closed() || answers.is_turned_down();
+    let patience = Patience { deadline, given_up: &given_up };
+    let joined = channels.join(&invitation, End::Sender, shared.nccl_blocks, patience);
+    answers.set_look(LOOK)?;
+    let channel = match joined {
         Ok(channel) => channel,
-        // The receiver, which waits for us, gives up when the connection ends, or by itself.
-        Err(reason) => return Ok(Ended::Refused { reason }),
+        Err(reason) => {
+            // The receiver's reason, where that was it. Else it sees that we leave.
+            return Ok(match answer(&mut answers, outbox, shared, Instant::now()) {
+                Ok(Err(ended)) => ended,
+                Ok(Ok(_)) | Err(_) => Ended::Refused { reason },
+            });
+        }
     };
-    let verify = match answered()? {
+    let verify = match answer(&mut answers, outbox, shared, deadline)? {
         Ok(verify) => verify,
         Err(ended) => return Ok(ended),
     };
     shared.counters.takes(peer, Carrier::Nccl);
     let (departed, under_way) = bounded(UNDER_WAY_MAX);
-    thread::scope(|scope| {
+    let said = thread::scope(|scope| {
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
         named("kv-data-answers").spawn_scoped(scope, || {
             if let Err(reason) = take_answers(outbox, shared, answers, &*channel, departed) {
@@ -89,8 +90,31 @@ pub(in crate::data) fn send_chunks(
         // Ends the other threads. Fails only when the connection is gone already.
         let _ = stream.shutdown(Shutdown::Both);
         said
-    })?;
+    });
+    // Nothing is under way any more, or there is an abort that does not come back.
+    if let Err(stuck) = channel.abort() {
+        tracing::error!(%peer, stuck, "a channel between GPUs does not end");
+        outbox.keep_what_goes();
+    }
+    said?;
     Ok(Ended::Closed)
+}
+
+/// What the receiver answers to the invitation, or when it has joined: whether chunks are hashed, or that
+/// this is the end.
+fn answer(
+    answers: &mut Messages,
+    outbox: &Outbox,
+    shared: &Shared,
+    deadline: Instant,
+) -> io::Result<Result<bool, Ended>> {
+    match answers.next_by(deadline, || outbox.is_closed())? {
+        Some(Message::Ready { verify }) => Ok(Ok(verify || shared.verify)),
+        Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
+        Some(_) => Err(out_of_turn()),
+        None if outbox.is_closed() => Ok(Err(Ended::Closed)),
+        None => Err(ErrorKind::UnexpectedEof.into()),
+    }
 }
 
 /// A chunk whose half of the operation is in the stream.

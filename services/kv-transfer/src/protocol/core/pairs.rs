@@ -88,11 +88,32 @@ impl Core {
         }
     }
 
+    pub(super) fn meet(&mut self, now: Instant, address: &PeerAddress, sends: bool) {
+        // With `tcp` alone there is nothing to be had in advance.
+        if self.local.transports.len() < 2 || address.epoch == self.local.epoch {
+            return;
+        }
+        if !self.pairs.contains_key(&address.epoch) {
+            if !self.make_room_for_pair(now) {
+                return;
+            }
+            self.sessions += 1;
+            let pair = Pair::greet(&mut turn!(self, now), address, self.sessions);
+            self.pairs.insert(address.epoch, pair);
+        }
+        if let Some(pair) = self.pairs.get_mut(&address.epoch) {
+            pair.expect_work(now, sends);
+            self.open_data(now, address.epoch);
+        }
+    }
+
     /// Where something is to be sent to the peer.
     fn open_data(&mut self, now: Instant, epoch: Epoch) {
         let Some(pair) = self.pairs.get_mut(&epoch) else { return };
         let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
-        if sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_ending())) {
+        let has_work =
+            sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_ending()));
+        if has_work || pair.will_send() {
             pair.open_data(&mut turn!(self, now));
         }
     }

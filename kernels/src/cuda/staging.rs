@@ -1,0 +1,267 @@
+//! Where blocks that lie apart come together, so that NCCL moves them as one: each operation of its has
+//! a price, and many small ones reach a fraction of what a long one does.
+//!
+//! The sender copies blocks into a slot by its copy engines and sends the slot; the receiver receives into
+//! a slot and copies the blocks to their places. With several slots an end the copies of one run under
+//! the operation of the other. What lies together on both sides goes without.
+
+use std::{
+    ops::Range as Indices,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    context::{Context, Event, Role, Stream},
+    copies::Copies,
+    error::CudaError,
+    memory::{DeviceMemory, Range},
+};
+
+/// Blocks to and from staging, by copy engines.
+#[derive(Debug)]
+pub(super) enum Together {}
+
+impl Role for Together {}
+
+/// The pause between looks for the end of copies.
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// Blocks of a chunk that go in one operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Stretch {
+    /// Of the chunk's blocks.
+    pub blocks: Indices<usize>,
+    /// Else they lie together on both sides.
+    pub is_staged: bool,
+}
+
+/// How a chunk of these runs goes: the same at both ends. Runs of `direct_min` blocks go as they lie,
+/// and so does one that has no other to go with; the rest in order, as many at a time as a slot takes.
+pub(super) fn stretches(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<Stretch> {
+    assert!(slot_blocks > 0, "a slot takes a block at least");
+    let mut stretches: Vec<Stretch> = Vec::new();
+    let mut end = 0;
+    for run in runs {
+        let blocks = end..end + *run as usize;
+        end = blocks.end;
+        let is_staged = blocks.len() < direct_min;
+        match stretches.last_mut() {
+            Some(last) if is_staged && last.is_staged => last.blocks.end = blocks.end,
+            _ => stretches.push(Stretch { blocks, is_staged }),
+        }
+    }
+    let is_alone = |stretch: &Stretch| {
+        let mut start = 0;
+        runs.iter().any(|run| {
+            let blocks = start..start + *run as usize;
+            start = blocks.end;
+            blocks == stretch.blocks
+        })
+    };
+    stretches
+        .into_iter()
+        .flat_map(|stretch| {
+            let is_staged = stretch.is_staged && !is_alone(&stretch);
+            let step = if is_staged { slot_blocks } else { stretch.blocks.len().max(1) };
+            let Indices { start, end } = stretch.blocks;
+            (start..end).step_by(step).map(move |first| {
+                let blocks = first..end.min(first + step);
+                Stretch { blocks, is_staged }
+            })
+        })
+        .collect()
+}
+
+/// Slots, and the stream of the copies to and from them. It is made with a channel and serves another one
+/// afterwards: giving memory back would wait for whatever is stuck on the GPU.
+#[derive(Debug)]
+pub(super) struct Staging {
+    memory: Range,
+    slot_bytes: usize,
+    slots: Vec<Slot>,
+    next: usize,
+    copies: Stream<Together>,
+    /// Waits for the end of each operation in turn; nothing waits for it but marks.
+    ends: Stream<Together>,
+    /// Of an operation that used no slot.
+    moved: Event,
+    /// Behind the last copy, once a channel has ended.
+    last: Event,
+}
+
+#[derive(Debug)]
+struct Slot {
+    /// Whoever reads it waits for this.
+    filled: Event,
+    /// Whoever fills it waits for this.
+    emptied: Event,
+}
+
+/// A block's place in the KV, and how many bytes from there on.
+pub(super) type Place = (usize, usize);
+
+impl Staging {
+    pub fn new(context: &Arc<Context>, slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
+        assert!(slots > 0, "there is a slot");
+        let bytes = slots * slot_bytes;
+        let memory = DeviceMemory::new(context, "slots for KV by NCCL", bytes)?.cut(bytes)?;
+        let copies = Stream::new(context)?;
+        let event = || Event::new(context);
+        let slot = |_| Ok(Slot { filled: event()?, emptied: event()? });
+        let slots = (0..slots).map(slot).collect::<Result<_, CudaError>>()?;
+        memory.fill(0, &copies)?;
+        let (ends, moved, last) = (Stream::new(context)?, event()?, event()?);
+        Ok(Self { memory, slot_bytes, slots, next: 0, copies, ends, moved, last })
+    }
+
+    /// All slots, one behind the other.
+    pub fn memory(&self) -> &Range {
+        &self.memory
+    }
+
+    /// Copies these parts of `kv` into the next slot, and lets `send` put what reads it into `stream`; it
+    /// is told where in [`memory`](Self::memory) they lie.
+    ///
+    /// # Safety
+    /// The parts are not written before what is put into `stream` is done.
+    pub unsafe fn send<R: Role, E: From<CudaError>>(
+        &mut self,
+        kv: &Range,
+        parts: &[Place],
+        stream: &Stream<R>,
+        send: impl FnOnce(&Range, Place) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (index, place) = self.take_slot(parts);
+        let slot = &self.slots[index];
+        self.copies.wait(&slot.emptied)?;
+        let mut copies = Copies::default();
+        let mut at = place.0;
+        for &(offset, bytes) in parts {
+            copies.add(self.memory.part(at, bytes), kv.part(offset, bytes), bytes);
+            at += bytes;
+        }
+        // SAFETY: all parts are inside their ranges, and nothing else uses the slot until it is emptied;
+        // the rest is the caller's promise.
+        unsafe { copies.put(&self.copies) }?;
+        slot.filled.record(&self.copies)?;
+        stream.wait(&slot.filled)?;
+        send(&self.memory, place)?;
+        slot.emptied.record(stream)?;
+        Ok(self.ends.wait(&slot.emptied)?)
+    }
+
+    /// Lets `receive` put what fills the next slot into `stream`, and copies from there to these parts of
+    /// `kv`, behind which [`mark`](Self::mark) marks the end.
+    ///
+    /// # Safety
+    /// Nothing else reads or writes the parts until that mark is seen, or [`drain`](Self::drain) has
+    /// returned.
+    pub unsafe fn receive<R: Role, E: From<CudaError>>(
+        &mut self,
+        kv: &Range,
+        parts: &[Place],
+        stream: &Stream<R>,
+        receive: impl FnOnce(&Range, Place) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (index, place) = self.take_slot(parts);
+        let slot = &self.slots[index];
+        stream.wait(&slot.emptied)?;
+        receive(&self.memory, place)?;
+        slot.filled.record(stream)?;
+        self.copies.wait(&slot.filled)?;
+        let mut copies = Copies::default();
+        let mut at = place.0;
+        for &(offset, bytes) in parts {
+            copies.add(kv.part(offset, bytes), self.memory.part(at, bytes), bytes);
+            at += bytes;
+        }
+        // SAFETY: as above.
+        unsafe { copies.put(&self.copies) }?;
+        slot.emptied.record(&self.copies)?;
+        Ok(self.ends.wait(&slot.emptied)?)
+    }
+
+    /// The stream of the copies.
+    pub fn copies(&self) -> &Stream<Together> {
+        &self.copies
+    }
+
+    /// Counts what was put into `stream` last, and used no slot, among what [`mark`](Self::mark) marks
+    /// the end of.
+    pub fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+        self.moved.record(stream)?;
+        self.ends.wait(&self.moved)
+    }
+
+    /// Marks the end of all that was sent or received so far.
+    pub fn mark(&self, mark: &Event) -> Result<(), CudaError> {
+        mark.record(&self.ends)
+    }
+
+    fn take_slot(&mut self, parts: &[Place]) -> (usize, Place) {
+        let index = self.next;
+        self.next = (index + 1) % self.slots.len();
+        let bytes = parts.iter().map(|(_, bytes)| bytes).sum();
+        assert!(bytes <= self.slot_bytes, "{bytes} bytes fit a slot of {}", self.slot_bytes);
+        (index, (index * self.slot_bytes, bytes))
+    }
+
+    /// Waits until no copy is under way: what they waited for is over.
+    pub fn drain(&self, patience: Duration) -> Result<(), String> {
+        self.last.record(&self.copies).map_err(|error| error.to_string())?;
+        let begin = Instant::now();
+        while !self.last.is_done().map_err(|error| error.to_string())? {
+            let waited = begin.elapsed();
+            if waited >= patience {
+                return Err(format!("copies of a channel are not done after {waited:?}"));
+            }
+            thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<(usize, usize, bool)> {
+        stretches(runs, slot_blocks, direct_min)
+            .into_iter()
+            .map(|Stretch { blocks, is_staged }| (blocks.start, blocks.len(), is_staged))
+            .collect()
+    }
+
+    #[test]
+    fn short_runs_share_slots_and_long_ones_go_as_they_lie() {
+        assert_eq!(found(&[], 4, 3), []);
+        assert_eq!(found(&[1, 1, 1], 4, 3), [(0, 3, true)]);
+        assert_eq!(found(&[1; 9], 4, 3), [(0, 4, true), (4, 4, true), (8, 1, true)]);
+        assert_eq!(found(&[3, 1, 2, 7], 4, 3), [(0, 3, false), (3, 3, true), (6, 7, false)]);
+        assert_eq!(found(&[2, 2, 2], 4, 3), [(0, 4, true), (4, 2, true)], "a run may be cut");
+        assert_eq!(found(&[2], 4, 3), [(0, 2, false)], "one alone needs no slot");
+        assert_eq!(found(&[5, 2, 5], 4, 3), [(0, 5, false), (5, 2, false), (7, 5, false)]);
+    }
+
+    #[test]
+    fn stretches_are_all_blocks_in_order() {
+        let mut state = 7_u64;
+        for _ in 0..200 {
+            let mut next = |below: u64| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                ((state >> 33) % below) as u32
+            };
+            let runs: Vec<u32> = (0..next(9)).map(|_| 1 + next(12)).collect();
+            let (slot, direct) = (1 + next(8) as usize, 1 + next(8) as usize);
+            let mut end = 0;
+            for Stretch { blocks, is_staged } in stretches(&runs, slot, direct) {
+                assert!(blocks.start == end && blocks.end > end);
+                assert!(!is_staged || blocks.len() <= slot);
+                end = blocks.end;
+            }
+            assert_eq!(end, runs.iter().sum::<u32>() as usize);
+        }
+    }
+}
