@@ -4,6 +4,7 @@
 use std::{
     env,
     io::{BufRead, BufReader, Write},
+    path::PathBuf,
     process::{Child, ChildStdin, Command, Stdio},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -16,12 +17,13 @@ use std::{
 
 use kernels::{
     BlockId, Dtype, KvArena, KvLayout,
-    cuda::{Context, DeviceKv, Driver},
+    cuda::{Context, Delays, DeviceKv, Driver, KernelLibrary},
     sampling::SampledToken,
 };
 use kv_transfer::{
     Carrier, Carriers, Choice, ClusterSecret, Limits, TransferConfig, Transfers,
     api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
+    config::LEASE,
     notice,
 };
 
@@ -30,7 +32,9 @@ use super::bench::short;
 /// Any wait; far beyond what anything takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 const BLOCKS: u32 = 96;
-/// In the environment of the other process: its GPU's index, and the carrier.
+/// How many transfers the test with random ends makes, where it is set.
+const TRANSFERS: &str = "BATON_TEST_TRANSFERS";
+/// In the environment of the other process: its GPU's index, the carrier, and how its node is.
 const PEER: &str = "BATON_TEST_LINKS_PEER";
 
 /// What is tested: each needs GPUs.
@@ -93,6 +97,29 @@ fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
     ids
 }
 
+/// How a node is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Manner {
+    /// Hashes what comes and goes.
+    Verifying,
+    Quick,
+    /// Its streams are late at random.
+    Late,
+}
+
+impl Manner {
+    const ALL: [(Self, &str); 3] =
+        [(Self::Verifying, "verifying"), (Self::Quick, "quick"), (Self::Late, "late")];
+
+    fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(manner, _)| *manner == self).unwrap().1
+    }
+
+    fn named(name: &str) -> Self {
+        Self::ALL.iter().find(|(_, known)| *known == name).unwrap().0
+    }
+}
+
 struct Node {
     transfers: Transfers,
     arena: Arc<KvArena>,
@@ -101,10 +128,27 @@ struct Node {
 
 impl Node {
     fn start(name: &str, gpu: usize, carrier: Carrier, sink: Sender<Event>) -> Self {
+        Self::start_as(name, gpu, carrier, Manner::Verifying, sink)
+    }
+
+    fn start_as(
+        name: &str,
+        gpu: usize,
+        carrier: Carrier,
+        manner: Manner,
+        sink: Sender<Event>,
+    ) -> Self {
         let driver = Driver::open().unwrap();
         let device = driver.device_named(&gpu.to_string()).unwrap();
         let context = Context::new(driver, device).unwrap();
         let kv = DeviceKv::new(&context, layout(), BLOCKS).unwrap();
+        if manner == Manner::Late {
+            let path = env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
+            let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
+            library.initialise(&context).unwrap();
+            let seed = u64::from(std::process::id());
+            kv.delay_streams(Delays::new(library, Duration::from_micros(500), seed));
+        }
         let arena = KvArena::remote(kv).unwrap();
         static STARTED: AtomicU64 = AtomicU64::new(1);
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
@@ -129,7 +173,7 @@ impl Node {
             limits: Limits { chunk_bytes_max: 7 * layout().block_bytes(), ..Limits::default() },
             carriers: Carriers {
                 choice: Choice::Only(carrier),
-                verify: true,
+                verify: manner == Manner::Verifying,
                 nccl_blocks: Some(8),
             },
         };
@@ -195,9 +239,13 @@ struct Peer {
 
 impl Peer {
     fn start(gpu: usize, carrier: Carrier) -> Self {
+        Self::start_as(gpu, carrier, Manner::Verifying)
+    }
+
+    fn start_as(gpu: usize, carrier: Carrier, manner: Manner) -> Self {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["--exact", "gpu::links::peer", "--nocapture"])
-            .env(PEER, format!("{gpu} {carrier}"))
+            .env(PEER, format!("{gpu} {carrier} {}", manner.name()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -223,12 +271,31 @@ impl Peer {
 
     /// Lets it send so many blocks as they lie by this seed; `finishes`: to the end.
     fn send(&mut self, transfer: TransferId, to: &Node, seed: u64, count: u32, finishes: bool) {
+        self.send_until(transfer, to, seed, count, finishes, None);
+    }
+
+    /// It gives up so long after it was ready.
+    fn send_until(
+        &mut self,
+        transfer: TransferId,
+        to: &Node,
+        seed: u64,
+        count: u32,
+        finishes: bool,
+        abort: Option<Duration>,
+    ) {
+        let abort = abort.map_or("never".to_owned(), |after| after.as_micros().to_string());
         let PeerAddress { node_id, epoch, notice_endpoint } = &to.address;
         writeln!(
             self.stdin,
-            "{transfer} {node_id} {epoch} {notice_endpoint} {seed} {count} {finishes}"
+            "{transfer} {node_id} {epoch} {notice_endpoint} {seed} {count} {finishes} {abort}"
         )
         .unwrap();
+    }
+
+    fn signal(&self, signal: &str) {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").args([signal, &id]).status().unwrap().success());
     }
 
     fn kill(mut self) {
@@ -249,10 +316,11 @@ impl Drop for Peer {
 #[test]
 fn peer() {
     let Ok(setting) = env::var(PEER) else { return };
-    let (gpu, carrier) = setting.split_once(' ').unwrap();
-    let carrier = Carrier::offered(carrier).unwrap();
+    let words: Vec<&str> = setting.split(' ').collect();
+    let (gpu, manner) = (words[0].parse().unwrap(), Manner::named(words[2]));
+    let carrier = Carrier::offered(words[1]).unwrap();
     let (sink, events) = channel();
-    let node = Node::start("peer", gpu.parse().unwrap(), carrier, sink);
+    let node = Node::start_as("peer", gpu, carrier, manner, sink);
     node.fill(pattern);
     println!("KV {} {}", node.address.epoch, node.address.notice_endpoint);
     // Each transfer is announced by a line before it can be ready.
@@ -263,6 +331,7 @@ fn peer() {
         }
     });
     let mut known = Vec::new();
+    let mut to_abort: Vec<(Instant, TransferId)> = Vec::new();
     let start = Instant::now();
     // Never left behind, whatever becomes of the parent.
     while start.elapsed() < 5 * PATIENCE {
@@ -276,7 +345,8 @@ fn peer() {
                     notice_endpoint: words[3].to_owned(),
                 };
                 let blocks = scattered(words[4].parse().unwrap(), words[5].parse().unwrap());
-                known.push((transfer, blocks, words[6] == "true"));
+                let abort = words[7].parse().ok().map(Duration::from_micros);
+                known.push((transfer, blocks, words[6] == "true", abort));
                 let command = api::Command::Expect {
                     transfer,
                     peer,
@@ -292,7 +362,8 @@ fn peer() {
         while let Ok(event) = events.try_recv() {
             if let Event::Ready { transfer, .. } = event {
                 let index = known.iter().position(|(id, ..)| *id == transfer).unwrap();
-                let (_, blocks, finishes) = known.swap_remove(index);
+                let (_, blocks, finishes, abort) = known.swap_remove(index);
+                to_abort.extend(abort.map(|after| (Instant::now() + after, transfer)));
                 let first_block = 0;
                 let written = api::Command::Written { transfer, first_block, blocks };
                 node.transfers.command(written).unwrap();
@@ -302,6 +373,10 @@ fn peer() {
                     node.transfers.command(finish).unwrap();
                 }
             }
+        }
+        let now = Instant::now();
+        for (_, transfer) in to_abort.extract_if(.., |(at, _)| *at <= now) {
+            node.abort(transfer);
         }
     }
 }
@@ -424,4 +499,236 @@ fn within_one_process_kv_goes_by_tcp_and_that_is_counted() {
     other.assert_holds(&blocks, &blocks);
     assert_eq!((one.path().as_str(), other.path().as_str()), ("tcp", "tcp"));
     assert_eq!(other.transfers.metrics().fallbacks["ipc"], 1);
+}
+
+/// One transfer of all blocks after another with this peer, for so long: how many, and the longest.
+fn steadily(
+    node: &Node,
+    peer: &mut Peer,
+    events: &Receiver<Event>,
+    next: &mut u128,
+    time: Duration,
+    mut other: impl FnMut(Event),
+) -> (usize, Duration) {
+    let begin = Instant::now();
+    let (mut count, mut longest) = (0, Duration::ZERO);
+    while begin.elapsed() < time {
+        *next += 1;
+        let (transfer, begun) = (TransferId(*next), Instant::now());
+        peer.send(transfer, node, 1, BLOCKS / 2, true);
+        node.receive(transfer, &peer.address, &scattered(3, BLOCKS / 2));
+        loop {
+            match event(events) {
+                Event::Arrived { transfer: arrived, .. } if arrived == transfer => break,
+                event => other(event),
+            }
+        }
+        count += 1;
+        longest = longest.max(begun.elapsed());
+    }
+    (count, longest)
+}
+
+/// Those that [`steadily`] leaves alone.
+fn other_places() -> Vec<BlockId> {
+    let used = scattered(3, BLOCKS / 2);
+    (0..BLOCKS).map(BlockId).filter(|block| !used.contains(block)).collect()
+}
+
+/// Transfers, one after another, until one with this peer arrives: how long that took.
+fn until_arrived(
+    node: &Node,
+    peer: &mut Peer,
+    events: &Receiver<Event>,
+    next: &mut u128,
+) -> Duration {
+    let begin = Instant::now();
+    loop {
+        *next += 1;
+        let transfer = TransferId(*next);
+        peer.send(transfer, node, 1, 8, true);
+        node.receive(transfer, &peer.address, &scattered(3, 8));
+        if let Event::Arrived { .. } = event(events) {
+            return begin.elapsed();
+        }
+        // It has not noticed yet that the pair was lost.
+        assert!(begin.elapsed() < PATIENCE, "it comes back");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_stopped_peer_delays_no_other_pair_and_costs_its_transfers_a_lease() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    for carrier in CARRIERS {
+        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
+        let (sink, events) = channel();
+        let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
+        let [mut steady, mut stopped] =
+            [(); 2].map(|()| Peer::start_as(from, carrier, Manner::Quick));
+        let mut next = 0;
+        for peer in [&mut steady, &mut stopped] {
+            until_arrived(&node, peer, &events, &mut next);
+        }
+        let nothing = |event| panic!("{event:?}");
+        let time = Duration::from_millis(if short() { 500 } else { 2000 });
+        let (before, longest_before) =
+            steadily(&node, &mut steady, &events, &mut next, time, nothing);
+        // Never finished, so that none arrives, wherever it is when its sender stops.
+        const STUCK: u128 = 1 << 100;
+        let places = other_places();
+        let stuck: Vec<&[BlockId]> = places.chunks(8).collect();
+        for (index, places) in stuck.iter().enumerate() {
+            let transfer = TransferId(STUCK + index as u128);
+            stopped.send(transfer, &node, 1, places.len() as u32, false);
+            node.receive(transfer, &stopped.address, places);
+        }
+        stopped.signal("-STOP");
+        let at = Instant::now();
+        let (mut failed, mut last) = (0, Duration::ZERO);
+        let lost = |event: Event| match event {
+            Event::ReceiveFailed { transfer, .. } if transfer.0 >= STUCK => {
+                failed += 1;
+                last = at.elapsed();
+            }
+            other => panic!("{other:?}"),
+        };
+        let (after, longest) = steadily(&node, &mut steady, &events, &mut next, 2 * LEASE, lost);
+        while failed < stuck.len() {
+            assert!(matches!(event(&events), Event::ReceiveFailed { .. }));
+            (failed, last) = (failed + 1, at.elapsed());
+        }
+        node.assert_free();
+        node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
+        let rate = |count: usize, time: Duration| count as f64 / time.as_secs_f64();
+        println!(
+            "{carrier}: the other pair makes {:.0} transfers/s, longest {longest_before:?}, and \
+             {:.0} transfers/s, longest {longest:?} beside a stopped peer, whose blocks are back \
+             after {last:?}",
+            rate(before, time),
+            rate(after, 2 * LEASE)
+        );
+        // Whoever waited for the stopped one would have waited for a lease.
+        assert!(longest < LEASE, "{carrier}: {longest:?}");
+        assert!(last < 3 * LEASE, "{carrier}: {last:?}");
+        stopped.signal("-CONT");
+        let back = until_arrived(&node, &mut stopped, &events, &mut next);
+        println!("{carrier}: it is back {back:?} after it goes on");
+        stopped.kill();
+        let mut again = Peer::start_as(from, carrier, Manner::Quick);
+        let back = until_arrived(&node, &mut again, &events, &mut next);
+        println!("{carrier}: its next process is connected {back:?} after it is ready");
+    }
+}
+
+/// Whatever it is about when it stops: whoever waits for it holds nothing that others need.
+#[test]
+fn a_peer_that_stops_while_it_joins_delays_no_other_pair() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    let carrier = Carrier::Nccl;
+    let Some((from, to)) = pairs(carrier, gpus).pop() else { return };
+    let (sink, events) = channel();
+    let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
+    let mut steady = Peer::start_as(from, carrier, Manner::Quick);
+    let mut next = 0;
+    until_arrived(&node, &mut steady, &events, &mut next);
+    const JOINING: u128 = 1 << 100;
+    let waits: &[u64] = if short() { &[20, 200] } else { &[0, 20, 60, 120, 200, 300, 400] };
+    for (round, wait) in waits.iter().enumerate() {
+        let mut joining = Peer::start_as(from, carrier, Manner::Quick);
+        let transfer = TransferId(JOINING + round as u128);
+        joining.send(transfer, &node, 1, 8, false);
+        node.receive(transfer, &joining.address, &other_places()[..8]);
+        thread::sleep(Duration::from_millis(*wait));
+        joining.signal("-STOP");
+        let (count, longest) = steadily(
+            &node,
+            &mut steady,
+            &events,
+            &mut next,
+            Duration::from_millis(1500),
+            |event| assert!(matches!(event, Event::ReceiveFailed { .. }), "{event:?}"),
+        );
+        println!("stopped {wait} ms into its first transfer: {count} others, longest {longest:?}");
+        assert!(longest < LEASE / 2, "{wait} ms: {longest:?}");
+        joining.kill();
+    }
+    node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
+}
+
+#[test]
+fn transfers_that_either_side_ends_at_any_moment_leave_the_others_whole() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    let count = env::var(TRANSFERS).map_or(if short() { 60 } else { 400 }, |count| {
+        count.parse().expect("a count of transfers")
+    });
+    for carrier in CARRIERS {
+        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
+        let mut peer = Peer::start(from, carrier);
+        let (sink, events) = channel();
+        let node = Node::start("node", to, carrier, sink);
+        let (mut arrived, mut failed) = (0, 0);
+        let mut state = 0x5eed_u64;
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % below
+        };
+        for number in 0..count {
+            let transfer = TransferId(number);
+            let (seed, place) = (random(1000), random(1000));
+            let blocks = [1, 7, 8, 50, 96][random(5) as usize];
+            // Some are longer than the whole transfer.
+            let after = Duration::from_micros(random(30_000).min(random(30_000)));
+            let ends = random(4);
+            let (ours, theirs) = (ends == 0, (ends == 1).then_some(after));
+            peer.send_until(transfer, &node, seed, blocks, random(8) > 0 || ends > 1, theirs);
+            let places = scattered(place, blocks);
+            node.receive(transfer, &peer.address, &places);
+            let mut ended = events.recv_timeout(if ours { after } else { PATIENCE });
+            if ours && ended.is_err() {
+                node.abort(transfer);
+                ended = events.recv_timeout(PATIENCE);
+            }
+            match ended.expect("it ends") {
+                Event::Arrived { .. } => {
+                    arrived += 1;
+                    node.assert_holds(&scattered(seed, blocks), &places);
+                }
+                Event::ReceiveFailed { failure, .. } => {
+                    failed += 1;
+                    assert!(ends < 2, "nobody ended {number}: {failure}");
+                }
+                other => panic!("{other:?}"),
+            }
+            if number % 32 == 0 {
+                node.assert_free();
+            }
+        }
+        node.assert_free();
+        println!("{carrier}: {arrived} transfers arrived whole, {failed} were ended");
+        assert!(arrived > failed && failed > 0, "{arrived} {failed}");
+    }
+}
+
+/// What one stream forgets to wait for comes late.
+#[test]
+fn streams_that_are_late_at_random_change_no_block() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    for carrier in CARRIERS {
+        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
+        let mut peer = Peer::start_as(from, carrier, Manner::Late);
+        let (sink, events) = channel();
+        let node = Node::start_as("node", to, carrier, Manner::Late, sink);
+        for round in 0..if short() { 6 } else { 60_u64 } {
+            node.fill(|_| vec![round as u8; layout().block_bytes()]);
+            let transfer = TransferId(round.into());
+            let places = scattered(round / 2 + 7, BLOCKS);
+            peer.send(transfer, &node, round, BLOCKS, true);
+            node.receive(transfer, &peer.address, &places);
+            let arrived = event(&events);
+            assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
+            node.assert_holds(&scattered(round, BLOCKS), &places);
+        }
+        node.assert_free();
+    }
 }
