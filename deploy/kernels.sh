@@ -101,6 +101,7 @@ for name in rows rope blocks step probe; do unit $name src/$name.cu; done
 unit attention src/attention.cu $has_hopper
 # Probabilities have the CPU's bits.
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
+unit sample_together collective/sample_together.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
 for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
@@ -122,7 +123,7 @@ compile() {
     case $name in
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
         flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
-        abi | all_reduce | gather)
+        abi | all_reduce | gather | sample_together)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/collective/*.cuh)
             unit_flags+=(-Ikernels/cuda/collective) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;

@@ -17,7 +17,7 @@ use super::{
 };
 
 const MESSAGE_BYTES: usize = 1 << 20;
-const SOON: Duration = Duration::from_secs(30);
+pub const SOON: Duration = Duration::from_secs(30);
 
 pub fn group(rank: &Rank, timeout: Duration) -> Group {
     group_for(rank, timeout, MESSAGE_BYTES)

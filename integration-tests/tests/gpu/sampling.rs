@@ -9,16 +9,17 @@ use kernels::{
     Backend, BlockId, Dtype, KvLayout, WeightFormat,
     cpu::{SampleError, SampleRow, sample},
     cuda::{
-        Admission, BatchLimits, Context, CudaBackend, CudaBuffer, CudaOptions, CudaStep,
+        Admission, BatchLimits, Context, CudaBackend, CudaBuffer, CudaError, CudaOptions, CudaStep,
         DeviceBatch, DeviceClock, DeviceKv, Graph, Group, KernelLibrary, SampleOutcome, StepInput,
         StepRows,
     },
     sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
+    shard::cuts_between_runs,
 };
 
 use super::{
     bench::{Bench, gpu, numbers, short},
-    collective::group,
+    collective::{SOON, group},
     ranks::{Rank, on_ranks},
 };
 
@@ -36,6 +37,8 @@ struct Place {
 }
 
 const SLOTS: u32 = 40;
+/// More rows than blocks talk to other ranks.
+const CROWD: u32 = 4 * 34;
 
 /// Of all tokens, or of those of a rank.
 fn place(
@@ -277,8 +280,9 @@ fn together(rank: Rank) {
     let mut turns = 0;
     for vocabulary in [33, 1003, 20_000, 49_152, 50_257, 128_256] {
         let parts = (&rank.context, &rank.library);
-        let mut alone = place(parts, None, vocabulary, SLOTS);
-        let mut ours = place(parts, Some(group(&rank, Duration::from_secs(30))), vocabulary, SLOTS);
+        let mut alone = place(parts, None, vocabulary, CROWD);
+        let mut ours = place(parts, Some(group(&rank, SOON)), vocabulary, CROWD);
+        let mut asked = 0;
         let mut compare = |rows: &[Row], logits: &[f32], what: &str| {
             let wanted = chosen(&mut alone, rows, logits);
             let found = chosen(&mut ours, rows, logits);
@@ -304,6 +308,7 @@ fn together(rank: Rank) {
             let said = rank.exchange(&bytes);
             assert!(said.iter().all(|other| *other == bytes), "{what}: ranks differ");
             turns += 1;
+            asked += 2 * rows.len() as u64;
         };
         for round in 0..if short() { 2 } else { 5 } {
             let rows = rows(vocabulary, round);
@@ -323,6 +328,13 @@ fn together(rank: Rank) {
                 compare(&kind[..1], &logits[..vocabulary as usize], "alone");
             }
         }
+        if vocabulary < 60_000 {
+            let crowd: Vec<Row> = (6..10).flat_map(|round| rows(vocabulary, round)).collect();
+            let logits = numbers(77, crowd.len() * vocabulary as usize);
+            let logits: Vec<f32> =
+                logits.iter().map(|x| (x * x * x * 112.0).round() / 8.0).collect();
+            compare(&crowd, &logits, "a crowd");
+        }
         let mut odd: Vec<Row> = rows(vocabulary, 1).into_iter().step_by(2).collect();
         let mut logits = numbers(1, odd.len() * vocabulary as usize);
         let all = vocabulary as usize;
@@ -339,7 +351,11 @@ fn together(rank: Rank) {
         }
         compare(&odd, &logits, "nonsense");
         ours.cuda.check().unwrap();
-        println!("{vocabulary} tokens: {} rows were gathered", ours.batch.rows_gathered());
+        // Few need to be; where runs would be cut, all are.
+        let gathered = ours.batch.rows_gathered();
+        println!("{vocabulary} tokens: {gathered} of {asked} rows were gathered");
+        let is_cut = cuts_between_runs(vocabulary as usize, rank.ranks);
+        assert!(if is_cut { gathered * 10 < asked } else { gathered == asked });
         // Nobody frees an arena that another still writes to.
         rank.meet();
     }
@@ -354,6 +370,34 @@ fn two_ranks_choose_what_one_gpu_does() {
 #[test]
 fn four_ranks_choose_what_one_gpu_does() {
     on_ranks("sampling::four_ranks_choose_what_one_gpu_does", 4, together);
+}
+
+#[test]
+fn a_rank_that_does_not_choose_is_not_waited_for() {
+    on_ranks("sampling::a_rank_that_does_not_choose_is_not_waited_for", 2, |rank| {
+        let timeout = Duration::from_millis(200);
+        let vocabulary = 20_000;
+        let parts = (&rank.context, &rank.library);
+        let mut ours = place(parts, Some(group(&rank, timeout)), vocabulary, SLOTS);
+        let rows = rows(vocabulary, 1);
+        let logits = numbers(5, rows.len() * vocabulary as usize);
+        if rank.rank == 0 {
+            let begin = Instant::now();
+            chosen(&mut ours, &rows, &logits);
+            let took = begin.elapsed();
+            assert!(took >= timeout && took < SOON, "{took:?}");
+            let error = ours.cuda.check().unwrap_err();
+            assert_eq!(error, CudaError::GroupStopped { rank: 0, timeout });
+        }
+        rank.meet();
+        ours.cuda.group().unwrap().reset().unwrap();
+        let mut alone = place(parts, None, vocabulary, SLOTS);
+        let wanted = chosen(&mut alone, &rows, &logits);
+        rank.meet();
+        assert!(words(&chosen(&mut ours, &rows, &logits)) == words(&wanted), "after a reset");
+        ours.cuda.check().unwrap();
+        rank.meet();
+    });
 }
 
 /// Microseconds of one call, in a replayed graph of many.
@@ -386,7 +430,7 @@ fn times_of_two_ranks_are_told() {
         let vocabulary = 128_256;
         let parts = (&rank.context, &rank.library);
         let mut alone = place(parts, None, vocabulary, 128);
-        let mut ours = place(parts, Some(group(&rank, Duration::from_secs(30))), vocabulary, 128);
+        let mut ours = place(parts, Some(group(&rank, SOON)), vocabulary, 128);
         let warm = Sampling { temperature: 0.8, ..Sampling::greedy() };
         let kinds = [
             ("greedy", Sampling::greedy()),

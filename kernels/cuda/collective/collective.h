@@ -72,4 +72,14 @@ BATON_API int32_t baton_all_reduce(const baton_group *group, const baton_all_red
  * does. */
 BATON_API int32_t baton_group_gather(const baton_group *group, const baton_gather_args *args, void *stream);
 
+/* Bytes of scratch for baton_group_sample. */
+BATON_API uint64_t baton_group_sample_scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);
+/* As baton_sample, by all ranks of a group together: `args->logits` are of this rank's tokens, rank r has those from
+ * firsts[r] up to firsts[r + 1] (ranks + 1 numbers in host memory; whole runs of 1,024 but for the end), `args->vocabulary`
+ * counts all. Results are equal on all ranks in every bit, and those of baton_sample over the whole rows. `reserved` of a
+ * result is 1 where logits were gathered for it. After a wait that was given up results are worthless, and some are
+ * those of an earlier call. */
+BATON_API int32_t baton_group_sample(const baton_group *group, const baton_pool *pool, const baton_step *step,
+                                     const baton_sample_args *args, const int32_t *firsts, void *stream);
+
 #endif

@@ -134,6 +134,7 @@ class Channel {
 // Rows of the same number of words from every rank, at least one. A block has a row's part, or several whole rows.
 //   rows.read(row, word)                  this rank's; words beyond its part may be anything
 //   rows.take(row, source, word, value)   another rank's
+//   rows.finish(row)                      with FINISHES: when all of a row is here, by its block, which has all of it
 template <class Rows>
 struct RowItems {
   const Rows& rows;
@@ -164,7 +165,12 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
   const int items = own_rows * row_items;
   const int part = (items + gridDim.x - 1) / gridDim.x;
   const int begin = blockIdx.x * part;
-  Channel<N>(group, call, capacity).exchange(message, begin, min(begin + part, items));
+  Channel<N> channel(group, call, capacity);
+  const bool is_through = channel.exchange(message, begin, min(begin + part, items));
+  if constexpr (Rows::FINISHES) {
+    if (__syncthreads_or(!is_through || channel.has_given_up())) return;
+    for (int row = blockIdx.y; row < row_count; row += gridDim.y) rows.finish(row);
+  }
 }
 
 struct ExchangeShape {
@@ -194,6 +200,7 @@ int32_t exchange_rows(const char* name, const baton_group& group, const Rows& ro
   const int row_items = divide_up(row_words, ITEM_WORDS);
   ExchangeShape shape;
   BATON_TRY(exchange_shape(group, row_count, row_items, shape));
+  if (Rows::FINISHES && shape.grid.x > 1) return fail(BATON_INVALID, "%s: rows of %d words", name, row_words);
   return launch(name, exchange_rows_kernel<N, Rows>, shape.grid, dim3(shape.threads), 0, stream, device_group(group),
                 rows, row_count, row_items, shape.capacity);
 }

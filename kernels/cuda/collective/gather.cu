@@ -16,6 +16,7 @@ struct Rows {
   int64_t out_stride;
   int firsts[GROUP_MAX + 1];
   int rank;
+  static constexpr bool FINISHES = false;
 
   __device__ uint32_t read(int row, int word) const {
     if (word >= firsts[rank + 1] - firsts[rank]) return 0;

@@ -2,6 +2,8 @@
 // that every call or every penalty needs. sample.cuh has the whole plan.
 // Compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the CPU's bits, so a
 // draw differs only where logits do.
+#include <algorithm>
+
 #include "sample.cuh"
 
 namespace baton {
@@ -11,7 +13,7 @@ namespace {
 int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Lays the scratch out from `base` on; returns its end.
-uint64_t lay_out(char* base, int64_t samples, int64_t vocabulary, Scratch& scratch) {
+uint64_t lay_out(char* base, int64_t ranks, int64_t samples, int64_t vocabulary, Scratch& scratch) {
   int64_t at = 0;
   auto take = [&](auto*& place, int64_t count) {
     place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(base + at);
@@ -28,9 +30,13 @@ uint64_t lay_out(char* base, int64_t samples, int64_t vocabulary, Scratch& scrat
   take(scratch.list, samples * LIST_MAX);
   take(scratch.list_count, samples);
   take(scratch.bounds, samples);
-  take(scratch.masses, samples * LEVELS);
-  take(scratch.numbers, samples * LEVELS);
+  take(scratch.distances, samples * ranks * LEVELS);
+  take(scratch.numbers, samples * ranks * LEVELS);
   take(scratch.cuts, samples);
+  if (ranks > 1) {
+    take(scratch.listed, samples);
+    take(scratch.reported, samples * ranks);
+  }
   return at;
 }
 
@@ -47,8 +53,8 @@ __global__ void history_kernel(const Arguments in) {
   // The prompt matters to the repetition penalty alone.
   const int begin = sample.how.repetition_penalty != 1.f ? 0 : prompt;
   for (int i = begin + thread; i < end; i += threads) {
-    const uint32_t token = static_cast<uint32_t>(tokens[i]);
-    if (token >= static_cast<uint32_t>(in.args.vocabulary)) continue;
+    const int token = tokens[i];
+    if (token < in.first || token >= in.end) continue;
     if (i < prompt) {
       atomicOr(counts + token, IN_PROMPT);
     } else {
@@ -72,11 +78,13 @@ __device__ void begin_sample(const Arguments& in, const Sample& sample, int inde
     in.scratch.samples[index] = sample;
     in.scratch.list_count[index] = 0;
     in.scratch.bounds[index] = __float_as_int(INFINITY);
+    in.scratch.cuts[index].mode = Cut::NO_CUT;
   }
   if (sample.slot < 0 || !sample.is_restricted) return;
+  const int64_t own = (static_cast<int64_t>(index) * in.shares.ranks + in.shares.rank) * LEVELS;
   for (int i = thread; i < LEVELS; i += gridDim.x * SLICE_THREADS) {
-    in.scratch.masses[index * LEVELS + i] = 0;
-    in.scratch.numbers[index * LEVELS + i] = 0;
+    in.scratch.distances[own + i] = 0;
+    in.scratch.numbers[own + i] = 0;
   }
 }
 
@@ -130,13 +138,13 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
     float4 loaded[TOGETHER];
 #pragma unroll
     for (int k = 0; k < TOGETHER; ++k) {
-      const int id = (blockIdx.x * in.slice_runs + run + k) * RUN + place;
-      if (run + k < in.slice_runs && id < vocabulary) loaded[k] = *reinterpret_cast<const float4*>(raw + id);
+      const int id = run_first(in, run + k) + place;
+      if (run + k < in.slice_runs && id < in.end) loaded[k] = *reinterpret_cast<const float4*>(raw + id);
     }
 #pragma unroll
     for (int k = 0; k < TOGETHER; ++k) {
-      const int first = (blockIdx.x * in.slice_runs + run + k) * RUN;
-      if (run + k >= in.slice_runs || first >= vocabulary) break;
+      const int first = run_first(in, run + k);
+      if (run + k >= in.slice_runs || first >= in.end) break;
       if (sample.is_min_masked) {
         __syncthreads();
         if (threadIdx.x < RUN / 32) stops[threadIdx.x] = 0;
@@ -151,7 +159,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
       const float values[4] = {loaded[k].x, loaded[k].y, loaded[k].z, loaded[k].w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (id + i >= vocabulary) break;
+        if (id + i >= in.end) break;
         float value = values[i];
         if (is_bad(value)) own.raw_bad = min(own.raw_bad, id + i);
         own.raw_best = value > own.raw_best ? value : own.raw_best;
@@ -181,7 +189,9 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
   __syncthreads();
   if (threadIdx.x == 0) {
     for (int warp = 1; warp < SLICE_THREADS / WARP; ++warp) own = join(own, shared[warp]);
-    in.scratch.surveys[index * SLICES_MAX + blockIdx.x] = own;
+    if (own.raw_bad != NOBODY) own.raw_bad_value = raw[own.raw_bad];
+    if (own.bad != NOBODY) own.bad_value = sample.is_adjusted ? adjusted[own.bad] : raw[own.bad];
+    in.scratch.surveys[index * SLICES_MAX + in.slice_first + blockIdx.x] = own;
   }
   if constexpr (IS_LAST) {
     if (threadIdx.x < WARP) finish_greedy(in, sample, index);
@@ -189,6 +199,71 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
 }
 
 }  // namespace
+
+uint64_t scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary) {
+  Scratch scratch;
+  if (ranks < 1 || ranks > RANKS_MAX || samples_max < 0 || vocabulary < 0) return 0;
+  return lay_out(nullptr, ranks, samples_max, vocabulary, scratch);
+}
+
+int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_sample_args* args, Shares& shares,
+                Arguments& in) {
+  const int32_t ranks = shares.ranks;
+  BATON_REQUIRE(args->vocabulary > 0 && args->vocabulary <= RUN * RUNS_MAX, "vocabulary is %d; allowed is 1 to %d",
+                args->vocabulary, RUN * RUNS_MAX);
+  BATON_REQUIRE(shares.firsts[0] == 0 && shares.firsts[ranks] == args->vocabulary,
+                "the ranks' tokens are %d to %d; allowed are all %d", shares.firsts[0], shares.firsts[ranks],
+                args->vocabulary);
+  int runs_most = 1;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int first = shares.firsts[rank], end = shares.firsts[rank + 1];
+    BATON_REQUIRE(first % RUN == 0 && end >= first + (ranks > 1 ? BATON_TOP_LOGPROBS_MAX : 0),
+                  "rank %d has the tokens %d to %d; allowed are whole runs of %d", rank, first, end, RUN);
+    runs_most = std::max(runs_most, divide_up(end - first, RUN));
+  }
+  const int own = shares.firsts[shares.rank + 1] - shares.firsts[shares.rank];
+  BATON_REQUIRE(args->logit_stride % 4 == 0 && args->logit_stride >= own,
+                "logit_stride is %lld; allowed are multiples of 4 from the vocabulary, %d, on",
+                static_cast<long long>(args->logit_stride), own);
+  BATON_REQUIRE(args->samples >= 0 && args->samples <= step->samples_max, "samples is %d; allowed is 0 to %d",
+                args->samples, step->samples_max);
+  BATON_REQUIRE(args->needs >= 0 && args->needs <= BATON_NEEDS_ALL, "needs is %d; allowed is 0 to %d", args->needs,
+                BATON_NEEDS_ALL);
+  if (args->samples == 0) return BATON_OK;
+  in = {*pool, *step, *args};
+  // By the most samples, so that calls with fewer find the counts at the same places.
+  const uint64_t needed =
+      lay_out(static_cast<char*>(args->scratch), ranks, step->samples_max, args->vocabulary, in.scratch);
+  if (args->scratch == nullptr || args->scratch_bytes < needed) {
+    return fail(BATON_TOO_SMALL, "scratch_bytes is %llu; %d samples of %d tokens need %llu",
+                static_cast<unsigned long long>(args->scratch_bytes), step->samples_max, args->vocabulary,
+                static_cast<unsigned long long>(needed));
+  }
+  // Enough blocks for every multiprocessor, few enough that putting slices together stays cheap.
+  const int slices = std::min({divide_up(2048 / ranks, args->samples), runs_most, SLICES_MAX / ranks});
+  in.slice_runs = divide_up(runs_most, slices);
+  shares.slices[0] = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int runs = divide_up(shares.firsts[rank + 1] - shares.firsts[rank], RUN);
+    shares.slices[rank + 1] = shares.slices[rank] + divide_up(runs, in.slice_runs);
+  }
+  in.shares = shares;
+  in.slices = shares.slices[ranks];
+  in.first = shares.firsts[shares.rank], in.end = shares.firsts[shares.rank + 1];
+  in.slice_first = shares.slices[shares.rank];
+  in.slice_count = shares.slices[shares.rank + 1] - in.slice_first;
+  return BATON_OK;
+}
+
+int32_t launch_history(const Arguments& in, cudaStream_t stream) {
+  return launch("sampling: history", history_kernel, dim3(4, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
+}
+
+int32_t launch_survey(const Arguments& in, cudaStream_t stream) {
+  return launch("sampling: survey", survey_kernel<false>, dim3(in.slice_count, in.args.samples), dim3(SLICE_THREADS), 0,
+                stream, in);
+}
+
 }  // namespace sampling
 
 int32_t load_sample() {
@@ -206,51 +281,25 @@ using namespace baton;
 using namespace baton::sampling;
 
 BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocabulary) {
-  Scratch scratch;
-  if (samples_max < 0 || vocabulary < 0) return 0;
-  return lay_out(nullptr, samples_max, vocabulary, scratch);
+  return scratch_bytes(1, samples_max, vocabulary);
 }
 
 BATON_API int32_t baton_sample(const baton_pool* pool, const baton_step* step, const baton_sample_args* args,
                                void* stream) {
   return guarded([&]() -> int32_t {
     BATON_REQUIRE(pool && step && args, "pool, step or args is null");
-    BATON_REQUIRE(args->vocabulary > 0 && args->vocabulary <= RUN * RUNS_MAX, "vocabulary is %d; allowed is 1 to %d",
-                  args->vocabulary, RUN * RUNS_MAX);
-    BATON_REQUIRE(args->logit_stride % 4 == 0 && args->logit_stride >= args->vocabulary,
-                  "logit_stride is %lld; allowed are multiples of 4 from the vocabulary, %d, on",
-                  static_cast<long long>(args->logit_stride), args->vocabulary);
-    BATON_REQUIRE(args->samples >= 0 && args->samples <= step->samples_max, "samples is %d; allowed is 0 to %d",
-                  args->samples, step->samples_max);
-    BATON_REQUIRE(args->needs >= 0 && args->needs <= BATON_NEEDS_ALL, "needs is %d; allowed is 0 to %d", args->needs,
-                  BATON_NEEDS_ALL);
+    Shares alone = {0, 1, {0, args->vocabulary}, {}};
+    Arguments in;
+    BATON_TRY(prepare(pool, step, args, alone, in));
     if (args->samples == 0) return BATON_OK;
-    Arguments in = {*pool, *step, *args};
-    // By the most samples, so that calls with fewer find the counts at the same places.
-    const uint64_t needed =
-        lay_out(static_cast<char*>(args->scratch), step->samples_max, args->vocabulary, in.scratch);
-    if (args->scratch == nullptr || args->scratch_bytes < needed) {
-      return fail(BATON_TOO_SMALL, "scratch_bytes is %llu; %d samples of %d tokens need %llu",
-                  static_cast<unsigned long long>(args->scratch_bytes), step->samples_max, args->vocabulary,
-                  static_cast<unsigned long long>(needed));
-    }
-    const int runs = divide_up(args->vocabulary, RUN);
-    // Enough blocks for every multiprocessor, few enough that putting slices together stays cheap.
-    int slices = divide_up(2048, args->samples);
-    slices = slices < runs ? slices : runs;
-    slices = slices < SLICES_MAX ? slices : SLICES_MAX;
-    in.slice_runs = divide_up(runs, slices);
-    in.slices = divide_up(runs, in.slice_runs);
-    const dim3 grid(in.slices, args->samples);
     const cudaStream_t on = as_stream(stream);
     const bool has_draws = args->needs & BATON_NEEDS_DRAW;
-    if (args->needs & BATON_NEEDS_PENALTIES) {
-      BATON_TRY(launch("sampling: history", history_kernel, dim3(4, args->samples), dim3(SLICE_THREADS), 0, on, in));
-    }
+    if (args->needs & BATON_NEEDS_PENALTIES) BATON_TRY(launch_history(in, on));
     if (!has_draws && !(args->needs & BATON_NEEDS_LOGPROBS)) {
-      return launch("sampling: greedy", survey_kernel<true>, grid, dim3(SLICE_THREADS), 0, on, in);
+      return launch("sampling: greedy", survey_kernel<true>, dim3(in.slice_count, args->samples), dim3(SLICE_THREADS), 0,
+                    on, in);
     }
-    BATON_TRY(launch("sampling: survey", survey_kernel<false>, grid, dim3(SLICE_THREADS), 0, on, in));
+    BATON_TRY(launch_survey(in, on));
     BATON_TRY(launch_weigh(in, on));
     if (has_draws && (args->needs & BATON_NEEDS_CUT)) BATON_TRY(launch_gather(in, on));
     return launch_choose(in, on);

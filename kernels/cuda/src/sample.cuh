@@ -16,6 +16,10 @@
 //            the list, reports, appends the token.
 // Where the list overflows (thousands of tokens of nearly equal likelihood at the cut, or top-k and top-p both with a
 // large k), `choose` goes over the vocabulary by itself; that takes up to a millisecond.
+//
+// The ranks of a group have a part of every row's logits each. The kernels then look at the slices of their part, at the
+// places in the scratch that these have among all, and what the other ranks have found is put beside it between the
+// kernels (../collective/sample_together.cu).
 #pragma once
 
 #include <utility>
@@ -36,14 +40,17 @@ constexpr float GREEDY_BELOW = 1e-5f;
 constexpr uint32_t IN_PROMPT = 1u << 31;
 constexpr int NOBODY = 0x7fffffff;
 constexpr int BINS = 256;
+constexpr int RANKS_MAX = 8;
 
 // What a slice of a row looks like.
 struct Survey {
   float raw_best;
-  int raw_bad;  // lowest id that is NaN or +infinity, NOBODY if none
-  float best;   // of the adjusted logits
+  int raw_bad;          // lowest id that is NaN or +infinity, NOBODY if none
+  float raw_bad_value;  // its logit; joined surveys do not have it
+  float best;           // of the adjusted logits
   int best_id;
   int bad;
+  float bad_value;
 };
 
 struct Winner {
@@ -57,7 +64,8 @@ struct Cut {
   enum Mode {
     LIST_ALL,  // everybody up to the level is listed
     LIST_LAST, // those of the level are listed, those before it stay and have raced
-    NO_LIST    // too many for a list
+    NO_LIST,   // too many for a list
+    NO_CUT     // of a row without top-k and top-p, or without candidates
   };
   int32_t mode;
   int32_t level;
@@ -81,6 +89,15 @@ struct Sample {
   baton_sampling how;
 };
 
+// What a rank says for a row's log-probabilities.
+struct Reported {
+  float raw;  // the chosen token's logit, if that is the rank's
+  struct {
+    int id;
+    float logit;
+  } top[BATON_TOP_LOGPROBS_MAX];  // the rank's greatest, in any order; as many as are asked for
+};
+
 struct Scratch {
   Sample* samples;     // [samples]
   uint32_t* counts;    // [samples][vocabulary]; zero between calls
@@ -92,10 +109,20 @@ struct Scratch {
   uint64_t* list;      // [samples][LIST_MAX]
   int32_t* list_count; // [samples]
   int32_t* bounds;     // [samples]: bits of the earliest arrival so far, rounded up
-  uint64_t* masses;    // [samples][LEVELS]
-  uint32_t* numbers;   // [samples][LEVELS]
+  uint64_t* distances; // [samples][ranks][LEVELS]: how far the weights of a bin lie below its greatest, in sum
+  uint32_t* numbers;   // [samples][ranks][LEVELS]
   Cut* cuts;           // [samples]
   uint32_t* arrivals;  // [samples]: slices that are done; zero between calls
+  int32_t* listed;     // [samples]: of all ranks; of a group only, like the next
+  Reported* reported;  // [samples][ranks]
+};
+
+// Who has which tokens: the ranks of a group, or one all of them.
+struct Shares {
+  int rank;
+  int ranks;
+  int firsts[RANKS_MAX + 1];  // tokens; whole runs, but for the end
+  int slices[RANKS_MAX + 1];  // the first of each
 };
 
 struct Arguments {
@@ -103,9 +130,18 @@ struct Arguments {
   baton_step step;
   baton_sample_args args;
   Scratch scratch;
-  int slices;
+  Shares shares;
+  int slices;  // of the whole row
   int slice_runs;
+  // What is looked at here: of the tokens, and of the slices.
+  int first, end;
+  int slice_first, slice_count;
 };
+
+// Where a run of this block's slice begins.
+__device__ inline int run_first(const Arguments& in, int run) {
+  return in.first + (blockIdx.x * in.slice_runs + run) * RUN;
+}
 
 // ---- What a sample is ----
 
@@ -132,8 +168,9 @@ __device__ inline Sample find_sample(const Arguments& in, int index) {
   return sample;
 }
 
+// By the tokens' ids; there are those that are looked at here.
 __device__ inline const float* raw_row(const Arguments& in, int index) {
-  return in.args.logits + index * in.args.logit_stride;
+  return in.args.logits + index * in.args.logit_stride - in.first;
 }
 __device__ inline float* adjusted_row(const Arguments& in, int index) {
   return in.scratch.adjusted + index * ((static_cast<int64_t>(in.args.vocabulary) + 3) / 4 * 4);
@@ -171,7 +208,7 @@ __device__ inline Survey join_warp(Survey own) {
   return own;
 }
 
-__device__ inline Survey nothing_seen() { return {-INFINITY, NOBODY, -INFINITY, NOBODY, NOBODY}; }
+__device__ inline Survey nothing_seen() { return {-INFINITY, NOBODY, 0.f, -INFINITY, NOBODY, NOBODY, 0.f}; }
 
 // The whole row's, in every thread.
 __device__ inline Survey whole_survey(const Arguments& in, int index, Survey* shared) {
@@ -217,9 +254,20 @@ __device__ inline baton_sample_result begin_result(const Arguments& in, const Sa
   if (result.status == BATON_SAMPLE_BAD_LOGIT && !failed_before) {
     const bool is_raw = survey.raw_bad != NOBODY;
     result.token = is_raw ? survey.raw_bad : survey.bad;
-    result.logprob = is_raw ? raw_row(in, index)[result.token] : values_of(in, sample, index)[result.token];
+    for (int slice = 0; slice < in.slices; ++slice) {
+      const Survey& part = in.scratch.surveys[index * SLICES_MAX + slice];
+      if (result.token == (is_raw ? part.raw_bad : part.bad)) {
+        result.logprob = is_raw ? part.raw_bad_value : part.bad_value;
+        break;
+      }
+    }
   }
   return result;
+}
+
+// Ranks tell each other what they know of its log-probabilities before it is delivered.
+__device__ inline bool is_reported_together(const Sample& sample, const baton_sample_result& result) {
+  return sample.how.logprobs >= 0 && result.status == BATON_SAMPLE_OK;
 }
 
 // Reports, and appends the token to a sequence that was `length` long; by one thread.
@@ -229,14 +277,20 @@ __device__ inline void deliver(const Arguments& in, const Sample& sample, int in
   baton_slot& slot = in.pool.slots[sample.slot];
   if (result.status != BATON_SAMPLE_OK) slot.failed = result.status;
   if (sample.position + 1 == length && length < in.pool.token_width) {
-    // A sequence that failed goes on with token 0 until the host stops it: what the next step reads is an id.
-    in.pool.tokens[static_cast<int64_t>(sample.slot) * in.pool.token_width + length] =
-        result.status == BATON_SAMPLE_OK ? result.token : 0;
+    // A sequence that failed goes on with token 0 until the host stops it: what the next step reads is an id. So it is
+    // when another rank was waited for in vain.
+    const bool is_id = result.status == BATON_SAMPLE_OK && result.token < in.args.vocabulary;
+    in.pool.tokens[static_cast<int64_t>(sample.slot) * in.pool.token_width + length] = is_id ? result.token : 0;
     slot.length = length + 1;
   }
 }
 
-// Of the other units.
+// Of the other units. `shares` says the ranks and their tokens, and gets their slices.
+int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_sample_args* args, Shares& shares,
+                Arguments& in);
+uint64_t scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);
+int32_t launch_history(const Arguments& in, cudaStream_t stream);
+int32_t launch_survey(const Arguments& in, cudaStream_t stream);
 int32_t load_draw();
 int32_t launch_weigh(const Arguments& in, cudaStream_t stream);
 int32_t launch_gather(const Arguments& in, cudaStream_t stream);

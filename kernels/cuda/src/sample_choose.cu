@@ -131,13 +131,6 @@ __device__ void narrow(ChooseShared& shared, const Source& source, const Sample&
   find_limit<true, false>(shared.bins, source, needed_mass(sample.how.top_p, whole), limit);
 }
 
-// Finite or -infinity, greatest first, then the lower id.
-__device__ uint64_t ranked_logit(int id, float logit) {
-  const uint32_t bits = __float_as_uint(logit + 0.f);
-  const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
-}
-
 __device__ int draw(const Arguments& in, const Sample& sample, int index, const Survey& survey,
                     ChooseShared& shared) {
   const Key key(sample.how.seed, sample.output_len);
@@ -151,9 +144,11 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
   }
   if (sample.is_restricted) {
     const int vocabulary = in.args.vocabulary;
-    const float* values = values_of(in, sample, index);
+    const bool is_shared = in.shares.ranks > 1;
+    // What other ranks have is there for rows without a list.
+    const float* values = is_shared ? adjusted_row(in, index) : values_of(in, sample, index);
     const float temperature = sample.how.temperature, min_p = sample.how.min_p;
-    const int listed = in.scratch.list_count[index];
+    const int listed = (is_shared ? in.scratch.listed : in.scratch.list_count)[index];
     const uint64_t* list = in.scratch.list + static_cast<int64_t>(index) * LIST_MAX;
     auto from_list = [&](auto visit) {
       for (int first = 0; first < listed; first += CHOOSE_THREADS) {
@@ -196,38 +191,28 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
   return shared.winners[0].token;
 }
 
-__device__ void report_logprobs(const Arguments& in, const Sample& sample, int index, const Survey& survey,
-                                int token, ChooseShared& shared, baton_sample_result& result) {
-  const int vocabulary = in.args.vocabulary;
+// The `count` greatest logits of the part that is looked at here, in shared.top.
+__device__ void find_top(const Arguments& in, int index, int count, ChooseShared& shared) {
   const float* raw = raw_row(in, index);
-  const double total =
-      log(sum_runs(in.scratch.raw_totals + index * RUNS_MAX, (vocabulary + RUN - 1) / RUN, shared.runs,
-                   &shared.total));
-  auto logprob = [&](int id) {
-    return static_cast<float>(static_cast<double>(raw[id]) - static_cast<double>(survey.raw_best) - total);
-  };
-  result.logprob = logprob(token);
-  const int count = min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), vocabulary);
-  result.top_count = count;
-  if (count <= 0) return;
   auto source = [&](auto visit) {
-    for (int first = 0; first < vocabulary; first += CHOOSE_THREADS) {
+    for (int first = in.first; first < in.end; first += CHOOSE_THREADS) {
       const int id = first + threadIdx.x;
-      visit(id < vocabulary, id < vocabulary ? ranked_logit(id, raw[id]) : 0);
+      visit(id < in.end, id < in.end ? ranked_logit(id, raw[id]) : 0);
     }
   };
   // The greatest logits of `count` slices are as many tokens, so nobody below the least of those is among the best.
+  const int slices = in.slice_count;
   if (threadIdx.x == 0) {
-    shared.near_count = in.slices >= count ? 0 : NEAR_MAX + 1;
+    shared.near_count = slices >= count ? 0 : NEAR_MAX + 1;
     shared.top_count = 0;
   }
   __syncthreads();
-  if (in.slices >= count) {
-    const Survey* surveys = in.scratch.surveys + index * SLICES_MAX;
-    if (threadIdx.x < in.slices) {
+  if (slices >= count) {
+    const Survey* surveys = in.scratch.surveys + index * SLICES_MAX + in.slice_first;
+    if (threadIdx.x < slices) {
       const float own = surveys[threadIdx.x].raw_best;
       int place = 0;
-      for (int i = 0; i < in.slices; ++i) {
+      for (int i = 0; i < slices; ++i) {
         const float other = surveys[i].raw_best;
         place += other > own || (other == own && i < threadIdx.x);
       }
@@ -236,7 +221,7 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
     __syncthreads();
     const float bound = shared.near_bound;
 #pragma unroll 8
-    for (int id = threadIdx.x; id < vocabulary; id += CHOOSE_THREADS) {
+    for (int id = in.first + threadIdx.x; id < in.end; id += CHOOSE_THREADS) {
       const float logit = raw[id];
       if (logit >= bound) {
         const int to = atomicAdd(&shared.near_count, 1);
@@ -267,12 +252,34 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
     take(source);
   }
   __syncthreads();
+}
+
+__device__ void report_logprobs(const Arguments& in, const Sample& sample, int index, const Survey& survey,
+                                int token, ChooseShared& shared, baton_sample_result& result) {
+  const float* raw = raw_row(in, index);
+  const int count = top_count(in, sample);
+  if (in.shares.ranks > 1) {
+    // What the rank knows; together they put it into the result.
+    Reported& own = in.scratch.reported[index * in.shares.ranks + in.shares.rank];
+    if (count > 0) find_top(in, index, count, shared);
+    if (threadIdx.x == 0) own.raw = token >= in.first && token < in.end ? raw[token] : 0.f;
+    if (threadIdx.x < count) {
+      const int id = static_cast<int>(shared.top[threadIdx.x]);
+      own.top[threadIdx.x] = {id, raw[id]};
+    }
+    return;
+  }
+  const double total = log_total(in, index, shared.runs, &shared.total);
+  result.logprob = logprob(raw[token], survey, total);
+  result.top_count = count;
+  if (count <= 0) return;
+  find_top(in, index, count, shared);
   if (threadIdx.x < count) {
     const uint64_t own = shared.top[threadIdx.x];
     int place = 0;
     for (int i = 0; i < count; ++i) place += shared.top[i] < own;
     const int id = static_cast<int>(own);
-    in.args.top[static_cast<int64_t>(index) * BATON_TOP_LOGPROBS_MAX + place] = {id, logprob(id)};
+    in.args.top[static_cast<int64_t>(index) * BATON_TOP_LOGPROBS_MAX + place] = {id, logprob(raw[id], survey, total)};
   }
 }
 
@@ -291,7 +298,16 @@ __global__ void __launch_bounds__(CHOOSE_THREADS) choose_kernel(const Arguments 
   baton_sample_result result = begin_result(in, sample, index, survey, slot.failed);
   if (result.status == BATON_SAMPLE_OK) {
     result.token = sample.is_greedy ? survey.best_id : draw(in, sample, index, survey, shared);
-    if (sample.how.logprobs >= 0) report_logprobs(in, sample, index, survey, result.token, shared, result);
+    if (in.shares.ranks > 1) {
+      result.reserved = in.scratch.cuts[index].mode == Cut::NO_LIST;
+      if (is_reported_together(sample, result)) {
+        report_logprobs(in, sample, index, survey, result.token, shared, result);
+        if (threadIdx.x == 0) in.args.results[index] = result;
+        return;
+      }
+    } else if (sample.how.logprobs >= 0) {
+      report_logprobs(in, sample, index, survey, result.token, shared, result);
+    }
   }
   if (threadIdx.x == 0) deliver(in, sample, index, result, slot.length);
 }

@@ -44,8 +44,8 @@ constexpr int TOGETHER = 4;
 __device__ void load_runs(const Arguments& in, const float* row, int run, float4 (&loaded)[TOGETHER]) {
 #pragma unroll
   for (int k = 0; k < TOGETHER; ++k) {
-    const int id = (blockIdx.x * in.slice_runs + run + k) * RUN + threadIdx.x * 4;
-    if (run + k < in.slice_runs && id < in.args.vocabulary) loaded[k] = *reinterpret_cast<const float4*>(row + id);
+    const int id = run_first(in, run + k) + threadIdx.x * 4;
+    if (run + k < in.slice_runs && id < in.end) loaded[k] = *reinterpret_cast<const float4*>(row + id);
   }
 }
 
@@ -54,12 +54,12 @@ template <class Visit>
 __device__ void visit_runs(const Arguments& in, int run, const float4 (&loaded)[TOGETHER], const Visit& visit) {
 #pragma unroll
   for (int k = 0; k < TOGETHER; ++k) {
-    const int first = (blockIdx.x * in.slice_runs + run + k) * RUN;
-    if (run + k >= in.slice_runs || first >= in.args.vocabulary) break;
+    const int first = run_first(in, run + k);
+    if (run + k >= in.slice_runs || first >= in.end) break;
     const int id = first + threadIdx.x * 4;
     const float values[4] = {loaded[k].x, loaded[k].y, loaded[k].z, loaded[k].w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) visit(k, id + i, id + i < in.args.vocabulary, values[i]);
+    for (int i = 0; i < 4; ++i) visit(k, id + i, id + i < in.end, values[i]);
   }
 }
 
@@ -68,10 +68,10 @@ __device__ void total_runs(const Arguments& in, int run, const float (&weights)[
                            float* totals) {
   __syncthreads();
   const int k = threadIdx.x / WARP;
-  const int index = blockIdx.x * in.slice_runs + run + k;
-  if (k < TOGETHER && run + k < in.slice_runs && index * RUN < in.args.vocabulary) {
+  const int first = run_first(in, run + k);
+  if (k < TOGETHER && run + k < in.slice_runs && first < in.end) {
     const float total = run_total(weights[k], floor);
-    if (threadIdx.x % WARP == 0) totals[index] = total;
+    if (threadIdx.x % WARP == 0) totals[first / RUN] = total;
   }
   __syncthreads();
 }
@@ -148,19 +148,20 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   }
   if (sample.is_restricted) {
     __syncthreads();
+    const int64_t own = (static_cast<int64_t>(index) * in.shares.ranks + in.shares.rank) * LEVELS;
     for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) {
       if (numbers[i] == 0) continue;
-      atomicAdd(in.scratch.numbers + index * LEVELS + i, numbers[i]);
+      atomicAdd(in.scratch.numbers + own + i, numbers[i]);
       if (wants_total) {
         const uint64_t distance = (static_cast<uint64_t>(far_high[i]) << PART_BITS) + far_low[i];
-        atomicAdd(reinterpret_cast<unsigned long long*>(in.scratch.masses + index * LEVELS + i),
-                  static_cast<unsigned long long>(level_mass(i, numbers[i], distance)));
+        atomicAdd(reinterpret_cast<unsigned long long*>(in.scratch.distances + own + i),
+                  static_cast<unsigned long long>(distance));
       }
     }
   }
   if (wants_race) {
     race.join_block(winners);
-    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + blockIdx.x] = {race.arrival, race.token, 0};
+    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + in.slice_first + blockIdx.x] = {race.arrival, race.token, 0};
   }
 }
 
@@ -176,19 +177,25 @@ struct CutShared {
 __device__ Cut find_cut(const Arguments& in, const Sample& sample, int index, CutShared& shared) {
   constexpr int EACH = LEVELS / SLICE_THREADS;
   const bool by_mass = sample.top_k == 0;
-  const uint32_t* all_numbers = in.scratch.numbers + index * LEVELS;
-  const uint64_t* all_masses = in.scratch.masses + index * LEVELS;
+  const int64_t all = static_cast<int64_t>(index) * in.shares.ranks * LEVELS;
   uint64_t need = sample.top_k;
   if (by_mass) {
     const int runs = (in.args.vocabulary + RUN - 1) / RUN;
     need = needed_mass(sample.how.top_p,
                        sum_runs(in.scratch.totals + index * RUNS_MAX, runs, shared.runs, &shared.whole));
   }
-  uint32_t numbers[EACH], own_number = 0;
-  uint64_t amounts[EACH], own = 0;
+  uint32_t numbers[EACH] = {}, own_number = 0;
+  uint64_t distances[EACH] = {}, amounts[EACH], own = 0;
+  for (int rank = 0; rank < in.shares.ranks; ++rank) {
+    const int64_t at = all + rank * LEVELS + threadIdx.x * EACH;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      numbers[i] += in.scratch.numbers[at + i];
+      if (by_mass) distances[i] += in.scratch.distances[at + i];
+    }
+  }
   for (int i = 0; i < EACH; ++i) {
-    numbers[i] = all_numbers[threadIdx.x * EACH + i];
-    amounts[i] = by_mass ? all_masses[threadIdx.x * EACH + i] : numbers[i];
+    amounts[i] = by_mass ? level_mass(threadIdx.x * EACH + i, numbers[i], distances[i]) : numbers[i];
     own += amounts[i];
     own_number += numbers[i];
   }
@@ -281,7 +288,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
   }
   if (cut.mode == Cut::LIST_LAST) {
     race.join_block(winners);
-    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + blockIdx.x] = {race.arrival, race.token, 0};
+    if (threadIdx.x == 0) in.scratch.winners[index * SLICES_MAX + in.slice_first + blockIdx.x] = {race.arrival, race.token, 0};
   }
 }
 
@@ -292,10 +299,10 @@ int32_t load_draw() {
   return load(gather_kernel);
 }
 int32_t launch_weigh(const Arguments& in, cudaStream_t stream) {
-  return launch("sampling: weigh", weigh_kernel, dim3(in.slices, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
+  return launch("sampling: weigh", weigh_kernel, dim3(in.slice_count, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
 }
 int32_t launch_gather(const Arguments& in, cudaStream_t stream) {
-  return launch("sampling: gather", gather_kernel, dim3(in.slices, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
+  return launch("sampling: gather", gather_kernel, dim3(in.slice_count, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
 }
 
 }  // namespace baton::sampling

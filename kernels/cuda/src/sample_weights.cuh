@@ -126,6 +126,31 @@ __device__ inline double sum_runs(const float* totals, int runs, float* shared, 
   return *result;
 }
 
+// ---- Log-probabilities ----
+
+// Finite or -infinity, greatest first, then the lower id.
+__device__ inline uint64_t ranked_logit(int id, float logit) {
+  const uint32_t bits = __float_as_uint(logit + 0.f);
+  const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
+}
+
+// How many are told beside the chosen token's.
+__device__ inline int top_count(const Arguments& in, const Sample& sample) {
+  return min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), in.args.vocabulary);
+}
+
+// Of all likelihoods. By all threads.
+__device__ inline double log_total(const Arguments& in, int index, float* shared, double* result) {
+  const int runs = (in.args.vocabulary + RUN - 1) / RUN;
+  return log(sum_runs(in.scratch.raw_totals + index * RUNS_MAX, runs, shared, result));
+}
+__device__ inline float logprob(float logit, const Survey& survey, double log_total) {
+  return static_cast<float>(static_cast<double>(logit) - static_cast<double>(survey.raw_best) - log_total);
+}
+
+// ---- Shares of all ----
+
 // What the kept tokens' mass must reach.
 __device__ inline uint64_t needed_mass(float top_p, double whole) {
   const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);

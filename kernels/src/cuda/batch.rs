@@ -131,6 +131,9 @@ pub struct Output {
     begin: Event,
     end: Event,
     launched_at: Instant,
+    /// Of the frame that came down last.
+    rows_gathered: u64,
+    samples: u64,
 }
 
 /// A launched step whose results are on their way.
@@ -449,8 +452,9 @@ impl DeviceBatch {
         self.sampled.record(compute)?;
         self.down.wait(&self.sampled)?;
         self.pass(&self.down)?;
-        let Output { results: (results, done), top: (top, top_done), begin, end, launched_at } =
-            output;
+        let Output {
+            results: (results, done), top: (top, top_done), begin, end, launched_at, ..
+        } = output;
         let samples = wants_logprobs.len();
         let results = results.download(samples, self.sampler.results(), 0, &self.down, done)?;
         let top = if wants_logprobs.contains(&true) {
@@ -476,6 +480,7 @@ impl DeviceBatch {
 
     /// Takes back what a frame came down through.
     pub fn recycle(&mut self, output: Output) {
+        self.sampler.add_gathered(output.rows_gathered, output.samples);
         self.outputs.push(output);
     }
 
@@ -567,6 +572,8 @@ impl Output {
             begin: Event::timed(context)?,
             end: Event::timed(context)?,
             launched_at: Instant::now(),
+            rows_gathered: 0,
+            samples: 0,
         })
     }
 }
@@ -598,7 +605,10 @@ impl CudaFrame {
         let outcomes =
             samples.map(|((result, top), wants)| sample::outcome(result, top, *wants)).collect();
         let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, landed_at)?;
-        let output = Output { results, top, begin, end, launched_at };
+        let samples = wants_logprobs.len() as u64;
+        let gathered = results.0.iter().take(wants_logprobs.len());
+        let rows_gathered = gathered.filter(|result| result.is_gathered == 1).count() as u64;
+        let output = Output { results, top, begin, end, launched_at, rows_gathered, samples };
         Ok(Finished { outcomes, began_at, ended_at, landed_at, uploaded_bytes, output })
     }
 }

@@ -439,12 +439,7 @@ impl Group {
         rows: usize,
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
-        assert_eq!(columns.len(), self.ranks(), "gather: every rank has columns");
-        let mut firsts = [0; ffi::GROUP_RANKS_MAX + 1];
-        for (rank, columns) in columns.iter().enumerate() {
-            assert_eq!(columns.start as i32, firsts[rank], "gather: columns follow each other");
-            firsts[rank + 1] = columns.end as i32;
-        }
+        let firsts = self.firsts(columns);
         let (own, all) = (columns[self.rank()].len(), firsts[self.ranks()] as usize);
         assert!(own <= x_stride && all <= out_stride, "gather: columns are within a row");
         let args = ffi::GatherArgs {
@@ -462,6 +457,38 @@ impl Group {
             (self.library.functions().baton_group_gather)(&self.raw, &args, stream.raw().cast())
         };
         self.library.check("baton_group_gather", code)
+    }
+
+    /// Where each rank's columns begin, and the end.
+    fn firsts(&self, columns: &[ops::Range<usize>]) -> [i32; ffi::GROUP_RANKS_MAX + 1] {
+        assert_eq!(columns.len(), self.ranks(), "every rank has columns");
+        let mut firsts = [0; ffi::GROUP_RANKS_MAX + 1];
+        for (rank, columns) in columns.iter().enumerate() {
+            assert_eq!(columns.start as i32, firsts[rank], "columns follow each other");
+            firsts[rank + 1] = columns.end as i32;
+        }
+        firsts
+    }
+
+    /// Chooses tokens by logits of this rank's, which all ranks do together; `tokens` are of all ranks.
+    ///
+    /// # Safety
+    /// As for `baton_sample` of the whole rows: `args` names ranges of the sizes of pool and step, and
+    /// scratch memory for so many ranks.
+    pub(super) unsafe fn sample(
+        &self,
+        tokens: &[ops::Range<usize>],
+        (pool, step): (&ffi::Pool, &ffi::Step),
+        args: &ffi::SampleArgs,
+        stream: &Stream<Compute>,
+    ) -> Result<(), CudaError> {
+        let firsts = self.firsts(tokens);
+        stream.context().bind()?;
+        let call = self.library.functions().baton_group_sample;
+        // SAFETY: the caller's promise; arenas as for a sum.
+        let code =
+            unsafe { call(&self.raw, pool, step, args, firsts.as_ptr(), stream.raw().cast()) };
+        self.library.check("baton_group_sample", code)
     }
 
     fn args(

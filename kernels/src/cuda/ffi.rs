@@ -224,7 +224,8 @@ pub struct SampleResult {
     pub logprob: f32,
     pub top_count: i32,
     pub step_id: u32,
-    pub reserved: i32,
+    /// `reserved`, which only ranks of a group set.
+    pub is_gathered: i32,
 }
 
 #[repr(C)]
@@ -482,6 +483,16 @@ functions! {
     baton_group_stop: fn(*const Group, RawStream) -> i32;
     baton_all_reduce: fn(*const Group, *const AllReduceArgs, RawStream) -> i32;
     baton_group_gather: fn(*const Group, *const GatherArgs, RawStream) -> i32;
+    baton_group_sample_scratch_bytes: fn(i32, i32, i32) -> u64;
+    baton_group_sample:
+        fn(
+            *const Group,
+            *const Pool,
+            *const Step,
+            *const SampleArgs,
+            *const i32,
+            RawStream,
+        ) -> i32;
     baton_range_push: fn(*const c_char, u64) -> ();
     baton_range_pop: fn() -> ();
 }

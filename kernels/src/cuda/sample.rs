@@ -1,6 +1,11 @@
 //! Choosing tokens on the device, by the rules of [`crate::sampling`].
 //!
-//! In a group every rank has the logits of its own tokens. All ranks choose, and choose alike.
+//! In a group every rank has the logits of its own tokens. All ranks choose, and choose alike: they
+//! tell each other what they have found between the kernels. Where that does not do, logits are
+//! gathered, and the rows are counted: vocabularies too small to be cut between runs, and rows of
+//! whose tokens too many are as likely as the last that top-k or top-p leaves.
+
+use std::ops;
 
 use super::{
     backend::CudaBackend,
@@ -16,6 +21,7 @@ use crate::{
     backend::Backend,
     layout::Dtype,
     sampling::{SampledToken, Sampling, TokenLogprobs},
+    shard::cuts_between_runs,
 };
 
 /// What one sampled row brought.
@@ -39,8 +45,10 @@ pub(super) struct Sampler {
     results: Range,
     top: Range,
     scratch: Range,
-    /// Of ranks: logits of all tokens.
+    /// Logits of all tokens, where ranks gather them.
     whole: Option<Range>,
+    /// Of every rank.
+    tokens: Vec<ops::Range<usize>>,
     rows_gathered: u64,
 }
 
@@ -56,9 +64,13 @@ impl Sampler {
         limits: &BatchLimits,
     ) -> Result<Self, CudaError> {
         let (samples, vocabulary) = (limits.samples as usize, limits.vocabulary as usize);
-        // SAFETY: a function of two numbers.
+        let shard = backend.shard();
+        let is_gathered = !cuts_between_runs(vocabulary, shard.of());
+        let ranks = if is_gathered { 1 } else { shard.of() };
+        // SAFETY: a function of numbers.
         let scratch_bytes = unsafe {
-            (backend.library().functions().baton_sample_scratch_bytes)(
+            (backend.library().functions().baton_group_sample_scratch_bytes)(
+                ranks as i32,
                 limits.samples as i32,
                 limits.vocabulary as i32,
             )
@@ -70,7 +82,8 @@ impl Sampler {
             results: memory.cut(samples * size_of::<SampleResult>())?,
             top: memory.cut(samples * ffi::TOP_LOGPROBS_MAX * size_of::<TokenLogprob>())?,
             scratch: memory.cut(scratch_bytes)?,
-            whole: backend.group().map(|_| memory.cut(whole_bytes)).transpose()?,
+            whole: is_gathered.then(|| memory.cut(whole_bytes)).transpose()?,
+            tokens: shard.all().map(|shard| shard.tokens(vocabulary)).collect(),
             rows_gathered: 0,
         })
     }
@@ -98,17 +111,23 @@ impl Sampler {
         self.rows_gathered
     }
 
+    /// So many of a step's samples, as the device has told: all of them, where logits are gathered
+    /// for whatever they ask.
+    pub fn add_gathered(&mut self, told: u64, samples: u64) {
+        self.rows_gathered += if self.whole.is_some() { samples } else { told };
+    }
+
     pub fn sample(
-        &mut self,
+        &self,
         backend: &CudaBackend,
         logits: &CudaBuffer,
         step: &CudaStep,
         has_masks: bool,
     ) -> Result<(), CudaError> {
-        let tokens = backend.shard().tokens(self.vocabulary);
+        let tokens = &self.tokens[backend.shard().rank()];
         assert_eq!(logits.width, tokens.len(), "a logit for every token of the rank's");
         let own = logits.data.part(0, logits.bytes(step.samples()));
-        let (address, stride) = match backend.group() {
+        let (address, stride) = match &self.whole {
             None => (own, logits.stride),
             Some(_) => self.gather(backend, logits, step.samples())?,
         };
@@ -125,7 +144,12 @@ impl Sampler {
             needs: step.needs(),
             reserved: 0,
         };
-        // SAFETY: every range was made for the limits that the step is within.
+        if let (Some(group), None) = (backend.group(), &self.whole) {
+            let places = (step.pool(), step.arrays());
+            // SAFETY: every range was made for the limits that the step is within.
+            return unsafe { group.sample(&self.tokens, places, &args, backend.compute()) };
+        }
+        // SAFETY: as above.
         let code = unsafe {
             (backend.library().functions().baton_sample)(
                 step.pool(),
@@ -139,7 +163,7 @@ impl Sampler {
 
     /// Whole rows of all ranks' logits: where they are, and from one to the next.
     fn gather(
-        &mut self,
+        &self,
         backend: &CudaBackend,
         logits: &CudaBuffer,
         rows: usize,
@@ -147,11 +171,8 @@ impl Sampler {
         let (group, whole) = (backend.group(), self.whole.as_ref());
         let (group, whole) = group.zip(whole).expect("a batch is made by a rank of the group");
         let stride = row_stride(self.vocabulary, Dtype::F32);
-        let shards = backend.shard().all();
-        let columns: Vec<_> = shards.map(|shard| shard.tokens(self.vocabulary)).collect();
         let from = (&logits.data, logits.stride);
-        group.gather(&columns, from, (whole, stride), rows, backend.compute())?;
-        self.rows_gathered += rows as u64;
+        group.gather(&self.tokens, from, (whole, stride), rows, backend.compute())?;
         Ok((whole.part(0, rows * stride * size_of::<f32>()), stride))
     }
 }
