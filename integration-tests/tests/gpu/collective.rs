@@ -271,13 +271,15 @@ impl RowSource for Columns {
 /// reference, of each rank's by the GPUs.
 fn onto_residual(rank: Rank) {
     const EPS: f32 = 1e-5;
-    // More rows than the arenas take at once among them.
-    for (dtype, rows, inputs, width) in [
-        (Dtype::F32, 1, 64, 128),
-        (Dtype::Bf16, 1, 1024, 1024),
-        (Dtype::Bf16, 33, 512, 2048),
-        (Dtype::Bf16, 700, 64, 1024),
-        (Dtype::F32, 600, 64, 1024),
+    // More rows than the arenas take at once among them, and sums that go under products or do not.
+    for (dtype, rows, inputs, width, overlap_rows) in [
+        (Dtype::F32, 1, 64, 128, 0),
+        (Dtype::Bf16, 1, 1024, 1024, 0),
+        (Dtype::Bf16, 33, 512, 2048, 256),
+        (Dtype::Bf16, 700, 64, 1024, 0),
+        (Dtype::Bf16, 700, 64, 1024, 256),
+        (Dtype::F32, 600, 64, 1024, 0),
+        (Dtype::F32, 1501, 64, 1024, 512),
     ] {
         let source = || Random { rows: width, cols: inputs, seed: 21 };
         // Small, since each rank's part is rounded to bf16 and parts may cancel out.
@@ -296,14 +298,18 @@ fn onto_residual(rank: Rank) {
         let norm = cpu.vector(&weights);
         let norm = (&norm, EPS);
         cpu.project_onto_residual(rows, (&x, &w), &mut delta, &mut residual, norm, &mut out);
-        let wanted = [cpu.get(&residual, rows), cpu.get(&out, rows)];
+        // Every rank has all rows of the norm, and reads them for a product of its own.
+        let reader = || Random { rows: 48, cols: width, seed: 25 };
+        let (next, mut read) = (cpu.matrix(&reader()), cpu.buffer(rows, 48));
+        cpu.matmul(rows, &out, &next, &mut read);
+        let wanted = [&residual, &out, &read].map(|buffer| cpu.get(buffer, rows));
 
         let format = match dtype {
             Dtype::F32 => WeightFormat::F32,
             Dtype::Bf16 => WeightFormat::Bf16,
         };
         let group = group(&rank, SOON);
-        let options = CudaOptions::new(format);
+        let options = CudaOptions { overlap_rows, ..CudaOptions::new(format) };
         let mut cuda =
             CudaBackend::new(&rank.context, rank.library.clone(), options).unwrap().in_group(group);
         let columns = cuda.shard().part(inputs);
@@ -317,11 +323,12 @@ fn onto_residual(rank: Rank) {
                 backend.buffer(rows, width),
                 backend.wide_buffer(rows, width),
                 backend.buffer(rows, width),
+                (backend.matrix(&reader()), backend.buffer(rows, 48)),
             )
         };
         drop(make(&cuda));
         cuda.place().unwrap();
-        let (w, norm, mut x, mut delta, mut residual, mut out) = make(&cuda);
+        let (w, norm, mut x, mut delta, mut residual, mut out, (next, mut read)) = make(&cuda);
         cuda.finish_loading().unwrap();
         let mine: Vec<f32> =
             input.chunks(inputs).flat_map(|row| row[columns.clone()].to_vec()).collect();
@@ -330,10 +337,13 @@ fn onto_residual(rank: Rank) {
         Bench::poison(&cuda, &mut out);
         let norm = (&norm, EPS);
         cuda.project_onto_residual(rows, (&x, &w), &mut delta, &mut residual, norm, &mut out);
-        let found = [cuda.get(&residual, rows), cuda.get(&out, rows)];
+        cuda.matmul(rows, &out, &next, &mut read);
+        let found = [&residual, &out, &read].map(|buffer| cuda.get(buffer, rows));
         for (index, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
             let what = format!("{dtype} {rows} x {inputs} x {width}, result {index}");
-            assert_near(found, wanted, 2.0 * tolerance(dtype), &what);
+            // The product adds up as many rounded numbers as a row has.
+            let factor = if index == 2 { (width as f32).sqrt() } else { 2.0 };
+            assert_near(found, wanted, factor * tolerance(dtype), &what);
         }
         let bits: Vec<u8> = found.concat().iter().flat_map(|value| value.to_le_bytes()).collect();
         let hash = xxhash_rust::xxh3::xxh3_128(&bits).to_le_bytes();

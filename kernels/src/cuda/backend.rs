@@ -7,6 +7,7 @@
 use std::{
     cell::Cell,
     num::NonZeroUsize,
+    ops,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -24,6 +25,7 @@ use super::{
     graph::Graph,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
+    overlap::Overlap,
     product::{Product, Products, WORKSPACE_BYTES},
     skinny::Skinny,
     step::CudaStep,
@@ -51,6 +53,9 @@ pub struct CudaOptions {
     /// A step's plan has two places to go up through, so that it need not wait for the one before it
     /// to be read.
     pub two_upload_slots: bool,
+    /// Of several ranks: rows of a prompt whose sum over the ranks runs under the product of the next
+    /// ones; 0: it does not.
+    pub overlap_rows: usize,
 }
 
 impl CudaOptions {
@@ -63,6 +68,7 @@ impl CudaOptions {
             graphs: true,
             dependent_launch: true,
             two_upload_slots: true,
+            overlap_rows: Overlap::ROWS,
         }
     }
 }
@@ -88,6 +94,7 @@ pub struct CudaBackend {
     uploads: Mutex<Option<Uploads>>,
     fault: Mutex<Option<CudaError>>,
     group: Option<Group>,
+    overlap: Overlap,
 }
 
 impl CudaBackend {
@@ -144,6 +151,7 @@ impl CudaBackend {
             uploads: Mutex::new(None),
             fault: Mutex::new(None),
             group: None,
+            overlap: Overlap::new(context)?,
         })
     }
 
@@ -247,6 +255,7 @@ impl CudaBackend {
     pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
         self.check()?;
         assert_eq!(buffer.pending.get(), None, "rows that are not finished are not read");
+        self.finish_overlap()?;
         self.compute.synchronize()?;
         let count = buffer.bytes(rows) / buffer.dtype.bytes();
         let values = match buffer.dtype {
@@ -292,6 +301,54 @@ impl CudaBackend {
     }
 
     /// Keeps the first fault.
+    /// The sum over the ranks of some rows of `x`, in place.
+    pub(super) fn sum_rows(
+        &self,
+        x: &CudaBuffer,
+        rows: ops::Range<usize>,
+        is_dependent: bool,
+        stream: &Stream<Compute>,
+    ) -> Result<(), CudaError> {
+        let group = self.group.as_ref().expect("only a rank has partial sums");
+        let row_bytes = x.stride * x.dtype.bytes();
+        // What the arenas take at a time.
+        let rows_most = group.message_bytes() / row_bytes;
+        if rows_most == 0 && !rows.is_empty() {
+            let (wanted, left) = (row_bytes as u64, group.message_bytes() as u64);
+            return Err(CudaError::RangeFull { what: "a row's sum", wanted, left });
+        }
+        let end = rows.end;
+        rows.step_by(rows_most.max(1)).try_for_each(|first| {
+            let rows = rows_most.min(end - first);
+            let shape = SumRows { dtype: x.dtype, rows, width: x.stride };
+            let at = first * row_bytes;
+            group.sum_at(shape, (&x.data, at), is_dependent, stream)
+        })
+    }
+
+    /// The compute stream waits for rows that are normed beside it.
+    pub(super) fn finish_overlap(&self) -> Result<(), CudaError> {
+        self.overlap.finish(&self.compute)
+    }
+
+    pub(super) fn compute_and_overlap(&self) -> (&Stream<Compute>, &Overlap) {
+        (&self.compute, &self.overlap)
+    }
+
+    pub(super) fn overlap_mut(&mut self) -> &mut Overlap {
+        &mut self.overlap
+    }
+
+    pub(super) fn run_product(
+        &mut self,
+        product: Product,
+        x: &Range,
+        w: &Range,
+        out: &Range,
+    ) -> Result<(), CudaError> {
+        self.products.run(product, x, w, out, &self.compute)
+    }
+
     fn note(&self, outcome: Result<(), CudaError>) {
         if let Err(error) = outcome {
             let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
@@ -310,6 +367,7 @@ impl CudaBackend {
         call: impl FnOnce(&ffi::Functions, ffi::RawStream) -> i32,
     ) {
         if !self.is_faulty() {
+            self.note(self.finish_overlap());
             let code = call(self.library.functions(), self.compute.raw().cast());
             self.note(self.library.check(name, code));
         }
@@ -478,6 +536,10 @@ impl Backend for CudaBackend {
         if self.is_faulty() {
             return;
         }
+        match self.product_in_buckets(rows, (x, w), out) {
+            Ok(false) => {}
+            outcome => return self.note(outcome.map(drop)),
+        }
         // A rank's norms are finished where they are summed: the product is the same.
         if x.pending.get().is_some() || self.group.is_some() {
             if self.skinny_product(rows, (x, w), out) {
@@ -557,6 +619,7 @@ impl Backend for CudaBackend {
         if step.rows() == 0 || self.is_faulty() {
             return;
         }
+        self.note(self.finish_overlap());
         let queries = qkv.data.part(0, qkv.bytes(step.rows()));
         let to = out.data.part(0, out.bytes(step.rows()));
         let outcome = self.attention.run(
@@ -599,27 +662,15 @@ impl Backend for CudaBackend {
     }
 
     fn all_reduce(&mut self, rows: usize, x: &mut CudaBuffer) {
-        let Some(group) = &self.group else { return };
-        assert_eq!(x.pending.get(), None, "all_reduce: the terms are finished");
-        if self.is_faulty() {
+        if self.group.is_none() {
             return;
         }
-        let row_bytes = x.stride * x.dtype.bytes();
-        assert!(x.bytes(rows) == rows * row_bytes, "all_reduce: rows are packed");
-        // What the arenas take at a time.
-        let rows_most = group.message_bytes() / row_bytes;
-        if rows_most == 0 && rows > 0 {
-            let (wanted, left) = (row_bytes as u64, group.message_bytes() as u64);
-            return self.note(Err(CudaError::RangeFull { what: "a row's sum", wanted, left }));
+        assert_eq!(x.pending.get(), None, "all_reduce: the terms are finished");
+        if !self.is_faulty() {
+            let (is_dependent, compute) = (self.options.dependent_launch, &self.compute);
+            let outcome = self.finish_overlap();
+            self.note(outcome.and_then(|()| self.sum_rows(x, 0..rows, is_dependent, compute)));
         }
-        let outcome = (0..rows).step_by(rows_most.max(1)).try_for_each(|first| {
-            let rows = rows_most.min(rows - first);
-            let shape = SumRows { dtype: x.dtype, rows, width: x.stride };
-            let at = first * row_bytes;
-            let is_dependent = self.options.dependent_launch;
-            group.sum_at(shape, (&x.data, at), is_dependent, &self.compute)
-        });
-        self.note(outcome);
     }
 
     fn gather_sampled(&mut self, x: &CudaBuffer, step: &CudaStep, out: &mut CudaBuffer) {
@@ -671,7 +722,13 @@ impl Backend for CudaBackend {
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
-        if self.group.is_some() {
+        if self.group.is_some() && self.overlaps(rows) {
+            if !self.is_faulty() {
+                let norm = (norm, eps);
+                let outcome = self.project_in_buckets(rows, (x, w), delta, residual, norm, out);
+                self.note(outcome);
+            }
+        } else if self.group.is_some() {
             // What a rank's product brings is a part of the sum.
             self.matmul(rows, x, w, delta);
             self.sum_onto_residual(rows, delta, residual, (norm, eps), out);

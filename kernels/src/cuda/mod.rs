@@ -35,6 +35,7 @@ mod library;
 mod links;
 mod memory;
 mod nccl;
+mod overlap;
 mod plan;
 mod probe;
 mod process;
