@@ -211,7 +211,7 @@ pub struct RankGroup {
     results_there: Bell,
     /// Steps in flight with the state hash of each.
     in_flight: VecDeque<(StepId, u64)>,
-    state: u64,
+    history: codec::History,
     /// Reused by every plan.
     message: Vec<u8>,
     clock: Clock,
@@ -305,7 +305,7 @@ impl RankGroup {
             members: (0..ranks).map(member).collect(),
             results_there,
             in_flight: VecDeque::new(),
-            state: 0,
+            history: codec::History::default(),
             message: Vec::new(),
             clock: Clock::new(),
             waker,
@@ -552,7 +552,7 @@ impl Executor for RankGroup {
             let reason = format!("{depth} steps are in flight already");
             return Err(ExecutorError::BadPlan { step_id, reason });
         }
-        self.state = codec::encode_plan(&plan, self.state, &mut self.message)
+        codec::encode_plan(&plan, &mut self.history, &mut self.message)
             .map_err(|error| ExecutorError::BadPlan { step_id, reason: error.to_string() })?;
         let watch = &self.watch;
         let has_failed = || watch.failed.load(Ordering::Acquire);
@@ -561,7 +561,7 @@ impl Executor for RankGroup {
             let failure = self.failure().unwrap_or(error.into());
             return Err(self.stopped(failure));
         }
-        self.in_flight.push_back((step_id, self.state));
+        self.in_flight.push_back((step_id, self.history.state()));
         Ok(())
     }
 

@@ -74,7 +74,7 @@ pub fn run_rank<E: Executor>(
     let mut answers = region.result_writer(rank);
     let told = loop {
         let Some(message) = orders.read(PATIENCE, Duration::ZERO)? else { continue };
-        match codec::decode_order(&message, 0)? {
+        match codec::decode_order(&message, &mut codec::History::default())? {
             Order::Start(told) => break told,
             Order::Stop => return Ok(()),
             Order::Plan { .. } => return Err(RankError::NoStart),
@@ -211,11 +211,11 @@ impl<'a, E: Executor> Rank<'a, E> {
 
 /// Until it is told to stop, or something is wrong, which it hands on as well.
 fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &CollectWaker) {
-    let mut state = 0;
+    let mut history = codec::History::default();
     loop {
         let order = match orders.read(PATIENCE, SPIN) {
             Ok(None) => continue,
-            Ok(Some(message)) => checked_order(&message, &mut state),
+            Ok(Some(message)) => checked_order(&message, &mut history),
             Err(error) => Err(error.into()),
         };
         let is_last = !matches!(order, Ok(Order::Plan { .. }));
@@ -227,13 +227,12 @@ fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &Collec
     }
 }
 
-fn checked_order(message: &[u8], running: &mut u64) -> Result<Order, RankError> {
-    let order = codec::decode_order(message, *running)?;
-    if let Order::Plan { plan, state, found } = &order {
-        if state != found {
-            return Err(RankError::State { step_id: plan.step_id });
+fn checked_order(message: &[u8], history: &mut codec::History) -> Result<Order, RankError> {
+    let order = codec::decode_order(message, history)?;
+    match &order {
+        Order::Plan { plan, state, found } if state != found => {
+            Err(RankError::State { step_id: plan.step_id })
         }
-        *running = *state;
+        _ => Ok(order),
     }
-    Ok(order)
 }

@@ -12,8 +12,8 @@ use kernels::{
 };
 use proptest::{collection::vec, option, prelude::*};
 use ranks::codec::{
-    Answer, DecodeError, Failure, Order, StepAnswer, WireResult, decode_answer, decode_order,
-    encode_answer, encode_plan, encode_start, encode_stop,
+    Answer, DecodeError, Failure, History, Order, StepAnswer, WireResult, decode_answer,
+    decode_order, encode_answer, encode_plan, encode_start, encode_stop,
 };
 
 fn sampling() -> impl Strategy<Value = Sampling> {
@@ -165,16 +165,39 @@ fn answer() -> impl Strategy<Value = Answer> {
     ]
 }
 
+/// As the first message.
+fn decoded(bytes: &[u8]) -> Result<Order, DecodeError> {
+    decode_order(bytes, &mut History::default())
+}
+
 proptest! {
     #[test]
-    fn plans_come_back_as_they_were_with_the_same_hash(plan in plan(), before in any::<u64>()) {
-        let mut bytes = vec![7; 3];
-        let state = encode_plan(&plan, before, &mut bytes).unwrap();
-        let order = decode_order(&bytes, before).unwrap();
-        prop_assert_eq!(order, Order::Plan { plan, state, found: state });
-        // With another past it is another.
-        let Ok(Order::Plan { found, .. }) = decode_order(&bytes, !before) else { panic!() };
-        prop_assert_ne!(found, state);
+    fn plans_come_back_as_they_were_with_the_same_hash(
+        plans in vec((plan(), any::<bool>()), 1..5),
+    ) {
+        let (mut writer, mut reader) = (History::default(), History::default());
+        let (mut bytes, mut rows) = (vec![7; 3], Vec::new());
+        for (mut plan, repeats) in plans {
+            if repeats {
+                plan.rows.clone_from(&rows);
+            }
+            rows.clone_from(&plan.rows);
+            let before = reader.clone();
+            encode_plan(&plan, &mut writer, &mut bytes).unwrap();
+            let state = writer.state();
+            let order = decode_order(&bytes, &mut reader).unwrap();
+            prop_assert_eq!(order, Order::Plan { plan, state, found: state });
+            prop_assert_eq!(&reader, &writer);
+            // Read a second time, or behind another past, it has another hash.
+            for mut other in [reader.clone(), History::default()] {
+                if other != before {
+                    let Ok(Order::Plan { found, .. }) = decode_order(&bytes, &mut other) else {
+                        panic!("a plan is one behind any other")
+                    };
+                    prop_assert_ne!(found, state);
+                }
+            }
+        }
     }
 
     #[test]
@@ -184,7 +207,7 @@ proptest! {
 
     #[test]
     fn any_bytes_are_read_or_refused(bytes in vec(any::<u8>(), 0..300)) {
-        let _ = (decode_order(&bytes, 0), decode_answer(&bytes));
+        let _ = (decoded(&bytes), decode_answer(&bytes));
     }
 
     /// Cut short, with more behind, or with a byte changed: refused, or another message; no panic.
@@ -196,10 +219,12 @@ proptest! {
         change in 1..=u8::MAX,
     ) {
         let mut order = Vec::new();
-        let state = encode_plan(&plan, 0, &mut order).unwrap();
+        let mut history = History::default();
+        encode_plan(&plan, &mut history, &mut order).unwrap();
+        let state = history.state();
         let answer = encode_answer(&answer);
         for (bytes, decode) in [
-            (order, (|bytes| decode_order(bytes, 0).map(drop)) as fn(&[u8]) -> Result<(), _>),
+            (order, (|bytes| decoded(bytes).map(drop)) as fn(&[u8]) -> Result<(), _>),
             (answer, |bytes| decode_answer(bytes).map(drop)),
         ] {
             let at = cut.index(bytes.len());
@@ -208,7 +233,7 @@ proptest! {
             let mut changed = bytes.clone();
             changed[at] ^= change;
             let _ = decode(&changed);
-            if let Ok(Order::Plan { state: stated, found, .. }) = decode_order(&changed, 0) {
+            if let Ok(Order::Plan { state: stated, found, .. }) = decoded(&changed) {
                 prop_assert!(stated != found || stated == state);
             }
         }
@@ -217,9 +242,9 @@ proptest! {
 
 #[test]
 fn the_first_and_the_last_order_come_back() {
-    assert_eq!(decode_order(&encode_start(b"told"), 0), Ok(Order::Start(b"told".to_vec())));
-    assert_eq!(decode_order(&encode_stop(), 0), Ok(Order::Stop));
-    let error = decode_order(&[9], 0).unwrap_err();
+    assert_eq!(decoded(&encode_start(b"told")), Ok(Order::Start(b"told".to_vec())));
+    assert_eq!(decoded(&encode_stop()), Ok(Order::Stop));
+    let error = decoded(&[9]).unwrap_err();
     assert_eq!(error, DecodeError::Value { field: "the kind of order", value: 9 });
     assert_eq!(error.to_string(), "the kind of order is 9, which it cannot be");
 }
@@ -227,13 +252,13 @@ fn the_first_and_the_last_order_come_back() {
 #[test]
 fn a_count_takes_no_memory_for_what_is_not_there() {
     let mut bytes = Vec::new();
-    encode_plan(&StepPlan::default(), 0, &mut bytes).unwrap();
+    encode_plan(&StepPlan::default(), &mut History::default(), &mut bytes).unwrap();
     // The counts of the lists.
     for count in 0..5 {
-        let at = 1 + 8 + 8 + 4 + 4 * count;
+        let at = 1 + 8 + 8 + 4 + 1 + 4 * count;
         let mut many = bytes.clone();
         many[at..at + 4].copy_from_slice(&u32::MAX.to_le_bytes());
-        assert_eq!(decode_order(&many, 0), Err(DecodeError::Short { field: "a list" }));
+        assert_eq!(decoded(&many), Err(DecodeError::Short { field: "a list" }));
     }
 }
 
@@ -247,7 +272,8 @@ fn numbers_without_a_place_in_the_form_are_named() {
         drafts_max: 0,
     };
     let plan = StepPlan { rows: vec![row], ..StepPlan::default() };
-    let error = encode_plan(&plan, 0, &mut Vec::new()).unwrap_err().to_string();
+    let error =
+        encode_plan(&plan, &mut History::default(), &mut Vec::new()).unwrap_err().to_string();
     assert_eq!(error, "slot 3: token_count is 16777216; allowed are up to 16777215");
 }
 
@@ -268,11 +294,13 @@ fn a_decode_step_of_256_rows_takes_no_more_than_promised() {
         ..StepPlan::default()
     };
     let mut bytes = Vec::new();
-    encode_plan(&plan, 0, &mut bytes).unwrap();
-    println!("a steady decode step of 256 rows: {} bytes", bytes.len());
+    let mut history = History::default();
+    encode_plan(&plan, &mut history, &mut bytes).unwrap();
     assert!(bytes.len() <= 4_200, "{}", bytes.len());
+    encode_plan(&plan, &mut history, &mut bytes).unwrap();
+    assert!(bytes.len() <= 300, "the same rows again: {}", bytes.len());
     // All of them at once.
     let extended = (0..256).map(|slot| (Slot(slot), vec![BlockId(slot)])).collect();
-    encode_plan(&StepPlan { extended, ..plan }, 0, &mut bytes).unwrap();
+    encode_plan(&StepPlan { extended, ..plan }, &mut History::default(), &mut bytes).unwrap();
     assert!(bytes.len() <= 2 * 4_200, "{}", bytes.len());
 }
