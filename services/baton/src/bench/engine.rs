@@ -114,7 +114,7 @@ pub struct EngineArgs {
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2))]
     upload_slots: u8,
     /// On several GPUs, rows of a prompt whose sum runs under the product of the next ones; 0: none.
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, default_value_t = 0)]
     overlap_rows: usize,
     /// On a GPU, the thread that plans steps keeps its core awake while one runs: on or off.
     #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
