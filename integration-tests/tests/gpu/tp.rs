@@ -39,7 +39,7 @@ use super::{
 
 const SEAT: &str = "BATON_TEST_SEAT";
 const PATIENCE: Duration = Duration::from_secs(120);
-const BLOCKS: u32 = 64;
+const BLOCKS: u32 = 400;
 
 /// What ranks are told to be.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -77,7 +77,7 @@ fn model() -> Checkpoint {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-        "vocab_size": 13_000, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+        "vocab_size": 13_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2
     });
@@ -89,8 +89,9 @@ fn model() -> Checkpoint {
 fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
     ExecutorLimits {
         slots: 8,
-        step_tokens: 96,
-        sequence_tokens: 512,
+        // Steps of all sizes, and some whose sums are made beside products.
+        step_tokens: 2500,
+        sequence_tokens: 2600,
         blocks: BLOCKS,
         depth: 2,
         vocabulary: checkpoint.config().vocab_size as u32,
@@ -203,7 +204,8 @@ fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
 /// Greedy ones say how sure they were; the others show that ranks draw alike.
 fn requests() -> Vec<NewSequence> {
     let request = |id: u128| {
-        let length = 1 + (id * 37 % 110) as u32;
+        let length =
+            if id % 5 == 2 { 1500 + 300 * id as u32 / 5 } else { 1 + id as u32 * 37 % 110 };
         let tokens = (0..length).map(|at| (at * 311 + id as u32 * 101 + at / 7) % 13_000).collect();
         let greedy = Sampling { logprobs: Some(2), ..Sampling::greedy() };
         let sampling = match id % 4 {
@@ -347,7 +349,7 @@ fn blocks_go_from_any_number_of_ranks_to_any_other() {
                 let kv = RankedKv::imported(layout, &groups[at].said()).unwrap();
                 KvArena::remote(kv).unwrap()
             });
-            for block in 0..BLOCKS {
+            for block in 0..64 {
                 let bytes = pattern(layout, block, *from);
                 sends.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
                 let mut back = vec![0; bytes.len()];
@@ -370,7 +372,7 @@ fn blocks_go_from_any_number_of_ranks_to_any_other() {
                 assert!(Instant::now() < until, "{what}: copies end");
             }
             drop(moving.finish().unwrap());
-            for block in 0..BLOCKS {
+            for block in 0..64 {
                 let mut found = vec![0; layout.block_bytes()];
                 receives.read(BlockId(block)).unwrap().copy_to_host(&mut found).unwrap();
                 let source = pairs.iter().find(|pair| pair.1 == block);

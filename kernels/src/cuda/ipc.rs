@@ -7,7 +7,7 @@
 //! peer, with as many ranks or others: every GPU here pulls what its heads are out of every part that
 //! has some of them.
 
-use std::sync::Arc;
+use std::{sync::Arc, thread};
 
 use cudarc::driver::sys;
 
@@ -191,27 +191,41 @@ impl IpcMemory {
             let heads = layout.kv_head_count;
             return Err(format!("{theirs} ranks cannot have equal parts of {heads} heads"));
         }
-        let bytes = block_bytes / theirs as u64 * u64::from(export.block_count);
-        let mut ends = Vec::new();
-        for (rank, kv) in self.parts.iter().enumerate() {
-            let mut pieces = Vec::new();
-            for (their_rank, part) in export.parts.iter().enumerate() {
-                let shared = shared_heads(layout, (their_rank, theirs), (rank, ours));
-                let Some(strides) = shared else { continue };
-                let memory = part.map(kv.context(), bytes)?;
-                pieces.push(Piece { memory, strides });
-            }
-            let stream = |_| Stream::new(kv.context());
-            let streams = (0..STREAMS).map(stream).collect::<Result<Vec<_>, _>>();
-            let streams = streams.map_err(|error| error.to_string())?;
-            ends.push(ReceivingEnd { kv: Arc::clone(kv), pieces, streams });
-        }
+        // Whose GPU this process has not used yet is made ready, which takes a while: all at once.
+        let ends = thread::scope(|scope| {
+            let end = |rank| move || self.end(export, rank);
+            let threads: Vec<_> = (0..ours).map(|rank| scope.spawn(end(rank))).collect();
+            let ends = threads.into_iter().map(|thread| {
+                thread.join().unwrap_or_else(|_| Err("mapping its memory panicked".to_owned()))
+            });
+            ends.collect::<Result<Vec<_>, String>>()
+        })?;
         Ok(CudaPeerBlocks {
             blocks: Arc::clone(&self.blocks),
             block_count: export.block_count,
             ends: ends.into(),
             next_stream: 0,
         })
+    }
+}
+
+impl IpcMemory {
+    /// What one of our parts takes from all of theirs.
+    fn end(&self, export: &Export, rank: usize) -> Result<ReceivingEnd, String> {
+        let (layout, kv) = (self.blocks.layout(), &self.parts[rank]);
+        let (ours, theirs) = (self.parts.len(), export.parts.len());
+        let bytes = export.block_bytes / theirs as u64 * u64::from(export.block_count);
+        let mut pieces = Vec::new();
+        for (their_rank, part) in export.parts.iter().enumerate() {
+            let shared = shared_heads(layout, (their_rank, theirs), (rank, ours));
+            let Some(strides) = shared else { continue };
+            let memory = part.map(kv.context(), bytes)?;
+            pieces.push(Piece { memory, strides });
+        }
+        let stream = |_| Stream::new(kv.context());
+        let streams = (0..STREAMS).map(stream).collect::<Result<Vec<_>, _>>();
+        let streams = streams.map_err(|error| error.to_string())?;
+        Ok(ReceivingEnd { kv: Arc::clone(kv), pieces, streams })
     }
 }
 
