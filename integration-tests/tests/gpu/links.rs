@@ -105,11 +105,17 @@ enum Manner {
     Quick,
     /// Its streams are late at random.
     Late,
+    /// Blocks are brought together by a kernel.
+    Kernel,
 }
 
 impl Manner {
-    const ALL: [(Self, &str); 3] =
-        [(Self::Verifying, "verifying"), (Self::Quick, "quick"), (Self::Late, "late")];
+    const ALL: [(Self, &str); 4] = [
+        (Self::Verifying, "verifying"),
+        (Self::Quick, "quick"),
+        (Self::Late, "late"),
+        (Self::Kernel, "kernel"),
+    ];
 
     fn name(self) -> &'static str {
         Self::ALL.iter().find(|(manner, _)| *manner == self).unwrap().1
@@ -142,12 +148,16 @@ impl Node {
         let device = driver.device_named(&gpu.to_string()).unwrap();
         let context = Context::new(driver, device).unwrap();
         let kv = DeviceKv::new(&context, layout(), BLOCKS).unwrap();
-        if manner == Manner::Late {
+        if matches!(manner, Manner::Late | Manner::Kernel) {
             let path = env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
             let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
             library.initialise(&context).unwrap();
-            let seed = u64::from(std::process::id());
-            kv.delay_streams(Delays::new(library, Duration::from_micros(500), seed));
+            if manner == Manner::Late {
+                let seed = u64::from(std::process::id());
+                kv.delay_streams(Delays::new(library, Duration::from_micros(500), seed));
+            } else {
+                kv.move_with(library);
+            }
         }
         let arena = KvArena::remote(kv).unwrap();
         static STARTED: AtomicU64 = AtomicU64::new(1);
@@ -710,15 +720,20 @@ fn transfers_that_either_side_ends_at_any_moment_leave_the_others_whole() {
     }
 }
 
-/// What one stream forgets to wait for comes late.
+/// What one stream forgets to wait for comes late; and a kernel brings blocks together as copies do.
 #[test]
-fn streams_that_are_late_at_random_change_no_block() {
+fn streams_that_are_late_and_kernels_that_move_blocks_change_none() {
     let Some((gpus, _alone)) = gpus() else { return };
-    for carrier in CARRIERS {
+    let ways = [
+        (Carrier::Ipc, Manner::Late),
+        (Carrier::Nccl, Manner::Late),
+        (Carrier::Nccl, Manner::Kernel),
+    ];
+    for (carrier, manner) in ways {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
-        let mut peer = Peer::start_as(from, carrier, Manner::Late);
+        let mut peer = Peer::start_as(from, carrier, manner);
         let (sink, events) = channel();
-        let node = Node::start_as("node", to, carrier, Manner::Late, sink);
+        let node = Node::start_as("node", to, carrier, manner, sink);
         for round in 0..if short() { 6 } else { 60_u64 } {
             node.fill(|_| vec![round as u8; layout().block_bytes()]);
             let transfer = TransferId(round.into());

@@ -72,9 +72,50 @@ int32_t move_blocks(BlockMove::Kind kind, const baton_kv* kv, const int32_t* blo
   return BATON_OK;
 }
 
+// Blocks named in the launch itself: no list has to lie in device memory and outlive it. A few thread blocks take one
+// piece after another, so that what else runs keeps its multiprocessors.
+constexpr int LIST_MAX = 512;
+constexpr int LIST_THREADS = 512;
+
+struct ListedMove {
+  char* arena;
+  char* staging;
+  int64_t block_bytes;
+  int32_t pieces;  // of all blocks
+  int32_t gathers;
+  int32_t blocks[LIST_MAX];
+};
+
+__global__ void __launch_bounds__(LIST_THREADS) listed_move_kernel(const __grid_constant__ ListedMove move) {
+  constexpr int UNROLL = PIECE / (LIST_THREADS * 16);
+  const int32_t block_pieces = static_cast<int32_t>((move.block_bytes + PIECE - 1) / PIECE);
+  for (int32_t piece = blockIdx.x; piece < move.pieces; piece += gridDim.x) {
+    const int32_t index = piece / block_pieces;
+    char* const block = move.arena + move.blocks[index] * move.block_bytes;
+    char* const place = move.staging + index * move.block_bytes;
+    const char* const from = move.gathers ? block : place;
+    char* const to = move.gathers ? place : block;
+    const int64_t begin = (piece % block_pieces) * PIECE + threadIdx.x * 16;
+    uint4 values[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const int64_t here = begin + i * LIST_THREADS * 16;
+      if (here < move.block_bytes) values[i] = __ldcs(reinterpret_cast<const uint4*>(from + here));
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const int64_t here = begin + i * LIST_THREADS * 16;
+      if (here < move.block_bytes) __stcs(reinterpret_cast<uint4*>(to + here), values[i]);
+    }
+  }
+}
+
 }  // namespace
 
-int32_t load_blocks() { return load(move_kernel); }
+int32_t load_blocks() {
+  BATON_TRY(load(move_kernel));
+  return load(listed_move_kernel);
+}
 
 }  // namespace baton
 
@@ -93,5 +134,31 @@ BATON_API int32_t baton_scatter_blocks(const baton_kv* kv, const int32_t* blocks
                                        const void* staging, void* stream) {
   return guarded([&] {
     return move_blocks(BlockMove::SCATTER, kv, blocks, count, const_cast<void*>(staging), stream);
+  });
+}
+
+// gathers: staging[i] = block blocks[i]; else the other way round. `blocks` lies in host memory and is read before the
+// call returns. `grid`: thread blocks at a time.
+BATON_API int32_t baton_move_blocks(void* arena, int64_t block_bytes, const int32_t* blocks, int32_t count, void* staging,
+                                    int32_t gathers, int32_t grid, void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(arena && staging, "arena or staging is null");
+    BATON_REQUIRE(block_bytes > 0 && block_bytes % 16 == 0, "block_bytes is %lld; allowed are multiples of 16",
+                  static_cast<long long>(block_bytes));
+    BATON_REQUIRE(count >= 0 && grid > 0, "count is %d, grid %d; allowed are 0 or more, and 1 or more", count, grid);
+    for (int32_t first = 0; first < count; first += LIST_MAX) {
+      const int32_t share = count - first < LIST_MAX ? count - first : LIST_MAX;
+      ListedMove move;
+      move.arena = static_cast<char*>(arena);
+      move.staging = static_cast<char*>(staging) + first * block_bytes;
+      move.block_bytes = block_bytes;
+      move.pieces = static_cast<int32_t>(share * ((block_bytes + PIECE - 1) / PIECE));
+      move.gathers = gathers;
+      for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[first + i];
+      // Never before its predecessor has ended: others write what it reads.
+      BATON_TRY(launch_as(false, "listed block copy", listed_move_kernel, dim3(grid < move.pieces ? grid : move.pieces),
+                          dim3(LIST_THREADS), 0, as_stream(stream), move));
+    }
+    return static_cast<int32_t>(BATON_OK);
   });
 }

@@ -8,6 +8,7 @@ use super::{
     driver::Driver,
     error::CudaError,
     ipc::{Export, IpcMemory, Part},
+    library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
     probe::Delays,
 };
@@ -27,6 +28,8 @@ pub struct DeviceKv {
     part: Option<Part>,
     context: Arc<Context>,
     copies: Mutex<Copies>,
+    /// Whose kernels move blocks to and from staging; copies do where there is none.
+    library: OnceLock<Arc<KernelLibrary>>,
     /// For tests.
     delays: OnceLock<Delays>,
 }
@@ -98,8 +101,8 @@ impl DeviceKv {
             )),
         };
         let (context, copies) = (Arc::clone(context), Mutex::new(copies));
-        let delays = OnceLock::new();
-        Ok(Arc::new(Self { layout, blocks, data, part, context, copies, delays }))
+        let (library, delays) = (OnceLock::new(), OnceLock::new());
+        Ok(Arc::new(Self { layout, blocks, data, part, context, copies, library, delays }))
     }
 
     /// For other processes.
@@ -125,6 +128,16 @@ impl DeviceKv {
 
     pub fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// From now on blocks go to and from staging by these kernels, which have been initialised, and not by
+    /// copies, of which each has its price. The first call counts. Not measured yet, so no node does it.
+    pub fn move_with(&self, library: Arc<KernelLibrary>) {
+        let _ = self.library.set(library);
+    }
+
+    pub(super) fn library(&self) -> Option<&KernelLibrary> {
+        self.library.get().map(|library| &**library)
     }
 
     /// For tests: from now on streams that move blocks between GPUs take their time. The first call counts.

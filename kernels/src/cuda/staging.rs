@@ -1,9 +1,12 @@
 //! Where blocks that lie apart come together, so that NCCL moves them as one: each operation of its has
 //! a price, and many small ones reach a fraction of what a long one does.
 //!
-//! The sender copies blocks into a slot by its copy engines and sends the slot; the receiver receives into
-//! a slot and copies the blocks to their places. With several slots an end the copies of one run under
-//! the operation of the other. What lies together on both sides goes without.
+//! The sender copies blocks into a slot and sends the slot; the receiver receives into a slot and copies the
+//! blocks to their places. With several slots an end the copies of one run under the operation of the
+//! other. What lies together on both sides goes without.
+//!
+//! Blocks are copied by copy engines, at 5 us for one of 2 MiB, which bounds the rate; or by a kernel of few
+//! thread blocks, where [`DeviceKv::move_with`] has named its library.
 
 use std::{
     ops::Range as Indices,
@@ -16,10 +19,12 @@ use super::{
     context::{Context, Event, Role, Stream},
     copies::Copies,
     error::CudaError,
+    kv::DeviceKv,
     memory::{DeviceMemory, Range},
 };
+use crate::{layout::BlockId, peer::End};
 
-/// Blocks to and from staging, by copy engines.
+/// Blocks to and from staging.
 #[derive(Debug)]
 pub(super) enum Together {}
 
@@ -99,8 +104,17 @@ struct Slot {
     emptied: Event,
 }
 
-/// A block's place in the KV, and how many bytes from there on.
+/// Where in a range, and how many bytes from there on.
 pub(super) type Place = (usize, usize);
+
+/// Thread blocks of a kernel that moves blocks: enough to keep pace with NCCL, and few beside a forward's.
+const MOVERS: i32 = 16;
+
+/// Where blocks lie, as few places as there are runs.
+pub(super) fn places_of(ids: &[BlockId], block_bytes: usize) -> impl Iterator<Item = Place> {
+    ids.chunk_by(|one, next| one.0.checked_add(1) == Some(next.0))
+        .map(move |run| (run[0].index() * block_bytes, run.len() * block_bytes))
+}
 
 impl Staging {
     pub fn new(context: &Arc<Context>, slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
@@ -121,30 +135,23 @@ impl Staging {
         &self.memory
     }
 
-    /// Copies these parts of `kv` into the next slot, and lets `send` put what reads it into `stream`; it
-    /// is told where in [`memory`](Self::memory) they lie.
+    /// Copies these blocks into the next slot, and lets `send` put what reads it into `stream`; it is told
+    /// where in [`memory`](Self::memory) they lie.
     ///
     /// # Safety
-    /// The parts are not written before what is put into `stream` is done.
+    /// The blocks are not written before what is put into `stream` is done.
     pub unsafe fn send<R: Role, E: From<CudaError>>(
         &mut self,
-        kv: &Range,
-        parts: &[Place],
+        kv: &DeviceKv,
+        ids: &[BlockId],
         stream: &Stream<R>,
         send: impl FnOnce(&Range, Place) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (index, place) = self.take_slot(parts);
+        let (index, place) = self.take_slot(kv, ids);
         let slot = &self.slots[index];
         self.copies.wait(&slot.emptied)?;
-        let mut copies = Copies::default();
-        let mut at = place.0;
-        for &(offset, bytes) in parts {
-            copies.add(self.memory.part(at, bytes), kv.part(offset, bytes), bytes);
-            at += bytes;
-        }
-        // SAFETY: all parts are inside their ranges, and nothing else uses the slot until it is emptied;
-        // the rest is the caller's promise.
-        unsafe { copies.put(&self.copies) }?;
+        // SAFETY: nothing else uses the slot until it is emptied; the rest is the caller's promise.
+        unsafe { self.move_blocks(kv, ids, place, End::Sender) }?;
         slot.filled.record(&self.copies)?;
         stream.wait(&slot.filled)?;
         send(&self.memory, place)?;
@@ -152,35 +159,77 @@ impl Staging {
         Ok(self.ends.wait(&slot.emptied)?)
     }
 
-    /// Lets `receive` put what fills the next slot into `stream`, and copies from there to these parts of
-    /// `kv`, behind which [`mark`](Self::mark) marks the end.
+    /// Lets `receive` put what fills the next slot into `stream`, and copies these blocks from there, behind
+    /// which [`mark`](Self::mark) marks the end.
     ///
     /// # Safety
-    /// Nothing else reads or writes the parts until that mark is seen, or [`drain`](Self::drain) has
+    /// Nothing else reads or writes the blocks until that mark is seen, or [`drain`](Self::drain) has
     /// returned.
     pub unsafe fn receive<R: Role, E: From<CudaError>>(
         &mut self,
-        kv: &Range,
-        parts: &[Place],
+        kv: &DeviceKv,
+        ids: &[BlockId],
         stream: &Stream<R>,
         receive: impl FnOnce(&Range, Place) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (index, place) = self.take_slot(parts);
+        let (index, place) = self.take_slot(kv, ids);
         let slot = &self.slots[index];
         stream.wait(&slot.emptied)?;
         receive(&self.memory, place)?;
         slot.filled.record(stream)?;
         self.copies.wait(&slot.filled)?;
-        let mut copies = Copies::default();
-        let mut at = place.0;
-        for &(offset, bytes) in parts {
-            copies.add(kv.part(offset, bytes), self.memory.part(at, bytes), bytes);
+        // SAFETY: as above.
+        unsafe { self.move_blocks(kv, ids, place, End::Receiver) }?;
+        slot.emptied.record(&self.copies)?;
+        Ok(self.ends.wait(&slot.emptied)?)
+    }
+
+    /// # Safety
+    /// Nothing else uses the place, or writes the blocks, or reads them where they are written, until this
+    /// is done.
+    unsafe fn move_blocks(
+        &self,
+        kv: &DeviceKv,
+        ids: &[BlockId],
+        (at, bytes): Place,
+        end: End,
+    ) -> Result<(), CudaError> {
+        let block_bytes = kv.layout().block_bytes();
+        // Blocks are within the KV, and the place within the slots: part by part that is looked at.
+        let places = || places_of(ids, block_bytes);
+        let last = ids.iter().map(|id| id.index() + 1).max().unwrap_or(0);
+        let (arena, staging) = (kv.data().part(0, last * block_bytes), self.memory.part(at, bytes));
+        if let Some(library) = kv.library()
+            && block_bytes.is_multiple_of(16)
+        {
+            let ids: Vec<i32> = ids.iter().map(|id| id.0 as i32).collect();
+            // SAFETY: blocks and place are inside their ranges; the rest is the caller's promise. The list
+            // is read before the call returns.
+            let code = unsafe {
+                (library.functions().baton_move_blocks)(
+                    arena,
+                    block_bytes as i64,
+                    ids.as_ptr(),
+                    ids.len() as i32,
+                    staging,
+                    i32::from(end == End::Sender),
+                    MOVERS,
+                    self.copies.raw().cast(),
+                )
+            };
+            return library.check("baton_move_blocks", code);
+        }
+        let (mut copies, mut at) = (Copies::default(), at);
+        for (offset, bytes) in places() {
+            let (block, slot) = (kv.data().part(offset, bytes), self.memory.part(at, bytes));
+            match end {
+                End::Sender => copies.add(slot, block, bytes),
+                End::Receiver => copies.add(block, slot, bytes),
+            }
             at += bytes;
         }
         // SAFETY: as above.
-        unsafe { copies.put(&self.copies) }?;
-        slot.emptied.record(&self.copies)?;
-        Ok(self.ends.wait(&slot.emptied)?)
+        unsafe { copies.put(&self.copies) }
     }
 
     /// The stream of the copies.
@@ -200,10 +249,10 @@ impl Staging {
         mark.record(&self.ends)
     }
 
-    fn take_slot(&mut self, parts: &[Place]) -> (usize, Place) {
+    fn take_slot(&mut self, kv: &DeviceKv, ids: &[BlockId]) -> (usize, Place) {
         let index = self.next;
         self.next = (index + 1) % self.slots.len();
-        let bytes = parts.iter().map(|(_, bytes)| bytes).sum();
+        let bytes = ids.len() * kv.layout().block_bytes();
         assert!(bytes <= self.slot_bytes, "{bytes} bytes fit a slot of {}", self.slot_bytes);
         (index, (index * self.slot_bytes, bytes))
     }

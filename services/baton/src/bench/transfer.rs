@@ -23,7 +23,10 @@ use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use kernels::{
     BLOCK_TOKENS, BlockId, Dtype, KvArena, KvLayout,
-    cuda::{Context, DeviceKv, Driver, LinkRate, Together, pull_rate, set_nccl_environment},
+    cuda::{
+        Context, DeviceKv, Driver, KernelLibrary, LinkRate, Together, pull_rate,
+        set_nccl_environment,
+    },
 };
 use kv_transfer::{
     Carrier, Carriers, Choice, ClusterSecret, Limits, TransferConfig, Transfers,
@@ -33,6 +36,7 @@ use kv_transfer::{
 use serde::Serialize;
 
 use super::stats::{Percentiles, WorkloadRng};
+use crate::doctor::KernelsArg;
 
 /// Any wait for the other process.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -70,6 +74,11 @@ pub struct TransferArgs {
     /// Multiprocessors that nccl takes; 0: as many as it likes.
     #[arg(long, default_value_t = 8)]
     ctas: u32,
+    /// What brings scattered blocks together for nccl; nodes have copies.
+    #[arg(long, value_enum, default_value = "copies")]
+    gather: Gather,
+    #[command(flatten)]
+    kernels: KernelsArg,
     /// Hashes chunks that go from GPU to GPU.
     #[arg(long)]
     verify: bool,
@@ -107,6 +116,14 @@ impl Transport {
             Self::Nccl => "nccl",
         }
     }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Gather {
+    /// Of the copy engines, one for each run of blocks.
+    Copies,
+    /// Of ours, for all of them; needs the kernels.
+    Kernel,
 }
 
 /// What was measured of one setting.
@@ -204,7 +221,13 @@ fn arena(args: &TransferArgs, gpu: Option<&str>) -> Result<Arc<KvArena>> {
     let Some(gpu) = gpu else { return Ok(KvArena::host(layout, blocks)?) };
     let driver = Driver::open()?;
     let context = Context::new(driver, driver.device_named(gpu)?)?;
-    Ok(KvArena::remote(DeviceKv::new(&context, layout, blocks)?)?)
+    let kv = DeviceKv::new(&context, layout, blocks)?;
+    if args.gather == Gather::Kernel {
+        let library = Arc::new(KernelLibrary::open(args.kernels.path().as_deref())?);
+        library.initialise(&context)?;
+        kv.move_with(library);
+    }
+    Ok(KvArena::remote(kv)?)
 }
 
 /// The blocks of each transfer that goes on at the same time as others, the same for every round.
