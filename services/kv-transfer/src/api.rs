@@ -129,7 +129,8 @@ pub enum Command {
     Finish { transfer: TransferId, first_index: u32, token: SampledToken },
     /// Transfers with this peer are to be expected: the pair is made now, and kept as long as this is said
     /// again and again. `sends`: so is the connection on which chunks go to it, with whatever has to be
-    /// mapped or joined for that. Does nothing where KV goes by `tcp` alone, which needs no time to begin.
+    /// mapped or joined for that. Does nothing where KV goes by `tcp` alone, which needs no time to begin, nor
+    /// beyond a few pairs, for each takes memory.
     Meet { peer: PeerAddress, sends: bool },
     /// Either side: give up. Ends with the failed event once that is safe.
     Abort { transfer: TransferId, reason: String },

@@ -264,6 +264,21 @@ fn where_there_is_nothing_to_make_in_advance_meeting_makes_no_pair() {
     assert_eq!(prefill.transfers.metrics().peers.len(), 1);
 }
 
+#[test]
+fn few_pairs_are_made_in_advance() {
+    let prefill = reaching("prefill");
+    let others: Vec<Node> = (0..6).map(|_| reaching("decode")).collect();
+    for other in &others {
+        let peer = other.address.clone();
+        prefill.transfers.command(Command::Meet { peer, sends: true }).unwrap();
+    }
+    // With one that was met and with the last, which was not.
+    for other in [&others[0], &others[5]] {
+        travel(&prefill, other, &blocks(0..20), &blocks(100..120));
+    }
+    assert_eq!(prefill.transfers.metrics().peers.len(), 5);
+}
+
 /// One of several tries: on a busy machine a step may take longer than the lease.
 const TRIES: usize = 10;
 

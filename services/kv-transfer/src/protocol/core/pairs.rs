@@ -13,6 +13,10 @@ use crate::{
     },
 };
 
+/// Pairs up to which some are made in advance: each may take memory of a GPU, some 200 MiB by `nccl`. With
+/// others the first transfer makes them.
+const MET_MAX: usize = 4;
+
 impl Core {
     pub(super) fn on_hello(&mut self, now: Instant, from: &Source, hello: &Hello) {
         if from.epoch == self.local.epoch {
@@ -94,7 +98,8 @@ impl Core {
             return;
         }
         if !self.pairs.contains_key(&address.epoch) {
-            if !self.make_room_for_pair(now) {
+            // Nor is room made: those that are there are in use, or were met before.
+            if self.pairs.len() >= MET_MAX.min(self.local.limits.pairs_max) {
                 return;
             }
             self.sessions += 1;
