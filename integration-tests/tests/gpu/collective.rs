@@ -310,8 +310,10 @@ fn onto_residual(rank: Rank) {
         };
         let group = group(&rank, SOON);
         let options = CudaOptions { overlap_rows, ..CudaOptions::new(format) };
-        let mut cuda =
-            CudaBackend::new(&rank.context, rank.library.clone(), options).unwrap().in_group(group);
+        let mut cuda = CudaBackend::new(&rank.context, rank.library.clone(), options)
+            .unwrap()
+            .in_group(group)
+            .unwrap();
         let columns = cuda.shard().part(inputs);
         assert_eq!((cuda.shard().rank(), cuda.shard().of()), (rank.rank, rank.ranks));
         let part = Columns { whole: source(), columns: columns.clone() };

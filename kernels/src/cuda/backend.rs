@@ -94,7 +94,8 @@ pub struct CudaBackend {
     uploads: Mutex<Option<Uploads>>,
     fault: Mutex<Option<CudaError>>,
     group: Option<Group>,
-    overlap: Overlap,
+    /// Where sums run beside products, if they do.
+    pub(super) overlap: Option<Overlap>,
 }
 
 impl CudaBackend {
@@ -151,13 +152,17 @@ impl CudaBackend {
             uploads: Mutex::new(None),
             fault: Mutex::new(None),
             group: None,
-            overlap: Overlap::new(context)?,
+            overlap: None,
         })
     }
 
     /// As one rank of a group, which computes its part of a model.
-    pub fn in_group(self, group: Group) -> Self {
-        Self { group: Some(group), ..self }
+    pub fn in_group(self, group: Group) -> Result<Self, CudaError> {
+        let overlap = match self.options.overlap_rows {
+            0 => None,
+            _ => Some(Overlap::new(&self.context)?),
+        };
+        Ok(Self { group: Some(group), overlap, ..self })
     }
 
     pub fn group(&self) -> Option<&Group> {
@@ -300,7 +305,6 @@ impl CudaBackend {
         self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the first fault.
     /// The sum over the ranks of some rows of `x`, in place.
     pub(super) fn sum_rows(
         &self,
@@ -328,15 +332,7 @@ impl CudaBackend {
 
     /// The compute stream waits for rows that are normed beside it.
     pub(super) fn finish_overlap(&self) -> Result<(), CudaError> {
-        self.overlap.finish(&self.compute)
-    }
-
-    pub(super) fn compute_and_overlap(&self) -> (&Stream<Compute>, &Overlap) {
-        (&self.compute, &self.overlap)
-    }
-
-    pub(super) fn overlap_mut(&mut self) -> &mut Overlap {
-        &mut self.overlap
+        self.overlap.as_ref().map_or(Ok(()), |overlap| overlap.finish(&self.compute))
     }
 
     pub(super) fn run_product(
@@ -349,6 +345,7 @@ impl CudaBackend {
         self.products.run(product, x, w, out, &self.compute)
     }
 
+    /// Keeps the first fault.
     fn note(&self, outcome: Result<(), CudaError>) {
         if let Err(error) = outcome {
             let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
@@ -722,8 +719,9 @@ impl Backend for CudaBackend {
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
-        if self.group.is_some() && self.overlaps(rows) {
+        if self.overlaps(rows) {
             if !self.is_faulty() {
+                wide(residual);
                 let norm = (norm, eps);
                 let outcome = self.project_in_buckets(rows, (x, w), delta, residual, norm, out);
                 self.note(outcome);

@@ -100,8 +100,7 @@ pub(super) fn buckets(rows: usize, most: usize) -> Vec<Rows<usize>> {
 impl CudaBackend {
     /// True when the sums of so many rows go under products.
     pub(super) fn overlaps(&self, rows: usize) -> bool {
-        let most = self.options().overlap_rows;
-        most > 0 && rows >= 2 * most.max(ROWS_MIN)
+        self.overlap.is_some() && rows >= 2 * self.options().overlap_rows.max(ROWS_MIN)
     }
 
     /// [`Backend::project_onto_residual`](crate::Backend::project_onto_residual) of a rank, bucket by bucket.
@@ -118,20 +117,20 @@ impl CudaBackend {
         let is_packed =
             [&*delta, &*residual, &*out].iter().all(|b| (b.width, b.stride) == (width, width));
         assert!(is_packed, "what is summed is packed");
+        assert_eq!(x.pending.get(), None, "rows that are not finished are not multiplied");
         assert_eq!(delta.dtype, out.dtype, "what is added is of the output's type");
         self.finish_overlap()?;
+        let mut overlap = self.overlap.take().expect("sums of so many rows go under products");
         let buckets = buckets(rows, self.options().overlap_rows);
-        for (index, bucket) in buckets.iter().enumerate() {
+        let outcome = buckets.iter().enumerate().try_for_each(|(index, bucket)| {
             self.product_of_rows(bucket, (x, w), delta)?;
-            let (compute, overlap) = self.compute_and_overlap();
-            overlap.multiplied[index].record(compute)?;
+            overlap.multiplied[index].record(self.compute())?;
             overlap.stream.wait(&overlap.multiplied[index])?;
             // Behind a wait for another stream: no early start.
             self.sum_rows(delta, bucket.clone(), false, &overlap.stream)?;
-            let bytes = |buffer: &CudaBuffer, rows: usize| buffer.bytes(rows);
             let part = |buffer: &CudaBuffer| {
-                let at = bytes(buffer, bucket.start);
-                buffer.data.part(at, bytes(buffer, bucket.end) - at)
+                let at = buffer.bytes(bucket.start);
+                buffer.data.part(at, buffer.bytes(bucket.end) - at)
             };
             // SAFETY: the same rows of three buffers that have them, as `part` has checked.
             let code = unsafe {
@@ -149,14 +148,13 @@ impl CudaBackend {
                 )
             };
             self.library().check("baton_add_rms_norm", code)?;
-            overlap.normed[index].record(&overlap.stream)?;
-        }
+            overlap.normed[index].record(&overlap.stream)
+        });
         out.pending.set(None);
-        let to = out.data.address();
-        let overlap = self.overlap_mut();
-        (overlap.buckets, overlap.to) = (buckets, to);
-        *overlap.is_under_way.get_mut() = true;
-        Ok(())
+        (overlap.buckets, overlap.to) = (buckets, out.data.address());
+        *overlap.is_under_way.get_mut() = outcome.is_ok();
+        self.overlap = Some(overlap);
+        outcome
     }
 
     /// A product of rows that are under way, each bucket as soon as it is there. False when they are not.
@@ -166,18 +164,20 @@ impl CudaBackend {
         (x, w): (&CudaBuffer, &CudaMatrix),
         out: &mut CudaBuffer,
     ) -> Result<bool, CudaError> {
-        let (compute, overlap) = self.compute_and_overlap();
-        let Some(buckets) = overlap.of(x, rows).map(<[_]>::to_vec) else {
-            overlap.finish(compute)?;
-            return Ok(false);
+        let Some(mut overlap) = self.overlap.take() else { return Ok(false) };
+        let outcome = match overlap.of(x, rows).map(<[_]>::to_vec) {
+            None => overlap.finish(self.compute()).map(|()| false),
+            Some(buckets) => {
+                *overlap.is_under_way.get_mut() = false;
+                let each = buckets.iter().zip(&overlap.normed).try_for_each(|(bucket, normed)| {
+                    self.compute().wait(normed)?;
+                    self.product_of_rows(bucket, (x, w), out)
+                });
+                each.map(|()| true)
+            }
         };
-        for (index, bucket) in buckets.iter().enumerate() {
-            let (compute, overlap) = self.compute_and_overlap();
-            compute.wait(&overlap.normed[index])?;
-            self.product_of_rows(bucket, (x, w), out)?;
-        }
-        *self.overlap_mut().is_under_way.get_mut() = false;
-        Ok(true)
+        self.overlap = Some(overlap);
+        outcome
     }
 
     fn product_of_rows(

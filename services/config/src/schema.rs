@@ -258,10 +258,10 @@ section! {
         notice: SocketAddr = loopback(0),
             "Port 0 takes any free port: peers learn it from the router. Fix it behind a firewall.";
         /// What carries KV to and from other nodes: tcp; from GPU to GPU of one host ipc, by copy engines,
-        /// or nccl, by kernels of both, which nodes with ranks have not; or auto, the fastest that both nodes of
-        /// a pair can do.
+        /// or nccl, by kernels of both; or auto, the fastest that both nodes of a pair can do.
         transport: Transport = Transport::Auto,
-            "With a node that cannot do what is set here KV goes by tcp: log and metrics say so.";
+            "With a node that cannot do what is set here KV goes by tcp: log and metrics say so. On nodes with ranks \
+             nccl is as auto.";
         /// Multiprocessors of each GPU that nccl takes for a pair of nodes while it moves KV.
         nccl_blocks: u32 = 8,
             "NCCL's own choice takes more of them from forwards, and twice the memory.",

@@ -12,13 +12,19 @@ use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRan
 use kernels::{
     KvArena, KvLayout, WeightFormat,
     cuda::{
-        CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link, Tuned, Tuning,
+        Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link, Tuned,
+        Tuning,
     },
 };
 use model::Checkpoint;
 use tracing::{info, warn};
 
-use crate::{load_log::LoadLog, node::StartError, settings};
+use crate::{
+    load_log::LoadLog,
+    node::StartError,
+    settings::{self, SettingsError},
+    tensor_parallel::RANKS_ON_GPUS,
+};
 
 /// The kernel library's name beside the program.
 const KERNELS_FILE: &str = "libbaton_kernels.so";
@@ -44,7 +50,8 @@ pub(crate) fn gpu(config: &Config, weights: WeightFormat) -> Result<Option<Gpu>,
     if device == Device::Cpu {
         return Ok(None);
     }
-    match open(config, weights) {
+    let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
+    match open_gpu(config, weights, gpu).map_err(StartError::from) {
         Ok(gpu) => Ok(Some(gpu)),
         Err(error) if device == Device::Auto => {
             info!(reason = %error, "the CPU serves");
@@ -68,7 +75,8 @@ pub(crate) fn gpus_of_ranks(
     }
     match find_for_ranks(config, weights) {
         Ok(gpus) => Ok(Some(gpus)),
-        Err(error) if device == Device::Auto => {
+        // What is set wrong is set wrong on CPUs too.
+        Err(error) if device == Device::Auto && !matches!(error, StartError::Settings(_)) => {
             info!(reason = %error, "the ranks compute on CPUs");
             Ok(None)
         }
@@ -84,35 +92,50 @@ fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>,
     if weights == WeightFormat::Q8 {
         return Err(unsupported("the weights' format", weights.to_string(), "f32 and bf16"));
     }
-    if !matches!(node.tp, 2 | 4 | 8) {
+    // With cuda it was looked at before.
+    if !RANKS_ON_GPUS.contains(&(node.tp as usize)) {
         return Err(unsupported("node.tp", node.tp.to_string(), "1, 2, 4 and 8 on GPUs"));
     }
+    let named = settings::gpus(node)?;
     KernelLibrary::open(kernels(node).as_deref())?;
     let driver = Driver::open()?;
-    let devices = match settings::gpus(node)? {
+    let devices = match &named {
         Some(names) => {
             let devices = names.iter().map(|name| driver.device(Some(name)));
             devices.collect::<Result<Vec<_>, _>>()?
         }
         None => driver.devices()?.into_iter().take(node.tp as usize).collect(),
     };
+    if devices.len() < node.tp as usize {
+        // Fewer ranks would do as well, and CPUs serve any number.
+        let error = SettingsError::TooFewGpus { tp: node.tp, found: devices.len() };
+        return match node.device {
+            Device::Auto => Err(unsupported("node.tp", error.to_string(), "as many GPUs")),
+            _ => Err(error.into()),
+        };
+    }
     for (index, device) in devices.iter().enumerate() {
         for other in &devices[..index] {
-            let names = || format!("{} and {}", other.uuid, device.uuid);
-            if device.uuid == other.uuid {
-                return Err(unsupported("node.gpu", names(), "different GPUs, one for each rank"));
-            }
-            if driver.link(device, other)? == Link::None {
-                let allowed = "GPUs that reach each other's memory";
-                return Err(unsupported("the ranks' GPUs", names(), allowed));
-            }
+            let fault = if device.uuid == other.uuid {
+                format!("{} is named twice", device.uuid)
+            } else if driver.link(device, other)? == Link::None {
+                format!("{} and {} do not reach each other's memory", other.uuid, device.uuid)
+            } else {
+                continue;
+            };
+            return Err(match &node.gpu {
+                Some(gpu) => SettingsError::GpusApart { gpu: gpu.clone(), fault }.into(),
+                None => unsupported("the machine", fault, "GPUs that reach each other's memory"),
+            });
         }
     }
-    if devices.len() < node.tp as usize {
-        let found = format!("{} with {} GPUs here", node.tp, devices.len());
-        return Err(unsupported("node.tp", found, "at most as many as there are GPUs"));
-    }
     Ok(devices.into_iter().map(|device| device.uuid).collect())
+}
+
+/// What this process needs on each of these GPUs, by UUID, to reach memory there.
+pub(crate) fn contexts(gpus: &[String]) -> Result<Vec<Arc<Context>>, CudaError> {
+    let driver = Driver::open()?;
+    gpus.iter().map(|gpu| Context::new(driver, driver.device(Some(gpu))?)).collect()
 }
 
 fn check_speculation(node: &config::Node) -> Result<(), CudaError> {
@@ -121,11 +144,6 @@ fn check_speculation(node: &config::Node) -> Result<(), CudaError> {
         return Err(CudaError::Unsupported { what, value, allowed: "off" });
     }
     Ok(())
-}
-
-fn open(config: &Config, weights: WeightFormat) -> Result<Gpu, StartError> {
-    let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
-    Ok(open_gpu(config, weights, gpu)?)
 }
 
 /// The GPU of this UUID, or the first.
@@ -186,18 +204,19 @@ impl Gpu {
             }
         }
         let own_layout = layout.with_heads(layout.kv_head_count / of);
-        let limits = match set {
-            Some(_) => limits,
+        let fitting = match set {
+            Some(blocks) => blocks,
             None => {
                 let share =
                     KvShare { percent: node.gpu_memory_percent, reserve: node.gpu_reserve.bytes() };
                 // Without a wish, what one step reads: with less a node is of no use.
                 let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
                 let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
-                let fitting = model.kv_blocks(&limits, own_layout, share, tokens_min)?;
-                limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?
+                model.kv_blocks(&limits, own_layout, share, tokens_min)?
             }
         };
+        // In any case: sums do not wait long for a rank that still loads or tunes.
+        let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
         let kv =
             DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
         let arena = KvArena::remote(kv.clone())?;

@@ -72,8 +72,21 @@ pub(crate) struct Parts<E> {
 /// A running engine thread. End it with [`Command::Stop`], then [`EngineThread::join`].
 #[derive(Debug)]
 pub(crate) struct EngineThread {
-    thread: JoinHandle<Result<(), EngineError>>,
+    thread: JoinHandle<(Result<(), EngineError>, Device)>,
     ended: oneshot::Receiver<()>,
+}
+
+/// What the engine computed with. Transfers may still move what lies in its memory, so it goes after
+/// them; one that is broken may take its time for that.
+#[must_use = "it is dropped when the transfers have ended"]
+#[derive(Debug, Default)]
+pub(crate) struct Device(Option<Box<dyn Any + Send>>);
+
+impl Device {
+    /// Lets go of it.
+    pub fn close(self) {
+        drop(self.0);
+    }
 }
 
 impl EngineThread {
@@ -82,14 +95,14 @@ impl EngineThread {
         let (ending, ended) = oneshot::channel();
         let thread = thread::Builder::new().name("baton-engine".to_owned()).spawn(move || {
             let mut engine = Engine::new(parts);
-            // Before the engine, and with it the device: one that is broken may take its time to go.
             let _ending: oneshot::Sender<()> = ending;
-            engine.run()
+            let ended = engine.run();
+            (ended, Device(Some(Box::new(engine.steps))))
         })?;
         Ok(Self { thread, ended })
     }
 
-    /// Comes back when the engine has ended. The thread then only lets go of its device.
+    /// Comes back when the engine has ended.
     pub async fn ended(&mut self) {
         // Nothing is ever sent: the drop is the message.
         let _ = (&mut self.ended).await;
@@ -101,10 +114,10 @@ impl EngineThread {
     }
 
     /// Blocks until the thread has ended.
-    pub fn join(self) -> Result<(), EngineError> {
-        self.thread
-            .join()
-            .unwrap_or_else(|panic| Err(EngineError::Panicked { reason: message_of(&*panic) }))
+    pub fn join(self) -> (Result<(), EngineError>, Device) {
+        self.thread.join().unwrap_or_else(|panic| {
+            (Err(EngineError::Panicked { reason: message_of(&*panic) }), Device::default())
+        })
     }
 }
 
@@ -123,7 +136,6 @@ struct Engine<E> {
     /// A command that the transfers had no room for waits in the journey.
     transfers_are_full: bool,
     stopping: bool,
-    /// Dropped last: whoever waits for anything else has been told the end by then.
     steps: StepLoop<E>,
 }
 
@@ -553,7 +565,7 @@ mod tests {
         assert_eq!(kind, FailureKind::Internal);
         engine.ended().await;
         assert_eq!(inbox.begin(attempt(2)).await.unwrap_err(), Refusal::Stopped);
-        let error = engine.join().unwrap_err().to_string();
+        let error = engine.join().0.unwrap_err().to_string();
         assert!(error.contains("it burnt down"), "{error}");
         inbox.idle().await;
     }
@@ -575,7 +587,7 @@ mod tests {
         assert!(engine.has_ended());
         assert_eq!(inbox.begin(attempt(2)).await.unwrap_err(), Refusal::Stopped);
         drop(release);
-        let error = engine.join().unwrap_err().to_string();
+        let error = engine.join().0.unwrap_err().to_string();
         assert!(error.contains("it burnt down"), "{error}");
     }
 
@@ -628,7 +640,7 @@ mod tests {
         let back = async { while first_observed(&inbox).await.1.is_err() {} };
         tokio::time::timeout(WITHIN, back).await.expect("it is observed again");
         inbox.send(Command::Stop).unwrap();
-        tokio::task::spawn_blocking(|| engine.join()).await.unwrap().unwrap();
+        tokio::task::spawn_blocking(|| engine.join().0).await.unwrap().unwrap();
     }
 
     #[tokio::test]
@@ -641,7 +653,7 @@ mod tests {
             }
             drop(inbox);
             engine.ended().await;
-            engine.join().unwrap();
+            engine.join().0.unwrap();
         }
     }
 }

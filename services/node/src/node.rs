@@ -43,7 +43,7 @@ use tracing::{info, warn};
 use crate::{
     attempt::AttemptLimits,
     device,
-    engine_thread::{EngineError, EngineThread, Parts, STALL_AFTER},
+    engine_thread::{Device, EngineError, EngineThread, Parts, STALL_AFTER},
     grammars::{self, Grammars},
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
     identity::{self, WEIGHT_VERSION, describe},
@@ -380,17 +380,20 @@ impl Node {
     }
 }
 
-/// Joins the engine thread, then the others.
+/// Joins the engine thread, then the others, and lets go of the device.
 async fn stop_threads(
     engine: EngineThread,
     transfers: Arc<Transfers>,
     populate: Populate,
 ) -> Result<(), NodeFailure> {
     let joined = tokio::task::spawn_blocking(move || engine.join());
-    let engine = match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {
-        Err(_) => Err(NodeFailure::Deadline { what: "the engine thread".into() }),
+    let (engine, device) = match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {
+        Err(_) => {
+            (Err(NodeFailure::Deadline { what: "the engine thread".into() }), Device::default())
+        }
         Ok(joined) => {
-            joined.expect("join catches panics and is not aborted").map_err(NodeFailure::from)
+            let (ended, device) = joined.expect("join catches panics and is not aborted");
+            (ended.map_err(NodeFailure::from), device)
         }
     };
     let shutdown = move || {
@@ -401,7 +404,11 @@ async fn stop_threads(
         .await
         .expect("shutdown does not panic and is not aborted")
         .map_err(|error| NodeFailure::Deadline { what: error.threads.join(", ") });
-    engine.and(transfers)
+    // Its memory is what they moved, also where that is other processes' and nothing here holds it.
+    let closed = tokio::task::spawn_blocking(move || device.close());
+    let closed = tokio::time::timeout(ENGINE_STOP_WITHIN, closed).await;
+    let closed = closed.map_err(|_| NodeFailure::Deadline { what: "the device".into() });
+    engine.and(transfers).and(closed.map(drop))
 }
 
 /// What comes of opening a model.
@@ -454,6 +461,7 @@ fn load_blocking(
     let layout = model.kv_layout(weights.kv_dtype());
     if config.node.tp > 1 {
         let tp = config.node.tp;
+        tensor_parallel::check(&checkpoint, &config.node)?;
         let gpus = device::gpus_of_ranks(config, weights)?;
         let (executor, arena) = tensor_parallel::start(config, epoch, path, &checkpoint, gpus)?;
         info!(

@@ -43,14 +43,21 @@ pub enum SettingsError {
     NoAffinity { key: &'static str, reason: io::Error },
     #[error(
         "node.tp = {tp}: each rank has as many of the model's {kv_heads} KV heads as the others, and as \
-         many rows of its feed-forward network; allowed: {allowed}"
+         many rows of its feed-forward network; allowed{on}: {allowed}"
     )]
-    Ranks { tp: u32, kv_heads: usize, allowed: String },
+    Ranks { tp: u32, on: &'static str, kv_heads: usize, allowed: String },
     #[error(
         "node.gpu = {gpu}: {given} GPUs are named for node.tp = {tp}; allowed: one for each rank, all \
          different, separated by commas"
     )]
     GpusOfRanks { gpu: String, given: usize, tp: u32 },
+    #[error(
+        "node.gpu = {gpu}: {fault}; allowed: different GPUs that reach each other's memory, one for \
+         each rank"
+    )]
+    GpusApart { gpu: String, fault: String },
+    #[error("node.tp = {tp}: {found} GPUs are here; allowed: as many ranks as there are GPUs")]
+    TooFewGpus { tp: u32, found: usize },
     #[error("node.sequence_tokens_max = {value}: the model reaches {context_tokens} tokens")]
     BeyondContext { value: u32, context_tokens: usize },
 }
@@ -287,7 +294,7 @@ pub(crate) fn carriers(transfer: &config::Transfer, ranks: u32) -> Carriers {
         config::Transport::Nccl if ranks > 1 => {
             warn!(
                 wanted = "nccl",
-                ranks, "nccl moves blocks of one GPU: KV goes by ipc, else by tcp"
+                ranks, "nccl moves blocks of one GPU: KV of a node with ranks goes as by auto"
             );
             Choice::Auto
         }

@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-use config::Config;
+use config::{Config, Device};
 use engine::executor::{
     Executor,
     cpu::CpuExecutor,
@@ -43,7 +43,7 @@ use crate::{
     device::{self, Started},
     load_log::LoadLog,
     node::StartError,
-    settings,
+    settings::{self, SettingsError},
 };
 
 /// By this flag a process learns that it is a rank, and which. Nobody else gives it.
@@ -121,7 +121,6 @@ pub(crate) fn start(
     gpus: Option<Vec<String>>,
 ) -> Result<(RankGroup, Arc<KvArena>), StartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
-    check(checkpoint, of)?;
     let layout = model.kv_layout(settings::weight_format(config.model.dtype).kv_dtype());
     // On GPUs as many as fit, where nothing else is said.
     let blocks = match &gpus {
@@ -149,6 +148,8 @@ pub(crate) fn start(
         }
         Some(gpus) => {
             let region = SharedRegion::create(&name, Group::region_bytes(of as usize))?;
+            // This process' own contexts take memory too: before the ranks look how much is left for KV.
+            let _contexts = device::contexts(&gpus)?;
             let mut group = start(0, gpus)?;
             region.unlink();
             group.poll(config.node.gpu_poll);
@@ -160,15 +161,22 @@ pub(crate) fn start(
     Ok((group, arena))
 }
 
-/// How many ranks the model allows.
-fn check(checkpoint: &Checkpoint, of: u32) -> Result<(), StartError> {
-    let allowed = checkpoint.config().rank_counts().collect::<Vec<_>>();
-    if allowed.contains(&(of as usize)) {
+/// As many ranks as sums over GPUs are made for.
+pub(crate) const RANKS_ON_GPUS: [usize; 4] = [1, 2, 4, 8];
+
+/// Whether the model, and the device that is asked for, allow so many ranks.
+pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), SettingsError> {
+    let is_gpu = node.device == Device::Cuda;
+    let model = checkpoint.config();
+    let allowed = model.rank_counts().filter(|count| !is_gpu || RANKS_ON_GPUS.contains(count));
+    let allowed = allowed.collect::<Vec<_>>();
+    if allowed.contains(&(node.tp as usize)) {
         return Ok(());
     }
     let allowed: Vec<String> = allowed.iter().map(usize::to_string).collect();
-    let (tp, kv_heads) = (of, checkpoint.config().kv_head_count);
-    Err(settings::SettingsError::Ranks { tp, kv_heads, allowed: allowed.join(", ") }.into())
+    let (tp, kv_heads, allowed) = (node.tp, model.kv_head_count, allowed.join(", "));
+    let on = if is_gpu { " on GPUs" } else { "" };
+    Err(SettingsError::Ranks { tp, on, kv_heads, allowed })
 }
 
 /// This program again, also when its file has another by now.
@@ -209,7 +217,7 @@ fn on_gpu(
     told: &Told,
     gpu: &str,
 ) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
-    let checkpoint = opened(seat, config, told)?;
+    let checkpoint = opened(config, told)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
     let region = SharedRegion::open(&told.region, Group::region_bytes(seat.of as usize))?;
@@ -229,10 +237,10 @@ fn shard(seat: &Seat) -> Shard {
     Shard::new(seat.rank as usize, seat.of as usize).expect("the model allows so many")
 }
 
-fn opened(seat: &Seat, config: &Config, told: &Told) -> Result<Checkpoint, StartError> {
+fn opened(config: &Config, told: &Told) -> Result<Checkpoint, StartError> {
     let load_format = settings::load_format(config.model.load_format);
     let checkpoint = Checkpoint::open(&told.model, load_format)?;
-    check(&checkpoint, seat.of)?;
+    check(&checkpoint, &config.node)?;
     Ok(checkpoint)
 }
 
@@ -242,7 +250,7 @@ fn on_cpu(seat: &Seat, config: &Config, told: &Told) -> Result<CpuExecutor, Star
     // As in a node without ranks: what is packed here is read by these CPUs.
     let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(StartError::Affinity)?;
-    let checkpoint = opened(seat, config, told)?;
+    let checkpoint = opened(config, told)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
     let bytes = region_bytes(layout, told.blocks, seat.of);

@@ -37,7 +37,12 @@ fn gpus(args: &EngineArgs) -> Result<Vec<String>> {
     ensure!(given == ranks, "--gpu names {given} GPUs for --tp {ranks}; allowed is one for each");
     let driver = Driver::open()?;
     let uuid = |name: &String| Ok(driver.device_named(name)?.uuid);
-    names.iter().map(uuid).collect()
+    let uuids = names.iter().map(uuid).collect::<Result<Vec<_>>>()?;
+    for (index, uuid) in uuids.iter().enumerate() {
+        let is_new = !uuids[..index].contains(uuid);
+        ensure!(is_new, "--gpu names {uuid} twice; allowed is another GPU for each rank");
+    }
+    Ok(uuids)
 }
 
 fn backend(args: &EngineArgs, gpu: &str) -> Result<CudaBackend> {
