@@ -124,8 +124,15 @@ impl Table {
         Ok(())
     }
 
-    /// Replaces the folder's file of this machine, whole or not at all.
-    pub fn write(&self, folder: &Path) -> Result<(), String> {
+    /// Adds this to the folder's file of this machine, which is replaced whole or not at all. Of two
+    /// that do so in the same moment one is lost, and timed again at the next start.
+    pub fn write(&mut self, folder: &Path) -> Result<(), String> {
+        // Another rank, whose products are others, has written since this one has read.
+        let mut there = Self::new(self.machine.clone());
+        if there.read(folder).is_ok() {
+            there.algorithms.extend(self.algorithms.drain());
+            self.algorithms = there.algorithms;
+        }
         let path = self.path(folder);
         let told = |error: io::Error| format!("{} is not written: {error}", path.display());
         // Processes of several containers may share the folder, and each be number 1 in its own.
@@ -385,6 +392,25 @@ mod tests {
         let never = |product| -> Result<_, Infallible> { panic!("{product:?} is timed") };
         let tuned = tune(&mut table, [1, 8].map(product).into_iter(), &tuning, never).unwrap();
         assert_eq!((tuned.known, tuned.times.len(), tuned.left), (1, 0, 1));
+    }
+
+    #[test]
+    fn ranks_that_find_different_products_keep_each_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ranks = [Table::new(MACHINE.into()), Table::new(MACHINE.into())];
+        for table in &mut ranks {
+            table.read(folder.path()).unwrap();
+        }
+        ranks[0].insert(product(8), [1; 8]);
+        ranks[0].insert(product(1), [2; 8]);
+        ranks[1].insert(product(8), [3; 8]);
+        for table in &mut ranks {
+            table.write(folder.path()).unwrap();
+        }
+        let mut next = Table::new(MACHINE.into());
+        next.read(folder.path()).unwrap();
+        let found = [8, 1].map(|rows| next.get(&product(rows)));
+        assert_eq!(found, [Some([3; 8]), Some([2; 8])]);
     }
 
     #[test]
