@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    process::Command,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -224,6 +224,42 @@ fn a_number_of_ranks_that_the_model_does_not_allow_is_refused_with_those_that_it
         }
     }
     Ok(())
+}
+
+/// Named memory of a process.
+fn shared_memory_of(id: u32) -> Vec<String> {
+    let names = fs::read_dir("/dev/shm").expect("shared memory is listed").flatten();
+    let names = names.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| name.starts_with("baton-") && name.contains(&format!("-{id}-"))).collect()
+}
+
+#[test]
+fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() -> Result<()> {
+    let mut command = Command::new(bin_dir().join("baton-decode-node"));
+    let mut node = command
+        .env("BATON_MODEL_PATH", smollm2())
+        .env("BATON_MODEL_DTYPE", "f32")
+        .env("BATON_NODE_GRPC", "127.0.0.1:0")
+        .env("BATON_NODE_METRICS", "127.0.0.1:0")
+        .env("BATON_NODE_DEVICE", "cpu")
+        .env("BATON_NODE_BLOCKS", "8")
+        .env("BATON_TRANSFER_SECRET", SECRET)
+        .env(TP, "3")
+        .stderr(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()?;
+    let id = node.id();
+    let deadline = Instant::now() + DEADLINE;
+    while shared_memory_of(id).is_empty() && node.try_wait()?.is_none() {
+        ensure!(Instant::now() < deadline, "the node makes no memory for its ranks");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let ranks = children(id);
+    signal(id, "-TERM");
+    wait_gone(&[id])?;
+    node.wait()?;
+    assert_eq!(shared_memory_of(id), Vec::<String>::new());
+    wait_gone(&ranks)
 }
 
 /// As when somebody gives the flag that is the node's own.

@@ -17,14 +17,14 @@ pub mod futex;
 
 use std::{
     fs::{self, File, OpenOptions},
-    io,
+    io, mem,
     ops::{Deref, Range},
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     ptr::NonNull,
     slice,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, AtomicU64},
     },
 };
@@ -146,6 +146,7 @@ impl SharedRegion {
         reserve(&file, &path, bytes as u64)?;
         let map = map(&file, &path)?;
         link(&file, &path).map_err(|source| system(&path, "name it", source))?;
+        named().push(path.clone());
         Ok(Arc::new(Self { map, path, file: Some(file), claims: Mutex::default() }))
     }
 
@@ -189,6 +190,7 @@ impl SharedRegion {
         if self.file.is_some() {
             // Not there: it was taken away before.
             let _ = fs::remove_file(&self.path);
+            named().retain(|path| *path != self.path);
         }
     }
 
@@ -279,6 +281,21 @@ impl<T> Deref for Atomics<T> {
 impl<T> Clone for Atomics<T> {
     fn clone(&self) -> Self {
         Self { region: Arc::clone(&self.region), first: self.first, count: self.count }
+    }
+}
+
+/// Of this process' regions those that have a name.
+static NAMED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn named() -> MutexGuard<'static, Vec<PathBuf>> {
+    NAMED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes the names of all of this process' regions away: at its end, when threads that hold some are
+/// not waited for.
+pub fn unlink_all() {
+    for path in mem::take(&mut *named()) {
+        let _ = fs::remove_file(path);
     }
 }
 

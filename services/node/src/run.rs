@@ -111,6 +111,8 @@ pub fn run_on(
     let code = runtime.block_on(serve);
     // Dropping it would wait without limit for blocking work, such as a load that a signal cut.
     runtime.shutdown_background();
+    // Such a load also holds memory that it shares with ranks.
+    kernels::shared::unlink_all();
     code
 }
 
