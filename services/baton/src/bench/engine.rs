@@ -5,6 +5,8 @@
 //! used is read from their records.
 
 mod ranks;
+mod read_stream;
+mod report;
 
 use std::{
     io::BufWriter,
@@ -16,7 +18,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, StepRecord, Turn,
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorLimits,
@@ -26,18 +28,20 @@ use engine::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use kernels::{
-    BLOCK_TOKENS, Backend, KvArena, WeightFormat,
-    cpu::{CpuBackend, CpuBuffer, CpuOptions, Isa},
+    BLOCK_TOKENS, KvArena, WeightFormat,
+    cpu::{CpuBackend, CpuOptions, Isa},
     cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
     sampling::Sampling,
 };
 use model::{Checkpoint, LoadFormat, LoadProgress, ModelConfig};
-use serde::Serialize;
 
+use self::{
+    read_stream::ReadStream,
+    report::{Report, Row, Run, StartPart, decode_row, prefill_row, print_table},
+};
 use super::{
     output_file,
     stats::{WorkloadRng, median},
-    steps::{DecodeFigures, Decoding, Spread},
     trace::Trace,
     tune::{self, TunedRows},
 };
@@ -178,55 +182,6 @@ fn parse_load_format(text: &str) -> Result<LoadFormat, String> {
     }
 }
 
-#[derive(Serialize)]
-struct Report {
-    model: String,
-    dtype: String,
-    isa: String,
-    threads: usize,
-    load_s: f64,
-    /// What of it was spent on what, in order.
-    start: Vec<StartPart>,
-    /// Products of a GPU that were timed in it.
-    tuned: Vec<TunedRows>,
-    /// Median of reading as many bytes as the weights have, all threads.
-    weight_read_gb_per_s: f64,
-    /// Bytes of weights that one decode step must read.
-    weight_bytes: u64,
-    /// What a GPU's memory is read with at best.
-    roof_gb_per_s: Option<f64>,
-    depth: u32,
-    ranks: u32,
-    rows: Vec<Row>,
-}
-
-#[derive(Serialize)]
-struct StartPart {
-    what: &'static str,
-    seconds: f64,
-}
-
-impl StartPart {
-    fn new(what: &'static str, time: Duration) -> Self {
-        Self { what, seconds: time.as_secs_f64() }
-    }
-}
-
-#[derive(Serialize)]
-struct Row {
-    what: &'static str,
-    batch: u32,
-    tokens_each: u32,
-    tokens_per_s_median: f64,
-    tokens_per_s_all: Vec<f64>,
-    /// Decode at batch 1 cannot be faster than reading the weights.
-    share_of_weight_read: Option<f64>,
-    /// Of prefill: from the first prompt's arrival to the first sequence's first token, and to the last
-    /// one's. Medians.
-    ttft_ms: Option<[f64; 2]>,
-    decode: Option<DecodeFigures>,
-}
-
 pub fn run(args: EngineArgs) -> Result<()> {
     ensure!(
         args.batch.iter().all(|batch| (1..=1024).contains(batch)),
@@ -317,30 +272,6 @@ struct Bench {
     rng: WorkloadRng,
     config: ModelConfig,
     next_id: u128,
-}
-
-/// One measured run.
-struct Run {
-    /// When its sequences arrived.
-    started: Instant,
-    steps: Vec<StepRecord>,
-    /// Of the steps that brought first tokens, one for each sequence.
-    firsts: Vec<usize>,
-    /// Of the step with the last token.
-    last: usize,
-    /// Tokens of all sequences from the last first token on, without that step's.
-    tokens_after: usize,
-}
-
-impl Run {
-    /// To the end of the step with this index.
-    fn seconds_to(&self, step: usize) -> f64 {
-        self.steps[step].collect.end.saturating_duration_since(self.started).as_secs_f64()
-    }
-
-    fn all_begun(&self) -> usize {
-        self.firsts.last().copied().unwrap_or(0)
-    }
 }
 
 impl Bench {
@@ -461,46 +392,6 @@ impl Bench {
 }
 
 /// Prompt tokens per second are those to the last sequence's first token.
-fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
-    let seconds: Vec<f64> = runs.iter().map(|run| run.seconds_to(run.all_begun())).collect();
-    let tokens = f64::from(batch * prompt_tokens);
-    let all: Vec<f64> = seconds.iter().map(|seconds| tokens / seconds).collect();
-    let first: Vec<f64> = runs.iter().map(|run| run.seconds_to(run.firsts[0])).collect();
-    Row {
-        what: "prefill",
-        batch,
-        tokens_each: prompt_tokens,
-        tokens_per_s_median: median(&all),
-        tokens_per_s_all: all,
-        share_of_weight_read: None,
-        ttft_ms: Some([median(&first), median(&seconds)].map(|seconds| seconds * 1e3)),
-        decode: None,
-    }
-}
-
-/// Tokens per second are those of the whole batch once every sequence decodes.
-fn decode_row(runs: &[Run], batch: u32, decode_tokens: u32, floor_ms: Option<f64>) -> Row {
-    let per_s = |run: &Run| {
-        let seconds = run.seconds_to(run.last) - run.seconds_to(run.all_begun());
-        run.tokens_after as f64 / seconds
-    };
-    let all: Vec<f64> = runs.iter().map(per_s).collect();
-    let decoding = runs.iter().map(|run| Decoding {
-        steps: run.steps[run.all_begun()..=run.last].to_vec(),
-        tokens_after_first: decode_tokens - 1,
-    });
-    Row {
-        what: "decode",
-        batch,
-        tokens_each: decode_tokens,
-        tokens_per_s_median: median(&all),
-        tokens_per_s_all: all,
-        share_of_weight_read: None,
-        ttft_ms: None,
-        decode: Some(DecodeFigures::of(&decoding.collect::<Vec<_>>(), floor_ms)),
-    }
-}
-
 /// What the executor is made for.
 fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
     let batch_max = args.batch.iter().copied().max().unwrap_or(1);
@@ -623,131 +514,4 @@ fn check(actions: &[Action]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// What the memory gives: as many bytes as the weights have, read with every thread again and again
-/// as decoding does. What of it the caches hold, they hold for decoding too.
-struct ReadStream {
-    /// In huge pages, as weights are.
-    memory: CpuBuffer,
-    threads: usize,
-    gb_per_s: Vec<f64>,
-}
-
-impl ReadStream {
-    fn new(backend: &CpuBackend, bytes: u64, threads: usize) -> Self {
-        let mut memory = backend.buffer(1, (bytes as usize / size_of::<f32>()).max(1));
-        // All different: a host may keep equal pages once, and would seem five times as fast.
-        for (place, index) in memory.rows_mut(1).iter_mut().zip(0_u32..) {
-            *place = f32::from_bits(index.wrapping_mul(0x9e37_79b9) >> 2);
-        }
-        Self { memory, threads, gb_per_s: Vec::new() }
-    }
-
-    /// Reads all of it a few times.
-    fn measure(&mut self) {
-        let words = self.memory.rows(1);
-        let share = words.len().div_ceil(self.threads);
-        for _ in 0..5 {
-            let started = Instant::now();
-            let sum = std::thread::scope(|scope| {
-                let parts: Vec<_> =
-                    words.chunks(share).map(|part| scope.spawn(move || sum(part))).collect();
-                parts.into_iter().fold(0_u32, |sum, part| {
-                    sum.wrapping_add(part.join().expect("adding does not panic"))
-                })
-            });
-            std::hint::black_box(sum);
-            self.gb_per_s.push(size_of_val(words) as f64 / 1e9 / started.elapsed().as_secs_f64());
-        }
-    }
-}
-
-/// With enough independent sums that adding is never what is waited for.
-fn sum(words: &[f32]) -> u32 {
-    let mut sums = [0_u32; 64];
-    let (chunks, rest) = words.as_chunks::<64>();
-    for chunk in chunks {
-        for (sum, word) in sums.iter_mut().zip(chunk) {
-            *sum = sum.wrapping_add(word.to_bits());
-        }
-    }
-    rest.iter().map(|word| word.to_bits()).chain(sums).fold(0, u32::wrapping_add)
-}
-
-fn print_table(report: &Report) {
-    print!("{}  {}  {}  ", report.model, report.dtype, report.isa);
-    match (report.weight_read_gb_per_s, report.roof_gb_per_s) {
-        (_, Some(roof)) => {
-            println!("loaded in {:.2} s  the GPU's memory is read at {roof:.0} GB/s", report.load_s)
-        }
-        // Not measured.
-        (0.0, None) => println!("loaded in {:.2} s", report.load_s),
-        (rate, None) => println!(
-            "{} threads  loaded in {:.2} s  as many bytes are read at {rate:.1} GB/s",
-            report.threads, report.load_s
-        ),
-    }
-    let parts = report.start.iter().map(|part| format!("{} {:.3} s", part.what, part.seconds));
-    println!("start: {}", parts.collect::<Vec<_>>().join(", "));
-    println!(
-        "{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ",
-        "", "batch", "tokens", "tok/s", "least", "most"
-    );
-    for row in &report.rows {
-        let least = row.tokens_per_s_all.iter().copied().fold(f64::INFINITY, f64::min);
-        let most = row.tokens_per_s_all.iter().copied().fold(0.0, f64::max);
-        let limit = match (row.share_of_weight_read, row.ttft_ms) {
-            (Some(share), _) => {
-                format!("{:.0} % of reading the weights and nothing else", share * 100.0)
-            }
-            (None, Some([first, last])) => format!("first token {first:.1} ms, last {last:.1} ms"),
-            (None, None) => String::new(),
-        };
-        println!(
-            "{:<8} {:>6} {:>8} {:>12.1} {:>12.1} {:>12.1}  {limit}",
-            row.what, row.batch, row.tokens_each, row.tokens_per_s_median, least, most
-        );
-    }
-    print_steps(report);
-}
-
-/// What decode steps cost the host, how the device was used, and how near it came to its floor.
-fn print_steps(report: &Report) {
-    println!(
-        "\ndecode steps, {} in flight; microseconds of the host: median/99th percent",
-        report.depth
-    );
-    println!(
-        "{:>6} {:>9} {:>13} {:>13} {:>13} {:>13} {:>9} {:>7} {:>9} {:>9} {:>8}",
-        "batch",
-        "ms",
-        "plan",
-        "launch",
-        "collect",
-        "all",
-        "busy ms",
-        "idle %",
-        "padded",
-        "floor ms",
-        "of it %"
-    );
-    let percent =
-        |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.2}", share * 100.0));
-    for row in &report.rows {
-        let Some(decode) = &row.decode else { continue };
-        let host = &decode.host_us;
-        let [plan, launch, collect, all] = [host.plan, host.launch, host.collect, host.all]
-            .map(|Spread { p50, p99 }| format!("{p50:.1}/{p99:.1}"));
-        println!(
-            "{:>6} {:>9.3} {plan:>13} {launch:>13} {collect:>13} {all:>13} {:>9.3} {:>7} {:>9} {:>9} {:>8}",
-            row.batch,
-            decode.step_ms_median,
-            decode.device_busy_us.p50 / 1e3,
-            percent(decode.device_idle_share),
-            decode.dispatches.padding_rows,
-            decode.floor_ms.map_or("-".into(), |floor| format!("{floor:.3}")),
-            percent(decode.share_of_floor),
-        );
-    }
 }
