@@ -1,7 +1,7 @@
 //! Routes what happens to the pair or transfer that it concerns, and bounds how many there are.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -46,6 +46,8 @@ pub struct Core {
     tombstones: Tombstones,
     actions: VecDeque<Action>,
     counters: Counters,
+    /// Processes with which nothing but `tcp` was found in common: there is nothing to make in advance.
+    by_tcp: BTreeSet<Epoch>,
     /// Pairs made so far.
     sessions: u64,
 }
@@ -80,6 +82,7 @@ impl Core {
             transfers: BTreeMap::new(),
             actions: VecDeque::new(),
             counters: Counters::default(),
+            by_tcp: BTreeSet::new(),
             sessions: 0,
         }
     }

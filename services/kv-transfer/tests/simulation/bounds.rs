@@ -10,7 +10,7 @@ use kv_transfer::{
 };
 
 use crate::{
-    node::identity,
+    node::{Node, identity},
     world::{CALM, Journey, Step, World},
 };
 
@@ -150,6 +150,92 @@ fn pairs_are_bounded_and_the_longest_idle_makes_room() {
     for node in 3..6 {
         assert!(epochs.contains(&world.nodes[node].epoch), "node {node} came last and stays");
     }
+}
+
+/// As a router does it, again and again.
+const INTRODUCED_EVERY: Duration = Duration::from_secs(20);
+
+fn meet(world: &mut World, node: usize, other: usize) {
+    let command = Command::Meet { peer: world.address(other), sends: true };
+    world.at(world.now, node, Step::Command(command));
+    world.run_until(world.now + Duration::from_millis(20));
+}
+
+fn peers(world: &World, node: usize) -> Vec<Epoch> {
+    world.nodes[node].core.pairs().map(|pair| pair.peer().epoch).collect()
+}
+
+#[test]
+fn those_met_in_advance_push_nobody_out_and_leave_room_to_requests() {
+    let mut world = world(6);
+    let mut met = Vec::new();
+    for round in 0..5 {
+        for other in 1..6 {
+            meet(&mut world, 0, other);
+        }
+        let now = peers(&world, 0);
+        if round == 0 {
+            met = now.clone();
+            assert!(!met.is_empty() && met.len() < LIMITS.pairs_max, "{met:?}");
+        }
+        assert_eq!(now, met, "round {round}");
+        for (other, node) in world.nodes.iter().enumerate().skip(1) {
+            assert_eq!(world.is_connected(0, other), met.contains(&node.epoch), "node {other}");
+        }
+        world.run_until(world.now + INTRODUCED_EVERY);
+    }
+    // A request of one that was not met finds room, and nobody has to go for it.
+    let from = source(&world, 5);
+    world.at(world.now, 0, Step::Notice(from.clone(), Notice::untraced(hello(5))));
+    world.run_until(world.now + Duration::from_millis(5));
+    let now = peers(&world, 0);
+    assert!(now.contains(&from.epoch) && met.iter().all(|epoch| now.contains(epoch)), "{now:?}");
+    // Nor is it pushed out by those that are met again.
+    for other in 1..5 {
+        meet(&mut world, 0, other);
+    }
+    assert_eq!(peers(&world, 0), now);
+}
+
+#[test]
+fn a_pair_met_in_advance_stays_while_it_is_said_again() {
+    let mut world = world(2);
+    for _ in 0..6 {
+        // Both are told.
+        meet(&mut world, 0, 1);
+        meet(&mut world, 1, 0);
+        assert!(world.is_connected(0, 1) && world.is_connected(1, 0));
+        world.run_until(world.now + INTRODUCED_EVERY);
+    }
+    assert_eq!(peers(&world, 0).len(), 1, "it is {:?} old", world.now - world.start);
+    world.run_until(world.now + LIMITS.pair_idle);
+    assert_eq!((peers(&world, 0), peers(&world, 1)), (vec![], vec![]), "nobody speaks of it");
+}
+
+#[test]
+fn with_nodes_of_other_hosts_nothing_is_made_in_advance_nor_kept() {
+    let mut world = world(3);
+    world.nodes[1] = Node::on_host("elsewhere", 1, 200, LIMITS);
+    let end = world.start + 3 * LIMITS.pair_idle;
+    while world.now < end {
+        meet(&mut world, 0, 1);
+        assert!(!world.is_connected(0, 1), "after {:?}", world.now - world.start);
+        world.run_until(world.now + INTRODUCED_EVERY);
+    }
+    assert_eq!(peers(&world, 0), [], "one greeting was enough to find out");
+    // Transfers make it as ever.
+    let journey = Journey {
+        transfer: TransferId(1),
+        sender: 0,
+        receiver: 1,
+        block_count: 3,
+        cached: 0,
+        deadline: Duration::from_secs(5),
+    };
+    let now = world.now;
+    world.journey(journey, Some(now), Some(now));
+    world.run_until(now + Duration::from_secs(1));
+    assert!(world.end_of(1, TransferId(1)).is_some_and(|(_, well)| well));
 }
 
 #[test]

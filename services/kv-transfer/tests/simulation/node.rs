@@ -60,6 +60,11 @@ pub struct Node {
 
 impl Node {
     pub fn new(index: usize, block_count: u32, limits: Limits) -> Self {
+        Self::on_host("here", index, block_count, limits)
+    }
+
+    /// Nodes of one host have more in common than `tcp`.
+    pub fn on_host(host: &str, index: usize, block_count: u32, limits: Limits) -> Self {
         let name = format!("node-{index}");
         // Neither order of the epochs is favoured.
         let epoch = Epoch(Random::new(index as u64 + 1).next().into());
@@ -69,7 +74,7 @@ impl Node {
             identity: identity(),
             notice_endpoint: format!("tcp://{name}:1"),
             data_endpoint: format!("tcp://{name}:2"),
-            transports: vec!["tcp".to_owned()],
+            transports: vec![format!("ipc@{host}"), "tcp".to_owned()],
             integrity: vec!["xxh3".to_owned()],
             block_bytes: BLOCK_BYTES,
             limits,

@@ -47,6 +47,8 @@ struct Storm {
     delay_ms: u64,
     abort_percent: u64,
     half_begun_percent: u64,
+    /// How often nodes are told with whom they will have transfers.
+    meet_count: u64,
     blow: Option<(u64, Blow)>,
 }
 
@@ -72,19 +74,23 @@ fn storm() -> impl Strategy<Value = Storm> {
             1u64..120,
             (prop_oneof![Just(0u64), 0u64..60], prop_oneof![Just(0u64), 0u64..50]),
             prop::option::of((0u64..800, blow(node_count))),
+            prop_oneof![Just(0u64), 1u64..30],
         )
-            .prop_map(move |(seed, journey_count, network, delay_ms, ends, blow)| Storm {
-                seed,
-                node_count,
-                journey_count,
-                loss: network.0,
-                duplication: network.1,
-                damage: network.2,
-                delay_ms,
-                abort_percent: ends.0,
-                half_begun_percent: ends.1,
-                blow,
-            })
+            .prop_map(
+                move |(seed, journey_count, network, delay_ms, ends, blow, meet_count)| Storm {
+                    seed,
+                    node_count,
+                    journey_count,
+                    loss: network.0,
+                    duplication: network.1,
+                    damage: network.2,
+                    delay_ms,
+                    abort_percent: ends.0,
+                    half_begun_percent: ends.1,
+                    meet_count,
+                    blow,
+                },
+            )
     })
 }
 
@@ -99,6 +105,20 @@ fn journey(random: &mut Random, id: u64, node_count: usize) -> Journey {
         block_count,
         cached: random.below(u64::from(block_count)) as u32,
         deadline: Duration::from_secs(10),
+    }
+}
+
+/// Tells nodes of each other: half of the times while the journeys go on, the rest later.
+fn meet(storm: &Storm, world: &mut World) {
+    let mut random = Random::new(storm.seed ^ 0x5eed);
+    for _ in 0..storm.meet_count {
+        let node = random.below(storm.node_count as u64) as usize;
+        let others = storm.node_count as u64 - 1;
+        let other = (node + 1 + random.below(others) as usize) % storm.node_count;
+        let within = if random.chance(50) { 900 } else { 15_000 };
+        let at = world.start + random.up_to(Duration::from_millis(within));
+        let command = Command::Meet { peer: world.address(other), sends: random.chance(50) };
+        world.at(at, node, Step::Command(command));
     }
 }
 
@@ -131,6 +151,7 @@ fn run(storm: &Storm) -> World {
         }
         world.journey(journey, receive, expect);
     }
+    meet(storm, &mut world);
     if let Some((at, blow)) = storm.blow {
         let hit = start + Duration::from_millis(at);
         world.run_until(hit);
@@ -306,6 +327,7 @@ proptest! {
         duplication in 0u64..50,
         delay_ms in 1u64..120,
         half_begun_percent in prop_oneof![Just(0u64), Just(100)],
+        meet_count in 0u64..10,
     ) {
         let storm = Storm {
             seed,
@@ -317,6 +339,7 @@ proptest! {
             delay_ms,
             abort_percent: 100 - half_begun_percent,
             half_begun_percent,
+            meet_count,
             blow: None,
         };
         let world = run(&storm);
@@ -331,6 +354,7 @@ proptest! {
         journey_count in 1u64..12,
         duplication in 0u64..50,
         delay_ms in 1u64..150,
+        meet_count in 0u64..10,
     ) {
         let storm = Storm {
             seed,
@@ -342,6 +366,7 @@ proptest! {
             delay_ms,
             abort_percent: 0,
             half_begun_percent: 0,
+            meet_count,
             blow: None,
         };
         let world = run(&storm);
@@ -371,6 +396,7 @@ proptest! {
             delay_ms: 3,
             abort_percent: 0,
             half_begun_percent: 0,
+            meet_count: 0,
             blow: None,
         };
         let world = run(&storm);
@@ -400,6 +426,7 @@ fn damaged_data_never_arrives() {
             delay_ms: 5,
             abort_percent: 0,
             half_begun_percent: 0,
+            meet_count: 0,
             blow: None,
         };
         // The world itself compares what arrives.

@@ -630,6 +630,11 @@ impl World {
             && (self.journeys[&transfer].receiver == node || node_state.events.iter().any(is_ready))
     }
 
+    /// Whether there is a data connection on which the first sends to the second.
+    pub fn is_connected(&self, from: usize, to: usize) -> bool {
+        self.links.contains_key(&(from, to))
+    }
+
     /// How much has happened or is about to.
     pub fn steps(&self) -> u64 {
         self.counter

@@ -11,8 +11,10 @@ use super::{Nodes, channel};
 
 /// Nodes let go of a pair that is idle for a minute.
 pub const EVERY: Duration = Duration::from_secs(20);
-/// A node looks at no more; with others its first request makes the pair.
-const PEERS_MAX: usize = 64;
+/// With whom a node is brought together at most; with others its first request makes the pair. Few beside
+/// the pairs that a node may have, 64 unless set otherwise: each introduction is a greeting, which finds
+/// room at the greeted node even if another pair has to go for it.
+const PEERS_MAX: usize = 16;
 /// Nobody waits for it.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
@@ -23,20 +25,28 @@ pub struct Introduction {
     request: MeetRequest,
 }
 
-/// Every prefill node is told of every decode node that its KV fits, and the other way round.
+/// Prefill nodes are told of decode nodes that their KV fits, and the other way round: of each other, so that
+/// neither has more to do with it than the other.
 pub fn introductions(serving: &[(String, Role, NodeRecord)]) -> Vec<Introduction> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity
     };
-    let introduction = |(url, role, record): &(String, Role, NodeRecord)| {
-        let others =
-            serving.iter().filter(|(_, other, found)| other != role && fits(record, found));
-        let peers: Vec<Peer> = others.take(PEERS_MAX).map(|(.., found)| peer(found)).collect();
+    let mut peers: Vec<Vec<Peer>> = vec![Vec::new(); serving.len()];
+    for (index, (_, role, record)) in serving.iter().enumerate() {
+        for (later, (_, other, found)) in serving.iter().enumerate().skip(index + 1) {
+            let has_room = peers[index].len() < PEERS_MAX && peers[later].len() < PEERS_MAX;
+            if has_room && other != role && fits(record, found) {
+                peers[index].push(peer(found));
+                peers[later].push(peer(record));
+            }
+        }
+    }
+    let introduction = |((url, _, record), peers): (&(String, Role, NodeRecord), Vec<Peer>)| {
         let node_epoch = record.epoch.to_bytes().to_vec().into();
         let request = MeetRequest { node_epoch, peers };
         (!request.peers.is_empty()).then(|| Introduction { url: url.clone(), request })
     };
-    serving.iter().filter_map(introduction).collect()
+    serving.iter().zip(peers).filter_map(introduction).collect()
 }
 
 /// A node as its peers are told of it.
@@ -65,6 +75,8 @@ pub async fn introduce(nodes: Nodes, introduction: Introduction) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use cluster::Epoch;
 
     use super::*;
@@ -122,9 +134,24 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_told_of_no_more_than_it_looks_at() {
-        let mut serving = vec![node("p", Role::Prefill, 1, 7)];
-        serving.extend((2..100).map(|epoch| node("d", Role::Decode, epoch, 7)));
-        assert_eq!(introductions(&serving)[0].request.peers.len(), PEERS_MAX);
+    fn no_node_is_brought_together_with_more_than_a_few() {
+        for (prefills, decodes) in [(1, 98), (98, 1), (40, 50)] {
+            let prefill = (1..=prefills).map(|epoch| node("p", Role::Prefill, epoch, 7));
+            let decode = (1..=decodes).map(|epoch| node("d", Role::Decode, 1000 + epoch, 7));
+            let introductions = introductions(&prefill.chain(decode).collect::<Vec<_>>());
+            let told = introductions.iter().map(|it| it.request.peers.len());
+            assert_eq!(told.max(), Some(PEERS_MAX));
+            // Whoever greets is greeted: what the one is told of the other, the other is told of it.
+            let pairs: BTreeSet<(Vec<u8>, Vec<u8>)> = introductions
+                .iter()
+                .flat_map(|Introduction { request, .. }| {
+                    let epoch = request.node_epoch.to_vec();
+                    request.peers.iter().map(move |peer| (epoch.clone(), peer.epoch.to_vec()))
+                })
+                .collect();
+            let mutual =
+                |(one, other): &(Vec<u8>, Vec<u8>)| pairs.contains(&(other.clone(), one.clone()));
+            assert!(pairs.iter().all(mutual));
+        }
     }
 }

@@ -13,9 +13,12 @@ use crate::{
     },
 };
 
-/// Pairs up to which some are made in advance: each may take memory of a GPU, some 200 MiB by `nccl`. With
-/// others the first transfer makes them.
+/// Pairs up to which some are made in advance, but for those by `tcp`: each may take memory of a GPU, some
+/// 200 MiB by `nccl`. With others the first transfer makes them.
 const MET_MAX: usize = 4;
+
+/// How `tcp` is called in greetings.
+const TCP: &str = "tcp";
 
 impl Core {
     pub(super) fn on_hello(&mut self, now: Instant, from: &Source, hello: &Hello) {
@@ -54,6 +57,9 @@ impl Core {
             Change::Up => {
                 let (peer, transport) = (&pair.peer().node_id, pair.transport());
                 tracing::info!(peer, transport, "pair is up");
+                if transport == TCP {
+                    self.note_tcp(epoch);
+                }
                 self.open_data(now, epoch);
                 for id in transfers {
                     self.with_transfer(now, id, |side, turn| {
@@ -93,13 +99,18 @@ impl Core {
     }
 
     pub(super) fn meet(&mut self, now: Instant, address: &PeerAddress, sends: bool) {
-        // With `tcp` alone there is nothing to be had in advance.
-        if self.local.transports.len() < 2 || address.epoch == self.local.epoch {
+        // With `tcp` alone there is nothing to be had in advance, and the pair ends when it is idle.
+        let by_tcp = self.local.transports.len() < 2 || self.by_tcp.contains(&address.epoch);
+        if by_tcp || address.epoch == self.local.epoch {
             return;
         }
         if !self.pairs.contains_key(&address.epoch) {
-            // Nor is room made: those that are there are in use, or were met before.
-            if self.pairs.len() >= MET_MAX.min(self.local.limits.pairs_max) {
+            // No room is made: those that are there are in use, or were met before. And some is left to
+            // requests, whose pairs would else push these out again and again.
+            let is_by_gpu = |pair: &&Pair| pair.transport() != TCP;
+            if self.pairs.values().filter(is_by_gpu).count() >= MET_MAX
+                || self.pairs.len() >= self.local.limits.pairs_max.div_ceil(2)
+            {
                 return;
             }
             self.sessions += 1;
@@ -112,13 +123,22 @@ impl Core {
         }
     }
 
+    /// A process does not change what it offers.
+    fn note_tcp(&mut self, epoch: Epoch) {
+        self.by_tcp.insert(epoch);
+        if self.by_tcp.len() > self.local.limits.pairs_max {
+            // Which one is forgotten matters little: it is found out again.
+            self.by_tcp.pop_first();
+        }
+    }
+
     /// Where something is to be sent to the peer.
     fn open_data(&mut self, now: Instant, epoch: Epoch) {
         let Some(pair) = self.pairs.get_mut(&epoch) else { return };
         let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
         let has_work =
             sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_ending()));
-        if has_work || pair.will_send() {
+        if has_work || (pair.will_send() && pair.transport() != TCP) {
             pair.open_data(&mut turn!(self, now));
         }
     }
@@ -129,7 +149,7 @@ impl Core {
         if transfers > 0 {
             tracing::warn!(peer, transfers, reason, "pair is lost");
         } else {
-            tracing::debug!(peer, reason, "idle pair is closed by its peer");
+            tracing::debug!(peer, reason, "pair without transfers is over");
         }
         let failure = TransferFailure::PeerLost {
             peer: pair.peer().node_id.clone(),
