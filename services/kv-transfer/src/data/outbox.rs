@@ -242,14 +242,18 @@ impl Outbox {
     ) -> GivenBack {
         let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
         let Some(index) = state.taken.iter().position(is_it) else { return GivenBack::Unknown };
-        let taken = state.taken.swap_remove(index);
+        let Taken { cancelled, lent, .. } = state.taken.swap_remove(index);
+        // Blocks go before the lock does: whoever cancels the transfer then finds it released.
+        let lent = lent.map(|Lent { integrity, bytes, blocks }| {
+            drop(blocks);
+            (integrity, bytes)
+        });
         self.changed.notify_one();
         let others = state.taken.iter().any(|other| other.transfer == transfer);
-        drop(state);
-        match (taken.cancelled, taken.lent) {
+        match (cancelled, lent) {
             (true, _) if others => GivenBack::Cancelled,
             (true, _) => GivenBack::Released,
-            (false, Some(Lent { integrity, bytes, .. })) => GivenBack::Wanted { integrity, bytes },
+            (false, Some((integrity, bytes))) => GivenBack::Wanted { integrity, bytes },
             (false, None) => GivenBack::Wanted { integrity: 0, bytes: 0 },
         }
     }
