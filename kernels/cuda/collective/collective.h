@@ -1,7 +1,7 @@
 /* Sums over the GPUs of a group, and what else they tell each other: a part of the C ABI, with the rules of baton_kernels.h.
  *
  * Every rank has an arena: device memory of its own, from the plain allocator, exported by CUDA IPC and mapped by all
- * others, zeroed by baton_group_reset before the first call. All ranks make the same calls in the same order.
+ * others, made ready by baton_group_reset before the first call. All ranks make the same calls in the same order.
  * Addresses never change, so graphs need no registration; which of an arena's two halves a call uses is read from
  * device memory.
  */
@@ -57,8 +57,8 @@ typedef struct {
 
 /* Bytes of an arena for messages of up to `message_bytes` of x. */
 BATON_API int64_t baton_group_arena_bytes(int32_t ranks, int64_t message_bytes);
-/* Makes this rank's arena as new, and its fault flag 0. Between two points at which all ranks have met with no call
- * under way. Not in a graph. */
+/* Makes this rank's arena as new: all its words but the first few are filled with 0xff. Sets no `fault` back to 0, which is
+ * the caller's to do. Between two points at which all ranks have met with no call under way. Not in a graph. */
 BATON_API int32_t baton_group_reset(const baton_group *group, void *stream);
 /* Ends the waits of calls under way and of those that follow, up to the next reset. `stream` is another than theirs. */
 BATON_API int32_t baton_group_stop(const baton_group *group, void *stream);

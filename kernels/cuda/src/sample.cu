@@ -217,8 +217,10 @@ int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_samp
   int runs_most = 1;
   for (int rank = 0; rank < ranks; ++rank) {
     const int first = shares.firsts[rank], end = shares.firsts[rank + 1];
-    BATON_REQUIRE(first % RUN == 0 && end >= first + (ranks > 1 ? BATON_TOP_LOGPROBS_MAX : 0),
-                  "rank %d has the tokens %d to %d; allowed are whole runs of %d", rank, first, end, RUN);
+    BATON_REQUIRE(first % RUN == 0, "firsts[%d] is %d; allowed are multiples of %d", rank, first, RUN);
+    const int least = ranks > 1 ? BATON_TOP_LOGPROBS_MAX : 0;
+    BATON_REQUIRE(end - first >= least, "rank %d has %d tokens, from %d up to %d; allowed are at least %d", rank,
+                  end - first, first, end, least);
     runs_most = std::max(runs_most, divide_up(end - first, RUN));
   }
   const int own = shares.firsts[shares.rank + 1] - shares.firsts[shares.rank];

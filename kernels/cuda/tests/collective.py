@@ -19,25 +19,12 @@ import time
 import torch
 import torch.multiprocessing as processes
 
-BF16, F32 = 1, 0
-DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
+from abi import DTYPES, AllReduceArgs, Group
+
 ONE, TWO = 1, 2
 MESSAGE_BYTES = 16 << 20
 
-
-class Group(ctypes.Structure):
-    _fields_ = [("arenas", ctypes.c_void_p * 8), ("arena_bytes", ctypes.c_int64), ("fault", ctypes.c_void_p),
-                ("timeout_ns", ctypes.c_int64), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32)]
-
-
-class Args(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_void_p), ("out", ctypes.c_void_p), ("residual", ctypes.c_void_p),
-                ("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("dtype", ctypes.c_int32),
-                ("rows", ctypes.c_int32), ("width", ctypes.c_int32), ("way", ctypes.c_int32),
-                ("blocks", ctypes.c_int32), ("threads", ctypes.c_int32), ("pdl", ctypes.c_int32)]
-
-
-assert ctypes.sizeof(Group) == 96 and ctypes.sizeof(Args) == 64
+assert ctypes.sizeof(Group) == 96 and ctypes.sizeof(AllReduceArgs) == 64
 
 
 class Handle(ctypes.Structure):
@@ -93,8 +80,8 @@ class Rank:
 
     def all_reduce(self, x, out, rows, width, way=0, residual=None, weight=None, eps=1e-5, blocks=0, threads=0, pdl=0):
         pointer = lambda tensor: None if tensor is None else tensor.data_ptr()
-        args = Args(pointer(x), pointer(out), pointer(residual), pointer(weight), eps, DTYPES[x.dtype], rows, width, way,
-                    blocks, threads, pdl)
+        args = AllReduceArgs(pointer(x), pointer(out), pointer(residual), pointer(weight), eps, DTYPES[x.dtype], rows,
+                             width, way, blocks, threads, pdl)
         self.check(self.lib.baton_all_reduce(ctypes.byref(self.group), ctypes.byref(args), self.stream()))
 
 

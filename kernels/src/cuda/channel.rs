@@ -12,7 +12,7 @@ use std::{
     mem,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -22,7 +22,9 @@ use super::{
     context::{Event, Role, Stream},
     kv::DeviceKv,
     memory::Range,
-    nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece, UniqueId},
+    nccl::{
+        Communicator, CommunicatorOptions, Move, Nccl, NcclError, NcclVersion, Piece, UniqueId,
+    },
     staging::{Place, Staging, places_of, stretches},
 };
 use crate::{
@@ -63,8 +65,12 @@ const LANES_MAX: usize = 8;
 const PART_IN_USE: u32 = 2;
 const COMMUNICATOR_BLOCKS_MAX: u32 = 64;
 
-const MAGIC: [u8; 8] = *b"BATONNC2";
+const MAGIC: [u8; 8] = *b"BATONNC3";
 const ID_BYTES: usize = 128;
+
+/// Channels of a GPU at a time, and so the memory that they may take: more than a host with eight of them
+/// has use for, to and from each of the others.
+const STAGINGS_MAX: usize = 16;
 
 /// Makes channels for one arena's blocks.
 #[derive(Debug)]
@@ -82,6 +88,8 @@ struct Gpu {
     issuing: Mutex<()>,
     /// Of channels that have ended.
     spare: Mutex<Vec<Staging>>,
+    /// In use, spare, or lost with an abort that did not come back.
+    stagings: AtomicUsize,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -106,8 +114,21 @@ impl NcclChannels {
         if let Some(staging) = locked(&self.gpu.spare).pop() {
             return Ok(staging);
         }
+        let room = |made: usize| (made < STAGINGS_MAX).then_some(made + 1);
+        let stagings = &self.gpu.stagings;
+        stagings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).map_err(|made| {
+            format!("{made} channels have slots on this GPU; allowed are {STAGINGS_MAX}")
+        })?;
         let bytes = self.slot_blocks() * self.kv.layout().block_bytes();
-        Staging::new(self.kv.context(), SLOTS, bytes.max(2 * GREETING_BYTES)).map_err(words)
+        Staging::new(&self.kv, SLOTS, bytes.max(2 * GREETING_BYTES)).map_err(|error| {
+            stagings.fetch_sub(1, Ordering::Relaxed);
+            words(error)
+        })
+    }
+
+    /// Runs of so many blocks are sent as they lie.
+    fn direct_min(&self) -> usize {
+        DIRECT_BYTES_MIN.div_ceil(self.kv.layout().block_bytes())
     }
 
     fn opened(&self) -> Result<Arc<Nccl>, String> {
@@ -133,13 +154,14 @@ impl NcclChannels {
         let joint =
             Joint { lanes: Vec::with_capacity(ids.len()), next: 0, staging: self.staging()? };
         // Aborted when it is dropped, whatever comes.
-        let shared = Shared {
+        let mut shared = Shared {
             joint: Mutex::new(Some(joint)),
             aborted: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
             marks: Mutex::new(marks),
             end,
             slot_blocks: self.slot_blocks(),
+            direct_min: self.direct_min(),
             kv: Arc::clone(&self.kv),
             gpu: Arc::clone(&self.gpu),
         };
@@ -175,6 +197,7 @@ impl PeerChannels for NcclChannels {
         bytes.extend_from_slice(&nccl.version().0.to_le_bytes());
         bytes.extend_from_slice(&(self.kv.layout().block_bytes() as u64).to_le_bytes());
         bytes.extend_from_slice(&(self.slot_blocks() as u64).to_le_bytes());
+        bytes.extend_from_slice(&(self.direct_min() as u64).to_le_bytes());
         bytes.extend_from_slice(&(ids.len() as u64).to_le_bytes());
         bytes.extend(ids.iter().flat_map(|id| id.0));
         bytes.extend_from_slice(self.kv.context().device().uuid.as_bytes());
@@ -184,21 +207,23 @@ impl PeerChannels for NcclChannels {
     fn accept(&self, invitation: &[u8]) -> Result<(), String> {
         let nccl = self.opened()?;
         let invitation = Invitation::read(invitation)?;
-        let (theirs, ours) = (invitation.version, nccl.version().0);
+        let (theirs, ours) = (NcclVersion(invitation.version), nccl.version());
         if theirs != ours {
             return Err(format!(
-                "it has NCCL {theirs}, this process {ours} ({})",
+                "its NCCL is {theirs}; allowed is {ours}, as here ({})",
                 nccl.path().display()
             ));
         }
-        let block_bytes = self.kv.layout().block_bytes() as u64;
-        if invitation.block_bytes != block_bytes {
-            let bytes = invitation.block_bytes;
-            return Err(format!("its blocks have {bytes} bytes, ours {block_bytes}"));
-        }
-        let (theirs, ours) = (invitation.slot_blocks, self.slot_blocks() as u64);
-        if theirs != ours {
-            return Err(format!("it brings {theirs} blocks together, this process {ours}"));
+        let ours = [self.kv.layout().block_bytes(), self.slot_blocks(), self.direct_min()];
+        let compared = [
+            ("its blocks have", invitation.block_bytes, "bytes"),
+            ("its slots take", invitation.slot_blocks, "blocks"),
+            ("it sends as they lie runs from", invitation.direct_min, "blocks on"),
+        ];
+        for ((says, theirs, unit), ours) in compared.into_iter().zip(ours) {
+            if theirs != ours as u64 {
+                return Err(format!("{says} {theirs} {unit}; allowed are {ours}, as here"));
+            }
         }
         if invitation.uuid == self.kv.context().device().uuid.as_bytes() {
             return Err("NCCL joins no two processes on one GPU".to_owned());
@@ -223,6 +248,7 @@ struct Invitation<'a> {
     version: i32,
     block_bytes: u64,
     slot_blocks: u64,
+    direct_min: u64,
     /// One a lane.
     ids: Vec<UniqueId>,
     uuid: &'a [u8],
@@ -230,25 +256,31 @@ struct Invitation<'a> {
 
 impl<'a> Invitation<'a> {
     fn read(bytes: &'a [u8]) -> Result<Self, String> {
-        fn parts(bytes: &[u8]) -> Option<Invitation<'_>> {
-            let (magic, rest) = bytes.split_first_chunk::<8>()?;
-            let (version, rest) = rest.split_first_chunk()?;
-            let (block_bytes, rest) = rest.split_first_chunk()?;
-            let (slot_blocks, rest) = rest.split_first_chunk()?;
-            let (lanes, rest) = rest.split_first_chunk()?;
-            let lanes = usize::try_from(u64::from_le_bytes(*lanes)).ok()?;
-            let fits = (1..=LANES_MAX).contains(&lanes) && *magic == MAGIC;
-            let (ids, uuid) = rest.split_at_checked(lanes.checked_mul(ID_BYTES)?)?;
-            let (ids, _) = ids.as_chunks::<ID_BYTES>();
-            fits.then(|| Invitation {
-                version: i32::from_le_bytes(*version),
-                block_bytes: u64::from_le_bytes(*block_bytes),
-                slot_blocks: u64::from_le_bytes(*slot_blocks),
-                ids: ids.iter().copied().map(UniqueId).collect(),
-                uuid,
-            })
+        let short =
+            || format!("its invitation ends after {} bytes; allowed is a whole one", bytes.len());
+        let (magic, rest) = bytes.split_first_chunk().ok_or_else(short)?;
+        if *magic != MAGIC {
+            let (theirs, ours) = (magic.escape_ascii(), MAGIC.escape_ascii());
+            return Err(format!("its invitation begins with {theirs}; allowed is {ours}"));
         }
-        parts(bytes).ok_or_else(|| "it invites in a way that this build does not know".to_owned())
+        let (version, rest) = rest.split_first_chunk().ok_or_else(short)?;
+        let (numbers, rest) = rest.split_at_checked(4 * 8).ok_or_else(short)?;
+        let (numbers, _) = numbers.as_chunks();
+        let number = |index: usize| u64::from_le_bytes(numbers[index]);
+        let lanes = number(3);
+        if !(1..=LANES_MAX as u64).contains(&lanes) {
+            return Err(format!("its lanes are {lanes}; allowed are 1 to {LANES_MAX}"));
+        }
+        let (ids, uuid) = rest.split_at_checked(lanes as usize * ID_BYTES).ok_or_else(short)?;
+        let (ids, _) = ids.as_chunks::<ID_BYTES>();
+        Ok(Self {
+            version: i32::from_le_bytes(*version),
+            block_bytes: number(0),
+            slot_blocks: number(1),
+            direct_min: number(2),
+            ids: ids.iter().copied().map(UniqueId).collect(),
+            uuid,
+        })
     }
 }
 
@@ -268,6 +300,7 @@ struct Shared {
     marks: Mutex<Vec<Event>>,
     end: End,
     slot_blocks: usize,
+    direct_min: usize,
     kv: Arc<DeviceKv>,
     gpu: Arc<Gpu>,
 }
@@ -286,29 +319,35 @@ struct Lane {
 
 impl Shared {
     /// Makes another communicator, together with the peer, and sends a few bytes to and fro, which
-    /// connects. That takes no lock of the GPU's, for the peer may never come.
+    /// connects. Nobody else has the channel yet, so no lock is held while the peer is waited for, which may
+    /// never come.
+    ///
+    /// Nor is [`Gpu::issuing`], for others would wait as long. So the greetings of two channels may be put in
+    /// another order at the peer: each has a stream of its own, in which nothing follows it before it is
+    /// over, and its kernel has room beside what the others run.
     fn add_lane(
-        &self,
+        &mut self,
         nccl: &Arc<Nccl>,
         options: CommunicatorOptions,
         patience: Patience<'_>,
     ) -> Result<(), String> {
-        let context = self.kv.context();
+        let (context, peer) = (self.kv.context(), self.peer());
         let stream = Stream::new(context).map_err(words)?;
         let communicator = Communicator::new(nccl, context, options, patience).map_err(words)?;
-        let mut joint = locked(&self.joint);
+        let joint = self.joint.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Joint { lanes, staging, .. } = joint.as_mut().ok_or("the channel was aborted")?;
-        // Where it is aborted with the others.
-        lanes.push(Lane { communicator, stream });
-        let Lane { communicator, stream } = lanes.last_mut().expect("it was pushed");
-        let to_peer = |offset| Move {
-            peer: self.peer(),
-            piece: Piece::new(staging.memory(), offset, GREETING_BYTES),
+        // From now on it is aborted with the others.
+        let Lane { communicator, stream } = {
+            lanes.push(Lane { communicator, stream });
+            lanes.last_mut().expect("it was pushed")
         };
+        let to_peer =
+            |offset| Move { peer, piece: Piece::new(staging.memory(), offset, GREETING_BYTES) };
         let (out, back) = (to_peer(0), to_peer(GREETING_BYTES));
+        staging.await_all(stream).map_err(words)?;
         communicator.exchange(&[out], &[back], stream, patience).map_err(words)?;
         staging.pass(stream).map_err(words)?;
-        let marks = locked(&self.marks);
+        let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mark = marks.first().ok_or("there is no mark")?;
         staging.mark(mark).map_err(words)?;
         while !mark.is_done().map_err(words)? {
@@ -367,8 +406,7 @@ impl Shared {
         self.kv.context().bind()?;
         let (kv, peer) = (&*self.kv, self.peer());
         let block_bytes = self.kv.layout().block_bytes();
-        let direct_min = DIRECT_BYTES_MIN.div_ceil(block_bytes);
-        for stretch in stretches(runs, self.slot_blocks, direct_min) {
+        for stretch in stretches(runs, self.slot_blocks, self.direct_min) {
             let ids = &ids[stretch.blocks];
             let lane = *next % lanes.len();
             let Lane { communicator, stream } = &mut lanes[lane];
@@ -530,21 +568,30 @@ mod tests {
         bytes.extend_from_slice(&22809_i32.to_le_bytes());
         bytes.extend_from_slice(&4096_u64.to_le_bytes());
         bytes.extend_from_slice(&16_u64.to_le_bytes());
+        bytes.extend_from_slice(&5_u64.to_le_bytes());
         bytes.extend_from_slice(&2_u64.to_le_bytes());
         bytes.extend_from_slice(&[7; 2 * ID_BYTES]);
         let fixed = bytes.len();
         bytes.extend_from_slice(b"GPU-1");
         let read = Invitation::read(&bytes).ok().unwrap();
         assert_eq!((read.version, read.block_bytes, read.uuid), (22809, 4096, &b"GPU-1"[..]));
-        assert_eq!(read.slot_blocks, 16);
+        assert_eq!((read.slot_blocks, read.direct_min), (16, 5));
         assert!(read.ids == [UniqueId([7; ID_BYTES]); 2]);
+        let refused = |bytes: &[u8]| Invitation::read(bytes).err().expect("it is refused");
         for length in 0..fixed {
-            assert!(Invitation::read(&bytes[..length]).is_err());
+            let words = refused(&bytes[..length]);
+            assert!(words.contains(&format!("ends after {length} bytes")), "{words}");
         }
-        for (at, byte) in [(0, MAGIC[0] ^ 1), (28, 0), (28, 9), (35, 1)] {
+        let cases = [
+            (0, b'b', "begins with bATONNC3; allowed is BATONNC3"),
+            (36, 0, "lanes are 0; allowed are 1 to 8"),
+            (36, 9, "lanes are 9; allowed are 1 to 8"),
+            (43, 1, "lanes are 72057594037927938; allowed are 1 to 8"),
+        ];
+        for (at, byte, words) in cases {
             let mut other = bytes.clone();
             other[at] = byte;
-            assert!(Invitation::read(&other).is_err(), "byte {at} is {byte}");
+            assert!(refused(&other).contains(words), "byte {at} is {byte}: {}", refused(&other));
         }
     }
 }

@@ -423,7 +423,8 @@ pub struct CommunicatorOptions {
 /// A group of ranks that can send to each other, as one of them sees it.
 ///
 /// Its operations are put into streams in the order of the calls, and at the other ranks in the same
-/// order. One thread issues those of all communicators of a GPU.
+/// order. Whoever has several on one GPU puts their operations into streams one at a time, lest two GPUs
+/// begin with different ones and each wait for the other.
 #[derive(Debug)]
 pub struct Communicator {
     /// `None` once it was aborted.

@@ -10,13 +10,12 @@
 
 use std::{
     ops::Range as Indices,
-    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use super::{
-    context::{Context, Event, Role, Stream},
+    context::{Event, Role, Stream},
     copies::Copies,
     error::CudaError,
     kv::DeviceKv,
@@ -43,7 +42,8 @@ pub(super) struct Stretch {
 }
 
 /// How a chunk of these runs goes: the same at both ends. Runs of `direct_min` blocks go as they lie,
-/// and so does one that has no other to go with; the rest in order, as many at a time as a slot takes.
+/// and so does one that has no other to go with; the rest in order. All go as many at a time as a slot
+/// takes: for longer operations NCCL takes more multiprocessors.
 pub(super) fn stretches(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<Stretch> {
     assert!(slot_blocks > 0, "a slot takes a block at least");
     let mut stretches: Vec<Stretch> = Vec::new();
@@ -69,10 +69,9 @@ pub(super) fn stretches(runs: &[u32], slot_blocks: usize, direct_min: usize) -> 
         .into_iter()
         .flat_map(|stretch| {
             let is_staged = stretch.is_staged && !is_alone(&stretch);
-            let step = if is_staged { slot_blocks } else { stretch.blocks.len().max(1) };
             let Indices { start, end } = stretch.blocks;
-            (start..end).step_by(step).map(move |first| {
-                let blocks = first..end.min(first + step);
+            (start..end).step_by(slot_blocks).map(move |first| {
+                let blocks = first..end.min(first + slot_blocks);
                 Stretch { blocks, is_staged }
             })
         })
@@ -117,15 +116,22 @@ pub(super) fn places_of(ids: &[BlockId], block_bytes: usize) -> impl Iterator<It
 }
 
 impl Staging {
-    pub fn new(context: &Arc<Context>, slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
+    pub fn new(kv: &DeviceKv, slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
         assert!(slots > 0, "there is a slot");
+        let context = kv.context();
         let bytes = slots * slot_bytes;
         let memory = DeviceMemory::new(context, "slots for KV by NCCL", bytes)?.cut(bytes)?;
         let copies = Stream::new(context)?;
         let event = || Event::new(context);
         let slot = |_| Ok(Slot { filled: event()?, emptied: event()? });
-        let slots = (0..slots).map(slot).collect::<Result<_, CudaError>>()?;
+        let slots = (0..slots).map(slot).collect::<Result<Vec<_>, CudaError>>()?;
+        kv.pass_time(&copies)?;
+        // A greeting sends what nobody has written.
         memory.fill(0, &copies)?;
+        for slot in &slots {
+            // The fill is over before anything else writes there, in whatever stream.
+            slot.emptied.record(&copies)?;
+        }
         let (ends, moved, last) = (Stream::new(context)?, event()?, event()?);
         Ok(Self { memory, slot_bytes, slots, next: 0, copies, ends, moved, last })
     }
@@ -133,6 +139,11 @@ impl Staging {
     /// All slots, one behind the other.
     pub fn memory(&self) -> &Range {
         &self.memory
+    }
+
+    /// Lets what follows in `stream` use all slots.
+    pub fn await_all<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+        self.slots.iter().try_for_each(|slot| stream.wait(&slot.emptied))
     }
 
     /// Copies these blocks into the next slot, and lets `send` put what reads it into `stream`; it is told
@@ -288,10 +299,11 @@ mod tests {
         assert_eq!(found(&[], 4, 3), []);
         assert_eq!(found(&[1, 1, 1], 4, 3), [(0, 3, true)]);
         assert_eq!(found(&[1; 9], 4, 3), [(0, 4, true), (4, 4, true), (8, 1, true)]);
-        assert_eq!(found(&[3, 1, 2, 7], 4, 3), [(0, 3, false), (3, 3, true), (6, 7, false)]);
+        let cut = [(0, 3, false), (3, 3, true), (6, 4, false), (10, 3, false)];
+        assert_eq!(found(&[3, 1, 2, 7], 4, 3), cut, "no operation is longer than a slot");
         assert_eq!(found(&[2, 2, 2], 4, 3), [(0, 4, true), (4, 2, true)], "a run may be cut");
         assert_eq!(found(&[2], 4, 3), [(0, 2, false)], "one alone needs no slot");
-        assert_eq!(found(&[5, 2, 5], 4, 3), [(0, 5, false), (5, 2, false), (7, 5, false)]);
+        assert_eq!(found(&[3, 2, 3], 4, 3), [(0, 3, false), (3, 2, false), (5, 3, false)]);
     }
 
     #[test]
@@ -305,9 +317,9 @@ mod tests {
             let runs: Vec<u32> = (0..next(9)).map(|_| 1 + next(12)).collect();
             let (slot, direct) = (1 + next(8) as usize, 1 + next(8) as usize);
             let mut end = 0;
-            for Stretch { blocks, is_staged } in stretches(&runs, slot, direct) {
+            for Stretch { blocks, .. } in stretches(&runs, slot, direct) {
                 assert!(blocks.start == end && blocks.end > end);
-                assert!(!is_staged || blocks.len() <= slot);
+                assert!(blocks.len() <= slot);
                 end = blocks.end;
             }
             assert_eq!(end, runs.iter().sum::<u32>() as usize);
