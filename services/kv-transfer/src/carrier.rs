@@ -70,17 +70,6 @@ pub enum Choice {
 /// forwards of both nodes.
 const LOCAL: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
 
-/// What is tried between two nodes of one host when these have turned out not to work. Only one that is
-/// wanted, or `tcp`.
-pub fn next(choice: Choice, tried: &[Carrier]) -> Carrier {
-    let untried = |carrier: &Carrier| !tried.contains(carrier);
-    let wanted = match choice {
-        Choice::Auto => LOCAL.into_iter().find(untried),
-        Choice::Only(_) => None,
-    };
-    wanted.unwrap_or(Carrier::Tcp)
-}
-
 /// What a greeting lists, best first, out of what a node can do beside `tcp`.
 pub fn offers(choice: Choice, can: &[Carrier], host: Option<&str>) -> Vec<String> {
     let wanted = |carrier: &Carrier| match choice {
@@ -117,15 +106,6 @@ mod tests {
         assert_eq!(offered(Choice::Only(ipc), &[ipc, nccl], here), "ipc@here tcp");
         assert_eq!(offered(Choice::Only(nccl), &[ipc, nccl], here), "nccl@here tcp");
         assert_eq!(offered(Choice::Only(nccl), &[ipc], here), "tcp");
-    }
-
-    #[test]
-    fn what_fails_is_followed_by_what_else_is_wanted_and_by_tcp() {
-        let (tcp, ipc, nccl) = (Carrier::Tcp, Carrier::Ipc, Carrier::Nccl);
-        assert_eq!(next(Choice::Auto, &[nccl]), ipc);
-        assert_eq!(next(Choice::Auto, &[ipc]), nccl);
-        assert_eq!(next(Choice::Auto, &[nccl, ipc]), tcp);
-        assert_eq!(next(Choice::Only(nccl), &[nccl]), tcp);
     }
 
     #[test]

@@ -24,9 +24,9 @@ pub trait Transport: Send {
     /// pair here.
     fn admit(&mut self, peer: Epoch);
 
-    /// Makes the connection on which chunks go to `peer`, by this carrier, or by `tcp` where that turns
-    /// out not to work. Failure is reported as its end.
-    fn open(&mut self, peer: Epoch, endpoint: &str, carrier: Carrier);
+    /// Makes the connection on which chunks go to `peer`, by the first of these carriers that turns out to
+    /// work, or by `tcp`. Failure is reported as its end.
+    fn open(&mut self, peer: Epoch, endpoint: &str, carriers: Vec<Carrier>);
 
     /// Sends these blocks after those given before.
     fn send(

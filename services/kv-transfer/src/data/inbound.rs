@@ -17,14 +17,17 @@ use socket2::SockRef;
 
 use super::{
     Shared, handshake,
-    inbox::Peers,
-    ipc, nccl,
+    inbox::{Inbox, Peers},
+    ipc,
+    message::{Message, Messages},
+    nccl,
     stream::{LOOK, is_pause},
     tcp,
 };
 use crate::{
     api::{Epoch, TransferId},
     carrier::Carrier,
+    config::LEASE,
     threads::Threads,
     transport::{DataError, Released},
 };
@@ -214,6 +217,9 @@ fn read_connection(
         Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
     }
     let ended = match carrier {
+        excluded if !shared.offered.contains(&excluded) => {
+            refuse(shared, &inbox, peer, excluded, &mut stream)
+        }
         Carrier::Tcp => {
             shared.counters.takes(peer, carrier);
             tcp::read_frames(shared, &inbox, &mut stream).map(|()| Ended::Closed)
@@ -230,6 +236,27 @@ fn read_connection(
     };
     // The driver, which knows what it has closed meanwhile, finds out whether this one mattered.
     shared.report_end(peer, connection, reason);
+}
+
+/// Answers whoever comes by a carrier that this node has not offered.
+fn refuse(
+    shared: &Shared,
+    inbox: &Inbox,
+    peer: Epoch,
+    carrier: Carrier,
+    stream: &mut TcpStream,
+) -> io::Result<Ended> {
+    tracing::warn!(%peer, %carrier, "a peer comes by a carrier that this node has not offered");
+    shared.counters.refuse("carrier_not_offered");
+    let mut messages = Messages::new(stream, LOOK)?;
+    match messages.next_by(Instant::now() + LEASE, || inbox.is_closed())? {
+        Some(_) => {
+            let reason = format!("this node does not offer {carrier}");
+            Message::Refused { reason }.write(stream)?;
+            Ok(Ended::Refused)
+        }
+        None => Ok(Ended::Closed),
+    }
 }
 
 /// How a connection ended that nothing is wrong with.

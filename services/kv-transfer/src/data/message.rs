@@ -37,7 +37,7 @@ pub enum Message {
     Offer { export: Vec<u8>, verify: bool },
     /// Receiver: it is mapped, or joined.
     Ready { verify: bool },
-    /// Receiver: it cannot be.
+    /// Receiver: it cannot be. Sender, of a channel that the receiver joins: nor does it go from here.
     Refused { reason: String },
     /// Sender: the blocks of this chunk, in its order.
     Lend { transfer: TransferId, chunk: u32, blocks: Vec<BlockId> },

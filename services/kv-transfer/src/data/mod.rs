@@ -42,7 +42,7 @@ use kernels::{
 
 use crate::{
     api::{Epoch, TransferId},
-    carrier::{Carrier, Choice},
+    carrier::Carrier,
     config::Carriers,
     metrics::DataCounters,
     notice::Keys,
@@ -70,7 +70,8 @@ struct Shared {
     memory: Option<Arc<dyn PeerMemory>>,
     /// How blocks are moved together with another GPU.
     channels: Option<Arc<dyn PeerChannels>>,
-    choice: Choice,
+    /// What this node has told its peers that it can do.
+    offered: Vec<Carrier>,
     /// Multiprocessors of a channel.
     nccl_blocks: Option<u32>,
     /// Whether chunks are hashed that no host memory sees.
@@ -85,6 +86,17 @@ impl Shared {
     /// Waits while the driver is behind; in vain only when it is gone.
     fn report(&self, event: DataEvent) {
         let _ = self.reports.send(Report::Data(event));
+    }
+
+    /// What the peer has to be told first so that KV can go to it by this carrier; the error, for people,
+    /// says why it cannot.
+    fn offer(&self, carrier: Carrier) -> Result<Vec<u8>, String> {
+        let nothing = || "there is no GPU memory here".to_owned();
+        match carrier {
+            Carrier::Tcp => Ok(Vec::new()),
+            Carrier::Ipc => self.memory.as_ref().ok_or_else(nothing)?.export(),
+            Carrier::Nccl => self.channels.as_ref().ok_or_else(nothing)?.invite(),
+        }
     }
 
     fn report_end(&self, peer: Epoch, connection: u64, reason: String) {
@@ -115,6 +127,7 @@ impl DataConnections {
         reports: Sender<Report>,
         resolver: Resolver,
         counters: Arc<DataCounters>,
+        offered: Vec<Carrier>,
         carriers: Carriers,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(bind)?;
@@ -128,7 +141,7 @@ impl DataConnections {
             connections,
             memory: arena.peer_memory(),
             channels,
-            choice: carriers.choice,
+            offered,
             nccl_blocks: carriers.nccl_blocks,
             verify: carriers.verify,
         };
@@ -153,13 +166,13 @@ impl Transport for DataConnections {
         self.inbound.admit(peer);
     }
 
-    fn open(&mut self, peer: Epoch, endpoint: &str, carrier: Carrier) {
+    fn open(&mut self, peer: Epoch, endpoint: &str, carriers: Vec<Carrier>) {
         self.close_outbound(peer);
         let outbox = Arc::new(Outbox::new(self.shared.number_connection()));
         let (shared, endpoint) = (Arc::clone(&self.shared), endpoint.to_owned());
         let writer = {
             let (shared, outbox) = (Arc::clone(&shared), Arc::clone(&outbox));
-            move || outbound::run(&shared, &outbox, peer, &endpoint, carrier)
+            move || outbound::run(&shared, &outbox, peer, &endpoint, &carriers)
         };
         match self.writers.spawn("kv-data-out", writer) {
             Ok(()) => {

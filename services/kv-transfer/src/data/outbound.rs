@@ -1,7 +1,7 @@
 //! The sending end of a data connection: the thread that makes it and writes chunks.
 //!
-//! Where the agreed carrier turns out not to work, the connection is made anew for the next one that the
-//! node may use, in the end `tcp`.
+//! Where the agreed carrier turns out not to work, the connection is made anew for the next one that both
+//! nodes have offered, in the end `tcp`. One that cannot work on this side is not connected for.
 
 use std::{
     io,
@@ -10,12 +10,7 @@ use std::{
 };
 
 use super::{Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
-use crate::{
-    api::Epoch,
-    carrier::{self, Carrier},
-    config::LEASE,
-    protocol::DataEvent,
-};
+use crate::{api::Epoch, carrier::Carrier, config::LEASE, protocol::DataEvent};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
@@ -30,8 +25,8 @@ pub enum Ended {
 }
 
 /// The writer thread, from connecting to the end of the connection.
-pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, carrier: Carrier) {
-    let reason = match carry(shared, outbox, peer, endpoint, carrier) {
+pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, carriers: &[Carrier]) {
+    let reason = match carry(shared, outbox, peer, endpoint, carriers) {
         Ok(()) => "it was closed".to_owned(),
         Err(reason) => reason,
     };
@@ -51,9 +46,14 @@ fn carry(
     outbox: &Outbox,
     peer: Epoch,
     endpoint: &str,
-    mut carrier: Carrier,
+    carriers: &[Carrier],
 ) -> Result<(), String> {
-    let mut tried = Vec::new();
+    let mut others = carriers.iter().copied();
+    let agreed = others.next().unwrap_or(Carrier::Tcp);
+    let (mut carrier, mut offer) = match shared.offer(agreed) {
+        Ok(offer) => (agreed, offer),
+        Err(reason) => fall_back(shared, peer, agreed, &reason, &mut others),
+    };
     loop {
         let connected = connect(shared, outbox, peer, endpoint, carrier)
             .map_err(|error| format!("it was not made: {error}"))?;
@@ -63,20 +63,37 @@ fn carry(
                 shared.counters.takes(peer, carrier);
                 tcp::send_chunks(shared, outbox, stream).map(|()| Ended::Closed)
             }
-            Carrier::Ipc => ipc::lend_chunks(shared, outbox, peer, stream),
-            Carrier::Nccl => nccl::send_chunks(shared, outbox, peer, stream),
+            Carrier::Ipc => ipc::lend_chunks(shared, outbox, peer, offer, stream),
+            Carrier::Nccl => nccl::send_chunks(shared, outbox, peer, offer, stream),
         };
         match ended.map_err(|error| error.to_string())? {
             Ended::Closed => return Ok(()),
             Ended::Refused { reason } => {
-                tried.push(carrier);
-                let next = carrier::next(shared.choice, &tried);
-                tracing::warn!(%peer, wanted = %carrier, next = %next, reason, "a carrier of KV fails");
-                shared.counters.fell_back(carrier);
-                carrier = next;
+                (carrier, offer) = fall_back(shared, peer, carrier, &reason, &mut others);
             }
         }
     }
+}
+
+/// The next carrier that this node can use, and what it offers for it.
+fn fall_back(
+    shared: &Shared,
+    peer: Epoch,
+    failed: Carrier,
+    reason: &str,
+    others: &mut impl Iterator<Item = Carrier>,
+) -> (Carrier, Vec<u8>) {
+    let possible = |carrier| match shared.offer(carrier) {
+        Ok(offer) => Some((carrier, offer)),
+        Err(reason) => {
+            tracing::debug!(%peer, %carrier, reason, "a carrier of KV is not tried");
+            None
+        }
+    };
+    let (next, offer) = others.find_map(possible).unwrap_or((Carrier::Tcp, Vec::new()));
+    tracing::warn!(%peer, wanted = %failed, %next, reason, "a carrier of KV fails");
+    shared.counters.fell_back(failed);
+    (next, offer)
 }
 
 /// Tries for one lease; `None` when the outbox was closed meanwhile.
@@ -139,9 +156,7 @@ mod tests {
     use crossbeam_channel::bounded;
 
     use super::*;
-    use crate::{
-        carrier::Choice, config::ClusterSecret, notice::Keys, resolve::Resolver, transport::Report,
-    };
+    use crate::{config::ClusterSecret, notice::Keys, resolve::Resolver, transport::Report};
 
     #[test]
     fn a_name_that_nobody_has_ends_the_connection() {
@@ -155,12 +170,12 @@ mod tests {
             connections: AtomicU64::new(0),
             memory: None,
             channels: None,
-            choice: Choice::Auto,
+            offered: vec![Carrier::Tcp],
             nccl_blocks: None,
             verify: false,
         };
         let outbox = Outbox::new(shared.number_connection());
-        run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", Carrier::Tcp);
+        run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", &[Carrier::Tcp]);
         let Ok(Report::Ended { peer, connection, reason }) = reported.try_recv() else {
             panic!("its end is reported");
         };

@@ -160,6 +160,7 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
             transport: ok.transport.clone(),
             integrity: ok.integrity.clone(),
             session: ok.session,
+            transports: ok.transports.clone(),
         }),
         Body::Reject { reason, identity } => notice::Body::Reject(v1::Reject {
             reason: cut(reason, REASON_BYTES_MAX),
@@ -229,6 +230,7 @@ pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
             transport: name(ok.transport, "transport")?,
             integrity: name(ok.integrity, "integrity")?,
             session: ok.session,
+            transports: methods(ok.transports, "transports")?,
         }),
         notice::Body::Reject(reject) => Body::Reject {
             reason: bounded(reject.reason, REASON_BYTES_MAX, "reason")?,

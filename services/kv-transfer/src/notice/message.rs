@@ -107,6 +107,8 @@ pub struct HelloOk {
     pub integrity: String,
     /// Which of the answering process's pairs this is.
     pub session: u64,
+    /// All that it can do, best first.
+    pub transports: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -231,6 +231,7 @@ mod tests {
                 transport: "tcp".to_owned(),
                 integrity: "xxh3".to_owned(),
                 session: u64::MAX,
+                transports: vec!["ipc@host".to_owned(), "tcp".to_owned()],
             }),
             Body::Reject { reason: "other model".to_owned(), identity: identity() },
             Body::Reserve(Reserve {

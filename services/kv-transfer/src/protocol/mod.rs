@@ -66,8 +66,8 @@ pub enum Action {
     OpenData {
         peer: Epoch,
         endpoint: String,
-        /// The transport that both agreed on, as it was offered.
-        transport: String,
+        /// The transport that both agreed on, and what else both offered, best first, as it was offered.
+        transports: Vec<String>,
     },
     /// End the data connections with this peer, in both directions; new ones may follow. Nothing is
     /// reported of the old ones any more.

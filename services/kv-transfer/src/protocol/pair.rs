@@ -46,7 +46,8 @@ enum State {
     },
     Up {
         data_endpoint: String,
-        transport: String,
+        /// What both can do: first the one that was agreed on.
+        transports: Vec<String>,
     },
     /// Kept for a lease, so that further commands fail at once.
     Refused {
@@ -145,17 +146,19 @@ impl Pair {
             transport: transport.clone(),
             integrity,
             session: self.session,
+            transports: local.transports.clone(),
         };
         turn.send(self.peer.epoch, Body::HelloOk(ok));
-        self.up(hello.data_endpoint.clone(), transport, hello.session)
+        let transports = in_common(transport, &local.transports, &hello.transports);
+        self.up(hello.data_endpoint.clone(), transports, hello.session)
     }
 
     fn is_of_the_past(&self, session: u64) -> bool {
         self.peer_session.is_some_and(|known| session < known)
     }
 
-    fn up(&mut self, data_endpoint: String, transport: String, session: u64) -> Change {
-        let before = std::mem::replace(&mut self.state, State::Up { data_endpoint, transport });
+    fn up(&mut self, data_endpoint: String, transports: Vec<String>, session: u64) -> Change {
+        let before = std::mem::replace(&mut self.state, State::Up { data_endpoint, transports });
         let known = self.peer_session.replace(session);
         match before {
             State::Greeting { .. } | State::Refused { .. } => Change::Up,
@@ -186,7 +189,8 @@ impl Pair {
             );
             return self.reject(turn, reason);
         }
-        self.up(ok.data_endpoint.clone(), ok.transport.clone(), ok.session)
+        let transports = in_common(ok.transport.clone(), &turn.local.transports, &ok.transports);
+        self.up(ok.data_endpoint.clone(), transports, ok.session)
     }
 
     /// The peer's reason, seen from here where the identities differ.
@@ -250,11 +254,11 @@ impl Pair {
 
     /// Makes the data connection to the peer, once, when the pair is up.
     pub fn open_data(&mut self, turn: &mut Turn<'_>) {
-        if let State::Up { data_endpoint, transport } = &self.state
+        if let State::Up { data_endpoint, transports } = &self.state
             && !std::mem::replace(&mut self.data_opened, true)
         {
-            let (endpoint, transport) = (data_endpoint.clone(), transport.clone());
-            turn.act(Action::OpenData { peer: self.peer.epoch, endpoint, transport });
+            let (endpoint, transports) = (data_endpoint.clone(), transports.clone());
+            turn.act(Action::OpenData { peer: self.peer.epoch, endpoint, transports });
         }
     }
 
@@ -345,13 +349,21 @@ impl Pair {
         }
     }
 
-    /// The transport in use; empty while the pair is not up.
+    /// The transport that was agreed on; empty while the pair is not up.
     pub fn transport(&self) -> &str {
         match &self.state {
-            State::Up { transport, .. } => transport,
+            State::Up { transports, .. } => transports.first().map_or("", String::as_str),
             State::Greeting { .. } | State::Refused { .. } => "",
         }
     }
+}
+
+/// The transport that was chosen, and what else both can do, in our order.
+fn in_common(chosen: String, ours: &[String], theirs: &[String]) -> Vec<String> {
+    let others =
+        ours.iter().filter(|transport| **transport != chosen && theirs.contains(transport));
+    let others: Vec<String> = others.cloned().collect();
+    std::iter::once(chosen).chain(others).collect()
 }
 
 /// The first method that both can do, in the order of the one with the smaller epoch: both ends

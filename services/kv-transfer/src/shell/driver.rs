@@ -186,10 +186,10 @@ impl<S: EventSink> Driver<S> {
                     }
                 }
                 Action::CloseData { peer } => self.transport.close(peer),
-                Action::OpenData { peer, endpoint, transport } => {
+                Action::OpenData { peer, endpoint, transports } => {
                     // Only what we offered is agreed on.
-                    let carrier = Carrier::offered(&transport).unwrap_or(Carrier::Tcp);
-                    self.transport.open(peer, &endpoint, carrier);
+                    let carriers = transports.iter().filter_map(|name| Carrier::offered(name));
+                    self.transport.open(peer, &endpoint, carriers.collect());
                 }
                 Action::PostReceive { peer, transfer, chunk, blocks } => {
                     if let Err(error) = self.transport.post(peer, transfer, chunk, &blocks) {

@@ -150,6 +150,7 @@ impl Transfers {
             data_sender,
             resolver.clone(),
             Arc::clone(&figures.data),
+            offers.iter().filter_map(|offer| Carrier::offered(offer)).collect(),
             config.carriers,
         )
         .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;

@@ -232,6 +232,7 @@ fn anything(random: &mut Random) -> Body {
             transport: if random.chance(80) { "tcp" } else { "pigeon" }.to_owned(),
             integrity: "xxh3".to_owned(),
             session: random.below(4),
+            transports: Vec::new(),
         }),
         2 if random.chance(10) => Body::Reject { reason: "no".to_owned(), identity: identity() },
         2 | 3 => Body::Reserve(Reserve {

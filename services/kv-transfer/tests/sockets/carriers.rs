@@ -198,14 +198,16 @@ fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
 }
 
 #[test]
-fn where_one_carrier_fails_and_any_is_wanted_the_next_is_tried_before_tcp() {
+fn where_one_carrier_fails_the_next_that_both_offer_is_tried_before_tcp() {
     let no = Some("not here");
     let refusing = Reach { refused: no, ..Reach::default() };
     let apart = Reach { apart: no, ..Reach::default() };
     let neither = Reach { refused: no, apart: no, ..Reach::default() };
     for (choice, reach, failed, carrier) in [
-        (Choice::Auto, refusing, vec!["ipc"], "nccl"),
-        (Choice::Only(Carrier::Nccl), apart, vec!["nccl"], "ipc"),
+        (Choice::Auto, refusing.clone(), vec!["ipc"], "nccl"),
+        // Whoever has excluded a carrier does not use it, whatever the other would do.
+        (Choice::Only(Carrier::Nccl), apart, vec!["nccl"], "tcp"),
+        (Choice::Only(Carrier::Ipc), refusing, vec!["ipc"], "tcp"),
         (Choice::Auto, neither, vec!["ipc", "nccl"], "tcp"),
     ] {
         let prefill = Node::start_reaching("prefill", Reach::default(), Carriers::default());
@@ -216,6 +218,47 @@ fn where_one_carrier_fails_and_any_is_wanted_the_next_is_tried_before_tcp() {
             let fallbacks = node.transfers.metrics().fallbacks;
             assert_eq!(fallbacks.keys().copied().collect::<Vec<_>>(), failed, "{carrier}");
             assert_eq!(path(node), carrier);
+        }
+    }
+}
+
+/// What a node cannot do itself it does not try with another, and counts no failure of it.
+#[test]
+fn a_carrier_that_one_node_cannot_use_at_all_is_no_fallback() {
+    let without = [
+        Reach { unloaded: Some("no library"), ..Reach::default() },
+        Reach { channelless: true, ..Reach::default() },
+    ];
+    for reach in without {
+        let prefill = Node::start_reaching("prefill", reach, Carriers::default());
+        let refusing = Reach { refused: Some("not here"), ..Reach::default() };
+        let decode = Node::start_reaching("decode", refusing, Carriers::default());
+        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        for node in [&prefill, &decode] {
+            let fallbacks = node.transfers.metrics().fallbacks;
+            assert_eq!(fallbacks.into_iter().collect::<Vec<_>>(), [("ipc", 1)]);
+            assert_eq!(path(node), "tcp");
+        }
+    }
+}
+
+/// Who leaves or is closed while the two join has not found out that the carrier fails.
+#[test]
+fn a_peer_that_leaves_in_a_join_is_lost_and_counts_as_no_fallback() {
+    for sender_leaves in [true, false] {
+        let absent = Reach { hangs: true, ..Reach::default() };
+        let reach = Reach::default();
+        let prefill = Node::start_reaching("prefill", absent, only(Carrier::Nccl, false));
+        let decode = Node::start_reaching("decode", reach.clone(), only(Carrier::Nccl, false));
+        let peer = decode.address.clone();
+        prefill.transfers.command(Command::Meet { peer, sends: true }).unwrap();
+        until("the receiver waits for the sender", || reach.joining.load(Ordering::Acquire) == 1);
+        let (leaves, stays) = if sender_leaves { (&prefill, &decode) } else { (&decode, &prefill) };
+        leaves.transfers.shutdown().unwrap();
+        // Long before the pair would be closed for being idle.
+        until("the pair is over", || stays.transfers.metrics().peers.is_empty());
+        for node in [leaves, stays] {
+            assert_eq!(node.transfers.metrics().fallbacks.len(), 0, "{sender_leaves}");
         }
     }
 }
@@ -390,6 +433,26 @@ fn an_operation_without_its_other_half_is_ended_with_its_channel() {
     decode.assert_free();
     reach.open.store(true, Ordering::Release);
     travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+}
+
+/// A sender whose halves end before the receiver's does not lead the receiver to begin more.
+#[test]
+fn no_more_operations_of_a_pair_are_under_way_than_are_meant_to_be() {
+    let reach = Reach::default();
+    reach.open.store(false, Ordering::Release);
+    let hasty = Reach { hasty: true, ..Reach::default() };
+    let prefill = Node::start_reaching("prefill", hasty, only(Carrier::Nccl, false));
+    let decode = Node::start_reaching("decode", reach.clone(), only(Carrier::Nccl, false));
+    // Eight chunks.
+    let transfer = begin(&prefill, &decode, 64);
+    prefill.written(transfer, 0, &blocks(0..64));
+    let begun = || reach.begun.load(Ordering::Acquire);
+    // On a very slow machine they are given up first.
+    until("operations begin", || begun() >= 4 || !decode.events.is_empty());
+    // Nothing that can be waited for says that no other begins.
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(begun() <= 4, "{} are under way", begun());
+    reach.open.store(true, Ordering::Release);
 }
 
 #[test]

@@ -12,12 +12,12 @@ use std::{
 };
 
 use kv_transfer::{
-    ClusterSecret,
+    Carrier, Carriers, Choice, ClusterSecret,
     api::{Epoch, TransferId},
     notice::{Body, Hello, Keys, Notice, Sealer, Source},
 };
 
-use crate::node::{Node, PATIENCE, SECRET, blocks, fresh, identity, travel};
+use crate::node::{Node, PATIENCE, Reach, SECRET, blocks, fresh, identity, travel};
 
 /// Far beyond what a siege takes on a busy machine.
 const SIEGE_MAX: Duration = Duration::from_secs(120);
@@ -221,6 +221,11 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
 
 /// Connects to the data port of `to` as process `from`, proving it with `keys`.
 fn data_connection(to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
+    data_connection_by(b"s", to, from, keys)
+}
+
+/// The same for the carrier that is meant by this mark.
+fn data_connection_by(mark: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     let mut stream = TcpStream::connect(host(to.transfers.data_endpoint())).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut greeting = [0; 40];
@@ -228,7 +233,7 @@ fn data_connection(to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     assert_eq!(&greeting[..8], b"BATONKV1");
     let nonce = noise(9, 32);
     let (from, to) = (from.to_bytes(), to.address.epoch.to_bytes());
-    let tag = keys.tag_data(&[b"s", &greeting[8..], &nonce, &from, &to]);
+    let tag = keys.tag_data(&[mark, &greeting[8..], &nonce, &from, &to]);
     stream.write_all(&[&nonce[..], &from, &to, &tag].concat()).unwrap();
     stream
 }
@@ -282,6 +287,31 @@ fn data_connections_prove_themselves_and_write_only_what_is_posted() {
     for block in blocks(0..crate::node::BLOCK_COUNT) {
         let guard = node.arena.read(block).unwrap();
         assert!(guard.host_view().unwrap().iter().all(|byte| *byte == 0));
+    }
+}
+
+#[test]
+fn whoever_comes_by_a_carrier_that_was_not_offered_is_told() {
+    for mark in [b"i", b"n"] {
+        let carriers = Carriers { choice: Choice::Only(Carrier::Tcp), ..Carriers::default() };
+        let node = Node::start_reaching("node", Reach::default(), carriers);
+        let peer = Epoch(fresh());
+        let _greeting = greet(&node, peer);
+        let mut stream = data_connection_by(mark, &node, peer, &keys());
+        stream.read_exact(&mut [0; 32]).unwrap();
+        // An offer of one byte, not to be verified.
+        let (mut offer, body) = (b"BKI1".to_vec(), [0, 7]);
+        offer.extend_from_slice(&1u32.to_le_bytes());
+        offer.extend_from_slice(&2u32.to_le_bytes());
+        let check = xxhash_rust::xxh3::xxh3_64(&[&offer[..], &body].concat());
+        stream.write_all(&[&offer[..], &check.to_le_bytes(), &body].concat()).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        assert_eq!(&answer[4..8], 3u32.to_le_bytes(), "it is refused");
+        let reason = String::from_utf8_lossy(&answer[20..]);
+        assert!(reason.contains("does not offer"), "{reason}");
+        refused(&node, "carrier_not_offered");
+        assert_eq!(node.transfers.metrics().fallbacks.len(), 0);
     }
 }
 

@@ -88,6 +88,16 @@ pub struct Reach {
     pub apart: Option<&'static str>,
     /// Why joining a channel fails when it is tried.
     pub fails: Option<&'static str>,
+    /// What it sends has left at once.
+    pub hasty: bool,
+    /// Joining a channel ends only when nobody waits for it.
+    pub hangs: bool,
+    /// Joins that were begun.
+    pub joining: Arc<AtomicU64>,
+    /// Why channels cannot be made, which shows when one is to be.
+    pub unloaded: Option<&'static str>,
+    /// Channels are not to be had from the first.
+    pub channelless: bool,
     /// Copies change a byte.
     pub damages: bool,
 }
@@ -101,6 +111,11 @@ impl Default for Reach {
             refused: None,
             apart: None,
             fails: None,
+            hasty: false,
+            hangs: false,
+            joining: Arc::default(),
+            unloaded: None,
+            channelless: false,
             damages: false,
         }
     }
@@ -134,7 +149,8 @@ impl RemoteBlocks for Elsewhere {
     }
 
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
-        self.reach.clone().map(|reach| Arc::new(Joining { reach }) as Arc<dyn PeerChannels>)
+        let reach = self.reach.clone().filter(|reach| !reach.channelless)?;
+        Some(Arc::new(Joining { reach }))
     }
 }
 
@@ -159,6 +175,9 @@ impl PeerChannels for Joining {
     }
 
     fn invite(&self) -> Result<Vec<u8>, String> {
+        if let Some(reason) = self.reach.unloaded {
+            return Err(reason.to_owned());
+        }
         let number = fresh() as u64;
         JOINTS.lock().unwrap().insert(number, Arc::default());
         Ok(number.to_be_bytes().to_vec())
@@ -175,8 +194,12 @@ impl PeerChannels for Joining {
         _: Option<u32>,
         patience: Patience<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
+        self.reach.joining.fetch_add(1, Ordering::AcqRel);
         if let Some(reason) = self.reach.fails {
             return Err(reason.to_owned());
+        }
+        while self.reach.hangs && !(patience.given_up)() {
+            std::thread::sleep(Duration::from_millis(1));
         }
         let number = u64::from_be_bytes(invitation.try_into().map_err(|_| "no invitation")?);
         let joint = JOINTS.lock().unwrap().get(&number).cloned().ok_or("nobody invited")?;
@@ -245,7 +268,7 @@ impl PeerChannel for JointEnd {
         blocks: Vec<BlockRead>,
     ) -> Result<Box<dyn Moving<BlockRead>>, String> {
         let half = self.half(runs, blocks, |half| {
-            Ok(half.joint.received.load(Ordering::Acquire) > half.number)
+            Ok(half.reach.hasty || half.joint.received.load(Ordering::Acquire) > half.number)
         })?;
         let mut bytes = Vec::new();
         for block in half.blocks.iter().flatten() {

@@ -7,8 +7,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kernels::peer::PeerMemory;
-
 use super::super::{
     Shared,
     chunk_ends::{lend, not_posted},
@@ -30,13 +28,9 @@ pub(in crate::data) fn lend_chunks(
     shared: &Shared,
     outbox: &Outbox,
     peer: Epoch,
+    export: Vec<u8>,
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
-    let export = match shared.memory.as_deref().map(PeerMemory::export) {
-        Some(Ok(export)) => export,
-        Some(Err(reason)) => return Ok(Ended::Refused { reason }),
-        None => return Ok(Ended::Refused { reason: "there is no GPU memory here".to_owned() }),
-    };
     let mut answers = Messages::new(&stream, LOOK)?;
     Message::Offer { export, verify: shared.verify }.write(&mut stream)?;
     let deadline = Instant::now() + MAPPING_MAX;

@@ -57,7 +57,6 @@ pub(in crate::data) fn receive_chunks(
         Some(_) => return Err(invalid("it does not invite".to_owned())),
         None => return Ok(Ended::Closed),
     };
-    let mut has_left = false;
     let joined = match shared.channels.as_deref() {
         None => Err("there is no GPU memory here".to_owned()),
         Some(channels) => match channels.accept(&invitation) {
@@ -65,33 +64,41 @@ pub(in crate::data) fn receive_chunks(
                 // It joins while we do.
                 Message::Ready { verify: shared.verify }.write(stream)?;
                 messages.set_look(GLANCE)?;
-                let left = || messages.is_disturbed();
-                let given_up = || !inbox.is_current(connection) || left();
+                let given_up = || !inbox.is_current(connection) || messages.is_disturbed();
                 let deadline = Instant::now() + JOINING_MAX;
                 let patience = Patience { deadline, given_up: &given_up };
-                let joined =
-                    channels.join(&invitation, End::Receiver, shared.nccl_blocks, patience);
-                has_left = joined.is_err() && left();
-                messages.set_look(LOOK)?;
-                joined
+                channels.join(&invitation, End::Receiver, shared.nccl_blocks, patience)
             }
             Err(reason) => Err(reason),
         },
     };
     let channel = match joined {
         Ok(channel) => channel,
+        // Given up here: that says nothing of the carrier.
+        Err(_) if !inbox.is_current(connection) => return Ok(Ended::Closed),
         Err(reason) => {
-            tracing::warn!(%peer, reason, "KV does not come from this peer by nccl");
-            shared.counters.fell_back(Carrier::Nccl);
-            if !has_left {
-                Message::Refused { reason }.write(stream)?;
-            }
-            return Ok(Ended::Refused);
+            return match messages.look()? {
+                Look::Nothing => {
+                    refused(shared, peer, &reason);
+                    Message::Refused { reason }.write(stream)?;
+                    Ok(Ended::Refused)
+                }
+                // It comes again by another carrier.
+                Look::Message(Message::Refused { reason }) => {
+                    refused(shared, peer, &reason);
+                    Ok(Ended::Refused)
+                }
+                Look::Message(_) => Err(invalid("it says what is not its turn to say".to_owned())),
+                // It has died, or wants nothing any more.
+                Look::End => Ok(Ended::Closed),
+            };
         }
     };
+    messages.set_look(LOOK)?;
     Message::Ready { verify: shared.verify }.write(stream)?;
     shared.counters.takes(peer, Carrier::Nccl);
-    let (awaited, under_way) = bounded(UNDER_WAY_MAX);
+    // Beside the one whose end is looked for, and the one that is made ready before it waits for room.
+    let (awaited, under_way) = bounded(UNDER_WAY_MAX - 2);
     let (ended, other_end) = (AtomicBool::new(false), stream.try_clone()?);
     thread::scope(|scope| {
         let landing = || {
@@ -104,7 +111,7 @@ pub(in crate::data) fn receive_chunks(
         let landing = thread::Builder::new()
             .name("kv-data-landing".to_owned())
             .spawn_scoped(scope, landing)?;
-        let mut prepared = Ok(());
+        let mut prepared = Ok(Ended::Closed);
         loop {
             match prepare(shared, inbox, &*channel, &mut messages, stream) {
                 Ok(Prepared::Awaited(chunk)) => {
@@ -114,6 +121,11 @@ pub(in crate::data) fn receive_chunks(
                 }
                 Ok(Prepared::Nothing) => {}
                 Ok(Prepared::End) => break,
+                Ok(Prepared::Refused { reason }) => {
+                    refused(shared, peer, &reason);
+                    prepared = Ok(Ended::Refused);
+                    break;
+                }
                 Err(error) => {
                     prepared = Err(error);
                     break;
@@ -124,15 +136,24 @@ pub(in crate::data) fn receive_chunks(
         ended.store(true, Ordering::Release);
         drop(awaited);
         let landed = landing.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
-        prepared.and(landed)
-    })?;
-    Ok(Ended::Closed)
+        landed.and(prepared)
+    })
+}
+
+/// The carrier does not work with this peer.
+fn refused(shared: &Shared, peer: Epoch, reason: &str) {
+    tracing::warn!(%peer, reason, "KV does not come from this peer by nccl");
+    shared.counters.fell_back(Carrier::Nccl);
 }
 
 enum Prepared {
     Awaited(Awaited),
     Nothing,
     End,
+    /// The other end did not join, and comes again by another carrier.
+    Refused {
+        reason: String,
+    },
 }
 
 /// Takes one message, puts the receive that it is about into the stream, and says so.
@@ -145,6 +166,7 @@ fn prepare(
 ) -> io::Result<Prepared> {
     let (transfer, chunk, from) = match messages.look()? {
         Look::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
+        Look::Message(Message::Refused { reason }) => return Ok(Prepared::Refused { reason }),
         Look::Message(_) => return Err(invalid("it says what is not its turn to say".to_owned())),
         Look::Nothing if inbox.is_closed() => return Ok(Prepared::End),
         Look::Nothing => return Ok(Prepared::Nothing),

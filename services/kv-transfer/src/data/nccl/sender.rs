@@ -37,14 +37,11 @@ pub(in crate::data) fn send_chunks(
     shared: &Shared,
     outbox: &Outbox,
     peer: Epoch,
+    invitation: Vec<u8>,
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
     let Some(channels) = shared.channels.as_deref() else {
         return Ok(Ended::Refused { reason: "there is no GPU memory here".to_owned() });
-    };
-    let invitation = match channels.invite() {
-        Ok(invitation) => invitation,
-        Err(reason) => return Ok(Ended::Refused { reason }),
     };
     let mut answers = Messages::new(&stream, LOOK)?;
     let offer = Message::Offer { export: invitation.clone(), verify: shared.verify };
@@ -61,11 +58,15 @@ pub(in crate::data) fn send_chunks(
     let channel = match joined {
         Ok(channel) => channel,
         Err(reason) => {
-            // The receiver's reason, where that was it. Else it sees that we leave.
-            return Ok(match answer(&mut answers, outbox, shared, Instant::now()) {
-                Ok(Err(ended)) => ended,
-                Ok(Ok(_)) | Err(_) => Ended::Refused { reason },
-            });
+            // The receiver's reason, where that was it; or it has left, which says nothing of the carrier.
+            match answer(&mut answers, outbox, shared, Instant::now()) {
+                Ok(Err(ended)) => return Ok(ended),
+                Ok(Ok(_)) => {}
+                Err(error) if error.kind() == ErrorKind::TimedOut => {}
+                Err(error) => return Err(error),
+            }
+            take_leave(&mut stream, &mut answers, &reason);
+            return Ok(Ended::Refused { reason });
         }
     };
     let verify = match answer(&mut answers, outbox, shared, deadline)? {
@@ -98,6 +99,21 @@ pub(in crate::data) fn send_chunks(
     }
     said?;
     Ok(Ended::Closed)
+}
+
+/// Tells the receiver that we come again by another carrier, so that it does not take us for dead. What it
+/// has said meanwhile is read, for else the end of the connection would overtake this. In vain only where it
+/// has gone itself.
+fn take_leave(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
+    let deadline = Instant::now() + LEASE;
+    let told = Message::Refused { reason: reason.to_owned() }.write(stream);
+    if told.and_then(|()| stream.shutdown(Shutdown::Write)).is_ok() {
+        while let Ok(Look::Message(_) | Look::Nothing) = answers.look() {
+            if Instant::now() >= deadline {
+                break;
+            }
+        }
+    }
 }
 
 /// What the receiver answers to the invitation, or when it has joined: whether chunks are hashed, or that
