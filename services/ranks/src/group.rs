@@ -7,7 +7,7 @@
 
 use std::{
     collections::VecDeque,
-    fmt, io,
+    fmt, hint, io,
     process::{Command, ExitStatus},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -377,7 +377,6 @@ impl RankGroup {
     fn wait_ready(&mut self) -> Result<(), GroupError> {
         let deadline = Instant::now() + self.settings.start_within;
         loop {
-            let count = self.results_there.count();
             self.take_answers()?;
             let missing = self.members.iter().position(|member| member.limits.is_none());
             let Some(rank) = missing else { break };
@@ -391,7 +390,7 @@ impl RankGroup {
                 self.watch.fail(failure.clone());
                 return Err(failure.into());
             }
-            self.results_there.wait(count, SLEEP_MAX.min(deadline - now));
+            self.results_there.wait(SLEEP_MAX.min(deadline - now), || self.has_news());
         }
         let mut limits = self.members.iter().filter_map(|member| member.limits);
         let first = limits.next().expect("there is a rank");
@@ -408,6 +407,13 @@ impl RankGroup {
 
     fn who(&self, rank: usize) -> Who {
         Who { rank: rank as u32, of: self.settings.ranks }
+    }
+
+    /// Whether those who wait for results have something to look at.
+    fn has_news(&self) -> bool {
+        self.members.iter().any(|member| member.results.has_news())
+            || self.woken.load(Ordering::Acquire)
+            || self.watch.failed.load(Ordering::Acquire)
     }
 
     /// Takes what the ranks have answered, without waiting.
@@ -512,7 +518,7 @@ impl Member {
     /// At most so many answers may wait: one for each step in flight.
     fn take_answers(&mut self, who: Who, answers_max: usize) -> Result<(), RankFailure> {
         while let Some(message) = self.results.poll()? {
-            let answer = codec::decode_answer(&message)
+            let answer = codec::decode_answer(message)
                 .map_err(|error| RankFailure::Unasked { who, what: error.to_string() })?;
             match answer {
                 Answer::Ready { limits, says } if self.limits.is_none() => {
@@ -568,7 +574,6 @@ impl Executor for RankGroup {
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         let began = Instant::now();
         loop {
-            let count = self.results_there.count();
             let agreed = self.take_answers().and_then(|()| self.agreed());
             match agreed {
                 Ok(Some(result)) => return Ok(Some(result)),
@@ -580,17 +585,15 @@ impl Executor for RankGroup {
             }
             if self.polls && !self.in_flight.is_empty() {
                 let until = began + timeout.min(POLL_MAX);
-                let has_news =
-                    || self.results_there.count() != count || self.woken.load(Ordering::Acquire);
-                while !has_news() && Instant::now() < until {
-                    std::hint::spin_loop();
+                while !self.has_news() && Instant::now() < until {
+                    hint::spin_loop();
                 }
             }
             let left = timeout.saturating_sub(began.elapsed());
             if self.woken.swap(false, Ordering::AcqRel) || left.is_zero() {
                 return Ok(None);
             }
-            self.results_there.wait(count, left.min(SLEEP_MAX));
+            self.results_there.wait(left.min(SLEEP_MAX), || self.has_news());
         }
     }
 

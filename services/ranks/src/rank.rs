@@ -74,7 +74,7 @@ pub fn run_rank<E: Executor>(
     let mut answers = region.result_writer(rank);
     let told = loop {
         let Some(message) = orders.read(PATIENCE, Duration::ZERO)? else { continue };
-        match codec::decode_order(&message, &mut codec::History::default())? {
+        match codec::decode_order(message, &mut codec::History::default())? {
             Order::Start(told) => break told,
             Order::Stop => return Ok(()),
             Order::Plan { .. } => return Err(RankError::NoStart),
@@ -215,7 +215,7 @@ fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &Collec
     loop {
         let order = match orders.read(PATIENCE, SPIN) {
             Ok(None) => continue,
-            Ok(Some(message)) => checked_order(&message, &mut history),
+            Ok(Some(message)) => checked_order(message, &mut history),
             Err(error) => Err(error.into()),
         };
         let is_last = !matches!(order, Ok(Order::Plan { .. }));

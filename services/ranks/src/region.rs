@@ -22,7 +22,7 @@ pub const PURPOSE: &str = "ranks";
 
 const MAGIC: u64 = u64::from_le_bytes(*b"batonrnk");
 /// Of the layout here and of the messages' form.
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 
 /// A step of 256 rows is one part, a prompt of 100,000 tokens fits as a whole.
 const PLANS: (usize, usize) = (64, 8 << 10);

@@ -12,6 +12,11 @@
 //! not fit is an error, never undefined.
 //!
 //! Who finds nothing to do spins for a moment and then sleeps in the system until a [`Bell`] rings.
+//!
+//! What costs time here is memory that one core has written last and another one needs. So readers that
+//! spin look at one line, the header of the part to come, which holds the first bytes of the message
+//! too; a bell that nobody sleeps by is only read; and what the writer will need for its next part it
+//! fetches after it has published one, not before.
 
 use std::{
     hint,
@@ -48,10 +53,10 @@ pub enum RingError {
     GivenUp,
 }
 
-/// Wakes those who sleep; a cache line of its own.
+/// Wakes those who sleep; a cache line of its own, which stays as it is while nobody does.
 #[derive(Clone, Debug)]
 pub struct Bell {
-    /// How often it rang, and how many sleep.
+    /// How often it woke somebody, and how many sleep or are about to.
     words: Atomics<AtomicU32>,
 }
 
@@ -64,23 +69,25 @@ impl Bell {
 
     /// After something was made visible.
     pub fn ring(&self) {
-        self.words[0].fetch_add(1, Ordering::SeqCst);
-        // A sleeper whose mark is not seen here has yet to compare the count, which differs by now.
-        if self.words[1].load(Ordering::SeqCst) > 0 {
+        // Against the fence of who goes to sleep: either we see its mark here, or it sees what was
+        // made visible before.
+        fence(Ordering::SeqCst);
+        if self.words[1].load(Ordering::Relaxed) > 0 {
+            self.words[0].fetch_add(1, Ordering::Release);
             futex::wake_all(&self.words[0]);
         }
     }
 
-    /// To be taken before one looks whether there is something to do.
-    pub fn count(&self) -> u32 {
-        self.words[0].load(Ordering::SeqCst)
-    }
-
-    /// Sleeps unless it rang since the count was taken. May end for no reason.
-    pub fn wait(&self, count: u32, at_most: Duration) {
-        self.words[1].fetch_add(1, Ordering::SeqCst);
-        futex::wait(&self.words[0], count, at_most);
-        self.words[1].fetch_sub(1, Ordering::SeqCst);
+    /// Sleeps until it rings, unless there is news already. May end for no reason.
+    pub fn wait(&self, at_most: Duration, has_news: impl FnOnce() -> bool) {
+        let count = self.words[0].load(Ordering::Acquire);
+        self.words[1].fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        if !has_news() {
+            // A ring that saw the mark has changed the count by now, or wakes.
+            futex::wait(&self.words[0], count, at_most);
+        }
+        self.words[1].fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -88,7 +95,7 @@ impl Bell {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingShape {
     pub slots: usize,
-    /// Of one slot: a line for its header, the rest is a part of a message.
+    /// Of one slot: its header, the rest is a part of a message.
     pub slot_bytes: usize,
     pub readers: usize,
 }
@@ -99,12 +106,17 @@ impl RingShape {
     }
 
     const fn part_bytes(&self) -> usize {
-        self.slot_bytes - LINE
+        self.slot_bytes - HEADER_LONGS * 8
     }
 }
 
-/// Numbers of 64 bits in a slot's header: sequence, message length, offset of the part, checksum.
-const HEADER_LONGS: usize = LINE / 8;
+/// Numbers of 64 bits in a slot's header: sequence, message length, offset of the part, checksum. The
+/// part begins in the same line.
+const HEADER_LONGS: usize = 4;
+/// How often who spins looks between two looks at the clock.
+const LOOKS: usize = 16;
+/// Of the next slot, how much the writer fetches ahead.
+const LINES_AHEAD_MAX: usize = 64;
 
 #[derive(Clone, Debug)]
 struct Memory {
@@ -127,9 +139,7 @@ impl Memory {
         (filled, taken): (Bell, Bell),
         seed: u64,
     ) -> Self {
-        assert!(
-            shape.slots > 0 && shape.slot_bytes > LINE && shape.slot_bytes.is_multiple_of(LINE)
-        );
+        assert!(shape.slots > 0 && shape.slot_bytes > 0 && shape.slot_bytes.is_multiple_of(LINE));
         let cursors = region.longs(offset, shape.readers * LINE / 8);
         let slots = region.longs(offset + shape.readers * LINE, shape.slots * shape.slot_bytes / 8);
         Self { shape, cursors, slots, filled, taken, seed }
@@ -197,6 +207,7 @@ impl RingWriter {
             self.fill(total, offset as u64, part);
             offset += part.len();
             if offset == message.len() {
+                self.look_ahead(part.len());
                 return Ok(());
             }
         }
@@ -223,6 +234,28 @@ impl RingWriter {
         self.memory.filled.ring();
     }
 
+    /// Takes now what the next part will need, one as long as the last: where readers are, and the
+    /// lines of its slot, which are still with those who read them a round ago.
+    fn look_ahead(&mut self, part_bytes: usize) {
+        let slots = self.memory.shape.slots as u64;
+        if self.next - self.free_from > slots / 2
+            // What is wrong with a cursor is said when there is no room.
+            && let Ok((cursor, _)) = self.slowest()
+        {
+            self.free_from = cursor;
+        }
+        if self.next - self.free_from < slots {
+            // As in `wait_for_room`.
+            fence(Ordering::Acquire);
+            let lines = (HEADER_LONGS * 8 + part_bytes).div_ceil(LINE).min(LINES_AHEAD_MAX);
+            // Not the first: who spins has it.
+            let slot = &self.memory.slot(self.next)[..lines * LINE / 8];
+            for line in slot.chunks(LINE / 8).skip(1) {
+                line[0].store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
     fn wait_for_room(
         &mut self,
         within: Duration,
@@ -234,7 +267,6 @@ impl RingWriter {
         }
         let began = Instant::now();
         loop {
-            let count = self.memory.taken.count();
             let (cursor, reader) = self.slowest()?;
             self.free_from = cursor;
             if self.next - cursor < slots {
@@ -249,7 +281,11 @@ impl RingWriter {
             let Some(left) = within.checked_sub(waited).filter(|left| !left.is_zero()) else {
                 return Err(RingError::Slow { reader, parts: self.next - cursor, waited });
             };
-            self.memory.taken.wait(count, left.min(SLEEP_MAX));
+            let has_room = || {
+                let taken = |reader| self.memory.cursor(reader).load(Ordering::Relaxed) != cursor;
+                (0..self.memory.shape.readers).all(taken) || give_up()
+            };
+            self.memory.taken.wait(left.min(SLEEP_MAX), has_room);
         }
     }
 
@@ -276,7 +312,9 @@ pub struct RingReader {
     next: u64,
     /// Of the message being read.
     total: u64,
-    partial: Vec<u8>,
+    /// What is there of it, or the whole of the one before.
+    message: Vec<u8>,
+    is_whole: bool,
 }
 
 impl RingReader {
@@ -291,84 +329,102 @@ impl RingReader {
     ) -> Self {
         assert!(reader < shape.readers, "reader {reader} is one of {}", shape.readers);
         let memory = Memory::new(region, offset, shape, bells, seed);
-        Self { memory, reader, next: 0, total: 0, partial: Vec::new() }
+        Self { memory, reader, next: 0, total: 0, message: Vec::new(), is_whole: true }
+    }
+
+    /// Whether [`poll`](Self::poll) has something to do, be it to say what is wrong.
+    pub fn has_news(&self) -> bool {
+        self.memory.slot(self.next)[0].load(Ordering::Acquire) != self.before()
     }
 
     /// The next message, if it is there whole.
-    pub fn poll(&mut self) -> Result<Option<Vec<u8>>, RingError> {
-        loop {
-            let slot = self.memory.slot(self.next);
-            let sequence = slot[0].load(Ordering::Acquire);
-            if sequence != self.next + 1 {
-                // The slot's part of the round before, or none yet.
-                let before = (self.next + 1).saturating_sub(self.memory.shape.slots as u64);
-                return match sequence == before {
-                    true => Ok(None),
-                    false => Err(self.damaged("its sequence number is another's")),
-                };
-            }
-            if self.take()? {
-                return Ok(Some(std::mem::take(&mut self.partial)));
-            }
-        }
+    pub fn poll(&mut self) -> Result<Option<&[u8]>, RingError> {
+        let is_there = self.advance()?;
+        Ok(is_there.then_some(&self.message))
     }
 
     /// As [`poll`](Self::poll), after waiting up to `within` for it: spinning at first, for as long
     /// as said, then asleep.
-    pub fn read(&mut self, within: Duration, spin: Duration) -> Result<Option<Vec<u8>>, RingError> {
-        if let Some(message) = self.poll()? {
-            return Ok(Some(message));
-        }
+    pub fn read(&mut self, within: Duration, spin: Duration) -> Result<Option<&[u8]>, RingError> {
+        let mut is_there = self.advance()?;
         let began = Instant::now();
-        loop {
-            let count = self.memory.filled.count();
-            if let Some(message) = self.poll()? {
-                return Ok(Some(message));
-            }
-            let waited = began.elapsed();
-            if waited < spin {
+        while !is_there && began.elapsed() < spin.min(within) {
+            for _ in 0..LOOKS {
+                if self.has_news() {
+                    break;
+                }
                 hint::spin_loop();
-                continue;
             }
-            let Some(left) = within.checked_sub(waited).filter(|left| !left.is_zero()) else {
+            is_there = self.advance()?;
+        }
+        while !is_there {
+            let left = within.saturating_sub(began.elapsed());
+            if left.is_zero() {
                 return Ok(None);
-            };
-            self.memory.filled.wait(count, left);
+            }
+            self.memory.filled.wait(left, || self.has_news());
+            is_there = self.advance()?;
+        }
+        Ok(Some(&self.message))
+    }
+
+    /// The sequence number of the slot's part of the round before, or that of none yet.
+    fn before(&self) -> u64 {
+        (self.next + 1).saturating_sub(self.memory.shape.slots as u64)
+    }
+
+    /// Takes the parts that are there; true at the end of a message.
+    fn advance(&mut self) -> Result<bool, RingError> {
+        loop {
+            let sequence = self.memory.slot(self.next)[0].load(Ordering::Acquire);
+            if sequence != self.next + 1 {
+                return match sequence == self.before() {
+                    true => Ok(false),
+                    false => Err(self.damaged("its sequence number is another's")),
+                };
+            }
+            self.take()?;
+            if self.is_whole {
+                return Ok(true);
+            }
         }
     }
 
-    /// Takes the part that is there; true when it was a message's last.
-    fn take(&mut self) -> Result<bool, RingError> {
+    /// Takes the part that is there.
+    fn take(&mut self) -> Result<(), RingError> {
         let slot = self.memory.slot(self.next);
         let (header, body) = slot.split_at(HEADER_LONGS);
         let total = header[1].load(Ordering::Relaxed);
         let offset = header[2].load(Ordering::Relaxed);
         let checksum = header[3].load(Ordering::Relaxed);
-        let read = self.partial.len() as u64;
+        if self.is_whole {
+            self.message.clear();
+        }
+        let read = self.message.len();
         if total > MESSAGE_BYTES_MAX as u64 {
             return Err(self.damaged("its message is too long"));
         }
-        if offset != read || offset > total || (offset > 0 && total != self.total) {
+        if offset != read as u64 || offset > total || (offset > 0 && total != self.total) {
             return Err(self.damaged("it does not follow the part before"));
         }
         let bytes = ((total - offset) as usize).min(self.memory.shape.part_bytes());
         if bytes == 0 && total > 0 {
             return Err(self.damaged("it is empty"));
         }
-        self.partial.reserve(bytes.next_multiple_of(8));
-        for long in &body[..bytes.div_ceil(8)] {
-            self.partial.extend_from_slice(&long.load(Ordering::Relaxed).to_le_bytes());
+        self.message.resize(read + bytes.next_multiple_of(8), 0);
+        for (place, long) in self.message[read..].as_chunks_mut::<8>().0.iter_mut().zip(body) {
+            *place = long.load(Ordering::Relaxed).to_le_bytes();
         }
-        self.partial.truncate(read as usize + bytes);
-        let found = &self.partial[read as usize..];
-        if self.memory.checksum(self.next, total, offset, found) != checksum {
+        self.message.truncate(read + bytes);
+        if self.memory.checksum(self.next, total, offset, &self.message[read..]) != checksum {
             return Err(self.damaged("its checksum is another's"));
         }
         self.total = total;
+        self.is_whole = self.message.len() as u64 == total;
         self.next += 1;
         self.memory.cursor(self.reader).store(self.next, Ordering::Release);
         self.memory.taken.ring();
-        Ok(self.partial.len() as u64 == total)
+        Ok(())
     }
 
     fn damaged(&self, what: &'static str) -> RingError {

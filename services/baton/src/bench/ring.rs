@@ -1,8 +1,8 @@
 //! `baton bench ring`: how long a plan takes from a node to the last of its ranks; no model.
 //!
-//! The ranks are processes of this program that read the ring as ranks do, and answer with the moment
-//! at which they had a plan in hand. Each plan is sent when all have answered the one before and some
-//! time has passed, as between steps.
+//! The ranks are processes of this program that read the ring as ranks do, and answer with the moments
+//! at which they had a plan's bytes and the plan in hand. Each plan is sent when all have answered the
+//! one before and some time has passed, as between steps.
 
 use std::{
     env,
@@ -59,9 +59,33 @@ struct Report {
     /// After a change of the rows, and without one: what is measured.
     plan_bytes: usize,
     steady_bytes: usize,
-    /// From the moment before the plan is encoded to the last reader's having it, in microseconds.
-    spinning_us: Percentiles,
-    asleep_us: Percentiles,
+    /// In microseconds.
+    spinning_us: Way,
+    asleep_us: Way,
+}
+
+/// From the moment before the plan is encoded to the last reader's having it, and where the time goes.
+#[derive(Debug, Serialize)]
+struct Way {
+    whole: Percentiles,
+    encoded: Percentiles,
+    /// Written by the node, seen and checked by the reader.
+    carried: Percentiles,
+    decoded: Percentiles,
+}
+
+impl Way {
+    /// Of samples of the three parts, in order.
+    fn of(samples: &[[f64; 3]]) -> Self {
+        let part =
+            |part: &dyn Fn(&[f64; 3]) -> f64| Percentiles::of(samples.iter().map(part).collect());
+        Self {
+            whole: part(&|parts| parts.iter().sum()),
+            encoded: part(&|parts| parts[0]),
+            carried: part(&|parts| parts[1]),
+            decoded: part(&|parts| parts[2]),
+        }
+    }
 }
 
 pub fn run(args: RingArgs) -> Result<()> {
@@ -81,7 +105,13 @@ pub fn run(args: RingArgs) -> Result<()> {
     println!("a decode step of {rows} rows: {steady_bytes} bytes, {plan_bytes} after a change");
     println!("from the node to the last of {readers} ranks, on {cpus} CPUs, in microseconds:");
     for (how, it) in [("spinning", &report.spinning_us), ("asleep", &report.asleep_us)] {
-        println!("  {how:<9} p50 {:7.1}  p99 {:7.1}  most {:7.1}", it.p50, it.p99, it.max);
+        let whole = &it.whole;
+        println!("  {how:<9} p50 {:7.2}  p99 {:7.2}  most {:7.1}", whole.p50, whole.p99, whole.max);
+        for (part, it) in
+            [("encoded", &it.encoded), ("carried", &it.carried), ("decoded", &it.decoded)]
+        {
+            println!("    {part:<7} p50 {:7.2}  p99 {:7.2}  most {:7.1}", it.p50, it.p99, it.max);
+        }
     }
     if cpus <= readers as usize {
         println!("  there are fewer CPUs than processes: they wait for each other's time");
@@ -127,7 +157,7 @@ impl Drop for Readers {
     }
 }
 
-fn measure(args: &RingArgs, spin_us: u64) -> Result<Percentiles> {
+fn measure(args: &RingArgs, spin_us: u64) -> Result<Way> {
     let mut epoch = [0; 16];
     getrandom::fill(&mut epoch).map_err(|error| anyhow::anyhow!("no random numbers: {error}"))?;
     let name = RegionName::own(u128::from_le_bytes(epoch), "bench");
@@ -149,16 +179,21 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<Percentiles> {
         let plan = plan(args.rows, step);
         let began = clock_nanos();
         codec::encode_plan(&plan, &mut history, &mut message)?;
+        let encoded = clock_nanos();
         plans.write(&message, PATIENCE, || false)?;
-        let mut last = 0;
+        let (mut seen, mut last) = (0, 0);
         for answer in &mut answers {
             let answer = answer.read(PATIENCE, Duration::ZERO)?.context("a reader is gone")?;
-            let nanos: [u8; 8] = answer.try_into().ok().context("a reader answers nonsense")?;
-            last = last.max(u64::from_le_bytes(nanos));
+            let (moments, []) = answer.as_chunks() else { bail!("a reader answers nonsense") };
+            let [read, decoded] =
+                <[[u8; 8]; 2]>::try_from(moments).context("a reader answers nonsense")?;
+            (last, seen) =
+                (last, seen).max((u64::from_le_bytes(decoded), u64::from_le_bytes(read)));
         }
-        ensure!(last > began, "the readers' clock is another");
+        let moments = [began, encoded, seen, last];
+        ensure!(moments.is_sorted(), "the readers' clock is another");
         if step >= u64::from(WARM_UP) {
-            samples.push((last - began) as f64 / 1e3);
+            samples.push([0, 1, 2].map(|part| (moments[part + 1] - moments[part]) as f64 / 1e3));
         }
         // Not asleep: a step's end is not waited for by a timer either.
         let answered = Instant::now();
@@ -167,7 +202,7 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<Percentiles> {
         }
     }
     plans.write(&codec::encode_stop(), PATIENCE, || false)?;
-    Ok(Percentiles::of(samples))
+    Ok(Way::of(&samples))
 }
 
 fn read(seat: &Seat, spin: Duration) -> Result<()> {
@@ -177,13 +212,13 @@ fn read(seat: &Seat, spin: Duration) -> Result<()> {
     let mut history = codec::History::default();
     loop {
         let Some(message) = plans.read(PATIENCE, spin)? else { bail!("no plan comes") };
-        match codec::decode_order(&message, &mut history)? {
-            codec::Order::Plan { state, found, .. } => {
-                ensure!(state == found, "a plan was lost");
-            }
-            _ => return Ok(()),
-        }
-        answers.write(&clock_nanos().to_le_bytes(), PATIENCE, || false)?;
+        let seen = clock_nanos();
+        let order = codec::decode_order(message, &mut history)?;
+        let decoded = clock_nanos();
+        let codec::Order::Plan { state, found, .. } = &order else { return Ok(()) };
+        ensure!(state == found, "a plan was lost");
+        let moments = [seen.to_le_bytes(), decoded.to_le_bytes()];
+        answers.write(moments.as_flattened(), PATIENCE, || false)?;
     }
 }
 
