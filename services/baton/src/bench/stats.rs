@@ -1,9 +1,9 @@
 //! Order statistics of measured samples.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Percentiles by the nearest-rank rule, over every sample.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
     pub count: usize,
     pub mean: f64,

@@ -4,6 +4,7 @@
 //! scattered over both memories, and begins when the receiver reserves: its time ends when all blocks
 //! have arrived. Beside it stands what a plain copy between the two GPUs reaches.
 
+mod beside;
 mod sender;
 
 use std::{
@@ -35,6 +36,7 @@ use kv_transfer::{
 };
 use serde::Serialize;
 
+use self::beside::{BesideArgs, Forwards, Pace, Paces, Windows, Work};
 use super::stats::{Percentiles, WorkloadRng};
 use crate::doctor::KernelsArg;
 
@@ -79,6 +81,8 @@ pub struct TransferArgs {
     gather: Gather,
     #[command(flatten)]
     kernels: KernelsArg,
+    #[command(flatten)]
+    beside: BesideArgs,
     /// Hashes chunks that go from GPU to GPU.
     #[arg(long)]
     verify: bool,
@@ -141,6 +145,21 @@ struct Row {
     /// Of several that go on together.
     together_gb_per_s: f64,
     first_contact_ms: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beside: Option<BesideRow>,
+}
+
+/// What transfers and forwards on the same GPUs do to each other.
+#[derive(Clone, Debug, Serialize)]
+struct BesideRow {
+    /// Of one transfer.
+    transfer_us: Percentiles,
+    /// Over the windows with transfers.
+    gb_per_s: f64,
+    /// The sender's.
+    prompts: Paces,
+    /// The receiver's.
+    decoding: Paces,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -330,11 +349,18 @@ fn measure(args: &TransferArgs) -> Result<Report> {
     };
     let arena = arena(args, gpus[1])?;
     let mut sender = Sender::start()?;
+    let forwards = match (&args.beside.beside, gpus[1]) {
+        (Some(_), Some(gpu)) => {
+            Some(Forwards::start(&args.beside, &args.kernels, gpu, Work::Decoding)?)
+        }
+        _ => None,
+    };
     let mut rows = Vec::new();
     for &transport in &args.transport {
         for &chunk_blocks in &args.chunk_blocks {
             for &blocks in &args.blocks {
-                let row = measure_one(args, &arena, &mut sender, transport, blocks, chunk_blocks);
+                let setting = Setting { transport, blocks, chunk_blocks };
+                let row = measure_one(args, &arena, &mut sender, forwards.as_ref(), setting);
                 rows.push(row.with_context(|| {
                     format!("{} of {blocks} blocks by {chunk_blocks}", transport.name())
                 })?);
@@ -359,13 +385,20 @@ fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCo
     [(BYTES, 1), (block_bytes, 1), (block_bytes, 16)].into_iter().map(measured).collect()
 }
 
+/// What is measured by itself.
+#[derive(Clone, Copy)]
+struct Setting {
+    transport: Transport,
+    blocks: u32,
+    chunk_blocks: u32,
+}
+
 fn measure_one(
     args: &TransferArgs,
     arena: &Arc<KvArena>,
     sender: &mut Sender,
-    transport: Transport,
-    blocks: u32,
-    chunk_blocks: u32,
+    forwards: Option<&Forwards>,
+    Setting { transport, blocks, chunk_blocks }: Setting,
 ) -> Result<Row> {
     let places = places(args, blocks, RECEIVER_SEED);
     // What a setting before has left there is not what is to arrive.
@@ -390,6 +423,8 @@ fn measure_one(
     let begin = Instant::now();
     run.transfer(sender, &mut next, args.rounds, args.in_flight)?;
     let together = begin.elapsed().as_secs_f64();
+    let beside = forwards.map(|forwards| run.beside(args, sender, &mut next, forwards, blocks));
+    let beside = beside.transpose()?;
     run.check(args, blocks, next)?;
     let metrics = node.transfers.metrics();
     let path = metrics.peers.first().map(|peer| peer.path.clone()).unwrap_or_default();
@@ -405,6 +440,7 @@ fn measure_one(
         alone_gb_per_s: bytes / 1e3 / alone_us.p50,
         together_gb_per_s: bytes * args.rounds as f64 / 1e9 / together,
         first_contact_ms,
+        beside,
     })
 }
 
@@ -451,6 +487,52 @@ impl Run<'_> {
             }
         }
         Ok(times)
+    }
+
+    /// Transfers in every other window of time.
+    fn beside(
+        &self,
+        args: &TransferArgs,
+        sender: &mut Sender,
+        next: &mut u128,
+        forwards: &Forwards,
+        blocks: u32,
+    ) -> Result<BesideRow> {
+        let window = Duration::from_secs(args.beside.window_s);
+        let every = Duration::from_millis(args.beside.every_ms);
+        let mut windows = [Windows::default(), Windows::default()];
+        let (mut times, mut busy_time) = (Vec::new(), Duration::ZERO);
+        sender.say_and_hear("forget", "forgotten")?;
+        for _ in 0..args.beside.windows {
+            for (kind, windows) in ["quiet", "busy"].into_iter().zip(&mut windows) {
+                let begin = Instant::now();
+                sender.say_and_hear(&format!("begin {kind}"), "begun")?;
+                windows.begin();
+                match kind {
+                    "quiet" => thread::sleep(window),
+                    _ => {
+                        while begin.elapsed() < window {
+                            let begun = Instant::now();
+                            times.extend(self.transfer(sender, next, 1, 1)?);
+                            thread::sleep(every.saturating_sub(begun.elapsed()));
+                        }
+                        busy_time += begin.elapsed();
+                    }
+                }
+                windows.end();
+                sender.say_and_hear(&format!("end {kind}"), "ended")?;
+            }
+        }
+        sender.say("paces")?;
+        let prompts = serde_json::from_str(&sender.hear(PATIENCE)?)?;
+        let bytes = times.len() as f64 * f64::from(blocks) * self.node.arena.block_bytes() as f64;
+        let transfer_us = times.iter().map(|time| time.as_secs_f64() * 1e6).collect();
+        Ok(BesideRow {
+            transfer_us: Percentiles::of(transfer_us),
+            gb_per_s: bytes / 1e9 / busy_time.as_secs_f64(),
+            prompts,
+            decoding: forwards.paces(&windows)?,
+        })
     }
 
     fn receive(&self, transfer: TransferId) -> Result<()> {
@@ -547,9 +629,13 @@ impl Sender {
     /// Waits until it does.
     fn expect(&mut self, transfers: &[TransferId]) -> Result<()> {
         let ids: Vec<String> = transfers.iter().map(TransferId::to_string).collect();
-        self.say(&format!("expect {}", ids.join(" ")))?;
+        self.say_and_hear(&format!("expect {}", ids.join(" ")), "expected")
+    }
+
+    fn say_and_hear(&mut self, line: &str, wanted: &str) -> Result<()> {
+        self.say(line)?;
         let line = self.hear(PATIENCE)?;
-        ensure!(line == "expected", "the sending process says {line:?} and not \"expected\"");
+        ensure!(line == wanted, "the sending process says {line:?} and not {wanted:?}");
         Ok(())
     }
 }
@@ -600,6 +686,39 @@ impl fmt::Display for Report {
                 row.together_gb_per_s,
                 row.first_contact_ms
             )?;
+        }
+        for row in &self.rows {
+            let Some(BesideRow { transfer_us, gb_per_s, prompts, decoding }) = &row.beside else {
+                continue;
+            };
+            writeln!(
+                f,
+                "\n{}, {} blocks by {}, beside forwards: {:.2} GB/s, a transfer p50 {:.2} ms, p99 {:.2} ms",
+                row.transport,
+                row.blocks,
+                row.chunk_blocks,
+                gb_per_s,
+                transfer_us.p50 / 1e3,
+                transfer_us.p99 / 1e3
+            )?;
+            for (what, Paces { quiet, busy }) in [("prompts", prompts), ("decoding", decoding)] {
+                let columns = |pace: &Pace| {
+                    let Percentiles { mean, p50, p90, p99, .. } = pace.step_ms;
+                    [mean, p50, p90, p99, pace.tokens_per_s]
+                };
+                let (quiet, busy) = (columns(quiet), columns(busy));
+                let mut ratios = quiet.iter().zip(busy).map(|(quiet, busy)| busy / quiet);
+                let ratios: [f64; 5] = std::array::from_fn(|_| ratios.next().unwrap_or_default());
+                for (how, columns) in [("alone", quiet), ("beside", busy), ("ratio", ratios)] {
+                    let [mean, p50, p90, p99, rate] = columns;
+                    let digits = if how == "ratio" { 3 } else { 1 };
+                    writeln!(
+                        f,
+                        "{what:<9} {how:<7} step ms: mean {mean:8.3}  p50 {p50:8.3}  p90 {p90:8.3}  p99 {p99:8.3}  \
+                         tokens/s {rate:10.digits$}"
+                    )?;
+                }
+            }
         }
         Ok(())
     }

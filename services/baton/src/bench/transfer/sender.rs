@@ -2,6 +2,8 @@
 //!
 //! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` makes it a node for the receiver named so, and
 //! is answered by `node EPOCH ENDPOINT`; `expect ID...` by `expected`. Whatever is ready is sent at once.
+//! With a model beside, `forget` is answered by `forgotten`, `begin KIND` and `end KIND` of a window by `begun`
+//! and `ended`, and `paces` by what it did in the windows since, as JSON.
 
 use std::{
     io::{BufRead, Write, stdin, stdout},
@@ -18,7 +20,9 @@ use kernels::{BlockId, KvArena, sampling::SampledToken};
 use kv_transfer::api::{Command, Epoch, Event, PeerAddress, TransferId};
 
 use super::{
-    Node, PATIENCE, SENDER_SEED, TransferArgs, Transport, arena, pattern, places, pool_blocks,
+    Node, PATIENCE, SENDER_SEED, TransferArgs, Transport, arena,
+    beside::{Forwards, Windows, Work},
+    pattern, places, pool_blocks,
 };
 
 enum Input {
@@ -44,6 +48,13 @@ pub fn run(args: &TransferArgs) -> Result<()> {
         let _ = lines.send(Input::End);
     });
     let mut sending: Option<Sending> = None;
+    let forwards = match (&args.beside.beside, args.gpus.first()) {
+        (Some(_), Some(gpu)) => {
+            Some(Forwards::start(&args.beside, &args.kernels, gpu, Work::Prompts)?)
+        }
+        _ => None,
+    };
+    let mut windows = <[Windows; 2]>::default();
     for input in inputs {
         match input {
             Input::End => break,
@@ -69,6 +80,22 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                         sending.expect(ids)?;
                         "expected".to_owned()
                     }
+                    (["forget"], _) => {
+                        windows = Default::default();
+                        "forgotten".to_owned()
+                    }
+                    (["begin", kind], _) => {
+                        of_kind(&mut windows, kind)?.begin();
+                        "begun".to_owned()
+                    }
+                    (["end", kind], _) => {
+                        of_kind(&mut windows, kind)?.end();
+                        "ended".to_owned()
+                    }
+                    (["paces"], _) => {
+                        let forwards = forwards.as_ref().context("there is a model")?;
+                        serde_json::to_string(&forwards.paces(&windows)?)?
+                    }
                     _ => bail!("unknown line {line:?}"),
                 };
                 writeln!(stdout().lock(), "{answer}")?;
@@ -76,6 +103,14 @@ pub fn run(args: &TransferArgs) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn of_kind<'a>([quiet, busy]: &'a mut [Windows; 2], kind: &str) -> Result<&'a mut Windows> {
+    match kind {
+        "quiet" => Ok(quiet),
+        "busy" => Ok(busy),
+        _ => bail!("a window is quiet or busy, not {kind:?}"),
+    }
 }
 
 /// The node of one setting.
