@@ -1,7 +1,7 @@
 //! Tells nodes with which others they will exchange KV, so that what two GPUs need for that is made before
 //! a request waits for it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cluster::{NodeRecord, Role};
 use proto::v1::{MeetRequest, Peer};
@@ -10,13 +10,45 @@ use tonic::Request;
 use super::{Nodes, channel};
 
 /// Nodes let go of a pair that is idle for a minute.
-pub const EVERY: Duration = Duration::from_secs(20);
+const EVERY: Duration = Duration::from_secs(20);
+/// Nodes that are started together come up one soon after the other.
+const SETTLES_IN: Duration = Duration::from_millis(100);
+/// A node that is up waits no longer, whatever else comes up meanwhile.
+const WAIT_MAX: Duration = Duration::from_secs(1);
 /// With whom a node is brought together at most; with others its first request makes the pair. Few beside
 /// the pairs that a node may have, 64 unless set otherwise: each introduction is a greeting, which finds
 /// room at the greeted node even if another pair has to go for it.
 const PEERS_MAX: usize = 16;
 /// Nobody waits for it.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
+
+/// When all nodes are introduced anew: soon after some have come up, once for all of them, and otherwise
+/// every now and then.
+#[derive(Clone, Copy, Debug)]
+pub struct Rounds {
+    next: Instant,
+    /// Of nodes that came up since the last round: until when the first of them waits.
+    until: Option<Instant>,
+}
+
+impl Rounds {
+    pub fn new(now: Instant) -> Self {
+        Self { next: now + EVERY, until: None }
+    }
+
+    pub fn on_up(&mut self, now: Instant) {
+        let until = *self.until.get_or_insert((now + WAIT_MAX).min(self.next));
+        self.next = (now + SETTLES_IN).min(until);
+    }
+
+    pub fn next(&self) -> Instant {
+        self.next
+    }
+
+    pub fn on_start(&mut self, now: Instant) {
+        *self = Self::new(now);
+    }
+}
 
 /// One node, and whom it is to meet.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,8 +66,10 @@ pub fn introductions(serving: &[(String, Role, NodeRecord)]) -> Vec<Introduction
     let mut peers: Vec<Vec<Peer>> = vec![Vec::new(); serving.len()];
     for (index, (_, role, record)) in serving.iter().enumerate() {
         for (later, (_, other, found)) in serving.iter().enumerate().skip(index + 1) {
-            let has_room = peers[index].len() < PEERS_MAX && peers[later].len() < PEERS_MAX;
-            if has_room && other != role && fits(record, found) {
+            if peers[index].len() == PEERS_MAX {
+                break;
+            }
+            if other != role && peers[later].len() < PEERS_MAX && fits(record, found) {
                 peers[index].push(peer(found));
                 peers[later].push(peer(record));
             }
@@ -74,7 +108,7 @@ pub async fn introduce(nodes: Nodes, introduction: Introduction) {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use std::collections::BTreeSet;
 
     use cluster::Epoch;
@@ -82,8 +116,18 @@ mod tests {
     use super::*;
 
     fn node(url: &str, role: Role, epoch: u128, fingerprint: u128) -> (String, Role, NodeRecord) {
-        let wire = proto::v1::NodeRecord {
-            node_id: url.into(),
+        let wire = record(url, role, epoch, fingerprint);
+        (url.to_owned(), role, NodeRecord::try_from(wire).unwrap())
+    }
+
+    pub fn record(
+        node_id: &str,
+        role: Role,
+        epoch: u128,
+        fingerprint: u128,
+    ) -> proto::v1::NodeRecord {
+        proto::v1::NodeRecord {
+            node_id: node_id.into(),
             epoch: epoch.to_be_bytes().to_vec().into(),
             role: match role {
                 Role::Prefill => proto::v1::Role::Prefill.into(),
@@ -106,8 +150,7 @@ mod tests {
             block_count: 10,
             vocabulary_size: 10,
             grammar_version: 0,
-        };
-        (url.to_owned(), role, NodeRecord::try_from(wire).unwrap())
+        }
     }
 
     #[test]
@@ -131,6 +174,54 @@ mod tests {
             (url.to_owned(), epoch, ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>())
         };
         assert_eq!(met, [of("p1", 1, &["d1", "d2"]), of("d1", 3, &["p1"]), of("d2", 4, &["p1"])]);
+    }
+
+    /// Nodes come up at these moments, and time goes on until no round is due before the next that comes by
+    /// itself. Returns how often `Meet` was called, and when each round began.
+    fn come_up(start: Instant, ups: &[Duration]) -> (usize, Vec<Duration>) {
+        let mut rounds = Rounds::new(start);
+        let (mut serving, mut calls, mut began) = (Vec::new(), 0, Vec::new());
+        let mut ups = ups.iter().map(|after| start + *after).peekable();
+        loop {
+            match ups.next_if(|up| *up < rounds.next()) {
+                Some(up) => {
+                    let epoch = serving.len() as u128 + 1;
+                    let role = Role::ALL[serving.len() % 2];
+                    serving.push(node("n", role, epoch, 7));
+                    rounds.on_up(up);
+                }
+                None if ups.peek().is_none() && rounds.next() >= start + EVERY => {
+                    return (calls, began);
+                }
+                None => {
+                    let now = rounds.next();
+                    calls += introductions(&serving).len();
+                    began.push(now - start);
+                    rounds.on_start(now);
+                    assert_eq!(rounds.next(), now + EVERY);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nodes_that_come_up_together_are_introduced_once() {
+        let start = Instant::now();
+        // Each soon after the one before.
+        let ups: Vec<_> = (1..=12).map(|count| SETTLES_IN * count / 2).collect();
+        let (calls, began) = come_up(start, &ups);
+        assert_eq!((calls, began), (12, vec![ups[11] + SETTLES_IN]));
+        // Without an end: those that are up do not wait for all others.
+        let ups: Vec<_> = (1..=40).map(|count| SETTLES_IN * count / 2).collect();
+        let (_, began) = come_up(start, &ups);
+        assert_eq!(began[0], ups[0] + WAIT_MAX);
+        assert_eq!(began.len(), 2);
+        assert!(began[1] > ups[39], "{began:?}");
+        // Alone, one after the other.
+        let ups: Vec<_> = (1..=3).map(|count| WAIT_MAX * count).collect();
+        let (calls, began) = come_up(start, &ups);
+        assert_eq!(began, ups.iter().map(|up| *up + SETTLES_IN).collect::<Vec<_>>());
+        assert_eq!(calls, 2 + 3, "the first had nobody to meet");
     }
 
     #[test]

@@ -239,7 +239,7 @@ mod tests {
 
     use super::*;
 
-    fn metrics() -> RouterMetrics {
+    pub(super) fn metrics() -> RouterMetrics {
         let config = TelemetryConfig {
             log: "off".into(),
             log_format: LogFormat::Json,

@@ -8,12 +8,14 @@ use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
 use tokio::{
     sync::mpsc,
     task::{AbortHandle, JoinError, JoinHandle, JoinSet},
-    time::MissedTickBehavior,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Code;
 
-use super::{Nodes, channel, introductions};
+use super::{
+    Nodes, channel,
+    introductions::{self, Rounds},
+};
 
 /// What nodes must serve to be used.
 #[derive(Clone, Debug)]
@@ -38,7 +40,7 @@ impl NodeWatch {
         served: Arc<[Served]>,
     ) -> Self {
         let stop = CancellationToken::new();
-        let watch = Watch { nodes, inputs, served, streams: JoinSet::new(), open: HashMap::new() };
+        let watch = Watch::new(nodes, inputs, served);
         let task = tokio::spawn(watch.run(members, stop.clone()));
         Self { stop: stop.drop_guard(), task }
     }
@@ -56,14 +58,27 @@ struct Watch {
     served: Arc<[Served]>,
     streams: JoinSet<()>,
     open: HashMap<StreamId, AbortHandle>,
+    rounds: Rounds,
+    /// Calls of the last round.
+    introductions: JoinSet<()>,
 }
 
 impl Watch {
+    fn new(nodes: Nodes, inputs: mpsc::Receiver<Input>, served: Arc<[Served]>) -> Self {
+        Self {
+            nodes,
+            inputs,
+            served,
+            streams: JoinSet::new(),
+            open: HashMap::new(),
+            rounds: Rounds::new(Instant::now()),
+            introductions: JoinSet::new(),
+        }
+    }
+
     async fn run(mut self, mut members: MemberWatch, stop: CancellationToken) {
         self.nodes.count_nodes();
         let mut members_end = false;
-        let mut introductions = tokio::time::interval(introductions::EVERY);
-        introductions.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let deadline = self.nodes.directory().next_deadline();
             let due = async {
@@ -72,6 +87,7 @@ impl Watch {
                     None => std::future::pending().await,
                 }
             };
+            let next_round = tokio::time::sleep_until(self.rounds.next().into());
             let mut actions = Vec::new();
             tokio::select! {
                 () = stop.cancelled() => break,
@@ -84,7 +100,7 @@ impl Watch {
                     self.handle(input, &mut actions);
                     self.nodes.count_cached_blocks();
                 }
-                _ = introductions.tick() => self.introduce(),
+                () = next_round => self.introduce(),
                 () = due => {
                     self.nodes.directory().on_deadline(Instant::now(), &mut actions);
                 }
@@ -93,7 +109,9 @@ impl Watch {
                 self.act(action);
             }
             while self.streams.try_join_next().is_some() {}
+            while self.introductions.try_join_next().is_some() {}
         }
+        self.introductions.shutdown().await;
         self.streams.shutdown().await;
     }
 
@@ -121,7 +139,7 @@ impl Watch {
                 );
                 self.changed();
                 if to == Health::Up {
-                    self.introduce();
+                    self.rounds.on_up(Instant::now());
                 }
             }
             Action::Forgotten { address, .. } => {
@@ -134,6 +152,9 @@ impl Watch {
 
     /// Lets all nodes know whom they will meet.
     fn introduce(&mut self) {
+        self.rounds.on_start(Instant::now());
+        // Whatever is still to be said of the last round is said again.
+        self.introductions.abort_all();
         let directory = self.nodes.directory();
         let serving: Vec<_> = directory
             .nodes()
@@ -144,7 +165,7 @@ impl Watch {
             .collect();
         drop(directory);
         for introduction in introductions::introductions(&serving) {
-            self.streams.spawn(introductions::introduce(self.nodes.clone(), introduction));
+            self.introductions.spawn(introductions::introduce(self.nodes.clone(), introduction));
         }
     }
 
@@ -228,9 +249,47 @@ fn drains(event: &ObserveEvent) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::{NodeRecord, NodeSnapshot};
+    use std::time::Duration;
+
+    use cluster::{MemberChange, Role};
+    use proto::v1::{NodeLoad, NodeRecord, NodeSnapshot};
 
     use super::*;
+    use crate::nodes::{introductions::tests::record, tests::metrics};
+
+    #[tokio::test]
+    async fn nodes_that_come_up_together_are_each_told_once_whom_they_meet() {
+        let members = cluster::StaticMembership::new(["http://p"; 0], ["http://d"; 0]).unwrap();
+        let served = Arc::new([]);
+        let (nodes, _task) = Nodes::watch(&members, served.clone(), metrics()).unwrap();
+        let mut watch = Watch::new(nodes, mpsc::channel(1).1, served);
+        let by_itself = watch.rounds.next();
+        let mut meets = 0;
+        for epoch in 1..=12 {
+            let role = Role::ALL[epoch as usize % 2];
+            // Nobody listens there: what is counted are calls that are begun.
+            let address = NodeAddress { role, grpc: format!("http://127.0.0.1:{epoch}") };
+            let mut actions = Vec::new();
+            watch.handle(Input::Member(MemberChange::Joined(address)), &mut actions);
+            let [Action::Observe { stream, .. }] = actions[..] else { panic!("{actions:?}") };
+            let record = Some(record(&format!("node-{epoch}"), role, epoch, 7));
+            let snapshot =
+                NodeSnapshot { record, load: Some(NodeLoad::default()), ..Default::default() };
+            let event = ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) };
+            let mut actions = Vec::new();
+            watch.handle(Input::Observed { stream, event }, &mut actions);
+            let is_up =
+                |action: &Action| matches!(action, Action::HealthChanged { to: Health::Up, .. });
+            assert!(actions.iter().any(is_up), "{actions:?}");
+            for action in actions {
+                watch.act(action);
+            }
+            meets += watch.introductions.len();
+        }
+        assert!(watch.rounds.next() + Duration::from_secs(10) < by_itself, "it is due soon");
+        watch.introduce();
+        assert_eq!(meets + watch.introductions.len(), 12);
+    }
 
     #[test]
     fn a_node_with_another_model_or_too_few_token_ids_is_refused() {
