@@ -143,6 +143,7 @@ impl Target {
             transports: vec!["tcp".to_owned()],
             integrity: vec!["xxh3".to_owned()],
             session: 1,
+            in_advance: false,
         }));
         let source = Source { node_id: "traitor".to_owned(), epoch: me };
         let sealed = Sealer::new(keys.clone(), source).seal(self.epoch, &hello)?;

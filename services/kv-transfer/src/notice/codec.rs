@@ -153,6 +153,7 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
             transports: hello.transports.clone(),
             integrity: hello.integrity.clone(),
             session: hello.session,
+            in_advance: hello.in_advance,
         }),
         Body::HelloOk(ok) => notice::Body::HelloOk(v1::HelloOk {
             identity: Some(identity_to_wire(&ok.identity)),
@@ -223,6 +224,7 @@ pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
             transports: methods(hello.transports, "transports")?,
             integrity: methods(hello.integrity, "integrity")?,
             session: hello.session,
+            in_advance: hello.in_advance,
         }),
         notice::Body::HelloOk(ok) => Body::HelloOk(HelloOk {
             identity: identity(ok.identity)?,

@@ -97,6 +97,8 @@ pub struct Hello {
     pub integrity: Vec<String>,
     /// Which of the sender's pairs this is; later ones have higher numbers.
     pub session: u64,
+    /// Nothing is to be transferred yet.
+    pub in_advance: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

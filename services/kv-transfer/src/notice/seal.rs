@@ -224,6 +224,7 @@ mod tests {
                 transports: vec!["nccl".to_owned(), "tcp".to_owned()],
                 integrity: vec!["xxh3".to_owned()],
                 session: 8,
+                in_advance: true,
             }),
             Body::HelloOk(HelloOk {
                 identity: identity(),

@@ -37,6 +37,8 @@ pub struct Pair {
     data_opened: bool,
     /// Something will be sent to the peer.
     will_send: bool,
+    /// It was greeted without work, and none has come since.
+    in_advance: bool,
 }
 
 enum State {
@@ -85,7 +87,14 @@ impl Pair {
         pair
     }
 
-    /// The peer has work for us; its `HELLO` goes to [`Pair::on_hello`] next.
+    /// We may have work for the peer later.
+    pub fn greet_in_advance(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
+        let pair = Self { in_advance: true, ..Self::new(turn, address, session) };
+        pair.send_hello(turn);
+        pair
+    }
+
+    /// The peer has, or will have, work for us; its `HELLO` goes to [`Pair::on_hello`] next.
     pub fn met(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
         Self::new(turn, address, session)
     }
@@ -104,6 +113,7 @@ impl Pair {
             idle_since: turn.now,
             data_opened: false,
             will_send: false,
+            in_advance: false,
         }
     }
 
@@ -115,6 +125,7 @@ impl Pair {
             transports: turn.local.transports.clone(),
             integrity: turn.local.integrity.clone(),
             session: self.session,
+            in_advance: self.in_advance,
         };
         turn.send(self.peer.epoch, Body::Hello(hello));
     }
@@ -124,6 +135,10 @@ impl Pair {
         self.heard(turn.now);
         if self.is_of_the_past(hello.session) {
             return Change::Nothing;
+        }
+        if !hello.in_advance {
+            // Until its `RESERVE`, or a heartbeat that names what it wants, nothing else says so.
+            self.peer_works_until = self.peer_works_until.max(turn.now + HEARTBEAT);
         }
         let (ours_first, local) = (turn.local.epoch < self.peer.epoch, turn.local);
         let agreed = match identity::difference(&local.identity, &hello.identity) {
@@ -239,11 +254,15 @@ impl Pair {
         self.will_send
     }
 
-    pub fn begin(&mut self, now: Instant, transfer: TransferId) {
+    pub fn begin(&mut self, turn: &mut Turn<'_>, transfer: TransferId) {
         if self.transfers.is_empty() {
-            self.alive_at = self.alive_at.max(now);
+            self.alive_at = self.alive_at.max(turn.now);
         }
         self.transfers.insert(transfer);
+        if std::mem::take(&mut self.in_advance) && matches!(self.state, State::Greeting { .. }) {
+            // The peer may have had no room for a greeting without work.
+            self.send_hello(turn);
+        }
     }
 
     pub fn end(&mut self, now: Instant, transfer: TransferId) {

@@ -33,14 +33,25 @@ fn source(world: &World, node: usize) -> Source {
 }
 
 fn hello(node: usize) -> Body {
+    greeting(node, false)
+}
+
+fn greeting(node: usize, in_advance: bool) -> Body {
     Body::Hello(Hello {
         identity: identity(),
         notice_endpoint: format!("tcp://node-{node}:1"),
         data_endpoint: format!("tcp://node-{node}:2"),
-        transports: vec!["tcp".to_owned()],
+        transports: vec!["ipc@here".to_owned(), "tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
         session: 1,
+        in_advance,
     })
+}
+
+/// Node 0 hears it of `node` alone: the others are not asked.
+fn hear(world: &mut World, node: usize, body: Body) {
+    let (now, from) = (world.now, source(world, node));
+    world.nodes[0].core.handle_notice(now, &from, Notice::untraced(body));
 }
 
 fn reserve(transfer: u128) -> Body {
@@ -137,13 +148,90 @@ fn one_transfer_too_many_is_refused_with_the_bound_named() {
     assert_eq!((transfer.0, reason.as_str()), (10, "10 transfers are under way, the most"));
 }
 
+/// A peer that has greeted for a request is believed to have work for so long.
+const RESERVES_WITHIN: Duration = Duration::from_millis(500);
+
+#[test]
+fn who_has_greeted_for_a_request_is_not_pushed_out_before_its_reservation() {
+    let mut world = world(6);
+    for node in 1..6 {
+        hear(&mut world, node, hello(node));
+    }
+    let first = [1, 2, 3].map(|node| world.nodes[node].epoch);
+    assert!(first.iter().all(|epoch| peers(&world, 0).contains(epoch)), "{:?}", peers(&world, 0));
+    // Those whose reservation is here stay for that; of the others one goes for a fourth.
+    for node in [1, 2] {
+        hear(&mut world, node, reserve(node as u128));
+    }
+    assert_eq!(world.nodes[0].core.table_sizes().1, 2);
+    world.now += RESERVES_WITHIN;
+    hear(&mut world, 4, hello(4));
+    let expected = [1, 2, 4].map(|node| world.nodes[node].epoch);
+    assert!(expected.iter().all(|epoch| peers(&world, 0).contains(epoch)));
+}
+
+#[test]
+fn whoever_greets_in_advance_pushes_nobody_out_and_leaves_room_to_requests() {
+    let mut world = world(6);
+    for node in 1..6 {
+        hear(&mut world, node, greeting(node, true));
+    }
+    let met = peers(&world, 0);
+    assert_eq!(met.len(), LIMITS.pairs_max.div_ceil(2));
+    // Pairs that requests have made, idle by now.
+    for node in 1..4 {
+        hear(&mut world, node, hello(node));
+    }
+    world.now += RESERVES_WITHIN * 2;
+    let asked_for = peers(&world, 0);
+    assert_eq!(asked_for.len(), LIMITS.pairs_max);
+    for node in [4, 5] {
+        hear(&mut world, node, greeting(node, true));
+        assert_eq!(peers(&world, 0), asked_for);
+    }
+    hear(&mut world, 5, hello(5));
+    assert!(peers(&world, 0).contains(&world.nodes[5].epoch), "requests have their room made");
+}
+
+#[test]
+fn few_pairs_that_take_memory_of_a_gpu_are_made_in_advance_whoever_greets() {
+    let limits = Limits { pairs_max: 40, ..LIMITS };
+    let mut world = World::with_limits(7, 12, 200, CALM, limits);
+    for node in 1..12 {
+        hear(&mut world, node, greeting(node, true));
+    }
+    assert_eq!(peers(&world, 0).len(), 4);
+}
+
+#[test]
+fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
+    let mut world = world(5);
+    // No room at node 0 but for requests.
+    for node in 1..4 {
+        hear(&mut world, node, hello(node));
+    }
+    world.now += RESERVES_WITHIN;
+    meet(&mut world, 4, 0);
+    assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
+    assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
+    let (now, transfer) = (world.now, TransferId(1));
+    let deadline = Duration::from_secs(5);
+    let journey = Journey { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
+    // The sender, which is full, hears of it by the greeting alone.
+    world.journey(journey, Some(now), Some(now + Duration::from_millis(75)));
+    world.run_until(now + Duration::from_millis(70));
+    assert!(peers(&world, 0).contains(&world.nodes[4].epoch), "it has not waited to say it again");
+    world.run_until(now + Duration::from_secs(1));
+    assert!(world.end_of(4, transfer).is_some_and(|(_, well)| well));
+}
+
 #[test]
 fn pairs_are_bounded_and_the_longest_idle_makes_room() {
     let mut world = world(6);
     for node in 1..6 {
         let from = source(&world, node);
         world.at(world.now, 0, Step::Notice(from, Notice::untraced(hello(node))));
-        world.run_until(world.now + Duration::from_millis(5));
+        world.run_until(world.now + RESERVES_WITHIN);
         assert!(world.nodes[0].core.pairs().count() <= LIMITS.pairs_max);
     }
     let epochs: Vec<Epoch> = world.nodes[0].core.pairs().map(|pair| pair.peer().epoch).collect();

@@ -213,6 +213,7 @@ fn hello(identity: Identity) -> Body {
         transports: vec!["tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
         session: 1,
+        in_advance: false,
     })
 }
 

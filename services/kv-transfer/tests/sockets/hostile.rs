@@ -204,6 +204,7 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
         transports: vec!["tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
         session: 1,
+        in_advance: false,
     });
     // Named, not counted: another peer may go while this one comes.
     let name = format!("peer-{}", from.0);

@@ -16,8 +16,8 @@ const SETTLES_IN: Duration = Duration::from_millis(100);
 /// A node that is up waits no longer, whatever else comes up meanwhile.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 /// With whom a node is brought together at most; with others its first request makes the pair. Few beside
-/// the pairs that a node may have, 64 unless set otherwise: each introduction is a greeting, which finds
-/// room at the greeted node even if another pair has to go for it.
+/// the pairs that a node may have, 64 unless set otherwise; nodes make no more of them than they have room
+/// for, those first that are named first.
 const PEERS_MAX: usize = 16;
 /// Nobody waits for it.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
@@ -58,20 +58,25 @@ pub struct Introduction {
 }
 
 /// Prefill nodes are told of decode nodes that their KV fits, and the other way round: of each other, so that
-/// neither has more to do with it than the other.
+/// neither has more to do with it than the other. Each begins with another one, so that none is left over
+/// where nodes have room for few.
 pub fn introductions(serving: &[(String, Role, NodeRecord)]) -> Vec<Introduction> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity
     };
+    let of_role = |role| -> Vec<usize> {
+        (0..serving.len()).filter(|index| serving[*index].1 == role).collect()
+    };
+    let (prefills, decodes) = (of_role(Role::Prefill), of_role(Role::Decode));
     let mut peers: Vec<Vec<Peer>> = vec![Vec::new(); serving.len()];
-    for (index, (_, role, record)) in serving.iter().enumerate() {
-        for (later, (_, other, found)) in serving.iter().enumerate().skip(index + 1) {
-            if peers[index].len() == PEERS_MAX {
-                break;
-            }
-            if other != role && peers[later].len() < PEERS_MAX && fits(record, found) {
-                peers[index].push(peer(found));
-                peers[later].push(peer(record));
+    for offset in 0..decodes.len() {
+        for (place, one) in prefills.iter().enumerate() {
+            let other = decodes[(place + offset) % decodes.len()];
+            let has_room = peers[*one].len() < PEERS_MAX && peers[other].len() < PEERS_MAX;
+            let (record, found) = (&serving[*one].2, &serving[other].2);
+            if has_room && fits(record, found) {
+                peers[*one].push(peer(found));
+                peers[other].push(peer(record));
             }
         }
     }
@@ -222,6 +227,26 @@ pub mod tests {
         let (calls, began) = come_up(start, &ups);
         assert_eq!(began, ups.iter().map(|up| *up + SETTLES_IN).collect::<Vec<_>>());
         assert_eq!(calls, 2 + 3, "the first had nobody to meet");
+    }
+
+    #[test]
+    fn nodes_with_room_for_few_agree_whom_to_take_and_none_is_left_over() {
+        const ROOM: usize = 4;
+        for count in [6, 16, 20] {
+            let prefill = (1..=count).map(|epoch| node("p", Role::Prefill, epoch, 7));
+            let decode = (1..=count).map(|epoch| node("d", Role::Decode, 1000 + epoch, 7));
+            let introductions = introductions(&prefill.chain(decode).collect::<Vec<_>>());
+            let pairs: BTreeSet<(Vec<u8>, Vec<u8>)> = introductions
+                .iter()
+                .flat_map(|Introduction { request, .. }| {
+                    let epoch = request.node_epoch.to_vec();
+                    let first = request.peers.iter().take(ROOM);
+                    first.map(move |peer| (epoch.clone(), peer.epoch.to_vec()))
+                })
+                .collect();
+            assert_eq!(pairs.len(), 2 * count as usize * ROOM);
+            assert!(pairs.iter().all(|(one, other)| pairs.contains(&(other.clone(), one.clone()))));
+        }
     }
 
     #[test]

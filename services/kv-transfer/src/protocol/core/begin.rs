@@ -89,7 +89,7 @@ impl Core {
 
     pub(super) fn insert(&mut self, now: Instant, id: TransferId, peer: Epoch, transfer: Transfer) {
         if let Some(pair) = self.pairs.get_mut(&peer) {
-            pair.begin(now, id);
+            pair.begin(&mut turn!(self, now), id);
             if matches!(transfer, Transfer::Outgoing(_)) {
                 pair.open_data(&mut turn!(self, now));
             }

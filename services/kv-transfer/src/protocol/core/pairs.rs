@@ -13,8 +13,8 @@ use crate::{
     },
 };
 
-/// Pairs up to which some are made in advance, but for those by `tcp`: each may take memory of a GPU, some
-/// 200 MiB by `nccl`. With others the first transfer makes them.
+/// Pairs up to which some are made in advance, whoever greets, but for those by `tcp`: each may take memory
+/// of a GPU, some 200 MiB by `nccl`. With others the first transfer makes them.
 const MET_MAX: usize = 4;
 
 /// How `tcp` is called in greetings.
@@ -26,7 +26,12 @@ impl Core {
             return turn!(self, now).refuse("own_epoch");
         }
         if !self.pairs.contains_key(&from.epoch) {
-            if !self.make_room_for_pair(now) {
+            let has_room = if hello.in_advance {
+                self.has_room_in_advance()
+            } else {
+                self.make_room_for_pair(now)
+            };
+            if !has_room {
                 return turn!(self, now).refuse("pairs_full");
             }
             let address = PeerAddress {
@@ -105,16 +110,11 @@ impl Core {
             return;
         }
         if !self.pairs.contains_key(&address.epoch) {
-            // No room is made: those that are there are in use, or were met before. And some is left to
-            // requests, whose pairs would else push these out again and again.
-            let is_by_gpu = |pair: &&Pair| pair.transport() != TCP;
-            if self.pairs.values().filter(is_by_gpu).count() >= MET_MAX
-                || self.pairs.len() >= self.local.limits.pairs_max.div_ceil(2)
-            {
+            if !self.has_room_in_advance() {
                 return;
             }
             self.sessions += 1;
-            let pair = Pair::greet(&mut turn!(self, now), address, self.sessions);
+            let pair = Pair::greet_in_advance(&mut turn!(self, now), address, self.sessions);
             self.pairs.insert(address.epoch, pair);
         }
         if let Some(pair) = self.pairs.get_mut(&address.epoch) {
@@ -177,6 +177,14 @@ impl Core {
         if self.pairs.remove(&epoch).is_some() {
             self.actions.push_back(Action::Disconnect { peer: epoch });
         }
+    }
+
+    /// No room is made: the pairs that are there are in use, or were met before. And some is left to
+    /// requests, whose pairs would else push these out again and again.
+    fn has_room_in_advance(&self) -> bool {
+        let is_by_gpu = |pair: &&Pair| pair.transport() != TCP;
+        self.pairs.values().filter(is_by_gpu).count() < MET_MAX
+            && self.pairs.len() < self.local.limits.pairs_max.div_ceil(2)
     }
 
     /// The longest idle pair makes room.
