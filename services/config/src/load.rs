@@ -3,7 +3,10 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
+    vec,
 };
+
+use toml::de::DeValue;
 
 use crate::{
     cache::cache_folder,
@@ -104,7 +107,13 @@ impl Config {
         let file = File::parse(&text)?;
         file.refuse_unknown(&settings, &mut problems);
         refuse_unknown_variables(&input.environment, &settings, &mut problems);
-        let mut reader = Reader { file: &file, input: &input, problems, explained: Vec::new() };
+        let mut reader = Reader {
+            file: &file,
+            input: &input,
+            settings: Vec::new().into_iter(),
+            problems,
+            explained: Vec::new(),
+        };
         let mut config = Self::read(&mut reader);
         let Reader { mut problems, explained, .. } = reader;
         config.explained = explained;
@@ -127,57 +136,73 @@ pub(crate) fn all_settings() -> Vec<Setting> {
 pub(crate) struct Reader<'a> {
     file: &'a File<'a>,
     input: &'a LoadInput,
+    /// Those of the section that is being read, from the next one on.
+    settings: vec::IntoIter<Setting>,
     problems: Vec<Problem>,
     explained: Vec<Explained>,
 }
 
+/// A value as somebody wrote it.
+enum Written<'a> {
+    Toml(&'a DeValue<'a>),
+    Text(&'a str),
+}
+
 impl Reader<'_> {
-    /// The value of highest precedence. A value of lower precedence must be allowed too: it would
-    /// come to light at the next change.
-    pub(crate) fn value<T: Value>(
-        &mut self,
-        setting: Setting,
-        default: T,
-        accepts: impl Fn(&T) -> bool,
-    ) -> T {
-        let mut chosen = (default, Source::Default);
-        if let Some((value, source)) = self.file.get(&setting) {
-            let read = T::from_toml(value).filter(&accepts);
-            self.choose(&setting, &mut chosen, read, source, || crate::file::show(value));
-        }
-        let variable = setting.env();
-        if let Some(text) = self.input.environment.get(&variable) {
-            let read = T::from_text(text).filter(&accepts);
-            let source = Source::Environment { name: variable };
-            self.choose(&setting, &mut chosen, read, source, || format!("{text:?}"));
-        }
-        if let Some(text) = self.input.flags.get(&setting.key()) {
-            let read = T::from_text(text).filter(&accepts);
-            let source = Source::Flag { name: setting.flag() };
-            self.choose(&setting, &mut chosen, read, source, || format!("{text:?}"));
-        }
-        let (value, source) = chosen;
-        self.explained.push(Explained { setting, value: value.show(), source });
-        value
+    /// Values of a section are asked for next, in the order of its settings.
+    pub(crate) fn begin(&mut self, settings: Vec<Setting>) {
+        self.settings = settings.into_iter();
     }
 
-    fn choose<T: Value>(
-        &mut self,
-        setting: &Setting,
-        chosen: &mut (T, Source),
-        read: Option<T>,
-        source: Source,
-        written: impl Fn() -> String,
-    ) {
-        match read {
-            Some(value) => *chosen = (value, source),
-            None => self.problems.push(Problem::BadValue {
+    /// The next setting's value of highest precedence. Small, as there is one of it for every type of value:
+    /// the work is done below, once.
+    pub(crate) fn next<T: Value>(&mut self, default: T, accepts: &dyn Fn(&T) -> bool) -> T {
+        let setting = self.settings.next().expect("as many settings as fields");
+        let mut chosen = default;
+        let source = self.choose(&setting, &mut |written| {
+            let read = match written {
+                Written::Toml(value) => T::from_toml(value),
+                Written::Text(text) => T::from_text(text),
+            };
+            read.filter(accepts).map(|value| chosen = value).is_some()
+        });
+        self.explained.push(Explained { setting, value: chosen.show(), source });
+        chosen
+    }
+
+    /// Has every value that was written taken, in the order of precedence, and returns where the last that is
+    /// allowed came from. One of lower precedence must be allowed too: it would come to light at the next
+    /// change.
+    fn choose(&mut self, setting: &Setting, take: &mut dyn FnMut(&Written<'_>) -> bool) -> Source {
+        let mut written = Vec::new();
+        if let Some((value, source)) = self.file.get(setting) {
+            written.push((Written::Toml(value), source));
+        }
+        let name = setting.env();
+        if let Some(text) = self.input.environment.get(&name) {
+            written.push((Written::Text(text), Source::Environment { name }));
+        }
+        if let Some(text) = self.input.flags.get(&setting.key()) {
+            written.push((Written::Text(text), Source::Flag { name: setting.flag() }));
+        }
+        let mut chosen = Source::Default;
+        for (value, source) in written {
+            if take(&value) {
+                chosen = source;
+                continue;
+            }
+            let text = match value {
+                Written::Toml(value) => crate::file::show(value),
+                Written::Text(text) => format!("{text:?}"),
+            };
+            self.problems.push(Problem::BadValue {
                 key: setting.key(),
-                value: if setting.secret { "(hidden)".into() } else { shorten(written()) },
+                value: if setting.secret { "(hidden)".into() } else { shorten(text) },
                 allowed: setting.allowed.clone(),
                 source_: source,
-            }),
+            });
         }
+        chosen
     }
 }
 

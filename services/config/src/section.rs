@@ -104,13 +104,12 @@ macro_rules! section {
             }
 
             fn read(reader: &mut $crate::load::Reader<'_>) -> Self {
-                let mut settings = Self::settings().into_iter();
                 // Fields are read in the order in which `settings` lists them.
-                let mut next = || settings.next().expect("as many settings as fields");
+                reader.begin(Self::settings());
                 Self { $(
                     $field: {
                         let accepts = $crate::section::section!(@accepts $T $(, $range)?);
-                        reader.value::<$T>(next(), $default, accepts)
+                        reader.next::<$T>($default, &accepts)
                     },
                 )+ }
             }
