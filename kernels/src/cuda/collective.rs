@@ -18,80 +18,72 @@ use std::{
     time::Duration,
 };
 
-use cudarc::driver::sys;
-
 use super::{
     attention::dtype_code,
     context::{Compute, Context, HostToDevice, Stream},
-    driver::Link,
-    error::{CudaError, Named},
+    error::CudaError,
     ffi,
+    ipc::{Part, take},
     library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
-    process,
 };
 use crate::layout::Dtype;
 
 const RANKS: [usize; 3] = [2, 4, 8];
 /// Of f32; bf16's rows may be twice as wide.
 const NORM_WIDTH_MAX: usize = 16_384;
-const IPC_BYTES: usize = 64;
-const UUID_BYTES: usize = 40;
 /// In front of every handle, with the version of what follows.
-const MAGIC: [u8; 8] = *b"BATONGA2";
+const MAGIC: [u8; 8] = *b"BATONGA3";
 
 /// What a rank tells the others of its arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupHandle {
-    /// The driver maps memory only into other processes than its own.
-    process: u128,
     rank: u32,
     ranks: u32,
     arena_bytes: u64,
-    ipc: [u8; IPC_BYTES],
-    /// Of its GPU, filled up with zeros.
-    uuid: [u8; UUID_BYTES],
+    memory: Part,
 }
 
 impl GroupHandle {
-    pub const BYTES: usize = MAGIC.len() + 16 + 2 * 4 + 8 + IPC_BYTES + UUID_BYTES;
+    pub const BYTES: usize = MAGIC.len() + 2 * 4 + 8 + Part::BYTES;
 
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
-        let fields: [&[u8]; 7] = [
+        let fields: [&[u8]; 5] = [
             &MAGIC,
-            &self.process.to_le_bytes(),
             &self.rank.to_le_bytes(),
             &self.ranks.to_le_bytes(),
             &self.arena_bytes.to_le_bytes(),
-            &self.ipc,
-            &self.uuid,
+            &self.memory.to_bytes(),
         ];
         fields.concat().try_into().expect("the fields have that length together")
     }
 
     /// `None`: of another version, or nothing of ours.
     pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
-        fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
-            let (taken, rest) = bytes.split_first_chunk()?;
-            *bytes = rest;
-            Some(*taken)
-        }
         if take(&mut bytes)? != MAGIC {
             return None;
         }
         let handle = Self {
-            process: u128::from_le_bytes(take(&mut bytes)?),
             rank: u32::from_le_bytes(take(&mut bytes)?),
             ranks: u32::from_le_bytes(take(&mut bytes)?),
             arena_bytes: u64::from_le_bytes(take(&mut bytes)?),
-            ipc: take(&mut bytes)?,
-            uuid: take(&mut bytes)?,
+            memory: Part::take(&mut bytes)?,
         };
         bytes.is_empty().then_some(handle)
     }
 
-    fn uuid(&self) -> String {
-        String::from_utf8_lossy(&self.uuid).trim_end_matches('\0').to_owned()
+    /// The arena of which a rank has told this, mapped for the GPU of one that has told `own`.
+    fn map(&self, context: &Arc<Context>, own: &Self) -> Result<Range, CudaError> {
+        let wrong = |reason| CudaError::GroupArena { rank: self.rank as usize, reason };
+        if (self.ranks, self.arena_bytes) != (own.ranks, own.arena_bytes) {
+            let (bytes, ranks) = (self.arena_bytes, self.ranks);
+            let (wanted, count) = (own.arena_bytes, own.ranks);
+            return Err(wrong(format!(
+                "has {bytes} bytes for {ranks} ranks, this one's {wanted} for {count}"
+            )));
+        }
+        let mapped = self.memory.map(context, "the arena of a rank", self.arena_bytes);
+        mapped.map_err(|error| wrong(format!("is of no use here: {error}")))
     }
 }
 
@@ -123,19 +115,11 @@ impl GroupArena {
         let bytes = unsafe { (library.functions().baton_group_arena_bytes)(ranks as i32, message) };
         let memory = DeviceMemory::new(context, "the arena of a group", bytes as usize)?;
         let data = memory.cut(bytes as usize)?;
-        let mut ipc = sys::CUipcMemHandle { reserved: [0; IPC_BYTES] };
-        // SAFETY: the address is the first of a live allocation; one handle is written.
-        unsafe { sys::cuIpcGetMemHandle(&mut ipc, data.address()) }.named("cuIpcGetMemHandle")?;
-        let mut uuid = [0; UUID_BYTES];
-        let text = context.device().uuid.as_bytes();
-        uuid[..text.len()].copy_from_slice(text);
         let handle = GroupHandle {
-            process: process::mark(),
             rank: rank as u32,
             ranks: ranks as u32,
             arena_bytes: bytes as u64,
-            ipc: ipc.reserved.map(|byte| byte as u8),
-            uuid,
+            memory: Part::of(context, &data)?,
         };
         let (context, library) = (Arc::clone(context), Arc::clone(library));
         Ok(Self { data, message_bytes, handle, context, library })
@@ -143,62 +127,7 @@ impl GroupArena {
 
     /// For the other ranks.
     pub fn handle(&self) -> GroupHandle {
-        self.handle
-    }
-}
-
-/// An arena of another process, mapped into this one.
-#[derive(Debug)]
-struct Mapped {
-    address: sys::CUdeviceptr,
-    context: Arc<Context>,
-}
-
-impl Mapped {
-    fn open(
-        context: &Arc<Context>,
-        own: &GroupHandle,
-        theirs: &GroupHandle,
-    ) -> Result<Self, CudaError> {
-        let rank = theirs.rank as usize;
-        let wrong = |reason: String| CudaError::GroupArena { rank, reason };
-        if theirs.process == own.process {
-            return Err(wrong("is of this process: every rank has one of its own".to_owned()));
-        }
-        if (theirs.ranks, theirs.arena_bytes) != (own.ranks, own.arena_bytes) {
-            let (bytes, ranks) = (theirs.arena_bytes, theirs.ranks);
-            let (wanted, count) = (own.arena_bytes, own.ranks);
-            return Err(wrong(format!(
-                "has {bytes} bytes for {ranks} ranks, this one's {wanted} for {count}"
-            )));
-        }
-        let uuid = theirs.uuid();
-        if uuid != own.uuid() {
-            let devices = context.driver().devices()?;
-            let Some(peer) = devices.iter().find(|device| device.uuid == uuid) else {
-                return Err(wrong(format!("is on GPU {uuid}, which this process is not shown")));
-            };
-            if context.driver().link(context.device(), peer)? == Link::None {
-                let here = &context.device().uuid;
-                return Err(wrong(format!("is on GPU {uuid}, which GPU {here} has no access to")));
-            }
-        }
-        let ipc = sys::CUipcMemHandle { reserved: theirs.ipc.map(|byte| byte as _) };
-        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-        let mut address = 0;
-        // SAFETY: one address is written. A handle that is stale or forged is answered with an error.
-        unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, ipc, flags) }
-            .named("cuIpcOpenMemHandle")?;
-        Ok(Self { address, context: Arc::clone(context) })
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        // After a fault that ended the context the mapping is gone with it.
-        let _ = self.context.bind();
-        // SAFETY: opened once, closed once; the group's last kernel is over, as its fields' order sees to.
-        let _ = unsafe { sys::cuIpcCloseMemHandle(self.address) };
+        self.handle.clone()
     }
 }
 
@@ -250,8 +179,8 @@ pub struct Group {
     library: Arc<KernelLibrary>,
     /// Where a stop passes the kernels that wait.
     aside: Stream<HostToDevice>,
-    /// Of the other ranks.
-    _mapped: Vec<Mapped>,
+    /// Arenas of the other ranks.
+    _mapped: Vec<Range>,
     data: Range,
 }
 
@@ -283,9 +212,9 @@ impl Group {
             } else if theirs.rank == own.rank {
                 return Err(wrong("is not the one that this rank has made"));
             } else {
-                let opened = Mapped::open(&context, &own, theirs)?;
-                let address = opened.address;
-                mapped.push(opened);
+                let arena = theirs.map(&context, &own)?;
+                let address = arena.address();
+                mapped.push(arena);
                 address
             };
         }
@@ -556,20 +485,18 @@ impl Drop for Group {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::ipc::tests::part;
 
     fn handle() -> GroupHandle {
-        let mut uuid = [0; UUID_BYTES];
-        uuid[..4].copy_from_slice(b"GPU-");
-        let ipc = std::array::from_fn(|index| index as u8);
-        GroupHandle { process: 7, rank: 1, ranks: 4, arena_bytes: 1 << 40, ipc, uuid }
+        GroupHandle { rank: 1, ranks: 4, arena_bytes: 1 << 40, memory: part(3) }
     }
 
     #[test]
     fn a_handle_reads_as_it_was_written_and_nothing_else_does() {
         let bytes = handle().to_bytes();
         assert_eq!(GroupHandle::from_bytes(&bytes), Some(handle()));
-        assert_eq!(handle().uuid(), "GPU-");
         assert_eq!(GroupHandle::from_bytes(&bytes[1..]), None);
+        assert_eq!(GroupHandle::from_bytes(&bytes[..bytes.len() - 1]), None);
         assert_eq!(GroupHandle::from_bytes(&[&bytes[..], &[0]].concat()), None);
         let mut other = bytes;
         other[7] += 1;

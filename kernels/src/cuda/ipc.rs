@@ -39,13 +39,13 @@ const STREAMS: usize = 2;
 const HANDLE_BYTES: usize = 64;
 const UUID_BYTES: usize = 40;
 
-/// Where one rank's heads of all blocks lie.
+/// Memory of one GPU that processes of this host may map: one rank's heads of all blocks, or where it sums.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     /// Of the process that owns the memory: the driver maps it into others only.
     process: u128,
     handle: [u8; HANDLE_BYTES],
-    /// From the allocation's base to the first block.
+    /// From the allocation's base to where the memory begins.
     offset: u64,
     pub uuid: String,
 }
@@ -69,24 +69,14 @@ impl Export {
         bytes.extend_from_slice(&MAGIC);
         bytes.extend_from_slice(&self.block_bytes.to_le_bytes());
         bytes.extend_from_slice(&self.block_count.to_le_bytes());
-        for Part { process, handle, offset, uuid } in &self.parts {
-            bytes.extend_from_slice(&process.to_le_bytes());
-            bytes.extend_from_slice(handle);
-            bytes.extend_from_slice(&offset.to_le_bytes());
-            let mut padded = [0; UUID_BYTES];
-            padded[..uuid.len()].copy_from_slice(uuid.as_bytes());
-            bytes.extend_from_slice(&padded);
+        for part in &self.parts {
+            bytes.extend_from_slice(&part.to_bytes());
         }
         bytes
     }
 
     /// `None`: of another version, or nothing of ours.
     pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
-        fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
-            let (taken, rest) = bytes.split_first_chunk()?;
-            *bytes = rest;
-            Some(*taken)
-        }
         if take(&mut bytes)? != MAGIC {
             return None;
         }
@@ -94,22 +84,44 @@ impl Export {
         let block_count = u32::from_le_bytes(take(&mut bytes)?);
         let mut parts = Vec::new();
         while !bytes.is_empty() && parts.len() < RANKS_MAX {
-            parts.push(Part {
-                process: u128::from_le_bytes(take(&mut bytes)?),
-                handle: take(&mut bytes)?,
-                offset: u64::from_le_bytes(take(&mut bytes)?),
-                uuid: {
-                    let padded: [u8; UUID_BYTES] = take(&mut bytes)?;
-                    str::from_utf8(&padded).ok()?.trim_end_matches('\0').to_owned()
-                },
-            });
+            parts.push(Part::take(&mut bytes)?);
         }
         let is_whole = bytes.is_empty() && !parts.is_empty();
         is_whole.then_some(Self { block_bytes, block_count, parts })
     }
 }
 
+/// The next bytes of a message, if there are so many.
+pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+    let (taken, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(*taken)
+}
+
 impl Part {
+    pub const BYTES: usize = 16 + HANDLE_BYTES + 8 + UUID_BYTES;
+
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut uuid = [0; UUID_BYTES];
+        uuid[..self.uuid.len()].copy_from_slice(self.uuid.as_bytes());
+        let fields: [&[u8]; 4] =
+            [&self.process.to_le_bytes(), &self.handle, &self.offset.to_le_bytes(), &uuid];
+        fields.concat().try_into().expect("the fields have that length together")
+    }
+
+    /// From the front of a message.
+    pub fn take(bytes: &mut &[u8]) -> Option<Self> {
+        Some(Self {
+            process: u128::from_le_bytes(take(bytes)?),
+            handle: take(bytes)?,
+            offset: u64::from_le_bytes(take(bytes)?),
+            uuid: {
+                let padded: [u8; UUID_BYTES] = take(bytes)?;
+                str::from_utf8(&padded).ok()?.trim_end_matches('\0').to_owned()
+            },
+        })
+    }
+
     /// Of memory that this process has taken.
     pub fn of(context: &Context, data: &Range) -> Result<Self, CudaError> {
         context.bind()?;
@@ -130,8 +142,13 @@ impl Part {
         })
     }
 
-    /// So many bytes of it, mapped for this GPU.
-    pub fn map(&self, context: &Arc<Context>, bytes: u64) -> Result<Range, String> {
+    /// So many bytes of it, mapped for this GPU; `what` they are is for errors.
+    pub fn map(
+        &self,
+        context: &Arc<Context>,
+        what: &'static str,
+        bytes: u64,
+    ) -> Result<Range, String> {
         let (own, theirs) = (&context.device().uuid, &self.uuid);
         if self.process == process::mark() {
             return Err("the driver maps no memory into the process that owns it".to_owned());
@@ -147,7 +164,7 @@ impl Part {
             }
         }
         let handle = sys::CUipcMemHandle { reserved: self.handle.map(|byte| byte as _) };
-        Range::mapped(context, "the peer's KV", handle, (self.offset, bytes))
+        Range::mapped(context, what, handle, (self.offset, bytes))
             .map_err(|error| format!("GPU {own} cannot map the memory of GPU {theirs}: {error}"))
     }
 }
@@ -219,7 +236,7 @@ impl IpcMemory {
         for (their_rank, part) in export.parts.iter().enumerate() {
             let shared = shared_heads(layout, (their_rank, theirs), (rank, ours));
             let Some(strides) = shared else { continue };
-            let memory = part.map(kv.context(), bytes)?;
+            let memory = part.map(kv.context(), "the peer's KV", bytes)?;
             pieces.push(Piece { memory, strides });
         }
         let stream = |_| Stream::new(kv.context());
@@ -437,11 +454,11 @@ impl Drop for CudaPull {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::layout::Dtype;
 
-    fn part(number: u8) -> Part {
+    pub fn part(number: u8) -> Part {
         Part {
             process: 7 + u128::from(number),
             handle: std::array::from_fn(|index| index as u8 + number),

@@ -80,7 +80,8 @@ impl DeviceKv {
         let device = driver.device(Some(&part.uuid)).map_err(named)?;
         let context = Context::new(driver, device).map_err(named)?;
         let blocks = export.block_count;
-        let data = part.map(&context, export.block_bytes.saturating_mul(blocks.into()))?;
+        let data =
+            part.map(&context, "a rank's KV", export.block_bytes.saturating_mul(blocks.into()))?;
         Self::over(&context, layout, blocks, data, Some(part.clone())).map_err(named)
     }
 
