@@ -50,7 +50,7 @@ fn place(
     let options = CudaOptions::new(WeightFormat::F32);
     let mut cuda = CudaBackend::new(context, library.clone(), options).unwrap();
     if let Some(group) = group {
-        cuda = cuda.in_group(group).unwrap();
+        cuda = cuda.in_group(group);
     }
     let tokens = cuda.shard().tokens(vocabulary as usize);
     let make = |cuda: &CudaBackend| cuda.wide_buffer(rows as usize, tokens.len());

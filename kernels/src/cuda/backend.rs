@@ -7,7 +7,6 @@
 use std::{
     cell::Cell,
     num::NonZeroUsize,
-    ops,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -25,7 +24,6 @@ use super::{
     graph::Graph,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
-    overlap::Overlap,
     product::{Product, Products, WORKSPACE_BYTES},
     skinny::Skinny,
     step::CudaStep,
@@ -53,9 +51,6 @@ pub struct CudaOptions {
     /// A step's plan has two places to go up through, so that it need not wait for the one before it
     /// to be read.
     pub two_upload_slots: bool,
-    /// Of several ranks: rows of a prompt whose sum over the ranks runs under the product of the next
-    /// ones; 0: it does not.
-    pub overlap_rows: usize,
 }
 
 impl CudaOptions {
@@ -68,7 +63,6 @@ impl CudaOptions {
             graphs: true,
             dependent_launch: true,
             two_upload_slots: true,
-            overlap_rows: Overlap::ROWS,
         }
     }
 }
@@ -94,8 +88,6 @@ pub struct CudaBackend {
     uploads: Mutex<Option<Uploads>>,
     fault: Mutex<Option<CudaError>>,
     group: Option<Group>,
-    /// Where sums run beside products, if they do.
-    pub(super) overlap: Option<Overlap>,
 }
 
 impl CudaBackend {
@@ -152,17 +144,12 @@ impl CudaBackend {
             uploads: Mutex::new(None),
             fault: Mutex::new(None),
             group: None,
-            overlap: None,
         })
     }
 
     /// As one rank of a group, which computes its part of a model.
-    pub fn in_group(self, group: Group) -> Result<Self, CudaError> {
-        let overlap = match self.options.overlap_rows {
-            0 => None,
-            _ => Some(Overlap::new(&self.context)?),
-        };
-        Ok(Self { group: Some(group), overlap, ..self })
+    pub fn in_group(self, group: Group) -> Self {
+        Self { group: Some(group), ..self }
     }
 
     pub fn group(&self) -> Option<&Group> {
@@ -260,7 +247,6 @@ impl CudaBackend {
     pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
         self.check()?;
         assert_eq!(buffer.pending.get(), None, "rows that are not finished are not read");
-        self.finish_overlap()?;
         self.compute.synchronize()?;
         let count = buffer.bytes(rows) / buffer.dtype.bytes();
         let values = match buffer.dtype {
@@ -305,44 +291,21 @@ impl CudaBackend {
         self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sum over the ranks of some rows of `x`, in place.
-    pub(super) fn sum_rows(
-        &self,
-        x: &CudaBuffer,
-        rows: ops::Range<usize>,
-        is_dependent: bool,
-        stream: &Stream<Compute>,
-    ) -> Result<(), CudaError> {
-        let group = self.group.as_ref().expect("only a rank has partial sums");
+    /// The sum over the ranks of the first rows of `x`, in place.
+    fn sum_rows(&self, group: &Group, rows: usize, x: &CudaBuffer) -> Result<(), CudaError> {
         let row_bytes = x.stride * x.dtype.bytes();
         // What the arenas take at a time.
         let rows_most = group.message_bytes() / row_bytes;
-        if rows_most == 0 && !rows.is_empty() {
+        if rows_most == 0 && rows > 0 {
             let (wanted, left) = (row_bytes as u64, group.message_bytes() as u64);
             return Err(CudaError::RangeFull { what: "a row's sum", wanted, left });
         }
-        let end = rows.end;
-        rows.step_by(rows_most.max(1)).try_for_each(|first| {
-            let rows = rows_most.min(end - first);
+        (0..rows).step_by(rows_most.max(1)).try_for_each(|first| {
+            let rows = rows_most.min(rows - first);
             let shape = SumRows { dtype: x.dtype, rows, width: x.stride };
-            let at = first * row_bytes;
-            group.sum_at(shape, (&x.data, at), is_dependent, stream)
+            let (at, is_dependent) = (first * row_bytes, self.options.dependent_launch);
+            group.sum_at(shape, (&x.data, at), is_dependent, &self.compute)
         })
-    }
-
-    /// The compute stream waits for rows that are normed beside it.
-    pub(super) fn finish_overlap(&self) -> Result<(), CudaError> {
-        self.overlap.as_ref().map_or(Ok(()), |overlap| overlap.finish(&self.compute))
-    }
-
-    pub(super) fn run_product(
-        &mut self,
-        product: Product,
-        x: &Range,
-        w: &Range,
-        out: &Range,
-    ) -> Result<(), CudaError> {
-        self.products.run(product, x, w, out, &self.compute)
     }
 
     /// Keeps the first fault.
@@ -364,7 +327,6 @@ impl CudaBackend {
         call: impl FnOnce(&ffi::Functions, ffi::RawStream) -> i32,
     ) {
         if !self.is_faulty() {
-            self.note(self.finish_overlap());
             let code = call(self.library.functions(), self.compute.raw().cast());
             self.note(self.library.check(name, code));
         }
@@ -533,10 +495,6 @@ impl Backend for CudaBackend {
         if self.is_faulty() {
             return;
         }
-        match self.product_in_buckets(rows, (x, w), out) {
-            Ok(false) => {}
-            outcome => return self.note(outcome.map(drop)),
-        }
         // A rank's norms are finished where they are summed: the product is the same.
         if x.pending.get().is_some() || self.group.is_some() {
             if self.skinny_product(rows, (x, w), out) {
@@ -616,7 +574,6 @@ impl Backend for CudaBackend {
         if step.rows() == 0 || self.is_faulty() {
             return;
         }
-        self.note(self.finish_overlap());
         let queries = qkv.data.part(0, qkv.bytes(step.rows()));
         let to = out.data.part(0, out.bytes(step.rows()));
         let outcome = self.attention.run(
@@ -659,14 +616,10 @@ impl Backend for CudaBackend {
     }
 
     fn all_reduce(&mut self, rows: usize, x: &mut CudaBuffer) {
-        if self.group.is_none() {
-            return;
-        }
+        let Some(group) = &self.group else { return };
         assert_eq!(x.pending.get(), None, "all_reduce: the terms are finished");
         if !self.is_faulty() {
-            let (is_dependent, compute) = (self.options.dependent_launch, &self.compute);
-            let outcome = self.finish_overlap();
-            self.note(outcome.and_then(|()| self.sum_rows(x, 0..rows, is_dependent, compute)));
+            self.note(self.sum_rows(group, rows, x));
         }
     }
 
@@ -719,14 +672,7 @@ impl Backend for CudaBackend {
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
-        if self.overlaps(rows) {
-            if !self.is_faulty() {
-                wide(residual);
-                let norm = (norm, eps);
-                let outcome = self.project_in_buckets(rows, (x, w), delta, residual, norm, out);
-                self.note(outcome);
-            }
-        } else if self.group.is_some() {
+        if self.group.is_some() {
             // What a rank's product brings is a part of the sum.
             self.matmul(rows, x, w, delta);
             self.sum_onto_residual(rows, delta, residual, (norm, eps), out);

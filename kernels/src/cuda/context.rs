@@ -156,22 +156,9 @@ unsafe impl<R: Role> Sync for Stream<R> {}
 
 impl<R: Role> Stream<R> {
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        // What the driver gives one that says nothing.
-        Self::with_priority(context, 0)
-    }
-
-    /// One whose kernels begin before those of others that wait for room as well.
-    pub fn urgent(context: &Arc<Context>) -> Result<Self, CudaError> {
-        context.bind()?;
-        let range = result::stream::get_priority_range().named("cuCtxGetStreamPriorityRange")?;
-        Self::with_priority(context, range.1)
-    }
-
-    fn with_priority(context: &Arc<Context>, priority: i32) -> Result<Self, CudaError> {
         context.bind()?;
         let kind = result::stream::StreamKind::NonBlocking;
-        let raw = result::stream::create_with_priority(kind, priority)
-            .named("cuStreamCreateWithPriority")?;
+        let raw = result::stream::create(kind).named("cuStreamCreate")?;
         Ok(Self { raw, context: Arc::clone(context), role: PhantomData })
     }
 

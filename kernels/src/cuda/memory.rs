@@ -179,11 +179,6 @@ impl Range {
         self.address() + offset as u64
     }
 
-    /// `bytes` bytes at `offset`, which last as long as any other part of the allocation.
-    pub(super) fn section(&self, offset: usize, bytes: usize) -> Self {
-        Self { base: self.part(offset, bytes), bytes, allocation: self.allocation.clone() }
-    }
-
     /// Sets every byte, in the stream's order.
     pub fn fill<R: Role>(&self, byte: u8, stream: &Stream<R>) -> Result<(), CudaError> {
         // SAFETY: the range is ours, and lives while it is held; freeing waits for the work.

@@ -35,7 +35,6 @@ mod library;
 mod links;
 mod memory;
 mod nccl;
-mod overlap;
 mod plan;
 mod probe;
 mod process;

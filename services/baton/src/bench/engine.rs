@@ -117,9 +117,6 @@ pub struct EngineArgs {
     /// On a GPU, places that steps' plans go up through: 1 or 2.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2))]
     upload_slots: u8,
-    /// On several GPUs, rows of a prompt whose sum runs under the product of the next ones; 0: none.
-    #[arg(long, default_value_t = 0)]
-    overlap_rows: usize,
     /// On a GPU, the thread that plans steps keeps its core awake while one runs: on or off.
     #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     poll: bool,
@@ -422,7 +419,6 @@ fn options(args: &EngineArgs) -> CudaOptions {
         graphs: args.graphs,
         dependent_launch: args.dependent_launch,
         two_upload_slots: args.upload_slots == 2,
-        overlap_rows: args.overlap_rows,
     }
 }
 
