@@ -21,7 +21,7 @@ use tracing::{error, info};
 use crate::{
     node::{Addresses, Node},
     settings::SECTIONS,
-    tensor_parallel::{self, RANK_FLAG},
+    tensor_parallel,
 };
 
 const READY_FILE_FLAG: &str = "ready-file";
@@ -41,7 +41,7 @@ pub fn run(role: Role) -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => return complain(name, &error, USAGE).into(),
     };
-    if let Some(seat) = parsed.matches.get_one::<Seat>(RANK_FLAG) {
+    if let Some(seat) = parsed.matches.get_one::<Seat>(Seat::FLAG) {
         return run_rank(role, seat, &parsed.config).into();
     }
     if let Err(error) = prepare_nccl(&parsed.config) {
@@ -151,8 +151,8 @@ fn command(role: Role) -> Command {
         .value_name("PATH")
         .value_parser(clap::value_parser!(PathBuf))
         .help("Where to write a line of JSON with this node's addresses once it is ready");
-    let rank = Arg::new(RANK_FLAG)
-        .long(RANK_FLAG)
+    let rank = Arg::new(Seat::FLAG)
+        .long(Seat::FLAG)
         .value_parser(|text: &str| text.parse::<Seat>())
         // Nodes start their ranks with it; people have node.tp.
         .hide(true);

@@ -1,6 +1,6 @@
 //! A node whose executor is several processes: how it starts its ranks, and how a rank begins.
 //!
-//! The ranks are this program again, with its own arguments and [`RANK_FLAG`].
+//! The ranks are this program again, with its own arguments and the flag of its seat.
 //!
 //! On CPUs the KV arena lies in memory that all of them have mapped, with the blocks of all heads: each
 //! rank computes its own heads there, and the node's transfers see whole blocks, as with one rank. In
@@ -11,12 +11,8 @@
 //! where they sum, which is on the GPUs.
 
 use std::{
-    env,
     ffi::OsString,
-    mem::ManuallyDrop,
-    os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
     sync::Arc,
     time::Duration,
 };
@@ -46,15 +42,10 @@ use crate::{
     settings::{self, SettingsError},
 };
 
-/// By this flag a process learns that it is a rank, and which. Nobody else gives it.
-pub(crate) const RANK_FLAG: &str = "rank";
-
 /// What the region of KV and sums says it is for.
 const PURPOSE: &str = "kv";
 /// No exchange between ranks waits longer. A rank that is gone is noticed far sooner, by the node.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Until all ranks of GPUs have loaded; a rank that cannot is noticed sooner, by the node.
-const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 /// Where pages begin.
 const PAGE: usize = 4096;
 
@@ -135,7 +126,7 @@ pub(crate) fn start(
     let name = RegionName::own(epoch, PURPOSE);
     let start = |blocks, gpus| {
         let told = Told { model: path.to_owned(), region: name.clone(), blocks, gpus };
-        RankGroup::start(GroupSettings::new(epoch, of, told.encode()), command)
+        RankGroup::start(GroupSettings::new(epoch, of, told.encode()), Seat::command)
     };
     let (group, arena) = match gpus {
         None => {
@@ -147,7 +138,7 @@ pub(crate) fn start(
             (group, arena)
         }
         Some(gpus) => {
-            let region = SharedRegion::create(&name, Group::region_bytes(of as usize))?;
+            let region = SharedRegion::create(&name, CudaRank::region_bytes(of as usize))?;
             // This process' own contexts take memory too: before the ranks look how much is left for KV.
             let _contexts = device::contexts(&gpus)?;
             let mut group = start(0, gpus)?;
@@ -179,18 +170,6 @@ pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), 
     Err(SettingsError::Ranks { tp, on, kv_heads, allowed })
 }
 
-/// This program again, also when its file has another by now.
-fn command(seat: &Seat) -> Command {
-    let mut arguments = env::args_os();
-    let mut command = Command::new("/proc/self/exe");
-    if let Some(name) = arguments.next() {
-        command.arg0(name);
-    }
-    command.args(arguments).arg(format!("--{RANK_FLAG}")).arg(seat.to_string());
-    command.stdin(Stdio::null()).stdout(Stdio::null());
-    command
-}
-
 /// The whole life of a rank's process, once its settings are read.
 pub(crate) fn run(seat: &Seat, config: &Config) -> Result<(), ranks::RankError> {
     run_rank(seat, |told| {
@@ -220,17 +199,14 @@ fn on_gpu(
     let checkpoint = opened(config, told)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    let region = SharedRegion::open(&told.region, Group::region_bytes(seat.of as usize))?;
-    let exchange = Group::new(&region, 0, shard(seat), LOAD_PATIENCE);
-    // After an error it stays: the others would say that this rank has left, and not why.
-    let mut rank = ManuallyDrop::new(CudaRank::new(exchange));
-    let gpu = device::open_gpu(config, weights, Some(gpu))?;
-    let Started { executor, kv, .. } = gpu.start(config, &checkpoint, layout, Some(&mut *rank))?;
-    let says = IpcMemory::new(kv).export();
-    let says = says.map_err(CudaExecutorError::Together)?;
-    drop(ManuallyDrop::into_inner(rank));
-    info!(rank = seat.rank, of = seat.of, "loaded the rank's part of the weights onto its GPU");
-    Ok((Box::new(executor), says))
+    CudaRank::open(&told.region, shard(seat))?.start(|rank| {
+        let gpu = device::open_gpu(config, weights, Some(gpu))?;
+        let Started { executor, kv, .. } = gpu.start(config, &checkpoint, layout, Some(rank))?;
+        let says = IpcMemory::new(kv).export();
+        let says = says.map_err(CudaExecutorError::Together)?;
+        info!(rank = seat.rank, of = seat.of, "loaded the rank's part of the weights onto its GPU");
+        Ok((Box::new(executor) as Box<dyn Executor>, says))
+    })
 }
 
 fn shard(seat: &Seat) -> Shard {

@@ -22,8 +22,8 @@ use engine::{
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
     plan::{Span, StepId, StepPlan, StepResult, StepRun},
 };
-use kernels::shared::{self, Atomics, RegionName, SharedError};
-use tracing::{info, warn};
+use kernels::shared::{Atomics, RegionName, SharedError};
+use tracing::warn;
 
 use crate::{
     codec::{self, Answer, Failure, StepAnswer, WireResult},
@@ -225,7 +225,7 @@ pub struct RankGroup {
 
 impl RankGroup {
     /// Starts a process for each rank, by the command that is made for its seat, and waits until all
-    /// are ready.
+    /// are ready. What dead processes left of such memory stays (`kernels::shared::sweep`).
     ///
     /// # Errors
     /// When memory is missing, or a rank does not become ready. All processes are ended then.
@@ -233,9 +233,6 @@ impl RankGroup {
         settings: GroupSettings,
         command: impl Fn(&Seat) -> Command + Send + Sync + 'static,
     ) -> Result<Self, GroupError> {
-        for name in shared::sweep() {
-            info!(owner = name.owner, purpose = name.purpose, "removed what a dead node left");
-        }
         let purpose = match settings.number {
             0 => PURPOSE.to_owned(),
             number => format!("{PURPOSE}{number}"),

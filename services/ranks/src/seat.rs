@@ -1,6 +1,11 @@
 //! Which rank of which group a process is.
 
-use std::{fmt, str::FromStr};
+use std::{
+    env, fmt,
+    os::unix::process::CommandExt,
+    process::{Command, Stdio},
+    str::FromStr,
+};
 
 use kernels::{shard::RANKS_MAX, shared::RegionName};
 
@@ -11,6 +16,23 @@ pub struct Seat {
     pub region: RegionName,
     pub rank: u32,
     pub of: u32,
+}
+
+impl Seat {
+    /// By this flag a process learns that it is a rank, and which. Nobody else gives it.
+    pub const FLAG: &str = "rank";
+
+    /// This program again, also when its file has another by now, with its own arguments and the flag.
+    pub fn command(&self) -> Command {
+        let mut arguments = env::args_os();
+        let mut command = Command::new("/proc/self/exe");
+        if let Some(name) = arguments.next() {
+            command.arg0(name);
+        }
+        command.args(arguments).arg(format!("--{}", Self::FLAG)).arg(self.to_string());
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

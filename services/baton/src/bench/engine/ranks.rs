@@ -1,8 +1,6 @@
 //! The engine of several ranks, a process and a GPU each: this program again, with its own arguments.
 
-use std::{
-    env, mem::ManuallyDrop, process::Command, process::Stdio, time::Duration, time::Instant,
-};
+use std::time::Instant;
 
 use ::ranks::{GroupSettings, RankGroup, Seat, run_rank};
 use anyhow::{Context as _, Result, anyhow, ensure};
@@ -12,9 +10,8 @@ use engine::executor::{
 };
 use kernels::{
     KvArena, Shard,
-    cpu::Group,
     cuda::{CudaBackend, DeviceKv, Driver},
-    shared::{RegionName, SharedRegion},
+    shared::{RegionName, SharedRegion, sweep},
 };
 use model::Checkpoint;
 
@@ -23,8 +20,6 @@ use crate::{bench::tune, model_store};
 
 /// What the region of the ranks' words says it is for.
 const PURPOSE: &str = "bench_kv";
-/// For weights of any size.
-const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 
 /// The GPU of each rank.
 fn gpus(args: &EngineArgs) -> Result<Vec<String>> {
@@ -66,15 +61,10 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
     getrandom::fill(&mut epoch).map_err(|error| anyhow!("no random numbers: {error}"))?;
     let epoch = u128::from_le_bytes(epoch);
     let name = RegionName::own(epoch, PURPOSE);
-    let region = SharedRegion::create(&name, Group::region_bytes(args.tp as usize))?;
+    sweep();
+    let region = SharedRegion::create(&name, CudaRank::region_bytes(args.tp as usize))?;
     let told = name.file_name().into_bytes();
-    let command = |seat: &Seat| {
-        let mut command = Command::new("/proc/self/exe");
-        command.args(env::args_os().skip(1)).args(["--rank", &seat.to_string()]);
-        command.stdin(Stdio::null()).stdout(Stdio::null());
-        command
-    };
-    let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), command)?;
+    let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), Seat::command)?;
     region.unlink();
     group.poll(args.poll);
     let parts = vec![roof, StartPart::new("ranks", begun.elapsed())];
@@ -85,21 +75,18 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
 /// The life of one rank.
 pub(super) fn run(args: &EngineArgs, seat: &Seat) -> Result<()> {
     run_rank(seat, |told| {
-        // Kept after an error: the others would say that this rank has left, and not why.
-        let mut rank = ManuallyDrop::new(joined(seat, told).map_err(|error| format!("{error:#}"))?);
-        let executor = load(args, seat, &mut rank).map_err(|error| format!("{error:#}"))?;
-        drop(ManuallyDrop::into_inner(rank));
-        Ok((executor, Vec::new()))
+        let rank = opened(seat, told).map_err(|error| format!("{error:#}"))?;
+        let executor = rank.start(|rank| load(args, seat, rank));
+        Ok((executor.map_err(|error| format!("{error:#}"))?, Vec::new()))
     })?;
     Ok(())
 }
 
-fn joined(seat: &Seat, told: &[u8]) -> Result<CudaRank> {
+fn opened(seat: &Seat, told: &[u8]) -> Result<CudaRank> {
     let name = str::from_utf8(told).ok().and_then(RegionName::parse);
     let name = name.context("what it is told is not what this program tells")?;
-    let region = SharedRegion::open(&name, Group::region_bytes(seat.of as usize))?;
     let shard = Shard::new(seat.rank as usize, seat.of as usize).context("there is such a rank")?;
-    Ok(CudaRank::new(Group::new(&region, 0, shard, LOAD_PATIENCE)))
+    Ok(CudaRank::open(&name, shard)?)
 }
 
 fn load(args: &EngineArgs, seat: &Seat, rank: &mut CudaRank) -> Result<CudaExecutor> {

@@ -3,12 +3,13 @@
 //! They tell each other over memory of the host that all have mapped; what they sum they then write into
 //! each other's GPUs.
 
-use std::time::Duration;
+use std::{mem::ManuallyDrop, time::Duration};
 
 use kernels::{
     Shard,
     cpu::{Group as Exchange, GroupError},
     cuda::{CudaBackend, Group, GroupArena, GroupHandle},
+    shared::{RegionName, SharedError, SharedRegion},
 };
 
 use super::CudaExecutorError;
@@ -19,6 +20,8 @@ const MESSAGE_BYTES: usize = 16 << 20;
 /// How long a sum waits for another rank. That one is gone is noticed sooner, by the node; a rank that
 /// loads its kernels for the first time takes its time.
 const SUM_PATIENCE: Duration = Duration::from_secs(30);
+/// Until all ranks have loaded weights of any size; a rank that cannot is noticed sooner, by the node.
+const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 
 /// One rank among those of its node.
 pub struct CudaRank {
@@ -28,6 +31,26 @@ pub struct CudaRank {
 impl CudaRank {
     pub fn new(exchange: Exchange) -> Self {
         Self { exchange }
+    }
+
+    /// In memory that the ranks' node has made for this.
+    pub fn open(region: &RegionName, shard: Shard) -> Result<Self, SharedError> {
+        let region = SharedRegion::open(region, Self::region_bytes(shard.of()))?;
+        Ok(Self::new(Exchange::new(&region, 0, shard, LOAD_PATIENCE)))
+    }
+
+    /// What the ranks tell each other their places in.
+    pub fn region_bytes(ranks: usize) -> usize {
+        Exchange::region_bytes(ranks)
+    }
+
+    /// Has this rank's executor made. After an error the rank stays among the others: they would say that
+    /// it has left, and not why.
+    pub fn start<T, E>(self, make: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
+        let mut rank = ManuallyDrop::new(self);
+        let made = make(&mut rank)?;
+        drop(ManuallyDrop::into_inner(rank));
+        Ok(made)
     }
 
     /// The backend as this rank's. Comes back once all ranks have theirs.
