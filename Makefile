@@ -10,8 +10,14 @@ DTYPE ?= bf16
 # The build profile: release, dist, or dev for a quick look.
 PROFILE ?= release
 BIN = $(or $(CARGO_TARGET_DIR),target)/$(PROFILE:dev=debug)
-# What is shipped has each function once that compiles to the same code (rustc links with LLD there).
-FOLD = --config 'target.x86_64-unknown-linux-gnu.rustflags=["-Clink-arg=-Wl,--icf=all"]'
+CARGO_HOME ?= $(HOME)/.cargo
+# What is shipped has each function once that compiles to the same code (rustc links with LLD there), does
+# not say where crates lay when it was built, and has its relocations packed where this machine's C library
+# reads them so, from 2.36 on: it starts with no older one then. PACK= leaves them as they are.
+PACK ?= $(shell printf '2.36\n%s\n' "$$(getconf GNU_LIBC_VERSION 2>&- | tr -d 'a-z ')" | sort -VC \
+	&& echo '"-Clink-arg=-Wl,-z,pack-relative-relocs",')
+SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-arg=-Wl,--icf=all", \
+	"--remap-path-prefix=$(CARGO_HOME)/registry/src/="]'
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
@@ -26,7 +32,7 @@ run: build ## Fetch the model, build, start a cluster, stream one answer, keep s
 		--http $(HTTP) --grpc $(GRPC) --dtype $(DTYPE) --sample $(if $(ONCE),--once)
 
 build: deps ## The four binaries, in target/release.
-	$(CARGO) build --profile $(PROFILE) --locked $(if $(filter dist,$(PROFILE)),$(FOLD)) $(SERVICES)
+	$(CARGO) build --profile $(PROFILE) --locked $(if $(filter dist,$(PROFILE)),$(SHIPPED)) $(SERVICES)
 
 model: deps ## Fetch the model that the tests use.
 	$(CARGO) run --quiet --locked -p baton -- model fetch smollm2-135m
