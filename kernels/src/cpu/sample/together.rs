@@ -13,20 +13,27 @@
 //!    are counted.
 //!
 //! What a row sends depends on its sampling and the vocabulary alone, so everybody knows every length.
+//! How it looks is [`message`]'s.
+
+mod message;
 
 use std::{
     ops::Range,
     sync::{Mutex, PoisonError},
 };
 
+use self::message::{
+    BEST_WORDS, Greatest, Told, Words, take_total, take_winner, tell_likely, tell_tokens,
+    tell_total, tell_winner,
+};
 use super::{
     super::{
         buffer::CpuBuffer,
         collective::{Group, GroupError},
         threads::ThreadPool,
     },
-    GREEDY_BELOW, RUN, SampleError, SampleRow, Scratch, draw, history, keep, logprobs, look_over,
-    run_totals, sample_with, weigh,
+    GREEDY_BELOW, RUN, SampleError, SampleRow, Scratch, draw, history, keep, logprobs, sample_with,
+    weigh,
 };
 use crate::{
     cpu::isa::Level,
@@ -144,63 +151,6 @@ impl<'a> Row<'a> {
         self.outcome.is_none() && self.choice != Choice::Whole
     }
 }
-
-/// A rank's greatest logit of a row.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Greatest {
-    token: u32,
-    logit: f32,
-    /// The first that is NaN or +∞.
-    bad: Option<(u32, f32)>,
-}
-
-impl Greatest {
-    const WORDS: usize = 4;
-
-    /// Of the tokens from `first` on.
-    fn of(level: Level, first: u32, logits: &[f32]) -> Self {
-        let (logit, is_bad) = look_over(level, logits);
-        let find = |is_it: &dyn Fn(f32) -> bool| {
-            let found = logits.iter().position(|&value| is_it(value))?;
-            Some((first + found as u32, logits[found]))
-        };
-        let bad = is_bad.then(|| find(&|value| value.is_nan() || value == f32::INFINITY)).flatten();
-        let token = find(&|value| value == logit).map_or(first, |(token, _)| token);
-        Self { token, logit, bad }
-    }
-
-    fn words(self) -> [u32; Self::WORDS] {
-        let (bad_token, bad) = self.bad.unwrap_or((u32::MAX, 0.0));
-        [self.token, self.logit.to_bits(), bad_token, bad.to_bits()]
-    }
-
-    fn read(words: &[u32]) -> Self {
-        let [token, logit, bad_token, bad] = words[..] else { unreachable!("as many as written") };
-        let bad = (bad_token != u32::MAX).then_some((bad_token, f32::from_bits(bad)));
-        Self { token, logit: f32::from_bits(logit), bad }
-    }
-
-    /// Of the whole row, and whose it is; ranks come in the order of their tokens.
-    fn whole(
-        parts: impl Iterator<Item = Self>,
-        vocabulary: usize,
-    ) -> Result<(usize, Self), SampleError> {
-        let mut whole: Option<(usize, Self)> = None;
-        for (rank, part) in parts.enumerate() {
-            if let Some((token, value)) = part.bad {
-                return Err(SampleError::BadLogit { token, value });
-            }
-            if whole.is_none_or(|(_, best)| part.logit > best.logit) {
-                whole = Some((rank, part));
-            }
-        }
-        let whole = whole.filter(|(_, best)| best.logit != f32::NEG_INFINITY);
-        whole.ok_or(SampleError::NoCandidate { vocabulary })
-    }
-}
-
-/// Raw and adjusted, and the raw logit of the token that is best after adjusting.
-const BEST_WORDS: usize = 2 * Greatest::WORDS + 1;
 
 pub(crate) fn sample_together(
     level: Level,
@@ -327,6 +277,24 @@ fn tell_best(level: Level, scratch: &mut Scratch, first: u32, logits: &[f32], ro
     row.message.push(raw_logit.unwrap_or(f32::NEG_INFINITY).to_bits());
 }
 
+/// Of the whole row, and whose it is; ranks come in the order of their tokens.
+fn greatest_of_all(
+    parts: impl Iterator<Item = Greatest>,
+    vocabulary: usize,
+) -> Result<(usize, Greatest), SampleError> {
+    let mut whole: Option<(usize, Greatest)> = None;
+    for (rank, part) in parts.enumerate() {
+        if let Some((token, value)) = part.bad {
+            return Err(SampleError::BadLogit { token, value });
+        }
+        if whole.is_none_or(|(_, best)| part.logit > best.logit) {
+            whole = Some((rank, part));
+        }
+    }
+    let whole = whole.filter(|(_, best)| best.logit != f32::NEG_INFINITY);
+    whole.ok_or(SampleError::NoCandidate { vocabulary })
+}
+
 impl Row<'_> {
     fn take_best(&mut self, parts: &[&[u32]], vocabulary: usize) {
         if self.outcome.is_some() {
@@ -334,8 +302,8 @@ impl Row<'_> {
         }
         let raw = parts.iter().map(|part| Greatest::read(&part[..Greatest::WORDS]));
         let best = parts.iter().map(|part| Greatest::read(&part[Greatest::WORDS..BEST_WORDS - 1]));
-        let found = Greatest::whole(raw, vocabulary)
-            .and_then(|(_, raw)| Ok((raw, Greatest::whole(best, vocabulary)?)));
+        let found = greatest_of_all(raw, vocabulary)
+            .and_then(|(_, raw)| Ok((raw, greatest_of_all(best, vocabulary)?)));
         match found {
             Err(error) => self.outcome = Some(Err(error)),
             Ok((raw, (rank, best))) => {
@@ -364,7 +332,7 @@ impl Row<'_> {
             Choice::Among { told_max, top_k } => {
                 let told: Vec<Told> =
                     parts.iter_mut().map(|part| Told::read(part, told_max)).collect();
-                let whole = (top_k == 0).then(|| take_total(&mut parts, slices));
+                let whole = (top_k == 0).then(|| take_total(&mut parts, slices.runs_max));
                 let key = self.key();
                 self.chosen = kept(&told, top_k, self.asked.sampling.top_p, whole).map(|kept| {
                     let id = draw::among(key, &kept);
@@ -378,7 +346,7 @@ impl Row<'_> {
             return;
         };
         let logprobs = self.asked.sampling.logprobs.map(|count| {
-            let log_total = take_total(&mut parts, slices).ln();
+            let log_total = take_total(&mut parts, slices.runs_max).ln();
             let count = count as usize;
             let best: Vec<(u32, f32)> = parts
                 .iter_mut()
@@ -427,17 +395,16 @@ fn tell_choice(
                     .collect();
                 draw::first_among(key, &kept)
             };
-            let arrival = winner.arrival.to_bits();
             let logit = match winner == draw::Winner::NOBODY {
                 true => 0.0,
                 false => logit_of(winner.token),
             };
-            message.extend([arrival as u32, (arrival >> 32) as u32, winner.token, logit.to_bits()]);
+            tell_winner(winner, logit, message);
         }
         Choice::Among { told_max, top_k } => {
             tell_likely(level, weights, sampling.min_p, told_max, first, raw, message);
             if top_k == 0 {
-                tell_total(level, weights, sampling.min_p, slices, message);
+                tell_total(level, weights, sampling.min_p, slices.runs_max, message);
             }
         }
         Choice::Whole => unreachable!("it does not go on"),
@@ -445,102 +412,11 @@ fn tell_choice(
     if let Some(count) = sampling.logprobs {
         weights.resize(raw.len(), 0.0);
         weigh(level, raw, row.raw_best, 1.0, weights);
-        tell_total(level, weights, 0.0, slices, message);
+        tell_total(level, weights, 0.0, slices.runs_max, message);
         let wanted = (count as usize).min(slices.vocabulary);
-        let mut best = logprobs::top_ids(raw, wanted as u32).into_iter();
-        for _ in 0..wanted {
-            let token = best.next();
-            message.push(token.map_or(u32::MAX, |id| first + id));
-            message.push(token.map_or(0, |id| raw[id as usize].to_bits()));
-        }
+        let best = logprobs::top_ids(raw, wanted as u32).into_iter();
+        tell_tokens(wanted, best.map(|id| (first + id, raw[id as usize])), message);
     }
-}
-
-/// The sums of the rank's runs, as many as any rank has: one that is missing adds nothing.
-fn tell_total(level: Level, weights: &[f32], floor: f32, slices: &Slices, message: &mut Vec<u32>) {
-    let totals = run_totals(level, weights, floor);
-    let missing = slices.runs_max - totals.len();
-    message.extend(totals.into_iter().map(f32::to_bits));
-    message.extend(std::iter::repeat_n(0, missing));
-}
-
-/// The sum over the whole row, added up as [`super::total`] does.
-fn take_total(parts: &mut [Words<'_>], slices: &Slices) -> f64 {
-    let runs = parts.iter_mut().flat_map(|part| part.take(slices.runs_max));
-    runs.fold(0.0, |total, &run| total + f64::from(f32::from_bits(run)))
-}
-
-/// The most likely of the rank's tokens: how many, whether that is all, then each with its weight and
-/// its raw logit, in the room of `told_max`.
-fn tell_likely(
-    level: Level,
-    weights: &[f32],
-    min_p: f32,
-    told_max: usize,
-    first: u32,
-    raw: &[f32],
-    message: &mut Vec<u32>,
-) {
-    let mut likely = Vec::new();
-    let mut is_all = false;
-    for cut in keep::CUTS {
-        let cut = cut.max(min_p);
-        keep::gather(level, weights, cut, &mut likely);
-        is_all = cut <= min_p && likely.len() <= told_max;
-        if likely.len() >= told_max || cut <= min_p {
-            break;
-        }
-    }
-    if likely.len() > told_max {
-        likely.select_nth_unstable(told_max - 1);
-        likely.truncate(told_max);
-    }
-    likely.sort_unstable();
-    message.push(likely.len() as u32 | u32::from(is_all) << 31);
-    for &token in &likely {
-        let (id, weight) = (keep::id(token), keep::weight(token));
-        message.extend([first + id, weight.to_bits(), raw[id as usize].to_bits()]);
-    }
-    message.extend(std::iter::repeat_n(0, 3 * (told_max - likely.len())));
-}
-
-/// What a rank has told of its tokens.
-struct Told {
-    is_all: bool,
-    /// Most likely first, with their raw logits.
-    tokens: Vec<(keep::Ranked, f32)>,
-}
-
-impl Told {
-    fn read(part: &mut Words<'_>, told_max: usize) -> Self {
-        let count = part.take(1)[0];
-        let words = part.take(3 * told_max);
-        let count_told = (count & (u32::MAX >> 1)) as usize;
-        let tokens =
-            words.as_chunks::<3>().0.iter().take(count_told).map(|&[id, weight, logit]| {
-                (keep::ranked(id, f32::from_bits(weight)), f32::from_bits(logit))
-            });
-        Self { is_all: count >> 31 == 1, tokens: tokens.collect() }
-    }
-
-    fn logit_of(&self, id: u32) -> Option<f32> {
-        self.tokens.iter().find(|(token, _)| keep::id(*token) == id).map(|(_, logit)| *logit)
-    }
-}
-
-/// Who arrives first of all ranks' tokens.
-fn take_winner(parts: &mut [Words<'_>]) -> Option<(u32, f32)> {
-    let mut winner = draw::Winner::NOBODY;
-    let mut logit = 0.0;
-    for part in parts {
-        let [low, high, token, bits] = part.take(4)[..] else { unreachable!("four words") };
-        let before = winner;
-        winner.meet(token, f64::from_bits(u64::from(high) << 32 | u64::from(low)));
-        if winner != before {
-            logit = f32::from_bits(bits);
-        }
-    }
-    (winner != draw::Winner::NOBODY).then_some((winner.token, logit))
 }
 
 /// The tokens that top-k and top-p leave, by the rules of [`keep`]; `None` when tokens that were not
@@ -585,31 +461,13 @@ fn kept(told: &[Told], top_k: usize, top_p: f32, whole: Option<f64>) -> Option<V
         .then(|| tokens.into_iter().map(|token| (keep::id(token), keep::weight(token))).collect())
 }
 
-/// A message being read.
-struct Words<'a>(&'a [u32]);
-
-impl<'a> Words<'a> {
-    fn take(&mut self, count: usize) -> &'a [u32] {
-        let (taken, rest) = self.0.split_at(count);
-        self.0 = rest;
-        taken
-    }
-
-    /// Tokens with their logits, in the room of so many.
-    fn tokens(&mut self, count: usize) -> Vec<(u32, f32)> {
-        let words = self.take(2 * count).as_chunks::<2>().0.iter();
-        let tokens = words.map(|&[id, logit]| (id, f32::from_bits(logit)));
-        tokens.filter(|&(id, _)| id != u32::MAX).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::{thread, time::Duration};
 
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::run_totals, *};
     use crate::{
         backend::Backend,
         cpu::{
