@@ -106,17 +106,43 @@ impl From<&ExecutorError> for Failure {
 }
 
 /// What both ends keep of the plans so far.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct History {
     /// The running hash.
     state: u64,
     /// Of the last plan.
     rows: Vec<RowPlan>,
+    /// For the next one that is decoded.
+    spare: Spare,
+}
+
+/// What a plan is put into, made while nobody waits for it.
+#[derive(Clone, Debug, Default)]
+struct Spare {
+    /// The last plan's once more, or none.
+    rows: Vec<RowPlan>,
+    /// Empty ones.
+    blocks: Vec<Vec<BlockId>>,
 }
 
 impl History {
     pub fn state(&self) -> u64 {
         self.state
+    }
+
+    /// Makes ready for a plan to be decoded. To be called when there is time.
+    pub fn prepare(&mut self) {
+        let Spare { rows, blocks } = &mut self.spare;
+        if rows.is_empty() {
+            rows.clone_from(&self.rows);
+        }
+        blocks.resize_with(SPARE_LISTS, || Vec::with_capacity(SPARE_LIST_BLOCKS));
+    }
+}
+
+impl PartialEq for History {
+    fn eq(&self, other: &Self) -> bool {
+        (self.state, &self.rows) == (other.state, &other.rows)
     }
 }
 
@@ -131,6 +157,9 @@ const FAILED: u8 = 2;
 /// How many tokens and drafts a row of a plan can have.
 const TOKEN_COUNT_MAX: u32 = (1 << 24) - 1;
 const DRAFTS_MAX: u32 = (1 << 7) - 1;
+/// Lists of blocks that a decode step of 256 rows has in the mean; few have more than one block.
+const SPARE_LISTS: usize = 16;
+const SPARE_LIST_BLOCKS: usize = 4;
 /// So many items of a list get their memory in one piece.
 const LIST_AT_ONCE: usize = 1024;
 
@@ -175,13 +204,16 @@ pub fn decode_order(bytes: &[u8], history: &mut History) -> Result<Order, Decode
         PLAN => {
             let state = input.u64("the state hash")?;
             let found = next_state(history.state, input.0);
-            let (mut plan, is_repeated) = take_plan(&mut input)?;
+            let (mut plan, is_repeated) = take_plan(&mut input, &mut history.spare.blocks)?;
             input.end()?;
             history.state = found;
-            if is_repeated {
+            if !is_repeated {
+                history.rows.clone_from(&plan.rows);
+                history.spare.rows.clear();
+            } else if history.spare.rows.is_empty() {
                 plan.rows.clone_from(&history.rows);
             } else {
-                history.rows.clone_from(&plan.rows);
+                plan.rows = std::mem::take(&mut history.spare.rows);
             }
             return Ok(Order::Plan { plan, state, found });
         }
@@ -323,7 +355,10 @@ fn put_plan(out: &mut Out<'_>, plan: &StepPlan, is_repeated: bool) -> Result<(),
 }
 
 /// The plan, and whether it has the rows of the plan before, which are not in it then.
-fn take_plan(input: &mut In<'_>) -> Result<(StepPlan, bool), DecodeError> {
+fn take_plan(
+    input: &mut In<'_>,
+    spare: &mut Vec<Vec<BlockId>>,
+) -> Result<(StepPlan, bool), DecodeError> {
     let step_id = input.u64("step_id")?;
     let drafts_max = input.u32("drafts_max")?;
     let is_repeated = input.flag("whether rows are those of the plan before")?;
@@ -341,7 +376,10 @@ fn take_plan(input: &mut In<'_>) -> Result<(StepPlan, bool), DecodeError> {
         released: input.list(released, 4, |input| Ok(Slot(input.u32("released")?)))?,
         admitted: input.list(admitted, 70, take_admitted)?,
         extended: input.list(extended, 8, |input| {
-            Ok((Slot(input.u32("an extended slot")?), input.blocks("extended blocks")?))
+            let slot = Slot(input.u32("an extended slot")?);
+            let mut blocks = spare.pop().unwrap_or_default();
+            blocks.extend(input.words("extended blocks")?.map(BlockId));
+            Ok((slot, blocks))
         })?,
         rows: input.list(rows, 12, |input| {
             let (slot, generation) = (Slot(input.u32("a row")?), input.u32("a row")?);
@@ -646,14 +684,19 @@ impl In<'_> {
         }
     }
 
-    fn u32s(&mut self, field: &'static str) -> Result<Vec<u32>, DecodeError> {
+    /// As many as are said to follow.
+    fn words(&mut self, field: &'static str) -> Result<impl Iterator<Item = u32>, DecodeError> {
         let count = self.u32(field)? as usize;
         let bytes = self.bytes(count.saturating_mul(4), field)?;
-        Ok(bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+        Ok(bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)))
+    }
+
+    fn u32s(&mut self, field: &'static str) -> Result<Vec<u32>, DecodeError> {
+        Ok(self.words(field)?.collect())
     }
 
     fn blocks(&mut self, field: &'static str) -> Result<Vec<BlockId>, DecodeError> {
-        Ok(self.u32s(field)?.into_iter().map(BlockId).collect())
+        Ok(self.words(field)?.map(BlockId).collect())
     }
 
     fn text(&mut self, field: &'static str) -> Result<String, DecodeError> {

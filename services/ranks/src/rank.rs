@@ -224,6 +224,7 @@ fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &Collec
             return;
         }
         waker.wake();
+        history.prepare();
     }
 }
 

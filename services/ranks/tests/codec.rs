@@ -173,13 +173,16 @@ fn decoded(bytes: &[u8]) -> Result<Order, DecodeError> {
 proptest! {
     #[test]
     fn plans_come_back_as_they_were_with_the_same_hash(
-        plans in vec((plan(), any::<bool>()), 1..5),
+        plans in vec((plan(), any::<[bool; 2]>()), 1..5),
     ) {
         let (mut writer, mut reader) = (History::default(), History::default());
         let (mut bytes, mut rows) = (vec![7; 3], Vec::new());
-        for (mut plan, repeats) in plans {
+        for (mut plan, [repeats, prepares]) in plans {
             if repeats {
                 plan.rows.clone_from(&rows);
+            }
+            if prepares {
+                reader.prepare();
             }
             rows.clone_from(&plan.rows);
             let before = reader.clone();

@@ -219,6 +219,7 @@ fn read(seat: &Seat, spin: Duration) -> Result<()> {
         ensure!(state == found, "a plan was lost");
         let moments = [seen.to_le_bytes(), decoded.to_le_bytes()];
         answers.write(moments.as_flattened(), PATIENCE, || false)?;
+        history.prepare();
     }
 }
 
