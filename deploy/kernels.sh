@@ -105,6 +105,7 @@ unit sample_together collective/sample_together.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
 for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
+unit digest digest/digest.cu
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
 for dim in 64 128; do
     unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
@@ -126,6 +127,9 @@ compile() {
         abi | all_reduce | gather | sample_together)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/collective/*.cuh)
             unit_flags+=(-Ikernels/cuda/collective) ;;
+        digest)
+            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/digest/*.h)
+            unit_flags+=(-Ikernels/cuda/digest) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
         *_gemm) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;

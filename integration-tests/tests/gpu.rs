@@ -18,6 +18,7 @@ mod gpu {
     mod attention;
     pub mod bench;
     mod collective;
+    mod digest;
     mod executor;
     mod fault;
     mod graphs;

@@ -33,6 +33,7 @@ pub use slices::BlockSlices;
 pub use stream::{RowBlocks, StreamAccess, StreamStep};
 
 use crate::{
+    digest::{self, Heads},
     layout::{BlockId, KvLayout},
     peer::{PeerChannels, PeerMemory},
     shared::SharedRegion,
@@ -58,6 +59,8 @@ pub enum ArenaError {
     /// The memory that the block lies in cannot be reached.
     #[error("block {} cannot be copied: {reason}", block.0)]
     Copy { block: BlockId, reason: String },
+    #[error("{blocks} blocks have no digest: {reason}")]
+    Digest { blocks: usize, reason: String },
 }
 
 /// The two ways to borrow a block.
@@ -112,6 +115,10 @@ pub trait RemoteBlocks: Send + Sync {
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String>;
     /// Copies bytes to `offset`.
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String>;
+    /// The [`digest`] of these blocks; the error is for people. Over copies, unless somebody knows better.
+    fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
+        digest_of_copies(self, blocks)
+    }
     /// How processes of this host read each other's blocks without host memory, where they can.
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
         None
@@ -120,6 +127,21 @@ pub trait RemoteBlocks: Send + Sync {
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
         None
     }
+}
+
+/// As [`RemoteBlocks::digest`], for those who know no better.
+pub(crate) fn digest_of_copies<B: RemoteBlocks + ?Sized>(
+    remote: &B,
+    blocks: &[BlockId],
+) -> Result<u64, String> {
+    let layout = remote.layout();
+    let (heads, mut copy) = (Heads::all(layout), vec![0; layout.block_bytes()]);
+    let mut sum = 0_u64;
+    for (index, block) in blocks.iter().enumerate() {
+        remote.read(block.index() * copy.len(), &mut copy)?;
+        sum = sum.wrapping_add(digest::of_block(&heads, index, &copy));
+    }
+    Ok(sum)
 }
 
 /// One range of KV blocks, shared by everyone who moves or computes KV.
@@ -346,6 +368,25 @@ impl KvArena {
         }
     }
 
+    /// The digest of borrowed blocks of this arena, by the device or by `in_host_memory`, which gives what
+    /// a block adds to it.
+    fn digest(
+        &self,
+        blocks: &[BlockId],
+        in_host_memory: impl FnMut((usize, &Heads)) -> u64,
+    ) -> Result<u64, ArenaError> {
+        let heads = Heads::all(self.layout);
+        match &self.memory {
+            Memory::Remote(remote) => remote
+                .digest(blocks)
+                .map_err(|reason| ArenaError::Digest { blocks: blocks.len(), reason }),
+            Memory::Host(_) | Memory::Shared { .. } => {
+                let indices = (0..blocks.len()).map(|index| (index, &heads));
+                Ok(indices.map(in_host_memory).fold(0, u64::wrapping_add))
+            }
+        }
+    }
+
     /// The first byte of a block in host memory: nobody asks for one of another.
     fn block_ptr(&self, block: BlockId) -> NonNull<u8> {
         assert!(block.0 < self.block_count, "only blocks in range are borrowed");
@@ -420,6 +461,20 @@ impl BlockRead {
             None => self.arena.copy_remote(self.block, host),
         }
     }
+
+    /// The [`digest`] of blocks of one arena, in this order, wherever they lie.
+    ///
+    /// # Panics
+    /// When they are of several.
+    pub fn digest(blocks: &[Self]) -> Result<u64, ArenaError> {
+        let Some(first) = blocks.first() else { return Ok(0) };
+        assert!(blocks.iter().all(|block| Arc::ptr_eq(&block.arena, &first.arena)), "one arena");
+        let ids: Vec<BlockId> = blocks.iter().map(Self::block).collect();
+        first.arena.digest(&ids, |(index, heads)| {
+            let view = blocks[index].host_view().expect("blocks in host memory have a view");
+            digest::of_block(heads, index, view)
+        })
+    }
 }
 
 impl Drop for BlockRead {
@@ -490,6 +545,18 @@ impl BlockWrite {
         let bytes = self.host_view_mut().expect("blocks in host memory have a view");
         bytes.copy_from_slice(host);
         Ok(())
+    }
+
+    /// As [`BlockRead::digest`]. Nobody writes them meanwhile.
+    pub fn digest(blocks: &mut [Self]) -> Result<u64, ArenaError> {
+        let Some(first) = blocks.first() else { return Ok(0) };
+        let arena = Arc::clone(&first.arena);
+        assert!(blocks.iter().all(|block| Arc::ptr_eq(&block.arena, &arena)), "one arena");
+        let ids: Vec<BlockId> = blocks.iter().map(Self::block).collect();
+        arena.digest(&ids, |(index, heads)| {
+            let view = blocks[index].host_view_mut().expect("blocks in host memory have a view");
+            digest::of_block(heads, index, view)
+        })
     }
 }
 
@@ -627,6 +694,54 @@ mod tests {
         guard.copy_to_host(&mut back).unwrap();
         assert_eq!(back, bytes);
         assert!(guard.copy_to_host(&mut back[1..]).is_err());
+    }
+
+    struct Elsewhere(std::sync::Mutex<Vec<u8>>);
+
+    impl RemoteBlocks for Elsewhere {
+        fn layout(&self) -> KvLayout {
+            layout()
+        }
+
+        fn block_count(&self) -> u32 {
+            4
+        }
+
+        fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
+            host.copy_from_slice(&self.0.lock().unwrap()[offset..offset + host.len()]);
+            Ok(())
+        }
+
+        fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
+            self.0.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_digest_is_of_contents_and_order_wherever_the_blocks_lie() {
+        let here = arena(4);
+        let remote = Elsewhere(vec![0; 4 * here.block_bytes()].into());
+        let there = KvArena::remote(Arc::new(remote)).unwrap();
+        for (block, other) in [(0, 2), (1, 3), (3, 0)] {
+            let bytes: Vec<u8> = (0..here.block_bytes()).map(|at| (at + block) as u8).collect();
+            here.write(BlockId(block as u32)).unwrap().copy_from_host(&bytes).unwrap();
+            there.write(BlockId(other)).unwrap().copy_from_host(&bytes).unwrap();
+        }
+        let of = |arena: &Arc<KvArena>, blocks: &[u32]| {
+            let mut guards: Vec<_> =
+                blocks.iter().map(|block| arena.write(BlockId(*block)).unwrap()).collect();
+            let written = BlockWrite::digest(&mut guards).unwrap();
+            drop(guards);
+            let guards: Vec<_> =
+                blocks.iter().map(|block| arena.read(BlockId(*block)).unwrap()).collect();
+            assert_eq!(BlockRead::digest(&guards).unwrap(), written);
+            written
+        };
+        assert_eq!(of(&here, &[0, 1, 3]), of(&there, &[2, 3, 0]));
+        assert_ne!(of(&here, &[0, 1, 3]), of(&there, &[3, 2, 0]));
+        assert_ne!(of(&here, &[0, 1]), of(&there, &[2, 3, 0]));
+        assert_eq!(of(&here, &[]), 0);
     }
 
     #[test]

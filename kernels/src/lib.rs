@@ -1,6 +1,7 @@
 //! Device code and the memory it works on, behind a safe face.
 //!
 //! * [`layout`] says how KV lies in a block; [`arena`] owns the blocks and lends them as guards.
+//! * [`digest`] says whether blocks came as they went.
 //! * [`backend`] is the face over which every forward pass is written, once for all devices.
 //! * [`shard`] says what a rank has of a model that several compute together.
 //! * [`sampling`] holds the rules by which a next token is chosen, the same on every device.
@@ -15,6 +16,7 @@ pub mod arena;
 pub mod backend;
 pub mod cpu;
 pub mod cuda;
+pub mod digest;
 pub mod layout;
 pub mod mmap;
 pub mod peer;

@@ -428,6 +428,21 @@ macro_rules! functions {
     };
 }
 
+/// `baton_digest_blocks` of `kernels/cuda/digest/digest.h`. Not of the functions below, which a library must
+/// have to be opened: only where transfers are verified is it looked for.
+pub type DigestBlocks = unsafe extern "C" fn(
+    Address,
+    i64,
+    i64,
+    i64,
+    i64,
+    i64,
+    *const i32,
+    i32,
+    Address,
+    RawStream,
+) -> i32;
+
 functions! {
     baton_build_info: fn() -> *const c_char;
     baton_last_error: fn() -> *const c_char;

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::{
     channel::NcclChannels,
     context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
+    digest::{Digester, UnderWay},
     driver::Driver,
     error::CudaError,
     ipc::{Export, IpcMemory, Part},
@@ -13,8 +14,9 @@ use super::{
     probe::Delays,
 };
 use crate::{
-    arena::{BlockSlices, RemoteBlocks},
-    layout::KvLayout,
+    arena::{BlockSlices, RemoteBlocks, digest_of_copies},
+    digest::Heads,
+    layout::{BlockId, KvLayout},
     peer::{PeerChannels, PeerMemory},
 };
 
@@ -30,6 +32,8 @@ pub struct DeviceKv {
     copies: Mutex<Copies>,
     /// Whose kernels move blocks to and from staging; copies do where there is none.
     library: OnceLock<Arc<KernelLibrary>>,
+    /// Copies to the host take its place where there is none.
+    digester: OnceLock<Digester>,
     /// For tests.
     delays: OnceLock<Delays>,
 }
@@ -102,8 +106,18 @@ impl DeviceKv {
             )),
         };
         let (context, copies) = (Arc::clone(context), Mutex::new(copies));
-        let (library, delays) = (OnceLock::new(), OnceLock::new());
-        Ok(Arc::new(Self { layout, blocks, data, part, context, copies, library, delays }))
+        let (library, digester, delays) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        Ok(Arc::new(Self {
+            layout,
+            blocks,
+            data,
+            part,
+            context,
+            copies,
+            library,
+            digester,
+            delays,
+        }))
     }
 
     /// For other processes.
@@ -141,6 +155,18 @@ impl DeviceKv {
         self.library.get().map(|library| &**library)
     }
 
+    /// From now on digests of blocks are computed on the GPU, by a kernel of this library, which is loaded
+    /// now. The first call counts.
+    ///
+    /// # Errors
+    /// When the library has no such kernel for this GPU.
+    pub fn digest_with(&self, library: Arc<KernelLibrary>) -> Result<(), CudaError> {
+        let digester = Digester::new(&self.context, library)?;
+        digester.start(&self.data, &Heads::all(self.layout), &[BlockId(0)])?.finish()?;
+        let _ = self.digester.set(digester);
+        Ok(())
+    }
+
     /// For tests: from now on streams that move blocks between GPUs take their time. The first call counts.
     pub fn delay_streams(&self, delays: Delays) {
         let _ = self.delays.set(delays);
@@ -170,6 +196,12 @@ impl RemoteBlocks for DeviceKv {
         copies.write(&self.data, offset, host).map_err(|error| error.to_string())
     }
 
+    fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
+        let Some(digester) = self.digester.get() else { return digest_of_copies(self, blocks) };
+        let digest = digester.start(&self.data, &Heads::all(self.layout), blocks);
+        digest.and_then(UnderWay::finish).map_err(|error| error.to_string())
+    }
+
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
         Some(Arc::new(IpcMemory::new(self)))
     }
@@ -197,13 +229,47 @@ impl RankedKv {
             DeviceKv::imported(own, export)
                 .map_err(|error| format!("the KV of rank {rank}: {error}"))
         });
-        let parts = parts.collect::<Result<Vec<_>, _>>()?;
+        Self::of(parts.collect::<Result<Vec<_>, _>>()?)
+    }
+
+    /// Of the ranks' own, in their order, which have equal layouts.
+    ///
+    /// # Errors
+    /// For people.
+    pub fn of(parts: Vec<Arc<DeviceKv>>) -> Result<Arc<Self>, String> {
         let first = parts.first().ok_or("there is no rank")?.block_count();
         if let Some(other) = parts.iter().map(|part| part.block_count()).find(|&it| it != first) {
             return Err(format!("the ranks have {first} and {other} blocks"));
         }
         let slices = parts.iter().map(|part| Arc::clone(part) as Arc<dyn RemoteBlocks>);
         Ok(Arc::new(Self { blocks: BlockSlices::new(slices.collect()), parts }))
+    }
+
+    /// As [`DeviceKv::digest_with`], for every rank's part.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn digest_with(&self, library: &Arc<KernelLibrary>) -> Result<(), CudaError> {
+        self.parts.iter().try_for_each(|part| part.digest_with(Arc::clone(library)))
+    }
+
+    /// `None` when not every part has a kernel for it.
+    fn digest_parts(&self, blocks: &[BlockId]) -> Option<Result<u64, CudaError>> {
+        let digesters = self.parts.iter().map(|part| part.digester.get());
+        let digesters = digesters.collect::<Option<Vec<_>>>()?;
+        let whole = self.layout();
+        let own_heads = whole.kv_head_count / self.parts.len();
+        let started =
+            self.parts.iter().zip(digesters).enumerate().map(|(rank, (part, digester))| {
+                let heads = Heads::some(whole, rank * own_heads, own_heads);
+                digester.start(&part.data, &heads, blocks)
+            });
+        // All at once, each on its GPU.
+        let sum = started.collect::<Result<Vec<_>, _>>().and_then(|started| {
+            let parts = started.into_iter().map(UnderWay::finish);
+            parts.reduce(|sum, part| Ok(sum?.wrapping_add(part?))).expect("there is a rank")
+        });
+        Some(sum)
     }
 }
 
@@ -222,6 +288,13 @@ impl RemoteBlocks for RankedKv {
 
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
         self.blocks.write(offset, host)
+    }
+
+    fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
+        match self.digest_parts(blocks) {
+            Some(digest) => digest.map_err(|error| error.to_string()),
+            None => digest_of_copies(self, blocks),
+        }
     }
 
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {

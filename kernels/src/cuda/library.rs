@@ -22,7 +22,7 @@ pub struct KernelLibrary {
     build: String,
     functions: Functions,
     /// Keeps `functions` in place.
-    _library: Library,
+    library: Library,
 }
 
 impl KernelLibrary {
@@ -56,7 +56,7 @@ impl KernelLibrary {
         check_structs(&functions).map_err(|reason| not_opened(&reason))?;
         // SAFETY: it gives a string of its own that never changes.
         let build = text(unsafe { (functions.baton_build_info)() });
-        Ok(Self { path: path.to_owned(), build, functions, _library: library })
+        Ok(Self { path: path.to_owned(), build, functions, library })
     }
 
     /// What it was built of and for.
@@ -95,6 +95,16 @@ impl KernelLibrary {
 
     pub(super) fn functions(&self) -> &Functions {
         &self.functions
+    }
+
+    /// What digests blocks; not to be called once this is gone.
+    pub(super) fn digest_blocks(&self) -> Result<ffi::DigestBlocks, CudaError> {
+        // SAFETY: of this version the function has this signature.
+        let found = unsafe { self.library.get::<ffi::DigestBlocks>(b"baton_digest_blocks\0") };
+        found.map(|function| *function).map_err(|error| CudaError::KernelsNotOpened {
+            path: self.path.clone(),
+            reason: error.to_string(),
+        })
     }
 
     /// What a function answered, with the library's own words where it is a fault.

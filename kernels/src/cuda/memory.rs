@@ -72,8 +72,8 @@ impl DeviceMemory {
         bytes: usize,
     ) -> Result<Self, CudaError> {
         context.bind()?;
-        // No driver gives 0 bytes.
-        let bytes = bytes.max(ALIGNMENT);
+        // What is cut is filled up, the whole of it too; and no driver gives 0 bytes.
+        let bytes = bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(bytes).max(ALIGNMENT);
         // Of the plain allocator, not of a pool: other processes can be let in on it.
         // SAFETY: nothing is read or written.
         let base = unsafe { result::malloc_sync(bytes) }.map_err(|error| match error.0 {

@@ -24,6 +24,7 @@ mod clock;
 mod collective;
 mod context;
 mod copies;
+mod digest;
 mod driver;
 mod error;
 #[allow(dead_code)] // The whole header, called or not.

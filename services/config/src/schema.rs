@@ -268,7 +268,7 @@ section! {
             1..=64;
         /// Whether KV that goes from GPU to GPU is hashed at both ends. What goes by tcp always is.
         verify: bool = false,
-            "A hash needs copies in host memory, which takes longer than the way itself: to check a machine, not to serve.";
+            "Each GPU reads once more what went, in 0.08 ms for 256 MiB on an H200, before the next step of its way.";
         /// Where this node receives KV, or hears where it lies.
         data: SocketAddr = loopback(0),
             "Port 0 as above.";

@@ -12,8 +12,8 @@ use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRan
 use kernels::{
     KvArena, KvLayout, WeightFormat,
     cuda::{
-        Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link, Tuned,
-        Tuning,
+        Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
+        RankedKv, Tuned, Tuning,
     },
 };
 use model::Checkpoint;
@@ -138,6 +138,18 @@ pub(crate) fn contexts(gpus: &[String]) -> Result<Vec<Arc<Context>>, CudaError> 
     gpus.iter().map(|gpu| Context::new(driver, driver.device(Some(gpu))?)).collect()
 }
 
+/// Has the ranks' GPUs verify KV, for this process, which loads no kernel else.
+pub(crate) fn verify_on_gpus(node: &config::Node, kv: &RankedKv) {
+    let library = KernelLibrary::open(kernels(node).as_deref());
+    warn_of_copies(library.and_then(|library| kv.digest_with(&Arc::new(library))));
+}
+
+fn warn_of_copies(digested: Result<(), CudaError>) {
+    if let Err(error) = digested {
+        warn!(%error, "KV that is verified is copied to the host for it");
+    }
+}
+
 fn check_speculation(node: &config::Node) -> Result<(), CudaError> {
     if node.speculate != Speculate::Off {
         let (what, value) = ("node.speculate", node.speculate.to_string());
@@ -186,7 +198,8 @@ impl Gpu {
             Some(rank) => rank.join(self.backend)?,
             None => self.backend,
         };
-        let context = Arc::clone(backend.context());
+        let (context, library) = (Arc::clone(backend.context()), Arc::clone(backend.library()));
+        let is_rank = rank.is_some();
         let of = backend.group().map_or(1, |group| group.ranks());
         let set = settings::block_count_set(node, layout)?;
         let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
@@ -219,6 +232,10 @@ impl Gpu {
         let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
         let kv =
             DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
+        if !is_rank {
+            // Also for peers that want it. A rank's node does it for all of them.
+            warn_of_copies(kv.digest_with(library));
+        }
         let arena = KvArena::remote(kv.clone())?;
         let free = context.free_bytes()?;
         let started = Instant::now();

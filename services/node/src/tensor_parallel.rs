@@ -145,6 +145,9 @@ pub(crate) fn start(
             region.unlink();
             group.poll(config.node.gpu_poll);
             let kv = RankedKv::imported(layout, &group.said()).map_err(StartError::RankedKv)?;
+            if config.transfer.verify {
+                device::verify_on_gpus(&config.node, &kv);
+            }
             (group, KvArena::remote(kv)?)
         }
     };

@@ -1,9 +1,11 @@
 //! What `ipc` and `nccl` do alike with a chunk: how the sender lends it, how the receiver gives it back.
+//!
+//! Chunks are verified by the digest of their blocks ([`kernels::digest`]), which GPUs compute where the
+//! blocks lie. (`tcp` has all bytes in host memory in order, and hashes them as they pass.)
 
 use std::{io, net::TcpStream};
 
 use kernels::{BlockRead, BlockWrite};
-use xxhash_rust::xxh3::Xxh3;
 
 use super::{Shared, inbox, inbox::Inbox, message::Message, outbox, outbox::Outbox};
 use crate::{api::TransferId, protocol::DataEvent};
@@ -21,8 +23,11 @@ pub fn lend(
     while let Some(job) = outbox.next(ahead_max) {
         let blocks = job.blocks.iter().map(BlockRead::block).collect();
         let lend = Message::Lend { transfer: job.transfer, chunk: job.chunk, blocks };
-        let copies = job.blocks.iter();
-        let integrity = hash(verify, copies, |block| block.byte_count(), BlockRead::copy_to_host)?;
+        // What wrote them is done, on the device too, or they would not be here.
+        let integrity = match verify {
+            true => BlockRead::digest(&job.blocks).map_err(io::Error::other)?,
+            false => 0,
+        };
         // Before the message, which may be answered at once.
         outbox.lend(job, integrity);
         lend.write(stream)?;
@@ -51,10 +56,11 @@ pub fn not_posted(
 /// Receiver: looks at blocks that are written, and lets go of them. The error is for people.
 pub fn look_at(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Landed, String> {
     let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
-    let copies = blocks.iter_mut();
-    let integrity =
-        hash(verify, copies, |block| block.byte_count(), |block, host| block.copy_to_host(host));
-    Ok((integrity.map_err(|error| error.to_string())?, bytes))
+    let integrity = match verify {
+        true => BlockWrite::digest(&mut blocks).map_err(|error| error.to_string())?,
+        false => 0,
+    };
+    Ok((integrity, bytes))
 }
 
 /// Receiver: the chunk is written, and no guard is in the way of whoever borrows its blocks.
@@ -95,23 +101,4 @@ fn report_failed(
         inbox::GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
         inbox::GivenBack::Cancelled => {}
     }
-}
-
-/// Over copies of the blocks in host memory, which is slow: a check, not for serving. 0 without it.
-fn hash<B, E: std::error::Error + Send + Sync + 'static>(
-    verify: bool,
-    blocks: impl Iterator<Item = B>,
-    byte_count: impl Fn(&B) -> usize,
-    copy_to_host: impl Fn(B, &mut [u8]) -> Result<(), E>,
-) -> io::Result<u64> {
-    if !verify {
-        return Ok(0);
-    }
-    let (mut hash, mut copy) = (Xxh3::new(), Vec::new());
-    for block in blocks {
-        copy.resize(byte_count(&block), 0);
-        copy_to_host(block, &mut copy).map_err(io::Error::other)?;
-        hash.update(&copy);
-    }
-    Ok(hash.digest())
 }

@@ -1,0 +1,148 @@
+//! Digests of blocks by the GPU against the CPU's, and how fast they are.
+
+use std::{sync::Arc, time::Instant};
+
+use kernels::{
+    BlockId, BlockRead, Dtype, KvArena, KvLayout,
+    arena::RemoteBlocks,
+    cuda::{DeviceKv, RankedKv},
+    digest::{self, Heads},
+};
+
+use super::bench::{Gpu, gpu, short};
+
+const BLOCKS: u32 = 40;
+
+fn random(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 32) as u32
+    };
+    (0..bytes.div_ceil(4)).flat_map(|_| next().to_le_bytes()).take(bytes).collect()
+}
+
+/// Each part on the same GPU, as if it were several; with kernels for digests or without.
+fn ranked(
+    gpu: &Gpu,
+    layout: KvLayout,
+    ranks: usize,
+    blocks: u32,
+    by_kernel: bool,
+) -> Arc<RankedKv> {
+    let own = layout.with_heads(layout.kv_head_count / ranks);
+    let parts = (0..ranks).map(|_| DeviceKv::new(&gpu.context, own, blocks).unwrap());
+    let kv = RankedKv::of(parts.collect()).unwrap();
+    if by_kernel {
+        kv.digest_with(&gpu.library).unwrap();
+    }
+    kv
+}
+
+fn layouts() -> Vec<KvLayout> {
+    let mut layouts = Vec::new();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for kv_head_count in [1, 2, 3, 5, 8] {
+            for (layer_count, head_dim) in [(1, 1), (3, 64), (2, 80), (5, 128)] {
+                layouts.push(KvLayout { layer_count, kv_head_count, head_dim, dtype });
+            }
+        }
+    }
+    if short() { layouts.into_iter().step_by(3).collect() } else { layouts }
+}
+
+fn ids(ids: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
+    ids.into_iter().map(BlockId).collect()
+}
+
+#[test]
+fn digests_are_the_cpus_for_any_layout_list_and_number_of_ranks() {
+    let Some(gpu) = gpu() else { return };
+    let lists = [
+        ids([]),
+        ids([3]),
+        ids(0..BLOCKS),
+        ids([7, 0, 39, 21, 5, 38]),
+        ids((0..BLOCKS).rev().step_by(3)),
+        // More than one launch names.
+        ids((0..1_300).map(|at| at * 7 % BLOCKS)),
+    ];
+    for layout in layouts() {
+        let contents: Vec<Vec<u8>> =
+            (0..BLOCKS).map(|block| random(block.into(), layout.block_bytes())).collect();
+        let expected = lists.each_ref().map(|list| {
+            let blocks = list.iter().enumerate();
+            let terms = blocks.map(|(index, block)| {
+                digest::of_block(&Heads::all(layout), index, &contents[block.index()])
+            });
+            terms.fold(0, u64::wrapping_add)
+        });
+        let mut memories: Vec<(String, Arc<dyn RemoteBlocks>)> = Vec::new();
+        let alone = DeviceKv::new(&gpu.context, layout, BLOCKS).unwrap();
+        alone.digest_with(gpu.library.clone()).unwrap();
+        memories.push(("one GPU".to_owned(), alone));
+        for ranks in [1, 2, 4].into_iter().filter(|ranks| layout.kv_head_count % ranks == 0) {
+            let what = format!("{ranks} ranks");
+            memories.push((what, ranked(&gpu, layout, ranks, BLOCKS, true)));
+        }
+        memories.push(("by copies".to_owned(), ranked(&gpu, layout, 1, BLOCKS, false)));
+        for (what, memory) in memories {
+            let what = format!("{layout} {} {what}", layout.dtype);
+            let arena = KvArena::remote(memory.clone()).unwrap();
+            for (block, bytes) in (0..).zip(&contents) {
+                arena.write(BlockId(block)).unwrap().copy_from_host(bytes).unwrap();
+            }
+            for (list, expected) in lists.iter().zip(&expected) {
+                assert_eq!(memory.digest(list), Ok(*expected), "{what}, {} blocks", list.len());
+            }
+            // A byte is changed, and changed back.
+            let guards =
+                || ids([9, 4]).iter().map(|id| arena.read(*id).unwrap()).collect::<Vec<_>>();
+            let before = BlockRead::digest(&guards()).unwrap();
+            let mut changed = contents[4].clone();
+            let last = changed.len() - 1;
+            changed[last] ^= 1;
+            arena.write(BlockId(4)).unwrap().copy_from_host(&changed).unwrap();
+            assert_ne!(BlockRead::digest(&guards()).unwrap(), before, "{what}");
+            arena.write(BlockId(4)).unwrap().copy_from_host(&contents[4]).unwrap();
+            assert_eq!(BlockRead::digest(&guards()).unwrap(), before, "{what}");
+        }
+    }
+}
+
+/// What verifying costs; nothing is demanded of it.
+#[test]
+fn digests_are_timed() {
+    let Some(gpu) = gpu() else { return };
+    if short() {
+        return;
+    }
+    // An 8B model's: 2 MiB a block.
+    let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
+    for ranks in [1, 2, 4, 8] {
+        let kv = ranked(&gpu, layout, ranks, 512, true);
+        let mut seconds = Vec::new();
+        for blocks in [16_u32, 128, 512] {
+            // No two neighbours.
+            let list = ids((0..blocks).map(|at| at * 37 % 512));
+            let mut times = (0..30).map(|_| {
+                let began = Instant::now();
+                kv.digest(&list).unwrap();
+                began.elapsed().as_secs_f64()
+            });
+            let best = times.by_ref().skip(5).fold(f64::MAX, f64::min);
+            let bytes = f64::from(blocks) * layout.block_bytes() as f64;
+            println!(
+                "digest, {ranks} parts on one GPU, {} MiB: {:.1} us, {:.0} GB/s",
+                bytes / f64::from(1 << 20),
+                best * 1e6,
+                bytes / best / 1e9
+            );
+            seconds.push((bytes, best));
+        }
+        let (more, less) = (seconds[2], seconds[1]);
+        let rate = (more.0 - less.0) / (more.1 - less.1) / 1e9;
+        println!("digest, {ranks} parts: {rate:.0} GB/s without what each call takes");
+    }
+}

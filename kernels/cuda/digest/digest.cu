@@ -1,0 +1,140 @@
+// The digest of KV blocks: a sum over their words, each mixed with its place.
+#include "digest.h"
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / WARP;
+constexpr int UNROLL = 8;                     // 16-byte loads that a thread has under way
+constexpr int ROUNDS = 4;                     // of them in a piece
+constexpr int PIECE = ROUNDS * UNROLL * WARP; // 16-byte words that a warp takes at a time, all of one run
+// Blocks are named in the launch itself: no list has to lie in device memory and outlive it.
+constexpr int LIST_MAX = 512;
+
+constexpr uint64_t STEP = 0x9e3779b97f4a7c15ull;
+
+// The last steps of SplitMix64.
+__device__ inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+// Sizes in 16-byte words.
+struct Digest {
+  const char* arena;
+  unsigned long long* sum;
+  int64_t block;
+  int64_t run_stride;
+  int64_t first;
+  int64_t whole;
+  int64_t first_index;  // of the list's first block among all
+  int32_t run;
+  int32_t run_pieces;
+  int32_t block_pieces;
+  int32_t pieces;  // of all blocks
+  int32_t blocks[LIST_MAX];
+};
+
+__device__ inline ulonglong2 read_once(const ulonglong2* from) {
+  ulonglong2 value;
+  asm volatile("ld.global.L1::no_allocate.v2.u64 {%0, %1}, [%2];" : "=l"(value.x), "=l"(value.y) : "l"(from));
+  return value;
+}
+
+__global__ void __launch_bounds__(THREADS) digest_kernel(const __grid_constant__ Digest digest) {
+  const int lane = threadIdx.x % WARP;
+  uint64_t sum = 0;
+  for (int32_t piece = blockIdx.x * WARPS + threadIdx.x / WARP; piece < digest.pieces; piece += gridDim.x * WARPS) {
+    const int32_t index = piece / digest.block_pieces;
+    const int32_t in_block = piece - index * digest.block_pieces;
+    const int32_t run = in_block / digest.run_pieces;
+    const int32_t begin = (in_block - run * digest.run_pieces) * PIECE + lane;
+    const ulonglong2* from = reinterpret_cast<const ulonglong2*>(digest.arena) + digest.blocks[index] * digest.block +
+                             static_cast<int64_t>(run) * digest.run;
+    const int64_t place = (digest.first_index + index) * digest.whole + digest.first + run * digest.run_stride;
+    const int32_t end = min(begin - lane + PIECE, digest.run);
+    for (int32_t at = begin; at < end; at += UNROLL * WARP) {
+      ulonglong2 values[UNROLL];
+#pragma unroll
+      for (int i = 0; i < UNROLL; ++i) {
+        if (at + i * WARP < end) values[i] = read_once(from + at + i * WARP);
+      }
+      const uint64_t key = (2 * static_cast<uint64_t>(place + at) + 1) * STEP;
+#pragma unroll
+      for (int i = 0; i < UNROLL; ++i) {
+        if (at + i * WARP < end) {
+          const uint64_t here = key + static_cast<uint64_t>(2 * WARP * i) * STEP;
+          sum += mix(values[i].x + here) + mix(values[i].y + here + STEP);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int distance = WARP / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL, sum, distance);
+  __shared__ uint64_t sums[WARPS];
+  if (lane == 0) sums[threadIdx.x / WARP] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int warp = 1; warp < WARPS; ++warp) sum += sums[warp];
+    atomicAdd(digest.sum, static_cast<unsigned long long>(sum));
+  }
+}
+
+}  // namespace
+
+int32_t load_digest() { return load(digest_kernel); }
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_digest_blocks(const void* arena, int64_t block_bytes, int64_t run_bytes, int64_t run_stride,
+                                      int64_t first_bytes, int64_t whole_bytes, const int32_t* blocks, int32_t count,
+                                      uint64_t* sum, void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(arena && sum, "arena or sum is null");
+    BATON_REQUIRE(count == 0 || blocks, "blocks is null");
+    BATON_REQUIRE(count >= 0, "count is %d; allowed is 0 or more", count);
+    BATON_REQUIRE(reinterpret_cast<uintptr_t>(arena) % 16 == 0, "arena is no multiple of 16");
+    for (const int64_t bytes : {block_bytes, run_bytes, run_stride, first_bytes, whole_bytes}) {
+      BATON_REQUIRE(bytes >= 0 && bytes % 16 == 0, "%lld bytes; allowed are multiples of 16",
+                    static_cast<long long>(bytes));
+    }
+    BATON_REQUIRE(run_bytes > 0 && block_bytes % run_bytes == 0, "a block of %lld bytes has no whole runs of %lld",
+                  static_cast<long long>(block_bytes), static_cast<long long>(run_bytes));
+    BATON_REQUIRE(block_bytes > 0 && block_bytes <= int64_t{1} << 30, "block_bytes is %lld; allowed are up to 2^30",
+                  static_cast<long long>(block_bytes));
+    Device device;
+    BATON_TRY(current_device(device));
+    BATON_TRY(check(cudaMemsetAsync(sum, 0, sizeof(*sum), as_stream(stream)), "clearing a digest"));
+    for (int32_t first = 0; first < count; first += LIST_MAX) {
+      const int32_t share = count - first < LIST_MAX ? count - first : LIST_MAX;
+      Digest digest;
+      digest.arena = static_cast<const char*>(arena);
+      digest.sum = reinterpret_cast<unsigned long long*>(sum);
+      digest.block = block_bytes / 16;
+      digest.run_stride = run_stride / 16;
+      digest.first = first_bytes / 16;
+      digest.whole = whole_bytes / 16;
+      digest.first_index = first;
+      digest.run = static_cast<int32_t>(run_bytes / 16);
+      digest.run_pieces = divide_up(digest.run, PIECE);
+      const int64_t block_pieces = block_bytes / run_bytes * digest.run_pieces;
+      BATON_REQUIRE(share * block_pieces <= INT32_MAX, "%d blocks of %lld runs are too many", share,
+                    static_cast<long long>(block_bytes / run_bytes));
+      digest.block_pieces = static_cast<int32_t>(block_pieces);
+      digest.pieces = static_cast<int32_t>(share * block_pieces);
+      for (int32_t i = 0; i < share; ++i) digest.blocks[i] = blocks[first + i];
+      const int32_t grid_max = device.multiprocessors * 8;
+      const int32_t grid = divide_up(digest.pieces, WARPS);
+      // Never before its predecessor has ended: that writes what is read, or clears the sum.
+      BATON_TRY(launch_as(false, "digest of blocks", digest_kernel, dim3(grid < grid_max ? grid : grid_max),
+                          dim3(THREADS), 0, as_stream(stream), digest));
+    }
+    return static_cast<int32_t>(BATON_OK);
+  });
+}
