@@ -26,6 +26,14 @@ pub struct KernelLibrary {
 }
 
 impl KernelLibrary {
+    const FILE: &str = "libbaton_kernels.so";
+
+    /// Where it lies beside this program, if it does.
+    pub fn beside(program: &Path) -> Option<PathBuf> {
+        let path = program.with_file_name(Self::FILE);
+        path.exists().then_some(path)
+    }
+
     /// Opens it. Needs no GPU: nothing is asked of one.
     ///
     /// # Errors
@@ -170,6 +178,16 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+
+    #[test]
+    fn it_is_found_beside_the_program() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("baton-node");
+        assert_eq!(KernelLibrary::beside(&program), None);
+        let library = folder.path().join("libbaton_kernels.so");
+        std::fs::write(&library, "").unwrap();
+        assert_eq!(KernelLibrary::beside(&program), Some(library));
+    }
 
     #[test]
     fn what_is_no_kernel_library_is_said_with_its_path() {

@@ -12,9 +12,6 @@ use kernels::cuda::{
 };
 use serde::Serialize;
 
-/// The kernel library's name beside the program.
-const KERNELS_FILE: &str = "libbaton_kernels.so";
-
 #[derive(Args, Clone)]
 pub struct KernelsArg {
     /// The library of our own GPU kernels, as `make kernels` builds it [default: libbaton_kernels.so
@@ -25,7 +22,7 @@ pub struct KernelsArg {
 
 impl KernelsArg {
     pub fn path(&self) -> Option<PathBuf> {
-        self.kernels.clone().or_else(kernels_beside_us)
+        self.kernels.clone().or_else(|| KernelLibrary::beside(&env::current_exe().ok()?))
     }
 }
 
@@ -51,11 +48,6 @@ pub fn run(args: DoctorArgs) -> Result<()> {
         1 => bail!("one fault keeps the GPU from serving"),
         count => bail!("{count} faults keep the GPU from serving"),
     }
-}
-
-fn kernels_beside_us() -> Option<PathBuf> {
-    let path = env::current_exe().ok()?.with_file_name(KERNELS_FILE);
-    path.exists().then_some(path)
 }
 
 #[derive(Debug, Default, Serialize)]

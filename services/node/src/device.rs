@@ -26,9 +26,6 @@ use crate::{
     tensor_parallel::RANKS_ON_GPUS,
 };
 
-/// The kernel library's name beside the program.
-const KERNELS_FILE: &str = "libbaton_kernels.so";
-
 /// A GPU that can serve.
 pub(crate) struct Gpu {
     backend: CudaBackend,
@@ -175,12 +172,7 @@ pub(crate) fn open_gpu(
 }
 
 fn kernels(node: &config::Node) -> Option<PathBuf> {
-    node.kernels.clone().or_else(kernels_beside_us)
-}
-
-fn kernels_beside_us() -> Option<PathBuf> {
-    let path = env::current_exe().ok()?.with_file_name(KERNELS_FILE);
-    path.exists().then_some(path)
+    node.kernels.clone().or_else(|| KernelLibrary::beside(&env::current_exe().ok()?))
 }
 
 impl Gpu {
