@@ -43,12 +43,10 @@ const LINE_BYTES: usize = LINE_WORDS * 4;
 const NUMBER: usize = 0;
 const WAITERS: usize = 1;
 const HAS_LEFT: usize = 2;
-/// In the group's line, which comes first:
-const HAS_ENDED: usize = 0;
 
 /// How long a wait spins before it sleeps: about what a wake-up takes.
 const SPIN: Duration = Duration::from_micros(20);
-/// How often a sleeper looks whether the group goes on.
+/// How often a sleeper looks whether who it waits for has left.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Why a rank has nothing to exchange any more.
@@ -61,8 +59,6 @@ pub enum GroupError {
     /// Ranks do not do the same: a defect, or one of another build.
     #[error("exchange {exchange}: rank {rank} of {of} sends {theirs}, this one {ours}")]
     Apart { rank: usize, of: usize, exchange: u64, theirs: String, ours: String },
-    #[error("the group was ended")]
-    Ended,
 }
 
 /// What an exchange is: ranks that disagree have gone apart.
@@ -77,7 +73,6 @@ struct Kind {
 enum Operation {
     Reduce = 1,
     Gather = 2,
-    Barrier = 3,
 }
 
 impl Kind {
@@ -92,13 +87,11 @@ fn describe(word: u64) -> String {
     match word >> 56 {
         1 => format!("a sum of {bytes} bytes"),
         2 => format!("{bytes} bytes for all"),
-        3 => "a barrier".to_owned(),
         _ => format!("word {word:#x}"),
     }
 }
 
-/// Where things are in the region: the group's line and one of each rank, a line of kinds of each
-/// rank, the slots.
+/// Where things are in the region: a line of each rank, a line of kinds of each rank, the slots.
 #[derive(Clone, Copy)]
 struct Places {
     of: usize,
@@ -107,21 +100,21 @@ struct Places {
 
 impl Places {
     fn words(self, region: &Arc<SharedRegion>) -> Atomics<AtomicU32> {
-        region.words(self.offset, (1 + self.of) * LINE_WORDS)
+        region.words(self.offset, self.of * LINE_WORDS)
     }
 
     fn kinds(self, region: &Arc<SharedRegion>) -> Atomics<AtomicU64> {
-        let offset = self.offset + (1 + self.of) * LINE_BYTES;
+        let offset = self.offset + self.of * LINE_BYTES;
         region.longs(offset, self.of * LINE_BYTES / 8)
     }
 
     fn slots(self, region: &Arc<SharedRegion>) -> NonNull<u8> {
-        let offset = self.offset + (1 + 2 * self.of) * LINE_BYTES;
+        let offset = self.offset + 2 * self.of * LINE_BYTES;
         region.bytes(offset, self.of * SLOTS * PIECE_BYTES)
     }
 
     fn bytes(self) -> usize {
-        (1 + 2 * self.of) * LINE_BYTES + self.of * SLOTS * PIECE_BYTES
+        self.of * (2 * LINE_BYTES + SLOTS * PIECE_BYTES)
     }
 }
 
@@ -216,13 +209,6 @@ impl Group {
         Ok(())
     }
 
-    /// Comes back once every rank is here.
-    pub fn barrier(&mut self) -> Result<(), GroupError> {
-        let kind = Kind { operation: Operation::Barrier, bytes: 0 };
-        self.publish(kind, &[])?;
-        (0..self.shard.of()).try_for_each(|rank| self.read(kind, rank).map(drop))
-    }
-
     /// Shows the others this rank's piece of the next exchange.
     fn publish(&mut self, kind: Kind, piece: &[u8]) -> Result<(), GroupError> {
         if let Some(fault) = &self.fault {
@@ -274,9 +260,6 @@ impl Group {
                 ahead = self.ahead(number.load(Ordering::Acquire));
                 continue;
             }
-            if self.words[HAS_ENDED].load(Ordering::Acquire) != 0 {
-                return Err(GroupError::Ended);
-            }
             let has_left = self.word(rank, HAS_LEFT).load(Ordering::Acquire) != 0;
             let waiters = self.word(rank, WAITERS);
             waiters.fetch_add(1, Ordering::SeqCst);
@@ -325,7 +308,7 @@ impl Group {
     }
 
     fn word(&self, rank: usize, word: usize) -> &AtomicU32 {
-        &self.words[(1 + rank) * LINE_WORDS + word]
+        &self.words[rank * LINE_WORDS + word]
     }
 
     fn number(&self, rank: usize) -> &AtomicU32 {
@@ -357,26 +340,6 @@ impl fmt::Debug for Group {
             .field("exchanges", &self.exchanges)
             .field("fault", &self.fault)
             .finish_non_exhaustive()
-    }
-}
-
-/// Ends a group from outside, as who has seen one of its processes die does: all that wait in it, and
-/// all that wait later, get [`GroupError::Ended`].
-#[derive(Clone, Debug)]
-pub struct GroupEnd {
-    words: Atomics<AtomicU32>,
-}
-
-impl GroupEnd {
-    /// Of the group of so many ranks that lives in `region` from `offset` on.
-    pub fn new(region: &Arc<SharedRegion>, offset: usize, of: usize) -> Self {
-        Self { words: Places { of, offset }.words(region) }
-    }
-
-    pub fn end(&self) {
-        self.words[HAS_ENDED].store(1, Ordering::Release);
-        // A rank that is about to sleep misses it, and looks again soon.
-        self.words.chunks(LINE_WORDS).skip(1).for_each(|line| futex::wake_all(&line[NUMBER]));
     }
 }
 
@@ -481,9 +444,6 @@ mod tests {
                 let mut x = [rank as f32];
                 group.all_reduce(&mut x).unwrap();
                 assert_eq!(x, [3.0]);
-                if round % 64 == 0 {
-                    group.barrier().unwrap();
-                }
             }
             group.all_gather(&vec![rank as u8; PIECE_BYTES + 3]).unwrap()
         });
@@ -541,7 +501,7 @@ mod tests {
         }
         assert!(begun.elapsed() >= patience * 2);
         // It is over for both, at once.
-        assert_eq!(groups[0].barrier(), Err(late.clone()));
+        assert_eq!(groups[0].all_reduce(&mut [1.0]), Err(late.clone()));
         assert_eq!(groups[1].all_gather(&[1]), Err(late.clone()));
         assert_eq!(groups[1].fault(), Some(&late));
         // And for who comes later, as soon as it asks for more than they had sent.
@@ -576,18 +536,6 @@ mod tests {
     }
 
     #[test]
-    fn a_group_can_be_ended_from_outside() {
-        let region = region(Group::region_bytes(2));
-        let [shard, _] = shards(2)[..] else { unreachable!() };
-        let mut group = Group::new(&region, 0, shard, PATIENCE);
-        let end = GroupEnd::new(&region, 0, 2);
-        let waiting = thread::spawn(move || group.barrier());
-        thread::sleep(Duration::from_millis(20));
-        end.end();
-        assert_eq!(waiting.join().unwrap(), Err(GroupError::Ended));
-    }
-
-    #[test]
     fn ranks_that_do_different_things_bring_no_sum() {
         let errors = Mutex::new(Vec::new());
         together(2, PATIENCE, |group| {
@@ -606,7 +554,7 @@ mod tests {
             );
         }
         let outcomes = together(2, PATIENCE, |group| match group.shard().rank() {
-            0 => group.barrier(),
+            0 => group.all_reduce(&mut [1.0]),
             _ => group.all_gather(&[]).and_then(|_| group.all_gather(&[7])).map(drop),
         });
         assert!(outcomes.iter().all(|outcome| matches!(outcome, Err(GroupError::Apart { .. }))));

@@ -40,7 +40,7 @@ use std::{
 };
 
 pub use buffer::{CpuBuffer, CpuVector};
-pub use collective::{Group, GroupEnd, GroupError};
+pub use collective::{Group, GroupError};
 pub use isa::Isa;
 pub use matmul::CpuMatrix;
 pub use sample::{SampleError, SampleRow, sample};
