@@ -76,15 +76,16 @@ pub trait PeerChannels: Send + Sync {
     /// What the receiver needs to join the sender that tells it; at most [`EXPORT_BYTES_MAX`].
     fn invite(&self) -> Result<Vec<u8>, String>;
 
-    /// Whether whoever was invited so can join.
-    fn accept(&self, invitation: &[u8]) -> Result<(), String>;
+    /// What the sender needs in turn, which has invited so; at most [`EXPORT_BYTES_MAX`]. The error says
+    /// why this end cannot join.
+    fn accept(&self, invitation: &[u8]) -> Result<Vec<u8>, String>;
 
     /// Joins the other end, which does the same, or gives up with the patience. No other channel waits
-    /// meanwhile. `multiprocessors`: how many the channel takes while it moves blocks; unset: as many as
-    /// it likes.
+    /// meanwhile. `told`: the invitation, and the answer to it. `multiprocessors`: how many the channel
+    /// takes of each GPU while it moves blocks; unset: as many as it likes.
     fn join(
         &self,
-        invitation: &[u8],
+        told: (&[u8], &[u8]),
         end: End,
         multiprocessors: Option<u32>,
         patience: Patience<'_>,

@@ -230,7 +230,7 @@ impl Node {
                 println!("{name} is late by seed {seed}");
                 kv.delay_streams(Delays::new(library, Duration::from_micros(500), seed));
             } else {
-                kv.move_with(library);
+                kv.move_with(library).unwrap();
             }
         }
         let arena = KvArena::remote(kv).unwrap();

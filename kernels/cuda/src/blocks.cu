@@ -76,45 +76,59 @@ int32_t move_blocks(BlockMove::Kind kind, const baton_kv* kv, const int32_t* blo
 // piece after another, so that what else runs keeps its multiprocessors.
 constexpr int LIST_MAX = 512;
 constexpr int LIST_THREADS = 512;
+constexpr int VECTOR = 16;  // bytes; everything is counted in them
 
+// Of each row of a block, which is `pitch` long, `width` from `first` on. Staging has them without gaps.
 struct ListedMove {
-  char* arena;
-  char* staging;
-  int64_t block_bytes;
+  uint4* arena;
+  uint4* staging;
+  int64_t block;   // from one block of the arena to the next
+  uint32_t moved;  // of one block
+  uint32_t pitch;
+  uint32_t first;
+  uint32_t width;
   int32_t pieces;  // of all blocks
   int32_t gathers;
   int32_t blocks[LIST_MAX];
 };
 
+template <bool HAS_GAPS>
 __global__ void __launch_bounds__(LIST_THREADS) listed_move_kernel(const __grid_constant__ ListedMove move) {
-  constexpr int UNROLL = PIECE / (LIST_THREADS * 16);
-  const int32_t block_pieces = static_cast<int32_t>((move.block_bytes + PIECE - 1) / PIECE);
-  for (int32_t piece = blockIdx.x; piece < move.pieces; piece += gridDim.x) {
-    const int32_t index = piece / block_pieces;
-    char* const block = move.arena + move.blocks[index] * move.block_bytes;
-    char* const place = move.staging + index * move.block_bytes;
-    const char* const from = move.gathers ? block : place;
-    char* const to = move.gathers ? place : block;
-    const int64_t begin = (piece % block_pieces) * PIECE + threadIdx.x * 16;
+  constexpr uint32_t LISTED_PIECE = PIECE / VECTOR;
+  constexpr int UNROLL = LISTED_PIECE / LIST_THREADS;
+  const uint32_t block_pieces = (move.moved + LISTED_PIECE - 1) / LISTED_PIECE;
+  const auto in_block = [&](uint32_t at) {
+    return HAS_GAPS ? int64_t{at / move.width} * move.pitch + move.first + at % move.width : int64_t{at};
+  };
+  for (uint32_t piece = blockIdx.x; piece < static_cast<uint32_t>(move.pieces); piece += gridDim.x) {
+    const uint32_t index = piece / block_pieces;
+    uint4* const block = move.arena + move.blocks[index] * move.block;
+    uint4* const place = move.staging + int64_t{index} * move.moved;
+    const uint32_t begin = piece % block_pieces * LISTED_PIECE + threadIdx.x;
     uint4 values[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      const int64_t here = begin + i * LIST_THREADS * 16;
-      if (here < move.block_bytes) values[i] = __ldcs(reinterpret_cast<const uint4*>(from + here));
+      const uint32_t here = begin + i * LIST_THREADS;
+      if (here < move.moved) values[i] = __ldcs(move.gathers ? block + in_block(here) : place + here);
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      const int64_t here = begin + i * LIST_THREADS * 16;
-      if (here < move.block_bytes) __stcs(reinterpret_cast<uint4*>(to + here), values[i]);
+      const uint32_t here = begin + i * LIST_THREADS;
+      if (here < move.moved) __stcs(move.gathers ? place + here : block + in_block(here), values[i]);
     }
   }
+}
+
+int32_t load_listed() {
+  BATON_TRY(load(listed_move_kernel<false>));
+  return load(listed_move_kernel<true>);
 }
 
 }  // namespace
 
 int32_t load_blocks() {
   BATON_TRY(load(move_kernel));
-  return load(listed_move_kernel);
+  return load_listed();
 }
 
 }  // namespace baton
@@ -137,26 +151,45 @@ BATON_API int32_t baton_scatter_blocks(const baton_kv* kv, const int32_t* blocks
   });
 }
 
-// gathers: staging[i] = block blocks[i]; else the other way round. `blocks` lies in host memory and is read before the
-// call returns. `grid`: thread blocks at a time.
-BATON_API int32_t baton_move_blocks(void* arena, int64_t block_bytes, const int32_t* blocks, int32_t count, void* staging,
-                                    int32_t gathers, int32_t grid, void* stream) {
+// What baton_move_rows needs of baton_initialise, for a process that calls nothing else.
+BATON_API int32_t baton_load_moves(void) {
+  return guarded([] { return load_listed(); });
+}
+
+// gathers: staging[i] = the rows' parts of block blocks[i], one behind the other; else the other way round. A block is
+// rows of `pitch` bytes, of each of which `width` from `first` on are moved. `blocks` lies in host memory and is read
+// before the call returns. `grid`: thread blocks at a time.
+BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitch, int64_t first, int64_t width,
+                                  const int32_t* blocks, int32_t count, void* staging, int32_t gathers, int32_t grid,
+                                  void* stream) {
   return guarded([&] {
     BATON_REQUIRE(arena && staging, "arena or staging is null");
-    BATON_REQUIRE(block_bytes > 0 && block_bytes % 16 == 0, "block_bytes is %lld; allowed are multiples of 16",
+    for (const int64_t bytes : {block_bytes, pitch, width}) {
+      BATON_REQUIRE(bytes > 0 && bytes % VECTOR == 0, "%lld bytes of a block, a row or its part; allowed are multiples of %d",
+                    static_cast<long long>(bytes), VECTOR);
+    }
+    BATON_REQUIRE(first >= 0 && first % VECTOR == 0 && first + width <= pitch, "first is %lld; allowed are multiples of %d up to %lld",
+                  static_cast<long long>(first), VECTOR, static_cast<long long>(pitch - width));
+    BATON_REQUIRE(block_bytes % pitch == 0 && block_bytes / VECTOR <= INT32_MAX, "block_bytes is %lld; allowed are whole rows",
                   static_cast<long long>(block_bytes));
     BATON_REQUIRE(count >= 0 && grid > 0, "count is %d, grid %d; allowed are 0 or more, and 1 or more", count, grid);
-    for (int32_t first = 0; first < count; first += LIST_MAX) {
-      const int32_t share = count - first < LIST_MAX ? count - first : LIST_MAX;
+    const int64_t moved_bytes = block_bytes / pitch * width;
+    const auto kernel = width == pitch ? listed_move_kernel<false> : listed_move_kernel<true>;
+    for (int32_t begin = 0; begin < count; begin += LIST_MAX) {
+      const int32_t share = count - begin < LIST_MAX ? count - begin : LIST_MAX;
       ListedMove move;
-      move.arena = static_cast<char*>(arena);
-      move.staging = static_cast<char*>(staging) + first * block_bytes;
-      move.block_bytes = block_bytes;
-      move.pieces = static_cast<int32_t>(share * ((block_bytes + PIECE - 1) / PIECE));
+      move.arena = static_cast<uint4*>(arena);
+      move.staging = static_cast<uint4*>(staging) + begin * (moved_bytes / VECTOR);
+      move.block = block_bytes / VECTOR;
+      move.moved = static_cast<uint32_t>(moved_bytes / VECTOR);
+      move.pitch = static_cast<uint32_t>(pitch / VECTOR);
+      move.first = static_cast<uint32_t>(first / VECTOR);
+      move.width = static_cast<uint32_t>(width / VECTOR);
+      move.pieces = static_cast<int32_t>(share * ((moved_bytes + PIECE - 1) / PIECE));
       move.gathers = gathers;
-      for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[first + i];
+      for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[begin + i];
       // Never before its predecessor has ended: others write what it reads.
-      BATON_TRY(launch_as(false, "listed block copy", listed_move_kernel, dim3(grid < move.pieces ? grid : move.pieces),
+      BATON_TRY(launch_as(false, "listed block copy", kernel, dim3(grid < move.pieces ? grid : move.pieces),
                           dim3(LIST_THREADS), 0, as_stream(stream), move));
     }
     return static_cast<int32_t>(BATON_OK);

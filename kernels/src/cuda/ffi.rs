@@ -490,7 +490,21 @@ functions! {
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
     baton_sample_scratch_bytes: fn(i32, i32) -> u64;
     baton_sample: fn(*const Pool, *const Step, *const SampleArgs, RawStream) -> i32;
-    baton_move_blocks: fn(Address, i64, *const i32, i32, Address, i32, i32, RawStream) -> i32;
+    baton_load_moves: fn() -> i32;
+    baton_move_rows:
+        fn(
+            Address,
+            i64,
+            i64,
+            i64,
+            i64,
+            *const i32,
+            i32,
+            Address,
+            i32,
+            i32,
+            RawStream,
+        ) -> i32;
     baton_delay: fn(i64, RawStream) -> i32;
     baton_read_stream: fn(Address, u64, Address, i32, RawStream) -> i32;
     baton_fill_random: fn(i32, Address, i64, u64, f32, RawStream) -> i32;

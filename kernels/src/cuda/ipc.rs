@@ -261,13 +261,13 @@ impl PeerMemory for IpcMemory {
 /// Which bytes of a part's block are which of another's: the same in each of the runs that a layer's keys
 /// and values are. Blocks follow each other without a gap, so they go on from block to block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Strides {
+pub(super) struct Strides {
     /// From one run to the next, and where in it the bytes begin.
-    from: (usize, usize),
-    to: (usize, usize),
-    bytes: usize,
+    pub from: (usize, usize),
+    pub to: (usize, usize),
+    pub bytes: usize,
     /// Runs of a block.
-    runs: usize,
+    pub runs: usize,
 }
 
 impl Strides {
@@ -277,7 +277,7 @@ impl Strides {
 }
 
 /// The heads that one rank of some has in common with one of others; `None` when there are none.
-fn shared_heads(
+pub(super) fn shared_heads(
     layout: KvLayout,
     (from, from_of): (usize, usize),
     (to, to_of): (usize, usize),

@@ -145,10 +145,15 @@ impl DeviceKv {
         &self.context
     }
 
-    /// From now on blocks go to and from staging by these kernels, which have been initialised, and not by
-    /// copies, of which each has its price. The first call counts. Not measured yet, so no node does it.
-    pub fn move_with(&self, library: Arc<KernelLibrary>) {
+    /// From now on blocks go to and from staging by a kernel of this library, and not by copies, of which
+    /// each has its price. The first call counts.
+    pub fn move_with(&self, library: Arc<KernelLibrary>) -> Result<(), CudaError> {
+        self.context.bind()?;
+        // SAFETY: a context is current.
+        let code = unsafe { (library.functions().baton_load_moves)() };
+        library.check("baton_load_moves", code)?;
         let _ = self.library.set(library);
+        Ok(())
     }
 
     pub(super) fn library(&self) -> Option<&KernelLibrary> {
@@ -207,7 +212,7 @@ impl RemoteBlocks for DeviceKv {
     }
 
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
-        Some(Arc::new(NcclChannels::new(self)))
+        Some(Arc::new(NcclChannels::new(self.clone(), vec![self])))
     }
 }
 
@@ -271,6 +276,16 @@ impl RankedKv {
         });
         Some(sum)
     }
+
+    /// As [`DeviceKv::move_with`], on each GPU.
+    pub fn move_with(&self, library: &Arc<KernelLibrary>) -> Result<(), CudaError> {
+        self.parts.iter().try_for_each(|part| part.move_with(Arc::clone(library)))
+    }
+
+    /// As [`DeviceKv::delay_streams`], on each GPU.
+    pub fn delay_streams(&self, mut delays: impl FnMut() -> Delays) {
+        self.parts.iter().for_each(|part| part.delay_streams(delays()));
+    }
 }
 
 impl RemoteBlocks for RankedKv {
@@ -301,7 +316,11 @@ impl RemoteBlocks for RankedKv {
         let parts = self.parts.clone();
         Some(Arc::new(IpcMemory::of_parts(self, parts)))
     }
-    // No channels: a kernel of ours moves whole blocks of one GPU.
+
+    fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
+        let parts = self.parts.clone();
+        Some(Arc::new(NcclChannels::new(self, parts)))
+    }
 }
 
 const FAULTY: CudaError = CudaError::RangeFull { what: "a copy after a fault", wanted: 1, left: 0 };

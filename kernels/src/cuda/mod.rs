@@ -35,6 +35,7 @@ mod kv;
 mod library;
 mod links;
 mod memory;
+mod moves;
 mod nccl;
 mod plan;
 mod probe;

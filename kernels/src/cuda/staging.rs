@@ -4,9 +4,6 @@
 //! The sender copies blocks into a slot and sends the slot; the receiver receives into a slot and copies the
 //! blocks to their places. With several slots an end the copies of one run under the operation of the
 //! other. What lies together on both sides goes without.
-//!
-//! Blocks are copied by copy engines, at 5 us for one of 2 MiB, which bounds the rate; or by a kernel of few
-//! thread blocks, where [`DeviceKv::move_with`] has named its library.
 
 use std::{
     ops::Range as Indices,
@@ -16,12 +13,12 @@ use std::{
 
 use super::{
     context::{Event, Role, Stream},
-    copies::Copies,
     error::CudaError,
     kv::DeviceKv,
     memory::{DeviceMemory, Range},
+    moves::{Rows, Way, move_blocks},
 };
-use crate::{layout::BlockId, peer::End};
+use crate::layout::BlockId;
 
 /// Blocks to and from staging.
 #[derive(Debug)]
@@ -106,15 +103,6 @@ struct Slot {
 /// Where in a range, and how many bytes from there on.
 pub(super) type Place = (usize, usize);
 
-/// Thread blocks of a kernel that moves blocks: enough to keep pace with NCCL, and few beside a forward's.
-const MOVERS: i32 = 16;
-
-/// Where blocks lie, as few places as there are runs.
-pub(super) fn places_of(ids: &[BlockId], block_bytes: usize) -> impl Iterator<Item = Place> {
-    ids.chunk_by(|one, next| one.0.checked_add(1) == Some(next.0))
-        .map(move |run| (run[0].index() * block_bytes, run.len() * block_bytes))
-}
-
 impl Staging {
     pub fn new(kv: &DeviceKv, slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
         assert!(slots > 0, "there is a slot");
@@ -154,15 +142,16 @@ impl Staging {
     pub unsafe fn send<R: Role, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
+        rows: &Rows,
         ids: &[BlockId],
         stream: &Stream<R>,
         send: impl FnOnce(&Range, Place) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (index, place) = self.take_slot(kv, ids);
+        let (index, place) = self.take_slot(rows, ids);
         let slot = &self.slots[index];
         self.copies.wait(&slot.emptied)?;
         // SAFETY: nothing else uses the slot until it is emptied; the rest is the caller's promise.
-        unsafe { self.move_blocks(kv, ids, place, End::Sender) }?;
+        unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), Way::Gather, &self.copies) }?;
         slot.filled.record(&self.copies)?;
         stream.wait(&slot.filled)?;
         send(&self.memory, place)?;
@@ -179,68 +168,21 @@ impl Staging {
     pub unsafe fn receive<R: Role, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
+        rows: &Rows,
         ids: &[BlockId],
         stream: &Stream<R>,
         receive: impl FnOnce(&Range, Place) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (index, place) = self.take_slot(kv, ids);
+        let (index, place) = self.take_slot(rows, ids);
         let slot = &self.slots[index];
         stream.wait(&slot.emptied)?;
         receive(&self.memory, place)?;
         slot.filled.record(stream)?;
         self.copies.wait(&slot.filled)?;
         // SAFETY: as above.
-        unsafe { self.move_blocks(kv, ids, place, End::Receiver) }?;
+        unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), Way::Scatter, &self.copies) }?;
         slot.emptied.record(&self.copies)?;
         Ok(self.ends.wait(&slot.emptied)?)
-    }
-
-    /// # Safety
-    /// Nothing else uses the place, or writes the blocks, or reads them where they are written, until this
-    /// is done.
-    unsafe fn move_blocks(
-        &self,
-        kv: &DeviceKv,
-        ids: &[BlockId],
-        (at, bytes): Place,
-        end: End,
-    ) -> Result<(), CudaError> {
-        let block_bytes = kv.layout().block_bytes();
-        // Blocks are within the KV, and the place within the slots: part by part that is looked at.
-        let places = || places_of(ids, block_bytes);
-        let last = ids.iter().map(|id| id.index() + 1).max().unwrap_or(0);
-        let (arena, staging) = (kv.data().part(0, last * block_bytes), self.memory.part(at, bytes));
-        if let Some(library) = kv.library()
-            && block_bytes.is_multiple_of(16)
-        {
-            let ids: Vec<i32> = ids.iter().map(|id| id.0 as i32).collect();
-            // SAFETY: blocks and place are inside their ranges; the rest is the caller's promise. The list
-            // is read before the call returns.
-            let code = unsafe {
-                (library.functions().baton_move_blocks)(
-                    arena,
-                    block_bytes as i64,
-                    ids.as_ptr(),
-                    ids.len() as i32,
-                    staging,
-                    i32::from(end == End::Sender),
-                    MOVERS,
-                    self.copies.raw().cast(),
-                )
-            };
-            return library.check("baton_move_blocks", code);
-        }
-        let (mut copies, mut at) = (Copies::default(), at);
-        for (offset, bytes) in places() {
-            let (block, slot) = (kv.data().part(offset, bytes), self.memory.part(at, bytes));
-            match end {
-                End::Sender => copies.add(slot, block, bytes),
-                End::Receiver => copies.add(block, slot, bytes),
-            }
-            at += bytes;
-        }
-        // SAFETY: as above.
-        unsafe { copies.put(&self.copies) }
     }
 
     /// The stream of the copies.
@@ -260,10 +202,10 @@ impl Staging {
         mark.record(&self.ends)
     }
 
-    fn take_slot(&mut self, kv: &DeviceKv, ids: &[BlockId]) -> (usize, Place) {
+    fn take_slot(&mut self, rows: &Rows, ids: &[BlockId]) -> (usize, Place) {
         let index = self.next;
         self.next = (index + 1) % self.slots.len();
-        let bytes = ids.len() * kv.layout().block_bytes();
+        let bytes = ids.len() * rows.bytes();
         assert!(bytes <= self.slot_bytes, "{bytes} bytes fit a slot of {}", self.slot_bytes);
         (index, (index * self.slot_bytes, bytes))
     }

@@ -260,11 +260,11 @@ section! {
         /// What carries KV to and from other nodes: tcp; from GPU to GPU of one host ipc, by copy engines,
         /// or nccl, by kernels of both; or auto, the fastest that both nodes of a pair can do.
         transport: Transport = Transport::Auto,
-            "With a node that cannot do what is set here KV goes by tcp: log and metrics say so. On nodes with ranks \
-             nccl is as auto.";
+            "With a node that cannot do what is set here KV goes by tcp: log and metrics say so.";
         /// Multiprocessors of each GPU that nccl takes for a pair of nodes while it moves KV.
         nccl_blocks: u32 = 8,
-            "NCCL's own choice takes more of them from forwards, and twice the memory.",
+            "Fewer than 8 take as many as 8 while chunks are long. NCCL's own choice takes more of them from \
+             forwards, and twice the memory.",
             1..=64;
         /// Whether KV that goes from GPU to GPU is hashed at both ends. What goes by tcp always is.
         verify: bool = false,

@@ -135,10 +135,16 @@ pub(crate) fn contexts(gpus: &[String]) -> Result<Vec<Arc<Context>>, CudaError> 
     gpus.iter().map(|gpu| Context::new(driver, driver.device(Some(gpu))?)).collect()
 }
 
-/// Has the ranks' GPUs verify KV, for this process, which loads no kernel else.
-pub(crate) fn verify_on_gpus(node: &config::Node, kv: &RankedKv) {
-    let library = KernelLibrary::open(kernels(node).as_deref());
-    warn_of_copies(library.and_then(|library| kv.digest_with(&Arc::new(library))));
+/// Has the ranks' GPUs bring blocks together, and verify KV where that is wanted, for this process, which
+/// loads no kernel else.
+pub(crate) fn move_on_gpus(node: &config::Node, kv: &RankedKv, verify: bool) {
+    let library = KernelLibrary::open(kernels(node).as_deref()).map(Arc::new);
+    if let Err(error) = library.as_ref().map_err(Clone::clone).and_then(|it| kv.move_with(it)) {
+        warn!(%error, "KV that goes by nccl is brought together by copies");
+    }
+    if verify {
+        warn_of_copies(library.and_then(|library| kv.digest_with(&library)));
+    }
 }
 
 fn warn_of_copies(digested: Result<(), CudaError>) {
@@ -225,8 +231,9 @@ impl Gpu {
         let kv =
             DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
         if !is_rank {
-            // Also for peers that want it. A rank's node does it for all of them.
-            warn_of_copies(kv.digest_with(library));
+            // Also for peers that want it. A rank's node does it for all of them, and moves their blocks.
+            warn_of_copies(kv.digest_with(Arc::clone(&library)));
+            kv.move_with(library).map_err(CudaExecutorError::from)?;
         }
         let arena = KvArena::remote(kv.clone())?;
         let free = context.free_bytes()?;

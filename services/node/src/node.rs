@@ -230,7 +230,7 @@ impl Node {
                 data_bind: config.transfer.data,
                 advertise_host: config.transfer.advertised_host(),
                 limits: transfer_limits,
-                carriers: settings::carriers(&config.transfer, node.tp),
+                carriers: settings::carriers(&config.transfer),
             },
             arena.clone(),
             sink,

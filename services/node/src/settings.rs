@@ -11,7 +11,6 @@ use kernels::{
 };
 use kv_transfer::{Carrier, Carriers, Choice, ClusterSecret, Limits, SecretTooShort};
 use model::{LoadFormat, ModelConfig};
-use tracing::warn;
 
 /// The sections that a node reads.
 pub const SECTIONS: &[config::Section] = &[
@@ -289,15 +288,8 @@ pub(crate) fn transfer_limits(
 }
 
 /// How KV may travel.
-pub(crate) fn carriers(transfer: &config::Transfer, ranks: u32) -> Carriers {
+pub(crate) fn carriers(transfer: &config::Transfer) -> Carriers {
     let choice = match transfer.transport {
-        config::Transport::Nccl if ranks > 1 => {
-            warn!(
-                wanted = "nccl",
-                ranks, "nccl moves blocks of one GPU: KV of a node with ranks goes as by auto"
-            );
-            Choice::Auto
-        }
         config::Transport::Auto => Choice::Auto,
         config::Transport::Tcp => Choice::Only(Carrier::Tcp),
         config::Transport::Ipc => Choice::Only(Carrier::Ipc),

@@ -145,9 +145,7 @@ pub(crate) fn start(
             region.unlink();
             group.poll(config.node.gpu_poll);
             let kv = RankedKv::imported(layout, &group.said()).map_err(StartError::RankedKv)?;
-            if config.transfer.verify {
-                device::verify_on_gpus(&config.node, &kv);
-            }
+            device::move_on_gpus(&config.node, &kv, config.transfer.verify);
             (group, KvArena::remote(kv)?)
         }
     };

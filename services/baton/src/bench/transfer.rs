@@ -76,7 +76,7 @@ pub struct TransferArgs {
     /// Multiprocessors that nccl takes; 0: as many as it likes.
     #[arg(long, default_value_t = 8)]
     ctas: u32,
-    /// What brings scattered blocks together for nccl; nodes have copies.
+    /// What brings scattered blocks together for nccl; nodes have the kernel.
     #[arg(long, value_enum, default_value = "copies")]
     gather: Gather,
     #[command(flatten)]
@@ -243,8 +243,7 @@ fn arena(args: &TransferArgs, gpu: Option<&str>) -> Result<Arc<KvArena>> {
     let kv = DeviceKv::new(&context, layout, blocks)?;
     if args.gather == Gather::Kernel {
         let library = Arc::new(KernelLibrary::open(args.kernels.path().as_deref())?);
-        library.initialise(&context)?;
-        kv.move_with(library);
+        kv.move_with(library)?;
     }
     Ok(KvArena::remote(kv)?)
 }

@@ -47,6 +47,8 @@ pub enum Message {
     NotPosted { transfer: TransferId, chunk: u32 },
     /// Receiver: it may come. So many blocks at a time lie together on both sides.
     Go { transfer: TransferId, chunk: u32, runs: Vec<u32> },
+    /// Receiver: it joins the channel, for which the sender needs this.
+    Accepted { answer: Vec<u8> },
 }
 
 impl Message {
@@ -88,6 +90,10 @@ impl Message {
                 of_chunk(&mut bytes, transfer, chunk);
                 bytes.extend(runs.iter().flat_map(|run| run.to_le_bytes()));
                 7
+            }
+            Message::Accepted { answer } => {
+                bytes.extend_from_slice(answer);
+                8
             }
         };
         let body_bytes = (bytes.len() - HEADER_BYTES) as u32;
@@ -131,6 +137,7 @@ impl Message {
                 let (transfer, chunk, runs) = of_chunk()?;
                 Message::Go { transfer, chunk, runs: numbers(runs)? }
             }
+            8 if body.len() <= EXPORT_BYTES_MAX => Message::Accepted { answer: body.to_vec() },
             _ => return None,
         })
     }
@@ -279,6 +286,7 @@ mod tests {
             Message::Pulled { transfer, chunk },
             Message::NotPosted { transfer, chunk },
             Message::Go { transfer, chunk, runs: vec![1, 7] },
+            Message::Accepted { answer: vec![4, 5] },
         ]
     }
 
@@ -358,11 +366,12 @@ mod tests {
             (2, &[1, 1]),
             (5, &[0; 21]),
             (7, &[0; 22]),
-            (8, &[]),
+            (9, &[]),
         ] {
             assert_eq!(Message::from_body(kind, body), None, "{kind} {body:?}");
         }
         assert_eq!(Message::from_body(4, &[0; 22]), None, "half a block id");
         assert_eq!(Message::from_body(1, &vec![0; EXPORT_BYTES_MAX + 2]), None);
+        assert_eq!(Message::from_body(8, &vec![0; EXPORT_BYTES_MAX + 1]), None);
     }
 }

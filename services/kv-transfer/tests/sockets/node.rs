@@ -183,13 +183,13 @@ impl PeerChannels for Joining {
         Ok(number.to_be_bytes().to_vec())
     }
 
-    fn accept(&self, _: &[u8]) -> Result<(), String> {
-        self.reach.apart.map_or(Ok(()), |reason| Err(reason.to_owned()))
+    fn accept(&self, invitation: &[u8]) -> Result<Vec<u8>, String> {
+        self.reach.apart.map_or(Ok(answer_to(invitation)), |reason| Err(reason.to_owned()))
     }
 
     fn join(
         &self,
-        invitation: &[u8],
+        (invitation, answer): (&[u8], &[u8]),
         _: End,
         _: Option<u32>,
         patience: Patience<'_>,
@@ -201,6 +201,7 @@ impl PeerChannels for Joining {
         while self.reach.hangs && !(patience.given_up)() {
             std::thread::sleep(Duration::from_millis(1));
         }
+        assert_eq!(answer, answer_to(invitation), "both ends have the receiver's answer");
         let number = u64::from_be_bytes(invitation.try_into().map_err(|_| "no invitation")?);
         let joint = JOINTS.lock().unwrap().get(&number).cloned().ok_or("nobody invited")?;
         joint.joined.fetch_add(1, Ordering::AcqRel);
@@ -214,6 +215,10 @@ impl PeerChannels for Joining {
         let (reach, operations) = (self.reach.clone(), AtomicU64::new(0));
         Ok(Arc::new(JointEnd { joint, reach, operations, aborted: Arc::default() }))
     }
+}
+
+fn answer_to(invitation: &[u8]) -> Vec<u8> {
+    invitation.iter().map(|byte| !byte).collect()
 }
 
 struct JointEnd {

@@ -1,14 +1,14 @@
 //! KV by kernels of both GPUs, through NCCL.
 //!
-//! 1. The sender invites; the receiver says that it can, then both join, which ends with a greeting to
-//!    and fro. Where that fails on either side it says so, the other gives up as well, and the sender comes
+//! 1. The sender invites; the receiver says that it can, and what the sender needs to join; then both join,
+//!    which ends with a greeting to and fro. Where that fails on either side it says so, the other gives up as well, and the sender comes
 //!    again by another carrier. Who leaves without a word has died, or wants nothing any more.
 //! 2. For each chunk that the receiver has cleared the sender says which blocks it is of. The receiver
 //!    puts its half of the operation into its stream and answers `Go`; only then does the sender put its
 //!    own. So no kernel waits for data that does not exist, and the order is the sender's.
 //! 3. Each side reports when the host has seen the end of its half.
 //!
-//! At most four chunks of a pair are under way on either side, one behind the other in the channel's streams. A chunk
+//! At most eight chunks of a pair are under way on either side, one behind the other in the channel's streams. A chunk
 //! that was cleared is always sent, cancelled or not: the other end's kernel waits for it. What ends a
 //! kernel that waits in vain, for its peer has died or stopped, is an abort of this pair's channel, after
 //! a lease or at the end of the connection; blocks of chunks under way are given back when it has
@@ -28,7 +28,7 @@ pub(in crate::data) use receiver::receive_chunks;
 pub(in crate::data) use sender::send_chunks;
 
 /// Chunks of one pair under way.
-const UNDER_WAY_MAX: usize = 4;
+const UNDER_WAY_MAX: usize = 8;
 
 /// How long the two may take to join: the first time in a process is a matter of seconds.
 const JOINING_MAX: Duration = Duration::from_secs(10);

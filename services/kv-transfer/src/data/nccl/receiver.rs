@@ -60,14 +60,15 @@ pub(in crate::data) fn receive_chunks(
     let joined = match shared.channels.as_deref() {
         None => Err("there is no GPU memory here".to_owned()),
         Some(channels) => match channels.accept(&invitation) {
-            Ok(()) => {
+            Ok(answer) => {
                 // It joins while we do.
-                Message::Ready { verify: shared.verify }.write(stream)?;
+                Message::Accepted { answer: answer.clone() }.write(stream)?;
                 messages.set_look(GLANCE)?;
                 let given_up = || !inbox.is_current(connection) || messages.is_disturbed();
                 let deadline = Instant::now() + JOINING_MAX;
                 let patience = Patience { deadline, given_up: &given_up };
-                channels.join(&invitation, End::Receiver, shared.nccl_blocks, patience)
+                let told = (&invitation[..], &answer[..]);
+                channels.join(told, End::Receiver, shared.nccl_blocks, patience)
             }
             Err(reason) => Err(reason),
         },

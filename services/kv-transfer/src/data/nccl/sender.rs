@@ -47,19 +47,22 @@ pub(in crate::data) fn send_chunks(
     let offer = Message::Offer { export: invitation.clone(), verify: shared.verify };
     offer.write(&mut stream)?;
     let deadline = Instant::now() + JOINING_MAX;
-    if let Err(ended) = answer(&mut answers, outbox, shared, deadline)? {
-        return Ok(ended);
-    }
+    let accepted = match answer(&mut answers, outbox, deadline)? {
+        Ok(Message::Accepted { answer }) => answer,
+        Ok(_) => return Err(out_of_turn()),
+        Err(ended) => return Ok(ended),
+    };
     answers.set_look(GLANCE)?;
     let given_up = || outbox.is_closed() || answers.is_turned_down();
     let patience = Patience { deadline, given_up: &given_up };
-    let joined = channels.join(&invitation, End::Sender, shared.nccl_blocks, patience);
+    let told = (&invitation[..], &accepted[..]);
+    let joined = channels.join(told, End::Sender, shared.nccl_blocks, patience);
     answers.set_look(LOOK)?;
     let channel = match joined {
         Ok(channel) => channel,
         Err(reason) => {
             // The receiver's reason, where that was it; or it has left, which says nothing of the carrier.
-            match answer(&mut answers, outbox, shared, Instant::now()) {
+            match answer(&mut answers, outbox, Instant::now()) {
                 Ok(Err(ended)) => return Ok(ended),
                 Ok(Ok(_)) => {}
                 Err(error) if error.kind() == ErrorKind::TimedOut => {}
@@ -69,8 +72,9 @@ pub(in crate::data) fn send_chunks(
             return Ok(Ended::Refused { reason });
         }
     };
-    let verify = match answer(&mut answers, outbox, shared, deadline)? {
-        Ok(verify) => verify,
+    let verify = match answer(&mut answers, outbox, deadline)? {
+        Ok(Message::Ready { verify }) => verify || shared.verify,
+        Ok(_) => return Err(out_of_turn()),
         Err(ended) => return Ok(ended),
     };
     shared.counters.takes(peer, Carrier::Nccl);
@@ -116,18 +120,15 @@ fn take_leave(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
     }
 }
 
-/// What the receiver answers to the invitation, or when it has joined: whether chunks are hashed, or that
-/// this is the end.
+/// What the receiver answers to the invitation, or when it has joined, or that this is the end.
 fn answer(
     answers: &mut Messages,
     outbox: &Outbox,
-    shared: &Shared,
     deadline: Instant,
-) -> io::Result<Result<bool, Ended>> {
+) -> io::Result<Result<Message, Ended>> {
     match answers.next_by(deadline, || outbox.is_closed())? {
-        Some(Message::Ready { verify }) => Ok(Ok(verify || shared.verify)),
         Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
-        Some(_) => Err(out_of_turn()),
+        Some(message) => Ok(Ok(message)),
         None if outbox.is_closed() => Ok(Err(Ended::Closed)),
         None => Err(ErrorKind::UnexpectedEof.into()),
     }

@@ -1,0 +1,203 @@
+//! What the two ends tell each other before they join: an invitation, and the answer to it.
+
+use super::super::nccl::UniqueId;
+use crate::peer::EXPORT_BYTES_MAX;
+
+const MAGIC: [u8; 8] = *b"BATONNC4";
+const UUID_BYTES: usize = 40;
+
+/// Communicators between two parts that a peer may have.
+pub(super) const LANES_MAX: usize = 2;
+/// As many GPUs as a node may have ranks on.
+pub(super) const PARTS_MAX: usize = 8;
+/// Of a channel: with [`LANES_MAX`] as many as 8 parts need.
+pub(super) const COMMUNICATORS_MAX: usize = LANES_MAX * PARTS_MAX;
+
+/// What the sender tells the receiver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Invitation {
+    pub version: i32,
+    /// Of a block of all heads.
+    pub block_bytes: u64,
+    pub slot_bytes: u64,
+    /// Runs of so many bytes are sent as they lie.
+    pub direct_bytes: u64,
+    /// Communicators between two parts.
+    pub lanes: usize,
+    /// The GPUs of the sender's parts, in order of rank.
+    pub uuids: Vec<String>,
+}
+
+/// What the receiver tells the sender.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Answer {
+    /// The GPUs of the receiver's parts, in order of rank.
+    pub uuids: Vec<String>,
+    /// One for each communicator.
+    pub ids: Vec<UniqueId>,
+}
+
+impl Invitation {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend_from_slice(&self.version.to_le_bytes());
+        for number in [self.block_bytes, self.slot_bytes, self.direct_bytes, self.lanes as u64] {
+            bytes.extend_from_slice(&number.to_le_bytes());
+        }
+        write_uuids(&mut bytes, &self.uuids);
+        bytes
+    }
+
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
+        let mut reader = Reader::new("invitation", bytes)?;
+        let version = i32::from_le_bytes(reader.take()?);
+        let mut number = || reader.take().map(u64::from_le_bytes);
+        let (block_bytes, slot_bytes, direct_bytes) = (number()?, number()?, number()?);
+        let lanes = number()?;
+        if !(1..=LANES_MAX as u64).contains(&lanes) {
+            return Err(format!("its lanes are {lanes}; allowed are 1 to {LANES_MAX}"));
+        }
+        let uuids = reader.uuids()?;
+        reader.end()?;
+        let lanes = lanes as usize;
+        Ok(Self { version, block_bytes, slot_bytes, direct_bytes, lanes, uuids })
+    }
+}
+
+impl Answer {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        write_uuids(&mut bytes, &self.uuids);
+        bytes.extend(self.ids.iter().flat_map(|id| id.0));
+        assert!(bytes.len() <= EXPORT_BYTES_MAX, "{} bytes of an answer", bytes.len());
+        bytes
+    }
+
+    /// With so many ids for a number of the answering node's parts.
+    pub fn from_bytes(bytes: &[u8], ids: impl Fn(usize) -> usize) -> Result<Self, String> {
+        let mut reader = Reader::new("answer", bytes)?;
+        let uuids = reader.uuids()?;
+        let ids = (0..ids(uuids.len())).map(|_| reader.take().map(UniqueId));
+        let ids = ids.collect::<Result<_, _>>()?;
+        reader.end()?;
+        Ok(Self { uuids, ids })
+    }
+}
+
+fn write_uuids(bytes: &mut Vec<u8>, uuids: &[String]) {
+    bytes.push(uuids.len() as u8);
+    for uuid in uuids {
+        let mut padded = [0; UUID_BYTES];
+        padded[..uuid.len()].copy_from_slice(uuid.as_bytes());
+        bytes.extend_from_slice(&padded);
+    }
+}
+
+struct Reader<'a> {
+    what: &'static str,
+    length: usize,
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    fn new(what: &'static str, bytes: &'a [u8]) -> Result<Self, String> {
+        let mut reader = Self { what, length: bytes.len(), rest: bytes };
+        let magic: [u8; 8] = reader.take()?;
+        if magic != MAGIC {
+            let (theirs, ours) = (magic.escape_ascii(), MAGIC.escape_ascii());
+            return Err(format!("its {what} begins with {theirs}; allowed is {ours}"));
+        }
+        Ok(reader)
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        let (what, length) = (self.what, self.length);
+        let (taken, rest) = self.rest.split_first_chunk().ok_or_else(|| {
+            format!("its {what} ends after {length} bytes; allowed is a whole one")
+        })?;
+        self.rest = rest;
+        Ok(*taken)
+    }
+
+    fn uuids(&mut self) -> Result<Vec<String>, String> {
+        let [count] = self.take()?;
+        if !(1..=PARTS_MAX).contains(&usize::from(count)) {
+            return Err(format!("its parts are {count}; allowed are 1 to {PARTS_MAX}"));
+        }
+        let uuid = |_| {
+            let padded: [u8; UUID_BYTES] = self.take()?;
+            let uuid = padded.split(|byte| *byte == 0).next().unwrap_or_default();
+            Ok(String::from_utf8_lossy(uuid).into_owned())
+        };
+        (0..count).map(uuid).collect()
+    }
+
+    fn end(self) -> Result<(), String> {
+        match self.rest.len() {
+            0 => Ok(()),
+            more => Err(format!("its {} has {more} bytes too many", self.what)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID_BYTES: usize = size_of::<UniqueId>();
+
+    fn uuids(count: usize) -> Vec<String> {
+        let uuid = |number| format!("GPU-1f2e3d4c-0506-0708-090a-0b0c0d0e0f{number:02}");
+        (0..count).map(uuid).collect()
+    }
+
+    #[test]
+    fn an_invitation_comes_out_as_it_went_in_and_nothing_else_is_taken_for_one() {
+        for count in [1, 2, PARTS_MAX] {
+            let invitation = Invitation {
+                version: 22809,
+                block_bytes: 4096,
+                slot_bytes: 1 << 25,
+                direct_bytes: 1 << 23,
+                lanes: 2,
+                uuids: uuids(count),
+            };
+            let bytes = invitation.to_bytes();
+            assert!(bytes.len() <= EXPORT_BYTES_MAX);
+            assert_eq!(Invitation::from_bytes(&bytes), Ok(invitation));
+            let refused = |bytes: &[u8]| Invitation::from_bytes(bytes).expect_err("it is refused");
+            for length in 0..bytes.len() {
+                let words = refused(&bytes[..length]);
+                assert!(words.contains(&format!("ends after {length} bytes")), "{words}");
+            }
+            assert!(refused(&[&bytes[..], &[0]].concat()).contains("1 bytes too many"));
+            let cases = [
+                (0, b'b', "begins with bATONNC4; allowed is BATONNC4"),
+                (36, 0, "lanes are 0; allowed are 1 to 2"),
+                (36, 3, "lanes are 3; allowed are 1 to 2"),
+                (43, 1, "lanes are 72057594037927938; allowed are 1 to 2"),
+                (44, 0, "parts are 0; allowed are 1 to 8"),
+                (44, 9, "parts are 9; allowed are 1 to 8"),
+            ];
+            for (at, byte, words) in cases {
+                let mut other = bytes.clone();
+                other[at] = byte;
+                assert!(refused(&other).contains(words), "byte {at}: {}", refused(&other));
+            }
+        }
+    }
+
+    #[test]
+    fn an_answer_has_an_id_for_each_communicator() {
+        let ids: Vec<UniqueId> = (0..4).map(|byte| UniqueId([byte; ID_BYTES])).collect();
+        let answer = Answer { uuids: uuids(2), ids };
+        let bytes = answer.to_bytes();
+        assert_eq!(Answer::from_bytes(&bytes, |parts| 2 * parts), Ok(answer));
+        let few = Answer::from_bytes(&bytes, |parts| 3 * parts).unwrap_err();
+        assert!(few.contains("its answer ends after"), "{few}");
+        let many = Answer::from_bytes(&bytes, |parts| parts).unwrap_err();
+        assert!(many.contains("256 bytes too many"), "{many}");
+        let (ids, uuids) = (vec![UniqueId([1; ID_BYTES]); COMMUNICATORS_MAX], uuids(PARTS_MAX));
+        assert!(Answer { uuids, ids }.to_bytes().len() <= EXPORT_BYTES_MAX);
+    }
+}

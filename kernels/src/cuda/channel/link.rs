@@ -1,0 +1,247 @@
+//! What a channel has between one part of ours and one of the peer's: communicators, and slots.
+
+use std::{
+    mem, slice,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    super::{
+        context::{Event, Stream},
+        kv::DeviceKv,
+        memory::Range,
+        moves::{Rows, places_of},
+        nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
+        staging::{Place, Staging},
+    },
+    PeerExchange, SLOT_BYTES, SLOTS, locked, words,
+};
+use crate::{
+    layout::BlockId,
+    peer::{End, Patience},
+};
+
+/// What needs no peer is put into a stream within microseconds.
+const PUT_MAX: Duration = Duration::from_secs(1);
+/// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
+const ABORT_MAX: Duration = Duration::from_secs(10);
+/// Sent once to and fro before the first block, so that no block waits for the connection.
+const GREETING_BYTES: usize = 256;
+
+/// Links of a GPU at a time, and so the memory that they may take: more than a host with eight of them
+/// has use for, to and from each of the others.
+const STAGINGS_MAX: usize = 16;
+
+/// What all links of a GPU share.
+#[derive(Debug, Default)]
+pub(super) struct Gpu {
+    /// Held by whoever puts an operation of any channel into a stream; never by who waits for a peer.
+    issuing: Mutex<()>,
+    /// Of channels that have ended.
+    spare: Mutex<Vec<Staging>>,
+    /// In use, spare, or lost with an abort that did not come back.
+    stagings: AtomicUsize,
+}
+
+impl Gpu {
+    fn staging(&self, kv: &DeviceKv) -> Result<Staging, String> {
+        if let Some(staging) = locked(&self.spare).pop() {
+            return Ok(staging);
+        }
+        let room = |made: usize| (made < STAGINGS_MAX).then_some(made + 1);
+        let stagings = &self.stagings;
+        stagings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).map_err(|made| {
+            format!("{made} channels have slots on this GPU; allowed are {STAGINGS_MAX}")
+        })?;
+        // Whatever part of a block another channel moves: one fits.
+        let bytes = SLOT_BYTES.max(kv.layout().block_bytes()).max(2 * GREETING_BYTES);
+        Staging::new(kv, SLOTS, bytes).map_err(|error| {
+            stagings.fetch_sub(1, Ordering::Relaxed);
+            words(error)
+        })
+    }
+}
+
+/// One of our parts, and what of its blocks one of the peer's has as well.
+#[derive(Debug)]
+pub(super) struct Half {
+    pub kv: Arc<DeviceKv>,
+    pub gpu: Arc<Gpu>,
+    pub rows: Rows,
+    pub end: End,
+}
+
+/// Both ends put the same operations in the same order, each into the next lane.
+#[derive(Debug)]
+pub(super) struct Link {
+    half: Half,
+    lanes: Vec<Lane>,
+    next: usize,
+    /// `None` once it was ended.
+    staging: Option<Staging>,
+}
+
+#[derive(Debug)]
+struct Lane {
+    communicator: Communicator,
+    stream: Stream<PeerExchange>,
+}
+
+const LIVES: &str = "it is taken by the end alone";
+
+impl Link {
+    /// With a communicator for each of the options, made together with the peer.
+    pub fn join(
+        half: Half,
+        nccl: &Arc<Nccl>,
+        options: &[CommunicatorOptions],
+        patience: Patience<'_>,
+    ) -> Result<Self, String> {
+        half.kv.context().bind().map_err(words)?;
+        let staging = Some(half.gpu.staging(&half.kv)?);
+        // Ended when it is dropped, whatever comes.
+        let mut link = Self { half, lanes: Vec::with_capacity(options.len()), next: 0, staging };
+        // All at the same time: each takes a while.
+        let communicators = thread::scope(|scope| {
+            let make = |options: CommunicatorOptions| {
+                let context = link.half.kv.context();
+                move || Communicator::new(nccl, context, options, patience).map_err(words)
+            };
+            let threads = options.iter().map(|options| scope.spawn(make(*options)));
+            let threads: Vec<_> = threads.collect();
+            let made = threads.into_iter().map(|thread| {
+                let made = thread.join();
+                made.unwrap_or_else(|_| Err("a thread that joined panicked".to_owned()))
+            });
+            let made: Vec<Result<Communicator, String>> = made.collect();
+            made.into_iter().collect::<Result<Vec<_>, _>>()
+        })?;
+        for communicator in communicators {
+            link.add_lane(communicator, patience)?;
+        }
+        Ok(link)
+    }
+
+    pub fn kv(&self) -> &Arc<DeviceKv> {
+        &self.half.kv
+    }
+
+    /// Sends a few bytes to and fro by another communicator, which connects. Nobody else has the link yet, so no lock is held while the peer is waited for, which may
+    /// never come.
+    ///
+    /// Nor is [`Gpu::issuing`], for others would wait as long. So the greetings of two channels may be put in
+    /// another order at the peer: each has a stream of its own, in which nothing follows it before it is
+    /// over, and its kernel has room beside what the others run.
+    fn add_lane(
+        &mut self,
+        communicator: Communicator,
+        patience: Patience<'_>,
+    ) -> Result<(), String> {
+        let context = self.half.kv.context();
+        let stream = Stream::new(context).map_err(words)?;
+        let mark = Event::new(context).map_err(words)?;
+        let peer = 1 - communicator.rank();
+        // From now on it is aborted with the others.
+        self.lanes.push(Lane { communicator, stream });
+        let Lane { communicator, stream } = self.lanes.last_mut().expect("it was pushed");
+        let staging = self.staging.as_ref().expect(LIVES);
+        let to_peer =
+            |offset| Move { peer, piece: Piece::new(staging.memory(), offset, GREETING_BYTES) };
+        let (out, back) = (to_peer(0), to_peer(GREETING_BYTES));
+        staging.await_all(stream).map_err(words)?;
+        communicator.exchange(&[out], &[back], stream, patience).map_err(words)?;
+        staging.pass(stream).map_err(words)?;
+        staging.mark(&mark).map_err(words)?;
+        while !mark.is_done().map_err(words)? {
+            if Instant::now() >= patience.deadline || (patience.given_up)() {
+                return Err("the other end did not greet in time".to_owned());
+            }
+            thread::sleep(Duration::from_micros(100));
+        }
+        Ok(())
+    }
+
+    /// Puts the part of these blocks that goes here into the streams. They are no more than a slot takes;
+    /// those that are not to be staged lie together.
+    ///
+    /// # Safety
+    /// The blocks are borrowed until the next [mark](Self::mark) is seen, or [`end_all`](Self::end_all) has
+    /// returned.
+    pub unsafe fn put(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
+        let Self { half: Half { kv, gpu, rows, end }, lanes, next, staging } = self;
+        let staging = staging.as_mut().expect(LIVES);
+        kv.context().bind()?;
+        let lane = *next % lanes.len();
+        *next = lane + 1;
+        let Lane { communicator, stream } = &mut lanes[lane];
+        kv.pass_time(stream)?;
+        kv.pass_time(staging.copies())?;
+        let peer = 1 - communicator.rank();
+        let mut exchange = |range: &Range, (offset, bytes): Place| -> Result<(), NcclError> {
+            let piece = [Move { peer, piece: Piece::new(range, offset, bytes) }];
+            let (sends, receives): (&[_], &[_]) = match *end {
+                End::Sender => (&piece, &[]),
+                End::Receiver => (&[], &piece),
+            };
+            let _issuing = locked(&gpu.issuing);
+            let deadline = Instant::now() + PUT_MAX;
+            communicator.exchange(sends, receives, stream, deadline).map(drop)
+        };
+        // Where a part of each block goes it is brought together in any case.
+        match (is_staged || !rows.are_whole(), *end) {
+            (false, _) => {
+                let mut places = places_of(ids, rows.block_bytes());
+                let place = places.next().unwrap_or_default();
+                assert!(places.next().is_none(), "what is not staged lies together");
+                exchange(kv.data(), place)?;
+                Ok(staging.pass(stream)?)
+            }
+            // SAFETY: as the caller promises.
+            (true, End::Sender) => unsafe { staging.send(kv, rows, ids, stream, exchange) },
+            // SAFETY: as above.
+            (true, End::Receiver) => unsafe { staging.receive(kv, rows, ids, stream, exchange) },
+        }
+    }
+
+    /// Marks the end of all that was put so far.
+    pub fn mark(&self, mark: &Event) -> Result<(), NcclError> {
+        Ok(self.staging.as_ref().expect(LIVES).mark(mark)?)
+    }
+
+    /// Ends them, and everything under way on them: nothing moves any more when it returns without an
+    /// error.
+    pub fn end_all(links: &mut [Self]) -> Result<(), String> {
+        let lanes = links.iter_mut().flat_map(|link| link.lanes.drain(..));
+        let (communicators, streams): (Vec<_>, Vec<_>) =
+            lanes.map(|lane| (lane.communicator, lane.stream)).unzip();
+        let mut ended = Communicator::abort_all(communicators, ABORT_MAX).map(drop).map_err(words);
+        let mut stagings = Vec::with_capacity(links.len());
+        for link in links {
+            let Some(staging) = link.staging.take() else { continue };
+            // Copies that waited for an operation go on when it is ended.
+            ended = ended.and_then(|()| staging.drain(ABORT_MAX));
+            stagings.push((Arc::clone(&link.half.gpu), staging));
+        }
+        if ended.is_err() {
+            // Something may still use them.
+            mem::forget((stagings, streams));
+            return ended;
+        }
+        for (gpu, staging) in stagings {
+            locked(&gpu.spare).push(staging);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // Nobody is left to be told.
+        let _ = Self::end_all(slice::from_mut(self));
+    }
+}
