@@ -26,11 +26,12 @@ mod gpu {
     mod load;
     mod mixes;
     mod model;
+    mod moves;
     mod nccl;
     pub mod ranks;
     mod reference;
     mod rows;
     mod sampling;
     mod start;
-    mod tp;
+    pub mod tp;
 }

@@ -17,7 +17,8 @@ use std::{
 
 use kernels::{
     BlockId, Dtype, KvArena, KvLayout,
-    cuda::{Context, Delays, DeviceKv, Driver, KernelLibrary},
+    arena::RemoteBlocks,
+    cuda::{Context, Delays, DeviceKv, Driver, KernelLibrary, RankedKv},
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -26,8 +27,9 @@ use kv_transfer::{
     config::LEASE,
     notice,
 };
+use ranks::RankGroup;
 
-use super::bench::short;
+use super::{bench::short, tp::kv_group};
 
 /// Any wait; far beyond what anything takes.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -135,10 +137,14 @@ enum Manner {
     Large,
     LargeLate,
     LargeKernel,
+    /// The same of several ranks, each on a GPU of its own: from the named one on, and round.
+    Two,
+    TwoLate,
+    Four,
 }
 
 impl Manner {
-    const ALL: [(Self, &str); 7] = [
+    const ALL: [(Self, &str); 10] = [
         (Self::Verifying, "verifying"),
         (Self::Quick, "quick"),
         (Self::Late, "late"),
@@ -146,6 +152,9 @@ impl Manner {
         (Self::Large, "large"),
         (Self::LargeLate, "large-late"),
         (Self::LargeKernel, "large-kernel"),
+        (Self::Two, "two"),
+        (Self::TwoLate, "two-late"),
+        (Self::Four, "four"),
     ];
 
     fn name(self) -> &'static str {
@@ -157,15 +166,28 @@ impl Manner {
     }
 
     fn is_large(self) -> bool {
-        matches!(self, Self::Large | Self::LargeLate | Self::LargeKernel)
+        !matches!(self, Self::Verifying | Self::Quick | Self::Late | Self::Kernel)
     }
 
     fn is_late(self) -> bool {
-        matches!(self, Self::Late | Self::LargeLate)
+        matches!(self, Self::Late | Self::LargeLate | Self::TwoLate)
     }
 
     fn has_kernel(self) -> bool {
-        matches!(self, Self::Kernel | Self::LargeKernel)
+        matches!(self, Self::Kernel | Self::LargeKernel | Self::Two | Self::Four)
+    }
+
+    fn ranks(self) -> usize {
+        match self {
+            Self::Two | Self::TwoLate => 2,
+            Self::Four => 4,
+            _ => 1,
+        }
+    }
+
+    /// Whether chunks are hashed on both sides.
+    fn verifies(self) -> bool {
+        matches!(self, Self::Verifying | Self::Two | Self::Four)
     }
 
     /// 2 MiB a block, or 256 KiB.
@@ -195,6 +217,8 @@ struct Node {
     arena: Arc<KvArena>,
     address: PeerAddress,
     block_bytes: usize,
+    /// As long as their memory is used.
+    _group: Option<RankGroup>,
 }
 
 impl Node {
@@ -210,30 +234,58 @@ impl Node {
         sink: Sender<Event>,
     ) -> Self {
         let driver = Driver::open().unwrap();
-        let device = driver.device_named(&gpu.to_string()).unwrap();
-        let context = Context::new(driver, device).unwrap();
         let layout = manner.layout();
-        let kv = DeviceKv::new(&context, layout, BLOCKS).unwrap();
-        if manner == Manner::Verifying && name == PEER_NAME {
-            // One end by a kernel, where there is one, the other by copies.
+        let library = (manner.is_late() || manner.has_kernel()).then(|| {
             let path = env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
-            if let Ok(library) = KernelLibrary::open(path.as_deref()) {
-                kv.digest_with(Arc::new(library)).unwrap();
+            Arc::new(KernelLibrary::open(path.as_deref()).unwrap())
+        });
+        let mut seed = LATE_SEED + u64::from(name == PEER_NAME);
+        let delays = |library: &Arc<KernelLibrary>, seed: u64| {
+            println!("{name} is late by seed {seed}");
+            Delays::new(Arc::clone(library), Duration::from_micros(500), seed)
+        };
+        let (blocks, group): (Arc<dyn RemoteBlocks>, _) = if manner.ranks() > 1 {
+            let all = driver.devices().unwrap().len();
+            let gpus: Vec<usize> = (0..manner.ranks()).map(|rank| (gpu + rank) % all).collect();
+            let group = kv_group(&gpus, layout, BLOCKS);
+            let kv = RankedKv::imported(layout, &group.said()).unwrap();
+            match &library {
+                Some(library) if manner.is_late() => kv.delay_streams(|| {
+                    seed += 2;
+                    delays(library, seed)
+                }),
+                Some(library) => {
+                    kv.move_with(library).unwrap();
+                    if name == PEER_NAME {
+                        // One end by kernels, the other by copies.
+                        kv.digest_with(library).unwrap();
+                    }
+                }
+                None => {}
             }
-        }
-        if manner.is_late() || manner.has_kernel() {
-            let path = env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
-            let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
-            library.initialise(&context).unwrap();
-            if manner.is_late() {
-                let seed = LATE_SEED + u64::from(name == PEER_NAME);
-                println!("{name} is late by seed {seed}");
-                kv.delay_streams(Delays::new(library, Duration::from_micros(500), seed));
-            } else {
-                kv.move_with(library).unwrap();
+            (kv, Some(group))
+        } else {
+            let device = driver.device_named(&gpu.to_string()).unwrap();
+            let context = Context::new(driver, device).unwrap();
+            let kv = DeviceKv::new(&context, layout, BLOCKS).unwrap();
+            if manner == Manner::Verifying && name == PEER_NAME {
+                // One end by a kernel, where there is one, the other by copies.
+                let path = env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
+                if let Ok(library) = KernelLibrary::open(path.as_deref()) {
+                    kv.digest_with(Arc::new(library)).unwrap();
+                }
             }
-        }
-        let arena = KvArena::remote(kv).unwrap();
+            if let Some(library) = &library {
+                library.initialise(&context).unwrap();
+                if manner.is_late() {
+                    kv.delay_streams(delays(library, seed));
+                } else {
+                    kv.move_with(Arc::clone(library)).unwrap();
+                }
+            }
+            (kv, None)
+        };
+        let arena = KvArena::remote(blocks).unwrap();
         static STARTED: AtomicU64 = AtomicU64::new(1);
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
         let epoch = Epoch(u128::from(std::process::id()) << 64 | u128::from(number));
@@ -260,7 +312,7 @@ impl Node {
             },
             carriers: Carriers {
                 choice: Choice::Only(carrier),
-                verify: manner == Manner::Verifying,
+                verify: manner.verifies(),
                 nccl_blocks: Some(8),
             },
         };
@@ -271,7 +323,7 @@ impl Node {
         let transfers = Transfers::start(config, Arc::clone(&arena), sink).unwrap();
         let notice_endpoint = transfers.notice_endpoint().to_owned();
         let address = PeerAddress { node_id: name.to_owned(), epoch, notice_endpoint };
-        Self { transfers, arena, address, block_bytes: layout.block_bytes() }
+        Self { transfers, arena, address, block_bytes: layout.block_bytes(), _group: group }
     }
 
     fn receive(&self, transfer: TransferId, peer: &PeerAddress, blocks: &[BlockId]) {
@@ -540,15 +592,20 @@ fn aborts_at_any_moment_leave_no_block_behind() {
 #[test]
 fn a_killed_sender_costs_its_transfers_alone() {
     let Some((gpus, _alone)) = gpus() else { return };
-    for carrier in CARRIERS {
+    let ways = [
+        (Carrier::Ipc, Manner::Verifying),
+        (Carrier::Nccl, Manner::Verifying),
+        (Carrier::Nccl, Manner::Two),
+    ];
+    for (carrier, manner) in ways {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
         let (sink, events) = channel();
-        let node = Node::start("node", to, carrier, sink);
+        let node = Node::start_as("node", to, carrier, manner, sink);
         for round in 0..if short() { 2 } else { 3_u64 } {
-            let mut peer = Peer::start(from, carrier);
+            let mut peer = Peer::start_as(from, carrier, manner);
             let transfer = TransferId(round.into());
             peer.send(transfer, &node, 1, 96, false);
-            node.receive(transfer, &peer.address, &scattered(1, 96));
+            node.receive(transfer, &peer.address, &manner.places(1, 96));
             thread::sleep(Duration::from_micros(round * 800));
             peer.kill();
             let failed = event(&events);
@@ -556,13 +613,13 @@ fn a_killed_sender_costs_its_transfers_alone() {
             node.assert_free();
         }
         // The GPU, and this process on it, are as they were.
-        let mut peer = Peer::start(from, carrier);
+        let mut peer = Peer::start_as(from, carrier, manner);
         let transfer = TransferId(1000);
         peer.send(transfer, &node, 1, 96, true);
-        node.receive(transfer, &peer.address, &scattered(3, 96));
+        node.receive(transfer, &peer.address, &manner.places(3, 96));
         let arrived = event(&events);
         assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
-        node.assert_holds(&scattered(1, 96), &scattered(3, 96));
+        node.assert_holds(&manner.places(1, 96), &manner.places(3, 96));
     }
 }
 
@@ -845,4 +902,64 @@ fn streams_that_are_late_and_kernels_that_move_blocks_change_none() {
         }
         node.assert_free();
     }
+}
+
+/// Every number of ranks to every other for which the GPUs suffice, the receiver's ranks on others than
+/// those of the sender that have heads in common with them.
+#[test]
+fn kv_of_ranks_goes_between_their_gpus_by_nccl_as_it_was() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    use Manner::{Four, LargeKernel, LargeLate, Two, TwoLate};
+    let ways = [
+        (2, Two, Two),
+        (2, TwoLate, TwoLate),
+        (3, LargeKernel, Two),
+        (3, TwoLate, LargeLate),
+        (4, Two, Four),
+        (4, Four, Two),
+        (4, Four, Four),
+    ];
+    for (needed, sender, receiver) in ways {
+        let what = format!("{} to {}", sender.name(), receiver.name());
+        if gpus < needed {
+            eprintln!("skipped: {what} wants {needed} GPUs, there are {gpus}");
+            continue;
+        }
+        let mut peer = Peer::start_as(0, Carrier::Nccl, sender);
+        let (sink, events) = channel();
+        let node = Node::start_as("node", 1, Carrier::Nccl, receiver, sink);
+        for round in 0..if short() { 4 } else { 12_u64 } {
+            node.fill(|_, bytes| vec![round as u8; bytes]);
+            let (transfer, begun) = (TransferId(round.into()), Instant::now());
+            let places = receiver.places(round / 2 + 7, BLOCKS);
+            peer.send(transfer, &node, round, BLOCKS, true);
+            node.receive(transfer, &peer.address, &places);
+            let arrived = event(&events);
+            assert!(matches!(arrived, Event::Arrived { .. }), "{what}: {arrived:?}");
+            println!("{what}: transfer {round} took {:?}", begun.elapsed());
+            node.assert_holds(&sender.places(round, BLOCKS), &places);
+        }
+        assert_eq!(node.path(), "nccl", "{what}");
+        node.assert_free();
+    }
+}
+
+/// One GPU would be at both ends of a communicator: said, counted, and KV goes all the same.
+#[test]
+fn ranks_on_one_gpu_with_those_that_send_to_them_go_by_another_carrier() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    if gpus < 2 {
+        return eprintln!("skipped, for two ranks want two GPUs");
+    }
+    // The sender's first rank and the receiver's.
+    let mut peer = Peer::start_as(0, Carrier::Nccl, Manner::LargeKernel);
+    let (sink, events) = channel();
+    let node = Node::start_as("node", 0, Carrier::Nccl, Manner::Two, sink);
+    let (transfer, places) = (TransferId(1), Manner::Two.places(3, BLOCKS));
+    peer.send(transfer, &node, 1, BLOCKS, true);
+    node.receive(transfer, &peer.address, &places);
+    let arrived = event(&events);
+    assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
+    node.assert_holds(&Manner::Two.places(1, BLOCKS), &places);
+    assert_eq!((node.path().as_str(), node.transfers.metrics().fallbacks["nccl"]), ("tcp", 1));
 }

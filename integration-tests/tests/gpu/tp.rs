@@ -113,18 +113,24 @@ fn takes_its_seat_if_told() {
     let Ok(seat) = env::var(SEAT) else { return };
     let seat: Seat = seat.parse().unwrap();
     let outcome = run_rank(&seat, |told| {
-        let told = str::from_utf8(told).unwrap();
-        let (region, place) = told.split_once(' ').unwrap();
-        let part = Part::ALL[place.parse::<usize>().unwrap()];
+        let words: Vec<&str> = str::from_utf8(told).unwrap().split(' ').collect();
+        let [region, numbers @ ..] = &words[..] else { panic!("{words:?}") };
+        let mut numbers = numbers.iter().map(|number| number.parse::<usize>().unwrap());
+        let mut number = || numbers.next().unwrap();
+        let part = Part::ALL[number()];
+        let [blocks, layer_count, kv_head_count, head_dim] = [(); 4].map(|()| number());
+        let gpu = numbers.nth(seat.rank as usize).unwrap();
         let driver = Driver::open().unwrap();
-        let device = driver.devices().unwrap()[seat.rank as usize].clone();
+        let device = driver.devices().unwrap()[gpu].clone();
         let context = Context::new(driver, device).unwrap();
         let checkpoint = model();
-        let (limits, layout) = (limits(&checkpoint), layout(&checkpoint, part));
+        let dtype = layout(&checkpoint, part).dtype;
+        let layout = KvLayout { layer_count, kv_head_count, head_dim, dtype };
+        let limits = limits(&checkpoint);
         let own = layout.with_heads(layout.kv_head_count / seat.of as usize);
         let (executor, kv): (Box<dyn Executor>, _) = match part {
             Part::Kv => {
-                let kv = DeviceKv::new(&context, own, BLOCKS).unwrap();
+                let kv = DeviceKv::new(&context, own, blocks as u32).unwrap();
                 // As long as the process.
                 std::mem::forget(kv.clone());
                 (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
@@ -165,10 +171,28 @@ fn epoch() -> u128 {
 }
 
 fn group(ranks: u32, part: Part) -> RankGroup {
+    let gpus: Vec<usize> = (0..ranks as usize).collect();
+    group_on(&gpus, part, layout(&model(), part), BLOCKS)
+}
+
+/// Ranks with memory for so many blocks and nothing else, one on each of these GPUs.
+pub fn kv_group(gpus: &[usize], layout: KvLayout, blocks: u32) -> RankGroup {
+    group_on(gpus, Part::Kv, layout, blocks)
+}
+
+fn group_on(gpus: &[usize], part: Part, layout: KvLayout, blocks: u32) -> RankGroup {
+    let ranks = gpus.len() as u32;
     let epoch = epoch();
     let name = RegionName::own(epoch, "test_kv");
     let region = SharedRegion::create(&name, Group::region_bytes(ranks as usize)).unwrap();
-    let told = format!("{} {}", name.file_name(), part.place());
+    let KvLayout { layer_count, kv_head_count, head_dim, .. } = layout;
+    let gpus: Vec<String> = gpus.iter().map(usize::to_string).collect();
+    let told = format!(
+        "{} {} {blocks} {layer_count} {kv_head_count} {head_dim} {}",
+        name.file_name(),
+        part.place(),
+        gpus.join(" ")
+    );
     let settings = GroupSettings {
         start_within: PATIENCE,
         ..GroupSettings::new(epoch, ranks, told.into_bytes())
