@@ -776,6 +776,68 @@ fn a_stopped_peer_delays_no_other_pair_and_costs_its_transfers_a_lease() {
     }
 }
 
+/// The end of one pair's channel waits for the whole GPU, and so for what another pair waits for in vain.
+#[test]
+fn peers_that_stop_or_die_together_again_and_again_delay_no_other_pair() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    for carrier in CARRIERS {
+        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
+        let (sink, events) = channel();
+        let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
+        let mut steady = Peer::start_as(from, carrier, Manner::Quick);
+        let mut next = 0;
+        until_arrived(&node, &mut steady, &events, &mut next);
+        let places = other_places();
+        let time = Duration::from_millis(500);
+        let nothing = |event| panic!("{event:?}");
+        let (_, longest_before) = steadily(&node, &mut steady, &events, &mut next, time, nothing);
+        for round in 0..if short() { 2 } else { 4_u128 } {
+            let mut lost = [(); 2].map(|()| Peer::start_as(from, carrier, Manner::Quick));
+            for peer in &mut lost {
+                until_arrived(&node, peer, &events, &mut next);
+            }
+            let first = (1 << 100) + round * 100;
+            let chunks: Vec<&[BlockId]> = places.chunks(4).collect();
+            // Not all in one order: those of the two are under way at the same time.
+            for (index, places) in chunks.iter().enumerate() {
+                let (transfer, peer) = (TransferId(first + index as u128), &mut lost[index % 2]);
+                peer.send(transfer, &node, 1, places.len() as u32, false);
+                node.receive(transfer, &peer.address, places);
+            }
+            let (at, mut failed, mut last) = (Instant::now(), 0, Duration::ZERO);
+            for peer in &mut lost {
+                match round % 2 {
+                    0 => peer.signal("-STOP"),
+                    _ => peer.signal("-KILL"),
+                }
+            }
+            let mut is_lost = |event: Event| match event {
+                Event::ReceiveFailed { transfer, .. } if transfer.0 >= first => {
+                    failed += 1;
+                    last = at.elapsed();
+                }
+                other => panic!("{other:?}"),
+            };
+            let lease_and_more = LEASE + Duration::from_secs(1);
+            let (count, longest) =
+                steadily(&node, &mut steady, &events, &mut next, lease_and_more, &mut is_lost);
+            while failed < chunks.len() {
+                assert!(matches!(event(&events), Event::ReceiveFailed { .. }));
+                (failed, last) = (failed + 1, at.elapsed());
+            }
+            println!(
+                "{carrier}, two {}: {count} others, longest {longest:?} ({longest_before:?} alone), \
+                 blocks back after {last:?}",
+                ["stopped", "killed"][round as usize % 2]
+            );
+            node.assert_free();
+            assert!(longest < longest_before + LEASE / 2, "{longest_before:?} {longest:?}");
+            assert!(last <= LEASE + Duration::from_secs(2), "{carrier}: {last:?}");
+        }
+        node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
+    }
+}
+
 /// Whatever it is about when it stops: whoever waits for it holds nothing that others need.
 #[test]
 fn a_peer_that_stops_while_it_joins_delays_no_other_pair() {

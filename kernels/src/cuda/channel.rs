@@ -26,15 +26,16 @@ use std::{
 
 use self::{
     invitation::{Answer, COMMUNICATORS_MAX, Invitation},
-    link::{Gpu, Half, Link},
+    link::{Communicators, Gpu, Half, Link},
 };
 use super::{
-    context::{Event, Role},
+    context::Role,
     ipc::shared_heads,
     kv::DeviceKv,
     moves::Rows,
     nccl::{CommunicatorOptions, Nccl, NcclError, NcclVersion},
     staging::stretches,
+    tally::Mark,
 };
 use crate::{
     arena::{BlockRead, BlockWrite, RemoteBlocks},
@@ -48,8 +49,6 @@ pub enum PeerExchange {}
 
 impl Role for PeerExchange {}
 
-/// Operations under way on one channel at most: as many marks are made when it is.
-const UNDER_WAY_MAX: usize = 16;
 /// Of a slot, or one block where that is more. An operation costs the host 100 to 150 us, in which the way
 /// between two GPUs takes 32 to 50 MiB: shorter ones leave it idle.
 const SLOT_BYTES: usize = 64 << 20;
@@ -296,17 +295,15 @@ impl PeerChannels for NcclChannels {
         let options = |id: &_| CommunicatorOptions { rank: rank(end), ranks: 2, id: *id, blocks };
         let options = answer.ids.chunks(lanes).map(|ids| ids.iter().map(options).collect());
         let links = self.joined(&pairs, &options.collect::<Vec<_>>(), end, patience)?;
-        let marks = (0..UNDER_WAY_MAX).map(|_| {
-            links.iter().map(|link| Event::new(link.kv().context()).map_err(words)).collect()
-        });
-        let bytes = moved_bytes(&pairs);
+        let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
         let shared = Shared {
-            marks: Mutex::new(marks.collect::<Result<_, String>>()?),
             links: Mutex::new(Some(links)),
+            communicators,
+            ending: Mutex::default(),
             aborted: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
-            slot_blocks: (SLOT_BYTES / bytes).max(1),
-            direct_min: DIRECT_BYTES.div_ceil(bytes),
+            slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),
+            direct_min: DIRECT_BYTES.div_ceil(moved_bytes(&pairs)),
             blocks: Arc::clone(&self.blocks),
         };
         Ok(Arc::new(NcclChannel { shared: Arc::new(shared) }))
@@ -319,17 +316,18 @@ struct NcclChannel {
 }
 
 /// One for each link.
-type Marks = Vec<Event>;
+type Marks = Vec<Mark>;
 
 struct Shared {
-    /// `None` once it was aborted.
+    /// Held by whoever puts something into their streams. `None` once it was aborted.
     links: Mutex<Option<Vec<Link>>>,
+    communicators: Vec<Arc<Communicators>>,
+    /// Held by an abort: another one waits for it.
+    ending: Mutex<()>,
     /// An abort was begun: marks that are done from then on say nothing about what was transferred.
     aborted: AtomicBool,
     /// An abort did not come back.
     stuck: AtomicBool,
-    /// Those not in use: nothing is made while an operation may be stuck.
-    marks: Mutex<Vec<Marks>>,
     slot_blocks: usize,
     direct_min: usize,
     blocks: Arc<dyn RemoteBlocks>,
@@ -354,19 +352,15 @@ impl Shared {
 
     /// Puts a chunk into the streams, and marks behind it.
     fn put(&self, runs: &[u32], ids: &[BlockId]) -> Result<Marks, String> {
-        let marks = locked(&self.marks).pop().ok_or("too many operations are under way")?;
         let put = match locked(&self.links).as_mut() {
             None => Err("the channel was aborted".to_owned()),
-            Some(links) => self.put_into(links, runs, ids, &marks).map_err(words),
+            Some(links) => self.put_into(links, runs, ids).map_err(words),
         };
-        match put {
-            Ok(()) => Ok(marks),
-            Err(reason) => {
-                // Part of it may be in the stream: only an abort says that nothing moves.
-                self.abort().map_err(|stuck| format!("{reason}; {stuck}"))?;
-                Err(reason)
-            }
-        }
+        put.map_err(|reason| match self.abort() {
+            // Part of it may be in the stream: only an abort says that nothing moves.
+            Ok(()) => reason,
+            Err(stuck) => format!("{reason}; {stuck}"),
+        })
     }
 
     fn put_into(
@@ -374,8 +368,7 @@ impl Shared {
         links: &mut [Link],
         runs: &[u32],
         ids: &[BlockId],
-        marks: &[Event],
-    ) -> Result<(), NcclError> {
+    ) -> Result<Marks, NcclError> {
         for stretch in stretches(runs, self.slot_blocks, self.direct_min) {
             let ids = &ids[stretch.blocks];
             for link in &mut *links {
@@ -383,15 +376,18 @@ impl Shared {
                 unsafe { link.put(ids, stretch.is_staged) }?;
             }
         }
-        links.iter().zip(marks).try_for_each(|(link, mark)| link.mark(mark))
+        links.iter_mut().map(Link::mark).collect()
     }
 
     fn abort(&self) -> Result<(), String> {
-        let mut links = locked(&self.links);
-        // Before it ends the kernels, whose marks are done then.
+        let _ending = locked(&self.ending);
+        // Before it ends the kernels, whose marks are reached then.
         self.aborted.store(true, Ordering::SeqCst);
-        if let Some(mut links) = links.take()
-            && let Err(reason) = Link::end_all(&mut links)
+        // These first, and without the links: whoever has those may be waiting for the driver, and the driver
+        // for the end of these.
+        let ended = Communicators::end_all(&self.communicators);
+        if let Some(mut links) = locked(&self.links).take()
+            && let Err(reason) = Link::clear_all(&mut links, ended)
         {
             self.stuck.store(true, Ordering::Release);
             return Err(reason);
@@ -466,7 +462,7 @@ impl<B: Send + 'static> UnderWay<B> {
 
 impl<B: Send + 'static> Moving<B> for UnderWay<B> {
     fn is_done(&mut self) -> Result<bool, String> {
-        let done = are_done(self.marks.iter().flatten())?;
+        let done = self.marks.iter().flatten().all(Mark::is_reached);
         // After the marks: what an abort has ended looks done, and an abort is known before that.
         match self.shared.aborted.load(Ordering::SeqCst) {
             true => Err("the channel was aborted".to_owned()),
@@ -478,7 +474,6 @@ impl<B: Send + 'static> Moving<B> for UnderWay<B> {
         if !self.is_done()? {
             return Err("it is under way".to_owned());
         }
-        locked(&self.shared.marks).extend(self.marks.take());
         Ok(self.blocks.take().unwrap_or_default())
     }
 }
@@ -487,7 +482,7 @@ impl<B> Drop for UnderWay<B> {
     fn drop(&mut self) {
         let Some(blocks) = self.blocks.take() else { return };
         let is_over = match &self.marks {
-            Some(marks) => are_done(marks).unwrap_or(false) || self.shared.abort().is_ok(),
+            Some(marks) => marks.iter().all(Mark::is_reached) || self.shared.abort().is_ok(),
             // It could not be put, and was aborted for that.
             None => self.shared.abort().is_ok(),
         };
@@ -496,15 +491,6 @@ impl<B> Drop for UnderWay<B> {
             mem::forget(blocks);
         }
     }
-}
-
-fn are_done<'a>(marks: impl IntoIterator<Item = &'a Event>) -> Result<bool, String> {
-    for mark in marks {
-        if !mark.is_done().map_err(words)? {
-            return Ok(false);
-        }
-    }
-    Ok(true)
 }
 
 #[cfg(test)]

@@ -46,6 +46,7 @@ mod sample;
 mod skinny;
 mod staging;
 mod step;
+mod tally;
 mod tune;
 mod upload;
 

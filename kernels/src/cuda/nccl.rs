@@ -113,6 +113,8 @@ pub enum NcclError {
     /// The thread that aborts waits on. What the communicator's operations use stays in use.
     #[error("aborting a communicator is not done after {waited:?}")]
     AbortStuck { waited: Duration },
+    #[error("the communicator was ended")]
+    Ended,
     #[error("operation {sequence} failed on this communicator before; make another")]
     Broken { sequence: u64 },
     #[error("{call} failed ({code}): {reason}")]

@@ -17,6 +17,7 @@ use super::{
     kv::DeviceKv,
     memory::{DeviceMemory, Range},
     moves::{Rows, Way, move_blocks},
+    tally::{Mark, Tally},
 };
 use crate::layout::BlockId;
 
@@ -90,6 +91,8 @@ pub(super) struct Staging {
     moved: Event,
     /// Behind the last copy, once a channel has ended.
     last: Event,
+    /// How far `ends` has come.
+    tally: Tally,
 }
 
 #[derive(Debug)]
@@ -121,7 +124,8 @@ impl Staging {
             slot.emptied.record(&copies)?;
         }
         let (ends, moved, last) = (Stream::new(context)?, event()?, event()?);
-        Ok(Self { memory, slot_bytes, slots, next: 0, copies, ends, moved, last })
+        let tally = Tally::new(context)?;
+        Ok(Self { memory, slot_bytes, slots, next: 0, copies, ends, moved, last, tally })
     }
 
     /// All slots, one behind the other.
@@ -198,8 +202,8 @@ impl Staging {
     }
 
     /// Marks the end of all that was sent or received so far.
-    pub fn mark(&self, mark: &Event) -> Result<(), CudaError> {
-        mark.record(&self.ends)
+    pub fn mark(&mut self) -> Result<Mark, CudaError> {
+        self.tally.mark(&self.ends)
     }
 
     fn take_slot(&mut self, rows: &Rows, ids: &[BlockId]) -> (usize, Place) {
@@ -211,10 +215,11 @@ impl Staging {
     }
 
     /// Waits until no copy is under way: what they waited for is over.
-    pub fn drain(&self, patience: Duration) -> Result<(), String> {
-        self.last.record(&self.copies).map_err(|error| error.to_string())?;
+    pub fn drain(&mut self, patience: Duration) -> Result<(), String> {
+        let marked = self.last.record(&self.copies).and_then(|()| self.ends.wait(&self.last));
+        let last = marked.and_then(|()| self.mark()).map_err(|error| error.to_string())?;
         let begin = Instant::now();
-        while !self.last.is_done().map_err(|error| error.to_string())? {
+        while !last.is_reached() {
             let waited = begin.elapsed();
             if waited >= patience {
                 return Err(format!("copies of a channel are not done after {waited:?}"));

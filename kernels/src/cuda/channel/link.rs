@@ -12,12 +12,13 @@ use std::{
 
 use super::{
     super::{
-        context::{Event, Stream},
+        context::Stream,
         kv::DeviceKv,
         memory::Range,
         moves::{Rows, places_of},
         nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
         staging::{Place, Staging},
+        tally::Mark,
     },
     PeerExchange, SLOT_BYTES, SLOTS, locked, words,
 };
@@ -32,6 +33,9 @@ const PUT_MAX: Duration = Duration::from_secs(1);
 const ABORT_MAX: Duration = Duration::from_secs(10);
 /// Sent once to and fro before the first block, so that no block waits for the connection.
 const GREETING_BYTES: usize = 256;
+/// Both ends have connected by then. An abort of another channel, which waits for the whole GPU, waits for
+/// this as well.
+const GREETING_MAX: Duration = Duration::from_secs(2);
 
 /// Links of a GPU at a time, and so the memory that they may take: more than a host with eight of them
 /// has use for, to and from each of the others.
@@ -80,16 +84,26 @@ pub(super) struct Half {
 #[derive(Debug)]
 pub(super) struct Link {
     half: Half,
-    lanes: Vec<Lane>,
+    communicators: Arc<Communicators>,
+    /// Each communicator's.
+    streams: Vec<Stream<PeerExchange>>,
     next: usize,
-    /// `None` once it was ended.
+    /// `None` once it was given back.
     staging: Option<Staging>,
 }
 
-#[derive(Debug)]
-struct Lane {
-    communicator: Communicator,
-    stream: Stream<PeerExchange>,
+/// Those of a link; none once they were ended. By themselves, for whoever ends them does not wait for whoever
+/// puts something into a stream: that one may wait for the driver, and the driver for what is to be ended.
+#[derive(Debug, Default)]
+pub(super) struct Communicators(Mutex<Vec<Communicator>>);
+
+impl Communicators {
+    /// Ends all of these, and kernels of theirs that wait in vain.
+    pub fn end_all(all: &[Arc<Self>]) -> Result<(), String> {
+        let communicators =
+            all.iter().flat_map(|these| mem::take(&mut *locked(&these.0))).collect();
+        Communicator::abort_all(communicators, ABORT_MAX).map(drop).map_err(words)
+    }
 }
 
 const LIVES: &str = "it is taken by the end alone";
@@ -105,7 +119,8 @@ impl Link {
         half.kv.context().bind().map_err(words)?;
         let staging = Some(half.gpu.staging(&half.kv)?);
         // Ended when it is dropped, whatever comes.
-        let mut link = Self { half, lanes: Vec::with_capacity(options.len()), next: 0, staging };
+        let (communicators, streams) = (Arc::default(), Vec::with_capacity(options.len()));
+        let mut link = Self { half, communicators, streams, next: 0, staging };
         // All at the same time: each takes a while.
         let communicators = thread::scope(|scope| {
             let make = |options: CommunicatorOptions| {
@@ -127,12 +142,8 @@ impl Link {
         Ok(link)
     }
 
-    pub fn kv(&self) -> &Arc<DeviceKv> {
-        &self.half.kv
-    }
-
-    /// Sends a few bytes to and fro by another communicator, which connects. Nobody else has the link yet, so no lock is held while the peer is waited for, which may
-    /// never come.
+    /// Sends a few bytes to and fro by another communicator, which connects. Nobody else has the link yet, so
+    /// no lock that others need is held while the peer is waited for, which may never come.
     ///
     /// Nor is [`Gpu::issuing`], for others would wait as long. So the greetings of two channels may be put in
     /// another order at the peer: each has a stream of its own, in which nothing follows it before it is
@@ -144,21 +155,24 @@ impl Link {
     ) -> Result<(), String> {
         let context = self.half.kv.context();
         let stream = Stream::new(context).map_err(words)?;
-        let mark = Event::new(context).map_err(words)?;
         let peer = 1 - communicator.rank();
-        // From now on it is aborted with the others.
-        self.lanes.push(Lane { communicator, stream });
-        let Lane { communicator, stream } = self.lanes.last_mut().expect("it was pushed");
-        let staging = self.staging.as_ref().expect(LIVES);
+        // From now on it is ended with the others.
+        let mut communicators = locked(&self.communicators.0);
+        communicators.push(communicator);
+        self.streams.push(stream);
+        let communicator = communicators.last_mut().expect("it was pushed");
+        let stream = self.streams.last().expect("it was pushed");
+        let staging = self.staging.as_mut().expect(LIVES);
         let to_peer =
             |offset| Move { peer, piece: Piece::new(staging.memory(), offset, GREETING_BYTES) };
         let (out, back) = (to_peer(0), to_peer(GREETING_BYTES));
         staging.await_all(stream).map_err(words)?;
         communicator.exchange(&[out], &[back], stream, patience).map_err(words)?;
         staging.pass(stream).map_err(words)?;
-        staging.mark(&mark).map_err(words)?;
-        while !mark.is_done().map_err(words)? {
-            if Instant::now() >= patience.deadline || (patience.given_up)() {
+        let mark = staging.mark().map_err(words)?;
+        let deadline = patience.deadline.min(Instant::now() + GREETING_MAX);
+        while !mark.is_reached() {
+            if Instant::now() >= deadline || (patience.given_up)() {
                 return Err("the other end did not greet in time".to_owned());
             }
             thread::sleep(Duration::from_micros(100));
@@ -173,22 +187,25 @@ impl Link {
     /// The blocks are borrowed until the next [mark](Self::mark) is seen, or [`end_all`](Self::end_all) has
     /// returned.
     pub unsafe fn put(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
-        let Self { half: Half { kv, gpu, rows, end }, lanes, next, staging } = self;
+        let Self { half: Half { kv, gpu, rows, end }, communicators, streams, next, staging } =
+            self;
         let staging = staging.as_mut().expect(LIVES);
         kv.context().bind()?;
-        let lane = *next % lanes.len();
+        let lane = *next % streams.len();
         *next = lane + 1;
-        let Lane { communicator, stream } = &mut lanes[lane];
+        let stream = &streams[lane];
         kv.pass_time(stream)?;
         kv.pass_time(staging.copies())?;
-        let peer = 1 - communicator.rank();
-        let mut exchange = |range: &Range, (offset, bytes): Place| -> Result<(), NcclError> {
+        let exchange = |range: &Range, (offset, bytes): Place| -> Result<(), NcclError> {
+            let _issuing = locked(&gpu.issuing);
+            let mut communicators = locked(&communicators.0);
+            let communicator = communicators.get_mut(lane).ok_or(NcclError::Ended)?;
+            let peer = 1 - communicator.rank();
             let piece = [Move { peer, piece: Piece::new(range, offset, bytes) }];
             let (sends, receives): (&[_], &[_]) = match *end {
                 End::Sender => (&piece, &[]),
                 End::Receiver => (&[], &piece),
             };
-            let _issuing = locked(&gpu.issuing);
             let deadline = Instant::now() + PUT_MAX;
             communicator.exchange(sends, receives, stream, deadline).map(drop)
         };
@@ -209,30 +226,33 @@ impl Link {
     }
 
     /// Marks the end of all that was put so far.
-    pub fn mark(&self, mark: &Event) -> Result<(), NcclError> {
-        Ok(self.staging.as_ref().expect(LIVES).mark(mark)?)
+    pub fn mark(&mut self) -> Result<Mark, NcclError> {
+        self.half.kv.context().bind()?;
+        Ok(self.staging.as_mut().expect(LIVES).mark()?)
     }
 
-    /// Ends them, and everything under way on them: nothing moves any more when it returns without an
-    /// error.
-    pub fn end_all(links: &mut [Self]) -> Result<(), String> {
-        let lanes = links.iter_mut().flat_map(|link| link.lanes.drain(..));
-        let (communicators, streams): (Vec<_>, Vec<_>) =
-            lanes.map(|lane| (lane.communicator, lane.stream)).unzip();
-        let mut ended = Communicator::abort_all(communicators, ABORT_MAX).map(drop).map_err(words);
-        let mut stagings = Vec::with_capacity(links.len());
+    pub fn communicators(&self) -> &Arc<Communicators> {
+        &self.communicators
+    }
+
+    /// What follows the end of the communicators, which was well or not: copies that waited for an operation go
+    /// on, and are over when this returns without an error.
+    pub fn clear_all(links: &mut [Self], ended: Result<(), String>) -> Result<(), String> {
+        let mut cleared = ended;
+        let mut kept = Vec::with_capacity(links.len());
         for link in links {
-            let Some(staging) = link.staging.take() else { continue };
-            // Copies that waited for an operation go on when it is ended.
-            ended = ended.and_then(|()| staging.drain(ABORT_MAX));
-            stagings.push((Arc::clone(&link.half.gpu), staging));
+            let Some(mut staging) = link.staging.take() else { continue };
+            cleared = cleared
+                .and_then(|()| link.half.kv.context().bind().map_err(words))
+                .and_then(|()| staging.drain(ABORT_MAX));
+            kept.push((Arc::clone(&link.half.gpu), staging, mem::take(&mut link.streams)));
         }
-        if ended.is_err() {
+        if cleared.is_err() {
             // Something may still use them.
-            mem::forget((stagings, streams));
-            return ended;
+            mem::forget(kept);
+            return cleared;
         }
-        for (gpu, staging) in stagings {
+        for (gpu, staging, _) in kept {
             locked(&gpu.spare).push(staging);
         }
         Ok(())
@@ -242,6 +262,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // Nobody is left to be told.
-        let _ = Self::end_all(slice::from_mut(self));
+        let ended = Communicators::end_all(slice::from_ref(&self.communicators));
+        let _ = Self::clear_all(slice::from_mut(self), ended);
     }
 }

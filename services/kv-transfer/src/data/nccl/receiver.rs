@@ -157,7 +157,10 @@ enum Prepared {
     },
 }
 
-/// Takes one message, puts the receive that it is about into the stream, and says so.
+/// Takes one message, says that the sender may go, and puts the receive that it is about into the stream.
+///
+/// In this order: an abort of another channel waits for the whole GPU, and who calls the driver then waits for
+/// the abort. A receive in the stream whose sender has not been told would keep all of them for ever.
 fn prepare(
     shared: &Shared,
     inbox: &Inbox,
@@ -179,29 +182,24 @@ fn prepare(
         Message::NotPosted { transfer, chunk }.write(stream)?;
         return Ok(Prepared::Nothing);
     };
-    let received = if from.len() == to.len() {
-        let pairs = from.iter().copied().zip(to.iter().map(BlockWrite::block));
-        let runs: Vec<u32> = runs(pairs).iter().map(|run| run.count).collect();
-        channel.receive(&runs, to).map(|moving| (runs, moving))
-    } else {
-        let reason = format!("{} blocks where {} were posted", from.len(), to.len());
+    if from.len() != to.len() {
+        let reason = format!("chunk {chunk}: {} blocks where {} were posted", from.len(), to.len());
         // Before they are given back.
         drop(to);
-        Err(reason)
-    };
-    match received {
-        Ok((runs, moving)) => {
-            let awaited = Awaited { transfer, chunk, moving };
-            let went = Message::Go { transfer, chunk, runs }.write(stream);
-            if let Err(error) = went {
-                // Ends the operation: the sender will not come.
-                drop(awaited);
-                fail(shared, inbox, channel, (transfer, chunk), error.to_string());
-                return Err(error);
-            }
-            Ok(Prepared::Awaited(awaited))
-        }
+        fail(shared, inbox, channel, (transfer, chunk), reason.clone());
+        return Err(invalid(reason));
+    }
+    let pairs = from.iter().copied().zip(to.iter().map(BlockWrite::block));
+    let runs: Vec<u32> = runs(pairs).iter().map(|run| run.count).collect();
+    if let Err(error) = (Message::Go { transfer, chunk, runs: runs.clone() }).write(stream) {
+        drop(to);
+        fail(shared, inbox, channel, (transfer, chunk), error.to_string());
+        return Err(error);
+    }
+    match channel.receive(&runs, to) {
+        Ok(moving) => Ok(Prepared::Awaited(Awaited { transfer, chunk, moving })),
         Err(reason) => {
+            // The sender, which goes, is ended by the end of the connection.
             let reason = format!("chunk {chunk}: {reason}");
             fail(shared, inbox, channel, (transfer, chunk), reason.clone());
             Err(invalid(reason))
