@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of the CUDA backend. Where there is cargo they are built first, into target/gpu: one program
-# and the kernel library beside it. On a GPU machine without a toolchain that folder and this script do:
+# The tests of the CUDA backend. Where there is cargo they are built first, into target/gpu: one program,
+# and beside it the kernel library and the binaries that tests of whole clusters run. On a GPU machine without a toolchain that folder and this script do:
 # what is there is run. Without a GPU the tests say what they skip; BATON_TEST_GPU=1 makes that a failure.
 #
 #   --memcheck, --racecheck   first of all: a short run under compute-sanitizer, which must find nothing
@@ -19,7 +19,7 @@ case ${1:-} in
     --memcheck)
         sanitize=memcheck
         shift
-        [[ $# -gt 0 ]] || set -- --skip gpu::fault --skip gpu::start --skip gpu::load
+        [[ $# -gt 0 ]] || set -- --skip gpu::fault --skip gpu::start --skip gpu::load --skip gpu::clusters --skip gpu::soak
         ;;
     # Shared memory is looked at access by access: only the smallest.
     --racecheck)
@@ -39,12 +39,19 @@ if command -v "${CARGO:-cargo}" >/dev/null; then
     mkdir -p "$place"
     strip -o "$place/gpu" "$program"
     cp "$script" "$place/"
+    "${CARGO:-cargo}" build --locked --workspace --bins
+    for binary in baton baton-router baton-prefill-node baton-decode-node; do
+        strip -o "$place/$binary" "$target/debug/$binary"
+    done
     if [[ -e $target/kernels/libbaton_kernels.so ]]; then
         cp "$target/kernels/libbaton_kernels.so" "$place/"
     fi
 fi
 if [[ -e $place/libbaton_kernels.so ]]; then
     export BATON_TEST_KERNELS=${BATON_TEST_KERNELS:-$root/$place/libbaton_kernels.so}
+fi
+if [[ -e $place/baton ]]; then
+    export BATON_TEST_BINARIES=${BATON_TEST_BINARIES:-$root/$place}
 fi
 # The program itself uses NCCL, and has threads when it could set this.
 export NCCL_NVLS_ENABLE=0

@@ -106,6 +106,20 @@ impl Client {
         body: &Value,
         headers: &[(&str, &str)],
     ) -> Result<EventStream> {
+        let refused = match self.try_stream(path, body, headers).await? {
+            Ok(stream) => return Ok(stream),
+            Err(refused) => refused,
+        };
+        Err(anyhow!("{}: {}", refused.status, String::from_utf8_lossy(&refused.body)))
+    }
+
+    /// The same; an answer that is not 200 comes as it is.
+    pub async fn try_stream(
+        &self,
+        path: &str,
+        body: &Value,
+        headers: &[(&str, &str)],
+    ) -> Result<Result<EventStream, Answer>> {
         let sent = Instant::now();
         let response = tokio::time::timeout(
             DEADLINE,
@@ -113,10 +127,9 @@ impl Client {
         )
         .await??;
         if response.status() != StatusCode::OK {
-            let answer = whole(response).await?;
-            return Err(anyhow!("{}: {}", answer.status, String::from_utf8_lossy(&answer.body)));
+            return Ok(Err(whole(response).await?));
         }
-        Ok(EventStream { sent, body: response.into_body(), buffer: Vec::new() })
+        Ok(Ok(EventStream { sent, body: response.into_body(), buffer: Vec::new() }))
     }
 
     /// A streamed completion, to its end, with how it came about.

@@ -30,20 +30,28 @@ pub struct ClusterSpec {
     /// For prefill nodes alone and for decode nodes alone.
     pub prefill_settings: BTreeMap<String, String>,
     pub decode_settings: BTreeMap<String, String>,
+    /// Of each node, or of each of its ranks, by UUID: prefill nodes first. None: nodes choose.
+    pub gpus: Vec<Vec<String>>,
 }
 
 impl ClusterSpec {
     /// One prefill and one decode node with the real model in f32.
     pub fn smollm2() -> Self {
+        Self { model: smollm2(), ..Self::of(1, 1) }
+    }
+
+    /// So many prefill and decode nodes, in f32, of a model that is still to be named.
+    pub fn of(prefill: usize, decode: usize) -> Self {
         Self {
-            prefill: 1,
-            decode: 1,
+            prefill,
+            decode,
             dtype: "f32",
-            model: smollm2(),
+            model: PathBuf::new(),
             load_format: "auto",
             settings: BTreeMap::new(),
             prefill_settings: BTreeMap::new(),
             decode_settings: BTreeMap::new(),
+            gpus: Vec::new(),
         }
     }
 
@@ -79,8 +87,14 @@ pub fn smollm2() -> PathBuf {
     path
 }
 
-/// The folder of the service binaries: the test binary's own build folder.
+/// Names the folder of the service binaries where they are not the test binary's neighbours.
+pub const BINARIES: &str = "BATON_TEST_BINARIES";
+
+/// The folder of the service binaries: the one that is named, else the test binary's own build folder.
 pub fn bin_dir() -> PathBuf {
+    if let Some(folder) = std::env::var_os(BINARIES) {
+        return folder.into();
+    }
     let test = std::env::current_exe().expect("a running test has a path");
     let folder = test.parent().and_then(Path::parent).expect("tests lie in target/PROFILE/deps");
     folder.to_owned()
@@ -410,6 +424,10 @@ fn spawn_node(
     let mut settings = common_settings(spec);
     let own = if role == "prefill" { &spec.prefill_settings } else { &spec.decode_settings };
     settings.extend(own.clone());
+    let before = if role == "prefill" { 0 } else { spec.prefill };
+    if let Some(gpus) = spec.gpus.get(before + index) {
+        settings.insert("BATON_NODE_GPU".to_owned(), gpus.join(","));
+    }
     for (setting, value) in [
         ("BATON_NODE_ID", name.as_str()),
         ("BATON_NODE_GRPC", grpc),

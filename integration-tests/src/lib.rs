@@ -2,8 +2,9 @@
 //!
 //! [`cluster`] starts the service binaries that lie beside the test binary, on ports of their own
 //! choice, and ends them by id. [`client`] is a plain HTTP client that keeps every event with the
-//! time it came. [`command`] runs what ends by itself. [`lines`] reads what a process says. [`etcd`] runs a real etcd. [`golden`] reads the
-//! reference outputs.
+//! time it came. [`up`] is a cluster as a user starts it. [`processes`] looks at processes by number.
+//! [`command`] runs what ends by itself. [`lines`] reads what a process says. [`etcd`] runs a real etcd.
+//! [`golden`] reads the reference outputs.
 
 #![forbid(unsafe_code)]
 
@@ -13,3 +14,5 @@ pub mod command;
 pub mod etcd;
 pub mod golden;
 pub mod lines;
+pub mod processes;
+pub mod up;

@@ -14,6 +14,7 @@ use integration_tests::{
     command::output,
     etcd::Etcd,
     golden::{golden, longest, run_named},
+    processes::{children, signal, wait_gone},
 };
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -25,42 +26,6 @@ const RANKS: usize = 3;
 fn spec() -> ClusterSpec {
     // 45 MiB of KV in f32, in shared memory: the longest run has 41 blocks.
     ClusterSpec::smollm2().set("BATON_NODE_DEVICE", "cpu").set("BATON_NODE_BLOCKS", 64)
-}
-
-/// Numbers of the processes that this one has started and that run.
-fn children(parent: u32) -> Vec<u32> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc").expect("processes are listed").flatten() {
-        let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
-            continue;
-        };
-        // Behind the name, which is in brackets: state, parent.
-        let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else { continue };
-        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or("").split(' ').collect();
-        if fields.get(1) == Some(&parent.to_string().as_str()) && fields[0] != "Z" {
-            found.push(id);
-        }
-    }
-    found.sort_unstable();
-    found
-}
-
-fn signal(id: u32, signal: &str) {
-    let status = Command::new("kill").args([signal, &id.to_string()]).status();
-    assert!(status.is_ok_and(|status| status.success()), "cannot signal {id}");
-}
-
-fn wait_gone(ids: &[u32]) -> Result<()> {
-    let is_alive = |id: &u32| {
-        let stat = fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
-        stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
-    };
-    let deadline = Instant::now() + DEADLINE;
-    while ids.iter().any(is_alive) {
-        ensure!(Instant::now() < deadline, "processes of {ids:?} are still there");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    Ok(())
 }
 
 async fn check_golden(client: &Client) -> Result<()> {
@@ -142,7 +107,7 @@ async fn loses_a_rank(end: End) -> Result<()> {
     }
     let ranks = children(cluster.decode[0].id());
     assert_eq!(ranks.len(), RANKS);
-    signal(ranks[1], if end == End::Killed { "-KILL" } else { "-STOP" });
+    signal(ranks[1], if end == End::Killed { "KILL" } else { "STOP" });
     let lost = Instant::now();
 
     let mut error = None;
@@ -255,7 +220,7 @@ fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() ->
         std::thread::sleep(Duration::from_millis(1));
     }
     let ranks = children(id);
-    signal(id, "-TERM");
+    signal(id, "TERM");
     wait_gone(&[id])?;
     node.wait()?;
     assert_eq!(shared_memory_of(id), Vec::<String>::new());

@@ -1,10 +1,11 @@
 //! `baton up` as a user runs it.
 
 use std::{
+    collections::BTreeMap,
     ffi::OsStr,
     io::Read,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -15,97 +16,27 @@ use integration_tests::{
     command,
     golden::longest,
     lines::Lines,
+    processes::{arguments, signal},
+    up::Up,
 };
 use serde_json::json;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-struct Up {
-    child: Child,
-    lines: Lines,
+/// With the real model, on ports of its choice.
+fn start(args: &[&str]) -> Result<Up> {
+    let model = smollm2().display().to_string();
+    let common = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
+    Up::start(&[&common, args].concat(), &BTreeMap::new())
 }
 
-impl Up {
-    /// With the real model, on ports of its choice.
-    fn start(args: &[&str]) -> Result<Self> {
-        let model = smollm2().display().to_string();
-        let common = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
-        Self::start_plain(&[&common, args].concat())
-    }
-
-    fn start_plain(args: &[&str]) -> Result<Self> {
-        let mut child = Command::new(bin_dir().join("baton"))
-            .arg("up")
-            .args(args)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("cannot run baton")?;
-        let lines = Lines::of(child.stderr.take().expect("stderr is piped"));
-        Ok(Self { child, lines })
-    }
-
-    /// A client of the router, once everything is ready.
-    fn client(&mut self) -> Result<Client> {
-        let ready = self.lines.wait_for("baton: ready")?;
-        let http =
-            ready.split_whitespace().find(|word| word.starts_with("http://")).context("no URL")?;
-        Ok(Client::new(http.trim_end_matches("/v1").to_owned()))
-    }
-
-    /// Kills the child of this name.
-    fn kill_child(&self, program: &str) -> Result<()> {
-        let children = children_of(self.child.id());
-        let victim = children.iter().find(|(_, name)| program.starts_with(name.as_str()));
-        let (id, _) = victim.with_context(|| format!("no {program} in {children:?}"))?;
-        signal(*id, "KILL");
-        Ok(())
-    }
-
-    fn interrupt(&self) {
-        signal(self.child.id(), "INT");
-    }
-
-    fn wait(&mut self) -> Result<Option<i32>> {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            if let Some(status) = self.child.try_wait()? {
-                return Ok(status.code());
-            }
-            ensure!(Instant::now() < deadline, "baton up does not end");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for Up {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn signal(id: u32, name: &str) {
-    let status = Command::new("kill").args([format!("-{name}"), id.to_string()]).status();
-    assert!(status.is_ok_and(|status| status.success()), "cannot signal {id}");
-}
-
-/// Ids of processes whose parent is `parent`.
-fn children_of(parent: u32) -> Vec<(u32, String)> {
-    let mut children = Vec::new();
-    for entry in std::fs::read_dir("/proc").expect("proc is mounted").flatten() {
-        let Some(id) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
-            continue;
-        };
-        let Ok(stat) = std::fs::read_to_string(format!("/proc/{id}/stat")) else { continue };
-        let Some((name, rest)) = stat.rsplit_once(')') else { continue };
-        let name = name.split_once('(').map_or("", |(_, name)| name).to_owned();
-        if rest.split_whitespace().nth(1) == Some(&parent.to_string()) {
-            children.push((id, name));
-        }
-    }
-    children
+/// Kills the child that runs this program.
+fn kill_child(up: &Up, program: &str) -> Result<()> {
+    let children = up.children();
+    let is_it = |id: &&u32| arguments(**id).first().is_some_and(|name| name.ends_with(program));
+    let victim = children.iter().find(is_it);
+    signal(*victim.with_context(|| format!("no {program} in {children:?}"))?, "KILL");
+    Ok(())
 }
 
 #[test]
@@ -129,7 +60,7 @@ fn cpus_for_several_nodes_are_refused_in_one_line() -> Result<()> {
 
 #[test]
 fn once_answers_shows_figures_and_stops_cleanly() -> Result<()> {
-    let mut up = Up::start(&["--sample", "--once"])?;
+    let mut up = start(&["--sample", "--once"])?;
     let mut answer = String::new();
     up.child.stdout.take().expect("stdout is piped").read_to_string(&mut answer)?;
     assert_eq!(up.wait()?, Some(0), "{answer}");
@@ -142,7 +73,7 @@ fn once_answers_shows_figures_and_stops_cleanly() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn as_many_nodes_and_the_number_format_that_were_asked_for_serve() -> Result<()> {
-    let mut up = Up::start(&["--prefill", "2", "--decode", "2", "--dtype", "f32"])?;
+    let mut up = start(&["--prefill", "2", "--decode", "2", "--dtype", "f32"])?;
     let client = up.client()?;
     let loaded = up.lines.seen().iter().filter(|line| line.contains("loaded the weights"));
     let formats: Vec<bool> = loaded.map(|line| line.contains("dtype=f32")).collect();
@@ -209,22 +140,22 @@ fn make_run_once_streams_an_answer_and_ends() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dead_child_comes_back_and_an_interrupt_stops_everything() -> Result<()> {
-    let mut up = Up::start(&["--decode", "2"])?;
+    let mut up = start(&["--decode", "2"])?;
     let client = up.client()?;
     let body = json!({"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0});
     assert_eq!(client.post("/v1/completions", &body).await?.status, 200);
 
-    assert_eq!(children_of(up.child.id()).len(), 4);
-    up.kill_child("baton-decode-node")?;
+    assert_eq!(up.children().len(), 4);
+    kill_child(&up, "baton-decode-node")?;
     up.lines.wait_for("starting it again")?;
     assert_eq!(client.post("/v1/completions", &body).await?.status, 200);
     wait_decode_nodes(&client, 2).await?;
 
-    let children = children_of(up.child.id());
+    let children = up.children();
     up.interrupt();
     assert_eq!(up.wait()?, Some(0));
-    for (id, name) in children {
-        assert!(!Path::new(&format!("/proc/{id}")).exists(), "{name} is left behind");
+    for id in children {
+        assert!(!Path::new(&format!("/proc/{id}")).exists(), "{id} is left behind");
     }
     Ok(())
 }
@@ -243,9 +174,9 @@ async fn wait_decode_nodes(client: &Client, count: u32) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dead_router_is_reported_and_comes_back_at_its_address() -> Result<()> {
-    let mut up = Up::start(&[])?;
+    let mut up = start(&[])?;
     let client = up.client()?;
-    up.kill_child("baton-router")?;
+    kill_child(&up, "baton-router")?;
     let line = up.lines.wait_for("starting it again")?;
     assert!(line.starts_with("baton: router ended (signal: 9"), "{line}");
     wait_decode_nodes(&client, 1).await?;
@@ -269,7 +200,7 @@ async fn a_configuration_file_has_its_say() -> Result<()> {
     );
     std::fs::write(&path, text)?;
     let config = path.display().to_string();
-    let mut up = Up::start_plain(&["--config", &config])?;
+    let mut up = Up::start(&["--config", &config], &BTreeMap::new())?;
     let client = up.client()?;
     let (_, models) = client.get_json("/v1/models").await?;
     assert_eq!(models["data"][0]["id"], "capitals", "{models}");
@@ -285,7 +216,7 @@ async fn a_configuration_file_has_its_say() -> Result<()> {
     assert_eq!(up.wait()?, Some(0));
 
     std::fs::write(&path, "[router]\nhttps = \"127.0.0.1:0\"\n")?;
-    let mut up = Up::start_plain(&["--config", &config])?;
+    let mut up = Up::start(&["--config", &config], &BTreeMap::new())?;
     assert_eq!(up.wait()?, Some(1));
     let said = up.lines.all();
     assert_eq!(said.len(), 1, "{said:?}");
@@ -297,16 +228,16 @@ async fn a_configuration_file_has_its_say() -> Result<()> {
 
 #[test]
 fn killing_it_leaves_no_child_behind() -> Result<()> {
-    let mut up = Up::start(&[])?;
+    let mut up = start(&[])?;
     up.client()?;
-    let children = children_of(up.child.id());
+    let children = up.children();
     assert_eq!(children.len(), 3);
     up.child.kill()?;
     up.child.wait()?;
     let deadline = Instant::now() + DEADLINE;
-    for (id, name) in children {
+    for id in children {
         while std::path::Path::new(&format!("/proc/{id}")).exists() {
-            ensure!(Instant::now() < deadline, "{name} is left behind");
+            ensure!(Instant::now() < deadline, "{id} is left behind");
             std::thread::sleep(Duration::from_millis(10));
         }
     }

@@ -2,6 +2,7 @@
 //! again, which sends. With one GPU both processes are on it.
 
 use std::{
+    collections::BTreeMap,
     env,
     io::{BufRead, BufReader, Write},
     path::PathBuf,
@@ -33,7 +34,7 @@ use super::{bench::short, tp::kv_group};
 
 /// Any wait; far beyond what anything takes.
 const PATIENCE: Duration = Duration::from_secs(60);
-const BLOCKS: u32 = 96;
+pub const BLOCKS: u32 = 96;
 /// How many transfers the test with random ends makes, where it is set.
 const TRANSFERS: &str = "BATON_TEST_TRANSFERS";
 /// In the environment of the other process: its GPU's index, the carrier, and how its node is.
@@ -42,7 +43,7 @@ const PEER: &str = "BATON_TEST_LINKS_PEER";
 const PEER_NAME: &str = "peer";
 
 /// What is tested: each needs GPUs.
-const CARRIERS: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
+pub const CARRIERS: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
 
 /// Of the delays of streams that are late; the peer's is one more.
 const LATE_SEED: u64 = 20;
@@ -74,7 +75,7 @@ fn pairs(carrier: Carrier, gpus: usize) -> Vec<(usize, usize)> {
     pairs
 }
 
-fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
+pub fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
     let mut state = u64::from(block.0) ^ 0x9e37_79b9_7f4a_7c15;
     let mut bytes = Vec::with_capacity(block_bytes);
     while bytes.len() < block_bytes {
@@ -82,6 +83,14 @@ fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
         bytes.extend_from_slice(&state.to_be_bytes());
     }
     bytes
+}
+
+/// The same, made once.
+fn known_pattern(block: BlockId, block_bytes: usize) -> Arc<Vec<u8>> {
+    static KNOWN: Mutex<BTreeMap<(u32, usize), Arc<Vec<u8>>>> = Mutex::new(BTreeMap::new());
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let made = known.entry((block.0, block_bytes));
+    Arc::clone(made.or_insert_with(|| Arc::new(pattern(block, block_bytes))))
 }
 
 /// Runs in which large blocks lie: they end within chunks, slots and each other's; some are brought
@@ -109,7 +118,7 @@ fn in_runs(seed: u64) -> Vec<BlockId> {
 }
 
 /// Where a transfer's blocks lie at either side: apart, together, and mixed.
-fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
+pub fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
     let mut ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
     let mut state = seed;
     // Half of the seeds leave them in order.
@@ -125,7 +134,7 @@ fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
 
 /// How a node is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Manner {
+pub enum Manner {
     /// Hashes what comes and goes.
     Verifying,
     Quick,
@@ -212,10 +221,10 @@ impl Manner {
     }
 }
 
-struct Node {
-    transfers: Transfers,
+pub struct Node {
+    pub transfers: Transfers,
     arena: Arc<KvArena>,
-    address: PeerAddress,
+    pub address: PeerAddress,
     block_bytes: usize,
     /// As long as their memory is used.
     _group: Option<RankGroup>,
@@ -226,7 +235,7 @@ impl Node {
         Self::start_as(name, gpu, carrier, Manner::Verifying, sink)
     }
 
-    fn start_as(
+    pub fn start_as(
         name: &str,
         gpu: usize,
         carrier: Carrier,
@@ -339,24 +348,27 @@ impl Node {
         self.transfers.command(command).unwrap();
     }
 
-    fn abort(&self, transfer: TransferId) {
+    pub fn abort(&self, transfer: TransferId) {
         let reason = "the client left".to_owned();
         self.transfers.command(api::Command::Abort { transfer, reason }).unwrap();
     }
 
     /// With the bytes that it gives for a block of so many.
-    fn fill(&self, bytes: impl Fn(BlockId, usize) -> Vec<u8>) {
+    pub fn fill(&self, bytes: impl Fn(BlockId, usize) -> Vec<u8>) {
         for block in (0..BLOCKS).map(BlockId) {
             let bytes = bytes(block, self.block_bytes);
             self.arena.write(block).unwrap().copy_from_host(&bytes).unwrap();
         }
     }
 
-    fn assert_holds(&self, from: &[BlockId], to: &[BlockId]) {
+    pub fn assert_holds(&self, from: &[BlockId], to: &[BlockId]) {
         let mut found = vec![0; self.block_bytes];
         for (from, to) in from.iter().zip(to) {
             self.arena.read(*to).unwrap().copy_to_host(&mut found).unwrap();
-            assert!(found == pattern(*from, self.block_bytes), "{to:?} holds what {from:?} held");
+            assert!(
+                found == *known_pattern(*from, self.block_bytes),
+                "{to:?} holds what {from:?} held"
+            );
         }
     }
 
@@ -888,16 +900,23 @@ fn transfers_that_either_side_ends_at_any_moment_leave_the_others_whole() {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             (state >> 33) % below
         };
+        const COUNTS: [u32; 5] = [1, 7, 8, 50, BLOCKS];
+        // How long a whole transfer of each of these takes, in microseconds.
+        let mut usual = [5000.0; COUNTS.len()];
+        let (begun, mut longest) = (Instant::now(), Duration::ZERO);
         for number in 0..count {
             let transfer = TransferId(number);
             let (seed, place) = (random(1000), random(1000));
-            let blocks = [1, 7, 8, 50, 96][random(5) as usize];
-            // Some are longer than the whole transfer.
-            let after = Duration::from_micros(random(30_000).min(random(30_000)));
+            let which = random(COUNTS.len() as u64) as usize;
+            let blocks = COUNTS[which];
+            // At every moment of a transfer, however long it takes; some are longer than it is.
+            let part = random(1300) as f64 / 1000.0;
+            let after = Duration::from_micros((part * usual[which]) as u64);
             // The first two can only be ended, one by each side.
             let ends = if number < 2 { number as u64 } else { random(4) };
             let finishes = ends > 1 || number >= 2 && random(8) > 0;
             let (ours, theirs) = (ends == 0, (ends == 1).then_some(after));
+            let sent = Instant::now();
             peer.send_until(transfer, &node, seed, blocks, finishes, theirs);
             let places = scattered(place, blocks);
             node.receive(transfer, &peer.address, &places);
@@ -909,7 +928,11 @@ fn transfers_that_either_side_ends_at_any_moment_leave_the_others_whole() {
             match ended.expect("it ends") {
                 Event::Arrived { .. } => {
                     arrived += 1;
-                    node.assert_holds(&scattered(seed, blocks), &places);
+                    usual[which] += (sent.elapsed().as_micros() as f64 - usual[which]) / 8.0;
+                    // All were hashed at both sides.
+                    if arrived % 4 == 0 {
+                        node.assert_holds(&scattered(seed, blocks), &places);
+                    }
                 }
                 Event::ReceiveFailed { failure, .. } => {
                     assert!(ends < 2, "nobody ended {number}: {failure}");
@@ -917,15 +940,20 @@ fn transfers_that_either_side_ends_at_any_moment_leave_the_others_whole() {
                 }
                 other => panic!("{other:?}"),
             }
+            longest = longest.max(sent.elapsed());
             if number % 32 == 0 {
                 node.assert_free();
             }
         }
         node.assert_free();
         let [by_us, by_them] = ended_by;
+        let took = begun.elapsed();
         println!(
             "{carrier}: {arrived} transfers arrived whole, {by_us} were ended by the receiver and \
-             {by_them} by the sender"
+             {by_them} by the sender, in {:.1} s: {:.2} ms each, {longest:?} at most; usual are \
+             {usual:.0?} microseconds for {COUNTS:?} blocks",
+            took.as_secs_f64(),
+            took.as_secs_f64() * 1e3 / count as f64
         );
         assert!(arrived > 0 && by_us > 0 && by_them > 0, "{arrived} {ended_by:?}");
     }

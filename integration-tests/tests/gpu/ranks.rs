@@ -62,6 +62,11 @@ fn from_hex(text: &str) -> Vec<u8> {
 /// Runs `test` of this module's sibling in as many processes, when there are as many GPUs. All end
 /// well but those that wished to die.
 pub fn on_ranks(name: &str, ranks: usize, test: impl FnOnce(Rank)) {
+    on_ranks_for(name, ranks, Duration::ZERO, test);
+}
+
+/// The same for a test that takes so much longer than others.
+pub fn on_ranks_for(name: &str, ranks: usize, longer: Duration, test: impl FnOnce(Rank)) {
     if let Some(told) = env::var_os(TOLD) {
         let rank: usize = told.to_str().unwrap().parse().unwrap();
         let driver = Driver::open().unwrap();
@@ -80,7 +85,7 @@ pub fn on_ranks(name: &str, ranks: usize, test: impl FnOnce(Rank)) {
         return;
     }
     let mut family = Family::start(name, ranks);
-    family.serve();
+    family.serve(PATIENCE + longer);
 }
 
 /// The processes of a test; those that are left at its end are killed.
@@ -116,8 +121,8 @@ impl Family {
         Self { children, lines }
     }
 
-    fn serve(&mut self) {
-        let deadline = Instant::now() + PATIENCE;
+    fn serve(&mut self, patience: Duration) {
+        let deadline = Instant::now() + patience;
         let count = self.children.len();
         let (mut said, mut ended, mut killed) =
             (vec![None; count], vec![false; count], vec![false; count]);

@@ -1,0 +1,89 @@
+//! `baton up`, and the processes that it has started.
+
+use std::{
+    collections::BTreeMap,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{
+    client::Client,
+    cluster::bin_dir,
+    lines::Lines,
+    processes::{arguments, children, signal},
+};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Dropping it kills it, and its children with it.
+pub struct Up {
+    pub child: Child,
+    pub lines: Lines,
+}
+
+impl Up {
+    pub fn start(args: &[&str], settings: &BTreeMap<String, String>) -> Result<Self> {
+        let mut child = Command::new(bin_dir().join("baton"))
+            .arg("up")
+            .args(args)
+            .envs(settings)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("cannot run baton")?;
+        let lines = Lines::of(child.stderr.take().expect("stderr is piped"));
+        Ok(Self { child, lines })
+    }
+
+    /// A client of the router, once everything is ready.
+    pub fn client(&mut self) -> Result<Client> {
+        let ready = self.lines.wait_for("baton: ready")?;
+        let http =
+            ready.split_whitespace().find(|word| word.starts_with("http://")).context("no URL")?;
+        Ok(Client::new(http.trim_end_matches("/v1").to_owned()))
+    }
+
+    pub fn children(&self) -> Vec<u32> {
+        children(self.child.id())
+    }
+
+    /// The process that an argument, such as a node's id, tells from the others; `None` while it is
+    /// not running.
+    pub fn child_with(&self, argument: &str) -> Option<u32> {
+        let is_it = |id: &u32| arguments(*id).iter().any(|word| word == argument);
+        self.children().into_iter().find(is_it)
+    }
+
+    /// Of what it has said, after its end, which this brings about.
+    pub fn last_lines(&mut self) -> String {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let lines = self.lines.all();
+        lines[lines.len().saturating_sub(60)..].join("\n")
+    }
+
+    pub fn interrupt(&self) {
+        signal(self.child.id(), "INT");
+    }
+
+    pub fn wait(&mut self) -> Result<Option<i32>> {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status.code());
+            }
+            ensure!(Instant::now() < deadline, "baton up does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,803 @@
+//! Whole clusters of the real binaries on GPUs: tokens are those of one GPU alone, however nodes, ranks
+//! and carriers are chosen, and whichever process is killed or drained under way.
+//!
+//! `BATON_TEST_BINARIES` names the binaries' folder. With `BATON_TEST_CLUSTERS=cpu` nodes and ranks are
+//! on CPUs, fewer of them, for machines without GPUs.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    env, fs,
+    future::Future,
+    path::Path,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::try_join_all;
+use integration_tests::{
+    client::{Client, salted_body},
+    cluster::{BINARIES, Cluster, ClusterSpec},
+    processes::{arguments, children, signal, wait_gone},
+    up::Up,
+};
+use kernels::{cuda::Driver, shared::RegionName};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+
+use super::bench::short;
+
+/// `cpu`: on CPUs.
+const CLUSTERS: &str = "BATON_TEST_CLUSTERS";
+const DEADLINE: Duration = Duration::from_secs(60);
+/// Logits that are nearer to each other may change places where sums have another order.
+const SURE: f32 = 1e-3;
+
+/// Where nodes compute.
+#[derive(Clone, Debug)]
+enum Place {
+    /// On these, by UUID.
+    Gpus(Vec<String>),
+    Cpus,
+}
+
+/// Where the cluster tests run, one at a time; `None` after saying why they do not.
+fn place(gpus: usize) -> Option<(Place, MutexGuard<'static, ()>)> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if env::var_os(CLUSTERS).is_some_and(|place| place == "cpu") {
+        return Some((Place::Cpus, alone));
+    }
+    if env::var_os(BINARIES).is_none() {
+        eprintln!("skipped, for {BINARIES} names no folder with the binaries");
+        return None;
+    }
+    let found: Vec<String> = match Driver::open().and_then(|driver| driver.devices()) {
+        Ok(devices) => devices.into_iter().map(|device| device.uuid).collect(),
+        Err(error) if env::var_os("BATON_TEST_GPU").is_some_and(|value| value == "1") => {
+            panic!("no GPU to test: {error}")
+        }
+        Err(error) => {
+            eprintln!("skipped, for there is no GPU to test: {error}");
+            return None;
+        }
+    };
+    if found.len() < gpus {
+        eprintln!("skipped: wants {gpus} GPUs, there are {}", found.len());
+        return None;
+    }
+    Some((Place::Gpus(found), alone))
+}
+
+struct Request {
+    prompt: Vec<u32>,
+    tokens: usize,
+}
+
+/// What one node alone answers, and by how much each token led the next one.
+struct Wanted {
+    tokens: Vec<u32>,
+    margins: Vec<f32>,
+}
+
+/// A model, requests of it and their answers.
+struct World {
+    place: Place,
+    model: TempDir,
+    requests: Vec<Request>,
+    wanted: &'static [Wanted],
+}
+
+impl World {
+    fn new(place: Place) -> Result<Self> {
+        static WANTED: OnceLock<Vec<Wanted>> = OnceLock::new();
+        let model = tempfile::tempdir()?;
+        write_model(model.path(), matches!(place, Place::Cpus))?;
+        let requests = requests(&place);
+        let mut world = Self { place, model, requests, wanted: &[] };
+        world.wanted = match WANTED.get() {
+            Some(wanted) => wanted,
+            None => {
+                let wanted = runtime().block_on(world.alone())?;
+                WANTED.get_or_init(|| wanted)
+            }
+        };
+        Ok(world)
+    }
+
+    fn gpus(&self) -> usize {
+        match &self.place {
+            Place::Gpus(gpus) => gpus.len(),
+            Place::Cpus => 0,
+        }
+    }
+
+    /// Of every process.
+    fn settings(&self) -> BTreeMap<String, String> {
+        let (device, blocks) = match self.place {
+            Place::Gpus(_) => ("cuda", 2000),
+            Place::Cpus => ("cpu", 256),
+        };
+        let mut settings: BTreeMap<String, String> = [
+            ("BATON_NODE_DEVICE", device),
+            ("BATON_NODE_BLOCKS", &blocks.to_string()),
+            ("BATON_NODE_SLOTS", "16"),
+            ("BATON_NODE_STEP_TOKENS", "1024"),
+            ("BATON_NODE_CHUNK_TOKENS", "256"),
+            // Whichever algorithms are quickest today: sums shall have one order.
+            ("BATON_NODE_GPU_TUNE", "0s"),
+            ("BATON_TRANSFER_VERIFY", "true"),
+            // Many chunks in every transfer.
+            ("BATON_TRANSFER_CHUNK_BYTES", "256KiB"),
+        ]
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .into();
+        if let Ok(kernels) = env::var("BATON_TEST_KERNELS") {
+            settings.insert("BATON_NODE_KERNELS".to_owned(), kernels);
+        }
+        settings
+    }
+
+    fn spec(&self, shape: &Shape) -> ClusterSpec {
+        let mut spec = ClusterSpec {
+            model: self.model.path().to_owned(),
+            load_format: "dummy",
+            settings: self.settings(),
+            ..ClusterSpec::of(shape.prefill.len(), shape.decode.len())
+        };
+        for (nodes, settings) in [
+            (&shape.prefill, &mut spec.prefill_settings),
+            (&shape.decode, &mut spec.decode_settings),
+        ] {
+            if let Some(ranks) = nodes.first() {
+                settings.insert("BATON_NODE_TP".to_owned(), ranks.len().to_string());
+            }
+        }
+        if let Place::Gpus(uuids) = &self.place {
+            let nodes = shape.prefill.iter().chain(&shape.decode);
+            let named = |ranks: &Vec<usize>| ranks.iter().map(|gpu| uuids[*gpu].clone()).collect();
+            spec.gpus = nodes.map(named).collect();
+        }
+        if let Some(transport) = shape.transport {
+            spec = spec.set("BATON_TRANSFER_TRANSPORT", transport);
+        }
+        spec
+    }
+
+    /// Every request by a decode node alone, one after the other.
+    async fn alone(&self) -> Result<Vec<Wanted>> {
+        let shape = Shape { decode: vec![vec![0]], ..Shape::default() };
+        let cluster = Cluster::start(self.spec(&shape)).await?;
+        let client = Client::new(cluster.http());
+        let mut all = Vec::new();
+        for request in &self.requests {
+            let mut body = salted_body(&request.prompt, request.tokens, "alone");
+            body["logprobs"] = json!(2);
+            let mut wanted = Wanted { tokens: Vec::new(), margins: Vec::new() };
+            for event in client.stream("/v1/completions", &body).await?.all().await? {
+                wanted.tokens.extend(event.token_ids());
+                if !event.is_done() {
+                    wanted.margins.extend(margins(&event.json()));
+                }
+            }
+            ensure!(wanted.tokens.len() == request.tokens, "{} tokens", wanted.tokens.len());
+            ensure!(wanted.margins.len() == request.tokens, "{} margins", wanted.margins.len());
+            all.push(wanted);
+        }
+        cluster.stop()?;
+        Ok(all)
+    }
+
+    /// Whether all tokens are as wanted; `false` where one that is not was not sure either.
+    fn compare(&self, index: usize, found: &[u32], what: &str) -> Result<bool> {
+        let wanted = &self.wanted[index];
+        let differs = |(found, wanted): (&u32, &u32)| found != wanted;
+        let Some(at) = found.iter().zip(&wanted.tokens).position(differs) else { return Ok(true) };
+        let (margin, found, wanted) = (wanted.margins[at], found[at], wanted.tokens[at]);
+        println!(
+            "{what}: request {index}, token {at}: {found}, and {wanted} of a node alone, with \
+             {margin} between it and the next"
+        );
+        ensure!(margin < SURE, "{what}: request {index}: token {at} is {found}, not {wanted}");
+        Ok(false)
+    }
+}
+
+/// Between the first and the second of each token.
+fn margins(event: &Value) -> Vec<f32> {
+    let tops = event["choices"][0]["logprobs"]["top_logprobs"].as_array();
+    let margin = |top: &Value| {
+        let values = top.as_object().into_iter().flat_map(|top| top.values());
+        let mut values: Vec<f32> = values.map(|value| value.as_f64().unwrap() as f32).collect();
+        values.sort_by(|one, other| other.total_cmp(one));
+        // Two tokens of the same text are one here: as if they were sure.
+        values.get(1).map_or(f32::MAX, |second| values[0] - second)
+    };
+    tops.into_iter().flatten().map(margin).collect()
+}
+
+const VOCABULARY: usize = 13_000;
+
+/// Four KV heads, a vocabulary that is cut between runs of tokens, and a tokenizer of bytes.
+fn write_model(folder: &Path, is_small: bool) -> Result<()> {
+    let (layers, hidden, head_dim) = if is_small { (2, 128, 32) } else { (6, 512, 64) };
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": head_dim,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+        "bos_token_id": VOCABULARY - 2, "eos_token_id": VOCABULARY - 1
+    });
+    fs::write(folder.join("config.json"), config.to_string())?;
+    // Bytes as byte-level BPE writes them: printable ones as they are, the others from 256 on.
+    let printable = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255) && *byte != 173;
+    let mut others = 256..;
+    let letters: Vec<String> = (0..256_u32)
+        .map(|byte| if printable(&byte) { byte } else { others.next().unwrap() })
+        .map(|letter| char::from_u32(letter).unwrap().to_string())
+        .collect();
+    let pairs = letters.iter().flat_map(|left| letters.iter().map(move |right| (left, right)));
+    // Of plain text first.
+    let (plain, rest): (Vec<_>, Vec<_>) =
+        pairs.partition(|(left, right)| left.is_ascii() && right.is_ascii());
+    let merges: Vec<_> = plain.into_iter().chain(rest).take(VOCABULARY - 2 - 256).collect();
+    let words = letters.iter().cloned();
+    let words = words.chain(merges.iter().map(|(left, right)| format!("{left}{right}")));
+    let special = ["<|begin|>", "<|end|>"].map(str::to_owned);
+    let vocabulary: serde_json::Map<String, Value> =
+        words.chain(special.clone()).enumerate().map(|(id, word)| (word, id.into())).collect();
+    ensure!(vocabulary.len() == VOCABULARY, "{} words", vocabulary.len());
+    let added = |(index, word): (usize, &String)| {
+        json!({"id": VOCABULARY - 2 + index, "content": word, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false, "special": true})
+    };
+    let level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+        "use_regex": true});
+    let tokenizer = json!({
+        "version": "1.0",
+        "added_tokens": special.iter().enumerate().map(added).collect::<Vec<_>>(),
+        "normalizer": null,
+        "pre_tokenizer": level,
+        "post_processor": null,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    });
+    Ok(fs::write(folder.join("tokenizer.json"), tokenizer.to_string())?)
+}
+
+/// Prompts of mixed length, and answers that end at different times.
+fn requests(place: &Place) -> Vec<Request> {
+    let lengths: &[(usize, usize)] = match place {
+        Place::Gpus(_) => &[
+            (3, 48),
+            (1990, 32),
+            (17, 160),
+            (700, 24),
+            (260, 96),
+            (1333, 40),
+            (64, 24),
+            (33, 200),
+            (1024, 32),
+            (129, 64),
+        ],
+        Place::Cpus => &[(3, 12), (290, 16), (17, 40), (160, 8), (64, 20), (33, 12)],
+    };
+    let request = |(index, (length, tokens)): (usize, &(usize, usize))| {
+        let word = |at: usize| (at * 311 + index * 101 + at / 7) % (VOCABULARY - 2);
+        Request { prompt: (0..*length).map(|at| word(at) as u32).collect(), tokens: *tokens }
+    };
+    lengths.iter().enumerate().map(request).collect()
+}
+
+/// How a request ended.
+enum End {
+    Complete,
+    /// With this error's code.
+    Typed(String),
+}
+
+struct Answer {
+    tokens: Vec<u32>,
+    end: End,
+    kv_bytes: u64,
+}
+
+/// In exactly one of two ways; every other is an error.
+async fn ask(client: &Client, request: &Request, salt: &str) -> Result<Answer> {
+    let body = salted_body(&request.prompt, request.tokens, salt);
+    let code = |error: &Value| -> Result<String> {
+        Ok(error["code"].as_str().with_context(|| format!("no code: {error}"))?.to_owned())
+    };
+    let (mut tokens, mut end, mut kv_bytes) = (Vec::new(), None, 0);
+    let figures = [("x-baton-figures", "1")];
+    let mut stream = match client.try_stream("/v1/completions", &body, &figures).await? {
+        Ok(stream) => stream,
+        Err(refused) => {
+            let end = End::Typed(code(&refused.json()["error"])?);
+            return Ok(Answer { tokens, end, kv_bytes });
+        }
+    };
+    while let Some(event) = stream.next().await? {
+        ensure!(end.is_none(), "{event:?} after the end");
+        if event.is_done() {
+            end = Some(End::Complete);
+            continue;
+        }
+        let value = event.json();
+        if !value["error"].is_null() {
+            end = Some(End::Typed(code(&value["error"])?));
+            continue;
+        }
+        tokens.extend(event.token_ids());
+        kv_bytes = value["baton"]["kv_bytes"].as_u64().unwrap_or(kv_bytes);
+    }
+    let end = end.context("the stream ends without an end")?;
+    if let End::Complete = end {
+        ensure!(tokens.len() == request.tokens, "{} tokens are complete", tokens.len());
+    }
+    Ok(Answer { tokens, end, kv_bytes })
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    builder.worker_threads(4).enable_all().build().unwrap()
+}
+
+/// Runs a test of a cluster where there are so many GPUs.
+fn on<T: Future<Output = Result<()>>>(gpus: usize, test: impl FnOnce(Arc<World>) -> T) {
+    let Some((place, _alone)) = place(gpus) else { return };
+    let outcome = World::new(place).and_then(|world| runtime().block_on(test(Arc::new(world))));
+    outcome.unwrap_or_else(|error| panic!("{error:#}"));
+}
+
+/// Of each node the GPUs of its ranks.
+#[derive(Clone, Debug, Default)]
+struct Shape {
+    prefill: Vec<Vec<usize>>,
+    decode: Vec<Vec<usize>>,
+    /// What is set, else the nodes choose.
+    transport: Option<&'static str>,
+    /// How KV then goes.
+    path: &'static str,
+}
+
+impl Shape {
+    fn new(prefill: &[&[usize]], decode: &[&[usize]], path: &'static str) -> Self {
+        let nodes = |nodes: &[&[usize]]| nodes.iter().map(|ranks| ranks.to_vec()).collect();
+        Self { prefill: nodes(prefill), decode: nodes(decode), transport: None, path }
+    }
+
+    fn by(self, transport: &'static str) -> Self {
+        Self { transport: Some(transport), path: transport, ..self }
+    }
+
+    fn all(&self) -> String {
+        let Self { prefill, decode, transport, path } = self;
+        let transport = transport.unwrap_or("auto");
+        format!("prefill on {prefill:?}, decode on {decode:?}, {transport}: {path}")
+    }
+}
+
+/// All requests at once, and once more, are answered as by a node alone.
+async fn serves(world: &World, shape: Shape) -> Result<()> {
+    let begun = Instant::now();
+    let what = shape.all();
+    let cluster = Cluster::start(world.spec(&shape)).await.with_context(|| what.clone())?;
+    let ready = begun.elapsed();
+    let client = Client::new(cluster.http());
+    let (mut kv_bytes, mut unsure) = (0, 0);
+    for salt in ["once", "once more"] {
+        let answers = world.requests.iter().map(|request| ask(&client, request, salt));
+        let answers = try_join_all(answers).await.with_context(|| what.clone())?;
+        for (index, answer) in answers.iter().enumerate() {
+            if let End::Typed(code) = &answer.end {
+                panic!("{what}: request {index} ended with {code}");
+            }
+            unsure += usize::from(!world.compare(index, &answer.tokens, &what)?);
+            kv_bytes += answer.kv_bytes;
+        }
+    }
+    let mut paths = Vec::new();
+    for node in &cluster.decode {
+        let metrics = Client::new(format!("http://{}", node.ready.metrics));
+        let seen = metrics.get("/metrics").await?.body;
+        let seen = String::from_utf8_lossy(&seen);
+        let own = seen.lines().filter(|line| line.starts_with("baton_kv_transfer_peers{"));
+        paths.extend(own.map(str::to_owned));
+        let fallbacks = metrics.metric("baton_kv_transfer_fallbacks_total", "").await?;
+        assert_eq!(fallbacks, 0.0, "{what}: {}", node.name);
+    }
+    let path = format!("path=\"{}\"", shape.path);
+    assert!(paths.iter().any(|line| line.contains(&path)), "{what}: {paths:?}");
+    assert!(kv_bytes > 0, "{what}: no KV went over");
+    cluster.stop().with_context(|| what.clone())?;
+    println!(
+        "{what}: {} requests, {unsure} of them up to an unsure token, {:.1} MB of KV; ready after \
+         {:.1} s, {:.1} s in all",
+        2 * world.requests.len(),
+        kv_bytes as f64 / 1e6,
+        ready.as_secs_f64(),
+        begun.elapsed().as_secs_f64()
+    );
+    Ok(())
+}
+
+async fn serve(world: &World, shapes: Vec<Shape>) -> Result<()> {
+    for shape in shapes {
+        serves(world, shape).await?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_pair_on_one_gpu_writes_what_a_node_alone_writes() {
+    on(1, async |world| {
+        if let Place::Cpus = world.place {
+            // Of other tests.
+            return Ok(());
+        }
+        serves(&world, Shape::new(&[&[0]], &[&[0]], "ipc")).await
+    });
+}
+
+#[test]
+fn a_pair_on_two_gpus_writes_the_same_by_every_carrier() {
+    on(2, async |world| {
+        if let Place::Cpus = world.place {
+            return Ok(());
+        }
+        let pair = Shape::new(&[&[0]], &[&[1]], "");
+        serve(&world, ["ipc", "nccl", "tcp"].map(|by| pair.clone().by(by)).into()).await
+    });
+}
+
+#[test]
+fn nodes_of_ranks_on_two_gpus_write_the_same() {
+    on(2, async |world| {
+        let shape = |prefill, decode| Shape::new(&[prefill], &[decode], "ipc");
+        let shapes = match world.place {
+            Place::Cpus => vec![Shape { path: "tcp", ..shape(&[0, 1], &[0, 1]) }],
+            Place::Gpus(_) => {
+                vec![shape(&[0], &[0, 1]), shape(&[0, 1], &[1]), shape(&[0, 1], &[0, 1])]
+            }
+        };
+        serve(&world, shapes).await
+    });
+}
+
+#[test]
+fn two_pairs_write_the_same() {
+    on(2, async |world| {
+        let shape = match world.gpus() {
+            // Of other tests.
+            0 => return Ok(()),
+            1..4 => Shape::new(&[&[0], &[1]], &[&[0], &[1]], "ipc"),
+            _ => Shape::new(&[&[0], &[1]], &[&[2], &[3]], "ipc"),
+        };
+        serves(&world, shape).await
+    });
+}
+
+#[test]
+fn nodes_of_ranks_on_four_gpus_write_the_same() {
+    on(4, async |world| {
+        if let Place::Cpus = world.place {
+            return Ok(());
+        }
+        let shapes = vec![
+            Shape::new(&[&[0, 1]], &[&[2, 3]], "ipc"),
+            Shape::new(&[&[0, 1, 2, 3]], &[&[0, 1, 2, 3]], "ipc"),
+            Shape::new(&[&[0, 1]], &[&[0, 1, 2, 3]], "ipc"),
+            Shape::new(&[&[0, 1, 2, 3]], &[&[3]], "ipc"),
+        ];
+        serve(&world, shapes).await
+    });
+}
+
+/// Requests without a pause, by several clients.
+struct Load {
+    is_over: Arc<AtomicBool>,
+    complete: Arc<AtomicUsize>,
+    workers: Vec<JoinHandle<Result<Tally>>>,
+}
+
+/// How they ended.
+#[derive(Debug, Default)]
+struct Tally {
+    complete: usize,
+    unsure: usize,
+    typed: BTreeMap<String, usize>,
+}
+
+impl Load {
+    fn start(world: &Arc<World>, client: &Client) -> Self {
+        let (is_over, complete) = <(Arc<AtomicBool>, Arc<AtomicUsize>)>::default();
+        let workers = if world.gpus() == 0 { 3 } else { 8 };
+        let worker = |worker: usize| {
+            let (world, client) = (Arc::clone(world), client.clone());
+            let (is_over, complete) = (Arc::clone(&is_over), Arc::clone(&complete));
+            tokio::spawn(async move {
+                let mut tally = Tally::default();
+                let count = world.requests.len();
+                for number in 0.. {
+                    if is_over.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let (index, salt) =
+                        ((number * 3 + worker * 7) % count, format!("{worker} {number}"));
+                    let answer = ask(&client, &world.requests[index], &salt).await;
+                    let answer = answer.with_context(|| format!("request {index}, salt {salt}"))?;
+                    // Also what comes before an error is right.
+                    let is_sure = world.compare(index, &answer.tokens, &salt)?;
+                    match answer.end {
+                        End::Complete => {
+                            tally.complete += 1;
+                            tally.unsure += usize::from(!is_sure);
+                            complete.fetch_add(1, Ordering::Relaxed);
+                        }
+                        End::Typed(code) => {
+                            *tally.typed.entry(code).or_default() += 1;
+                            tokio::time::sleep(Duration::from_millis(20)).await;
+                        }
+                    }
+                }
+                Ok(tally)
+            })
+        };
+        Self { workers: (0..workers).map(worker).collect(), is_over, complete }
+    }
+
+    /// Until so many more are complete.
+    async fn more(&self, count: usize) -> Result<()> {
+        let deadline = Instant::now() + DEADLINE;
+        let wanted = self.complete.load(Ordering::Relaxed) + count;
+        while self.complete.load(Ordering::Relaxed) < wanted {
+            ensure!(Instant::now() < deadline, "requests do not end any more");
+            // One that is over has met an error, which comes at the end.
+            if self.workers.iter().all(JoinHandle::is_finished) {
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
+    }
+
+    async fn end(self) -> Result<Tally> {
+        self.is_over.store(true, Ordering::Relaxed);
+        let mut all = Tally::default();
+        for worker in self.workers {
+            let tally = worker.await??;
+            all.complete += tally.complete;
+            all.unsure += tally.unsure;
+            for (code, count) in tally.typed {
+                *all.typed.entry(code).or_default() += count;
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// A cluster that looks after its processes, and all of those that it ever had.
+struct Watched {
+    up: Up,
+    client: Client,
+    seen: BTreeSet<u32>,
+    nodes: (usize, usize),
+}
+
+impl Watched {
+    async fn start(world: &World, nodes: (usize, usize), tp: usize) -> Result<Self> {
+        let (prefill, decode) = (nodes.0.to_string(), nodes.1.to_string());
+        let (model, tp_given) = (world.model.path().display().to_string(), tp.to_string());
+        // Every node has as many GPUs as ranks, in turn.
+        let ranks = (nodes.0 + nodes.1) * tp;
+        let gpus: Vec<String> =
+            (0..ranks).map(|rank| (rank % world.gpus().max(1)).to_string()).collect();
+        let gpus = gpus.join(",");
+        let mut args = vec!["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
+        args.extend(["--load-format", "dummy", "--dtype", "f32", "--tp", &tp_given]);
+        args.extend(["--prefill", &prefill, "--decode", &decode]);
+        if let Place::Gpus(_) = world.place {
+            args.extend(["--gpus", &gpus]);
+        }
+        let mut up = Up::start(&args, &world.settings())?;
+        let client = match up.client() {
+            Ok(client) => client,
+            Err(error) => return Err(error.context(up.last_lines())),
+        };
+        let mut watched = Self { up, client, seen: BTreeSet::new(), nodes };
+        watched.look();
+        Ok(watched)
+    }
+
+    /// Notes all processes that there are.
+    fn look(&mut self) {
+        for child in self.up.children() {
+            self.seen.insert(child);
+            self.seen.extend(children(child));
+        }
+    }
+
+    fn node(&mut self, name: &str) -> Result<u32> {
+        self.look();
+        self.up.child_with(name).with_context(|| format!("{name} does not run"))
+    }
+
+    /// Until the node of this name is another process than it was, and serves.
+    async fn back(&mut self, name: &str, was: u32) -> Result<()> {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            ensure!(Instant::now() < deadline, "{name} does not come back");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            let Some(id) = self.up.child_with(name).filter(|id| *id != was) else { continue };
+            let words = arguments(id);
+            let ready = words.iter().skip_while(|word| *word != "--ready-file").nth(1);
+            if ready.is_some_and(|file| Path::new(file).exists()) {
+                break;
+            }
+        }
+        self.look();
+        loop {
+            if let Ok((_, health)) = self.client.get_json("/health").await {
+                let nodes = (&health["prefill_nodes"], &health["decode_nodes"]);
+                if nodes == (&json!(self.nodes.0), &json!(self.nodes.1)) {
+                    return Ok(());
+                }
+            }
+            ensure!(Instant::now() < deadline, "the router does not see {name}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Every request once more; then the end, which leaves nothing behind.
+    async fn end(mut self, world: &World) -> Result<()> {
+        let answers = world.requests.iter().map(|request| ask(&self.client, request, "last"));
+        for (index, answer) in try_join_all(answers).await?.iter().enumerate() {
+            if let End::Typed(code) = &answer.end {
+                panic!("request {index} of an undisturbed cluster ended with {code}");
+            }
+            world.compare(index, &answer.tokens, "at the end")?;
+        }
+        self.look();
+        self.up.interrupt();
+        assert_eq!(self.up.wait()?, Some(0));
+        wait_gone(&self.seen.iter().copied().collect::<Vec<_>>())?;
+        let left: Vec<String> = fs::read_dir("/dev/shm")?
+            .flatten()
+            .filter_map(|file| file.file_name().into_string().ok())
+            .filter(|name| {
+                RegionName::parse(name).is_some_and(|name| self.seen.contains(&name.owner))
+            })
+            .collect();
+        assert_eq!(left, Vec::<String>::new());
+        Ok(())
+    }
+}
+
+/// A test of a cluster under load; where it fails its last lines are shown.
+async fn disturbed(
+    world: Arc<World>,
+    (nodes, tp): ((usize, usize), usize),
+    disturb: impl AsyncFnOnce(&mut Watched, &Load) -> Result<()>,
+) -> Result<Tally> {
+    let mut watched = Watched::start(&world, nodes, tp).await?;
+    let load = Load::start(&world, &watched.client);
+    let disturbed = async {
+        load.more(2).await?;
+        disturb(&mut watched, &load).await?;
+        load.more(5).await
+    };
+    let disturbed = disturbed.await;
+    let tally = load.end().await;
+    match disturbed.and(tally) {
+        Ok(tally) => {
+            watched.end(&world).await?;
+            Ok(tally)
+        }
+        Err(error) => Err(error.context(watched.up.last_lines())),
+    }
+}
+
+/// Numbers that come as if by chance.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, count: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 33) % count
+    }
+}
+
+#[test]
+fn killed_nodes_cost_no_request_its_right_end() {
+    on(1, async |world| {
+        let (time, rounds_min) = match world.gpus() {
+            0 => (Duration::ZERO, 2),
+            _ if short() => (Duration::from_secs(6), 2),
+            _ => (Duration::from_secs(25), 4),
+        };
+        let pause = if world.gpus() == 0 { 300 } else { 700 };
+        let (mut chance, mut rounds) = (Chance(0x5eed), 0);
+        let tally = disturbed(world, ((2, 2), 1), async |watched, load| {
+            let until = Instant::now() + time;
+            while rounds < rounds_min || Instant::now() < until {
+                let role = ["decode", "prefill"][rounds % 2];
+                let name = format!("{role}-{}", chance.below(2));
+                tokio::time::sleep(Duration::from_millis(chance.below(pause))).await;
+                let victim = watched.node(&name)?;
+                signal(victim, "KILL");
+                watched.back(&name, victim).await?;
+                load.more(1).await?;
+                rounds += 1;
+            }
+            Ok(())
+        })
+        .await?;
+        println!("{rounds} nodes killed: {tally:?}");
+        assert!(tally.complete > rounds, "{tally:?}");
+        Ok(())
+    });
+}
+
+#[test]
+fn killed_ranks_end_their_node_alone_which_comes_back() {
+    on(2, async |world| {
+        let mut chance = Chance(0x5eed);
+        let rounds = if short() || world.gpus() == 0 { 1 } else { 2 };
+        let tally = disturbed(world, ((1, 1), 2), async |watched, load| {
+            for name in ["prefill-0", "decode-0"].repeat(rounds) {
+                let node = watched.node(name)?;
+                let ranks = children(node);
+                assert_eq!(ranks.len(), 2, "{name}");
+                tokio::time::sleep(Duration::from_millis(chance.below(200))).await;
+                let killed = Instant::now();
+                signal(ranks[chance.below(2) as usize], "KILL");
+                wait_gone(&[vec![node], ranks].concat())?;
+                let gone = killed.elapsed();
+                watched.back(name, node).await?;
+                println!(
+                    "{name}: its processes are gone after {gone:?}, it serves after {:?}",
+                    killed.elapsed()
+                );
+                load.more(3).await?;
+            }
+            Ok(())
+        })
+        .await?;
+        println!("{} ranks killed: {tally:?}", 2 * rounds);
+        Ok(())
+    });
+}
+
+#[test]
+fn nodes_that_are_told_to_stop_under_load_cost_no_request_anything() {
+    on(1, async |world| {
+        let rounds = if short() || world.gpus() == 0 { 1 } else { 3 };
+        let tally = disturbed(world, ((2, 2), 1), async |watched, load| {
+            for round in 0..rounds {
+                for role in ["decode", "prefill"] {
+                    let name = format!("{role}-{}", round % 2);
+                    let node = watched.node(&name)?;
+                    signal(node, "TERM");
+                    let lines = &mut watched.up.lines;
+                    let line = tokio::task::block_in_place(|| {
+                        lines.wait_for(&format!("baton: {name} ended"))
+                    })?;
+                    assert!(line.contains("(exit status: 0)"), "{line}");
+                    watched.back(&name, node).await?;
+                    load.more(2).await?;
+                }
+            }
+            Ok(())
+        })
+        .await?;
+        println!("{} nodes told to stop: {tally:?}", 2 * rounds);
+        assert!(tally.typed.is_empty(), "{tally:?}");
+        Ok(())
+    });
+}
