@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests of the CUDA backend. Where there is cargo they are built first, into target/gpu: one program,
-# and beside it the kernel library and the binaries that tests of whole clusters run. On a GPU machine without a toolchain that folder and this script do:
-# what is there is run. Without a GPU the tests say what they skip; BATON_TEST_GPU=1 makes that a failure.
+# and beside it the kernel library and the binaries that tests of whole clusters run. On a GPU machine
+# without a toolchain that folder and this script do: what is there is run. Without a GPU the tests say
+# what they skip; BATON_TEST_GPU=1 makes that a failure.
 #
 #   --memcheck, --racecheck   first of all: a short run under compute-sanitizer, which must find nothing
 #
@@ -19,7 +20,7 @@ case ${1:-} in
     --memcheck)
         sanitize=memcheck
         shift
-        [[ $# -gt 0 ]] || set -- --skip gpu::fault --skip gpu::start --skip gpu::load --skip gpu::clusters --skip gpu::soak
+        [[ $# -gt 0 ]] || set -- --skip={gpu::fault,gpu::start,gpu::load,gpu::clusters,gpu::soak}
         ;;
     # Shared memory is looked at access by access: only the smallest.
     --racecheck)

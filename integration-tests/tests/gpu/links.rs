@@ -87,7 +87,8 @@ pub fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
 
 /// The same, made once.
 fn known_pattern(block: BlockId, block_bytes: usize) -> Arc<Vec<u8>> {
-    static KNOWN: Mutex<BTreeMap<(u32, usize), Arc<Vec<u8>>>> = Mutex::new(BTreeMap::new());
+    type Known = BTreeMap<(u32, usize), Arc<Vec<u8>>>;
+    static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let made = known.entry((block.0, block_bytes));
     Arc::clone(made.or_insert_with(|| Arc::new(pattern(block, block_bytes))))
