@@ -132,7 +132,7 @@ impl World {
             ("BATON_NODE_GPU_TUNE", "0s"),
             ("BATON_TRANSFER_VERIFY", "true"),
             // Many chunks in every transfer.
-            ("BATON_TRANSFER_CHUNK_BYTES", "256KiB"),
+            ("BATON_TRANSFER_CHUNK_BYTES", "1MiB"),
         ]
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .into();
@@ -393,12 +393,15 @@ async fn serves(world: &World, shape: Shape) -> Result<()> {
     let (mut kv_bytes, mut unsure) = (0, 0);
     for salt in ["once", "once more"] {
         let answers = world.requests.iter().map(|request| ask(&client, request, salt));
-        let answers = try_join_all(answers).await.with_context(|| what.clone())?;
+        // Unwinding shows what the nodes said.
+        let answers = try_join_all(answers).await;
+        let answers = answers.unwrap_or_else(|error| panic!("{what}: {error:#}"));
         for (index, answer) in answers.iter().enumerate() {
             if let End::Typed(code) = &answer.end {
                 panic!("{what}: request {index} ended with {code}");
             }
-            unsure += usize::from(!world.compare(index, &answer.tokens, &what)?);
+            let compared = world.compare(index, &answer.tokens, &what);
+            unsure += usize::from(!compared.unwrap_or_else(|error| panic!("{error}")));
             kv_bytes += answer.kv_bytes;
         }
     }
