@@ -105,7 +105,8 @@ fn watch(hearts: Vec<Arc<Heart>>, is_over: Arc<AtomicBool>) {
             if let Some(heart) = hearts.iter().find(|heart| heart.silent() > STOPPED) {
                 let beats = heart.beats.load(Ordering::Relaxed);
                 println!("{} made no progress for {STOPPED:?}, after {beats}", heart.name);
-                std::process::exit(1);
+                // Whatever it is that hangs, nothing of it is waited for.
+                std::process::abort();
             }
             thread::sleep(Duration::from_millis(100));
         }
@@ -334,20 +335,29 @@ fn sums(rank: &Rank, time: Duration, heart: &Heart) -> (u64, u64) {
         stream.synchronize().unwrap();
         group.check().unwrap();
         let (one, other) = (&pools[0][at[0]..at[0] + count], &pools[1][at[1]..at[1] + count]);
-        let is_right = match dtype {
+        let sums = one.iter().zip(other).map(|(one, other)| one + other);
+        let wrong = match dtype {
             Dtype::F32 => {
-                let found = &mut found[..count];
-                out.read(0, found).unwrap();
-                found.iter().zip(one.iter().zip(other)).all(|(sum, (a, b))| *sum == a + b)
+                out.read(0, &mut found[..count]).unwrap();
+                found.iter().zip(sums).position(|(found, sum)| *found != sum)
             }
             Dtype::Bf16 => {
-                let found = &mut found_narrow[..count];
-                out.read(0, found).unwrap();
-                let parts = one.iter().zip(other);
-                found.iter().zip(parts).all(|(sum, (a, b))| *sum == bf16::from_f32(a + b))
+                out.read(0, &mut found_narrow[..count]).unwrap();
+                let sums = sums.map(bf16::from_f32);
+                found_narrow.iter().zip(sums).position(|(found, sum)| *found != sum)
             }
         };
-        assert!(is_right, "sum {number}: {dtype} {rows} x {width} {way:?} is not the sum");
+        if let Some(wrong) = wrong {
+            let (a, b) = (one[wrong], other[wrong]);
+            let found = match dtype {
+                Dtype::F32 => found[wrong],
+                Dtype::Bf16 => found_narrow[wrong].to_f32(),
+            };
+            panic!(
+                "sum {number}: {dtype} {rows} x {width} {way:?}, recorded: {is_recorded}: element \
+                 {wrong} is {found}, not {a} + {b}"
+            );
+        }
         heart.beat();
     }
     unreachable!("there are more numbers than time")

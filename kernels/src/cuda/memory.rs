@@ -5,6 +5,7 @@
 
 use std::{
     ops::{Deref, DerefMut},
+    ptr,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -210,7 +211,11 @@ impl Range {
         }
         self.wait_here()?;
         // SAFETY: the bytes are inside the range, and the call returns when they are read.
-        unsafe { result::memcpy_htod_sync(address, bytes) }.named("cuMemcpyHtoD")
+        unsafe { result::memcpy_htod_sync(address, bytes) }.named("cuMemcpyHtoD")?;
+        // More than a little goes through memory of the driver's, and may be read before it is there; and
+        // our streams do not wait for the one of this copy.
+        // SAFETY: every context has this stream.
+        unsafe { result::stream::synchronize(ptr::null_mut()) }.named("cuStreamSynchronize")
     }
 
     /// Copies to host memory and waits for it. For start and tests only: what streams are still
