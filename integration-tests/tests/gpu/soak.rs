@@ -16,7 +16,7 @@ use std::{
 use half::bf16;
 use kernels::{
     BlockId, Dtype,
-    cuda::{Compute, DeviceMemory, Graph, Stream, SumRows, SumWay},
+    cuda::{Compute, DeviceMemory, Graph, Group, Range, Stream, SumRows, SumWay},
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -37,6 +37,8 @@ const SECONDS: &str = "BATON_TEST_SOAK_SECONDS";
 const STOPPED: Duration = Duration::from_secs(10);
 /// Of a transfer; nothing waits for it where all is well.
 const PATIENCE: Duration = Duration::from_secs(8);
+/// How long a transfer that is under way at the end may take.
+const GRACE: Duration = Duration::from_millis(500);
 /// Transfers under way at a time, of one carrier in one direction.
 const LANES: u32 = 3;
 const LANE_BLOCKS: u32 = links::BLOCKS / LANES;
@@ -148,6 +150,8 @@ struct Lane {
     plan: Plan,
     begun: Instant,
     abort_at: Option<Instant>,
+    /// And no other follows.
+    is_ended: bool,
 }
 
 /// All transfers of one carrier in one direction, at one of their sides.
@@ -160,6 +164,7 @@ struct Side<'a> {
     lanes: Vec<Lane>,
     /// How long a whole transfer takes, in seconds.
     usual: f64,
+    goes_on: bool,
 }
 
 #[derive(Default)]
@@ -171,7 +176,8 @@ struct Counts {
 
 impl<'a> Side<'a> {
     fn new(way: u64, node: &'a Node, peer: PeerAddress, is_sender: bool) -> Self {
-        let mut side = Self { way, node, peer, is_sender, lanes: Vec::new(), usual: 0.002 };
+        let (lanes, usual, goes_on) = (Vec::new(), 0.002, true);
+        let mut side = Self { way, node, peer, is_sender, lanes, usual, goes_on };
         for lane in 0..LANES {
             let next = side.begin(lane, 0);
             side.lanes.push(next);
@@ -205,15 +211,25 @@ impl<'a> Side<'a> {
         let ends = if self.is_sender { plan.sender_ends } else { plan.receiver_ends };
         let begun = Instant::now();
         let abort_at = ends.map(|part| begun + Duration::from_secs_f64(part * self.usual));
-        Lane { number, plan, begun, abort_at }
+        Lane { number, plan, begun, abort_at, is_ended: false }
     }
 
-    /// Until it is over.
+    /// Until it is over; what is under way then ends first.
     fn run(mut self, events: &Receiver<Event>, heart: &Heart, is_over: &AtomicBool) -> Counts {
         let mut counts = Counts::default();
-        while !is_over.load(Ordering::Relaxed) {
+        let mut over_at = None;
+        while self.lanes.iter().any(|lane| !lane.is_ended) {
             let now = Instant::now();
             let mut wait = Duration::from_millis(20);
+            if over_at.is_none() && is_over.load(Ordering::Relaxed) {
+                over_at = Some(now);
+                self.goes_on = false;
+                // The other side may have ended before it began what this one has begun.
+                for lane in self.lanes.iter_mut().filter(|lane| !lane.is_ended) {
+                    lane.abort_at = Some(now + GRACE);
+                }
+            }
+            assert!(over_at.is_none_or(|at| at.elapsed() < 2 * PATIENCE), "transfers end");
             for lane in 0..LANES {
                 let one = &mut self.lanes[lane as usize];
                 if one.abort_at.is_some_and(|at| at <= now) {
@@ -279,9 +295,17 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Sums of random shape, each looked at, until rank 0 has had its time: how many, and before how many
-/// this rank was late.
-fn sums(rank: &Rank, time: Duration, heart: &Heart) -> (u64, u64) {
+/// What sums are made with.
+struct Summed {
+    _group: Group,
+    _memory: [Range; 2],
+    count: u64,
+    /// Before so many of them this rank was late.
+    late: u64,
+}
+
+/// Sums of random shape, each looked at, until rank 0 has had its time.
+fn sums(rank: &Rank, time: Duration, heart: &Heart) -> Summed {
     const ELEMENTS: usize = SUM_BYTES / 2;
     let group = collective::group(rank, STOPPED);
     let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
@@ -299,7 +323,9 @@ fn sums(rank: &Rank, time: Duration, heart: &Heart) -> (u64, u64) {
             let goes_on = [u8::from(begun.elapsed() < time)];
             if rank.exchange(&goes_on)[0] == [0] {
                 group.check().unwrap();
-                return (number, late);
+                // Memory is given back once nothing moves any more: the driver waits for everything then,
+                // and so would kernels that wait for those of the other rank.
+                return Summed { _group: group, _memory: [x, out], count: number, late };
             }
         }
         let mut chance = Chance::of(&[3, number]);
@@ -400,7 +426,7 @@ fn soak(rank: Rank) {
     let hearts: Vec<Arc<Heart>> = nodes.iter().map(|(name, ..)| Heart::new(name)).collect();
     let watched = hearts.iter().chain([&summing]).cloned().collect();
     watch(watched, Arc::clone(&is_over));
-    let (sums, late, counts) = thread::scope(|scope| {
+    let (summed, counts) = thread::scope(|scope| {
         let run = |(index, (_, node, events)): (usize, (String, Node, Receiver<Event>))| {
             let (carrier, is_sender) = sides[index];
             // Whoever sends reaches the other's receiver of the same carrier.
@@ -415,19 +441,18 @@ fn soak(rank: Rank) {
             })
         };
         let threads: Vec<_> = nodes.into_iter().enumerate().map(run).collect();
-        let (sums, late) = sums(&rank, time, &summing);
+        let summed = sums(&rank, time, &summing);
         is_over.store(true, Ordering::Relaxed);
         let ended: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         // No node leaves while another still hears it.
         rank.meet();
-        (sums, late, ended.into_iter().map(|(.., counts)| counts).collect::<Vec<_>>())
+        (summed, ended.into_iter().map(|(.., counts)| counts).collect::<Vec<_>>())
     });
     let longest = |hearts: &[Arc<Heart>]| {
         hearts.iter().map(|heart| heart.longest.load(Ordering::Relaxed)).max()
     };
     let own = json!({
-        "sums": sums,
-        "late": late,
+        "late": summed.late,
         "sums_gap": longest(&[summing]),
         "kv_gap": longest(&hearts),
         "counts": counts.iter().map(|counts| [counts.whole, counts.given_up, counts.bytes])
@@ -456,10 +481,11 @@ fn soak(rank: Rank) {
     let most = |what: &str| said.iter().map(|said| number(&said[what])).max().unwrap() as f64 / 1e3;
     let late: u64 = said.iter().map(|said| number(&said["late"])).sum();
     println!(
-        "soak: {} s, {sums} sums of two ranks checked on both ({:.0} a second), one of them late {late} \
+        "soak: {} s, {} sums of two ranks checked on both ({:.0} a second), one of them late {late} \
          times; transfers, both ways: {}; longest gap {:.1} ms of sums, {:.1} ms of transfers",
         time.as_secs(),
-        sums as f64 / time.as_secs_f64().max(1.0),
+        summed.count,
+        summed.count as f64 / time.as_secs_f64().max(1.0),
         carriers.join("; "),
         most("sums_gap"),
         most("kv_gap"),
