@@ -76,9 +76,10 @@ pub struct TransferArgs {
     /// Multiprocessors that nccl takes; 0: as many as it likes.
     #[arg(long, default_value_t = 8)]
     ctas: u32,
-    /// What brings scattered blocks together for nccl; nodes have the kernel.
-    #[arg(long, value_enum, default_value = "copies")]
-    gather: Gather,
+    /// What brings scattered blocks together for nccl [default: the kernel, as in nodes; copies where the
+    /// kernels are not found].
+    #[arg(long, value_enum)]
+    gather: Option<Gather>,
     #[command(flatten)]
     kernels: KernelsArg,
     #[command(flatten)]
@@ -241,9 +242,15 @@ fn arena(args: &TransferArgs, gpu: Option<&str>) -> Result<Arc<KvArena>> {
     let driver = Driver::open()?;
     let context = Context::new(driver, driver.device_named(gpu)?)?;
     let kv = DeviceKv::new(&context, layout, blocks)?;
-    if args.gather == Gather::Kernel {
-        let library = Arc::new(KernelLibrary::open(args.kernels.path().as_deref())?);
-        kv.move_with(library)?;
+    let library = || KernelLibrary::open(args.kernels.path().as_deref()).map(Arc::new);
+    match args.gather {
+        Some(Gather::Copies) => {}
+        Some(Gather::Kernel) => kv.move_with(library()?)?,
+        None => {
+            if let Ok(library) = library() {
+                kv.move_with(library)?;
+            }
+        }
     }
     Ok(KvArena::remote(kv)?)
 }
