@@ -12,6 +12,10 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 target=${CARGO_TARGET_DIR:-target}
 place=$target/gpu
+case $place in
+    /*) found=$place ;;
+    *) found=$root/$place ;;
+esac
 script=integration-tests/tests/gpu/transformers_reference.py
 
 sanitize=
@@ -49,10 +53,10 @@ if command -v "${CARGO:-cargo}" >/dev/null; then
     fi
 fi
 if [[ -e $place/libbaton_kernels.so ]]; then
-    export BATON_TEST_KERNELS=${BATON_TEST_KERNELS:-$root/$place/libbaton_kernels.so}
+    export BATON_TEST_KERNELS=${BATON_TEST_KERNELS:-$found/libbaton_kernels.so}
 fi
 if [[ -e $place/baton ]]; then
-    export BATON_TEST_BINARIES=${BATON_TEST_BINARIES:-$root/$place}
+    export BATON_TEST_BINARIES=${BATON_TEST_BINARIES:-$found}
 fi
 # The program itself uses NCCL, and has threads when it could set this.
 export NCCL_NVLS_ENABLE=0

@@ -486,11 +486,12 @@ fn peer() {
     });
     let mut known = Vec::new();
     let mut to_abort: Vec<(Instant, TransferId)> = Vec::new();
-    let start = Instant::now();
+    let mut asked = Instant::now();
     // Never left behind, whatever becomes of the parent.
-    while start.elapsed() < 5 * PATIENCE {
+    while asked.elapsed() < 5 * PATIENCE {
         match lines.recv_timeout(Duration::from_micros(200)) {
             Ok(line) => {
+                asked = Instant::now();
                 let words: Vec<&str> = line.split(' ').collect();
                 let transfer = TransferId(u128::from_str_radix(words[0], 16).unwrap());
                 let peer = PeerAddress {

@@ -134,8 +134,13 @@ impl Plan {
         Self {
             blocks: links::scattered(seed, count),
             places: (0..count).map(place).collect(),
-            receiver_ends: (who == 0).then_some(part),
-            sender_ends: (who == 1).then_some(part),
+            // The first of each lane cannot end well: it is given up at once.
+            receiver_ends: (who == 0 || number == 0).then_some(if number == 0 {
+                0.0
+            } else {
+                part
+            }),
+            sender_ends: (who == 1 && number > 0).then_some(part),
         }
     }
 

@@ -89,7 +89,7 @@ fn model() -> Checkpoint {
 fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
     ExecutorLimits {
         slots: 8,
-        // Steps of all sizes, and some whose sums are made beside products.
+        // Steps of all sizes.
         step_tokens: 2500,
         sequence_tokens: 2600,
         blocks: BLOCKS,

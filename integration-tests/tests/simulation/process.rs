@@ -159,7 +159,7 @@ impl Process {
             notice_endpoint: notice_endpoint(place),
             data_endpoint: format!("tcp://place-{place}:2"),
             transports: vec!["tcp".to_owned()],
-            integrity: vec!["xxh3".to_owned()],
+            integrity: vec!["xxh3+digest1".to_owned()],
             block_bytes: BLOCK_BYTES,
             limits: plan.transfers,
         };

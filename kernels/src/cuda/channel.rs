@@ -16,12 +16,15 @@ mod invitation;
 mod link;
 
 use std::{
+    collections::VecDeque,
     mem,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
+        mpsc::{self, RecvTimeoutError},
     },
-    thread,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use self::{
@@ -294,25 +297,118 @@ impl PeerChannels for NcclChannels {
         });
         let options = |id: &_| CommunicatorOptions { rank: rank(end), ranks: 2, id: *id, blocks };
         let options = answer.ids.chunks(lanes).map(|ids| ids.iter().map(options).collect());
-        let links = self.joined(&pairs, &options.collect::<Vec<_>>(), end, patience)?;
+        let options: Vec<Vec<_>> = options.collect();
+        if pairs.len() * lanes > COMMUNICATORS_MAX {
+            return Err(format!(
+                "its {to_of} ranks and our {from_of} want {} communicators; allowed are {COMMUNICATORS_MAX}",
+                pairs.len() * lanes
+            ));
+        }
+        let links = self.joined(&pairs, &options, end, patience)?;
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
-        let shared = Shared {
+        let shared = Arc::new(Shared {
             links: Mutex::new(Some(links)),
             communicators,
+            under_way: Mutex::default(),
             ending: Mutex::default(),
             aborted: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
             slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),
             direct_min: DIRECT_BYTES.div_ceil(moved_bytes(&pairs)),
             blocks: Arc::clone(&self.blocks),
-        };
-        Ok(Arc::new(NcclChannel { shared: Arc::new(shared) }))
+        });
+        Ok(Arc::new(NcclChannel { _watch: Watch::start(&shared)?, shared }))
     }
 }
 
 /// One end of a channel.
 struct NcclChannel {
     shared: Arc<Shared>,
+    _watch: Watch,
+}
+
+/// How long the oldest operation of a channel may stay the oldest. Whoever waits for it looks sooner.
+const STUCK_MAX: Duration = Duration::from_secs(4);
+/// From one look at it to the next.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// A thread that ends a channel on which nothing goes on, and never waits for the driver: that one may wait for the
+/// end of this channel, beside the end of another one, and let no other thread know.
+struct Watch {
+    /// Dropped to end the thread.
+    over: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    fn start(shared: &Arc<Shared>) -> Result<Self, String> {
+        let (over, ended) = mpsc::channel();
+        let shared = Arc::downgrade(shared);
+        let named = thread::Builder::new().name("nccl-watch".to_owned());
+        let thread = named.spawn(move || watch(&shared, &ended)).map_err(words)?;
+        Ok(Self { over: Some(over), thread: Some(thread) })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        drop(self.over.take());
+        if let Some(thread) = self.thread.take() {
+            // It says nothing that anybody waits for.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn watch(shared: &Weak<Shared>, ended: &mpsc::Receiver<()>) {
+    let mut oldest: Option<(u64, Instant)> = None;
+    while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        let Some(shared) = shared.upgrade() else { return };
+        let number = locked(&shared.under_way).oldest();
+        oldest = match (number, oldest) {
+            (Some(number), Some((before, since))) if number == before => Some((number, since)),
+            (number, _) => number.map(|number| (number, Instant::now())),
+        };
+        if oldest.is_some_and(|(_, since)| since.elapsed() >= STUCK_MAX) {
+            // Whoever waits for it hears of it by that.
+            let _ = shared.abort();
+            return;
+        }
+    }
+}
+
+/// Operations in order, those that are over forgotten now and then.
+#[derive(Default)]
+struct Operations {
+    /// Marks are there once it was put.
+    under_way: VecDeque<Option<Marks>>,
+    /// Of the first.
+    first: u64,
+}
+
+impl Operations {
+    fn oldest(&mut self) -> Option<u64> {
+        let is_over = |marks: &Option<Marks>| {
+            marks.as_ref().is_some_and(|marks| marks.iter().all(Mark::is_reached))
+        };
+        while self.under_way.front().is_some_and(is_over) {
+            self.under_way.pop_front();
+            self.first += 1;
+        }
+        (!self.under_way.is_empty()).then_some(self.first)
+    }
+
+    fn begin(&mut self) -> u64 {
+        self.oldest();
+        self.under_way.push_back(None);
+        self.first + self.under_way.len() as u64 - 1
+    }
+
+    fn put(&mut self, number: u64, marks: &Marks) {
+        if let Some(place) = self.under_way.get_mut((number - self.first) as usize) {
+            *place = Some(marks.clone());
+        }
+    }
 }
 
 /// One for each link.
@@ -322,6 +418,7 @@ struct Shared {
     /// Held by whoever puts something into their streams. `None` once it was aborted.
     links: Mutex<Option<Vec<Link>>>,
     communicators: Vec<Arc<Communicators>>,
+    under_way: Mutex<Operations>,
     /// Held by an abort: another one waits for it.
     ending: Mutex<()>,
     /// An abort was begun: marks that are done from then on say nothing about what was transferred.
@@ -352,10 +449,14 @@ impl Shared {
 
     /// Puts a chunk into the streams, and marks behind it.
     fn put(&self, runs: &[u32], ids: &[BlockId]) -> Result<Marks, String> {
+        let number = locked(&self.under_way).begin();
         let put = match locked(&self.links).as_mut() {
             None => Err("the channel was aborted".to_owned()),
             Some(links) => self.put_into(links, runs, ids).map_err(words),
         };
+        if let Ok(marks) = &put {
+            locked(&self.under_way).put(number, marks);
+        }
         put.map_err(|reason| match self.abort() {
             // Part of it may be in the stream: only an abort says that nothing moves.
             Ok(()) => reason,

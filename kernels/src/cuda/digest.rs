@@ -26,8 +26,9 @@ pub(super) struct Digester {
 
 /// A digest that the GPU computes.
 pub(super) struct UnderWay<'a> {
-    way: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
+    // Waited for before the next one may go.
     copy: InFlight<u64>,
+    way: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
 }
 
 impl Digester {
@@ -88,7 +89,7 @@ impl Digester {
             return Err(error);
         }
         let copy = pinned.download(1, &self.sum, 0, &self.stream, done)?;
-        Ok(UnderWay { way, copy })
+        Ok(UnderWay { copy, way })
     }
 }
 

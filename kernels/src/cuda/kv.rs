@@ -270,11 +270,11 @@ impl RankedKv {
                 digester.start(&part.data, &heads, blocks)
             });
         // All at once, each on its GPU.
-        let sum = started.collect::<Result<Vec<_>, _>>().and_then(|started| {
-            let parts = started.into_iter().map(UnderWay::finish);
-            parts.reduce(|sum, part| Ok(sum?.wrapping_add(part?))).expect("there is a rank")
-        });
-        Some(sum)
+        let started: Vec<_> = started.collect();
+        // To the end of each, whatever another says.
+        let parts: Vec<_> =
+            started.into_iter().map(|part| part.and_then(UnderWay::finish)).collect();
+        Some(parts.into_iter().try_fold(0_u64, |sum, part| Ok(sum.wrapping_add(part?))))
     }
 
     /// As [`DeviceKv::move_with`], on each GPU.

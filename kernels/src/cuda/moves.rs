@@ -236,6 +236,8 @@ impl DeviceKv {
         bytes: &[u8],
         way: Way,
     ) -> Result<Range, CudaError> {
+        assert!(rows.first + rows.width <= rows.pitch, "a block has these heads");
+        assert!(ids.iter().all(|id| id.0 < self.block_count()), "there are these blocks");
         let staging = DeviceMemory::new(self.context(), "blocks of a test", bytes.len())?;
         let staging = staging.cut(bytes.len())?;
         staging.write(0, bytes)?;

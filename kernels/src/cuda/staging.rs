@@ -117,7 +117,7 @@ impl Staging {
         let slot = |_| Ok(Slot { filled: event()?, emptied: event()? });
         let slots = (0..slots).map(slot).collect::<Result<Vec<_>, CudaError>>()?;
         kv.pass_time(&copies)?;
-        // A greeting sends what nobody has written.
+        // The first greeting sends what nobody has written, later ones what a transfer of this node has left.
         memory.fill(0, &copies)?;
         for slot in &slots {
             // The fill is over before anything else writes there, in whatever stream.

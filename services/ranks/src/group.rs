@@ -590,6 +590,9 @@ impl Executor for RankGroup {
             if self.woken.swap(false, Ordering::AcqRel) || left.is_zero() {
                 return Ok(None);
             }
+            if self.polls && self.has_news() {
+                continue;
+            }
             self.results_there.wait(left.min(SLEEP_MAX), || self.has_news());
         }
     }

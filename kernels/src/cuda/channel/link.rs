@@ -4,7 +4,8 @@ use std::{
     mem, slice,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc::{self, RecvTimeoutError},
     },
     thread,
     time::{Duration, Instant},
@@ -27,8 +28,9 @@ use crate::{
     peer::{End, Patience},
 };
 
-/// What needs no peer is put into a stream within microseconds.
-const PUT_MAX: Duration = Duration::from_secs(1);
+/// What needs no peer is put into a stream within microseconds; but beside the abort of another channel the
+/// driver may wait for what is stuck on a third one, until that one is aborted as well.
+const PUT_MAX: Duration = Duration::from_secs(3);
 /// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
 /// Sent once to and fro before the first block, so that no block waits for the connection.
@@ -36,6 +38,8 @@ const GREETING_BYTES: usize = 256;
 /// Both ends have connected by then. An abort of another channel, which waits for the whole GPU, waits for
 /// this as well.
 const GREETING_MAX: Duration = Duration::from_secs(2);
+/// Whoever watches leaves so much to those who look themselves.
+const MARGIN: Duration = Duration::from_secs(1);
 
 /// Links of a GPU at a time, and so the memory that they may take: more than a host with eight of them
 /// has use for, to and from each of the others.
@@ -95,13 +99,18 @@ pub(super) struct Link {
 /// Those of a link; none once they were ended. By themselves, for whoever ends them does not wait for whoever
 /// puts something into a stream: that one may wait for the driver, and the driver for what is to be ended.
 #[derive(Debug, Default)]
-pub(super) struct Communicators(Mutex<Vec<Communicator>>);
+pub(super) struct Communicators {
+    /// They are to be ended: nobody waits any longer for what they do.
+    ending: AtomicBool,
+    made: Mutex<Vec<Communicator>>,
+}
 
 impl Communicators {
     /// Ends all of these, and kernels of theirs that wait in vain.
     pub fn end_all(all: &[Arc<Self>]) -> Result<(), String> {
+        all.iter().for_each(|these| these.ending.store(true, Ordering::Release));
         let communicators =
-            all.iter().flat_map(|these| mem::take(&mut *locked(&these.0))).collect();
+            all.iter().flat_map(|these| mem::take(&mut *locked(&these.made))).collect();
         Communicator::abort_all(communicators, ABORT_MAX).map(drop).map_err(words)
     }
 }
@@ -153,21 +162,55 @@ impl Link {
         communicator: Communicator,
         patience: Patience<'_>,
     ) -> Result<(), String> {
-        let context = self.half.kv.context();
-        let stream = Stream::new(context).map_err(words)?;
+        let stream = Stream::new(self.half.kv.context()).map_err(words)?;
         let peer = 1 - communicator.rank();
         // From now on it is ended with the others.
-        let mut communicators = locked(&self.communicators.0);
-        communicators.push(communicator);
+        locked(&self.communicators.made).push(communicator);
         self.streams.push(stream);
-        let communicator = communicators.last_mut().expect("it was pushed");
-        let stream = self.streams.last().expect("it was pushed");
+        let communicators = Arc::clone(&self.communicators);
+        let (tell, told) = mpsc::channel();
+        thread::scope(|scope| {
+            // Whoever greets may be waiting for the driver, and the driver for the greeting.
+            let watch = move || {
+                if told.recv().is_ok()
+                    && told.recv_timeout(GREETING_MAX + MARGIN) == Err(RecvTimeoutError::Timeout)
+                {
+                    // The greeting says why.
+                    let _ = Communicators::end_all(slice::from_ref(&communicators));
+                }
+            };
+            let named = thread::Builder::new().name("nccl-greeting".to_owned());
+            named.spawn_scoped(scope, watch).map_err(words)?;
+            // Dropped when it is over, whatever came of it.
+            let begun = tell;
+            self.greet(peer, patience, &begun)
+        })?;
+        match self.communicators.ending.load(Ordering::Acquire) {
+            true => Err(NcclError::Ended.to_string()),
+            false => Ok(()),
+        }
+    }
+
+    /// By the last communicator and its stream; tells when the greeting is in the stream.
+    fn greet(
+        &mut self,
+        peer: u32,
+        patience: Patience<'_>,
+        begun: &mpsc::Sender<()>,
+    ) -> Result<(), String> {
+        let stream = self.streams.last().expect("it has one by now");
         let staging = self.staging.as_mut().expect(LIVES);
         let to_peer =
             |offset| Move { peer, piece: Piece::new(staging.memory(), offset, GREETING_BYTES) };
         let (out, back) = (to_peer(0), to_peer(GREETING_BYTES));
         staging.await_all(stream).map_err(words)?;
-        communicator.exchange(&[out], &[back], stream, patience).map_err(words)?;
+        {
+            let mut communicators = locked(&self.communicators.made);
+            let communicator = communicators.last_mut().ok_or(NcclError::Ended).map_err(words)?;
+            communicator.exchange(&[out], &[back], stream, patience).map_err(words)?;
+        }
+        // Fails when the watch has gone, which only the end of this makes it.
+        let _ = begun.send(());
         staging.pass(stream).map_err(words)?;
         let mark = staging.mark().map_err(words)?;
         let deadline = patience.deadline.min(Instant::now() + GREETING_MAX);
@@ -198,16 +241,17 @@ impl Link {
         kv.pass_time(staging.copies())?;
         let exchange = |range: &Range, (offset, bytes): Place| -> Result<(), NcclError> {
             let _issuing = locked(&gpu.issuing);
-            let mut communicators = locked(&communicators.0);
-            let communicator = communicators.get_mut(lane).ok_or(NcclError::Ended)?;
+            let mut made = locked(&communicators.made);
+            let communicator = made.get_mut(lane).ok_or(NcclError::Ended)?;
             let peer = 1 - communicator.rank();
             let piece = [Move { peer, piece: Piece::new(range, offset, bytes) }];
             let (sends, receives): (&[_], &[_]) = match *end {
                 End::Sender => (&piece, &[]),
                 End::Receiver => (&[], &piece),
             };
-            let deadline = Instant::now() + PUT_MAX;
-            communicator.exchange(sends, receives, stream, deadline).map(drop)
+            let given_up = || communicators.ending.load(Ordering::Acquire);
+            let patience = Patience { deadline: Instant::now() + PUT_MAX, given_up: &given_up };
+            communicator.exchange(sends, receives, stream, patience).map(drop)
         };
         // Where a part of each block goes it is brought together in any case.
         match (is_staged || !rows.are_whole(), *end) {
@@ -244,6 +288,10 @@ impl Link {
             let Some(mut staging) = link.staging.take() else { continue };
             cleared = cleared
                 .and_then(|()| link.half.kv.context().bind().map_err(words))
+                // Also of what was put last, and of which nobody has counted the end.
+                .and_then(|()| {
+                    link.streams.iter().try_for_each(|stream| staging.pass(stream)).map_err(words)
+                })
                 .and_then(|()| staging.drain(ABORT_MAX));
             kept.push((Arc::clone(&link.half.gpu), staging, mem::take(&mut link.streams)));
         }

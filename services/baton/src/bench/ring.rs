@@ -35,10 +35,10 @@ pub struct RingArgs {
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
     rows: u32,
     /// Plans that are measured, in each way to wait.
-    #[arg(long, default_value_t = 2000)]
+    #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     plans: u32,
     /// Microseconds from the last answer to the next plan.
-    #[arg(long, default_value_t = 200)]
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     gap_us: u64,
     /// Print JSON.
     #[arg(long)]

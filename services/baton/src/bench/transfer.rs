@@ -355,7 +355,7 @@ fn measure(args: &TransferArgs) -> Result<Report> {
     };
     let arena = arena(args, gpus[1])?;
     let mut sender = Sender::start()?;
-    let forwards = match (&args.beside.beside, gpus[1]) {
+    let mut forwards = match (&args.beside.beside, gpus[1]) {
         (Some(_), Some(gpu)) => {
             Some(Forwards::start(&args.beside, &args.kernels, gpu, Work::Decoding)?)
         }
@@ -366,7 +366,7 @@ fn measure(args: &TransferArgs) -> Result<Report> {
         for &chunk_blocks in &args.chunk_blocks {
             for &blocks in &args.blocks {
                 let setting = Setting { transport, blocks, chunk_blocks };
-                let row = measure_one(args, &arena, &mut sender, forwards.as_ref(), setting);
+                let row = measure_one(args, &arena, &mut sender, forwards.as_mut(), setting);
                 rows.push(row.with_context(|| {
                     format!("{} of {blocks} blocks by {chunk_blocks}", transport.name())
                 })?);
@@ -403,7 +403,7 @@ fn measure_one(
     args: &TransferArgs,
     arena: &Arc<KvArena>,
     sender: &mut Sender,
-    forwards: Option<&Forwards>,
+    forwards: Option<&mut Forwards>,
     Setting { transport, blocks, chunk_blocks }: Setting,
 ) -> Result<Row> {
     let places = places(args, blocks, RECEIVER_SEED);
@@ -501,7 +501,7 @@ impl Run<'_> {
         args: &TransferArgs,
         sender: &mut Sender,
         next: &mut u128,
-        forwards: &Forwards,
+        forwards: &mut Forwards,
         blocks: u32,
     ) -> Result<BesideRow> {
         let window = Duration::from_secs(args.beside.window_s);

@@ -260,7 +260,9 @@ impl Pair {
         }
         self.transfers.insert(transfer);
         if std::mem::take(&mut self.in_advance) && matches!(self.state, State::Greeting { .. }) {
-            // The peer may have had no room for a greeting without work.
+            // The peer may have had no room for a greeting without work; this one has a time of its own.
+            let (retry, until) = (Retry::start(turn.now), turn.now + LEASE);
+            self.state = State::Greeting { retry, until };
             self.send_hello(turn);
         }
     }

@@ -290,8 +290,9 @@ fn offers(
     carrier::offers(config.carriers.choice, &can, carrier::host().as_deref())
 }
 
-/// The integrity method: xxh3-64 over each chunk's bytes.
-const INTEGRITY: &str = "xxh3";
+/// The integrity method: for a chunk by `tcp` xxh3-64 over its bytes, by `ipc` and `nccl` the digest of its
+/// blocks (`kernels::digest`). Another name for whatever is computed otherwise.
+const INTEGRITY: &str = "xxh3+digest1";
 
 fn endpoint(host: &str, port: u16) -> String {
     // An IPv6 address wants brackets, unless it has them.

@@ -6,6 +6,7 @@ use kernels::BlockId;
 use kv_transfer::{
     Limits,
     api::{Command, Epoch, Event, TransferFailure, TransferId},
+    config::LEASE,
     notice::{Body, Hello, Notice, Reserve, Source},
 };
 
@@ -221,6 +222,27 @@ fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
     world.journey(journey, Some(now), Some(now + Duration::from_millis(75)));
     world.run_until(now + Duration::from_millis(70));
     assert!(peers(&world, 0).contains(&world.nodes[4].epoch), "it has not waited to say it again");
+    world.run_until(now + Duration::from_secs(1));
+    assert!(world.end_of(4, transfer).is_some_and(|(_, well)| well));
+}
+
+#[test]
+fn a_transfer_that_begins_late_in_a_greeting_in_advance_has_the_time_of_its_own_greeting() {
+    let mut world = world(5);
+    // No room at node 0 but for requests.
+    for node in 1..4 {
+        hear(&mut world, node, hello(node));
+    }
+    world.now += RESERVES_WITHIN;
+    meet(&mut world, 4, 0);
+    // Within a millisecond of the end of the greeting that nobody has answered.
+    world.run_until(world.now + LEASE - Duration::from_millis(21));
+    assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
+    assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
+    let (now, transfer) = (world.now, TransferId(1));
+    let deadline = Duration::from_secs(5);
+    let journey = Journey { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
+    world.journey(journey, Some(now), Some(now + Duration::from_millis(75)));
     world.run_until(now + Duration::from_secs(1));
     assert!(world.end_of(4, transfer).is_some_and(|(_, well)| well));
 }

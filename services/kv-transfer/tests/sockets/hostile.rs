@@ -202,7 +202,7 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
         notice_endpoint: "tcp://127.0.0.1:9".to_owned(),
         data_endpoint: "tcp://127.0.0.1:9".to_owned(),
         transports: vec!["tcp".to_owned()],
-        integrity: vec!["xxh3".to_owned()],
+        integrity: vec!["xxh3+digest1".to_owned()],
         session: 1,
         in_advance: false,
     });

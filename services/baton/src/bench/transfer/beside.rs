@@ -58,7 +58,7 @@ pub struct BesideArgs {
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_prompt: u32,
     /// Milliseconds from one transfer's begin to the next; 0: each begins when the one before has arrived.
-    #[arg(long, default_value_t = 180)]
+    #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     pub every_ms: u64,
     /// Windows with transfers, and as many without.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -140,10 +140,10 @@ impl Forwards {
             steps: Arc::clone(&steps),
         };
         let thread = thread::Builder::new().name("forwards".to_owned()).spawn(|| busy.run())?;
-        let forwards = Self { stop, steps, thread: Some(thread) };
+        let mut forwards = Self { stop, steps, thread: Some(thread) };
         let begin = Instant::now();
         while forwards.steps().is_empty() {
-            ensure!(!forwards.has_ended(), "the model beside the transfers has stopped");
+            forwards.check()?;
             ensure!(begin.elapsed() < STALL_MAX, "no step beside the transfers for {STALL_MAX:?}");
             thread::sleep(Duration::from_millis(10));
         }
@@ -154,14 +154,21 @@ impl Forwards {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn has_ended(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    /// Says why it has ended, if it has.
+    fn check(&mut self) -> Result<()> {
+        let Some(thread) = self.thread.take_if(|thread| thread.is_finished()) else {
+            return Ok(());
+        };
+        let ended = thread.join().unwrap_or_else(|_| bail!("its thread panicked"));
+        ended
+            .and_then(|()| bail!("nobody asked it to"))
+            .context("the model beside the transfers has stopped")
     }
 
     /// # Errors
     /// When there is a kind of windows in which no step lies from begin to end.
-    pub fn paces(&self, [quiet, busy]: &[Windows; 2]) -> Result<Paces> {
-        ensure!(!self.has_ended(), "the model beside the transfers has stopped");
+    pub fn paces(&mut self, [quiet, busy]: &[Windows; 2]) -> Result<Paces> {
+        self.check()?;
         let steps = self.steps();
         Ok(Paces { quiet: pace(&steps, quiet)?, busy: pace(&steps, busy)? })
     }
@@ -185,7 +192,7 @@ impl Drop for Forwards {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // What it failed with has been told by whoever asked for its pace.
+            // Whoever asks for its pace hears what it failed with; now nobody does.
             let _ = thread.join();
         }
     }

@@ -48,7 +48,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
         let _ = lines.send(Input::End);
     });
     let mut sending: Option<Sending> = None;
-    let forwards = match (&args.beside.beside, args.gpus.first()) {
+    let mut forwards = match (&args.beside.beside, args.gpus.first()) {
         (Some(_), Some(gpu)) => {
             Some(Forwards::start(&args.beside, &args.kernels, gpu, Work::Prompts)?)
         }
@@ -93,7 +93,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                         "ended".to_owned()
                     }
                     (["paces"], _) => {
-                        let forwards = forwards.as_ref().context("there is a model")?;
+                        let forwards = forwards.as_mut().context("there is a model")?;
                         serde_json::to_string(&forwards.paces(&windows)?)?
                     }
                     _ => bail!("unknown line {line:?}"),

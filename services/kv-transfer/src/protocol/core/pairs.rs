@@ -32,7 +32,8 @@ impl Core {
                 self.make_room_for_pair(now)
             };
             if !has_room {
-                return turn!(self, now).refuse("pairs_full");
+                let reason = if hello.in_advance { "no_room_in_advance" } else { "pairs_full" };
+                return turn!(self, now).refuse(reason);
             }
             let address = PeerAddress {
                 node_id: from.node_id.clone(),
