@@ -134,13 +134,8 @@ impl Plan {
         Self {
             blocks: links::scattered(seed, count),
             places: (0..count).map(place).collect(),
-            // The first of each lane cannot end well: it is given up at once.
-            receiver_ends: (who == 0 || number == 0).then_some(if number == 0 {
-                0.0
-            } else {
-                part
-            }),
-            sender_ends: (who == 1 && number > 0).then_some(part),
+            receiver_ends: (who == 0).then_some(part),
+            sender_ends: (who == 1).then_some(part),
         }
     }
 
@@ -483,7 +478,11 @@ fn soak(rank: Rank) {
         .into_iter()
         .map(|carrier| {
             let [whole, given_up, bytes] = [0, 1, 2].map(|what| received(carrier, what));
-            assert!(whole > 0 && given_up > 0, "{carrier}: {whole} whole, {given_up} given up");
+            let is_long = time >= Duration::from_secs(20);
+            assert!(
+                whole > 0 && (given_up > 0 || !is_long),
+                "{carrier}: {whole} whole, {given_up} given up"
+            );
             let gigabytes = bytes as f64 / 1e9;
             format!("{carrier} {whole} whole, {given_up} given up, {gigabytes:.1} GB")
         })

@@ -328,11 +328,11 @@ struct NcclChannel {
 }
 
 /// How long the oldest operation of a channel may stay the oldest. Whoever waits for it looks sooner.
-const STUCK_MAX: Duration = Duration::from_secs(4);
+const STUCK_MAX: Duration = Duration::from_millis(2500);
 /// From one look at it to the next.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// A thread that ends a channel on which nothing goes on, and never waits for the driver: that one may wait for the
+/// A thread that ends a channel on which nothing goes on, and calls no driver before: that one may wait for the
 /// end of this channel, beside the end of another one, and let no other thread know.
 struct Watch {
     /// Dropped to end the thread.

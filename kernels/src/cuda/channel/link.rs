@@ -30,7 +30,7 @@ use crate::{
 
 /// What needs no peer is put into a stream within microseconds; but beside the abort of another channel the
 /// driver may wait for what is stuck on a third one, until that one is aborted as well.
-const PUT_MAX: Duration = Duration::from_secs(3);
+const PUT_MAX: Duration = Duration::from_secs(4);
 /// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
 /// Sent once to and fro before the first block, so that no block waits for the connection.
@@ -39,7 +39,7 @@ const GREETING_BYTES: usize = 256;
 /// this as well.
 const GREETING_MAX: Duration = Duration::from_secs(2);
 /// Whoever watches leaves so much to those who look themselves.
-const MARGIN: Duration = Duration::from_secs(1);
+const MARGIN: Duration = Duration::from_millis(250);
 
 /// Links of a GPU at a time, and so the memory that they may take: more than a host with eight of them
 /// has use for, to and from each of the others.
