@@ -68,6 +68,16 @@ const LANES: usize = 2;
 const PART_IN_USE: usize = 2;
 const COMMUNICATOR_BLOCKS_MAX: usize = 64;
 
+/// Of a communicator for each block of a kernel that it is made for, as GPUs' free bytes told: 4 MiB and some.
+const COMMUNICATOR_BYTES: u64 = 6 << 20;
+
+/// What a pair of nodes takes of each GPU for `nccl` with so many multiprocessors: slots, and about what NCCL
+/// takes for itself. Of nodes with ranks, where both have as many.
+pub fn nccl_link_bytes(multiprocessors: u32) -> u64 {
+    let blocks = LANES as u64 * u64::from(communicator_blocks(multiprocessors, 1, (1, 1), LANES));
+    (SLOTS * SLOT_BYTES) as u64 + blocks * COMMUNICATOR_BYTES
+}
+
 /// Makes channels for one arena's blocks.
 pub struct NcclChannels {
     /// Whose parts these are: whole blocks.

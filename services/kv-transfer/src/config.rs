@@ -13,6 +13,10 @@ pub const LEASE: Duration = Duration::from_secs(2);
 /// How often a pair with work names its transfers: four beats fit into one lease.
 pub const HEARTBEAT: Duration = Duration::from_millis(500);
 
+/// Pairs up to which some are made in advance, whoever greets, but for those by `tcp`: each may take memory of a
+/// GPU, some 300 MiB by `nccl`. With others the first transfer makes them.
+pub const PAIRS_IN_ADVANCE: usize = 4;
+
 /// What `Transfers::start` needs to know.
 #[derive(Clone, Debug)]
 pub struct TransferConfig {
@@ -35,8 +39,8 @@ pub struct TransferConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Carriers {
     pub choice: Choice,
-    /// Whether chunks that go from GPU to GPU are hashed at both ends, by copies in host memory:
-    /// a check of the path, and slow. What goes by `tcp` is hashed always.
+    /// Whether chunks that go from GPU to GPU are hashed at both ends, by a kernel where a node has it, else by
+    /// copies in host memory, which is slow. What goes by `tcp` is hashed always.
     pub verify: bool,
     /// Multiprocessors that a pair's `nccl` takes while it moves KV; unset: as many as it likes.
     pub nccl_blocks: Option<u32>,

@@ -26,6 +26,8 @@ mod threads;
 pub mod transport;
 
 pub use carrier::{Carrier, Choice};
-pub use config::{Carriers, ClusterSecret, Limits, SecretTooShort, TransferConfig};
+pub use config::{
+    Carriers, ClusterSecret, Limits, PAIRS_IN_ADVANCE, SecretTooShort, TransferConfig,
+};
 pub use metrics::{MetricsReader, PeerMetrics, TransferMetrics};
 pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};

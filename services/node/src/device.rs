@@ -7,15 +7,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use config::{Config, Device, Speculate};
+use config::{Config, Device, Speculate, Transport};
 use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRank, KvShare};
 use kernels::{
     KvArena, KvLayout, WeightFormat,
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
-        RankedKv, Tuned, Tuning,
+        RankedKv, Tuned, Tuning, nccl_link_bytes,
     },
 };
+use kv_transfer::PAIRS_IN_ADVANCE;
 use model::Checkpoint;
 use tracing::{info, warn};
 
@@ -218,8 +219,7 @@ impl Gpu {
         let fitting = match set {
             Some(blocks) => blocks,
             None => {
-                let share =
-                    KvShare { percent: node.gpu_memory_percent, reserve: node.gpu_reserve.bytes() };
+                let share = KvShare { percent: node.gpu_memory_percent, reserve: reserve(config) };
                 // Without a wish, what one step reads: with less a node is of no use.
                 let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
                 let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
@@ -257,6 +257,16 @@ impl Gpu {
     }
 }
 
+/// What KV leaves of its share of the GPU's memory. Where `nccl` alone is to carry it that is also what the pairs
+/// take that are made in advance.
+fn reserve(config: &Config) -> u64 {
+    let of_pairs = match config.transfer.transport {
+        Transport::Nccl => PAIRS_IN_ADVANCE as u64 * nccl_link_bytes(config.transfer.nccl_blocks),
+        Transport::Auto | Transport::Tcp | Transport::Ipc => 0,
+    };
+    config.node.gpu_reserve.bytes() + of_pairs
+}
+
 fn seconds(time: Duration) -> f64 {
     time.as_secs_f64()
 }
@@ -266,6 +276,24 @@ mod tests {
     use config::LoadInput;
 
     use super::*;
+
+    #[test]
+    fn pairs_by_nccl_have_their_memory_beside_what_is_reserved() {
+        let reserved = |flags: &[(&str, &str)]| {
+            let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+            reserve(&Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap())
+        };
+        assert_eq!(reserved(&[]), 1 << 30);
+        assert_eq!(
+            reserved(&[("transfer.transport", "ipc"), ("node.gpu_reserve", "2GiB")]),
+            2 << 30
+        );
+        let nccl = ("transfer.transport", "nccl");
+        let of_a_pair = |flags: &[_]| (reserved(flags) - (1 << 30)) / PAIRS_IN_ADVANCE as u64;
+        // Three slots of 64 MiB, and NCCL's own for as many blocks as two communicators are made for.
+        assert_eq!(of_a_pair(&[nccl]), (192 + 6 * 16) << 20);
+        assert_eq!(of_a_pair(&[nccl, ("transfer.nccl_blocks", "16")]), (192 + 6 * 32) << 20);
+    }
 
     fn chosen(device: &str) -> Result<bool, String> {
         let flags = [("node.device", device), ("node.kernels", "/no/such/kernels.so")];

@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::{Core, Transfer};
 use crate::{
     api::{Epoch, PeerAddress, TransferFailure, TransferId},
+    config::PAIRS_IN_ADVANCE,
     notice::{Body, Hello, Source},
     protocol::{
         Action, Turn,
@@ -12,10 +13,6 @@ use crate::{
         tombstone::Tombstone,
     },
 };
-
-/// Pairs up to which some are made in advance, whoever greets, but for those by `tcp`: each may take memory
-/// of a GPU, some 200 MiB by `nccl`. With others the first transfer makes them.
-const MET_MAX: usize = 4;
 
 /// How `tcp` is called in greetings.
 const TCP: &str = "tcp";
@@ -184,7 +181,7 @@ impl Core {
     /// requests, whose pairs would else push these out again and again.
     fn has_room_in_advance(&self) -> bool {
         let is_by_gpu = |pair: &&Pair| pair.transport() != TCP;
-        self.pairs.values().filter(is_by_gpu).count() < MET_MAX
+        self.pairs.values().filter(is_by_gpu).count() < PAIRS_IN_ADVANCE
             && self.pairs.len() < self.local.limits.pairs_max.div_ceil(2)
     }
 
