@@ -204,15 +204,20 @@ fn few_pairs_that_take_memory_of_a_gpu_are_made_in_advance_whoever_greets() {
     assert_eq!(peers(&world, 0).len(), 4);
 }
 
-#[test]
-fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
+/// Node 4 has greeted node 0 in advance, which has no room but for requests.
+fn greeted_in_vain() -> World {
     let mut world = world(5);
-    // No room at node 0 but for requests.
     for node in 1..4 {
         hear(&mut world, node, hello(node));
     }
     world.now += RESERVES_WITHIN;
     meet(&mut world, 4, 0);
+    world
+}
+
+#[test]
+fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
+    let mut world = greeted_in_vain();
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
     assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
     let (now, transfer) = (world.now, TransferId(1));
@@ -228,13 +233,7 @@ fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
 
 #[test]
 fn a_transfer_that_begins_late_in_a_greeting_in_advance_has_the_time_of_its_own_greeting() {
-    let mut world = world(5);
-    // No room at node 0 but for requests.
-    for node in 1..4 {
-        hear(&mut world, node, hello(node));
-    }
-    world.now += RESERVES_WITHIN;
-    meet(&mut world, 4, 0);
+    let mut world = greeted_in_vain();
     // Within a millisecond of the end of the greeting that nobody has answered.
     world.run_until(world.now + LEASE - Duration::from_millis(21));
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
