@@ -1,8 +1,8 @@
 //! KV blocks by NCCL, between this process's GPU and that of another.
 //!
 //! Kernels of both ends meet: each operation is put into the streams of both, and occupies a few
-//! multiprocessors until the other end's is there. So the receiver puts its own first and the sender
-//! follows only then. An end that waits in vain is ended by an abort, and by nothing else: until then
+//! multiprocessors until the other end's is there. So each end puts its own only when it is known that the
+//! other one does, too. An end that waits in vain is ended by an abort, and by nothing else: until then
 //! the blocks of the operation are not given back.
 //!
 //! Blocks that lie scattered go through slots of staging memory, which an abort drains: its copies write
@@ -68,7 +68,7 @@ const LANES: usize = 2;
 const PART_IN_USE: usize = 2;
 const COMMUNICATOR_BLOCKS_MAX: usize = 64;
 
-/// Of a communicator for each block of a kernel that it is made for, as GPUs' free bytes told: 4 MiB and some.
+/// Left to a communicator for each block of a kernel that it is made for: GPUs' free bytes told of 4 MiB and more.
 const COMMUNICATOR_BYTES: u64 = 6 << 20;
 
 /// What a pair of nodes takes of each GPU for `nccl` with so many multiprocessors: slots, and about what NCCL

@@ -12,6 +12,7 @@ use super::{
     copies::Copies,
     error::{CudaError, Named},
     kv::DeviceKv,
+    library::KernelLibrary,
     memory::{DeviceMemory, Range},
     staging::Together,
 };
@@ -105,7 +106,7 @@ pub(super) unsafe fn move_blocks<R: Role>(
 /// # Safety
 /// As [`move_blocks`].
 unsafe fn by_kernel<R: Role>(
-    library: &super::library::KernelLibrary,
+    library: &KernelLibrary,
     kv: &DeviceKv,
     rows: &Rows,
     ids: &[BlockId],

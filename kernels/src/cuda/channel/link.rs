@@ -227,7 +227,7 @@ impl Link {
     /// those that are not to be staged lie together.
     ///
     /// # Safety
-    /// The blocks are borrowed until the next [mark](Self::mark) is seen, or [`end_all`](Self::end_all) has
+    /// The blocks are borrowed until the next [mark](Self::mark) is seen, or [`clear_all`](Self::clear_all) has
     /// returned.
     pub unsafe fn put(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
         let Self { half: Half { kv, gpu, rows, end }, communicators, streams, next, staging } =

@@ -330,20 +330,10 @@ impl Bench {
         let mut actions = Vec::new();
         for _ in 0..batch {
             self.next_id += 1;
-            let sequence = NewSequence {
-                id: SequenceId(self.next_id),
-                kind: SequenceKind::Compute,
-                tokens: (0..prompt_tokens)
-                    .map(|_| self.rng.within(0, self.config.vocab_size as u32 - 1))
-                    .collect(),
-                prompt_len: prompt_tokens,
-                sampling: Sampling::greedy(),
-                max_tokens,
-                ignore_stop_tokens: true,
-                cache_salt: String::new(),
-                constraint: None,
-                deadline: Instant::now() + Duration::from_secs(3600),
-            };
+            let vocabulary = self.config.vocab_size as u32;
+            let lengths = (prompt_tokens, max_tokens);
+            let sequence =
+                random_sequence(SequenceId(self.next_id), lengths, vocabulary, &mut self.rng);
             self.engine.handle(Input::Arrived(sequence), &mut actions);
         }
         check(&actions)
@@ -501,6 +491,27 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     let isa = context.device().name.clone();
     let executor = Box::new(executor);
     Ok(Started { executor, isa, read_stream: None, roof_gb_per_s, parts, tuned })
+}
+
+/// A prompt of random tokens, and an answer of just so many.
+pub(super) fn random_sequence(
+    id: SequenceId,
+    (prompt_len, max_tokens): (u32, u32),
+    vocabulary: u32,
+    rng: &mut WorkloadRng,
+) -> NewSequence {
+    NewSequence {
+        id,
+        kind: SequenceKind::Compute,
+        tokens: (0..prompt_len).map(|_| rng.within(0, vocabulary - 1)).collect(),
+        prompt_len,
+        sampling: Sampling::greedy(),
+        max_tokens,
+        ignore_stop_tokens: true,
+        cache_salt: String::new(),
+        constraint: None,
+        deadline: Instant::now() + Duration::from_secs(3600),
+    }
 }
 
 fn check(actions: &[Action]) -> Result<()> {

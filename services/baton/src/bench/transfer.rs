@@ -5,11 +5,11 @@
 //! have arrived. Beside it stands what a plain copy between the two GPUs reaches.
 
 mod beside;
+mod report;
 mod sender;
 
 use std::{
     collections::VecDeque,
-    fmt,
     io::{BufRead, BufReader, Write},
     process::{Child, ChildStdin, Command, Stdio},
     sync::{
@@ -34,9 +34,11 @@ use kv_transfer::{
     api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
     notice,
 };
-use serde::Serialize;
 
-use self::beside::{BesideArgs, Forwards, Pace, Paces, Windows, Work};
+use self::{
+    beside::{BesideArgs, Forwards, Windows, Work},
+    report::{BesideRow, PlainCopy, Report, Row},
+};
 use super::stats::{Percentiles, WorkloadRng};
 use crate::doctor::KernelsArg;
 
@@ -129,58 +131,6 @@ enum Gather {
     Copies,
     /// Of ours, for all of them; needs the kernels.
     Kernel,
-}
-
-/// What was measured of one setting.
-#[derive(Clone, Debug, Serialize)]
-struct Row {
-    /// What really carried.
-    transport: String,
-    blocks: u32,
-    chunk_blocks: u32,
-    mib: f64,
-    /// Of one transfer alone, in microseconds, from the reservation to the last block.
-    alone_us: Percentiles,
-    /// At its median.
-    alone_gb_per_s: f64,
-    /// Of several that go on together.
-    together_gb_per_s: f64,
-    first_contact_ms: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    beside: Option<BesideRow>,
-}
-
-/// What transfers and forwards on the same GPUs do to each other.
-#[derive(Clone, Debug, Serialize)]
-struct BesideRow {
-    /// Of one transfer.
-    transfer_us: Percentiles,
-    /// Over the windows with transfers.
-    gb_per_s: f64,
-    /// The sender's.
-    prompts: Paces,
-    /// The receiver's.
-    decoding: Paces,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct Report {
-    block_bytes: usize,
-    in_flight: u32,
-    /// Between the two GPUs.
-    plain_copies: Vec<PlainCopy>,
-    rows: Vec<Row>,
-}
-
-/// 256 MiB, cut into pieces.
-#[derive(Clone, Copy, Debug, Serialize)]
-struct PlainCopy {
-    piece_bytes: usize,
-    /// Pieces that are copied in no order.
-    together: usize,
-    gb_per_s: f64,
-    /// Of 4 KiB, until the host has seen their end.
-    latency_us: f64,
 }
 
 pub fn run(args: TransferArgs) -> Result<()> {
@@ -651,81 +601,5 @@ impl Drop for Sender {
         // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-}
-
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for PlainCopy { piece_bytes, together, gb_per_s, latency_us } in &self.plain_copies {
-            writeln!(
-                f,
-                "plain copy of 256 MiB in pieces of {:.1} MiB, {together} together: {gb_per_s:.0} GB/s; \
-                 of 4 KiB: {latency_us:.1} us",
-                *piece_bytes as f64 / f64::from(1 << 20)
-            )?;
-        }
-        writeln!(f, "blocks of {} bytes, {} transfers together", self.block_bytes, self.in_flight)?;
-        writeln!(
-            f,
-            "{:<9} {:>7} {:>7} {:>8} {:>10} {:>10} {:>10} {:>14} {:>13}",
-            "transport",
-            "blocks",
-            "chunk",
-            "MiB",
-            "p50 us",
-            "p99 us",
-            "GB/s",
-            "together GB/s",
-            "first ms"
-        )?;
-        for row in &self.rows {
-            writeln!(
-                f,
-                "{:<9} {:>7} {:>7} {:>8.1} {:>10.0} {:>10.0} {:>10.1} {:>14.1} {:>13.1}",
-                row.transport,
-                row.blocks,
-                row.chunk_blocks,
-                row.mib,
-                row.alone_us.p50,
-                row.alone_us.p99,
-                row.alone_gb_per_s,
-                row.together_gb_per_s,
-                row.first_contact_ms
-            )?;
-        }
-        for row in &self.rows {
-            let Some(BesideRow { transfer_us, gb_per_s, prompts, decoding }) = &row.beside else {
-                continue;
-            };
-            writeln!(
-                f,
-                "\n{}, {} blocks by {}, beside forwards: {:.2} GB/s, a transfer p50 {:.2} ms, p99 {:.2} ms",
-                row.transport,
-                row.blocks,
-                row.chunk_blocks,
-                gb_per_s,
-                transfer_us.p50 / 1e3,
-                transfer_us.p99 / 1e3
-            )?;
-            for (what, Paces { quiet, busy }) in [("prompts", prompts), ("decoding", decoding)] {
-                let columns = |pace: &Pace| {
-                    let Percentiles { mean, p50, p90, p99, .. } = pace.step_ms;
-                    [mean, p50, p90, p99, pace.tokens_per_s]
-                };
-                let (quiet, busy) = (columns(quiet), columns(busy));
-                let mut ratios = quiet.iter().zip(busy).map(|(quiet, busy)| busy / quiet);
-                let ratios: [f64; 5] = std::array::from_fn(|_| ratios.next().unwrap_or_default());
-                for (how, columns) in [("alone", quiet), ("beside", busy), ("ratio", ratios)] {
-                    let [mean, p50, p90, p99, rate] = columns;
-                    let digits = if how == "ratio" { 3 } else { 1 };
-                    writeln!(
-                        f,
-                        "{what:<9} {how:<7} step ms: mean {mean:8.3}  p50 {p50:8.3}  p90 {p90:8.3}  p99 {p99:8.3}  \
-                         tokens/s {rate:10.digits$}"
-                    )?;
-                }
-            }
-        }
-        Ok(())
     }
 }

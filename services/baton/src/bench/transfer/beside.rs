@@ -18,7 +18,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, StepKind, StepLoop, Turn,
-    event::{Action, Input, NewSequence, SequenceId, SequenceKind},
+    event::{Action, Input, SequenceId},
     executor::{
         Executor, ExecutorLimits,
         cuda::{CudaExecutor, CudaModel},
@@ -27,12 +27,14 @@ use engine::{
 use kernels::{
     BLOCK_TOKENS, KvArena, WeightFormat,
     cuda::{CudaBackend, CudaOptions, DeviceKv, Driver},
-    sampling::Sampling,
 };
 use model::{Checkpoint, LoadFormat};
 use serde::{Deserialize, Serialize};
 
-use super::super::stats::{Percentiles, WorkloadRng};
+use super::super::{
+    engine::random_sequence,
+    stats::{Percentiles, WorkloadRng},
+};
 use crate::doctor::KernelsArg;
 
 /// A model that makes no step for so long is broken.
@@ -317,20 +319,9 @@ impl Busy {
 
     fn submit(&mut self, actions: &mut Vec<Action>) {
         self.next_id += 1;
-        let Shape { prompt_tokens, answer_tokens, .. } = self.shape;
-        let mut token = || self.rng.within(0, self.vocabulary - 1);
-        let sequence = NewSequence {
-            id: SequenceId(self.next_id),
-            kind: SequenceKind::Compute,
-            tokens: (0..prompt_tokens).map(|_| token()).collect(),
-            prompt_len: prompt_tokens,
-            sampling: Sampling::greedy(),
-            max_tokens: answer_tokens,
-            ignore_stop_tokens: true,
-            cache_salt: String::new(),
-            constraint: None,
-            deadline: Instant::now() + Duration::from_secs(3600),
-        };
+        let lengths = (self.shape.prompt_tokens, self.shape.answer_tokens);
+        let id = SequenceId(self.next_id);
+        let sequence = random_sequence(id, lengths, self.vocabulary, &mut self.rng);
         self.engine.handle(Input::Arrived(sequence), actions);
     }
 }

@@ -1,8 +1,9 @@
 //! KV by kernels of both GPUs, through NCCL.
 //!
 //! 1. The sender invites; the receiver says that it can, and what the sender needs to join; then both join,
-//!    which ends with a greeting to and fro. Where that fails on either side it says so, the other gives up as well, and the sender comes
-//!    again by another carrier. Who leaves without a word has died, or wants nothing any more.
+//!    which ends with a greeting to and fro. Where that fails on either side it says so, the other gives up
+//!    as well, and the sender comes again by another carrier. Who leaves without a word has died, or wants
+//!    nothing any more.
 //! 2. For each chunk that the receiver has cleared the sender says which blocks it is of. The receiver
 //!    answers `Go` and puts its half of the operation into its stream; the sender puts its own when told. So
 //!    no kernel waits for data that does not exist, and the order is the sender's.
