@@ -52,6 +52,8 @@ struct Decode {
     partial: Range,
     /// Zero between calls.
     counters: Range,
+    /// Those that share the pages.
+    multiprocessors: i32,
 }
 
 /// Where one plan lies.
@@ -74,13 +76,14 @@ impl Attention {
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         kind: AttentionKind,
+        multiprocessors: i32,
     ) -> Result<Self, CudaError> {
         let (floats, ints, places) = match kind {
             AttentionKind::Auto | AttentionKind::Flash => (FLOAT_BYTES, INT_BYTES, PLACES),
             AttentionKind::Plain => (0, 0, PLACES),
         };
         let decode = match kind {
-            AttentionKind::Auto => Some(Decode::new(context, library, stream)?),
+            AttentionKind::Auto => Some(Decode::new(context, library, stream, multiprocessors)?),
             AttentionKind::Flash | AttentionKind::Plain => None,
         };
         let memory = DeviceMemory::new(context, "attention's workspace", floats + places * ints)?;
@@ -243,8 +246,8 @@ impl Decode {
         context: &Arc<Context>,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
+        multiprocessors: i32,
     ) -> Result<Self, CudaError> {
-        let multiprocessors = context.device().multiprocessors as i32;
         // SAFETY: a function of four numbers, which grows with each of them.
         let partial = unsafe {
             (library.functions().baton_decode_attention_workspace)(
@@ -262,7 +265,7 @@ impl Decode {
         let memory = DeviceMemory::new(context, "decode attention's workspace", bytes)?;
         let (partial, counters) = (memory.cut(partial)?, memory.cut(counters)?);
         counters.fill(0, stream)?;
-        Ok(Self { partial, counters })
+        Ok(Self { partial, counters, multiprocessors })
     }
 
     fn serves(heads: HeadShape, dtype: Dtype) -> bool {
@@ -306,6 +309,7 @@ impl Decode {
             head_dim: heads.head_dim as i32,
             window: window.map_or(0, |window| i32::try_from(window.get()).unwrap_or(0)),
             scale,
+            sms: self.multiprocessors,
             pdl: starts_early.into(),
             ..ffi::DecodeAttentionArgs::default()
         };

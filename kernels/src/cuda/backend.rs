@@ -51,6 +51,10 @@ pub struct CudaOptions {
     /// A step's plan has two places to go up through, so that it need not wait for the one before it
     /// to be read.
     pub two_upload_slots: bool,
+    /// Multiprocessors that are left to kernels which stay for long beside the steps, as NCCL's do. A decoding
+    /// step's products and attention are cut into equal shares, one a multiprocessor: with fewer
+    /// of those than shares some wait until others are done, and the step takes up to twice as long.
+    pub spare_multiprocessors: u32,
 }
 
 impl CudaOptions {
@@ -63,6 +67,7 @@ impl CudaOptions {
             graphs: true,
             dependent_launch: true,
             two_upload_slots: true,
+            spare_multiprocessors: 0,
         }
     }
 }
@@ -126,6 +131,8 @@ impl CudaBackend {
         library.initialise(context)?;
         let dependent_launch = options.dependent_launch && context.device().compute >= 90;
         let options = CudaOptions { dependent_launch, ..options };
+        let multiprocessors = context.device().multiprocessors as i32;
+        let shares = multiprocessors.saturating_sub_unsigned(options.spare_multiprocessors).max(1);
         let workspace_bytes = WORKSPACE_BYTES + Skinny::BYTES;
         let workspace = DeviceMemory::new(context, "the products' workspace", workspace_bytes)?;
         let compute = Arc::new(Stream::new(context)?);
@@ -137,8 +144,8 @@ impl CudaBackend {
             activations: DeviceMemory::counting("the activations"),
             is_placed: false,
             products: Products::new(context, workspace.cut(WORKSPACE_BYTES)?)?,
-            skinny: Skinny::new(&workspace, &library, options.fused, dependent_launch)?,
-            attention: Attention::new(context, &library, &compute, options.attention)?,
+            skinny: Skinny::new((&workspace, &library), (options.fused, dependent_launch), shares)?,
+            attention: Attention::new(context, &library, &compute, options.attention, shares)?,
             library,
             compute,
             uploads: Mutex::new(None),

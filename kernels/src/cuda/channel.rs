@@ -35,7 +35,7 @@ use super::{
     context::Role,
     ipc::shared_heads,
     kv::DeviceKv,
-    moves::Rows,
+    moves::{Rows, Way},
     nccl::{CommunicatorOptions, Nccl, NcclError, NcclVersion},
     staging::stretches,
     tally::Mark,
@@ -64,9 +64,15 @@ const DIRECT_BYTES: usize = 8 << 20;
 /// has the way between the GPUs to itself (341 GB/s; 311 with one).
 const LANES: usize = 2;
 /// Of the multiprocessors that a communicator is made for, NCCL takes half for an operation between two
-/// ranks, unless it has more than 16 MiB for each of those.
+/// ranks, and more only if that has more than so many bytes for each of those.
 const PART_IN_USE: usize = 2;
+const PART_BYTES: usize = 16 << 20;
 const COMMUNICATOR_BLOCKS_MAX: usize = 64;
+
+/// A channel of so few multiprocessors leaves the others to forwards: its receiver brings blocks to their places
+/// by the copy engines, which keep pace with it. Forwards can do without so many: of 132 an 8B model's decoding
+/// step takes no longer on 128, but an eighth on 124.
+pub const NCCL_ASIDE_MAX: u32 = 4;
 
 /// Left to a communicator for each block of a kernel that it is made for: GPUs' free bytes told of 4 MiB and more.
 const COMMUNICATOR_BYTES: u64 = 6 << 20;
@@ -130,10 +136,13 @@ fn moved_bytes(pairs: &[Pair]) -> usize {
 }
 
 /// Of a channel's multiprocessors, what each communicator is made for: as many at both ends, so that those
-/// of the GPU with most links are as many as were asked for.
+/// of the GPU with most links are no more than were asked for, or one each.
 fn communicator_blocks(all: u32, pairs: usize, parts: (usize, usize), lanes: usize) -> u32 {
     let on_a_gpu = lanes * pairs.div_ceil(parts.0.min(parts.1).max(1));
-    (PART_IN_USE * all as usize / on_a_gpu.max(1)).clamp(1, COMMUNICATOR_BLOCKS_MAX) as u32
+    let in_use = (all as usize / on_a_gpu.max(1)).max(1);
+    // So few that the longest operation takes all of them.
+    let blocks = if in_use * PART_BYTES < SLOT_BYTES { in_use } else { PART_IN_USE * in_use };
+    blocks.min(COMMUNICATOR_BLOCKS_MAX) as u32
 }
 
 impl NcclChannels {
@@ -195,7 +204,7 @@ impl NcclChannels {
         &self,
         pairs: &[Pair],
         options: &[Vec<CommunicatorOptions>],
-        end: End,
+        (end, scatter): (End, Way),
         patience: Patience<'_>,
     ) -> Result<Vec<Link>, String> {
         let nccl = self.opened()?;
@@ -206,7 +215,7 @@ impl NcclChannels {
             let join = |pair: &Pair, options| {
                 let (rank, rows) = pair.own(end);
                 let (kv, gpu) = &self.parts[rank];
-                let half = Half { kv: Arc::clone(kv), gpu: Arc::clone(gpu), rows, end };
+                let half = Half { kv: Arc::clone(kv), gpu: Arc::clone(gpu), rows, end, scatter };
                 let (nccl, failed) = (&nccl, &failed);
                 move || {
                     let link = Link::join(half, nccl, options, patience);
@@ -314,7 +323,9 @@ impl PeerChannels for NcclChannels {
                 pairs.len() * lanes
             ));
         }
-        let links = self.joined(&pairs, &options, end, patience)?;
+        let is_aside = multiprocessors.is_some_and(|all| all <= NCCL_ASIDE_MAX);
+        let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
+        let links = self.joined(&pairs, &options, (end, scatter), patience)?;
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
         let shared = Arc::new(Shared {
             links: Mutex::new(Some(links)),
@@ -640,6 +651,9 @@ mod tests {
         for (all, pairs, parts, lanes, blocks) in [
             (8, 1, (1, 1), 1, 16),
             (8, 1, (1, 1), 2, 8),
+            // An operation of 64 MiB takes all that there are.
+            (4, 1, (1, 1), 2, 2),
+            (7, 1, (1, 1), 2, 3),
             (8, 2, (2, 2), 1, 16),
             (8, 2, (1, 2), 1, 8),
             (8, 4, (4, 2), 1, 8),

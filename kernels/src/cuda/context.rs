@@ -162,6 +162,20 @@ impl<R: Role> Stream<R> {
         Ok(Self { raw, context: Arc::clone(context), role: PhantomData })
     }
 
+    /// One whose kernels begin before those of others that wait for room as well.
+    pub fn urgent(context: &Arc<Context>) -> Result<Self, CudaError> {
+        context.bind()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: two numbers are written; a context is bound.
+        unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }
+            .result()
+            .named("cuCtxGetStreamPriorityRange")?;
+        let kind = result::stream::StreamKind::NonBlocking;
+        let raw = result::stream::create_with_priority(kind, greatest)
+            .named("cuStreamCreateWithPriority")?;
+        Ok(Self { raw, context: Arc::clone(context), role: PhantomData })
+    }
+
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }

@@ -1,7 +1,7 @@
 //! Blocks that lie apart, or parts of them, to and from a range where they follow one another.
 //!
 //! By a kernel of few thread blocks, all of them in one launch, where [`DeviceKv::move_with`] has named its
-//! library; else by the copy engines, at 5 us for a block of 2 MiB.
+//! library; else, or where multiprocessors are to be left alone, by the copy engines, at 5 us for a block of 2 MiB.
 
 use std::ops::Range as Indices;
 
@@ -69,6 +69,14 @@ pub(super) enum Way {
     Gather,
     /// Into the blocks.
     Scatter,
+    /// The same, without multiprocessors where blocks are whole.
+    ScatterAside,
+}
+
+impl Way {
+    fn by_copies(self, rows: &Rows) -> bool {
+        self == Self::ScatterAside && rows.are_whole()
+    }
 }
 
 /// Where blocks lie, as few places as there are runs: offset and bytes.
@@ -95,6 +103,7 @@ pub(super) unsafe fn move_blocks<R: Role>(
     let fit = [rows.pitch, rows.first, rows.width].iter().all(|it| it.is_multiple_of(VECTOR_BYTES));
     if let Some(library) = kv.library()
         && fit
+        && !way.by_copies(rows)
     {
         // SAFETY: the caller's promise.
         return unsafe { by_kernel(library, kv, rows, ids, (staging, place), way, stream) };
@@ -156,13 +165,13 @@ unsafe fn by_copies<R: Role>(
         place += moved;
         match (rows.are_whole(), way) {
             (true, Way::Gather) => whole.add(slot, block, bytes),
-            (true, Way::Scatter) => whole.add(block, slot, bytes),
+            (true, Way::Scatter | Way::ScatterAside) => whole.add(block, slot, bytes),
             (false, _) => {
                 let height = moved / rows.width;
                 let (apart, together) = ((block, rows.pitch, rows.first), (slot, rows.width, 0));
                 let (from, to) = match way {
                     Way::Gather => (apart, together),
-                    Way::Scatter => (together, apart),
+                    Way::Scatter | Way::ScatterAside => (together, apart),
                 };
                 // SAFETY: rows of both are inside their parts, which were just checked; the rest is the
                 // caller's promise.

@@ -47,6 +47,8 @@ pub(super) struct Skinny {
     starts_early: bool,
     /// Rows that a product takes at most; 0: it is switched off.
     rows_max: usize,
+    /// Shares that a product is cut into at most.
+    multiprocessors: i32,
 }
 
 /// What follows a product.
@@ -72,16 +74,15 @@ const SQUARES_ROWS: usize = 256;
 
 impl Skinny {
     pub fn new(
-        memory: &DeviceMemory,
-        library: &KernelLibrary,
-        is_on: bool,
-        starts_early: bool,
+        (memory, library): (&DeviceMemory, &KernelLibrary),
+        (is_on, starts_early): (bool, bool),
+        multiprocessors: i32,
     ) -> Result<Self, CudaError> {
         // SAFETY: it gives a number.
         let rows_max = unsafe { (library.functions().baton_skinny_gemm_rows_max)() };
         let rows_max = usize::try_from(rows_max).unwrap_or(0).min(SQUARES_ROWS);
         let rows_max = if is_on { rows_max } else { 0 };
-        Ok(Self { squares: memory.cut(Self::BYTES)?, starts_early, rows_max })
+        Ok(Self { squares: memory.cut(Self::BYTES)?, starts_early, rows_max, multiprocessors })
     }
 
     /// Of the memory that it cuts its own from.
@@ -207,6 +208,7 @@ impl CudaBackend {
             rows: rows as i32,
             n: w.rows as i32,
             depth: w.cols as i32,
+            grid: skinny.multiprocessors,
             pdl: skinny.starts_early.into(),
             ..ffi::SkinnyGemmArgs::default()
         };

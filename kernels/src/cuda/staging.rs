@@ -84,6 +84,7 @@ pub(super) struct Staging {
     slot_bytes: usize,
     slots: Vec<Slot>,
     next: usize,
+    /// Urgent, as the peer's kernel waits for what comes of it, and holds multiprocessors meanwhile.
     copies: Stream<Together>,
     /// Waits for the end of each operation in turn; nothing waits for it but marks.
     ends: Stream<Together>,
@@ -112,7 +113,7 @@ impl Staging {
         let context = kv.context();
         let bytes = slots * slot_bytes;
         let memory = DeviceMemory::new(context, "slots for KV by NCCL", bytes)?.cut(bytes)?;
-        let copies = Stream::new(context)?;
+        let copies = Stream::urgent(context)?;
         let event = || Event::new(context);
         let slot = |_| Ok(Slot { filled: event()?, emptied: event()? });
         let slots = (0..slots).map(slot).collect::<Result<Vec<_>, CudaError>>()?;
@@ -173,7 +174,7 @@ impl Staging {
         &mut self,
         kv: &DeviceKv,
         rows: &Rows,
-        ids: &[BlockId],
+        (ids, way): (&[BlockId], Way),
         stream: &Stream<R>,
         receive: impl FnOnce(&Range, Place) -> Result<(), E>,
     ) -> Result<(), E> {
@@ -184,7 +185,7 @@ impl Staging {
         slot.filled.record(stream)?;
         self.copies.wait(&slot.filled)?;
         // SAFETY: as above.
-        unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), Way::Scatter, &self.copies) }?;
+        unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), way, &self.copies) }?;
         slot.emptied.record(&self.copies)?;
         Ok(self.ends.wait(&slot.emptied)?)
     }

@@ -13,7 +13,7 @@ use kernels::{
     KvArena, KvLayout, WeightFormat,
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
-        RankedKv, Tuned, Tuning, nccl_link_bytes,
+        NCCL_ASIDE_MAX, RankedKv, Tuned, Tuning, nccl_link_bytes,
     },
 };
 use kv_transfer::PAIRS_IN_ADVANCE;
@@ -170,7 +170,8 @@ pub(crate) fn open_gpu(
 ) -> Result<Gpu, CudaError> {
     let node = &config.node;
     check_speculation(node)?;
-    let options = CudaOptions::new(weights);
+    let spare_multiprocessors = spare_multiprocessors(config);
+    let options = CudaOptions { spare_multiprocessors, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(gpu, kernels(node).as_deref(), options)?;
     let device = backend.context().device();
     let kernels = backend.library().build();
@@ -267,6 +268,18 @@ fn reserve(config: &Config) -> u64 {
     config.node.gpu_reserve.bytes() + of_pairs
 }
 
+/// What decoding steps leave to `nccl`, if that carries KV and takes few. A rank's GPU gives its process and the
+/// node's, whose NCCL's kernels are, turns: there is nothing to leave.
+fn spare_multiprocessors(config: &Config) -> u32 {
+    match config.transfer.transport {
+        Transport::Nccl if config.node.tp == 1 => {
+            Some(config.transfer.nccl_blocks).filter(|blocks| *blocks <= NCCL_ASIDE_MAX)
+        }
+        _ => None,
+    }
+    .unwrap_or(0)
+}
+
 fn seconds(time: Duration) -> f64 {
     time.as_secs_f64()
 }
@@ -277,12 +290,14 @@ mod tests {
 
     use super::*;
 
+    fn configured(flags: &[(&str, &str)]) -> Config {
+        let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+        Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap()
+    }
+
     #[test]
     fn pairs_by_nccl_have_their_memory_beside_what_is_reserved() {
-        let reserved = |flags: &[(&str, &str)]| {
-            let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
-            reserve(&Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap())
-        };
+        let reserved = |flags: &[_]| reserve(&configured(flags));
         assert_eq!(reserved(&[]), 1 << 30);
         assert_eq!(
             reserved(&[("transfer.transport", "ipc"), ("node.gpu_reserve", "2GiB")]),
@@ -291,8 +306,19 @@ mod tests {
         let nccl = ("transfer.transport", "nccl");
         let of_a_pair = |flags: &[_]| (reserved(flags) - (1 << 30)) / PAIRS_IN_ADVANCE as u64;
         // Three slots of 64 MiB, and NCCL's own for as many blocks as two communicators are made for.
-        assert_eq!(of_a_pair(&[nccl]), (192 + 6 * 16) << 20);
+        assert_eq!(of_a_pair(&[nccl]), (192 + 6 * 4) << 20);
         assert_eq!(of_a_pair(&[nccl, ("transfer.nccl_blocks", "16")]), (192 + 6 * 32) << 20);
+    }
+
+    #[test]
+    fn decoding_leaves_multiprocessors_to_nccl_alone() {
+        let spare = |flags: &[_]| spare_multiprocessors(&configured(flags));
+        let nccl = ("transfer.transport", "nccl");
+        assert_eq!(spare(&[]), 0);
+        assert_eq!(spare(&[nccl]), 4);
+        assert_eq!(spare(&[nccl, ("transfer.nccl_blocks", "2")]), 2);
+        assert_eq!(spare(&[nccl, ("transfer.nccl_blocks", "8")]), 0, "steps would be longer");
+        assert_eq!(spare(&[nccl, ("node.tp", "2")]), 0, "a rank's process has turns of its own");
     }
 
     fn chosen(device: &str) -> Result<bool, String> {

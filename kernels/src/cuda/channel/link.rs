@@ -16,7 +16,7 @@ use super::{
         context::Stream,
         kv::DeviceKv,
         memory::Range,
-        moves::{Rows, places_of},
+        moves::{Rows, Way, places_of},
         nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
         staging::{Place, Staging},
         tally::Mark,
@@ -82,6 +82,8 @@ pub(super) struct Half {
     pub gpu: Arc<Gpu>,
     pub rows: Rows,
     pub end: End,
+    /// How received blocks come to their places.
+    pub scatter: Way,
 }
 
 /// Both ends put the same operations in the same order, each into the next lane.
@@ -89,7 +91,8 @@ pub(super) struct Half {
 pub(super) struct Link {
     half: Half,
     communicators: Arc<Communicators>,
-    /// Each communicator's.
+    /// Each communicator's. They are urgent: an operation holds multiprocessors of both GPUs from when it has begun
+    /// on one until it has on the other.
     streams: Vec<Stream<PeerExchange>>,
     next: usize,
     /// `None` once it was given back.
@@ -162,7 +165,7 @@ impl Link {
         communicator: Communicator,
         patience: Patience<'_>,
     ) -> Result<(), String> {
-        let stream = Stream::new(self.half.kv.context()).map_err(words)?;
+        let stream = Stream::urgent(self.half.kv.context()).map_err(words)?;
         let peer = 1 - communicator.rank();
         // From now on it is ended with the others.
         locked(&self.communicators.made).push(communicator);
@@ -230,8 +233,8 @@ impl Link {
     /// The blocks are borrowed until the next [mark](Self::mark) is seen, or [`clear_all`](Self::clear_all) has
     /// returned.
     pub unsafe fn put(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
-        let Self { half: Half { kv, gpu, rows, end }, communicators, streams, next, staging } =
-            self;
+        let Self { half, communicators, streams, next, staging } = self;
+        let Half { kv, gpu, rows, end, scatter } = half;
         let staging = staging.as_mut().expect(LIVES);
         kv.context().bind()?;
         let lane = *next % streams.len();
@@ -265,7 +268,9 @@ impl Link {
             // SAFETY: as the caller promises.
             (true, End::Sender) => unsafe { staging.send(kv, rows, ids, stream, exchange) },
             // SAFETY: as above.
-            (true, End::Receiver) => unsafe { staging.receive(kv, rows, ids, stream, exchange) },
+            (true, End::Receiver) => unsafe {
+                staging.receive(kv, rows, (ids, *scatter), stream, exchange)
+            },
         }
     }
 

@@ -117,6 +117,9 @@ pub struct EngineArgs {
     /// On a GPU, places that steps' plans go up through: 1 or 2.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2))]
     upload_slots: u8,
+    /// On a GPU, multiprocessors that decoding steps leave to others, as a node does for nccl.
+    #[arg(long, default_value_t = 0)]
+    spare_multiprocessors: u32,
     /// On a GPU, the thread that plans steps keeps its core awake while one runs: on or off.
     #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     poll: bool,
@@ -409,6 +412,7 @@ fn options(args: &EngineArgs) -> CudaOptions {
         graphs: args.graphs,
         dependent_launch: args.dependent_launch,
         two_upload_slots: args.upload_slots == 2,
+        spare_multiprocessors: args.spare_multiprocessors,
     }
 }
 

@@ -76,7 +76,7 @@ pub struct TransferArgs {
     #[arg(long)]
     adjacent: bool,
     /// Multiprocessors that nccl takes; 0: as many as it likes.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 4)]
     ctas: u32,
     /// What brings scattered blocks together for nccl [default: the kernel, as in nodes; copies where the
     /// kernels are not found].

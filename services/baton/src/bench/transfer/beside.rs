@@ -26,7 +26,7 @@ use engine::{
 };
 use kernels::{
     BLOCK_TOKENS, KvArena, WeightFormat,
-    cuda::{CudaBackend, CudaOptions, DeviceKv, Driver},
+    cuda::{CudaBackend, CudaOptions, DeviceKv, Driver, NCCL_ASIDE_MAX},
 };
 use model::{Checkpoint, LoadFormat};
 use serde::{Deserialize, Serialize};
@@ -56,6 +56,9 @@ pub struct BesideArgs {
     /// Tokens that each has at the beginning.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_context: u32,
+    /// Multiprocessors that decoding steps leave to transfers, as nodes do for nccl that takes no more.
+    #[arg(long, default_value_t = NCCL_ASIDE_MAX)]
+    pub beside_spare: u32,
     /// Tokens of each prompt.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_prompt: u32,
@@ -206,6 +209,8 @@ struct Shape {
     sequences: u32,
     prompt_tokens: u32,
     answer_tokens: u32,
+    /// Multiprocessors.
+    spare: u32,
     limits: ExecutorLimits,
 }
 
@@ -231,7 +236,8 @@ impl Shape {
             vocabulary: config.vocab_size as u32,
             speculation: None,
         };
-        Ok(Self { work, sequences, prompt_tokens, answer_tokens, limits })
+        let spare = args.beside_spare;
+        Ok(Self { work, sequences, prompt_tokens, answer_tokens, spare, limits })
     }
 }
 
@@ -243,7 +249,7 @@ fn engine(
 ) -> Result<StepLoop<Box<dyn Executor>>> {
     let weights = WeightFormat::Bf16;
     let device = Driver::open()?.device_named(gpu)?;
-    let options = CudaOptions::new(weights);
+    let options = CudaOptions { spare_multiprocessors: shape.spare, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(Some(&device.uuid), kernels.path().as_deref(), options)?;
     let context = Arc::clone(backend.context());
     let model = CudaModel::load(checkpoint, backend, &shape.limits, &mut |_| ())?;
