@@ -125,6 +125,7 @@ fn ways() -> Vec<Way> {
     let late = CudaOptions { dependent_launch: false, ..best };
     let unfused = CudaOptions { fused: false, ..eager };
     let flash = CudaOptions { attention: AttentionKind::Flash, ..eager };
+    let sparing = CudaOptions { spare_multiprocessors: 5, ..best };
     let replayed = CudaOptions { graphs: true, ..exact };
     vec![
         way("f32", exact, 1, ROOMY, Like::None),
@@ -138,6 +139,7 @@ fn ways() -> Vec<Way> {
         way("bf16, depth 2, no early start", late, 2, ROOMY, Like::Exactly("bf16, depth 2")),
         way("bf16, unfused", unfused, 2, ROOMY, Like::Nearly("bf16", BF16)),
         way("bf16, FlashInfer", flash, 2, ROOMY, Like::Nearly("bf16", BF16)),
+        way("bf16, multiprocessors spared", sparing, 2, ROOMY, Like::Nearly("bf16", BF16)),
         way("bf16, preempted", best, 2, TIGHT, Like::Nearly("bf16", BF16)),
     ]
 }

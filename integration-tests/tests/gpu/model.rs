@@ -224,6 +224,7 @@ fn whatever_is_fused_or_replayed_gives_the_cpus_logits_in_bf16() {
     let best = CudaOptions::new(WeightFormat::Bf16);
     let unfused = CudaOptions { fused: false, ..best };
     let flash = CudaOptions { attention: AttentionKind::Flash, graphs: false, ..best };
+    let sparing = CudaOptions { spare_multiprocessors: 5, ..best };
     for (architecture, model_type, head_dim) in [
         ("LlamaForCausalLM", "llama", 16),
         ("LlamaForCausalLM", "llama", 64),
@@ -232,7 +233,7 @@ fn whatever_is_fused_or_replayed_gives_the_cpus_logits_in_bf16() {
     ] {
         let checkpoint = checkpoint_with(architecture, model_type, head_dim);
         let wanted = by_cpu(&checkpoint, WeightFormat::Bf16);
-        for options in [best, unfused, flash, CudaOptions { fused: false, ..flash }] {
+        for options in [best, sparing, unfused, flash, CudaOptions { fused: false, ..flash }] {
             let what = format!("{architecture}, heads of {head_dim}, {options:?}");
             let options = CudaOptions { graphs: false, dependent_launch: false, ..options };
             let rounded = by_gpu(&gpu, &checkpoint, options, 1);
