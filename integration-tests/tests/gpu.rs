@@ -33,6 +33,7 @@ mod gpu {
     mod model;
     mod moves;
     mod nccl;
+    mod nodes;
     pub mod ranks;
     mod reference;
     mod rows;

@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 use super::{
     bench::{numbers, short},
     collective,
-    links::{self, CARRIERS, Manner, Node},
+    nodes::{self, CARRIERS, Manner, Node},
     ranks::{Rank, on_ranks_for},
 };
 
@@ -41,7 +41,7 @@ const PATIENCE: Duration = Duration::from_secs(8);
 const GRACE: Duration = Duration::from_millis(500);
 /// Transfers under way at a time, of one carrier in one direction.
 const LANES: u32 = 3;
-const LANE_BLOCKS: u32 = links::BLOCKS / LANES;
+const LANE_BLOCKS: u32 = nodes::BLOCKS / LANES;
 const SUM_BYTES: usize = 1 << 20;
 const RANKS: usize = 2;
 
@@ -132,7 +132,7 @@ impl Plan {
         let place = |index: u32| BlockId(lane * LANE_BLOCKS + (index * 5 + turn) % LANE_BLOCKS);
         let (who, part) = (chance.below(6), chance.below(1500) as f64 / 1000.0);
         Self {
-            blocks: links::scattered(seed, count),
+            blocks: nodes::scattered(seed, count),
             places: (0..count).map(place).collect(),
             receiver_ends: (who == 0).then_some(part),
             sender_ends: (who == 1).then_some(part),
@@ -417,7 +417,7 @@ fn soak(rank: Rank) {
         let name = format!("{carrier}-{}-{}", if is_sender { "from" } else { "to" }, rank.rank);
         let node = Node::start_as(&name, rank.rank, carrier, Manner::Verifying, sink);
         if is_sender {
-            node.fill(links::pattern);
+            node.fill(nodes::pattern);
         }
         (name, node, events)
     };
