@@ -34,6 +34,7 @@ mod gpu {
     mod moves;
     mod nccl;
     mod nodes;
+    mod processes;
     pub mod ranks;
     mod reference;
     mod rows;

@@ -19,23 +19,31 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
 use integration_tests::{
-    client::{Client, salted_body},
+    client::{self, Client, salted_body},
     cluster::{BINARIES, Cluster, ClusterSpec},
-    processes::{arguments, children, signal, wait_gone},
+    processes::arguments,
     up::Up,
 };
 use kernels::{cuda::Driver, shared::RegionName};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tokio::task::JoinHandle;
+use tokio::{task::JoinHandle, time::timeout};
 
-use super::bench::short;
+use super::{
+    bench::short,
+    processes::{Process, wait_gone},
+};
 
 /// `cpu`: on CPUs.
 const CLUSTERS: &str = "BATON_TEST_CLUSTERS";
 const DEADLINE: Duration = Duration::from_secs(60);
+/// Of a whole test, several clusters and all: whatever it waits for without a deadline of its own.
+const TEST_DEADLINE: Duration = Duration::from_secs(20 * 60);
 /// Logits that are nearer to each other may change places where sums have another order.
 const SURE: f32 = 1e-3;
+/// Of so many requests at most one may go on otherwise from an unsure token: where it is more, nothing
+/// much was compared.
+const UNSURE_ONE_OF: usize = 4;
 
 /// Where nodes compute.
 #[derive(Clone, Debug)]
@@ -102,7 +110,10 @@ impl World {
         world.wanted = match WANTED.get() {
             Some(wanted) => wanted,
             None => {
-                let wanted = runtime().block_on(world.alone())?;
+                let wanted = runtime().block_on(async {
+                    let wanted = timeout(TEST_DEADLINE, world.alone()).await;
+                    wanted.with_context(|| format!("no node answers within {TEST_DEADLINE:?}"))?
+                })?;
                 WANTED.get_or_init(|| wanted)
             }
         };
@@ -307,8 +318,13 @@ struct Answer {
     kv_bytes: u64,
 }
 
-/// In exactly one of two ways; every other is an error.
+/// In exactly one of two ways; every other is an error, and so is none in time.
 async fn ask(client: &Client, request: &Request, salt: &str) -> Result<Answer> {
+    let answer = timeout(client::DEADLINE, answer(client, request, salt)).await;
+    answer.with_context(|| format!("salt {salt}: no end after {:?}", client::DEADLINE))?
+}
+
+async fn answer(client: &Client, request: &Request, salt: &str) -> Result<Answer> {
     let body = salted_body(&request.prompt, request.tokens, salt);
     let code = |error: &Value| -> Result<String> {
         Ok(error["code"].as_str().with_context(|| format!("no code: {error}"))?.to_owned())
@@ -351,7 +367,12 @@ fn runtime() -> tokio::runtime::Runtime {
 /// Runs a test of a cluster where there are so many GPUs.
 fn on<T: Future<Output = Result<()>>>(gpus: usize, test: impl FnOnce(Arc<World>) -> T) {
     let Some((place, _alone)) = place(gpus) else { return };
-    let outcome = World::new(place).and_then(|world| runtime().block_on(test(Arc::new(world))));
+    let outcome = World::new(place).and_then(|world| {
+        runtime().block_on(async {
+            let outcome = timeout(TEST_DEADLINE, test(Arc::new(world))).await;
+            outcome.with_context(|| format!("the test is not over after {TEST_DEADLINE:?}"))?
+        })
+    });
     outcome.unwrap_or_else(|error| panic!("{error:#}"));
 }
 
@@ -383,6 +404,14 @@ impl Shape {
     }
 }
 
+fn assert_few_unsure(unsure: usize, complete: usize) {
+    assert!(
+        unsure * UNSURE_ONE_OF <= complete,
+        "{unsure} of {complete} requests go on otherwise from an unsure token; allowed is one of \
+         {UNSURE_ONE_OF}"
+    );
+}
+
 /// All requests at once, and once more, are answered as by a node alone.
 async fn serves(world: &World, shape: Shape) -> Result<()> {
     let begun = Instant::now();
@@ -405,6 +434,7 @@ async fn serves(world: &World, shape: Shape) -> Result<()> {
             kv_bytes += answer.kv_bytes;
         }
     }
+    assert_few_unsure(unsure, 2 * world.requests.len());
     let mut paths = Vec::new();
     for node in &cluster.decode {
         let metrics = Client::new(format!("http://{}", node.ready.metrics));
@@ -598,7 +628,7 @@ impl Load {
 struct Watched {
     up: Up,
     client: Client,
-    seen: BTreeSet<u32>,
+    seen: BTreeSet<Process>,
     nodes: (usize, usize),
 }
 
@@ -629,25 +659,29 @@ impl Watched {
 
     /// Notes all processes that there are.
     fn look(&mut self) {
-        for child in self.up.children() {
+        for child in self.up.children().into_iter().filter_map(Process::running) {
             self.seen.insert(child);
-            self.seen.extend(children(child));
+            self.seen.extend(child.children());
         }
     }
 
-    fn node(&mut self, name: &str) -> Result<u32> {
+    fn running(&self, name: &str) -> Option<Process> {
+        self.up.child_with(name).and_then(Process::running)
+    }
+
+    fn node(&mut self, name: &str) -> Result<Process> {
         self.look();
-        self.up.child_with(name).with_context(|| format!("{name} does not run"))
+        self.running(name).with_context(|| format!("{name} does not run"))
     }
 
     /// Until the node of this name is another process than it was, and serves.
-    async fn back(&mut self, name: &str, was: u32) -> Result<()> {
+    async fn back(&mut self, name: &str, was: Process) -> Result<()> {
         let deadline = Instant::now() + DEADLINE;
         loop {
             ensure!(Instant::now() < deadline, "{name} does not come back");
             tokio::time::sleep(Duration::from_millis(5)).await;
-            let Some(id) = self.up.child_with(name).filter(|id| *id != was) else { continue };
-            let words = arguments(id);
+            let Some(node) = self.running(name).filter(|node| *node != was) else { continue };
+            let words = arguments(node.id);
             let ready = words.iter().skip_while(|word| *word != "--ready-file").nth(1);
             if ready.is_some_and(|file| Path::new(file).exists()) {
                 break;
@@ -655,7 +689,8 @@ impl Watched {
         }
         self.look();
         loop {
-            if let Ok((_, health)) = self.client.get_json("/health").await {
+            let health = timeout(DEADLINE, self.client.get_json("/health")).await;
+            if let Ok(Ok((_, health))) = health {
                 let nodes = (&health["prefill_nodes"], &health["decode_nodes"]);
                 if nodes == (&json!(self.nodes.0), &json!(self.nodes.1)) {
                     return Ok(());
@@ -678,13 +713,15 @@ impl Watched {
         self.look();
         self.up.interrupt();
         assert_eq!(self.up.wait()?, Some(0));
-        wait_gone(&self.seen.iter().copied().collect::<Vec<_>>())?;
+        let seen: Vec<Process> = self.seen.into_iter().collect();
+        wait_gone(&seen)?;
+        // Of none that has the number of one of them by now.
+        let is_of_these =
+            |id: u32| seen.iter().any(|seen| seen.id == id) && Process::running(id).is_none();
         let left: Vec<String> = fs::read_dir("/dev/shm")?
             .flatten()
             .filter_map(|file| file.file_name().into_string().ok())
-            .filter(|name| {
-                RegionName::parse(name).is_some_and(|name| self.seen.contains(&name.owner))
-            })
+            .filter(|name| RegionName::parse(name).is_some_and(|name| is_of_these(name.owner)))
             .collect();
         assert_eq!(left, Vec::<String>::new());
         Ok(())
@@ -709,6 +746,7 @@ async fn disturbed(
     match disturbed.and(tally) {
         Ok(tally) => {
             watched.end(&world).await?;
+            assert_few_unsure(tally.unsure, tally.complete);
             Ok(tally)
         }
         Err(error) => Err(error.context(watched.up.last_lines())),
@@ -742,7 +780,7 @@ fn killed_nodes_cost_no_request_its_right_end() {
                 let name = format!("{role}-{}", chance.below(2));
                 tokio::time::sleep(Duration::from_millis(chance.below(pause))).await;
                 let victim = watched.node(&name)?;
-                signal(victim, "KILL");
+                victim.signal("KILL");
                 watched.back(&name, victim).await?;
                 load.more(1).await?;
                 rounds += 1;
@@ -764,11 +802,11 @@ fn killed_ranks_end_their_node_alone_which_comes_back() {
         let tally = disturbed(world, ((1, 1), 2), async |watched, load| {
             for name in ["prefill-0", "decode-0"].repeat(rounds) {
                 let node = watched.node(name)?;
-                let ranks = children(node);
+                let ranks = node.children();
                 assert_eq!(ranks.len(), 2, "{name}");
                 tokio::time::sleep(Duration::from_millis(chance.below(200))).await;
                 let killed = Instant::now();
-                signal(ranks[chance.below(2) as usize], "KILL");
+                ranks[chance.below(2) as usize].signal("KILL");
                 wait_gone(&[vec![node], ranks].concat())?;
                 let gone = killed.elapsed();
                 watched.back(name, node).await?;
@@ -796,7 +834,7 @@ fn nodes_that_are_told_to_stop_under_load_cost_no_request_anything() {
                 for role in ["decode", "prefill"] {
                     let name = format!("{role}-{}", round % 2);
                     let node = watched.node(&name)?;
-                    signal(node, "TERM");
+                    node.signal("TERM");
                     let lines = &mut watched.up.lines;
                     let line = tokio::task::block_in_place(|| {
                         lines.wait_for(&format!("baton: {name} ended"))
