@@ -62,8 +62,8 @@ impl KernelLibrary {
         // SAFETY: of this version the signatures are those of `ffi`; the library is kept open below.
         let functions = unsafe { Functions::load(&library) }.map_err(|error| not_opened(&error))?;
         check_structs(&functions).map_err(|reason| not_opened(&reason))?;
-        // SAFETY: it gives a string of its own that never changes.
-        let build = text(unsafe { (functions.baton_build_info)() });
+        // SAFETY: it gives a string of its own, which never changes and ends with a zero.
+        let build = unsafe { text((functions.baton_build_info)()) };
         Ok(Self { path: path.to_owned(), build, functions, library })
     }
 
@@ -130,8 +130,9 @@ impl KernelLibrary {
     }
 
     fn failed(&self, call: &'static str, code: i32) -> CudaError {
-        // SAFETY: it gives this thread's own string, which lasts until the next failed call.
-        let reason = text(unsafe { (self.functions.baton_last_error)() });
+        // SAFETY: it gives this thread's own string, which ends with a zero and lasts until the next
+        // failed call.
+        let reason = unsafe { text((self.functions.baton_last_error)()) };
         CudaError::Call { call, code, reason }
     }
 }
@@ -165,11 +166,15 @@ fn check_structs(functions: &Functions) -> Result<(), String> {
     }
 }
 
-fn text(string: *const c_char) -> String {
+/// What a library says; nothing where it gives no string.
+///
+/// # Safety
+/// The string, if there is one, ends with a zero, and lasts and stays as it is during the call.
+pub(super) unsafe fn text(string: *const c_char) -> String {
     if string.is_null() {
         return String::new();
     }
-    // SAFETY: the library gives strings that end with a zero.
+    // SAFETY: the caller's promise.
     unsafe { CStr::from_ptr(string) }.to_string_lossy().into_owned()
 }
 

@@ -16,7 +16,7 @@ use std::{
 use libloading::Library;
 
 pub use self::communicator::{Communicator, CommunicatorOptions, Move, Piece};
-use super::error::CudaError;
+use super::{error::CudaError, library::text};
 
 /// What NCCL is installed under.
 const SONAME: &str = "libnccl.so.2";
@@ -280,13 +280,14 @@ impl Nccl {
         if code == SUCCESS {
             return Ok(());
         }
-        // SAFETY: both give strings of their own; of the communicator, which lives, or of none.
+        // SAFETY: both give strings of their own, which end with a zero; of the communicator, which
+        // lives, or of none.
         let words = unsafe {
             [
                 (self.functions.ncclGetErrorString)(code),
                 (self.functions.ncclGetLastError)(communicator),
             ]
-            .map(text)
+            .map(|string| text(string))
         };
         let [kind, detail] = words;
         let reason = if detail.is_empty() { kind } else { format!("{kind}: {detail}") };
@@ -345,14 +346,6 @@ fn is_same(one: &Path, other: &Path) -> bool {
 /// The loader's own words lie behind the error's.
 fn words(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
-}
-
-fn text(string: *const c_char) -> String {
-    if string.is_null() {
-        return String::new();
-    }
-    // SAFETY: NCCL gives strings that end with a zero.
-    unsafe { CStr::from_ptr(string) }.to_string_lossy().into_owned()
 }
 
 #[cfg(test)]
