@@ -34,6 +34,7 @@ use kv_transfer::{
     api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
     notice,
 };
+use serde::Serialize;
 
 use self::{
     beside::{BesideArgs, Forwards, Windows, Work},
@@ -125,7 +126,8 @@ impl Transport {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 enum Gather {
     /// Of the copy engines, one for each run of blocks.
     Copies,
@@ -187,22 +189,37 @@ fn pool_blocks(args: &TransferArgs) -> u32 {
 }
 
 fn arena(args: &TransferArgs, gpu: Option<&str>) -> Result<Arc<KvArena>> {
+    Ok(arena_and_gather(args, gpu)?.0)
+}
+
+/// With what brings its scattered blocks together for nccl, where it is a GPU's.
+fn arena_and_gather(
+    args: &TransferArgs,
+    gpu: Option<&str>,
+) -> Result<(Arc<KvArena>, Option<Gather>)> {
     let (layout, blocks) = (layout(args), pool_blocks(args));
-    let Some(gpu) = gpu else { return Ok(KvArena::host(layout, blocks)?) };
+    let Some(gpu) = gpu else { return Ok((KvArena::host(layout, blocks)?, None)) };
     let driver = Driver::open()?;
     let context = Context::new(driver, driver.device_named(gpu)?)?;
     let kv = DeviceKv::new(&context, layout, blocks)?;
-    let library = || KernelLibrary::open(args.kernels.path().as_deref()).map(Arc::new);
-    match args.gather {
-        Some(Gather::Copies) => {}
-        Some(Gather::Kernel) => kv.move_with(library()?)?,
-        None => {
-            if let Ok(library) = library() {
-                kv.move_with(library)?;
-            }
+    let gather = match gathering(args)? {
+        Some(library) => {
+            kv.move_with(library)?;
+            Gather::Kernel
         }
-    }
-    Ok(KvArena::remote(kv)?)
+        None => Gather::Copies,
+    };
+    Ok((KvArena::remote(kv)?, Some(gather)))
+}
+
+/// Whose kernel brings scattered blocks together, unless copies do.
+fn gathering(args: &TransferArgs) -> Result<Option<Arc<KernelLibrary>>> {
+    let library = || KernelLibrary::open(args.kernels.path().as_deref()).map(Arc::new);
+    Ok(match args.gather {
+        Some(Gather::Copies) => None,
+        Some(Gather::Kernel) => Some(library()?),
+        None => library().ok(),
+    })
 }
 
 /// The blocks of each transfer that goes on at the same time as others, the same for every round.
@@ -303,7 +320,8 @@ fn measure(args: &TransferArgs) -> Result<Report> {
         [Some(from), Some(to)] => plain_copies(args, from, to)?,
         _ => Vec::new(),
     };
-    let arena = arena(args, gpus[1])?;
+    // The sender, with the same arguments, does as this process does.
+    let (arena, gather) = arena_and_gather(args, gpus[1])?;
     let mut sender = Sender::start()?;
     let mut forwards = match (&args.beside.beside, gpus[1]) {
         (Some(_), Some(gpu)) => {
@@ -323,7 +341,8 @@ fn measure(args: &TransferArgs) -> Result<Report> {
             }
         }
     }
-    Ok(Report { block_bytes: arena.block_bytes(), in_flight: args.in_flight, plain_copies, rows })
+    let (block_bytes, in_flight) = (arena.block_bytes(), args.in_flight);
+    Ok(Report { block_bytes, in_flight, gather, plain_copies, rows })
 }
 
 fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCopy>> {
@@ -601,5 +620,39 @@ impl Drop for Sender {
         // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: TransferArgs,
+    }
+
+    fn parsed(flags: &[&str]) -> TransferArgs {
+        let none = ["transfer", "--kernels", "/no/such/libbaton_kernels.so"];
+        Line::try_parse_from([&none, flags].concat()).unwrap().args
+    }
+
+    #[test]
+    fn without_its_library_the_kernel_gathers_nothing_and_is_missed_where_it_was_asked_for() {
+        for flags in [&[][..], &["--gather", "copies"]] {
+            assert!(gathering(&parsed(flags)).unwrap().is_none(), "{flags:?}");
+        }
+        let error = gathering(&parsed(&["--gather", "kernel"])).unwrap_err().to_string();
+        assert!(error.contains("/no/such/libbaton_kernels.so"), "{error}");
+    }
+
+    #[test]
+    fn nothing_gathers_in_host_memory() {
+        let args = parsed(&["--block-kib", "4", "--blocks", "2"]);
+        let (arena, gather) = arena_and_gather(&args, None).unwrap();
+        assert_eq!((arena.block_bytes(), gather), (4 << 10, None));
     }
 }

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::{
     super::stats::Percentiles,
+    Gather,
     beside::{Pace, Paces},
 };
 
@@ -45,6 +46,9 @@ pub struct BesideRow {
 pub struct Report {
     pub block_bytes: usize,
     pub in_flight: u32,
+    /// What brought scattered blocks together wherever nccl carried; between GPUs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gather: Option<Gather>,
     /// Between the two GPUs.
     pub plain_copies: Vec<PlainCopy>,
     pub rows: Vec<Row>,
@@ -71,7 +75,13 @@ impl fmt::Display for Report {
                 *piece_bytes as f64 / f64::from(1 << 20)
             )?;
         }
-        writeln!(f, "blocks of {} bytes, {} transfers together", self.block_bytes, self.in_flight)?;
+        write!(f, "blocks of {} bytes, {} transfers together", self.block_bytes, self.in_flight)?;
+        let gathering = match self.gather {
+            Some(Gather::Kernel) => "; for nccl a kernel brings scattered blocks together",
+            Some(Gather::Copies) => "; for nccl copies bring scattered blocks together",
+            None => "",
+        };
+        writeln!(f, "{gathering}")?;
         writeln!(
             f,
             "{:<9} {:>7} {:>7} {:>8} {:>10} {:>10} {:>10} {:>14} {:>13}",
@@ -134,5 +144,26 @@ impl fmt::Display for Report {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_gathered_is_said_in_the_table_and_in_json() {
+        for (gather, words, value) in [
+            (Some(Gather::Kernel), "for nccl a kernel brings", Some("kernel")),
+            (Some(Gather::Copies), "for nccl copies bring", Some("copies")),
+            (None, "2 transfers together\n", None),
+        ] {
+            let (plain_copies, rows) = (Vec::new(), Vec::new());
+            let report = Report { block_bytes: 4096, in_flight: 2, gather, plain_copies, rows };
+            let table = report.to_string();
+            assert!(table.contains(words), "{table}");
+            let json = serde_json::to_value(&report).unwrap();
+            assert_eq!(json.get("gather").and_then(|gather| gather.as_str()), value);
+        }
     }
 }
