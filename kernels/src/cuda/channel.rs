@@ -432,7 +432,7 @@ impl Operations {
     }
 }
 
-/// One for each link.
+/// Of each link.
 type Marks = Vec<Mark>;
 
 struct Shared {
@@ -498,7 +498,11 @@ impl Shared {
                 unsafe { link.put(ids, stretch.is_staged) }?;
             }
         }
-        links.iter_mut().map(Link::mark).collect()
+        let mut marks = Vec::new();
+        for link in links {
+            marks.extend(link.mark()?);
+        }
+        Ok(marks)
     }
 
     fn abort(&self) -> Result<(), String> {

@@ -5,7 +5,7 @@ mod communicator;
 use std::{
     env,
     error::Error,
-    ffi::{CStr, OsStr, c_char, c_int, c_void},
+    ffi::{CStr, OsString, c_char, c_int, c_void},
     fmt, fs,
     path::{Path, PathBuf},
     ptr,
@@ -32,23 +32,29 @@ const FOLDERS: [&str; 5] = [
 const OLDEST: NcclVersion = NcclVersion(21800);
 /// The next one may have other functions.
 const NEWEST_MAJOR: i32 = 2;
-/// What a process that uses NCCL has in its environment: NVLink multicast is off, because a program
-/// that ends badly while using it can take a host's GPUs out of service.
-pub const NCCL_ENVIRONMENT: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
+/// What a process that uses NCCL has in its environment.
+///
+/// NVLink multicast is off, because a program that ends badly while using it can take a host's GPUs out of
+/// service. And the driver has as many queues to a GPU as it can have, 32 and not 8: streams that share one wait
+/// for each other, so the end of one link that is stuck would hold up another's.
+pub const NCCL_ENVIRONMENT: [(&str, &str); 2] =
+    [("NCCL_NVLS_ENABLE", "0"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
 
-fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
-    if found == Some(OsStr::new(NCCL_ENVIRONMENT.1)) {
-        return Ok(());
-    }
-    let found = found.map(|value| value.to_string_lossy().into_owned());
-    Err(NcclError::Environment { found: found.unwrap_or_default() })
+fn environment_is_ours(found: impl Fn(&str) -> Option<OsString>) -> Result<(), NcclError> {
+    NCCL_ENVIRONMENT.into_iter().try_for_each(|(name, allowed)| {
+        let found = found(name).unwrap_or_default();
+        if found == allowed {
+            return Ok(());
+        }
+        let found = found.to_string_lossy().into_owned();
+        Err(NcclError::Environment { name, found, allowed })
+    })
 }
 
 /// Puts [`NCCL_ENVIRONMENT`] into the environment of this process, which has no threads yet beside the
 /// one that calls: they might read it meanwhile.
 pub fn set_nccl_environment() -> Result<(), NcclError> {
-    let (name, value) = NCCL_ENVIRONMENT;
-    let refused = match environment_is_ours(env::var_os(name).as_deref()) {
+    let refused = match environment_is_ours(|name| env::var_os(name)) {
         Ok(()) => return Ok(()),
         Err(refused) => refused,
     };
@@ -56,8 +62,10 @@ pub fn set_nccl_environment() -> Result<(), NcclError> {
     if threads != 1 {
         return Err(refused);
     }
-    // SAFETY: there is no other thread that could read the environment, and none starts meanwhile.
-    unsafe { env::set_var(name, value) };
+    for (name, value) in NCCL_ENVIRONMENT {
+        // SAFETY: there is no other thread that could read the environment, and none starts meanwhile.
+        unsafe { env::set_var(name, value) };
+    }
     Ok(())
 }
 
@@ -95,11 +103,10 @@ pub enum NcclError {
     #[error("{} is no NCCL of ours: {reason}", path.display())]
     Functions { path: PathBuf, reason: String },
     #[error(
-        "{} = {found:?} in the environment of this process; allowed is {:?}, set before it starts",
-        NCCL_ENVIRONMENT.0,
-        NCCL_ENVIRONMENT.1
+        "{name} = {found:?} in the environment of this process; allowed is {allowed:?}, set before it \
+         starts"
     )]
-    Environment { found: String },
+    Environment { name: &'static str, found: String, allowed: &'static str },
     #[error("rank is {rank} of {ranks}; allowed are ranks below the count, of 2 at least")]
     Rank { rank: u32, ranks: u32 },
     #[error("a communicator's blocks are {least} to {most}; allowed are 1 to 64 in order")]
@@ -244,7 +251,7 @@ impl Nccl {
         let functions = unsafe { Functions::load(&library) }
             .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
         // Before its first call that reads it.
-        environment_is_ours(env::var_os(NCCL_ENVIRONMENT.0).as_deref())?;
+        environment_is_ours(|name| env::var_os(name))?;
         Ok(Arc::new(Self { path, version, functions, _library: library }))
     }
 
@@ -390,19 +397,30 @@ mod tests {
 
     #[test]
     fn another_environment_is_refused_by_name_and_value() {
-        assert_eq!(environment_is_ours(Some(OsStr::new("0"))), Ok(()));
-        for (found, named) in [(None, "NCCL_NVLS_ENABLE = \"\""), (Some("2"), "= \"2\"")] {
-            let error = environment_is_ours(found.map(OsStr::new)).unwrap_err().to_string();
-            assert!(error.contains(named) && error.contains("allowed is \"0\""), "{error}");
+        let with = |nvls: Option<&'static str>, queues: Option<&'static str>| {
+            environment_is_ours(move |name| {
+                let found = if name == "NCCL_NVLS_ENABLE" { nvls } else { queues };
+                found.map(OsString::from)
+            })
+        };
+        assert_eq!(with(Some("0"), Some("32")), Ok(()));
+        for (nvls, queues, words) in [
+            (None, Some("32"), ["NCCL_NVLS_ENABLE = \"\"", "allowed is \"0\""]),
+            (Some("2"), None, ["NCCL_NVLS_ENABLE = \"2\"", "allowed is \"0\""]),
+            (Some("0"), Some("1"), ["CUDA_DEVICE_MAX_CONNECTIONS = \"1\"", "allowed is \"32\""]),
+        ] {
+            let error = with(nvls, queues).unwrap_err().to_string();
+            assert!(words.iter().all(|word| error.contains(word)), "{error}");
         }
     }
 
     #[test]
     fn nothing_is_set_beside_other_threads() {
-        let before = env::var_os(NCCL_ENVIRONMENT.0);
+        let found = || NCCL_ENVIRONMENT.map(|(name, _)| env::var_os(name));
+        let before = found();
         let set = thread::scope(|scope| scope.spawn(set_nccl_environment).join().unwrap());
-        assert_eq!(set, environment_is_ours(before.as_deref()));
-        assert_eq!(env::var_os(NCCL_ENVIRONMENT.0), before);
+        assert_eq!(set, environment_is_ours(|name| env::var_os(name)));
+        assert_eq!(found(), before);
     }
 
     /// Compiled here, where there is a compiler: a library that says what it is told to.

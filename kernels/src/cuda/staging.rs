@@ -86,14 +86,10 @@ pub(super) struct Staging {
     next: usize,
     /// Urgent, as the peer's kernel waits for what comes of it, and holds multiprocessors meanwhile.
     copies: Stream<Together>,
-    /// Waits for the end of each operation in turn; nothing waits for it but marks.
-    ends: Stream<Together>,
-    /// Of an operation that used no slot.
-    moved: Event,
-    /// Behind the last copy, once a channel has ended.
-    last: Event,
-    /// How far `ends` has come.
-    tally: Tally,
+    /// How far the streams have come, of operations and of copies: by memory, which is not made while
+    /// something may be stuck.
+    lanes: Vec<Tally>,
+    copied: Tally,
 }
 
 #[derive(Debug)]
@@ -108,7 +104,12 @@ struct Slot {
 pub(super) type Place = (usize, usize);
 
 impl Staging {
-    pub fn new(kv: &DeviceKv, slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
+    /// For channels of at most so many communicators a link.
+    pub fn new(
+        kv: &DeviceKv,
+        (slots, slot_bytes): (usize, usize),
+        lanes: usize,
+    ) -> Result<Self, CudaError> {
         assert!(slots > 0, "there is a slot");
         let context = kv.context();
         let bytes = slots * slot_bytes;
@@ -124,9 +125,9 @@ impl Staging {
             // The fill is over before anything else writes there, in whatever stream.
             slot.emptied.record(&copies)?;
         }
-        let (ends, moved, last) = (Stream::new(context)?, event()?, event()?);
-        let tally = Tally::new(context)?;
-        Ok(Self { memory, slot_bytes, slots, next: 0, copies, ends, moved, last, tally })
+        let lanes = (0..lanes).map(|_| Tally::new(context)).collect::<Result<_, _>>()?;
+        let copied = Tally::new(context)?;
+        Ok(Self { memory, slot_bytes, slots, next: 0, copies, lanes, copied })
     }
 
     /// All slots, one behind the other.
@@ -160,12 +161,11 @@ impl Staging {
         slot.filled.record(&self.copies)?;
         stream.wait(&slot.filled)?;
         send(&self.memory, place)?;
-        slot.emptied.record(stream)?;
-        Ok(self.ends.wait(&slot.emptied)?)
+        Ok(slot.emptied.record(stream)?)
     }
 
     /// Lets `receive` put what fills the next slot into `stream`, and copies these blocks from there, behind
-    /// which [`mark`](Self::mark) marks the end.
+    /// which [`mark_copies`](Self::mark_copies) marks the end.
     ///
     /// # Safety
     /// Nothing else reads or writes the blocks until that mark is seen, or [`drain`](Self::drain) has
@@ -186,8 +186,7 @@ impl Staging {
         self.copies.wait(&slot.filled)?;
         // SAFETY: as above.
         unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), way, &self.copies) }?;
-        slot.emptied.record(&self.copies)?;
-        Ok(self.ends.wait(&slot.emptied)?)
+        Ok(slot.emptied.record(&self.copies)?)
     }
 
     /// The stream of the copies.
@@ -195,16 +194,19 @@ impl Staging {
         &self.copies
     }
 
-    /// Counts what was put into `stream` last, and used no slot, among what [`mark`](Self::mark) marks
-    /// the end of.
-    pub fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
-        self.moved.record(stream)?;
-        self.ends.wait(&self.moved)
+    /// Marks the end of all that was put into the stream of this communicator so far: of a channel the same one
+    /// at each call.
+    pub fn mark_lane<R: Role>(
+        &mut self,
+        lane: usize,
+        stream: &Stream<R>,
+    ) -> Result<Mark, CudaError> {
+        self.lanes[lane].mark(stream)
     }
 
-    /// Marks the end of all that was sent or received so far.
-    pub fn mark(&mut self) -> Result<Mark, CudaError> {
-        self.tally.mark(&self.ends)
+    /// Marks the end of all copies so far.
+    pub fn mark_copies(&mut self) -> Result<Mark, CudaError> {
+        self.copied.mark(&self.copies)
     }
 
     fn take_slot(&mut self, rows: &Rows, ids: &[BlockId]) -> (usize, Place) {
@@ -215,12 +217,18 @@ impl Staging {
         (index, (index * self.slot_bytes, bytes))
     }
 
-    /// Waits until no copy is under way: what they waited for is over.
-    pub fn drain(&mut self, patience: Duration) -> Result<(), String> {
-        let marked = self.last.record(&self.copies).and_then(|()| self.ends.wait(&self.last));
-        let last = marked.and_then(|()| self.mark()).map_err(|error| error.to_string())?;
+    /// Waits until nothing is under way, there and in the communicators' streams: what it waited for is over.
+    pub fn drain<R: Role>(
+        &mut self,
+        streams: &[Stream<R>],
+        patience: Duration,
+    ) -> Result<(), String> {
+        let lanes = streams.iter().enumerate();
+        let last = lanes.map(|(lane, stream)| self.lanes[lane].mark(stream));
+        let last: Result<Vec<_>, _> = last.chain([self.copied.mark(&self.copies)]).collect();
+        let last = last.map_err(|error| error.to_string())?;
         let begin = Instant::now();
-        while !last.is_reached() {
+        while !last.iter().all(Mark::is_reached) {
             let waited = begin.elapsed();
             if waited >= patience {
                 return Err(format!("copies of a channel are not done after {waited:?}"));

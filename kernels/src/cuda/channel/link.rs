@@ -19,9 +19,10 @@ use super::{
         moves::{Rows, Way, places_of},
         nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
         staging::{Place, Staging},
-        tally::Mark,
     },
-    PeerExchange, SLOT_BYTES, SLOTS, locked, words,
+    Marks, PeerExchange, SLOT_BYTES, SLOTS,
+    invitation::LANES_MAX,
+    locked, words,
 };
 use crate::{
     layout::BlockId,
@@ -68,7 +69,7 @@ impl Gpu {
         })?;
         // Whatever part of a block another channel moves: one fits.
         let bytes = SLOT_BYTES.max(kv.layout().block_bytes()).max(2 * GREETING_BYTES);
-        Staging::new(kv, SLOTS, bytes).map_err(|error| {
+        Staging::new(kv, (SLOTS, bytes), LANES_MAX).map_err(|error| {
             stagings.fetch_sub(1, Ordering::Relaxed);
             words(error)
         })
@@ -86,6 +87,13 @@ pub(super) struct Half {
     pub scatter: Way,
 }
 
+/// Streams in which something has been put, and no mark behind it.
+#[derive(Debug, Default)]
+struct Ends {
+    lanes: Vec<usize>,
+    copies: bool,
+}
+
 /// Both ends put the same operations in the same order, each into the next lane.
 #[derive(Debug)]
 pub(super) struct Link {
@@ -95,6 +103,8 @@ pub(super) struct Link {
     /// on one until it has on the other.
     streams: Vec<Stream<PeerExchange>>,
     next: usize,
+    /// Where the ends of what was put last lie.
+    unmarked: Ends,
     /// `None` once it was given back.
     staging: Option<Staging>,
 }
@@ -132,7 +142,8 @@ impl Link {
         let staging = Some(half.gpu.staging(&half.kv)?);
         // Ended when it is dropped, whatever comes.
         let (communicators, streams) = (Arc::default(), Vec::with_capacity(options.len()));
-        let mut link = Self { half, communicators, streams, next: 0, staging };
+        let mut link =
+            Self { half, communicators, streams, next: 0, unmarked: Ends::default(), staging };
         // All at the same time: each takes a while.
         let communicators = thread::scope(|scope| {
             let make = |options: CommunicatorOptions| {
@@ -214,8 +225,7 @@ impl Link {
         }
         // Fails when the watch has gone, which only the end of this makes it.
         let _ = begun.send(());
-        staging.pass(stream).map_err(words)?;
-        let mark = staging.mark().map_err(words)?;
+        let mark = staging.mark_lane(self.streams.len() - 1, stream).map_err(words)?;
         let deadline = patience.deadline.min(Instant::now() + GREETING_MAX);
         while !mark.is_reached() {
             if Instant::now() >= deadline || (patience.given_up)() {
@@ -233,7 +243,7 @@ impl Link {
     /// The blocks are borrowed until the next [mark](Self::mark) is seen, or [`clear_all`](Self::clear_all) has
     /// returned.
     pub unsafe fn put(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
-        let Self { half, communicators, streams, next, staging } = self;
+        let Self { half, communicators, streams, next, unmarked, staging } = self;
         let Half { kv, gpu, rows, end, scatter } = half;
         let staging = staging.as_mut().expect(LIVES);
         kv.context().bind()?;
@@ -257,13 +267,19 @@ impl Link {
             communicator.exchange(sends, receives, stream, patience).map(drop)
         };
         // Where a part of each block goes it is brought together in any case.
-        match (is_staged || !rows.are_whole(), *end) {
+        let is_staged = is_staged || !rows.are_whole();
+        // What a receiver puts there ends with copies that follow.
+        match (is_staged, *end) {
+            (true, End::Receiver) => unmarked.copies = true,
+            _ if unmarked.lanes.contains(&lane) => {}
+            _ => unmarked.lanes.push(lane),
+        }
+        match (is_staged, *end) {
             (false, _) => {
                 let mut places = places_of(ids, rows.block_bytes());
                 let place = places.next().unwrap_or_default();
                 assert!(places.next().is_none(), "what is not staged lies together");
-                exchange(kv.data(), place)?;
-                Ok(staging.pass(stream)?)
+                exchange(kv.data(), place)
             }
             // SAFETY: as the caller promises.
             (true, End::Sender) => unsafe { staging.send(kv, rows, ids, stream, exchange) },
@@ -275,9 +291,18 @@ impl Link {
     }
 
     /// Marks the end of all that was put so far.
-    pub fn mark(&mut self) -> Result<Mark, NcclError> {
+    pub fn mark(&mut self) -> Result<Marks, NcclError> {
         self.half.kv.context().bind()?;
-        Ok(self.staging.as_mut().expect(LIVES).mark()?)
+        let Ends { lanes, copies } = mem::take(&mut self.unmarked);
+        let staging = self.staging.as_mut().expect(LIVES);
+        let mut marks = Vec::with_capacity(lanes.len() + 1);
+        for lane in lanes {
+            marks.push(staging.mark_lane(lane, &self.streams[lane])?);
+        }
+        if copies {
+            marks.push(staging.mark_copies()?);
+        }
+        Ok(marks)
     }
 
     pub fn communicators(&self) -> &Arc<Communicators> {
@@ -293,11 +318,7 @@ impl Link {
             let Some(mut staging) = link.staging.take() else { continue };
             cleared = cleared
                 .and_then(|()| link.half.kv.context().bind().map_err(words))
-                // Also of what was put last, and of which nobody has counted the end.
-                .and_then(|()| {
-                    link.streams.iter().try_for_each(|stream| staging.pass(stream)).map_err(words)
-                })
-                .and_then(|()| staging.drain(ABORT_MAX));
+                .and_then(|()| staging.drain(&link.streams, ABORT_MAX));
             kept.push((Arc::clone(&link.half.gpu), staging, mem::take(&mut link.streams)));
         }
         if cleared.is_err() {

@@ -132,7 +132,7 @@ impl Ranks {
             let mut child = Command::new(&program)
                 .args(std::env::args_os().skip(1))
                 .args(["--rank", &rank.to_string()])
-                .env(NCCL_ENVIRONMENT.0, NCCL_ENVIRONMENT.1)
+                .envs(NCCL_ENVIRONMENT)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()
