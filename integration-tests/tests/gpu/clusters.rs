@@ -199,6 +199,9 @@ impl World {
             ensure!(wanted.margins.len() == request.tokens, "{} margins", wanted.margins.len());
             all.push(wanted);
         }
+        // Else another request's KV would do as well.
+        let distinct: BTreeSet<&[u32]> = all.iter().map(|wanted| &wanted.tokens[..8]).collect();
+        ensure!(distinct.len() == all.len(), "{} answers of {}", distinct.len(), all.len());
         cluster.stop()?;
         Ok(all)
     }
@@ -446,7 +449,8 @@ async fn serves(world: &World, shape: Shape) -> Result<()> {
         assert_eq!(fallbacks, 0.0, "{what}: {}", node.name);
     }
     let path = format!("path=\"{}\"", shape.path);
-    assert!(paths.iter().any(|line| line.contains(&path)), "{what}: {paths:?}");
+    assert!(!paths.is_empty(), "{what}: nodes have no peers");
+    assert!(paths.iter().all(|line| line.contains(&path)), "{what}: {paths:?}");
     assert!(kv_bytes > 0, "{what}: no KV went over");
     cluster.stop().with_context(|| what.clone())?;
     println!(

@@ -74,22 +74,37 @@ fn aborts_at_any_moment_leave_no_block_behind() {
         let mut peer = Peer::start(from, carrier);
         let (sink, events) = channel();
         let node = Node::start("node", to, carrier, sink);
-        let rounds = if short() { 5 } else { 200 };
-        for round in 0..rounds {
-            let transfer = TransferId(round);
-            peer.send(transfer, &node, round as u64, 96, false);
+        let mut next = 0;
+        // Else all would end while the two connect.
+        until_arrived(&node, &mut peer, &events, &mut next);
+        let whole = |peer: &mut Peer, number: u128| {
+            let (transfer, begun) = (TransferId(number), Instant::now());
+            peer.send(transfer, &node, 1, 96, true);
+            node.receive(transfer, &peer.address, &scattered(3, 96));
+            let arrived = event(&events);
+            assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
+            begun.elapsed()
+        };
+        let usual = whole(&mut peer, next + 1);
+        let rounds = if short() { 5 } else { 200_u64 };
+        let chunks = node.chunks();
+        for round in 0..=rounds {
+            let transfer = TransferId(next + 2 + u128::from(round));
+            peer.send(transfer, &node, round, 96, false);
             node.receive(transfer, &peer.address, &scattered(1, 96));
-            thread::sleep(Duration::from_micros((round * 37 % 3000) as u64));
+            if round < rounds {
+                // All over a whole one's time, and beyond.
+                thread::sleep(usual.mul_f64((round * 389 % 1300) as f64 / 1000.0));
+            } else {
+                node.until_more_chunks(chunks);
+            }
             node.abort(transfer);
             let failed = event(&events);
             assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
             node.assert_free();
         }
-        let transfer = TransferId(rounds);
-        peer.send(transfer, &node, 1, 96, true);
-        node.receive(transfer, &peer.address, &scattered(3, 96));
-        let arrived = event(&events);
-        assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
+        println!("{carrier}: {} chunks before aborts", node.chunks() - chunks);
+        whole(&mut peer, next + 3 + u128::from(rounds));
         node.assert_holds(&scattered(1, 96), &scattered(3, 96));
     }
 }
@@ -106,12 +121,15 @@ fn a_killed_sender_costs_its_transfers_alone() {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
         let (sink, events) = channel();
         let node = Node::start_as("node", to, carrier, manner, sink);
-        for round in 0..if short() { 2 } else { 3_u64 } {
+        for round in 0..if short() { 2 } else { 4_u64 } {
             let mut peer = Peer::start_as(from, carrier, manner);
-            let transfer = TransferId(round.into());
+            let (transfer, chunks) = (TransferId(round.into()), node.chunks());
             peer.send(transfer, &node, 1, 96, false);
             node.receive(transfer, &peer.address, &manner.places(1, 96));
-            thread::sleep(Duration::from_micros(round * 800));
+            // While the two connect, and once chunks come.
+            if round % 2 == 1 {
+                node.until_more_chunks(chunks);
+            }
             peer.kill();
             let failed = event(&events);
             assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
@@ -268,7 +286,8 @@ fn a_stopped_peer_delays_no_other_pair_and_costs_its_transfers_a_lease() {
         );
         // Whoever waited for the stopped one would have waited for a lease.
         assert!(longest < longest_before + LEASE / 2, "{carrier}: {longest_before:?} {longest:?}");
-        assert!(2.0 * rate(after, 2 * LEASE) >= rate(before, time), "{carrier}: {before} {after}");
+        // Nor is each slower by more than what else the machine does can explain.
+        assert!(10.0 * rate(after, 2 * LEASE) >= rate(before, time), "{carrier}: {before} {after}");
         // A lease and what is allowed beyond it, an abort, and what a busy machine takes.
         assert!(last <= LEASE + Duration::from_secs(2), "{carrier}: {last:?}");
         stopped.signal("-CONT");
@@ -367,11 +386,21 @@ fn a_peer_that_stops_while_it_joins_delays_no_other_pair() {
         node.receive(transfer, &joining.address, &other_places()[..8]);
         thread::sleep(Duration::from_millis(*wait));
         joining.signal("-STOP");
-        let failed = |event| assert!(matches!(event, Event::ReceiveFailed { .. }), "{event:?}");
-        let (count, longest) = steadily(&node, &mut steady, &events, &mut next, time, failed);
+        let mut is_lost = false;
+        let mut lost = |event: Event| match event {
+            Event::ReceiveFailed { transfer: failed, .. } if failed == transfer => is_lost = true,
+            other => panic!("{other:?}"),
+        };
+        let (count, longest) = steadily(&node, &mut steady, &events, &mut next, time, &mut lost);
         println!("stopped {wait} ms into its first transfer: {count} others, longest {longest:?}");
         assert!(longest < longest_before + LEASE / 2, "{wait} ms: {longest_before:?} {longest:?}");
         joining.kill();
+        // The next one has the same blocks.
+        if !is_lost {
+            let failed = event(&events);
+            assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
+        }
+        node.assert_free();
     }
     node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
 }

@@ -379,6 +379,19 @@ impl Node {
     pub fn path(&self) -> String {
         self.transfers.metrics().peers[0].path.clone()
     }
+
+    pub fn chunks(&self) -> u64 {
+        self.transfers.metrics().chunks_received
+    }
+
+    /// Until it has received more chunks than so many.
+    pub fn until_more_chunks(&self, than: u64) {
+        let begun = Instant::now();
+        while self.chunks() <= than {
+            assert!(begun.elapsed() < PATIENCE, "no chunk comes after {than}");
+            thread::sleep(Duration::from_micros(100));
+        }
+    }
 }
 
 /// The sending process.
@@ -401,16 +414,21 @@ impl Peer {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let words = loop {
-            let line = lines.next().expect("the other process starts").unwrap();
-            // The harness prints its own words before ours, on the same line at times.
-            if let Some((_, said)) = line.split_once("KV ") {
-                break said.split(' ').map(str::to_owned).collect::<Vec<_>>();
-            }
-        };
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let (sender, said) = channel();
         // Nothing more is said, but the pipe stays open.
-        thread::spawn(move || lines.for_each(drop));
+        thread::spawn(move || {
+            for line in lines.map_while(Result::ok) {
+                // The harness prints its own words before ours, on the same line at times.
+                if let Some((_, words)) = line.split_once("KV ") {
+                    let _ = sender.send(words.split(' ').map(str::to_owned).collect::<Vec<_>>());
+                }
+            }
+        });
+        let Ok(words) = said.recv_timeout(2 * PATIENCE) else {
+            let _ = child.kill();
+            panic!("the other process does not start, and is ended: {:?}", child.wait());
+        };
         let address = PeerAddress {
             node_id: PEER_NAME.to_owned(),
             epoch: Epoch(u128::from_str_radix(&words[0], 16).unwrap()),

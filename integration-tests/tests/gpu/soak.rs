@@ -37,6 +37,8 @@ const SECONDS: &str = "BATON_TEST_SOAK_SECONDS";
 const STOPPED: Duration = Duration::from_secs(10);
 /// Of a transfer; nothing waits for it where all is well.
 const PATIENCE: Duration = Duration::from_secs(8);
+/// Beyond the time given: until one transfer of each carrier has arrived. Then it has failed.
+const FIRST_WITHIN: Duration = Duration::from_secs(30);
 /// How long a transfer that is under way at the end may take.
 const GRACE: Duration = Duration::from_millis(500);
 /// Transfers under way at a time, of one carrier in one direction.
@@ -74,6 +76,8 @@ struct Heart {
     name: String,
     start: Instant,
     beats: AtomicU64,
+    /// What went well among them, where it may not.
+    whole: AtomicU64,
     /// In microseconds since the start.
     last: AtomicU64,
     longest: AtomicU64,
@@ -81,8 +85,8 @@ struct Heart {
 
 impl Heart {
     fn new(name: impl Into<String>) -> Arc<Self> {
-        let [beats, last, longest] = [(); 3].map(|()| AtomicU64::new(0));
-        Arc::new(Self { name: name.into(), start: Instant::now(), beats, last, longest })
+        let [beats, whole, last, longest] = [(); 4].map(|()| AtomicU64::new(0));
+        Arc::new(Self { name: name.into(), start: Instant::now(), beats, whole, last, longest })
     }
 
     fn beat(&self) {
@@ -274,6 +278,7 @@ impl<'a> Side<'a> {
         match outcome {
             Ok(bytes) => {
                 counts.whole += 1;
+                heart.whole.fetch_add(1, Ordering::Relaxed);
                 counts.bytes += bytes;
                 self.usual += (one.begun.elapsed().as_secs_f64() - self.usual) / 16.0;
                 // All of it was hashed at both sides.
@@ -309,8 +314,8 @@ struct Summed {
     late: u64,
 }
 
-/// Sums of random shape, each looked at, until rank 0 has had its time.
-fn sums(rank: &Rank, time: Duration, heart: &Heart) -> Summed {
+/// Sums of random shape, each looked at, until rank 0 has had its time and `is_enough`.
+fn sums(rank: &Rank, time: Duration, heart: &Heart, is_enough: impl Fn() -> bool) -> Summed {
     const ELEMENTS: usize = SUM_BYTES / 2;
     let group = collective::group(rank, STOPPED);
     let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
@@ -325,8 +330,9 @@ fn sums(rank: &Rank, time: Duration, heart: &Heart) -> Summed {
     for number in 0_u64.. {
         // All ranks stop after the same sum.
         if number.is_multiple_of(512) {
-            let goes_on = [u8::from(begun.elapsed() < time)];
-            if rank.exchange(&goes_on)[0] == [0] {
+            let so_far = begun.elapsed();
+            let goes_on = so_far < time || so_far < time + FIRST_WITHIN && !is_enough();
+            if rank.exchange(&[u8::from(goes_on)])[0] == [0] {
                 group.check().unwrap();
                 // Memory is given back once nothing moves any more: the driver waits for everything then,
                 // and so would kernels that wait for those of the other rank.
@@ -446,7 +452,8 @@ fn soak(rank: Rank) {
             })
         };
         let threads: Vec<_> = nodes.into_iter().enumerate().map(run).collect();
-        let summed = sums(&rank, time, &summing);
+        let has_any = |heart: &Arc<Heart>| heart.whole.load(Ordering::Relaxed) > 0;
+        let summed = sums(&rank, time, &summing, || hearts.iter().all(has_any));
         is_over.store(true, Ordering::Relaxed);
         let ended: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         // No node leaves while another still hears it.
