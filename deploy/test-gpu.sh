@@ -59,7 +59,7 @@ if [[ -e $place/baton ]]; then
     export BATON_TEST_BINARIES=${BATON_TEST_BINARIES:-$found}
 fi
 # The program itself uses NCCL, and has threads when it could set these.
-export NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=32
+export NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=16
 if [[ -n $sanitize ]]; then
     export BATON_TEST_SHORT=1
     exec timeout 900 compute-sanitizer --tool "$sanitize" --error-exitcode 1 --launch-timeout 0 \

@@ -102,7 +102,7 @@ impl Family {
             let mut child = Command::new(env::current_exe().unwrap())
                 .args(["--exact", &format!("gpu::{name}"), "--nocapture"])
                 .env(TOLD, rank.to_string())
-                .envs(NCCL_ENVIRONMENT)
+                .env(NCCL_ENVIRONMENT.0, NCCL_ENVIRONMENT.1)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()

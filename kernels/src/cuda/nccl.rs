@@ -5,7 +5,7 @@ mod communicator;
 use std::{
     env,
     error::Error,
-    ffi::{CStr, OsString, c_char, c_int, c_void},
+    ffi::{CStr, OsStr, c_char, c_int, c_void},
     fmt, fs,
     path::{Path, PathBuf},
     ptr,
@@ -32,39 +32,38 @@ const FOLDERS: [&str; 5] = [
 const OLDEST: NcclVersion = NcclVersion(21800);
 /// The next one may have other functions.
 const NEWEST_MAJOR: i32 = 2;
-/// What a process that uses NCCL has in its environment.
-///
-/// NVLink multicast is off, because a program that ends badly while using it can take a host's GPUs out of
-/// service. And the driver has as many queues to a GPU as it can have, 32 and not 8: streams that share one wait
-/// for each other, so the end of one link that is stuck would hold up another's.
-pub const NCCL_ENVIRONMENT: [(&str, &str); 2] =
-    [("NCCL_NVLS_ENABLE", "0"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+/// What a process that uses NCCL has in its environment: NVLink multicast is off, because a program
+/// that ends badly while using it can take a host's GPUs out of service.
+pub const NCCL_ENVIRONMENT: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
+/// What one has there that moves KV by NCCL: more queues to its GPU than the driver's 8. Streams that share a queue
+/// wait for each other, so what is stuck of one pair holds up another. Each queue costs a process's start and end
+/// about 50 ms a GPU, so they are not 32, which the driver would have.
+const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "16");
 
-fn environment_is_ours(found: impl Fn(&str) -> Option<OsString>) -> Result<(), NcclError> {
-    NCCL_ENVIRONMENT.into_iter().try_for_each(|(name, allowed)| {
-        let found = found(name).unwrap_or_default();
-        if found == allowed {
-            return Ok(());
-        }
-        let found = found.to_string_lossy().into_owned();
-        Err(NcclError::Environment { name, found, allowed })
-    })
+fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
+    if found == Some(OsStr::new(NCCL_ENVIRONMENT.1)) {
+        return Ok(());
+    }
+    let found = found.map(|value| value.to_string_lossy().into_owned());
+    Err(NcclError::Environment { found: found.unwrap_or_default() })
 }
 
 /// Puts [`NCCL_ENVIRONMENT`] into the environment of this process, which has no threads yet beside the
-/// one that calls: they might read it meanwhile.
-pub fn set_nccl_environment() -> Result<(), NcclError> {
-    let refused = match environment_is_ours(|name| env::var_os(name)) {
-        Ok(()) => return Ok(()),
-        Err(refused) => refused,
-    };
+/// one that calls: they might read it meanwhile. And with `has_queues` what else a process has that moves KV, unless
+/// whoever started it has chosen.
+pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
+    let (name, value) = NCCL_ENVIRONMENT;
+    let checked = environment_is_ours(env::var_os(name).as_deref());
+    let wants_queues = has_queues && env::var_os(QUEUES.0).is_none();
     let threads = fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
     if threads != 1 {
-        return Err(refused);
+        return checked;
     }
-    for (name, value) in NCCL_ENVIRONMENT {
-        // SAFETY: there is no other thread that could read the environment, and none starts meanwhile.
-        unsafe { env::set_var(name, value) };
+    // SAFETY: there is no other thread that could read the environment, and none starts meanwhile.
+    unsafe { env::set_var(name, value) };
+    if wants_queues {
+        // SAFETY: as above.
+        unsafe { env::set_var(QUEUES.0, QUEUES.1) };
     }
     Ok(())
 }
@@ -103,10 +102,11 @@ pub enum NcclError {
     #[error("{} is no NCCL of ours: {reason}", path.display())]
     Functions { path: PathBuf, reason: String },
     #[error(
-        "{name} = {found:?} in the environment of this process; allowed is {allowed:?}, set before it \
-         starts"
+        "{} = {found:?} in the environment of this process; allowed is {:?}, set before it starts",
+        NCCL_ENVIRONMENT.0,
+        NCCL_ENVIRONMENT.1
     )]
-    Environment { name: &'static str, found: String, allowed: &'static str },
+    Environment { found: String },
     #[error("rank is {rank} of {ranks}; allowed are ranks below the count, of 2 at least")]
     Rank { rank: u32, ranks: u32 },
     #[error("a communicator's blocks are {least} to {most}; allowed are 1 to 64 in order")]
@@ -251,7 +251,7 @@ impl Nccl {
         let functions = unsafe { Functions::load(&library) }
             .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
         // Before its first call that reads it.
-        environment_is_ours(|name| env::var_os(name))?;
+        environment_is_ours(env::var_os(NCCL_ENVIRONMENT.0).as_deref())?;
         Ok(Arc::new(Self { path, version, functions, _library: library }))
     }
 
@@ -397,29 +397,20 @@ mod tests {
 
     #[test]
     fn another_environment_is_refused_by_name_and_value() {
-        let with = |nvls: Option<&'static str>, queues: Option<&'static str>| {
-            environment_is_ours(move |name| {
-                let found = if name == "NCCL_NVLS_ENABLE" { nvls } else { queues };
-                found.map(OsString::from)
-            })
-        };
-        assert_eq!(with(Some("0"), Some("32")), Ok(()));
-        for (nvls, queues, words) in [
-            (None, Some("32"), ["NCCL_NVLS_ENABLE = \"\"", "allowed is \"0\""]),
-            (Some("2"), None, ["NCCL_NVLS_ENABLE = \"2\"", "allowed is \"0\""]),
-            (Some("0"), Some("1"), ["CUDA_DEVICE_MAX_CONNECTIONS = \"1\"", "allowed is \"32\""]),
-        ] {
-            let error = with(nvls, queues).unwrap_err().to_string();
-            assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        assert_eq!(environment_is_ours(Some(OsStr::new("0"))), Ok(()));
+        for (found, named) in [(None, "NCCL_NVLS_ENABLE = \"\""), (Some("2"), "= \"2\"")] {
+            let error = environment_is_ours(found.map(OsStr::new)).unwrap_err().to_string();
+            assert!(error.contains(named) && error.contains("allowed is \"0\""), "{error}");
         }
     }
 
     #[test]
     fn nothing_is_set_beside_other_threads() {
-        let found = || NCCL_ENVIRONMENT.map(|(name, _)| env::var_os(name));
+        let found = || [NCCL_ENVIRONMENT, QUEUES].map(|(name, _)| env::var_os(name));
         let before = found();
-        let set = thread::scope(|scope| scope.spawn(set_nccl_environment).join().unwrap());
-        assert_eq!(set, environment_is_ours(|name| env::var_os(name)));
+        let set = || set_nccl_environment(true);
+        let set = thread::scope(|scope| scope.spawn(set).join().unwrap());
+        assert_eq!(set, environment_is_ours(before[0].as_deref()));
         assert_eq!(found(), before);
     }
 

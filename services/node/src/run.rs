@@ -57,7 +57,7 @@ fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
     if config.node.device == Device::Cpu || !may_carry {
         return Ok(());
     }
-    set_nccl_environment()
+    set_nccl_environment(config.transfer.transport == Transport::Nccl)
 }
 
 /// The life of a process that a node has started as one of its ranks. It serves nobody and exports

@@ -132,7 +132,7 @@ impl Ranks {
             let mut child = Command::new(&program)
                 .args(std::env::args_os().skip(1))
                 .args(["--rank", &rank.to_string()])
-                .envs(NCCL_ENVIRONMENT)
+                .env(NCCL_ENVIRONMENT.0, NCCL_ENVIRONMENT.1)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()

@@ -139,7 +139,7 @@ pub fn run(args: TransferArgs) -> Result<()> {
     check(&args)?;
     if !args.gpus.is_empty() {
         // Before the first thread; the sender does it as well.
-        set_nccl_environment()?;
+        set_nccl_environment(args.transport.contains(&Transport::Nccl))?;
     }
     if args.sender {
         return sender::run(&args);
