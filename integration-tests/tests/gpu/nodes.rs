@@ -61,11 +61,13 @@ pub fn gpus() -> Option<(usize, MutexGuard<'static, ()>)> {
     }
 }
 
-/// The sender's and the receiver's GPU: every pair on which the carrier works.
+/// The sender's and the receiver's GPU: every pair on which the carrier works, those of two GPUs last.
 pub fn pairs(carrier: Carrier, gpus: usize) -> Vec<(usize, usize)> {
     let all = (0..gpus).flat_map(|from| (0..gpus).map(move |to| (from, to)));
     // NCCL joins no two processes on one GPU.
-    let pairs: Vec<_> = all.filter(|(from, to)| carrier != Carrier::Nccl || from != to).collect();
+    let works = |(from, to): &(usize, usize)| carrier != Carrier::Nccl || from != to;
+    let mut pairs: Vec<_> = all.filter(works).collect();
+    pairs.sort_by_key(|(from, to)| from != to);
     if pairs.is_empty() {
         eprintln!("skipped, for {carrier} needs two GPUs");
     }
