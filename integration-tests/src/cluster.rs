@@ -330,13 +330,14 @@ impl Cluster {
         format!("http://{}", self.router.ready.grpc)
     }
 
-    /// Waits until the router's health names this many serving nodes.
+    /// Waits until the router is ready, as far as it can be, and its health names this many serving nodes.
     pub async fn wait_nodes(&self, prefill: usize, decode: usize) -> Result<()> {
         let client = Client::new(self.http());
         let deadline = Instant::now() + READY_WITHIN;
         loop {
             let health = client.get_json("/health").await;
-            if let Ok((_, health)) = &health
+            if let Ok((status, health)) = &health
+                && (*status == 200 || decode == 0)
                 && health["prefill_nodes"].as_u64() == Some(prefill as u64)
                 && health["decode_nodes"].as_u64() == Some(decode as u64)
             {

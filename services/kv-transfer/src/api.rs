@@ -19,7 +19,7 @@
 //! side, of losing the peer, or of a start that the other side does not follow. A second start of an
 //! id that is under way is ignored, and of one that has ended fails at once: ids are used once.
 
-use std::{fmt, time::Duration};
+use std::{any::Any, fmt, sync::Arc, time::Duration};
 
 use kernels::{BlockId, sampling::SampledToken};
 
@@ -101,6 +101,9 @@ pub struct Identity {
     pub protocol_max: u32,
 }
 
+/// Somebody waits for the end of a meeting, which is when nobody holds this any more.
+pub type Meeting = Arc<dyn Any + Send + Sync>;
+
 #[derive(Clone, Debug)]
 pub enum Command {
     /// Receiver: these blocks wait for the prompt's blocks from `first_block` on.
@@ -130,8 +133,9 @@ pub enum Command {
     /// Transfers with this peer are to be expected: the pair is made now, and kept as long as this is said
     /// again and again. `sends`: so is the connection on which chunks go to it, with whatever has to be
     /// mapped or joined for that. Does nothing where KV goes by `tcp` alone, which needs no time to begin, nor
-    /// beyond a few pairs, for each takes memory.
-    Meet { peer: PeerAddress, sends: bool },
+    /// beyond a few pairs, for each takes memory. `meeting` is held until the connection between the two is
+    /// there, whoever makes it, or will not be, and at most for [`crate::MEETING_MAX`].
+    Meet { peer: PeerAddress, sends: bool, meeting: Option<Meeting> },
     /// Either side: give up. Ends with the failed event once that is safe.
     Abort { transfer: TransferId, reason: String },
     /// The process has other weights from now on. Every transfer that has begun fails, whatever its

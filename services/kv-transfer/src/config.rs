@@ -17,6 +17,9 @@ pub const HEARTBEAT: Duration = Duration::from_millis(500);
 /// GPU, some 300 MiB by `nccl`. With others the first transfer makes them.
 pub const PAIRS_IN_ADVANCE: usize = 4;
 
+/// For so long at most anybody waits for two nodes that meet.
+pub const MEETING_MAX: Duration = Duration::from_secs(2);
+
 /// What `Transfers::start` needs to know.
 #[derive(Clone, Debug)]
 pub struct TransferConfig {

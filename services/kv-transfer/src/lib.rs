@@ -27,7 +27,7 @@ pub mod transport;
 
 pub use carrier::{Carrier, Choice};
 pub use config::{
-    Carriers, ClusterSecret, Limits, PAIRS_IN_ADVANCE, SecretTooShort, TransferConfig,
+    Carriers, ClusterSecret, Limits, MEETING_MAX, PAIRS_IN_ADVANCE, SecretTooShort, TransferConfig,
 };
 pub use metrics::{MetricsReader, PeerMetrics, TransferMetrics};
 pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};

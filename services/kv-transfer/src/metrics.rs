@@ -139,6 +139,10 @@ impl DataCounters {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, carrier);
     }
 
+    pub fn is_connected(&self, peer: Epoch) -> bool {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&peer)
+    }
+
     pub fn forget(&self, peer: Epoch) {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner).remove(&peer);
     }

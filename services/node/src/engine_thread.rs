@@ -247,10 +247,12 @@ impl<E: Executor> Engine<E> {
             Command::Observe(observer) => {
                 self.observers.add(observer, now, self.steps.scheduler_mut());
             }
-            Command::Meet { peers, sends } => {
+            Command::Meet { peers, sends, meeting } => {
                 for peer in peers {
                     // Where there is no room now it is said again.
-                    let _ = self.transfers.command(transfer::Command::Meet { peer, sends });
+                    let meeting = Some(meeting.clone());
+                    let _ =
+                        self.transfers.command(transfer::Command::Meet { peer, sends, meeting });
                 }
             }
             Command::Drain => self.observers.drain(now, self.steps.scheduler_mut()),

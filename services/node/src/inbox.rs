@@ -11,7 +11,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::{event::SequenceId, executor::CollectWaker};
-use kv_transfer::api::PeerAddress;
+use kv_transfer::api::{Meeting, PeerAddress};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::{
@@ -39,6 +39,7 @@ pub(crate) enum Command {
         peers: Vec<PeerAddress>,
         /// They are sent to.
         sends: bool,
+        meeting: Meeting,
     },
     /// Nothing new will come; tell observers.
     Drain,

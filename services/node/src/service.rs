@@ -4,12 +4,13 @@
 //! back. A dropped call, a closed stream and a lost connection all drop the attempt's stream, and
 //! with it the attempt.
 
-use std::{pin::Pin, sync::Arc, time::Instant};
+use std::{convert::Infallible, pin::Pin, sync::Arc, time::Instant};
 
 use cluster::Role;
 use futures_util::{Stream, StreamExt};
+use kv_transfer::MEETING_MAX;
 use proto::v1::{self, node_server};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, metadata::MetadataMap};
 
@@ -106,7 +107,14 @@ impl node_server::Node for NodeService {
     ) -> Result<Response<v1::MeetReply>, Status> {
         let peers = attempt::peers_to_meet(request.into_inner(), &self.limits)?;
         let sends = self.role == Role::Prefill;
-        self.inbox.send(Command::Meet { peers, sends })?;
+        let (meeting, mut over) = mpsc::channel::<Infallible>(1);
+        self.inbox.send(Command::Meet { peers, sends, meeting: Arc::new(meeting) })?;
+        // Nothing is ever sent: it is over when nobody holds it any more.
+        tokio::select! {
+            _ = over.recv() => {}
+            () = self.draining.cancelled() => {}
+            () = tokio::time::sleep(MEETING_MAX) => {}
+        }
         Ok(Response::new(v1::MeetReply {}))
     }
 
@@ -132,4 +140,72 @@ fn traceparent(metadata: &MetadataMap) -> String {
         .filter(|text| text.len() <= TRACEPARENT_BYTES_MAX)
         .unwrap_or_default()
         .to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        pin::pin,
+        task::{Context, Poll, Waker},
+    };
+
+    use engine::executor::CollectWaker;
+    use kv_transfer::api::Epoch;
+
+    use super::*;
+    use crate::testing;
+
+    const LIMITS: AttemptLimits = AttemptLimits {
+        epoch: Epoch(7),
+        weight_version: 1,
+        vocabulary_size: 100,
+        prompt_tokens_max: 31,
+        sequence_tokens_max: 32,
+    };
+
+    /// Time stands still unless nothing else is to be done.
+    #[tokio::test(start_paused = true)]
+    async fn meet_answers_when_the_meetings_are_over_or_the_node_drains_or_it_takes_long() {
+        let (inbox, commands) = Inbox::new(4, CollectWaker::default());
+        let grammars = Grammars::new("nowhere".into(), 100, testing::metrics());
+        let draining = CancellationToken::new();
+        let service = NodeService::new(Role::Prefill, LIMITS, grammars, inbox, draining.clone());
+        let meet = || {
+            let peer = |epoch: u128| v1::Peer {
+                node_id: format!("decode-{epoch}"),
+                epoch: epoch.to_be_bytes().to_vec().into(),
+                notice_endpoint: "tcp://127.0.0.1:5555".into(),
+            };
+            let node_epoch = LIMITS.epoch.to_bytes().to_vec().into();
+            let request = v1::MeetRequest { node_epoch, peers: vec![peer(1), peer(2)] };
+            node_server::Node::meet(&service, Request::new(request))
+        };
+        let meeting = || match commands.try_recv() {
+            Ok(Command::Meet { meeting, peers, sends: true }) if peers.len() == 2 => meeting,
+            other => panic!("{other:?}"),
+        };
+        let mut context = Context::from_waker(Waker::noop());
+
+        let mut call = pin!(meet());
+        assert!(call.as_mut().poll(&mut context).is_pending());
+        let (first, second) = {
+            let both = meeting();
+            (both.clone(), both)
+        };
+        drop(first);
+        assert!(call.as_mut().poll(&mut context).is_pending(), "the second is not over");
+        drop(second);
+        assert!(matches!(call.as_mut().poll(&mut context), Poll::Ready(Ok(_))));
+
+        let (start, call) = (tokio::time::Instant::now(), meet());
+        call.await.unwrap();
+        assert_eq!(start.elapsed().as_secs(), MEETING_MAX.as_secs());
+        let _never_over = meeting();
+
+        let mut call = pin!(meet());
+        assert!(call.as_mut().poll(&mut context).is_pending());
+        let _never_over = meeting();
+        draining.cancel();
+        assert!(matches!(call.as_mut().poll(&mut context), Poll::Ready(Ok(_))));
+    }
 }

@@ -104,9 +104,10 @@ impl Front {
         self.admission.is_closed()
     }
 
-    /// Some model is served.
+    /// Some model is served, by nodes that have met.
     pub fn serves(&self) -> bool {
-        self.models.all().iter().any(|model| self.nodes.serving(&model.name).decode_nodes > 0)
+        let is_served = |name| self.nodes.serving(name).decode_nodes > 0;
+        self.nodes.are_introduced() && self.models.all().iter().any(|model| is_served(&model.name))
     }
 
     pub fn recovery_limits(&self) -> RecoveryLimits {

@@ -9,7 +9,7 @@ use common::{
     Cluster,
     client::{DEADLINE, eventually},
     encode, grpc_channel as channel, long_prompt, model_text,
-    node::{Behaviour, END},
+    node::{Behaviour, END, MODEL},
     one_within_a_second, settings,
 };
 use futures_util::{StreamExt, stream};
@@ -24,6 +24,7 @@ use proto::v1::{
     GenerateRequest, GenerateResponse, TokenIds, generate_request::Prompt,
     generate_response::Event, inference_client::InferenceClient,
 };
+use router::ModelSource;
 use tonic::{Code, Status, Streaming};
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
@@ -522,6 +523,53 @@ async fn health_follows_the_nodes_and_the_drain() {
     let request = request(options());
     let status = generate(&cluster, request).await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable, "{status}");
+}
+
+/// Not ready, but requests are served.
+#[tokio::test]
+async fn health_waits_for_nodes_that_meet_and_requests_do_not() {
+    /// The router waits no longer.
+    const MET_MAX: Duration = Duration::from_secs(2);
+    // On a busy machine that time may have passed before anybody looks.
+    for _ in 0..10 {
+        let (prefill, decode) = Cluster::nodes(1, 1, ANSWER);
+        prefill[0].keep_meeting(true);
+        let source = ModelSource { name: MODEL.to_owned(), text: model_text() };
+        let start = Instant::now();
+        let cluster = Cluster::begin(settings(), vec![source], prefill, decode);
+        eventually("both are told", async || {
+            [&cluster.prefill[0], &cluster.decode[0]].iter().all(|node| !node.met().is_empty())
+        })
+        .await;
+        let channel = channel(&cluster).await;
+        let mut health = HealthClient::new(channel.clone());
+        let mut by_grpc = async || {
+            let request = HealthCheckRequest { service: String::new() };
+            health.check(request).await.unwrap().into_inner().status()
+        };
+        let (answer, status) = (cluster.client.get("/health").await, by_grpc().await);
+        assert_eq!(answer.json()["decode_nodes"], 1);
+        let was_ready = answer.status == 200 || status == ServingStatus::Serving;
+        assert!(!was_ready || start.elapsed() >= MET_MAX, "they have not met");
+        collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
+        cluster.prefill[0].keep_meeting(false);
+        eventually("ready", async || cluster.client.get("/health").await.status == 200).await;
+        eventually("serving", async || by_grpc().await == ServingStatus::Serving).await;
+        if !was_ready {
+            assert_eq!(answer.json()["status"], "nodes meet");
+            return;
+        }
+    }
+    panic!("it was ready too soon to be seen waiting");
+}
+
+#[tokio::test]
+async fn nodes_that_never_meet_keep_no_router_from_being_ready() {
+    let (prefill, decode) = Cluster::nodes(1, 1, ANSWER);
+    decode[0].keep_meeting(true);
+    // Waits until it is ready.
+    let cluster = Cluster::start_over(settings(), prefill, decode).await;
+    collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
 }
 
 #[tokio::test]

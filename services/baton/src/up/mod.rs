@@ -327,11 +327,13 @@ async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
     let client = HttpClient::new(Duration::from_secs(1));
     let deadline = Instant::now() + READY_WITHIN;
     loop {
-        if let Ok((_, body)) = client.get(&format!("http://{http}/health")).await {
+        if let Ok((status, body)) = client.get(&format!("http://{http}/health")).await {
             let health: Value = serde_json::from_slice(&body).unwrap_or_default();
             // In etcd there may be more than ours.
             let sees = |key: &str, count: u32| health[key].as_u64() >= Some(count.into());
-            if sees("prefill_nodes", prefill) && sees("decode_nodes", decode) {
+            // And those have met.
+            let sees_all = sees("prefill_nodes", prefill) && sees("decode_nodes", decode);
+            if sees_all && status.is_success() {
                 return Ok(());
             }
         }

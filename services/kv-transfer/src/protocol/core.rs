@@ -158,7 +158,7 @@ impl Core {
                     outgoing.finish(turn, first_index, token);
                 });
             }
-            Command::Meet { peer, sends } => self.meet(now, &peer, sends),
+            Command::Meet { peer, sends, meeting: _ } => self.meet(now, &peer, sends),
             Command::Abort { transfer, reason } => self.abort(now, transfer, reason),
             Command::WeightsChanged { weight_version } => {
                 self.on_weights_changed(now, weight_version);

@@ -18,6 +18,9 @@ use crate::{
     notice::{Body, Hello, HelloOk},
 };
 
+/// Who has not answered a greeting for so long has no room for the pair, or is not there. It may come yet.
+const ANSWERED_IN: Duration = Duration::from_millis(500);
+
 pub struct Pair {
     peer: Peer,
     state: State,
@@ -352,6 +355,15 @@ impl Pair {
 
     pub fn is_up(&self) -> bool {
         matches!(self.state, State::Up { .. })
+    }
+
+    /// False where there is no pair to be hoped for soon.
+    pub fn may_yet_answer(&self, now: Instant) -> bool {
+        match &self.state {
+            State::Greeting { until, .. } => now + LEASE < *until + ANSWERED_IN,
+            State::Up { .. } => true,
+            State::Refused { .. } => false,
+        }
     }
 
     pub fn is_idle(&self, now: Instant) -> bool {

@@ -13,8 +13,9 @@ use super::{
     outbound::{Outbound, Postbox},
 };
 use crate::{
-    api::{Command, Epoch, Event},
+    api::{Command, Epoch, Event, Meeting},
     carrier::Carrier,
+    config::MEETING_MAX,
     metrics::Figures,
     notice::Opened,
     protocol::{Action, Core, DataEvent},
@@ -24,6 +25,8 @@ use crate::{
 
 /// The longest sleep, so that no error in a deadline is for ever.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
+/// How soon it is seen that two nodes have met.
+const LOOK_AT_MEETINGS: Duration = Duration::from_millis(5);
 /// How soon an event that found no room is offered again.
 const OFFER_AGAIN: Duration = Duration::from_millis(5);
 /// Inputs taken before deadlines are looked at. A process that slept takes first what came while it
@@ -54,6 +57,8 @@ pub struct Driver<S> {
     pub senders: Threads,
     /// Events that found no room.
     pub waiting: VecDeque<Event>,
+    /// With whom, and for how long at most.
+    pub meetings: Vec<(Epoch, Instant, Meeting)>,
 }
 
 enum Input {
@@ -104,12 +109,20 @@ impl<S: EventSink> Driver<S> {
         if !self.waiting.is_empty() {
             sleep = sleep.min(OFFER_AGAIN);
         }
+        if !self.meetings.is_empty() {
+            sleep = sleep.min(LOOK_AT_MEETINGS);
+        }
         for _ in 0..BATCH {
             let input = self.next_input(sleep);
             now = Instant::now();
             sleep = Duration::ZERO;
             match input {
-                Input::Command(command) => self.core.handle_command(now, command),
+                Input::Command(command) => {
+                    if let Command::Meet { peer, meeting: Some(meeting), .. } = &command {
+                        self.meetings.push((peer.epoch, now + MEETING_MAX, Arc::clone(meeting)));
+                    }
+                    self.core.handle_command(now, command);
+                }
                 Input::Notice(opened) => {
                     self.core.handle_notice(now, &opened.from, opened.notice);
                 }
@@ -135,6 +148,11 @@ impl<S: EventSink> Driver<S> {
             self.core.on_deadline(now);
             self.act();
         }
+        self.meetings.retain(|(peer, until, _)| {
+            now < *until
+                && self.core.is_meeting(now, *peer)
+                && !self.figures.data.is_connected(*peer)
+        });
         self.figures.publish(&self.core);
         self.offer();
         Turned::Running

@@ -197,6 +197,7 @@ impl Transfers {
             outbound: BTreeMap::new(),
             senders: Threads::default(),
             waiting: VecDeque::new(),
+            meetings: Vec::new(),
         };
         let threads = Threads::default();
         let name = "kv-driver";

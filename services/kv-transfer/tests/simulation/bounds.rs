@@ -265,7 +265,7 @@ fn pairs_are_bounded_and_the_longest_idle_makes_room() {
 const INTRODUCED_EVERY: Duration = Duration::from_secs(20);
 
 fn meet(world: &mut World, node: usize, other: usize) {
-    let command = Command::Meet { peer: world.address(other), sends: true };
+    let command = Command::Meet { peer: world.address(other), sends: true, meeting: None };
     world.at(world.now, node, Step::Command(command));
     world.run_until(world.now + Duration::from_millis(20));
 }

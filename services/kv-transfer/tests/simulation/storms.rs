@@ -117,7 +117,8 @@ fn meet(storm: &Storm, world: &mut World) {
         let other = (node + 1 + random.below(others) as usize) % storm.node_count;
         let within = if random.chance(50) { 900 } else { 15_000 };
         let at = world.start + random.up_to(Duration::from_millis(within));
-        let command = Command::Meet { peer: world.address(other), sends: random.chance(50) };
+        let command =
+            Command::Meet { peer: world.address(other), sends: random.chance(50), meeting: None };
         world.at(at, node, Step::Command(command));
     }
 }

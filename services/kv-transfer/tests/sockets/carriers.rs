@@ -4,14 +4,14 @@
 //! is; with real GPUs the same is tested in `integration-tests`.
 
 use std::{
-    sync::atomic::Ordering,
+    sync::{Arc, Weak, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use kernels::BlockId;
 use kv_transfer::{
     Carrier, Carriers, Choice,
-    api::{Command, Event, TransferFailure, TransferId},
+    api::{Command, Epoch, Event, Meeting, PeerAddress, TransferFailure, TransferId},
     config::LEASE,
 };
 
@@ -24,6 +24,12 @@ fn reaching(name: &str) -> Node {
 fn verified(name: &str) -> Node {
     Node::start_reaching(name, Reach::default(), Carriers { verify: true, ..Carriers::default() })
 }
+
+/// One of several tries: on a busy machine a step may take longer than the lease.
+const TRIES: usize = 10;
+
+/// A greeting without an answer is waited for no less.
+const UNANSWERED_MIN: Duration = Duration::from_millis(500);
 
 type Start = fn(&str) -> Node;
 
@@ -251,7 +257,7 @@ fn a_peer_that_leaves_in_a_join_is_lost_and_counts_as_no_fallback() {
         let prefill = Node::start_reaching("prefill", absent, only(Carrier::Nccl, false));
         let decode = Node::start_reaching("decode", reach.clone(), only(Carrier::Nccl, false));
         let peer = decode.address.clone();
-        prefill.transfers.command(Command::Meet { peer, sends: true }).unwrap();
+        prefill.transfers.command(Command::Meet { peer, sends: true, meeting: None }).unwrap();
         until("the receiver waits for the sender", || reach.joining.load(Ordering::Acquire) == 1);
         let (leaves, stays) = if sender_leaves { (&prefill, &decode) } else { (&decode, &prefill) };
         leaves.transfers.shutdown().unwrap();
@@ -278,29 +284,80 @@ fn whoever_waits_in_a_join_hears_that_the_other_end_has_given_up() {
     }
 }
 
-/// What GPUs need for a pair is made before the first transfer, and is there for it.
+/// Tells the node of a peer; what is returned has owners until the two have met.
+fn meet(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
+    let meeting = Arc::new(());
+    let held = Arc::downgrade(&meeting);
+    let meeting: Meeting = meeting;
+    node.transfers.command(Command::Meet { peer, sends, meeting: Some(meeting) }).unwrap();
+    held
+}
+
+/// What GPUs need for a pair is made before the first transfer, and is there for it when the two have met.
 #[test]
 fn nodes_that_meet_have_their_connection_before_the_first_transfer() {
     for carrier in LOCAL {
-        let reach = Reach::default();
-        let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
-        let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
-        for (node, peer, sends) in [(&prefill, &decode, true), (&decode, &prefill, false)] {
-            let peer = peer.address.clone();
-            node.transfers.command(Command::Meet { peer, sends }).unwrap();
-        }
-        let reached = || reach.reached.load(Ordering::Acquire);
-        until("the receiver has reached the sender", || reached() == 1);
-        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
-        assert_eq!((path(&decode).as_str(), reached()), (carrier.name(), 1));
+        // On a busy machine they may be given up before they have met.
+        let met_in_time = (0..TRIES).any(|_| {
+            let reach = Reach::default();
+            let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
+            let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
+            let start = Instant::now();
+            let held = [
+                meet(&prefill, decode.address.clone(), true),
+                meet(&decode, prefill.address.clone(), false),
+            ];
+            until("both have met", || held.iter().all(|held| held.strong_count() == 0));
+            let took = start.elapsed();
+            let reached = || reach.reached.load(Ordering::Acquire);
+            let in_time = reached() == 1;
+            assert!(in_time || took >= UNANSWERED_MIN, "over after {took:?}, and no connection");
+            until("the receiver has reached the sender", || reached() == 1);
+            travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+            assert_eq!((path(&decode).as_str(), reached()), (carrier.name(), 1));
+            // Once more: nothing is to be made.
+            let held = meet(&prefill, decode.address.clone(), true);
+            until("they have met", || held.strong_count() == 0);
+            in_time
+        });
+        assert!(met_in_time);
     }
+}
+
+#[test]
+fn whoever_waits_for_a_meeting_hears_soon_that_there_will_be_none() {
+    // A listener that takes connections and says nothing.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let peer = PeerAddress {
+        node_id: "silent".to_owned(),
+        epoch: Epoch(fresh()),
+        notice_endpoint: format!("tcp://{}", silent.local_addr().unwrap()),
+    };
+    let prefill = reaching("prefill");
+    let start = Instant::now();
+    let held = meet(&prefill, peer, true);
+    until("the silent one is given up", || held.strong_count() == 0);
+    assert!(start.elapsed() >= UNANSWERED_MIN, "it might have answered yet");
+
+    let (hangs, other) = (Reach { hangs: true, ..Reach::default() }, Reach::default());
+    let prefill = Node::start_reaching("prefill", hangs, only(Carrier::Nccl, false));
+    let decode = Node::start_reaching("decode", other, only(Carrier::Nccl, false));
+    let start = Instant::now();
+    let held = meet(&prefill, decode.address.clone(), true);
+    until("the one that hangs is given up", || held.strong_count() == 0);
+    assert!(start.elapsed() >= UNANSWERED_MIN, "it might have joined yet");
+
+    // By tcp alone there is nothing to wait for.
+    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
+    let held = meet(&prefill, decode.address.clone(), true);
+    until("there is nothing to make", || held.strong_count() == 0);
 }
 
 #[test]
 fn where_there_is_nothing_to_make_in_advance_meeting_makes_no_pair() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let peer = decode.address.clone();
-    prefill.transfers.command(Command::Meet { peer, sends: true }).unwrap();
+    prefill.transfers.command(Command::Meet { peer, sends: true, meeting: None }).unwrap();
     // Commands are taken in order: when the transfer is over, the meeting has long been.
     let third = Node::start("third");
     travel(&prefill, &third, &blocks(0..20), &blocks(100..120));
@@ -313,7 +370,7 @@ fn few_pairs_are_made_in_advance() {
     let others: Vec<Node> = (0..6).map(|_| reaching("decode")).collect();
     for other in &others {
         let peer = other.address.clone();
-        prefill.transfers.command(Command::Meet { peer, sends: true }).unwrap();
+        prefill.transfers.command(Command::Meet { peer, sends: true, meeting: None }).unwrap();
     }
     // With one that was met and with the last, which was not.
     for other in [&others[0], &others[5]] {
@@ -321,9 +378,6 @@ fn few_pairs_are_made_in_advance() {
     }
     assert_eq!(prefill.transfers.metrics().peers.len(), 5);
 }
-
-/// One of several tries: on a busy machine a step may take longer than the lease.
-const TRIES: usize = 10;
 
 /// False when the machine was so slow that the carriers may have given up by themselves.
 fn blocks_stay_borrowed(carrier: Carrier, decode_aborts: bool) -> bool {

@@ -144,6 +144,9 @@ async fn health(State(front): State<Arc<Front>>) -> Response {
     let (code, status) = match (front.is_stopping(), decode_nodes) {
         (true, _) => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
         (false, 0) => (StatusCode::SERVICE_UNAVAILABLE, "no decode node"),
+        (false, _) if !front.nodes.are_introduced() => {
+            (StatusCode::SERVICE_UNAVAILABLE, "nodes meet")
+        }
         (false, _) => (StatusCode::OK, "ready"),
     };
     let health = Health {

@@ -1,7 +1,10 @@
 //! Tells nodes with which others they will exchange KV, so that what two GPUs need for that is made before
 //! a request waits for it.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
 
 use cluster::{NodeRecord, Role};
 use proto::v1::{MeetRequest, Peer};
@@ -12,41 +15,60 @@ use super::{Nodes, channel};
 /// Nodes let go of a pair that is idle for a minute.
 const EVERY: Duration = Duration::from_secs(20);
 /// Nodes that are started together come up one soon after the other.
-const SETTLES_IN: Duration = Duration::from_millis(100);
-/// A node that is up waits no longer, whatever else comes up meanwhile.
-const WAIT_MAX: Duration = Duration::from_secs(1);
+pub const SETTLES_IN: Duration = Duration::from_millis(100);
+/// A node that is up waits no longer, whatever else comes up meanwhile or is still to.
+pub const WAIT_MAX: Duration = Duration::from_secs(1);
 /// With whom a node is brought together at most; with others its first request makes the pair. Few beside
 /// the pairs that a node may have, 64 unless set otherwise; nodes make no more of them than they have room
 /// for, those first that are named first.
 const PEERS_MAX: usize = 16;
-/// Nobody waits for it.
-const ANSWER_MAX: Duration = Duration::from_secs(2);
+/// From the first node's coming up to the last one's having met: so long a router that starts is not ready.
+const MET_MAX: Duration = Duration::from_secs(2);
 
 /// When all nodes are introduced anew: soon after some have come up, once for all of them, and otherwise
 /// every now and then.
 #[derive(Clone, Copy, Debug)]
 pub struct Rounds {
     next: Instant,
-    /// Of nodes that came up since the last round: until when the first of them waits.
-    until: Option<Instant>,
+    /// When the first node changed since the last round.
+    since: Option<Instant>,
 }
 
 impl Rounds {
     pub fn new(now: Instant) -> Self {
-        Self { next: now + EVERY, until: None }
+        Self { next: now + EVERY, since: None }
     }
 
-    pub fn on_up(&mut self, now: Instant) {
-        let until = *self.until.get_or_insert((now + WAIT_MAX).min(self.next));
-        self.next = (now + SETTLES_IN).min(until);
+    /// A node has changed; others are soon to.
+    pub fn on_change(&mut self, now: Instant, settles_in: Duration) {
+        let since = *self.since.get_or_insert(now);
+        self.next = (now + settles_in).min(since + WAIT_MAX);
     }
 
     pub fn next(&self) -> Instant {
         self.next
     }
 
-    pub fn on_start(&mut self, now: Instant) {
-        *self = Self::new(now);
+    /// Returns when all of the round is over.
+    pub fn on_start(&mut self, now: Instant) -> Instant {
+        let since = std::mem::replace(self, Self::new(now)).since.unwrap_or(now);
+        since + MET_MAX
+    }
+}
+
+/// Held by the calls of the first round: the router is not ready before all of them are over.
+pub struct FirstRound(Nodes);
+
+impl FirstRound {
+    pub fn new(nodes: Nodes) -> Arc<Self> {
+        Arc::new(Self(nodes))
+    }
+}
+
+impl Drop for FirstRound {
+    fn drop(&mut self) {
+        self.0.0.introduced.store(true, Ordering::Release);
+        self.0.changed();
     }
 }
 
@@ -97,15 +119,20 @@ pub fn peer(record: &NodeRecord) -> Peer {
     }
 }
 
-/// A node that does not answer, or is of a release that has not heard of this, costs nothing: its first
-/// request makes the pair.
-pub async fn introduce(nodes: Nodes, introduction: Introduction) {
+/// A node answers when the meetings are over. One that does not answer, or is of a release that has not heard
+/// of this, costs nothing but time: its first request makes the pair.
+pub async fn introduce(
+    nodes: Nodes,
+    introduction: Introduction,
+    deadline: Instant,
+    _first: Option<Arc<FirstRound>>,
+) {
     let Introduction { url, request } = introduction;
     let Ok(channel) = nodes.channel(&url) else { return };
     let mut request = Request::new(request);
-    request.set_timeout(ANSWER_MAX);
+    request.set_timeout(deadline.saturating_duration_since(Instant::now()));
     let mut client = channel::client(channel);
-    match tokio::time::timeout(ANSWER_MAX, client.meet(request)).await {
+    match tokio::time::timeout_at(deadline.into(), client.meet(request)).await {
         Ok(Ok(_)) => {}
         Ok(Err(status)) => tracing::debug!(node = url, %status, "a node was not introduced"),
         Err(_) => tracing::debug!(node = url, "a node was not introduced in time"),
@@ -193,7 +220,7 @@ pub mod tests {
                     let epoch = serving.len() as u128 + 1;
                     let role = Role::ALL[serving.len() % 2];
                     serving.push(node("n", role, epoch, 7));
-                    rounds.on_up(up);
+                    rounds.on_change(up, SETTLES_IN);
                 }
                 None if ups.peek().is_none() && rounds.next() >= start + EVERY => {
                     return (calls, began);
@@ -202,7 +229,8 @@ pub mod tests {
                     let now = rounds.next();
                     calls += introductions(&serving).len();
                     began.push(now - start);
-                    rounds.on_start(now);
+                    let over = rounds.on_start(now);
+                    assert!(over > now && over <= now + MET_MAX);
                     assert_eq!(rounds.next(), now + EVERY);
                 }
             }

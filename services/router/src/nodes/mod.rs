@@ -6,7 +6,10 @@ mod watch;
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -40,8 +43,9 @@ struct Shared {
     /// By URL.
     channels: Mutex<HashMap<String, Channel>>,
     inputs: mpsc::Sender<Input>,
-    /// Counts changes of health.
+    /// Counts changes of health, and the end of the first introductions.
     changes: latest::Sender<u64>,
+    introduced: AtomicBool,
     metrics: RouterMetrics,
 }
 
@@ -74,6 +78,7 @@ impl Nodes {
             channels: Mutex::new(HashMap::new()),
             inputs,
             changes: latest::Sender::new(0),
+            introduced: AtomicBool::new(false),
             metrics,
         }));
         let watch = NodeWatch::start(nodes.clone(), membership.watch(), received, served);
@@ -140,9 +145,18 @@ impl Nodes {
         identities
     }
 
-    /// Changes whenever a node's health does.
+    /// Changes whenever a node's health does, or [`Self::are_introduced`].
     pub fn changes(&self) -> latest::Receiver<u64> {
         self.0.changes.subscribe()
+    }
+
+    /// Whether the nodes that were there first have met, as far as they will: from then on always.
+    pub fn are_introduced(&self) -> bool {
+        self.0.introduced.load(Ordering::Acquire)
+    }
+
+    fn changed(&self) {
+        self.0.changes.send_modify(|count| *count += 1);
     }
 
     fn channel(&self, url: &str) -> Result<Channel, tonic::transport::Error> {

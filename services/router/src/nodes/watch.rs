@@ -1,9 +1,13 @@
 //! The task that keeps the directory up to date: it follows the membership, holds one `Observe`
 //! stream to each member, and wakes for the directory's deadlines.
 
-use std::{collections::HashMap, sync::Arc, time::Instant};
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use cluster::{Action, Health, Input, MemberWatch, NodeAddress, StreamId};
+use cluster::{Action, Health, Input, MemberWatch, NodeAddress, Role, StreamId};
 use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
 use tokio::{
     sync::mpsc,
@@ -14,7 +18,7 @@ use tonic::Code;
 
 use super::{
     Nodes, channel,
-    introductions::{self, Rounds},
+    introductions::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
 };
 
 /// What nodes must serve to be used.
@@ -59,13 +63,16 @@ struct Watch {
     streams: JoinSet<()>,
     open: HashMap<StreamId, AbortHandle>,
     rounds: Rounds,
-    /// Calls of the last round.
+    /// Until the first round in which there is anybody to serve.
+    first: Option<Arc<FirstRound>>,
+    /// Calls of this round and of those before, which end by themselves.
     introductions: JoinSet<()>,
 }
 
 impl Watch {
     fn new(nodes: Nodes, inputs: mpsc::Receiver<Input>, served: Arc<[Served]>) -> Self {
         Self {
+            first: Some(FirstRound::new(nodes.clone())),
             nodes,
             inputs,
             served,
@@ -138,8 +145,13 @@ impl Watch {
                     "node health changed"
                 );
                 self.changed();
-                if to == Health::Up {
-                    self.rounds.on_up(Instant::now());
+                let settles_in = match self.first {
+                    Some(_) if self.is_one_to_come() => Some(WAIT_MAX),
+                    Some(_) => Some(Duration::ZERO),
+                    None => (to == Health::Up).then_some(SETTLES_IN),
+                };
+                if let Some(settles_in) = settles_in {
+                    self.rounds.on_change(Instant::now(), settles_in);
                 }
             }
             Action::Forgotten { address, .. } => {
@@ -152,9 +164,7 @@ impl Watch {
 
     /// Lets all nodes know whom they will meet.
     fn introduce(&mut self) {
-        self.rounds.on_start(Instant::now());
-        // Whatever is still to be said of the last round is said again.
-        self.introductions.abort_all();
+        let deadline = self.rounds.on_start(Instant::now());
         let directory = self.nodes.directory();
         let serving: Vec<_> = directory
             .nodes()
@@ -164,14 +174,30 @@ impl Watch {
             })
             .collect();
         drop(directory);
+        let is_served = serving.iter().any(|(_, role, _)| *role == Role::Decode);
+        let first = self.first.take_if(|_| is_served);
         for introduction in introductions::introductions(&serving) {
-            self.introductions.spawn(introductions::introduce(self.nodes.clone(), introduction));
+            let (nodes, first) = (self.nodes.clone(), first.clone());
+            self.introductions.spawn(introductions::introduce(
+                nodes,
+                introduction,
+                deadline,
+                first,
+            ));
         }
+    }
+
+    /// Whether a node that is listed may be up soon and make a pair.
+    fn is_one_to_come(&self) -> bool {
+        let directory = self.nodes.directory();
+        let is_listed = |role| directory.nodes().any(|node| node.address.role == role);
+        Role::ALL.into_iter().all(is_listed)
+            && directory.nodes().any(|node| node.health == Health::Unknown)
     }
 
     fn changed(&self) {
         self.nodes.count_nodes();
-        self.nodes.0.changes.send_modify(|count| *count += 1);
+        self.nodes.changed();
     }
 }
 
@@ -208,7 +234,7 @@ async fn follow(
         }
         if changed {
             // No change of health, but of what can be picked.
-            nodes.0.changes.send_modify(|count| *count += 1);
+            nodes.changed();
         }
     }
     Ok(())
@@ -249,46 +275,134 @@ fn drains(event: &ObserveEvent) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
-    use cluster::{MemberChange, Role};
+    use cluster::MemberChange;
     use proto::v1::{NodeLoad, NodeRecord, NodeSnapshot};
 
     use super::*;
     use crate::nodes::{introductions::tests::record, tests::metrics};
 
-    #[tokio::test]
-    async fn nodes_that_come_up_together_are_each_told_once_whom_they_meet() {
+    /// A watch that the test turns, and the one that came with the nodes and sees no member.
+    fn watch() -> (Watch, NodeWatch) {
         let members = cluster::StaticMembership::new(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
-        let (nodes, _task) = Nodes::watch(&members, served.clone(), metrics()).unwrap();
-        let mut watch = Watch::new(nodes, mpsc::channel(1).1, served);
+        let (nodes, task) = Nodes::watch(&members, served.clone(), metrics()).unwrap();
+        (Watch::new(nodes, mpsc::channel(1).1, served), task)
+    }
+
+    /// Returns the stream by which it is observed.
+    fn joins(watch: &mut Watch, role: Role, grpc: &str) -> StreamId {
+        let address = NodeAddress { role, grpc: grpc.to_owned() };
+        let mut actions = Vec::new();
+        watch.handle(Input::Member(MemberChange::Joined(address)), &mut actions);
+        let [Action::Observe { stream, .. }] = actions[..] else { panic!("{actions:?}") };
+        stream
+    }
+
+    fn comes_up(watch: &mut Watch, role: Role, epoch: u128, stream: StreamId) {
+        let record = Some(record(&format!("node-{epoch}"), role, epoch, 7));
+        let snapshot =
+            NodeSnapshot { record, load: Some(NodeLoad::default()), ..Default::default() };
+        let event = ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) };
+        let mut actions = Vec::new();
+        watch.handle(Input::Observed { stream, event }, &mut actions);
+        let is_up =
+            |action: &Action| matches!(action, Action::HealthChanged { to: Health::Up, .. });
+        assert!(actions.iter().any(is_up), "{actions:?}");
+        for action in actions {
+            watch.act(action);
+        }
+    }
+
+    fn is_lost(watch: &mut Watch, stream: StreamId) {
+        let mut actions = Vec::new();
+        watch.handle(Input::StreamEnded { stream, reason: "a test".into() }, &mut actions);
+        let changes = |action: &Action| matches!(action, Action::HealthChanged { .. });
+        for action in actions.into_iter().filter(changes) {
+            watch.act(action);
+        }
+    }
+
+    /// Begins a round, which must be due.
+    fn begin_round(watch: &mut Watch) {
+        assert!(watch.rounds.next() <= Instant::now(), "it is due");
+        watch.introduce();
+    }
+
+    #[tokio::test]
+    async fn nodes_that_come_up_together_are_each_told_once_whom_they_meet() {
+        let (mut watch, _task) = watch();
         let by_itself = watch.rounds.next();
         let mut meets = 0;
         for epoch in 1..=12 {
             let role = Role::ALL[epoch as usize % 2];
             // Nobody listens there: what is counted are calls that are begun.
-            let address = NodeAddress { role, grpc: format!("http://127.0.0.1:{epoch}") };
-            let mut actions = Vec::new();
-            watch.handle(Input::Member(MemberChange::Joined(address)), &mut actions);
-            let [Action::Observe { stream, .. }] = actions[..] else { panic!("{actions:?}") };
-            let record = Some(record(&format!("node-{epoch}"), role, epoch, 7));
-            let snapshot =
-                NodeSnapshot { record, load: Some(NodeLoad::default()), ..Default::default() };
-            let event = ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) };
-            let mut actions = Vec::new();
-            watch.handle(Input::Observed { stream, event }, &mut actions);
-            let is_up =
-                |action: &Action| matches!(action, Action::HealthChanged { to: Health::Up, .. });
-            assert!(actions.iter().any(is_up), "{actions:?}");
-            for action in actions {
-                watch.act(action);
-            }
+            let stream = joins(&mut watch, role, &format!("http://127.0.0.1:{epoch}"));
+            comes_up(&mut watch, role, epoch, stream);
             meets += watch.introductions.len();
         }
         assert!(watch.rounds.next() + Duration::from_secs(10) < by_itself, "it is due soon");
         watch.introduce();
         assert_eq!(meets + watch.introductions.len(), 12);
+    }
+
+    #[tokio::test]
+    async fn the_first_round_begins_when_all_are_up_and_is_over_when_all_have_answered() {
+        let (mut watch, _task) = watch();
+        let is_ready = |watch: &Watch| watch.nodes.are_introduced();
+        // No call gets anywhere before this test awaits something.
+        let url = |port: u16| format!("http://127.0.0.1:{port}");
+        let prefill = joins(&mut watch, Role::Prefill, &url(1));
+        let decode = joins(&mut watch, Role::Decode, &url(2));
+        let absent = joins(&mut watch, Role::Decode, &url(3));
+
+        comes_up(&mut watch, Role::Prefill, 1, prefill);
+        comes_up(&mut watch, Role::Decode, 2, decode);
+        assert!(watch.is_one_to_come());
+        // It cannot be reached: nobody else is waited for.
+        is_lost(&mut watch, absent);
+        begin_round(&mut watch);
+        assert_eq!((watch.introductions.len(), is_ready(&watch)), (2, false));
+
+        // One that comes meanwhile is told of by a round of its own.
+        let late = joins(&mut watch, Role::Decode, &url(4));
+        comes_up(&mut watch, Role::Decode, 4, late);
+        assert!(!is_ready(&watch));
+        let mut first_round = std::mem::take(&mut watch.introductions);
+        watch.introduce();
+        assert_eq!((watch.introductions.len(), is_ready(&watch)), (3, false));
+        first_round.shutdown().await;
+        assert!(is_ready(&watch));
+
+        // From then on nothing takes it back: not a restart, nor the loss of all.
+        is_lost(&mut watch, prefill);
+        is_lost(&mut watch, decode);
+        is_lost(&mut watch, late);
+        let again = joins(&mut watch, Role::Prefill, &url(5));
+        comes_up(&mut watch, Role::Prefill, 5, again);
+        watch.introduce();
+        assert!(is_ready(&watch));
+    }
+
+    #[tokio::test]
+    async fn where_there_are_no_pairs_nobody_waits() {
+        let (mut watch, _task) = watch();
+        let decode = joins(&mut watch, Role::Decode, "http://127.0.0.1:1");
+        let _other = joins(&mut watch, Role::Decode, "http://127.0.0.1:2");
+        comes_up(&mut watch, Role::Decode, 1, decode);
+        begin_round(&mut watch);
+        assert!(watch.nodes.are_introduced());
+    }
+
+    #[tokio::test]
+    async fn a_round_without_decode_nodes_is_not_the_first() {
+        let (mut watch, _task) = watch();
+        let prefill = joins(&mut watch, Role::Prefill, "http://127.0.0.1:1");
+        comes_up(&mut watch, Role::Prefill, 1, prefill);
+        begin_round(&mut watch);
+        let decode = joins(&mut watch, Role::Decode, "http://127.0.0.1:2");
+        comes_up(&mut watch, Role::Decode, 2, decode);
+        begin_round(&mut watch);
+        assert_eq!((watch.introductions.len(), watch.nodes.are_introduced()), (2, false));
     }
 
     #[test]

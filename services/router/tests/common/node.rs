@@ -88,6 +88,8 @@ pub struct State {
     observed: AtomicUsize,
     /// Those that it was told to meet.
     met: Mutex<BTreeSet<String>>,
+    /// While true no meeting is over.
+    meeting: watch::Sender<bool>,
 }
 
 /// Ends every answer, as in the model that the tests' tokenizer belongs to.
@@ -335,6 +337,9 @@ impl node_server::Node for Service {
     async fn meet(&self, request: Request<MeetRequest>) -> Result<Response<MeetReply>, Status> {
         let peers = request.into_inner().peers.into_iter().map(|peer| peer.node_id);
         self.0.met.lock().unwrap().extend(peers);
+        let mut meeting = self.0.meeting.subscribe();
+        // Fails only with the node.
+        let _ = meeting.wait_for(|meeting| !meeting).await;
         Ok(Response::new(MeetReply {}))
     }
 
@@ -445,6 +450,7 @@ impl ScriptedNode {
             skip: AtomicU64::new(0),
             observed: AtomicUsize::new(0),
             met: Mutex::default(),
+            meeting: watch::Sender::new(false),
         });
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -509,6 +515,11 @@ impl ScriptedNode {
     /// Those that it was told to meet.
     pub fn met(&self) -> BTreeSet<String> {
         self.state.met.lock().unwrap().clone()
+    }
+
+    /// Whether `Meet` is answered.
+    pub fn keep_meeting(&self, meeting: bool) {
+        self.state.meeting.send_replace(meeting);
     }
 
     pub fn observed(&self) -> usize {

@@ -121,6 +121,13 @@ impl Core {
         }
     }
 
+    /// As far as is known here: whether the connection is there the transport knows.
+    pub fn is_meeting(&self, now: Instant, peer: Epoch) -> bool {
+        self.pairs
+            .get(&peer)
+            .is_some_and(|pair| pair.may_yet_answer(now) && pair.transport() != TCP)
+    }
+
     /// A process does not change what it offers.
     fn note_tcp(&mut self, epoch: Epoch) {
         self.by_tcp.insert(epoch);

@@ -250,7 +250,7 @@ fn model() -> Value {
 
 fn health() -> Value {
     complete(json!({
-        "status": {"enum": ["ready", "no decode node", "stopping"]},
+        "status": {"enum": ["ready", "no decode node", "nodes meet", "stopping"]},
         "degraded": {"type": "boolean",
             "description": "Some model has no prefill or no decode node."},
         "model": {"type": "string", "description": "The default model."},
