@@ -29,6 +29,8 @@ impl Up {
             .arg("up")
             .args(args)
             .envs(settings)
+            // Tests on GPUs have it for themselves; nodes choose their own.
+            .env_remove("CUDA_DEVICE_MAX_CONNECTIONS")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

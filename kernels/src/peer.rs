@@ -74,20 +74,20 @@ pub trait PeerChannels: Send + Sync {
     fn prepare(&self) -> Result<(), String>;
 
     /// What the receiver needs to join the sender that tells it; at most [`EXPORT_BYTES_MAX`].
-    fn invite(&self) -> Result<Vec<u8>, String>;
+    /// `multiprocessors`: how many the channel takes at most of each GPU while it moves blocks; unset: as many as
+    /// it likes. Of two ends the smaller number holds.
+    fn invite(&self, multiprocessors: Option<u32>) -> Result<Vec<u8>, String>;
 
     /// What the sender needs in turn, which has invited so; at most [`EXPORT_BYTES_MAX`]. The error says
     /// why this end cannot join.
-    fn accept(&self, invitation: &[u8]) -> Result<Vec<u8>, String>;
+    fn accept(&self, invitation: &[u8], multiprocessors: Option<u32>) -> Result<Vec<u8>, String>;
 
     /// Joins the other end, which does the same, or gives up with the patience. No other channel waits
-    /// meanwhile. `told`: the invitation, and the answer to it. `multiprocessors`: how many the channel
-    /// takes of each GPU while it moves blocks; unset: as many as it likes.
+    /// meanwhile. `told`: the invitation, and the answer to it.
     fn join(
         &self,
         told: (&[u8], &[u8]),
         end: End,
-        multiprocessors: Option<u32>,
         patience: Patience<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String>;
 }

@@ -694,9 +694,9 @@ impl Watched {
         self.look();
         loop {
             let health = timeout(DEADLINE, self.client.get_json("/health")).await;
-            if let Ok(Ok((_, health))) = health {
+            if let Ok(Ok((status, health))) = health {
                 let nodes = (&health["prefill_nodes"], &health["decode_nodes"]);
-                if nodes == (&json!(self.nodes.0), &json!(self.nodes.1)) {
+                if status == 200 && nodes == (&json!(self.nodes.0), &json!(self.nodes.1)) {
                     return Ok(());
                 }
             }

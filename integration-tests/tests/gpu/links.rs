@@ -287,7 +287,7 @@ fn a_stopped_peer_delays_no_other_pair_and_costs_its_transfers_a_lease() {
         // Whoever waited for the stopped one would have waited for a lease.
         assert!(longest < longest_before + LEASE / 2, "{carrier}: {longest_before:?} {longest:?}");
         // Nor is each slower by more than what else the machine does can explain.
-        assert!(10.0 * rate(after, 2 * LEASE) >= rate(before, time), "{carrier}: {before} {after}");
+        assert!(2.0 * rate(after, 2 * LEASE) >= rate(before, time), "{carrier}: {before} {after}");
         // A lease and what is allowed beyond it, an abort, and what a busy machine takes.
         assert!(last <= LEASE + Duration::from_secs(2), "{carrier}: {last:?}");
         stopped.signal("-CONT");

@@ -224,7 +224,7 @@ fn whatever_is_fused_or_replayed_gives_the_cpus_logits_in_bf16() {
     let best = CudaOptions::new(WeightFormat::Bf16);
     let unfused = CudaOptions { fused: false, ..best };
     let flash = CudaOptions { attention: AttentionKind::Flash, graphs: false, ..best };
-    let sparing = CudaOptions { spare_multiprocessors: 5, ..best };
+    let sparing = CudaOptions { spare_multiprocessors: 127, ..best };
     for (architecture, model_type, head_dim) in [
         ("LlamaForCausalLM", "llama", 16),
         ("LlamaForCausalLM", "llama", 64),

@@ -186,6 +186,12 @@ impl Manner {
         matches!(self, Self::Kernel | Self::LargeKernel | Self::Two | Self::Four)
     }
 
+    /// Of nccl: what nodes take where nothing else is said, whose receivers scatter by copies, and more where a kernel
+    /// is to.
+    fn multiprocessors(self) -> u32 {
+        if self.has_kernel() { 8 } else { 4 }
+    }
+
     fn ranks(self) -> usize {
         match self {
             Self::Two | Self::TwoLate => 2,
@@ -322,7 +328,7 @@ impl Node {
             carriers: Carriers {
                 choice: Choice::Only(carrier),
                 verify: manner.verifies(),
-                nccl_blocks: Some(8),
+                nccl_blocks: Some(manner.multiprocessors()),
             },
         };
         let sink = move |event| {

@@ -28,7 +28,7 @@ use std::{
 };
 
 use self::{
-    invitation::{Answer, COMMUNICATORS_MAX, Invitation},
+    invitation::{Answer, COMMUNICATORS_MAX, Invitation, Multiprocessors},
     link::{Communicators, Gpu, Half, Link},
 };
 use super::{
@@ -72,7 +72,7 @@ const COMMUNICATOR_BLOCKS_MAX: usize = 64;
 /// A channel of so few multiprocessors leaves the others to forwards: its receiver brings blocks to their places
 /// by the copy engines, which keep pace with it. Forwards can do without so many: of 132 an 8B model's decoding
 /// step takes no longer on 128, but an eighth on 124.
-pub const NCCL_ASIDE_MAX: u32 = 4;
+const ASIDE_MAX: u32 = 4;
 
 /// Left to a communicator for each block of a kernel that it is made for: GPUs' free bytes told of 4 MiB and more.
 const COMMUNICATOR_BYTES: u64 = 6 << 20;
@@ -80,8 +80,16 @@ const COMMUNICATOR_BYTES: u64 = 6 << 20;
 /// What a pair of nodes takes of each GPU for `nccl` with so many multiprocessors: slots, and about what NCCL
 /// takes for itself. Of nodes with ranks, where both have as many.
 pub fn nccl_link_bytes(multiprocessors: u32) -> u64 {
-    let blocks = LANES as u64 * u64::from(communicator_blocks(multiprocessors, 1, (1, 1), LANES));
+    let share = Share::of(multiprocessors, 1, (1, 1), LANES);
+    let blocks = LANES as u64 * u64::from(share.communicator_blocks());
     (SLOTS * SLOT_BYTES) as u64 + blocks * COMMUNICATOR_BYTES
+}
+
+/// How many multiprocessors forwards leave to a pair of nodes without ranks where so many are set: as many as it really
+/// takes, or none where those are too many to be left.
+pub fn nccl_spare(set: u32) -> u32 {
+    let taken = Share::of(set, 1, (1, 1), LANES).of_a_gpu();
+    if taken <= ASIDE_MAX { taken } else { 0 }
 }
 
 /// Makes channels for one arena's blocks.
@@ -135,14 +143,31 @@ fn moved_bytes(pairs: &[Pair]) -> usize {
     pairs.iter().map(|pair| pair.from.1.bytes()).max().unwrap_or(1).max(1)
 }
 
-/// Of a channel's multiprocessors, what each communicator is made for: as many at both ends, so that those
-/// of the GPU with most links are no more than were asked for, or one each.
-fn communicator_blocks(all: u32, pairs: usize, parts: (usize, usize), lanes: usize) -> u32 {
-    let on_a_gpu = lanes * pairs.div_ceil(parts.0.min(parts.1).max(1));
-    let in_use = (all as usize / on_a_gpu.max(1)).max(1);
-    // So few that the longest operation takes all of them.
-    let blocks = if in_use * PART_BYTES < SLOT_BYTES { in_use } else { PART_IN_USE * in_use };
-    blocks.min(COMMUNICATOR_BLOCKS_MAX) as u32
+/// What of a GPU's multiprocessors each communicator of a channel takes.
+#[derive(Clone, Copy, Debug)]
+struct Share {
+    in_use: usize,
+    /// Communicators of the GPU that has most.
+    communicators: usize,
+}
+
+impl Share {
+    /// Of so many together, or one each: the same at both ends.
+    fn of(all: u32, pairs: usize, parts: (usize, usize), lanes: usize) -> Self {
+        let communicators = (lanes * pairs.div_ceil(parts.0.min(parts.1).max(1))).max(1);
+        Self { in_use: (all as usize / communicators).max(1), communicators }
+    }
+
+    /// What each is made for, so few that the longest operation takes no more than its share.
+    fn communicator_blocks(self) -> u32 {
+        let takes_all = self.in_use * PART_BYTES < SLOT_BYTES;
+        let blocks = if takes_all { self.in_use } else { PART_IN_USE * self.in_use };
+        blocks.min(COMMUNICATOR_BLOCKS_MAX) as u32
+    }
+
+    fn of_a_gpu(self) -> u32 {
+        (self.in_use * self.communicators) as u32
+    }
 }
 
 impl NcclChannels {
@@ -253,7 +278,7 @@ impl PeerChannels for NcclChannels {
         self.opened().map(drop)
     }
 
-    fn invite(&self) -> Result<Vec<u8>, String> {
+    fn invite(&self, multiprocessors: Option<u32>) -> Result<Vec<u8>, String> {
         let nccl = self.opened()?;
         let invitation = Invitation {
             version: nccl.version().0,
@@ -261,12 +286,13 @@ impl PeerChannels for NcclChannels {
             slot_bytes: SLOT_BYTES as u64,
             direct_bytes: DIRECT_BYTES as u64,
             lanes: LANES,
+            multiprocessors: Multiprocessors(multiprocessors),
             uuids: self.uuids(),
         };
         Ok(invitation.to_bytes())
     }
 
-    fn accept(&self, invitation: &[u8]) -> Result<Vec<u8>, String> {
+    fn accept(&self, invitation: &[u8], multiprocessors: Option<u32>) -> Result<Vec<u8>, String> {
         let nccl = self.opened()?;
         let invitation = Invitation::from_bytes(invitation)?;
         self.checked(&invitation, &nccl)?;
@@ -291,14 +317,14 @@ impl PeerChannels for NcclChannels {
             ));
         }
         let ids = (0..communicators).map(|_| nccl.unique_id()).collect::<Result<Vec<_>, _>>();
-        Ok(Answer { uuids, ids: ids.map_err(words)? }.to_bytes())
+        let multiprocessors = Multiprocessors(multiprocessors);
+        Ok(Answer { multiprocessors, uuids, ids: ids.map_err(words)? }.to_bytes())
     }
 
     fn join(
         &self,
         (invitation, answer): (&[u8], &[u8]),
         end: End,
-        multiprocessors: Option<u32>,
         patience: Patience<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
         let invitation = Invitation::from_bytes(invitation)?;
@@ -310,10 +336,10 @@ impl PeerChannels for NcclChannels {
         let pairs = pairs_to(to_of)?;
         let own = if end == End::Sender { from_of } else { to_of };
         assert_eq!(own, self.parts.len(), "this end has its own parts");
-        let blocks = multiprocessors.map(|all| {
-            let blocks = communicator_blocks(all, pairs.len(), (from_of, to_of), lanes);
-            (blocks, blocks)
-        });
+        let multiprocessors = invitation.multiprocessors.with(answer.multiprocessors);
+        let share = |all| Share::of(all, pairs.len(), (from_of, to_of), lanes);
+        let share = multiprocessors.map(share);
+        let blocks = share.map(|share| (share.communicator_blocks(), share.communicator_blocks()));
         let options = |id: &_| CommunicatorOptions { rank: rank(end), ranks: 2, id: *id, blocks };
         let options = answer.ids.chunks(lanes).map(|ids| ids.iter().map(options).collect());
         let options: Vec<Vec<_>> = options.collect();
@@ -323,7 +349,7 @@ impl PeerChannels for NcclChannels {
                 pairs.len() * lanes
             ));
         }
-        let is_aside = multiprocessors.is_some_and(|all| all <= NCCL_ASIDE_MAX);
+        let is_aside = share.is_some_and(|share| share.of_a_gpu() <= ASIDE_MAX);
         let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
         let links = self.joined(&pairs, &options, (end, scatter), patience)?;
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
@@ -664,7 +690,9 @@ mod tests {
             (1, 8, (8, 1), 2, 1),
             (64, 1, (1, 1), 1, 64),
         ] {
-            assert_eq!(communicator_blocks(all, pairs, parts, lanes), blocks, "{all} {parts:?}");
+            let share = Share::of(all, pairs, parts, lanes);
+            assert_eq!(share.communicator_blocks(), blocks, "{all} {parts:?}");
         }
+        assert_eq!([1, 2, 3, 4, 5, 6, 8, 16].map(nccl_spare), [2, 2, 2, 4, 4, 0, 0, 0]);
     }
 }

@@ -54,7 +54,7 @@ pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
 pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, StepInput};
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
-pub use channel::{NCCL_ASIDE_MAX, NcclChannels, PeerExchange, nccl_link_bytes};
+pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_spare};
 pub use clock::DeviceClock;
 pub use collective::{Group, GroupArena, GroupHandle, SumNorm, SumRows, SumWay};
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Role, Stream};

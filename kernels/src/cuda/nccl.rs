@@ -49,8 +49,8 @@ fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
 }
 
 /// Puts [`NCCL_ENVIRONMENT`] into the environment of this process, which has no threads yet beside the
-/// one that calls: they might read it meanwhile. And with `has_queues` what else a process has that moves KV, unless
-/// whoever started it has chosen.
+/// one that calls: they might read it meanwhile. And with `has_queues` more queues, unless whoever started it has
+/// chosen, or there are threads.
 pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
     let (name, value) = NCCL_ENVIRONMENT;
     let checked = environment_is_ours(env::var_os(name).as_deref());

@@ -47,7 +47,7 @@ pub(super) struct Skinny {
     starts_early: bool,
     /// Rows that a product takes at most; 0: it is switched off.
     rows_max: usize,
-    /// Shares that a product is cut into at most.
+    /// Those that share a product's outputs.
     multiprocessors: i32,
 }
 

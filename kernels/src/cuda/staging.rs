@@ -231,7 +231,7 @@ impl Staging {
         while !last.iter().all(Mark::is_reached) {
             let waited = begin.elapsed();
             if waited >= patience {
-                return Err(format!("copies of a channel are not done after {waited:?}"));
+                return Err(format!("what a channel moved is not done after {waited:?}"));
             }
             thread::sleep(PAUSE);
         }

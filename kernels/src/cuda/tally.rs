@@ -17,7 +17,7 @@ use super::{
     memory::Pinned,
 };
 
-/// A number in host memory that one stream raises by one at a time.
+/// A number in host memory that one stream at a time raises by one.
 #[derive(Debug)]
 pub(super) struct Tally {
     reached: Arc<Reached>,
@@ -48,7 +48,8 @@ impl Tally {
         Ok(Self { reached, marks: 0 })
     }
 
-    /// Stands for all work put into the stream so far, which is the same one at each call.
+    /// Stands for all work put into the stream so far: the same one at each call, or another once that one's work is
+    /// done.
     pub fn mark<R: Role>(&mut self, stream: &Stream<R>) -> Result<Mark, CudaError> {
         self.marks += 1;
         let (number, address) = (self.marks, self.reached.0.base() as sys::CUdeviceptr);

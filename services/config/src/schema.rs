@@ -263,9 +263,9 @@ section! {
             "With a node that cannot do what is set here KV goes by tcp: log and metrics say so.";
         /// Multiprocessors of each GPU that nccl takes for a pair of nodes while it moves KV.
         nccl_blocks: u32 = 4,
-            "Each carries 30 GB/s on an H200. Up to 4 are left to it by decoding steps where transport is nccl, \
-             which are no longer for that, and a receiver takes no others; more than 4 delay the steps beside them, \
-             by up to 40 % with 8 or 16.",
+            "Each carries 30 GB/s on an H200; of two nodes the smaller number holds. Up to 4 are left to it by decoding \
+             steps of few sequences where transport is nccl, which are no longer for that; more than 4 delay the \
+             steps beside them, by up to 40 % with 8 or 16.",
             1..=64;
         /// Whether KV that goes from GPU to GPU is hashed at both ends. What goes by tcp always is.
         verify: bool = false,

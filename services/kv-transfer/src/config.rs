@@ -14,7 +14,7 @@ pub const LEASE: Duration = Duration::from_secs(2);
 pub const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// Pairs up to which some are made in advance, whoever greets, but for those by `tcp`: each may take memory of a
-/// GPU, some 300 MiB by `nccl`. With others the first transfer makes them.
+/// GPU, some 200 MiB by `nccl`. With others the first transfer makes them.
 pub const PAIRS_IN_ADVANCE: usize = 4;
 
 /// For so long at most anybody waits for two nodes that meet.

@@ -13,7 +13,7 @@ use kernels::{
     KvArena, KvLayout, WeightFormat,
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
-        NCCL_ASIDE_MAX, RankedKv, Tuned, Tuning, nccl_link_bytes,
+        RankedKv, Tuned, Tuning, nccl_link_bytes, nccl_spare,
     },
 };
 use kv_transfer::PAIRS_IN_ADVANCE;
@@ -268,16 +268,13 @@ fn reserve(config: &Config) -> u64 {
     config.node.gpu_reserve.bytes() + of_pairs
 }
 
-/// What decoding steps leave to `nccl`, if that carries KV and takes few. A rank's GPU gives its process and the
-/// node's, whose NCCL's kernels are, turns: there is nothing to leave.
+/// What decoding steps leave to `nccl`, if that carries KV and takes few: what one pair takes, while two at a time are
+/// rare. A rank's GPU gives its process and the node's, whose NCCL's kernels are, turns: there is nothing to leave.
 fn spare_multiprocessors(config: &Config) -> u32 {
     match config.transfer.transport {
-        Transport::Nccl if config.node.tp == 1 => {
-            Some(config.transfer.nccl_blocks).filter(|blocks| *blocks <= NCCL_ASIDE_MAX)
-        }
-        _ => None,
+        Transport::Nccl if config.node.tp == 1 => nccl_spare(config.transfer.nccl_blocks),
+        _ => 0,
     }
-    .unwrap_or(0)
 }
 
 fn seconds(time: Duration) -> f64 {
@@ -316,7 +313,9 @@ mod tests {
         let nccl = ("transfer.transport", "nccl");
         assert_eq!(spare(&[]), 0);
         assert_eq!(spare(&[nccl]), 4);
-        assert_eq!(spare(&[nccl, ("transfer.nccl_blocks", "2")]), 2);
+        for (set, spared) in [("1", 2), ("2", 2), ("3", 2), ("4", 4)] {
+            assert_eq!(spare(&[nccl, ("transfer.nccl_blocks", set)]), spared, "{set}");
+        }
         assert_eq!(spare(&[nccl, ("transfer.nccl_blocks", "8")]), 0, "steps would be longer");
         assert_eq!(spare(&[nccl, ("node.tp", "2")]), 0, "a rank's process has turns of its own");
     }

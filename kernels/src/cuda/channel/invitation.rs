@@ -3,7 +3,7 @@
 use super::super::nccl::UniqueId;
 use crate::peer::EXPORT_BYTES_MAX;
 
-const MAGIC: [u8; 8] = *b"BATONNC4";
+const MAGIC: [u8; 8] = *b"BATONNC5";
 const UUID_BYTES: usize = 40;
 
 /// Communicators between two parts that a peer may have.
@@ -24,6 +24,7 @@ pub(super) struct Invitation {
     pub direct_bytes: u64,
     /// Communicators between two parts.
     pub lanes: usize,
+    pub multiprocessors: Multiprocessors,
     /// The GPUs of the sender's parts, in order of rank.
     pub uuids: Vec<String>,
 }
@@ -31,10 +32,30 @@ pub(super) struct Invitation {
 /// What the receiver tells the sender.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
+    pub multiprocessors: Multiprocessors,
     /// The GPUs of the receiver's parts, in order of rank.
     pub uuids: Vec<String>,
     /// One for each communicator.
     pub ids: Vec<UniqueId>,
+}
+
+/// How many of each GPU a channel may take for all that one end minds; `None`: any number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Multiprocessors(pub Option<u32>);
+
+impl Multiprocessors {
+    /// What holds where the other end wants that.
+    pub fn with(self, other: Self) -> Option<u32> {
+        self.0.into_iter().chain(other.0).min()
+    }
+
+    fn to_bytes(self) -> [u8; 4] {
+        self.0.unwrap_or(0).to_le_bytes()
+    }
+
+    fn from_bytes(bytes: [u8; 4]) -> Self {
+        Self(Some(u32::from_le_bytes(bytes)).filter(|number| *number > 0))
+    }
 }
 
 impl Invitation {
@@ -44,6 +65,7 @@ impl Invitation {
         for number in [self.block_bytes, self.slot_bytes, self.direct_bytes, self.lanes as u64] {
             bytes.extend_from_slice(&number.to_le_bytes());
         }
+        bytes.extend(self.multiprocessors.to_bytes());
         write_uuids(&mut bytes, &self.uuids);
         bytes
     }
@@ -57,16 +79,18 @@ impl Invitation {
         if !(1..=LANES_MAX as u64).contains(&lanes) {
             return Err(format!("its lanes are {lanes}; allowed are 1 to {LANES_MAX}"));
         }
+        let multiprocessors = Multiprocessors::from_bytes(reader.take()?);
         let uuids = reader.uuids()?;
         reader.end()?;
         let lanes = lanes as usize;
-        Ok(Self { version, block_bytes, slot_bytes, direct_bytes, lanes, uuids })
+        Ok(Self { version, block_bytes, slot_bytes, direct_bytes, lanes, multiprocessors, uuids })
     }
 }
 
 impl Answer {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
+        bytes.extend(self.multiprocessors.to_bytes());
         write_uuids(&mut bytes, &self.uuids);
         bytes.extend(self.ids.iter().flat_map(|id| id.0));
         assert!(bytes.len() <= EXPORT_BYTES_MAX, "{} bytes of an answer", bytes.len());
@@ -76,11 +100,12 @@ impl Answer {
     /// With so many ids for a number of the answering node's parts.
     pub fn from_bytes(bytes: &[u8], ids: impl Fn(usize) -> usize) -> Result<Self, String> {
         let mut reader = Reader::new("answer", bytes)?;
+        let multiprocessors = Multiprocessors::from_bytes(reader.take()?);
         let uuids = reader.uuids()?;
         let ids = (0..ids(uuids.len())).map(|_| reader.take().map(UniqueId));
         let ids = ids.collect::<Result<_, _>>()?;
         reader.end()?;
-        Ok(Self { uuids, ids })
+        Ok(Self { multiprocessors, uuids, ids })
     }
 }
 
@@ -160,6 +185,7 @@ mod tests {
                 slot_bytes: 1 << 25,
                 direct_bytes: 1 << 23,
                 lanes: 2,
+                multiprocessors: Multiprocessors((count > 1).then_some(count as u32)),
                 uuids: uuids(count),
             };
             let bytes = invitation.to_bytes();
@@ -172,12 +198,12 @@ mod tests {
             }
             assert!(refused(&[&bytes[..], &[0]].concat()).contains("1 bytes too many"));
             let cases = [
-                (0, b'b', "begins with bATONNC4; allowed is BATONNC4"),
+                (0, b'b', "begins with bATONNC5; allowed is BATONNC5"),
                 (36, 0, "lanes are 0; allowed are 1 to 2"),
                 (36, 3, "lanes are 3; allowed are 1 to 2"),
                 (43, 1, "lanes are 72057594037927938; allowed are 1 to 2"),
-                (44, 0, "parts are 0; allowed are 1 to 8"),
-                (44, 9, "parts are 9; allowed are 1 to 8"),
+                (48, 0, "parts are 0; allowed are 1 to 8"),
+                (48, 9, "parts are 9; allowed are 1 to 8"),
             ];
             for (at, byte, words) in cases {
                 let mut other = bytes.clone();
@@ -190,7 +216,8 @@ mod tests {
     #[test]
     fn an_answer_has_an_id_for_each_communicator() {
         let ids: Vec<UniqueId> = (0..4).map(|byte| UniqueId([byte; ID_BYTES])).collect();
-        let answer = Answer { uuids: uuids(2), ids };
+        let multiprocessors = Multiprocessors(Some(7));
+        let answer = Answer { multiprocessors, uuids: uuids(2), ids };
         let bytes = answer.to_bytes();
         assert_eq!(Answer::from_bytes(&bytes, |parts| 2 * parts), Ok(answer));
         let few = Answer::from_bytes(&bytes, |parts| 3 * parts).unwrap_err();
@@ -198,6 +225,17 @@ mod tests {
         let many = Answer::from_bytes(&bytes, |parts| parts).unwrap_err();
         assert!(many.contains("256 bytes too many"), "{many}");
         let (ids, uuids) = (vec![UniqueId([1; ID_BYTES]); COMMUNICATORS_MAX], uuids(PARTS_MAX));
-        assert!(Answer { uuids, ids }.to_bytes().len() <= EXPORT_BYTES_MAX);
+        let answer = Answer { multiprocessors, uuids, ids };
+        assert!(answer.to_bytes().len() <= EXPORT_BYTES_MAX);
+    }
+
+    #[test]
+    fn the_smaller_number_of_multiprocessors_holds() {
+        let agreed = |one, other| Multiprocessors(one).with(Multiprocessors(other));
+        assert_eq!(agreed(Some(4), Some(8)), Some(4));
+        assert_eq!(agreed(Some(8), Some(4)), Some(4));
+        assert_eq!(agreed(None, Some(4)), Some(4));
+        assert_eq!(agreed(Some(4), None), Some(4));
+        assert_eq!(agreed(None, None), None);
     }
 }

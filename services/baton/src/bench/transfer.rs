@@ -324,9 +324,7 @@ fn measure(args: &TransferArgs) -> Result<Report> {
     let (arena, gather) = arena_and_gather(args, gpus[1])?;
     let mut sender = Sender::start()?;
     let mut forwards = match (&args.beside.beside, gpus[1]) {
-        (Some(_), Some(gpu)) => {
-            Some(Forwards::start(&args.beside, &args.kernels, gpu, Work::Decoding)?)
-        }
+        (Some(_), Some(gpu)) => Some(Forwards::start(args, gpu, Work::Decoding)?),
         _ => None,
     };
     let mut rows = Vec::new();

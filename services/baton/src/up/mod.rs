@@ -339,7 +339,7 @@ async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
         }
         ensure!(
             Instant::now() < deadline,
-            "the router did not see {prefill} prefill and {decode} decode nodes within {} s",
+            "the router was not ready with {prefill} prefill and {decode} decode nodes within {} s",
             READY_WITHIN.as_secs()
         );
         tokio::time::sleep(Duration::from_millis(10)).await;

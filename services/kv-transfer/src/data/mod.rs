@@ -95,7 +95,7 @@ impl Shared {
         match carrier {
             Carrier::Tcp => Ok(Vec::new()),
             Carrier::Ipc => self.memory.as_ref().ok_or_else(nothing)?.export(),
-            Carrier::Nccl => self.channels.as_ref().ok_or_else(nothing)?.invite(),
+            Carrier::Nccl => self.channels.as_ref().ok_or_else(nothing)?.invite(self.nccl_blocks),
         }
     }
 
@@ -224,6 +224,7 @@ impl Transport for DataConnections {
 
     fn close(&mut self, peer: Epoch) {
         self.close_outbound(peer);
+        self.shared.counters.forget(peer);
         // A fresh inbox: whatever still uses the one before has lost it.
         self.inbound.dismiss(peer);
         self.inbound.admit(peer);

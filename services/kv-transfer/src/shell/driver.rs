@@ -27,6 +27,8 @@ use crate::{
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// How soon it is seen that two nodes have met.
 const LOOK_AT_MEETINGS: Duration = Duration::from_millis(5);
+/// Meetings that somebody waits for: further ones are answered at once.
+const MEETINGS_MAX: usize = 256;
 /// How soon an event that found no room is offered again.
 const OFFER_AGAIN: Duration = Duration::from_millis(5);
 /// Inputs taken before deadlines are looked at. A process that slept takes first what came while it
@@ -118,7 +120,9 @@ impl<S: EventSink> Driver<S> {
             sleep = Duration::ZERO;
             match input {
                 Input::Command(command) => {
-                    if let Command::Meet { peer, meeting: Some(meeting), .. } = &command {
+                    if let Command::Meet { peer, meeting: Some(meeting), .. } = &command
+                        && self.meetings.len() < MEETINGS_MAX
+                    {
                         self.meetings.push((peer.epoch, now + MEETING_MAX, Arc::clone(meeting)));
                     }
                     self.core.handle_command(now, command);

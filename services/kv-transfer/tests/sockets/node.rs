@@ -174,7 +174,7 @@ impl PeerChannels for Joining {
         Ok(())
     }
 
-    fn invite(&self) -> Result<Vec<u8>, String> {
+    fn invite(&self, _: Option<u32>) -> Result<Vec<u8>, String> {
         if let Some(reason) = self.reach.unloaded {
             return Err(reason.to_owned());
         }
@@ -183,7 +183,7 @@ impl PeerChannels for Joining {
         Ok(number.to_be_bytes().to_vec())
     }
 
-    fn accept(&self, invitation: &[u8]) -> Result<Vec<u8>, String> {
+    fn accept(&self, invitation: &[u8], _: Option<u32>) -> Result<Vec<u8>, String> {
         self.reach.apart.map_or(Ok(answer_to(invitation)), |reason| Err(reason.to_owned()))
     }
 
@@ -191,7 +191,6 @@ impl PeerChannels for Joining {
         &self,
         (invitation, answer): (&[u8], &[u8]),
         _: End,
-        _: Option<u32>,
         patience: Patience<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
         self.reach.joining.fetch_add(1, Ordering::AcqRel);

@@ -22,8 +22,8 @@ pub struct HealthTask {
 }
 
 impl HealthTask {
-    /// Starts the task; the service says "not serving" until a decode node is there. `draining` is
-    /// cancelled when no new requests are taken.
+    /// Starts the task; the service says "not serving" until a decode node is there and the first nodes have met.
+    /// `draining` is cancelled when no new requests are taken.
     pub fn start(
         front: Arc<Front>,
         draining: CancellationToken,

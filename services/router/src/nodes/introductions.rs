@@ -22,8 +22,11 @@ pub const WAIT_MAX: Duration = Duration::from_secs(1);
 /// the pairs that a node may have, 64 unless set otherwise; nodes make no more of them than they have room
 /// for, those first that are named first.
 const PEERS_MAX: usize = 16;
-/// From the first node's coming up to the last one's having met: so long a router that starts is not ready.
+/// From the first change since the round before to the last node's having met: so long a router that starts is not
+/// ready.
 const MET_MAX: Duration = Duration::from_secs(2);
+/// What a round has in any case, when it begins late.
+const MET_MIN: Duration = Duration::from_millis(500);
 
 /// When all nodes are introduced anew: soon after some have come up, once for all of them, and otherwise
 /// every now and then.
@@ -52,7 +55,7 @@ impl Rounds {
     /// Returns when all of the round is over.
     pub fn on_start(&mut self, now: Instant) -> Instant {
         let since = std::mem::replace(self, Self::new(now)).since.unwrap_or(now);
-        since + MET_MAX
+        (since + MET_MAX).max(now + MET_MIN)
     }
 }
 

@@ -26,14 +26,17 @@ use engine::{
 };
 use kernels::{
     BLOCK_TOKENS, KvArena, WeightFormat,
-    cuda::{CudaBackend, CudaOptions, DeviceKv, Driver, NCCL_ASIDE_MAX},
+    cuda::{CudaBackend, CudaOptions, DeviceKv, Driver, nccl_spare},
 };
 use model::{Checkpoint, LoadFormat};
 use serde::{Deserialize, Serialize};
 
-use super::super::{
-    engine::random_sequence,
-    stats::{Percentiles, WorkloadRng},
+use super::{
+    super::{
+        engine::random_sequence,
+        stats::{Percentiles, WorkloadRng},
+    },
+    TransferArgs, Transport,
 };
 use crate::doctor::KernelsArg;
 
@@ -56,9 +59,10 @@ pub struct BesideArgs {
     /// Tokens that each has at the beginning.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_context: u32,
-    /// Multiprocessors that decoding steps leave to transfers, as nodes do for nccl that takes no more.
-    #[arg(long, default_value_t = NCCL_ASIDE_MAX)]
-    pub beside_spare: u32,
+    /// Multiprocessors that decoding steps leave to transfers [default: with nccl those that nodes leave
+    /// to it].
+    #[arg(long)]
+    pub beside_spare: Option<u32>,
     /// Tokens of each prompt.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_prompt: u32,
@@ -129,10 +133,11 @@ pub struct Forwards {
 
 impl Forwards {
     /// On this GPU; returns when the first steps have been made.
-    pub fn start(args: &BesideArgs, kernels: &KernelsArg, gpu: &str, work: Work) -> Result<Self> {
+    pub fn start(all: &TransferArgs, gpu: &str, work: Work) -> Result<Self> {
+        let (args, kernels) = (&all.beside, &all.kernels);
         let folder = args.beside.as_deref().context("there is a model")?;
         let checkpoint = Checkpoint::open(folder, LoadFormat::Dummy { seed: 0 })?;
-        let shape = Shape::of(args, work, &checkpoint)?;
+        let shape = Shape::of(args, work, spare(all), &checkpoint)?;
         let engine = engine(&checkpoint, kernels, gpu, &shape)?;
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::default());
         let busy = Busy {
@@ -203,6 +208,13 @@ impl Drop for Forwards {
     }
 }
 
+/// Multiprocessors that steps leave to transfers.
+fn spare(args: &TransferArgs) -> u32 {
+    let by_nccl = args.transport.contains(&Transport::Nccl) && args.ctas > 0;
+    let as_nodes = if by_nccl { nccl_spare(args.ctas) } else { 0 };
+    args.beside.beside_spare.unwrap_or(as_nodes)
+}
+
 /// What is asked of the engine again and again.
 struct Shape {
     work: Work,
@@ -215,7 +227,7 @@ struct Shape {
 }
 
 impl Shape {
-    fn of(args: &BesideArgs, work: Work, checkpoint: &Checkpoint) -> Result<Self> {
+    fn of(args: &BesideArgs, work: Work, spare: u32, checkpoint: &Checkpoint) -> Result<Self> {
         let config = checkpoint.config();
         let longest = config.context_tokens as u32;
         // Two prompts at a time: there is always a next one.
@@ -236,7 +248,6 @@ impl Shape {
             vocabulary: config.vocab_size as u32,
             speculation: None,
         };
-        let spare = args.beside_spare;
         Ok(Self { work, sequences, prompt_tokens, answer_tokens, spare, limits })
     }
 }

@@ -49,9 +49,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
     });
     let mut sending: Option<Sending> = None;
     let mut forwards = match (&args.beside.beside, args.gpus.first()) {
-        (Some(_), Some(gpu)) => {
-            Some(Forwards::start(&args.beside, &args.kernels, gpu, Work::Prompts)?)
-        }
+        (Some(_), Some(gpu)) => Some(Forwards::start(args, gpu, Work::Prompts)?),
         _ => None,
     };
     let mut windows = <[Windows; 2]>::default();

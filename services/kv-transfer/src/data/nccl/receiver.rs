@@ -59,7 +59,7 @@ pub(in crate::data) fn receive_chunks(
     };
     let joined = match shared.channels.as_deref() {
         None => Err("there is no GPU memory here".to_owned()),
-        Some(channels) => match channels.accept(&invitation) {
+        Some(channels) => match channels.accept(&invitation, shared.nccl_blocks) {
             Ok(answer) => {
                 // It joins while we do.
                 Message::Accepted { answer: answer.clone() }.write(stream)?;
@@ -68,7 +68,7 @@ pub(in crate::data) fn receive_chunks(
                 let deadline = Instant::now() + JOINING_MAX;
                 let patience = Patience { deadline, given_up: &given_up };
                 let told = (&invitation[..], &answer[..]);
-                channels.join(told, End::Receiver, shared.nccl_blocks, patience)
+                channels.join(told, End::Receiver, patience)
             }
             Err(reason) => Err(reason),
         },

@@ -56,7 +56,7 @@ pub(in crate::data) fn send_chunks(
     let given_up = || outbox.is_closed() || answers.is_turned_down();
     let patience = Patience { deadline, given_up: &given_up };
     let told = (&invitation[..], &accepted[..]);
-    let joined = channels.join(told, End::Sender, shared.nccl_blocks, patience);
+    let joined = channels.join(told, End::Sender, patience);
     answers.set_look(LOOK)?;
     let channel = match joined {
         Ok(channel) => channel,

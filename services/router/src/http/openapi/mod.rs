@@ -66,7 +66,10 @@ fn paths() -> Value {
         "name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1},
         "description": "The name of a model, or an alias. It may hold slashes.",
     });
-    let no_node = json_answer("Nothing can be served now.", "Health");
+    let no_node = json_answer(
+        "No decode node serves, the first nodes have still to meet, or the router drains.",
+        "Health",
+    );
     let text = |about: &str| {
         json!({"description": about, "headers": label_answered(),
             "content": {"text/plain": {"schema": {"type": "string"}}}})
