@@ -144,7 +144,7 @@ impl CudaBackend {
             activations: DeviceMemory::counting("the activations"),
             is_placed: false,
             products: Products::new(context, workspace.cut(WORKSPACE_BYTES)?)?,
-            skinny: Skinny::new((&workspace, &library), (options.fused, dependent_launch), shares)?,
+            skinny: Skinny::new(&workspace, &library, options.fused, dependent_launch, shares)?,
             attention: Attention::new(context, &library, &compute, options.attention, shares)?,
             library,
             compute,

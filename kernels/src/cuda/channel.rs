@@ -229,7 +229,8 @@ impl NcclChannels {
         &self,
         pairs: &[Pair],
         options: &[Vec<CommunicatorOptions>],
-        (end, scatter): (End, Way),
+        end: End,
+        scatter: Way,
         patience: Patience<'_>,
     ) -> Result<Vec<Link>, String> {
         let nccl = self.opened()?;
@@ -351,7 +352,7 @@ impl PeerChannels for NcclChannels {
         }
         let is_aside = share.is_some_and(|share| share.of_a_gpu() <= ASIDE_MAX);
         let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
-        let links = self.joined(&pairs, &options, (end, scatter), patience)?;
+        let links = self.joined(&pairs, &options, end, scatter, patience)?;
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
         let shared = Arc::new(Shared {
             links: Mutex::new(Some(links)),

@@ -74,8 +74,10 @@ const SQUARES_ROWS: usize = 256;
 
 impl Skinny {
     pub fn new(
-        (memory, library): (&DeviceMemory, &KernelLibrary),
-        (is_on, starts_early): (bool, bool),
+        memory: &DeviceMemory,
+        library: &KernelLibrary,
+        is_on: bool,
+        starts_early: bool,
         multiprocessors: i32,
     ) -> Result<Self, CudaError> {
         // SAFETY: it gives a number.

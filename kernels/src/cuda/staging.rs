@@ -107,7 +107,8 @@ impl Staging {
     /// For channels of at most so many communicators a link.
     pub fn new(
         kv: &DeviceKv,
-        (slots, slot_bytes): (usize, usize),
+        slots: usize,
+        slot_bytes: usize,
         lanes: usize,
     ) -> Result<Self, CudaError> {
         assert!(slots > 0, "there is a slot");
@@ -174,7 +175,8 @@ impl Staging {
         &mut self,
         kv: &DeviceKv,
         rows: &Rows,
-        (ids, way): (&[BlockId], Way),
+        ids: &[BlockId],
+        way: Way,
         stream: &Stream<R>,
         receive: impl FnOnce(&Range, Place) -> Result<(), E>,
     ) -> Result<(), E> {

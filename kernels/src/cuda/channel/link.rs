@@ -69,7 +69,7 @@ impl Gpu {
         })?;
         // Whatever part of a block another channel moves: one fits.
         let bytes = SLOT_BYTES.max(kv.layout().block_bytes()).max(2 * GREETING_BYTES);
-        Staging::new(kv, (SLOTS, bytes), LANES_MAX).map_err(|error| {
+        Staging::new(kv, SLOTS, bytes, LANES_MAX).map_err(|error| {
             stagings.fetch_sub(1, Ordering::Relaxed);
             words(error)
         })
@@ -285,7 +285,7 @@ impl Link {
             (true, End::Sender) => unsafe { staging.send(kv, rows, ids, stream, exchange) },
             // SAFETY: as above.
             (true, End::Receiver) => unsafe {
-                staging.receive(kv, rows, (ids, *scatter), stream, exchange)
+                staging.receive(kv, rows, ids, *scatter, stream, exchange)
             },
         }
     }
