@@ -70,7 +70,7 @@ impl From<Instant> for Patience<'static> {
 
 /// Makes channels to other GPUs, through which both ends move blocks together. Errors are for people.
 pub trait PeerChannels: Send + Sync {
-    /// Loads what is needed, which else happens when the first channel is made.
+    /// Loads what is needed, to the GPUs as well, which else happens while the first channel is made.
     fn prepare(&self) -> Result<(), String>;
 
     /// What the receiver needs to join the sender that tells it; at most [`EXPORT_BYTES_MAX`].

@@ -36,7 +36,7 @@ use super::{
     ipc::shared_heads,
     kv::DeviceKv,
     moves::{Rows, Way},
-    nccl::{CommunicatorOptions, Nccl, NcclError, NcclVersion},
+    nccl::{Communicator, CommunicatorOptions, Nccl, NcclError, NcclVersion},
     staging::stretches,
     tally::Mark,
 };
@@ -73,6 +73,9 @@ const COMMUNICATOR_BLOCKS_MAX: usize = 64;
 /// by the copy engines, which keep pace with it. Forwards can do without so many: of 132 an 8B model's decoding
 /// step takes no longer on 128, but an eighth on 124.
 const ASIDE_MAX: u32 = 4;
+
+/// To load what NCCL runs on a GPU, which took 0.4 s.
+const PREPARE_MAX: Duration = Duration::from_secs(10);
 
 /// Left to a communicator for each block of a kernel that it is made for: GPUs' free bytes told of 4 MiB and more.
 const COMMUNICATOR_BYTES: u64 = 6 << 20;
@@ -276,7 +279,22 @@ fn rank(end: End) -> u32 {
 
 impl PeerChannels for NcclChannels {
     fn prepare(&self) -> Result<(), String> {
-        self.opened().map(drop)
+        let nccl = self.opened()?;
+        let deadline = Instant::now() + PREPARE_MAX;
+        thread::scope(|scope| {
+            let load = |(part, _): &(Arc<DeviceKv>, _)| {
+                let (nccl, context) = (&nccl, Arc::clone(part.context()));
+                let load = move || Communicator::load_kernels(nccl, &context, deadline);
+                let named = thread::Builder::new().name("nccl-prepare".to_owned());
+                named.spawn_scoped(scope, load).map_err(words)
+            };
+            // All begin before the first is waited for.
+            let threads: Vec<_> = self.parts.iter().map(load).collect();
+            threads.into_iter().try_for_each(|thread| {
+                let loaded = thread?.join();
+                loaded.map_err(|_| "a thread that prepared panicked".to_owned())?.map_err(words)
+            })
+        })
     }
 
     fn invite(&self, multiprocessors: Option<u32>) -> Result<Vec<u8>, String> {

@@ -111,18 +111,40 @@ struct Raw {
 unsafe impl Send for Raw {}
 
 impl Communicator {
-    /// Makes it, together with the other ranks, or gives up with the patience. The first one of a process
-    /// takes seconds: make one early, not on a request's way.
+    /// Has NCCL load its kernels to this GPU, which its first communicator in a process does: 0.2 to 0.4 s, and more
+    /// beside other work. So this makes one of a single rank and ends it.
+    pub fn load_kernels<'a>(
+        nccl: &Arc<Nccl>,
+        context: &Arc<Context>,
+        patience: impl Into<Patience<'a>>,
+    ) -> Result<(), NcclError> {
+        let options =
+            CommunicatorOptions { rank: 0, ranks: 1, id: nccl.unique_id()?, blocks: Some((1, 1)) };
+        let alone = Self::make(nccl, context, options, patience.into())?;
+        alone.abort(ABORT_PATIENCE).map(drop)
+    }
+
+    /// Makes it, together with the other ranks, or gives up with the patience.
     pub fn new<'a>(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
         options: CommunicatorOptions,
         patience: impl Into<Patience<'a>>,
     ) -> Result<Self, NcclError> {
-        let CommunicatorOptions { rank, ranks, id, blocks } = options;
+        let CommunicatorOptions { rank, ranks, .. } = options;
         if rank >= ranks || ranks < 2 {
             return Err(NcclError::Rank { rank, ranks });
         }
+        Self::make(nccl, context, options, patience.into())
+    }
+
+    fn make(
+        nccl: &Arc<Nccl>,
+        context: &Arc<Context>,
+        options: CommunicatorOptions,
+        patience: Patience<'_>,
+    ) -> Result<Self, NcclError> {
+        let CommunicatorOptions { rank, ranks, id, blocks } = options;
         let (least, most) = match blocks {
             Some((least, most)) if least == 0 || most < least || most > 64 => {
                 return Err(NcclError::Blocks { least, most });
@@ -164,7 +186,7 @@ impl Communicator {
         let (sequence, is_broken, memory_bytes) = (0, false, 0);
         // Aborted when it is dropped, whatever comes.
         let mut made = Self { raw: Some(raw), rank, ranks, sequence, is_broken, memory_bytes };
-        made.finish(call, code, patience.into())?;
+        made.finish(call, code, patience)?;
         made.memory_bytes = before.saturating_sub(context.free_bytes()?);
         Ok(made)
     }

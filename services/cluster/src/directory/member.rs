@@ -48,6 +48,8 @@ pub(super) struct Member {
     pub(super) in_flight: usize,
     pub(super) busy_until: Option<Instant>,
     busy_count: u32,
+    /// Until then it is picked only where no other can be.
+    pub(super) last_until: Option<Instant>,
     /// The number of the pick that chose it last: ties go to who waited longest.
     pub(super) last_picked: u64,
 }
@@ -125,6 +127,7 @@ impl Member {
             in_flight: 0,
             busy_until: None,
             busy_count: 0,
+            last_until: None,
             last_picked: 0,
         }
     }
@@ -247,6 +250,7 @@ impl Member {
         self.in_flight = 0;
         self.busy_until = None;
         self.busy_count = 0;
+        self.last_until = None;
         self.failures = 0;
     }
 

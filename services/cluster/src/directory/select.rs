@@ -13,7 +13,8 @@
 //! ```
 //!
 //! *Own unseen* attempts are those of this router that the node's load report cannot include yet;
-//! without them a burst would go to one node. Ties go to the node with fewer of our attempts, then to
+//! without them a burst would go to one node. Nodes that were put last ([`Directory::put_last`]) come after all
+//! others, whatever those cost. Ties go to the node with fewer of our attempts, then to
 //! the one not picked for longest, then to the one that joined first: equal inputs, equal choice.
 
 use std::{
@@ -160,8 +161,12 @@ impl Directory {
                 }
                 Ok(seen) => {
                     let cost = cost(member, seen, wanted);
-                    let rank =
-                        Rank { cost, in_flight: member.in_flight, last_picked: member.last_picked };
+                    let rank = Rank {
+                        is_last: member.last_until.is_some_and(|until| until > now),
+                        cost,
+                        in_flight: member.in_flight,
+                        last_picked: member.last_picked,
+                    };
                     // Strictly less: of equals the first that joined stays.
                     if best.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
                         best = Some((rank, *key));
@@ -172,6 +177,20 @@ impl Directory {
         match best {
             Some((rank, key)) => Ok(self.assign(now, key, rank.cost, wanted)),
             None => Err(refusal),
+        }
+    }
+
+    /// Until then, or [`Directory::put_back`], this node is picked only where no other can be.
+    pub fn put_last(&mut self, node: NodeKey, until: Instant) {
+        if let Some(member) = self.members.get_mut(&node) {
+            member.last_until = Some(until);
+        }
+    }
+
+    /// Ends [`Directory::put_last`] for this process; for another one that stands there by now nothing changes.
+    pub fn put_back(&mut self, epoch: Epoch) {
+        for member in self.members.values_mut().filter(|member| member.epoch() == Some(epoch)) {
+            member.last_until = None;
         }
     }
 
@@ -234,6 +253,7 @@ impl Directory {
 
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Rank {
+    is_last: bool,
     cost: u64,
     in_flight: usize,
     last_picked: u64,

@@ -61,6 +61,42 @@ fn a_node_without_room_is_picked_last() {
 }
 
 #[test]
+fn who_was_put_last_takes_what_no_other_can_for_a_while() {
+    let mut world = three();
+    let picked = |world: &mut World| {
+        let choice = world.pick(&wanted(Role::Decode, 100)).unwrap();
+        world.directory.release(choice.assignment);
+        choice
+    };
+    let first = picked(&mut world);
+    let (node, its_epoch) = (first.node, first.record.epoch);
+    let put_last = |world: &mut World, time| world.directory.put_last(node, world.now + time);
+    let takes_part = |world: &mut World| {
+        [(); 3].map(|()| picked(world).node).into_iter().any(|picked| picked == node)
+    };
+    let second = Duration::from_secs(1);
+    put_last(&mut world, second);
+    assert!(!takes_part(&mut world));
+    // That of another process changes nothing.
+    world.directory.put_back(epoch(77));
+    assert!(!takes_part(&mut world));
+    world.directory.put_back(its_epoch);
+    assert!(takes_part(&mut world));
+
+    // Nobody has to put it back.
+    put_last(&mut world, second);
+    world.advance(second);
+    assert!(takes_part(&mut world));
+
+    put_last(&mut world, second);
+    let others = (1..=3).filter(|number| epoch(*number) != its_epoch);
+    for number in others.collect::<Vec<_>>() {
+        world.end_stream(&decode(number as u16));
+    }
+    assert_eq!(picked(&mut world).node, node, "it is the only one");
+}
+
+#[test]
 fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
     let mut world = World::new();
     let tokens: Vec<u32> = (0..805).collect();
