@@ -15,6 +15,7 @@ pub type Landed = (u64, u64);
 
 /// Sender: says which blocks come next, at most so many chunks ahead, until the outbox is closed.
 pub fn lend(
+    shared: &Shared,
     outbox: &Outbox,
     stream: &mut TcpStream,
     ahead_max: usize,
@@ -28,9 +29,11 @@ pub fn lend(
             true => BlockRead::digest(&job.blocks).map_err(io::Error::other)?,
             false => 0,
         };
+        let (transfer, chunk) = (job.transfer, job.chunk);
         // Before the message, which may be answered at once.
         outbox.lend(job, integrity);
         lend.write(stream)?;
+        shared.report(DataEvent::Hashed { transfer, chunk, integrity });
     }
     Ok(())
 }

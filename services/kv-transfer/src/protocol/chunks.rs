@@ -4,27 +4,36 @@ use kernels::BlockId;
 
 use crate::{api::TransferId, notice::Body};
 
-/// Chunks announced and not yet cleared, per transfer: enough that the next receive is posted while
-/// one travels, few enough that no transfer fills the pair's queue with notices.
-const ANNOUNCED_MAX: usize = 4;
+/// Chunks announced and not yet sent, per transfer: enough that receives are posted before there is anything to
+/// receive, few enough that no transfer fills the pair's queue with notices.
+const AHEAD_MAX: usize = 4;
 
-/// Each chunk waits, is announced, is cleared (the transport has it), is sent; in this order.
+/// What the receiver has reserved, cut into chunks from the start. Each waits, is announced, is cleared, is given to
+/// the transport once it is written, and is sent; in this order. So a chunk that is written has its receive posted
+/// already, and waits for no answer.
 #[derive(Debug)]
 pub struct Chunks {
     chunks: Vec<Chunk>,
-    /// Of the prompt: how far the node has written, and where the reservation ends.
+    chunk_blocks: usize,
+    /// Of the prompt: where the reservation begins, how far the node has written, and where the reservation ends.
+    first_block: u32,
     next_block: u32,
     end_block: u32,
     /// The first chunk that waits.
     waiting_from: usize,
+    /// The transport has or had all before this one.
+    given_to: usize,
     announced: usize,
-    clear: usize,
-    sent: usize,
+    /// Announced or cleared: the transport does not have them yet.
+    ahead: usize,
+    given: usize,
 }
 
 #[derive(Debug)]
 struct Chunk {
     first_block: u32,
+    block_count: usize,
+    /// As far as they are written.
     blocks: Vec<BlockId>,
     state: State,
 }
@@ -34,7 +43,13 @@ enum State {
     Waiting,
     Announced,
     Clear,
-    Sent { integrity: u64 },
+    /// The transport has it, and may have hashed it.
+    Given {
+        integrity: Option<u64>,
+    },
+    Sent {
+        integrity: u64,
+    },
 }
 
 /// What a range of blocks was, and what was due instead.
@@ -55,54 +70,60 @@ pub struct NeverAnnounced {
 }
 
 impl Chunks {
-    /// For the reserved blocks, `first_block..end_block` of the prompt.
-    pub fn new(first_block: u32, end_block: u32) -> Self {
-        debug_assert!(first_block <= end_block);
+    /// For the reserved blocks, `first_block..end_block` of the prompt, at most so many in one.
+    pub fn new(first_block: u32, end_block: u32, chunk_blocks: usize) -> Self {
+        debug_assert!(first_block <= end_block && chunk_blocks > 0);
+        let begins = (first_block..end_block).step_by(chunk_blocks);
+        let chunk = |begin: u32| Chunk {
+            first_block: begin,
+            block_count: chunk_blocks.min((end_block - begin) as usize),
+            blocks: Vec::new(),
+            state: State::Waiting,
+        };
         Self {
-            chunks: Vec::new(),
+            chunks: begins.map(chunk).collect(),
+            chunk_blocks,
+            first_block,
             next_block: first_block,
             end_block,
             waiting_from: 0,
+            given_to: 0,
             announced: 0,
-            clear: 0,
-            sent: 0,
+            ahead: 0,
+            given: 0,
         }
     }
 
-    /// Cuts a written range into chunks. What lies before the reservation is skipped; after that
-    /// each range must begin where the one before ended.
-    pub fn add(
-        &mut self,
-        first_block: u32,
-        blocks: &[BlockId],
-        chunk_blocks: usize,
-    ) -> Result<(), OutOfOrder> {
+    /// Takes a written range. What lies before the reservation is skipped; after that each range must begin where
+    /// the one before ended.
+    pub fn add(&mut self, first_block: u32, blocks: &[BlockId]) -> Result<(), OutOfOrder> {
         let skipped = self.next_block.saturating_sub(first_block) as usize;
         let end_block = first_block as usize + blocks.len();
         let rest = blocks.get(skipped..).unwrap_or_default();
-        let in_order = first_block <= self.next_block && (skipped == 0 || self.chunks.is_empty());
+        let is_first = self.next_block == self.first_block;
+        let in_order = first_block <= self.next_block && (skipped == 0 || is_first);
         if !in_order || (!rest.is_empty() && end_block > self.end_block as usize) {
             let (due_from, due_to) = (self.next_block, self.end_block);
             return Err(OutOfOrder { first_block, end_block, due_from, due_to });
         }
-        for blocks in rest.chunks(chunk_blocks) {
-            let first_block = self.next_block;
-            self.next_block += blocks.len() as u32;
-            let blocks = blocks.to_vec();
-            self.chunks.push(Chunk { first_block, blocks, state: State::Waiting });
+        for block in rest {
+            let chunk = (self.next_block - self.first_block) as usize / self.chunk_blocks;
+            self.chunks[chunk].blocks.push(*block);
+            self.next_block += 1;
         }
         Ok(())
     }
 
     /// The next chunk to announce, if there is room.
     pub fn announce(&mut self) -> Option<u32> {
-        if self.announced == ANNOUNCED_MAX {
+        if self.ahead == AHEAD_MAX {
             return None;
         }
         let index = self.waiting_from;
         self.chunks.get_mut(index)?.state = State::Announced;
         self.waiting_from += 1;
         self.announced += 1;
+        self.ahead += 1;
         Some(index as u32)
     }
 
@@ -116,34 +137,60 @@ impl Chunks {
         self.announced > 0
     }
 
-    /// The blocks that the transport now gets; `None` when it has or had them before.
-    pub fn clear(&mut self, chunk: u32) -> Result<Option<Vec<BlockId>>, NeverAnnounced> {
+    /// The receiver has posted this chunk; false where it has said so before.
+    pub fn clear(&mut self, chunk: u32) -> Result<bool, NeverAnnounced> {
         let cleared = self.chunks.get_mut(chunk as usize).ok_or(NeverAnnounced { chunk })?;
         match cleared.state {
             State::Waiting => Err(NeverAnnounced { chunk }),
-            State::Clear | State::Sent { .. } => Ok(None),
+            State::Clear | State::Given { .. } | State::Sent { .. } => Ok(false),
             State::Announced => {
                 cleared.state = State::Clear;
                 self.announced -= 1;
-                self.clear += 1;
-                Ok(Some(cleared.blocks.clone()))
+                Ok(true)
             }
+        }
+    }
+
+    /// The next chunk that is cleared and written: the transport gets these blocks now.
+    pub fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
+        let is_due =
+            |chunk: &Chunk| chunk.state == State::Clear && chunk.blocks.len() == chunk.block_count;
+        let ahead = &self.chunks[self.given_to..self.waiting_from];
+        let index = self.given_to + ahead.iter().position(is_due)?;
+        let given = &mut self.chunks[index];
+        given.state = State::Given { integrity: None };
+        let blocks = given.blocks.clone();
+        self.ahead -= 1;
+        self.given += 1;
+        let is_given =
+            |chunk: &Chunk| matches!(chunk.state, State::Given { .. } | State::Sent { .. });
+        while self.chunks.get(self.given_to).is_some_and(is_given) {
+            self.given_to += 1;
+        }
+        Some((index as u32, blocks))
+    }
+
+    /// The transport knows the value of a chunk that it has not sent yet.
+    pub fn hashed(&mut self, chunk: u32, integrity: u64) {
+        if let Some(hashed) = self.chunks.get_mut(chunk as usize)
+            && matches!(hashed.state, State::Given { .. })
+        {
+            hashed.state = State::Given { integrity: Some(integrity) };
         }
     }
 
     pub fn sent(&mut self, chunk: u32, integrity: u64) {
         if let Some(sent) = self.chunks.get_mut(chunk as usize)
-            && sent.state == State::Clear
+            && matches!(sent.state, State::Given { .. })
         {
             sent.state = State::Sent { integrity };
-            self.clear -= 1;
-            self.sent += 1;
+            self.given -= 1;
         }
     }
 
     /// The transport has chunks that it has not sent.
     pub fn are_read(&self) -> bool {
-        self.clear > 0
+        self.given > 0
     }
 
     /// The blocks of the prompt that the node still has to write.
@@ -151,16 +198,18 @@ impl Chunks {
         self.next_block..self.end_block
     }
 
-    /// One value a chunk, once all of them are sent.
+    /// One value a chunk, once those of all of them are known.
     pub fn integrity(&self) -> Option<Vec<u64>> {
-        if self.sent < self.chunks.len() {
-            return None;
-        }
         let value = |chunk: &Chunk| match chunk.state {
+            State::Given { integrity } => integrity,
             State::Sent { integrity } => Some(integrity),
             State::Waiting | State::Announced | State::Clear => None,
         };
-        self.chunks.iter().map(value).collect()
+        // The last is known last, as a rule.
+        self.chunks.iter().rev().map(value).collect::<Option<Vec<u64>>>().map(|mut values| {
+            values.reverse();
+            values
+        })
     }
 
     pub fn count(&self) -> u32 {
@@ -168,7 +217,7 @@ impl Chunks {
     }
 
     pub fn block_count(&self) -> usize {
-        self.chunks.iter().map(|chunk| chunk.blocks.len()).sum()
+        (self.end_block - self.first_block) as usize
     }
 
     /// The `CHUNK` of one that was announced.
@@ -178,8 +227,8 @@ impl Chunks {
             transfer,
             chunk,
             first_block: announced.first_block,
-            block_count: announced.blocks.len() as u32,
-            bytes: (announced.blocks.len() * block_bytes) as u64,
+            block_count: announced.block_count as u32,
+            bytes: (announced.block_count * block_bytes) as u64,
         })
     }
 }
@@ -196,59 +245,109 @@ mod tests {
         std::iter::from_fn(|| chunks.announce()).collect()
     }
 
+    fn given(chunks: &mut Chunks) -> Vec<(u32, Vec<u32>)> {
+        let ids = |blocks: Vec<BlockId>| blocks.into_iter().map(|block| block.0).collect();
+        std::iter::from_fn(|| chunks.give()).map(|(chunk, blocks)| (chunk, ids(blocks))).collect()
+    }
+
     #[test]
-    fn ranges_are_cut_and_what_the_receiver_has_is_skipped() {
-        let mut chunks = Chunks::new(3, 12);
-        chunks.add(0, &blocks(2), 4).unwrap();
-        assert_eq!(chunks.count(), 0, "all of it is cached at the receiver");
-        chunks.add(2, &blocks(6), 4).unwrap();
-        assert_eq!((chunks.count(), chunks.due()), (2, 8..12));
-        chunks.add(8, &blocks(4), 4).unwrap();
-        assert_eq!((chunks.count(), chunks.block_count(), chunks.due()), (3, 9, 12..12));
+    fn a_reservation_is_cut_and_what_the_receiver_has_is_skipped() {
+        let mut chunks = Chunks::new(3, 12, 4);
         let bytes = |chunk| match chunks.notice(TransferId(1), chunk, 10) {
             Some(Body::Chunk { first_block, block_count, bytes, .. }) => {
                 (first_block, block_count, bytes)
             }
             other => panic!("{other:?}"),
         };
-        assert_eq!([bytes(0), bytes(1), bytes(2)], [(3, 4, 40), (7, 1, 10), (8, 4, 40)]);
+        assert_eq!([bytes(0), bytes(1), bytes(2)], [(3, 4, 40), (7, 4, 40), (11, 1, 10)]);
+        assert!(chunks.notice(TransferId(1), 3, 10).is_none());
+        assert_eq!((chunks.count(), chunks.block_count()), (3, 9));
+        // All are posted before anything is there.
+        assert_eq!(announced(&mut chunks), [0, 1, 2]);
+        for chunk in [2, 0, 1] {
+            chunks.clear(chunk).unwrap();
+        }
+        assert!(given(&mut chunks).is_empty());
+        chunks.add(0, &blocks(2)).unwrap();
+        assert_eq!(chunks.due(), 3..12, "all of it is cached at the receiver");
+        chunks.add(2, &blocks(6)).unwrap();
+        assert_eq!(chunks.due(), 8..12);
+        assert_eq!(given(&mut chunks), [(0, vec![1, 2, 3, 4])], "the next one lacks three");
+        chunks.add(8, &blocks(4)).unwrap();
+        assert_eq!(given(&mut chunks), [(1, vec![5, 0, 1, 2]), (2, vec![3])]);
+        assert_eq!(chunks.due(), 12..12);
+    }
+
+    #[test]
+    fn nothing_reserved_is_nothing_to_send() {
+        let mut chunks = Chunks::new(5, 5, 4);
+        chunks.add(0, &blocks(5)).unwrap();
+        assert_eq!((chunks.count(), chunks.announce(), chunks.give()), (0, None, None));
+        assert_eq!((chunks.integrity(), chunks.due()), (Some(vec![]), 5..5));
     }
 
     #[test]
     fn gaps_repeats_and_excess_are_named() {
-        let mut chunks = Chunks::new(0, 8);
+        let mut chunks = Chunks::new(0, 8, 4);
         assert_eq!(
-            chunks.add(1, &blocks(2), 4).unwrap_err().to_string(),
+            chunks.add(1, &blocks(2)).unwrap_err().to_string(),
             "blocks 1 to 3 were written where 0 to 8 were due"
         );
-        chunks.add(0, &blocks(4), 4).unwrap();
-        assert!(chunks.add(2, &blocks(4), 4).is_err(), "2 and 3 were given before");
-        assert!(chunks.add(4, &blocks(5), 4).is_err(), "block 8 is not reserved");
+        chunks.add(0, &blocks(4)).unwrap();
+        assert!(chunks.add(2, &blocks(4)).is_err(), "2 and 3 were given before");
+        assert!(chunks.add(4, &blocks(5)).is_err(), "block 8 is not reserved");
         assert_eq!(chunks.due(), 4..8);
     }
 
     #[test]
     fn a_few_are_announced_at_a_time_and_each_is_given_to_the_transport_once() {
-        let mut chunks = Chunks::new(0, 6);
-        chunks.add(0, &blocks(6), 1).unwrap();
+        let mut chunks = Chunks::new(0, 6, 1);
         assert_eq!(announced(&mut chunks), [0, 1, 2, 3]);
         assert_eq!(chunks.clear(4), Err(NeverAnnounced { chunk: 4 }));
         assert_eq!(chunks.clear(99), Err(NeverAnnounced { chunk: 99 }));
-        assert_eq!(chunks.clear(2), Ok(Some(vec![BlockId(2)])));
-        assert_eq!(chunks.clear(2), Ok(None), "a repeated CTS");
+        assert_eq!(chunks.clear(2), Ok(true));
+        assert!(announced(&mut chunks).is_empty(), "it is not sent yet");
+        chunks.add(0, &blocks(6)).unwrap();
+        assert_eq!(given(&mut chunks), [(2, vec![2])]);
+        assert_eq!(chunks.clear(2), Ok(false), "a repeated CTS");
+        assert!(given(&mut chunks).is_empty());
         assert_eq!(announced(&mut chunks), [4]);
         assert_eq!(chunks.unanswered(), [0, 1, 3, 4]);
-        for chunk in [0, 1, 3, 4] {
+        for chunk in [4, 0, 1, 3] {
             chunks.clear(chunk).unwrap();
         }
+        assert_eq!(
+            given(&mut chunks).iter().map(|(chunk, _)| *chunk).collect::<Vec<_>>(),
+            [0, 1, 3, 4]
+        );
         assert_eq!(announced(&mut chunks), [5]);
         chunks.clear(5).unwrap();
+        assert_eq!(given(&mut chunks), [(5, vec![5])]);
         for chunk in (0..6).rev() {
             assert!(chunks.are_read() && chunks.integrity().is_none());
             chunks.sent(chunk, u64::from(chunk) * 10);
             chunks.sent(chunk, 1);
+            chunks.hashed(chunk, 1);
         }
         assert!(!chunks.are_read() && !chunks.has_unanswered());
         assert_eq!(chunks.integrity(), Some(vec![0, 10, 20, 30, 40, 50]));
+    }
+
+    #[test]
+    fn values_may_be_known_while_chunks_are_read() {
+        let mut chunks = Chunks::new(0, 2, 1);
+        announced(&mut chunks);
+        chunks.hashed(0, 9);
+        chunks.add(0, &blocks(2)).unwrap();
+        for chunk in [0, 1] {
+            chunks.clear(chunk).unwrap();
+        }
+        assert_eq!(given(&mut chunks).len(), 2);
+        chunks.hashed(0, 1);
+        assert_eq!(chunks.integrity(), None, "what came before it was given says nothing");
+        chunks.sent(1, 2);
+        assert_eq!((chunks.integrity(), chunks.are_read()), (Some(vec![1, 2]), true));
+        chunks.sent(0, 1);
+        assert_eq!((chunks.integrity(), chunks.are_read()), (Some(vec![1, 2]), false));
     }
 }

@@ -2,9 +2,11 @@
 //!
 //! 1. `Expect` (from the node) and `RESERVE` (from the receiver) come in either order; whichever is
 //!    first waits for the other. With both here the node hears `Ready`.
-//! 2. Each `Written` range is cut into chunks, each announced by `CHUNK` until the receiver answers
-//!    `CTS`; then the transport gets it. A few are announced at a time.
-//! 3. `Finish` and the last chunk's departure bring `DONE`, repeated until `ACK`: `Delivered`.
+//! 2. What is reserved is cut into chunks, each announced by `CHUNK` until the receiver answers `CTS`. A few are
+//!    announced ahead of what is `Written`: a chunk of which all is written goes to the transport without
+//!    waiting for an answer.
+//! 3. `Finish`, and the last chunk's departure or its value before that, bring `DONE`, repeated until `ACK`. With
+//!    that, and nothing read any more: `Delivered`.
 //! 4. Whatever goes wrong leads to `ending` instead.
 
 use std::time::{Duration, Instant};
@@ -58,7 +60,9 @@ struct Sending {
     /// Index and value of the first token, once the node has finished.
     finish: Option<(u32, SampledToken)>,
     done: Option<Done>,
-    first_clear: Option<Instant>,
+    /// `ACK` is here: the receiver has all, and our end of the last chunks is still to be seen.
+    is_acknowledged: bool,
+    first_given: Option<Instant>,
     retry: Retry,
 }
 
@@ -164,10 +168,11 @@ impl Outgoing {
             Err(detail) => return self.broken(turn, detail),
         };
         self.phase = Phase::Sending(Sending {
-            chunks: Chunks::new(reserve.first_block, end_block),
+            chunks: Chunks::new(reserve.first_block, end_block, turn.local.chunk_blocks()),
             finish: None,
             done: None,
-            first_clear: None,
+            is_acknowledged: false,
+            first_given: None,
             retry: Retry::start(turn.now),
         });
         self.lease = turn.now + LEASE;
@@ -178,6 +183,7 @@ impl Outgoing {
             block_count: reserve.blocks.len() as u32,
             traceparent,
         });
+        self.announce(turn);
     }
 
     /// The receiver takes a heartbeat that names the transfer for the answer to `RESERVE`.
@@ -193,8 +199,8 @@ impl Outgoing {
             }
             return;
         };
-        match sending.chunks.add(first_block, &blocks, turn.local.chunk_blocks()) {
-            Ok(()) => self.announce(turn),
+        match sending.chunks.add(first_block, &blocks) {
+            Ok(()) => self.give(turn),
             Err(error) => self.misused(turn, error.to_string()),
         }
     }
@@ -224,35 +230,47 @@ impl Outgoing {
             return self.misused(turn, reason);
         }
         sending.finish.get_or_insert((first_index, token));
-        self.send_done_when_all_is_sent(turn);
+        self.send_done_when_all_is_known(turn);
     }
 
     pub fn on_clear_to_send(&mut self, turn: &mut Turn<'_>, chunk: u32) {
         let Phase::Sending(sending) = &mut self.phase else { return };
-        let blocks = match sending.chunks.clear(chunk) {
-            Ok(Some(blocks)) => blocks,
-            // Repeated.
-            Ok(None) => return,
-            Err(error) => return self.broken(turn, error.to_string()),
-        };
-        turn.act(Action::SendChunk {
-            peer: self.peer.epoch,
-            transfer: self.transfer,
-            chunk,
-            blocks,
-        });
-        sending.first_clear.get_or_insert(turn.now);
-        sending.retry = Retry::start(turn.now);
+        match sending.chunks.clear(chunk) {
+            Ok(true) => {
+                sending.retry = Retry::start(turn.now);
+                self.give(turn);
+            }
+            Ok(false) => {}
+            Err(error) => self.broken(turn, error.to_string()),
+        }
+    }
+
+    /// To the transport, what is written and cleared; each makes room for another to be announced.
+    fn give(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Sending(sending) = &mut self.phase else { return };
+        while let Some((chunk, blocks)) = sending.chunks.give() {
+            let (peer, transfer) = (self.peer.epoch, self.transfer);
+            turn.act(Action::SendChunk { peer, transfer, chunk, blocks });
+            sending.first_given.get_or_insert(turn.now);
+        }
         self.announce(turn);
+    }
+
+    /// The transport knows a chunk's value before it has sent it.
+    pub fn on_hashed(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
+        let Phase::Sending(sending) = &mut self.phase else { return };
+        sending.chunks.hashed(chunk, integrity);
+        self.send_done_when_all_is_known(turn);
     }
 
     pub fn on_sent(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         sending.chunks.sent(chunk, integrity);
-        self.send_done_when_all_is_sent(turn);
+        self.send_done_when_all_is_known(turn);
+        self.deliver_when_nothing_is_read(turn);
     }
 
-    fn send_done_when_all_is_sent(&mut self, turn: &mut Turn<'_>) {
+    fn send_done_when_all_is_known(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         let Some((first_index, token)) = &sending.finish else { return };
         if sending.done.is_some() {
@@ -275,15 +293,25 @@ impl Outgoing {
     }
 
     pub fn on_ack(&mut self, turn: &mut Turn<'_>) {
-        let Phase::Sending(sending) = &self.phase else { return };
+        let Phase::Sending(sending) = &mut self.phase else { return };
         if sending.done.is_none() {
             return self.broken(turn, "ACK came before DONE was sent".to_owned());
+        }
+        sending.is_acknowledged = true;
+        self.deliver_when_nothing_is_read(turn);
+    }
+
+    /// Who hears `Delivered` writes into the blocks again.
+    fn deliver_when_nothing_is_read(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Sending(sending) = &self.phase else { return };
+        if !sending.is_acknowledged || sending.chunks.are_read() {
+            return;
         }
         let figures = Figures {
             bytes: (sending.chunks.block_count() * turn.local.block_bytes) as u64,
             chunks: sending.chunks.count(),
             elapsed: sending
-                .first_clear
+                .first_given
                 .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
         };
         self.phase = Phase::Delivered;
@@ -397,7 +425,7 @@ impl Outgoing {
                 resent += 1;
             }
         }
-        if let Some(done) = &sending.done {
+        if let Some(done) = sending.done.as_ref().filter(|_| !sending.is_acknowledged) {
             turn.send_traced(self.peer.epoch, Body::Done(done.clone()), &self.traceparent);
             resent += 1;
         }
@@ -501,6 +529,7 @@ impl Outgoing {
         match &self.phase {
             Phase::Expecting { .. } => "RESERVE",
             Phase::Early { .. } => "this node's Prefill call",
+            Phase::Sending(sending) if sending.is_acknowledged => "the last chunks to leave",
             Phase::Sending(sending) if sending.done.is_some() => "ACK",
             Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to leave",
             Phase::Sending(_) => "this node's KV",
@@ -511,6 +540,6 @@ impl Outgoing {
 
 impl Sending {
     fn awaits_answer(&self) -> bool {
-        self.done.is_some() || self.chunks.has_unanswered()
+        self.done.is_some() && !self.is_acknowledged || self.chunks.has_unanswered()
     }
 }

@@ -63,6 +63,16 @@ impl Node {
         Self::on_host("here", index, block_count, limits)
     }
 
+    /// What these blocks hold, which must be this transfer's.
+    pub fn read(&self, transfer: TransferId, blocks: &[BlockId]) -> Vec<u64> {
+        let read = |block: &BlockId| {
+            let (name, owner) = (&self.name, self.owners.get(block));
+            assert_eq!(owner, Some(&transfer), "{name} reads {block:?}, which it has back");
+            self.memory[block.index()]
+        };
+        blocks.iter().map(read).collect()
+    }
+
     /// Nodes of one host have more in common than `tcp`.
     pub fn on_host(host: &str, index: usize, block_count: u32, limits: Limits) -> Self {
         let name = format!("node-{index}");

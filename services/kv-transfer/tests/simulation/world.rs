@@ -75,6 +75,12 @@ pub enum Step {
         transfer: TransferId,
         chunk: u32,
     },
+    /// A chunk that left is not read any more.
+    Left {
+        transfer: TransferId,
+        chunk: u32,
+        integrity: u64,
+    },
     /// A chunk's first and last bytes come in.
     Land {
         from: usize,
@@ -332,6 +338,9 @@ impl World {
                 }
             }
             Step::Depart { transfer, chunk } => self.depart(index, transfer, chunk),
+            Step::Left { transfer, chunk, integrity } => {
+                self.left(index, transfer, chunk, integrity);
+            }
             Step::Land { from, link, transfer, chunk, contents } => {
                 self.land(index, from, link, transfer, chunk, contents);
             }
@@ -364,28 +373,30 @@ impl World {
                 Step::Depart { transfer, chunk },
             );
         };
-        let contents: Vec<u64> = blocks
-            .iter()
-            .map(|block| {
-                assert_eq!(
-                    node.owners.get(block),
-                    Some(&transfer),
-                    "{} reads {block:?}, which it has back from {transfer}",
-                    node.name
-                );
-                node.memory[block.index()]
-            })
-            .collect();
+        let contents = node.read(transfer, blocks);
         let integrity = digest(&contents);
         let mut travelling = contents;
         if self.random.chance(self.weather.damage) {
             travelling[0] ^= 1 << self.random.below(64);
         }
-        let node = &mut self.nodes[index];
-        node.sending.remove(&(transfer, chunk));
-        node.core.handle_data(self.now, DataEvent::Sent { transfer, chunk, integrity });
+        // Some transports know a chunk's value while it is still read.
+        if self.random.chance(50) {
+            let hashed = DataEvent::Hashed { transfer, chunk, integrity };
+            self.nodes[index].core.handle_data(self.now, hashed);
+            self.soon(index, Step::Left { transfer, chunk, integrity });
+        } else {
+            self.left(index, transfer, chunk, integrity);
+        }
         let land = Step::Land { from: index, link, transfer, chunk, contents: travelling };
         self.soon(to, land);
+    }
+
+    fn left(&mut self, index: usize, transfer: TransferId, chunk: u32, integrity: u64) {
+        let node = &mut self.nodes[index];
+        // Unless it was cancelled meanwhile.
+        let Some((_, blocks)) = node.sending.remove(&(transfer, chunk)) else { return };
+        assert_eq!(digest(&node.read(transfer, &blocks)), integrity, "{transfer}: chunk {chunk}");
+        node.core.handle_data(self.now, DataEvent::Sent { transfer, chunk, integrity });
     }
 
     fn land(

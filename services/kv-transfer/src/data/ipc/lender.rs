@@ -48,7 +48,7 @@ pub(in crate::data) fn lend_chunks(
                 outbox.break_off(reason);
             }
         })?;
-        let lent = lend(outbox, &mut stream, LENT_MAX, verify);
+        let lent = lend(shared, outbox, &mut stream, LENT_MAX, verify);
         // Ends the other thread. Fails only when the connection is gone already.
         let _ = stream.shutdown(Shutdown::Both);
         lent

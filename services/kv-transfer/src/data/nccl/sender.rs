@@ -91,7 +91,7 @@ pub(in crate::data) fn send_chunks(
                 outbox.break_off(reason);
             }
         });
-        let said = landing.and_then(|_| lend(outbox, &mut stream, UNDER_WAY_MAX, verify));
+        let said = landing.and_then(|_| lend(shared, outbox, &mut stream, UNDER_WAY_MAX, verify));
         // Ends the other threads. Fails only when the connection is gone already.
         let _ = stream.shutdown(Shutdown::Both);
         said
