@@ -4,9 +4,11 @@ use kernels::BlockId;
 
 use crate::{api::TransferId, notice::Body};
 
-/// Chunks announced and not yet sent, per transfer: enough that receives are posted before there is anything to
-/// receive, few enough that no transfer fills the pair's queue with notices.
+/// Chunks announced and not given to the transport, per transfer: enough that receives are posted before there is
+/// anything to receive, few enough that no transfer fills the pair's queue with notices.
 const AHEAD_MAX: usize = 4;
+/// As long as nothing is written, for that may be of all transfers at a time.
+const FIRST_AHEAD_MAX: usize = 1;
 
 /// What the receiver has reserved, cut into chunks from the start. Each waits, is announced, is cleared, is given to
 /// the transport once it is written, and is sent; in this order. So a chunk that is written has its receive posted
@@ -116,7 +118,8 @@ impl Chunks {
 
     /// The next chunk to announce, if there is room.
     pub fn announce(&mut self) -> Option<u32> {
-        if self.ahead == AHEAD_MAX {
+        let is_begun = self.next_block > self.first_block;
+        if self.ahead >= if is_begun { AHEAD_MAX } else { FIRST_AHEAD_MAX } {
             return None;
         }
         let index = self.waiting_from;
@@ -262,19 +265,24 @@ mod tests {
         assert_eq!([bytes(0), bytes(1), bytes(2)], [(3, 4, 40), (7, 4, 40), (11, 1, 10)]);
         assert!(chunks.notice(TransferId(1), 3, 10).is_none());
         assert_eq!((chunks.count(), chunks.block_count()), (3, 9));
-        // All are posted before anything is there.
-        assert_eq!(announced(&mut chunks), [0, 1, 2]);
-        for chunk in [2, 0, 1] {
-            chunks.clear(chunk).unwrap();
-        }
+        // The first is posted before anything is there.
+        assert_eq!(announced(&mut chunks), [0]);
+        chunks.clear(0).unwrap();
         assert!(given(&mut chunks).is_empty());
         chunks.add(0, &blocks(2)).unwrap();
         assert_eq!(chunks.due(), 3..12, "all of it is cached at the receiver");
-        chunks.add(2, &blocks(6)).unwrap();
+        assert!(announced(&mut chunks).is_empty());
+        chunks.add(2, &blocks(2)).unwrap();
+        assert_eq!((chunks.due(), announced(&mut chunks)), (4..12, vec![1, 2]));
+        for chunk in [2, 1] {
+            chunks.clear(chunk).unwrap();
+        }
+        assert!(given(&mut chunks).is_empty());
+        chunks.add(4, &blocks(4)).unwrap();
         assert_eq!(chunks.due(), 8..12);
-        assert_eq!(given(&mut chunks), [(0, vec![1, 2, 3, 4])], "the next one lacks three");
+        assert_eq!(given(&mut chunks), [(0, vec![1, 0, 1, 2])], "the next one lacks three");
         chunks.add(8, &blocks(4)).unwrap();
-        assert_eq!(given(&mut chunks), [(1, vec![5, 0, 1, 2]), (2, vec![3])]);
+        assert_eq!(given(&mut chunks), [(1, vec![3, 0, 1, 2]), (2, vec![3])]);
         assert_eq!(chunks.due(), 12..12);
     }
 
@@ -302,12 +310,14 @@ mod tests {
     #[test]
     fn a_few_are_announced_at_a_time_and_each_is_given_to_the_transport_once() {
         let mut chunks = Chunks::new(0, 6, 1);
-        assert_eq!(announced(&mut chunks), [0, 1, 2, 3]);
+        assert_eq!(announced(&mut chunks), [0]);
+        chunks.add(0, &blocks(1)).unwrap();
+        assert_eq!(announced(&mut chunks), [1, 2, 3]);
         assert_eq!(chunks.clear(4), Err(NeverAnnounced { chunk: 4 }));
         assert_eq!(chunks.clear(99), Err(NeverAnnounced { chunk: 99 }));
         assert_eq!(chunks.clear(2), Ok(true));
-        assert!(announced(&mut chunks).is_empty(), "it is not sent yet");
-        chunks.add(0, &blocks(6)).unwrap();
+        assert!(announced(&mut chunks).is_empty(), "it is not written yet");
+        chunks.add(1, &blocks(6)[1..]).unwrap();
         assert_eq!(given(&mut chunks), [(2, vec![2])]);
         assert_eq!(chunks.clear(2), Ok(false), "a repeated CTS");
         assert!(given(&mut chunks).is_empty());
@@ -336,9 +346,9 @@ mod tests {
     #[test]
     fn values_may_be_known_while_chunks_are_read() {
         let mut chunks = Chunks::new(0, 2, 1);
-        announced(&mut chunks);
-        chunks.hashed(0, 9);
         chunks.add(0, &blocks(2)).unwrap();
+        assert_eq!(announced(&mut chunks), [0, 1]);
+        chunks.hashed(0, 9);
         for chunk in [0, 1] {
             chunks.clear(chunk).unwrap();
         }

@@ -2,9 +2,9 @@
 //!
 //! 1. `Expect` (from the node) and `RESERVE` (from the receiver) come in either order; whichever is
 //!    first waits for the other. With both here the node hears `Ready`.
-//! 2. What is reserved is cut into chunks, each announced by `CHUNK` until the receiver answers `CTS`. A few are
-//!    announced ahead of what is `Written`: a chunk of which all is written goes to the transport without
-//!    waiting for an answer.
+//! 2. What is reserved is cut into chunks, each announced by `CHUNK` until the receiver answers `CTS`: the first at
+//!    once, the others a few ahead of what is `Written`. So a chunk of which all is written goes to the transport
+//!    without waiting for an answer.
 //! 3. `Finish`, and the last chunk's departure or its value before that, bring `DONE`, repeated until `ACK`. With
 //!    that, and nothing read any more: `Delivered`.
 //! 4. Whatever goes wrong leads to `ending` instead.
@@ -167,8 +167,9 @@ impl Outgoing {
             Ok(end_block) => end_block,
             Err(detail) => return self.broken(turn, detail),
         };
+        let first_block = reserve.first_block;
         self.phase = Phase::Sending(Sending {
-            chunks: Chunks::new(reserve.first_block, end_block, turn.local.chunk_blocks()),
+            chunks: Chunks::new(first_block, end_block, turn.local.chunk_blocks()),
             finish: None,
             done: None,
             is_acknowledged: false,
@@ -176,14 +177,17 @@ impl Outgoing {
             retry: Retry::start(turn.now),
         });
         self.lease = turn.now + LEASE;
-        self.name(turn);
         turn.emit(Event::Ready {
             transfer: self.transfer,
-            first_block: reserve.first_block,
+            first_block,
             block_count: reserve.blocks.len() as u32,
             traceparent,
         });
         self.announce(turn);
+        // A chunk names the transfer as well.
+        if first_block == end_block {
+            self.name(turn);
+        }
     }
 
     /// The receiver takes a heartbeat that names the transfer for the answer to `RESERVE`.
