@@ -70,7 +70,10 @@ impl From<Instant> for Patience<'static> {
 
 /// Makes channels to other GPUs, through which both ends move blocks together. Errors are for people.
 pub trait PeerChannels: Send + Sync {
-    /// Loads what is needed, to the GPUs as well, which else happens while the first channel is made.
+    /// Opens what channels are made by. The error says why there will be none.
+    fn open(&self) -> Result<(), String>;
+
+    /// Loads to the GPUs what else is loaded while the first channel is made. The error says why that was in vain.
     fn prepare(&self) -> Result<(), String>;
 
     /// What the receiver needs to join the sender that tells it; at most [`EXPORT_BYTES_MAX`].

@@ -175,9 +175,11 @@ impl World {
         }
         if let Some(transport) = shape.transport {
             spec = spec.set("BATON_TRANSFER_TRANSPORT", transport);
-            // Of two that are set otherwise the smaller number holds, for both.
-            let (name, sender) = ("BATON_TRANSFER_NCCL_BLOCKS", "8");
-            spec.prefill_settings.insert(name.to_owned(), sender.to_owned());
+            if transport == "nccl" {
+                // Of two that are set otherwise the smaller number holds, for both.
+                let (name, sender) = ("BATON_TRANSFER_NCCL_BLOCKS", "8");
+                spec.prefill_settings.insert(name.to_owned(), sender.to_owned());
+            }
         }
         spec
     }

@@ -47,6 +47,12 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
 fn two_ranks_exchange_pieces_and_sum() {
     on_ranks("nccl::two_ranks_exchange_pieces_and_sum", 2, |rank| {
         let nccl = nccl();
+        for turn in ["first", "second"] {
+            let begin = Instant::now();
+            Communicator::load_kernels(&nccl, &rank.context, begin + SOON).unwrap();
+            println!("a {turn} loading of its kernels took {:?}", begin.elapsed());
+        }
+        rank.meet();
         let begin = Instant::now();
         let mut communicator = connected(&rank, &nccl);
         let (took, bytes) = (begin.elapsed(), communicator.memory_bytes());

@@ -278,6 +278,10 @@ fn rank(end: End) -> u32 {
 }
 
 impl PeerChannels for NcclChannels {
+    fn open(&self) -> Result<(), String> {
+        self.opened().map(drop)
+    }
+
     fn prepare(&self) -> Result<(), String> {
         let nccl = self.opened()?;
         let deadline = Instant::now() + PREPARE_MAX;
@@ -288,12 +292,14 @@ impl PeerChannels for NcclChannels {
                 let named = thread::Builder::new().name("nccl-prepare".to_owned());
                 named.spawn_scoped(scope, load).map_err(words)
             };
-            // All begin before the first is waited for.
+            // All begin before the first is waited for, and all end.
             let threads: Vec<_> = self.parts.iter().map(load).collect();
-            threads.into_iter().try_for_each(|thread| {
+            let loaded = threads.into_iter().map(|thread| {
                 let loaded = thread?.join();
                 loaded.map_err(|_| "a thread that prepared panicked".to_owned())?.map_err(words)
-            })
+            });
+            let loaded: Vec<Result<(), String>> = loaded.collect();
+            loaded.into_iter().collect()
         })
     }
 

@@ -50,6 +50,8 @@ pub(super) struct Member {
     busy_count: u32,
     /// Until then it is picked only where no other can be.
     pub(super) last_until: Option<Instant>,
+    /// It has been put back since it is this process: once is enough.
+    pub(super) was_put_back: bool,
     /// The number of the pick that chose it last: ties go to who waited longest.
     pub(super) last_picked: u64,
 }
@@ -128,6 +130,7 @@ impl Member {
             busy_until: None,
             busy_count: 0,
             last_until: None,
+            was_put_back: false,
             last_picked: 0,
         }
     }
@@ -251,6 +254,7 @@ impl Member {
         self.busy_until = None;
         self.busy_count = 0;
         self.last_until = None;
+        self.was_put_back = false;
         self.failures = 0;
     }
 

@@ -151,6 +151,7 @@ impl Directory {
     /// Chooses a node and counts the attempt as its own until it is released.
     pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
         let role = wanted.role;
+        let needs_peer = role == Role::Prefill || !wanted.computes_prompt;
         let listed = self.members.values().filter(|member| member.address.role == role).count();
         let mut refusal = NoNode::NoneListed { role };
         let mut best: Option<(Rank, NodeKey)> = None;
@@ -162,7 +163,7 @@ impl Directory {
                 Ok(seen) => {
                     let cost = cost(member, seen, wanted);
                     let rank = Rank {
-                        is_last: member.last_until.is_some_and(|until| until > now),
+                        is_last: needs_peer && member.last_until.is_some_and(|until| until > now),
                         cost,
                         in_flight: member.in_flight,
                         last_picked: member.last_picked,
@@ -180,9 +181,10 @@ impl Directory {
         }
     }
 
-    /// Until then, or [`Directory::put_back`], this node is picked only where no other can be.
+    /// Until then, or [`Directory::put_back`], this node is picked only where no other can be, but for attempts that
+    /// need no peer. Nothing happens to a process that was put back before.
     pub fn put_last(&mut self, node: NodeKey, until: Instant) {
-        if let Some(member) = self.members.get_mut(&node) {
+        if let Some(member) = self.members.get_mut(&node).filter(|member| !member.was_put_back) {
             member.last_until = Some(until);
         }
     }
@@ -191,6 +193,7 @@ impl Directory {
     pub fn put_back(&mut self, epoch: Epoch) {
         for member in self.members.values_mut().filter(|member| member.epoch() == Some(epoch)) {
             member.last_until = None;
+            member.was_put_back = true;
         }
     }
 

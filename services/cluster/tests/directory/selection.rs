@@ -80,20 +80,57 @@ fn who_was_put_last_takes_what_no_other_can_for_a_while() {
     // That of another process changes nothing.
     world.directory.put_back(epoch(77));
     assert!(!takes_part(&mut world));
-    world.directory.put_back(its_epoch);
-    assert!(takes_part(&mut world));
-
     // Nobody has to put it back.
-    put_last(&mut world, second);
     world.advance(second);
     assert!(takes_part(&mut world));
 
     put_last(&mut world, second);
+    let alone = Wanted { computes_prompt: true, ..wanted(Role::Decode, 100) };
+    let picked_alone = [(); 3].map(|()| {
+        let choice = world.pick(&alone).unwrap();
+        world.directory.release(choice.assignment);
+        choice.node
+    });
+    assert!(picked_alone.contains(&node), "it needs no peer for that");
     let others = (1..=3).filter(|number| epoch(*number) != its_epoch);
     for number in others.collect::<Vec<_>>() {
         world.end_stream(&decode(number as u16));
     }
     assert_eq!(picked(&mut world).node, node, "it is the only one");
+}
+
+#[test]
+fn a_process_is_put_last_until_it_is_put_back_and_not_again() {
+    let mut world = World::new();
+    let [one, other] = [1, 2].map(|number| record(Role::Decode, number));
+    for (port, record) in [(1, &one), (2, &other)] {
+        world.up(&decode(port), record, idle());
+    }
+    let second = Duration::from_secs(1);
+    let node = world.directory.nodes().find(|node| *node.address == decode(2)).unwrap().node;
+    let is_last = |world: &mut World| {
+        world.directory.put_last(node, world.now + second);
+        let picked = [(); 2].map(|()| {
+            let choice = world.pick(&wanted(Role::Decode, 100)).unwrap();
+            world.directory.release(choice.assignment);
+            choice.record.epoch
+        });
+        picked.iter().all(|picked| *picked == one.epoch)
+    };
+    assert!(is_last(&mut world));
+    world.directory.put_back(other.epoch);
+    assert!(!is_last(&mut world));
+    // Its stream broke, and it is back.
+    world.advance(3 * second);
+    world.end_stream(&decode(2));
+    world.up(&decode(2), &other, idle());
+    assert!(!is_last(&mut world));
+    // Another process stands there, of which a word to the one before says nothing.
+    world.advance(3 * second);
+    world.end_stream(&decode(2));
+    world.up(&decode(2), &record(Role::Decode, 3), idle());
+    world.directory.put_back(other.epoch);
+    assert!(is_last(&mut world));
 }
 
 #[test]

@@ -35,7 +35,8 @@ pub enum Body {
     },
     /// D → P: these blocks wait for the KV of this prompt.
     Reserve(Reserve),
-    /// P → D: the KV of `block_count` blocks from the prompt's block `first_block` on is written.
+    /// P → D: the KV of `block_count` blocks from the prompt's block `first_block` on will come, or is written.
+    /// Answers `RESERVE` as well.
     Chunk {
         transfer: TransferId,
         chunk: u32,

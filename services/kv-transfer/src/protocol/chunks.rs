@@ -132,8 +132,9 @@ impl Chunks {
 
     /// Those that were announced and not answered.
     pub fn unanswered(&self) -> Vec<u32> {
-        let announced = |(_, chunk): &(usize, &Chunk)| chunk.state == State::Announced;
-        self.chunks.iter().enumerate().filter(announced).map(|(index, _)| index as u32).collect()
+        let is_announced = |index: &usize| self.chunks[*index].state == State::Announced;
+        let ahead = self.given_to..self.waiting_from;
+        ahead.filter(is_announced).map(|index| index as u32).collect()
     }
 
     pub fn has_unanswered(&self) -> bool {

@@ -36,7 +36,7 @@ mod pairs;
 const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Blocks in one reservation, so that `RESERVE` and `DONE` fit a notice: 1.6 million tokens.
-const RESERVED_BLOCKS_MAX: usize = 100_000;
+pub const RESERVED_BLOCKS_MAX: usize = 100_000;
 
 /// All pairs and transfers of one process.
 pub struct Core {

@@ -6,7 +6,7 @@
 //!    once, the others a few ahead of what is `Written`. So a chunk of which all is written goes to the transport
 //!    without waiting for an answer.
 //! 3. `Finish`, and the last chunk's departure or its value before that, bring `DONE`, repeated until `ACK`. With
-//!    that, and nothing read any more: `Delivered`.
+//!    that, and nothing read any more, however that came: `Delivered`.
 //! 4. Whatever goes wrong leads to `ending` instead.
 
 use std::time::{Duration, Instant};
@@ -16,6 +16,7 @@ use kernels::{BlockId, sampling::SampledToken};
 use super::{
     Action, Peer, Turn,
     chunks::Chunks,
+    core::RESERVED_BLOCKS_MAX,
     ending::{Ending, Tell},
     identity::weights_difference,
     retry::Retry,
@@ -159,6 +160,10 @@ impl Outgoing {
             _ if reserve.prompt_hash != prompt_hash => Err(format!(
                 "RESERVE is for prompt {:032x}, this prefill is of {prompt_hash:032x}",
                 reserve.prompt_hash
+            )),
+            _ if reserve.blocks.len() > RESERVED_BLOCKS_MAX => Err(format!(
+                "RESERVE is of {} blocks; at most {RESERVED_BLOCKS_MAX} can travel",
+                reserve.blocks.len()
             )),
             None => Err(format!("RESERVE starts at block {} and overflows", reserve.first_block)),
             Some(end_block) => Ok(end_block),
@@ -311,15 +316,9 @@ impl Outgoing {
         if !sending.is_acknowledged || sending.chunks.are_read() {
             return;
         }
-        let figures = Figures {
-            bytes: (sending.chunks.block_count() * turn.local.block_bytes) as u64,
-            chunks: sending.chunks.count(),
-            elapsed: sending
-                .first_given
-                .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
-        };
+        let delivered = sending.delivered(turn, self.transfer);
         self.phase = Phase::Delivered;
-        turn.emit(Event::Delivered { transfer: self.transfer, figures });
+        turn.emit(delivered);
     }
 
     pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
@@ -396,9 +395,14 @@ impl Outgoing {
             Phase::Sending(sending) => sending.chunks.are_read(),
             _ => false,
         };
-        let event = self
-            .is_begun
-            .then(|| Event::SendFailed { transfer: self.transfer, failure: failure.clone() });
+        let (event, tell) = match &self.phase {
+            // The receiver has all: what fails now is our end alone.
+            Phase::Sending(sending) if sending.is_acknowledged => {
+                (sending.delivered(turn, self.transfer), Tell::Nothing)
+            }
+            _ => (Event::SendFailed { transfer: self.transfer, failure: failure.clone() }, tell),
+        };
+        let event = self.is_begun.then_some(event);
         let cancel =
             reads.then_some(Action::CancelSend { peer: self.peer.epoch, transfer: self.transfer });
         self.phase = Phase::Ending(Ending::begin(
@@ -543,6 +547,16 @@ impl Outgoing {
 }
 
 impl Sending {
+    fn delivered(&self, turn: &Turn<'_>, transfer: TransferId) -> Event {
+        let since = |first| turn.now.saturating_duration_since(first);
+        let figures = Figures {
+            bytes: (self.chunks.block_count() * turn.local.block_bytes) as u64,
+            chunks: self.chunks.count(),
+            elapsed: self.first_given.map_or(Duration::ZERO, since),
+        };
+        Event::Delivered { transfer, figures }
+    }
+
     fn awaits_answer(&self) -> bool {
         self.done.is_some() && !self.is_acknowledged || self.chunks.has_unanswered()
     }

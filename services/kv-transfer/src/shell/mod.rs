@@ -279,11 +279,15 @@ fn offers(
     }
     if let Some(channels) = channels {
         // Loading takes long: where nothing else will do it is not put off to the first request.
-        let prepared = match config.carriers.choice {
-            Choice::Only(Carrier::Nccl) => channels.prepare(),
+        let opened = match config.carriers.choice {
+            Choice::Only(Carrier::Nccl) => channels.open().inspect(|()| {
+                if let Err(reason) = channels.prepare() {
+                    tracing::warn!(reason, "nccl is loaded when the first peer is met");
+                }
+            }),
             Choice::Auto | Choice::Only(_) => Ok(()),
         };
-        match prepared {
+        match opened {
             Ok(()) => can.push(Carrier::Nccl),
             Err(reason) => tracing::warn!(wanted = "nccl", reason, "KV goes by tcp"),
         }

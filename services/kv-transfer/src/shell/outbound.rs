@@ -21,9 +21,9 @@ use crate::{
     threads::Threads,
 };
 
-/// Notices that wait for one peer: one for each of as many transfers as a node has by default, which
-/// all speak when the pair comes up. A full queue is a lost peer.
-const QUEUE_MAX: usize = 1024;
+/// Notices that wait for one peer: two for each of as many transfers as a node has by default, which
+/// all speak when the pair comes up, and are answered at once. A full queue is a lost peer.
+const QUEUE_MAX: usize = 2048;
 /// How often an idle thread looks at the state of its connection.
 const LOOK: Duration = Duration::from_millis(500);
 /// How long one of a name's several addresses has to answer, out of a lease of seconds.

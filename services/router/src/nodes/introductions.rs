@@ -27,8 +27,9 @@ const PEERS_MAX: usize = 16;
 const MET_MAX: Duration = Duration::from_secs(2);
 /// What a round has in any case, when it begins late.
 const MET_MIN: Duration = Duration::from_millis(500);
-/// From a node's coming up to the end of its round, at most. So long requests go to others, where there are any.
-pub const NEW_MAX: Duration = WAIT_MAX.saturating_add(MET_MAX);
+/// From a node's coming up to the end of its round, and some time for that. So long requests go to others, where
+/// there are any, should nobody say that it has met them.
+pub const NEW_MAX: Duration = MET_MAX.saturating_add(MET_MIN);
 
 /// When all nodes are introduced anew: soon after some have come up, once for all of them, and otherwise
 /// every now and then.

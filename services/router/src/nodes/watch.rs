@@ -2,12 +2,12 @@
 //! stream to each member, and wakes for the directory's deadlines.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use cluster::{Action, Health, Input, MemberWatch, NodeAddress, Role, StreamId};
+use cluster::{Action, Epoch, Health, Input, MemberWatch, NodeAddress, Role, StreamId};
 use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
 use tokio::{
     sync::mpsc,
@@ -180,12 +180,12 @@ impl Watch {
         let is_served = serving.iter().any(|(_, role, _)| *role == Role::Decode);
         let first = self.first.take_if(|_| is_served);
         let introductions = introductions::introductions(&serving);
+        let introduced: BTreeSet<Epoch> = introductions.iter().map(|one| one.epoch).collect();
+        let epochs = serving.iter().map(|(_, _, record)| record.epoch);
         let mut directory = self.nodes.directory();
-        for (_, _, alone) in &serving {
-            if introductions.iter().all(|introduction| introduction.epoch != alone.epoch) {
-                directory.put_back(alone.epoch);
-            }
-        }
+        epochs
+            .filter(|epoch| !introduced.contains(epoch))
+            .for_each(|epoch| directory.put_back(epoch));
         drop(directory);
         for introduction in introductions {
             let (nodes, first) = (self.nodes.clone(), first.clone());
