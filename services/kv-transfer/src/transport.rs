@@ -14,9 +14,8 @@ use crate::{
 ///
 /// What a transport promises:
 /// * It writes only into blocks that were posted, and reads only from blocks that were sent.
-/// * Every `send` ends in `Sent`, which `Hashed` may precede, every `post` in `Received`, unless the transfer is
-///   cancelled, a chunk of it fails (`Failed`) or the connection ends ([`Report::Ended`]).
-/// * After `Hashed` no receiver takes the chunk for received whose blocks were let go of before they were read.
+/// * Every `send` ends in `Sent`, every `post` in `Received`, unless the transfer is cancelled, a
+///   chunk of it fails (`Failed`) or the connection ends ([`Report::Ended`]).
 /// * After `cancel_*` answered [`Released::Now`], or reported `SendReleased` / `ReceiveReleased`,
 ///   it holds no block of that transfer. Either happens soon, whatever the peer does.
 /// * A stopped peer delays nobody else.

@@ -13,23 +13,12 @@ use crate::{api::TransferId, protocol::DataEvent};
 /// Integrity and bytes of a chunk whose blocks are written.
 pub type Landed = (u64, u64);
 
-/// Whether `DONE` may leave before a chunk has been answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Early {
-    /// No receiver comes to the end of a chunk whose blocks were let go of.
-    Always,
-    /// One may, and would not notice unless chunks are verified.
-    IfVerified,
-}
-
 /// Sender: says which blocks come next, at most so many chunks ahead, until the outbox is closed.
 pub fn lend(
-    shared: &Shared,
     outbox: &Outbox,
     stream: &mut TcpStream,
     ahead_max: usize,
     verify: bool,
-    early: Early,
 ) -> io::Result<()> {
     while let Some(job) = outbox.next(ahead_max) {
         let blocks = job.blocks.iter().map(BlockRead::block).collect();
@@ -39,13 +28,9 @@ pub fn lend(
             true => BlockRead::digest(&job.blocks).map_err(io::Error::other)?,
             false => 0,
         };
-        let (transfer, chunk) = (job.transfer, job.chunk);
         // Before the message, which may be answered at once.
         outbox.lend(job, integrity);
         lend.write(stream)?;
-        if verify || early == Early::Always {
-            shared.report(DataEvent::Hashed { transfer, chunk, integrity });
-        }
     }
     Ok(())
 }
@@ -115,79 +100,5 @@ fn report_failed(
         inbox::GivenBack::Wanted => shared.report(DataEvent::Failed { transfer, reason }),
         inbox::GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
         inbox::GivenBack::Cancelled => {}
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{
-        net::TcpListener,
-        sync::{Arc, atomic::AtomicU64},
-        thread,
-        time::{Duration, Instant},
-    };
-
-    use crossbeam_channel::bounded;
-    use kernels::{BlockId, Dtype, KvArena, KvLayout};
-
-    use super::*;
-    use crate::{
-        api::Epoch,
-        carrier::Carrier,
-        config::ClusterSecret,
-        data::message::{Look, Messages},
-        notice::Keys,
-        resolve::Resolver,
-        transport::Report,
-    };
-
-    /// Where a receiver may read blocks that the sender has let go of, nothing but a digest tells it.
-    #[test]
-    fn done_waits_for_answers_where_nothing_else_tells_whole_from_reused() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
-        let arena = KvArena::host(layout, 1).unwrap();
-        let transfer = TransferId(7);
-        for (early, verify, is_told) in [
-            (Early::Always, false, true),
-            (Early::Always, true, true),
-            (Early::IfVerified, true, true),
-            (Early::IfVerified, false, false),
-        ] {
-            let (reports, reported) = bounded(4);
-            let shared = Shared {
-                me: Epoch(1),
-                keys: Keys::derive(&ClusterSecret::new("the secret of this test").unwrap()),
-                reports,
-                resolver: Resolver::system(),
-                counters: Arc::default(),
-                connections: AtomicU64::new(0),
-                memory: None,
-                channels: None,
-                offered: vec![Carrier::Tcp],
-                nccl_blocks: None,
-                verify,
-            };
-            let outbox = Outbox::new(1);
-            outbox.push(transfer, 3, vec![arena.read(BlockId(0)).unwrap()]).unwrap();
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            let (other, _) = listener.accept().unwrap();
-            let mut heard = Messages::new(&other, Duration::from_secs(20)).unwrap();
-            thread::scope(|scope| {
-                let lent = scope.spawn(|| lend(&shared, &outbox, &mut stream, 4, verify, early));
-                let Look::Message(Message::Lend { chunk: 3, .. }) = heard.look().unwrap() else {
-                    panic!("a chunk is lent")
-                };
-                outbox.close();
-                lent.join().unwrap().unwrap();
-            });
-            let deadline = Instant::now() + Duration::from_millis(1);
-            match reported.recv_deadline(deadline) {
-                Ok(Report::Data(DataEvent::Hashed { chunk: 3, .. })) => assert!(is_told),
-                Err(_) => assert!(!is_told, "{early:?}, {verify}"),
-                other => panic!("{other:?}"),
-            }
-            assert!(matches!(outbox.give_back(transfer, 3), outbox::GivenBack::Wanted { .. }));
-        }
     }
 }

@@ -45,10 +45,8 @@ enum State {
     Waiting,
     Announced,
     Clear,
-    /// The transport has it, and may have hashed it.
-    Given {
-        integrity: Option<u64>,
-    },
+    /// The transport has it.
+    Given,
     Sent {
         integrity: u64,
     },
@@ -146,7 +144,7 @@ impl Chunks {
         let cleared = self.chunks.get_mut(chunk as usize).ok_or(NeverAnnounced { chunk })?;
         match cleared.state {
             State::Waiting => Err(NeverAnnounced { chunk }),
-            State::Clear | State::Given { .. } | State::Sent { .. } => Ok(false),
+            State::Clear | State::Given | State::Sent { .. } => Ok(false),
             State::Announced => {
                 cleared.state = State::Clear;
                 self.announced -= 1;
@@ -162,30 +160,20 @@ impl Chunks {
         let ahead = &self.chunks[self.given_to..self.waiting_from];
         let index = self.given_to + ahead.iter().position(is_due)?;
         let given = &mut self.chunks[index];
-        given.state = State::Given { integrity: None };
+        given.state = State::Given;
         let blocks = given.blocks.clone();
         self.ahead -= 1;
         self.given += 1;
-        let is_given =
-            |chunk: &Chunk| matches!(chunk.state, State::Given { .. } | State::Sent { .. });
+        let is_given = |chunk: &Chunk| matches!(chunk.state, State::Given | State::Sent { .. });
         while self.chunks.get(self.given_to).is_some_and(is_given) {
             self.given_to += 1;
         }
         Some((index as u32, blocks))
     }
 
-    /// The transport knows the value of a chunk that it has not sent yet.
-    pub fn hashed(&mut self, chunk: u32, integrity: u64) {
-        if let Some(hashed) = self.chunks.get_mut(chunk as usize)
-            && matches!(hashed.state, State::Given { .. })
-        {
-            hashed.state = State::Given { integrity: Some(integrity) };
-        }
-    }
-
     pub fn sent(&mut self, chunk: u32, integrity: u64) {
         if let Some(sent) = self.chunks.get_mut(chunk as usize)
-            && matches!(sent.state, State::Given { .. })
+            && sent.state == State::Given
         {
             sent.state = State::Sent { integrity };
             self.given -= 1;
@@ -202,18 +190,16 @@ impl Chunks {
         self.next_block..self.end_block
     }
 
-    /// One value a chunk, once those of all of them are known.
+    /// One value a chunk, once all of them are sent.
     pub fn integrity(&self) -> Option<Vec<u64>> {
+        if self.given_to < self.chunks.len() || self.given > 0 {
+            return None;
+        }
         let value = |chunk: &Chunk| match chunk.state {
-            State::Given { integrity } => integrity,
             State::Sent { integrity } => Some(integrity),
-            State::Waiting | State::Announced | State::Clear => None,
+            State::Waiting | State::Announced | State::Clear | State::Given => None,
         };
-        // The last is known last, as a rule.
-        self.chunks.iter().rev().map(value).collect::<Option<Vec<u64>>>().map(|mut values| {
-            values.reverse();
-            values
-        })
+        self.chunks.iter().map(value).collect()
     }
 
     pub fn count(&self) -> u32 {
@@ -338,27 +324,8 @@ mod tests {
             assert!(chunks.are_read() && chunks.integrity().is_none());
             chunks.sent(chunk, u64::from(chunk) * 10);
             chunks.sent(chunk, 1);
-            chunks.hashed(chunk, 1);
         }
         assert!(!chunks.are_read() && !chunks.has_unanswered());
         assert_eq!(chunks.integrity(), Some(vec![0, 10, 20, 30, 40, 50]));
-    }
-
-    #[test]
-    fn values_may_be_known_while_chunks_are_read() {
-        let mut chunks = Chunks::new(0, 2, 1);
-        chunks.add(0, &blocks(2)).unwrap();
-        assert_eq!(announced(&mut chunks), [0, 1]);
-        chunks.hashed(0, 9);
-        for chunk in [0, 1] {
-            chunks.clear(chunk).unwrap();
-        }
-        assert_eq!(given(&mut chunks).len(), 2);
-        chunks.hashed(0, 1);
-        assert_eq!(chunks.integrity(), None, "what came before it was given says nothing");
-        chunks.sent(1, 2);
-        assert_eq!((chunks.integrity(), chunks.are_read()), (Some(vec![1, 2]), true));
-        chunks.sent(0, 1);
-        assert_eq!((chunks.integrity(), chunks.are_read()), (Some(vec![1, 2]), false));
     }
 }

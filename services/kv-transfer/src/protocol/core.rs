@@ -257,11 +257,6 @@ impl Core {
                     outgoing.on_sent(turn, chunk, integrity);
                 });
             }
-            DataEvent::Hashed { transfer, chunk, integrity } => {
-                self.with_outgoing(now, transfer, |outgoing, turn| {
-                    outgoing.on_hashed(turn, chunk, integrity);
-                });
-            }
             DataEvent::SendReleased { transfer } => {
                 self.with_outgoing(now, transfer, |outgoing, turn| outgoing.on_released(turn));
             }

@@ -106,9 +106,6 @@ pub enum Action {
 pub enum DataEvent {
     /// The chunk has left and its blocks are no longer read. `integrity` is over all its bytes.
     Sent { transfer: TransferId, chunk: u32, integrity: u64 },
-    /// What [`DataEvent::Sent`] will say of the chunk is known, while its blocks are still read. Not every transport
-    /// knows it before.
-    Hashed { transfer: TransferId, chunk: u32, integrity: u64 },
     /// The chunk's blocks are written. `integrity` is over the bytes as they came.
     Received { transfer: TransferId, chunk: u32, integrity: u64 },
     /// This transfer's blocks are no longer read.

@@ -5,8 +5,8 @@
 //! 2. What is reserved is cut into chunks, each announced by `CHUNK` until the receiver answers `CTS`: the first at
 //!    once, the others a few ahead of what is `Written`. So a chunk of which all is written goes to the transport
 //!    without waiting for an answer.
-//! 3. `Finish`, and the last chunk's departure or its value before that, bring `DONE`, repeated until `ACK`. With
-//!    that, and nothing read any more, however that came: `Delivered`.
+//! 3. `Finish` and the last chunk's departure bring `DONE`, repeated until `ACK`: `Delivered`. Not before: what the
+//!    receiver takes for arrived may be what we have let go of, or broken off.
 //! 4. Whatever goes wrong leads to `ending` instead.
 
 use std::time::{Duration, Instant};
@@ -61,8 +61,6 @@ struct Sending {
     /// Index and value of the first token, once the node has finished.
     finish: Option<(u32, SampledToken)>,
     done: Option<Done>,
-    /// `ACK` is here: the receiver has all, and our end of the last chunks is still to be seen.
-    is_acknowledged: bool,
     first_given: Option<Instant>,
     retry: Retry,
 }
@@ -177,7 +175,6 @@ impl Outgoing {
             chunks: Chunks::new(first_block, end_block, turn.local.chunk_blocks()),
             finish: None,
             done: None,
-            is_acknowledged: false,
             first_given: None,
             retry: Retry::start(turn.now),
         });
@@ -239,7 +236,7 @@ impl Outgoing {
             return self.misused(turn, reason);
         }
         sending.finish.get_or_insert((first_index, token));
-        self.send_done_when_all_is_known(turn);
+        self.send_done_when_all_is_sent(turn);
     }
 
     pub fn on_clear_to_send(&mut self, turn: &mut Turn<'_>, chunk: u32) {
@@ -265,21 +262,13 @@ impl Outgoing {
         self.announce(turn);
     }
 
-    /// The transport knows a chunk's value before it has sent it.
-    pub fn on_hashed(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
-        let Phase::Sending(sending) = &mut self.phase else { return };
-        sending.chunks.hashed(chunk, integrity);
-        self.send_done_when_all_is_known(turn);
-    }
-
     pub fn on_sent(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         sending.chunks.sent(chunk, integrity);
-        self.send_done_when_all_is_known(turn);
-        self.deliver_when_nothing_is_read(turn);
+        self.send_done_when_all_is_sent(turn);
     }
 
-    fn send_done_when_all_is_known(&mut self, turn: &mut Turn<'_>) {
+    fn send_done_when_all_is_sent(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         let Some((first_index, token)) = &sending.finish else { return };
         if sending.done.is_some() {
@@ -302,23 +291,19 @@ impl Outgoing {
     }
 
     pub fn on_ack(&mut self, turn: &mut Turn<'_>) {
-        let Phase::Sending(sending) = &mut self.phase else { return };
+        let Phase::Sending(sending) = &self.phase else { return };
         if sending.done.is_none() {
             return self.broken(turn, "ACK came before DONE was sent".to_owned());
         }
-        sending.is_acknowledged = true;
-        self.deliver_when_nothing_is_read(turn);
-    }
-
-    /// Who hears `Delivered` writes into the blocks again.
-    fn deliver_when_nothing_is_read(&mut self, turn: &mut Turn<'_>) {
-        let Phase::Sending(sending) = &self.phase else { return };
-        if !sending.is_acknowledged || sending.chunks.are_read() {
-            return;
-        }
-        let delivered = sending.delivered(turn, self.transfer);
+        let figures = Figures {
+            bytes: (sending.chunks.block_count() * turn.local.block_bytes) as u64,
+            chunks: sending.chunks.count(),
+            elapsed: sending
+                .first_given
+                .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
+        };
         self.phase = Phase::Delivered;
-        turn.emit(delivered);
+        turn.emit(Event::Delivered { transfer: self.transfer, figures });
     }
 
     pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
@@ -395,14 +380,9 @@ impl Outgoing {
             Phase::Sending(sending) => sending.chunks.are_read(),
             _ => false,
         };
-        let (event, tell) = match &self.phase {
-            // The receiver has all: what fails now is our end alone.
-            Phase::Sending(sending) if sending.is_acknowledged => {
-                (sending.delivered(turn, self.transfer), Tell::Nothing)
-            }
-            _ => (Event::SendFailed { transfer: self.transfer, failure: failure.clone() }, tell),
-        };
-        let event = self.is_begun.then_some(event);
+        let event = self
+            .is_begun
+            .then(|| Event::SendFailed { transfer: self.transfer, failure: failure.clone() });
         let cancel =
             reads.then_some(Action::CancelSend { peer: self.peer.epoch, transfer: self.transfer });
         self.phase = Phase::Ending(Ending::begin(
@@ -433,7 +413,7 @@ impl Outgoing {
                 resent += 1;
             }
         }
-        if let Some(done) = sending.done.as_ref().filter(|_| !sending.is_acknowledged) {
+        if let Some(done) = &sending.done {
             turn.send_traced(self.peer.epoch, Body::Done(done.clone()), &self.traceparent);
             resent += 1;
         }
@@ -537,7 +517,6 @@ impl Outgoing {
         match &self.phase {
             Phase::Expecting { .. } => "RESERVE",
             Phase::Early { .. } => "this node's Prefill call",
-            Phase::Sending(sending) if sending.is_acknowledged => "the last chunks to leave",
             Phase::Sending(sending) if sending.done.is_some() => "ACK",
             Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to leave",
             Phase::Sending(_) => "this node's KV",
@@ -547,17 +526,7 @@ impl Outgoing {
 }
 
 impl Sending {
-    fn delivered(&self, turn: &Turn<'_>, transfer: TransferId) -> Event {
-        let since = |first| turn.now.saturating_duration_since(first);
-        let figures = Figures {
-            bytes: (self.chunks.block_count() * turn.local.block_bytes) as u64,
-            chunks: self.chunks.count(),
-            elapsed: self.first_given.map_or(Duration::ZERO, since),
-        };
-        Event::Delivered { transfer, figures }
-    }
-
     fn awaits_answer(&self) -> bool {
-        self.done.is_some() && !self.is_acknowledged || self.chunks.has_unanswered()
+        self.done.is_some() || self.chunks.has_unanswered()
     }
 }

@@ -379,10 +379,8 @@ impl World {
         if self.random.chance(self.weather.damage) {
             travelling[0] ^= 1 << self.random.below(64);
         }
-        // Some transports know a chunk's value while it is still read.
+        // By some transports it is read for a while.
         if self.random.chance(50) {
-            let hashed = DataEvent::Hashed { transfer, chunk, integrity };
-            self.nodes[index].core.handle_data(self.now, hashed);
             self.soon(index, Step::Left { transfer, chunk, integrity });
         } else {
             self.left(index, transfer, chunk, integrity);

@@ -9,7 +9,7 @@ use std::{
 
 use super::super::{
     Shared,
-    chunk_ends::{Early, lend, not_posted},
+    chunk_ends::{lend, not_posted},
     message::{Look, Message, Messages},
     outbound::Ended,
     outbox::{GivenBack, Outbox},
@@ -48,7 +48,7 @@ pub(in crate::data) fn lend_chunks(
                 outbox.break_off(reason);
             }
         })?;
-        let lent = lend(shared, outbox, &mut stream, LENT_MAX, verify, Early::IfVerified);
+        let lent = lend(outbox, &mut stream, LENT_MAX, verify);
         // Ends the other thread. Fails only when the connection is gone already.
         let _ = stream.shutdown(Shutdown::Both);
         lent

@@ -4,15 +4,14 @@
 //!    which ends with a greeting to and fro. Where that fails on either side it says so, the other gives up
 //!    as well, and the sender comes again by another carrier. Who leaves without a word has died, or wants
 //!    nothing any more.
-//! 2. For each chunk that is written and that the receiver has cleared the sender says which blocks it is of. The receiver
-//!    answers `Go` and puts its half of the operation into its stream; the sender puts its own when told. So
+//! 2. For each chunk that is written and that the receiver has cleared the sender says which blocks it is of. The
+//!    receiver answers `Go` and puts its half of the operation into its stream; the sender puts its own when told. So
 //!    no kernel waits for data that does not exist, and the order is the sender's.
 //! 3. Each side reports when the end of its half has been written into the host's memory. It does not ask the
 //!    driver, which may be waiting for the end of another pair's channel.
 //!
 //! At most eight chunks of a pair are under way on either side, one behind the other in the channel's streams. A chunk
-//! that was told to `Go` is always sent, cancelled or not: the other end's kernel waits for it. So none arrives whose
-//! blocks the sender has let go of, and `DONE` need not wait for the end of the last. What ends a
+//! that was told to `Go` is always sent, cancelled or not: the other end's kernel waits for it. What ends a
 //! kernel that waits in vain, for its peer has died or stopped, is an abort of this pair's channel, after
 //! a lease or at the end of the connection; blocks of chunks under way are given back when it has
 //! returned, and never if it does not.

@@ -17,7 +17,7 @@ use kernels::{
 use super::{
     super::{
         Shared,
-        chunk_ends::{Early, lend, not_posted},
+        chunk_ends::{lend, not_posted},
         message::{Look, Message, Messages},
         outbound::Ended,
         outbox::{GivenBack, Outbox},
@@ -91,8 +91,7 @@ pub(in crate::data) fn send_chunks(
                 outbox.break_off(reason);
             }
         });
-        let said = landing
-            .and_then(|_| lend(shared, outbox, &mut stream, UNDER_WAY_MAX, verify, Early::Always));
+        let said = landing.and_then(|_| lend(outbox, &mut stream, UNDER_WAY_MAX, verify));
         // Ends the other threads. Fails only when the connection is gone already.
         let _ = stream.shutdown(Shutdown::Both);
         said
