@@ -48,10 +48,6 @@ pub(super) struct Member {
     pub(super) in_flight: usize,
     pub(super) busy_until: Option<Instant>,
     busy_count: u32,
-    /// Until then it is picked only where no other can be.
-    pub(super) last_until: Option<Instant>,
-    /// It has been put back since it is this process: once is enough.
-    pub(super) was_put_back: bool,
     /// The number of the pick that chose it last: ties go to who waited longest.
     pub(super) last_picked: u64,
 }
@@ -129,8 +125,6 @@ impl Member {
             in_flight: 0,
             busy_until: None,
             busy_count: 0,
-            last_until: None,
-            was_put_back: false,
             last_picked: 0,
         }
     }
@@ -253,8 +247,6 @@ impl Member {
         self.in_flight = 0;
         self.busy_until = None;
         self.busy_count = 0;
-        self.last_until = None;
-        self.was_put_back = false;
         self.failures = 0;
     }
 

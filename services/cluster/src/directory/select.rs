@@ -13,8 +13,7 @@
 //! ```
 //!
 //! *Own unseen* attempts are those of this router that the node's load report cannot include yet;
-//! without them a burst would go to one node. Nodes that were put last ([`Directory::put_last`]) come after all
-//! others, whatever those cost. Ties go to the node with fewer of our attempts, then to
+//! without them a burst would go to one node. Ties go to the node with fewer of our attempts, then to
 //! the one not picked for longest, then to the one that joined first: equal inputs, equal choice.
 
 use std::{
@@ -151,7 +150,6 @@ impl Directory {
     /// Chooses a node and counts the attempt as its own until it is released.
     pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
         let role = wanted.role;
-        let needs_peer = role == Role::Prefill || !wanted.computes_prompt;
         let listed = self.members.values().filter(|member| member.address.role == role).count();
         let mut refusal = NoNode::NoneListed { role };
         let mut best: Option<(Rank, NodeKey)> = None;
@@ -162,12 +160,8 @@ impl Directory {
                 }
                 Ok(seen) => {
                     let cost = cost(member, seen, wanted);
-                    let rank = Rank {
-                        is_last: needs_peer && member.last_until.is_some_and(|until| until > now),
-                        cost,
-                        in_flight: member.in_flight,
-                        last_picked: member.last_picked,
-                    };
+                    let rank =
+                        Rank { cost, in_flight: member.in_flight, last_picked: member.last_picked };
                     // Strictly less: of equals the first that joined stays.
                     if best.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
                         best = Some((rank, *key));
@@ -178,22 +172,6 @@ impl Directory {
         match best {
             Some((rank, key)) => Ok(self.assign(now, key, rank.cost, wanted)),
             None => Err(refusal),
-        }
-    }
-
-    /// Until then, or [`Directory::put_back`], this node is picked only where no other can be, but for attempts that
-    /// need no peer. Nothing happens to a process that was put back before.
-    pub fn put_last(&mut self, node: NodeKey, until: Instant) {
-        if let Some(member) = self.members.get_mut(&node).filter(|member| !member.was_put_back) {
-            member.last_until = Some(until);
-        }
-    }
-
-    /// Ends [`Directory::put_last`] for this process; for another one that stands there by now nothing changes.
-    pub fn put_back(&mut self, epoch: Epoch) {
-        for member in self.members.values_mut().filter(|member| member.epoch() == Some(epoch)) {
-            member.last_until = None;
-            member.was_put_back = true;
         }
     }
 
@@ -256,7 +234,6 @@ impl Directory {
 
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Rank {
-    is_last: bool,
     cost: u64,
     in_flight: usize,
     last_picked: u64,

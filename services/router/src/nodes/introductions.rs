@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{Epoch, NodeRecord, Role};
+use cluster::{NodeRecord, Role};
 use proto::v1::{MeetRequest, Peer};
 use tonic::Request;
 
@@ -27,9 +27,6 @@ const PEERS_MAX: usize = 16;
 const MET_MAX: Duration = Duration::from_secs(2);
 /// What a round has in any case, when it begins late.
 const MET_MIN: Duration = Duration::from_millis(500);
-/// From a node's coming up to the end of its round, and some time for that. So long requests go to others, where
-/// there are any, should nobody say that it has met them.
-pub const NEW_MAX: Duration = MET_MAX.saturating_add(MET_MIN);
 
 /// When all nodes are introduced anew: soon after some have come up, once for all of them, and otherwise
 /// every now and then.
@@ -82,7 +79,6 @@ impl Drop for FirstRound {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Introduction {
     url: String,
-    pub epoch: Epoch,
     request: MeetRequest,
 }
 
@@ -110,9 +106,9 @@ pub fn introductions(serving: &[(String, Role, NodeRecord)]) -> Vec<Introduction
         }
     }
     let introduction = |((url, _, record), peers): (&(String, Role, NodeRecord), Vec<Peer>)| {
-        let (url, epoch) = (url.clone(), record.epoch);
-        let request = MeetRequest { node_epoch: epoch.to_bytes().to_vec().into(), peers };
-        (!request.peers.is_empty()).then_some(Introduction { url, epoch, request })
+        let node_epoch = record.epoch.to_bytes().to_vec().into();
+        let request = MeetRequest { node_epoch, peers };
+        (!request.peers.is_empty()).then(|| Introduction { url: url.clone(), request })
     };
     serving.iter().zip(peers).filter_map(introduction).collect()
 }
@@ -126,31 +122,31 @@ pub fn peer(record: &NodeRecord) -> Peer {
     }
 }
 
-/// A node answers when the meetings are over, and takes requests like others from then on. One that does not answer,
-/// or is of a release that has not heard of this, costs nothing but time: its first request makes the pair.
+/// A node answers when the meetings are over. One that does not answer, or is of a release that has not heard
+/// of this, costs nothing but time: its first request makes the pair.
 pub async fn introduce(
     nodes: Nodes,
     introduction: Introduction,
     deadline: Instant,
     _first: Option<Arc<FirstRound>>,
 ) {
-    let Introduction { url, epoch, request } = introduction;
-    if let Ok(channel) = nodes.channel(&url) {
-        let mut request = Request::new(request);
-        request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-        let mut client = channel::client(channel);
-        match tokio::time::timeout_at(deadline.into(), client.meet(request)).await {
-            Ok(Ok(_)) => {}
-            Ok(Err(status)) => tracing::debug!(node = url, %status, "a node was not introduced"),
-            Err(_) => tracing::debug!(node = url, "a node was not introduced in time"),
-        }
+    let Introduction { url, request } = introduction;
+    let Ok(channel) = nodes.channel(&url) else { return };
+    let mut request = Request::new(request);
+    request.set_timeout(deadline.saturating_duration_since(Instant::now()));
+    let mut client = channel::client(channel);
+    match tokio::time::timeout_at(deadline.into(), client.meet(request)).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(status)) => tracing::debug!(node = url, %status, "a node was not introduced"),
+        Err(_) => tracing::debug!(node = url, "a node was not introduced in time"),
     }
-    nodes.directory().put_back(epoch);
 }
 
 #[cfg(test)]
 pub mod tests {
     use std::collections::BTreeSet;
+
+    use cluster::Epoch;
 
     use super::*;
 
@@ -203,8 +199,8 @@ pub mod tests {
         ];
         let met: Vec<(String, u128, Vec<String>)> = introductions(&serving)
             .into_iter()
-            .map(|Introduction { url, epoch, request }| {
-                assert_eq!(request.node_epoch, epoch.to_bytes().to_vec());
+            .map(|Introduction { url, request }| {
+                let epoch = Epoch::from_bytes(&request.node_epoch).unwrap();
                 let ids = request.peers.into_iter().map(|peer| peer.node_id).collect();
                 (url, u128::from_be_bytes(epoch.to_bytes()), ids)
             })

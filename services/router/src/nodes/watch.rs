@@ -2,12 +2,12 @@
 //! stream to each member, and wakes for the directory's deadlines.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::HashMap,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use cluster::{Action, Epoch, Health, Input, MemberWatch, NodeAddress, Role, StreamId};
+use cluster::{Action, Health, Input, MemberWatch, NodeAddress, Role, StreamId};
 use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
 use tokio::{
     sync::mpsc,
@@ -18,7 +18,7 @@ use tonic::Code;
 
 use super::{
     Nodes, channel,
-    introductions::{self, FirstRound, NEW_MAX, Rounds, SETTLES_IN, WAIT_MAX},
+    introductions::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
 };
 
 /// What nodes must serve to be used.
@@ -139,14 +139,11 @@ impl Watch {
                     task.abort();
                 }
             }
-            Action::HealthChanged { node, address, from, to, reason } => {
+            Action::HealthChanged { address, from, to, reason, .. } => {
                 tracing::info!(
                     node = %address, from = from.as_str(), to = to.as_str(), reason,
                     "node health changed"
                 );
-                if to == Health::Up {
-                    self.nodes.directory().put_last(node, Instant::now() + NEW_MAX);
-                }
                 self.changed();
                 let settles_in = match self.first {
                     Some(_) if self.is_one_to_come() => Some(WAIT_MAX),
@@ -179,15 +176,7 @@ impl Watch {
         drop(directory);
         let is_served = serving.iter().any(|(_, role, _)| *role == Role::Decode);
         let first = self.first.take_if(|_| is_served);
-        let introductions = introductions::introductions(&serving);
-        let introduced: BTreeSet<Epoch> = introductions.iter().map(|one| one.epoch).collect();
-        let epochs = serving.iter().map(|(_, _, record)| record.epoch);
-        let mut directory = self.nodes.directory();
-        epochs
-            .filter(|epoch| !introduced.contains(epoch))
-            .for_each(|epoch| directory.put_back(epoch));
-        drop(directory);
-        for introduction in introductions {
+        for introduction in introductions::introductions(&serving) {
             let (nodes, first) = (self.nodes.clone(), first.clone());
             self.introductions.spawn(introductions::introduce(
                 nodes,
@@ -286,7 +275,7 @@ fn drains(event: &ObserveEvent) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
-    use cluster::{MemberChange, Wanted};
+    use cluster::MemberChange;
     use proto::v1::{NodeLoad, NodeRecord, NodeSnapshot};
 
     use super::*;
@@ -392,55 +381,6 @@ mod tests {
         comes_up(&mut watch, Role::Prefill, 5, again);
         watch.introduce();
         assert!(is_ready(&watch));
-    }
-
-    #[tokio::test]
-    async fn a_node_that_has_met_nobody_yet_takes_what_no_other_can() {
-        let (mut watch, _task) = watch();
-        let url = |port: u16| format!("http://127.0.0.1:{port}");
-        let picked = |watch: &Watch| {
-            let mut directory = watch.nodes.directory();
-            let wanted = Wanted {
-                role: Role::Decode,
-                model: None,
-                prompt_tokens: 10,
-                tokens: 10,
-                new_tokens_max: 1,
-                computes_prompt: false,
-                prefix: &[],
-                identity: None,
-                grammar_version: 0,
-                exclude: &[],
-            };
-            let choice = directory.pick(Instant::now(), &wanted).unwrap();
-            directory.release(choice.assignment);
-            choice.address.grpc
-        };
-        let prefill = joins(&mut watch, Role::Prefill, &url(1));
-        comes_up(&mut watch, Role::Prefill, 1, prefill);
-        let old = joins(&mut watch, Role::Decode, &url(2));
-        comes_up(&mut watch, Role::Decode, 2, old);
-        assert_eq!(picked(&watch), url(2), "there is no other");
-        watch.introduce();
-        while watch.introductions.join_next().await.is_some() {}
-
-        let new = joins(&mut watch, Role::Decode, &url(3));
-        comes_up(&mut watch, Role::Decode, 3, new);
-        // Else they would take turns.
-        assert_eq!([(); 3].map(|()| picked(&watch)), [(); 3].map(|()| url(2)));
-        watch.introduce();
-        assert_eq!(picked(&watch), url(2), "it is being introduced");
-        while watch.introductions.join_next().await.is_some() {}
-        assert_eq!(picked(&watch), url(3));
-
-        // Alone it has nobody to meet.
-        is_lost(&mut watch, prefill);
-        let next = joins(&mut watch, Role::Decode, &url(4));
-        comes_up(&mut watch, Role::Decode, 4, next);
-        assert_ne!(picked(&watch), url(4));
-        watch.introduce();
-        assert!(watch.introductions.is_empty());
-        assert_eq!(picked(&watch), url(4));
     }
 
     #[tokio::test]
