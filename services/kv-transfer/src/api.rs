@@ -165,8 +165,8 @@ pub enum Event {
 pub struct Figures {
     pub bytes: u64,
     pub chunks: u32,
-    /// Receiver: from `RESERVE` to the last block. Sender: from the first chunk that is cleared and written to the
-    /// end, which is `ACK` as a rule.
+    /// Receiver: from `RESERVE` to the last block. Sender: from the first chunk that is cleared and written to
+    /// `ACK`.
     pub elapsed: Duration,
 }
 
