@@ -497,6 +497,9 @@ fn an_operation_without_its_other_half_is_ended_with_its_channel() {
     assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
     prefill.assert_free();
     decode.assert_free();
+    // What begins before that is lost with the pair.
+    let has_lost_it = |node: &&Node| node.transfers.metrics().peers.is_empty();
+    until("both lose the pair", || [&prefill, &decode].iter().all(has_lost_it));
     reach.open.store(true, Ordering::Release);
     travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
 }
