@@ -362,6 +362,82 @@ fn peers_that_stop_or_die_together_again_and_again_delay_no_other_pair() {
     }
 }
 
+/// The driver waits for the whole GPU when memory is freed, which an end does, and a beginning may.
+#[test]
+fn an_end_or_a_beginning_beside_a_stopped_peer_delays_no_other_pair_for_long() {
+    let Some((gpus, _alone)) = gpus() else { return };
+    let carrier = Carrier::Nccl;
+    let Some((from, to)) = pairs(carrier, gpus).pop() else { return };
+    let (sink, events) = channel();
+    let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
+    let mut steady = Peer::start_as(from, carrier, Manner::Quick);
+    let mut next = 0;
+    until_arrived(&node, &mut steady, &events, &mut next);
+    let time = Duration::from_millis(500);
+    let nothing = |event| panic!("{event:?}");
+    let (_, longest_before) = steadily(&node, &mut steady, &events, &mut next, time, nothing);
+    let places = other_places();
+    let (others, places) = places.split_at(8);
+    let mut in_the_middle = 0;
+    for round in 0..if short() { 4 } else { 10_u64 } {
+        let is_end = round % 2 == 0;
+        // Its late streams let its transfers take long enough.
+        let [mut stopped, mut other] =
+            [Manner::Late, Manner::Quick].map(|manner| Peer::start_as(from, carrier, manner));
+        until_arrived(&node, &mut stopped, &events, &mut next);
+        if is_end {
+            until_arrived(&node, &mut other, &events, &mut next);
+        }
+        let (first, chunks) = ((1 << 100) + u128::from(round) * 100, node.chunks());
+        // Many short ones, never finished, so that it stops within one.
+        for (index, place) in places.iter().enumerate() {
+            let transfer = TransferId(first + index as u128);
+            stopped.send(transfer, &node, 1, 1, false);
+            node.receive(transfer, &stopped.address, &[*place]);
+        }
+        stopped.signal("-STOP");
+        let came = node.chunks() - chunks;
+        in_the_middle += usize::from(came < places.len() as u64);
+        let last = TransferId(first + 99);
+        other.send(last, &node, 1, others.len() as u32, !is_end);
+        node.receive(last, &other.address, others);
+        if is_end {
+            other.signal("-KILL");
+        }
+        let (begun, mut failed, mut arrived) = (Instant::now(), 0, None);
+        let mut ended = |event: Event| match event {
+            Event::ReceiveFailed { transfer, .. } if transfer.0 >= first => failed += 1,
+            Event::Arrived { transfer, .. } if transfer == last && !is_end => {
+                arrived = Some(begun.elapsed());
+            }
+            other => panic!("{other:?}"),
+        };
+        let lease_and_more = LEASE + Duration::from_secs(1);
+        let (count, longest) =
+            steadily(&node, &mut steady, &events, &mut next, lease_and_more, &mut ended);
+        println!(
+            "stopped after {came} chunks, another {}: {count} others, longest {longest:?} \
+             ({longest_before:?} alone)",
+            match arrived {
+                _ if is_end => "killed".to_owned(),
+                Some(time) => format!("begins within {time:?}"),
+                None => "has not begun".to_owned(),
+            }
+        );
+        while failed + usize::from(arrived.is_some()) < places.len() + 1 {
+            match event(&events) {
+                Event::ReceiveFailed { .. } => failed += 1,
+                Event::Arrived { .. } => arrived = Some(begun.elapsed()),
+                other => panic!("{other:?}"),
+            }
+        }
+        node.assert_free();
+        assert!(longest < longest_before + LEASE / 4, "{longest_before:?} {longest:?}");
+    }
+    assert!(in_the_middle > 0, "none was stopped within a transfer");
+    node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
+}
+
 /// Whatever it is about when it stops: whoever waits for it holds nothing that others need.
 #[test]
 fn a_peer_that_stops_while_it_joins_delays_no_other_pair() {

@@ -29,7 +29,7 @@ use std::{
 
 use self::{
     invitation::{Answer, COMMUNICATORS_MAX, Invitation, Multiprocessors},
-    link::{Communicators, Gpu, Half, Link},
+    link::{ABORT_USUAL, Call, Communicators, Gpu, Half, Link},
 };
 use super::{
     context::Role,
@@ -378,9 +378,11 @@ impl PeerChannels for NcclChannels {
         let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
         let links = self.joined(&pairs, &options, end, scatter, patience)?;
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
+        let gpus = links.iter().map(|link| Arc::clone(link.gpu())).collect();
         let shared = Arc::new(Shared {
             links: Mutex::new(Some(links)),
             communicators,
+            gpus,
             under_way: Mutex::default(),
             ending: Mutex::default(),
             aborted: AtomicBool::new(false),
@@ -401,11 +403,14 @@ struct NcclChannel {
 
 /// How long the oldest operation of a channel may stay the oldest. Whoever waits for it looks sooner.
 const STUCK_MAX: Duration = Duration::from_millis(2500);
+/// The same while somebody is held up by what is stuck on the GPU: far longer than operations take.
+const HOLDS_UP: Duration = Duration::from_millis(200);
 /// From one look at it to the next.
-const LOOK: Duration = Duration::from_millis(250);
+const LOOK: Duration = Duration::from_millis(50);
 
 /// A thread that ends a channel on which nothing goes on, and calls no driver before: that one may wait for the
-/// end of this channel, beside the end of another one, and let no other thread know.
+/// end of this channel, beside the end of another one, and let no other thread know. Then the other pairs, and
+/// forwards, wait as well, and they have not done anything: so this one ends much sooner.
 struct Watch {
     /// Dropped to end the thread.
     over: Option<mpsc::Sender<()>>,
@@ -433,19 +438,46 @@ impl Drop for Watch {
 }
 
 fn watch(shared: &Weak<Shared>, ended: &mpsc::Receiver<()>) {
-    let mut oldest: Option<(u64, Instant)> = None;
+    let mut stay = Stay::default();
     while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         let Some(shared) = shared.upgrade() else { return };
-        let number = locked(&shared.under_way).oldest();
-        oldest = match (number, oldest) {
-            (Some(number), Some((before, since))) if number == before => Some((number, since)),
-            (number, _) => number.map(|number| (number, Instant::now())),
-        };
-        if oldest.is_some_and(|(_, since)| since.elapsed() >= STUCK_MAX) {
+        let oldest = locked(&shared.under_way).oldest();
+        let is_held_up = || shared.gpus.iter().any(|gpu| gpu.is_held_up());
+        if stay.is_too_long(Instant::now(), oldest, is_held_up) {
             // Whoever waits for it hears of it by that.
             let _ = shared.abort();
             return;
         }
+    }
+}
+
+/// The operation that has waited longest on a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Oldest {
+    number: u64,
+    /// It is in its streams. Before it waits for the driver, as others do.
+    is_put: bool,
+}
+
+/// Since when the oldest operation has been that, as far as was seen.
+#[derive(Default)]
+struct Stay(Option<(Oldest, Instant)>);
+
+impl Stay {
+    fn is_too_long(
+        &mut self,
+        now: Instant,
+        oldest: Option<Oldest>,
+        is_held_up: impl Fn() -> bool,
+    ) -> bool {
+        self.0 = match (oldest, self.0) {
+            (Some(oldest), Some((before, since))) if oldest == before => Some((oldest, since)),
+            (oldest, _) => oldest.map(|oldest| (oldest, now)),
+        };
+        self.0.is_some_and(|(oldest, since)| {
+            let stayed = now.saturating_duration_since(since);
+            stayed >= STUCK_MAX || oldest.is_put && stayed >= HOLDS_UP && is_held_up()
+        })
     }
 }
 
@@ -459,7 +491,7 @@ struct Operations {
 }
 
 impl Operations {
-    fn oldest(&mut self) -> Option<u64> {
+    fn oldest(&mut self) -> Option<Oldest> {
         let is_over = |marks: &Option<Marks>| {
             marks.as_ref().is_some_and(|marks| marks.iter().all(Mark::is_reached))
         };
@@ -467,7 +499,8 @@ impl Operations {
             self.under_way.pop_front();
             self.first += 1;
         }
-        (!self.under_way.is_empty()).then_some(self.first)
+        let oldest = self.under_way.front();
+        oldest.map(|marks| Oldest { number: self.first, is_put: marks.is_some() })
     }
 
     fn begin(&mut self) -> u64 {
@@ -490,6 +523,8 @@ struct Shared {
     /// Held by whoever puts something into their streams. `None` once it was aborted.
     links: Mutex<Option<Vec<Link>>>,
     communicators: Vec<Arc<Communicators>>,
+    /// On which the links' ends are.
+    gpus: Vec<Arc<Gpu>>,
     under_way: Mutex<Operations>,
     /// Held by an abort: another one waits for it.
     ending: Mutex<()>,
@@ -560,6 +595,7 @@ impl Shared {
         let _ending = locked(&self.ending);
         // Before it ends the kernels, whose marks are reached then.
         self.aborted.store(true, Ordering::SeqCst);
+        let _calls: Vec<Call<'_>> = self.gpus.iter().map(|gpu| gpu.call(ABORT_USUAL)).collect();
         // These first, and without the links: whoever has those may be waiting for the driver, and the driver
         // for the end of these.
         let ended = Communicators::end_all(&self.communicators);
@@ -699,6 +735,35 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn an_operation_stays_too_long_sooner_when_others_are_held_up() {
+        let begin = Instant::now();
+        let at = |milliseconds| begin + Duration::from_millis(milliseconds);
+        let oldest = |number, is_put| Some(Oldest { number, is_put });
+        let mut stay = Stay::default();
+        assert!(!stay.is_too_long(at(0), oldest(7, false), || true));
+        assert!(!stay.is_too_long(at(2400), oldest(7, false), || true), "it waits itself");
+        assert!(!stay.is_too_long(at(2450), oldest(7, true), || true), "it has begun just now");
+        assert!(!stay.is_too_long(at(2700), oldest(7, true), || false), "nobody is held up");
+        assert!(!stay.is_too_long(at(2800), oldest(8, true), || true), "it is another one");
+        assert!(!stay.is_too_long(at(2999), oldest(8, true), || true));
+        assert!(stay.is_too_long(at(3000), oldest(8, true), || true));
+        assert!(!stay.is_too_long(at(5299), oldest(8, true), || false));
+        assert!(stay.is_too_long(at(5300), oldest(8, true), || false), "whoever waits");
+        assert!(!stay.is_too_long(at(9000), None, || true), "all are over");
+    }
+
+    #[test]
+    fn a_gpu_is_held_up_by_calls_that_take_longer_than_usual() {
+        let gpu = Gpu::default();
+        assert!(!gpu.is_held_up());
+        let short = gpu.call(Duration::ZERO);
+        let _long = gpu.call(Duration::from_secs(60));
+        assert!(gpu.is_held_up());
+        drop(short);
+        assert!(!gpu.is_held_up());
     }
 
     #[test]
