@@ -47,6 +47,8 @@ use crate::doctor::KernelsArg;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// For its node: before the first it fills its memory, which may be a whole GPU's.
 const NODE_PATIENCE: Duration = Duration::from_secs(600);
+/// So lines of the other process begin that are for this one.
+const ANSWER: &str = "sender: ";
 /// Transfers that are not counted: the first make the pair.
 const WARM_UP: usize = 3;
 
@@ -541,7 +543,7 @@ impl Run<'_> {
 struct Sender {
     child: Child,
     stdin: ChildStdin,
-    /// What it says; ends with its output.
+    /// What it answers; ends with its output.
     lines: Receiver<String>,
 }
 
@@ -561,8 +563,11 @@ impl Sender {
         let (sender, lines) = channel();
         thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
-                // Fails when nobody listens any more.
-                let _ = sender.send(line);
+                match line.strip_prefix(ANSWER) {
+                    // Fails when nobody listens any more.
+                    Some(answer) => drop(sender.send(answer.to_owned())),
+                    None => eprintln!("{line}"),
+                }
             }
         });
         Ok(Self { child, stdin, lines })

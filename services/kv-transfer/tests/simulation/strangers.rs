@@ -136,6 +136,43 @@ fn a_reserve_for_another_model_or_other_weights_is_refused_by_its_name() {
 }
 
 #[test]
+fn a_reserve_that_cannot_be_ends_its_transfer_and_says_why() {
+    for (prompt_hash, first_block, block_count, words) in [
+        (5, 0, 100_001, "RESERVE is of 100001 blocks; at most 100000 can travel"),
+        (5, u32::MAX, 2, "RESERVE starts at block 4294967295 and overflows"),
+        (6, 0, 2, "this prefill is of 00000000000000000000000000000005"),
+    ] {
+        let (mut core, from, now) = begun(false);
+        let transfer = TransferId(1);
+        let reserve = Reserve {
+            transfer,
+            model_fingerprint: identity().model_fingerprint,
+            weight_version: identity().weight_version,
+            prompt_hash,
+            first_block,
+            blocks: (0..block_count).map(BlockId).collect(),
+        };
+        core.handle_notice(now, &from, Notice::untraced(Body::Reserve(reserve)));
+        let actions: Vec<Action> = std::iter::from_fn(|| core.poll_action()).collect();
+        let fails = |action: &Action| match action {
+            Action::Emit(Event::SendFailed {
+                failure: TransferFailure::Protocol { detail, .. },
+                ..
+            }) => detail.contains(words),
+            _ => false,
+        };
+        assert!(actions.iter().any(fails), "{words}: {actions:?}");
+        let is_ready = |action: &Action| matches!(action, Action::Emit(Event::Ready { .. }));
+        assert!(!actions.iter().any(is_ready), "{words}: {actions:?}");
+        let tells_peer = |action: &Action| match action {
+            Action::SendNotice { notice, .. } => matches!(notice.body, Body::Abort { .. }),
+            _ => false,
+        };
+        assert!(actions.iter().any(tells_peer), "{words}: {actions:?}");
+    }
+}
+
+#[test]
 fn a_refused_reserve_is_a_refusal_for_who_sent_it() {
     let (mut core, from, now) = begun(true);
     let (transfer, reason) = (TransferId(1), "weight_version 3 against 4".to_owned());

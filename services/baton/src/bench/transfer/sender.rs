@@ -1,4 +1,5 @@
-//! The process that sends: does what the lines of its input say, until they end.
+//! The process that sends: does what the lines of its input say, until they end. Its answers begin with [`ANSWER`], for
+//! libraries write to the same output (NCCL does, where `NCCL_DEBUG` is set).
 //!
 //! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` makes it a node for the receiver named so, and
 //! is answered by `node EPOCH ENDPOINT`; `expect ID...` by `expected`. Whatever is ready is sent at once.
@@ -20,7 +21,7 @@ use kernels::{BlockId, KvArena, sampling::SampledToken};
 use kv_transfer::api::{Command, Epoch, Event, PeerAddress, TransferId};
 
 use super::{
-    Node, PATIENCE, SENDER_SEED, TransferArgs, Transport, arena,
+    ANSWER, Node, PATIENCE, SENDER_SEED, TransferArgs, Transport, arena,
     beside::{Forwards, Windows, Work},
     pattern, places, pool_blocks,
 };
@@ -96,7 +97,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                     }
                     _ => bail!("unknown line {line:?}"),
                 };
-                writeln!(stdout().lock(), "{answer}")?;
+                writeln!(stdout().lock(), "{ANSWER}{answer}")?;
             }
         }
     }
