@@ -19,7 +19,7 @@ use std::{
     collections::VecDeque,
     mem,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
         mpsc::{self, RecvTimeoutError},
     },
@@ -29,10 +29,10 @@ use std::{
 
 use self::{
     invitation::{Answer, COMMUNICATORS_MAX, Invitation, Multiprocessors},
-    link::{ABORT_USUAL, Call, Communicators, Gpu, Half, Link},
+    link::{Communicators, Gpu, Half, Link},
 };
 use super::{
-    context::Role,
+    context::{Context, Role},
     ipc::shared_heads,
     kv::DeviceKv,
     moves::{Rows, Way},
@@ -378,14 +378,15 @@ impl PeerChannels for NcclChannels {
         let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
         let links = self.joined(&pairs, &options, end, scatter, patience)?;
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
-        let gpus = links.iter().map(|link| Arc::clone(link.gpu())).collect();
+        let contexts = links.iter().map(|link| Arc::clone(link.context())).collect();
         let shared = Arc::new(Shared {
             links: Mutex::new(Some(links)),
             communicators,
-            gpus,
+            contexts,
             under_way: Mutex::default(),
             ending: Mutex::default(),
             aborted: AtomicBool::new(false),
+            reason: OnceLock::new(),
             stuck: AtomicBool::new(false),
             slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),
             direct_min: DIRECT_BYTES.div_ceil(moved_bytes(&pairs)),
@@ -401,16 +402,19 @@ struct NcclChannel {
     _watch: Watch,
 }
 
-/// How long the oldest operation of a channel may stay the oldest. Whoever waits for it looks sooner.
-const STUCK_MAX: Duration = Duration::from_millis(2500);
-/// The same while somebody is held up by what is stuck on the GPU: far longer than operations take.
-const HOLDS_UP: Duration = Duration::from_millis(200);
-/// From one look at it to the next.
+/// From one look of a channel's watch at it to the next. Time is counted in looks: what this process, or the machine, was
+/// stopped for counts as one.
 const LOOK: Duration = Duration::from_millis(50);
+/// For so many looks the oldest operation of a channel may stay the oldest: 2.5 s. Whoever waits for it gives up sooner.
+const STUCK_LOOKS: u32 = 50;
+/// The same while somebody is held up who wants something of the driver. Operations take milliseconds.
+const HOLDS_UP_LOOKS: u32 = 4;
+/// The same of what is not in its streams yet, or not all of it: most likely it is held up itself.
+const HELD_UP_LOOKS: u32 = 20;
 
 /// A thread that ends a channel on which nothing goes on, and calls no driver before: that one may wait for the
-/// end of this channel, beside the end of another one, and let no other thread know. Then the other pairs, and
-/// forwards, wait as well, and they have not done anything: so this one ends much sooner.
+/// end of this channel, beside the end of another one, and let no other thread know. Then other pairs, and forwards,
+/// wait as well, so this channel ends much sooner.
 struct Watch {
     /// Dropped to end the thread.
     over: Option<mpsc::Sender<()>>,
@@ -442,10 +446,10 @@ fn watch(shared: &Weak<Shared>, ended: &mpsc::Receiver<()>) {
     while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         let Some(shared) = shared.upgrade() else { return };
         let oldest = locked(&shared.under_way).oldest();
-        let is_held_up = || shared.gpus.iter().any(|gpu| gpu.is_held_up());
-        if stay.is_too_long(Instant::now(), oldest, is_held_up) {
+        let is_held_up = || shared.contexts.iter().any(|context| context.calls().any_is_late());
+        if let Some(reason) = stay.is_too_long(oldest, is_held_up) {
             // Whoever waits for it hears of it by that.
-            let _ = shared.abort();
+            let _ = shared.abort_because(reason);
             return;
         }
     }
@@ -455,29 +459,42 @@ fn watch(shared: &Weak<Shared>, ended: &mpsc::Receiver<()>) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Oldest {
     number: u64,
-    /// It is in its streams. Before it waits for the driver, as others do.
+    /// All of it is in its streams. Before it may wait for the driver, as others do.
     is_put: bool,
 }
 
-/// Since when the oldest operation has been that, as far as was seen.
+/// How many looks ago the oldest operation was first seen as that.
 #[derive(Default)]
-struct Stay(Option<(Oldest, Instant)>);
+struct Stay {
+    oldest: Option<Oldest>,
+    looks: u32,
+    /// Since it was put.
+    looks_put: u32,
+}
 
 impl Stay {
+    /// After one look more; why, where it has.
     fn is_too_long(
         &mut self,
-        now: Instant,
         oldest: Option<Oldest>,
         is_held_up: impl Fn() -> bool,
-    ) -> bool {
-        self.0 = match (oldest, self.0) {
-            (Some(oldest), Some((before, since))) if oldest == before => Some((oldest, since)),
-            (oldest, _) => oldest.map(|oldest| (oldest, now)),
+    ) -> Option<&'static str> {
+        let number = |oldest: Option<Oldest>| oldest.map(|oldest| oldest.number);
+        let is_same = number(oldest) == number(self.oldest);
+        self.looks = if is_same { self.looks.saturating_add(1) } else { 0 };
+        self.looks_put = if oldest == self.oldest { self.looks_put.saturating_add(1) } else { 0 };
+        self.oldest = oldest;
+        let oldest = oldest?;
+        let holds_up = match oldest.is_put {
+            true => self.looks_put >= HOLDS_UP_LOOKS,
+            false => self.looks >= HELD_UP_LOOKS,
         };
-        self.0.is_some_and(|(oldest, since)| {
-            let stayed = now.saturating_duration_since(since);
-            stayed >= STUCK_MAX || oldest.is_put && stayed >= HOLDS_UP && is_held_up()
-        })
+        if holds_up && is_held_up() {
+            return Some(
+                "the channel was aborted: an operation did not end, and others waited for the GPU",
+            );
+        }
+        (self.looks >= STUCK_LOOKS).then_some("the channel was aborted: an operation did not end")
     }
 }
 
@@ -523,13 +540,15 @@ struct Shared {
     /// Held by whoever puts something into their streams. `None` once it was aborted.
     links: Mutex<Option<Vec<Link>>>,
     communicators: Vec<Arc<Communicators>>,
-    /// On which the links' ends are.
-    gpus: Vec<Arc<Gpu>>,
+    /// Of the GPUs on which the links' ends are.
+    contexts: Vec<Arc<Context>>,
     under_way: Mutex<Operations>,
     /// Held by an abort: another one waits for it.
     ending: Mutex<()>,
     /// An abort was begun: marks that are done from then on say nothing about what was transferred.
     aborted: AtomicBool,
+    /// Why, where nobody else can say.
+    reason: OnceLock<&'static str>,
     /// An abort did not come back.
     stuck: AtomicBool,
     slot_blocks: usize,
@@ -558,7 +577,7 @@ impl Shared {
     fn put(&self, runs: &[u32], ids: &[BlockId]) -> Result<Marks, String> {
         let number = locked(&self.under_way).begin();
         let put = match locked(&self.links).as_mut() {
-            None => Err("the channel was aborted".to_owned()),
+            None => Err(self.why_aborted()),
             Some(links) => self.put_into(links, runs, ids).map_err(words),
         };
         if let Ok(marks) = &put {
@@ -591,11 +610,20 @@ impl Shared {
         Ok(marks)
     }
 
+    fn abort_because(&self, reason: &'static str) -> Result<(), String> {
+        // The first one counts.
+        let _ = self.reason.set(reason);
+        self.abort()
+    }
+
+    fn why_aborted(&self) -> String {
+        (*self.reason.get().unwrap_or(&"the channel was aborted")).to_owned()
+    }
+
     fn abort(&self) -> Result<(), String> {
         let _ending = locked(&self.ending);
         // Before it ends the kernels, whose marks are reached then.
         self.aborted.store(true, Ordering::SeqCst);
-        let _calls: Vec<Call<'_>> = self.gpus.iter().map(|gpu| gpu.call(ABORT_USUAL)).collect();
         // These first, and without the links: whoever has those may be waiting for the driver, and the driver
         // for the end of these.
         let ended = Communicators::end_all(&self.communicators);
@@ -678,7 +706,7 @@ impl<B: Send + 'static> Moving<B> for UnderWay<B> {
         let done = self.marks.iter().flatten().all(Mark::is_reached);
         // After the marks: what an abort has ended looks done, and an abort is known before that.
         match self.shared.aborted.load(Ordering::SeqCst) {
-            true => Err("the channel was aborted".to_owned()),
+            true => Err(self.shared.why_aborted()),
             false => Ok(done),
         }
     }
@@ -737,33 +765,33 @@ mod tests {
         }
     }
 
-    #[test]
-    fn an_operation_stays_too_long_sooner_when_others_are_held_up() {
-        let begin = Instant::now();
-        let at = |milliseconds| begin + Duration::from_millis(milliseconds);
-        let oldest = |number, is_put| Some(Oldest { number, is_put });
+    /// How many looks it takes until an operation is ended.
+    fn looks_until_the_end(is_put: impl Fn(u32) -> bool, is_held_up: bool) -> u32 {
         let mut stay = Stay::default();
-        assert!(!stay.is_too_long(at(0), oldest(7, false), || true));
-        assert!(!stay.is_too_long(at(2400), oldest(7, false), || true), "it waits itself");
-        assert!(!stay.is_too_long(at(2450), oldest(7, true), || true), "it has begun just now");
-        assert!(!stay.is_too_long(at(2700), oldest(7, true), || false), "nobody is held up");
-        assert!(!stay.is_too_long(at(2800), oldest(8, true), || true), "it is another one");
-        assert!(!stay.is_too_long(at(2999), oldest(8, true), || true));
-        assert!(stay.is_too_long(at(3000), oldest(8, true), || true));
-        assert!(!stay.is_too_long(at(5299), oldest(8, true), || false));
-        assert!(stay.is_too_long(at(5300), oldest(8, true), || false), "whoever waits");
-        assert!(!stay.is_too_long(at(9000), None, || true), "all are over");
+        let oldest = |look| Some(Oldest { number: 7, is_put: is_put(look) });
+        (0..1000).find(|look| stay.is_too_long(oldest(*look), || is_held_up).is_some()).unwrap()
     }
 
     #[test]
-    fn a_gpu_is_held_up_by_calls_that_take_longer_than_usual() {
-        let gpu = Gpu::default();
-        assert!(!gpu.is_held_up());
-        let short = gpu.call(Duration::ZERO);
-        let _long = gpu.call(Duration::from_secs(60));
-        assert!(gpu.is_held_up());
-        drop(short);
-        assert!(!gpu.is_held_up());
+    fn an_operation_that_stays_is_ended_sooner_when_others_are_held_up() {
+        assert_eq!(looks_until_the_end(|_| true, false), STUCK_LOOKS);
+        assert_eq!(looks_until_the_end(|_| false, false), STUCK_LOOKS);
+        assert_eq!(looks_until_the_end(|_| true, true), HOLDS_UP_LOOKS);
+        assert_eq!(looks_until_the_end(|_| false, true), HELD_UP_LOOKS);
+        assert_eq!(looks_until_the_end(|look| look >= 10, true), 10 + HOLDS_UP_LOOKS);
+        // That it was put at last makes it no younger.
+        assert_eq!(looks_until_the_end(|look| look >= 30, false), STUCK_LOOKS);
+    }
+
+    #[test]
+    fn operations_that_end_are_not_ended() {
+        let mut stay = Stay::default();
+        for look in 0..1000 {
+            // Another one at every third look, and none at times.
+            let oldest = Oldest { number: look / 3, is_put: true };
+            let oldest = (look % 7 > 0).then_some(oldest);
+            assert_eq!(stay.is_too_long(oldest, || true), None, "{look}");
+        }
     }
 
     #[test]

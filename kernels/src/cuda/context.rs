@@ -14,6 +14,7 @@ use std::{
 use cudarc::driver::{result, sys};
 
 use super::{
+    calls::Calls,
     driver::{Device, Driver},
     error::{CudaError, Named, reason},
 };
@@ -29,6 +30,7 @@ pub struct Context {
     taken: AtomicU64,
     /// Calls that made the host wait for the device.
     waits: AtomicU64,
+    calls: Calls,
 }
 
 // SAFETY: the driver lets every thread use a context; the handle is a number to us.
@@ -45,7 +47,7 @@ impl Context {
             CudaError::DeviceBusy { uuid, code, reason: reason(error) }
         })?;
         let (taken, waits) = (AtomicU64::new(0), AtomicU64::new(0));
-        let context = Self { raw, device, driver, taken, waits };
+        let context = Self { raw, device, driver, taken, waits, calls: Calls::default() };
         context.bind()?;
         Ok(Arc::new(context))
     }
@@ -56,6 +58,11 @@ impl Context {
 
     pub fn driver(&self) -> Driver {
         self.driver
+    }
+
+    /// Those of this process to this GPU that are to be told of.
+    pub(super) fn calls(&self) -> &Calls {
+        &self.calls
     }
 
     /// Makes it current on the calling thread.

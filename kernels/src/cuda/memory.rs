@@ -16,6 +16,7 @@ use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 
 use super::{
+    calls::GIVING_BACK,
     context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
     error::{CudaError, Named},
 };
@@ -38,6 +39,7 @@ impl Drop for Allocation {
         self.context.count_given_back(self.own_bytes);
         // Kernels that still use it are waited for by the driver.
         // After a fault that ended the context all of this fails, and the memory is gone with it.
+        let _call = self.context.calls().begin(GIVING_BACK);
         let _ = self.context.bind();
         if self.is_mapped {
             // SAFETY: mapped once in `Range::mapped`, let go once here.
@@ -338,6 +340,7 @@ impl<T: Pod> DerefMut for Pinned<T> {
 impl<T: Pod> Drop for Pinned<T> {
     fn drop(&mut self) {
         // As with device memory.
+        let _call = self.context.calls().begin(GIVING_BACK);
         let _ = self.context.bind();
         // SAFETY: allocated once, freed once, and no copy is under way.
         let _ = unsafe { result::free_host(self.base.cast()) };

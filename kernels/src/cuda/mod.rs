@@ -18,6 +18,7 @@ mod attention;
 mod backend;
 mod batch;
 mod buffer;
+mod calls;
 mod captured;
 mod channel;
 mod clock;

@@ -1,11 +1,10 @@
 //! What a channel has between one part of ours and one of the peer's: communicators, and slots.
 
 use std::{
-    collections::BTreeMap,
     mem, slice,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc::{self, RecvTimeoutError},
     },
     thread,
@@ -14,7 +13,7 @@ use std::{
 
 use super::{
     super::{
-        context::Stream,
+        context::{Context, Stream},
         kv::DeviceKv,
         memory::Range,
         moves::{Rows, Way, places_of},
@@ -35,11 +34,9 @@ use crate::{
 const PUT_MAX: Duration = Duration::from_secs(4);
 /// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
-/// Who has put for so long waits for the driver, which waits for a GPU; forwards that are in its streams take
-/// less.
+/// Whoever puts for longer waits for the driver, which waits for the GPU. Forwards that are in its streams take no longer
+/// unless prompts are read in steps of many thousand tokens.
 const PUT_USUAL: Duration = Duration::from_millis(200);
-/// The same of an abort.
-pub(super) const ABORT_USUAL: Duration = Duration::from_secs(1);
 /// Sent once to and fro before the first block, so that no block waits for the connection.
 const GREETING_BYTES: usize = 256;
 /// Both ends have connected by then. An abort of another channel, which waits for the whole GPU, waits for
@@ -47,7 +44,7 @@ const GREETING_BYTES: usize = 256;
 const GREETING_MAX: Duration = Duration::from_secs(2);
 /// Whoever watches leaves so much to those who look themselves.
 const MARGIN: Duration = Duration::from_millis(250);
-/// A greeting that is waited for by others besides.
+/// A greeting that holds others up is ended so soon; its pair takes another carrier.
 const GREETING_HOLDS_UP: Duration = Duration::from_millis(500);
 
 /// Links of a GPU at a time, and so the memory that they may take: more than a host with eight of them
@@ -63,44 +60,9 @@ pub(super) struct Gpu {
     spare: Mutex<Vec<Staging>>,
     /// In use, spare, or lost with an abort that did not come back.
     stagings: AtomicUsize,
-    calls: Calls,
-}
-
-/// Who is within the driver, for whoever never goes there.
-#[derive(Debug, Default)]
-struct Calls {
-    /// By number: when it will have taken longer than calls do while nothing is stuck.
-    late_at: Mutex<BTreeMap<u64, Instant>>,
-    begun: AtomicU64,
-}
-
-/// One of them, over when this is dropped.
-pub(super) struct Call<'a> {
-    calls: &'a Calls,
-    number: u64,
-}
-
-impl Drop for Call<'_> {
-    fn drop(&mut self) {
-        locked(&self.calls.late_at).remove(&self.number);
-    }
 }
 
 impl Gpu {
-    /// A call begins that takes so long at most while nothing is stuck.
-    pub fn call(&self, usual: Duration) -> Call<'_> {
-        let calls = &self.calls;
-        let number = calls.begun.fetch_add(1, Ordering::Relaxed);
-        locked(&calls.late_at).insert(number, Instant::now() + usual);
-        Call { calls, number }
-    }
-
-    /// Whether somebody waits for the driver, and so for what is stuck on the GPU.
-    pub fn is_held_up(&self) -> bool {
-        let now = Instant::now();
-        locked(&self.calls.late_at).values().any(|late_at| *late_at <= now)
-    }
-
     fn staging(&self, kv: &DeviceKv) -> Result<Staging, String> {
         if let Some(staging) = locked(&self.spare).pop() {
             return Ok(staging);
@@ -228,7 +190,7 @@ impl Link {
         let (tell, told) = mpsc::channel();
         thread::scope(|scope| {
             // Whoever greets may be waiting for the driver, and the driver for the greeting.
-            let gpu = Arc::clone(&self.half.gpu);
+            let context = Arc::clone(self.half.kv.context());
             let watch = move || {
                 if told.recv().is_err() {
                     return;
@@ -236,7 +198,7 @@ impl Link {
                 let begun = Instant::now();
                 while told.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
                     let waited = begun.elapsed();
-                    let holds_up = waited >= GREETING_HOLDS_UP && gpu.is_held_up();
+                    let holds_up = waited >= GREETING_HOLDS_UP && context.calls().any_is_late();
                     if holds_up || waited >= GREETING_MAX + MARGIN {
                         // The greeting says why.
                         let _ = Communicators::end_all(slice::from_ref(&communicators));
@@ -297,7 +259,7 @@ impl Link {
         let Self { half, communicators, streams, next, unmarked, staging } = self;
         let Half { kv, gpu, rows, end, scatter } = half;
         let staging = staging.as_mut().expect(LIVES);
-        let _call = gpu.call(PUT_USUAL);
+        let _call = kv.context().calls().begin(PUT_USUAL);
         kv.context().bind()?;
         let lane = *next % streams.len();
         *next = lane + 1;
@@ -344,8 +306,9 @@ impl Link {
 
     /// Marks the end of all that was put so far.
     pub fn mark(&mut self) -> Result<Marks, NcclError> {
-        let _call = self.half.gpu.call(PUT_USUAL);
-        self.half.kv.context().bind()?;
+        let context = Arc::clone(self.half.kv.context());
+        let _call = context.calls().begin(PUT_USUAL);
+        context.bind()?;
         let Ends { lanes, copies } = mem::take(&mut self.unmarked);
         let staging = self.staging.as_mut().expect(LIVES);
         let mut marks = Vec::with_capacity(lanes.len() + 1);
@@ -362,8 +325,8 @@ impl Link {
         &self.communicators
     }
 
-    pub fn gpu(&self) -> &Arc<Gpu> {
-        &self.half.gpu
+    pub fn context(&self) -> &Arc<Context> {
+        self.half.kv.context()
     }
 
     /// What follows the end of the communicators, which was well or not: copies that waited for an operation go
@@ -392,8 +355,6 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        let gpu = Arc::clone(&self.half.gpu);
-        let _call = gpu.call(ABORT_USUAL);
         // Nobody is left to be told.
         let ended = Communicators::end_all(slice::from_ref(&self.communicators));
         let _ = Self::clear_all(slice::from_mut(self), ended);

@@ -21,6 +21,7 @@ use std::{
 
 use super::{
     super::{
+        calls::GIVING_BACK,
         context::{Context, Role, Stream},
         error::CudaError,
         memory::Range,
@@ -379,6 +380,7 @@ impl Communicator {
         let abort = move || {
             // The thread's own, for it may outlive the caller's interest.
             let raw: Raw = raw;
+            let _call = raw.context.calls().begin(GIVING_BACK);
             let outcome = raw.context.bind().map_err(NcclError::from).and_then(|()| {
                 // SAFETY: it lives, and nobody uses it any more.
                 let mut code = unsafe { (raw.nccl.functions.ncclCommAbort)(raw.communicator) };
