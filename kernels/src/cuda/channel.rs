@@ -14,36 +14,34 @@
 
 mod invitation;
 mod link;
+mod operations;
+mod watch;
 
 use std::{
-    collections::VecDeque,
-    mem,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
-        mpsc::{self, RecvTimeoutError},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
 use self::{
     invitation::{Answer, COMMUNICATORS_MAX, Invitation, Multiprocessors},
-    link::{Communicators, Gpu, Half, Link},
+    link::{Gpu, Half, Link},
+    operations::{NcclChannel, Parts},
 };
 use super::{
-    context::{Context, Role},
+    context::Role,
     ipc::shared_heads,
     kv::DeviceKv,
     moves::{Rows, Way},
-    nccl::{Communicator, CommunicatorOptions, Nccl, NcclError, NcclVersion},
-    staging::stretches,
-    tally::Mark,
+    nccl::{Communicator, CommunicatorOptions, Nccl, NcclVersion},
 };
 use crate::{
-    arena::{BlockRead, BlockWrite, RemoteBlocks},
-    layout::{BlockId, KvLayout},
-    peer::{End, Moving, Patience, PeerChannel, PeerChannels},
+    arena::RemoteBlocks,
+    layout::KvLayout,
+    peer::{End, Patience, PeerChannel, PeerChannels},
 };
 
 /// KV from or to another GPU, by kernels.
@@ -377,360 +375,11 @@ impl PeerChannels for NcclChannels {
         let is_aside = share.is_some_and(|share| share.of_a_gpu() <= ASIDE_MAX);
         let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
         let links = self.joined(&pairs, &options, end, scatter, patience)?;
-        let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
-        let contexts = links.iter().map(|link| Arc::clone(link.context())).collect();
-        let shared = Arc::new(Shared {
-            links: Mutex::new(Some(links)),
-            communicators,
-            contexts,
-            under_way: Mutex::default(),
-            ending: Mutex::default(),
-            aborted: AtomicBool::new(false),
-            reason: OnceLock::new(),
-            stuck: AtomicBool::new(false),
+        let parts = Parts {
             slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),
             direct_min: DIRECT_BYTES.div_ceil(moved_bytes(&pairs)),
-            blocks: Arc::clone(&self.blocks),
-        });
-        Ok(Arc::new(NcclChannel { _watch: Watch::start(&shared)?, shared }))
-    }
-}
-
-/// One end of a channel.
-struct NcclChannel {
-    shared: Arc<Shared>,
-    _watch: Watch,
-}
-
-/// From one look of a channel's watch at it to the next. Time is counted in looks: what this process, or the machine, was
-/// stopped for counts as one.
-const LOOK: Duration = Duration::from_millis(50);
-/// For so many looks the oldest operation of a channel may stay the oldest: 2.5 s. Whoever waits for it gives up sooner.
-const STUCK_LOOKS: u32 = 50;
-/// The same while somebody is held up who wants something of the driver. Operations take milliseconds.
-const HOLDS_UP_LOOKS: u32 = 4;
-/// The same of what is not in its streams yet, or not all of it: most likely it is held up itself.
-const HELD_UP_LOOKS: u32 = 20;
-
-/// A thread that ends a channel on which nothing goes on, and calls no driver before: that one may wait for the
-/// end of this channel, beside the end of another one, and let no other thread know. Then other pairs, and forwards,
-/// wait as well, so this channel ends much sooner.
-struct Watch {
-    /// Dropped to end the thread.
-    over: Option<mpsc::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Watch {
-    fn start(shared: &Arc<Shared>) -> Result<Self, String> {
-        let (over, ended) = mpsc::channel();
-        let shared = Arc::downgrade(shared);
-        let named = thread::Builder::new().name("nccl-watch".to_owned());
-        let thread = named.spawn(move || watch(&shared, &ended)).map_err(words)?;
-        Ok(Self { over: Some(over), thread: Some(thread) })
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        drop(self.over.take());
-        if let Some(thread) = self.thread.take() {
-            // It says nothing that anybody waits for.
-            let _ = thread.join();
-        }
-    }
-}
-
-fn watch(shared: &Weak<Shared>, ended: &mpsc::Receiver<()>) {
-    let mut stay = Stay::default();
-    while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-        let Some(shared) = shared.upgrade() else { return };
-        let oldest = locked(&shared.under_way).oldest();
-        let is_held_up = || shared.contexts.iter().any(|context| context.calls().any_is_late());
-        if let Some(reason) = stay.is_too_long(oldest, is_held_up) {
-            // Whoever waits for it hears of it by that.
-            let _ = shared.abort_because(reason);
-            return;
-        }
-    }
-}
-
-/// The operation that has waited longest on a channel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Oldest {
-    number: u64,
-    /// All of it is in its streams. Before it may wait for the driver, as others do.
-    is_put: bool,
-}
-
-/// How many looks ago the oldest operation was first seen as that.
-#[derive(Default)]
-struct Stay {
-    oldest: Option<Oldest>,
-    looks: u32,
-    /// Since it was put.
-    looks_put: u32,
-}
-
-impl Stay {
-    /// After one look more; why, where it has.
-    fn is_too_long(
-        &mut self,
-        oldest: Option<Oldest>,
-        is_held_up: impl Fn() -> bool,
-    ) -> Option<&'static str> {
-        let number = |oldest: Option<Oldest>| oldest.map(|oldest| oldest.number);
-        let is_same = number(oldest) == number(self.oldest);
-        self.looks = if is_same { self.looks.saturating_add(1) } else { 0 };
-        self.looks_put = if oldest == self.oldest { self.looks_put.saturating_add(1) } else { 0 };
-        self.oldest = oldest;
-        let oldest = oldest?;
-        let holds_up = match oldest.is_put {
-            true => self.looks_put >= HOLDS_UP_LOOKS,
-            false => self.looks >= HELD_UP_LOOKS,
         };
-        if holds_up && is_held_up() {
-            return Some(
-                "the channel was aborted: an operation did not end, and others waited for the GPU",
-            );
-        }
-        (self.looks >= STUCK_LOOKS).then_some("the channel was aborted: an operation did not end")
-    }
-}
-
-/// Operations in order, those that are over forgotten now and then.
-#[derive(Default)]
-struct Operations {
-    /// Marks are there once it was put.
-    under_way: VecDeque<Option<Marks>>,
-    /// Of the first.
-    first: u64,
-}
-
-impl Operations {
-    fn oldest(&mut self) -> Option<Oldest> {
-        let is_over = |marks: &Option<Marks>| {
-            marks.as_ref().is_some_and(|marks| marks.iter().all(Mark::is_reached))
-        };
-        while self.under_way.front().is_some_and(is_over) {
-            self.under_way.pop_front();
-            self.first += 1;
-        }
-        let oldest = self.under_way.front();
-        oldest.map(|marks| Oldest { number: self.first, is_put: marks.is_some() })
-    }
-
-    fn begin(&mut self) -> u64 {
-        self.oldest();
-        self.under_way.push_back(None);
-        self.first + self.under_way.len() as u64 - 1
-    }
-
-    fn put(&mut self, number: u64, marks: &Marks) {
-        if let Some(place) = self.under_way.get_mut((number - self.first) as usize) {
-            *place = Some(marks.clone());
-        }
-    }
-}
-
-/// Of each link.
-type Marks = Vec<Mark>;
-
-struct Shared {
-    /// Held by whoever puts something into their streams. `None` once it was aborted.
-    links: Mutex<Option<Vec<Link>>>,
-    communicators: Vec<Arc<Communicators>>,
-    /// Of the GPUs on which the links' ends are.
-    contexts: Vec<Arc<Context>>,
-    under_way: Mutex<Operations>,
-    /// Held by an abort: another one waits for it.
-    ending: Mutex<()>,
-    /// An abort was begun: marks that are done from then on say nothing about what was transferred.
-    aborted: AtomicBool,
-    /// Why, where nobody else can say.
-    reason: OnceLock<&'static str>,
-    /// An abort did not come back.
-    stuck: AtomicBool,
-    slot_blocks: usize,
-    direct_min: usize,
-    blocks: Arc<dyn RemoteBlocks>,
-}
-
-impl Shared {
-    /// Whether the runs are those of our blocks.
-    fn check(&self, runs: &[u32], ids: &[BlockId]) -> Result<(), String> {
-        let mut rest = ids;
-        for run in runs {
-            let (blocks, after) = rest
-                .split_at_checked(*run as usize)
-                .filter(|(blocks, _)| !blocks.is_empty())
-                .ok_or("the runs are not those of the blocks")?;
-            if !blocks.windows(2).all(|two| two[0].0.checked_add(1) == Some(two[1].0)) {
-                return Err("blocks of one run do not lie together".to_owned());
-            }
-            rest = after;
-        }
-        if rest.is_empty() { Ok(()) } else { Err("blocks are left over".to_owned()) }
-    }
-
-    /// Puts a chunk into the streams, and marks behind it.
-    fn put(&self, runs: &[u32], ids: &[BlockId]) -> Result<Marks, String> {
-        let number = locked(&self.under_way).begin();
-        let put = match locked(&self.links).as_mut() {
-            None => Err(self.why_aborted()),
-            Some(links) => self.put_into(links, runs, ids).map_err(words),
-        };
-        if let Ok(marks) = &put {
-            locked(&self.under_way).put(number, marks);
-        }
-        put.map_err(|reason| match self.abort() {
-            // Part of it may be in the stream: only an abort says that nothing moves.
-            Ok(()) => reason,
-            Err(stuck) => format!("{reason}; {stuck}"),
-        })
-    }
-
-    fn put_into(
-        &self,
-        links: &mut [Link],
-        runs: &[u32],
-        ids: &[BlockId],
-    ) -> Result<Marks, NcclError> {
-        for stretch in stretches(runs, self.slot_blocks, self.direct_min) {
-            let ids = &ids[stretch.blocks];
-            for link in &mut *links {
-                // SAFETY: the blocks are borrowed until all marks are seen, or the abort has returned.
-                unsafe { link.put(ids, stretch.is_staged) }?;
-            }
-        }
-        let mut marks = Vec::new();
-        for link in links {
-            marks.extend(link.mark()?);
-        }
-        Ok(marks)
-    }
-
-    fn abort_because(&self, reason: &'static str) -> Result<(), String> {
-        // The first one counts.
-        let _ = self.reason.set(reason);
-        self.abort()
-    }
-
-    fn why_aborted(&self) -> String {
-        (*self.reason.get().unwrap_or(&"the channel was aborted")).to_owned()
-    }
-
-    fn abort(&self) -> Result<(), String> {
-        let _ending = locked(&self.ending);
-        // Before it ends the kernels, whose marks are reached then.
-        self.aborted.store(true, Ordering::SeqCst);
-        // These first, and without the links: whoever has those may be waiting for the driver, and the driver
-        // for the end of these.
-        let ended = Communicators::end_all(&self.communicators);
-        if let Some(mut links) = locked(&self.links).take()
-            && let Err(reason) = Link::clear_all(&mut links, ended)
-        {
-            self.stuck.store(true, Ordering::Release);
-            return Err(reason);
-        }
-        // Once it was stuck nothing says any more that it is over.
-        match self.stuck.load(Ordering::Acquire) {
-            true => Err("an abort before did not come back".to_owned()),
-            false => Ok(()),
-        }
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        // Nobody is left to be told.
-        let _ = self.abort();
-    }
-}
-
-impl PeerChannel for NcclChannel {
-    fn send(
-        &self,
-        runs: &[u32],
-        blocks: Vec<BlockRead>,
-    ) -> Result<Box<dyn Moving<BlockRead>>, String> {
-        assert!(
-            blocks.iter().all(|block| block.lies_in(&*self.shared.blocks)),
-            "own blocks are sent"
-        );
-        let ids: Vec<BlockId> = blocks.iter().map(BlockRead::block).collect();
-        self.shared.check(runs, &ids)?;
-        let under_way = UnderWay::new(&self.shared, blocks);
-        under_way.marked(self.shared.put(runs, &ids))
-    }
-
-    fn receive(
-        &self,
-        runs: &[u32],
-        blocks: Vec<BlockWrite>,
-    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
-        let ours = |block: &BlockWrite| block.lies_in(&*self.shared.blocks);
-        assert!(blocks.iter().all(ours), "only own blocks are written");
-        let ids: Vec<BlockId> = blocks.iter().map(BlockWrite::block).collect();
-        self.shared.check(runs, &ids)?;
-        let under_way = UnderWay::new(&self.shared, blocks);
-        under_way.marked(self.shared.put(runs, &ids))
-    }
-
-    fn abort(&self) -> Result<(), String> {
-        self.shared.abort()
-    }
-}
-
-/// An operation in the stream, and the blocks that it reads or writes.
-struct UnderWay<B> {
-    /// `None` while there are none, and once they were given back.
-    marks: Option<Marks>,
-    blocks: Option<Vec<B>>,
-    shared: Arc<Shared>,
-}
-
-impl<B: Send + 'static> UnderWay<B> {
-    fn new(shared: &Arc<Shared>, blocks: Vec<B>) -> Self {
-        Self { marks: None, blocks: Some(blocks), shared: Arc::clone(shared) }
-    }
-
-    fn marked(mut self, marks: Result<Marks, String>) -> Result<Box<dyn Moving<B>>, String> {
-        self.marks = Some(marks?);
-        Ok(Box::new(self))
-    }
-}
-
-impl<B: Send + 'static> Moving<B> for UnderWay<B> {
-    fn is_done(&mut self) -> Result<bool, String> {
-        let done = self.marks.iter().flatten().all(Mark::is_reached);
-        // After the marks: what an abort has ended looks done, and an abort is known before that.
-        match self.shared.aborted.load(Ordering::SeqCst) {
-            true => Err(self.shared.why_aborted()),
-            false => Ok(done),
-        }
-    }
-
-    fn finish(mut self: Box<Self>) -> Result<Vec<B>, String> {
-        if !self.is_done()? {
-            return Err("it is under way".to_owned());
-        }
-        Ok(self.blocks.take().unwrap_or_default())
-    }
-}
-
-impl<B> Drop for UnderWay<B> {
-    fn drop(&mut self) {
-        let Some(blocks) = self.blocks.take() else { return };
-        let is_over = match &self.marks {
-            Some(marks) => marks.iter().all(Mark::is_reached) || self.shared.abort().is_ok(),
-            // It could not be put, and was aborted for that.
-            None => self.shared.abort().is_ok(),
-        };
-        if !is_over {
-            // Something may still move them: they are never anyone's again.
-            mem::forget(blocks);
-        }
+        Ok(Arc::new(NcclChannel::new(links, parts, Arc::clone(&self.blocks))?))
     }
 }
 
@@ -762,35 +411,6 @@ mod tests {
                     assert_eq!(rows.are_whole(), parts == from.max(to));
                 }
             }
-        }
-    }
-
-    /// How many looks it takes until an operation is ended.
-    fn looks_until_the_end(is_put: impl Fn(u32) -> bool, is_held_up: bool) -> u32 {
-        let mut stay = Stay::default();
-        let oldest = |look| Some(Oldest { number: 7, is_put: is_put(look) });
-        (0..1000).find(|look| stay.is_too_long(oldest(*look), || is_held_up).is_some()).unwrap()
-    }
-
-    #[test]
-    fn an_operation_that_stays_is_ended_sooner_when_others_are_held_up() {
-        assert_eq!(looks_until_the_end(|_| true, false), STUCK_LOOKS);
-        assert_eq!(looks_until_the_end(|_| false, false), STUCK_LOOKS);
-        assert_eq!(looks_until_the_end(|_| true, true), HOLDS_UP_LOOKS);
-        assert_eq!(looks_until_the_end(|_| false, true), HELD_UP_LOOKS);
-        assert_eq!(looks_until_the_end(|look| look >= 10, true), 10 + HOLDS_UP_LOOKS);
-        // That it was put at last makes it no younger.
-        assert_eq!(looks_until_the_end(|look| look >= 30, false), STUCK_LOOKS);
-    }
-
-    #[test]
-    fn operations_that_end_are_not_ended() {
-        let mut stay = Stay::default();
-        for look in 0..1000 {
-            // Another one at every third look, and none at times.
-            let oldest = Oldest { number: look / 3, is_put: true };
-            let oldest = (look % 7 > 0).then_some(oldest);
-            assert_eq!(stay.is_too_long(oldest, || true), None, "{look}");
         }
     }
 

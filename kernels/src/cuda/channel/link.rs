@@ -20,9 +20,12 @@ use super::{
         nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
         staging::{Place, Staging},
     },
-    LOOK, Marks, PeerExchange, SLOT_BYTES, SLOTS,
+    PeerExchange, SLOT_BYTES, SLOTS,
     invitation::LANES_MAX,
-    locked, words,
+    locked,
+    operations::Marks,
+    watch::LOOK,
+    words,
 };
 use crate::{
     layout::BlockId,
