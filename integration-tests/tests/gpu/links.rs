@@ -362,7 +362,8 @@ fn peers_that_stop_or_die_together_again_and_again_delay_no_other_pair() {
     }
 }
 
-/// The driver waits for the whole GPU when memory is freed, which an end does, and a beginning may.
+/// The driver waits for the whole GPU when memory is freed, which an end does, and a beginning may. An operation of
+/// which a part was put when the other peer died, and a part was not, would hold others up for longer.
 #[test]
 fn an_end_or_a_beginning_beside_a_stopped_peer_delays_no_other_pair_for_long() {
     let Some((gpus, _alone)) = gpus() else { return };
@@ -434,7 +435,9 @@ fn an_end_or_a_beginning_beside_a_stopped_peer_delays_no_other_pair_for_long() {
                 other => panic!("{other:?}"),
             }
         }
-        assert!(is_end || arrived.is_some(), "whoever begins is not ended");
+        // By nccl, and not by what comes after an end.
+        let fallbacks = node.transfers.metrics().fallbacks;
+        assert!((is_end || arrived.is_some()) && fallbacks.is_empty(), "{arrived:?} {fallbacks:?}");
         node.assert_free();
         assert!(longest < longest_before + LEASE / 4, "{longest_before:?} {longest:?}");
     }

@@ -1,8 +1,8 @@
 //! Who is within the driver, for threads that never go there.
 //!
-//! What gives memory back holds the driver's lock until the whole GPU is idle, and every other call of the process
-//! waits for that lock: transfers of other peers, and forwards. So what a GPU waits for in vain holds all of them up,
-//! and whoever can end it has to know.
+//! What gives memory back holds the context's lock until the whole GPU is idle, and whatever else is put into its
+//! streams waits for that lock: transfers of other peers, and forwards. So what a GPU waits for in vain holds all of
+//! them up, and whoever can end it has to know.
 
 use std::{
     collections::BTreeMap,
@@ -13,8 +13,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What gives memory back, an abort of NCCL's (0.4 to 0.7 s) included, takes no longer while nothing is stuck.
+/// What gives memory back, an abort of NCCL's (0.4 to 0.7 s) included, takes no longer while nothing is stuck, and no
+/// forward in a stream does.
 pub(super) const GIVING_BACK: Duration = Duration::from_secs(1);
+/// A call that is late for so long will not come back, whatever ends.
+const LATE_MAX: Duration = Duration::from_secs(10);
 
 /// Calls under way that say how long they usually take at most.
 #[derive(Debug, Default)]
@@ -25,6 +28,7 @@ pub(super) struct Calls {
 }
 
 /// One of them, over when this is dropped.
+#[must_use]
 pub(super) struct Call<'a> {
     calls: &'a Calls,
     number: u64,
@@ -37,9 +41,8 @@ impl Calls {
         Call { calls: self, number }
     }
 
-    pub fn any_is_late(&self) -> bool {
-        let now = Instant::now();
-        self.late_at().values().any(|late_at| *late_at <= now)
+    pub fn any_is_late(&self, now: Instant) -> bool {
+        self.late_at().values().any(|late_at| (*late_at..*late_at + LATE_MAX).contains(&now))
     }
 
     fn late_at(&self) -> MutexGuard<'_, BTreeMap<u64, Instant>> {
@@ -60,11 +63,14 @@ mod tests {
     #[test]
     fn calls_are_late_while_they_take_longer_than_usual() {
         let calls = Calls::default();
-        assert!(!calls.any_is_late());
+        let now = || Instant::now();
+        assert!(!calls.any_is_late(now()));
         let late = calls.begin(Duration::ZERO);
         let _early = calls.begin(Duration::from_secs(60));
-        assert!(calls.any_is_late());
+        assert!(calls.any_is_late(now()));
+        assert!(!calls.any_is_late(now() + LATE_MAX), "it never ends");
         drop(late);
-        assert!(!calls.any_is_late());
+        assert!(!calls.any_is_late(now()));
+        assert!(calls.any_is_late(now() + Duration::from_secs(60)));
     }
 }

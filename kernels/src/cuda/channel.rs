@@ -29,7 +29,7 @@ use std::{
 use self::{
     invitation::{Answer, COMMUNICATORS_MAX, Invitation, Multiprocessors},
     link::{Gpu, Half, Link},
-    operations::{NcclChannel, Parts},
+    operations::{Cuts, NcclChannel},
 };
 use super::{
     context::Role,
@@ -375,11 +375,11 @@ impl PeerChannels for NcclChannels {
         let is_aside = share.is_some_and(|share| share.of_a_gpu() <= ASIDE_MAX);
         let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
         let links = self.joined(&pairs, &options, end, scatter, patience)?;
-        let parts = Parts {
+        let cuts = Cuts {
             slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),
             direct_min: DIRECT_BYTES.div_ceil(moved_bytes(&pairs)),
         };
-        Ok(Arc::new(NcclChannel::new(links, parts, Arc::clone(&self.blocks))?))
+        Ok(Arc::new(NcclChannel::new(links, cuts, Arc::clone(&self.blocks))?))
     }
 }
 

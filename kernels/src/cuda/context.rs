@@ -60,7 +60,7 @@ impl Context {
         self.driver
     }
 
-    /// Those of this process to this GPU that are to be told of.
+    /// Those made through this value that may take long.
     pub(super) fn calls(&self) -> &Calls {
         &self.calls
     }

@@ -24,7 +24,7 @@ use super::{
     invitation::LANES_MAX,
     locked,
     operations::Marks,
-    watch::LOOK,
+    watch::{LOOK, Looks, Oldest, Stay},
     words,
 };
 use crate::{
@@ -45,10 +45,8 @@ const GREETING_BYTES: usize = 256;
 /// Both ends have connected by then. An abort of another channel, which waits for the whole GPU, waits for
 /// this as well.
 const GREETING_MAX: Duration = Duration::from_secs(2);
-/// Whoever watches leaves so much to those who look themselves.
-const MARGIN: Duration = Duration::from_millis(250);
-/// A greeting that holds others up is ended so soon; its pair takes another carrier.
-const GREETING_HOLDS_UP: Duration = Duration::from_millis(500);
+/// A greeting, 2.25 s, which leaves something to whoever looks at it, and 0.5 s. The pair takes another carrier then.
+const GREETING: Looks = Looks { stuck: 45, holds_up: 10 };
 
 /// Links of a GPU at a time, and so the memory that they may take: more than a host with eight of them
 /// has use for, to and from each of the others.
@@ -198,11 +196,11 @@ impl Link {
                 if told.recv().is_err() {
                     return;
                 }
-                let begun = Instant::now();
+                let (greeting, mut stay) =
+                    (Oldest { number: 0, is_put: true }, Stay::new(GREETING));
+                let is_held_up = || context.calls().any_is_late(Instant::now());
                 while told.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-                    let waited = begun.elapsed();
-                    let holds_up = waited >= GREETING_HOLDS_UP && context.calls().any_is_late();
-                    if holds_up || waited >= GREETING_MAX + MARGIN {
+                    if stay.is_too_long(Some(greeting), is_held_up).is_some() {
                         // The greeting says why.
                         let _ = Communicators::end_all(slice::from_ref(&communicators));
                         return;
@@ -309,7 +307,7 @@ impl Link {
 
     /// Marks the end of all that was put so far.
     pub fn mark(&mut self) -> Result<Marks, NcclError> {
-        let context = Arc::clone(self.half.kv.context());
+        let context = self.half.kv.context();
         let _call = context.calls().begin(PUT_USUAL);
         context.bind()?;
         let Ends { lanes, copies } = mem::take(&mut self.unmarked);

@@ -7,6 +7,7 @@ use std::{
         Arc, Mutex, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
+    time::Instant,
 };
 
 use super::{
@@ -28,8 +29,8 @@ pub(super) struct NcclChannel {
     _watch: Watch,
 }
 
-/// Into what a chunk is taken apart, in blocks.
-pub(super) struct Parts {
+/// How a chunk is cut up, in blocks.
+pub(super) struct Cuts {
     /// What a slot takes.
     pub slot_blocks: usize,
     /// Runs of so many are sent as they lie.
@@ -39,7 +40,7 @@ pub(super) struct Parts {
 impl NcclChannel {
     pub fn new(
         links: Vec<Link>,
-        parts: Parts,
+        cuts: Cuts,
         blocks: Arc<dyn RemoteBlocks>,
     ) -> Result<Self, String> {
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
@@ -53,7 +54,7 @@ impl NcclChannel {
             aborted: AtomicBool::new(false),
             reason: OnceLock::new(),
             stuck: AtomicBool::new(false),
-            parts,
+            cuts,
             blocks,
         });
         Ok(Self { _watch: Watch::start(&shared)?, shared })
@@ -109,11 +110,11 @@ pub(super) struct Shared {
     ending: Mutex<()>,
     /// An abort was begun: marks that are done from then on say nothing about what was transferred.
     aborted: AtomicBool,
-    /// Why, where nobody else can say.
+    /// Why, where the watch did it.
     reason: OnceLock<&'static str>,
     /// An abort did not come back.
     stuck: AtomicBool,
-    parts: Parts,
+    cuts: Cuts,
     blocks: Arc<dyn RemoteBlocks>,
 }
 
@@ -157,7 +158,7 @@ impl Shared {
         runs: &[u32],
         ids: &[BlockId],
     ) -> Result<Marks, NcclError> {
-        for stretch in stretches(runs, self.parts.slot_blocks, self.parts.direct_min) {
+        for stretch in stretches(runs, self.cuts.slot_blocks, self.cuts.direct_min) {
             let ids = &ids[stretch.blocks];
             for link in &mut *links {
                 // SAFETY: the blocks are borrowed until all marks are seen, or the abort has returned.
@@ -177,13 +178,17 @@ impl Shared {
     }
 
     /// Whether somebody waits for the driver of a GPU on which one of the links' ends is.
-    pub fn is_another_held_up(&self) -> bool {
-        self.contexts.iter().any(|context| context.calls().any_is_late())
+    pub fn is_anyone_held_up(&self) -> bool {
+        let now = Instant::now();
+        self.contexts.iter().any(|context| context.calls().any_is_late(now))
     }
 
+    /// Says why to whoever waits, unless it was aborted before.
     pub fn abort_because(&self, reason: &'static str) -> Result<(), String> {
-        // The first one counts.
-        let _ = self.reason.set(reason);
+        if !self.aborted.load(Ordering::SeqCst) {
+            // Set once, by the watch alone.
+            let _ = self.reason.set(reason);
+        }
         self.abort()
     }
 
