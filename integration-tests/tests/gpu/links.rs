@@ -211,6 +211,32 @@ fn other_places() -> Vec<BlockId> {
     (0..BLOCKS).map(BlockId).filter(|block| !used.contains(block)).collect()
 }
 
+/// Who is not to be delayed by what befalls other peers.
+struct SteadyPair {
+    node: Node,
+    steady: Peer,
+    events: Receiver<Event>,
+    /// The last transfer's number.
+    next: u128,
+    /// Of the transfers that the two made alone.
+    longest: Duration,
+}
+
+impl SteadyPair {
+    /// Lets the two make transfers alone, for so long.
+    fn start(carrier: Carrier, from: usize, to: usize, time: Duration) -> Self {
+        let (sink, events) = channel();
+        let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
+        let mut steady = Peer::start_as(from, carrier, Manner::Quick);
+        let mut next = 0;
+        until_arrived(&node, &mut steady, &events, &mut next);
+        let nothing = |event| panic!("{event:?}");
+        let (count, longest) = steadily(&node, &mut steady, &events, &mut next, time, nothing);
+        println!("{carrier}, alone: {count} transfers in {time:?}, longest {longest:?}");
+        Self { node, steady, events, next, longest }
+    }
+}
+
 /// Transfers, one after another, until one with this peer arrives: how long that took.
 fn until_arrived(
     node: &Node,
@@ -306,15 +332,9 @@ fn peers_that_stop_or_die_together_again_and_again_delay_no_other_pair() {
     let Some((gpus, _alone)) = gpus() else { return };
     for carrier in CARRIERS {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
-        let (sink, events) = channel();
-        let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
-        let mut steady = Peer::start_as(from, carrier, Manner::Quick);
-        let mut next = 0;
-        until_arrived(&node, &mut steady, &events, &mut next);
+        let pair = SteadyPair::start(carrier, from, to, Duration::from_millis(500));
+        let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
         let places = other_places();
-        let time = Duration::from_millis(500);
-        let nothing = |event| panic!("{event:?}");
-        let (_, longest_before) = steadily(&node, &mut steady, &events, &mut next, time, nothing);
         for round in 0..if short() { 2 } else { 4_u128 } {
             let mut lost = [(); 2].map(|()| Peer::start_as(from, carrier, Manner::Quick));
             for peer in &mut lost {
@@ -369,14 +389,8 @@ fn an_end_or_a_beginning_beside_a_stopped_peer_delays_no_other_pair_for_long() {
     let Some((gpus, _alone)) = gpus() else { return };
     let carrier = Carrier::Nccl;
     let Some((from, to)) = pairs(carrier, gpus).pop() else { return };
-    let (sink, events) = channel();
-    let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
-    let mut steady = Peer::start_as(from, carrier, Manner::Quick);
-    let mut next = 0;
-    until_arrived(&node, &mut steady, &events, &mut next);
-    let time = Duration::from_millis(500);
-    let nothing = |event| panic!("{event:?}");
-    let (_, longest_before) = steadily(&node, &mut steady, &events, &mut next, time, nothing);
+    let pair = SteadyPair::start(carrier, from, to, Duration::from_millis(500));
+    let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
     let places = other_places();
     let (others, places) = places.split_at(8);
     let mut in_the_middle = 0;
@@ -451,15 +465,9 @@ fn a_peer_that_stops_while_it_joins_delays_no_other_pair() {
     let Some((gpus, _alone)) = gpus() else { return };
     let carrier = Carrier::Nccl;
     let Some((from, to)) = pairs(carrier, gpus).pop() else { return };
-    let (sink, events) = channel();
-    let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
-    let mut steady = Peer::start_as(from, carrier, Manner::Quick);
-    let mut next = 0;
-    until_arrived(&node, &mut steady, &events, &mut next);
     let time = Duration::from_millis(1500);
-    let nothing = |event| panic!("{event:?}");
-    let (before, longest_before) = steadily(&node, &mut steady, &events, &mut next, time, nothing);
-    println!("alone: {before} transfers, longest {longest_before:?}");
+    let pair = SteadyPair::start(carrier, from, to, time);
+    let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
     const JOINING: u128 = 1 << 100;
     let waits: &[u64] = if short() { &[20, 200] } else { &[0, 20, 60, 120, 200, 300, 400] };
     for (round, wait) in waits.iter().enumerate() {
