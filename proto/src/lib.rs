@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod ids;
 mod timed_body;
 
 pub use timed_body::TimedBody;

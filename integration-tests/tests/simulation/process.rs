@@ -140,7 +140,7 @@ impl Process {
         let tokens_max = plan.longest_sequence();
         let record = NodeRecord {
             node_id: NodeId::parse(&name).expect("a plain name"),
-            epoch: cluster::Epoch::from_bytes(&epoch.to_bytes()).expect("not zero"),
+            epoch: epoch,
             role: plan.role,
             notice_endpoint: notice_endpoint(place),
             model: "simulated".to_owned(),

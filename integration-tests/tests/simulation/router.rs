@@ -11,7 +11,7 @@ use engine::{
     event::{FinishReason, NewSequence, SequenceId, SequenceKind},
     executor::sim::fingerprints,
 };
-use kv_transfer::api::{Epoch, PeerAddress, TransferId};
+use kv_transfer::api::{PeerAddress, TransferId};
 use proto::v1::{self, ObserveEvent};
 use router::decisions::{AttemptFailure, Cause, LAST_EVENT_MAX, Next, Side, TOKEN_0_MAX, Then};
 
@@ -320,7 +320,7 @@ impl Router {
         self.calls.insert(CallId { transfer, side }, open);
         let peer = peer.map(|peer| PeerAddress {
             node_id: format!("{}-{}", self.nodes.role(peer.place), peer.place),
-            epoch: Epoch(peer.epoch.value()),
+            epoch: peer.epoch,
             notice_endpoint: notice_endpoint(peer.place),
         });
         let request = &self.requests[&request_id];
@@ -342,7 +342,7 @@ impl Router {
             },
             peer,
         };
-        let epoch = Epoch(node.epoch.value());
+        let epoch = node.epoch;
         let remaining = request.deadline.saturating_duration_since(now);
         let call = Box::new(Call { connection, epoch, remaining, begun });
         self.acts.push(Act::Call { place, call });

@@ -15,7 +15,6 @@
 
 mod backoff;
 pub mod directory;
-mod epoch;
 pub mod etcd;
 pub mod membership;
 mod node_id;
@@ -26,11 +25,11 @@ pub use directory::{
     Action, AssignmentId, Directory, Health, Input, NoNode, NodeChoice, NodeKey, NodeView,
     StreamId, Wanted,
 };
-pub use epoch::{Epoch, EpochError};
 pub use membership::{
     MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,
     StaticMembership,
 };
 pub use node_id::{NodeId, NodeIdError};
 pub use prefix::{CacheIdentity, PrefixKeys};
+pub use proto::ids::{Epoch, EpochError};
 pub use record::{Load, ModelIdentity, NodeRecord, RecordError, Role};

@@ -19,65 +19,10 @@
 //! side, of losing the peer, or of a start that the other side does not follow. A second start of an
 //! id that is under way is ignored, and of one that has ended fails at once: ids are used once.
 
-use std::{any::Any, fmt, sync::Arc, time::Duration};
+use std::{any::Any, sync::Arc, time::Duration};
 
 use kernels::{BlockId, sampling::SampledToken};
-
-/// 128 bits minted by the router, one per attempt.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct TransferId(pub u128);
-
-impl TransferId {
-    /// The 16 bytes that cross the wire, most significant first.
-    pub fn to_bytes(self) -> [u8; 16] {
-        self.0.to_be_bytes()
-    }
-
-    /// `None` unless there are exactly 16 bytes.
-    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        Some(Self(u128::from_be_bytes(bytes.try_into().ok()?)))
-    }
-}
-
-impl fmt::Debug for TransferId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}", self.0)
-    }
-}
-
-impl fmt::Display for TransferId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}", self.0)
-    }
-}
-
-/// 128 random bits minted once per process start.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Epoch(pub u128);
-
-impl Epoch {
-    /// The 16 bytes that cross the wire, most significant first.
-    pub fn to_bytes(self) -> [u8; 16] {
-        self.0.to_be_bytes()
-    }
-
-    /// `None` unless there are exactly 16 bytes.
-    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        Some(Self(u128::from_be_bytes(bytes.try_into().ok()?)))
-    }
-}
-
-impl fmt::Debug for Epoch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}", self.0)
-    }
-}
-
-impl fmt::Display for Epoch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}", self.0)
-    }
-}
+pub use proto::ids::{Epoch, TransferId};
 
 /// The process at the other end, as the router names it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

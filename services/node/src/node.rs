@@ -30,10 +30,7 @@ use kernels::{
     cpu::{CpuBackend, CpuError, CpuOptions, affinity},
     cuda::CudaError,
 };
-use kv_transfer::{
-    TransferConfig, Transfers,
-    api::{self as transfer, Identity},
-};
+use kv_transfer::{TransferConfig, Transfers, api::Identity};
 use model::{Checkpoint, ModelError};
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
 use tokio::task::JoinError;
@@ -195,7 +192,7 @@ impl Node {
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
 
         let Loaded { path, arena, identity, executor, cpus } =
-            load(config.clone(), epoch.value()).await?;
+            load(config.clone(), epoch.0).await?;
         let executor = wrap(executor);
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
@@ -219,11 +216,10 @@ impl Node {
         );
         let (sink, events) = TransferEvents::new(transfer_limits.transfers_max, steps.waker());
         let model_identity = identity::model_identity(&identity);
-        let own_epoch = transfer::Epoch(epoch.value());
         let transfers = Arc::new(Transfers::start(
             TransferConfig {
                 node_id: node_id.as_str().to_owned(),
-                epoch: own_epoch,
+                epoch,
                 identity,
                 secret,
                 notice_bind: config.transfer.notice,
@@ -266,7 +262,7 @@ impl Node {
 
         let draining = CancellationToken::new();
         let attempt_limits = AttemptLimits {
-            epoch: own_epoch,
+            epoch,
             weight_version: WEIGHT_VERSION,
             vocabulary_size: record.vocabulary_size,
             prompt_tokens_max: record.prompt_tokens_max,

@@ -139,10 +139,10 @@ impl Opener {
         let from = Source {
             node_id: codec::name(envelope.from_node, "from_node")?,
             epoch: Epoch::from_bytes(&envelope.from_epoch)
-                .ok_or(Refusal::Malformed { field: "from_epoch" })?,
+                .map_err(|_| Refusal::Malformed { field: "from_epoch" })?,
         };
         let to = Epoch::from_bytes(&envelope.to_epoch)
-            .ok_or(Refusal::Malformed { field: "to_epoch" })?;
+            .map_err(|_| Refusal::Malformed { field: "to_epoch" })?;
         if to != self.me {
             return Err(Refusal::Epoch { to });
         }

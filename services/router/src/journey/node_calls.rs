@@ -2,6 +2,7 @@
 
 use std::{future::Future, pin::Pin};
 
+use bytes::Bytes;
 use proto::v1::{Attempt, DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest};
 use telemetry::propagation;
 use tonic::{Request, Response, Status, Streaming};
@@ -81,7 +82,7 @@ impl AttemptCalls<'_> {
     fn attempt_at(&self, node: &Assigned) -> Attempt {
         Attempt {
             request_id: self.plan.request_id.to_bytes(),
-            transfer_id: self.transfer_id.to_bytes(),
+            transfer_id: Bytes::copy_from_slice(&self.transfer_id.to_bytes()),
             tokens: [&self.spec.prompt, self.emitted].concat(),
             prompt_len: self.spec.prompt.len() as u32,
             sampling: Some(self.spec.sampling.clone()),

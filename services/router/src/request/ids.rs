@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+use proto::ids::random_bits;
+pub use proto::ids::{NoRandomness, TransferId};
+
 /// Characters of a client's label that are kept.
 const LABEL_CHARS_MAX: usize = 128;
 
@@ -9,44 +12,19 @@ const LABEL_CHARS_MAX: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RequestId(pub u128);
 
-/// 128 random bits. Names one attempt at the nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct TransferId(pub u128);
-
-/// The system gave no random numbers; nothing can be named.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the system gives no random numbers: {0}")]
-pub struct NoRandomness(getrandom::Error);
-
-fn random() -> Result<u128, NoRandomness> {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes).map_err(NoRandomness)?;
-    Ok(u128::from_be_bytes(bytes))
-}
-
 /// A seed for a request that brought none.
 pub fn mint_seed() -> Result<u64, NoRandomness> {
-    random().map(|bits| bits as u64)
+    random_bits().map(|bits| bits as u64)
 }
 
 /// A text that nothing else contains.
 pub fn mint_mark() -> Result<String, NoRandomness> {
-    random().map(|bits| format!("{bits:032x}"))
+    random_bits().map(|bits| format!("{bits:032x}"))
 }
 
 impl RequestId {
     pub fn mint() -> Result<Self, NoRandomness> {
-        random().map(Self)
-    }
-
-    pub fn to_bytes(self) -> bytes::Bytes {
-        bytes::Bytes::copy_from_slice(&self.0.to_be_bytes())
-    }
-}
-
-impl TransferId {
-    pub fn mint() -> Result<Self, NoRandomness> {
-        random().map(Self)
+        random_bits().map(Self)
     }
 
     pub fn to_bytes(self) -> bytes::Bytes {
@@ -55,12 +33,6 @@ impl TransferId {
 }
 
 impl fmt::Display for RequestId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}", self.0)
-    }
-}
-
-impl fmt::Display for TransferId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)
     }

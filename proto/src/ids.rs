@@ -1,0 +1,127 @@
+//! The ids that routers and nodes exchange. Each has 128 random bits and travels as 16 bytes, most
+//! significant first.
+
+use std::fmt;
+
+/// The operating system returned no random numbers, so no id can be created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot create an id: the operating system returned no random numbers: {0}")]
+pub struct NoRandomness(getrandom::Error);
+
+/// Returns 128 bits from the operating system's random generator.
+pub fn random_bits() -> Result<u128, NoRandomness> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(NoRandomness)?;
+    Ok(u128::from_be_bytes(bytes))
+}
+
+/// Id of one attempt and of its KV transfer. The router creates one per attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TransferId(pub u128);
+
+impl TransferId {
+    pub fn mint() -> Result<Self, NoRandomness> {
+        random_bits().map(Self)
+    }
+
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+
+    /// Returns `None` unless `bytes` has exactly 16 bytes.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        Some(Self(u128::from_be_bytes(bytes.try_into().ok()?)))
+    }
+}
+
+/// Id of one run of a process, created at its start. A restarted node has a new epoch, so it never
+/// accepts a message that was meant for its predecessor.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Epoch(pub u128);
+
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum EpochError {
+    #[error(transparent)]
+    NoRandomness(#[from] NoRandomness),
+    #[error("invalid epoch: {byte_count} bytes; expected 16")]
+    Length { byte_count: usize },
+    #[error("invalid epoch {text:?}; expected 32 digits of 0-9 and a-f")]
+    Text { text: String },
+    /// No process has this epoch: the sender left the field unset.
+    #[error("invalid epoch 0; expected the epoch of a process")]
+    Zero,
+}
+
+impl Epoch {
+    pub fn mint() -> Result<Self, EpochError> {
+        Self::checked(random_bits()?)
+    }
+
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, EpochError> {
+        let array = bytes.try_into().map_err(|_| EpochError::Length { byte_count: bytes.len() })?;
+        Self::checked(u128::from_be_bytes(array))
+    }
+
+    /// Parses the 32 hexadecimal digits that [`fmt::Display`] writes.
+    pub fn parse(text: &str) -> Result<Self, EpochError> {
+        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        let invalid = || EpochError::Text { text: text.chars().take(64).collect() };
+        if text.len() != 32 || !text.bytes().all(is_digit) {
+            return Err(invalid());
+        }
+        Self::checked(u128::from_str_radix(text, 16).map_err(|_| invalid())?)
+    }
+
+    fn checked(bits: u128) -> Result<Self, EpochError> {
+        if bits == 0 { Err(EpochError::Zero) } else { Ok(Self(bits)) }
+    }
+}
+
+/// Writes an id as 32 hexadecimal digits, in logs and in `Debug` output of larger types.
+macro_rules! hexadecimal {
+    ($id:ty, $($format:ident),+) => {
+        $(impl fmt::$format for $id {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:032x}", self.0)
+            }
+        })+
+    };
+}
+
+hexadecimal!(TransferId, Debug, Display);
+hexadecimal!(Epoch, Debug, Display);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn epoch_survives_bytes_and_text() {
+        let (a, b) = (Epoch::mint().unwrap(), Epoch::mint().unwrap());
+        assert_ne!(a, b);
+        assert_eq!(Epoch::from_bytes(&a.to_bytes()), Ok(a));
+        assert_eq!(Epoch::parse(&a.to_string()), Ok(a));
+    }
+
+    #[test]
+    fn zero_or_truncated_epoch_is_rejected() {
+        assert_eq!(Epoch::from_bytes(&[0; 16]), Err(EpochError::Zero));
+        assert_eq!(Epoch::from_bytes(&[]), Err(EpochError::Length { byte_count: 0 }));
+        assert_eq!(Epoch::from_bytes(&[1; 17]), Err(EpochError::Length { byte_count: 17 }));
+        assert_eq!(Epoch::parse(&"0".repeat(32)), Err(EpochError::Zero));
+        assert!(matches!(Epoch::parse("0A"), Err(EpochError::Text { .. })));
+    }
+
+    #[test]
+    fn transfer_id_survives_bytes_and_needs_all_of_them() {
+        let (a, b) = (TransferId::mint().unwrap(), TransferId::mint().unwrap());
+        assert_ne!(a, b);
+        assert_eq!(TransferId::from_bytes(&a.to_bytes()), Some(a));
+        assert_eq!(TransferId::from_bytes(&a.to_bytes()[1..]), None);
+        assert_eq!(TransferId(0xab).to_string(), format!("{:0>32}", "ab"));
+    }
+}
