@@ -1,4 +1,4 @@
-//! The nodes as the router sees them: the real directory, and one numbered connection to each place.
+//! The nodes as the router sees them: the real directory, and one numbered connection to each host.
 
 use std::{collections::BTreeMap, time::Instant};
 
@@ -11,7 +11,7 @@ use proto::v1::ObserveEvent;
 /// A node that an attempt uses.
 #[derive(Clone, Debug)]
 pub struct Assigned {
-    pub place: usize,
+    pub host: usize,
     pub epoch: cluster::Epoch,
     pub assignment: AssignmentId,
 }
@@ -19,8 +19,8 @@ pub struct Assigned {
 /// What the directory wants done, in order.
 #[derive(Debug)]
 pub enum Watch {
-    Observe { place: usize, connection: u64, stream: StreamId },
-    StopObserving { place: usize, stream: StreamId },
+    Observe { host: usize, connection: u64, stream: StreamId },
+    StopObserving { host: usize, stream: StreamId },
 }
 
 pub struct Nodes {
@@ -33,11 +33,11 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Every place is listed from the start, and stays listed.
+    /// Every host is listed from the start, and stays listed.
     pub fn new(now: Instant, roles: &[Role], seed: u64) -> Self {
-        let address = |(place, &role): (usize, &Role)| NodeAddress {
+        let address = |(host, &role): (usize, &Role)| NodeAddress {
             role,
-            grpc: format!("http://place-{place}:3"),
+            grpc: format!("http://host-{host}:3"),
         };
         let mut nodes = Self {
             directory: Directory::new(seed),
@@ -75,19 +75,19 @@ impl Nodes {
         std::mem::take(&mut self.has_changed)
     }
 
-    pub fn role(&self, place: usize) -> Role {
-        self.addresses[place].role
+    pub fn role(&self, host: usize) -> Role {
+        self.addresses[host].role
     }
 
-    pub fn connection(&self, place: usize) -> u64 {
-        self.connections[place]
+    pub fn connection(&self, host: usize) -> u64 {
+        self.connections[host]
     }
 
-    /// The connection to this place has ended, with the streams on it; the next is a new one.
-    pub fn connection_lost(&mut self, now: Instant, place: usize) {
-        self.connections[place] += 1;
+    /// The connection to this host has ended, with the streams on it; the next is a new one.
+    pub fn connection_lost(&mut self, now: Instant, host: usize) {
+        self.connections[host] += 1;
         let streams: Vec<StreamId> =
-            self.streams.iter().filter(|(_, at)| **at == place).map(|(id, _)| *id).collect();
+            self.streams.iter().filter(|(_, at)| **at == host).map(|(id, _)| *id).collect();
         for stream in streams {
             self.streams.remove(&stream);
             let reason = "the connection ended".to_owned();
@@ -111,9 +111,9 @@ impl Nodes {
         wanted: &Wanted<'_>,
     ) -> Result<(Assigned, NodeChoice), NoNode> {
         let choice = self.directory.pick(now, wanted)?;
-        let place = self.place_of(&choice.address);
+        let host = self.host_of(&choice.address);
         let (epoch, assignment) = (choice.record.epoch, choice.assignment);
-        Ok((Assigned { place, epoch, assignment }, choice))
+        Ok((Assigned { host, epoch, assignment }, choice))
     }
 
     pub fn answered(&mut self, node: &Assigned) {
@@ -139,7 +139,7 @@ impl Nodes {
     }
 
     /// All nodes are there, and nothing is counted as being in work.
-    pub fn check_quiet(&self) {
+    pub fn check_idle(&self) {
         for node in self.directory.nodes() {
             assert_eq!(node.health, Health::Up, "{node:?}");
             assert_eq!(node.in_flight, 0, "{node:?}");
@@ -157,23 +157,23 @@ impl Nodes {
         for action in actions {
             match action {
                 Action::Observe { stream, address, .. } => {
-                    let place = self.place_of(&address);
-                    self.streams.insert(stream, place);
-                    let connection = self.connections[place];
-                    self.watches.push(Watch::Observe { place, connection, stream });
+                    let host = self.host_of(&address);
+                    self.streams.insert(stream, host);
+                    let connection = self.connections[host];
+                    self.watches.push(Watch::Observe { host, connection, stream });
                 }
                 Action::StopObserving { stream } => {
-                    if let Some(place) = self.streams.remove(&stream) {
-                        self.watches.push(Watch::StopObserving { place, stream });
+                    if let Some(host) = self.streams.remove(&stream) {
+                        self.watches.push(Watch::StopObserving { host, stream });
                     }
                 }
                 Action::HealthChanged { .. } => self.has_changed = true,
-                Action::Forgotten { .. } => unreachable!("every place stays listed"),
+                Action::Forgotten { .. } => unreachable!("every host stays listed"),
             }
         }
     }
 
-    fn place_of(&self, address: &NodeAddress) -> usize {
+    fn host_of(&self, address: &NodeAddress) -> usize {
         self.addresses.iter().position(|known| known == address).expect("it is listed")
     }
 }

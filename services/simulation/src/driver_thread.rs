@@ -12,11 +12,11 @@ use kv_transfer::{
     protocol::{Action, Core, DataEvent, Local},
 };
 
-use crate::{process::Out, wires::Wires};
+use crate::{process::Output, transport::SimTransport};
 
 pub struct DriverThread {
     pub core: Core,
-    pub wires: Wires,
+    pub transport: SimTransport,
     /// Peers that may connect for data.
     admitted: BTreeSet<Epoch>,
     /// How often connections with each peer were closed here: reports of the ones before are of the
@@ -27,7 +27,7 @@ pub struct DriverThread {
 impl DriverThread {
     pub fn start(local: Local, arena: SimArena) -> Self {
         Self {
-            wires: Wires::new(local.node_id.clone(), arena),
+            transport: SimTransport::new(local.node_id.clone(), arena),
             core: Core::new(local),
             admitted: BTreeSet::new(),
             closings: BTreeMap::new(),
@@ -45,28 +45,40 @@ impl DriverThread {
 
     /// The KV that the transfer must bring or take.
     pub fn expect_prompt(&mut self, transfer: TransferId, prompt: Vec<u64>) {
-        self.wires.expect_prompt(transfer, prompt);
+        self.transport.expect_prompt(transfer, prompt);
     }
 
-    pub fn on_command(&mut self, now: Instant, command: Command, outs: &mut Vec<Out>) {
-        self.wires.on_command(&command);
+    pub fn on_command(&mut self, now: Instant, command: Command, outputs: &mut Vec<Output>) {
+        self.transport.on_command(&command);
         self.core.handle_command(now, command);
-        self.act(outs);
+        self.act(outputs);
     }
 
-    pub fn on_notice(&mut self, now: Instant, from: &Source, notice: Notice, outs: &mut Vec<Out>) {
+    pub fn on_notice(
+        &mut self,
+        now: Instant,
+        from: &Source,
+        notice: Notice,
+        outputs: &mut Vec<Output>,
+    ) {
         self.core.handle_notice(now, from, notice);
-        self.act(outs);
+        self.act(outputs);
     }
 
-    pub fn on_data(&mut self, now: Instant, event: DataEvent, outs: &mut Vec<Out>) {
+    pub fn on_data(&mut self, now: Instant, event: DataEvent, outputs: &mut Vec<Output>) {
         self.core.handle_data(now, event);
-        self.act(outs);
+        self.act(outputs);
     }
 
-    pub fn on_peer_failed(&mut self, now: Instant, peer: Epoch, reason: &str, outs: &mut Vec<Out>) {
+    pub fn on_peer_failed(
+        &mut self,
+        now: Instant,
+        peer: Epoch,
+        reason: &str,
+        outputs: &mut Vec<Output>,
+    ) {
         self.core.handle_peer_failed(now, peer, reason);
-        self.act(outs);
+        self.act(outputs);
     }
 
     /// A data connection has ended: news, unless it was closed here meanwhile.
@@ -76,28 +88,28 @@ impl DriverThread {
         peer: Epoch,
         closings: u64,
         reason: &str,
-        outs: &mut Vec<Out>,
+        outputs: &mut Vec<Output>,
     ) {
         if closings == self.closings(peer) {
             let reason = reason.to_owned();
-            self.on_data(now, DataEvent::Closed { peer, reason }, outs);
+            self.on_data(now, DataEvent::Closed { peer, reason }, outputs);
         }
     }
 
-    pub fn wake(&mut self, now: Instant, outs: &mut Vec<Out>) {
+    pub fn wake(&mut self, now: Instant, outputs: &mut Vec<Output>) {
         if self.core.next_deadline(now).is_some_and(|at| at <= now) {
             self.core.on_deadline(now);
-            self.act(outs);
+            self.act(outputs);
         }
     }
 
     /// Ends what is under way, as a shutdown does.
-    pub fn stop(&mut self, now: Instant, outs: &mut Vec<Out>) {
+    pub fn stop(&mut self, now: Instant, outputs: &mut Vec<Output>) {
         self.core.abort_all(now, "the node stops");
-        self.act(outs);
+        self.act(outputs);
     }
 
-    fn act(&mut self, outs: &mut Vec<Out>) {
+    fn act(&mut self, outputs: &mut Vec<Output>) {
         while let Some(action) = self.core.poll_action() {
             match action {
                 Action::Connect { peer } => {
@@ -105,46 +117,46 @@ impl DriverThread {
                 }
                 Action::Disconnect { peer } => {
                     self.admitted.remove(&peer);
-                    self.close_data(peer, outs);
+                    self.close_data(peer, outputs);
                 }
-                Action::CloseData { peer } => self.close_data(peer, outs),
+                Action::CloseData { peer } => self.close_data(peer, outputs),
                 Action::SendNotice { peer, notice } => {
-                    outs.push(Out::Notice { to: peer, notice });
+                    outputs.push(Output::Notice { to: peer, notice });
                 }
-                Action::OpenData { peer, .. } => outs.push(Out::OpenData { to: peer }),
+                Action::OpenData { peer, .. } => outputs.push(Output::OpenData { to: peer }),
                 Action::PostReceive { transfer, chunk, blocks, .. } => {
-                    self.wires.post(transfer, chunk, blocks);
+                    self.transport.post(transfer, chunk, blocks);
                 }
                 Action::SendChunk { peer, transfer, chunk, blocks } => {
-                    self.wires.send(peer, transfer, chunk, blocks);
-                    outs.push(Out::Depart { transfer, chunk });
+                    self.transport.send(peer, transfer, chunk, blocks);
+                    outputs.push(Output::SendChunk { transfer, chunk });
                 }
                 Action::CancelReceive { transfer, .. } => {
-                    self.wires.cancel_receive(transfer);
-                    outs.push(Out::Release { is_receive: true, transfer });
+                    self.transport.cancel_receive(transfer);
+                    outputs.push(Output::Release { is_receive: true, transfer });
                 }
                 Action::CancelSend { transfer, .. } => {
-                    self.wires.cancel_send(transfer);
-                    outs.push(Out::Release { is_receive: false, transfer });
+                    self.transport.cancel_send(transfer);
+                    outputs.push(Output::Release { is_receive: false, transfer });
                 }
                 Action::Emit(event) => {
-                    self.wires.on_event(&event);
-                    outs.push(Out::ToEngine(event));
+                    self.transport.on_event(&event);
+                    outputs.push(Output::ToEngine(event));
                 }
             }
         }
     }
 
-    fn close_data(&mut self, peer: Epoch, outs: &mut Vec<Out>) {
+    fn close_data(&mut self, peer: Epoch, outputs: &mut Vec<Output>) {
         *self.closings.entry(peer).or_default() += 1;
-        outs.push(Out::CloseData { peer });
+        outputs.push(Output::CloseData { peer });
     }
 
     /// Nothing may be left of any transfer.
-    pub fn check_quiet(&self, name: &str) {
+    pub fn check_idle(&self, name: &str) {
         assert_eq!(self.core.active_count(), 0, "{name}: transfers are active");
         let (transfers, early, _) = self.core.table_sizes();
         assert_eq!((transfers, early), (0, 0), "{name}: transfers are known");
-        self.wires.check_quiet();
+        self.transport.check_idle();
     }
 }

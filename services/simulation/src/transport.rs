@@ -1,7 +1,7 @@
-//! The transport of one process: which chunks may be written and read, and what they hold.
+//! The transport of one process: its chunks in flight and their contents.
 //!
-//! Asserted here: nothing is written into a block that no transfer owns any more, nothing is read
-//! from a block that the node has got back, and what arrives is the KV of the prompt.
+//! Asserts that no chunk is written to a block after its transfer has ended, that no chunk is read
+//! from such a block, and that the arrived blocks hold the KV of the prompt.
 
 use std::collections::BTreeMap;
 
@@ -12,37 +12,37 @@ use kv_transfer::{
     protocol::DataEvent,
 };
 
-use crate::random::mix;
+use simulation_base::mix;
 
-pub struct Wires {
+pub struct SimTransport {
     name: String,
     arena: SimArena,
-    /// The KV that each attempt's tokens must have.
+    /// Expected KV of each transfer's prompt.
     prompts: BTreeMap<TransferId, Vec<u64>>,
-    /// Transfers without their final event, and blocks that they may write or read here, with their
-    /// place in the prompt.
-    lent: BTreeMap<TransferId, BTreeMap<BlockId, u32>>,
+    /// Transfers without their final event. Each may access these blocks; the value is the block's
+    /// index in the prompt.
+    registered: BTreeMap<TransferId, BTreeMap<BlockId, u32>>,
     posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
-    /// The first bytes of the chunk are written.
+    /// Receives whose chunk has begun to arrive.
     writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     sending: BTreeMap<(TransferId, u32), (Epoch, Vec<BlockId>)>,
 }
 
-/// A chunk between two processes.
+/// A chunk in flight between two processes.
 #[derive(Clone, Debug)]
-pub struct Cargo {
+pub struct ChunkData {
     pub transfer: TransferId,
     pub chunk: u32,
     pub contents: Vec<SimBlock>,
 }
 
-impl Wires {
+impl SimTransport {
     pub fn new(name: String, arena: SimArena) -> Self {
         Self {
             name,
             arena,
             prompts: BTreeMap::new(),
-            lent: BTreeMap::new(),
+            registered: BTreeMap::new(),
             posted: BTreeMap::new(),
             writing: BTreeMap::new(),
             sending: BTreeMap::new(),
@@ -53,20 +53,20 @@ impl Wires {
         self.prompts.insert(transfer, prompt);
     }
 
-    /// The core gets this command next.
+    /// Must be called before the core handles the command.
     pub fn on_command(&mut self, command: &Command) {
         match command {
             Command::Receive { transfer, first_block, blocks, .. } => {
                 let blocks = blocks.iter().copied().zip(*first_block..);
-                self.lent.insert(*transfer, blocks.collect());
+                self.registered.insert(*transfer, blocks.collect());
             }
             Command::Expect { transfer, .. } => {
-                self.lent.insert(*transfer, BTreeMap::new());
+                self.registered.insert(*transfer, BTreeMap::new());
             }
-            // It may cross the end of its transfer.
+            // The transfer may have ended meanwhile.
             Command::Written { transfer, first_block, blocks } => {
-                if let Some(lent) = self.lent.get_mut(transfer) {
-                    lent.extend(blocks.iter().copied().zip(*first_block..));
+                if let Some(registered) = self.registered.get_mut(transfer) {
+                    registered.extend(blocks.iter().copied().zip(*first_block..));
                 }
             }
             Command::Finish { .. }
@@ -76,12 +76,12 @@ impl Wires {
         }
     }
 
-    /// The core has said so.
+    /// Must be called for every event of the core.
     pub fn on_event(&mut self, event: &Event) {
         match event {
             Event::Ready { .. } => {}
             Event::Arrived { transfer, .. } => {
-                for (&block, &index) in self.lent.get(transfer).into_iter().flatten() {
+                for (&block, &index) in self.registered.get(transfer).into_iter().flatten() {
                     self.check_contents(*transfer, index, &self.arena.read(block), "arrived");
                 }
                 self.end(*transfer);
@@ -93,13 +93,13 @@ impl Wires {
     }
 
     fn end(&mut self, transfer: TransferId) {
-        let ended = self.lent.remove(&transfer);
+        let ended = self.registered.remove(&transfer);
         assert!(ended.is_some(), "{}: {transfer} ends twice, or never began", self.name);
     }
 
     pub fn post(&mut self, transfer: TransferId, chunk: u32, blocks: Vec<BlockId>) {
         for block in &blocks {
-            self.check_lent(transfer, *block, "posts");
+            self.check_registered(transfer, *block, "posts");
         }
         let before = self.posted.insert((transfer, chunk), blocks);
         assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is posted twice", self.name);
@@ -110,7 +110,7 @@ impl Wires {
         assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is sent twice", self.name);
     }
 
-    /// Posted chunks are forgotten; one that is being written goes on until [`Self::released`].
+    /// Cancels posted receives. A chunk that has begun to arrive continues until [`Self::released`].
     pub fn cancel_receive(&mut self, transfer: TransferId) {
         self.posted.retain(|(id, _), _| *id != transfer);
     }
@@ -127,65 +127,67 @@ impl Wires {
         DataEvent::ReceiveReleased { transfer }
     }
 
-    /// Where a chunk that waits to leave is to go.
+    /// Returns the peer of a chunk that was not sent yet.
     pub fn destination(&self, transfer: TransferId, chunk: u32) -> Option<Epoch> {
         self.sending.get(&(transfer, chunk)).map(|(peer, _)| *peer)
     }
 
-    /// A chunk leaves.
-    pub fn depart(&mut self, transfer: TransferId, chunk: u32) -> (Cargo, DataEvent) {
-        let (_, blocks) = self.sending.remove(&(transfer, chunk)).expect("it has a destination");
+    /// Reads the chunk's blocks.
+    pub fn send_chunk(&mut self, transfer: TransferId, chunk: u32) -> (ChunkData, DataEvent) {
+        let (_, blocks) =
+            self.sending.remove(&(transfer, chunk)).expect("the chunk has a destination");
         let contents: Vec<SimBlock> = blocks
             .iter()
             .map(|&block| {
-                let index = self.check_lent(transfer, block, "reads");
+                let index = self.check_registered(transfer, block, "reads");
                 let contents = self.arena.read(block);
                 self.check_contents(transfer, index, &contents, "leaves");
                 contents
             })
             .collect();
         let integrity = digest(&contents);
-        (Cargo { transfer, chunk, contents }, DataEvent::Sent { transfer, chunk, integrity })
+        (ChunkData { transfer, chunk, contents }, DataEvent::Sent { transfer, chunk, integrity })
     }
 
-    /// The first bytes of a chunk come in; true when it is expected.
-    pub fn land(&mut self, cargo: &Cargo) -> bool {
-        let key = (cargo.transfer, cargo.chunk);
+    /// Writes the first half of a chunk. Returns false when no receive is posted for the chunk.
+    pub fn chunk_begins(&mut self, data: &ChunkData) -> bool {
+        let key = (data.transfer, data.chunk);
         let Some(blocks) = self.posted.remove(&key) else { return false };
-        self.write(cargo, &blocks, blocks.len() / 2);
+        self.write(data, &blocks, blocks.len() / 2);
         self.writing.insert(key, blocks);
         true
     }
 
-    /// The last bytes come in.
-    pub fn landed(&mut self, cargo: &Cargo) -> Option<DataEvent> {
-        let Cargo { transfer, chunk, ref contents } = *cargo;
+    /// Writes the rest of a chunk, unless its receive was released.
+    pub fn chunk_ends(&mut self, data: &ChunkData) -> Option<DataEvent> {
+        let ChunkData { transfer, chunk, ref contents } = *data;
         let blocks = self.writing.remove(&(transfer, chunk))?;
-        self.write(cargo, &blocks, blocks.len());
+        self.write(data, &blocks, blocks.len());
         Some(DataEvent::Received { transfer, chunk, integrity: digest(contents) })
     }
 
-    pub fn check_quiet(&self) {
-        assert!(self.lent.is_empty(), "{}: {:?} are lent", self.name, self.lent);
+    pub fn check_idle(&self) {
+        assert!(self.registered.is_empty(), "{}: {:?} are registered", self.name, self.registered);
         assert!(self.posted.is_empty(), "{}: {:?} are posted", self.name, self.posted);
-        assert!(self.sending.is_empty(), "{}: {:?} wait to leave", self.name, self.sending);
+        assert!(self.sending.is_empty(), "{}: {:?} wait to be sent", self.name, self.sending);
     }
 
-    fn write(&self, cargo: &Cargo, blocks: &[BlockId], count: usize) {
-        for (&block, &contents) in blocks.iter().zip(&cargo.contents).take(count) {
-            self.check_lent(cargo.transfer, block, "writes");
+    fn write(&self, data: &ChunkData, blocks: &[BlockId], count: usize) {
+        for (&block, &contents) in blocks.iter().zip(&data.contents).take(count) {
+            self.check_registered(data.transfer, block, "writes");
             self.arena.write(block, contents);
         }
     }
 
-    /// The block's place in the prompt.
-    fn check_lent(&self, transfer: TransferId, block: BlockId, verb: &str) -> u32 {
-        let lent = self.lent.get(&transfer).and_then(|blocks| blocks.get(&block));
+    /// Returns the block's index in the prompt.
+    fn check_registered(&self, transfer: TransferId, block: BlockId, verb: &str) -> u32 {
+        let registered = self.registered.get(&transfer).and_then(|blocks| blocks.get(&block));
         let name = &self.name;
-        *lent.unwrap_or_else(|| panic!("{name} {verb} {block:?}, which {transfer} has not"))
+        *registered
+            .unwrap_or_else(|| panic!("{name} {verb} {block:?}, which {transfer} does not own"))
     }
 
-    /// Every position of the prompt that block `index` has.
+    /// Compares a block with the KV of the prompt.
     fn check_contents(&self, transfer: TransferId, index: u32, contents: &SimBlock, what: &str) {
         let prompt = &self.prompts[&transfer];
         let expected = prompt.chunks(BLOCK_TOKENS).nth(index as usize).expect("in the prompt");

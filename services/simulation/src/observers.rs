@@ -10,7 +10,7 @@ use engine::{
 };
 use proto::v1::{self, observe_event::Event};
 
-use crate::process::Out;
+use crate::process::Output;
 
 const INTERVAL: Duration = Duration::from_millis(50);
 
@@ -55,16 +55,16 @@ impl Observers {
         connection: u64,
         stream: StreamId,
         scheduler: &mut Scheduler,
-        outs: &mut Vec<Out>,
+        outputs: &mut Vec<Output>,
     ) {
-        self.publish(now, scheduler, outs);
+        self.publish(now, scheduler, outputs);
         let snapshot = v1::NodeSnapshot {
             record: Some(self.record.clone()),
             load: Some(self.told),
             cached_blocks: wire(&scheduler.cached_hashes()),
         };
         let mut observer = Observer { connection, stream, next: 0 };
-        observer.tell(Event::Snapshot(snapshot), outs);
+        observer.tell(Event::Snapshot(snapshot), outputs);
         self.streams.push(observer);
     }
 
@@ -77,18 +77,23 @@ impl Observers {
         self.streams.retain(|observer| observer.connection != connection);
     }
 
-    pub fn drain(&mut self, now: Instant, scheduler: &mut Scheduler, outs: &mut Vec<Out>) {
+    pub fn drain(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut Vec<Output>) {
         self.is_draining = true;
-        self.publish(now, scheduler, outs);
+        self.publish(now, scheduler, outputs);
     }
 
-    pub fn publish_if_due(&mut self, now: Instant, scheduler: &mut Scheduler, outs: &mut Vec<Out>) {
+    pub fn publish_if_due(
+        &mut self,
+        now: Instant,
+        scheduler: &mut Scheduler,
+        outputs: &mut Vec<Output>,
+    ) {
         if self.changed && self.told_at.is_none_or(|told_at| now >= told_at + INTERVAL) {
-            self.publish(now, scheduler, outs);
+            self.publish(now, scheduler, outputs);
         }
     }
 
-    fn publish(&mut self, now: Instant, scheduler: &mut Scheduler, outs: &mut Vec<Out>) {
+    fn publish(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut Vec<Output>) {
         self.changed = false;
         self.told_at = Some(now);
         let load = scheduler.load();
@@ -116,17 +121,17 @@ impl Observers {
         let delta =
             v1::NodeDelta { load: Some(load), cached: wire(&cached), evicted: wire(&evicted) };
         for observer in &mut self.streams {
-            observer.tell(Event::Delta(delta.clone()), outs);
+            observer.tell(Event::Delta(delta.clone()), outputs);
         }
     }
 }
 
 impl Observer {
-    fn tell(&mut self, event: Event, outs: &mut Vec<Out>) {
+    fn tell(&mut self, event: Event, outputs: &mut Vec<Output>) {
         let event = v1::ObserveEvent { sequence: self.next, event: Some(event) };
         self.next += 1;
         let (connection, stream) = (self.connection, self.stream);
-        outs.push(Out::Observed { connection, stream, event });
+        outputs.push(Output::Observed { connection, stream, event });
     }
 }
 

@@ -15,15 +15,16 @@ use kv_transfer::api::{PeerAddress, TransferId};
 use proto::v1::{self, ObserveEvent};
 use router::decisions::{AttemptFailure, Cause, LAST_EVENT_MAX, Next, Side, TOKEN_0_MAX, Then};
 
+use simulation_base::Random;
+
 use crate::{
     attempt::{Attempt, side_of},
+    coverage::Coverage,
     journey::{Begun, Said},
     nodes::{Assigned, Nodes, Watch},
     process::{Call, notice_endpoint},
-    random::Random,
     request::{End, Request, State},
     scenario::RequestPlan,
-    tally::Tally,
 };
 
 /// Between two looks for a node that may come back, and between two tries of one that waits for room.
@@ -41,12 +42,12 @@ pub struct CallId {
 #[derive(Debug)]
 pub enum Act {
     Call {
-        place: usize,
+        host: usize,
         call: Box<Call>,
     },
     /// The stream of a call is dropped.
     Cancel {
-        place: usize,
+        host: usize,
         connection: u64,
         transfer: TransferId,
     },
@@ -58,12 +59,12 @@ pub struct Router {
     calls: BTreeMap<CallId, OpenCall>,
     random: Random,
     acts: Vec<Act>,
-    pub tally: Tally,
+    pub coverage: Coverage,
 }
 
 struct OpenCall {
     request: u64,
-    place: usize,
+    host: usize,
     connection: u64,
 }
 
@@ -75,7 +76,7 @@ impl Router {
             calls: BTreeMap::new(),
             random,
             acts: Vec::new(),
-            tally: Tally::default(),
+            coverage: Coverage::default(),
         }
     }
 
@@ -91,8 +92,8 @@ impl Router {
         self.requests.values().all(Request::has_ended)
     }
 
-    pub fn check_quiet(&self) {
-        self.nodes.check_quiet();
+    pub fn check_idle(&self) {
+        self.nodes.check_idle();
         assert!(self.calls.is_empty(), "calls are open");
     }
 
@@ -106,7 +107,7 @@ impl Router {
     /// The client goes away.
     pub fn leave(&mut self, now: Instant, id: u64) {
         if !self.requests[&id].has_ended() {
-            self.end(now, id, End::Left);
+            self.end(now, id, End::ClientLeft);
         }
     }
 
@@ -135,24 +136,24 @@ impl Router {
         };
         let next = attempt.said(call.side, said, emitted);
         if let Some(reserved) = reserved {
-            self.tally.count(reserved);
+            self.coverage.count(reserved);
         }
         if is_answer {
             self.nodes.answered(&node);
         }
         if is_all {
-            self.tally.count("token 0 was all");
+            self.coverage.count("token 0 finished");
         }
         self.act(now, id, next);
     }
 
     /// A connection to a node has ended, with every stream on it.
-    pub fn connection_lost(&mut self, now: Instant, place: usize) {
-        let connection = self.nodes.connection(place);
-        let is_on_it = |call: &OpenCall| (call.place, call.connection) == (place, connection);
+    pub fn connection_lost(&mut self, now: Instant, host: usize) {
+        let connection = self.nodes.connection(host);
+        let is_on_it = |call: &OpenCall| (call.host, call.connection) == (host, connection);
         let cut = self.calls.iter().filter(|(_, call)| is_on_it(call));
         let cut: Vec<CallId> = cut.map(|(id, _)| *id).collect();
-        self.nodes.connection_lost(now, place);
+        self.nodes.connection_lost(now, host);
         for call in cut {
             self.said(now, call, Said::Cut);
         }
@@ -164,11 +165,11 @@ impl Router {
         self.wake_waiting(now);
     }
 
-    /// Another router takes its place and knows nothing: its clients must ask again.
+    /// Another router takes its host and knows nothing: its clients must ask again.
     pub fn restart(&mut self, now: Instant) {
         for request in self.requests.values_mut().filter(|request| !request.has_ended()) {
-            self.tally.count("left");
-            request.state = State::Ended(End::Left);
+            self.coverage.count("client left");
+            request.state = State::Ended(End::ClientLeft);
         }
         self.calls.clear();
         self.acts.clear();
@@ -194,7 +195,7 @@ impl Router {
                 State::Waiting { .. } => self.go_on(now, id),
                 State::Trying { attempt, token_0_by: Some(by), .. } if *by <= now => {
                     let next = attempt.machine.token_0_is_late();
-                    self.tally.count("token 0 was late");
+                    self.coverage.count("token 0 timed out");
                     self.act(now, id, next);
                 }
                 // Every token is shown, and the node's last word does not come.
@@ -293,7 +294,7 @@ impl Router {
     }
 
     fn attempt(&mut self, now: Instant, id: u64, decode: Assigned, prefill: Option<Assigned>) {
-        self.tally.count("attempts");
+        self.coverage.count("attempts");
         let transfer = TransferId(self.random.id());
         let kind = if prefill.is_some() { SequenceKind::Receive } else { SequenceKind::Compute };
         self.call(now, id, transfer, kind, &decode, prefill.as_ref());
@@ -314,14 +315,14 @@ impl Router {
         node: &Assigned,
         peer: Option<&Assigned>,
     ) {
-        let (place, connection) = (node.place, self.nodes.connection(node.place));
-        let side = side_of(self.nodes.role(place));
-        let open = OpenCall { request: request_id, place, connection };
+        let (host, connection) = (node.host, self.nodes.connection(node.host));
+        let side = side_of(self.nodes.role(host));
+        let open = OpenCall { request: request_id, host, connection };
         self.calls.insert(CallId { transfer, side }, open);
         let peer = peer.map(|peer| PeerAddress {
-            node_id: format!("{}-{}", self.nodes.role(peer.place), peer.place),
+            node_id: format!("{}-{}", self.nodes.role(peer.host), peer.host),
             epoch: peer.epoch,
-            notice_endpoint: notice_endpoint(peer.place),
+            notice_endpoint: notice_endpoint(peer.host),
         });
         let request = &self.requests[&request_id];
         let tokens = [&request.plan.prompt[..], request.emitted.ids()].concat();
@@ -345,7 +346,7 @@ impl Router {
         let epoch = node.epoch;
         let remaining = request.deadline.saturating_duration_since(now);
         let call = Box::new(Call { connection, epoch, remaining, begun });
-        self.acts.push(Act::Call { place, call });
+        self.acts.push(Act::Call { host, call });
     }
 
     /// Does what the attempt wants done.
@@ -380,7 +381,7 @@ impl Router {
     }
 
     fn attempt_failed(&mut self, now: Instant, id: u64, failure: AttemptFailure) {
-        self.tally.count_failure(&failure);
+        self.coverage.count_failure(&failure);
         let Some(attempt) = self.end_attempt(now, id, Some(&failure)) else { return };
         let prefill = attempt.prefill_node.as_ref().map(|node| node.epoch);
         let recovery = &mut self.request(id).recovery;
@@ -397,7 +398,7 @@ impl Router {
 
     fn end(&mut self, now: Instant, id: u64, end: End) {
         assert!(!self.requests[&id].has_ended(), "request {id} ends twice");
-        self.tally.count_end(&end, self.requests[&id].recovery.attempts());
+        self.coverage.count_end(&end, self.requests[&id].recovery.attempts());
         self.end_attempt(now, id, None);
         self.request(id).state = State::Ended(end);
     }
@@ -428,8 +429,8 @@ impl Router {
     }
 
     fn drop_call(&mut self, id: CallId) {
-        if let Some(OpenCall { place, connection, .. }) = self.calls.remove(&id) {
-            self.acts.push(Act::Cancel { place, connection, transfer: id.transfer });
+        if let Some(OpenCall { host, connection, .. }) = self.calls.remove(&id) {
+            self.acts.push(Act::Cancel { host, connection, transfer: id.transfer });
         }
     }
 }

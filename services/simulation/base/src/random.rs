@@ -11,21 +11,24 @@ impl Random {
         Self(seed)
     }
 
+    /// Returns 64 random bits.
+    #[allow(clippy::should_implement_trait)] // The sequence never ends.
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
-    /// A stream of its own, so that more draws here change nothing there.
+    /// Returns an independent generator: draws from one do not change the other.
     pub fn fork(&mut self) -> Self {
         Self(self.next())
     }
 
+    /// Returns 128 random bits.
     pub fn id(&mut self) -> u128 {
         u128::from(self.next()) << 64 | u128::from(self.next())
     }
 
-    /// Below `end`, which is not 0.
+    /// Returns a number below `end`, which must not be 0.
     pub fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }
@@ -35,10 +38,12 @@ impl Random {
         range.start() + self.below(count) as u32
     }
 
+    /// Returns true in `percent` of all cases.
     pub fn chance(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }
 
+    /// Returns a duration from 0 to `max`, in whole microseconds.
     pub fn up_to(&mut self, max: Duration) -> Duration {
         Duration::from_micros(self.below(max.as_micros() as u64 + 1))
     }

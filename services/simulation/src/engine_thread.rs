@@ -20,7 +20,7 @@ use crate::{
     device::Device,
     journey::{Failed, Journey, Said},
     observers::Observers,
-    process::{Call, Out, SEEDS},
+    process::{Call, Output, SEEDS},
     scenario::NodePlan,
 };
 
@@ -29,7 +29,7 @@ const RETRY_AFTER: Duration = Duration::from_millis(2);
 
 /// Since when a transfer with whom has blocks of the scheduler.
 #[derive(Clone, Debug)]
-pub struct Tenure {
+pub struct TransferHold {
     pub peer: Epoch,
     pub since: Instant,
     /// Reserved for an incoming transfer.
@@ -46,7 +46,7 @@ pub struct EngineThread {
     calls: BTreeMap<TransferId, u64>,
     /// Known peers of attempts.
     peers: BTreeMap<TransferId, Epoch>,
-    tenures: BTreeMap<TransferId, Tenure>,
+    holds: BTreeMap<TransferId, TransferHold>,
     actions: Vec<Action>,
     /// Commands under way to the driver, and their most.
     commands: usize,
@@ -69,7 +69,7 @@ impl EngineThread {
             observers: Observers::new(record),
             calls: BTreeMap::new(),
             peers: BTreeMap::new(),
-            tenures: BTreeMap::new(),
+            holds: BTreeMap::new(),
             actions: Vec::new(),
             commands: 0,
             commands_max: plan.transfers.commands_max,
@@ -106,16 +106,16 @@ impl EngineThread {
     // What happens. `run` follows each of these.
 
     /// As `services/node` checks a call before it reaches the engine.
-    pub fn on_call(&mut self, call: Call, own: Epoch, outs: &mut Vec<Out>) {
+    pub fn on_call(&mut self, call: Call, own: Epoch, outputs: &mut Vec<Output>) {
         let Call { connection, epoch, remaining, mut begun } = call;
         let id = TransferId(begun.sequence.id.0);
         if self.is_draining {
             let said = Said::failed(FailureKind::Draining, "this node drains");
-            return outs.push(Out::Say(id, said));
+            return outputs.push(Output::Say(id, said));
         }
         if epoch != own {
             let message = format!("this process is {own}");
-            return outs.push(Out::Say(id, Said::Failed { kind: Failed::Stale, message }));
+            return outputs.push(Output::Say(id, Said::Failed { kind: Failed::Stale, message }));
         }
         begun.sequence.deadline = self.now + remaining;
         if let Some(peer) = &begun.peer {
@@ -139,8 +139,8 @@ impl EngineThread {
         self.observers.cut(connection);
     }
 
-    pub fn observe(&mut self, connection: u64, stream: StreamId, outs: &mut Vec<Out>) {
-        self.observers.add(self.now, connection, stream, self.steps.scheduler_mut(), outs);
+    pub fn observe(&mut self, connection: u64, stream: StreamId, outputs: &mut Vec<Output>) {
+        self.observers.add(self.now, connection, stream, self.steps.scheduler_mut(), outputs);
     }
 
     pub fn stop_observing(&mut self, stream: StreamId) {
@@ -156,9 +156,9 @@ impl EngineThread {
         self.commands -= 1;
     }
 
-    pub fn drain(&mut self, outs: &mut Vec<Out>) {
+    pub fn drain(&mut self, outputs: &mut Vec<Output>) {
         self.is_draining = true;
-        self.observers.drain(self.now, self.steps.scheduler_mut(), outs);
+        self.observers.drain(self.now, self.steps.scheduler_mut(), outputs);
     }
 
     pub fn end_all(&mut self) {
@@ -168,9 +168,9 @@ impl EngineThread {
     // What follows.
 
     /// Turns the step loop until there is nothing to do but wait.
-    pub fn run(&mut self, outs: &mut Vec<Out>) {
+    pub fn run(&mut self, outputs: &mut Vec<Output>) {
         loop {
-            self.settle(outs);
+            self.settle(outputs);
             let turn = self.steps.turn(Duration::ZERO, &mut self.actions);
             let turn = turn.expect("every plan fits what the device holds");
             self.check();
@@ -181,44 +181,44 @@ impl EngineThread {
             }
         }
         // With all actions handed on, what is reserved is reserved by transfers that were told.
-        let reserved: usize = self.tenures.values().map(|tenure| tenure.reserved.len()).sum();
+        let reserved: usize = self.holds.values().map(|hold| hold.reserved.len()).sum();
         assert_eq!(self.scheduler().load().blocks_reserved as usize, reserved, "{}", self.name);
-        self.observers.publish_if_due(self.now, self.steps.scheduler_mut(), outs);
+        self.observers.publish_if_due(self.now, self.steps.scheduler_mut(), outputs);
         if self.is_draining && self.journey.is_empty() {
-            outs.push(Out::Drained);
+            outputs.push(Output::Drained);
         }
     }
 
     /// Carries words between scheduler, callers and transfers until nobody has anything to say.
-    fn settle(&mut self, outs: &mut Vec<Out>) {
+    fn settle(&mut self, outputs: &mut Vec<Output>) {
         loop {
             self.hand_on_actions();
             if let Some(input) = self.journey.next_input() {
-                self.hand_in(input, outs);
-            } else if !self.command_transfers(outs) {
+                self.hand_in(input, outputs);
+            } else if !self.command_transfers(outputs) {
                 break;
             }
         }
         while let Some((id, said)) = self.journey.next_said() {
-            outs.push(Out::Say(id, said));
+            outputs.push(Output::Say(id, said));
         }
     }
 
-    fn hand_in(&mut self, input: Input, outs: &mut Vec<Out>) {
+    fn hand_in(&mut self, input: Input, outputs: &mut Vec<Output>) {
         let (mut arrived, mut returned) = (None, None);
         match &input {
             Input::Arrived(sequence) => arrived = Some(sequence.id),
-            Input::TransferReady { id, .. } => self.begin_tenure(*id, Vec::new()),
+            Input::TransferReady { id, .. } => self.begin_hold(*id, Vec::new()),
             Input::KvArrived { id, .. } | Input::TransferEnded { id, .. } => {
                 let id = TransferId(id.0);
-                returned = self.tenures.remove(&id).map(|tenure| (id, tenure));
+                returned = self.holds.remove(&id).map(|hold| (id, hold));
             }
             Input::Abort { .. } => {}
         }
         self.observers.mark_changed();
         self.steps.handle(input, &mut self.actions);
-        if let Some((transfer, tenure)) = returned {
-            outs.push(Out::Returned { transfer, tenure });
+        if let Some((transfer, hold)) = returned {
+            outputs.push(Output::Returned { transfer, hold });
         }
         self.hand_on_actions();
         self.check();
@@ -230,22 +230,22 @@ impl EngineThread {
     fn hand_on_actions(&mut self) {
         for action in std::mem::take(&mut self.actions) {
             if let Action::Reserve { id, blocks, .. } = &action {
-                self.begin_tenure(*id, blocks.clone());
+                self.begin_hold(*id, blocks.clone());
             }
             self.journey.on_action(action, self.now);
         }
     }
 
-    fn begin_tenure(&mut self, id: SequenceId, reserved: Vec<BlockId>) {
+    fn begin_hold(&mut self, id: SequenceId, reserved: Vec<BlockId>) {
         let id = TransferId(id.0);
         if let Some(peer) = self.peers.get(&id) {
-            let tenure = Tenure { peer: *peer, since: self.now, reserved };
-            self.tenures.insert(id, tenure);
+            let hold = TransferHold { peer: *peer, since: self.now, reserved };
+            self.holds.insert(id, hold);
         }
     }
 
     /// True when there is something new for the scheduler.
-    fn command_transfers(&mut self, outs: &mut Vec<Out>) -> bool {
+    fn command_transfers(&mut self, outputs: &mut Vec<Output>) -> bool {
         self.is_full = false;
         while let Some(command) = self.journey.next_command() {
             let begins = match &command {
@@ -262,7 +262,7 @@ impl EngineThread {
             let most = if begins.is_some() { self.commands_max / 2 } else { self.commands_max };
             if self.commands < most {
                 self.commands += 1;
-                outs.push(Out::ToDriver(command));
+                outputs.push(Output::ToDriver(command));
                 continue;
             }
             match begins {
@@ -289,12 +289,12 @@ impl EngineThread {
     }
 
     /// Nothing may be left of any request.
-    pub fn check_quiet(&self) {
+    pub fn check_idle(&self) {
         let (name, load) = (&self.name, self.scheduler().load());
         assert!(self.scheduler().is_idle(), "{name}: the scheduler knows something, {load:?}");
         assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0), "{name}: {load:?}");
         assert!(self.journey.is_empty(), "{name}: attempts are still in work");
-        assert!(self.tenures.is_empty(), "{name}: {:?}", self.tenures);
+        assert!(self.holds.is_empty(), "{name}: {:?}", self.holds);
         assert_eq!(self.commands, 0, "{name}: commands wait");
     }
 }

@@ -1,7 +1,7 @@
 //! One node process: its engine thread, the driver thread of its transfers, and who it is.
 //!
 //! Steps in, consequences out. The threads are those of `services/node` and of `services/kv-transfer`'s
-//! shell, without their queues and waits; the [`world`](crate::world) carries words between them.
+//! shell, without their queues and waits; the [event loop](crate::event_loop) carries words between them.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use proto::v1;
 
 use crate::{
     driver_thread::DriverThread,
-    engine_thread::{EngineThread, Tenure},
+    engine_thread::{EngineThread, TransferHold},
     journey::{Begun, Said},
     scenario::{BLOCK_BYTES, NodePlan, VOCABULARY},
 };
@@ -24,9 +24,9 @@ use crate::{
 pub const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 0xfeed, weight_version: 1 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Life {
+pub enum ProcessState {
     Running,
-    Frozen,
+    Paused,
     Dead,
 }
 
@@ -81,7 +81,7 @@ pub enum Step {
 
 /// What follows, in order.
 #[derive(Debug)]
-pub enum Out {
+pub enum Output {
     Say(TransferId, Said),
     Observed {
         connection: u64,
@@ -102,7 +102,7 @@ pub enum Out {
     CloseData {
         peer: Epoch,
     },
-    Depart {
+    SendChunk {
         transfer: TransferId,
         chunk: u32,
     },
@@ -113,7 +113,7 @@ pub enum Out {
     /// The scheduler has its blocks back.
     Returned {
         transfer: TransferId,
-        tenure: Tenure,
+        hold: TransferHold,
     },
     /// Drained: nothing is in work any more.
     Drained,
@@ -121,28 +121,28 @@ pub enum Out {
 
 pub struct Process {
     pub name: String,
-    pub place: usize,
+    pub host: usize,
     pub epoch: Epoch,
     pub record: NodeRecord,
-    pub life: Life,
-    /// What came while the process was frozen.
+    pub state: ProcessState,
+    /// What came while the process was paused.
     pub backlog: Vec<Step>,
-    /// When it was frozen, and until when.
-    pub freezes: Vec<(Instant, Option<Instant>)>,
+    /// When it was paused, and until when.
+    pub pauses: Vec<(Instant, Option<Instant>)>,
     pub engine: EngineThread,
     pub driver: DriverThread,
     now: Instant,
 }
 
 impl Process {
-    pub fn start(place: usize, plan: &NodePlan, epoch: Epoch, now: Instant) -> Self {
-        let name = format!("{}-{place}", plan.role);
+    pub fn start(host: usize, plan: &NodePlan, epoch: Epoch, now: Instant) -> Self {
+        let name = format!("{}-{host}", plan.role);
         let tokens_max = plan.longest_sequence();
         let record = NodeRecord {
             node_id: NodeId::parse(&name).expect("a plain name"),
-            epoch: epoch,
+            epoch,
             role: plan.role,
-            notice_endpoint: notice_endpoint(place),
+            notice_endpoint: notice_endpoint(host),
             model: "simulated".to_owned(),
             identity: model_identity(&identity()),
             prompt_tokens_max: tokens_max - 1,
@@ -156,8 +156,8 @@ impl Process {
             node_id: name.clone(),
             epoch,
             identity: identity(),
-            notice_endpoint: notice_endpoint(place),
-            data_endpoint: format!("tcp://place-{place}:2"),
+            notice_endpoint: notice_endpoint(host),
+            data_endpoint: format!("tcp://host-{host}:2"),
             transports: vec!["tcp".to_owned()],
             integrity: vec!["xxh3+digest1".to_owned()],
             block_bytes: BLOCK_BYTES,
@@ -167,12 +167,12 @@ impl Process {
         let driver = DriverThread::start(local, engine.arena());
         Self {
             name,
-            place,
+            host,
             epoch,
             record,
-            life: Life::Running,
+            state: ProcessState::Running,
             backlog: Vec::new(),
-            freezes: Vec::new(),
+            pauses: Vec::new(),
             engine,
             driver,
             now,
@@ -193,7 +193,7 @@ impl Process {
         [self.engine.next_wake(), driver].into_iter().flatten().min()
     }
 
-    pub fn happen(&mut self, now: Instant, step: Step, outs: &mut Vec<Out>) {
+    pub fn handle(&mut self, now: Instant, step: Step, outputs: &mut Vec<Output>) {
         self.now = now;
         let (engine, driver) = (&mut self.engine, &mut self.driver);
         engine.set_now(now);
@@ -201,41 +201,41 @@ impl Process {
             Step::Call(call) => {
                 let sequence = &call.begun.sequence;
                 driver.expect_prompt(TransferId(sequence.id.0), fingerprints(&sequence.tokens));
-                engine.on_call(*call, self.epoch, outs);
+                engine.on_call(*call, self.epoch, outputs);
             }
             Step::Cancel(transfer) => engine.cancel(transfer),
             Step::CallsCut { connection } => engine.calls_cut(connection),
-            Step::Observe { connection, stream } => engine.observe(connection, stream, outs),
+            Step::Observe { connection, stream } => engine.observe(connection, stream, outputs),
             Step::StopObserving(stream) => engine.stop_observing(stream),
             Step::Transfer(event) => engine.on_transfer_event(event),
-            Step::Drain => engine.drain(outs),
+            Step::Drain => engine.drain(outputs),
             Step::EndAll => engine.end_all(),
             Step::Command(command) => {
                 engine.command_taken();
-                return driver.on_command(now, command, outs);
+                return driver.on_command(now, command, outputs);
             }
-            Step::Notice(from, notice) => return driver.on_notice(now, &from, *notice, outs),
-            Step::Data(event) => return driver.on_data(now, event, outs),
+            Step::Notice(from, notice) => return driver.on_notice(now, &from, *notice, outputs),
+            Step::Data(event) => return driver.on_data(now, event, outputs),
             Step::PeerFailed { peer, reason } => {
-                return driver.on_peer_failed(now, peer, reason, outs);
+                return driver.on_peer_failed(now, peer, reason, outputs);
             }
             Step::Closed { peer, closings, reason } => {
-                return driver.on_closed(now, peer, closings, reason, outs);
+                return driver.on_closed(now, peer, closings, reason, outputs);
             }
-            Step::Wake => driver.wake(now, outs),
+            Step::Wake => driver.wake(now, outputs),
         }
-        engine.run(outs);
+        engine.run(outputs);
     }
 
     /// Nothing may be left of any request or transfer.
-    pub fn check_quiet(&self) {
-        self.engine.check_quiet();
-        self.driver.check_quiet(&self.name);
+    pub fn check_idle(&self) {
+        self.engine.check_idle();
+        self.driver.check_idle(&self.name);
     }
 }
 
-pub fn notice_endpoint(place: usize) -> String {
-    format!("tcp://place-{place}:1")
+pub fn notice_endpoint(host: usize) -> String {
+    format!("tcp://host-{host}:1")
 }
 
 fn identity() -> Identity {

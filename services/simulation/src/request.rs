@@ -55,7 +55,7 @@ pub enum State {
 pub enum End {
     Complete,
     /// The client went away.
-    Left,
+    ClientLeft,
     Deadline,
     GaveUp(GiveUp),
 }

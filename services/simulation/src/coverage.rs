@@ -1,4 +1,4 @@
-//! What was seen in a run, or in many: so that nobody has to believe that the seeds reach it.
+//! Coverage: how often the runs reached each interesting state.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -7,9 +7,9 @@ use router::decisions::{AttemptFailure, Cause, GiveUp};
 use crate::{journey::TRANSFERS_FULL, request::End};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Tally(BTreeMap<&'static str, u64>);
+pub struct Coverage(BTreeMap<&'static str, u64>);
 
-impl Tally {
+impl Coverage {
     pub fn count(&mut self, what: &'static str) {
         self.add(what, 1);
     }
@@ -18,11 +18,11 @@ impl Tally {
         *self.0.entry(what).or_default() += count;
     }
 
-    pub fn of(&self, what: &str) -> u64 {
+    pub fn get(&self, what: &str) -> u64 {
         self.0.get(what).copied().unwrap_or(0)
     }
 
-    pub fn add_all(&mut self, other: &Tally) {
+    pub fn merge(&mut self, other: &Coverage) {
         for (what, count) in &other.0 {
             self.add(what, *count);
         }
@@ -30,7 +30,7 @@ impl Tally {
 
     pub fn count_failure(&mut self, failure: &AttemptFailure) {
         if failure.message == TRANSFERS_FULL {
-            self.count(TRANSFERS_FULL);
+            self.count("transfer queue full");
         }
         self.count(match failure.cause {
             Cause::Busy => "attempt busy",
@@ -39,7 +39,7 @@ impl Tally {
             Cause::TransferFailed => "attempt transfer failed",
             Cause::Deadline => "attempt deadline",
             Cause::Stale => "attempt stale",
-            // Nodes are our own here: none of these can be but by a defect.
+            // Shipped nodes fail like this only by a defect.
             Cause::SlowReader
             | Cause::Mismatch
             | Cause::Duplicate
@@ -54,9 +54,9 @@ impl Tally {
         self.count(match end {
             End::Complete if attempts > 1 => "complete after a retry",
             End::Complete => "complete",
-            End::Left => "left",
+            End::ClientLeft => "client left",
             End::GaveUp(GiveUp::AttemptsSpent { .. }) => "attempts spent",
-            // The router's clock or a node's, whichever was first.
+            // The deadline passed at the router or at a node.
             End::Deadline | End::GaveUp(GiveUp::Final(_)) => "deadline",
             End::GaveUp(GiveUp::Busy { .. }) => "busy",
             End::GaveUp(GiveUp::NoDecodeNode { .. }) => "no decode node",
@@ -64,7 +64,7 @@ impl Tally {
     }
 }
 
-impl fmt::Display for Tally {
+impl fmt::Display for Coverage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (what, count) in &self.0 {
             writeln!(f, "{count:>10} {what}")?;

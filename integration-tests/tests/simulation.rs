@@ -1,0 +1,75 @@
+//! Seeds of the cluster simulation.
+//!
+//! * `BATON_SIM_SEED=17 cargo test -p integration-tests --test simulation seeds -- --nocapture` runs
+//!   one seed and prints its events.
+//! * `BATON_SIM_SEEDS=10000` runs that many seeds, from `BATON_SIM_FIRST` (0) on.
+
+use simulation::{Coverage, run};
+
+/// Seeds of an ordinary test run.
+const SEEDS: u64 = 3000;
+
+/// The ordinary seeds reach each of these at least once.
+const REACHED: [&str; 30] = [
+    "alone",
+    "arrived",
+    "attempt busy",
+    "attempt draining",
+    "attempt lost",
+    "attempt stale",
+    "attempt transfer failed",
+    "chunks corrupted",
+    "client left",
+    "complete",
+    "complete after a retry",
+    "control messages resent",
+    "data connections closed",
+    "deadline",
+    "delivered",
+    "drained in time",
+    "drains",
+    "kills",
+    "must complete",
+    "no decode node",
+    "partitions",
+    "pauses",
+    "preemptions",
+    "receive failed",
+    "reserved",
+    "router connections closed",
+    "send failed",
+    "token 0 finished",
+    "token 0 timed out",
+    "transfer queue full",
+];
+
+fn number(name: &str) -> Option<u64> {
+    let value = std::env::var(name).ok()?;
+    Some(value.parse().unwrap_or_else(|_| panic!("invalid {name}: {value}; expected a number")))
+}
+
+#[test]
+fn seeds_lose_no_token_and_no_block() {
+    if let Some(seed) = number("BATON_SIM_SEED") {
+        return eprint!("{}", run(seed, true).coverage);
+    }
+    let first = number("BATON_SIM_FIRST").unwrap_or(0);
+    let count = number("BATON_SIM_SEEDS").unwrap_or(SEEDS);
+    let mut coverage = Coverage::default();
+    for seed in first..first + count {
+        coverage.merge(&run(seed, false).coverage);
+    }
+    eprint!("{coverage}");
+    if (first, count) == (0, SEEDS) {
+        for state in REACHED {
+            assert_ne!(coverage.get(state), 0, "no seed reached: {state}");
+        }
+    }
+}
+
+#[test]
+fn a_seed_gives_the_same_run_every_time() {
+    for seed in 0..10 {
+        assert_eq!(run(seed, false), run(seed, false), "seed {seed}");
+    }
+}

@@ -1,0 +1,105 @@
+//! Invariants of the cluster as a whole: during the run, and after the last request.
+
+use std::time::{Duration, Instant};
+
+use kv_transfer::{
+    api::{Event, TransferId},
+    config::LEASE,
+};
+
+use crate::{Outcome, engine_thread::TransferHold, event_loop::Simulation, process::ProcessState};
+
+/// All blocks of a transfer with a lost peer are free within this time.
+const BLOCKS_FREE_MAX: Duration = Duration::from_millis(500).saturating_add(LEASE);
+
+/// A time during which no message of process `of` reached `to`; without `to`, any process.
+#[derive(Clone, Copy, Debug)]
+pub struct Outage {
+    pub of: usize,
+    pub to: Option<usize>,
+    pub from: Instant,
+    pub until: Option<Instant>,
+}
+
+impl Simulation {
+    /// A sender may fail although its receiver has every block, because the last ACK may be lost. A
+    /// sender never succeeds without its receiver.
+    pub fn check_event(&mut self, event: &Event) {
+        match event {
+            Event::Arrived { transfer, .. } => {
+                assert!(self.arrived.insert(*transfer), "{transfer} arrived twice");
+            }
+            Event::Delivered { transfer, .. } => {
+                assert!(
+                    self.arrived.contains(transfer),
+                    "{transfer} was delivered but did not arrive"
+                );
+            }
+            Event::Ready { .. } | Event::ReceiveFailed { .. } | Event::SendFailed { .. } => {}
+        }
+    }
+
+    /// Checks that blocks of a transfer with a lost peer were released in time.
+    pub fn check_hold(&self, process: usize, transfer: TransferId, hold: &TransferHold) {
+        // Late words of the dead prove state.
+        if self.network.faults.lateness > 0 {
+            return;
+        }
+        let peer = self.by_epoch[&hold.peer];
+        let slack = 2 * self.scenario.thread_delay_max + Duration::from_millis(1);
+        let paused = &self.processes[process].pauses;
+        for outage in self.outages.iter().filter(|outage| outage.of == peer) {
+            if outage.to.is_some_and(|to| to != process) {
+                continue;
+            }
+            let from = outage.from.max(hold.since);
+            if outage.until.is_some_and(|until| until <= from + BLOCKS_FREE_MAX) {
+                continue;
+            }
+            // A process that was paused itself counts from its resumption.
+            let resumed = paused.iter().filter(|(at, until)| {
+                *at <= from + BLOCKS_FREE_MAX && until.is_none_or(|until| until > from)
+            });
+            let resumed = resumed.filter_map(|(_, until)| *until).max();
+            let bound = resumed.unwrap_or(from).max(from) + BLOCKS_FREE_MAX + slack;
+            assert!(
+                self.clock.now() <= bound,
+                "{} freed the blocks of {transfer} {:?} too late: {} was lost after {:?}, now {:?}",
+                self.processes[process].name,
+                self.clock.now() - bound,
+                self.processes[peer].name,
+                outage.from - self.clock.start(),
+                self.clock.now() - self.clock.start(),
+            );
+        }
+    }
+
+    /// Checks after the run that no resource of any request is left.
+    pub fn check_idle(&self) {
+        for request in self.router.requests() {
+            request.check_ended();
+        }
+        for host in &self.hosts {
+            let process = &self.processes[host.process];
+            assert_eq!(process.state, ProcessState::Running, "{} was restarted", process.name);
+            process.check_idle();
+        }
+        self.router.check_idle();
+    }
+
+    /// Returns the coverage and the digest of the event sequence.
+    pub fn outcome(&self) -> Outcome {
+        let mut coverage = self.router.coverage.clone();
+        for process in &self.processes {
+            let counters = process.driver.core.counters();
+            coverage.add("arrived", counters.arrived);
+            coverage.add("receive failed", counters.receive_failed);
+            coverage.add("delivered", counters.delivered);
+            coverage.add("send failed", counters.send_failed);
+            coverage.add("control messages resent", counters.notices_resent);
+            coverage.add("preemptions", process.engine.scheduler().preemptions());
+        }
+        coverage.add("processes", self.processes.len() as u64);
+        Outcome { coverage, digest: self.digest }
+    }
+}

@@ -1,0 +1,154 @@
+//! Messages between the nodes: control messages, and chunks on data connections.
+
+use std::time::{Duration, Instant};
+
+use kv_transfer::{
+    api::{Epoch, TransferId},
+    config::LEASE,
+    notice::Notice,
+    protocol::DataEvent,
+};
+use simulation_base::ConnectionId;
+
+use crate::{
+    event_loop::{SimEvent, Simulation},
+    process::{ProcessState, Step},
+    transport::ChunkData,
+};
+
+/// Time until a chunk that cannot leave or arrive yet is tried again.
+const RETRY_AFTER: Duration = Duration::from_millis(3);
+/// Time between two attempts to connect.
+const CONNECT_RETRY: Duration = Duration::from_millis(50);
+
+impl Simulation {
+    pub fn send_notice(&mut self, from: usize, to: Epoch, notice: Notice) {
+        let process = self.by_epoch[&to];
+        let source = self.processes[from].source();
+        for delay in self.network.datagram(from, process) {
+            let step = Step::Notice(source.clone(), Box::new(notice.clone()));
+            self.clock.after(delay, SimEvent::Step { process, step });
+        }
+    }
+
+    pub fn open_data(&mut self, from: usize, to: Epoch) {
+        let closings = self.processes[from].driver.closings(to);
+        let to = self.by_epoch[&to];
+        let give_up = self.clock.now() + LEASE;
+        self.send(SimEvent::Connect { from, to, closings, give_up });
+    }
+
+    /// Opens the data connection. Across a partition it is tried again for a lease.
+    pub fn connect(&mut self, from: usize, to: usize, closings: u64, give_up: Instant) {
+        let (client, server) = (&self.processes[from], &self.processes[to]);
+        if client.state == ProcessState::Dead || client.driver.closings(server.epoch) != closings {
+            return;
+        }
+        if self.network.is_cut(from, to) {
+            if self.clock.now() < give_up {
+                let event = SimEvent::Connect { from, to, closings, give_up };
+                return self.clock.after(CONNECT_RETRY, event);
+            }
+            self.report_closed(from, to, "connection timed out");
+        } else if server.state == ProcessState::Dead || !server.driver.admits(client.epoch) {
+            self.report_closed(from, to, "connection refused");
+        } else {
+            self.network.connect(from, to);
+        }
+    }
+
+    /// Tells `process` that its data connection with `peer` has ended.
+    pub fn report_closed(&mut self, process: usize, peer: usize, reason: &'static str) {
+        let peer = self.processes[peer].epoch;
+        let closings = self.processes[process].driver.closings(peer);
+        self.send(SimEvent::Step { process, step: Step::Closed { peer, closings, reason } });
+    }
+
+    /// Closes both directions. The peer learns of it unless the two are partitioned.
+    pub fn close_data(&mut self, process: usize, peer: Epoch) {
+        let peer = self.by_epoch[&peer];
+        if self.network.disconnect(process, peer) && !self.network.is_cut(process, peer) {
+            self.report_closed(peer, process, "connection closed");
+        }
+    }
+
+    pub fn send_chunk(&mut self, process: usize, transfer: TransferId, chunk: u32) {
+        let node = &self.processes[process];
+        let Some(peer) = node.driver.transport.destination(transfer, chunk) else { return };
+        let to = self.by_epoch[&peer];
+        let connection = self.network.connection(process, to);
+        let (Some(connection), ProcessState::Running) = (connection, node.state) else {
+            if node.state != ProcessState::Dead {
+                let event = SimEvent::SendChunk { process, transfer, chunk };
+                self.clock.after(RETRY_AFTER, event);
+            }
+            return;
+        };
+        if self.random.chance(self.scenario.read_failure) {
+            let reason = "the block cannot be read".to_owned();
+            return self.step(process, Step::Data(DataEvent::Failed { transfer, reason }));
+        }
+        let (mut data, sent) = self.processes[process].driver.transport.send_chunk(transfer, chunk);
+        if self.network.corrupt(&mut data.contents[0][0]) {
+            self.router.coverage.count("chunks corrupted");
+        }
+        self.step(process, Step::Data(sent));
+        self.send(SimEvent::ChunkBegins { from: process, to, connection, data });
+    }
+
+    /// The first bytes arrive.
+    pub fn chunk_begins(
+        &mut self,
+        from: usize,
+        to: usize,
+        connection: ConnectionId,
+        data: ChunkData,
+    ) {
+        let event = SimEvent::ChunkBegins { from, to, connection, data };
+        let Some(SimEvent::ChunkBegins { data, .. }) = self.pass(from, to, connection, event)
+        else {
+            return;
+        };
+        if self.processes[to].driver.transport.chunk_begins(&data) {
+            self.send(SimEvent::ChunkEnds { from, to, connection, data });
+        }
+    }
+
+    /// The last bytes arrive.
+    pub fn chunk_ends(
+        &mut self,
+        from: usize,
+        to: usize,
+        connection: ConnectionId,
+        data: ChunkData,
+    ) {
+        let event = SimEvent::ChunkEnds { from, to, connection, data };
+        let Some(SimEvent::ChunkEnds { data, .. }) = self.pass(from, to, connection, event) else {
+            return;
+        };
+        if let Some(received) = self.processes[to].driver.transport.chunk_ends(&data) {
+            self.step(to, Step::Data(received));
+        }
+    }
+
+    /// Returns the event if its data passes now. A connection loses no data while it is open: data
+    /// for a paused process waits in its socket, and data across a partition is retransmitted.
+    fn pass(
+        &mut self,
+        from: usize,
+        to: usize,
+        connection: ConnectionId,
+        event: SimEvent,
+    ) -> Option<SimEvent> {
+        let is_open = self.network.connection(from, to) == Some(connection);
+        let state = self.processes[to].state;
+        if !is_open || state == ProcessState::Dead {
+            return None;
+        }
+        if state == ProcessState::Paused || self.network.is_cut(from, to) {
+            self.clock.after(RETRY_AFTER, event);
+            return None;
+        }
+        Some(event)
+    }
+}

@@ -1,0 +1,79 @@
+//! Simulates a whole cluster in one thread, in virtual time, from a seed.
+//!
+//! The simulation runs the shipped cores: on each node the engine's scheduler and step loop with the
+//! `sim` executor, and the transfer protocol; at the router the directory of nodes, attempts and
+//! recovery. Network, clock, threads and faults are simulated: messages are lost, delayed, duplicated
+//! and reordered, chunks are corrupted, processes are killed, paused and drained, nodes are
+//! partitioned, clients leave.
+//!
+//! After every event the simulation asserts the invariants of the process concerned. It compares
+//! every token with the expected answer. At the end every request has ended once and no resource of
+//! any request is left.
+//!
+//! [`run`] is one run. A failing run panics; its seed gives the same run again.
+
+#![forbid(unsafe_code)]
+
+mod attempt;
+mod checks;
+mod coverage;
+mod data_connections;
+mod device;
+mod driver_thread;
+mod engine_thread;
+mod event_loop;
+mod faults;
+mod journey;
+mod nodes;
+mod observers;
+mod process;
+mod request;
+mod router;
+mod router_connections;
+mod scenario;
+mod transport;
+
+pub use coverage::Coverage;
+
+use event_loop::Simulation;
+use scenario::Scenario;
+
+/// What a run without a failure returns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    pub coverage: Coverage,
+    /// Hash of the event sequence: equal for equal runs.
+    pub digest: u64,
+}
+
+/// Runs the scenario of a seed, and panics when an invariant does not hold. With `is_traced` every
+/// event is printed to stderr.
+pub fn run(seed: u64, is_traced: bool) -> Outcome {
+    let _seed = PrintedOnPanic(seed);
+    let scenario = Scenario::new(seed);
+    if is_traced {
+        eprintln!("{scenario:#?}");
+    }
+    let mut simulation = Simulation::new(seed, scenario, is_traced);
+    simulation.run();
+    simulation.check_idle();
+    let mut outcome = simulation.outcome();
+    if simulation.scenario.severity.must_complete() {
+        outcome.coverage.count("must complete");
+        for end in ["attempts spent", "deadline", "busy", "no decode node"] {
+            assert_eq!(outcome.coverage.get(end), 0, "a request did not complete: {end}");
+        }
+    }
+    outcome
+}
+
+struct PrintedOnPanic(u64);
+
+impl Drop for PrintedOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let Self(seed) = self;
+            eprintln!("simulation: seed {seed} failed; run it again with BATON_SIM_SEED={seed}");
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! The scenario that a seed stands for: nodes, network, requests and faults.
+
+use std::time::Duration;
+
+use cluster::Role;
+use engine::{
+    SchedulerConfig,
+    executor::{ExecutorLimits, Speculation},
+};
+use kernels::{BLOCK_TOKENS, sampling::Sampling};
+use kv_transfer::Limits;
+
+use simulation_base::{NetworkFaults, Random};
+
+use crate::device::Pace;
+
+pub const VOCABULARY: u32 = 40;
+/// Bytes of a block: the KV of a position is one number.
+pub const BLOCK_BYTES: usize = 8 * BLOCK_TOKENS;
+
+/// Every input of a run.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    pub severity: Severity,
+    pub network: NetworkFaults,
+    /// Chance in percent that the blocks of a chunk cannot be read.
+    pub read_failure: u64,
+    /// Longest time until a transport releases the blocks of a cancelled transfer.
+    pub release_delay_max: Duration,
+    /// Longest delay between the threads of one process.
+    pub thread_delay_max: Duration,
+    pub nodes: Vec<NodePlan>,
+    pub requests: Vec<RequestPlan>,
+    pub faults: Vec<(Duration, Fault)>,
+}
+
+/// The faults that a scenario may contain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Severity {
+    /// At most one fault, which costs no request, and a network that loses few messages.
+    Mild,
+    /// Any fault that leaves the decode nodes alive and reachable by the router.
+    PrefillOnly,
+    /// Any fault, and small limits and timeouts.
+    Severe,
+}
+
+impl Severity {
+    /// Every request whose client stays must complete.
+    pub fn must_complete(self) -> bool {
+        self != Self::Severe
+    }
+}
+
+/// Configuration of every process on one host.
+#[derive(Clone, Debug)]
+pub struct NodePlan {
+    pub role: Role,
+    pub scheduler: SchedulerConfig,
+    pub transfers: Limits,
+    pub pace: Pace,
+}
+
+#[derive(Clone, Debug)]
+pub struct RequestPlan {
+    pub at: Duration,
+    pub prompt: Vec<u32>,
+    pub sampling: Sampling,
+    pub max_tokens: u32,
+    pub ignore_stop_tokens: bool,
+    pub cache_salt: String,
+    pub timeout: Duration,
+    /// Time from `at` until the client disconnects.
+    pub leaves_after: Option<Duration>,
+    /// A stop string is complete after this many tokens. Nodes do not know stop strings.
+    pub stops_at: Option<u32>,
+}
+
+/// Hosts are indices of [`Scenario::nodes`].
+#[derive(Clone, Copy, Debug)]
+pub enum Fault {
+    /// The process dies, and another one starts on the host. Peers and router see a connection
+    /// reset, or nothing.
+    Kill {
+        host: usize,
+        resets_connections: bool,
+        restart_after: Duration,
+    },
+    /// The process is suspended (SIGSTOP) and resumed.
+    Pause {
+        host: usize,
+        duration: Duration,
+    },
+    /// No message passes between two nodes.
+    Partition {
+        a: usize,
+        b: usize,
+        duration: Duration,
+    },
+    CloseDataConnections {
+        a: usize,
+        b: usize,
+    },
+    /// The outbound queue of one node to another overflows.
+    OutboundQueueFull {
+        from: usize,
+        to: usize,
+    },
+    CloseRouterConnection {
+        host: usize,
+    },
+    /// The router dies with its requests, and another one starts.
+    RestartRouter,
+    /// SIGTERM: in-flight requests finish within `timeout`; then another process starts.
+    Drain {
+        host: usize,
+        timeout: Duration,
+        restart_after: Duration,
+    },
+}
+
+impl Scenario {
+    pub fn new(seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let severity = match random.below(10) {
+            0..=3 => Severity::Mild,
+            4 | 5 => Severity::PrefillOnly,
+            _ => Severity::Severe,
+        };
+        // Many requests at once for few blocks, or blocks for all.
+        let is_crowded = random.chance(40);
+        let (depth, sequence_tokens) = (random.within(1..=3), random.within(64..=200));
+        let mut nodes = Vec::new();
+        for role in Role::ALL {
+            for _ in 0..random.within(1..=3) {
+                let blocks = match is_crowded {
+                    true => random.within(6..=16),
+                    false => random.within(14..=60),
+                };
+                nodes.push(node(&mut random, severity, role, blocks, depth, sequence_tokens));
+            }
+        }
+        let longest = longest_sequence(&nodes);
+        let request_count = random.within(1..=if is_crowded { 20 } else { 8 });
+        let arrivals_within = random.millis(1..=if is_crowded { 300 } else { 3000 });
+        let requests = (0..request_count)
+            .map(|_| request(&mut random, severity, longest, arrivals_within))
+            .collect();
+        let is_mild = severity == Severity::Mild;
+        let network = network(&mut random, is_mild);
+        let read_failure = if is_mild { 0 } else { sometimes(&mut random, 4) };
+        let release_delay_max = random.millis(0..=60);
+        let thread_delay_max = random.pick(&[
+            Duration::ZERO,
+            Duration::from_micros(100),
+            Duration::from_millis(2),
+            Duration::from_millis(40),
+        ]);
+        let fault_count = random.below(if is_mild { 2 } else { 7 });
+        let mut faults: Vec<_> = (0..fault_count)
+            .map(|_| (random.millis(0..=5000), fault(&mut random, &nodes)))
+            .filter(|(_, fault)| match severity {
+                Severity::Mild => is_survived(fault, &nodes),
+                Severity::PrefillOnly => spares_decode_nodes(fault, &nodes),
+                Severity::Severe => true,
+            })
+            .collect();
+        faults.sort_by_key(|&(at, _)| at);
+        Self {
+            severity,
+            network,
+            read_failure,
+            release_delay_max,
+            thread_delay_max,
+            nodes,
+            requests,
+            faults,
+        }
+    }
+}
+
+/// Returns whether every request completes despite the fault: another decode node is there, or the
+/// node is back before requests stop waiting for it.
+fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
+    let has_spare = |host: usize| {
+        nodes[host].role == Role::Prefill
+            || nodes.iter().filter(|node| node.role == Role::Decode).count() > 1
+    };
+    match *fault {
+        Fault::Kill { host, resets_connections, restart_after } => {
+            has_spare(host) || resets_connections && restart_after < Duration::from_secs(1)
+        }
+        Fault::Pause { host, duration } => {
+            has_spare(host) || duration < Duration::from_millis(1500)
+        }
+        Fault::Drain { host, .. } => has_spare(host),
+        Fault::Partition { .. }
+        | Fault::CloseDataConnections { .. }
+        | Fault::OutboundQueueFull { .. }
+        | Fault::CloseRouterConnection { .. }
+        | Fault::RestartRouter => true,
+    }
+}
+
+/// Returns whether the fault leaves decode nodes alone, and the router's connections to them.
+fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
+    match *fault {
+        Fault::Kill { host, .. }
+        | Fault::Pause { host, .. }
+        | Fault::CloseRouterConnection { host }
+        | Fault::Drain { host, .. } => nodes[host].role == Role::Prefill,
+        Fault::Partition { .. }
+        | Fault::CloseDataConnections { .. }
+        | Fault::OutboundQueueFull { .. }
+        | Fault::RestartRouter => true,
+    }
+}
+
+impl NodePlan {
+    /// Returns the length of the longest sequence that fits, in tokens.
+    pub fn longest_sequence(&self) -> u32 {
+        let limits = self.scheduler.limits;
+        limits.sequence_tokens.min(limits.blocks * BLOCK_TOKENS as u32)
+    }
+}
+
+/// Returns the longest sequence that fits every decode node: the router rejects longer ones.
+fn longest_sequence(nodes: &[NodePlan]) -> u32 {
+    let decode = nodes.iter().filter(|node| node.role == Role::Decode);
+    decode.map(NodePlan::longest_sequence).min().expect("there is a decode node")
+}
+
+fn node(
+    random: &mut Random,
+    severity: Severity,
+    role: Role,
+    blocks: u32,
+    depth: u32,
+    sequence_tokens: u32,
+) -> NodePlan {
+    let slots = random.within(1..=6);
+    let limits = ExecutorLimits {
+        slots,
+        step_tokens: slots.max(random.within(8..=64)),
+        sequence_tokens,
+        blocks,
+        depth,
+        vocabulary: VOCABULARY,
+        speculation: speculation(slots, blocks),
+    };
+    let any_chunk = random.within(1..=40);
+    let chunk_tokens = random.pick(&[u32::MAX, 16, any_chunk]);
+    let mut scheduler = SchedulerConfig {
+        chunk_tokens,
+        prefix_cache: random.chance(90),
+        ..SchedulerConfig::new(limits)
+    };
+    let mut transfers = Limits {
+        chunk_bytes_max: random.within(1..=4) as usize * BLOCK_BYTES,
+        pair_idle: random.pick(&[Duration::from_secs(60), Duration::from_millis(200)]),
+        ..Limits::default()
+    };
+    if severity == Severity::Severe && random.chance(20) {
+        scheduler.waiting_max = random.within(1..=3);
+        scheduler.transfers_max = random.within(1..=3);
+        transfers.early_max = random.within(0..=2) as usize;
+        transfers.transfers_max = random.within(1..=8) as usize;
+        transfers.pairs_max = random.within(1..=3) as usize;
+        transfers.commands_max = random.within(2..=6) as usize;
+        transfers.tombstones_max = random.within(1..=4) as usize;
+    }
+    let pace = Pace {
+        step: random.millis(1..=12),
+        token: Duration::from_micros(random.within(0..=500).into()),
+        is_eager: random.chance(50),
+    };
+    NodePlan { role, scheduler, transfers, pace }
+}
+
+/// Turns speculative decoding on for a third of the nodes.
+fn speculation(slots: u32, blocks: u32) -> Option<Speculation> {
+    (slots + blocks).is_multiple_of(3).then_some(Speculation {
+        row_drafts: 1 + blocks % 8,
+        step_tokens: 8 + blocks % 57,
+        ngram_min: 2,
+        ngram_max: 4,
+    })
+}
+
+fn request(
+    random: &mut Random,
+    severity: Severity,
+    longest: u32,
+    arrivals_within: Duration,
+) -> RequestPlan {
+    let prompt_len = match random.below(4) {
+        0 => random.within(1..=20),
+        _ => random.within(1..=longest - 2),
+    }
+    .min(longest - 2);
+    let room = longest - prompt_len;
+    let max_tokens = match random.below(8) {
+        0 => 1,
+        1 | 2 => room,
+        _ => random.within(1..=30),
+    }
+    .min(room);
+    // Prompts of a family share a prefix.
+    let (family, tail) = (random.within(0..=3), random.within(0..=2));
+    let prompt =
+        (0..prompt_len).map(|index| prompt_token(family, tail, prompt_len, index)).collect();
+    let sampling = Sampling {
+        temperature: random.pick(&[0.0, 1.0]),
+        seed: random.below(3),
+        min_tokens: if random.chance(25) { random.within(0..=max_tokens.min(6)) } else { 0 },
+        stop_token_ids: if random.chance(60) { vec![3, 4] } else { vec![] },
+        ..Sampling::greedy()
+    };
+    let timeout = match severity.must_complete() {
+        true => Duration::from_secs(120),
+        false => random.millis(2_000..=25_000),
+    };
+    let has_short_timeout = severity == Severity::Severe && random.chance(10);
+    RequestPlan {
+        at: random.up_to(arrivals_within),
+        prompt,
+        sampling,
+        max_tokens,
+        ignore_stop_tokens: random.chance(20),
+        cache_salt: if random.chance(10) { "tenant".to_owned() } else { String::new() },
+        timeout: if has_short_timeout { random.millis(1..=400) } else { timeout },
+        leaves_after: random
+            .chance(if severity == Severity::Mild { 5 } else { 15 })
+            .then(|| random.millis(0..=1500)),
+        stops_at: random.chance(10).then(|| random.within(1..=10)),
+    }
+}
+
+/// Prompts of a family differ only in their last tokens, which depend on the tail.
+fn prompt_token(family: u32, tail: u32, prompt_len: u32, index: u32) -> u32 {
+    let own = if index + 5 >= prompt_len { tail * 17 } else { 0 };
+    (family * 11 + index * 7 + index / 5 + own) % VOCABULARY
+}
+
+/// Returns 0 in half of all cases.
+fn sometimes(random: &mut Random, end: u64) -> u64 {
+    if random.chance(50) { random.below(end) } else { 0 }
+}
+
+fn network(random: &mut Random, is_mild: bool) -> NetworkFaults {
+    let (loss, duplication) = (sometimes(random, 25), sometimes(random, 30));
+    let corruption = sometimes(random, 8);
+    let lateness = if random.chance(20) { random.below(20) } else { 0 };
+    NetworkFaults {
+        loss: if is_mild { loss.min(3) } else { loss },
+        duplication,
+        corruption: if is_mild { 0 } else { corruption },
+        lateness: if is_mild { 0 } else { lateness },
+        delay_max: random.pick(&[
+            Duration::from_micros(300),
+            Duration::from_millis(5),
+            Duration::from_millis(100),
+        ]),
+    }
+}
+
+fn fault(random: &mut Random, nodes: &[NodePlan]) -> Fault {
+    let host = random.below(nodes.len() as u64) as usize;
+    let of_role = |role| {
+        let of_role = |(_, node): &(usize, &NodePlan)| node.role == role;
+        nodes.iter().enumerate().filter(of_role).map(|(host, _)| host).collect::<Vec<_>>()
+    };
+    let (prefill, decode) = (of_role(Role::Prefill), of_role(Role::Decode));
+    let (mut a, mut b) = (random.pick(&prefill), random.pick(&decode));
+    if random.chance(50) {
+        std::mem::swap(&mut a, &mut b);
+    }
+    let is_short = random.chance(50);
+    let restart_after = random.millis(20..=if is_short { 900 } else { 4000 });
+    match random.below(17) {
+        0..=3 => Fault::Kill { host, resets_connections: random.chance(60), restart_after },
+        4 | 5 => {
+            Fault::Pause { host, duration: random.millis(20..=if is_short { 1400 } else { 7000 }) }
+        }
+        6 | 7 => Fault::CloseDataConnections { a, b },
+        8 | 9 => Fault::OutboundQueueFull { from: a, to: b },
+        10 | 11 => Fault::CloseRouterConnection { host },
+        12 | 13 => Fault::Partition { a, b, duration: random.millis(20..=6000) },
+        14 => Fault::RestartRouter,
+        _ => Fault::Drain { host, timeout: random.millis(0..=3000), restart_after },
+    }
+}
