@@ -45,7 +45,7 @@ if command -v "${CARGO:-cargo}" >/dev/null; then
     strip -o "$place/gpu" "$program"
     cp "$script" "$place/"
     "${CARGO:-cargo}" build --locked --workspace --bins
-    for binary in baton baton-router baton-prefill-node baton-decode-node; do
+    for binary in baton baton-bench baton-router baton-prefill-node baton-decode-node; do
         strip -o "$place/$binary" "$target/debug/$binary"
     done
     if [[ -e $target/kernels/libbaton_kernels.so ]]; then

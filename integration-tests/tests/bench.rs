@@ -1,4 +1,4 @@
-//! `baton bench` as a user runs it, against the real model and a real cluster.
+//! `baton bench` and `baton-bench` as a user runs them, against the real model and a real cluster.
 
 #[allow(dead_code)]
 #[path = "hugging_face/folder.rs"]
@@ -330,10 +330,11 @@ fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
     Ok(())
 }
 
-/// Without a GPU: in host memory, by what carries everywhere.
+/// Without a GPU: in host memory, by tcp.
 #[test]
-fn the_way_of_kv_is_measured_between_two_processes() -> Result<()> {
+fn kv_transfer_is_measured_between_two_processes() -> Result<()> {
     let sizes = ["--block-kib", "16", "--blocks", "1,6", "--chunk-blocks", "4", "--rounds", "3"];
+    let bench = |args: &[&str]| output(Command::new(bin_dir().join("baton-bench")).args(args));
     let output = bench(&[&["transfer", "--in-flight", "2", "--json"], &sizes[..]].concat())?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{}: {said}", output.status);

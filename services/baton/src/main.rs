@@ -1,22 +1,10 @@
-//! `baton`: the operator's command.
-//!
-//! `up` runs a whole cluster on this machine, `bench` measures an engine or a server, `model` fetches
-//! weights, `doctor` says what this machine has. Each lives in a module of its own; this file only reads the command line.
+//! `baton`: the operator's command. This file only parses the command line.
 
-// Only `up::process` starts processes in a way that the standard library does not offer.
-#![deny(unsafe_code)]
-
-mod bench;
-mod doctor;
-mod http_client;
-mod hub;
-mod model_store;
-mod sse;
-mod staging;
-mod up;
+#![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
+use baton::{bench, doctor, model_store, up};
 use clap::{Parser, Subcommand};
 
 /// Runs, measures and looks after a Baton cluster.

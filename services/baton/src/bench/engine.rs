@@ -1,8 +1,8 @@
-//! `baton bench engine`: how fast one engine reads prompts and writes answers; no network.
+//! `baton bench engine`: prefill and decode throughput of one engine; no network.
 //!
-//! Prompts are random token ids, so no prefix cache helps. Decoding is timed from the moment when
-//! every sequence of the batch has its first token; what its steps cost the host and how the device was
-//! used is read from their records.
+//! Prompts are random token ids, so the prefix cache never hits. Decoding is timed from the moment when
+//! every sequence of the batch has its first token. Step records give the host time of each step and the
+//! busy time of the device.
 
 mod ranks;
 mod read_stream;
@@ -47,38 +47,35 @@ use super::{
 };
 use crate::{doctor::KernelsArg, model_store};
 
-/// A bench that makes no progress for this long is broken.
+/// Longest time without a step before the benchmark fails.
 const STALL_MAX: Duration = Duration::from_secs(120);
-/// A GPU's matrix units want more rows than a CPU's.
+/// GPU tensor cores need more rows for a step than a CPU.
 const GPU_STEP_TOKENS: u32 = 8192;
 
 #[derive(Args, Clone)]
 pub struct EngineArgs {
-    /// Model: a GGUF file, a Hugging Face folder, or a name `baton model list` prints.
+    /// Model: a GGUF file, a Hugging Face folder, or a name that `baton model list` prints.
     #[arg(long, default_value = "smollm2-135m")]
     model: String,
-    /// Folder with the models that were fetched by name.
+    /// Folder of the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
-    /// `dummy`: random weights from a config.json alone.
+    /// Source of the weights: auto (the model's files) or dummy (random weights; needs only config.json).
     #[arg(long, default_value = "auto", value_parser = parse_load_format)]
     load_format: LoadFormat,
-    /// Number format of weights: f32, bf16 or q8.
+    /// Number format of the weights: f32, bf16 or q8.
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
-    /// Threads that compute; by default one for each core.
+    /// Worker threads on a CPU [default: one for each core].
     #[arg(long)]
     threads: Option<usize>,
-    /// Instructions to use; by default the fastest that the machine has.
-    #[arg(long, default_value = "auto", value_parser = parse_isa)]
-    isa: Isa,
     /// Batch sizes.
     #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
     batch: Vec<u32>,
-    /// Tokens of each prompt when prefill is measured.
+    /// Tokens of each prompt in the prefill measurement.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     prefill_tokens: u32,
-    /// Tokens of each prompt before decoding is measured.
+    /// Tokens of each prompt in the decode measurement.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     context_tokens: u32,
     /// Tokens that each sequence decodes.
@@ -87,91 +84,78 @@ pub struct EngineArgs {
     /// Runs of each measurement; the median counts.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Where forwards run: cpu or cuda.
+    /// Device of the forward pass: cpu or cuda.
     #[arg(long, default_value = "cpu", value_parser = ["cpu", "cuda"])]
     device: String,
-    /// The GPU, by its UUID as `baton doctor` shows it; with ranks one for each, separated by commas
-    /// [default: the first].
+    /// UUID of the GPU, as `baton doctor` prints it; with --tp one for each rank, separated by commas
+    /// [default: the first GPUs].
     #[arg(long)]
     gpu: Option<String>,
-    /// Ranks, each a process with a GPU and its part of every layer: 1, 2, 4 or 8.
+    /// Tensor-parallel ranks, one process and one GPU each: 1, 2, 4 or 8.
     #[arg(long, default_value_t = 1)]
     tp: u32,
-    /// This process is that rank.
+    /// Set for the process of one rank.
     #[arg(long, hide = true)]
     rank: Option<::ranks::Seat>,
     #[command(flatten)]
     kernels: KernelsArg,
-    /// On a GPU, attention: auto, flash (FlashInfer alone) or plain (one kernel for every shape).
-    #[arg(long, default_value = "auto", value_parser = parse_attention)]
-    attention: AttentionKind,
-    /// On a GPU, decoding steps are recorded and replayed: on or off.
-    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
-    graphs: bool,
-    /// On a GPU, products of few rows do what surrounds them: on or off.
-    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
-    fused: bool,
-    /// On a GPU, kernels start while the one before them ends: on or off.
-    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
-    dependent_launch: bool,
-    /// On a GPU, places that steps' plans go up through: 1 or 2.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2))]
-    upload_slots: u8,
-    /// On a GPU, multiprocessors that decoding steps leave to others, as a node does for nccl.
-    #[arg(long, default_value_t = 0)]
-    spare_multiprocessors: u32,
-    /// On a GPU, the thread that plans steps keeps its core awake while one runs: on or off.
-    #[arg(long, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
-    poll: bool,
-    /// Seconds to find the quickest algorithms for the model's products on a GPU; 0: not at all.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(0..=600))]
-    tune: u64,
-    /// The folder where they are kept [default: baton in XDG_CACHE_HOME, else in .cache in HOME].
-    #[arg(long)]
-    tune_dir: Option<PathBuf>,
-    /// Steps in flight.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
-    depth: u32,
-    /// What the GPU's memory is read with at best [default: measured at the start].
-    #[arg(long, value_name = "GB")]
-    roof_gb_per_s: Option<f64>,
     /// Also write the result as JSON to this file.
     #[arg(long)]
     json: Option<PathBuf>,
     /// Also write every step to this file, as a trace for Perfetto or chrome://tracing.
     #[arg(long)]
     trace: Option<PathBuf>,
+    #[arg(skip)]
+    pub variant: EngineVariant,
 }
 
-pub(super) fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
+/// The engine's parts that `baton-bench engine` can change. The default is the engine of a node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineVariant {
+    pub isa: Isa,
+    pub attention: AttentionKind,
+    pub graphs: bool,
+    pub fused: bool,
+    pub dependent_launch: bool,
+    pub reserved_sms: u32,
+    /// The scheduling thread polls while a GPU step runs.
+    pub poll: bool,
+    /// Seconds to search for the fastest cuBLASLt algorithms.
+    pub tune_s: u64,
+    /// Folder that keeps the algorithms found; `None`: the cache folder of the user.
+    pub tune_dir: Option<PathBuf>,
+    /// Steps in flight.
+    pub depth: u32,
+    /// Peak bandwidth of the GPU's memory in GB/s; `None`: measured at the start.
+    pub peak_gb_per_s: Option<f64>,
+}
+
+impl Default for EngineVariant {
+    fn default() -> Self {
+        let node = CudaOptions::new(WeightFormat::Bf16);
+        Self {
+            isa: Isa::Auto,
+            attention: node.attention,
+            graphs: node.graphs,
+            fused: node.fused,
+            dependent_launch: node.dependent_launch,
+            reserved_sms: node.spare_multiprocessors,
+            poll: true,
+            tune_s: 2,
+            tune_dir: None,
+            depth: 2,
+            peak_gb_per_s: None,
+        }
+    }
+}
+
+pub fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
     match text {
         "f32" => Ok(WeightFormat::F32),
         "bf16" => Ok(WeightFormat::Bf16),
         "q8" => Ok(WeightFormat::Q8),
         _ => Err("allowed are f32, bf16 and q8".to_owned()),
     }
-}
-
-fn parse_attention(text: &str) -> Result<AttentionKind, String> {
-    match text {
-        "auto" => Ok(AttentionKind::Auto),
-        "flash" => Ok(AttentionKind::Flash),
-        "plain" => Ok(AttentionKind::Plain),
-        _ => Err("allowed are auto, flash and plain".to_owned()),
-    }
-}
-
-fn parse_switch(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err("allowed are on and off".to_owned()),
-    }
-}
-
-fn parse_isa(text: &str) -> Result<Isa, String> {
-    let names = || Isa::ALL.map(Isa::name).join(", ");
-    Isa::of_name(text).ok_or_else(|| format!("allowed are {}", names()))
 }
 
 fn parse_load_format(text: &str) -> Result<LoadFormat, String> {
@@ -187,11 +171,6 @@ pub fn run(args: EngineArgs) -> Result<()> {
         args.batch.iter().all(|batch| (1..=1024).contains(batch)),
         "--batch {:?}: allowed are 1 to 1024",
         args.batch
-    );
-    ensure!(
-        args.roof_gb_per_s.is_none_or(|roof| roof.is_finite() && roof > 0.0),
-        "--roof-gb-per-s {}: allowed is more than 0",
-        args.roof_gb_per_s.unwrap_or_default()
     );
     ensure!(matches!(args.tp, 1 | 2 | 4 | 8), "--tp {}: allowed are 1, 2, 4 and 8", args.tp);
     ensure!(args.tp == 1 || args.device == "cuda", "--tp {}: ranks want --device cuda", args.tp);
@@ -309,7 +288,7 @@ impl Bench {
             weight_read_gb_per_s: 0.0,
             weight_bytes,
             roof_gb_per_s,
-            depth: args.depth,
+            depth: args.variant.depth,
             ranks: args.tp,
             rows: Vec::new(),
         };
@@ -398,21 +377,21 @@ fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
         step_tokens: step_tokens.max(batch_max),
         sequence_tokens,
         blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
-        depth: args.depth,
+        depth: args.variant.depth,
         vocabulary: config.vocab_size as u32,
         speculation: None,
     })
 }
 
 fn options(args: &EngineArgs) -> CudaOptions {
+    let variant = &args.variant;
     CudaOptions {
-        weights: args.dtype,
-        attention: args.attention,
-        fused: args.fused,
-        graphs: args.graphs,
-        dependent_launch: args.dependent_launch,
-        two_upload_slots: args.upload_slots == 2,
-        spare_multiprocessors: args.spare_multiprocessors,
+        attention: variant.attention,
+        fused: variant.fused,
+        graphs: variant.graphs,
+        dependent_launch: variant.dependent_launch,
+        spare_multiprocessors: variant.reserved_sms,
+        ..CudaOptions::new(args.dtype)
     }
 }
 
@@ -447,7 +426,8 @@ fn on_cpu(
     weight_bytes: u64,
     limits: ExecutorLimits,
 ) -> Result<Started> {
-    let backend = CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.isa })?;
+    let backend =
+        CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.variant.isa })?;
     let isa = backend.isa_name().to_owned();
     let read_stream = ReadStream::new(&backend, weight_bytes, threads);
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
@@ -470,7 +450,7 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     };
     let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options(args))?;
     let mut parts = vec![lap("gpu")];
-    let roof_gb_per_s = match args.roof_gb_per_s {
+    let roof_gb_per_s = match args.variant.peak_gb_per_s {
         Some(roof) => Some(roof),
         None => backend.read_gb_per_s()?,
     };
@@ -483,14 +463,14 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     lap("weights");
     parts.push(StartPart::new("memory", model.times().place));
     parts.push(StartPart::new("weights", model.times().weights));
-    let tuned = tune::tune(&mut model, &limits, args.tune, args.tune_dir.as_ref())?;
+    let tuned = tune::tune(&mut model, &limits, &args.variant)?;
     parts.push(lap("tune"));
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     parts.push(lap("kv"));
     let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
-    executor.poll(args.poll);
+    executor.poll(args.variant.poll);
     parts.push(lap("executor"));
     let isa = context.device().name.clone();
     let executor = Box::new(executor);
@@ -498,7 +478,7 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
 }
 
 /// A prompt of random tokens, and an answer of just so many.
-pub(super) fn random_sequence(
+pub fn random_sequence(
     id: SequenceId,
     (prompt_len, max_tokens): (u32, u32),
     vocabulary: u32,

@@ -1,11 +1,13 @@
 //! What tuning a GPU's products brought, by rows.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, time::Duration};
 
 use anyhow::Result;
 use engine::executor::{ExecutorLimits, cuda::CudaModel};
 use kernels::cuda::Tuning;
 use serde::Serialize;
+
+use super::engine::EngineVariant;
 
 /// All products of one number of rows that were timed in this start: a layer's four, or the logits', or
 /// both.
@@ -21,17 +23,16 @@ pub(super) struct TunedRows {
 pub(super) fn tune(
     model: &mut CudaModel,
     limits: &ExecutorLimits,
-    seconds: u64,
-    folder: Option<&PathBuf>,
+    variant: &EngineVariant,
 ) -> Result<Vec<TunedRows>> {
-    if seconds == 0 {
+    if variant.tune_s == 0 {
         return Ok(Vec::new());
     }
-    let folder = match folder {
+    let folder = match &variant.tune_dir {
         Some(folder) => Some(folder.clone()),
         None => config::cache_folder(&config::environment_of(std::env::vars_os())?),
     };
-    let tuning = Tuning { folder, within: Duration::from_secs(seconds) };
+    let tuning = Tuning { folder, within: Duration::from_secs(variant.tune_s) };
     let tuned = model.tune(limits, &tuning)?;
     tuned.faults.iter().for_each(|fault| eprintln!("{fault}"));
     let timed = tuned.times.len();

@@ -52,7 +52,10 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
     let begun = Instant::now();
     let (isa, roof_gb_per_s) = {
         let backend = backend(args, &gpus[0])?;
-        let roof = args.roof_gb_per_s.map_or_else(|| backend.read_gb_per_s(), |it| Ok(Some(it)))?;
+        let roof = args
+            .variant
+            .peak_gb_per_s
+            .map_or_else(|| backend.read_gb_per_s(), |it| Ok(Some(it)))?;
         (format!("{} × {}", args.tp, backend.context().device().name), roof)
     };
     let roof = StartPart::new("roof", begun.elapsed());
@@ -66,7 +69,7 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
     let told = name.file_name().into_bytes();
     let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), Seat::command)?;
     region.unlink();
-    group.poll(args.poll);
+    group.poll(args.variant.poll);
     let parts = vec![roof, StartPart::new("ranks", begun.elapsed())];
     let executor = Box::new(group);
     Ok(Started { executor, isa, read_stream: None, roof_gb_per_s, parts, tuned: Vec::new() })
@@ -102,7 +105,7 @@ fn load(args: &EngineArgs, seat: &Seat, rank: &mut CudaRank) -> Result<CudaExecu
     })?;
     bar.iter().for_each(indicatif::ProgressBar::finish_and_clear);
     // What one rank finds the next does not wait for: all have the same shapes.
-    tune::tune(&mut model, &limits, args.tune, args.tune_dir.as_ref())?;
+    tune::tune(&mut model, &limits, &args.variant)?;
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
     let layout = layout.with_heads(layout.kv_head_count / seat.of as usize);
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
@@ -110,6 +113,6 @@ fn load(args: &EngineArgs, seat: &Seat, rank: &mut CudaRank) -> Result<CudaExecu
     // Sums do not wait for ever for one that is still tuning.
     rank.least(limits.blocks)?;
     let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
-    executor.poll(args.poll);
+    executor.poll(args.variant.poll);
     Ok(executor)
 }

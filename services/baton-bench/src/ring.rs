@@ -1,4 +1,4 @@
-//! `baton bench ring`: how long a plan takes from a node to the last of its ranks; no model.
+//! `baton-bench ring`: how long a plan takes from a node to the last of its ranks; no model.
 //!
 //! The ranks are processes of this program that read the ring as ranks do, and answer with the moments
 //! at which they had a plan's bytes and the plan in hand. Each plan is sent when all have answered the
@@ -18,7 +18,7 @@ use kernels::{BlockId, shared::RegionName};
 use ranks::{Seat, build, clock_nanos, codec, region::GroupRegion};
 use serde::Serialize;
 
-use super::stats::Percentiles;
+use baton::bench::stats::Percentiles;
 
 /// Any wait for another process.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -169,7 +169,7 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<Way> {
     let mut readers = Readers(Vec::new());
     for rank in 0..args.readers {
         let mut command = Command::new(env::current_exe()?);
-        command.args(["bench", "ring", "--seat", &seat(rank).to_string()]);
+        command.args(["ring", "--seat", &seat(rank).to_string()]);
         command.args(["--spin-us", &spin_us.to_string()]).stdin(Stdio::null());
         readers.0.push(command.spawn().context("cannot start a reader")?);
     }

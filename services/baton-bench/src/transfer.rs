@@ -1,4 +1,4 @@
-//! `baton bench transfer`: KV from one process to another, by the whole protocol, without a model.
+//! `baton-bench transfer`: KV from one process to another, by the whole protocol, without a model.
 //!
 //! This process receives; it starts a second one that sends. Each transfer is of blocks that lie
 //! scattered over both memories, and begins when the receiver reserves: its time ends when all blocks
@@ -40,8 +40,10 @@ use self::{
     beside::{BesideArgs, Forwards, Windows, Work},
     report::{BesideRow, PlainCopy, Report, Row},
 };
-use super::stats::{Percentiles, WorkloadRng};
-use crate::doctor::KernelsArg;
+use baton::{
+    bench::stats::{Percentiles, WorkloadRng},
+    doctor::KernelsArg,
+};
 
 /// Any wait for the other process.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! `baton bench speculate`: what drafts are worth where an answer repeats its prompt; no network.
+//! `baton-bench speculate`: what drafts are worth where an answer repeats its prompt; no network.
 //!
 //! One request at a time asks for a change to a piece of code. Each length of draft runs in turn, so
 //! that the machine's moods meet all of them; the tokens must be the same every time.
@@ -25,8 +25,10 @@ use model::{Checkpoint, LoadFormat};
 use serde_json::{Map, Value, json};
 use text::{ModelText, RenderRequest, SpecialTokens};
 
-use super::{engine::parse_dtype, stats::median};
-use crate::model_store;
+use baton::{
+    bench::{engine::parse_dtype, stats::median},
+    model_store,
+};
 
 /// A small model does this much: it repeats the code, with the name changed or not.
 const PROMPT: &str = r#"Rename the variable `total` to `balance` and write the whole code again, without explanation.

@@ -1,4 +1,4 @@
-//! `baton bench collectives`: sums over the GPUs of this host, by our own kernels and by NCCL, eagerly
+//! `baton-bench collectives`: sums over the GPUs of this host, by our own kernels and by NCCL, eagerly
 //! and in recorded graphs; no model.
 //!
 //! This process starts one for each GPU and hands round what they tell each other. All ranks measure the
@@ -20,7 +20,7 @@ use clap::Args;
 use kernels::cuda::{Context, Driver, LinkRate, NCCL_ENVIRONMENT, Together, pull_rate};
 use serde::{Deserialize, Serialize};
 
-use crate::doctor::KernelsArg;
+use baton::doctor::KernelsArg;
 
 /// Any wait for a rank: the longest is for the first communicator.
 const PATIENCE: Duration = Duration::from_secs(120);

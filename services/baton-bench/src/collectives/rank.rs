@@ -17,7 +17,7 @@ use kernels::{
 };
 
 use super::{CollectivesArgs, FOUND, PATIENCE, Row, TELLS};
-use crate::bench::stats::median;
+use baton::bench::stats::median;
 
 /// How long a kernel waits for the other ranks.
 const TIMEOUT: Duration = Duration::from_secs(20);

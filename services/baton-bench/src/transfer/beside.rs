@@ -31,14 +31,14 @@ use kernels::{
 use model::{Checkpoint, LoadFormat};
 use serde::{Deserialize, Serialize};
 
-use super::{
-    super::{
+use super::{TransferArgs, Transport};
+use baton::{
+    bench::{
         engine::random_sequence,
         stats::{Percentiles, WorkloadRng},
     },
-    TransferArgs, Transport,
+    doctor::KernelsArg,
 };
-use crate::doctor::KernelsArg;
 
 /// A model that makes no step for so long is broken.
 const STALL_MAX: Duration = Duration::from_secs(60);

@@ -5,10 +5,10 @@ use std::fmt;
 use serde::Serialize;
 
 use super::{
-    super::stats::Percentiles,
     Gather,
     beside::{Pace, Paces},
 };
+use baton::bench::stats::Percentiles;
 
 /// What was measured of one setting.
 #[derive(Clone, Debug, Serialize)]

@@ -1,0 +1,49 @@
+//! `baton-bench`: benchmarks for developers of the engine, the ranks and the transports.
+//!
+//! Operators use `baton bench`, which shares the engine benchmark and the statistics with this program.
+//! `baton-bench` is not shipped.
+
+#![forbid(unsafe_code)]
+
+mod collectives;
+mod engine;
+mod ring;
+mod speculate;
+mod transfer;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Benchmarks for developers of Baton.
+#[derive(Parser)]
+#[command(name = "baton-bench", version, arg_required_else_help = true)]
+enum Cli {
+    /// All-reduce latency over the GPUs of this host, Baton's kernels and NCCL; one process for each GPU.
+    Collectives(collectives::CollectivesArgs),
+    /// Prefill and decode throughput of one engine, as `baton bench engine`, with one part of it changed.
+    Engine(engine::EngineVariantArgs),
+    /// Time for a step plan from the node to the last of its ranks; several processes, no model.
+    Ring(ring::RingArgs),
+    /// Throughput with speculative decoding on a prompt that the answer repeats; no network.
+    Speculate(speculate::SpeculateArgs),
+    /// KV transfer throughput between two GPUs by each transport, beside plain copies; two processes.
+    Transfer(transfer::TransferArgs),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse() {
+        Cli::Collectives(args) => collectives::run(args),
+        Cli::Engine(args) => engine::run(args),
+        Cli::Ring(args) => ring::run(args),
+        Cli::Speculate(args) => speculate::run(args),
+        Cli::Transfer(args) => transfer::run(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("baton-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! The modules of the operator's command `baton`, one for each subcommand.
+//!
+//! `up` runs a whole cluster on this machine, `bench` measures an engine or a server, `model` fetches
+//! weights, `doctor` reports what this machine has. `baton-bench` uses the engine benchmark, its
+//! statistics and the model store from here.
+
+// Only `up::process` starts processes in a way that the standard library does not offer.
+#![deny(unsafe_code)]
+
+pub mod bench;
+pub mod doctor;
+mod http_client;
+mod hub;
+pub mod model_store;
+mod sse;
+mod staging;
+pub mod up;
