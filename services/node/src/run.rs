@@ -44,6 +44,9 @@ pub fn run(role: Role) -> ExitCode {
     if let Some(seat) = parsed.matches.get_one::<Seat>(Seat::FLAG) {
         return run_rank(role, seat, &parsed.config).into();
     }
+    if let Err(error) = rlimit::increase_nofile_limit(u64::MAX) {
+        return complain(name, &format!("cannot raise the limit on open files: {error}"), 1).into();
+    }
     if let Err(error) = prepare_nccl(&parsed.config) {
         return complain(name, &error, 1).into();
     }

@@ -167,6 +167,8 @@ impl Setup {
             http: config.router.http,
             grpc: config.router.grpc,
             drain_timeout: config.router.drain_timeout,
+            open_files_max: rlimit::increase_nofile_limit(u64::MAX)
+                .context("cannot raise the limit on open files")?,
             front: FrontSettings::new(&config.router),
         };
         let members = Members::new(&config.cluster)?;

@@ -27,6 +27,8 @@ pub struct RouterSettings {
     pub grpc: SocketAddr,
     /// How long requests in work may take after [`RunningRouter::shutdown`] was called.
     pub drain_timeout: Duration,
+    /// The process's limit on open files.
+    pub open_files_max: u64,
     pub front: FrontSettings,
 }
 
@@ -99,7 +101,7 @@ pub fn start(
     let http_routes = http::routes(front.clone(), metrics, started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
     let bounds = net::Bounds::new(
-        net::connections_max(),
+        net::ConnectionLimits::new(settings.open_files_max),
         front.settings.request_read_max,
         front.settings.slow_client_timeout,
     );

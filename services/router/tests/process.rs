@@ -2,7 +2,8 @@
 
 use std::{
     fs::File,
-    io::Read,
+    io::{Read, Write},
+    net::{SocketAddr, TcpStream},
     os::unix::fs::OpenOptionsExt,
     process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
@@ -164,4 +165,99 @@ fn a_signal_ends_a_router_whose_model_cannot_be_read_yet() {
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
     assert_eq!(wait(&mut child).code(), Some(0));
+}
+
+/// A router that serves, under limits on its open files.
+struct Serving {
+    child: Child,
+    http: SocketAddr,
+    _folder: tempfile::TempDir,
+}
+
+impl Serving {
+    fn start(ulimits: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (model, ready) = (folder.path().join("model.gguf"), folder.path().join("ready"));
+        let bytes: Vec<String> = (0..=255u8).map(|byte| format!("<0x{byte:02X}>")).collect();
+        let tokens: Vec<&str> = bytes.iter().map(String::as_str).collect();
+        std::fs::write(&model, gguf(&tokens, 256)).unwrap();
+        let mut child = Command::new("sh")
+            .args(["-c", &format!("{ulimits} && exec \"$@\""), "sh"])
+            .arg(env!("CARGO_BIN_EXE_baton-router"))
+            .args(["--router-http", "127.0.0.1:0", "--router-grpc", "127.0.0.1:0"])
+            .args(["--cluster-decode", "http://127.0.0.1:1", "--model-path"])
+            .arg(&model)
+            .arg("--ready-file")
+            .arg(&ready)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let deadline = Instant::now() + DEADLINE;
+        while !ready.exists() {
+            assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let ready = std::fs::read(&ready).unwrap();
+        let ready: serde_json::Value = serde_json::from_slice(&ready).unwrap();
+        let http = ready["http"].as_str().unwrap().parse().unwrap();
+        Self { child, http, _folder: folder }
+    }
+
+    fn connect(&self, sent: &[u8]) -> TcpStream {
+        let mut stream = TcpStream::connect(self.http).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.write_all(sent).unwrap();
+        stream
+    }
+
+    /// The status line of a GET on a new connection.
+    fn get(&self, path: &str) -> String {
+        let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+        let mut response = String::new();
+        self.connect(request.as_bytes()).read_to_string(&mut response).unwrap();
+        response.lines().next().unwrap_or_default().to_owned()
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn probes_are_answered_while_idle_connections_fill_the_port() {
+    let router = Serving::start("ulimit -n 256");
+    let kept_alive: Vec<TcpStream> = (0..150)
+        .map(|_| {
+            let mut stream = router.connect(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n");
+            let mut head = [0; 12];
+            stream.read_exact(&mut head).unwrap();
+            assert_eq!(&head, b"HTTP/1.1 200");
+            stream
+        })
+        .collect();
+    let half_sent: Vec<TcpStream> =
+        (0..150).map(|_| router.connect(b"POST /v1/completions HTTP/1.1\r\nho")).collect();
+    let asked = Instant::now();
+    assert_eq!(router.get("/live"), "HTTP/1.1 200 OK");
+    assert_eq!(router.get("/metrics"), "HTTP/1.1 200 OK");
+    assert_eq!(router.get("/health"), "HTTP/1.1 503 Service Unavailable", "there is no node");
+    // A request head has ten seconds: no probe waited for one to time out.
+    assert!(asked.elapsed() < Duration::from_secs(8), "{:?}", asked.elapsed());
+    // The first connection was idle for the longest time. Its client reads to the end.
+    let mut rest = String::new();
+    kept_alive.into_iter().next().unwrap().read_to_string(&mut rest).unwrap();
+    assert!(rest.ends_with("live\n"), "{rest}");
+    drop(half_sent);
+}
+
+#[test]
+fn the_soft_limit_on_open_files_is_raised_to_the_hard_one() {
+    let router = Serving::start("ulimit -Sn 256 && ulimit -Hn 512");
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", router.child.id())).unwrap();
+    let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
+    assert_eq!(line.split_whitespace().collect::<Vec<_>>()[3..5], ["512", "512"]);
 }

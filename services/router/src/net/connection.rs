@@ -1,5 +1,5 @@
-//! A client's TCP connection with the deadlines that hyper leaves to its caller: what it begins with
-//! must come soon, and a client that does not read loses its connection.
+//! A client's TCP connection with the deadlines that hyper leaves to its caller: a request head must
+//! arrive soon after its first byte, and a client that does not read loses its connection.
 
 use std::{
     io,
@@ -18,17 +18,18 @@ use tokio::{
     time::{Instant, Sleep, sleep, sleep_until},
 };
 
-/// What an HTTP/2 connection begins with. Until it is whole, or is something else, no other clock
-/// runs.
+use super::requests::RequestCount;
+
+/// The bytes that open an HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Why a connection ended, for the records of its requests: they are dropped with it and could not
-/// tell a client that left from one that did not read.
+/// Tells the records of a connection's requests why the connection ended. The requests are dropped
+/// with their connection and cannot tell a client that left from a client that did not read.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectionEnd(Arc<AtomicBool>);
 
 impl ConnectionEnd {
-    /// Written before the connection ends, read when its requests are dropped.
+    /// Reports whether the client did not read. Set before the connection ends.
     pub fn is_unread(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -38,43 +39,95 @@ impl ConnectionEnd {
     }
 }
 
+/// Time limits of one connection.
+#[derive(Clone, Copy, Debug)]
+pub struct TimeLimits {
+    /// From connecting to the first whole request head, or to the whole HTTP/2 preface.
+    pub opening_max: Duration,
+    /// From the first byte of a later HTTP/1.1 request head to its last byte.
+    pub head_max: Duration,
+    /// For a write that waits for the client to read.
+    pub write_max: Duration,
+}
+
 pub struct ClientConnection {
     stream: TcpStream,
     end: ConnectionEnd,
-    /// What was read has nothing to do with a clock of ours any more: `None`.
-    opening: Option<Opening>,
-    write_max: Duration,
+    requests: Arc<RequestCount>,
+    limits: TimeLimits,
+    reading: Reading,
     /// Runs while a write waits for the client.
     write: Option<Pin<Box<Sleep>>>,
 }
 
-/// Nothing, or a beginning of the preface, was read.
-struct Opening {
-    preface_bytes: usize,
-    timer: Pin<Box<Sleep>>,
+/// The part of the protocol that the client's next bytes belong to.
+enum Reading {
+    /// No bytes have arrived, or a proper prefix of the HTTP/2 preface.
+    Opening { preface_bytes: usize, timer: Pin<Box<Sleep>> },
+    /// HTTP/1.1, with a timer from the first byte of a request head on.
+    Http1 { head: Option<HeadTimer> },
+    /// HTTP/2: hyper's keep-alive pings and the idle limit bound the connection.
+    Http2,
 }
 
-impl Opening {
-    /// Whether more of the preface must follow.
-    fn goes_on(&mut self, bytes: &[u8]) -> bool {
-        let rest = &PREFACE[self.preface_bytes..];
-        self.preface_bytes += bytes.len();
-        bytes.len() < rest.len() && rest.starts_with(bytes)
-    }
+struct HeadTimer {
+    timer: Pin<Box<Sleep>>,
+    /// The count of request heads when the timer started: the timer is void once it has grown.
+    begun: u64,
 }
 
 impl ClientConnection {
     pub fn new(
         stream: TcpStream,
-        opening_max: Duration,
-        write_max: Duration,
+        limits: TimeLimits,
         end: ConnectionEnd,
+        requests: Arc<RequestCount>,
     ) -> Self {
-        let opening = Opening { preface_bytes: 0, timer: Box::pin(sleep(opening_max)) };
-        Self { stream, end, opening: Some(opening), write_max, write: None }
+        let timer = Box::pin(sleep(limits.opening_max));
+        let reading = Reading::Opening { preface_bytes: 0, timer };
+        Self { stream, end, requests, limits, reading, write: None }
     }
 
-    /// Passes on what a write came to; one that waits too long fails.
+    /// Notes bytes that have arrived.
+    fn received(&mut self, bytes: &[u8]) {
+        let head_max = self.limits.head_max;
+        let begun = self.requests.begun();
+        match &mut self.reading {
+            Reading::Opening { preface_bytes, timer } => {
+                let rest = &PREFACE[*preface_bytes..];
+                if bytes.starts_with(rest) {
+                    self.reading = Reading::Http2;
+                } else if rest.starts_with(bytes) {
+                    *preface_bytes += bytes.len();
+                } else {
+                    let timer = std::mem::replace(timer, Box::pin(sleep(head_max)));
+                    self.reading = Reading::Http1 { head: Some(HeadTimer { timer, begun }) };
+                }
+            }
+            Reading::Http1 { head } => {
+                if head.as_ref().is_some_and(|head| head.begun != begun) {
+                    *head = None;
+                }
+                if self.requests.is_idle() && head.is_none() {
+                    *head = Some(HeadTimer { timer: Box::pin(sleep(head_max)), begun });
+                }
+            }
+            Reading::Http2 => {}
+        }
+    }
+
+    /// Completes once the client has taken too long.
+    fn poll_timeout(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        match &mut self.reading {
+            Reading::Opening { timer, .. } => timer.as_mut().poll(cx),
+            Reading::Http1 { head: Some(head) } if head.begun == self.requests.begun() => {
+                head.timer.as_mut().poll(cx)
+            }
+            Reading::Http1 { .. } | Reading::Http2 => Poll::Pending,
+        }
+    }
+
+    /// Passes on the result of a write. Fails when the write waits too long.
     fn watch<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -84,7 +137,7 @@ impl ClientConnection {
             self.write = None;
             return written;
         }
-        let deadline = Instant::now() + self.write_max;
+        let deadline = Instant::now() + self.limits.write_max;
         let timer = self.write.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         ready!(timer.as_mut().poll(cx));
         self.end.set_unread();
@@ -100,17 +153,13 @@ impl AsyncRead for ClientConnection {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        let Some(opening) = &mut self.opening else { return read };
         if read.is_ready() {
-            let bytes = &buffer.filled()[before..];
-            // Nothing at all is the end of the stream.
-            if bytes.is_empty() || !opening.goes_on(bytes) {
-                self.opening = None;
-            }
+            self.received(&buffer.filled()[before..]);
             return read;
         }
-        ready!(opening.timer.as_mut().poll(cx));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client sends nothing")))
+        ready!(self.poll_timeout(cx));
+        let late = "the client has not sent a whole request head";
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, late)))
     }
 }
 
@@ -153,58 +202,69 @@ mod tests {
         net::TcpListener,
     };
 
-    use super::*;
+    use super::{super::slots::Slots, *};
 
-    async fn pair(opening_max: Duration, write_max: Duration) -> (ClientConnection, TcpStream) {
+    async fn pair(limits: TimeLimits) -> (ClientConnection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (server, _) = listener.accept().await.unwrap();
-        let end = ConnectionEnd::default();
-        (ClientConnection::new(server, opening_max, write_max, end), client)
+        let requests = RequestCount::new(Slots::new(1, 1).admit());
+        (ClientConnection::new(server, limits, ConnectionEnd::default(), requests), client)
     }
 
-    /// Time enough for the few bytes of a test on a busy machine.
+    /// Long enough for the few bytes of a test on a busy machine.
     const SHORT: Duration = Duration::from_secs(1);
     const LONG: Duration = Duration::from_secs(60);
+    const PATIENT: TimeLimits = TimeLimits { opening_max: LONG, head_max: LONG, write_max: LONG };
 
-    #[tokio::test]
-    async fn a_client_that_sends_nothing_is_let_go() {
-        let (mut server, _client) = pair(SHORT, LONG).await;
+    async fn read_times_out(server: &mut ClientConnection) {
         let error = server.read_u8().await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 
-    #[tokio::test]
-    async fn after_its_beginning_reading_may_take_as_long_as_it_likes() {
-        let post = b"PO";
-        let almost = [&PREFACE[..20], b"?"].concat();
-        for beginning in [b"a", &post[..], &almost, PREFACE] {
-            let (mut server, mut client) = pair(SHORT, LONG).await;
-            for byte in beginning {
-                client.write_u8(*byte).await.unwrap();
-                assert_eq!(server.read_u8().await.unwrap(), *byte);
-            }
-            let waiting = tokio::time::timeout(SHORT * 2, server.read_u8()).await;
-            assert!(waiting.is_err(), "{waiting:?}");
+    /// Sends the bytes one by one.
+    async fn send(server: &mut ClientConnection, client: &mut TcpStream, bytes: &[u8]) {
+        for byte in bytes {
+            client.write_u8(*byte).await.unwrap();
+            assert_eq!(server.read_u8().await.unwrap(), *byte);
         }
     }
 
     #[tokio::test]
-    async fn a_client_that_sends_half_a_preface_is_let_go() {
-        for length in [1, 3, PREFACE.len() - 1] {
-            let (mut server, mut client) = pair(SHORT, LONG).await;
-            client.write_all(&PREFACE[..length]).await.unwrap();
-            let mut read = vec![0; length];
-            server.read_exact(&mut read).await.unwrap();
-            assert_eq!(read, PREFACE[..length]);
-            let error = server.read_u8().await.unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::TimedOut, "after {length} bytes");
+    async fn a_first_request_head_that_stays_incomplete_times_out() {
+        for sent in [&b""[..], &PREFACE[..1], &PREFACE[..PREFACE.len() - 1], b"G", b"PO"] {
+            let (mut server, mut client) = pair(TimeLimits { opening_max: SHORT, ..PATIENT }).await;
+            send(&mut server, &mut client, sent).await;
+            read_times_out(&mut server).await;
         }
     }
 
     #[tokio::test]
-    async fn a_client_that_does_not_read_is_let_go() {
-        let (mut server, _client) = pair(LONG, SHORT).await;
+    async fn a_later_request_head_that_stays_incomplete_times_out() {
+        let (mut server, mut client) = pair(TimeLimits { head_max: SHORT, ..PATIENT }).await;
+        send(&mut server, &mut client, b"POST").await;
+        let (request, _) = server.requests.begin(false);
+        // The body of a request has its own time limit.
+        send(&mut server, &mut client, b"body").await;
+        drop(request);
+        let idle = tokio::time::timeout(SHORT * 2, server.read_u8()).await;
+        assert!(idle.is_err(), "a kept-alive connection is idle, not late: {idle:?}");
+        send(&mut server, &mut client, b"GE").await;
+        read_times_out(&mut server).await;
+    }
+
+    #[tokio::test]
+    async fn an_http_2_connection_has_no_time_limit_for_a_head() {
+        let limits = TimeLimits { opening_max: SHORT, head_max: SHORT, ..PATIENT };
+        let (mut server, mut client) = pair(limits).await;
+        send(&mut server, &mut client, PREFACE).await;
+        let waiting = tokio::time::timeout(SHORT * 2, server.read_u8()).await;
+        assert!(waiting.is_err(), "{waiting:?}");
+    }
+
+    #[tokio::test]
+    async fn a_client_that_does_not_read_loses_its_connection() {
+        let (mut server, _client) = pair(TimeLimits { write_max: SHORT, ..PATIENT }).await;
         let endless = vec![0; 1 << 20];
         let error = loop {
             assert!(!server.end.is_unread());

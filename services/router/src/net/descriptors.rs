@@ -1,88 +1,66 @@
-//! How many connections the process's file descriptors allow.
+//! Splits the process's file descriptors between the ports.
 
-/// What the kernel says about this process; there is no such file elsewhere.
-const LIMITS: &str = "/proc/self/limits";
-/// Kept for what is no client: listeners, connections to nodes, telemetry, logs.
+/// Descriptors kept for listeners, connections to nodes, telemetry and logs.
 const DESCRIPTORS_KEPT: u64 = 128;
 /// HTTP and gRPC.
 const PORTS: u64 = 2;
-/// On each port. Each takes some 20 KiB; more wait in the kernel's queue.
-const CONNECTIONS_MAX: usize = 4096;
+/// Ordinary connections on each port. A connection takes some 20 KiB.
+const CONNECTIONS_MAX: u64 = 4096;
+/// Reserved connections on each port, and as many that are closing.
+const RESERVED_MAX: u64 = 64;
+/// The reserve takes at most this fraction of a port's descriptors, twice.
+const RESERVED_FRACTION: u64 = 16;
 
-/// Connections at once on each port: fewer than wanted where the soft limit on open files is too low,
-/// which is logged.
-pub fn connections_max() -> usize {
-    let wanted = CONNECTIONS_MAX;
-    let limits = std::fs::read_to_string(LIMITS).unwrap_or_default();
-    let Some(open_files_max) = open_files_max(&limits) else { return wanted };
-    let allowed = allowed(open_files_max, wanted);
-    if allowed < wanted {
-        tracing::warn!(
-            open_files_max,
-            connections_max = allowed,
-            wanted,
-            "the limit on open files bounds the connections on each port; raise it with ulimit -n"
-        );
+/// Connections that one port keeps open at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConnectionLimits {
+    pub ordinary_max: usize,
+    /// Connections for probes, used while every ordinary connection has a request in progress.
+    pub reserved_max: usize,
+}
+
+impl ConnectionLimits {
+    /// Returns each port's limits under this limit on open files. A low limit is logged.
+    pub fn new(open_files_max: u64) -> Self {
+        let limits = Self::split(open_files_max);
+        if (limits.ordinary_max as u64) < CONNECTIONS_MAX {
+            tracing::warn!(
+                open_files_max,
+                connections_max = limits.ordinary_max,
+                wanted = CONNECTIONS_MAX,
+                "the limit on open files bounds the connections on each port; raise it with ulimit -Hn"
+            );
+        }
+        limits
     }
-    allowed
-}
 
-/// The soft limit, `None` where there is none.
-fn open_files_max(limits: &str) -> Option<u64> {
-    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
-    line.split_whitespace().next()?.parse().ok()
-}
-
-/// One at least, so that a tight limit makes the router slow and not mute.
-fn allowed(open_files_max: u64, wanted: usize) -> usize {
-    let each = open_files_max.saturating_sub(DESCRIPTORS_KEPT) / PORTS;
-    usize::try_from(each).unwrap_or(usize::MAX).clamp(1, wanted.max(1))
+    /// Leaves one connection of each kind under any limit: a tight limit makes the router slow, not
+    /// unreachable.
+    fn split(open_files_max: u64) -> Self {
+        let each = open_files_max.saturating_sub(DESCRIPTORS_KEPT) / PORTS;
+        let reserved = (each / RESERVED_FRACTION).clamp(1, RESERVED_MAX);
+        let ordinary = each.saturating_sub(2 * reserved).clamp(1, CONNECTIONS_MAX);
+        Self { ordinary_max: ordinary as usize, reserved_max: reserved as usize }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn limits(soft: &str) -> String {
-        format!(
-            "Limit                     Soft Limit           Hard Limit           Units     \n\
-             Max processes             511980               511980               processes \n\
-             Max open files            {soft:<20} 1048576              files     \n\
-             Max locked memory         8388608              8388608              bytes     \n"
-        )
-    }
-
     #[test]
-    fn the_soft_limit_on_open_files_is_read() {
-        assert_eq!(open_files_max(&limits("1024")), Some(1024));
-        assert_eq!(open_files_max(&limits("unlimited")), None);
-        assert_eq!(open_files_max(""), None);
-        assert_eq!(open_files_max("Max open files"), None);
-        assert_eq!(open_files_max("Max open files            -1"), None);
-    }
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn the_kernel_writes_what_is_read() {
-        let limits = std::fs::read_to_string(LIMITS).unwrap();
-        let is_unlimited = limits
-            .lines()
-            .any(|line| line.starts_with("Max open files  ") && line.contains("unlimited  "));
-        assert!(open_files_max(&limits).is_some() || is_unlimited, "{limits}");
-    }
-
-    #[test]
-    fn both_ports_and_the_rest_fit_under_the_limit() {
-        for (open_files_max, allowed_each) in [
-            (0, 1),
-            (DESCRIPTORS_KEPT, 1),
-            (DESCRIPTORS_KEPT + 4, 2),
-            (1024, 448),
-            (DESCRIPTORS_KEPT + 2 * 4096 - 1, 4095),
-            (DESCRIPTORS_KEPT + 2 * 4096, 4096),
-            (u64::MAX, 4096),
+    fn both_ports_and_the_kept_descriptors_fit_under_the_limit() {
+        for (open_files_max, ordinary_max, reserved_max) in [
+            (0, 1, 1),
+            (DESCRIPTORS_KEPT, 1, 1),
+            (DESCRIPTORS_KEPT + 6, 1, 1),
+            (256, 56, 4),
+            (1024, 392, 28),
+            (20_000, 4096, 64),
+            (u64::MAX, 4096, 64),
         ] {
-            assert_eq!(allowed(open_files_max, 4096), allowed_each, "of {open_files_max}");
+            let limits = ConnectionLimits::split(open_files_max);
+            assert_eq!(limits, ConnectionLimits { ordinary_max, reserved_max }, "{open_files_max}");
         }
     }
 }

@@ -1,10 +1,11 @@
-//! Connections of clients: accepted, bounded, watched and owned here, for HTTP and gRPC alike.
+//! Accepts, bounds, watches and owns the connections of HTTP and gRPC clients.
 
 mod connection;
 mod descriptors;
 mod requests;
 mod server;
+mod slots;
 
 pub use connection::ConnectionEnd;
-pub use descriptors::connections_max;
+pub use descriptors::ConnectionLimits;
 pub use server::{Bounds, Protocol, bind, serve};

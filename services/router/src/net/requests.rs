@@ -1,7 +1,11 @@
-//! The requests of one connection, counted from their heads to the last bytes of their answers.
+//! The requests of one connection, counted from their heads to the last bytes of their responses.
 
 use std::{
     pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -10,26 +14,74 @@ use axum::body::{Body, Bytes};
 use hyper::body::{Frame, SizeHint};
 use tokio::sync::watch;
 
-/// One request; counted until it is dropped.
-pub struct Counted(watch::Sender<usize>);
+use super::slots::{Slot, Verdict};
 
-impl Counted {
-    pub fn new(requests: &watch::Sender<usize>) -> Self {
-        requests.send_modify(|count| *count += 1);
-        Self(requests.clone())
+/// Counts the requests of one connection.
+pub struct RequestCount {
+    in_progress: watch::Sender<usize>,
+    /// Request heads that have arrived since the connection was opened.
+    begun: AtomicU64,
+    slot: Slot,
+}
+
+/// A request in progress, until it is dropped.
+pub struct RequestInProgress(Arc<RequestCount>);
+
+impl RequestCount {
+    pub fn new(slot: Slot) -> Arc<Self> {
+        Arc::new(Self { in_progress: watch::Sender::new(0), begun: AtomicU64::new(0), slot })
+    }
+
+    /// Counts a request whose head has arrived, and returns whether it may be served.
+    pub fn begin(self: &Arc<Self>, is_probe: bool) -> (RequestInProgress, Verdict) {
+        self.begun.fetch_add(1, Ordering::Relaxed);
+        self.in_progress.send_modify(|count| *count += 1);
+        (RequestInProgress(self.clone()), self.slot.begin_request(is_probe))
+    }
+
+    pub fn begun(&self) -> u64 {
+        self.begun.load(Ordering::Relaxed)
+    }
+
+    pub fn is_idle(&self) -> bool {
+        *self.in_progress.borrow() == 0
+    }
+
+    pub fn slot(&self) -> &Slot {
+        &self.slot
+    }
+
+    /// Returns once no request is in progress.
+    pub async fn idle(&self) {
+        self.idle_for(Duration::ZERO).await;
+    }
+
+    /// Returns once no request has been in progress for `idle_max`.
+    pub async fn idle_for(&self, idle_max: Duration) {
+        let mut in_progress = self.in_progress.subscribe();
+        let open = "the sender is a field of self";
+        loop {
+            in_progress.wait_for(|count| *count == 0).await.expect(open);
+            let busy = in_progress.wait_for(|count| *count > 0);
+            match tokio::time::timeout(idle_max, busy).await {
+                Err(_) => return,
+                Ok(busy) => drop(busy.expect(open)),
+            }
+        }
     }
 }
 
-impl Drop for Counted {
+impl Drop for RequestInProgress {
     fn drop(&mut self) {
-        self.0.send_modify(|count| *count -= 1);
+        self.0.slot.end_request();
+        self.0.in_progress.send_modify(|count| *count -= 1);
     }
 }
 
-/// An answer whose request counts until it is written or given up.
+/// A response whose request is in progress until the response is written or given up.
 pub struct CountedBody {
     pub body: Body,
-    pub _counted: Counted,
+    pub _request: RequestInProgress,
 }
 
 impl hyper::body::Body for CountedBody {
@@ -50,19 +102,4 @@ impl hyper::body::Body for CountedBody {
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
     }
-}
-
-/// Returns once there was no request for so long.
-pub async fn idle_for(requests: &mut watch::Receiver<usize>, idle_max: Duration) {
-    while requests.wait_for(|count| *count == 0).await.is_ok() {
-        let busy = requests.wait_for(|count| *count > 0);
-        let busy = tokio::time::timeout(idle_max, busy).await.map(|heard| heard.is_ok());
-        match busy {
-            Err(_) => return,
-            Ok(true) => {}
-            Ok(false) => break,
-        }
-    }
-    // The connection is gone, and so is whoever waits here.
-    std::future::pending().await
 }

@@ -1,9 +1,9 @@
 //! Accepts connections and owns them until each has ended.
 
-use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{convert::Infallible, io, net::SocketAddr, time::Duration};
 
 use axum::{Router, body::Body};
-use http::{Request, Response};
+use http::{Request, Response, StatusCode, header};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
@@ -12,15 +12,16 @@ use hyper_util::{
 use proto::TimedBody;
 use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore, watch},
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use super::{
-    connection::{ClientConnection, ConnectionEnd},
-    requests::{Counted, CountedBody, idle_for},
+    connection::{ClientConnection, ConnectionEnd, TimeLimits},
+    descriptors::ConnectionLimits,
+    requests::{CountedBody, RequestCount},
+    slots::{Slot, Slots, Verdict},
 };
 
 /// The kernel's queue of connections not yet accepted. What does not fit waits a second for its next
@@ -29,48 +30,49 @@ const BACKLOG: u32 = 4096;
 /// What the kernel keeps for a client that does not read, twice. Left alone it grows to megabytes,
 /// and a stopped client would be noticed only when they are full.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
-/// From connecting to the first byte, or the whole preface where it is one of HTTP/2.
-const OPENING_MAX: Duration = Duration::from_secs(10);
-/// From the end of one request (or the first byte) to the head of the next.
-const HEADER_MAX: Duration = Duration::from_secs(75);
-/// Without any request, on HTTP/2 as on HTTP/1.1. Pings do not count: a client that only answers them
-/// would keep its connection for ever.
-const IDLE_MAX: Duration = HEADER_MAX;
+/// For a request head: from connecting, or from the first byte of a later head, to its last byte.
+const HEAD_MAX: Duration = Duration::from_secs(10);
+/// The same for a connection that is open for a probe alone.
+const RESERVED_HEAD_MAX: Duration = Duration::from_secs(2);
+/// A connection without any request is closed after this time, on HTTP/2 as on HTTP/1.1. Pings do not
+/// count: a client that only answers pings would keep its connection for ever.
+const IDLE_MAX: Duration = Duration::from_secs(75);
 /// HTTP/2 requests at once on one connection.
 const STREAMS_MAX: u32 = 256;
 const PING_INTERVAL: Duration = Duration::from_secs(20);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
-/// After this long with the order to leave, connections are cut.
+/// A connection that closes gracefully is cut after this time without a request.
 const LEAVE_MAX: Duration = Duration::from_secs(2);
+/// The same for a connection whose slot another connection has taken.
+const CLOSE_MAX: Duration = Duration::from_millis(100);
+/// Seconds after which a refused client may find a free connection.
+const RETRY_AFTER_S: u32 = 1;
 
-/// What is spoken on a port.
+/// The protocol of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// HTTP/1.1, or HTTP/2 where the client begins with it.
+    /// HTTP/1.1, or HTTP/2 when the client opens with its preface.
     Http,
     /// HTTP/2 alone.
     Grpc,
 }
 
-/// What clients may take.
+/// Limits on the clients of a port.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// At once.
-    pub connections_max: usize,
+    connections: ConnectionLimits,
     /// For one request, from its head to its last byte.
-    pub read_max: Duration,
+    read_max: Duration,
     /// For a client that does not read.
-    pub write_max: Duration,
-    /// For what a connection begins with.
-    opening_max: Duration,
+    write_max: Duration,
+    head_max: Duration,
     /// Without a request.
     idle_max: Duration,
 }
 
 impl Bounds {
-    pub fn new(connections_max: usize, read_max: Duration, write_max: Duration) -> Self {
-        let (opening_max, idle_max) = (OPENING_MAX, IDLE_MAX);
-        Self { connections_max, read_max, write_max, opening_max, idle_max }
+    pub fn new(connections: ConnectionLimits, read_max: Duration, write_max: Duration) -> Self {
+        Self { connections, read_max, write_max, head_max: HEAD_MAX, idle_max: IDLE_MAX }
     }
 }
 
@@ -84,7 +86,7 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then lets every connection end. Returns when all are gone.
+/// Serves until `stop`, then closes every connection gracefully. Returns when all are closed.
 pub async fn serve(
     listener: TcpListener,
     protocol: Protocol,
@@ -92,25 +94,26 @@ pub async fn serve(
     bounds: Bounds,
     stop: CancellationToken,
 ) {
-    let permits = Arc::new(Semaphore::new(bounds.connections_max));
+    let ConnectionLimits { ordinary_max, reserved_max } = bounds.connections;
+    let slots = Slots::new(ordinary_max, reserved_max);
     let mut connections = JoinSet::new();
     loop {
-        let permit = tokio::select! {
-            () = stop.cancelled() => break,
-            permit = permits.clone().acquire_owned() => permit.expect("it is never closed"),
+        let accept = async {
+            slots.has_descriptor().await;
+            listener.accept().await
         };
         let accepted = tokio::select! {
             () = stop.cancelled() => break,
-            accepted = listener.accept() => accepted,
+            accepted = accept => accepted,
         };
         match accepted {
             Ok((stream, _)) => {
-                let (routes, stop) = (routes.clone(), stop.clone());
-                connections.spawn(connection(stream, protocol, routes, bounds, stop, permit));
+                let (routes, stop, slot) = (routes.clone(), stop.clone(), slots.admit());
+                connections.spawn(connection(stream, protocol, routes, bounds, stop, slot));
             }
-            // Out of descriptors, most likely: give others time to close theirs.
+            // Most likely out of descriptors: other connections need time to close theirs.
             Err(error) => {
-                tracing::warn!(%error, "a connection could not be accepted");
+                tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }
@@ -129,33 +132,43 @@ async fn connection(
     routes: Router,
     bounds: Bounds,
     stop: CancellationToken,
-    _permit: OwnedSemaphorePermit,
+    slot: Slot,
 ) {
     // A token is one small packet that must not wait for the next.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a client left at once");
         return;
     }
-    let requests = watch::Sender::new(0);
-    let mut in_work = requests.subscribe();
+    let limits = TimeLimits {
+        opening_max: if slot.is_reserved() { RESERVED_HEAD_MAX } else { bounds.head_max },
+        head_max: bounds.head_max,
+        write_max: bounds.write_max,
+    };
+    let requests = RequestCount::new(slot);
     let end = ConnectionEnd::default();
-    let io = ClientConnection::new(stream, bounds.opening_max, bounds.write_max, end.clone());
+    let io = ClientConnection::new(stream, limits, end.clone(), requests.clone());
+    let counted = requests.clone();
     let service = service_fn(move |mut request: Request<Incoming>| {
-        let (routes, counted) = (routes.clone(), Counted::new(&requests));
+        let (in_progress, verdict) = counted.begin(is_probe(request.uri().path()));
+        let routes = routes.clone();
         request.extensions_mut().insert(end.clone());
         async move {
-            let request = request.map(|body| match protocol {
-                // Its handlers bound the time themselves and answer in their own words.
-                Protocol::Http => Body::new(body),
-                Protocol::Grpc => Body::new(TimedBody::new(body, bounds.read_max)),
-            });
-            let answer = routes.oneshot(request).await;
-            let answer: Response<Body> = answer.unwrap_or_else(|never| match never {});
-            Ok::<_, Infallible>(answer.map(|body| CountedBody { body, _counted: counted }))
+            let response = match verdict {
+                Verdict::Refuse => too_many_connections(),
+                Verdict::Serve => {
+                    let request = request.map(|body| match protocol {
+                        // The HTTP handlers bound the time themselves, with their own errors.
+                        Protocol::Http => Body::new(body),
+                        Protocol::Grpc => Body::new(TimedBody::new(body, bounds.read_max)),
+                    });
+                    routes.oneshot(request).await.unwrap_or_else(|never| match never {})
+                }
+            };
+            Ok::<_, Infallible>(response.map(|body| CountedBody { body, _request: in_progress }))
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_MAX);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(bounds.idle_max);
     builder
         .http2()
         .timer(TokioTimer::new())
@@ -166,23 +179,47 @@ async fn connection(
         builder = builder.http2_only();
     }
     let connection = builder.serve_connection(TokioIo::new(io), service);
-    let idle = idle_for(&mut in_work, bounds.idle_max);
-    tokio::pin!(connection, idle);
-    let mut leaving = false;
-    loop {
-        tokio::select! {
-            // A client that breaks off or sends garbage is its own problem.
-            _ = connection.as_mut() => return,
-            () = stop.cancelled(), if !leaving => {
-                leaving = true;
-                connection.as_mut().graceful_shutdown();
-            }
-            () = &mut idle, if !leaving => {
-                leaving = true;
-                connection.as_mut().graceful_shutdown();
-            }
+    tokio::pin!(connection);
+    let cut_after = tokio::select! {
+        // A client that breaks off or sends garbage harms itself alone.
+        _ = connection.as_mut() => return,
+        () = stop.cancelled() => LEAVE_MAX,
+        () = requests.idle_for(bounds.idle_max) => LEAVE_MAX,
+        () = requests.slot().closing() => CLOSE_MAX,
+    };
+    connection.as_mut().graceful_shutdown();
+    let cut = async {
+        requests.idle().await;
+        // A client that never sent a whole head has no response to read.
+        if requests.begun() > 0 {
+            tokio::time::sleep(cut_after).await;
         }
+    };
+    tokio::select! {
+        _ = connection => {}
+        () = cut => {}
     }
+}
+
+/// Reports whether a request asks for the state of the router, over HTTP or gRPC.
+fn is_probe(path: &str) -> bool {
+    matches!(path, "/live" | "/health" | "/metrics" | "/grpc.health.v1.Health/Check")
+}
+
+/// Refuses a request before it is routed. A gRPC client reads the status as UNAVAILABLE.
+fn too_many_connections() -> Response<Body> {
+    let error = serde_json::json!({"error": {
+        "message": "the router has too many connections",
+        "type": "server_error",
+        "param": null,
+        "code": "overloaded",
+    }});
+    Response::builder()
+        .status(StatusCode::SERVICE_UNAVAILABLE)
+        .header(header::CONTENT_TYPE, "application/json")
+        .header(header::RETRY_AFTER, RETRY_AFTER_S)
+        .body(Body::from(error.to_string()))
+        .expect("constants make a valid response")
 }
 
 #[cfg(test)]
@@ -193,7 +230,12 @@ mod tests {
         client::legacy::{Client, connect::HttpConnector},
         rt::TokioExecutor,
     };
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use std::sync::Arc;
+
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        sync::Notify,
+    };
 
     use super::*;
 
@@ -202,27 +244,34 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
     const DEADLINE: Duration = Duration::from_secs(20);
 
-    /// A port with room for one connection, and what ends it.
-    fn port(protocol: Protocol, opening_max: Duration, idle_max: Duration) -> Port {
+    /// A port for one ordinary connection at a time.
+    fn port(protocol: Protocol, head_max: Duration, idle_max: Duration) -> Port {
         let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
-        let routes = Router::new().route("/", get(async || "here")).route(
-            "/slow",
-            get(async || {
-                tokio::time::sleep(SHORT * 2).await;
-                "late"
-            }),
-        );
-        let bounds = Bounds { opening_max, idle_max, ..Bounds::new(1, LONG, LONG) };
+        let (arrived, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+        let (tell, wait) = (arrived.clone(), go_on.clone());
+        let slow = async move || {
+            tell.notify_one();
+            wait.notified().await;
+            "late"
+        };
+        let routes = Router::new().route("/", get(async || "here")).route("/slow", get(slow));
+        let routes = routes.route("/live", get(async || "live"));
+        let connections = ConnectionLimits { ordinary_max: 1, reserved_max: 1 };
+        let bounds = Bounds { head_max, idle_max, ..Bounds::new(connections, LONG, LONG) };
         let stop = CancellationToken::new();
         let task = tokio::spawn(serve(listener, protocol, routes, bounds, stop.clone()));
-        Port { address, stop, task }
+        Port { address, stop, task, arrived, go_on }
     }
 
     struct Port {
         address: SocketAddr,
         stop: CancellationToken,
         task: tokio::task::JoinHandle<()>,
+        /// The slow request has arrived.
+        arrived: Arc<Notify>,
+        /// Lets the slow request end.
+        go_on: Arc<Notify>,
     }
 
     impl Port {
@@ -273,14 +322,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn half_a_preface_holds_no_connection_on_either_port() {
+    async fn an_incomplete_request_head_is_closed_after_its_time_limit() {
         for protocol in [Protocol::Http, Protocol::Grpc] {
-            for half in ["", "P", "PRI", "PRI * HTTP/2.0\r\n"] {
+            for half in ["", "P", "PRI", "PRI * HTTP/2.0\r\n", "GET / HT"] {
                 let port = port(protocol, SHORT, LONG);
                 let mut stuck = port.connect().await;
                 stuck.write_all(half.as_bytes()).await.unwrap();
                 closed(&mut stuck).await;
-                // The only place is free again.
                 assert_eq!(port.get(&client(), "/").await, 200, "{protocol:?} {half:?}");
                 port.end().await;
             }
@@ -288,16 +336,56 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_new_connection_closes_an_idle_one_at_the_cap() {
+        for protocol in [Protocol::Http, Protocol::Grpc] {
+            let port = port(protocol, LONG, LONG);
+            let idle = client();
+            assert_eq!(port.get(&idle, "/").await, 200);
+            for half in ["", "PRI", "GET / HT"] {
+                let mut stuck = port.connect().await;
+                stuck.write_all(half.as_bytes()).await.unwrap();
+                assert_eq!(port.get(&client(), "/").await, 200, "{protocol:?} {half:?}");
+                closed(&mut stuck).await;
+            }
+            // The client of the closed connection opens another one.
+            assert_eq!(port.get(&idle, "/").await, 200);
+            port.end().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn only_probes_are_served_while_every_connection_is_busy() {
+        for protocol in [Protocol::Http, Protocol::Grpc] {
+            let port = port(protocol, LONG, LONG);
+            let (busy, other) = (client(), client());
+            let probes = async {
+                // The slow request is on its way before this connection opens.
+                port.arrived.notified().await;
+                for _ in 0..3 {
+                    assert_eq!(port.get(&client(), "/live").await, 200);
+                    let mut silent = port.connect().await;
+                    silent.write_all(b"P").await.unwrap();
+                    assert_eq!(port.get(&client(), "/live").await, 200);
+                    assert_eq!(port.get(&other, "/").await, 503);
+                    closed(&mut silent).await;
+                }
+                port.go_on.notify_one();
+            };
+            let (slow, ()) = tokio::join!(port.get(&busy, "/slow"), probes);
+            assert_eq!(slow, 200, "a busy connection is never closed for another one");
+            assert_eq!(port.get(&other, "/").await, 200);
+            port.end().await;
+        }
+    }
+
+    #[tokio::test]
     async fn an_http_2_connection_without_requests_is_closed() {
         for protocol in [Protocol::Http, Protocol::Grpc] {
             let port = port(protocol, LONG, SHORT);
-            let idle = client();
-            assert_eq!(port.get(&idle, "/").await, 200);
-            // One that is being answered is not idle.
-            assert_eq!(port.get(&idle, "/slow").await, 200);
-            // It keeps its connection as long as the server does.
-            assert_eq!(port.get(&client(), "/").await, 200);
-            drop(idle);
+            let mut raw = port.connect().await;
+            raw.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+            raw.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
+            closed(&mut raw).await;
             port.end().await;
         }
     }

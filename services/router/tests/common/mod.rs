@@ -35,6 +35,7 @@ pub fn settings() -> RouterSettings {
         http: "127.0.0.1:0".parse().unwrap(),
         grpc: "127.0.0.1:0".parse().unwrap(),
         drain_timeout: Duration::from_secs(10),
+        open_files_max: 1024,
         front: FrontSettings::new(&config::Router::default()),
     }
 }

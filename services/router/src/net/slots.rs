@@ -1,0 +1,368 @@
+//! Decides which connections a port keeps: pure, no socket and no clock.
+//!
+//! Life of a connection on a port that admits at most `ordinary_max` connections:
+//! 1. Below the cap the connection is *ordinary*.
+//! 2. At the cap, the connection takes the slot of the ordinary connection that has been idle for the
+//!    longest time, and that connection is closed. A connection is idle while it has no request in
+//!    progress: a kept-alive connection, or a client that has not sent a whole request head yet.
+//! 3. When every ordinary connection has a request in progress, the connection is *reserved*: only a
+//!    probe is served on it, once. Any other request is refused, unless a slot has become free. When
+//!    the reserve is full, too, the longest-idle reserved connection is closed.
+//! 4. A *closing* connection holds its descriptor, but no slot, until its task ends. A request that
+//!    arrives on it is refused. At most `reserved_max` connections are closing at a time: until one of
+//!    them has ended, the port accepts no other.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+/// Admits connections to one port. Clones share their state.
+#[derive(Clone)]
+pub struct Slots {
+    table: Arc<Mutex<Table>>,
+    /// Notified whenever a connection ends.
+    freed: Arc<Notify>,
+}
+
+/// One connection's entry. Dropping it gives the entry back.
+pub struct Slot {
+    id: u64,
+    slots: Slots,
+    close: CancellationToken,
+    is_reserved: bool,
+}
+
+/// Whether a request may be served on its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Serve,
+    /// The port has too many connections.
+    Refuse,
+}
+
+struct Table {
+    ordinary_max: usize,
+    reserved_max: usize,
+    entries: HashMap<u64, Entry>,
+    ordinary: Class,
+    reserved: Class,
+    /// Numbers connections, and orders the moments at which they became idle.
+    next: u64,
+    /// Set while the port is known to be full, so that the log says it once.
+    is_full: bool,
+}
+
+/// Connections of one kind that are not closing.
+#[derive(Default)]
+struct Class {
+    count: usize,
+    /// Ids of the idle connections by the moment at which they became idle.
+    idle: BTreeMap<u64, u64>,
+}
+
+struct Entry {
+    state: State,
+    /// Requests in progress. HTTP/2 allows several.
+    requests: u32,
+    /// Key in [`Class::idle`] while there is no request in progress.
+    idle_since: u64,
+    close: CancellationToken,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Ordinary,
+    Reserved,
+    Closing,
+}
+
+impl Slots {
+    pub fn new(ordinary_max: usize, reserved_max: usize) -> Self {
+        let table = Table {
+            ordinary_max,
+            reserved_max,
+            entries: HashMap::new(),
+            ordinary: Class::default(),
+            reserved: Class::default(),
+            next: 0,
+            is_full: false,
+        };
+        Self { table: Arc::new(Mutex::new(table)), freed: Arc::default() }
+    }
+
+    /// Admits a connection, and closes another one where the port is full.
+    pub fn admit(&self) -> Slot {
+        let close = CancellationToken::new();
+        let (id, state) = self.lock().admit(close.clone());
+        Slot { id, slots: self.clone(), close, is_reserved: state == State::Reserved }
+    }
+
+    /// Waits until the port has a descriptor for one more connection.
+    pub async fn has_descriptor(&self) {
+        loop {
+            let freed = self.freed.notified();
+            if self.lock().has_descriptor() {
+                return;
+            }
+            freed.await;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Slot {
+    /// Reports whether the connection was admitted for a probe alone.
+    pub fn is_reserved(&self) -> bool {
+        self.is_reserved
+    }
+
+    /// Returns once the connection has to close. A request in progress may end first.
+    pub async fn closing(&self) {
+        self.close.cancelled().await;
+    }
+
+    /// Counts a request whose head has arrived. [`Self::end_request`] must follow in either case.
+    pub fn begin_request(&self, is_probe: bool) -> Verdict {
+        self.slots.lock().begin_request(self.id, is_probe)
+    }
+
+    /// Ends a request: its response is written or given up.
+    pub fn end_request(&self) {
+        self.slots.lock().end_request(self.id);
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.slots.lock().remove(self.id);
+        self.slots.freed.notify_waiters();
+    }
+}
+
+impl Table {
+    fn admit(&mut self, close: CancellationToken) -> (u64, State) {
+        let id = self.tick();
+        let state = if self.take_ordinary_slot() {
+            State::Ordinary
+        } else {
+            if self.reserved.count >= self.reserved_max {
+                self.close_longest_idle(State::Reserved);
+            }
+            State::Reserved
+        };
+        self.entries.insert(id, Entry { state, requests: 0, idle_since: id, close });
+        let class = self.class(state);
+        class.count += 1;
+        class.idle.insert(id, id);
+        (id, state)
+    }
+
+    /// Makes sure that one more connection can be ordinary.
+    fn take_ordinary_slot(&mut self) -> bool {
+        if self.ordinary.count < self.ordinary_max {
+            return true;
+        }
+        if !std::mem::replace(&mut self.is_full, true) {
+            tracing::warn!(
+                connections_max = self.ordinary_max,
+                "connection limit reached: each new connection closes the longest-idle one"
+            );
+        }
+        self.close_longest_idle(State::Ordinary)
+    }
+
+    fn close_longest_idle(&mut self, state: State) -> bool {
+        let Some((_, id)) = self.class(state).idle.pop_first() else { return false };
+        self.class(state).count -= 1;
+        self.close(id);
+        true
+    }
+
+    /// Marks a connection that is in no class any more.
+    fn close(&mut self, id: u64) {
+        let entry = self.entries.get_mut(&id).expect("classes name open connections");
+        entry.state = State::Closing;
+        entry.close.cancel();
+    }
+
+    fn begin_request(&mut self, id: u64, is_probe: bool) -> Verdict {
+        let Entry { state, requests, idle_since, .. } =
+            self.entries.get_mut(&id).expect("a connection has its entry until it ends");
+        *requests += 1;
+        let (state, was_idle, since) = (*state, *requests == 1, *idle_since);
+        if state == State::Closing {
+            return Verdict::Refuse;
+        }
+        if was_idle {
+            self.class(state).idle.remove(&since);
+        }
+        if state == State::Ordinary {
+            return Verdict::Serve;
+        }
+        self.reserved.count -= 1;
+        if self.take_ordinary_slot() {
+            self.ordinary.count += 1;
+            self.entries.get_mut(&id).expect("it was found above").state = State::Ordinary;
+            return Verdict::Serve;
+        }
+        self.close(id);
+        if is_probe { Verdict::Serve } else { Verdict::Refuse }
+    }
+
+    fn end_request(&mut self, id: u64) {
+        let now = self.tick();
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        entry.requests -= 1;
+        if entry.requests == 0 && entry.state != State::Closing {
+            entry.idle_since = now;
+            let state = entry.state;
+            self.class(state).idle.insert(now, id);
+        }
+    }
+
+    fn remove(&mut self, id: u64) {
+        let Some(entry) = self.entries.remove(&id) else { return };
+        if entry.state != State::Closing {
+            let class = self.class(entry.state);
+            class.count -= 1;
+            class.idle.remove(&entry.idle_since);
+        }
+        if self.ordinary.count * 2 < self.ordinary_max {
+            self.is_full = false;
+        }
+    }
+
+    fn has_descriptor(&self) -> bool {
+        let closing = self.entries.len() - self.ordinary.count - self.reserved.count;
+        closing < self.reserved_max
+    }
+
+    fn class(&mut self, state: State) -> &mut Class {
+        match state {
+            State::Ordinary => &mut self.ordinary,
+            State::Reserved => &mut self.reserved,
+            State::Closing => unreachable!("a closing connection has no slot"),
+        }
+    }
+
+    fn tick(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn is_closing(slot: &Slot) -> bool {
+        slot.close.is_cancelled()
+    }
+
+    #[test]
+    fn a_new_connection_at_the_cap_closes_the_longest_idle_one() {
+        let slots = Slots::new(3, 1);
+        let [busy, first, second] = [(); 3].map(|()| slots.admit());
+        assert_eq!(busy.begin_request(false), Verdict::Serve);
+        // The first connection is idle since its request has ended: the second one is idle for longer.
+        assert_eq!(first.begin_request(false), Verdict::Serve);
+        first.end_request();
+        let new = slots.admit();
+        assert!(!new.is_reserved());
+        assert_eq!([&busy, &first, &second].map(is_closing), [false, false, true]);
+        // A request that arrives too late is refused.
+        assert_eq!(second.begin_request(true), Verdict::Refuse);
+        second.end_request();
+        drop(second);
+        assert_eq!(new.begin_request(false), Verdict::Serve);
+    }
+
+    #[test]
+    fn a_probe_is_served_once_while_every_ordinary_connection_is_busy() {
+        let slots = Slots::new(1, 2);
+        let busy = slots.admit();
+        assert_eq!(busy.begin_request(false), Verdict::Serve);
+        let [probe, other] = [(); 2].map(|()| slots.admit());
+        assert!(probe.is_reserved() && other.is_reserved());
+        assert_eq!(probe.begin_request(true), Verdict::Serve);
+        assert_eq!(other.begin_request(false), Verdict::Refuse);
+        assert!(is_closing(&probe) && is_closing(&other));
+        assert_eq!(probe.begin_request(true), Verdict::Refuse, "it is closing");
+        assert!(!is_closing(&busy));
+    }
+
+    #[test]
+    fn a_reserved_connection_becomes_ordinary_once_a_slot_is_free() {
+        let slots = Slots::new(1, 1);
+        let busy = slots.admit();
+        assert_eq!(busy.begin_request(false), Verdict::Serve);
+        let waiting = slots.admit();
+        busy.end_request();
+        assert_eq!(waiting.begin_request(false), Verdict::Serve);
+        assert_eq!([&busy, &waiting].map(is_closing), [true, false]);
+    }
+
+    #[test]
+    fn a_full_reserve_closes_its_longest_idle_connection() {
+        let slots = Slots::new(1, 1);
+        let busy = slots.admit();
+        assert_eq!(busy.begin_request(false), Verdict::Serve);
+        let silent = slots.admit();
+        assert!(slots.lock().has_descriptor());
+        let probe = slots.admit();
+        assert!(is_closing(&silent));
+        assert!(!slots.lock().has_descriptor(), "the closing connection has not ended");
+        drop(silent);
+        assert!(slots.lock().has_descriptor());
+        assert_eq!(probe.begin_request(true), Verdict::Serve);
+    }
+
+    proptest! {
+        #[test]
+        fn classes_stay_within_their_bounds(
+            (ordinary_max, reserved_max) in (1usize..5, 1usize..4),
+            steps in prop::collection::vec((0usize..4, 0usize..12, any::<bool>()), 0..200),
+        ) {
+            let slots = Slots::new(ordinary_max, reserved_max);
+            let mut open: Vec<(Slot, u32)> = Vec::new();
+            for (step, index, is_probe) in steps {
+                let index = index.checked_rem(open.len()).unwrap_or(0);
+                match step {
+                    0 if slots.lock().has_descriptor() => {
+                        let slot = slots.admit();
+                        // A probe on a fresh connection always gets through.
+                        let served = !is_probe || slot.begin_request(true) == Verdict::Serve;
+                        prop_assert!(served);
+                        open.push((slot, u32::from(is_probe)));
+                    }
+                    1 if !open.is_empty() => {
+                        open[index].0.begin_request(is_probe);
+                        open[index].1 += 1;
+                    }
+                    2 if !open.is_empty() && open[index].1 > 0 => {
+                        open[index].0.end_request();
+                        open[index].1 -= 1;
+                    }
+                    3 if !open.is_empty() => drop(open.swap_remove(index)),
+                    _ => {}
+                }
+                let table = slots.lock();
+                prop_assert_eq!(table.entries.len(), open.len());
+                prop_assert!(table.ordinary.count <= ordinary_max);
+                prop_assert!(table.reserved.count <= reserved_max);
+                let idle = table.ordinary.idle.len() + table.reserved.idle.len();
+                let expected = open.iter().filter(|(slot, requests)| !is_closing(slot) && *requests == 0);
+                prop_assert_eq!(idle, expected.count());
+            }
+        }
+    }
+}
