@@ -51,7 +51,7 @@ fn greeting(node: usize, in_advance: bool) -> Body {
 
 /// Node 0 hears it of `node` alone: the others are not asked.
 fn hear(world: &mut World, node: usize, body: Body) {
-    let (now, from) = (world.now, source(world, node));
+    let (now, from) = (world.now(), source(world, node));
     world.nodes[0].core.handle_notice(now, &from, Notice::untraced(body));
 }
 
@@ -70,7 +70,7 @@ fn reserve(transfer: u128) -> Body {
 fn early_reservations_are_bounded_and_leave_after_a_lease() {
     let mut world = world(2);
     let peer = source(&world, 1);
-    let now = world.now;
+    let now = world.now();
     let core = &mut world.nodes[0].core;
     core.handle_notice(now, &peer, Notice::untraced(hello(1)));
     for transfer in 0..50 {
@@ -79,7 +79,7 @@ fn early_reservations_are_bounded_and_leave_after_a_lease() {
     }
     assert_eq!(core.table_sizes().1, LIMITS.early_max);
     assert_eq!(core.active_count(), 0, "the node knows of none of them");
-    world.run_until(world.now + Duration::from_secs(5));
+    world.run_until(world.now() + Duration::from_secs(5));
     assert_eq!(world.nodes[0].core.table_sizes().1, 0);
     assert!(world.nodes[0].events.is_empty());
 }
@@ -88,7 +88,7 @@ fn early_reservations_are_bounded_and_leave_after_a_lease() {
 fn tombstones_are_bounded_whoever_cancels() {
     let mut world = world(2);
     let peer = source(&world, 1);
-    let now = world.now;
+    let now = world.now();
     let core = &mut world.nodes[0].core;
     core.handle_notice(now, &peer, Notice::untraced(hello(1)));
     for id in 0..500 {
@@ -108,7 +108,7 @@ fn what_was_cancelled_before_it_began_fails_at_once() {
     let mut world = world(2);
     let transfer = TransferId(4);
     let reason = "the client left".to_owned();
-    world.at(world.now, 0, Step::Command(Command::Abort { transfer, reason }));
+    world.at(world.now(), 0, Step::Command(Command::Abort { transfer, reason }));
     let journey = Journey {
         transfer,
         sender: 0,
@@ -117,9 +117,9 @@ fn what_was_cancelled_before_it_began_fails_at_once() {
         cached: 0,
         deadline: Duration::from_secs(5),
     };
-    let later = world.now + Duration::from_millis(20);
+    let later = world.now() + Duration::from_millis(20);
     world.journey(journey, Some(later), Some(later));
-    world.run_until(world.now + Duration::from_millis(300));
+    world.run_until(world.now() + Duration::from_millis(300));
     for node in [0, 1] {
         assert!(world.end_of(node, transfer).is_some_and(|(_, well)| !well));
     }
@@ -137,9 +137,9 @@ fn one_transfer_too_many_is_refused_with_the_bound_named() {
             deadline: Duration::from_secs(5),
             traceparent: String::new(),
         };
-        world.at(world.now, 0, Step::Command(command));
+        world.at(world.now(), 0, Step::Command(command));
     }
-    world.run_until(world.now + Duration::from_millis(1));
+    world.run_until(world.now() + Duration::from_millis(1));
     assert_eq!(world.nodes[0].core.table_sizes().0, LIMITS.transfers_max);
     let [(_, Event::SendFailed { transfer, failure: TransferFailure::Aborted { reason } })] =
         world.nodes[0].events.as_slice()
@@ -165,7 +165,7 @@ fn who_has_greeted_for_a_request_is_not_pushed_out_before_its_reservation() {
         hear(&mut world, node, reserve(node as u128));
     }
     assert_eq!(world.nodes[0].core.table_sizes().1, 2);
-    world.now += RESERVES_WITHIN;
+    world.run_until(world.now() + RESERVES_WITHIN);
     hear(&mut world, 4, hello(4));
     let expected = [1, 2, 4].map(|node| world.nodes[node].epoch);
     assert!(expected.iter().all(|epoch| peers(&world, 0).contains(epoch)));
@@ -183,7 +183,7 @@ fn whoever_greets_in_advance_pushes_nobody_out_and_leaves_room_to_requests() {
     for node in 1..4 {
         hear(&mut world, node, hello(node));
     }
-    world.now += RESERVES_WITHIN * 2;
+    world.run_until(world.now() + RESERVES_WITHIN * 2);
     let asked_for = peers(&world, 0);
     assert_eq!(asked_for.len(), LIMITS.pairs_max);
     for node in [4, 5] {
@@ -210,7 +210,7 @@ fn greeted_in_vain() -> World {
     for node in 1..4 {
         hear(&mut world, node, hello(node));
     }
-    world.now += RESERVES_WITHIN;
+    world.run_until(world.now() + RESERVES_WITHIN);
     meet(&mut world, 4, 0);
     world
 }
@@ -220,7 +220,7 @@ fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
     let mut world = greeted_in_vain();
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
     assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
-    let (now, transfer) = (world.now, TransferId(1));
+    let (now, transfer) = (world.now(), TransferId(1));
     let deadline = Duration::from_secs(5);
     let journey = Journey { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
     // The sender, which is full, hears of it by the greeting alone.
@@ -235,10 +235,10 @@ fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
 fn a_transfer_that_begins_late_in_a_greeting_in_advance_has_the_time_of_its_own_greeting() {
     let mut world = greeted_in_vain();
     // Within a millisecond of the end of the greeting that nobody has answered.
-    world.run_until(world.now + LEASE - Duration::from_millis(21));
+    world.run_until(world.now() + LEASE - Duration::from_millis(21));
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
     assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
-    let (now, transfer) = (world.now, TransferId(1));
+    let (now, transfer) = (world.now(), TransferId(1));
     let deadline = Duration::from_secs(5);
     let journey = Journey { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
     world.journey(journey, Some(now), Some(now + Duration::from_millis(75)));
@@ -251,8 +251,8 @@ fn pairs_are_bounded_and_the_longest_idle_makes_room() {
     let mut world = world(6);
     for node in 1..6 {
         let from = source(&world, node);
-        world.at(world.now, 0, Step::Notice(from, Notice::untraced(hello(node))));
-        world.run_until(world.now + RESERVES_WITHIN);
+        world.at(world.now(), 0, Step::Notice(from, Notice::untraced(hello(node))));
+        world.run_until(world.now() + RESERVES_WITHIN);
         assert!(world.nodes[0].core.pairs().count() <= LIMITS.pairs_max);
     }
     let epochs: Vec<Epoch> = world.nodes[0].core.pairs().map(|pair| pair.peer().epoch).collect();
@@ -266,8 +266,8 @@ const INTRODUCED_EVERY: Duration = Duration::from_secs(20);
 
 fn meet(world: &mut World, node: usize, other: usize) {
     let command = Command::Meet { peer: world.address(other), sends: true, meeting: None };
-    world.at(world.now, node, Step::Command(command));
-    world.run_until(world.now + Duration::from_millis(20));
+    world.at(world.now(), node, Step::Command(command));
+    world.run_until(world.now() + Duration::from_millis(20));
 }
 
 fn peers(world: &World, node: usize) -> Vec<Epoch> {
@@ -291,12 +291,12 @@ fn those_met_in_advance_push_nobody_out_and_leave_room_to_requests() {
         for (other, node) in world.nodes.iter().enumerate().skip(1) {
             assert_eq!(world.is_connected(0, other), met.contains(&node.epoch), "node {other}");
         }
-        world.run_until(world.now + INTRODUCED_EVERY);
+        world.run_until(world.now() + INTRODUCED_EVERY);
     }
     // A request of one that was not met finds room, and nobody has to go for it.
     let from = source(&world, 5);
-    world.at(world.now, 0, Step::Notice(from.clone(), Notice::untraced(hello(5))));
-    world.run_until(world.now + Duration::from_millis(5));
+    world.at(world.now(), 0, Step::Notice(from.clone(), Notice::untraced(hello(5))));
+    world.run_until(world.now() + Duration::from_millis(5));
     let now = peers(&world, 0);
     assert!(now.contains(&from.epoch) && met.iter().all(|epoch| now.contains(epoch)), "{now:?}");
     // Nor is it pushed out by those that are met again.
@@ -314,10 +314,10 @@ fn a_pair_met_in_advance_stays_while_it_is_said_again() {
         meet(&mut world, 0, 1);
         meet(&mut world, 1, 0);
         assert!(world.is_connected(0, 1) && world.is_connected(1, 0));
-        world.run_until(world.now + INTRODUCED_EVERY);
+        world.run_until(world.now() + INTRODUCED_EVERY);
     }
-    assert_eq!(peers(&world, 0).len(), 1, "it is {:?} old", world.now - world.start);
-    world.run_until(world.now + LIMITS.pair_idle);
+    assert_eq!(peers(&world, 0).len(), 1, "it is {:?} old", world.now() - world.start());
+    world.run_until(world.now() + LIMITS.pair_idle);
     assert_eq!((peers(&world, 0), peers(&world, 1)), (vec![], vec![]), "nobody speaks of it");
 }
 
@@ -325,11 +325,11 @@ fn a_pair_met_in_advance_stays_while_it_is_said_again() {
 fn with_nodes_of_other_hosts_nothing_is_made_in_advance_nor_kept() {
     let mut world = world(3);
     world.nodes[1] = Node::on_host("elsewhere", 1, 200, LIMITS);
-    let end = world.start + 3 * LIMITS.pair_idle;
-    while world.now < end {
+    let end = world.start() + 3 * LIMITS.pair_idle;
+    while world.now() < end {
         meet(&mut world, 0, 1);
-        assert!(!world.is_connected(0, 1), "after {:?}", world.now - world.start);
-        world.run_until(world.now + INTRODUCED_EVERY);
+        assert!(!world.is_connected(0, 1), "after {:?}", world.now() - world.start());
+        world.run_until(world.now() + INTRODUCED_EVERY);
     }
     assert_eq!(peers(&world, 0), [], "one greeting was enough to find out");
     // Transfers make it as ever.
@@ -341,7 +341,7 @@ fn with_nodes_of_other_hosts_nothing_is_made_in_advance_nor_kept() {
         cached: 0,
         deadline: Duration::from_secs(5),
     };
-    let now = world.now;
+    let now = world.now();
     world.journey(journey, Some(now), Some(now));
     world.run_until(now + Duration::from_secs(1));
     assert!(world.end_of(1, TransferId(1)).is_some_and(|(_, well)| well));
@@ -357,8 +357,8 @@ fn a_node_does_not_pair_with_itself() {
         deadline: Duration::from_secs(5),
         traceparent: String::new(),
     };
-    world.at(world.now, 0, Step::Command(command));
-    world.run_until(world.now + Duration::from_millis(1));
+    world.at(world.now(), 0, Step::Command(command));
+    world.run_until(world.now() + Duration::from_millis(1));
     let [(_, Event::SendFailed { failure: TransferFailure::Aborted { reason }, .. })] =
         world.nodes[0].events.as_slice()
     else {

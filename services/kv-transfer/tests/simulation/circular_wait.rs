@@ -45,7 +45,7 @@ fn full_pools_on_both_sides_empty_each_other() {
     for seed in 0..20 {
         let mut world = World::new(seed, 3, 8, CALM);
         world.computes = false;
-        let start = world.start;
+        let start = world.start();
         let journeys: Vec<Journey> = (0..60)
             .map(|id| Journey {
                 transfer: TransferId(id + 1),
@@ -62,10 +62,10 @@ fn full_pools_on_both_sides_empty_each_other() {
         let mut unreserved: VecDeque<Journey> = journeys.iter().cloned().collect();
         let mut prefills = Prefills { waiting: VecDeque::new(), events_seen: 0 };
         let mut fullest = (usize::MAX, usize::MAX);
-        while world.now < start + Duration::from_secs(30) {
+        while world.now() < start + Duration::from_secs(30) {
             reserve(&mut world, &mut unreserved);
             prefills.step(&mut world);
-            let next: Instant = world.now + Duration::from_millis(1);
+            let next: Instant = world.now() + Duration::from_millis(1);
             world.run_until(next);
             fullest.0 = fullest.0.min(world.nodes[SENDER].free_count());
             fullest.1 = fullest.1.min(world.nodes[1].free_count());
@@ -94,7 +94,7 @@ fn reserve(world: &mut World, unreserved: &mut VecDeque<Journey>) {
         match blocks {
             Some(blocks) => {
                 let command = world.receive_command(&journey, blocks);
-                world.at(world.now, receiver, Step::Command(command));
+                world.at(world.now(), receiver, Step::Command(command));
             }
             None => {
                 is_full[receiver] = true;

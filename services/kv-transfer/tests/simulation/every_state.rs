@@ -7,29 +7,27 @@ use kv_transfer::{
     config::LEASE,
 };
 
-use crate::world::{Journey, Step, Weather, World};
+use simulation_base::NetworkFaults;
+
+use crate::world::{CALM, Journey, Step, World};
 
 const SENDER: usize = 0;
 const RECEIVER: usize = 1;
 /// Slow enough that moments fall between all messages.
-const WEATHER: Weather = Weather {
-    loss: 0,
-    duplication: 0,
-    damage: 0,
-    delay_max: Duration::from_millis(4),
-    release_max: Duration::from_millis(100),
-};
-/// Any notice may be lost, come twice, or overtake its neighbours.
-const ROUGH: Weather =
-    Weather { loss: 30, duplication: 30, delay_max: Duration::from_millis(25), ..WEATHER };
+const SLOW: NetworkFaults = NetworkFaults { delay_max: Duration::from_millis(4), ..CALM };
+const RELEASE_DELAY_MAX: Duration = Duration::from_millis(100);
+/// Any control message may be lost, duplicated or reordered.
+const LOSSY: NetworkFaults =
+    NetworkFaults { loss: 30, duplication: 30, delay_max: Duration::from_millis(25), ..SLOW };
 const BACK: Duration = Duration::from_millis(2500);
 
 fn begin(seed: u64) -> (World, Journey) {
-    begin_in(WEATHER, seed)
+    begin_in(SLOW, seed)
 }
 
-fn begin_in(weather: Weather, seed: u64) -> (World, Journey) {
-    let mut world = World::new(seed, 2, 40, weather);
+fn begin_in(faults: NetworkFaults, seed: u64) -> (World, Journey) {
+    let mut world = World::new(seed, 2, 40, faults);
+    world.release_delay_max = RELEASE_DELAY_MAX;
     let journey = Journey {
         transfer: TransferId(9),
         sender: SENDER,
@@ -38,7 +36,7 @@ fn begin_in(weather: Weather, seed: u64) -> (World, Journey) {
         cached: 2,
         deadline: Duration::from_secs(20),
     };
-    let start = world.start;
+    let start = world.start();
     // Now the one, now the other is first.
     let (first, second) = (Some(start), Some(start + Duration::from_millis(5)));
     let (receive, expect) = if seed.is_multiple_of(2) { (first, second) } else { (second, first) };
@@ -55,8 +53,8 @@ fn moments() -> impl Iterator<Item = Duration> {
 fn assert_back(world: &World, journey: &Journey, node: usize, over: Duration) {
     let Some(begun) = world.nodes[node].begun.get(&journey.transfer) else { return };
     let (at, _) = world.end_of(node, journey.transfer).expect("it ended");
-    let by = (world.start + over).max(*begun) + BACK;
-    assert!(at <= by, "over at {over:?}, back at {:?}, too late", at - world.start);
+    let by = (world.start() + over).max(*begun) + BACK;
+    assert!(at <= by, "over at {over:?}, back at {:?}, too late", at - world.start());
     assert_eq!(world.nodes[node].free_count(), 40);
 }
 
@@ -64,13 +62,11 @@ fn assert_back(world: &World, journey: &Journey, node: usize, over: Duration) {
 fn a_peer_that_dies_costs_a_lease_at_most() {
     for (step, moment) in moments().enumerate() {
         for (victim, survivor) in [(SENDER, RECEIVER), (RECEIVER, SENDER)] {
-            for (reset, weather) in
-                [(true, WEATHER), (false, WEATHER), (true, ROUGH), (false, ROUGH)]
-            {
-                let (mut world, journey) = begin_in(weather, step as u64);
-                world.run_until(world.start + moment);
+            for (reset, faults) in [(true, SLOW), (false, SLOW), (true, LOSSY), (false, LOSSY)] {
+                let (mut world, journey) = begin_in(faults, step as u64);
+                world.run_until(world.start() + moment);
                 world.kill(victim, reset);
-                world.run_until(world.start + Duration::from_secs(10));
+                world.run_until(world.start() + Duration::from_secs(10));
                 assert_back(&world, &journey, survivor, moment);
             }
         }
@@ -80,20 +76,20 @@ fn a_peer_that_dies_costs_a_lease_at_most() {
 #[test]
 fn a_peer_that_stops_costs_a_lease_at_most_and_finds_its_way_when_it_wakes() {
     for (step, moment) in moments().enumerate() {
-        for (victim, survivor, weather) in [
-            (SENDER, RECEIVER, WEATHER),
-            (RECEIVER, SENDER, WEATHER),
-            (SENDER, RECEIVER, ROUGH),
-            (RECEIVER, SENDER, ROUGH),
+        for (victim, survivor, faults) in [
+            (SENDER, RECEIVER, SLOW),
+            (RECEIVER, SENDER, SLOW),
+            (SENDER, RECEIVER, LOSSY),
+            (RECEIVER, SENDER, LOSSY),
         ] {
-            let (mut world, journey) = begin_in(weather, step as u64);
-            world.run_until(world.start + moment);
+            let (mut world, journey) = begin_in(faults, step as u64);
+            world.run_until(world.start() + moment);
             world.stop(victim);
-            world.run_until(world.start + moment + Duration::from_secs(5));
+            world.run_until(world.start() + moment + Duration::from_secs(5));
             assert_back(&world, &journey, survivor, moment);
             world.resume(victim);
             // A sender that had no RESERVE keeps waiting for it as long as its node says.
-            world.run_until(world.start + Duration::from_secs(30));
+            world.run_until(world.start() + Duration::from_secs(30));
             assert!(world.end_of(victim, journey.transfer).is_some());
             assert_eq!(world.nodes[victim].free_count(), 40);
         }
@@ -105,10 +101,10 @@ fn an_abort_from_either_side_ends_both_within_a_heartbeat() {
     for (step, moment) in moments().enumerate() {
         for side in [SENDER, RECEIVER] {
             let (mut world, journey) = begin(step as u64);
-            let (at, transfer) = (world.start + moment, journey.transfer);
+            let (at, transfer) = (world.start() + moment, journey.transfer);
             let reason = "the client left".to_owned();
             world.at(at, side, Step::Command(Command::Abort { transfer, reason }));
-            world.run_until(world.start + Duration::from_secs(30));
+            world.run_until(world.start() + Duration::from_secs(30));
             for node in [SENDER, RECEIVER] {
                 let (ended, _) = world.end_of(node, transfer).expect("it ended");
                 let begun = world.nodes[node].begun[&transfer];
@@ -123,15 +119,15 @@ fn an_abort_from_either_side_ends_both_within_a_heartbeat() {
 }
 
 #[test]
-fn an_abort_in_rough_weather_ends_both_within_a_lease() {
+fn an_abort_on_a_lossy_network_ends_both_within_a_lease() {
     let mut ended_badly = 0;
     for (step, moment) in moments().enumerate() {
         for side in [SENDER, RECEIVER] {
-            let (mut world, journey) = begin_in(ROUGH, step as u64);
-            let (at, transfer) = (world.start + moment, journey.transfer);
+            let (mut world, journey) = begin_in(LOSSY, step as u64);
+            let (at, transfer) = (world.start() + moment, journey.transfer);
             let reason = "the client left".to_owned();
             world.at(at, side, Step::Command(Command::Abort { transfer, reason }));
-            world.run_until(world.start + Duration::from_secs(30));
+            world.run_until(world.start() + Duration::from_secs(30));
             assert_back(&world, &journey, side, moment);
             let other = if side == SENDER { RECEIVER } else { SENDER };
             // A sender that never had a RESERVE holds nothing and waits as long as its node says.
@@ -151,9 +147,9 @@ fn an_abort_in_rough_weather_ends_both_within_a_lease() {
 #[test]
 fn what_the_receiver_alone_has_begun_is_over_within_a_lease() {
     for seed in 0..500 {
-        for weather in [WEATHER, ROUGH, Weather { loss: 60, ..ROUGH }] {
-            let (mut world, journey) = one_sided(weather, seed);
-            world.run_until(world.start + Duration::from_secs(20));
+        for faults in [SLOW, LOSSY, NetworkFaults { loss: 60, ..LOSSY }] {
+            let (mut world, journey) = one_sided(faults, seed);
+            world.run_until(world.start() + Duration::from_secs(20));
             assert_back(&world, &journey, RECEIVER, Duration::ZERO);
             assert_eq!(world.nodes[SENDER].free_count(), 40);
             assert!(world.nodes[SENDER].events.is_empty(), "its node was never asked");
@@ -166,21 +162,21 @@ fn what_the_receiver_alone_has_begun_is_over_within_a_lease() {
 #[test]
 fn a_sender_that_begins_late_finds_the_reservation_or_leaves_no_block_behind() {
     for late in (0..500).map(|step| Duration::from_millis(10 * step)) {
-        for weather in [WEATHER, ROUGH] {
-            let (mut world, journey) = one_sided(weather, late.as_millis() as u64);
+        for faults in [SLOW, LOSSY] {
+            let (mut world, journey) = one_sided(faults, late.as_millis() as u64);
             let expect = world.expect_command(&journey);
-            world.at(world.start + late, SENDER, Step::Command(expect));
-            world.run_until(world.start + Duration::from_secs(40));
+            world.at(world.start() + late, SENDER, Step::Command(expect));
+            world.run_until(world.start() + Duration::from_secs(40));
             let (ended, well) = world.end_of(RECEIVER, journey.transfer).expect("it ended");
             if late > BACK {
                 assert!(!well);
                 assert_back(&world, &journey, RECEIVER, Duration::ZERO);
             }
-            if weather.loss == 0 && late < LEASE - Duration::from_millis(100) {
+            if faults.loss == 0 && late < LEASE - Duration::from_millis(100) {
                 assert!(well, "begun {late:?} late");
             }
             if world.has_held_blocks(SENDER, journey.transfer) {
-                assert_back(&world, &journey, SENDER, ended - world.start);
+                assert_back(&world, &journey, SENDER, ended - world.start());
             }
             assert_eq!(world.nodes[RECEIVER].free_count(), 40);
             assert_eq!(world.nodes[SENDER].free_count(), 40);
@@ -189,8 +185,9 @@ fn a_sender_that_begins_late_finds_the_reservation_or_leaves_no_block_behind() {
 }
 
 /// The router reached the receiver alone.
-fn one_sided(weather: Weather, seed: u64) -> (World, Journey) {
-    let mut world = World::new(seed, 2, 40, weather);
+fn one_sided(faults: NetworkFaults, seed: u64) -> (World, Journey) {
+    let mut world = World::new(seed, 2, 40, faults);
+    world.release_delay_max = RELEASE_DELAY_MAX;
     let journey = Journey {
         transfer: TransferId(9),
         sender: SENDER,
@@ -199,7 +196,7 @@ fn one_sided(weather: Weather, seed: u64) -> (World, Journey) {
         cached: 2,
         deadline: Duration::from_secs(20),
     };
-    let start = world.start;
+    let start = world.start();
     world.journey(journey.clone(), Some(start), None);
     (world, journey)
 }
@@ -210,12 +207,12 @@ fn weights_that_change_at_any_moment_fail_what_has_begun_and_nothing_later() {
     for (step, moment) in moments().enumerate() {
         for changing in [&[SENDER][..], &[RECEIVER], &[SENDER, RECEIVER], &[RECEIVER, SENDER]] {
             let (mut world, journey) = begin(step as u64);
-            let at = world.start + moment;
+            let at = world.start() + moment;
             for node in changing {
                 let changed = Command::WeightsChanged { weight_version: 4 };
                 world.at(at, *node, Step::Command(changed));
             }
-            world.run_until(world.start + Duration::from_secs(30));
+            world.run_until(world.start() + Duration::from_secs(30));
             for node in [SENDER, RECEIVER] {
                 let (ended, well) = world.end_of(node, journey.transfer).expect("it ended");
                 assert!(!well || ended <= at || !changing.contains(&node), "{moment:?}");
@@ -231,10 +228,10 @@ fn weights_that_change_at_any_moment_fail_what_has_begun_and_nothing_later() {
             // With the same weights again the next attempt succeeds.
             for node in [SENDER, RECEIVER] {
                 let changed = Command::WeightsChanged { weight_version: 5 };
-                world.at(world.now, node, Step::Command(changed));
+                world.at(world.now(), node, Step::Command(changed));
             }
             let next = Journey { transfer: TransferId(10), ..journey };
-            let now = world.now;
+            let now = world.now();
             world.journey(next, Some(now), Some(now));
             world.run_until(now + Duration::from_secs(5));
             for node in [SENDER, RECEIVER] {
@@ -249,10 +246,10 @@ fn weights_that_change_at_any_moment_fail_what_has_begun_and_nothing_later() {
 #[test]
 fn a_pair_that_was_refused_comes_up_as_soon_as_the_weights_agree() {
     for seed in 0..20 {
-        let mut world = World::new(seed, 2, 40, WEATHER);
+        let mut world = World::new(seed, 2, 40, SLOW);
         let change = |world: &mut World, node| {
             let changed = Command::WeightsChanged { weight_version: 4 };
-            world.at(world.now, node, Step::Command(changed));
+            world.at(world.now(), node, Step::Command(changed));
         };
         let attempt = |world: &mut World, id| {
             let journey = Journey {
@@ -263,8 +260,8 @@ fn a_pair_that_was_refused_comes_up_as_soon_as_the_weights_agree() {
                 cached: 0,
                 deadline: Duration::from_secs(5),
             };
-            let now = world.now;
-            world.journey(journey, Some(now), Some(now + WEATHER.delay_max * 2));
+            let now = world.now();
+            world.journey(journey, Some(now), Some(now + SLOW.delay_max * 2));
             world.run_until(now + LEASE / 4);
             [SENDER, RECEIVER].map(|node| world.end_of(node, TransferId(id)).map(|(_, well)| well))
         };
@@ -296,17 +293,17 @@ fn assert_mismatch(world: &World, node: usize, when: &str) {
 #[test]
 fn a_pair_without_work_falls_silent_and_is_closed() {
     let (mut world, journey) = begin(1);
-    world.run_until(world.start + Duration::from_secs(10));
+    world.run_until(world.start() + Duration::from_secs(10));
     assert!(world.end_of(RECEIVER, journey.transfer).is_some_and(|(_, well)| well));
     assert_eq!(world.nodes[SENDER].core.pairs().count(), 1);
     let before = world.steps();
-    world.run_until(world.start + Duration::from_secs(50));
+    world.run_until(world.start() + Duration::from_secs(50));
     assert_eq!(world.steps(), before, "nothing is said");
-    world.run_until(world.start + Duration::from_secs(100));
+    world.run_until(world.start() + Duration::from_secs(100));
     for node in &world.nodes {
         assert_eq!(node.core.pairs().count(), 0);
         assert_eq!(node.core.table_sizes(), (0, 0, 0));
-        assert_eq!(node.core.next_deadline(world.now), None);
+        assert_eq!(node.core.next_deadline(world.now()), None);
     }
 }
 
@@ -316,19 +313,19 @@ fn after_a_sleep_the_next_transfers_succeed_whoever_slept() {
     for seed in 0..60 {
         for sleeper in [SENDER, RECEIVER] {
             let (mut world, first) = begin(seed);
-            world.run_until(world.start + Duration::from_millis(seed));
+            world.run_until(world.start() + Duration::from_millis(seed));
             world.stop(sleeper);
-            world.run_until(world.start + Duration::from_secs(4));
+            world.run_until(world.start() + Duration::from_secs(4));
             world.resume(sleeper);
             let journeys: Vec<Journey> = (0..5u32)
                 .map(|id| Journey { transfer: TransferId(100 + u128::from(id)), ..first.clone() })
                 .map(|journey| Journey { block_count: 5, ..journey })
                 .collect();
             for (index, journey) in journeys.iter().enumerate() {
-                let at = world.now + Duration::from_millis(7 * index as u64);
+                let at = world.now() + Duration::from_millis(7 * index as u64);
                 world.journey(journey.clone(), Some(at), Some(at));
             }
-            world.run_until(world.start + Duration::from_secs(10));
+            world.run_until(world.start() + Duration::from_secs(10));
             // What is begun in the instant in which the loss is found out may share its fate, at
             // once: the router's next attempt comes through.
             for journey in &journeys {

@@ -6,7 +6,6 @@ mod bounds;
 mod circular_wait;
 mod every_state;
 mod node;
-mod random;
 mod storms;
 mod strangers;
 mod world;

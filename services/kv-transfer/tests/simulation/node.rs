@@ -12,10 +12,9 @@ use kv_transfer::{
     protocol::{Core, Local},
 };
 
-use crate::{
-    random::Random,
-    world::{BLOCK_BYTES, Step},
-};
+use simulation_base::Random;
+
+use crate::world::{BLOCK_BYTES, Step};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {

@@ -8,11 +8,9 @@ use kv_transfer::{
     config::LEASE,
 };
 use proptest::{prelude::*, test_runner::RngSeed};
+use simulation_base::{NetworkFaults, Random};
 
-use crate::{
-    random::Random,
-    world::{Journey, Step, Weather, World},
-};
+use crate::world::{Journey, Step, World};
 
 /// Everything is back within this time of losing a peer.
 const BACK: Duration = Duration::from_millis(2500);
@@ -116,7 +114,7 @@ fn meet(storm: &Storm, world: &mut World) {
         let others = storm.node_count as u64 - 1;
         let other = (node + 1 + random.below(others) as usize) % storm.node_count;
         let within = if random.chance(50) { 900 } else { 15_000 };
-        let at = world.start + random.up_to(Duration::from_millis(within));
+        let at = world.start() + random.up_to(Duration::from_millis(within));
         let command =
             Command::Meet { peer: world.address(other), sends: random.chance(50), meeting: None };
         world.at(at, node, Step::Command(command));
@@ -125,15 +123,16 @@ fn meet(storm: &Storm, world: &mut World) {
 
 /// Sets the storm up and runs it to its end.
 fn run(storm: &Storm) -> World {
-    let weather = Weather {
+    let faults = NetworkFaults {
         loss: storm.loss,
         duplication: storm.duplication,
-        damage: storm.damage,
+        lateness: 0,
+        corruption: storm.damage,
         delay_max: Duration::from_millis(storm.delay_ms),
-        release_max: Duration::from_millis(100),
     };
-    let mut world = World::new(storm.seed, storm.node_count, BLOCK_COUNT, weather);
-    let start = world.start;
+    let mut world = World::new(storm.seed, storm.node_count, BLOCK_COUNT, faults);
+    world.release_delay_max = Duration::from_millis(100);
+    let start = world.start();
     let mut random = Random::new(storm.seed ^ 0xabcd);
     let moment = |random: &mut Random| start + random.up_to(Duration::from_millis(400));
     for id in 0..storm.journey_count {
@@ -164,9 +163,9 @@ fn run(storm: &Storm) -> World {
                 world.resume(node);
             }
             Blow::Cut { a, b, for_ms } => {
-                world.cut.insert((a.min(b), a.max(b)));
+                world.network.cut(a, b);
                 world.run_until(hit + Duration::from_millis(for_ms));
-                world.cut.clear();
+                world.network.heal(a, b);
             }
         }
     }
@@ -177,7 +176,7 @@ fn run(storm: &Storm) -> World {
 /// The latest that a transfer may end at a node after a blow, if the blow concerns it.
 fn bound(storm: &Storm, world: &World, journey: &Journey, node: usize) -> Option<Instant> {
     let (at, blow) = storm.blow?;
-    let hit = world.start + Duration::from_millis(at);
+    let hit = world.start() + Duration::from_millis(at);
     let begun = *world.nodes[node].begun.get(&journey.transfer)?;
     let peer = if node == journey.sender { journey.receiver } else { journey.sender };
     match blow {
@@ -214,7 +213,7 @@ fn over_at(storm: &Storm, world: &World, journey: &Journey, node: usize) -> Opti
         theirs.is_none_or(|theirs| *theirs > begun + BACK).then_some(begun),
         match storm.blow {
             Some((at, Blow::Kill { node, .. })) if node == peer => {
-                Some(world.start + Duration::from_millis(at))
+                Some(world.start() + Duration::from_millis(at))
             }
             _ => None,
         },
@@ -222,9 +221,9 @@ fn over_at(storm: &Storm, world: &World, journey: &Journey, node: usize) -> Opti
     // Who is stopped counts from its waking.
     let woke = match storm.blow {
         Some((at, Blow::Stop { node: stopped, for_ms })) if stopped == node => {
-            world.start + Duration::from_millis(at + for_ms)
+            world.start() + Duration::from_millis(at + for_ms)
         }
-        _ => world.start,
+        _ => world.start(),
     };
     let over = moments.into_iter().flatten().min()?;
     // Where it was over before the stop it came back before it too, or shortly after.
@@ -260,7 +259,7 @@ fn check(storm: &Storm, world: &World) {
                     at <= bound,
                     "{transfer} ended at {} {:?} after the start, {:?} too late",
                     node.name,
-                    at - world.start,
+                    at - world.start(),
                     at - bound
                 );
             }
@@ -272,7 +271,7 @@ fn check(storm: &Storm, world: &World) {
                     at <= over + BACK,
                     "{transfer} was over {:?} after the start; its blocks came back at {} {:?} \
                      later",
-                    over - world.start,
+                    over - world.start(),
                     node.name,
                     at - over
                 );

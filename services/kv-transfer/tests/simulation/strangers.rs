@@ -9,10 +9,10 @@ use kv_transfer::{
     protocol::{Action, Core, DataEvent, Local},
 };
 use proptest::prelude::*;
+use simulation_base::Random;
 
 use crate::{
     node::identity,
-    random::Random,
     world::{BLOCK_BYTES, CALM, Journey, World},
 };
 
@@ -39,7 +39,7 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
         cached: 0,
         deadline: Duration::from_secs(5),
     };
-    let now = world.now;
+    let now = world.now();
     world.journey(journey, Some(now), Some(now));
     world.run_until(now + Duration::from_millis(100));
     for node in &world.nodes {
@@ -56,7 +56,7 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
     }
     // The next attempt does not even ask.
     let again = Journey { transfer: TransferId(2), ..world.journeys[&TransferId(1)].clone() };
-    let now = world.now;
+    let now = world.now();
     world.journey(again, Some(now), None);
     world.run_until(now);
     assert!(world.end_of(1, TransferId(2)).is_some());
@@ -65,7 +65,7 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
 /// Node 0 has said that it expects, or that it receives; everything it then wants done.
 fn begun(receives: bool) -> (Core, Source, Instant) {
     let world = World::new(3, 2, 40, CALM);
-    let (now, peer) = (world.now, world.address(1));
+    let (now, peer) = (world.now(), world.address(1));
     let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
     let (transfer, deadline) = (TransferId(1), Duration::from_secs(5));
     let mut core = world.nodes.into_iter().next().expect("there are two").core;
@@ -328,7 +328,7 @@ proptest! {
     fn a_peer_that_says_anything_harms_only_itself(seed in any::<u64>(), length in 1usize..120) {
         let mut random = Random::new(seed);
         let mut world = World::new(seed, 2, 8, CALM);
-        let (mut now, peer) = (world.now, world.address(1));
+        let (mut now, peer) = (world.now(), world.address(1));
         let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
         let core = &mut world.nodes[0].core;
         core.handle_notice(now, &from, Notice::untraced(hello(identity())));

@@ -16,32 +16,20 @@ use kv_transfer::{
     notice::{Body, Notice, Source},
     protocol::{Action, DataEvent},
 };
+use simulation_base::{Clock, ConnectionId, Due, Network, NetworkFaults, Random};
 
-use crate::{
-    node::{BLANK, Life, Node},
-    random::Random,
-};
+use crate::node::{BLANK, Life, Node};
 
 pub const BLOCK_BYTES: usize = 1000;
 pub const TOKEN: u32 = 77;
 
-/// How the network misbehaves, in percent and time.
-#[derive(Clone, Copy, Debug)]
-pub struct Weather {
-    pub loss: u64,
-    pub duplication: u64,
-    pub damage: u64,
-    pub delay_max: Duration,
-    /// How long a transport takes to let go of a block.
-    pub release_max: Duration,
-}
-
-pub const CALM: Weather = Weather {
+/// A network without faults.
+pub const CALM: NetworkFaults = NetworkFaults {
     loss: 0,
     duplication: 0,
-    damage: 0,
+    lateness: 0,
+    corruption: 0,
     delay_max: Duration::from_millis(2),
-    release_max: Duration::from_millis(1),
 };
 
 /// One prompt on its way from `sender` to `receiver`.
@@ -84,14 +72,14 @@ pub enum Step {
     /// A chunk's first and last bytes come in.
     Land {
         from: usize,
-        link: u64,
+        connection: ConnectionId,
         transfer: TransferId,
         chunk: u32,
         contents: Vec<u64>,
     },
     Landed {
         from: usize,
-        link: u64,
+        connection: ConnectionId,
         transfer: TransferId,
         chunk: u32,
         contents: Vec<u64>,
@@ -108,18 +96,13 @@ pub enum Step {
 }
 
 pub struct World {
-    pub now: Instant,
-    pub start: Instant,
+    clock: Clock<(usize, Step)>,
+    pub network: Network<usize>,
     pub nodes: Vec<Node>,
     pub random: Random,
-    pub weather: Weather,
+    /// Longest time until a transport releases the blocks of a cancelled transfer.
+    pub release_delay_max: Duration,
     pub journeys: BTreeMap<TransferId, Journey>,
-    /// Pairs of nodes between which nothing passes.
-    pub cut: BTreeSet<(usize, usize)>,
-    queue: BTreeMap<(Instant, u64), (usize, Step)>,
-    counter: u64,
-    /// Number of the data connection from the first node to the second, while there is one.
-    links: BTreeMap<(usize, usize), u64>,
     /// Blocks that each sender's journey holds, in the order of the prompt.
     held: BTreeMap<TransferId, Vec<BlockId>>,
     pub computes: bool,
@@ -128,35 +111,31 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(seed: u64, node_count: usize, block_count: u32, weather: Weather) -> Self {
+    pub fn new(seed: u64, node_count: usize, block_count: u32, faults: NetworkFaults) -> Self {
         let limits = Limits {
             // Three blocks of the world to a chunk.
             chunk_bytes_max: 3 * BLOCK_BYTES,
             ..Limits::default()
         };
-        Self::with_limits(seed, node_count, block_count, weather, limits)
+        Self::with_limits(seed, node_count, block_count, faults, limits)
     }
 
     pub fn with_limits(
         seed: u64,
         node_count: usize,
         block_count: u32,
-        weather: Weather,
+        faults: NetworkFaults,
         limits: Limits,
     ) -> Self {
-        let start = Instant::now();
+        let mut random = Random::new(seed);
         let nodes = (0..node_count).map(|index| Node::new(index, block_count, limits)).collect();
         Self {
-            now: start,
-            start,
+            clock: Clock::default(),
+            network: Network::new(faults, random.fork()),
             nodes,
-            random: Random::new(seed),
-            weather,
+            random,
+            release_delay_max: Duration::from_millis(1),
             journeys: BTreeMap::new(),
-            cut: BTreeSet::new(),
-            queue: BTreeMap::new(),
-            counter: 0,
-            links: BTreeMap::new(),
             held: BTreeMap::new(),
             computes: true,
             traced_acks: BTreeSet::new(),
@@ -164,13 +143,12 @@ impl World {
     }
 
     pub fn at(&mut self, at: Instant, node: usize, step: Step) {
-        self.counter += 1;
-        self.queue.insert((at, self.counter), (node, step));
+        self.clock.at(at, (node, step));
     }
 
     fn soon(&mut self, node: usize, step: Step) {
-        let delay = self.random.up_to(self.weather.delay_max);
-        self.at(self.now + delay, node, step);
+        let delay = self.network.delay();
+        self.clock.after(delay, (node, step));
     }
 
     fn index_of(&self, epoch: Epoch) -> usize {
@@ -230,17 +208,11 @@ impl World {
         Random::new(seed).next() | 1
     }
 
-    pub fn kill(&mut self, node: usize, peers_notice: bool) {
+    pub fn kill(&mut self, node: usize, resets_connections: bool) {
         self.nodes[node].life = Life::Dead;
-        let links: Vec<(usize, usize)> = self.links.keys().copied().collect();
-        for (from, to) in links {
-            if from != node && to != node {
-                continue;
-            }
-            self.links.remove(&(from, to));
-            if peers_notice {
-                self.report_closed(if from == node { to } else { from }, node);
-            }
+        let peers = self.network.disconnect_all(node);
+        for peer in peers.into_iter().filter(|_| resets_connections) {
+            self.report_closed(peer, node);
         }
     }
 
@@ -260,44 +232,38 @@ impl World {
         }
     }
 
-    /// Runs until `end`, jumping from one happening to the next.
+    pub fn now(&self) -> Instant {
+        self.clock.now()
+    }
+
+    pub fn start(&self) -> Instant {
+        self.clock.start()
+    }
+
+    /// Runs until `end`, jumping from one event or deadline to the next.
     pub fn run_until(&mut self, end: Instant) {
-        let (mut turns_now, mut last) = (0, self.now);
         loop {
-            let deadline = self
-                .nodes
-                .iter()
-                .enumerate()
-                .filter(|(_, node)| node.life == Life::Running)
-                .filter_map(|(index, node)| Some((node.core.next_deadline(self.now)?, index)))
-                .min();
-            let step = self.queue.first_key_value().map(|(key, _)| key.0);
-            let (at, is_step) = match (step, deadline) {
-                (Some(step), Some((deadline, _))) if step <= deadline => (step, true),
-                (Some(step), None) => (step, true),
-                (_, Some((deadline, _))) => (deadline, false),
-                (None, None) => break,
-            };
-            if at > end {
-                break;
-            }
-            self.now = self.now.max(at);
-            turns_now = if self.now == last { turns_now + 1 } else { 0 };
-            last = self.now;
-            assert!(turns_now < 20_000, "time stands still");
-            if is_step {
-                let (_, (node, step)) = self.queue.pop_first().expect("there is a first");
-                self.happen(node, step);
-            } else if let Some((_, node)) = deadline {
-                self.nodes[node].core.on_deadline(self.now);
-                self.act(node);
+            let now = self.now();
+            let running =
+                self.nodes.iter().enumerate().filter(|(_, node)| node.life == Life::Running);
+            let deadlines =
+                running.filter_map(|(index, node)| Some((node.core.next_deadline(now)?, index)));
+            let deadline = deadlines.min();
+            match self.clock.advance(deadline.map(|(at, _)| at), end) {
+                Some(Due::Event((node, step))) => self.happen(node, step),
+                Some(Due::Deadline) => {
+                    let (_, node) = deadline.expect("the clock moved to this deadline");
+                    let now = self.now();
+                    self.nodes[node].core.on_deadline(now);
+                    self.act(node);
+                }
+                None => return,
             }
         }
-        self.now = self.now.max(end);
     }
 
     fn happen(&mut self, index: usize, step: Step) {
-        let now = self.now;
+        let now = self.now();
         let node = &mut self.nodes[index];
         match node.life {
             Life::Dead => return,
@@ -333,19 +299,18 @@ impl World {
                 {
                     self.report_closed(index, peer);
                 } else {
-                    self.counter += 1;
-                    self.links.insert((index, peer), self.counter);
+                    self.network.connect(index, peer);
                 }
             }
             Step::Depart { transfer, chunk } => self.depart(index, transfer, chunk),
             Step::Left { transfer, chunk, integrity } => {
                 self.left(index, transfer, chunk, integrity);
             }
-            Step::Land { from, link, transfer, chunk, contents } => {
-                self.land(index, from, link, transfer, chunk, contents);
+            Step::Land { from, connection, transfer, chunk, contents } => {
+                self.land(index, from, connection, transfer, chunk, contents);
             }
-            Step::Landed { from, link, transfer, chunk, contents } => {
-                self.landed(index, from, link, transfer, chunk, contents);
+            Step::Landed { from, connection, transfer, chunk, contents } => {
+                self.landed(index, from, connection, transfer, chunk, contents);
             }
             Step::Release { receive, transfer } => {
                 let event = if receive {
@@ -365,10 +330,10 @@ impl World {
         let node = &self.nodes[index];
         let Some((peer, blocks)) = node.sending.get(&(transfer, chunk)) else { return };
         let to = self.index_of(*peer);
-        let Some(link) = self.links.get(&(index, to)).copied() else {
+        let Some(connection) = self.network.connection(index, to) else {
             // The connection is still being made.
             return self.at(
-                self.now + Duration::from_millis(3),
+                self.now() + Duration::from_millis(3),
                 index,
                 Step::Depart { transfer, chunk },
             );
@@ -376,16 +341,14 @@ impl World {
         let contents = node.read(transfer, blocks);
         let integrity = digest(&contents);
         let mut travelling = contents;
-        if self.random.chance(self.weather.damage) {
-            travelling[0] ^= 1 << self.random.below(64);
-        }
+        self.network.corrupt(&mut travelling[0]);
         // By some transports it is read for a while.
         if self.random.chance(50) {
             self.soon(index, Step::Left { transfer, chunk, integrity });
         } else {
             self.left(index, transfer, chunk, integrity);
         }
-        let land = Step::Land { from: index, link, transfer, chunk, contents: travelling };
+        let land = Step::Land { from: index, connection, transfer, chunk, contents: travelling };
         self.soon(to, land);
     }
 
@@ -394,49 +357,49 @@ impl World {
         // Unless it was cancelled meanwhile.
         let Some((_, blocks)) = node.sending.remove(&(transfer, chunk)) else { return };
         assert_eq!(digest(&node.read(transfer, &blocks)), integrity, "{transfer}: chunk {chunk}");
-        node.core.handle_data(self.now, DataEvent::Sent { transfer, chunk, integrity });
+        node.core.handle_data(self.clock.now(), DataEvent::Sent { transfer, chunk, integrity });
     }
 
     fn land(
         &mut self,
         index: usize,
         from: usize,
-        link: u64,
+        connection: ConnectionId,
         transfer: TransferId,
         chunk: u32,
         contents: Vec<u64>,
     ) {
-        if self.links.get(&(from, index)) != Some(&link) || self.is_cut(from, index) {
+        if self.network.connection(from, index) != Some(connection)
+            || self.network.is_cut(from, index)
+        {
             return;
         }
         let Some(blocks) = self.nodes[index].posted.remove(&(transfer, chunk)) else { return };
         let half = blocks.len() / 2;
         self.nodes[index].write(transfer, &blocks[..half], &contents[..half]);
         self.nodes[index].writing.insert((transfer, chunk), blocks);
-        self.soon(index, Step::Landed { from, link, transfer, chunk, contents });
+        self.soon(index, Step::Landed { from, connection, transfer, chunk, contents });
     }
 
     fn landed(
         &mut self,
         index: usize,
         from: usize,
-        link: u64,
+        connection: ConnectionId,
         transfer: TransferId,
         chunk: u32,
         contents: Vec<u64>,
     ) {
-        if self.links.get(&(from, index)) != Some(&link) || self.is_cut(from, index) {
+        if self.network.connection(from, index) != Some(connection)
+            || self.network.is_cut(from, index)
+        {
             return;
         }
         let node = &mut self.nodes[index];
         let Some(blocks) = node.writing.remove(&(transfer, chunk)) else { return };
         node.write(transfer, &blocks, &contents);
         let integrity = digest(&contents);
-        node.core.handle_data(self.now, DataEvent::Received { transfer, chunk, integrity });
-    }
-
-    fn is_cut(&self, a: usize, b: usize) -> bool {
-        self.cut.contains(&(a.min(b), a.max(b)))
+        node.core.handle_data(self.clock.now(), DataEvent::Received { transfer, chunk, integrity });
     }
 
     /// The sending node's engine: writes blocks in order, some at a time, then finishes.
@@ -460,16 +423,16 @@ impl World {
             first_block: begin,
             blocks: blocks[begin as usize..end as usize].to_vec(),
         };
-        self.nodes[index].core.handle_command(self.now, written);
+        self.nodes[index].core.handle_command(self.clock.now(), written);
         if end == journey.block_count {
             let token = SampledToken { id: TOKEN, logprobs: None };
             let finish = Command::Finish { transfer, first_index: 5, token };
-            self.nodes[index].core.handle_command(self.now, finish);
+            self.nodes[index].core.handle_command(self.clock.now(), finish);
         } else {
             let rest = u64::from(journey.block_count - end);
             let end = end + 1 + self.random.below(rest) as u32;
             let pause = self.random.up_to(Duration::from_millis(40));
-            self.at(self.now + pause, index, Step::Compute { transfer, end });
+            self.at(self.now() + pause, index, Step::Compute { transfer, end });
         }
     }
 
@@ -485,7 +448,7 @@ impl World {
         self.held.insert(transfer, blocks);
         let end = 1 + self.random.below(u64::from(journey.block_count)) as u32;
         let pause = self.random.up_to(Duration::from_millis(40));
-        self.at(self.now + pause, journey.sender, Step::Compute { transfer, end });
+        self.at(self.now() + pause, journey.sender, Step::Compute { transfer, end });
         true
     }
 
@@ -540,18 +503,14 @@ impl World {
     }
 
     fn release(&mut self, index: usize, receive: bool, transfer: TransferId) {
-        let delay = self.random.up_to(self.weather.release_max);
-        self.at(self.now + delay, index, Step::Release { receive, transfer });
+        let delay = self.random.up_to(self.release_delay_max);
+        self.at(self.now() + delay, index, Step::Release { receive, transfer });
     }
 
     fn disconnect(&mut self, index: usize, peer: Epoch) {
         let other = self.index_of(peer);
         *self.nodes[index].closings.entry(other).or_default() += 1;
-        let mut had_link = false;
-        for link in [(index, other), (other, index)] {
-            had_link |= self.links.remove(&link).is_some();
-        }
-        if had_link && !self.is_cut(index, other) {
+        if self.network.disconnect(index, other) && !self.network.is_cut(index, other) {
             self.report_closed(other, index);
         }
     }
@@ -573,19 +532,15 @@ impl World {
             _ => {}
         }
         let to = self.index_of(peer);
-        if self.is_cut(index, to) || self.random.chance(self.weather.loss) {
-            return;
-        }
         let node = &self.nodes[index];
         let from = Source { node_id: node.name.clone(), epoch: node.epoch };
-        if self.random.chance(self.weather.duplication) {
-            self.soon(to, Step::Notice(from.clone(), notice.clone()));
+        for delay in self.network.datagram(index, to) {
+            self.clock.after(delay, (to, Step::Notice(from.clone(), notice.clone())));
         }
-        self.soon(to, Step::Notice(from, notice));
     }
 
     fn emitted(&mut self, index: usize, event: Event) {
-        let now = self.now;
+        let now = self.now();
         self.nodes[index].events.push((now, event.clone()));
         match event {
             Event::Ready { transfer, first_block, block_count, traceparent } => {
@@ -624,7 +579,7 @@ impl World {
     }
 
     fn ended(&mut self, index: usize, transfer: TransferId, well: bool) {
-        let (now, node) = (self.now, &mut self.nodes[index]);
+        let (now, node) = (self.now(), &mut self.nodes[index]);
         assert!(node.begun.contains_key(&transfer), "{transfer} ended at {} unbegun", node.name);
         let before = node.ended.insert(transfer, (now, well));
         assert_eq!(before, None, "{transfer} ended twice at {}", node.name);
@@ -641,12 +596,12 @@ impl World {
 
     /// Whether there is a data connection on which the first sends to the second.
     pub fn is_connected(&self, from: usize, to: usize) -> bool {
-        self.links.contains_key(&(from, to))
+        self.network.connection(from, to).is_some()
     }
 
     /// How much has happened or is about to.
     pub fn steps(&self) -> u64 {
-        self.counter
+        self.clock.scheduled()
     }
 
     pub fn end_of(&self, node: usize, transfer: TransferId) -> Option<(Instant, bool)> {
