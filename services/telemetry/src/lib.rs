@@ -81,8 +81,6 @@ pub enum TelemetryError {
     Metrics { reason: String },
     #[error("cannot serve metrics on {address}: {reason}")]
     Listen { address: std::net::SocketAddr, reason: std::io::Error },
-    #[error("cannot start the log thread: {reason}")]
-    LogThread { reason: std::io::Error },
     /// Something was not delivered in time; nothing else is affected.
     #[error("{what} did not finish within {deadline:?}")]
     ShutdownDeadline { what: &'static str, deadline: Duration },
@@ -106,8 +104,8 @@ impl Telemetry {
         let export_health = ExportHealth::default();
         let tracer = traces::provider(channel.clone(), &resource, export_health.clone())?;
         let meters = Meters::new(channel, &resource)?;
-        let log_writer = LogWriter::start(config.log_sink.clone())?;
-        let logs = logs::layer(config, log_writer.handle())?;
+        let (log_writer, log_queue) = LogWriter::start(config.log_sink.clone());
+        let logs = logs::layer(config, log_queue)?;
         let subscriber = Registry::default()
             .with(logs)
             .with(traces::layer(&tracer).with_filter(traces::filter()));

@@ -3,6 +3,7 @@
 use std::io::{IsTerminal, stderr};
 
 use tracing::Subscriber;
+use tracing_appender::non_blocking::NonBlocking;
 use tracing_subscriber::{
     Layer,
     filter::{ParseError, Targets},
@@ -10,12 +11,12 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
-use crate::{LogFormat, LogSink, TelemetryConfig, TelemetryError, log_writer::LogHandle};
+use crate::{LogFormat, LogSink, TelemetryConfig, TelemetryError};
 
 /// The layer that formats, behind its own filter: `telemetry.log` says nothing about traces.
 pub(crate) fn layer<S>(
     config: &TelemetryConfig,
-    writer: LogHandle,
+    writer: NonBlocking,
 ) -> Result<Box<dyn Layer<S> + Send + Sync>, TelemetryError>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
