@@ -1,36 +1,35 @@
 #!/usr/bin/env bash
-# The tests of the CUDA backend. Where there is cargo they are built first, into target/gpu: one program,
-# and beside it the kernel library and the binaries that tests of whole clusters run. On a GPU machine
-# without a toolchain that folder and this script do: what is there is run. Without a GPU the tests say
-# what they skip; BATON_TEST_GPU=1 makes that a failure.
+# Runs the tests of the CUDA backend. With cargo on PATH the script first builds them into target/gpu: the
+# test program, the kernel library and the programs that tests of whole clusters start. A GPU machine
+# without a toolchain needs only that folder and this script. A test that this machine cannot run is
+# skipped; with BATON_TEST_GPU=N a test that needs at most N GPUs fails instead.
 #
-#   --memcheck, --racecheck   first of all: a short run under compute-sanitizer, which must find nothing
+#   --memcheck, --racecheck   run a short selection under compute-sanitizer
 #
-# Whatever else is said goes to the program, for example a part of a test's name.
+# The golden tokens need SmolLM2: BATON_TEST_MODEL, or the file that `make model` fetches, or a *.gguf file
+# in target/gpu. Other arguments go to the test program, for example a part of a test's name.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 target=${CARGO_TARGET_DIR:-target}
-place=$target/gpu
-case $place in
-    /*) found=$place ;;
-    *) found=$root/$place ;;
-esac
+[[ $target == /* ]] || target=$root/$target
+folder=$target/gpu
 script=integration-tests/tests/gpu/transformers_reference.py
 
 sanitize=
+filters=()
 case ${1:-} in
-    # Every operation by itself, then steps of whole models, eager and replayed, with two in flight.
     --memcheck)
         sanitize=memcheck
         shift
         [[ $# -gt 0 ]] || set -- --skip={gpu::fault,gpu::start,gpu::load,gpu::clusters,gpu::soak}
         ;;
-    # Shared memory is looked at access by access: only the smallest.
+    # racecheck instruments every access to shared memory: only the smallest tests.
     --racecheck)
         sanitize=racecheck
         shift
-        [[ $# -gt 0 ]] || set -- gpu::rows::norms gpu::rows::silu gpu::sampling::nonsense gpu::attention::a_window
+        [[ $# -gt 0 ]] ||
+            filters=(gpu::rows::norms gpu::rows::silu gpu::sampling::non_finite gpu::attention::sliding_window)
         ;;
 esac
 if [[ -n $sanitize ]] && ! command -v compute-sanitizer >/dev/null; then
@@ -41,36 +40,56 @@ fi
 if command -v "${CARGO:-cargo}" >/dev/null; then
     program=$("${CARGO:-cargo}" test --locked --workspace --test gpu --no-run --message-format=json |
         sed -n 's/.*"name":"gpu".*"executable":"\([^"]*\)".*/\1/p')
-    mkdir -p "$place"
-    strip -o "$place/gpu" "$program"
-    cp "$script" "$place/"
+    mkdir -p "$folder"
+    strip -o "$folder/gpu" "$program"
+    cp "$script" integration-tests/golden/smollm2_greedy.json "$folder/"
     "${CARGO:-cargo}" build --locked --workspace --bins
     for binary in baton baton-bench baton-router baton-prefill-node baton-decode-node; do
-        strip -o "$place/$binary" "$target/debug/$binary"
+        strip -o "$folder/$binary" "$target/debug/$binary"
     done
     if [[ -e $target/kernels/libbaton_kernels.so ]]; then
-        cp "$target/kernels/libbaton_kernels.so" "$place/"
+        cp "$target/kernels/libbaton_kernels.so" "$folder/"
     fi
 fi
-if [[ -e $place/libbaton_kernels.so ]]; then
-    export BATON_TEST_KERNELS=${BATON_TEST_KERNELS:-$found/libbaton_kernels.so}
+if [[ -e $folder/libbaton_kernels.so ]]; then
+    export BATON_TEST_KERNELS=${BATON_TEST_KERNELS:-$folder/libbaton_kernels.so}
 fi
-if [[ -e $place/baton ]]; then
-    export BATON_TEST_BINARIES=${BATON_TEST_BINARIES:-$found}
+if [[ -e $folder/baton ]]; then
+    export BATON_TEST_BINARIES=${BATON_TEST_BINARIES:-$folder}
 fi
-# The program itself uses NCCL, and has threads when it could set these.
+# These must be set before the test program starts its first thread.
 export NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=16
 if [[ -n $sanitize ]]; then
     export BATON_TEST_SHORT=1
-    exec timeout 900 compute-sanitizer --tool "$sanitize" --error-exitcode 1 --launch-timeout 0 \
-        "$place/gpu" --nocapture --test-threads=1 "$@"
+    for filter in "${filters[@]:-}"; do
+        timeout 900 compute-sanitizer --tool "$sanitize" --error-exitcode 1 --launch-timeout 0 \
+            "$folder/gpu" --test-threads=1 "$@" ${filter:+"$filter"}
+    done
+    exit
 fi
-if [[ -z ${BATON_TEST_REFERENCE:-} ]]; then
-    if python3 -c 'import torch, transformers; assert torch.cuda.is_available()' 2>/dev/null; then
-        export BATON_TEST_REFERENCE=$place/reference
-        python3 "$place/${script##*/}" "$BATON_TEST_REFERENCE"
-    else
-        echo "skipped: no comparison with transformers, for python3 has no torch with a GPU, or no transformers"
+
+golden="not run: no SmolLM2; run make model or set BATON_TEST_MODEL"
+for model in "${BATON_TEST_MODEL:-}" models/smollm2-135m/*.gguf "$folder"/*.gguf; do
+    if [[ -e $model ]]; then
+        export BATON_TEST_MODEL=$model BATON_TEST_GOLDEN=${BATON_TEST_GOLDEN:-$folder/smollm2_greedy.json}
+        golden="run with $model"
+        break
     fi
+done
+reference="not run: python3 has no torch with CUDA, or no transformers"
+if [[ -n ${BATON_TEST_REFERENCE:-} ]]; then
+    reference="run with $BATON_TEST_REFERENCE"
+elif python3 -c 'import torch, transformers; assert torch.cuda.is_available()' 2>/dev/null; then
+    export BATON_TEST_REFERENCE=$folder/reference
+    python3 "$folder/${script##*/}" "$BATON_TEST_REFERENCE"
+    reference="run with torch on this GPU"
 fi
-exec "$place/gpu" --nocapture --test-threads=1 "$@"
+
+status=0
+"$folder/gpu" --test-threads=1 "$@" 2>&1 | tee "$folder/test.log" || status=1
+echo "golden tokens: $golden"
+echo "comparison with transformers: $reference"
+grep "^skipped: " "$folder/test.log" | sort -u || true
+awk '/^test result:/ { found = 1; printf "%d passed, %d failed, %d skipped\n", $4, $6, $8 }
+    END { exit !found }' "$folder/test.log"
+exit $status

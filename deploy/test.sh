@@ -30,6 +30,7 @@ cargo test --locked --no-fail-fast --workspace --exclude integration-tests -- --
 PYTHONPATH=$target/python cargo test --locked --no-fail-fast -p integration-tests -- --test-threads=1 2>&1 |
     tee -a "$log" || status=1
 
+grep -h '^skipped: ' "$log" | sort -u || true
 awk -v status=$status '
     /^test result:/ { passed += $4; failed += $6; skipped += $8 }
     END {

@@ -13,33 +13,129 @@
 //! | `BATON_TEST_TRANSFERS` | how many transfers are ended at random, by each carrier; 400 |
 //! | `BATON_TEST_SOAK_SECONDS` | how long ranks sum while KV goes over; 5 |
 //! | `BATON_TEST_SHORT` | `1`: few rounds, for a run under compute-sanitizer |
-//! | `BATON_TEST_GPU` | `1`: a missing GPU or kernel library is a failure, not skipped |
+//! | `BATON_TEST_GPU` | `N`: a test that needs at most N GPUs fails where it would be skipped |
 //!
-//! Without a GPU every test says that it is skipped, and why, and passes; so do those of several GPUs
-//! where there are fewer.
+//! A test that needs more than this machine has is skipped, with the reason, and counted as ignored.
+
+use std::process::ExitCode;
+
+use test_harness::tests;
 
 mod gpu {
-    mod attention;
+    pub mod attention;
     pub mod bench;
-    mod clusters;
-    mod collective;
-    mod digest;
-    mod executor;
-    mod fault;
-    mod graphs;
-    mod links;
-    mod load;
-    mod mixes;
-    mod model;
-    mod moves;
-    mod nccl;
-    mod nodes;
-    mod processes;
+    pub mod clusters;
+    pub mod collective;
+    pub mod digest;
+    pub mod executor;
+    pub mod fault;
+    pub mod golden;
+    pub mod graphs;
+    pub mod links;
+    pub mod load;
+    pub mod mixes;
+    pub mod model;
+    pub mod moves;
+    pub mod nccl;
+    pub mod nodes;
+    pub mod processes;
     pub mod ranks;
-    mod reference;
-    mod rows;
-    mod sampling;
-    mod soak;
-    mod start;
+    pub mod reference;
+    pub mod rows;
+    pub mod sampling;
+    pub mod soak;
+    pub mod start;
     pub mod tp;
+}
+
+fn main() -> ExitCode {
+    test_harness::main(
+        &[
+            (gpu::nodes::PEER_HELPER, gpu::nodes::run_peer),
+            (gpu::tp::RANK_HELPER, gpu::tp::run_rank_process),
+        ],
+        tests![
+            gpu::attention::plain_attention_matches_cpu_for_every_group_and_head_dim,
+            gpu::attention::auto_selected_attention_matches_cpu,
+            gpu::attention::sliding_window_masks_earlier_tokens,
+            gpu::attention::oversized_step_is_rejected_before_any_launch,
+            gpu::clusters::prefill_and_decode_on_one_gpu_match_a_single_node,
+            gpu::clusters::prefill_and_decode_on_two_gpus_match_by_every_transport,
+            gpu::clusters::tp_nodes_on_two_gpus_match_a_single_node,
+            gpu::clusters::two_prefill_and_two_decode_nodes_match_a_single_node,
+            gpu::clusters::tp_nodes_on_four_gpus_match_a_single_node,
+            gpu::clusters::killed_nodes_change_no_answer,
+            gpu::clusters::killed_rank_ends_only_its_node_which_recovers,
+            gpu::clusters::drained_nodes_under_load_change_no_answer,
+            gpu::collective::all_reduce_of_two_ranks_is_identical_on_both,
+            gpu::collective::all_reduce_of_four_ranks_is_identical_on_all,
+            gpu::collective::two_ranks_all_gather_rows,
+            gpu::collective::four_ranks_all_gather_rows,
+            gpu::collective::backend_of_two_ranks_adds_all_reduce_to_residual,
+            gpu::collective::backend_of_four_ranks_adds_all_reduce_to_residual,
+            gpu::collective::missing_rank_times_out_and_the_group_restarts,
+            gpu::collective::abort_and_group_shutdown_end_an_all_reduce_at_once,
+            gpu::collective::killed_rank_is_detected_and_the_gpu_stays_usable,
+            gpu::collective::mismatched_ipc_handles_are_rejected_by_rank,
+            gpu::digest::block_digests_match_cpu_for_any_layout_and_rank_count,
+            gpu::digest::digest_bandwidth_is_reported,
+            gpu::executor::request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight,
+            gpu::executor::step_synchronises_with_the_gpu_once,
+            gpu::executor::step_records_contain_gpu_start_and_end,
+            gpu::golden::smollm2_generates_the_golden_tokens_in_f32,
+            gpu::golden::smollm2_in_bf16_predicts_every_certain_golden_token,
+            gpu::golden::smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32,
+            gpu::fault::gpu_fault_stops_the_executor_with_its_cause,
+            gpu::fault::gpu_fault_fails_the_nodes_requests_and_exits_with_1,
+            gpu::graphs::graph_replay_without_its_memory_is_detected,
+            gpu::graphs::graph_replay_on_reused_memory_is_detected,
+            gpu::links::kv_transfer_between_processes_preserves_kv_in_any_block_order,
+            gpu::links::abort_at_any_time_leaks_no_block,
+            gpu::links::killed_sender_fails_only_its_own_transfers,
+            gpu::links::nodes_in_one_process_fall_back_to_tcp_and_count_it,
+            gpu::links::stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease,
+            gpu::links::peers_stopped_or_killed_together_delay_no_other_pair,
+            gpu::links::teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair,
+            gpu::links::peer_stopped_during_setup_delays_no_other_pair,
+            gpu::links::random_aborts_from_either_side_leave_other_transfers_intact,
+            gpu::links::delayed_streams_and_gather_kernels_preserve_kv,
+            gpu::links::nccl_transfer_between_tp_ranks_preserves_kv,
+            gpu::links::ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport,
+            gpu::load::weight_rows_of_any_matrix_size_load_correctly,
+            gpu::load::kv_cache_uses_only_the_free_memory,
+            gpu::load::tuned_gemm_matches_untuned_and_is_timed_once,
+            gpu::load::invalid_gemm_algorithm_is_not_used,
+            gpu::mixes::random_request_mixes_give_equal_tokens_in_every_configuration,
+            gpu::mixes::randomly_delayed_streams_change_no_token,
+            gpu::mixes::margin_check_separates_close_from_clear_choices,
+            gpu::model::every_architecture_matches_cpu_logits_and_tokens,
+            gpu::model::fused_kernels_and_graph_replay_match_cpu_logits_in_bf16,
+            gpu::moves::gather_and_scatter_of_heads_match_cpu,
+            gpu::nccl::two_ranks_send_receive_and_all_reduce,
+            gpu::nccl::absent_rank_times_out,
+            gpu::nccl::killed_peer_is_aborted_and_its_memory_freed,
+            gpu::processes::process_names_with_brackets_are_parsed,
+            gpu::processes::reused_process_id_is_another_process,
+            gpu::processes::ended_child_is_not_running_before_it_is_reaped,
+            gpu::reference::random_models_match_logits_of_transformers,
+            gpu::rows::norms_match_cpu,
+            gpu::rows::silu_matches_cpu,
+            gpu::rows::gemm_matches_cpu_for_both_output_types,
+            gpu::sampling::sampled_tokens_match_cpu,
+            gpu::sampling::non_finite_logits_fail_only_their_row,
+            gpu::sampling::two_ranks_sample_the_tokens_of_one_gpu,
+            gpu::sampling::four_ranks_sample_the_tokens_of_one_gpu,
+            gpu::sampling::missing_rank_in_sampling_times_out,
+            gpu::sampling::sampling_latency_of_two_ranks_is_reported,
+            gpu::soak::all_reduce_beside_kv_transfers_never_stalls,
+            gpu::start::out_of_memory_names_requested_and_free_bytes,
+            gpu::start::dropped_memory_is_freed,
+            gpu::start::weight_format_without_kernels_is_rejected,
+            gpu::start::event_orders_a_write_before_a_read_on_another_stream,
+            gpu::tp::two_ranks_generate_the_tokens_of_one,
+            gpu::tp::four_ranks_generate_the_tokens_of_one,
+            gpu::tp::killed_rank_ends_its_group_and_the_next_group_serves,
+            gpu::tp::kv_moves_between_any_two_rank_counts,
+        ],
+    )
 }

@@ -250,9 +250,8 @@ const MIXES: [&[Part]; 4] = [
     ],
 ];
 
-#[test]
-fn plain_attention_is_the_cpus_for_every_group_and_head() {
-    let Some(gpu) = gpu() else { return };
+pub fn plain_attention_matches_cpu_for_every_group_and_head_dim() {
+    let gpu = gpu();
     for dtype in DTYPES {
         for (group, dim) in
             [(1, 64), (2, 128), (3, 64), (4, 16), (5, 64), (6, 40), (7, 128), (8, 256)]
@@ -269,9 +268,8 @@ fn plain_attention_is_the_cpus_for_every_group_and_head() {
     }
 }
 
-#[test]
-fn the_quickest_attention_is_the_cpus() {
-    let Some(gpu) = gpu() else { return };
+pub fn auto_selected_attention_matches_cpu() {
+    let gpu = gpu();
     for (query_heads, kv_heads, dim) in
         [(9, 3, 64), (32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 2, 128)]
     {
@@ -286,9 +284,8 @@ fn the_quickest_attention_is_the_cpus() {
     check(&gpu, &case, AttentionKind::Auto, MIXES[2]);
 }
 
-#[test]
-fn a_window_hides_what_is_before_it() {
-    let Some(gpu) = gpu() else { return };
+pub fn sliding_window_masks_earlier_tokens() {
+    let gpu = gpu();
     for (dtype, kind) in [
         (Dtype::F32, AttentionKind::Plain),
         (Dtype::Bf16, AttentionKind::Plain),
@@ -303,9 +300,8 @@ fn a_window_hides_what_is_before_it() {
     }
 }
 
-#[test]
-fn a_step_that_does_not_fit_is_refused_before_anything_runs() {
-    let Some(gpu) = gpu() else { return };
+pub fn oversized_step_is_rejected_before_any_launch() {
+    let gpu = gpu();
     let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 64, dtype: Dtype::F32 };
     let (cuda, ()) = gpu.backend(Dtype::F32, AttentionKind::Plain, |_| ());
     let (kv, _) = gpu.kv(layout, 8);

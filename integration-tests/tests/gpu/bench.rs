@@ -14,6 +14,7 @@ use kernels::{
         KernelLibrary,
     },
 };
+use test_harness::skip;
 
 /// The GPU, for one test at a time.
 pub struct Gpu {
@@ -22,26 +23,43 @@ pub struct Gpu {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// `None` where there is none, after saying so.
-pub fn gpu() -> Option<Gpu> {
+/// Skips the running test because this machine lacks what the test needs. With `BATON_TEST_GPU=N` a test
+/// that needs at most N GPUs fails instead.
+pub fn lacks(needed_gpus: usize, reason: &str) -> ! {
+    let promised = std::env::var("BATON_TEST_GPU").map_or(0, |gpus| {
+        gpus.parse::<usize>().unwrap_or_else(|_| {
+            panic!("invalid BATON_TEST_GPU: {gpus}; expected the number of GPUs to test")
+        })
+    });
+    assert!(
+        needed_gpus > promised,
+        "BATON_TEST_GPU={promised} forbids to skip this test: {reason}"
+    );
+    skip(reason)
+}
+
+/// Returns the number of GPUs. Skips the running test if there are fewer than `needed`.
+pub fn require_gpus(needed: usize) -> usize {
+    let wanted = if needed == 1 { "a GPU".to_owned() } else { format!("{needed} GPUs") };
+    match Driver::open().and_then(|driver| driver.devices()) {
+        Ok(devices) if devices.len() >= needed => devices.len(),
+        Ok(devices) => lacks(needed, &format!("needs {wanted}, found {}", devices.len())),
+        Err(error) => lacks(needed, &format!("needs {wanted}: {error}")),
+    }
+}
+
+/// Opens the first GPU for one test at a time. Skips the running test if there is none.
+pub fn gpu() -> Gpu {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let found = Driver::open().and_then(|driver| {
+    require_gpus(1);
+    let opened = Driver::open().and_then(|driver| {
         let device = driver.device(None)?;
         let path = std::env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
         let library = Arc::new(KernelLibrary::open(path.as_deref())?);
         Ok(Gpu { context: Context::new(driver, device)?, library, _alone: alone })
     });
-    match found {
-        Ok(gpu) => Some(gpu),
-        Err(error) if std::env::var_os("BATON_TEST_GPU").is_some_and(|value| value == "1") => {
-            panic!("no GPU to test: {error}")
-        }
-        Err(error) => {
-            eprintln!("skipped, for there is no GPU to test: {error}");
-            None
-        }
-    }
+    opened.unwrap_or_else(|error| lacks(1, &error.to_string()))
 }
 
 /// Few rounds are enough.

@@ -27,10 +27,11 @@ use integration_tests::{
 use kernels::{cuda::Driver, shared::RegionName};
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use test_harness::skip;
 use tokio::{task::JoinHandle, time::timeout};
 
 use super::{
-    bench::short,
+    bench::{lacks, require_gpus, short},
     processes::{Process, wait_gone},
 };
 
@@ -47,38 +48,26 @@ const UNSURE_ONE_OF: usize = 4;
 
 /// Where nodes compute.
 #[derive(Clone, Debug)]
-enum Place {
+pub enum Place {
     /// On these, by UUID.
     Gpus(Vec<String>),
     Cpus,
 }
 
-/// Where the cluster tests run, one at a time; `None` after saying why they do not.
-fn place(gpus: usize) -> Option<(Place, MutexGuard<'static, ()>)> {
+/// Returns where the cluster tests run, one at a time. Skips the running test if it cannot run here.
+pub fn place(gpus: usize) -> (Place, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if env::var_os(CLUSTERS).is_some_and(|place| place == "cpu") {
-        return Some((Place::Cpus, alone));
+        return (Place::Cpus, alone);
     }
-    let is_wanted = env::var_os("BATON_TEST_GPU").is_some_and(|value| value == "1");
     if env::var_os(BINARIES).is_none() {
-        assert!(!is_wanted, "{BINARIES} names no folder with the binaries");
-        eprintln!("skipped, for {BINARIES} names no folder with the binaries");
-        return None;
+        lacks(gpus, &format!("{BINARIES} names no folder with the binaries"));
     }
-    let found: Vec<String> = match Driver::open().and_then(|driver| driver.devices()) {
-        Ok(devices) => devices.into_iter().map(|device| device.uuid).collect(),
-        Err(error) if is_wanted => panic!("no GPU to test: {error}"),
-        Err(error) => {
-            eprintln!("skipped, for there is no GPU to test: {error}");
-            return None;
-        }
-    };
-    if found.len() < gpus {
-        eprintln!("skipped: wants {gpus} GPUs, there are {}", found.len());
-        return None;
-    }
-    Some((Place::Gpus(found), alone))
+    require_gpus(gpus);
+    let devices =
+        Driver::open().and_then(|driver| driver.devices()).expect("the GPUs found before");
+    (Place::Gpus(devices.into_iter().map(|device| device.uuid).collect()), alone)
 }
 
 struct Request {
@@ -118,6 +107,13 @@ impl World {
             }
         };
         Ok(world)
+    }
+
+    /// Skips the running test if nodes run on CPUs: other tests cover the same clusters there.
+    fn require_gpus(&self) {
+        if let Place::Cpus = self.place {
+            skip("BATON_TEST_CLUSTERS=cpu: other tests cover this cluster on CPUs");
+        }
     }
 
     fn gpus(&self) -> usize {
@@ -367,14 +363,14 @@ async fn answer(client: &Client, request: &Request, salt: &str) -> Result<Answer
     Ok(Answer { tokens, end, kv_bytes })
 }
 
-fn runtime() -> tokio::runtime::Runtime {
+pub fn runtime() -> tokio::runtime::Runtime {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.worker_threads(4).enable_all().build().unwrap()
 }
 
 /// Runs a test of a cluster where there are so many GPUs.
 fn on<T: Future<Output = Result<()>>>(gpus: usize, test: impl FnOnce(Arc<World>) -> T) {
-    let Some((place, _alone)) = place(gpus) else { return };
+    let (place, _alone) = place(gpus);
     let outcome = World::new(place).and_then(|world| {
         runtime().block_on(async {
             let outcome = timeout(TEST_DEADLINE, test(Arc::new(world))).await;
@@ -476,30 +472,22 @@ async fn serve(world: &World, shapes: Vec<Shape>) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_pair_on_one_gpu_writes_what_a_node_alone_writes() {
+pub fn prefill_and_decode_on_one_gpu_match_a_single_node() {
     on(1, async |world| {
-        if let Place::Cpus = world.place {
-            // Of other tests.
-            return Ok(());
-        }
+        world.require_gpus();
         serves(&world, Shape::new(&[&[0]], &[&[0]], "ipc")).await
     });
 }
 
-#[test]
-fn a_pair_on_two_gpus_writes_the_same_by_every_carrier() {
+pub fn prefill_and_decode_on_two_gpus_match_by_every_transport() {
     on(2, async |world| {
-        if let Place::Cpus = world.place {
-            return Ok(());
-        }
+        world.require_gpus();
         let pair = Shape::new(&[&[0]], &[&[1]], "");
         serve(&world, ["ipc", "nccl", "tcp"].map(|by| pair.clone().by(by)).into()).await
     });
 }
 
-#[test]
-fn nodes_of_ranks_on_two_gpus_write_the_same() {
+pub fn tp_nodes_on_two_gpus_match_a_single_node() {
     on(2, async |world| {
         let shape = |prefill, decode| Shape::new(&[prefill], &[decode], "ipc");
         let shapes = match world.place {
@@ -512,8 +500,7 @@ fn nodes_of_ranks_on_two_gpus_write_the_same() {
     });
 }
 
-#[test]
-fn two_pairs_write_the_same() {
+pub fn two_prefill_and_two_decode_nodes_match_a_single_node() {
     on(2, async |world| {
         let shape = match world.gpus() {
             // Of other tests.
@@ -525,12 +512,9 @@ fn two_pairs_write_the_same() {
     });
 }
 
-#[test]
-fn nodes_of_ranks_on_four_gpus_write_the_same() {
+pub fn tp_nodes_on_four_gpus_match_a_single_node() {
     on(4, async |world| {
-        if let Place::Cpus = world.place {
-            return Ok(());
-        }
+        world.require_gpus();
         let shapes = vec![
             Shape::new(&[&[0, 1]], &[&[2, 3]], "ipc"),
             Shape::new(&[&[0, 1, 2, 3]], &[&[0, 1, 2, 3]], "ipc"),
@@ -772,8 +756,7 @@ impl Chance {
     }
 }
 
-#[test]
-fn killed_nodes_cost_no_request_its_right_end() {
+pub fn killed_nodes_change_no_answer() {
     on(1, async |world| {
         let (time, rounds_min) = match world.gpus() {
             0 => (Duration::ZERO, 2),
@@ -803,8 +786,7 @@ fn killed_nodes_cost_no_request_its_right_end() {
     });
 }
 
-#[test]
-fn killed_ranks_end_their_node_alone_which_comes_back() {
+pub fn killed_rank_ends_only_its_node_which_recovers() {
     on(2, async |world| {
         let mut chance = Chance(0x5eed);
         let rounds = if short() || world.gpus() == 0 { 1 } else { 2 };
@@ -834,8 +816,7 @@ fn killed_ranks_end_their_node_alone_which_comes_back() {
     });
 }
 
-#[test]
-fn nodes_that_are_told_to_stop_under_load_cost_no_request_anything() {
+pub fn drained_nodes_under_load_change_no_answer() {
     on(1, async |world| {
         let rounds = if short() || world.gpus() == 0 { 1 } else { 3 };
         let tally = disturbed(world, ((2, 2), 1), async |watched, load| {

@@ -134,14 +134,12 @@ fn sums(rank: Rank) {
     assert!(error.to_string().contains("the arenas of"), "{error}");
 }
 
-#[test]
-fn two_ranks_sum_alike() {
-    on_ranks("collective::two_ranks_sum_alike", 2, sums);
+pub fn all_reduce_of_two_ranks_is_identical_on_both() {
+    on_ranks("collective::all_reduce_of_two_ranks_is_identical_on_both", 2, sums);
 }
 
-#[test]
-fn four_ranks_sum_alike() {
-    on_ranks("collective::four_ranks_sum_alike", 4, sums);
+pub fn all_reduce_of_four_ranks_is_identical_on_all() {
+    on_ranks("collective::all_reduce_of_four_ranks_is_identical_on_all", 4, sums);
 }
 
 /// Words of any bits, a hundredth of which say what an arena says where nothing has arrived.
@@ -235,14 +233,12 @@ fn gathers(rank: Rank) {
     rank.meet();
 }
 
-#[test]
-fn two_ranks_gather_rows() {
-    on_ranks("collective::two_ranks_gather_rows", 2, gathers);
+pub fn two_ranks_all_gather_rows() {
+    on_ranks("collective::two_ranks_all_gather_rows", 2, gathers);
 }
 
-#[test]
-fn four_ranks_gather_rows() {
-    on_ranks("collective::four_ranks_gather_rows", 4, gathers);
+pub fn four_ranks_all_gather_rows() {
+    on_ranks("collective::four_ranks_all_gather_rows", 4, gathers);
 }
 
 /// Some columns of a matrix of reproducible numbers.
@@ -354,19 +350,16 @@ fn onto_residual(rank: Rank) {
     }
 }
 
-#[test]
-fn a_backend_of_two_ranks_sums_onto_the_residual_stream() {
-    on_ranks("collective::a_backend_of_two_ranks_sums_onto_the_residual_stream", 2, onto_residual);
+pub fn backend_of_two_ranks_adds_all_reduce_to_residual() {
+    on_ranks("collective::backend_of_two_ranks_adds_all_reduce_to_residual", 2, onto_residual);
 }
 
-#[test]
-fn a_backend_of_four_ranks_sums_onto_the_residual_stream() {
-    on_ranks("collective::a_backend_of_four_ranks_sums_onto_the_residual_stream", 4, onto_residual);
+pub fn backend_of_four_ranks_adds_all_reduce_to_residual() {
+    on_ranks("collective::backend_of_four_ranks_adds_all_reduce_to_residual", 4, onto_residual);
 }
 
-#[test]
-fn a_rank_that_leaves_a_sum_out_is_not_waited_for_and_all_begin_anew() {
-    let name = "collective::a_rank_that_leaves_a_sum_out_is_not_waited_for_and_all_begin_anew";
+pub fn missing_rank_times_out_and_the_group_restarts() {
+    let name = "collective::missing_rank_times_out_and_the_group_restarts";
     on_ranks(name, 2, |rank| {
         let timeout = Duration::from_millis(200);
         let group = group(&rank, timeout);
@@ -396,9 +389,8 @@ fn a_rank_that_leaves_a_sum_out_is_not_waited_for_and_all_begin_anew() {
     });
 }
 
-#[test]
-fn a_stop_ends_a_sum_at_once_and_so_does_the_end_of_the_group() {
-    on_ranks("collective::a_stop_ends_a_sum_at_once_and_so_does_the_end_of_the_group", 2, |rank| {
+pub fn abort_and_group_shutdown_end_an_all_reduce_at_once() {
+    on_ranks("collective::abort_and_group_shutdown_end_an_all_reduce_at_once", 2, |rank| {
         let group = group(&rank, Duration::from_secs(600));
         let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
         let shape = SumRows { dtype: Dtype::Bf16, rows: 1, width: 4096 };
@@ -424,9 +416,8 @@ fn a_stop_ends_a_sum_at_once_and_so_does_the_end_of_the_group() {
     });
 }
 
-#[test]
-fn a_killed_rank_is_noticed_and_the_gpu_serves_on() {
-    on_ranks("collective::a_killed_rank_is_noticed_and_the_gpu_serves_on", 2, |rank| {
+pub fn killed_rank_is_detected_and_the_gpu_stays_usable() {
+    on_ranks("collective::killed_rank_is_detected_and_the_gpu_stays_usable", 2, |rank| {
         let group = group(&rank, Duration::from_millis(300));
         let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
         let shape = SumRows { dtype: Dtype::Bf16, rows: 8, width: 4096 };
@@ -456,9 +447,8 @@ fn a_killed_rank_is_noticed_and_the_gpu_serves_on() {
     });
 }
 
-#[test]
-fn handles_that_do_not_fit_are_refused_by_rank() {
-    on_ranks("collective::handles_that_do_not_fit_are_refused_by_rank", 2, |rank| {
+pub fn mismatched_ipc_handles_are_rejected_by_rank() {
+    on_ranks("collective::mismatched_ipc_handles_are_rejected_by_rank", 2, |rank| {
         let arena = |bytes| {
             let place = (rank.rank, rank.ranks);
             GroupArena::new(&rank.context, &rank.library, place, bytes).unwrap()

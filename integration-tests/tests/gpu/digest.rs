@@ -9,6 +9,8 @@ use kernels::{
     digest::{self, Heads},
 };
 
+use test_harness::skip;
+
 use super::bench::{Gpu, gpu, short};
 
 const BLOCKS: u32 = 40;
@@ -56,9 +58,8 @@ fn ids(ids: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
     ids.into_iter().map(BlockId).collect()
 }
 
-#[test]
-fn digests_are_the_cpus_for_any_layout_list_and_number_of_ranks() {
-    let Some(gpu) = gpu() else { return };
+pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
+    let gpu = gpu();
     let lists = [
         ids([]),
         ids([3]),
@@ -112,11 +113,10 @@ fn digests_are_the_cpus_for_any_layout_list_and_number_of_ranks() {
 }
 
 /// What verifying costs; nothing is demanded of it.
-#[test]
-fn digests_are_timed() {
-    let Some(gpu) = gpu() else { return };
+pub fn digest_bandwidth_is_reported() {
+    let gpu = gpu();
     if short() {
-        return;
+        skip("BATON_TEST_SHORT is set");
     }
     // An 8B model's: 2 MiB a block.
     let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };

@@ -15,25 +15,17 @@ use kv_transfer::{
 };
 
 use super::{
-    bench::short,
+    bench::{lacks, require_gpus, short},
     nodes::{
-        BLOCKS, CARRIERS, Manner, Node, PATIENCE, Peer, be_peer, event, gpus, pairs, pattern,
-        scattered,
+        BLOCKS, CARRIERS, Manner, Node, PATIENCE, Peer, event, gpus, pairs, pattern, scattered,
     },
 };
 
 /// How many transfers the test with random ends makes, where it is set.
 const TRANSFERS: &str = "BATON_TEST_TRANSFERS";
 
-/// Not a test: the other process, where one of those below has started it.
-#[test]
-fn peer() {
-    be_peer();
-}
-
-#[test]
-fn kv_of_another_process_arrives_as_it_was_however_it_lies() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
+    let (gpus, _alone) = gpus();
     let ways = [
         (Carrier::Ipc, Manner::Verifying),
         (Carrier::Nccl, Manner::Verifying),
@@ -66,9 +58,8 @@ fn kv_of_another_process_arrives_as_it_was_however_it_lies() {
     }
 }
 
-#[test]
-fn aborts_at_any_moment_leave_no_block_behind() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn abort_at_any_time_leaks_no_block() {
+    let (gpus, _alone) = gpus();
     for carrier in CARRIERS {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
         let mut peer = Peer::start(from, carrier);
@@ -109,9 +100,8 @@ fn aborts_at_any_moment_leave_no_block_behind() {
     }
 }
 
-#[test]
-fn a_killed_sender_costs_its_transfers_alone() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn killed_sender_fails_only_its_own_transfers() {
+    let (gpus, _alone) = gpus();
     let ways = [
         (Carrier::Ipc, Manner::Verifying),
         (Carrier::Nccl, Manner::Verifying),
@@ -147,9 +137,8 @@ fn a_killed_sender_costs_its_transfers_alone() {
 }
 
 /// The driver maps no memory into the process that owns it.
-#[test]
-fn within_one_process_kv_goes_by_tcp_and_that_is_counted() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
+    let (gpus, _alone) = gpus();
     let (one_sink, one_events) = channel();
     let (other_sink, other_events) = channel();
     let one = Node::start("one", 0, Carrier::Ipc, one_sink);
@@ -259,9 +248,8 @@ fn until_arrived(
     }
 }
 
-#[test]
-fn a_stopped_peer_delays_no_other_pair_and_costs_its_transfers_a_lease() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
+    let (gpus, _alone) = gpus();
     for carrier in CARRIERS {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
         let (sink, events) = channel();
@@ -327,9 +315,8 @@ fn a_stopped_peer_delays_no_other_pair_and_costs_its_transfers_a_lease() {
 }
 
 /// The end of one pair's channel waits for the whole GPU, and so for what another pair waits for in vain.
-#[test]
-fn peers_that_stop_or_die_together_again_and_again_delay_no_other_pair() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
+    let (gpus, _alone) = gpus();
     for carrier in CARRIERS {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
         let pair = SteadyPair::start(carrier, from, to, Duration::from_millis(500));
@@ -384,11 +371,10 @@ fn peers_that_stop_or_die_together_again_and_again_delay_no_other_pair() {
 
 /// The driver waits for the whole GPU when memory is freed, which an end does, and a beginning may. An operation of
 /// which a part was put when the other peer died, and a part was not, would hold others up for longer.
-#[test]
-fn an_end_or_a_beginning_beside_a_stopped_peer_delays_no_other_pair_for_long() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
+    let (gpus, _alone) = gpus();
     let carrier = Carrier::Nccl;
-    let Some((from, to)) = pairs(carrier, gpus).pop() else { return };
+    let Some((from, to)) = pairs(carrier, gpus).pop() else { lacks(2, "needs two GPUs") };
     let pair = SteadyPair::start(carrier, from, to, Duration::from_millis(500));
     let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
     let places = other_places();
@@ -460,11 +446,10 @@ fn an_end_or_a_beginning_beside_a_stopped_peer_delays_no_other_pair_for_long() {
 }
 
 /// Whatever it is about when it stops: whoever waits for it holds nothing that others need.
-#[test]
-fn a_peer_that_stops_while_it_joins_delays_no_other_pair() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn peer_stopped_during_setup_delays_no_other_pair() {
+    let (gpus, _alone) = gpus();
     let carrier = Carrier::Nccl;
-    let Some((from, to)) = pairs(carrier, gpus).pop() else { return };
+    let Some((from, to)) = pairs(carrier, gpus).pop() else { lacks(2, "needs two GPUs") };
     let time = Duration::from_millis(1500);
     let pair = SteadyPair::start(carrier, from, to, time);
     let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
@@ -496,9 +481,8 @@ fn a_peer_that_stops_while_it_joins_delays_no_other_pair() {
     node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
 }
 
-#[test]
-fn transfers_that_either_side_ends_at_any_moment_leave_the_others_whole() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
+    let (gpus, _alone) = gpus();
     let count = env::var(TRANSFERS).map_or(if short() { 60 } else { 400 }, |count| {
         count.parse().expect("a count of transfers")
     });
@@ -573,9 +557,8 @@ fn transfers_that_either_side_ends_at_any_moment_leave_the_others_whole() {
 }
 
 /// What one stream forgets to wait for comes late; and a kernel brings blocks together as copies do.
-#[test]
-fn streams_that_are_late_and_kernels_that_move_blocks_change_none() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn delayed_streams_and_gather_kernels_preserve_kv() {
+    let (gpus, _alone) = gpus();
     let ways = [
         (Carrier::Ipc, Manner::Late),
         (Carrier::Nccl, Manner::Late),
@@ -609,9 +592,8 @@ fn streams_that_are_late_and_kernels_that_move_blocks_change_none() {
 
 /// Every number of ranks to every other for which the GPUs suffice, the receiver's ranks on others than
 /// those of the sender that have heads in common with them.
-#[test]
-fn kv_of_ranks_goes_between_their_gpus_by_nccl_as_it_was() {
-    let Some((gpus, _alone)) = gpus() else { return };
+pub fn nccl_transfer_between_tp_ranks_preserves_kv() {
+    let (gpus, _alone) = gpus();
     use Manner::{Four, LargeKernel, LargeLate, Two, TwoLate};
     let ways = [
         (2, Two, Two),
@@ -625,7 +607,7 @@ fn kv_of_ranks_goes_between_their_gpus_by_nccl_as_it_was() {
     for (needed, sender, receiver) in ways {
         let what = format!("{} to {}", sender.name(), receiver.name());
         if gpus < needed {
-            eprintln!("skipped: {what} wants {needed} GPUs, there are {gpus}");
+            println!("{what}: not run, needs {needed} GPUs");
             continue;
         }
         let mut peer = Peer::start_as(0, Carrier::Nccl, sender);
@@ -648,12 +630,9 @@ fn kv_of_ranks_goes_between_their_gpus_by_nccl_as_it_was() {
 }
 
 /// One GPU would be at both ends of a communicator: said, counted, and KV goes all the same.
-#[test]
-fn ranks_on_one_gpu_with_those_that_send_to_them_go_by_another_carrier() {
-    let Some((gpus, _alone)) = gpus() else { return };
-    if gpus < 2 {
-        return eprintln!("skipped, for two ranks want two GPUs");
-    }
+pub fn ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport() {
+    let (_, _alone) = gpus();
+    require_gpus(2);
     // The sender's first rank and the receiver's.
     let mut peer = Peer::start_as(0, Carrier::Nccl, Manner::LargeKernel);
     let (sink, events) = channel();

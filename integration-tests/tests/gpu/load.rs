@@ -51,9 +51,8 @@ impl RowSource for Numbered {
 }
 
 /// One row, and as many as go through all buffers several times with a rest.
-#[test]
-fn every_row_arrives_whatever_the_size_of_the_matrix() {
-    let Some(gpu) = gpu() else { return };
+pub fn weight_rows_of_any_matrix_size_load_correctly() {
+    let gpu = gpu();
     for dtype in DTYPES {
         for rows in [8, 800_008] {
             let source = Numbered { rows, read: AtomicUsize::new(0) };
@@ -77,9 +76,8 @@ fn every_row_arrives_whatever_the_size_of_the_matrix() {
     }
 }
 
-#[test]
-fn kv_takes_what_is_left_and_no_more() {
-    let Some(gpu) = gpu() else { return };
+pub fn kv_cache_uses_only_the_free_memory() {
+    let gpu = gpu();
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
     let layout = checkpoint.config().kv_layout(Dtype::Bf16);
     let limits = |blocks| ExecutorLimits {
@@ -151,9 +149,8 @@ fn products(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (
     (results.into(), counts)
 }
 
-#[test]
-fn tuned_products_are_the_same_products_and_timed_once() {
-    let Some(gpu) = gpu() else { return };
+pub fn tuned_gemm_matches_untuned_and_is_timed_once() {
+    let gpu = gpu();
     for dtype in DTYPES {
         let folder = tempfile::tempdir().unwrap();
         let (wanted, _) = products(&gpu, dtype, None);
@@ -169,9 +166,8 @@ fn tuned_products_are_the_same_products_and_timed_once() {
 }
 
 /// What a file names for a product is asked about before it is run.
-#[test]
-fn an_algorithm_that_is_none_is_not_used() {
-    let Some(gpu) = gpu() else { return };
+pub fn invalid_gemm_algorithm_is_not_used() {
+    let gpu = gpu();
     let folder = tempfile::tempdir().unwrap();
     let (wanted, _) = products(&gpu, Dtype::Bf16, Some(folder.path()));
     let file = fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();

@@ -187,9 +187,8 @@ fn rms(values: impl Iterator<Item = f32>) -> f32 {
     (sum / count as f32).sqrt()
 }
 
-#[test]
-fn every_architecture_gives_the_cpus_logits_and_tokens() {
-    let Some(gpu) = gpu() else { return };
+pub fn every_architecture_matches_cpu_logits_and_tokens() {
+    let gpu = gpu();
     for (architecture, model_type) in [
         ("LlamaForCausalLM", "llama"),
         ("Qwen2ForCausalLM", "qwen2"),
@@ -218,9 +217,8 @@ fn every_architecture_gives_the_cpus_logits_and_tokens() {
 }
 
 /// Every way to run bf16: near the CPU, and bit for bit the same where nothing but the launches differs.
-#[test]
-fn whatever_is_fused_or_replayed_gives_the_cpus_logits_in_bf16() {
-    let Some(gpu) = gpu() else { return };
+pub fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
+    let gpu = gpu();
     let best = CudaOptions::new(WeightFormat::Bf16);
     let unfused = CudaOptions { fused: false, ..best };
     let flash = CudaOptions { attention: AttentionKind::Flash, graphs: false, ..best };

@@ -46,9 +46,8 @@ fn places(layout: KvLayout, first: usize, count: usize) -> impl Iterator<Item = 
     })
 }
 
-#[test]
-fn heads_of_scattered_blocks_come_together_and_go_back_as_the_cpu_has_them() {
-    let Some(gpu) = gpu() else { return };
+pub fn gather_and_scatter_of_heads_match_cpu() {
+    let gpu = gpu();
     // All heads and all parts of them; heads whose bytes are few, and no power of two.
     for (layer_count, kv_head_count, head_dim) in [(1, 1, 8), (3, 2, 24), (7, 3, 40), (2, 5, 64)] {
         for dtype in [Dtype::Bf16, Dtype::F32] {

@@ -43,9 +43,8 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|index| (index * 31 + index / 251 + seed * 97) as u8).collect()
 }
 
-#[test]
-fn two_ranks_exchange_pieces_and_sum() {
-    on_ranks("nccl::two_ranks_exchange_pieces_and_sum", 2, |rank| {
+pub fn two_ranks_send_receive_and_all_reduce() {
+    on_ranks("nccl::two_ranks_send_receive_and_all_reduce", 2, |rank| {
         let nccl = nccl();
         for turn in ["first", "second"] {
             let begin = Instant::now();
@@ -104,9 +103,8 @@ fn two_ranks_exchange_pieces_and_sum() {
     });
 }
 
-#[test]
-fn a_rank_that_never_comes_is_not_waited_for() {
-    on_ranks("nccl::a_rank_that_never_comes_is_not_waited_for", 2, |rank| {
+pub fn absent_rank_times_out() {
+    on_ranks("nccl::absent_rank_times_out", 2, |rank| {
         if rank.rank == 0 {
             let nccl = nccl();
             let id = nccl.unique_id().unwrap();
@@ -126,9 +124,8 @@ fn a_rank_that_never_comes_is_not_waited_for() {
     });
 }
 
-#[test]
-fn a_killed_peer_is_got_rid_of_and_its_memory_is_ours_again() {
-    on_ranks("nccl::a_killed_peer_is_got_rid_of_and_its_memory_is_ours_again", 2, |rank| {
+pub fn killed_peer_is_aborted_and_its_memory_freed() {
+    on_ranks("nccl::killed_peer_is_aborted_and_its_memory_freed", 2, |rank| {
         const BYTES: usize = 256 << 20;
         let nccl = nccl();
         let mut communicator = connected(&rank, &nccl);

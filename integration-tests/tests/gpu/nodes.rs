@@ -29,13 +29,14 @@ use kv_transfer::{
 };
 use ranks::RankGroup;
 
-use super::tp::kv_group;
+use super::{bench::require_gpus, tp::kv_group};
 
 /// Any wait; far beyond what anything takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 pub const BLOCKS: u32 = 96;
 /// In the environment of the other process: its GPU's index, the carrier, and how its node is.
 const PEER: &str = "BATON_TEST_LINKS_PEER";
+pub const PEER_HELPER: &str = "kv-peer";
 /// Its node's id.
 const PEER_NAME: &str = "peer";
 
@@ -45,20 +46,11 @@ pub const CARRIERS: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
 /// Of the delays of streams that are late; the peer's is one more.
 const LATE_SEED: u64 = 20;
 
-/// How many GPUs there are, for one test at a time; `None` after saying that there is none.
-pub fn gpus() -> Option<(usize, MutexGuard<'static, ()>)> {
+/// Returns the number of GPUs, for one test at a time. Skips the running test if there is none.
+pub fn gpus() -> (usize, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    match Driver::open().and_then(|driver| driver.devices()) {
-        Ok(devices) => Some((devices.len(), alone)),
-        Err(error) if env::var_os("BATON_TEST_GPU").is_some_and(|value| value == "1") => {
-            panic!("no GPU to test: {error}")
-        }
-        Err(error) => {
-            eprintln!("skipped, for there is no GPU to test: {error}");
-            None
-        }
-    }
+    (require_gpus(1), alone)
 }
 
 /// The sender's and the receiver's GPU: every pair on which the carrier works, those of two GPUs last.
@@ -415,8 +407,7 @@ impl Peer {
     }
 
     pub fn start_as(gpu: usize, carrier: Carrier, manner: Manner) -> Self {
-        let mut child = Command::new(env::current_exe().unwrap())
-            .args(["--exact", "gpu::links::peer", "--nocapture"])
+        let mut child = test_harness::helper(PEER_HELPER)
             .env(PEER, format!("{gpu} {carrier} {}", manner.name()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -427,7 +418,6 @@ impl Peer {
         // Nothing more is said, but the pipe stays open.
         thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
-                // The harness prints its own words before ours, on the same line at times.
                 if let Some((_, words)) = line.split_once("KV ") {
                     let _ = sender.send(words.split(' ').map(str::to_owned).collect::<Vec<_>>());
                 }
@@ -489,9 +479,9 @@ impl Drop for Peer {
     }
 }
 
-/// The other process's main function; without its variable it has nothing to do.
-pub fn be_peer() {
-    let Ok(setting) = env::var(PEER) else { return };
+/// Runs the sending node of a test, in a process of its own.
+pub fn run_peer() {
+    let setting = env::var(PEER).expect("the test sets it");
     let words: Vec<&str> = setting.split(' ').collect();
     let (gpu, manner) = (words[0].parse().unwrap(), Manner::named(words[2]));
     let carrier = Carrier::offered(words[1]).unwrap();

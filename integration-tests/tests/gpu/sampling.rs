@@ -221,9 +221,8 @@ fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
     rows
 }
 
-#[test]
-fn choices_are_the_cpus() {
-    let Some(gpu) = gpu() else { return };
+pub fn sampled_tokens_match_cpu() {
+    let gpu = gpu();
     for vocabulary in [33, 1003, 49_152, 151_936] {
         let mut place = place((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
         for round in 0..4 {
@@ -240,9 +239,8 @@ fn choices_are_the_cpus() {
     }
 }
 
-#[test]
-fn nonsense_is_found_and_named_and_stays_with_its_row() {
-    let Some(gpu) = gpu() else { return };
+pub fn non_finite_logits_fail_only_their_row() {
+    let gpu = gpu();
     let vocabulary = 1003;
     let mut place = place((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
     let mut rows: Vec<Row> = rows(vocabulary, 1).into_iter().step_by(2).take(6).collect();
@@ -362,19 +360,16 @@ fn together(rank: Rank) {
     println!("{turns} calls are one GPU's");
 }
 
-#[test]
-fn two_ranks_choose_what_one_gpu_does() {
-    on_ranks("sampling::two_ranks_choose_what_one_gpu_does", 2, together);
+pub fn two_ranks_sample_the_tokens_of_one_gpu() {
+    on_ranks("sampling::two_ranks_sample_the_tokens_of_one_gpu", 2, together);
 }
 
-#[test]
-fn four_ranks_choose_what_one_gpu_does() {
-    on_ranks("sampling::four_ranks_choose_what_one_gpu_does", 4, together);
+pub fn four_ranks_sample_the_tokens_of_one_gpu() {
+    on_ranks("sampling::four_ranks_sample_the_tokens_of_one_gpu", 4, together);
 }
 
-#[test]
-fn a_rank_that_does_not_choose_is_not_waited_for() {
-    on_ranks("sampling::a_rank_that_does_not_choose_is_not_waited_for", 2, |rank| {
+pub fn missing_rank_in_sampling_times_out() {
+    on_ranks("sampling::missing_rank_in_sampling_times_out", 2, |rank| {
         let timeout = Duration::from_millis(200);
         let vocabulary = 20_000;
         let parts = (&rank.context, &rank.library);
@@ -424,9 +419,8 @@ fn time(place: &mut Place, rows: &[Row]) -> f64 {
 }
 
 /// What choosing takes, for the documentation: it asserts nothing of time.
-#[test]
-fn times_of_two_ranks_are_told() {
-    on_ranks("sampling::times_of_two_ranks_are_told", 2, |rank| {
+pub fn sampling_latency_of_two_ranks_is_reported() {
+    on_ranks("sampling::sampling_latency_of_two_ranks_is_reported", 2, |rank| {
         let vocabulary = 128_256;
         let parts = (&rank.context, &rank.library);
         let mut alone = place(parts, None, vocabulary, 128);

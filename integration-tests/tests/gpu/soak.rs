@@ -508,8 +508,7 @@ fn soak(rank: Rank) {
     );
 }
 
-#[test]
-fn two_ranks_sum_while_kv_goes_both_ways_and_nothing_stops() {
-    let name = "soak::two_ranks_sum_while_kv_goes_both_ways_and_nothing_stops";
+pub fn all_reduce_beside_kv_transfers_never_stalls() {
+    let name = "soak::all_reduce_beside_kv_transfers_never_stalls";
     on_ranks_for(name, RANKS, Duration::from_secs(seconds()), soak);
 }

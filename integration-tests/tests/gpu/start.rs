@@ -8,9 +8,8 @@ use kernels::cuda::{
 
 use super::bench::gpu;
 
-#[test]
-fn more_memory_than_there_is_names_what_was_wanted_and_what_is_free() {
-    let Some(gpu) = gpu() else { return };
+pub fn out_of_memory_names_requested_and_free_bytes() {
+    let gpu = gpu();
     let before = gpu.context.free_bytes().unwrap();
     let error = DeviceMemory::new(&gpu.context, "the weights", 1 << 50).unwrap_err();
     let CudaError::OutOfMemory { what, wanted, free } = error else { panic!("{error}") };
@@ -18,9 +17,8 @@ fn more_memory_than_there_is_names_what_was_wanted_and_what_is_free() {
     assert!(free > 0 && free <= gpu.context.device().memory_bytes, "{free} of {before}");
 }
 
-#[test]
-fn memory_that_is_dropped_is_given_back() {
-    let Some(gpu) = gpu() else { return };
+pub fn dropped_memory_is_freed() {
+    let gpu = gpu();
     let before = gpu.context.free_bytes().unwrap();
     let memory = DeviceMemory::new(&gpu.context, "a test", 1 << 30).unwrap();
     let range = memory.cut(1 << 20).unwrap();
@@ -33,18 +31,16 @@ fn memory_that_is_dropped_is_given_back() {
     assert!(gpu.context.free_bytes().unwrap() + (1 << 21) >= before);
 }
 
-#[test]
-fn a_format_without_kernels_is_refused() {
-    let Some(gpu) = gpu() else { return };
+pub fn weight_format_without_kernels_is_rejected() {
+    let gpu = gpu();
     let options = CudaOptions::new(WeightFormat::Q8);
     let error = CudaBackend::new(&gpu.context, gpu.library.clone(), options).err().unwrap();
     assert!(error.to_string().contains("q8") && error.to_string().contains("bf16"), "{error}");
 }
 
 /// Up on one stream, read down on another that waits for the first.
-#[test]
-fn what_one_stream_writes_another_reads_after_it() {
-    let Some(gpu) = gpu() else { return };
+pub fn event_orders_a_write_before_a_read_on_another_stream() {
+    let gpu = gpu();
     let context = &gpu.context;
     let up = Stream::<HostToDevice>::new(context).unwrap();
     let down = Stream::<DeviceToHost>::new(context).unwrap();

@@ -33,7 +33,7 @@ use model::{Checkpoint, LoadFormat};
 use ranks::{GroupSettings, RankGroup, Seat, run_rank};
 
 use super::{
-    bench::{Gpu, gpu},
+    bench::{Gpu, gpu, require_gpus},
     executor::{Outcome, on_gpu, run_arriving, sequence},
 };
 
@@ -107,10 +107,11 @@ fn layout(checkpoint: &Checkpoint, part: Part) -> KvLayout {
     checkpoint.config().kv_layout(weights.kv_dtype())
 }
 
-/// A rank's whole life, in a process of its own.
-#[test]
-fn takes_its_seat_if_told() {
-    let Ok(seat) = env::var(SEAT) else { return };
+pub const RANK_HELPER: &str = "tp-rank";
+
+/// Runs a rank, in a process of its own.
+pub fn run_rank_process() {
+    let seat = env::var(SEAT).expect("the test sets it");
     let seat: Seat = seat.parse().unwrap();
     let outcome = run_rank(&seat, |told| {
         let words: Vec<&str> = str::from_utf8(told).unwrap().split(' ').collect();
@@ -198,8 +199,7 @@ fn group_on(gpus: &[usize], part: Part, layout: KvLayout, blocks: u32) -> RankGr
         ..GroupSettings::new(epoch, ranks, told.into_bytes())
     };
     let command = |seat: &Seat| {
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["--exact", "gpu::tp::takes_its_seat_if_told", "--nocapture"]);
+        let mut command = test_harness::helper(RANK_HELPER);
         command.env(SEAT, seat.to_string()).stdin(Stdio::null()).stdout(Stdio::null());
         command
     };
@@ -208,15 +208,10 @@ fn group_on(gpus: &[usize], part: Part, layout: KvLayout, blocks: u32) -> RankGr
     group
 }
 
-/// As many GPUs as there are ranks; `None` after saying that there are fewer.
-fn gpus(ranks: u32) -> Option<Gpu> {
-    let gpu = gpu()?;
-    let found = gpu.context.driver().devices().unwrap().len();
-    if found < ranks as usize {
-        eprintln!("skipped: {ranks} ranks want as many GPUs, there are {found}");
-        return None;
-    }
-    Some(gpu)
+/// Opens the first GPU. Skips the running test unless there is a GPU for each rank.
+fn gpus(ranks: u32) -> Gpu {
+    require_gpus(ranks as usize);
+    gpu()
 }
 
 fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
@@ -281,7 +276,7 @@ fn same(found: &Outcomes, wanted: &Outcomes, what: &str) {
 
 /// That the ranks chose the same tokens the group has looked at in every step.
 fn tokens_of(ranks: u32) {
-    let Some(gpu) = gpus(ranks) else { return };
+    let gpu = gpus(ranks);
     let checkpoint = model();
     let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits(&checkpoint)) };
     let weights = WeightFormat::F32;
@@ -306,19 +301,16 @@ fn tokens_of(ranks: u32) {
     same(&eager, &recorded, &format!("{what}, bf16"));
 }
 
-#[test]
-fn two_ranks_write_the_tokens_of_one() {
+pub fn two_ranks_generate_the_tokens_of_one() {
     tokens_of(2);
 }
 
-#[test]
-fn four_ranks_write_the_tokens_of_one() {
+pub fn four_ranks_generate_the_tokens_of_one() {
     tokens_of(4);
 }
 
-#[test]
-fn a_killed_rank_ends_its_group_soon_and_the_next_one_serves() {
-    let Some(_gpu) = gpus(2) else { return };
+pub fn killed_rank_ends_its_group_and_the_next_group_serves() {
+    let _gpu = gpus(2);
     let part = Part::Model { weights: WeightFormat::F32, graphs: true };
     let group_of_two = group(2, part);
     let victim = group_of_two.process_ids()[1];
@@ -359,9 +351,8 @@ fn pattern(layout: KvLayout, block: u32, seed: u32) -> Vec<u8> {
 }
 
 /// The test plays both nodes: it has what the ranks of each have let it in on.
-#[test]
-fn blocks_go_from_any_number_of_ranks_to_any_other() {
-    let Some(gpu) = gpus(1) else { return };
+pub fn kv_moves_between_any_two_rank_counts() {
+    let gpu = gpus(1);
     let found = gpu.context.driver().devices().unwrap().len() as u32;
     let layout = layout(&model(), Part::Kv);
     let counts: Vec<u32> = [1, 2, 4].into_iter().filter(|ranks| *ranks <= found).collect();

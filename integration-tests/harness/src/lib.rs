@@ -1,0 +1,97 @@
+//! The `main` of test programs that Rust's built-in harness cannot serve.
+//!
+//! A test can find out only when it runs that this machine lacks something, for example a second GPU. Such
+//! a test calls [`skip`], and the program reports the test as ignored, with the reason. A test can also
+//! start this program again as a helper process ([`helper`]): a peer node, a rank. Helpers are listed
+//! beside the tests and are not counted as tests.
+//!
+//! ```ignore
+//! fn main() -> std::process::ExitCode {
+//!     test_harness::main(&[("peer", peer)], test_harness::tests![transfers::first, transfers::second])
+//! }
+//! ```
+
+#![forbid(unsafe_code)]
+
+use std::{
+    env,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    process::{Command, ExitCode},
+};
+
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+/// Names the helper that a child process runs instead of the tests.
+const HELPER: &str = "BATON_TEST_HELPER";
+
+/// The panic payload of [`skip`].
+struct Skipped(String);
+
+/// Ends the running test and reports it as skipped.
+pub fn skip(reason: impl Into<String>) -> ! {
+    // Unlike `panic!`, this does not print a backtrace.
+    resume_unwind(Box::new(Skipped(reason.into())))
+}
+
+/// Returns a command that runs this program's helper `name`.
+pub fn helper(name: &str) -> Command {
+    let program = env::current_exe().expect("the running program has a path");
+    let mut command = Command::new(program);
+    command.env(HELPER, name);
+    command
+}
+
+/// Runs an asynchronous test on a runtime of its own.
+pub fn block_on(test: impl Future<Output = ()>) {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    runtime.enable_all().build().expect("a runtime starts").block_on(test);
+}
+
+/// Runs one of `helpers` if this process was started by [`helper`], otherwise the tests that the command
+/// line selects.
+pub fn main(helpers: &[(&str, fn())], tests: Vec<Trial>) -> ExitCode {
+    if let Some(name) = env::var_os(HELPER) {
+        let (_, run) = helpers.iter().find(|(known, _)| name == *known).expect("a known helper");
+        run();
+        return ExitCode::SUCCESS;
+    }
+    libtest_mimic::run(&Arguments::from_args(), tests).exit_code()
+}
+
+/// Turns a function into a test. [`tests`] is the usual caller.
+pub fn test(path: &str, run: fn()) -> Trial {
+    let name: String = path.split_whitespace().collect();
+    Trial::ignorable_test(name.clone(), move || {
+        match catch_unwind(AssertUnwindSafe(run)) {
+            Ok(()) => Ok(Completion::Completed),
+            Err(payload) => match payload.downcast::<Skipped>() {
+                Ok(skipped) => {
+                    // The quiet format prints no reasons.
+                    eprintln!("skipped: {name}: {}", skipped.0);
+                    Ok(Completion::ignored_with(skipped.0))
+                }
+                Err(payload) => Err(Failed::from(message(&*payload))),
+            },
+        }
+    })
+}
+
+/// Returns what a panic said. The panic hook has already printed it with its place.
+fn message(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "panicked".into())
+}
+
+/// Lists functions as tests. The path of a function is the name of its test.
+#[macro_export]
+macro_rules! tests {
+    ($($path:path),* $(,)?) => { vec![$($crate::test(stringify!($path), $path)),*] };
+}
+
+/// Lists asynchronous functions as tests.
+#[macro_export]
+macro_rules! async_tests {
+    ($($path:path),* $(,)?) => {
+        vec![$($crate::test(stringify!($path), || $crate::block_on($path()))),*]
+    };
+}
