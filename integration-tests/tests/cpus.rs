@@ -1,5 +1,4 @@
 //! Threads that compute run on the CPUs that a node was given, and others do not care.
-#![cfg(target_os = "linux")]
 
 use std::{
     collections::BTreeMap,
@@ -57,8 +56,7 @@ fn of<'a>(threads: &'a [(String, Vec<u32>)], name: &str) -> Result<&'a [u32]> {
     Ok(cpus)
 }
 
-#[tokio::test]
-async fn each_thread_that_computes_has_its_own_cpu_of_the_list_in_its_order() -> Result<()> {
+async fn compute_threads_are_pinned_to_the_configured_cpus_in_order() -> Result<()> {
     let all = allowed(Path::new("/proc/self/status"))?;
     let cpus: Vec<u32> = all.iter().rev().take(3).copied().collect();
     let list = cpus.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
@@ -109,11 +107,9 @@ fn usable_numa_node() -> Result<Option<(u32, Vec<u32>)>> {
     Ok(None)
 }
 
-#[tokio::test]
-async fn a_numa_node_gives_its_cpus() -> Result<()> {
+async fn numa_node_setting_selects_its_cpus() -> Result<()> {
     let Some((node, cpus)) = usable_numa_node()? else {
-        eprintln!("skipped: {NUMA_NODES} lists no NUMA node with a CPU that this process may use");
-        return Ok(());
+        test_harness::skip(format!("{NUMA_NODES} lists no NUMA node with a CPU of this process"));
     };
     let spec = ClusterSpec::smollm2()
         .nodes(0, 1)
@@ -128,8 +124,7 @@ async fn a_numa_node_gives_its_cpus() -> Result<()> {
     cluster.stop()
 }
 
-#[test]
-fn a_cpu_or_numa_node_that_is_not_there_ends_the_start_with_its_name() -> Result<()> {
+fn unknown_cpu_or_numa_node_is_rejected_at_start() -> Result<()> {
     let all = allowed(Path::new("/proc/self/status"))?;
     let beyond = all.last().context("there is a CPU")? + 1;
     let folder = tempfile::tempdir()?;
@@ -153,4 +148,13 @@ fn a_cpu_or_numa_node_that_is_not_there_ends_the_start_with_its_name() -> Result
         assert!(!said.contains("opened the model"), "{said}");
     }
     Ok(())
+}
+
+fn main() -> std::process::ExitCode {
+    let mut tests = test_harness::async_tests![
+        compute_threads_are_pinned_to_the_configured_cpus_in_order,
+        numa_node_setting_selects_its_cpus,
+    ];
+    tests.extend(test_harness::tests![unknown_cpu_or_numa_node_is_rejected_at_start,]);
+    test_harness::main(&[], tests)
 }

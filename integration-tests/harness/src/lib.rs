@@ -15,6 +15,7 @@
 
 use std::{
     env,
+    fmt::Debug,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     process::{Command, ExitCode},
 };
@@ -41,10 +42,26 @@ pub fn helper(name: &str) -> Command {
     command
 }
 
+/// The result of a test function: nothing, or an error that fails the test.
+pub trait TestResult {
+    /// Panics if the test failed.
+    fn check(self);
+}
+
+impl TestResult for () {
+    fn check(self) {}
+}
+
+impl<E: Debug> TestResult for Result<(), E> {
+    fn check(self) {
+        self.unwrap_or_else(|error| panic!("{error:?}"));
+    }
+}
+
 /// Runs an asynchronous test on a runtime of its own.
-pub fn block_on(test: impl Future<Output = ()>) {
+pub fn block_on<T>(test: impl Future<Output = T>) -> T {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
-    runtime.enable_all().build().expect("a runtime starts").block_on(test);
+    runtime.enable_all().build().expect("a runtime starts").block_on(test)
 }
 
 /// Runs one of `helpers` if this process was started by [`helper`], otherwise the tests that the command
@@ -85,13 +102,18 @@ fn message(payload: &(dyn std::any::Any + Send)) -> String {
 /// Lists functions as tests. The path of a function is the name of its test.
 #[macro_export]
 macro_rules! tests {
-    ($($path:path),* $(,)?) => { vec![$($crate::test(stringify!($path), $path)),*] };
+    ($($path:path),* $(,)?) => {
+        vec![$($crate::test(stringify!($path), || $crate::TestResult::check($path()))),*]
+    };
 }
 
 /// Lists asynchronous functions as tests.
 #[macro_export]
 macro_rules! async_tests {
     ($($path:path),* $(,)?) => {
-        vec![$($crate::test(stringify!($path), || $crate::block_on($path()))),*]
+        vec![$($crate::test(
+            stringify!($path),
+            || $crate::TestResult::check($crate::block_on($path())),
+        )),*]
     };
 }

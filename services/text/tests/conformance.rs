@@ -1,7 +1,7 @@
 //! Real vocabularies: the ids that llama.cpp's own test vectors and the `tokenizers` Python package give.
 //!
-//! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts them into target/tokenizers. Where it was
-//! never run these tests say so and pass, unless BATON_TEST_COMPLETE is set, as `make test` does.
+//! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts them into target/tokenizers. Without
+//! those files these tests fail.
 
 mod common;
 
@@ -19,19 +19,15 @@ use text::{
     ToolFormat, ToolParser, ToolPiece,
 };
 
-/// The fetched file or folder, or `None` where nothing was fetched.
-fn fetched(name: &str) -> Option<PathBuf> {
+/// Returns the path of a fetched file or folder.
+fn fetched(name: &str) -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
     let folder = target.join("tokenizers");
-    if !folder.join("complete").is_file() {
-        let may_lack = std::env::var_os("BATON_TEST_COMPLETE").is_none();
-        assert!(may_lack, "{} is incomplete", folder.display());
-        println!("skipped: {} is incomplete; run deploy/fetch-tokenizers.sh", folder.display());
-        return None;
-    }
+    let complete = folder.join("complete").is_file();
+    assert!(complete, "{} is incomplete; run deploy/fetch-tokenizers.sh", folder.display());
     let path = folder.join(name);
     assert!(path.exists(), "{} was fetched without {name}", folder.display());
-    Some(path)
+    path
 }
 
 /// Texts and ids as `llama.cpp` keeps them beside a vocabulary: texts with a line of their own between
@@ -57,7 +53,7 @@ fn calls_that_real_templates_write_are_read_back() {
         "description": "Tells it", "parameters": {"type": "object", "properties": {}}}}]);
     let formats = [("llama3_2", ToolFormat::Llama3, 1), ("qwen2_5", ToolFormat::Hermes, 2)];
     for (name, format, calls) in formats {
-        let Some(path) = fetched(name) else { return };
+        let path = fetched(name);
         let model = ModelText::open(&path).unwrap();
         assert_eq!(model.tool_format(), Some(format), "{name}");
         let rendered = |messages: Value| {
@@ -97,7 +93,7 @@ fn calls_that_real_templates_write_are_read_back() {
             assert_eq!(serde_json::from_str::<Value>(&call.arguments).unwrap(), arguments);
         }
     }
-    let Some(path) = fetched("gpt2") else { return };
+    let path = fetched("gpt2");
     assert_eq!(ModelText::open(&path).unwrap().tool_format(), None);
 }
 
@@ -105,7 +101,7 @@ fn calls_that_real_templates_write_are_read_back() {
 fn llama_cpps_vectors_give_its_ids() {
     // One vocabulary for every kind of splitting that is built.
     for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact", "llama-spm", "phi-3"] {
-        let Some(path) = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf")) else { return };
+        let path = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf"));
         let model = ModelText::open(&path).unwrap();
         let tokenizer = model.tokenizer();
         let vectors = vectors(&path);
@@ -150,7 +146,7 @@ fn folder_of_pieces(vocabulary: &Path) -> Value {
 /// One vocabulary three ways: by its scores, and as a folder by merges, in Metaspace's way too.
 #[test]
 fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
-    let Some(path) = fetched("llama.cpp/ggml-vocab-llama-spm.gguf") else { return };
+    let path = fetched("llama.cpp/ggml-vocab-llama-spm.gguf");
     let gguf = ModelText::open(&path).unwrap();
     let mut tokenizer_json = folder_of_pieces(&path);
     let open = |tokenizer_json: &Value| {
@@ -205,7 +201,7 @@ fn other_kinds_are_refused_by_name_with_what_is_supported() {
         ("bert-bge", "tokenizer.ggml.model is \"bert\"; supported: gpt2 (byte-level BPE), llama"),
     ];
     for (name, expected) in cases {
-        let Some(path) = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf")) else { return };
+        let path = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf"));
         let error = ModelText::open(&path).unwrap_err();
         assert!(matches!(error, LoadError::Unsupported { .. }), "{name}: {error}");
         assert!(error.to_string().contains(expected), "{name}: {error}");
@@ -218,7 +214,7 @@ fn folders_give_the_ids_and_texts_of_the_python_package() {
     let expected: Value = serde_json::from_str(&fs::read_to_string(fixture).unwrap()).unwrap();
     let texts: Vec<String> = serde_json::from_value(expected["texts"].clone()).unwrap();
     for (family, rows) in expected["families"].as_object().unwrap() {
-        let Some(folder) = fetched(family) else { return };
+        let folder = fetched(family);
         let model = ModelText::open(folder).unwrap();
         let tokenizer = model.tokenizer();
         for (text, row) in texts.iter().zip(rows.as_array().unwrap()) {
@@ -242,7 +238,7 @@ fn folders_name_the_tokens_that_begin_and_end() {
         ("gpt2", Some("<|endoftext|>"), &["<|endoftext|>"], false),
     ];
     for (family, bos, eos, has_template) in cases {
-        let Some(folder) = fetched(family) else { return };
+        let folder = fetched(family);
         let model = ModelText::open(folder).unwrap();
         let tokenizer = model.tokenizer();
         let id = |token: &str| tokenizer.token_id(token).unwrap();
