@@ -74,6 +74,23 @@ async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()> {
 }
 
 #[tokio::test]
+async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
+    let etcd = Etcd::start()?;
+    let node = entry("decode-1", 1);
+    let registration = register(at(&etcd.url()), &node).await?;
+    let first = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    etcd.client().await?.delete(first[0].0.as_str(), None).await?;
+    // A router that starts now finds no node at first, and hears of it once the node has noticed.
+    let (membership, mut watch) = follow(at(&etcd.url())).await?;
+    assert_eq!(next(&mut watch).await?, joined(&node));
+    assert_eq!(etcd.leases(PREFIX).await?, first, "the same key under the same lease");
+    registration.leave(DEADLINE).await;
+    assert_eq!(next(&mut watch).await?, left(&node));
+    membership.shutdown(DEADLINE).await?;
+    Ok(())
+}
+
+#[tokio::test]
 async fn a_new_process_behind_an_old_address_is_a_new_node() -> Result<()> {
     let etcd = Etcd::start()?;
     let old = entry("decode-1", 1);
@@ -118,11 +135,12 @@ async fn records_that_are_no_nodes_are_ignored() -> Result<()> {
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
-    // A node's own record, spoilt by somebody: it leaves, and its lease brings nothing back.
+    // Somebody spoils a node's own record: the node leaves until it restores the record.
     let key = etcd.wait_leases(&format!("{PREFIX}/nodes/decode-1"), |keys| keys.len() == 1).await?;
     let options = PutOptions::new().with_lease(key[0].1);
     client.put(key[0].0.as_str(), "spoilt", Some(options)).await?;
     assert_eq!(next(&mut watch).await?, left(&node));
+    assert_eq!(next(&mut watch).await?, joined(&node));
     registration.leave(DEADLINE).await;
     Ok(())
 }

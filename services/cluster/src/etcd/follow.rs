@@ -155,8 +155,16 @@ impl Follow {
                 reason,
                 "etcd is away: the members stay those that were known last"
             ),
-            Report::Ignored { key, reason } => {
-                tracing::warn!(key, reason, "a record in etcd is no node and is ignored");
+            Report::Ignored { count, first } => {
+                let first: Vec<String> =
+                    first.iter().map(|it| format!("{}: {}", it.key, it.reason)).collect();
+                let prefix = &self.settings.prefix;
+                tracing::warn!(
+                    count,
+                    ?first,
+                    prefix,
+                    "ignoring records in etcd that are not nodes"
+                );
             }
             Report::TooMany => tracing::warn!(
                 prefix = self.settings.prefix,

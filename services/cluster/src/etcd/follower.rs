@@ -33,6 +33,10 @@ const STABLE_AFTER: Duration = Duration::from_secs(2);
 const KEY_BYTES_MAX: usize = 256;
 /// What is shown of a key that is not a node's.
 const SHOWN_CHARS_MAX: usize = 100;
+/// Records that a report of ignored records names.
+pub const IGNORED_SHOWN_MAX: usize = 3;
+/// Time between two reports of ignored records.
+const IGNORED_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A record as it stands in etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,12 +87,21 @@ pub enum Report {
     Away {
         reason: String,
     },
+    /// Records that are not nodes, since the last report of this kind.
     Ignored {
-        key: String,
-        reason: String,
+        count: usize,
+        /// At most [`IGNORED_SHOWN_MAX`] of them.
+        first: Vec<IgnoredRecord>,
     },
     /// More than [`RECORDS_MAX`] keys.
     TooMany,
+}
+
+/// A record that is not a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IgnoredRecord {
+    pub key: String,
+    pub reason: String,
 }
 
 enum State {
@@ -110,6 +123,10 @@ pub struct Follower {
     state: State,
     known: BTreeMap<Vec<u8>, Known>,
     too_many: bool,
+    /// Ignored records that are not reported yet.
+    ignored_count: usize,
+    ignored_first: Vec<IgnoredRecord>,
+    ignored_reported: Option<Instant>,
     published: Option<Members>,
     retry: Retry,
 }
@@ -122,6 +139,9 @@ impl Follower {
             state: State::Away { retry_at: now },
             known: BTreeMap::new(),
             too_many: false,
+            ignored_count: 0,
+            ignored_first: Vec::new(),
+            ignored_reported: None,
             published: None,
             retry: Retry::new(seed),
         }
@@ -140,6 +160,7 @@ impl Follower {
                 State::Away { .. } => {}
             },
         }
+        self.report_ignored(now, actions);
         assert!(self.known.len() <= RECORDS_MAX);
     }
 
@@ -157,6 +178,7 @@ impl Follower {
         if self.next_deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
+        self.report_ignored(now, actions);
         match &mut self.state {
             State::Away { .. } => {
                 self.state = State::Reading;
@@ -234,15 +256,29 @@ impl Follower {
                     .get(short)
                     .is_some_and(|known| known.entry.is_none() && known.modified == modified);
                 if !again {
-                    let text = String::from_utf8_lossy(short);
-                    let key = text.escape_debug().take(SHOWN_CHARS_MAX).collect();
-                    let reason = error.to_string();
-                    actions.push(Action::Report(Report::Ignored { key, reason }));
+                    self.ignored_count += 1;
+                    if self.ignored_first.len() < IGNORED_SHOWN_MAX {
+                        let text = String::from_utf8_lossy(short);
+                        let key = text.escape_debug().take(SHOWN_CHARS_MAX).collect();
+                        self.ignored_first.push(IgnoredRecord { key, reason: error.to_string() });
+                    }
                 }
                 None
             }
         };
         self.known.insert(short.to_vec(), Known { modified, entry });
+    }
+
+    /// Reports ignored records, at most once per interval: somebody may write thousands.
+    fn report_ignored(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let is_recent = |at| now.saturating_duration_since(at) < IGNORED_INTERVAL;
+        if self.ignored_count == 0 || self.ignored_reported.is_some_and(is_recent) {
+            return;
+        }
+        self.ignored_reported = Some(now);
+        let count = std::mem::take(&mut self.ignored_count);
+        let first = std::mem::take(&mut self.ignored_first);
+        actions.push(Action::Report(Report::Ignored { count, first }));
     }
 
     fn publish(&mut self, actions: &mut Vec<Action>) {

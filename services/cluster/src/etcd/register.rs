@@ -132,7 +132,10 @@ impl Register {
                     .write(key, value, within)
                     .await
                     .map(|(lease, ttl)| Input::Written { lease, ttl }),
-                Call::Renew(lease) => session.renew(lease, within).await.map(|()| Input::Renewed),
+                Call::Renew(lease) => session
+                    .renew(lease, key, value, within)
+                    .await
+                    .map(|restored| Input::Renewed { restored }),
                 Call::Remove(lease) => session.revoke(lease, within).await.map(|()| Input::Removed),
             };
             let input = outcome.unwrap_or_else(|error| match error {
@@ -148,6 +151,9 @@ impl Register {
         match report {
             Report::Registered { ttl, .. } => tracing::info!(etcd, key, ?ttl, "registered in etcd"),
             Report::Recovered => tracing::info!(etcd, key, "etcd is back and kept the record"),
+            Report::Restored => {
+                tracing::warn!(etcd, key, "the record in etcd was deleted or changed; restored");
+            }
             Report::Lost { reason } => {
                 tracing::warn!(etcd, key, reason, "the record in etcd is lost; registering again");
             }

@@ -3,8 +3,9 @@
 //! Life of a registration:
 //! 1. *Absent*: the record is not there as far as this process knows; it is written as soon as
 //!    etcd answers, with back-off.
-//! 2. *Present* under a lease, which is renewed every third of its time. A renewal that fails is
-//!    tried again with back-off for as long as the lease can still be alive.
+//! 2. *Present* under a lease, which is renewed every third of its time. Each renewal also checks the
+//!    record, and writes it again under the same lease where somebody deleted or changed it. A renewal
+//!    that fails is tried again with back-off for as long as the lease can still be alive.
 //! 3. Absent again when etcd says that the lease is gone, or when nothing confirmed it for its whole
 //!    time: past that the record is lost whatever etcd says later. It is written again under the same
 //!    key, with the same epoch: the process is the same.
@@ -35,8 +36,9 @@ pub struct LeaseId(pub i64);
 pub enum Input {
     /// The record is written under this lease.
     Written { lease: LeaseId, ttl: Duration },
-    /// The lease runs its full time again.
-    Renewed,
+    /// The lease runs its full time again, and the record stands under it. `restored`: the record was
+    /// missing or changed, and is written again.
+    Renewed { restored: bool },
     /// etcd does not know the lease any more.
     Expired,
     /// The lease is revoked, and with it the record is gone.
@@ -65,6 +67,7 @@ pub enum Action {
 pub enum Call {
     /// Take a lease and write the record under it.
     Write,
+    /// Renew the lease, and write the record again where it is missing or changed.
     Renew(LeaseId),
     /// Revoke the lease, and with it the record.
     Remove(LeaseId),
@@ -79,6 +82,8 @@ pub enum Report {
     },
     /// etcd is there again and the record was kept.
     Recovered,
+    /// Somebody deleted or changed the record while its lease lived. The record is written again.
+    Restored,
     Lost {
         reason: String,
     },
@@ -119,7 +124,7 @@ impl Registrant {
     pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
         match input {
             Input::Written { lease, ttl } => self.written(lease, ttl, actions),
-            Input::Renewed => self.renewed(actions),
+            Input::Renewed { restored } => self.renewed(restored, actions),
             Input::Expired => self.expired(now, actions),
             Input::Removed => {
                 if let State::Removing = self.state {
@@ -181,7 +186,7 @@ impl Registrant {
         actions.push(Action::Report(Report::Registered { lease, ttl }));
     }
 
-    fn renewed(&mut self, actions: &mut Vec<Action>) {
+    fn renewed(&mut self, restored: bool, actions: &mut Vec<Action>) {
         let State::Present { lease, ttl, renewal: Renewal::Out { since }, .. } = self.state else {
             return;
         };
@@ -189,6 +194,9 @@ impl Registrant {
         self.retry.stable();
         if self.retry.succeeded() {
             actions.push(Action::Report(Report::Recovered));
+        }
+        if restored {
+            actions.push(Action::Report(Report::Restored));
         }
     }
 

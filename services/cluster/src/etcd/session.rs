@@ -6,8 +6,8 @@
 use std::{error::Error as _, sync::Arc, time::Duration};
 
 use etcd_client::{
-    Certificate, Client, ConnectOptions, Error, GetOptions, Identity, PutOptions, SortOrder,
-    SortTarget, TlsOptions, WatchOptions, WatchStream,
+    Certificate, Client, Compare, CompareOp, ConnectOptions, Error, GetOptions, Identity,
+    PutOptions, SortOrder, SortTarget, TlsOptions, Txn, TxnOp, WatchOptions, WatchStream,
 };
 
 use super::{
@@ -164,11 +164,26 @@ impl Session {
         self.call(within, call).await
     }
 
-    /// On a stream of its own each time: one that was open for longer may have died unheard.
-    pub async fn renew(&mut self, lease: LeaseId, within: Duration) -> Result<(), CallError> {
+    /// Renews the lease, and writes the record again under it where somebody deleted or changed the
+    /// record. Returns whether the record was written.
+    ///
+    /// Opens a stream for each renewal: a stream that was open for longer may have died unnoticed.
+    pub async fn renew(
+        &mut self,
+        lease: LeaseId,
+        key: String,
+        value: String,
+        within: Duration,
+    ) -> Result<bool, CallError> {
         let call = async |client: &mut Client| {
             client.lease_keep_alive(lease.0).await?;
-            Ok(())
+            let is_there = [
+                Compare::value(key.as_str(), CompareOp::Equal, value.as_str()),
+                Compare::lease(key.as_str(), CompareOp::Equal, lease.0),
+            ];
+            let write = TxnOp::put(key, value, Some(PutOptions::new().with_lease(lease.0)));
+            let checked = client.txn(Txn::new().when(is_there).or_else([write])).await?;
+            Ok(!checked.succeeded())
         };
         self.call(within, call).await
     }

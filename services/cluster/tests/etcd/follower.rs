@@ -7,7 +7,9 @@ use std::{
 
 use cluster::{
     Epoch, Members, NodeAddress, Role,
-    etcd::follower::{Action, Change, Follower, Input, RECORDS_MAX, Record, Report},
+    etcd::follower::{
+        Action, Change, Follower, IGNORED_SHOWN_MAX, Input, RECORDS_MAX, Record, Report,
+    },
 };
 use proptest::prelude::*;
 
@@ -306,6 +308,8 @@ proptest! {
         history.into_iter().for_each(|event| world.happen(event));
         world.wait(HEALS_WITHIN);
         prop_assert_eq!(world.published.clone(), Some(world.expected()));
+        // Ignored records are reported by now.
+        world.wait(Duration::from_secs(12));
         // And stay so, without reading again.
         let told = world.reports.len();
         world.wait(Duration::from_secs(30));
@@ -371,6 +375,26 @@ fn a_hung_etcd_is_noticed_by_its_silence() {
     world.happen(Event::Hang { ms: 60_000 });
     world.wait(Duration::from_secs(5));
     assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 1);
+}
+
+#[test]
+fn ignored_records_are_summarised() {
+    let mut world = World::new();
+    for index in 0..1000 {
+        world.write(format!("{PREFIX}/nodes/x/{index}").into_bytes(), Vec::new());
+        world.happen(Event::Deliver);
+        world.wait(Duration::from_millis(9));
+    }
+    world.wait(HEALS_WITHIN);
+    let ignored: Vec<(usize, usize)> = world
+        .reports
+        .iter()
+        .filter_map(|report| match report {
+            Report::Ignored { count, first } => Some((*count, first.len())),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(ignored, [(1, 1), (999, IGNORED_SHOWN_MAX)]);
 }
 
 #[test]

@@ -37,6 +37,8 @@ enum Event {
     },
     /// etcd loses all its data.
     Forget,
+    /// Somebody deletes the record. Its lease lives on.
+    Delete,
     /// etcd restarts: leases run their full time again.
     Restart,
     Leave,
@@ -69,7 +71,8 @@ impl Etcd {
             Call::Renew(lease) => match self.leases.get_mut(&lease.0) {
                 Some(ends) => {
                     *ends = now + TTL;
-                    Input::Renewed
+                    let restored = self.record.replace(lease.0) != Some(lease.0);
+                    Input::Renewed { restored }
                 }
                 None => Input::Expired,
             },
@@ -188,6 +191,7 @@ impl World {
                 self.etcd.leases.clear();
                 self.etcd.record = None;
             }
+            Event::Delete => self.etcd.record = None,
             Event::Restart => {
                 self.etcd.leases.values_mut().for_each(|ends| *ends = self.now + TTL);
             }
@@ -212,6 +216,7 @@ fn events() -> impl Strategy<Value = Event> {
         4 => fates.prop_map(Event::Next),
         6 => (0..8000u64).prop_map(|ms| Event::Wait { ms }),
         1 => Just(Event::Forget),
+        1 => Just(Event::Delete),
         1 => Just(Event::Restart),
     ]
 }
@@ -273,6 +278,16 @@ fn a_lease_that_etcd_forgot_is_replaced_at_the_next_renewal() {
     world.wait(TTL / 3 + Duration::from_millis(200));
     assert_eq!((world.etcd.granted, world.etcd.record), (2, Some(2)));
     assert_eq!(world.count(|report| matches!(report, Report::Lost { .. })), 1);
+}
+
+#[test]
+fn a_deleted_record_is_written_again_under_its_lease() {
+    let mut world = World::new();
+    world.happen(Event::Delete);
+    world.wait(TTL / 3 + Duration::from_millis(1));
+    assert_eq!((world.etcd.granted, world.etcd.record), (1, Some(1)));
+    world.wait(TTL * 5);
+    assert_eq!(world.count(|report| *report == Report::Restored), 1);
 }
 
 #[test]
