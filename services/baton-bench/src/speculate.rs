@@ -14,7 +14,7 @@ use clap::Args;
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, Speculated, StepLoop,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
-    executor::{ExecutorLimits, Speculation, cpu::CpuExecutor},
+    executor::{Executor, ExecutorLimits, Speculation, cpu::CpuExecutor},
 };
 use kernels::{
     BLOCK_TOKENS, KvArena, WeightFormat,
@@ -276,7 +276,7 @@ fn answer(
         }
         if all_begun.is_none() && answers.iter().all(|answer| !answer.is_empty()) {
             let counted: usize = answers.iter().map(Vec::len).sum();
-            engine.take_records();
+            take_step_count(engine);
             engine.take_speculated();
             all_begun = Some((Instant::now(), counted));
         }
@@ -284,11 +284,16 @@ fn answer(
     let (began, counted) = all_begun.context("an answer is empty")?;
     let tokens = answers.iter().map(Vec::len).sum::<usize>() - counted;
     let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
-    let (steps, speculated) = (engine.take_records().len(), engine.take_speculated());
+    let (steps, speculated) = (take_step_count(engine), engine.take_speculated());
     while engine.steps_in_flight() > 0 {
         engine.turn(Duration::from_secs(60), &mut actions)?;
     }
     Ok(Answered { tokens_per_s, answers, steps, speculated })
+}
+
+/// Returns how many steps finished since the last call.
+fn take_step_count<E: Executor>(engine: &mut StepLoop<E>) -> usize {
+    engine.take_records().len() + engine.take_dropped_records() as usize
 }
 
 #[cfg(test)]

@@ -10,8 +10,7 @@ use engine::{
     CacheSeeds, Scheduler, SchedulerConfig,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::ExecutorLimits,
-    plan::{Dispatch, RowResult, Span, StepPlan, StepResult, StepRun},
-    step_ring::{StepKind, StepRecord, StepWriter},
+    plan::{RowResult, StepPlan, StepResult, StepRun},
 };
 use kernels::sampling::{SampledToken, Sampling};
 
@@ -132,35 +131,5 @@ fn arrival(criterion: &mut Criterion) {
     });
 }
 
-/// What a step pays for its figures.
-fn step_record(criterion: &mut Criterion) {
-    let at = Instant::now();
-    let span = Span { begin: at, end: at };
-    let mut writer = StepWriter::new(1024, at);
-    let mut record = StepRecord {
-        step_id: 0,
-        rows: 256,
-        tokens: 256,
-        sampled: 256,
-        kind: StepKind::Decode,
-        dispatch: Dispatch::Graph { rows: 256 },
-        uploaded_bytes: 4096,
-        busy: Duration::from_millis(5),
-        plan: span,
-        launch: span,
-        collect: span,
-        device: Some(span),
-        landed_at: Some(at),
-    };
-    criterion.bench_function("a step's record, with the clock's six looks", |bencher| {
-        bencher.iter(|| {
-            let look = || Span { begin: Instant::now(), end: Instant::now() };
-            record.step_id += 1;
-            (record.plan, record.launch, record.collect) = (look(), look(), look());
-            writer.push(black_box(&record));
-        });
-    });
-}
-
-criterion_group!(benches, decode_step, arrival, step_record);
+criterion_group!(benches, decode_step, arrival);
 criterion_main!(benches);

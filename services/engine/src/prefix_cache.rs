@@ -5,15 +5,13 @@
 //! tenant never meet. A hit compares the tokens as well. The cache knows contents; whether a block
 //! may be evicted is [`crate::block_pool`]'s business.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
+use foldhash::HashMap;
 use kernels::{BLOCK_TOKENS, BlockId};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::{
-    event::{BlockHash, CacheChange},
-    fold_hash::FoldState,
-};
+use crate::event::{BlockHash, CacheChange};
 
 /// What every chain of one engine starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,8 +82,8 @@ struct Entry {
 /// The known contents of one arena.
 #[derive(Debug, Default)]
 pub struct PrefixCache {
-    entries: HashMap<BlockHash, Entry, FoldState>,
-    keys: HashMap<BlockId, BlockHash, FoldState>,
+    entries: HashMap<BlockHash, Entry>,
+    keys: HashMap<BlockId, BlockHash>,
     /// What differs from the state at the last [`Self::take_changes`]: at most one change a key, so
     /// it stays bounded when nobody takes it. Ordered, so that equal inputs give equal outputs.
     changes: BTreeMap<BlockHash, CacheChange>,

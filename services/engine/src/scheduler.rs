@@ -33,12 +33,10 @@ mod sequence;
 mod transfers;
 mod waiting;
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    time::Instant,
-};
+use std::{collections::BTreeSet, time::Instant};
 
 pub use config::{SchedulerConfig, SchedulerConfigError};
+use foldhash::HashMap;
 use kernels::BlockId;
 use sequence::{Arrival, Phase, Row, Sequence};
 use transfers::Transfers;
@@ -49,7 +47,6 @@ use crate::{
     event::{
         Action, BlockHash, CacheChange, Input, Load, SequenceFailure, SequenceId, SequenceKind,
     },
-    fold_hash::FoldState,
     frames::{Frames, Slots},
     kv_blocks::KvBlocks,
     prefix_cache::CacheSeeds,
@@ -60,7 +57,7 @@ pub struct Scheduler {
     config: SchedulerConfig,
     seeds: CacheSeeds,
     kv: KvBlocks,
-    sequences: HashMap<SequenceId, Sequence, FoldState>,
+    sequences: HashMap<SequenceId, Sequence>,
     waiting: Waiting,
     /// In phase `Reserved`; each has a claim to a slot.
     reserved_count: u32,
@@ -299,7 +296,7 @@ impl Scheduler {
             refs[block.index()] += 1;
             pins[block.index()] += 1;
         }
-        let mut reservations = HashMap::new();
+        let mut reservations = HashMap::default();
         for (owner, block) in self.transfers.reserved_blocks() {
             assert_eq!(reservations.insert(block, owner), None, "block {} twice", block.0);
         }

@@ -10,10 +10,10 @@ use crate::{
     executor::{CollectWaker, Executor, ExecutorError},
     plan::{Dispatch, RowResult, Span, StepPlan},
     scheduler::Scheduler,
-    step_ring::{StepKind, StepReader, StepRecord, StepWriter},
+    step_record::{StepKind, StepRecord, StepRecords},
 };
 
-/// Steps whose figures are kept.
+/// Step records kept until their reader takes them.
 const RECORDS_MAX: usize = 1024;
 
 /// What a turn found to do.
@@ -61,11 +61,10 @@ impl Speculated {
 pub struct StepLoop<E> {
     scheduler: Scheduler,
     executor: E,
-    /// Figures of the steps in flight.
+    /// Records of the steps in flight.
     launched: VecDeque<StepRecord>,
-    writer: StepWriter,
-    /// Of those that nobody has taken here.
-    reader: StepReader,
+    /// Records of collected steps.
+    records: StepRecords,
     /// When the last result came.
     collected_at: Option<Instant>,
     speculated: Speculated,
@@ -75,13 +74,11 @@ impl<E: Executor> StepLoop<E> {
     /// The scheduler was made with the executor's limits.
     pub fn new(scheduler: Scheduler, executor: E) -> Self {
         assert_eq!(scheduler.config().limits, executor.limits(), "they share one set of limits");
-        let writer = StepWriter::new(RECORDS_MAX, executor.now());
         Self {
             scheduler,
             executor,
             launched: VecDeque::new(),
-            reader: writer.reader(),
-            writer,
+            records: StepRecords::new(RECORDS_MAX),
             collected_at: None,
             speculated: Speculated::default(),
         }
@@ -125,7 +122,7 @@ impl<E: Executor> StepLoop<E> {
         self.scheduler.complete(result, actions);
         let begin = run.taken_at.unwrap_or(collected_at);
         record.collect = Span { begin, end: self.executor.now() };
-        self.writer.push(&record);
+        self.records.push(record);
         // Keep the device fed before anyone looks at the actions.
         self.launch_planned(actions)?;
         Ok(Turn::Stepped)
@@ -169,24 +166,19 @@ impl<E: Executor> StepLoop<E> {
         Some(self.executor.now().saturating_duration_since(since))
     }
 
-    /// Figures of the last steps, for any thread: at most 1,024 are kept.
-    pub fn step_reader(&self) -> StepReader {
-        self.writer.reader()
-    }
-
-    /// Figures of the last steps, oldest first, without those that were taken; at most 1,024.
-    pub fn records(&self) -> impl ExactSizeIterator<Item = StepRecord> + use<E> {
-        self.reader.clone().collect::<Vec<_>>().into_iter()
-    }
-
-    /// Takes the figures of the steps since the last call.
+    /// Takes the records of the last steps, oldest first: at most 1,024.
     pub fn take_records(&mut self) -> Vec<StepRecord> {
-        self.reader.by_ref().collect()
+        std::iter::from_fn(|| self.records.pop()).collect()
     }
 
-    /// Takes the figures of the oldest step that nobody has taken.
+    /// Takes the oldest step record.
     pub fn take_record(&mut self) -> Option<StepRecord> {
-        self.reader.next()
+        self.records.pop()
+    }
+
+    /// Takes the number of step records dropped since the last call, because the queue was full.
+    pub fn take_dropped_records(&mut self) -> u64 {
+        self.records.take_dropped()
     }
 
     /// Takes what guessing ahead has come to since the last call.

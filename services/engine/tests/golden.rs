@@ -95,8 +95,9 @@ fn prompts_cut_into_chunks_of_16_at_depth_1() {
     let config = SchedulerConfig { chunk_tokens: 16, ..config(64, 1) };
     let (mut engine, _) = engine(&real_model(), config, 2);
     check_batch(&mut engine, 0);
-    assert!(engine.records().all(|record| record.tokens <= 16 * record.rows));
-    assert!(engine.records().len() >= 600 / 16 + 47, "the long prompt's chunks, then its tokens");
+    let records = engine.take_records();
+    assert!(records.iter().all(|record| record.tokens <= 16 * record.rows));
+    assert!(records.len() >= 600 / 16 + 47, "the long prompt's chunks, then its tokens");
 }
 
 #[test]

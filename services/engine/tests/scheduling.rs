@@ -49,7 +49,7 @@ fn a_prompt_is_read_in_chunks_within_the_step_budget() {
     node.arrive(new(1, COMPUTE, 70, 3));
     node.arrive(new(2, COMPUTE, 70, 3));
     node.run();
-    let records: Vec<_> = node.engine.records().collect();
+    let records = node.engine.take_records();
     assert_eq!((records[0].rows, records[0].tokens), (2, 24), "16 of the first, 8 of the second");
     assert!(records.iter().all(|record| record.tokens <= 24));
     node.assert_all_returned();
@@ -66,7 +66,8 @@ fn every_running_row_gets_a_token_beside_a_long_prompt() {
     for _ in 0..8 {
         node.turn();
     }
-    let both: Vec<_> = node.engine.records().filter(|record| record.rows == 2).collect();
+    let both: Vec<_> =
+        node.engine.take_records().into_iter().filter(|record| record.rows == 2).collect();
     assert!(both.len() >= 5);
     assert!(both.iter().all(|record| record.tokens == 8 && record.sampled == 1));
     node.run();
@@ -84,7 +85,7 @@ fn the_latest_arrival_makes_room_and_finds_its_blocks_cached() {
     assert!(node.engine.scheduler().preemptions() >= 1);
     assert!(node.finished(SequenceId(1)) && node.finished(SequenceId(2)));
     // The first was never displaced: its tokens came in one uninterrupted run of steps.
-    let recomputed: u32 = node.engine.records().map(|record| record.tokens).sum();
+    let recomputed: u32 = node.engine.take_records().into_iter().map(|record| record.tokens).sum();
     let needed = 60 + 19 + 40 + 37;
     assert!(recomputed < needed + 40, "{recomputed} tokens for {needed}: the cache was of use");
     node.assert_all_returned();
@@ -318,7 +319,8 @@ fn a_stop_is_seen_one_step_late_and_leaves_nothing_behind() {
         }
         node.run();
         node.assert_all_returned();
-        let sampled: u32 = node.engine.records().map(|record| record.sampled).sum();
+        let sampled: u32 =
+            node.engine.take_records().into_iter().map(|record| record.sampled).sum();
         assert!(sampled >= 6);
     }
 }
@@ -328,7 +330,7 @@ fn a_length_stop_is_foreseen_and_computes_no_surplus() {
     let mut node = node(4, 64, 20, 3);
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 20, 10) });
     node.run();
-    let computed: u32 = node.engine.records().map(|record| record.tokens).sum();
+    let computed: u32 = node.engine.take_records().into_iter().map(|record| record.tokens).sum();
     assert_eq!(computed, 20 + 9, "the last token needs no KV");
 }
 
@@ -495,7 +497,7 @@ fn nothing_is_found_again_while_the_prefix_cache_is_off() {
         });
         node.run();
     }
-    let computed: u32 = node.engine.records().map(|record| record.tokens).sum();
+    let computed: u32 = node.engine.take_records().into_iter().map(|record| record.tokens).sum();
     assert_eq!(computed, 2 * (40 + 2));
     assert_eq!(node.engine.scheduler().load().blocks_free, 8);
     assert_eq!(node.engine.scheduler_mut().take_cache_changes(), []);
@@ -576,7 +578,7 @@ fn the_step_loop_says_idle_pending_or_stepped_and_keeps_figures() {
         assert_eq!((device.duration(), record.landed_at), (record.busy, Some(device.end)));
         assert!(device.end <= record.collect.begin && record.collect.begin <= record.collect.end);
     }
-    assert_eq!(engine.records().len(), 0);
+    assert_eq!(engine.take_records().len(), 0);
 }
 
 #[test]

@@ -38,7 +38,7 @@ fn an_answer_takes_fewer_steps_and_is_counted_draft_by_draft() {
         node.run();
         assert!(node.finished(SequenceId(1)));
         node.assert_all_returned();
-        steps.push(node.engine.records().len());
+        steps.push(node.engine.take_records().len());
         let Speculated { rows, drafted, accepted, accepted_at } = node.engine.take_speculated();
         if drafts.is_none() {
             assert_eq!((rows, drafted, accepted), (0, 0, 0));
@@ -61,7 +61,7 @@ fn a_step_holds_no_more_than_its_tokens_and_a_full_one_no_drafts() {
         node.arrive(long(id, 30, 60));
     }
     node.run();
-    let records: Vec<_> = node.engine.records().collect();
+    let records = node.engine.take_records();
     let (reading, decoding) = records.split_at(2);
     assert_eq!(reading.iter().map(|record| record.tokens).collect::<Vec<_>>(), [64, 58]);
     let most = decoding.iter().filter(|record| record.rows == 4).map(|record| record.tokens).max();
