@@ -7,8 +7,7 @@
 use std::num::NonZeroUsize;
 
 use crate::{
-    cpu::to_bf16_bits,
-    layout::{Dtype, KvLayout},
+    layout::{Dtype, KvLayout, to_bf16_bits},
     shard::Shard,
 };
 

@@ -159,3 +159,12 @@ impl fmt::Display for KvLayout {
         )
     }
 }
+
+/// Rounds to the nearest bf16, ties to even; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn to_bf16_bits(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet_nan = (bits >> 16) | 0x40;
+    (if x.is_nan() { quiet_nan } else { rounded }) as u16
+}

@@ -8,6 +8,8 @@
 
 use half::bf16;
 
+use crate::layout::to_bf16_bits;
+
 /// Lanes of a sum.
 pub(crate) const LANES: usize = 16;
 
@@ -65,15 +67,6 @@ pub(crate) fn silu(x: f32) -> f32 {
     let small = exp(-x.abs());
     let numerator = if x < 0.0 { x * small } else { x };
     numerator / (1.0 + small)
-}
-
-/// Rounds to the nearest bf16, ties to even; NaN stays NaN.
-#[inline(always)]
-pub(crate) fn to_bf16_bits(x: f32) -> u16 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-    let quiet_nan = (bits >> 16) | 0x40;
-    (if x.is_nan() { quiet_nan } else { rounded }) as u16
 }
 
 #[inline(always)]

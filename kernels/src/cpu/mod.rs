@@ -46,7 +46,6 @@ pub use matmul::CpuMatrix;
 pub use sample::{SampleError, SampleRow, sample};
 pub use step::{CpuStep, StepError, StepSequence};
 
-pub(crate) use self::arithmetic::to_bf16_bits;
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{Backend, HeadShape, HeadWeights, RowSource},

@@ -13,14 +13,13 @@ use std::arch::{asm, x86_64::__cpuid_count};
 use super::{
     super::{
         aligned::Aligned,
-        arithmetic::to_bf16_bits,
         isa::{Level, per_level},
         parts::Parts,
     },
     CpuMatrix, Target, grid,
     pack::{INPUTS_STEP, PANEL, PanelRange},
 };
-use crate::cpu::threads::ThreadPool;
+use crate::{cpu::threads::ThreadPool, layout::to_bf16_bits};
 
 /// Rows of a tile.
 const TILE_ROWS: usize = 16;

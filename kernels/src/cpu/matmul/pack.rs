@@ -5,13 +5,15 @@ use std::fmt;
 use super::{
     super::{
         aligned::{Aligned, Slab},
-        arithmetic::to_bf16_bits,
         parts::Parts,
         threads::ThreadPool,
     },
     q8,
 };
-use crate::{backend::RowSource, layout::WeightFormat};
+use crate::{
+    backend::RowSource,
+    layout::{WeightFormat, to_bf16_bits},
+};
 
 /// Output features side by side in one panel: two vectors of 16.
 pub(crate) const PANEL: usize = 32;

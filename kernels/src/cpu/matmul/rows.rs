@@ -3,7 +3,7 @@
 use super::{
     super::{
         aligned::Aligned,
-        arithmetic::{round_to_bf16, to_bf16_bits},
+        arithmetic::round_to_bf16,
         isa::{Level, per_level},
         parts::Parts,
         threads::ThreadPool,
@@ -11,6 +11,7 @@ use super::{
     pack::INPUTS_STEP,
     q8,
 };
+use crate::layout::to_bf16_bits;
 
 /// How an element of the left side is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,11 +1,8 @@
 //! The state of one tile: its queries, the present span, and what was summed up so far.
 
 use crate::{
-    cpu::{
-        aligned::Aligned,
-        arithmetic::{LANES, to_bf16_bits},
-    },
-    layout::BLOCK_TOKENS,
+    cpu::{aligned::Aligned, arithmetic::LANES},
+    layout::{BLOCK_TOKENS, to_bf16_bits},
 };
 
 /// Blocks of one span.
