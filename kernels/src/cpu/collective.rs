@@ -19,6 +19,7 @@
 
 use std::{
     fmt, hint,
+    ops::Range,
     ptr::NonNull,
     slice,
     sync::{
@@ -188,22 +189,48 @@ impl Group {
         Ok(())
     }
 
-    /// Every rank's `mine`, which are equally long, in order of rank.
+    /// Returns every rank's `mine`, which are equally long, in order of rank.
     pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, GroupError> {
         let mut all = vec![0; self.shard.of() * mine.len()];
-        self.all_gather_into(mine, &mut all)?;
-        Ok(all)
-    }
-
-    /// As [`Self::all_gather`], into `all`, which has room for exactly that.
-    pub fn all_gather_into(&mut self, mine: &[u8], all: &mut [u8]) -> Result<(), GroupError> {
-        assert_eq!(all.len(), self.shard.of() * mine.len(), "all have room, and no more");
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
             let kind = Kind { operation: Operation::Gather, bytes: piece.len() };
             self.publish(kind, piece)?;
             for rank in 0..self.shard.of() {
                 let begin = rank * mine.len() + number * PIECE_BYTES;
                 all[begin..begin + piece.len()].copy_from_slice(self.read(kind, rank)?);
+            }
+        }
+        Ok(all)
+    }
+
+    /// Gathers a row that is sharded over the ranks: `ranges[rank]` of `row` becomes that rank's `mine`.
+    pub fn all_gather_ranges(
+        &mut self,
+        mine: &[f32],
+        ranges: &[Range<usize>],
+        row: &mut [f32],
+    ) -> Result<(), GroupError> {
+        const PIECE: usize = PIECE_BYTES / 4;
+        let own = &ranges[self.shard.rank()];
+        assert_eq!((mine.len(), ranges.len()), (own.len(), self.shard.of()), "a range per rank");
+        let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
+        for begin in (0..longest).step_by(PIECE) {
+            // Ranks with fewer elements publish empty pieces, so that all ranks stay in step.
+            let piece = |range: &Range<usize>| {
+                let begin = (range.start + begin).min(range.end);
+                begin..(begin + PIECE).min(range.end)
+            };
+            let gather = |part: &Range<usize>| Kind {
+                operation: Operation::Gather,
+                bytes: part.len() * size_of::<f32>(),
+            };
+            let part = piece(own);
+            let ours = &mine[part.start - own.start..part.end - own.start];
+            self.publish(gather(&part), bytemuck::cast_slice(ours))?;
+            for (rank, range) in ranges.iter().enumerate() {
+                let part = piece(range);
+                let theirs = self.read(gather(&part), rank)?;
+                row[part].copy_from_slice(bytemuck::cast_slice(theirs));
             }
         }
         Ok(())

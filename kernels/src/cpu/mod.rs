@@ -91,7 +91,8 @@ pub struct CpuBackend {
     draws: Vec<Mutex<sample::Scratch>>,
     /// `None`: it computes whole models.
     group: Option<Group>,
-    rows_gathered: u64,
+    /// Logits gathered from all ranks of the group.
+    gathered: Vec<f32>,
 }
 
 impl CpuBackend {
@@ -121,7 +122,7 @@ impl CpuBackend {
             tiles: attention::Scratch::new(threads),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
             group: None,
-            rows_gathered: 0,
+            gathered: Vec::new(),
         })
     }
 
@@ -144,26 +145,19 @@ impl CpuBackend {
         self.level.name()
     }
 
-    /// Chooses a token for each of the first `rows.len()` rows of `logits`, rows in parallel.
+    /// Samples a token for each of the first `rows.len()` rows of `logits`, rows in parallel.
     pub fn sample(
         &mut self,
         logits: &CpuBuffer,
         rows: &[SampleRow<'_>],
     ) -> Vec<Result<SampledToken, SampleError>> {
-        let mut tokens: Vec<Option<_>> = rows.iter().map(|_| None).collect();
-        let (level, draws) = (self.level, &self.draws);
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
-        pool.for_each_piece(&mut tokens, 1, |thread, row, token| {
-            let mut scratch = draws[thread].lock().unwrap_or_else(PoisonError::into_inner);
-            let drawn = sample::sample_with(level, &mut scratch, logits.row(row), &rows[row]);
-            token[0] = Some(drawn);
-        });
-        tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
+        sample::sample_rows(self.level, pool, &self.draws, |row| logits.row(row), rows)
     }
 
-    /// As [`Self::sample`], by all ranks of the group: `logits` are those of the rank's
-    /// [tokens](Shard::tokens), and everybody gets the tokens that the whole rows give.
-    pub fn sample_together(
+    /// Samples as [`Self::sample`] does, in a group with the logits of all ranks: `logits` has the
+    /// [tokens](Shard::tokens) of this rank.
+    pub fn sample_gathered(
         &mut self,
         logits: &CpuBuffer,
         vocabulary: usize,
@@ -176,14 +170,8 @@ impl CpuBackend {
             return Err(fault.clone());
         }
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let gathered = &mut self.rows_gathered;
-        let draws = &self.draws;
-        sample::sample_together(self.level, pool, draws, group, logits, vocabulary, rows, gathered)
-    }
-
-    /// Rows whose logits the group has gathered to sample them.
-    pub fn rows_gathered(&self) -> u64 {
-        self.rows_gathered
+        let (draws, whole) = (&self.draws, &mut self.gathered);
+        sample::sample_gathered(self.level, pool, draws, group, logits, vocabulary, rows, whole)
     }
 
     fn pool(&mut self) -> &mut ThreadPool {

@@ -16,15 +16,18 @@
 //! The arithmetic is the same at every level and thread count.
 
 mod draw;
+mod gathered;
 mod history;
 mod keep;
 mod logprobs;
-mod together;
 
-pub(crate) use self::together::sample_together;
+use std::sync::{Mutex, PoisonError};
+
+pub(crate) use self::gathered::sample_gathered;
 use super::{
     arithmetic::{LANES, exp, sum_lanes},
     isa::{Isa, Level, per_level},
+    threads::ThreadPool,
 };
 use crate::{
     sampling::{InvalidSampling, SampledToken, Sampling, TokenMask},
@@ -91,7 +94,6 @@ pub(crate) fn sample_with(
     };
     let raw_best = best(level, logits)?;
     let is_adjusted = history::adjust(
-        0,
         sampling,
         prompt,
         output,
@@ -119,6 +121,22 @@ pub(crate) fn sample_with(
     let logprobs =
         sampling.logprobs.map(|count| logprobs::of(level, logits, raw_best.1, id, count));
     Ok(SampledToken { id, logprobs })
+}
+
+/// Samples a token for each of `rows` from `logits(row)`, rows in parallel.
+pub(crate) fn sample_rows<'a>(
+    level: Level,
+    pool: &mut ThreadPool,
+    scratches: &[Mutex<Scratch>],
+    logits: impl Fn(usize) -> &'a [f32] + Sync,
+    rows: &[SampleRow<'_>],
+) -> Vec<Result<SampledToken, SampleError>> {
+    let mut tokens: Vec<Option<_>> = rows.iter().map(|_| None).collect();
+    pool.for_each_piece(&mut tokens, 1, |thread, row, token| {
+        let mut scratch = scratches[thread].lock().unwrap_or_else(PoisonError::into_inner);
+        token[0] = Some(sample_with(level, &mut scratch, logits(row), &rows[row]));
+    });
+    tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
 }
 
 /// The greatest logit and the lowest id that has it. -∞ is a masked token; NaN and +∞ are errors.
@@ -180,18 +198,6 @@ per_level! {
             total += f64::from(run_total(run, floor));
         }
         total
-    }
-}
-
-per_level! {
-    /// The sums of the runs, which [`total`] adds up in order.
-    fn run_totals(weights: &[f32], floor: f32) -> Vec<f32> {
-        // No closure: what the level's instructions are for must be inlined.
-        let mut totals = Vec::with_capacity(weights.len().div_ceil(RUN));
-        for run in weights.chunks(RUN) {
-            totals.push(run_total(run, floor));
-        }
-        totals
     }
 }
 

@@ -59,51 +59,35 @@ fn triple32(x: u32) -> u32 {
     x ^ (x >> 14)
 }
 
-/// The first to arrive so far.
+/// The token that arrives first, so far.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Winner {
-    pub token: u32,
-    /// Infinite when nobody has arrived.
-    pub arrival: f64,
+struct Winner {
+    token: u32,
+    /// Infinite before the first token.
+    arrival: f64,
 }
 
 impl Winner {
-    /// Before anybody has come.
-    pub const NOBODY: Self = Self { token: u32::MAX, arrival: f64::INFINITY };
+    /// No token has arrived.
+    const NONE: Self = Self { token: u32::MAX, arrival: f64::INFINITY };
 
-    pub fn meet(&mut self, token: u32, arrival: f64) {
+    fn meet(&mut self, token: u32, arrival: f64) {
         if (arrival, token) < (self.arrival, self.token) {
             *self = Self { token, arrival };
         }
     }
 }
 
-/// Draws from all tokens; `weights[best]` is one of the greatest.
+/// Draws from all tokens. `weights[best]` is the greatest weight.
 ///
-/// Since -ln(1 - v) ≥ v, a token with v > p · (arrival of the winner so far) has lost, and all but a
-/// handful are passed over by that comparison. Beginning with a likely token makes it sharp.
+/// Since -ln(1 - v) ≥ v, a token with v > p · (arrival of the winner so far) has lost. This comparison
+/// rejects all tokens but a few; starting with the most likely token makes the bound tight.
 pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u32 {
-    first_of(level, key, 0, best, weights).token
-}
-
-/// As [`among_all`], of the tokens from `first_token` on; `best` counts from there. Nobody arrives
-/// where no weight is more than 0.
-pub(super) fn first_of(
-    level: Level,
-    key: Key,
-    first_token: u32,
-    best: u32,
-    weights: &[f32],
-) -> Winner {
-    let mut winner = Winner::NOBODY;
-    if let Some(&weight) = weights.get(best as usize)
-        && weight > 0.0
-    {
-        winner.meet(first_token + best, key.arrival(first_token + best, weight));
-    }
+    let mut winner = Winner::NONE;
+    winner.meet(best, key.arrival(best, weights[best as usize]));
     for (run, weights) in weights.chunks(4 * LANES).enumerate() {
-        let first = first_token + (run * 4 * LANES) as u32;
-        // Rounded up, as v below is rounded down: nobody who might win is passed over.
+        let first = (run * 4 * LANES) as u32;
+        // Rounded up, as v below is rounded down: no token that might win is skipped.
         let bound = winner.arrival as f32 * 1.000_001;
         if may_win(level, key, first, weights, bound) {
             for (token, &p) in (first..).zip(weights).filter(|&(_, &p)| p > 0.0) {
@@ -111,7 +95,7 @@ pub(super) fn first_of(
             }
         }
     }
-    winner
+    winner.token
 }
 
 per_level! {
@@ -128,16 +112,11 @@ per_level! {
 
 /// Draws from some tokens (id, weight > 0), at least one, in any order.
 pub(super) fn among(key: Key, candidates: &[(u32, f32)]) -> u32 {
-    first_among(key, candidates).token
-}
-
-/// As [`among`], with when it arrives; of none, nobody does.
-pub(super) fn first_among(key: Key, candidates: &[(u32, f32)]) -> Winner {
-    let mut winner = Winner::NOBODY;
+    let mut winner = Winner::NONE;
     for &(token, p) in candidates {
         winner.meet(token, key.arrival(token, p));
     }
-    winner
+    winner.token
 }
 
 #[cfg(test)]

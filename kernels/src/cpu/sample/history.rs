@@ -7,10 +7,9 @@ use crate::sampling::{Sampling, TokenMask};
 /// In a count: the token is in the prompt. The rest counts its places in the output.
 const IN_PROMPT: u32 = 1 << 31;
 
-/// Writes the changed logits to `adjusted` and says true, or says false when nothing changes. They
-/// are those of the tokens from `first` on: all, or a rank's. `counts` is all zero before and after.
+/// Writes the changed logits to `adjusted` and returns true, or returns false when nothing changes.
+/// `counts` is all zero before and after.
 pub(super) fn adjust(
-    first: u32,
     sampling: &Sampling,
     prompt: &[u32],
     output: &[u32],
@@ -30,13 +29,11 @@ pub(super) fn adjust(
     adjusted.clear();
     adjusted.extend_from_slice(logits);
     if let Some(allowed) = allowed {
-        keep_allowed(first, allowed, adjusted);
+        keep_allowed(allowed, adjusted);
     }
-    // Before the first one: as far beyond the last as can be.
-    let at = |token: u32| token.checked_sub(first).map_or(usize::MAX, |at| at as usize);
     if is_masked {
         for &token in &sampling.stop_token_ids {
-            if let Some(logit) = adjusted.get_mut(at(token)) {
+            if let Some(logit) = adjusted.get_mut(token as usize) {
                 *logit = f32::NEG_INFINITY;
             }
         }
@@ -46,37 +43,28 @@ pub(super) fn adjust(
         let prompt = if repeats { prompt } else { &[] };
         counts.resize(logits.len(), 0);
         for &token in prompt {
-            if let Some(count) = counts.get_mut(at(token)) {
+            if let Some(count) = counts.get_mut(token as usize) {
                 *count |= IN_PROMPT;
             }
         }
         for &token in output {
-            if let Some(count) = counts.get_mut(at(token)) {
+            if let Some(count) = counts.get_mut(token as usize) {
                 *count += 1;
             }
         }
         for &token in prompt.iter().chain(output) {
             // Taken, so that a token is penalised once and the counts end as zeros.
-            let count = counts.get_mut(at(token)).map_or(0, std::mem::take);
+            let count = counts.get_mut(token as usize).map_or(0, std::mem::take);
             if count != 0 {
-                penalise(sampling, count, &mut adjusted[at(token)]);
+                penalise(sampling, count, &mut adjusted[token as usize]);
             }
         }
     }
     Ok(true)
 }
 
-fn keep_allowed(first: u32, allowed: &TokenMask, logits: &mut [f32]) {
-    if !first.is_multiple_of(32) {
-        for (token, logit) in (first..).zip(logits) {
-            if !allowed.allows(token) {
-                *logit = f32::NEG_INFINITY;
-            }
-        }
-        return;
-    }
-    let words = allowed.words().iter().copied().skip(first as usize / 32);
-    let words = words.chain(std::iter::repeat(0));
+fn keep_allowed(allowed: &TokenMask, logits: &mut [f32]) {
+    let words = allowed.words().iter().copied().chain(std::iter::repeat(0));
     for (logits, word) in logits.chunks_mut(32).zip(words) {
         match word {
             0 => logits.fill(f32::NEG_INFINITY),
@@ -119,8 +107,7 @@ mod tests {
     ) -> Vec<f32> {
         let (mut adjusted, mut counts) = (Vec::new(), Vec::new());
         let is_adjusted =
-            adjust(0, sampling, prompt, output, allowed, logits, &mut adjusted, &mut counts)
-                .unwrap();
+            adjust(sampling, prompt, output, allowed, logits, &mut adjusted, &mut counts).unwrap();
         assert!(counts.iter().all(|&count| count == 0));
         if is_adjusted { adjusted } else { logits.to_vec() }
     }

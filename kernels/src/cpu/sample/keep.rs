@@ -11,26 +11,26 @@ use crate::sampling::Sampling;
 
 /// Probabilities, relative to the best token's, above which tokens are looked at first. The last
 /// one is everybody.
-pub(super) const CUTS: [f32; 3] = [1.0 / 256.0, 1.0 / 65_536.0, 0.0];
+const CUTS: [f32; 3] = [1.0 / 256.0, 1.0 / 65_536.0, 0.0];
 /// Tokens between two looks at whether any is above the cut.
 const RUN: usize = 64;
 
 /// A token in sorting order: the more likely first, then the lower id.
-pub(super) type Ranked = u64;
+type Ranked = u64;
 
 #[inline]
-pub(super) fn ranked(id: u32, weight: f32) -> Ranked {
+fn ranked(id: u32, weight: f32) -> Ranked {
     // Bits of floats that are not negative sort as the floats do.
     u64::from(!weight.to_bits()) << 32 | u64::from(id)
 }
 
 #[inline]
-pub(super) fn id(ranked: Ranked) -> u32 {
+fn id(ranked: Ranked) -> u32 {
     ranked as u32
 }
 
 #[inline]
-pub(super) fn weight(ranked: Ranked) -> f32 {
+fn weight(ranked: Ranked) -> f32 {
     f32::from_bits(!((ranked >> 32) as u32))
 }
 
@@ -88,7 +88,7 @@ fn narrow(kept: &mut Vec<Ranked>, top_k: usize, top_p: f32, whole: Option<f64>) 
 }
 
 /// How many of the `sorted` tokens, from the first on, have the sum `wanted`.
-pub(super) fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
+fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
     let mut sum = 0.0;
     sorted
         .iter()
@@ -100,7 +100,7 @@ pub(super) fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
 }
 
 /// Tokens with at least `cut`, and more than nothing.
-pub(super) fn gather(level: Level, weights: &[f32], cut: f32, kept: &mut Vec<Ranked>) {
+fn gather(level: Level, weights: &[f32], cut: f32, kept: &mut Vec<Ranked>) {
     kept.clear();
     for (run, weights) in weights.chunks(RUN).enumerate() {
         if any_kept(level, weights, cut) {

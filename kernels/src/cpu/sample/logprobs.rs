@@ -16,21 +16,9 @@ pub(super) fn of(
     let mut weights = vec![0.0_f32; logits.len()];
     weigh(level, logits, best, 1.0, &mut weights);
     let log_total = total(level, &weights, 0.0).ln();
-    let logprob = |id: u32| of_logit(logits[id as usize], best, log_total);
+    let logprob = |id: u32| (f64::from(logits[id as usize]) - f64::from(best) - log_total) as f32;
     let top = top_ids(logits, count).into_iter().map(|id| (id, logprob(id))).collect();
     TokenLogprobs { chosen: logprob(chosen), top }
-}
-
-/// `log_total` is the logarithm of the sum of all probabilities, relative to the best's.
-pub(super) fn of_logit(logit: f32, best: f32, log_total: f64) -> f32 {
-    (f64::from(logit) - f64::from(best) - log_total) as f32
-}
-
-/// The `count` best of tokens with their logits: best first, ties by the lower id.
-pub(super) fn best_of(mut tokens: Vec<(u32, f32)>, count: usize) -> Vec<(u32, f32)> {
-    tokens.sort_unstable_by_key(|&(id, logit)| (Reverse(Ordered(logit)), id));
-    tokens.truncate(count);
-    tokens
 }
 
 /// Ids of the `count` greatest logits, best first, ties by the lower id.

@@ -194,11 +194,6 @@ impl Runner {
                 break;
             }
         }
-        let shard = self.backend.shard();
-        if !shard.is_whole() {
-            let rows_gathered = self.backend.rows_gathered();
-            tracing::debug!(%shard, rows_gathered, "sampled rows whose logits were gathered");
-        }
     }
 
     fn step(&mut self, plan: &StepPlan) -> Answer {
@@ -251,7 +246,7 @@ impl Runner {
             })
             .collect();
         let vocabulary = self.limits.vocabulary as usize;
-        let answers = self.backend.sample_together(logits, vocabulary, &sampled)?;
+        let answers = self.backend.sample_gathered(logits, vocabulary, &sampled)?;
         let mut answers = answers.into_iter();
         let mut results = Vec::with_capacity(scheduled.len());
         for row in scheduled {
