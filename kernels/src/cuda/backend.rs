@@ -48,9 +48,6 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Kernels start while the one before them ends, where the GPU can do that.
     pub dependent_launch: bool,
-    /// A step's plan has two places to go up through, so that it need not wait for the one before it
-    /// to be read.
-    pub two_upload_slots: bool,
     /// Multiprocessors that are left to kernels which stay for long beside the steps, as NCCL's do. A decoding
     /// step's products and attention are cut into equal shares, one a multiprocessor: with fewer
     /// of those than shares some wait until others are done, and the step takes up to twice as long.
@@ -66,7 +63,6 @@ impl CudaOptions {
             fused: true,
             graphs: true,
             dependent_launch: true,
-            two_upload_slots: true,
             spare_multiprocessors: 0,
         }
     }

@@ -228,8 +228,7 @@ impl DeviceBatch {
         sampler.clear(&up)?;
         up.synchronize()?;
         let mut inputs = VecDeque::new();
-        let upload_slots = if backend.options().two_upload_slots { 2 } else { 1 };
-        for device in devices.into_iter().take(upload_slots) {
+        for device in devices {
             inputs.push_back(Input {
                 pinned: InputState::Free(
                     Pinned::zeroed(context, "a step's plan", input_words)?,
