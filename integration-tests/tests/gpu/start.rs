@@ -3,7 +3,7 @@
 use kernels::WeightFormat;
 use kernels::cuda::{
     Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, DeviceToHost, Event, HostToDevice,
-    Pinned, Ready, Stream,
+    Pinned, Stream,
 };
 
 use super::bench::gpu;
@@ -38,7 +38,6 @@ pub fn weight_format_without_kernels_is_rejected() {
     assert!(error.to_string().contains("q8") && error.to_string().contains("bf16"), "{error}");
 }
 
-/// Up on one stream, read down on another that waits for the first.
 pub fn event_orders_a_write_before_a_read_on_another_stream() {
     let gpu = gpu();
     let context = &gpu.context;
@@ -47,15 +46,15 @@ pub fn event_orders_a_write_before_a_read_on_another_stream() {
     let _compute = Stream::<Compute>::new(context).unwrap();
     let words = 8 << 20;
     let memory = DeviceMemory::new(context, "a test", 4 * words).unwrap();
-    let mut ready = Ready::new(memory.cut(4 * words).unwrap(), context).unwrap();
+    let range = memory.cut(4 * words).unwrap();
     let mut from = Pinned::<u32>::zeroed(context, "a test", words).unwrap();
     let mut to = Pinned::<u32>::zeroed(context, "a test", words).unwrap();
     for round in 1..20u32 {
         from.iter_mut().enumerate().for_each(|(i, word)| *word = i as u32 ^ (round << 20));
         let event = || Event::new(context).unwrap();
-        let sent = ready.write(&up, |range| from.upload(words, range, 0, &up, event())).unwrap();
-        let range = ready.on(&down).unwrap();
-        let received = to.download(words, range, 0, &down, event()).unwrap();
+        let sent = from.upload(words, &range, 0, &up, event()).unwrap();
+        down.wait(sent.event()).unwrap();
+        let received = to.download(words, &range, 0, &down, event()).unwrap();
         to = received.finish().unwrap().0;
         assert!(sent.is_done().unwrap());
         from = sent.finish().unwrap().0;

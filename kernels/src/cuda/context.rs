@@ -1,7 +1,12 @@
 //! A GPU's context, its streams, and the events between them.
 //!
-//! Streams have a role each, so that what belongs to one is not put on another by mistake. What a
-//! stream wrote and another reads goes through [`Ready`], which makes the reader wait on the device.
+//! Each stream has a role in its type, so that work of one role cannot be put on the stream of another.
+//!
+//! A device buffer that one stream writes and another reads lies in one owner together with its events: a
+//! step's plan and results in `DeviceBatch`, a staging slot in `Staging`. The owner records the event
+//! behind the last use and makes the next stream wait for it; the buffer never leaves the owner. Host
+//! memory of a copy travels in `InFlight`, which holds memory and event. KV blocks reach another stream
+//! only after the host has seen the event of the step that wrote them.
 
 use std::{
     marker::PhantomData,
@@ -278,36 +283,5 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: destroyed once. As with streams, a failure leaves nothing to do.
         let _ = unsafe { result::event::destroy(self.raw) };
-    }
-}
-
-/// Something that one stream writes and others read: the readers' streams wait for the writer's.
-#[derive(Debug)]
-pub struct Ready<T> {
-    value: T,
-    written: Event,
-}
-
-impl<T> Ready<T> {
-    /// Nothing has been written yet.
-    pub fn new(value: T, context: &Arc<Context>) -> Result<Self, CudaError> {
-        Ok(Self { value, written: Event::new(context)? })
-    }
-
-    /// Puts writing into `stream` and marks its end there.
-    pub fn write<R: Role, O>(
-        &mut self,
-        stream: &Stream<R>,
-        put: impl FnOnce(&mut T) -> Result<O, CudaError>,
-    ) -> Result<O, CudaError> {
-        let put = put(&mut self.value)?;
-        self.written.record(stream)?;
-        Ok(put)
-    }
-
-    /// The value, for work put into `stream` from now on.
-    pub fn on<R: Role>(&self, stream: &Stream<R>) -> Result<&T, CudaError> {
-        stream.wait(&self.written)?;
-        Ok(&self.value)
     }
 }

@@ -4,8 +4,8 @@
 //! [`Driver::open`] and what follows are called, and where one is missing that is an error which
 //! says what to do. So one binary serves machines with and without a GPU.
 //!
-//! * [`Driver`] finds [`Device`]s; [`Context`] makes one ready; [`Stream`]s, [`Event`]s and
-//!   [`Ready`] order its work.
+//! * [`Driver`] finds [`Device`]s; [`Context`] makes one ready; [`Stream`]s and [`Event`]s
+//!   order its work.
 //! * [`DeviceMemory`] is taken once at start and cut into [`Range`]s; [`Pinned`] is host memory that
 //!   copies use.
 //! * [`Nccl`] makes [`Communicator`]s between GPUs of several processes.
@@ -58,7 +58,7 @@ pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_spare};
 pub use clock::DeviceClock;
 pub use collective::{Group, GroupArena, GroupHandle, SumNorm, SumRows, SumWay};
-pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Ready, Role, Stream};
+pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Role, Stream};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
 pub use graph::Graph;
