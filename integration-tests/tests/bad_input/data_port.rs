@@ -11,7 +11,7 @@ use integration_tests::cluster::{SECRET, Service};
 use kv_transfer::{
     ClusterSecret,
     api::{Epoch, Identity, TransferId},
-    notice::{Body, Hello, Keys, Notice, Sealer, Source, identity_from_wire},
+    control::{Body, ControlMessage, Hello, Keys, Signer, Source, identity_from_wire},
 };
 use proto::v1::{
     NodeRecord, ObserveRequest, node_client::NodeClient, observe_event::Event as Observed,
@@ -133,12 +133,12 @@ impl Target {
         let dealer = context.socket(zmq::DEALER)?;
         dealer.set_linger(0)?;
         dealer.set_plain_username(Some("baton"))?;
-        dealer.set_plain_password(Some(&keys.door_password(self.epoch)))?;
+        dealer.set_plain_password(Some(&keys.zap_password(self.epoch)))?;
         dealer.connect(&self.notice)?;
-        let hello = Notice::untraced(Body::Hello(Hello {
+        let hello = ControlMessage::untraced(Body::Hello(Hello {
             identity: self.identity.clone(),
             // Nobody listens on the discard port.
-            notice_endpoint: "tcp://127.0.0.1:9".to_owned(),
+            control_endpoint: "tcp://127.0.0.1:9".to_owned(),
             data_endpoint: "tcp://127.0.0.1:9".to_owned(),
             transports: vec!["tcp".to_owned()],
             integrity: vec!["xxh3+digest1".to_owned()],
@@ -146,8 +146,8 @@ impl Target {
             in_advance: false,
         }));
         let source = Source { node_id: "traitor".to_owned(), epoch: me };
-        let sealed = Sealer::new(keys.clone(), source).seal(self.epoch, &hello)?;
-        dealer.send_multipart([&sealed.frame, &sealed.tag], 0)?;
+        let signed = Signer::new(keys.clone(), source).sign(self.epoch, &hello)?;
+        dealer.send_multipart([&signed.frame, &signed.tag], 0)?;
         Ok((context, dealer))
     }
 

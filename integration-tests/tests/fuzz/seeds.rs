@@ -5,7 +5,7 @@ use cluster::{Epoch, NodeId};
 use gguf::TensorKind;
 use kv_transfer::{api::TransferId, data::tcp::frame};
 use prost::Message;
-use proto::v1::{self, notice};
+use proto::v1::{self, control_message};
 use serde_json::json;
 
 use super::{gguf_file, targets::TOKENIZER};
@@ -76,7 +76,7 @@ pub fn all() -> Vec<(&'static str, String, Vec<u8>)> {
     for (name, template) in templates {
         add("chat_template", name, template.into());
     }
-    for (name, body) in notices() {
+    for (name, body) in control_messages() {
         add("notice", name, envelope(body).encode_to_vec());
     }
     let header = frame::Header { transfer: TransferId(7 << 100), chunk: 3, payload_bytes: 4 << 20 };
@@ -131,7 +131,7 @@ fn configurations() -> [(&'static str, serde_json::Value); 2] {
     [("llama", llama), ("large", large)]
 }
 
-fn notices() -> [(&'static str, notice::Body); 3] {
+fn control_messages() -> [(&'static str, control_message::Body); 3] {
     let id = Bytes::from_static(&[5; 16]);
     let chunk = v1::Chunk { transfer_id: id.clone(), ..Default::default() };
     let reserve = v1::Reserve {
@@ -141,14 +141,14 @@ fn notices() -> [(&'static str, notice::Body); 3] {
     };
     let ack = v1::Ack { transfer_id: id };
     [
-        ("chunk", notice::Body::Chunk(chunk)),
-        ("reserve", notice::Body::Reserve(reserve)),
-        ("ack", notice::Body::Ack(ack)),
+        ("chunk", control_message::Body::Chunk(chunk)),
+        ("reserve", control_message::Body::Reserve(reserve)),
+        ("ack", control_message::Body::Ack(ack)),
     ]
 }
 
-fn envelope(body: notice::Body) -> v1::Notice {
-    v1::Notice {
+fn envelope(body: control_message::Body) -> v1::ControlMessage {
+    v1::ControlMessage {
         protocol: 1,
         from_node: "prefill-0".to_owned(),
         from_epoch: Bytes::copy_from_slice(&1_u128.to_be_bytes()),

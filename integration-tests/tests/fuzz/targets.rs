@@ -17,8 +17,8 @@ use kernels::RowSource;
 use kv_transfer::{
     ClusterSecret,
     api::Epoch,
+    control::{Keys, Verifier},
     data::tcp::frame,
-    notice::{Keys, Opener},
 };
 use model::{Checkpoint, LoadFormat, Weight, WeightShape};
 use prost::Message;
@@ -155,10 +155,10 @@ pub fn fuzz_chat_template(data: &[u8]) {
 /// What a peer that knows the cluster's secret may send, and what a stranger may.
 pub fn fuzz_notice(data: &[u8]) {
     let keys = Keys::derive(&ClusterSecret::new([7; 32]).expect("the secret is long enough"));
-    let mut opener = Opener::new(keys, Epoch(2));
-    let _ = opener.open(&[data]);
-    let _ = opener.open(&[data, &[0; 32]]);
-    let _ = opener.read(data);
+    let mut verifier = Verifier::new(keys, Epoch(2));
+    let _ = verifier.verify(&[data]);
+    let _ = verifier.verify(&[data, &[0; 32]]);
+    let _ = verifier.read(data);
 }
 
 /// The header of a chunk, as it came and with its check made right.

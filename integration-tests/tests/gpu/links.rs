@@ -9,7 +9,7 @@ use std::{
 
 use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
-    Carrier,
+    TransferKind,
     api::{self, Event, TransferId},
     config::LEASE,
 };
@@ -27,9 +27,9 @@ const TRANSFERS: &str = "BATON_TEST_TRANSFERS";
 pub fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
     let (gpus, _alone) = gpus();
     let ways = [
-        (Carrier::Ipc, Manner::Verifying),
-        (Carrier::Nccl, Manner::Verifying),
-        (Carrier::Nccl, Manner::Large),
+        (TransferKind::Ipc, Manner::Verifying),
+        (TransferKind::Nccl, Manner::Verifying),
+        (TransferKind::Nccl, Manner::Large),
     ];
     for (carrier, manner) in ways {
         for (from, to) in pairs(carrier, gpus) {
@@ -103,9 +103,9 @@ pub fn abort_at_any_time_leaks_no_block() {
 pub fn killed_sender_fails_only_its_own_transfers() {
     let (gpus, _alone) = gpus();
     let ways = [
-        (Carrier::Ipc, Manner::Verifying),
-        (Carrier::Nccl, Manner::Verifying),
-        (Carrier::Nccl, Manner::Two),
+        (TransferKind::Ipc, Manner::Verifying),
+        (TransferKind::Nccl, Manner::Verifying),
+        (TransferKind::Nccl, Manner::Two),
     ];
     for (carrier, manner) in ways {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
@@ -141,8 +141,8 @@ pub fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
     let (gpus, _alone) = gpus();
     let (one_sink, one_events) = channel();
     let (other_sink, other_events) = channel();
-    let one = Node::start("one", 0, Carrier::Ipc, one_sink);
-    let other = Node::start("other", gpus - 1, Carrier::Ipc, other_sink);
+    let one = Node::start("one", 0, TransferKind::Ipc, one_sink);
+    let other = Node::start("other", gpus - 1, TransferKind::Ipc, other_sink);
     one.fill(pattern);
     let transfer = TransferId(1);
     let expect = api::Command::Expect {
@@ -213,7 +213,7 @@ struct SteadyPair {
 
 impl SteadyPair {
     /// Lets the two make transfers alone, for so long.
-    fn start(carrier: Carrier, from: usize, to: usize, time: Duration) -> Self {
+    fn start(carrier: TransferKind, from: usize, to: usize, time: Duration) -> Self {
         let (sink, events) = channel();
         let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
         let mut steady = Peer::start_as(from, carrier, Manner::Quick);
@@ -373,7 +373,7 @@ pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
 /// which a part was put when the other peer died, and a part was not, would hold others up for longer.
 pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
-    let carrier = Carrier::Nccl;
+    let carrier = TransferKind::Nccl;
     let Some((from, to)) = pairs(carrier, gpus).pop() else { lacks(2, "needs two GPUs") };
     let pair = SteadyPair::start(carrier, from, to, Duration::from_millis(500));
     let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
@@ -448,7 +448,7 @@ pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
 /// Whatever it is about when it stops: whoever waits for it holds nothing that others need.
 pub fn peer_stopped_during_setup_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
-    let carrier = Carrier::Nccl;
+    let carrier = TransferKind::Nccl;
     let Some((from, to)) = pairs(carrier, gpus).pop() else { lacks(2, "needs two GPUs") };
     let time = Duration::from_millis(1500);
     let pair = SteadyPair::start(carrier, from, to, time);
@@ -560,11 +560,11 @@ pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
 pub fn delayed_streams_and_gather_kernels_preserve_kv() {
     let (gpus, _alone) = gpus();
     let ways = [
-        (Carrier::Ipc, Manner::Late),
-        (Carrier::Nccl, Manner::Late),
-        (Carrier::Nccl, Manner::Kernel),
-        (Carrier::Nccl, Manner::LargeLate),
-        (Carrier::Nccl, Manner::LargeKernel),
+        (TransferKind::Ipc, Manner::Late),
+        (TransferKind::Nccl, Manner::Late),
+        (TransferKind::Nccl, Manner::Kernel),
+        (TransferKind::Nccl, Manner::LargeLate),
+        (TransferKind::Nccl, Manner::LargeKernel),
     ];
     for (carrier, manner) in ways {
         let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
@@ -610,9 +610,9 @@ pub fn nccl_transfer_between_tp_ranks_preserves_kv() {
             println!("{what}: not run, needs {needed} GPUs");
             continue;
         }
-        let mut peer = Peer::start_as(0, Carrier::Nccl, sender);
+        let mut peer = Peer::start_as(0, TransferKind::Nccl, sender);
         let (sink, events) = channel();
-        let node = Node::start_as("node", 1, Carrier::Nccl, receiver, sink);
+        let node = Node::start_as("node", 1, TransferKind::Nccl, receiver, sink);
         for round in 0..if short() { 4 } else { 12_u64 } {
             node.fill(|_, bytes| vec![round as u8; bytes]);
             let (transfer, begun) = (TransferId(round.into()), Instant::now());
@@ -634,9 +634,9 @@ pub fn ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport() {
     let (_, _alone) = gpus();
     require_gpus(2);
     // The sender's first rank and the receiver's.
-    let mut peer = Peer::start_as(0, Carrier::Nccl, Manner::LargeKernel);
+    let mut peer = Peer::start_as(0, TransferKind::Nccl, Manner::LargeKernel);
     let (sink, events) = channel();
-    let node = Node::start_as("node", 0, Carrier::Nccl, Manner::Two, sink);
+    let node = Node::start_as("node", 0, TransferKind::Nccl, Manner::Two, sink);
     let (transfer, places) = (TransferId(1), Manner::Two.places(3, BLOCKS));
     peer.send(transfer, &node, 1, BLOCKS, true);
     node.receive(transfer, &peer.address, &places);

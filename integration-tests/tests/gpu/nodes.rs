@@ -23,9 +23,10 @@ use kernels::{
     sampling::SampledToken,
 };
 use kv_transfer::{
-    Carrier, Carriers, Choice, ClusterSecret, Limits, TransferConfig, Transfers,
+    ClusterSecret, TransferConfig, TransferKind, TransferLimits, Transfers, TransportChoice,
+    TransportConfig,
     api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
-    notice,
+    control,
 };
 use ranks::RankGroup;
 
@@ -41,7 +42,7 @@ pub const PEER_HELPER: &str = "kv-peer";
 const PEER_NAME: &str = "peer";
 
 /// What is tested: each needs GPUs.
-pub const CARRIERS: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
+pub const CARRIERS: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 /// Of the delays of streams that are late; the peer's is one more.
 const LATE_SEED: u64 = 20;
@@ -54,10 +55,10 @@ pub fn gpus() -> (usize, MutexGuard<'static, ()>) {
 }
 
 /// The sender's and the receiver's GPU: every pair on which the carrier works, those of two GPUs last.
-pub fn pairs(carrier: Carrier, gpus: usize) -> Vec<(usize, usize)> {
+pub fn pairs(carrier: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
     let all = (0..gpus).flat_map(|from| (0..gpus).map(move |to| (from, to)));
     // NCCL joins no two processes on one GPU.
-    let works = |(from, to): &(usize, usize)| carrier != Carrier::Nccl || from != to;
+    let works = |(from, to): &(usize, usize)| carrier != TransferKind::Nccl || from != to;
     let mut pairs: Vec<_> = all.filter(works).collect();
     pairs.sort_by_key(|(from, to)| from != to);
     if pairs.is_empty() {
@@ -229,14 +230,14 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn start(name: &str, gpu: usize, carrier: Carrier, sink: Sender<Event>) -> Self {
+    pub fn start(name: &str, gpu: usize, carrier: TransferKind, sink: Sender<Event>) -> Self {
         Self::start_as(name, gpu, carrier, Manner::Verifying, sink)
     }
 
     pub fn start_as(
         name: &str,
         gpu: usize,
-        carrier: Carrier,
+        carrier: TransferKind,
         manner: Manner,
         sink: Sender<Event>,
     ) -> Self {
@@ -306,21 +307,21 @@ impl Node {
                 block_size: 16,
                 dtype: "bf16".to_owned(),
                 tp: 1,
-                protocol_min: notice::PROTOCOL_MIN,
-                protocol_max: notice::PROTOCOL_MAX,
+                protocol_min: control::PROTOCOL_MIN,
+                protocol_max: control::PROTOCOL_MAX,
             },
             secret: ClusterSecret::new("the secret of these tests").unwrap(),
-            notice_bind: "127.0.0.1:0".parse().unwrap(),
+            control_bind: "127.0.0.1:0".parse().unwrap(),
             data_bind: "127.0.0.1:0".parse().unwrap(),
             advertise_host: "127.0.0.1".to_owned(),
-            limits: Limits {
+            limits: TransferLimits {
                 chunk_bytes_max: manner.chunk_blocks() * layout.block_bytes(),
-                ..Limits::default()
+                ..TransferLimits::default()
             },
-            carriers: Carriers {
-                choice: Choice::Only(carrier),
+            transport: TransportConfig {
+                choice: TransportChoice::Only(carrier),
                 verify: manner.verifies(),
-                nccl_blocks: Some(manner.multiprocessors()),
+                nccl_max_ctas: Some(manner.multiprocessors()),
             },
         };
         let sink = move |event| {
@@ -328,8 +329,8 @@ impl Node {
             let _ = sink.send(event);
         };
         let transfers = Transfers::start(config, Arc::clone(&arena), sink).unwrap();
-        let notice_endpoint = transfers.notice_endpoint().to_owned();
-        let address = PeerAddress { node_id: name.to_owned(), epoch, notice_endpoint };
+        let control_endpoint = transfers.control_endpoint().to_owned();
+        let address = PeerAddress { node_id: name.to_owned(), epoch, control_endpoint };
         Self { transfers, arena, address, block_bytes: layout.block_bytes(), _group: group }
     }
 
@@ -402,11 +403,11 @@ pub struct Peer {
 }
 
 impl Peer {
-    pub fn start(gpu: usize, carrier: Carrier) -> Self {
+    pub fn start(gpu: usize, carrier: TransferKind) -> Self {
         Self::start_as(gpu, carrier, Manner::Verifying)
     }
 
-    pub fn start_as(gpu: usize, carrier: Carrier, manner: Manner) -> Self {
+    pub fn start_as(gpu: usize, carrier: TransferKind, manner: Manner) -> Self {
         let mut child = test_harness::helper(PEER_HELPER)
             .env(PEER, format!("{gpu} {carrier} {}", manner.name()))
             .stdin(Stdio::piped())
@@ -430,7 +431,7 @@ impl Peer {
         let address = PeerAddress {
             node_id: PEER_NAME.to_owned(),
             epoch: Epoch(u128::from_str_radix(&words[0], 16).unwrap()),
-            notice_endpoint: words[1].clone(),
+            control_endpoint: words[1].clone(),
         };
         let stdin = child.stdin.take().unwrap();
         Self { child, stdin, address }
@@ -452,10 +453,10 @@ impl Peer {
         abort: Option<Duration>,
     ) {
         let abort = abort.map_or("never".to_owned(), |after| after.as_micros().to_string());
-        let PeerAddress { node_id, epoch, notice_endpoint } = &to.address;
+        let PeerAddress { node_id, epoch, control_endpoint } = &to.address;
         writeln!(
             self.stdin,
-            "{transfer} {node_id} {epoch} {notice_endpoint} {seed} {count} {finishes} {abort}"
+            "{transfer} {node_id} {epoch} {control_endpoint} {seed} {count} {finishes} {abort}"
         )
         .unwrap();
     }
@@ -484,11 +485,11 @@ pub fn run_peer() {
     let setting = env::var(PEER).expect("the test sets it");
     let words: Vec<&str> = setting.split(' ').collect();
     let (gpu, manner) = (words[0].parse().unwrap(), Manner::named(words[2]));
-    let carrier = Carrier::offered(words[1]).unwrap();
+    let carrier = TransferKind::offered(words[1]).unwrap();
     let (sink, events) = channel();
     let node = Node::start_as(PEER_NAME, gpu, carrier, manner, sink);
     node.fill(pattern);
-    println!("KV {} {}", node.address.epoch, node.address.notice_endpoint);
+    println!("KV {} {}", node.address.epoch, node.address.control_endpoint);
     // Each transfer is announced by a line before it can be ready.
     let (sender, lines) = channel();
     thread::spawn(move || {
@@ -509,7 +510,7 @@ pub fn run_peer() {
                 let peer = PeerAddress {
                     node_id: words[1].to_owned(),
                     epoch: Epoch(u128::from_str_radix(words[2], 16).unwrap()),
-                    notice_endpoint: words[3].to_owned(),
+                    control_endpoint: words[3].to_owned(),
                 };
                 let blocks = manner.places(words[4].parse().unwrap(), words[5].parse().unwrap());
                 let abort = words[7].parse().ok().map(Duration::from_micros);

@@ -20,7 +20,7 @@ use kernels::{
     sampling::SampledToken,
 };
 use kv_transfer::{
-    Carrier,
+    TransferKind,
     api::{self, Epoch, Event, PeerAddress, TransferId},
 };
 use serde_json::{Value, json};
@@ -266,8 +266,8 @@ impl<'a> Side<'a> {
                 let finish = api::Command::Finish { transfer, first_index: 0, token };
                 return self.node.transfers.command(finish).unwrap();
             }
-            Event::Delivered { transfer, figures } | Event::Arrived { transfer, figures, .. } => {
-                (transfer, Ok(figures.bytes))
+            Event::Delivered { transfer, stats } | Event::Arrived { transfer, stats, .. } => {
+                (transfer, Ok(stats.bytes))
             }
             Event::SendFailed { transfer, failure }
             | Event::ReceiveFailed { transfer, failure } => (transfer, Err(failure)),
@@ -402,7 +402,7 @@ fn sums(rank: &Rank, time: Duration, heart: &Heart, is_enough: impl Fn() -> bool
 
 /// What others need to reach a node.
 fn told(address: &PeerAddress) -> Value {
-    json!([address.node_id, address.epoch.to_string(), address.notice_endpoint])
+    json!([address.node_id, address.epoch.to_string(), address.control_endpoint])
 }
 
 fn heard(told: &Value) -> PeerAddress {
@@ -410,7 +410,7 @@ fn heard(told: &Value) -> PeerAddress {
     PeerAddress {
         node_id: word(0),
         epoch: Epoch(u128::from_str_radix(&word(1), 16).unwrap()),
-        notice_endpoint: word(2),
+        control_endpoint: word(2),
     }
 }
 
@@ -418,7 +418,7 @@ fn soak(rank: Rank) {
     let time = Duration::from_secs(seconds());
     let is_over = Arc::new(AtomicBool::new(false));
     // Of each carrier one that sends and one that receives.
-    let node = |(carrier, is_sender): (Carrier, bool)| {
+    let node = |(carrier, is_sender): (TransferKind, bool)| {
         let (sink, events) = channel();
         let name = format!("{carrier}-{}-{}", if is_sender { "from" } else { "to" }, rank.rank);
         let node = Node::start_as(&name, rank.rank, carrier, Manner::Verifying, sink);
@@ -427,7 +427,7 @@ fn soak(rank: Rank) {
         }
         (name, node, events)
     };
-    let sides: Vec<(Carrier, bool)> =
+    let sides: Vec<(TransferKind, bool)> =
         CARRIERS.into_iter().flat_map(|carrier| [(carrier, true), (carrier, false)]).collect();
     let nodes: Vec<(String, Node, Receiver<Event>)> = sides.iter().copied().map(node).collect();
     let all: Value = nodes.iter().map(|(_, node, _)| told(&node.address)).collect();
@@ -477,7 +477,7 @@ fn soak(rank: Rank) {
     let said: Vec<Value> = said.iter().map(|said| serde_json::from_slice(said).unwrap()).collect();
     let number = |value: &Value| value.as_u64().unwrap_or(0);
     // Transfers are counted where they arrive.
-    let received = |carrier: Carrier, what: usize| -> u64 {
+    let received = |carrier: TransferKind, what: usize| -> u64 {
         let index = sides.iter().position(|side| *side == (carrier, false)).unwrap();
         said.iter().map(|said| number(&said["counts"][index][what])).sum()
     };

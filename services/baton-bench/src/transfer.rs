@@ -30,9 +30,10 @@ use kernels::{
     },
 };
 use kv_transfer::{
-    Carrier, Carriers, Choice, ClusterSecret, Limits, TransferConfig, Transfers,
+    ClusterSecret, TransferConfig, TransferKind, TransferLimits, Transfers, TransportChoice,
+    TransportConfig,
     api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
-    notice,
+    control,
 };
 use serde::Serialize;
 
@@ -111,12 +112,12 @@ enum Transport {
 }
 
 impl Transport {
-    fn choice(self) -> Choice {
+    fn choice(self) -> TransportChoice {
         match self {
-            Self::Auto => Choice::Auto,
-            Self::Tcp => Choice::Only(Carrier::Tcp),
-            Self::Ipc => Choice::Only(Carrier::Ipc),
-            Self::Nccl => Choice::Only(Carrier::Nccl),
+            Self::Auto => TransportChoice::Auto,
+            Self::Tcp => TransportChoice::Only(TransferKind::Tcp),
+            Self::Ipc => TransportChoice::Only(TransferKind::Ipc),
+            Self::Nccl => TransportChoice::Only(TransferKind::Nccl),
         }
     }
 
@@ -270,7 +271,7 @@ impl Node {
         args: &TransferArgs,
         name: &str,
         arena: &Arc<KvArena>,
-        transport: Choice,
+        transport: TransportChoice,
         chunk_blocks: u32,
         sink: impl FnMut(Event) + Send + 'static,
     ) -> Result<Self> {
@@ -288,28 +289,28 @@ impl Node {
                 block_size: BLOCK_TOKENS as u32,
                 dtype: arena.layout().dtype.to_string(),
                 tp: 1,
-                protocol_min: notice::PROTOCOL_MIN,
-                protocol_max: notice::PROTOCOL_MAX,
+                protocol_min: control::PROTOCOL_MIN,
+                protocol_max: control::PROTOCOL_MAX,
             },
             secret: ClusterSecret::new("known to everybody, for a moment")?,
-            notice_bind: loopback,
+            control_bind: loopback,
             data_bind: loopback,
             advertise_host: "127.0.0.1".to_owned(),
-            limits: Limits {
+            limits: TransferLimits {
                 chunk_bytes_max: chunk_blocks as usize * arena.block_bytes(),
-                ..Limits::default()
+                ..TransferLimits::default()
             },
-            carriers: Carriers {
+            transport: TransportConfig {
                 choice: transport,
                 verify: args.verify,
-                nccl_blocks: (args.ctas > 0).then_some(args.ctas),
+                nccl_max_ctas: (args.ctas > 0).then_some(args.ctas),
             },
         };
         let transfers = Transfers::start(config, Arc::clone(arena), sink)?;
         let address = PeerAddress {
             node_id: name.to_owned(),
             epoch,
-            notice_endpoint: transfers.notice_endpoint().to_owned(),
+            control_endpoint: transfers.control_endpoint().to_owned(),
         };
         Ok(Self { transfers, arena: Arc::clone(arena), address })
     }
@@ -592,7 +593,7 @@ impl Sender {
         chunk_blocks: u32,
         us: &PeerAddress,
     ) -> Result<PeerAddress> {
-        let (name, epoch, endpoint) = (transport.name(), us.epoch, &us.notice_endpoint);
+        let (name, epoch, endpoint) = (transport.name(), us.epoch, &us.control_endpoint);
         self.say(&format!("node {name} {blocks} {chunk_blocks} {epoch} {endpoint}"))?;
         let line = self.hear(NODE_PATIENCE)?;
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -602,7 +603,7 @@ impl Sender {
         Ok(PeerAddress {
             node_id: "sender".to_owned(),
             epoch: Epoch(u128::from_str_radix(epoch, 16)?),
-            notice_endpoint: endpoint.to_owned(),
+            control_endpoint: endpoint.to_owned(),
         })
     }
 

@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p kv-transfer --example loopback`
 //!
-//! * one hop of a sealed notice: half of a ping-pong of 200 bytes through the listener's and the
+//! * one hop of a signed control message: half of a ping-pong of 200 bytes through the listener's and the
 //!   senders' sockets, tag and parsing included;
 //! * KV of 512 and 4,096 tokens in the layout of SmolLM2-135M: from `Written` at the sender to
 //!   `Arrived` at the receiver (hand-over), with the rate this makes;
@@ -20,10 +20,10 @@ use std::{
 use crossbeam_channel::{Receiver, unbounded};
 use kernels::{BlockId, Dtype, KvArena, KvLayout, sampling::SampledToken};
 use kv_transfer::{
-    Carriers, ClusterSecret, Limits, TransferConfig, Transfers,
+    ClusterSecret, TransferConfig, TransferLimits, Transfers, TransportConfig,
     api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
-    notice::{Body, Keys, Notice, Opener, Sealer, Source},
-    shell::sockets::{self, Door},
+    control::{Body, ControlMessage, Keys, Signer, Source, Verifier},
+    shell::sockets::{self, ZapAuth},
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -35,7 +35,7 @@ fn main() -> Outcome<()> {
     println!("bare parts");
     xxh3_alone();
     tcp_alone()?;
-    println!("notices");
+    println!("messages");
     hops()?;
     println!("transfers, bf16, 368,640 bytes a block");
     for tokens in [16, 512, 4096] {
@@ -102,22 +102,22 @@ fn tcp_alone() -> Outcome<()> {
 struct End {
     router: zmq::Socket,
     dealer: zmq::Socket,
-    sealer: Arc<Sealer>,
-    opener: Opener,
+    signer: Arc<Signer>,
+    verifier: Verifier,
     peer: Epoch,
 }
 
 impl End {
-    fn send(&self, notice: &Notice) -> Outcome<()> {
-        let sealed = self.sealer.seal(self.peer, notice)?;
-        Ok(self.dealer.send_multipart([&sealed.frame, &sealed.tag], 0)?)
+    fn send(&self, message: &ControlMessage) -> Outcome<()> {
+        let signed = self.signer.sign(self.peer, message)?;
+        Ok(self.dealer.send_multipart([&signed.frame, &signed.tag], 0)?)
     }
 
-    fn receive(&mut self) -> Outcome<Notice> {
+    fn receive(&mut self) -> Outcome<ControlMessage> {
         self.router.poll(zmq::POLLIN, 5_000)?;
         let (parts, _) = sockets::receive(&self.router)?.ok_or("nothing came")?;
         let frames: Vec<&[u8]> = parts[1..].iter().map(|part| &part[..]).collect();
-        Ok(self.opener.open(&frames)?.notice)
+        Ok(self.verifier.verify(&frames)?.message)
     }
 }
 
@@ -129,7 +129,7 @@ fn hops() -> Outcome<()> {
     // A door belongs to a context, and so each end has its own, as in two processes.
     for me in [one, other] {
         let context = zmq::Context::new();
-        let door = Door::open(&context, keys.clone(), me)?;
+        let door = ZapAuth::open(&context, keys.clone(), me)?;
         let (router, port) = sockets::listener(&context, "127.0.0.1:0".parse()?)?;
         thread::spawn(move || {
             // Until the context ends with the process.
@@ -149,20 +149,20 @@ fn hops() -> Outcome<()> {
         ends.push(End {
             router,
             dealer,
-            sealer: Sealer::new(keys.clone(), source),
-            opener: Opener::new(keys.clone(), me),
+            signer: Signer::new(keys.clone(), source),
+            verifier: Verifier::new(keys.clone(), me),
             peer,
         });
     }
-    // Sealed, about 200 bytes.
+    // SignedMessage, about 200 bytes.
     let reason = "x".repeat(100);
-    let notice = Notice::untraced(Body::give_up(TransferId(1), reason));
+    let message = ControlMessage::untraced(Body::give_up(TransferId(1), reason));
     let (mut far, mut near) = (ends.pop().ok_or("two")?, ends.pop().ok_or("two")?);
     const ROUNDS: usize = 4_000;
     let echo = thread::spawn(move || {
         for _ in 0..ROUNDS {
-            let Ok(notice) = far.receive() else { return };
-            if far.send(&notice).is_err() {
+            let Ok(message) = far.receive() else { return };
+            if far.send(&message).is_err() {
                 return;
             }
         }
@@ -170,12 +170,12 @@ fn hops() -> Outcome<()> {
     let mut times = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {
         let start = Instant::now();
-        near.send(&notice)?;
+        near.send(&message)?;
         near.receive()?;
         times.push(start.elapsed() / 2);
     }
     echo.join().map_err(|_| "the echo panicked")?;
-    percentiles("one hop of a sealed notice of 200 bytes", times.split_off(ROUNDS / 10));
+    percentiles("one hop of a signed message of 200 bytes", times.split_off(ROUNDS / 10));
     println!();
     Ok(())
 }
@@ -207,17 +207,17 @@ impl Node {
                 protocol_max: 1,
             },
             secret: ClusterSecret::new("the secret of this measurement")?,
-            notice_bind: "127.0.0.1:0".parse()?,
+            control_bind: "127.0.0.1:0".parse()?,
             data_bind: "127.0.0.1:0".parse()?,
             advertise_host: "127.0.0.1".to_owned(),
-            limits: Limits { chunk_bytes_max, ..Limits::default() },
-            carriers: Carriers::default(),
+            limits: TransferLimits { chunk_bytes_max, ..TransferLimits::default() },
+            transport: TransportConfig::default(),
         };
         let transfers = Transfers::start(config, Arc::clone(&arena), sender)?;
         let address = PeerAddress {
             node_id: name.to_owned(),
             epoch: Epoch(epoch),
-            notice_endpoint: transfers.notice_endpoint().to_owned(),
+            control_endpoint: transfers.control_endpoint().to_owned(),
         };
         Ok(Self { transfers, arena, events, address })
     }

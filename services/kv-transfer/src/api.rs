@@ -30,7 +30,7 @@ pub struct PeerAddress {
     pub node_id: String,
     pub epoch: Epoch,
     /// ZeroMQ endpoint of its listener, `tcp://host:port`.
-    pub notice_endpoint: String,
+    pub control_endpoint: String,
 }
 
 /// What must be equal on both ends before a block moves.
@@ -46,8 +46,8 @@ pub struct Identity {
     pub protocol_max: u32,
 }
 
-/// Somebody waits for the end of a meeting, which is when nobody holds this any more.
-pub type Meeting = Arc<dyn Any + Send + Sync>;
+/// Somebody waits for the end of a guard, which is when nobody holds this any more.
+pub type ConnectGuard = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Debug)]
 pub enum Command {
@@ -78,9 +78,9 @@ pub enum Command {
     /// Transfers with this peer are to be expected: the pair is made now, and kept as long as this is said
     /// again and again. `sends`: so is the connection on which chunks go to it, with whatever has to be
     /// mapped or joined for that. Does nothing where KV goes by `tcp` alone, which needs no time to begin, nor
-    /// beyond a few pairs, for each takes memory. `meeting` is held until the connection between the two is
-    /// there, whoever makes it, or will not be, and at most for [`crate::MEETING_MAX`].
-    Meet { peer: PeerAddress, sends: bool, meeting: Option<Meeting> },
+    /// beyond a few pairs, for each takes memory. `guard` is held until the connection between the two is
+    /// there, whoever makes it, or will not be, and at most for [`crate::CONNECT_TIMEOUT`].
+    Connect { peer: PeerAddress, sends: bool, guard: Option<ConnectGuard> },
     /// Either side: give up. Ends with the failed event once that is safe.
     Abort { transfer: TransferId, reason: String },
     /// The process has other weights from now on. Every transfer that has begun fails, whatever its
@@ -93,21 +93,21 @@ pub enum Command {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// Receiver, final: every block is written and `DONE` matched.
-    Arrived { transfer: TransferId, first_index: u32, token: SampledToken, figures: Figures },
+    Arrived { transfer: TransferId, first_index: u32, token: SampledToken, stats: TransferStats },
     /// Receiver, final: the blocks are free of writes.
     ReceiveFailed { transfer: TransferId, failure: TransferFailure },
     /// Sender: `Expect` and the matching `RESERVE` are both here: prefill may start. Blocks before
     /// `first_block` are cached at the receiver and not wanted. `traceparent` is the receiver's.
     Ready { transfer: TransferId, first_block: u32, block_count: u32, traceparent: String },
     /// Sender, final: the receiver has everything.
-    Delivered { transfer: TransferId, figures: Figures },
+    Delivered { transfer: TransferId, stats: TransferStats },
     /// Sender, final: no read is in flight.
     SendFailed { transfer: TransferId, failure: TransferFailure },
 }
 
-/// Figures of one transfer.
+/// TransferStats of one transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Figures {
+pub struct TransferStats {
     pub bytes: u64,
     pub chunks: u32,
     /// Receiver: from `RESERVE` to the last block. Sender: from the first chunk that is cleared and written to

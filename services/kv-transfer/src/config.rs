@@ -4,7 +4,7 @@ use std::{fmt, net::SocketAddr, time::Duration};
 
 use crate::{
     api::{Epoch, Identity},
-    carrier::Choice,
+    transfer_kind::TransportChoice,
 };
 
 /// The one constant of failure: a transfer that its peer has not named for this long is over.
@@ -15,10 +15,10 @@ pub const HEARTBEAT: Duration = Duration::from_millis(500);
 
 /// Pairs up to which some are made in advance, whoever greets, but for those by `tcp`: each may take memory of a
 /// GPU, some 200 MiB by `nccl`. With others the first transfer makes them.
-pub const PAIRS_IN_ADVANCE: usize = 4;
+pub const PRECONNECTED_PAIRS_MAX: usize = 4;
 
 /// For so long at most anybody waits for two nodes that meet.
-pub const MEETING_MAX: Duration = Duration::from_secs(2);
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What `Transfers::start` needs to know.
 #[derive(Clone, Debug)]
@@ -28,30 +28,30 @@ pub struct TransferConfig {
     pub epoch: Epoch,
     pub identity: Identity,
     pub secret: ClusterSecret,
-    /// Where notices are received; port 0 takes a free one.
-    pub notice_bind: SocketAddr,
+    /// Where control messages are received; port 0 takes a free one.
+    pub control_bind: SocketAddr,
     /// Where KV is received; port 0 takes a free one.
     pub data_bind: SocketAddr,
     /// Host name or address under which peers reach both listeners.
     pub advertise_host: String,
-    pub limits: Limits,
-    pub carriers: Carriers,
+    pub limits: TransferLimits,
+    pub transport: TransportConfig,
 }
 
 /// How KV may travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Carriers {
-    pub choice: Choice,
+pub struct TransportConfig {
+    pub choice: TransportChoice,
     /// Whether chunks that go from GPU to GPU are hashed at both ends, by a kernel where a node has it, else by
     /// copies in host memory, which is slow. What goes by `tcp` is hashed always.
     pub verify: bool,
     /// Multiprocessors that a pair's `nccl` takes while it moves KV; unset: as many as it likes.
-    pub nccl_blocks: Option<u32>,
+    pub nccl_max_ctas: Option<u32>,
 }
 
 /// Bounds on what one node keeps for its transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct TransferLimits {
     /// Transfers in any state short of their final event.
     pub transfers_max: usize,
     /// Peers at a time. Each costs up to four threads and three sockets.
@@ -69,7 +69,7 @@ pub struct Limits {
     pub commands_max: usize,
 }
 
-impl Default for Limits {
+impl Default for TransferLimits {
     fn default() -> Self {
         Self {
             transfers_max: 1024,

@@ -1,7 +1,7 @@
 //! What a node can see of its transfers from outside.
 //!
 //! Everything is read without asking anyone: threads count in atomics, and the driver leaves a copy
-//! of what only the protocol knows ([`Figures::publish`]) after each turn and before each event.
+//! of what only the protocol knows ([`MetricsStore::publish`]) after each turn and before each event.
 
 use std::{
     collections::BTreeMap,
@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-use crate::{api::Epoch, carrier::Carrier, protocol::Core};
+use crate::{api::Epoch, protocol::Core, transfer_kind::TransferKind};
 
 /// Counters since start, and gauges of this moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -20,15 +20,15 @@ pub struct TransferMetrics {
     pub bytes_received: u64,
     pub chunks_sent: u64,
     pub chunks_received: u64,
-    pub notices_sent: u64,
-    pub notices_received: u64,
-    /// Notices sent again because no answer had come.
-    pub notices_resent: u64,
-    /// Notices that were not believed or had no place here, by reason.
-    pub notices_refused: BTreeMap<&'static str, u64>,
+    pub control_sent: u64,
+    pub control_received: u64,
+    /// Control messages sent again because no answer had come.
+    pub control_resent: u64,
+    /// Control messages that were not believed or had no place here, by reason.
+    pub control_refused: BTreeMap<&'static str, u64>,
     /// Data connections and frames that were refused, by reason.
     pub data_refused: BTreeMap<&'static str, u64>,
-    /// Peers with which an agreed carrier did not work, so that KV goes by `tcp`; by that carrier.
+    /// Peers with which an agreed transport did not work, so that KV goes by `tcp`; by that transport.
     pub fallbacks: BTreeMap<&'static str, u64>,
     /// Transfers ended well and badly, as receiver and as sender.
     pub arrived: u64,
@@ -51,31 +51,31 @@ pub struct PeerMetrics {
 
 /// Reads the figures of transfers that it does not keep alive.
 #[derive(Clone, Debug)]
-pub struct MetricsReader(Weak<Figures>);
+pub struct MetricsReader(Weak<MetricsStore>);
 
 impl MetricsReader {
     /// `None` when the transfers are gone. Never waits for them.
     pub fn read(&self) -> Option<TransferMetrics> {
-        self.0.upgrade().map(|figures| figures.read())
+        self.0.upgrade().map(|metrics| metrics.read())
     }
 }
 
 /// All that is counted for one node's transfers.
 #[derive(Debug, Default)]
-pub(crate) struct Figures {
+pub(crate) struct MetricsStore {
     /// Written by the driver, which holds the lock for the length of a move.
     protocol: Mutex<TransferMetrics>,
     pub data: Arc<DataCounters>,
-    pub notices: Arc<NoticeCounters>,
+    pub messages: Arc<ControlCounters>,
 }
 
-impl Figures {
+impl MetricsStore {
     /// What the protocol counts, and what it has under way, as of now.
     pub fn publish(&self, core: &Core) {
         let counters = core.counters();
         let metrics = TransferMetrics {
-            notices_resent: counters.notices_resent,
-            notices_refused: counters.notices_refused.clone(),
+            control_resent: counters.control_resent,
+            control_refused: counters.control_refused.clone(),
             arrived: counters.arrived,
             receive_failed: counters.receive_failed,
             delivered: counters.delivered,
@@ -97,7 +97,7 @@ impl Figures {
     pub fn read(&self) -> TransferMetrics {
         let mut metrics = self.protocol.lock().unwrap_or_else(PoisonError::into_inner).clone();
         self.data.add_to(&mut metrics);
-        self.notices.add_to(&mut metrics);
+        self.messages.add_to(&mut metrics);
         metrics
     }
 
@@ -130,13 +130,13 @@ pub struct DataCounters {
     refused: Refusals,
     fallbacks: Refusals,
     /// What carries KV from or to each peer, once a connection is in use.
-    paths: Mutex<BTreeMap<Epoch, Carrier>>,
+    paths: Mutex<BTreeMap<Epoch, TransferKind>>,
 }
 
 impl DataCounters {
     /// A connection with this peer is in use.
-    pub fn takes(&self, peer: Epoch, carrier: Carrier) {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, carrier);
+    pub fn takes(&self, peer: Epoch, kind: TransferKind) {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, kind);
     }
 
     pub fn is_connected(&self, peer: Epoch) -> bool {
@@ -150,11 +150,15 @@ impl DataCounters {
     /// What carries KV, or will, as two nodes agreed.
     fn path(&self, peer: Epoch, agreed: &str) -> &'static str {
         let paths = self.paths.lock().unwrap_or_else(PoisonError::into_inner);
-        paths.get(&peer).copied().or_else(|| Carrier::offered(agreed)).map_or("", Carrier::name)
+        paths
+            .get(&peer)
+            .copied()
+            .or_else(|| TransferKind::offered(agreed))
+            .map_or("", TransferKind::name)
     }
 
     /// What was agreed on does not work with a peer.
-    pub fn fell_back(&self, wanted: Carrier) {
+    pub fn fell_back(&self, wanted: TransferKind) {
         self.fallbacks.count(wanted.name());
     }
 
@@ -184,13 +188,13 @@ impl DataCounters {
 
 /// Counted by the threads around the protocol.
 #[derive(Debug, Default)]
-pub struct NoticeCounters {
+pub struct ControlCounters {
     sent: AtomicU64,
     received: AtomicU64,
     refused: Refusals,
 }
 
-impl NoticeCounters {
+impl ControlCounters {
     pub fn sent(&self) {
         self.sent.fetch_add(1, Ordering::Relaxed);
     }
@@ -204,10 +208,10 @@ impl NoticeCounters {
     }
 
     pub fn add_to(&self, metrics: &mut TransferMetrics) {
-        metrics.notices_sent = self.sent.load(Ordering::Relaxed);
-        metrics.notices_received = self.received.load(Ordering::Relaxed);
+        metrics.control_sent = self.sent.load(Ordering::Relaxed);
+        metrics.control_received = self.received.load(Ordering::Relaxed);
         for (reason, count) in self.refused.snapshot() {
-            *metrics.notices_refused.entry(reason).or_default() += count;
+            *metrics.control_refused.entry(reason).or_default() += count;
         }
     }
 }

@@ -6,16 +6,16 @@ use kernels::{ArenaError, BlockId};
 
 use crate::{
     api::{Epoch, TransferId},
-    carrier::Carrier,
     protocol::DataEvent,
+    transfer_kind::TransferKind,
 };
 
-/// Moves blocks. Driven by one thread; its own threads tell that thread by [`Report`]s.
+/// Moves blocks. Driven by one thread; its own threads tell that thread by [`TransportEvent`]s.
 ///
 /// What a transport promises:
 /// * It writes only into blocks that were posted, and reads only from blocks that were sent.
 /// * Every `send` ends in `Sent`, every `post` in `Received`, unless the transfer is cancelled, a
-///   chunk of it fails (`Failed`) or the connection ends ([`Report::Ended`]).
+///   chunk of it fails (`Failed`) or the connection ends ([`TransportEvent::Closed`]).
 /// * After `cancel_*` answered [`Released::Now`], or reported `SendReleased` / `ReceiveReleased`,
 ///   it holds no block of that transfer. Either happens soon, whatever the peer does.
 /// * A stopped peer delays nobody else.
@@ -24,9 +24,9 @@ pub trait Transport: Send {
     /// pair here.
     fn admit(&mut self, peer: Epoch);
 
-    /// Makes the connection on which chunks go to `peer`, by the first of these carriers that turns out to
+    /// Makes the connection on which chunks go to `peer`, by the first of these transports that turns out to
     /// work, or by `tcp`. Failure is reported as its end.
-    fn open(&mut self, peer: Epoch, endpoint: &str, carriers: Vec<Carrier>);
+    fn open(&mut self, peer: Epoch, endpoint: &str, kinds: Vec<TransferKind>);
 
     /// Sends these blocks after those given before.
     fn send(
@@ -56,7 +56,7 @@ pub trait Transport: Send {
     /// Ends both connections, and admits none from this peer.
     fn dismiss(&mut self, peer: Epoch);
 
-    /// Whether this connection, of which a [`Report::Ended`] tells, is still the one in use: it may
+    /// Whether this connection, of which a [`TransportEvent::Closed`] tells, is still the one in use: it may
     /// have been closed or replaced while the report was on its way.
     fn is_present(&self, peer: Epoch, connection: u64) -> bool;
 
@@ -66,11 +66,11 @@ pub trait Transport: Send {
 
 /// What a transport's threads tell the driver.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Report {
+pub enum TransportEvent {
     /// Of one transfer.
     Data(DataEvent),
     /// A connection could not be made or has ended.
-    Ended { peer: Epoch, connection: u64, reason: String },
+    Closed { peer: Epoch, connection: u64, reason: String },
 }
 
 /// When a cancelled transfer's blocks are let go of.

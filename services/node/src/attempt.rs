@@ -342,7 +342,7 @@ fn checked_peer(
             allowed: "must be tcp://host:port".into(),
         });
     }
-    Ok(PeerAddress { node_id: peer.node_id, epoch, notice_endpoint: peer.notice_endpoint })
+    Ok(PeerAddress { node_id: peer.node_id, epoch, control_endpoint: peer.notice_endpoint })
 }
 
 fn is_tcp_endpoint(text: &str) -> bool {

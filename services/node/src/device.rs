@@ -16,7 +16,7 @@ use kernels::{
         RankedKv, Tuned, Tuning, nccl_link_bytes, nccl_spare,
     },
 };
-use kv_transfer::PAIRS_IN_ADVANCE;
+use kv_transfer::PRECONNECTED_PAIRS_MAX;
 use model::Checkpoint;
 use tracing::{info, warn};
 
@@ -262,7 +262,9 @@ impl Gpu {
 /// take that are made in advance.
 fn reserve(config: &Config) -> u64 {
     let of_pairs = match config.transfer.transport {
-        Transport::Nccl => PAIRS_IN_ADVANCE as u64 * nccl_link_bytes(config.transfer.nccl_blocks),
+        Transport::Nccl => {
+            PRECONNECTED_PAIRS_MAX as u64 * nccl_link_bytes(config.transfer.nccl_blocks)
+        }
         Transport::Auto | Transport::Tcp | Transport::Ipc => 0,
     };
     config.node.gpu_reserve.bytes() + of_pairs
@@ -301,7 +303,7 @@ mod tests {
             2 << 30
         );
         let nccl = ("transfer.transport", "nccl");
-        let of_a_pair = |flags: &[_]| (reserved(flags) - (1 << 30)) / PAIRS_IN_ADVANCE as u64;
+        let of_a_pair = |flags: &[_]| (reserved(flags) - (1 << 30)) / PRECONNECTED_PAIRS_MAX as u64;
         // Three slots of 64 MiB, and NCCL's own for as many blocks as two communicators are made for.
         assert_eq!(of_a_pair(&[nccl]), (192 + 6 * 4) << 20);
         assert_eq!(of_a_pair(&[nccl, ("transfer.nccl_blocks", "16")]), (192 + 6 * 32) << 20);

@@ -247,12 +247,12 @@ impl<E: Executor> Engine<E> {
             Command::Observe(observer) => {
                 self.observers.add(observer, now, self.steps.scheduler_mut());
             }
-            Command::Meet { peers, sends, meeting } => {
+            Command::Connect { peers, sends, guard } => {
                 for peer in peers {
                     // Where there is no room now it is said again.
-                    let meeting = Some(meeting.clone());
+                    let guard = Some(guard.clone());
                     let _ =
-                        self.transfers.command(transfer::Command::Meet { peer, sends, meeting });
+                        self.transfers.command(transfer::Command::Connect { peer, sends, guard });
                 }
             }
             Command::Drain => self.observers.drain(now, self.steps.scheduler_mut()),
@@ -312,7 +312,7 @@ impl<E: Executor> Engine<E> {
                     self.journey.transfer_refused(transfer, full.to_string());
                     return true;
                 }
-                transfer::Command::Meet { .. } => {}
+                transfer::Command::Connect { .. } => {}
                 // One that has begun must be told: its words keep their order until there is room.
                 transfer::Command::Written { .. }
                 | transfer::Command::Finish { .. }
@@ -397,7 +397,7 @@ mod tests {
     };
     use futures_util::StreamExt;
     use kernels::{Dtype, KvArena, KvLayout, WeightFormat, sampling::Sampling};
-    use kv_transfer::{Carriers, ClusterSecret, Limits, TransferConfig};
+    use kv_transfer::{ClusterSecret, TransferConfig, TransferLimits, TransportConfig};
     use proto::v1::{FailureKind, ObserveEvent};
     use tonic::Code;
 
@@ -502,11 +502,11 @@ mod tests {
                 epoch: transfer::Epoch(1),
                 identity,
                 secret: ClusterSecret::new([7; 32]).unwrap(),
-                notice_bind: "127.0.0.1:0".parse().unwrap(),
+                control_bind: "127.0.0.1:0".parse().unwrap(),
                 data_bind: "127.0.0.1:0".parse().unwrap(),
                 advertise_host: "127.0.0.1".into(),
-                limits: Limits::default(),
-                carriers: Carriers::default(),
+                limits: TransferLimits::default(),
+                transport: TransportConfig::default(),
             },
             KvArena::host(layout, LIMITS.blocks).unwrap(),
             sink,

@@ -2,7 +2,7 @@
 
 use cluster::{ModelIdentity, NodeRecord};
 use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat};
-use kv_transfer::{api::Identity, notice};
+use kv_transfer::{api::Identity, control};
 
 /// Weights are loaded once, at start; an update at run time would count up.
 pub(crate) const WEIGHT_VERSION: u64 = 1;
@@ -22,8 +22,8 @@ pub(crate) fn identity(
         dtype: weights.to_string(),
         // Blocks on the wire have all heads, however many ranks share them here.
         tp: 1,
-        protocol_min: notice::PROTOCOL_MIN,
-        protocol_max: notice::PROTOCOL_MAX,
+        protocol_min: control::PROTOCOL_MIN,
+        protocol_max: control::PROTOCOL_MAX,
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::{event::SequenceId, executor::CollectWaker};
-use kv_transfer::api::{Meeting, PeerAddress};
+use kv_transfer::api::{ConnectGuard, PeerAddress};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::{
@@ -35,11 +35,11 @@ pub(crate) enum Command {
     },
     Observe(ObserverEnds),
     /// Transfers with these are to be expected.
-    Meet {
+    Connect {
         peers: Vec<PeerAddress>,
         /// They are sent to.
         sends: bool,
-        meeting: Meeting,
+        guard: ConnectGuard,
     },
     /// Nothing new will come; tell observers.
     Drain,

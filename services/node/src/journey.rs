@@ -17,7 +17,7 @@ use std::{
 
 use engine::event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind};
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
-use kv_transfer::api::{self as transfer, Figures, PeerAddress, TransferFailure, TransferId};
+use kv_transfer::api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats};
 use proto::v1::FailureKind;
 use telemetry::{
     NodeMetrics,
@@ -60,7 +60,7 @@ struct InWork {
     transfer: TransferState,
     /// Prefill: token 0 waits for the word whether it is the last.
     token_0: Option<(u32, SampledToken, u32)>,
-    received: Figures,
+    received: TransferStats,
     stages: Stages,
     arrived_at: Instant,
     /// When the scheduler had room for it, or the RESERVE was here.
@@ -137,7 +137,7 @@ impl Journey {
             verdict: Some(verdict),
             transfer: TransferState::NotBegun,
             token_0: None,
-            received: Figures::default(),
+            received: TransferStats::default(),
             stages,
             arrived_at: now,
             admitted_at: None,
@@ -383,12 +383,12 @@ impl Journey {
                 self.inputs.push_back(Input::TransferReady { id, first_block });
             }
             // Step 5, decode: every block and DONE are here; the blocks become visible.
-            transfer::Event::Arrived { transfer, first_index, token, figures } => {
+            transfer::Event::Arrived { transfer, first_index, token, stats } => {
                 let id = SequenceId(transfer.0);
                 if let Some(record) = self.in_work.get_mut(&id) {
-                    record.received = figures;
+                    record.received = stats;
                 }
-                self.transfer_over(id, TransferSide::Receiver, TransferEnd::Complete, figures);
+                self.transfer_over(id, TransferSide::Receiver, TransferEnd::Complete, stats);
                 self.inputs.push_back(Input::KvArrived { id, first_index, token });
                 self.forget_if_over(id);
             }
@@ -396,11 +396,11 @@ impl Journey {
                 self.on_transfer_failed(transfer, TransferSide::Receiver, failure);
             }
             // Step 4, prefill: D has everything; P's reference on the blocks may go.
-            transfer::Event::Delivered { transfer, figures } => {
+            transfer::Event::Delivered { transfer, stats } => {
                 let id = SequenceId(transfer.0);
-                self.transfer_over(id, TransferSide::Sender, TransferEnd::Complete, figures);
+                self.transfer_over(id, TransferSide::Sender, TransferEnd::Complete, stats);
                 self.inputs.push_back(Input::TransferEnded { id, delivered: true });
-                self.complete(id, SequenceEnd::HandedOver, AttemptEnd::Delivered(figures));
+                self.complete(id, SequenceEnd::HandedOver, AttemptEnd::Delivered(stats));
             }
             transfer::Event::SendFailed { transfer, failure } => {
                 self.on_transfer_failed(transfer, TransferSide::Sender, failure);
@@ -438,7 +438,7 @@ impl Journey {
         if let Some(record) = self.in_work.get(&id) {
             record.stages.span(Stage::Transfer).record("error", message.as_str());
         }
-        self.transfer_over(id, side, end, Figures::default());
+        self.transfer_over(id, side, end, TransferStats::default());
         self.inputs.push_back(Input::TransferEnded { id, delivered: false });
         self.fail(id, SequenceEnd::TransferFailed, AttemptEnd::failed(kind, message));
         self.forget_if_over(id);
@@ -527,14 +527,14 @@ impl Journey {
         id: SequenceId,
         side: TransferSide,
         end: TransferEnd,
-        figures: Figures,
+        stats: TransferStats,
     ) {
-        self.metrics.transfer_ended(side, end, figures.bytes, figures.elapsed);
+        self.metrics.transfer_ended(side, end, stats.bytes, stats.elapsed);
         let Some(record) = self.in_work.get_mut(&id) else { return };
         record.transfer = TransferState::Over;
         let span = record.stages.span(Stage::Transfer);
-        span.record("bytes", figures.bytes);
-        span.record("chunks", figures.chunks);
+        span.record("bytes", stats.bytes);
+        span.record("chunks", stats.chunks);
         record.stages.end(Stage::Transfer);
     }
 

@@ -8,7 +8,7 @@ use std::{convert::Infallible, pin::Pin, sync::Arc, time::Instant};
 
 use cluster::Role;
 use futures_util::{Stream, StreamExt};
-use kv_transfer::MEETING_MAX;
+use kv_transfer::CONNECT_TIMEOUT;
 use proto::v1::{self, node_server};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
@@ -107,13 +107,13 @@ impl node_server::Node for NodeService {
     ) -> Result<Response<v1::MeetReply>, Status> {
         let peers = attempt::peers_to_meet(request.into_inner(), &self.limits)?;
         let sends = self.role == Role::Prefill;
-        let (meeting, mut over) = mpsc::channel::<Infallible>(1);
-        self.inbox.send(Command::Meet { peers, sends, meeting: Arc::new(meeting) })?;
+        let (guard, mut over) = mpsc::channel::<Infallible>(1);
+        self.inbox.send(Command::Connect { peers, sends, guard: Arc::new(guard) })?;
         // Nothing is ever sent: it is over when nobody holds it any more.
         tokio::select! {
             _ = over.recv() => {}
             () = self.draining.cancelled() => {}
-            () = tokio::time::sleep(MEETING_MAX) => {}
+            () = tokio::time::sleep(CONNECT_TIMEOUT) => {}
         }
         Ok(Response::new(v1::MeetReply {}))
     }
@@ -180,8 +180,8 @@ mod tests {
             let request = v1::MeetRequest { node_epoch, peers: vec![peer(1), peer(2)] };
             node_server::Node::meet(&service, Request::new(request))
         };
-        let meeting = || match commands.try_recv() {
-            Ok(Command::Meet { meeting, peers, sends: true }) if peers.len() == 2 => meeting,
+        let guard = || match commands.try_recv() {
+            Ok(Command::Connect { guard, peers, sends: true }) if peers.len() == 2 => guard,
             other => panic!("{other:?}"),
         };
         let mut context = Context::from_waker(Waker::noop());
@@ -189,7 +189,7 @@ mod tests {
         let mut call = pin!(meet());
         assert!(call.as_mut().poll(&mut context).is_pending());
         let (first, second) = {
-            let both = meeting();
+            let both = guard();
             (both.clone(), both)
         };
         drop(first);
@@ -199,12 +199,12 @@ mod tests {
 
         let (start, call) = (tokio::time::Instant::now(), meet());
         call.await.unwrap();
-        assert_eq!(start.elapsed().as_secs(), MEETING_MAX.as_secs());
-        let _never_over = meeting();
+        assert_eq!(start.elapsed().as_secs(), CONNECT_TIMEOUT.as_secs());
+        let _never_over = guard();
 
         let mut call = pin!(meet());
         assert!(call.as_mut().poll(&mut context).is_pending());
-        let _never_over = meeting();
+        let _never_over = guard();
         draining.cancel();
         assert!(matches!(call.as_mut().poll(&mut context), Poll::Ready(Ok(_))));
     }

@@ -9,7 +9,9 @@ use kernels::{
     BLOCK_TOKENS, KvLayout, WeightFormat,
     cpu::{Isa, affinity, threads::THREADS_MAX},
 };
-use kv_transfer::{Carrier, Carriers, Choice, ClusterSecret, Limits, SecretTooShort};
+use kv_transfer::{
+    ClusterSecret, SecretTooShort, TransferKind, TransferLimits, TransportChoice, TransportConfig,
+};
 use model::{LoadFormat, ModelConfig};
 
 /// The sections that a node reads.
@@ -277,10 +279,10 @@ pub(crate) fn transfer_limits(
     transfer: &config::Transfer,
     transfers_max: u32,
     on_gpu: bool,
-) -> Limits {
-    let defaults = Limits::default();
+) -> TransferLimits {
+    let defaults = TransferLimits::default();
     let chunk_bytes = if on_gpu { GPU_CHUNK_BYTES } else { defaults.chunk_bytes_max };
-    Limits {
+    TransferLimits {
         transfers_max: defaults.transfers_max.max(transfers_max as usize),
         chunk_bytes_max: transfer.chunk_bytes.map_or(chunk_bytes, |bytes| bytes.as_usize()),
         ..defaults
@@ -288,14 +290,14 @@ pub(crate) fn transfer_limits(
 }
 
 /// How KV may travel.
-pub(crate) fn carriers(transfer: &config::Transfer) -> Carriers {
+pub(crate) fn transport_config(transfer: &config::Transfer) -> TransportConfig {
     let choice = match transfer.transport {
-        config::Transport::Auto => Choice::Auto,
-        config::Transport::Tcp => Choice::Only(Carrier::Tcp),
-        config::Transport::Ipc => Choice::Only(Carrier::Ipc),
-        config::Transport::Nccl => Choice::Only(Carrier::Nccl),
+        config::Transport::Auto => TransportChoice::Auto,
+        config::Transport::Tcp => TransportChoice::Only(TransferKind::Tcp),
+        config::Transport::Ipc => TransportChoice::Only(TransferKind::Ipc),
+        config::Transport::Nccl => TransportChoice::Only(TransferKind::Nccl),
     };
-    Carriers { choice, verify: transfer.verify, nccl_blocks: Some(transfer.nccl_blocks) }
+    TransportConfig { choice, verify: transfer.verify, nccl_max_ctas: Some(transfer.nccl_blocks) }
 }
 
 /// The node's name where none was given: role and port.

@@ -14,7 +14,7 @@ use crossbeam_channel::TrySendError;
 use engine::event::{FinishReason, SequenceId};
 use futures_util::Stream;
 use kernels::sampling::SampledToken;
-use kv_transfer::api::Figures;
+use kv_transfer::api::TransferStats;
 use proto::v1::FailureKind;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
@@ -43,11 +43,11 @@ pub(crate) enum AttemptEnd {
     /// Prefill: token 0 ended the request; nothing is delivered.
     Complete,
     /// Prefill: the decode node has everything.
-    Delivered(Figures),
+    Delivered(TransferStats),
     /// Decode: the answer is complete.
     Finished {
         reason: FinishReason,
-        received: Figures,
+        received: TransferStats,
     },
     Failed {
         kind: FailureKind,

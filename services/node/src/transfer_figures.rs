@@ -24,9 +24,9 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         .u64_observable_counter("baton.kv_transfer.notices")
         .with_description("Notices between nodes; those sent again count in both")
         .with_callback(observe(|figures, instrument| {
-            instrument.observe(figures.notices_sent, &[direction("sent")]);
-            instrument.observe(figures.notices_received, &[direction("received")]);
-            instrument.observe(figures.notices_resent, &[direction("resent")]);
+            instrument.observe(figures.control_sent, &[direction("sent")]);
+            instrument.observe(figures.control_received, &[direction("received")]);
+            instrument.observe(figures.control_resent, &[direction("resent")]);
         }))
         .build();
     meter
@@ -41,7 +41,7 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         .u64_observable_counter("baton.kv_transfer.refused")
         .with_description("Notices and data frames that were not believed or had no place here")
         .with_callback(observe(|figures, instrument| {
-            refused(instrument, "notice", &figures.notices_refused);
+            refused(instrument, "notice", &figures.control_refused);
             refused(instrument, "data", &figures.data_refused);
         }))
         .build();

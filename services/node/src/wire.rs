@@ -2,7 +2,7 @@
 
 use engine::event::FinishReason;
 use kernels::sampling::SampledToken;
-use kv_transfer::api::Figures;
+use kv_transfer::api::TransferStats;
 use proto::v1::{self, decode_event, prefill_event};
 
 use crate::stream::{AttemptEnd, AttemptEvent, Heard};
@@ -20,11 +20,11 @@ pub(crate) fn prefill_event(heard: Heard) -> Option<v1::PrefillEvent> {
         }
         // Only decode nodes reserve.
         Heard::Event(AttemptEvent::Reserved { .. }) => return None,
-        Heard::End(AttemptEnd::Delivered(figures)) => {
+        Heard::End(AttemptEnd::Delivered(stats)) => {
             prefill_event::Event::Delivered(v1::Delivered {
-                bytes: figures.bytes,
-                chunks: figures.chunks,
-                transfer_us: micros(&figures),
+                bytes: stats.bytes,
+                chunks: stats.chunks,
+                transfer_us: micros(&stats),
             })
         }
         Heard::End(AttemptEnd::Failed { kind, message }) => {
@@ -77,6 +77,6 @@ fn finish_reason(reason: FinishReason) -> v1::FinishReason {
     }
 }
 
-fn micros(figures: &Figures) -> u64 {
-    u64::try_from(figures.elapsed.as_micros()).unwrap_or(u64::MAX)
+fn micros(stats: &TransferStats) -> u64 {
+    u64::try_from(stats.elapsed.as_micros()).unwrap_or(u64::MAX)
 }

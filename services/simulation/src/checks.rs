@@ -96,7 +96,7 @@ impl Simulation {
             coverage.add("receive failed", counters.receive_failed);
             coverage.add("delivered", counters.delivered);
             coverage.add("send failed", counters.send_failed);
-            coverage.add("control messages resent", counters.notices_resent);
+            coverage.add("control messages resent", counters.control_resent);
             coverage.add("preemptions", process.engine.scheduler().preemptions());
         }
         coverage.add("processes", self.processes.len() as u64);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kv_transfer::{
     api::{Epoch, TransferId},
     config::LEASE,
-    notice::Notice,
+    control::ControlMessage,
     protocol::DataEvent,
 };
 use simulation_base::ConnectionId;
@@ -22,11 +22,11 @@ const RETRY_AFTER: Duration = Duration::from_millis(3);
 const CONNECT_RETRY: Duration = Duration::from_millis(50);
 
 impl Simulation {
-    pub fn send_notice(&mut self, from: usize, to: Epoch, notice: Notice) {
+    pub fn send_control(&mut self, from: usize, to: Epoch, message: ControlMessage) {
         let process = self.by_epoch[&to];
         let source = self.processes[from].source();
         for delay in self.network.datagram(from, process) {
-            let step = Step::Notice(source.clone(), Box::new(notice.clone()));
+            let step = Step::ControlMessage(source.clone(), Box::new(message.clone()));
             self.clock.after(delay, SimEvent::Step { process, step });
         }
     }

@@ -8,7 +8,7 @@ use std::{
 use engine::executor::sim::SimArena;
 use kv_transfer::{
     api::{Command, Epoch, TransferId},
-    notice::{Notice, Source},
+    control::{ControlMessage, Source},
     protocol::{Action, Core, DataEvent, Local},
 };
 
@@ -54,14 +54,14 @@ impl DriverThread {
         self.act(outputs);
     }
 
-    pub fn on_notice(
+    pub fn on_control(
         &mut self,
         now: Instant,
         from: &Source,
-        notice: Notice,
+        message: ControlMessage,
         outputs: &mut Vec<Output>,
     ) {
-        self.core.handle_notice(now, from, notice);
+        self.core.handle_control(now, from, message);
         self.act(outputs);
     }
 
@@ -120,8 +120,8 @@ impl DriverThread {
                     self.close_data(peer, outputs);
                 }
                 Action::CloseData { peer } => self.close_data(peer, outputs),
-                Action::SendNotice { peer, notice } => {
-                    outputs.push(Output::Notice { to: peer, notice });
+                Action::SendControl { peer, message } => {
+                    outputs.push(Output::ControlMessage { to: peer, message });
                 }
                 Action::OpenData { peer, .. } => outputs.push(Output::OpenData { to: peer }),
                 Action::PostReceive { transfer, chunk, blocks, .. } => {

@@ -255,7 +255,7 @@ impl EngineThread {
                 Command::Written { .. }
                 | Command::Finish { .. }
                 | Command::Abort { .. }
-                | Command::Meet { .. }
+                | Command::Connect { .. }
                 | Command::WeightsChanged { .. } => None,
             };
             // Half of the queue is kept for transfers that have begun.

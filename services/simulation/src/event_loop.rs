@@ -335,7 +335,7 @@ impl Simulation {
                     let delay = self.random.up_to(thread_delay_max);
                     self.send_in_order(Stream::ToEngine(process), delay, event);
                 }
-                Output::Notice { to, notice } => self.send_notice(process, to, notice),
+                Output::ControlMessage { to, message } => self.send_control(process, to, message),
                 Output::OpenData { to } => self.open_data(process, to),
                 Output::CloseData { peer } => self.close_data(process, peer),
                 Output::SendChunk { transfer, chunk } => {

@@ -9,7 +9,7 @@ use cluster::{ModelIdentity, NodeId, NodeRecord, StreamId};
 use engine::{CacheSeeds, event::Load, executor::sim::fingerprints};
 use kv_transfer::{
     api::{self as transfer, Command, Epoch, Identity, TransferId},
-    notice::{self, Notice, Source},
+    control::{self, ControlMessage, Source},
     protocol::{DataEvent, Local},
 };
 use proto::v1;
@@ -63,7 +63,7 @@ pub enum Step {
     EndAll,
     // At the driver thread.
     Command(Command),
-    Notice(Source, Box<Notice>),
+    ControlMessage(Source, Box<ControlMessage>),
     Data(DataEvent),
     PeerFailed {
         peer: Epoch,
@@ -91,9 +91,9 @@ pub enum Output {
     /// From the engine thread to the driver thread, and back.
     ToDriver(Command),
     ToEngine(transfer::Event),
-    Notice {
+    ControlMessage {
         to: Epoch,
-        notice: Notice,
+        message: ControlMessage,
     },
     OpenData {
         to: Epoch,
@@ -142,7 +142,7 @@ impl Process {
             node_id: NodeId::parse(&name).expect("a plain name"),
             epoch,
             role: plan.role,
-            notice_endpoint: notice_endpoint(host),
+            notice_endpoint: control_endpoint(host),
             model: "simulated".to_owned(),
             identity: model_identity(&identity()),
             prompt_tokens_max: tokens_max - 1,
@@ -156,7 +156,7 @@ impl Process {
             node_id: name.clone(),
             epoch,
             identity: identity(),
-            notice_endpoint: notice_endpoint(host),
+            control_endpoint: control_endpoint(host),
             data_endpoint: format!("tcp://host-{host}:2"),
             transports: vec!["tcp".to_owned()],
             integrity: vec!["xxh3+digest1".to_owned()],
@@ -214,7 +214,9 @@ impl Process {
                 engine.command_taken();
                 return driver.on_command(now, command, outputs);
             }
-            Step::Notice(from, notice) => return driver.on_notice(now, &from, *notice, outputs),
+            Step::ControlMessage(from, message) => {
+                return driver.on_control(now, &from, *message, outputs);
+            }
             Step::Data(event) => return driver.on_data(now, event, outputs),
             Step::PeerFailed { peer, reason } => {
                 return driver.on_peer_failed(now, peer, reason, outputs);
@@ -234,7 +236,7 @@ impl Process {
     }
 }
 
-pub fn notice_endpoint(host: usize) -> String {
+pub fn control_endpoint(host: usize) -> String {
     format!("tcp://host-{host}:1")
 }
 
@@ -246,8 +248,8 @@ fn identity() -> Identity {
         block_size: kernels::BLOCK_TOKENS as u32,
         dtype: "u64".to_owned(),
         tp: 1,
-        protocol_min: notice::PROTOCOL_MIN,
-        protocol_max: notice::PROTOCOL_MAX,
+        protocol_min: control::PROTOCOL_MIN,
+        protocol_max: control::PROTOCOL_MAX,
     }
 }
 

@@ -22,7 +22,7 @@ use crate::{
     coverage::Coverage,
     journey::{Begun, Said},
     nodes::{Assigned, Nodes, Watch},
-    process::{Call, notice_endpoint},
+    process::{Call, control_endpoint},
     request::{End, Request, State},
     scenario::RequestPlan,
 };
@@ -322,7 +322,7 @@ impl Router {
         let peer = peer.map(|peer| PeerAddress {
             node_id: format!("{}-{}", self.nodes.role(peer.host), peer.host),
             epoch: peer.epoch,
-            notice_endpoint: notice_endpoint(peer.host),
+            control_endpoint: control_endpoint(peer.host),
         });
         let request = &self.requests[&request_id];
         let tokens = [&request.plan.prompt[..], request.emitted.ids()].concat();

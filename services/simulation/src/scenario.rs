@@ -8,7 +8,7 @@ use engine::{
     executor::{ExecutorLimits, Speculation},
 };
 use kernels::{BLOCK_TOKENS, sampling::Sampling};
-use kv_transfer::Limits;
+use kv_transfer::TransferLimits;
 
 use simulation_base::{NetworkFaults, Random};
 
@@ -57,7 +57,7 @@ impl Severity {
 pub struct NodePlan {
     pub role: Role,
     pub scheduler: SchedulerConfig,
-    pub transfers: Limits,
+    pub transfers: TransferLimits,
     pub pace: Pace,
 }
 
@@ -255,10 +255,10 @@ fn node(
         prefix_cache: random.chance(90),
         ..SchedulerConfig::new(limits)
     };
-    let mut transfers = Limits {
+    let mut transfers = TransferLimits {
         chunk_bytes_max: random.within(1..=4) as usize * BLOCK_BYTES,
         pair_idle: random.pick(&[Duration::from_secs(60), Duration::from_millis(200)]),
-        ..Limits::default()
+        ..TransferLimits::default()
     };
     if severity == Severity::Severe && random.chance(20) {
         scheduler.waiting_max = random.within(1..=3);

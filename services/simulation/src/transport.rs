@@ -71,7 +71,7 @@ impl SimTransport {
             }
             Command::Finish { .. }
             | Command::Abort { .. }
-            | Command::Meet { .. }
+            | Command::Connect { .. }
             | Command::WeightsChanged { .. } => {}
         }
     }

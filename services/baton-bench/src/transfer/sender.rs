@@ -70,8 +70,8 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                         // The one before ends first.
                         drop(sending.take());
                         let started = Sending::start(args, &arena, rest, &sender)?;
-                        let PeerAddress { epoch, notice_endpoint, .. } = &started.node.address;
-                        let answer = format!("node {epoch} {notice_endpoint}");
+                        let PeerAddress { epoch, control_endpoint, .. } = &started.node.address;
+                        let answer = format!("node {epoch} {control_endpoint}");
                         sending = Some(started);
                         answer
                     }
@@ -133,7 +133,7 @@ impl Sending {
         let receiver = PeerAddress {
             node_id: "receiver".to_owned(),
             epoch: Epoch(u128::from_str_radix(epoch, 16)?),
-            notice_endpoint: (*endpoint).to_owned(),
+            control_endpoint: (*endpoint).to_owned(),
         };
         let inputs = inputs.clone();
         let sink = move |event| {

@@ -4,7 +4,7 @@
 //! 2. The sender answers with a nonce of its own, both epochs, and a tag over all of it.
 //! 3. The listener answers with a tag over the same, made for the other direction.
 //!
-//! The tags are made for one carrier each: the one that holds names what the connection is for.
+//! The tags are made for one transport each: the one that holds names what the connection is for.
 //!
 //! All three have a fixed length, and the whole has one deadline, so that whoever connects can keep
 //! a listener thread for a moment only.
@@ -16,7 +16,7 @@ use std::{
 };
 
 use super::stream::{read_exact_by, write_all_by};
-use crate::{api::Epoch, carrier::Carrier, notice::Keys};
+use crate::{api::Epoch, control::Keys, transfer_kind::TransferKind};
 
 /// Two round trips inside a cluster, many times over.
 pub const DEADLINE: Duration = Duration::from_secs(1);
@@ -77,11 +77,11 @@ impl Terms {
 }
 
 /// What the sender's and the listener's tags cover beside the terms.
-fn directions(carrier: Carrier) -> [&'static [u8; 1]; 2] {
-    match carrier {
-        Carrier::Tcp => [b"s", b"l"],
-        Carrier::Ipc => [b"i", b"j"],
-        Carrier::Nccl => [b"n", b"m"],
+fn directions(kind: TransferKind) -> [&'static [u8; 1]; 2] {
+    match kind {
+        TransferKind::Tcp => [b"s", b"l"],
+        TransferKind::Ipc => [b"i", b"j"],
+        TransferKind::Nccl => [b"n", b"m"],
     }
 }
 
@@ -91,9 +91,9 @@ pub fn connect(
     keys: &Keys,
     me: Epoch,
     peer: Epoch,
-    carrier: Carrier,
+    kind: TransferKind,
 ) -> Result<(), HandshakeError> {
-    let [sender, listener] = directions(carrier);
+    let [sender, listener] = directions(kind);
     let deadline = Instant::now() + DEADLINE;
     let mut greeting = [0; GREETING_BYTES];
     read_exact_by(stream, &mut greeting, deadline)?;
@@ -124,7 +124,7 @@ pub fn accept(
     stream: &mut TcpStream,
     keys: &Keys,
     me: Epoch,
-) -> Result<(Epoch, Carrier), HandshakeError> {
+) -> Result<(Epoch, TransferKind), HandshakeError> {
     let deadline = Instant::now() + DEADLINE;
     let listener_nonce = nonce()?;
     let mut greeting = [0; GREETING_BYTES];
@@ -147,12 +147,12 @@ pub fn accept(
     terms.to.copy_from_slice(to);
     let mut tag = [0; TAG_BYTES];
     tag.copy_from_slice(hello_tag);
-    let holds = |carrier: &Carrier| keys.check_data(&terms.parts(directions(*carrier)[0]), &tag);
-    let carrier = Carrier::ALL.into_iter().find(holds).ok_or(HandshakeError::Tag)?;
+    let holds = |kind: &TransferKind| keys.check_data(&terms.parts(directions(*kind)[0]), &tag);
+    let kind = TransferKind::ALL.into_iter().find(holds).ok_or(HandshakeError::Tag)?;
     let to = Epoch(u128::from_be_bytes(terms.to));
     if to != me {
         return Err(HandshakeError::Epoch { to });
     }
-    write_all_by(stream, &keys.tag_data(&terms.parts(directions(carrier)[1])), deadline)?;
-    Ok((Epoch(u128::from_be_bytes(terms.from)), carrier))
+    write_all_by(stream, &keys.tag_data(&terms.parts(directions(kind)[1])), deadline)?;
+    Ok((Epoch(u128::from_be_bytes(terms.from)), kind))
 }

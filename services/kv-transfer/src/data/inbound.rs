@@ -26,9 +26,9 @@ use super::{
 };
 use crate::{
     api::{Epoch, TransferId},
-    carrier::Carrier,
     config::LEASE,
     threads::Threads,
+    transfer_kind::TransferKind,
     transport::{DataError, Released},
 };
 
@@ -179,10 +179,10 @@ impl Acceptor {
             // Fails only when the connection is gone, which the handshake finds out.
             let _ = stream.set_nodelay(true);
             match handshake::accept(&mut stream, &shared.keys, shared.me) {
-                Ok((peer, carrier)) => {
+                Ok((peer, kind)) => {
                     drop(place);
                     match Place::take(&connections, connections_max) {
-                        Some(_place) => read_connection(&shared, &peers, peer, carrier, stream),
+                        Some(_place) => read_connection(&shared, &peers, peer, kind, stream),
                         None => shared.counters.refuse("connections_full"),
                     }
                 }
@@ -204,7 +204,7 @@ fn read_connection(
     shared: &Shared,
     peers: &Peers,
     peer: Epoch,
-    carrier: Carrier,
+    kind: TransferKind,
     mut stream: TcpStream,
 ) {
     let Some(inbox) = peers.inbox(peer) else {
@@ -216,21 +216,21 @@ fn read_connection(
         Ok(false) => return,
         Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
     }
-    let ended = match carrier {
+    let ended = match kind {
         excluded if !shared.offered.contains(&excluded) => {
             refuse(shared, &inbox, peer, excluded, &mut stream)
         }
-        Carrier::Tcp => {
-            shared.counters.takes(peer, carrier);
+        TransferKind::Tcp => {
+            shared.counters.takes(peer, kind);
             tcp::read_frames(shared, &inbox, &mut stream).map(|()| Ended::Closed)
         }
-        Carrier::Ipc => ipc::pull_chunks(shared, &inbox, peer, connection, &mut stream),
-        Carrier::Nccl => nccl::receive_chunks(shared, &inbox, peer, connection, &mut stream),
+        TransferKind::Ipc => ipc::pull_chunks(shared, &inbox, peer, connection, &mut stream),
+        TransferKind::Nccl => nccl::receive_chunks(shared, &inbox, peer, connection, &mut stream),
     };
     inbox.leave(connection);
     let reason = match ended {
         Ok(Ended::Closed) => "it closed the data connection".to_owned(),
-        // The peer has been told why, and comes again by another carrier.
+        // The peer has been told why, and comes again by another transport.
         Ok(Ended::Refused) => return,
         Err(error) => format!("data connection from it: {error}"),
     };
@@ -238,20 +238,20 @@ fn read_connection(
     shared.report_end(peer, connection, reason);
 }
 
-/// Answers whoever comes by a carrier that this node has not offered.
+/// Answers whoever comes by a transport that this node has not offered.
 fn refuse(
     shared: &Shared,
     inbox: &Inbox,
     peer: Epoch,
-    carrier: Carrier,
+    kind: TransferKind,
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
-    tracing::warn!(%peer, %carrier, "a peer comes by a carrier that this node has not offered");
+    tracing::warn!(%peer, %kind, "a peer comes by a kind that this node has not offered");
     shared.counters.refuse("carrier_not_offered");
     let mut messages = Messages::new(stream, LOOK)?;
     match messages.next_by(Instant::now() + LEASE, || inbox.is_closed())? {
         Some(_) => {
-            let reason = format!("this node does not offer {carrier}");
+            let reason = format!("this node does not offer {kind}");
             Message::Refused { reason }.write(stream)?;
             Ok(Ended::Refused)
         }

@@ -8,8 +8,8 @@
 //! * `nccl`: when to send and receive them by kernels of both GPUs.
 //!
 //! Whichever it is, chunks wait in the same `outbox` at the sender and are awaited in the same
-//! `inbox` at the receiver, so a pair may change from one carrier to another between connections.
-//! Neither encrypted nor sealed frame by frame: the network between the nodes is the operator's.
+//! `inbox` at the receiver, so a pair may change from one transport to another between connections.
+//! Neither encrypted nor signed frame by frame: the network between the nodes is the operator's.
 
 mod chunk_ends;
 mod handshake;
@@ -42,14 +42,14 @@ use kernels::{
 
 use crate::{
     api::{Epoch, TransferId},
-    carrier::Carrier,
-    config::Carriers,
+    config::TransportConfig,
+    control::Keys,
     metrics::DataCounters,
-    notice::Keys,
     protocol::DataEvent,
     resolve::Resolver,
     threads::Threads,
-    transport::{DataError, Released, Report, Transport},
+    transfer_kind::TransferKind,
+    transport::{DataError, Released, Transport, TransportEvent},
 };
 use inbound::Inbound;
 use outbox::Outbox;
@@ -61,7 +61,7 @@ const DROP_MAX: Duration = Duration::from_secs(1);
 struct Shared {
     me: Epoch,
     keys: Keys,
-    reports: Sender<Report>,
+    reports: Sender<TransportEvent>,
     resolver: Resolver,
     counters: Arc<DataCounters>,
     /// Connections so far, in either direction.
@@ -71,9 +71,9 @@ struct Shared {
     /// How blocks are moved together with another GPU.
     channels: Option<Arc<dyn PeerChannels>>,
     /// What this node has told its peers that it can do.
-    offered: Vec<Carrier>,
+    offered: Vec<TransferKind>,
     /// Multiprocessors of a channel.
-    nccl_blocks: Option<u32>,
+    nccl_max_ctas: Option<u32>,
     /// Whether chunks are hashed that no host memory sees.
     verify: bool,
 }
@@ -85,22 +85,24 @@ impl Shared {
 
     /// Waits while the driver is behind; in vain only when it is gone.
     fn report(&self, event: DataEvent) {
-        let _ = self.reports.send(Report::Data(event));
+        let _ = self.reports.send(TransportEvent::Data(event));
     }
 
-    /// What the peer has to be told first so that KV can go to it by this carrier; the error, for people,
+    /// What the peer has to be told first so that KV can go to it by this transport; the error, for people,
     /// says why it cannot.
-    fn offer(&self, carrier: Carrier) -> Result<Vec<u8>, String> {
+    fn offer(&self, kind: TransferKind) -> Result<Vec<u8>, String> {
         let nothing = || "there is no GPU memory here".to_owned();
-        match carrier {
-            Carrier::Tcp => Ok(Vec::new()),
-            Carrier::Ipc => self.memory.as_ref().ok_or_else(nothing)?.export(),
-            Carrier::Nccl => self.channels.as_ref().ok_or_else(nothing)?.invite(self.nccl_blocks),
+        match kind {
+            TransferKind::Tcp => Ok(Vec::new()),
+            TransferKind::Ipc => self.memory.as_ref().ok_or_else(nothing)?.export(),
+            TransferKind::Nccl => {
+                self.channels.as_ref().ok_or_else(nothing)?.invite(self.nccl_max_ctas)
+            }
         }
     }
 
     fn report_end(&self, peer: Epoch, connection: u64, reason: String) {
-        let _ = self.reports.send(Report::Ended { peer, connection, reason });
+        let _ = self.reports.send(TransportEvent::Closed { peer, connection, reason });
     }
 }
 
@@ -124,11 +126,11 @@ impl DataConnections {
         arena: Arc<KvArena>,
         channels: Option<Arc<dyn PeerChannels>>,
         connections_max: usize,
-        reports: Sender<Report>,
+        reports: Sender<TransportEvent>,
         resolver: Resolver,
         counters: Arc<DataCounters>,
-        offered: Vec<Carrier>,
-        carriers: Carriers,
+        offered: Vec<TransferKind>,
+        transport: TransportConfig,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(bind)?;
         let connections = AtomicU64::new(0);
@@ -142,8 +144,8 @@ impl DataConnections {
             memory: arena.peer_memory(),
             channels,
             offered,
-            nccl_blocks: carriers.nccl_blocks,
-            verify: carriers.verify,
+            nccl_max_ctas: transport.nccl_max_ctas,
+            verify: transport.verify,
         };
         let shared = Arc::new(shared);
         Ok(Self {
@@ -166,13 +168,13 @@ impl Transport for DataConnections {
         self.inbound.admit(peer);
     }
 
-    fn open(&mut self, peer: Epoch, endpoint: &str, carriers: Vec<Carrier>) {
+    fn open(&mut self, peer: Epoch, endpoint: &str, kinds: Vec<TransferKind>) {
         self.close_outbound(peer);
         let outbox = Arc::new(Outbox::new(self.shared.number_connection()));
         let (shared, endpoint) = (Arc::clone(&self.shared), endpoint.to_owned());
         let writer = {
             let (shared, outbox) = (Arc::clone(&shared), Arc::clone(&outbox));
-            move || outbound::run(&shared, &outbox, peer, &endpoint, &carriers)
+            move || outbound::run(&shared, &outbox, peer, &endpoint, &kinds)
         };
         match self.writers.spawn("kv-data-out", writer) {
             Ok(()) => {

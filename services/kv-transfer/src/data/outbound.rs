@@ -1,6 +1,6 @@
 //! The sending end of a data connection: the thread that makes it and writes chunks.
 //!
-//! Where the agreed carrier turns out not to work, the connection is made anew for the next one that both
+//! Where the agreed transport turns out not to work, the connection is made anew for the next one that both
 //! nodes have offered, in the end `tcp`. One that cannot work on this side is not connected for.
 
 use std::{
@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
-use crate::{api::Epoch, carrier::Carrier, config::LEASE, protocol::DataEvent};
+use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
@@ -18,15 +18,15 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 /// How the use of a connection ended that nothing is wrong with.
 pub enum Ended {
     Closed,
-    /// The carrier does not work between these two: nothing was sent.
+    /// The transport does not work between these two: nothing was sent.
     Refused {
         reason: String,
     },
 }
 
 /// The writer thread, from connecting to the end of the connection.
-pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, carriers: &[Carrier]) {
-    let reason = match carry(shared, outbox, peer, endpoint, carriers) {
+pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, kinds: &[TransferKind]) {
+    let reason = match carry(shared, outbox, peer, endpoint, kinds) {
         Ok(()) => "it was closed".to_owned(),
         Err(reason) => reason,
     };
@@ -46,52 +46,52 @@ fn carry(
     outbox: &Outbox,
     peer: Epoch,
     endpoint: &str,
-    carriers: &[Carrier],
+    kinds: &[TransferKind],
 ) -> Result<(), String> {
-    let mut others = carriers.iter().copied();
-    let agreed = others.next().unwrap_or(Carrier::Tcp);
-    let (mut carrier, mut offer) = match shared.offer(agreed) {
+    let mut others = kinds.iter().copied();
+    let agreed = others.next().unwrap_or(TransferKind::Tcp);
+    let (mut kind, mut offer) = match shared.offer(agreed) {
         Ok(offer) => (agreed, offer),
         Err(reason) => fall_back(shared, peer, agreed, &reason, &mut others),
     };
     loop {
-        let connected = connect(shared, outbox, peer, endpoint, carrier)
+        let connected = connect(shared, outbox, peer, endpoint, kind)
             .map_err(|error| format!("it was not made: {error}"))?;
         let Some(stream) = connected else { return Ok(()) };
-        let ended = match carrier {
-            Carrier::Tcp => {
-                shared.counters.takes(peer, carrier);
+        let ended = match kind {
+            TransferKind::Tcp => {
+                shared.counters.takes(peer, kind);
                 tcp::send_chunks(shared, outbox, stream).map(|()| Ended::Closed)
             }
-            Carrier::Ipc => ipc::lend_chunks(shared, outbox, peer, offer, stream),
-            Carrier::Nccl => nccl::send_chunks(shared, outbox, peer, offer, stream),
+            TransferKind::Ipc => ipc::lend_chunks(shared, outbox, peer, offer, stream),
+            TransferKind::Nccl => nccl::send_chunks(shared, outbox, peer, offer, stream),
         };
         match ended.map_err(|error| error.to_string())? {
             Ended::Closed => return Ok(()),
             Ended::Refused { reason } => {
-                (carrier, offer) = fall_back(shared, peer, carrier, &reason, &mut others);
+                (kind, offer) = fall_back(shared, peer, kind, &reason, &mut others);
             }
         }
     }
 }
 
-/// The next carrier that this node can use, and what it offers for it.
+/// The next transport that this node can use, and what it offers for it.
 fn fall_back(
     shared: &Shared,
     peer: Epoch,
-    failed: Carrier,
+    failed: TransferKind,
     reason: &str,
-    others: &mut impl Iterator<Item = Carrier>,
-) -> (Carrier, Vec<u8>) {
-    let possible = |carrier| match shared.offer(carrier) {
-        Ok(offer) => Some((carrier, offer)),
+    others: &mut impl Iterator<Item = TransferKind>,
+) -> (TransferKind, Vec<u8>) {
+    let possible = |kind| match shared.offer(kind) {
+        Ok(offer) => Some((kind, offer)),
         Err(reason) => {
-            tracing::debug!(%peer, %carrier, reason, "a carrier of KV is not tried");
+            tracing::debug!(%peer, %kind, reason, "a kind of KV is not tried");
             None
         }
     };
-    let (next, offer) = others.find_map(possible).unwrap_or((Carrier::Tcp, Vec::new()));
-    tracing::warn!(%peer, wanted = %failed, %next, reason, "a carrier of KV fails");
+    let (next, offer) = others.find_map(possible).unwrap_or((TransferKind::Tcp, Vec::new()));
+    tracing::warn!(%peer, wanted = %failed, %next, reason, "a kind of KV fails");
     shared.counters.fell_back(failed);
     (next, offer)
 }
@@ -102,12 +102,12 @@ fn connect(
     outbox: &Outbox,
     peer: Epoch,
     endpoint: &str,
-    carrier: Carrier,
+    kind: TransferKind,
 ) -> io::Result<Option<TcpStream>> {
     let deadline = Instant::now() + LEASE;
     let addresses = shared.resolver.resolve(endpoint).map_err(io::Error::other)?;
     loop {
-        let error = match connect_once(shared, peer, carrier, &addresses, deadline) {
+        let error = match connect_once(shared, peer, kind, &addresses, deadline) {
             Ok(stream) => return Ok(outbox.connected(&stream)?.then_some(stream)),
             Err(error) => error,
         };
@@ -126,7 +126,7 @@ fn connect(
 fn connect_once(
     shared: &Shared,
     peer: Epoch,
-    carrier: Carrier,
+    kind: TransferKind,
     addresses: &[SocketAddr],
     deadline: Instant,
 ) -> io::Result<TcpStream> {
@@ -134,7 +134,7 @@ fn connect_once(
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
-            handshake::connect(&mut stream, &shared.keys, shared.me, peer, carrier)
+            handshake::connect(&mut stream, &shared.keys, shared.me, peer, kind)
                 .map_err(io::Error::other)?;
             Ok(stream)
         });
@@ -156,7 +156,9 @@ mod tests {
     use crossbeam_channel::bounded;
 
     use super::*;
-    use crate::{config::ClusterSecret, notice::Keys, resolve::Resolver, transport::Report};
+    use crate::{
+        config::ClusterSecret, control::Keys, resolve::Resolver, transport::TransportEvent,
+    };
 
     #[test]
     fn a_name_that_nobody_has_ends_the_connection() {
@@ -170,13 +172,13 @@ mod tests {
             connections: AtomicU64::new(0),
             memory: None,
             channels: None,
-            offered: vec![Carrier::Tcp],
-            nccl_blocks: None,
+            offered: vec![TransferKind::Tcp],
+            nccl_max_ctas: None,
             verify: false,
         };
         let outbox = Outbox::new(shared.number_connection());
-        run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", &[Carrier::Tcp]);
-        let Ok(Report::Ended { peer, connection, reason }) = reported.try_recv() else {
+        run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", &[TransferKind::Tcp]);
+        let Ok(TransportEvent::Closed { peer, connection, reason }) = reported.try_recv() else {
             panic!("its end is reported");
         };
         assert_eq!((peer, connection), (Epoch(2), outbox.connection()));

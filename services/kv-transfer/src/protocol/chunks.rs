@@ -2,10 +2,10 @@
 
 use kernels::BlockId;
 
-use crate::{api::TransferId, notice::Body};
+use crate::{api::TransferId, control::Body};
 
 /// Chunks announced and not given to the transport, per transfer: enough that receives are posted before there is
-/// anything to receive, few enough that no transfer fills the pair's queue with notices.
+/// anything to receive, few enough that no transfer fills the pair's queue with control messages.
 const AHEAD_MAX: usize = 4;
 /// As long as nothing is written, for that may be of all transfers at a time.
 const FIRST_AHEAD_MAX: usize = 1;
@@ -211,7 +211,7 @@ impl Chunks {
     }
 
     /// The `CHUNK` of one that was announced.
-    pub fn notice(&self, transfer: TransferId, chunk: u32, block_bytes: usize) -> Option<Body> {
+    pub fn message(&self, transfer: TransferId, chunk: u32, block_bytes: usize) -> Option<Body> {
         let announced = self.chunks.get(chunk as usize)?;
         Some(Body::Chunk {
             transfer,
@@ -243,14 +243,14 @@ mod tests {
     #[test]
     fn a_reservation_is_cut_and_what_the_receiver_has_is_skipped() {
         let mut chunks = Chunks::new(3, 12, 4);
-        let bytes = |chunk| match chunks.notice(TransferId(1), chunk, 10) {
+        let bytes = |chunk| match chunks.message(TransferId(1), chunk, 10) {
             Some(Body::Chunk { first_block, block_count, bytes, .. }) => {
                 (first_block, block_count, bytes)
             }
             other => panic!("{other:?}"),
         };
         assert_eq!([bytes(0), bytes(1), bytes(2)], [(3, 4, 40), (7, 4, 40), (11, 1, 10)]);
-        assert!(chunks.notice(TransferId(1), 3, 10).is_none());
+        assert!(chunks.message(TransferId(1), 3, 10).is_none());
         assert_eq!((chunks.count(), chunks.block_count()), (3, 9));
         // The first is posted before anything is there.
         assert_eq!(announced(&mut chunks), [0]);

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     api::{Command, Epoch, Event, TransferFailure, TransferId},
-    notice::{AbortCause, Body, Notice, Source},
+    control::{AbortCause, Body, ControlMessage, Source},
 };
 
 /// Borrows what a turn needs and leaves the tables free.
@@ -35,7 +35,7 @@ mod pairs;
 /// Deadlines beyond a day are a day, so that no clock overflows.
 const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Blocks in one reservation, so that `RESERVE` and `DONE` fit a notice: 1.6 million tokens.
+/// Blocks in one reservation, so that `RESERVE` and `DONE` fit a control message: 1.6 million tokens.
 pub const RESERVED_BLOCKS_MAX: usize = 100_000;
 
 /// All pairs and transfers of one process.
@@ -158,7 +158,7 @@ impl Core {
                     outgoing.finish(turn, first_index, token);
                 });
             }
-            Command::Meet { peer, sends, meeting: _ } => self.meet(now, &peer, sends),
+            Command::Connect { peer, sends, guard: _ } => self.meet(now, &peer, sends),
             Command::Abort { transfer, reason } => self.abort(now, transfer, reason),
             Command::WeightsChanged { weight_version } => {
                 self.on_weights_changed(now, weight_version);
@@ -196,8 +196,8 @@ impl Core {
         }
     }
 
-    pub fn handle_notice(&mut self, now: Instant, from: &Source, notice: Notice) {
-        let Notice { traceparent, body } = notice;
+    pub fn handle_control(&mut self, now: Instant, from: &Source, message: ControlMessage) {
+        let ControlMessage { traceparent, body } = message;
         match body {
             Body::Hello(hello) => return self.on_hello(now, from, &hello),
             Body::HelloOk(ok) => {
@@ -433,7 +433,7 @@ impl Core {
         });
     }
 
-    /// For a peer's notice: only the peer of the transfer has a say in it.
+    /// For a peer's control message: only the peer of the transfer has a say in it.
     fn with_transfer_of(
         &mut self,
         now: Instant,

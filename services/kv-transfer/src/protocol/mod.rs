@@ -3,7 +3,7 @@
 //! No socket, clock or thread: [`Core`] is told what happened and what time it is, and answers with
 //! [`Action`]s and the next deadline. Whoever runs it calls
 //!
-//! * [`Core::handle_command`], [`Core::handle_notice`], [`Core::handle_data`] and
+//! * [`Core::handle_command`], [`Core::handle_control`], [`Core::handle_data`] and
 //!   [`Core::handle_peer_failed`] when something happens,
 //! * [`Core::on_deadline`] when [`Core::next_deadline`] has come,
 //! * [`Core::poll_action`] after each of these until it returns `None`, and does what it says.
@@ -21,9 +21,9 @@
 //!   names it, and a name is all that renews a lease.
 //! * Only pairs with work speak; a pair is lost as a whole.
 
+mod abort;
 mod chunks;
 pub mod core;
-mod ending;
 pub mod identity;
 pub mod pair;
 pub mod receiver;
@@ -41,14 +41,14 @@ use kernels::BlockId;
 pub use self::core::Core;
 use crate::{
     api::{Epoch, Event, Identity, PeerAddress, TransferFailure, TransferId},
-    config::Limits,
-    notice::{AbortCause, Body, Notice},
+    config::TransferLimits,
+    control::{AbortCause, Body, ControlMessage},
 };
 
 /// What the shell is to do, in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Make the outbound queue and socket for notices to this peer.
+    /// Make the outbound queue and socket for control messages to this peer.
     Connect {
         peer: PeerAddress,
     },
@@ -58,9 +58,9 @@ pub enum Action {
         peer: Epoch,
     },
     /// May be lost; whatever matters is sent again.
-    SendNotice {
+    SendControl {
         peer: Epoch,
-        notice: Notice,
+        message: ControlMessage,
     },
     /// Make the data connection on which chunks go to this peer.
     OpenData {
@@ -125,7 +125,7 @@ pub struct Local {
     pub epoch: Epoch,
     /// The weight version changes by [`crate::api::Command::WeightsChanged`].
     pub identity: Identity,
-    pub notice_endpoint: String,
+    pub control_endpoint: String,
     pub data_endpoint: String,
     /// Best first.
     pub transports: Vec<String>,
@@ -133,7 +133,7 @@ pub struct Local {
     pub integrity: Vec<String>,
     /// Bytes of one block, equal on both ends of a pair.
     pub block_bytes: usize,
-    pub limits: Limits,
+    pub limits: TransferLimits,
 }
 
 impl Local {
@@ -146,8 +146,8 @@ impl Local {
 /// What the core has counted since it was made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    pub notices_resent: u64,
-    pub notices_refused: BTreeMap<&'static str, u64>,
+    pub control_resent: u64,
+    pub control_refused: BTreeMap<&'static str, u64>,
     pub arrived: u64,
     pub receive_failed: u64,
     pub delivered: u64,
@@ -199,8 +199,8 @@ impl Turn<'_> {
     }
 
     fn send_traced(&mut self, peer: Epoch, body: Body, traceparent: &str) {
-        let notice = Notice { traceparent: traceparent.to_owned(), body };
-        self.act(Action::SendNotice { peer, notice });
+        let message = ControlMessage { traceparent: traceparent.to_owned(), body };
+        self.act(Action::SendControl { peer, message });
     }
 
     fn emit(&mut self, event: Event) {
@@ -215,6 +215,6 @@ impl Turn<'_> {
     }
 
     fn refuse(&mut self, reason: &'static str) {
-        *self.counters.notices_refused.entry(reason).or_default() += 1;
+        *self.counters.control_refused.entry(reason).or_default() += 1;
     }
 }

@@ -15,7 +15,7 @@ use super::{Action, Peer, Turn, identity, retry::Retry};
 use crate::{
     api::{PeerAddress, TransferId},
     config::{HEARTBEAT, LEASE},
-    notice::{Body, Hello, HelloOk},
+    control::{Body, Hello, HelloOk},
 };
 
 /// Who has not answered a greeting for so long has no room for the pair, or is not there. It may come yet.
@@ -29,7 +29,7 @@ pub struct Pair {
     peer_session: Option<u64>,
     /// Those with this peer in any state, endings included.
     transfers: BTreeSet<TransferId>,
-    /// The peer's last notice, or the start of our present work if that is later: who is idle need
+    /// The peer's last control message, or the start of our present work if that is later: who is idle need
     /// not speak.
     alive_at: Instant,
     /// Until then the peer's last heartbeat obliges us to send ours.
@@ -123,7 +123,7 @@ impl Pair {
     fn send_hello(&self, turn: &mut Turn<'_>) {
         let hello = Hello {
             identity: turn.local.identity.clone(),
-            notice_endpoint: turn.local.notice_endpoint.clone(),
+            control_endpoint: turn.local.control_endpoint.clone(),
             data_endpoint: turn.local.data_endpoint.clone(),
             transports: turn.local.transports.clone(),
             integrity: turn.local.integrity.clone(),
@@ -237,7 +237,7 @@ impl Pair {
         Change::Refused { reason }
     }
 
-    /// Some notice of the peer was believed.
+    /// Some control message of the peer was believed.
     pub fn heard(&mut self, now: Instant) {
         self.alive_at = self.alive_at.max(now);
     }
@@ -297,7 +297,7 @@ impl Pair {
             }
             State::Greeting { retry, .. } => {
                 if retry.is_due(turn.now) {
-                    turn.counters.notices_resent += 1;
+                    turn.counters.control_resent += 1;
                     self.send_hello(turn);
                 }
                 None

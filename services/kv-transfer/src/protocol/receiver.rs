@@ -16,15 +16,15 @@ use kernels::BlockId;
 
 use super::{
     Action, Peer, Turn,
-    ending::{Ending, Tell},
+    abort::{Aborting, Tell},
     identity::weights_difference,
     retry::Retry,
     tombstone::Tombstone,
 };
 use crate::{
-    api::{Event, Figures, TransferFailure, TransferId},
+    api::{Event, TransferFailure, TransferId, TransferStats},
     config::LEASE,
-    notice::{AbortCause, Body, Done, Reserve},
+    control::{AbortCause, Body, Done, Reserve},
 };
 
 pub struct Incoming {
@@ -46,7 +46,7 @@ enum Phase {
     Greeting,
     Receiving(Receiving),
     Arrived,
-    Ending(Ending),
+    Aborting(Aborting),
 }
 
 struct Receiving {
@@ -243,7 +243,7 @@ impl Incoming {
             transfer: self.transfer,
             first_index: done.first_index,
             token: done.token.clone(),
-            figures: Figures {
+            stats: TransferStats {
                 bytes: (self.blocks.len() * turn.local.block_bytes) as u64,
                 chunks: done.chunk_count,
                 elapsed: receiving.written_at.saturating_duration_since(receiving.reserved_at),
@@ -256,21 +256,21 @@ impl Incoming {
     }
 
     pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            return ending.on_abort(turn);
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            return aborting.on_abort(turn);
         }
         self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
     }
 
     pub fn on_abort_ack(&mut self) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            ending.on_abort_ack();
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_abort_ack();
         }
     }
 
     pub fn on_released(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            ending.on_released(turn);
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_released(turn);
         }
     }
 
@@ -295,8 +295,8 @@ impl Incoming {
             _ => Tell::AbortOnce,
         };
         self.fail(turn, failure, tell);
-        if let Phase::Ending(ending) = &mut self.phase {
-            ending.on_peer_lost();
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_peer_lost();
         }
     }
 
@@ -307,7 +307,7 @@ impl Incoming {
         if receiving.chunks.is_empty() {
             receiving.is_named = false;
             receiving.retry = Retry::start(turn.now);
-            turn.counters.notices_resent += 1;
+            turn.counters.control_resent += 1;
             return self.send_reserve(turn);
         }
         let peer = self.peer.node_id.clone();
@@ -322,7 +322,7 @@ impl Incoming {
 
     /// Does nothing when the end has begun.
     fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
-        if matches!(self.phase, Phase::Ending(_) | Phase::Arrived) {
+        if matches!(self.phase, Phase::Aborting(_) | Phase::Arrived) {
             return;
         }
         let writes = match &self.phase {
@@ -334,7 +334,7 @@ impl Incoming {
         let event = Event::ReceiveFailed { transfer: self.transfer, failure: failure.clone() };
         let cancel = writes
             .then_some(Action::CancelReceive { peer: self.peer.epoch, transfer: self.transfer });
-        self.phase = Phase::Ending(Ending::begin(
+        self.phase = Phase::Aborting(Aborting::begin(
             turn,
             self.transfer,
             self.peer.clone(),
@@ -358,7 +358,7 @@ impl Incoming {
     pub fn resend(&mut self, turn: &mut Turn<'_>) -> bool {
         match &self.phase {
             Phase::Receiving(receiving) if !receiving.is_named => {
-                turn.counters.notices_resent += 1;
+                turn.counters.control_resent += 1;
                 self.send_reserve(turn);
                 true
             }
@@ -367,8 +367,8 @@ impl Incoming {
     }
 
     pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            return ending.on_deadline(turn);
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            return aborting.on_deadline(turn);
         }
         if turn.now >= self.deadline {
             let waiting_for = self.waiting_for().to_owned();
@@ -392,7 +392,7 @@ impl Incoming {
     pub fn next_deadline(&self) -> Option<Instant> {
         let end = self.deadline.min(self.lease);
         match &self.phase {
-            Phase::Ending(ending) => ending.next_deadline(),
+            Phase::Aborting(aborting) => aborting.next_deadline(),
             Phase::Arrived => None,
             Phase::Receiving(receiving) if !receiving.is_named => {
                 Some(end.min(receiving.retry.at()))
@@ -415,7 +415,7 @@ impl Incoming {
         match &self.phase {
             Phase::Greeting | Phase::Receiving(_) => true,
             Phase::Arrived => false,
-            Phase::Ending(ending) => ending.is_unfinished(),
+            Phase::Aborting(aborting) => aborting.is_unfinished(),
         }
     }
 
@@ -423,7 +423,7 @@ impl Incoming {
     pub fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Arrived => Some(Tombstone::Complete),
-            Phase::Ending(ending) => ending.tombstone(),
+            Phase::Aborting(aborting) => aborting.tombstone(),
             Phase::Greeting | Phase::Receiving(_) => None,
         }
     }
@@ -442,7 +442,7 @@ impl Incoming {
             Phase::Receiving(receiving) if !receiving.is_named => "an answer to RESERVE",
             Phase::Receiving(receiving) if receiving.done.is_some() => "the last chunks",
             Phase::Receiving(_) => "the sender's KV",
-            Phase::Arrived | Phase::Ending(_) => "nothing",
+            Phase::Arrived | Phase::Aborting(_) => "nothing",
         }
     }
 }

@@ -15,17 +15,17 @@ use kernels::{BlockId, sampling::SampledToken};
 
 use super::{
     Action, Peer, Turn,
+    abort::{Aborting, Tell},
     chunks::Chunks,
     core::RESERVED_BLOCKS_MAX,
-    ending::{Ending, Tell},
     identity::weights_difference,
     retry::Retry,
     tombstone::Tombstone,
 };
 use crate::{
-    api::{Event, Figures, TransferFailure, TransferId},
+    api::{Event, TransferFailure, TransferId, TransferStats},
     config::LEASE,
-    notice::{AbortCause, Body, Done, Reserve},
+    control::{AbortCause, Body, Done, Reserve},
 };
 
 pub struct Outgoing {
@@ -53,7 +53,7 @@ enum Phase {
     },
     Sending(Sending),
     Delivered,
-    Ending(Ending),
+    Aborting(Aborting),
 }
 
 struct Sending {
@@ -115,10 +115,10 @@ impl Outgoing {
         let theirs = std::mem::replace(&mut self.traceparent, traceparent);
         match std::mem::replace(&mut self.phase, Phase::Expecting { prompt_hash }) {
             Phase::Early { reserve } => self.match_reserve(turn, prompt_hash, reserve, theirs),
-            Phase::Ending(ending) => {
-                let failure = self.peer.ended_before(ending.cause(), ending.reason());
+            Phase::Aborting(aborting) => {
+                let failure = self.peer.ended_before(aborting.cause(), aborting.reason());
                 turn.emit(Event::SendFailed { transfer: self.transfer, failure });
-                self.phase = Phase::Ending(ending);
+                self.phase = Phase::Aborting(aborting);
             }
             begun => self.phase = begun,
         }
@@ -132,7 +132,7 @@ impl Outgoing {
             }
             // Repeated: our answer was lost.
             Phase::Sending(_) => self.name(turn),
-            Phase::Early { .. } | Phase::Delivered | Phase::Ending(_) => {}
+            Phase::Early { .. } | Phase::Delivered | Phase::Aborting(_) => {}
         }
     }
 
@@ -215,9 +215,9 @@ impl Outgoing {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some(chunk) = sending.chunks.announce() {
             sending.retry = Retry::start(turn.now);
-            let notice = sending.chunks.notice(self.transfer, chunk, turn.local.block_bytes);
-            if let Some(notice) = notice {
-                turn.send(self.peer.epoch, notice);
+            let message = sending.chunks.message(self.transfer, chunk, turn.local.block_bytes);
+            if let Some(message) = message {
+                turn.send(self.peer.epoch, message);
             }
         }
     }
@@ -295,7 +295,7 @@ impl Outgoing {
         if sending.done.is_none() {
             return self.broken(turn, "ACK came before DONE was sent".to_owned());
         }
-        let figures = Figures {
+        let stats = TransferStats {
             bytes: (sending.chunks.block_count() * turn.local.block_bytes) as u64,
             chunks: sending.chunks.count(),
             elapsed: sending
@@ -303,25 +303,25 @@ impl Outgoing {
                 .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
         };
         self.phase = Phase::Delivered;
-        turn.emit(Event::Delivered { transfer: self.transfer, figures });
+        turn.emit(Event::Delivered { transfer: self.transfer, stats });
     }
 
     pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            return ending.on_abort(turn);
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            return aborting.on_abort(turn);
         }
         self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
     }
 
     pub fn on_abort_ack(&mut self) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            ending.on_abort_ack();
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_abort_ack();
         }
     }
 
     pub fn on_released(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            ending.on_released(turn);
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_released(turn);
         }
     }
 
@@ -357,8 +357,8 @@ impl Outgoing {
 
     pub fn on_peer_lost(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
         self.fail(turn, failure, Tell::AbortOnce);
-        if let Phase::Ending(ending) = &mut self.phase {
-            ending.on_peer_lost();
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_peer_lost();
         }
     }
 
@@ -373,7 +373,7 @@ impl Outgoing {
 
     /// Does nothing when the end has begun.
     fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
-        if matches!(self.phase, Phase::Ending(_) | Phase::Delivered) {
+        if matches!(self.phase, Phase::Aborting(_) | Phase::Delivered) {
             return;
         }
         let reads = match &self.phase {
@@ -385,7 +385,7 @@ impl Outgoing {
             .then(|| Event::SendFailed { transfer: self.transfer, failure: failure.clone() });
         let cancel =
             reads.then_some(Action::CancelSend { peer: self.peer.epoch, transfer: self.transfer });
-        self.phase = Phase::Ending(Ending::begin(
+        self.phase = Phase::Aborting(Aborting::begin(
             turn,
             self.transfer,
             self.peer.clone(),
@@ -407,9 +407,9 @@ impl Outgoing {
         let Phase::Sending(sending) = &self.phase else { return false };
         let mut resent = 0;
         for chunk in sending.chunks.unanswered() {
-            let notice = sending.chunks.notice(self.transfer, chunk, turn.local.block_bytes);
-            if let Some(notice) = notice {
-                turn.send(self.peer.epoch, notice);
+            let message = sending.chunks.message(self.transfer, chunk, turn.local.block_bytes);
+            if let Some(message) = message {
+                turn.send(self.peer.epoch, message);
                 resent += 1;
             }
         }
@@ -417,13 +417,13 @@ impl Outgoing {
             turn.send_traced(self.peer.epoch, Body::Done(done.clone()), &self.traceparent);
             resent += 1;
         }
-        turn.counters.notices_resent += resent;
+        turn.counters.control_resent += resent;
         resent > 0
     }
 
     pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Ending(ending) = &mut self.phase {
-            return ending.on_deadline(turn);
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            return aborting.on_deadline(turn);
         }
         if turn.now >= self.deadline {
             let waiting_for = self.waiting_for().to_owned();
@@ -445,7 +445,7 @@ impl Outgoing {
 
     pub fn next_deadline(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Ending(ending) => ending.next_deadline(),
+            Phase::Aborting(aborting) => aborting.next_deadline(),
             Phase::Delivered => None,
             Phase::Expecting { .. } => Some(self.deadline),
             Phase::Early { .. } => Some(self.deadline.min(self.lease)),
@@ -468,8 +468,8 @@ impl Outgoing {
         self.is_begun
     }
 
-    pub fn is_ending(&self) -> bool {
-        matches!(self.phase, Phase::Ending(_) | Phase::Delivered)
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Aborting(_) | Phase::Delivered)
     }
 
     /// Named in heartbeats.
@@ -487,7 +487,7 @@ impl Outgoing {
         match &self.phase {
             Phase::Expecting { .. } | Phase::Sending(_) => true,
             Phase::Early { .. } | Phase::Delivered => false,
-            Phase::Ending(ending) => ending.is_unfinished(),
+            Phase::Aborting(aborting) => aborting.is_unfinished(),
         }
     }
 
@@ -495,7 +495,7 @@ impl Outgoing {
     pub fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Delivered => Some(Tombstone::Complete),
-            Phase::Ending(ending) => ending.tombstone(),
+            Phase::Aborting(aborting) => aborting.tombstone(),
             Phase::Expecting { .. } | Phase::Early { .. } | Phase::Sending(_) => None,
         }
     }
@@ -520,7 +520,7 @@ impl Outgoing {
             Phase::Sending(sending) if sending.done.is_some() => "ACK",
             Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to leave",
             Phase::Sending(_) => "this node's KV",
-            Phase::Delivered | Phase::Ending(_) => "nothing",
+            Phase::Delivered | Phase::Aborting(_) => "nothing",
         }
     }
 }

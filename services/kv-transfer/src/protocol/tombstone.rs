@@ -5,9 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{api::TransferId, notice::AbortCause};
+use crate::{api::TransferId, control::AbortCause};
 
-/// Far longer than any notice is repeated or a router waits for an answer.
+/// Far longer than any control message is repeated or a router waits for an answer.
 const KEPT_FOR: Duration = Duration::from_secs(30);
 
 /// How the transfer ended.

@@ -13,22 +13,22 @@ use super::{
     outbound::{Outbound, Postbox},
 };
 use crate::{
-    api::{Command, Epoch, Event, Meeting},
-    carrier::Carrier,
-    config::MEETING_MAX,
-    metrics::Figures,
-    notice::Opened,
+    api::{Command, ConnectGuard, Epoch, Event},
+    config::CONNECT_TIMEOUT,
+    control::VerifiedMessage,
+    metrics::MetricsStore,
     protocol::{Action, Core, DataEvent},
     threads::Threads,
-    transport::{Released, Report, Transport},
+    transfer_kind::TransferKind,
+    transport::{Released, Transport, TransportEvent},
 };
 
 /// The longest sleep, so that no error in a deadline is for ever.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// How soon it is seen that two nodes have met.
-const LOOK_AT_MEETINGS: Duration = Duration::from_millis(5);
+const CONNECTING_POLL: Duration = Duration::from_millis(5);
 /// Meetings that somebody waits for: further ones are answered at once.
-const MEETINGS_MAX: usize = 256;
+const CONNECTING_MAX: usize = 256;
 /// How soon an event that found no room is offered again.
 const OFFER_AGAIN: Duration = Duration::from_millis(5);
 /// Inputs taken before deadlines are looked at. A process that slept takes first what came while it
@@ -37,11 +37,11 @@ const BATCH: usize = 256;
 /// How long transfers may take to end when the node stops.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Where the driver's inputs come from. The end of `stop` ends it, as does that of `notices`.
+/// Where the driver's inputs come from. The end of `stop` ends it, as does that of `control messages`.
 pub struct Inputs {
     pub commands: Receiver<Command>,
-    pub notices: Receiver<Opened>,
-    pub data: Receiver<Report>,
+    pub messages: Receiver<VerifiedMessage>,
+    pub data: Receiver<TransportEvent>,
     pub failures: Receiver<(Epoch, String)>,
     pub stop: Receiver<()>,
 }
@@ -49,7 +49,7 @@ pub struct Inputs {
 pub struct Driver<S> {
     pub core: Core,
     pub transport: Box<dyn Transport>,
-    pub figures: Arc<Figures>,
+    pub metrics: Arc<MetricsStore>,
     pub postbox: Postbox,
     pub sink: S,
     pub inputs: Inputs,
@@ -60,13 +60,13 @@ pub struct Driver<S> {
     /// Events that found no room.
     pub waiting: VecDeque<Event>,
     /// With whom, and for how long at most.
-    pub meetings: Vec<(Epoch, Instant, Meeting)>,
+    pub connecting: Vec<(Epoch, Instant, ConnectGuard)>,
 }
 
 enum Input {
     Command(Command),
-    Notice(Box<Opened>),
-    Data(Report),
+    ControlMessage(Box<VerifiedMessage>),
+    Data(TransportEvent),
     Failure(Epoch, String),
     ListenerEnded,
     Stop,
@@ -89,8 +89,8 @@ impl<S: EventSink> Driver<S> {
             self.inputs.stop = never();
             self.turn(OFFER_AGAIN);
         }
-        self.figures.publish(&self.core);
-        // Dropping the queues lets the last notices leave and ends their threads.
+        self.metrics.publish(&self.core);
+        // Dropping the queues lets the last control messages leave and ends their threads.
         self.outbound.clear();
         let deadline = stopped + shutdown_max;
         let Self { mut transport, senders, inputs, unfinished, .. } = self;
@@ -111,8 +111,8 @@ impl<S: EventSink> Driver<S> {
         if !self.waiting.is_empty() {
             sleep = sleep.min(OFFER_AGAIN);
         }
-        if !self.meetings.is_empty() {
-            sleep = sleep.min(LOOK_AT_MEETINGS);
+        if !self.connecting.is_empty() {
+            sleep = sleep.min(CONNECTING_POLL);
         }
         for _ in 0..BATCH {
             let input = self.next_input(sleep);
@@ -120,18 +120,22 @@ impl<S: EventSink> Driver<S> {
             sleep = Duration::ZERO;
             match input {
                 Input::Command(command) => {
-                    if let Command::Meet { peer, meeting: Some(meeting), .. } = &command
-                        && self.meetings.len() < MEETINGS_MAX
+                    if let Command::Connect { peer, guard: Some(guard), .. } = &command
+                        && self.connecting.len() < CONNECTING_MAX
                     {
-                        self.meetings.push((peer.epoch, now + MEETING_MAX, Arc::clone(meeting)));
+                        self.connecting.push((
+                            peer.epoch,
+                            now + CONNECT_TIMEOUT,
+                            Arc::clone(guard),
+                        ));
                     }
                     self.core.handle_command(now, command);
                 }
-                Input::Notice(opened) => {
-                    self.core.handle_notice(now, &opened.from, opened.notice);
+                Input::ControlMessage(opened) => {
+                    self.core.handle_control(now, &opened.from, opened.message);
                 }
-                Input::Data(Report::Data(event)) => self.core.handle_data(now, event),
-                Input::Data(Report::Ended { peer, connection, reason }) => {
+                Input::Data(TransportEvent::Data(event)) => self.core.handle_data(now, event),
+                Input::Data(TransportEvent::Closed { peer, connection, reason }) => {
                     if self.transport.is_present(peer, connection) {
                         self.core.handle_data(now, DataEvent::Closed { peer, reason });
                     }
@@ -139,9 +143,9 @@ impl<S: EventSink> Driver<S> {
                 Input::Failure(peer, reason) => self.core.handle_peer_failed(now, peer, &reason),
                 Input::ListenerEnded => {
                     // Deaf to its peers the node would fail every transfer and still look whole.
-                    tracing::error!("transfers end: nothing listens for notices any more");
-                    self.inputs.notices = never();
-                    return Turned::Stopped { reason: "the notice listener has ended" };
+                    tracing::error!("transfers end: nothing listens for messages any more");
+                    self.inputs.messages = never();
+                    return Turned::Stopped { reason: "the message listener has ended" };
                 }
                 Input::Stop => return Turned::Stopped { reason: "the node stops" },
                 Input::Nothing => break,
@@ -152,12 +156,12 @@ impl<S: EventSink> Driver<S> {
             self.core.on_deadline(now);
             self.act();
         }
-        self.meetings.retain(|(peer, until, _)| {
+        self.connecting.retain(|(peer, until, _)| {
             now < *until
-                && self.core.is_meeting(now, *peer)
-                && !self.figures.data.is_connected(*peer)
+                && self.core.is_connecting(now, *peer)
+                && !self.metrics.data.is_connected(*peer)
         });
-        self.figures.publish(&self.core);
+        self.metrics.publish(&self.core);
         self.offer();
         Turned::Running
     }
@@ -167,8 +171,8 @@ impl<S: EventSink> Driver<S> {
         // While the node does not take its events it gets no more of them.
         let commands = if self.waiting.is_empty() { &self.inputs.commands } else { &closed };
         select! {
-            recv(self.inputs.notices) -> notice => {
-                notice.map_or(Input::ListenerEnded, |opened| Input::Notice(Box::new(opened)))
+            recv(self.inputs.messages) -> message => {
+                message.map_or(Input::ListenerEnded, |opened| Input::ControlMessage(Box::new(opened)))
             }
             recv(self.inputs.data) -> event => event.map_or(Input::Nothing, Input::Data),
             recv(self.inputs.failures) -> failure => {
@@ -191,7 +195,7 @@ impl<S: EventSink> Driver<S> {
                             self.outbound.insert(peer.epoch, outbound);
                         }
                         Err(error) => {
-                            let reason = format!("no thread for its notices: {error}");
+                            let reason = format!("no thread for its messages: {error}");
                             self.core.handle_peer_failed(now, peer.epoch, &reason);
                         }
                     }
@@ -200,9 +204,9 @@ impl<S: EventSink> Driver<S> {
                     self.outbound.remove(&peer);
                     self.transport.dismiss(peer);
                 }
-                Action::SendNotice { peer, notice } => {
+                Action::SendControl { peer, message } => {
                     if let Some(outbound) = self.outbound.get(&peer)
-                        && let Err(error) = outbound.send(notice)
+                        && let Err(error) = outbound.send(message)
                     {
                         self.core.handle_peer_failed(now, peer, &error.to_string());
                     }
@@ -210,8 +214,8 @@ impl<S: EventSink> Driver<S> {
                 Action::CloseData { peer } => self.transport.close(peer),
                 Action::OpenData { peer, endpoint, transports } => {
                     // Only what we offered is agreed on.
-                    let carriers = transports.iter().filter_map(|name| Carrier::offered(name));
-                    self.transport.open(peer, &endpoint, carriers.collect());
+                    let kinds = transports.iter().filter_map(|name| TransferKind::offered(name));
+                    self.transport.open(peer, &endpoint, kinds.collect());
                 }
                 Action::PostReceive { peer, transfer, chunk, blocks } => {
                     if let Err(error) = self.transport.post(peer, transfer, chunk, &blocks) {
@@ -237,7 +241,7 @@ impl<S: EventSink> Driver<S> {
                 }
                 Action::Emit(event) => {
                     // Whoever acts on the event finds it counted.
-                    self.figures.publish(&self.core);
+                    self.metrics.publish(&self.core);
                     self.waiting.push_back(event);
                     self.offer();
                 }
@@ -267,9 +271,9 @@ mod tests {
 
     use super::super::{SHUTDOWN_MAX, Transfers};
     use crate::{
-        Carriers, ClusterSecret, Limits, TransferConfig,
+        ClusterSecret, TransferConfig, TransferLimits, TransportConfig,
         api::{Epoch, Identity},
-        notice::{PROTOCOL_MAX, PROTOCOL_MIN},
+        control::{PROTOCOL_MAX, PROTOCOL_MIN},
     };
     use std::time::Instant;
 
@@ -290,11 +294,11 @@ mod tests {
                 protocol_max: PROTOCOL_MAX,
             },
             secret: ClusterSecret::new("the secret of this test").unwrap(),
-            notice_bind: "127.0.0.1:0".parse().unwrap(),
+            control_bind: "127.0.0.1:0".parse().unwrap(),
             data_bind: "127.0.0.1:0".parse().unwrap(),
             advertise_host: "127.0.0.1".to_owned(),
-            limits: Limits::default(),
-            carriers: Carriers::default(),
+            limits: TransferLimits::default(),
+            transport: TransportConfig::default(),
         };
         let (sink, events) = unbounded();
         let transfers = Transfers::start(config, KvArena::host(layout, 1).unwrap(), sink).unwrap();

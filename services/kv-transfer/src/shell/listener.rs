@@ -10,12 +10,12 @@ use crossbeam_channel::Sender;
 
 use super::{
     StartError,
-    sockets::{self, Door},
+    sockets::{self, ZapAuth},
 };
 use crate::{
     api::Epoch,
-    metrics::NoticeCounters,
-    notice::{Keys, Opened, Opener, Refusal},
+    control::{InvalidMessage, Keys, VerifiedMessage, Verifier},
+    metrics::ControlCounters,
     threads::Threads,
 };
 
@@ -42,19 +42,27 @@ impl Listener {
         bind: SocketAddr,
         keys: Keys,
         me: Epoch,
-        notices: Sender<Opened>,
-        counters: Arc<NoticeCounters>,
+        messages: Sender<VerifiedMessage>,
+        counters: Arc<ControlCounters>,
     ) -> Result<Self, StartError> {
-        let bind_error =
-            |error: zmq::Error| StartError::NoticeBind { address: bind, reason: error.to_string() };
-        let door = Door::open(context, keys.clone(), me).map_err(bind_error)?;
+        let bind_error = |error: zmq::Error| StartError::ControlBind {
+            address: bind,
+            reason: error.to_string(),
+        };
+        let door = ZapAuth::open(context, keys.clone(), me).map_err(bind_error)?;
         // From the door to the socket nobody is let in: questions wait for the thread.
         let (router, port) = sockets::listener(context, bind).map_err(bind_error)?;
         let (stop, stopped) = stop_pair(context).map_err(bind_error)?;
-        let name = "kv-notices";
+        let name = "kv-messages";
         let thread = Threads::default();
-        let mut receiver =
-            Receiver { router, door, stopped, opener: Opener::new(keys, me), notices, counters };
+        let mut receiver = Receiver {
+            router,
+            door,
+            stopped,
+            verifier: Verifier::new(keys, me),
+            messages,
+            counters,
+        };
         thread
             .spawn(name, move || receiver.run())
             .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
@@ -94,11 +102,11 @@ fn stop_pair(context: &zmq::Context) -> zmq::Result<(zmq::Socket, zmq::Socket)> 
 
 struct Receiver {
     router: zmq::Socket,
-    door: Door,
+    door: ZapAuth,
     stopped: zmq::Socket,
-    opener: Opener,
-    notices: Sender<Opened>,
-    counters: Arc<NoticeCounters>,
+    verifier: Verifier,
+    messages: Sender<VerifiedMessage>,
+    counters: Arc<ControlCounters>,
 }
 
 impl Receiver {
@@ -111,7 +119,7 @@ impl Receiver {
             ];
             match zmq::poll(&mut items, POLL_MS) {
                 Ok(_) | Err(zmq::Error::EINTR) => {}
-                Err(error) => return tracing::error!(%error, "the notice listener has ended"),
+                Err(error) => return tracing::error!(%error, "the message listener has ended"),
             }
             if items[2].is_readable() {
                 return;
@@ -119,7 +127,7 @@ impl Receiver {
             if let Err(error) = self.admit().and_then(|()| self.take_batch())
                 && error != zmq::Error::EINTR
             {
-                return tracing::error!(%error, "the notice listener has ended");
+                return tracing::error!(%error, "the message listener has ended");
             }
         }
     }
@@ -141,20 +149,20 @@ impl Receiver {
             // The first part is the routing id, which says nothing.
             let opened = if count == parts.len() && count > 0 {
                 let frames: Vec<&[u8]> = parts[1..].iter().map(|part| &part[..]).collect();
-                self.opener.open(&frames)
+                self.verifier.verify(&frames)
             } else {
-                Err(Refusal::Frames { frames: count.saturating_sub(1) })
+                Err(InvalidMessage::Frames { frames: count.saturating_sub(1) })
             };
             match opened {
                 Ok(opened) => {
                     self.counters.received();
-                    if self.notices.try_send(opened).is_err() {
+                    if self.messages.try_send(opened).is_err() {
                         // Whatever matters is said again.
                         self.counters.refuse("driver_busy");
                     }
                 }
                 Err(refusal) => {
-                    tracing::debug!(%refusal, "a notice was refused");
+                    tracing::debug!(%refusal, "a message was refused");
                     self.counters.refuse(refusal.label());
                 }
             }

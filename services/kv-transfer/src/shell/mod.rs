@@ -1,11 +1,11 @@
 //! Runs the protocol: sockets, threads and the clock.
 //!
 //! * The driver thread owns the protocol core and everything it decides about.
-//! * The listener thread receives notices for all pairs, and only parses and hands on.
+//! * The listener thread receives control messages for all pairs, and only parses and hands on.
 //! * Each pair has a sender thread with its own socket; its data connections have theirs.
 //!
 //! Between threads there are bounded channels. Who finds one full never waits: the listener drops
-//! the notice, the driver gives up the pair, the node is told [`Overloaded`].
+//! the control message, the driver gives up the pair, the node is told [`Overloaded`].
 
 mod driver;
 mod listener;
@@ -25,21 +25,21 @@ use kernels::{KvArena, peer::PeerChannels};
 
 use crate::{
     api::{Command, Event},
-    carrier::{self, Carrier, Choice},
     config::TransferConfig,
+    control::{Keys, Signer, Source},
     data::DataConnections,
-    metrics::{Figures, MetricsReader, TransferMetrics},
-    notice::{Keys, Sealer, Source},
+    metrics::{MetricsReader, MetricsStore, TransferMetrics},
     protocol::{Core, Local},
     resolve::Resolver,
     threads::Threads,
+    transfer_kind::{self, TransferKind, TransportChoice},
 };
 use driver::{Driver, Inputs};
 use listener::Listener;
 use outbound::Postbox;
 
-/// Opened notices that wait for the driver; more are dropped and said again by their senders.
-const NOTICES_MAX: usize = 4096;
+/// VerifiedMessage control messages that wait for the driver; more are dropped and said again by their senders.
+const CONTROL_QUEUE_MAX: usize = 4096;
 /// Reports of data threads that wait for the driver; those threads wait when it is full.
 const DATA_EVENTS_MAX: usize = 4096;
 /// All of a shutdown.
@@ -85,8 +85,8 @@ pub struct Overloaded {
 pub enum StartError {
     #[error("{field} = {value:?}: {allowed}")]
     Config { field: &'static str, value: String, allowed: String },
-    #[error("cannot listen for notices on {address}: {reason}")]
-    NoticeBind { address: SocketAddr, reason: String },
+    #[error("cannot listen for control messages on {address}: {reason}")]
+    ControlBind { address: SocketAddr, reason: String },
     #[error("cannot listen for KV on {address}: {source}")]
     DataBind { address: SocketAddr, source: io::Error },
     #[error("cannot start thread {name}: {source}")]
@@ -102,11 +102,11 @@ pub struct ShutdownError {
 
 /// All transfers of one node. Dropping it shuts it down as [`Transfers::shutdown`] does.
 pub struct Transfers {
-    notice_endpoint: String,
+    control_endpoint: String,
     data_endpoint: String,
     commands: Sender<Command>,
     commands_max: usize,
-    figures: Arc<Figures>,
+    metrics: Arc<MetricsStore>,
     running: Mutex<Option<Running>>,
     unfinished: Arc<Mutex<Vec<String>>>,
 }
@@ -130,11 +130,11 @@ impl Transfers {
         let keys = Keys::derive(&config.secret);
         let limits = config.limits;
         let (command_sender, commands) = bounded(limits.commands_max);
-        let (notice_sender, notices) = bounded(NOTICES_MAX);
+        let (control_sender, messages) = bounded(CONTROL_QUEUE_MAX);
         let (data_sender, data) = bounded(DATA_EVENTS_MAX);
         let (failure_sender, failures) = bounded(limits.pairs_max);
         let (stop, stopped) = bounded(0);
-        let figures = Arc::new(Figures::default());
+        let metrics = Arc::new(MetricsStore::default());
         let resolver = Resolver::system();
         let block_bytes = arena.block_bytes();
         let channels = arena.peer_channels();
@@ -149,28 +149,28 @@ impl Transfers {
             2 * limits.pairs_max,
             data_sender,
             resolver.clone(),
-            Arc::clone(&figures.data),
-            offers.iter().filter_map(|offer| Carrier::offered(offer)).collect(),
-            config.carriers,
+            Arc::clone(&metrics.data),
+            offers.iter().filter_map(|offer| TransferKind::offered(offer)).collect(),
+            config.transport,
         )
         .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
         let data_endpoint = endpoint(&config.advertise_host, connections.address().port());
         let context = zmq::Context::new();
         let listener = Listener::start(
             &context,
-            config.notice_bind,
+            config.control_bind,
             keys.clone(),
             config.epoch,
-            notice_sender,
-            Arc::clone(&figures.notices),
+            control_sender,
+            Arc::clone(&metrics.messages),
         )?;
-        let notice_endpoint = endpoint(&config.advertise_host, listener.port());
+        let control_endpoint = endpoint(&config.advertise_host, listener.port());
         let source = Source { node_id: config.node_id.clone(), epoch: config.epoch };
         let core = Core::new(Local {
             node_id: config.node_id,
             epoch: config.epoch,
             identity: config.identity,
-            notice_endpoint: notice_endpoint.clone(),
+            control_endpoint: control_endpoint.clone(),
             data_endpoint: data_endpoint.clone(),
             transports: offers,
             integrity: vec![INTEGRITY.to_owned()],
@@ -181,23 +181,23 @@ impl Transfers {
         let driver = Driver {
             core,
             transport: Box::new(connections),
-            figures: Arc::clone(&figures),
+            metrics: Arc::clone(&metrics),
             postbox: Postbox {
                 context,
-                sealer: Sealer::new(keys.clone(), source),
+                signer: Signer::new(keys.clone(), source),
                 keys,
                 resolver,
-                counters: Arc::clone(&figures.notices),
+                counters: Arc::clone(&metrics.messages),
                 failures: failure_sender,
                 monitors: Arc::default(),
             },
             sink: events,
-            inputs: Inputs { commands, notices, data, failures, stop: stopped },
+            inputs: Inputs { commands, messages, data, failures, stop: stopped },
             unfinished: Arc::clone(&unfinished),
             outbound: BTreeMap::new(),
             senders: Threads::default(),
             waiting: VecDeque::new(),
-            meetings: Vec::new(),
+            connecting: Vec::new(),
         };
         let threads = Threads::default();
         let name = "kv-driver";
@@ -205,11 +205,11 @@ impl Transfers {
             .spawn(name, move || driver.run(SHUTDOWN_MAX))
             .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
         Ok(Self {
-            notice_endpoint,
+            control_endpoint,
             data_endpoint,
             commands: command_sender,
             commands_max: limits.commands_max,
-            figures,
+            metrics,
             running: Mutex::new(Some(Running { listener, driver: threads, stop })),
             unfinished,
         })
@@ -226,8 +226,8 @@ impl Transfers {
     }
 
     /// `tcp://host:port` for the node's record: the advertised host and the port really bound.
-    pub fn notice_endpoint(&self) -> &str {
-        &self.notice_endpoint
+    pub fn control_endpoint(&self) -> &str {
+        &self.control_endpoint
     }
 
     /// Where peers send KV. They learn it from greetings.
@@ -237,12 +237,12 @@ impl Transfers {
 
     /// Counters since start and what goes on now; after a shutdown, the last ones. Never waits.
     pub fn metrics(&self) -> TransferMetrics {
-        self.figures.read()
+        self.metrics.read()
     }
 
     /// The same, for whoever must not keep the transfers alive.
     pub fn metrics_reader(&self) -> MetricsReader {
-        self.figures.reader()
+        self.metrics.reader()
     }
 
     /// Aborts what is under way (each transfer still gets its final event), closes every socket and
@@ -275,24 +275,24 @@ fn offers(
 ) -> Vec<String> {
     let mut can = Vec::new();
     if arena.peer_memory().is_some() {
-        can.push(Carrier::Ipc);
+        can.push(TransferKind::Ipc);
     }
     if let Some(channels) = channels {
         // Loading takes long: where nothing else will do it is not put off to the first request.
-        let opened = match config.carriers.choice {
-            Choice::Only(Carrier::Nccl) => channels.open().inspect(|()| {
+        let opened = match config.transport.choice {
+            TransportChoice::Only(TransferKind::Nccl) => channels.open().inspect(|()| {
                 if let Err(reason) = channels.prepare() {
                     tracing::warn!(reason, "nccl is loaded when the first peer is met");
                 }
             }),
-            Choice::Auto | Choice::Only(_) => Ok(()),
+            TransportChoice::Auto | TransportChoice::Only(_) => Ok(()),
         };
         match opened {
-            Ok(()) => can.push(Carrier::Nccl),
+            Ok(()) => can.push(TransferKind::Nccl),
             Err(reason) => tracing::warn!(wanted = "nccl", reason, "KV goes by tcp"),
         }
     }
-    carrier::offers(config.carriers.choice, &can, carrier::host().as_deref())
+    transfer_kind::offers(config.transport.choice, &can, transfer_kind::host().as_deref())
 }
 
 /// The integrity method: for a chunk by `tcp` xxh3-64 over its bytes, by `ipc` and `nccl` the digest of its
@@ -310,7 +310,7 @@ fn endpoint(host: &str, port: u16) -> String {
 
 /// What peers would refuse is refused here, with the field's name.
 fn check(config: &TransferConfig) -> Result<(), StartError> {
-    /// As long as names may be in notices, less room for `tcp://` and a port.
+    /// As long as names may be in control messages, less room for `tcp://` and a port.
     const NAME_BYTES_MAX: usize = 200;
     let names = [
         ("node_id", &config.node_id),

@@ -15,13 +15,13 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use super::sockets;
 use crate::{
     api::{Epoch, PeerAddress},
-    metrics::NoticeCounters,
-    notice::{Keys, Notice, Sealer},
+    control::{ControlMessage, Keys, Signer},
+    metrics::ControlCounters,
     resolve::Resolver,
     threads::Threads,
 };
 
-/// Notices that wait for one peer: two for each of as many transfers as a node has by default, which
+/// Control messages that wait for one peer: two for each of as many transfers as a node has by default, which
 /// all speak when the pair comes up, and are answered at once. A full queue is a lost peer.
 const QUEUE_MAX: usize = 2048;
 /// How often an idle thread looks at the state of its connection.
@@ -34,9 +34,9 @@ const CONNECT: Duration = Duration::from_millis(300);
 pub struct Postbox {
     pub context: zmq::Context,
     pub keys: Keys,
-    pub sealer: Arc<Sealer>,
+    pub signer: Arc<Signer>,
     pub resolver: Resolver,
-    pub counters: Arc<NoticeCounters>,
+    pub counters: Arc<ControlCounters>,
     /// Peers that cannot be reached, and why.
     pub failures: Sender<(Epoch, String)>,
     /// Monitors attached in this context so far. A pair made anew may meet its old thread on its way
@@ -46,31 +46,31 @@ pub struct Postbox {
 
 /// Dropping it ends the thread, after a short chance for what is queued.
 pub struct Outbound {
-    queue: Sender<Notice>,
+    queue: Sender<ControlMessage>,
     closing: Arc<AtomicBool>,
 }
 
 /// The queue of this peer is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{QUEUE_MAX} notices wait for it, the most")]
+#[error("{QUEUE_MAX} messages wait for it, the most")]
 pub struct QueueFull;
 
 impl Outbound {
     pub fn start(postbox: &Postbox, peer: &PeerAddress, threads: &Threads) -> io::Result<Self> {
-        let (queue, notices) = bounded(QUEUE_MAX);
+        let (queue, messages) = bounded(QUEUE_MAX);
         let closing = Arc::new(AtomicBool::new(false));
         let sender = PeerSender {
             postbox: postbox.clone(),
             peer: peer.clone(),
-            notices,
+            messages,
             closing: Arc::clone(&closing),
         };
-        threads.spawn("kv-notices-out", move || sender.run())?;
+        threads.spawn("kv-messages-out", move || sender.run())?;
         Ok(Self { queue, closing })
     }
 
-    pub fn send(&self, notice: Notice) -> Result<(), QueueFull> {
-        self.queue.try_send(notice).map_err(|_| QueueFull)
+    pub fn send(&self, message: ControlMessage) -> Result<(), QueueFull> {
+        self.queue.try_send(message).map_err(|_| QueueFull)
     }
 }
 
@@ -83,7 +83,7 @@ impl Drop for Outbound {
 struct PeerSender {
     postbox: Postbox,
     peer: PeerAddress,
-    notices: Receiver<Notice>,
+    messages: Receiver<ControlMessage>,
     closing: Arc<AtomicBool>,
 }
 
@@ -92,14 +92,15 @@ impl PeerSender {
         if let Err(reason) = self.send_all() {
             // The driver answers by dropping our queue; until then it is emptied.
             let _ = self.postbox.failures.try_send((self.peer.epoch, reason));
-            while !matches!(self.notices.recv_timeout(LOOK), Err(RecvTimeoutError::Disconnected)) {}
+            while !matches!(self.messages.recv_timeout(LOOK), Err(RecvTimeoutError::Disconnected)) {
+            }
         }
     }
 
     fn send_all(&self) -> Result<(), String> {
-        let endpoint = &self.peer.notice_endpoint;
+        let endpoint = &self.peer.control_endpoint;
         let failed = |doing: &str, error: &dyn std::fmt::Display| {
-            format!("notice endpoint {endpoint}: {doing}: {error}")
+            format!("message endpoint {endpoint}: {doing}: {error}")
         };
         let Postbox { context, keys, monitors, resolver, .. } = &self.postbox;
         // Resolved here and not by libzmq, whose one thread serves all pairs.
@@ -111,9 +112,9 @@ impl PeerSender {
             .map_err(|error| failed("monitor", &error))?;
         dealer.connect(&format!("tcp://{address}")).map_err(|error| failed("connect", &error))?;
         loop {
-            match self.notices.recv_timeout(LOOK) {
-                Ok(notice) => {
-                    self.send(&dealer, &notice).map_err(|error| failed("send", &error))?
+            match self.messages.recv_timeout(LOOK) {
+                Ok(message) => {
+                    self.send(&dealer, &message).map_err(|error| failed("send", &error))?
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -124,18 +125,18 @@ impl PeerSender {
         }
     }
 
-    /// A notice that cannot leave is dropped: what matters is said again.
-    fn send(&self, dealer: &zmq::Socket, notice: &Notice) -> zmq::Result<()> {
-        let sealed = match self.postbox.sealer.seal(self.peer.epoch, notice) {
-            Ok(sealed) => sealed,
+    /// A control message that cannot leave is dropped: what matters is said again.
+    fn send(&self, dealer: &zmq::Socket, message: &ControlMessage) -> zmq::Result<()> {
+        let signed = match self.postbox.signer.sign(self.peer.epoch, message) {
+            Ok(signed) => signed,
             Err(error) => {
-                tracing::error!(%error, peer = self.peer.node_id, "a notice was dropped");
+                tracing::error!(%error, peer = self.peer.node_id, "a message was dropped");
                 return Ok(());
             }
         };
         // On the way out nobody waits for a peer that is not there.
         let flags = if self.closing.load(Ordering::Acquire) { zmq::DONTWAIT } else { 0 };
-        match dealer.send_multipart([&sealed.frame, &sealed.tag], flags) {
+        match dealer.send_multipart([&signed.frame, &signed.tag], flags) {
             Ok(()) => {
                 self.postbox.counters.sent();
                 Ok(())
@@ -188,7 +189,7 @@ mod tests {
     use crate::{
         api::TransferId,
         config::ClusterSecret,
-        notice::{Body, Source},
+        control::{Body, Source},
     };
 
     fn postbox() -> (Postbox, Receiver<(Epoch, String)>) {
@@ -197,7 +198,7 @@ mod tests {
         let from = Source { node_id: "me".to_owned(), epoch: Epoch(1) };
         let postbox = Postbox {
             context: zmq::Context::new(),
-            sealer: Sealer::new(keys.clone(), from),
+            signer: Signer::new(keys.clone(), from),
             keys,
             resolver: Resolver::system(),
             counters: Arc::default(),
@@ -207,16 +208,16 @@ mod tests {
         (postbox, failed)
     }
 
-    fn peer(notice_endpoint: &str) -> PeerAddress {
+    fn peer(control_endpoint: &str) -> PeerAddress {
         PeerAddress {
             node_id: "peer".to_owned(),
             epoch: Epoch(2),
-            notice_endpoint: notice_endpoint.to_owned(),
+            control_endpoint: control_endpoint.to_owned(),
         }
     }
 
-    fn notice() -> Notice {
-        Notice::untraced(Body::Ack { transfer: TransferId(1) })
+    fn message() -> ControlMessage {
+        ControlMessage::untraced(Body::Ack { transfer: TransferId(1) })
     }
 
     #[test]
@@ -225,7 +226,7 @@ mod tests {
         let threads = Threads::default();
         // Nobody listens on the discard port.
         let outbound = Outbound::start(&postbox, &peer("tcp://127.0.0.1:9"), &threads).unwrap();
-        let taken = (0..2 * QUEUE_MAX).take_while(|_| outbound.send(notice()).is_ok()).count();
+        let taken = (0..2 * QUEUE_MAX).take_while(|_| outbound.send(message()).is_ok()).count();
         assert!((QUEUE_MAX..QUEUE_MAX + 16).contains(&taken), "{taken}");
         drop(outbound);
         assert!(threads.join_all(Instant::now() + Duration::from_secs(10)).is_empty());

@@ -2,14 +2,14 @@
 //!
 //! libzmq limits the size of a frame but not the number of frames in a message, and it takes frames
 //! from whoever greets it. So the listener lets nobody in who does not know the cluster secret:
-//! ZeroMQ's PLAIN mechanism, answered by the listener thread itself ([`Door`]). What keeps strangers
+//! ZeroMQ's PLAIN mechanism, answered by the listener thread itself ([`ZapAuth`]). What keeps strangers
 //! from filling our memory is the door; what proves who said what are the tags inside.
 
 use std::net::SocketAddr;
 
 use crate::{
     api::Epoch,
-    notice::{Keys, NOTICE_BYTES_MAX},
+    control::{CONTROL_BYTES_MAX, Keys},
 };
 
 /// Messages that libzmq holds in either direction.
@@ -19,7 +19,7 @@ const HANDSHAKE_MS: i32 = 5_000;
 const RECONNECT_MS: i32 = 50;
 const RECONNECT_MS_MAX: i32 = 2_000;
 const SEND_MS: i32 = 100;
-/// So long may the last notices of a closed pair take to leave.
+/// So long may the last control messages of a closed pair take to leave.
 const LINGER_MS: i32 = 100;
 
 const DOOR: &str = "inproc://zeromq.zap.01";
@@ -63,12 +63,12 @@ pub fn outbound(
     socket.set_reconnect_ivl_max(RECONNECT_MS_MAX)?;
     socket.set_sndtimeo(SEND_MS)?;
     socket.set_plain_username(Some(USER))?;
-    socket.set_plain_password(Some(&keys.door_password(to)))?;
+    socket.set_plain_password(Some(&keys.zap_password(to)))?;
     Ok(socket)
 }
 
 fn bound(socket: &zmq::Socket) -> zmq::Result<()> {
-    socket.set_maxmsgsize(NOTICE_BYTES_MAX as i64)?;
+    socket.set_maxmsgsize(CONTROL_BYTES_MAX as i64)?;
     socket.set_rcvhwm(HIGH_WATER)?;
     socket.set_sndhwm(HIGH_WATER)?;
     socket.set_handshake_ivl(HANDSHAKE_MS)
@@ -95,13 +95,13 @@ pub fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, u
 }
 
 /// Answers libzmq's question whether a connection may come in (ZAP, RFC 27).
-pub struct Door {
+pub struct ZapAuth {
     socket: zmq::Socket,
     keys: Keys,
     me: Epoch,
 }
 
-impl Door {
+impl ZapAuth {
     /// Must be there before the listener is bound.
     pub fn open(context: &zmq::Context, keys: Keys, me: Epoch) -> zmq::Result<Self> {
         let socket = context.socket(zmq::REP)?;
@@ -126,7 +126,7 @@ impl Door {
             [_, id, _, _, _, mechanism, user, password] => {
                 let known = mechanism == b"PLAIN"
                     && user == USER.as_bytes()
-                    && self.keys.check_door(self.me, password);
+                    && self.keys.check_zap_password(self.me, password);
                 (id.as_slice(), known)
             }
             [_, id, ..] => (id.as_slice(), false),

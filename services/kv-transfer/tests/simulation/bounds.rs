@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use kernels::BlockId;
 use kv_transfer::{
-    Limits,
+    TransferLimits,
     api::{Command, Epoch, Event, TransferFailure, TransferId},
     config::LEASE,
-    notice::{Body, Hello, Notice, Reserve, Source},
+    control::{Body, ControlMessage, Hello, Reserve, Source},
 };
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     world::{CALM, Journey, Step, World},
 };
 
-const LIMITS: Limits = Limits {
+const LIMITS: TransferLimits = TransferLimits {
     transfers_max: 10,
     pairs_max: 3,
     early_max: 4,
@@ -40,7 +40,7 @@ fn hello(node: usize) -> Body {
 fn greeting(node: usize, in_advance: bool) -> Body {
     Body::Hello(Hello {
         identity: identity(),
-        notice_endpoint: format!("tcp://node-{node}:1"),
+        control_endpoint: format!("tcp://node-{node}:1"),
         data_endpoint: format!("tcp://node-{node}:2"),
         transports: vec!["ipc@here".to_owned(), "tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
@@ -52,7 +52,7 @@ fn greeting(node: usize, in_advance: bool) -> Body {
 /// Node 0 hears it of `node` alone: the others are not asked.
 fn hear(world: &mut World, node: usize, body: Body) {
     let (now, from) = (world.now(), source(world, node));
-    world.nodes[0].core.handle_notice(now, &from, Notice::untraced(body));
+    world.nodes[0].core.handle_control(now, &from, ControlMessage::untraced(body));
 }
 
 fn reserve(transfer: u128) -> Body {
@@ -72,9 +72,9 @@ fn early_reservations_are_bounded_and_leave_after_a_lease() {
     let peer = source(&world, 1);
     let now = world.now();
     let core = &mut world.nodes[0].core;
-    core.handle_notice(now, &peer, Notice::untraced(hello(1)));
+    core.handle_control(now, &peer, ControlMessage::untraced(hello(1)));
     for transfer in 0..50 {
-        core.handle_notice(now, &peer, Notice::untraced(reserve(transfer)));
+        core.handle_control(now, &peer, ControlMessage::untraced(reserve(transfer)));
         assert!(core.table_sizes().1 <= LIMITS.early_max);
     }
     assert_eq!(core.table_sizes().1, LIMITS.early_max);
@@ -90,13 +90,17 @@ fn tombstones_are_bounded_whoever_cancels() {
     let peer = source(&world, 1);
     let now = world.now();
     let core = &mut world.nodes[0].core;
-    core.handle_notice(now, &peer, Notice::untraced(hello(1)));
+    core.handle_control(now, &peer, ControlMessage::untraced(hello(1)));
     for id in 0..500 {
         let (transfer, reason) = (TransferId(id), "gone".to_owned());
         if id % 2 == 0 {
             core.handle_command(now, Command::Abort { transfer, reason });
         } else {
-            core.handle_notice(now, &peer, Notice::untraced(Body::give_up(transfer, reason)));
+            core.handle_control(
+                now,
+                &peer,
+                ControlMessage::untraced(Body::give_up(transfer, reason)),
+            );
         }
         assert!(core.table_sizes().2 <= LIMITS.tombstones_max);
     }
@@ -196,7 +200,7 @@ fn whoever_greets_in_advance_pushes_nobody_out_and_leaves_room_to_requests() {
 
 #[test]
 fn few_pairs_that_take_memory_of_a_gpu_are_made_in_advance_whoever_greets() {
-    let limits = Limits { pairs_max: 40, ..LIMITS };
+    let limits = TransferLimits { pairs_max: 40, ..LIMITS };
     let mut world = World::with_limits(7, 12, 200, CALM, limits);
     for node in 1..12 {
         hear(&mut world, node, greeting(node, true));
@@ -251,7 +255,7 @@ fn pairs_are_bounded_and_the_longest_idle_makes_room() {
     let mut world = world(6);
     for node in 1..6 {
         let from = source(&world, node);
-        world.at(world.now(), 0, Step::Notice(from, Notice::untraced(hello(node))));
+        world.at(world.now(), 0, Step::ControlMessage(from, ControlMessage::untraced(hello(node))));
         world.run_until(world.now() + RESERVES_WITHIN);
         assert!(world.nodes[0].core.pairs().count() <= LIMITS.pairs_max);
     }
@@ -265,7 +269,7 @@ fn pairs_are_bounded_and_the_longest_idle_makes_room() {
 const INTRODUCED_EVERY: Duration = Duration::from_secs(20);
 
 fn meet(world: &mut World, node: usize, other: usize) {
-    let command = Command::Meet { peer: world.address(other), sends: true, meeting: None };
+    let command = Command::Connect { peer: world.address(other), sends: true, guard: None };
     world.at(world.now(), node, Step::Command(command));
     world.run_until(world.now() + Duration::from_millis(20));
 }
@@ -295,7 +299,11 @@ fn those_met_in_advance_push_nobody_out_and_leave_room_to_requests() {
     }
     // A request of one that was not met finds room, and nobody has to go for it.
     let from = source(&world, 5);
-    world.at(world.now(), 0, Step::Notice(from.clone(), Notice::untraced(hello(5))));
+    world.at(
+        world.now(),
+        0,
+        Step::ControlMessage(from.clone(), ControlMessage::untraced(hello(5))),
+    );
     world.run_until(world.now() + Duration::from_millis(5));
     let now = peers(&world, 0);
     assert!(now.contains(&from.epoch) && met.iter().all(|epoch| now.contains(epoch)), "{now:?}");

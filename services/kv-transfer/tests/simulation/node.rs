@@ -7,7 +7,7 @@ use std::{
 
 use kernels::BlockId;
 use kv_transfer::{
-    Limits,
+    TransferLimits,
     api::{Epoch, Event, Identity, TransferId},
     protocol::{Core, Local},
 };
@@ -58,7 +58,7 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(index: usize, block_count: u32, limits: Limits) -> Self {
+    pub fn new(index: usize, block_count: u32, limits: TransferLimits) -> Self {
         Self::on_host("here", index, block_count, limits)
     }
 
@@ -73,7 +73,7 @@ impl Node {
     }
 
     /// Nodes of one host have more in common than `tcp`.
-    pub fn on_host(host: &str, index: usize, block_count: u32, limits: Limits) -> Self {
+    pub fn on_host(host: &str, index: usize, block_count: u32, limits: TransferLimits) -> Self {
         let name = format!("node-{index}");
         // Neither order of the epochs is favoured.
         let epoch = Epoch(Random::new(index as u64 + 1).next().into());
@@ -81,7 +81,7 @@ impl Node {
             node_id: name.clone(),
             epoch,
             identity: identity(),
-            notice_endpoint: format!("tcp://{name}:1"),
+            control_endpoint: format!("tcp://{name}:1"),
             data_endpoint: format!("tcp://{name}:2"),
             transports: vec![format!("ipc@{host}"), "tcp".to_owned()],
             integrity: vec!["xxh3".to_owned()],

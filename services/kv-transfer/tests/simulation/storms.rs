@@ -116,7 +116,7 @@ fn meet(storm: &Storm, world: &mut World) {
         let within = if random.chance(50) { 900 } else { 15_000 };
         let at = world.start() + random.up_to(Duration::from_millis(within));
         let command =
-            Command::Meet { peer: world.address(other), sends: random.chance(50), meeting: None };
+            Command::Connect { peer: world.address(other), sends: random.chance(50), guard: None };
         world.at(at, node, Step::Command(command));
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
     api::{Command, Event, Identity, TransferFailure, TransferId},
-    notice::{AbortCause, Body, Done, Hello, HelloOk, Notice, Reserve, Source},
+    control::{AbortCause, Body, ControlMessage, Done, Hello, HelloOk, Reserve, Source},
     protocol::{Action, Core, DataEvent, Local},
 };
 use proptest::prelude::*;
@@ -24,7 +24,7 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
         node_id: world.nodes[1].name.clone(),
         epoch: world.nodes[1].epoch,
         identity: other,
-        notice_endpoint: "tcp://node-1:1".to_owned(),
+        control_endpoint: "tcp://node-1:1".to_owned(),
         data_endpoint: "tcp://node-1:2".to_owned(),
         transports: vec!["tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
@@ -69,7 +69,7 @@ fn begun(receives: bool) -> (Core, Source, Instant) {
     let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
     let (transfer, deadline) = (TransferId(1), Duration::from_secs(5));
     let mut core = world.nodes.into_iter().next().expect("there are two").core;
-    core.handle_notice(now, &from, Notice::untraced(hello(identity())));
+    core.handle_control(now, &from, ControlMessage::untraced(hello(identity())));
     let traceparent = String::new();
     core.handle_command(
         now,
@@ -105,8 +105,8 @@ fn assert_refused(core: &mut Core, words: &str) {
     };
     assert!(actions.iter().any(is_refusal), "{actions:?}");
     let tells_peer = |action: &Action| match action {
-        Action::SendNotice { notice, .. } => {
-            matches!(notice.body, Body::Abort { cause: AbortCause::Mismatch, .. })
+        Action::SendControl { message, .. } => {
+            matches!(message.body, Body::Abort { cause: AbortCause::Mismatch, .. })
         }
         _ => false,
     };
@@ -130,7 +130,7 @@ fn a_reserve_for_another_model_or_other_weights_is_refused_by_its_name() {
             first_block: 0,
             blocks: vec![BlockId(3)],
         });
-        core.handle_notice(now, &from, Notice::untraced(reserve));
+        core.handle_control(now, &from, ControlMessage::untraced(reserve));
         assert_refused(&mut core, words);
     }
 }
@@ -152,7 +152,7 @@ fn a_reserve_that_cannot_be_ends_its_transfer_and_says_why() {
             first_block,
             blocks: (0..block_count).map(BlockId).collect(),
         };
-        core.handle_notice(now, &from, Notice::untraced(Body::Reserve(reserve)));
+        core.handle_control(now, &from, ControlMessage::untraced(Body::Reserve(reserve)));
         let actions: Vec<Action> = std::iter::from_fn(|| core.poll_action()).collect();
         let fails = |action: &Action| match action {
             Action::Emit(Event::SendFailed {
@@ -165,7 +165,7 @@ fn a_reserve_that_cannot_be_ends_its_transfer_and_says_why() {
         let is_ready = |action: &Action| matches!(action, Action::Emit(Event::Ready { .. }));
         assert!(!actions.iter().any(is_ready), "{words}: {actions:?}");
         let tells_peer = |action: &Action| match action {
-            Action::SendNotice { notice, .. } => matches!(notice.body, Body::Abort { .. }),
+            Action::SendControl { message, .. } => matches!(message.body, Body::Abort { .. }),
             _ => false,
         };
         assert!(actions.iter().any(tells_peer), "{words}: {actions:?}");
@@ -177,7 +177,7 @@ fn a_refused_reserve_is_a_refusal_for_who_sent_it() {
     let (mut core, from, now) = begun(true);
     let (transfer, reason) = (TransferId(1), "weight_version 3 against 4".to_owned());
     let abort = Body::Abort { transfer, cause: AbortCause::Mismatch, reason };
-    core.handle_notice(now, &from, Notice::untraced(abort));
+    core.handle_control(now, &from, ControlMessage::untraced(abort));
     let events: Vec<Event> = std::iter::from_fn(|| core.poll_action())
         .filter_map(|action| match action {
             Action::Emit(event) => Some(event),
@@ -208,9 +208,9 @@ fn kv_of_another_model_or_other_weights_never_arrives() {
                 block_count: 1,
                 bytes: BLOCK_BYTES as u64,
             };
-            core.handle_notice(now, &from, Notice::untraced(chunk));
+            core.handle_control(now, &from, ControlMessage::untraced(chunk));
             while core.poll_action().is_some() {}
-            let done = Notice::untraced(Body::Done(Done {
+            let done = ControlMessage::untraced(Body::Done(Done {
                 transfer,
                 chunk_count: 1,
                 first_index: 0,
@@ -221,14 +221,14 @@ fn kv_of_another_model_or_other_weights_never_arrives() {
             }));
             let received = DataEvent::Received { transfer, chunk: 0, integrity: 7 };
             if done_first {
-                core.handle_notice(now, &from, done);
+                core.handle_control(now, &from, done);
                 if !is_ours {
                     core.handle_data(now, DataEvent::ReceiveReleased { transfer });
                 }
                 core.handle_data(now, received);
             } else {
                 core.handle_data(now, received);
-                core.handle_notice(now, &from, done);
+                core.handle_control(now, &from, done);
             }
             if is_ours {
                 let mut actions = std::iter::from_fn(|| core.poll_action());
@@ -245,7 +245,7 @@ fn kv_of_another_model_or_other_weights_never_arrives() {
 fn hello(identity: Identity) -> Body {
     Body::Hello(Hello {
         identity,
-        notice_endpoint: "tcp://node-1:1".to_owned(),
+        control_endpoint: "tcp://node-1:1".to_owned(),
         data_endpoint: "tcp://node-1:2".to_owned(),
         transports: vec!["tcp".to_owned()],
         integrity: vec!["xxh3".to_owned()],
@@ -331,7 +331,7 @@ proptest! {
         let (mut now, peer) = (world.now(), world.address(1));
         let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
         let core = &mut world.nodes[0].core;
-        core.handle_notice(now, &from, Notice::untraced(hello(identity())));
+        core.handle_control(now, &from, ControlMessage::untraced(hello(identity())));
         let (mut begun, mut ended) = (Vec::new(), Vec::new());
         for step in 0..length {
             now += Duration::from_millis(random.below(60));
@@ -364,7 +364,7 @@ proptest! {
                     first_block: random.below(6) as u32,
                     blocks: (0..random.below(6)).map(|block| BlockId(block as u32)).collect(),
                 }),
-                _ => core.handle_notice(now, &from, Notice::untraced(anything(&mut random))),
+                _ => core.handle_control(now, &from, ControlMessage::untraced(anything(&mut random))),
             }
             if core.next_deadline(now).is_some_and(|at| at <= now) || step + 1 == length {
                 core.on_deadline(now);

@@ -11,9 +11,9 @@ use std::{
 
 use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
-    Limits,
+    TransferLimits,
     api::{Command, Epoch, Event, PeerAddress, TransferId},
-    notice::{Body, Notice, Source},
+    control::{Body, ControlMessage, Source},
     protocol::{Action, DataEvent},
 };
 use simulation_base::{Clock, ConnectionId, Due, Network, NetworkFaults, Random};
@@ -48,7 +48,7 @@ pub struct Journey {
 #[derive(Clone, Debug)]
 pub enum Step {
     Command(Command),
-    Notice(Source, Notice),
+    ControlMessage(Source, ControlMessage),
     /// The data connection with `peer` has ended.
     Closed {
         peer: usize,
@@ -112,10 +112,10 @@ pub struct World {
 
 impl World {
     pub fn new(seed: u64, node_count: usize, block_count: u32, faults: NetworkFaults) -> Self {
-        let limits = Limits {
+        let limits = TransferLimits {
             // Three blocks of the world to a chunk.
             chunk_bytes_max: 3 * BLOCK_BYTES,
-            ..Limits::default()
+            ..TransferLimits::default()
         };
         Self::with_limits(seed, node_count, block_count, faults, limits)
     }
@@ -125,7 +125,7 @@ impl World {
         node_count: usize,
         block_count: u32,
         faults: NetworkFaults,
-        limits: Limits,
+        limits: TransferLimits,
     ) -> Self {
         let mut random = Random::new(seed);
         let nodes = (0..node_count).map(|index| Node::new(index, block_count, limits)).collect();
@@ -160,7 +160,7 @@ impl World {
         PeerAddress {
             node_id: node.name.clone(),
             epoch: node.epoch,
-            notice_endpoint: format!("tcp://{}:1", node.name),
+            control_endpoint: format!("tcp://{}:1", node.name),
         }
     }
 
@@ -285,7 +285,7 @@ impl World {
                 }
                 node.core.handle_command(now, command);
             }
-            Step::Notice(from, notice) => node.core.handle_notice(now, &from, notice),
+            Step::ControlMessage(from, message) => node.core.handle_control(now, &from, message),
             Step::Closed { peer, closings } => {
                 if node.closings.get(&peer).copied().unwrap_or(0) == closings {
                     let (peer, reason) = (self.nodes[peer].epoch, "connection closed".to_owned());
@@ -465,7 +465,7 @@ impl World {
                     let peer = self.index_of(peer);
                     self.nodes[index].admitted.remove(&peer);
                 }
-                Action::SendNotice { peer, notice } => self.send_notice(index, peer, notice),
+                Action::SendControl { peer, message } => self.send_control(index, peer, message),
                 Action::OpenData { peer, .. } => {
                     let peer = self.index_of(peer);
                     if self.nodes[peer].life == Life::Dead {
@@ -520,13 +520,13 @@ impl World {
         self.soon(to, Step::Closed { peer, closings });
     }
 
-    fn send_notice(&mut self, index: usize, peer: Epoch, notice: Notice) {
-        match &notice.body {
+    fn send_control(&mut self, index: usize, peer: Epoch, message: ControlMessage) {
+        match &message.body {
             Body::Reserve(_) | Body::Done(_) => {
-                assert_ne!(notice.traceparent, "", "{:?} starts or ends work", notice.body);
+                assert_ne!(message.traceparent, "", "{:?} starts or ends work", message.body);
             }
             // A repeated CHUNK has no trace in which it could be answered.
-            Body::Ack { transfer } if !notice.traceparent.is_empty() => {
+            Body::Ack { transfer } if !message.traceparent.is_empty() => {
                 self.traced_acks.insert(*transfer);
             }
             _ => {}
@@ -535,7 +535,7 @@ impl World {
         let node = &self.nodes[index];
         let from = Source { node_id: node.name.clone(), epoch: node.epoch };
         for delay in self.network.datagram(index, to) {
-            self.clock.after(delay, (to, Step::Notice(from.clone(), notice.clone())));
+            self.clock.after(delay, (to, Step::ControlMessage(from.clone(), message.clone())));
         }
     }
 
@@ -554,7 +554,7 @@ impl World {
                     assert!(self.start_computing(transfer), "the sender has blocks");
                 }
             }
-            Event::Arrived { transfer, first_index, token, figures } => {
+            Event::Arrived { transfer, first_index, token, stats } => {
                 assert_eq!((first_index, token.id), (5, TOKEN));
                 let journey = self.journeys[&transfer].clone();
                 let node = &self.nodes[index];
@@ -565,7 +565,7 @@ impl World {
                     .map(|block| Self::content(transfer, block, node.weight_version))
                     .collect();
                 assert_eq!(written, expected, "arrived blocks hold something else");
-                assert_eq!(figures.bytes, (expected.len() * BLOCK_BYTES) as u64);
+                assert_eq!(stats.bytes, (expected.len() * BLOCK_BYTES) as u64);
                 self.ended(index, transfer, true);
             }
             Event::Delivered { transfer, .. } => {

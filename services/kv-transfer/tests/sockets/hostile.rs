@@ -12,9 +12,9 @@ use std::{
 };
 
 use kv_transfer::{
-    Carrier, Carriers, Choice, ClusterSecret,
+    ClusterSecret, TransferKind, TransportChoice, TransportConfig,
     api::{Epoch, TransferId},
-    notice::{Body, Hello, Keys, Notice, Sealer, Source},
+    control::{Body, ControlMessage, Hello, Keys, Signer, Source},
 };
 
 use crate::node::{Node, PATIENCE, Reach, SECRET, blocks, fresh, identity, travel};
@@ -35,7 +35,7 @@ fn refused(node: &Node, reason: &str) {
     let start = Instant::now();
     loop {
         let metrics = node.transfers.metrics();
-        let counts = [metrics.notices_refused, metrics.data_refused];
+        let counts = [metrics.control_refused, metrics.data_refused];
         if counts.iter().any(|counts| counts.get(reason).is_some_and(|count| *count > 0)) {
             return;
         }
@@ -105,7 +105,7 @@ fn garbage_on_both_ports_disturbs_no_transfer() {
     let (stop, attacks) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let attackers: Vec<_> = [&prefill, &decode]
         .iter()
-        .flat_map(|node| [node.transfers.notice_endpoint(), node.transfers.data_endpoint()])
+        .flat_map(|node| [node.transfers.control_endpoint(), node.transfers.data_endpoint()])
         .map(|endpoint| besiege(endpoint.to_owned(), stop.clone(), attacks.clone()))
         .collect();
     // None of them may be held up for a lease: it would fail.
@@ -142,12 +142,12 @@ fn strangers_get_no_frame_in() {
             dealer.set_plain_username(Some("baton")).unwrap();
             dealer.set_plain_password(Some(password)).unwrap();
         }
-        dealer.connect(node.transfers.notice_endpoint()).unwrap();
+        dealer.connect(node.transfers.control_endpoint()).unwrap();
         // Frames without end would fill the memory of whoever takes them.
         assert_eq!(dealer.send(vec![0; 1 << 19], zmq::SNDMORE), Err(zmq::Error::EAGAIN));
     }
     refused(&node, "door");
-    assert_eq!(node.transfers.metrics().notices_received, 0);
+    assert_eq!(node.transfers.metrics().control_received, 0);
 }
 
 #[test]
@@ -158,18 +158,18 @@ fn who_knows_the_door_still_has_to_prove_each_notice() {
     let dealer = context.socket(zmq::DEALER).unwrap();
     dealer.set_linger(0).unwrap();
     dealer.set_plain_username(Some("baton")).unwrap();
-    dealer.set_plain_password(Some(&keys().door_password(me))).unwrap();
-    dealer.connect(node.transfers.notice_endpoint()).unwrap();
+    dealer.set_plain_password(Some(&keys().zap_password(me))).unwrap();
+    dealer.connect(node.transfers.control_endpoint()).unwrap();
 
     let source = Source { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
-    let sealer = Sealer::new(keys(), source);
-    let notice = Notice::untraced(Body::Ack { transfer: TransferId(1) });
-    let sealed = sealer.seal(me, &notice).unwrap();
+    let signer = Signer::new(keys(), source);
+    let message = ControlMessage::untraced(Body::Ack { transfer: TransferId(1) });
+    let signed = signer.sign(me, &message).unwrap();
     for _ in 0..2 {
-        dealer.send_multipart([&sealed.frame, &sealed.tag], 0).unwrap();
+        dealer.send_multipart([&signed.frame, &signed.tag], 0).unwrap();
     }
     refused(&node, "replayed");
-    let elsewhere = sealer.seal(Epoch(5), &notice).unwrap();
+    let elsewhere = signer.sign(Epoch(5), &message).unwrap();
     dealer.send_multipart([&elsewhere.frame, &elsewhere.tag], 0).unwrap();
     refused(&node, "epoch");
     dealer.send_multipart([noise(1, 100), noise(2, 32)], 0).unwrap();
@@ -178,15 +178,15 @@ fn who_knows_the_door_still_has_to_prove_each_notice() {
     refused(&node, "frames");
     let many: Vec<Vec<u8>> = (0..500).map(|seed| noise(seed, 100)).collect();
     dealer.send_multipart(many, 0).unwrap();
-    // Larger than any notice: libzmq ends the connection, and this DEALER makes another.
+    // Larger than any control message: libzmq ends the connection, and this DEALER makes another.
     dealer.send_multipart([noise(1, 2 << 20), noise(2, 32)], 0).unwrap();
     let start = Instant::now();
-    while node.transfers.metrics().notices_refused["frames"] != 2 {
-        assert!(start.elapsed() < PATIENCE, "{:?}", node.transfers.metrics().notices_refused);
+    while node.transfers.metrics().control_refused["frames"] != 2 {
+        assert!(start.elapsed() < PATIENCE, "{:?}", node.transfers.metrics().control_refused);
         thread::sleep(Duration::from_millis(5));
     }
     travel(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
-    assert_eq!(node.transfers.metrics().notices_refused["frames"], 2);
+    assert_eq!(node.transfers.metrics().control_refused["frames"], 2);
 }
 
 /// Makes `from` known to the node as a peer, as far as a HELLO does.
@@ -195,11 +195,11 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     let dealer = context.socket(zmq::DEALER).unwrap();
     dealer.set_linger(0).unwrap();
     dealer.set_plain_username(Some("baton")).unwrap();
-    dealer.set_plain_password(Some(&keys().door_password(to.address.epoch))).unwrap();
-    dealer.connect(to.transfers.notice_endpoint()).unwrap();
+    dealer.set_plain_password(Some(&keys().zap_password(to.address.epoch))).unwrap();
+    dealer.connect(to.transfers.control_endpoint()).unwrap();
     let hello = Body::Hello(Hello {
         identity: identity(),
-        notice_endpoint: "tcp://127.0.0.1:9".to_owned(),
+        control_endpoint: "tcp://127.0.0.1:9".to_owned(),
         data_endpoint: "tcp://127.0.0.1:9".to_owned(),
         transports: vec!["tcp".to_owned()],
         integrity: vec!["xxh3+digest1".to_owned()],
@@ -209,9 +209,10 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     // Named, not counted: another peer may go while this one comes.
     let name = format!("peer-{}", from.0);
     let source = Source { node_id: name.clone(), epoch: from };
-    let sealed =
-        Sealer::new(keys(), source).seal(to.address.epoch, &Notice::untraced(hello)).unwrap();
-    dealer.send_multipart([&sealed.frame, &sealed.tag], 0).unwrap();
+    let signed = Signer::new(keys(), source)
+        .sign(to.address.epoch, &ControlMessage::untraced(hello))
+        .unwrap();
+    dealer.send_multipart([&signed.frame, &signed.tag], 0).unwrap();
     let start = Instant::now();
     while !to.transfers.metrics().peers.iter().any(|peer| peer.node_id == name) {
         assert!(start.elapsed() < PATIENCE, "{name} was not let in");
@@ -225,7 +226,7 @@ fn data_connection(to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     data_connection_by(b"s", to, from, keys)
 }
 
-/// The same for the carrier that is meant by this mark.
+/// The same for the transport that is meant by this mark.
 fn data_connection_by(mark: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     let mut stream = TcpStream::connect(host(to.transfers.data_endpoint())).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -294,8 +295,11 @@ fn data_connections_prove_themselves_and_write_only_what_is_posted() {
 #[test]
 fn whoever_comes_by_a_carrier_that_was_not_offered_is_told() {
     for mark in [b"i", b"n"] {
-        let carriers = Carriers { choice: Choice::Only(Carrier::Tcp), ..Carriers::default() };
-        let node = Node::start_reaching("node", Reach::default(), carriers);
+        let transport = TransportConfig {
+            choice: TransportChoice::Only(TransferKind::Tcp),
+            ..TransportConfig::default()
+        };
+        let node = Node::start_reaching("node", Reach::default(), transport);
         let peer = Epoch(fresh());
         let _greeting = greet(&node, peer);
         let mut stream = data_connection_by(mark, &node, peer, &keys());

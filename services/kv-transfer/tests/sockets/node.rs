@@ -17,7 +17,7 @@ use kernels::{
     sampling::SampledToken,
 };
 use kv_transfer::{
-    Carriers, ClusterSecret, Limits, TransferConfig, Transfers,
+    ClusterSecret, TransferConfig, TransferLimits, Transfers, TransportConfig,
     api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
 };
 
@@ -46,8 +46,8 @@ pub fn identity() -> Identity {
         block_size: 16,
         dtype: "f32".to_owned(),
         tp: 1,
-        protocol_min: kv_transfer::notice::PROTOCOL_MIN,
-        protocol_max: kv_transfer::notice::PROTOCOL_MAX,
+        protocol_min: kv_transfer::control::PROTOCOL_MIN,
+        protocol_max: kv_transfer::control::PROTOCOL_MAX,
     }
 }
 
@@ -57,12 +57,12 @@ pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
         epoch: Epoch((std::process::id() as u128) << 64 | fresh()),
         identity,
         secret: ClusterSecret::new(secret).unwrap(),
-        notice_bind: "127.0.0.1:0".parse().unwrap(),
+        control_bind: "127.0.0.1:0".parse().unwrap(),
         data_bind: "127.0.0.1:0".parse().unwrap(),
         advertise_host: "127.0.0.1".to_owned(),
         // Several chunks to a transfer: eight blocks each.
-        limits: Limits { chunk_bytes_max: 128 << 10, ..Limits::default() },
-        carriers: Carriers::default(),
+        limits: TransferLimits { chunk_bytes_max: 128 << 10, ..TransferLimits::default() },
+        transport: TransportConfig::default(),
     }
 }
 
@@ -433,8 +433,8 @@ impl Node {
     }
 
     /// Its blocks lie elsewhere, where nodes of this process reach them.
-    pub fn start_reaching(name: &str, reach: Reach, carriers: Carriers) -> Self {
-        let config = TransferConfig { carriers, ..config(name, SECRET, identity()) };
+    pub fn start_reaching(name: &str, reach: Reach, transport: TransportConfig) -> Self {
+        let config = TransferConfig { transport, ..config(name, SECRET, identity()) };
         Self::start_of(config, elsewhere(Some(reach)))
     }
 
@@ -449,7 +449,7 @@ impl Node {
         let address = PeerAddress {
             node_id: name,
             epoch,
-            notice_endpoint: transfers.notice_endpoint().to_owned(),
+            control_endpoint: transfers.control_endpoint().to_owned(),
         };
         Self { transfers, arena, events, address }
     }

@@ -59,7 +59,7 @@ impl ChildNode {
         let address = PeerAddress {
             node_id: name.to_owned(),
             epoch: Epoch(u128::from_str_radix(words[1], 16).unwrap()),
-            notice_endpoint: words[2].to_owned(),
+            control_endpoint: words[2].to_owned(),
         };
         let stdin = child.stdin.take().unwrap();
         Self { child, stdin, lines, address }
@@ -67,10 +67,10 @@ impl ChildNode {
 
     /// Lets it reserve this many blocks.
     pub fn receive(&mut self, transfer: TransferId, peer: &Node, block_count: u32) {
-        let PeerAddress { node_id, epoch, notice_endpoint } = &peer.address;
+        let PeerAddress { node_id, epoch, control_endpoint } = &peer.address;
         writeln!(
             self.stdin,
-            "receive {transfer} {node_id} {epoch} {notice_endpoint} {block_count}"
+            "receive {transfer} {node_id} {epoch} {control_endpoint} {block_count}"
         )
         .unwrap();
     }
@@ -99,7 +99,7 @@ impl Drop for ChildNode {
 fn child_node() {
     let Ok(name) = env::var(PARENT) else { return };
     let node = start_large(&name);
-    println!("KV node {} {}", node.address.epoch, node.address.notice_endpoint);
+    println!("KV node {} {}", node.address.epoch, node.address.control_endpoint);
     let (sender, commands) = unbounded();
     thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(Result::ok) {
@@ -116,7 +116,7 @@ fn child_node() {
                 let peer = PeerAddress {
                     node_id: words[2].to_owned(),
                     epoch: Epoch(u128::from_str_radix(words[3], 16).unwrap()),
-                    notice_endpoint: words[4].to_owned(),
+                    control_endpoint: words[4].to_owned(),
                 };
                 let transfer = TransferId(u128::from_str_radix(words[1], 16).unwrap());
                 node.receive_from(transfer, peer, 0, &blocks(0..words[5].parse().unwrap()));

@@ -15,7 +15,8 @@ use crate::{
 
 const ID: SequenceId = SequenceId(0xabc);
 const TRANSFER: TransferId = TransferId(0xabc);
-const FIGURES: Figures = Figures { bytes: 4096, chunks: 1, elapsed: Duration::from_micros(750) };
+const FIGURES: TransferStats =
+    TransferStats { bytes: 4096, chunks: 1, elapsed: Duration::from_micros(750) };
 
 /// A journey, and the other ends of its callers.
 struct Scene {
@@ -60,7 +61,7 @@ impl Scene {
         let peer = PeerAddress {
             node_id: "peer".into(),
             epoch: transfer::Epoch(9),
-            notice_endpoint: "tcp://127.0.0.1:9".into(),
+            control_endpoint: "tcp://127.0.0.1:9".into(),
         };
         let attempt = Attempt {
             request_id: 1,
@@ -172,7 +173,7 @@ fn a_prefill_goes_from_expectation_to_delivery() {
     assert_eq!(caller.heard(), [told(0, &[42], None)]);
     assert!(matches!(scene.command(), transfer::Command::Finish { first_index: 0, .. }));
 
-    scene.hear(transfer::Event::Delivered { transfer: TRANSFER, figures: FIGURES });
+    scene.hear(transfer::Event::Delivered { transfer: TRANSFER, stats: FIGURES });
     assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: true });
     assert_eq!(caller.heard(), [Heard::End(AttemptEnd::Delivered(FIGURES))]);
     scene.assert_quiet();
@@ -196,7 +197,7 @@ fn a_decode_goes_from_reservation_to_its_last_token() {
         transfer: TRANSFER,
         first_index: 0,
         token: token(42),
-        figures: FIGURES,
+        stats: FIGURES,
     });
     let arrived = Input::KvArrived { id: ID, first_index: 0, token: token(42) };
     assert_eq!(scene.input(), arrived);
@@ -263,7 +264,7 @@ fn an_arrival_that_overtakes_its_abort_still_ends_the_transfer() {
         transfer: TRANSFER,
         first_index: 0,
         token: token(1),
-        figures: FIGURES,
+        stats: FIGURES,
     });
     assert!(matches!(scene.input(), Input::KvArrived { id: ID, .. }));
     scene.assert_quiet();

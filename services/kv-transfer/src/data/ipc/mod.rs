@@ -16,8 +16,8 @@
 //!   peer or the connection; it reports a chunk only if its connection is still the one in use.
 //! * A chunk without an answer for a lease ends the connection.
 
-mod lender;
-mod puller;
+mod receiver;
+mod sender;
 
-pub(in crate::data) use lender::lend_chunks;
-pub(in crate::data) use puller::pull_chunks;
+pub(in crate::data) use receiver::pull_chunks;
+pub(in crate::data) use sender::lend_chunks;

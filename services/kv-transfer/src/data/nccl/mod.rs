@@ -2,7 +2,7 @@
 //!
 //! 1. The sender invites; the receiver says that it can, and what the sender needs to join; then both join,
 //!    which ends with a greeting to and fro. Where that fails on either side it says so, the other gives up
-//!    as well, and the sender comes again by another carrier. Who leaves without a word has died, or wants
+//!    as well, and the sender comes again by another transport. Who leaves without a word has died, or wants
 //!    nothing any more.
 //! 2. For each chunk that is written and that the receiver has cleared the sender says which blocks it is of. The
 //!    receiver answers `Go` and puts its half of the operation into its stream; the sender puts its own when told. So

@@ -30,9 +30,9 @@ use super::{
 };
 use crate::{
     api::{Epoch, TransferId},
-    carrier::Carrier,
     config::LEASE,
     protocol::DataEvent,
+    transfer_kind::TransferKind,
 };
 
 /// A chunk whose half of the operation is in the stream.
@@ -59,7 +59,7 @@ pub(in crate::data) fn receive_chunks(
     };
     let joined = match shared.channels.as_deref() {
         None => Err("there is no GPU memory here".to_owned()),
-        Some(channels) => match channels.accept(&invitation, shared.nccl_blocks) {
+        Some(channels) => match channels.accept(&invitation, shared.nccl_max_ctas) {
             Ok(answer) => {
                 // It joins while we do.
                 Message::Accepted { answer: answer.clone() }.write(stream)?;
@@ -75,7 +75,7 @@ pub(in crate::data) fn receive_chunks(
     };
     let channel = match joined {
         Ok(channel) => channel,
-        // Given up here: that says nothing of the carrier.
+        // Given up here: that says nothing of the transport.
         Err(_) if !inbox.is_current(connection) => return Ok(Ended::Closed),
         Err(reason) => {
             return match messages.look()? {
@@ -84,7 +84,7 @@ pub(in crate::data) fn receive_chunks(
                     Message::Refused { reason }.write(stream)?;
                     Ok(Ended::Refused)
                 }
-                // It comes again by another carrier.
+                // It comes again by another transport.
                 Look::Message(Message::Refused { reason }) => {
                     refused(shared, peer, &reason);
                     Ok(Ended::Refused)
@@ -97,7 +97,7 @@ pub(in crate::data) fn receive_chunks(
     };
     messages.set_look(LOOK)?;
     Message::Ready { verify: shared.verify }.write(stream)?;
-    shared.counters.takes(peer, Carrier::Nccl);
+    shared.counters.takes(peer, TransferKind::Nccl);
     // Beside the one whose end is looked for, and the one that is made ready before it waits for room.
     let (awaited, under_way) = bounded(UNDER_WAY_MAX - 2);
     let (ended, other_end) = (AtomicBool::new(false), stream.try_clone()?);
@@ -141,17 +141,17 @@ pub(in crate::data) fn receive_chunks(
     })
 }
 
-/// The carrier does not work with this peer.
+/// The transport does not work with this peer.
 fn refused(shared: &Shared, peer: Epoch, reason: &str) {
     tracing::warn!(%peer, reason, "KV does not come from this peer by nccl");
-    shared.counters.fell_back(Carrier::Nccl);
+    shared.counters.fell_back(TransferKind::Nccl);
 }
 
 enum Prepared {
     Awaited(Awaited),
     Nothing,
     End,
-    /// The other end did not join, and comes again by another carrier.
+    /// The other end did not join, and comes again by another transport.
     Refused {
         reason: String,
     },

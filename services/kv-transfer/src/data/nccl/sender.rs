@@ -27,9 +27,9 @@ use super::{
 };
 use crate::{
     api::{Epoch, TransferId},
-    carrier::Carrier,
     config::LEASE,
     protocol::DataEvent,
+    transfer_kind::TransferKind,
 };
 
 /// Until the outbox is closed or the connection ends.
@@ -61,7 +61,7 @@ pub(in crate::data) fn send_chunks(
     let channel = match joined {
         Ok(channel) => channel,
         Err(reason) => {
-            // The receiver's reason, where that was it; or it has left, which says nothing of the carrier.
+            // The receiver's reason, where that was it; or it has left, which says nothing of the transport.
             match answer(&mut answers, outbox, Instant::now()) {
                 Ok(Err(ended)) => return Ok(ended),
                 Ok(Ok(_)) => {}
@@ -77,7 +77,7 @@ pub(in crate::data) fn send_chunks(
         Ok(_) => return Err(out_of_turn()),
         Err(ended) => return Ok(ended),
     };
-    shared.counters.takes(peer, Carrier::Nccl);
+    shared.counters.takes(peer, TransferKind::Nccl);
     let (departed, under_way) = bounded(UNDER_WAY_MAX);
     let said = thread::scope(|scope| {
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
@@ -105,7 +105,7 @@ pub(in crate::data) fn send_chunks(
     Ok(Ended::Closed)
 }
 
-/// Tells the receiver that we come again by another carrier, so that it does not take us for dead. What it
+/// Tells the receiver that we come again by another transport, so that it does not take us for dead. What it
 /// has said meanwhile is read, for else the end of the connection would overtake this. In vain only where it
 /// has gone itself.
 fn take_leave(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {

@@ -3,7 +3,7 @@
 //!
 //! A sequence of frames ([`frame`]). Either end has one thread that moves bytes: `writer` straight
 //! from borrowed blocks, `reader` straight into the posted ones. Each chunk's xxh3 travels in the
-//! sealed `DONE`.
+//! signed `DONE`.
 
 pub mod frame;
 mod reader;

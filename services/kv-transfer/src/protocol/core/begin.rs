@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::{Core, Side, Transfer};
 use crate::{
     api::{Epoch, PeerAddress, TransferFailure, TransferId},
-    notice::{Body, Reserve, Source},
+    control::{Body, Reserve, Source},
     protocol::{Peer, Turn, pair::Pair, sender::Outgoing, tombstone::Tombstone},
 };
 

@@ -5,8 +5,8 @@ use std::time::Instant;
 use super::{Core, Transfer};
 use crate::{
     api::{Epoch, PeerAddress, TransferFailure, TransferId},
-    config::PAIRS_IN_ADVANCE,
-    notice::{Body, Hello, Source},
+    config::PRECONNECTED_PAIRS_MAX,
+    control::{Body, Hello, Source},
     protocol::{
         Action, Turn,
         pair::{Change, Pair},
@@ -35,7 +35,7 @@ impl Core {
             let address = PeerAddress {
                 node_id: from.node_id.clone(),
                 epoch: from.epoch,
-                notice_endpoint: hello.notice_endpoint.clone(),
+                control_endpoint: hello.control_endpoint.clone(),
             };
             self.sessions += 1;
             let pair = Pair::met(&mut turn!(self, now), &address, self.sessions);
@@ -122,7 +122,7 @@ impl Core {
     }
 
     /// As far as is known here: whether the connection is there the transport knows.
-    pub fn is_meeting(&self, now: Instant, peer: Epoch) -> bool {
+    pub fn is_connecting(&self, now: Instant, peer: Epoch) -> bool {
         self.pairs
             .get(&peer)
             .is_some_and(|pair| pair.may_yet_answer(now) && pair.transport() != TCP)
@@ -142,7 +142,7 @@ impl Core {
         let Some(pair) = self.pairs.get_mut(&epoch) else { return };
         let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
         let has_work =
-            sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_ending()));
+            sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_over()));
         if has_work || (pair.will_send() && pair.transport() != TCP) {
             pair.open_data(&mut turn!(self, now));
         }
@@ -188,7 +188,7 @@ impl Core {
     /// requests, whose pairs would else push these out again and again.
     fn has_room_in_advance(&self) -> bool {
         let is_by_gpu = |pair: &&Pair| pair.transport() != TCP;
-        self.pairs.values().filter(is_by_gpu).count() < PAIRS_IN_ADVANCE
+        self.pairs.values().filter(is_by_gpu).count() < PRECONNECTED_PAIRS_MAX
             && self.pairs.len() < self.local.limits.pairs_max.div_ceil(2)
     }
 

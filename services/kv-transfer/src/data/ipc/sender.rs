@@ -15,7 +15,7 @@ use super::super::{
     outbox::{GivenBack, Outbox},
     stream::LOOK,
 };
-use crate::{api::Epoch, carrier::Carrier, config::LEASE, protocol::DataEvent};
+use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
 
 /// Chunks lent and not answered: the receiver copies a few and has the next at hand.
 const LENT_MAX: usize = 4;
@@ -41,7 +41,7 @@ pub(in crate::data) fn lend_chunks(
         None if outbox.is_closed() => return Ok(Ended::Closed),
         None => return Err(ErrorKind::UnexpectedEof.into()),
     };
-    shared.counters.takes(peer, Carrier::Ipc);
+    shared.counters.takes(peer, TransferKind::Ipc);
     thread::scope(|scope| {
         thread::Builder::new().name("kv-data-answers".to_owned()).spawn_scoped(scope, || {
             if let Err(reason) = take_answers(shared, outbox, answers) {

@@ -12,7 +12,7 @@ pub const TAG_BYTES: usize = 32;
 
 #[derive(Clone)]
 pub struct Keys {
-    notice: hmac::Key,
+    message: hmac::Key,
     data: hmac::Key,
     door: hmac::Key,
 }
@@ -24,18 +24,18 @@ impl Keys {
             hmac::Key::new(hmac::HMAC_SHA256, hmac::sign(&root, purpose.as_bytes()).as_ref())
         };
         Self {
-            notice: key("baton kv-transfer notice 1"),
+            message: key("baton kv-transfer notice 1"),
             data: key("baton kv-transfer data 1"),
             door: key("baton kv-transfer door 1"),
         }
     }
 
-    pub(super) fn tag_notice(&self, frame: &[u8]) -> hmac::Tag {
-        hmac::sign(&self.notice, frame)
+    pub(super) fn tag_control(&self, frame: &[u8]) -> hmac::Tag {
+        hmac::sign(&self.message, frame)
     }
 
-    pub(super) fn check_notice(&self, frame: &[u8], tag: &[u8]) -> bool {
-        hmac::verify(&self.notice, frame, tag).is_ok()
+    pub(super) fn check_control(&self, frame: &[u8], tag: &[u8]) -> bool {
+        hmac::verify(&self.message, frame, tag).is_ok()
     }
 
     /// Tag of a data connection's hello, over `parts` in order. Each part has a fixed length.
@@ -54,9 +54,9 @@ impl Keys {
         hmac::verify(&self.data, &parts.concat(), tag).is_ok()
     }
 
-    /// What a connection to the notice listener of process `to` must show before libzmq takes a
+    /// What a connection to the control message listener of process `to` must show before libzmq takes a
     /// single frame from it. It crosses in clear: it keeps strangers out, the tags prove who speaks.
-    pub fn door_password(&self, to: Epoch) -> String {
+    pub fn zap_password(&self, to: Epoch) -> String {
         let tag = hmac::sign(&self.door, &to.to_bytes());
         tag.as_ref().iter().fold(String::with_capacity(2 * TAG_BYTES), |mut hex, byte| {
             let _ = write!(hex, "{byte:02x}");
@@ -65,7 +65,7 @@ impl Keys {
     }
 
     /// In time that does not depend on where the two differ.
-    pub fn check_door(&self, me: Epoch, password: &[u8]) -> bool {
+    pub fn check_zap_password(&self, me: Epoch, password: &[u8]) -> bool {
         let mut tag = [0; TAG_BYTES];
         if password.len() != 2 * TAG_BYTES {
             return false;

@@ -5,9 +5,9 @@ use kernels::{
     BlockId,
     sampling::{SampledToken, TokenLogprobs},
 };
-use proto::v1::{self, notice};
+use proto::v1::{self, control_message as wire};
 
-use super::{AbortCause, Body, Done, Hello, HelloOk, Refusal, Reserve};
+use super::{AbortCause, Body, Done, Hello, HelloOk, InvalidMessage, Reserve};
 use crate::api::{Identity, TransferId};
 
 /// Longest node id, endpoint or name of a method, in bytes.
@@ -21,10 +21,10 @@ const METHODS_MAX: usize = 16;
 /// As many log-probabilities as the API lets anyone ask for, with room to grow.
 const TOP_LOGPROBS_MAX: usize = 64;
 
-type Checked<T> = Result<T, Refusal>;
+type Checked<T> = Result<T, InvalidMessage>;
 
 fn malformed<T>(field: &'static str) -> Checked<T> {
-    Err(Refusal::Malformed { field })
+    Err(InvalidMessage::Malformed { field })
 }
 
 fn bounded(text: String, bytes_max: usize, field: &'static str) -> Checked<String> {
@@ -39,7 +39,7 @@ pub fn traceparent(text: String) -> Checked<String> {
     bounded(text, TRACEPARENT_BYTES_MAX, "traceparent")
 }
 
-/// A context that no peer would take is left out: the trace breaks, the notice arrives.
+/// A context that no peer would take is left out: the trace breaks, the control message arrives.
 pub fn traceparent_to_wire(traceparent: &str) -> String {
     if traceparent.len() > TRACEPARENT_BYTES_MAX { String::new() } else { traceparent.to_owned() }
 }
@@ -68,7 +68,7 @@ fn bits_to_wire(bits: u128) -> Bytes {
 }
 
 fn transfer(bytes: &Bytes) -> Checked<TransferId> {
-    TransferId::from_bytes(bytes).ok_or(Refusal::Malformed { field: "transfer_id" })
+    TransferId::from_bytes(bytes).ok_or(InvalidMessage::Malformed { field: "transfer_id" })
 }
 
 fn transfer_to_wire(transfer: &TransferId) -> Bytes {
@@ -90,7 +90,7 @@ pub fn identity_to_wire(identity: &Identity) -> v1::ModelIdentity {
 }
 
 /// Refused when the fingerprint does not have 16 bytes or a name is too long.
-pub fn identity_from_wire(identity: v1::ModelIdentity) -> Result<Identity, Refusal> {
+pub fn identity_from_wire(identity: v1::ModelIdentity) -> Result<Identity, InvalidMessage> {
     Ok(Identity {
         model_fingerprint: bits(&identity.model_fingerprint, "model_fingerprint")?,
         weight_version: identity.weight_version,
@@ -104,7 +104,7 @@ pub fn identity_from_wire(identity: v1::ModelIdentity) -> Result<Identity, Refus
 }
 
 fn identity(identity: Option<v1::ModelIdentity>) -> Checked<Identity> {
-    identity_from_wire(identity.ok_or(Refusal::Malformed { field: "identity" })?)
+    identity_from_wire(identity.ok_or(InvalidMessage::Malformed { field: "identity" })?)
 }
 
 fn token_to_wire(token: &SampledToken) -> v1::Token {
@@ -144,18 +144,18 @@ fn abort_cause(cause: v1::AbortCause) -> AbortCause {
     }
 }
 
-pub fn body_to_wire(body: &Body) -> notice::Body {
+pub fn body_to_wire(body: &Body) -> wire::Body {
     match body {
-        Body::Hello(hello) => notice::Body::Hello(v1::Hello {
+        Body::Hello(hello) => wire::Body::Hello(v1::Hello {
             identity: Some(identity_to_wire(&hello.identity)),
-            notice_endpoint: hello.notice_endpoint.clone(),
+            control_endpoint: hello.control_endpoint.clone(),
             data_endpoint: hello.data_endpoint.clone(),
             transports: hello.transports.clone(),
             integrity: hello.integrity.clone(),
             session: hello.session,
             in_advance: hello.in_advance,
         }),
-        Body::HelloOk(ok) => notice::Body::HelloOk(v1::HelloOk {
+        Body::HelloOk(ok) => wire::Body::HelloOk(v1::HelloOk {
             identity: Some(identity_to_wire(&ok.identity)),
             data_endpoint: ok.data_endpoint.clone(),
             transport: ok.transport.clone(),
@@ -163,11 +163,11 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
             session: ok.session,
             transports: ok.transports.clone(),
         }),
-        Body::Reject { reason, identity } => notice::Body::Reject(v1::Reject {
+        Body::Reject { reason, identity } => wire::Body::Reject(v1::Reject {
             reason: cut(reason, REASON_BYTES_MAX),
             identity: Some(identity_to_wire(identity)),
         }),
-        Body::Reserve(reserve) => notice::Body::Reserve(v1::Reserve {
+        Body::Reserve(reserve) => wire::Body::Reserve(v1::Reserve {
             transfer_id: transfer_to_wire(&reserve.transfer),
             model_fingerprint: bits_to_wire(reserve.model_fingerprint),
             weight_version: reserve.weight_version,
@@ -176,7 +176,7 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
             blocks: reserve.blocks.iter().map(|block| block.0).collect(),
         }),
         Body::Chunk { transfer, chunk, first_block, block_count, bytes } => {
-            notice::Body::Chunk(v1::Chunk {
+            wire::Body::Chunk(v1::Chunk {
                 transfer_id: transfer_to_wire(transfer),
                 chunk: *chunk,
                 first_block: *first_block,
@@ -184,11 +184,11 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
                 bytes: *bytes,
             })
         }
-        Body::ClearToSend { transfer, chunk } => notice::Body::ClearToSend(v1::ClearToSend {
+        Body::ClearToSend { transfer, chunk } => wire::Body::ClearToSend(v1::ClearToSend {
             transfer_id: transfer_to_wire(transfer),
             chunk: *chunk,
         }),
-        Body::Done(done) => notice::Body::Done(v1::Done {
+        Body::Done(done) => wire::Body::Done(v1::Done {
             transfer_id: transfer_to_wire(&done.transfer),
             chunk_count: done.chunk_count,
             first_index: done.first_index,
@@ -198,35 +198,35 @@ pub fn body_to_wire(body: &Body) -> notice::Body {
             weight_version: done.weight_version,
         }),
         Body::Ack { transfer } => {
-            notice::Body::Ack(v1::Ack { transfer_id: transfer_to_wire(transfer) })
+            wire::Body::Ack(v1::Ack { transfer_id: transfer_to_wire(transfer) })
         }
-        Body::Abort { transfer, cause, reason } => notice::Body::Abort(v1::Abort {
+        Body::Abort { transfer, cause, reason } => wire::Body::Abort(v1::Abort {
             transfer_id: transfer_to_wire(transfer),
             reason: cut(reason, REASON_BYTES_MAX),
             cause: abort_cause_to_wire(*cause).into(),
         }),
         Body::AbortAck { transfer } => {
-            notice::Body::AbortAck(v1::AbortAck { transfer_id: transfer_to_wire(transfer) })
+            wire::Body::AbortAck(v1::AbortAck { transfer_id: transfer_to_wire(transfer) })
         }
-        Body::Heartbeat { transfers, awaited } => notice::Body::Heartbeat(v1::Heartbeat {
+        Body::Heartbeat { transfers, awaited } => wire::Body::Heartbeat(v1::Heartbeat {
             transfer_ids: transfers.iter().map(transfer_to_wire).collect(),
             awaited_ids: awaited.iter().map(transfer_to_wire).collect(),
         }),
     }
 }
 
-pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
+pub fn body_from_wire(body: wire::Body) -> Checked<Body> {
     Ok(match body {
-        notice::Body::Hello(hello) => Body::Hello(Hello {
+        wire::Body::Hello(hello) => Body::Hello(Hello {
             identity: identity(hello.identity)?,
-            notice_endpoint: name(hello.notice_endpoint, "notice_endpoint")?,
+            control_endpoint: name(hello.control_endpoint, "control_endpoint")?,
             data_endpoint: name(hello.data_endpoint, "data_endpoint")?,
             transports: methods(hello.transports, "transports")?,
             integrity: methods(hello.integrity, "integrity")?,
             session: hello.session,
             in_advance: hello.in_advance,
         }),
-        notice::Body::HelloOk(ok) => Body::HelloOk(HelloOk {
+        wire::Body::HelloOk(ok) => Body::HelloOk(HelloOk {
             identity: identity(ok.identity)?,
             data_endpoint: name(ok.data_endpoint, "data_endpoint")?,
             transport: name(ok.transport, "transport")?,
@@ -234,11 +234,11 @@ pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
             session: ok.session,
             transports: methods(ok.transports, "transports")?,
         }),
-        notice::Body::Reject(reject) => Body::Reject {
+        wire::Body::Reject(reject) => Body::Reject {
             reason: bounded(reject.reason, REASON_BYTES_MAX, "reason")?,
             identity: identity(reject.identity)?,
         },
-        notice::Body::Reserve(reserve) => Body::Reserve(Reserve {
+        wire::Body::Reserve(reserve) => Body::Reserve(Reserve {
             transfer: transfer(&reserve.transfer_id)?,
             model_fingerprint: bits(&reserve.model_fingerprint, "model_fingerprint")?,
             weight_version: reserve.weight_version,
@@ -246,33 +246,33 @@ pub fn body_from_wire(body: notice::Body) -> Checked<Body> {
             first_block: reserve.first_block,
             blocks: reserve.blocks.into_iter().map(BlockId).collect(),
         }),
-        notice::Body::Chunk(chunk) => Body::Chunk {
+        wire::Body::Chunk(chunk) => Body::Chunk {
             transfer: transfer(&chunk.transfer_id)?,
             chunk: chunk.chunk,
             first_block: chunk.first_block,
             block_count: chunk.block_count,
             bytes: chunk.bytes,
         },
-        notice::Body::ClearToSend(clear) => {
+        wire::Body::ClearToSend(clear) => {
             Body::ClearToSend { transfer: transfer(&clear.transfer_id)?, chunk: clear.chunk }
         }
-        notice::Body::Done(done) => Body::Done(Done {
+        wire::Body::Done(done) => Body::Done(Done {
             transfer: transfer(&done.transfer_id)?,
             chunk_count: done.chunk_count,
             first_index: done.first_index,
-            token: token(done.token.ok_or(Refusal::Malformed { field: "token" })?)?,
+            token: token(done.token.ok_or(InvalidMessage::Malformed { field: "token" })?)?,
             integrity: done.integrity,
             model_fingerprint: bits(&done.model_fingerprint, "model_fingerprint")?,
             weight_version: done.weight_version,
         }),
-        notice::Body::Ack(ack) => Body::Ack { transfer: transfer(&ack.transfer_id)? },
-        notice::Body::Abort(abort) => Body::Abort {
+        wire::Body::Ack(ack) => Body::Ack { transfer: transfer(&ack.transfer_id)? },
+        wire::Body::Abort(abort) => Body::Abort {
             transfer: transfer(&abort.transfer_id)?,
             cause: abort_cause(abort.cause()),
             reason: bounded(abort.reason, REASON_BYTES_MAX, "reason")?,
         },
-        notice::Body::AbortAck(ack) => Body::AbortAck { transfer: transfer(&ack.transfer_id)? },
-        notice::Body::Heartbeat(heartbeat) => Body::Heartbeat {
+        wire::Body::AbortAck(ack) => Body::AbortAck { transfer: transfer(&ack.transfer_id)? },
+        wire::Body::Heartbeat(heartbeat) => Body::Heartbeat {
             transfers: heartbeat.transfer_ids.iter().map(transfer).collect::<Checked<_>>()?,
             awaited: heartbeat.awaited_ids.iter().map(transfer).collect::<Checked<_>>()?,
         },

@@ -1,6 +1,6 @@
-//! What every carrier promises, and how two nodes come to one.
+//! What every transport promises, and how two nodes come to one.
 //!
-//! The carriers between GPUs run here over memory of this process that is reached as that of a peer
+//! The transports between GPUs run here over memory of this process that is reached as that of a peer
 //! is; with real GPUs the same is tested in `integration-tests`.
 
 use std::{
@@ -10,19 +10,23 @@ use std::{
 
 use kernels::BlockId;
 use kv_transfer::{
-    Carrier, Carriers, Choice, MEETING_MAX,
-    api::{Command, Epoch, Event, Meeting, PeerAddress, TransferFailure, TransferId},
+    CONNECT_TIMEOUT, TransferKind, TransportChoice, TransportConfig,
+    api::{Command, ConnectGuard, Epoch, Event, PeerAddress, TransferFailure, TransferId},
     config::LEASE,
 };
 
 use crate::node::{Node, PATIENCE, Reach, blocks, fresh, travel};
 
 fn reaching(name: &str) -> Node {
-    Node::start_reaching(name, Reach::default(), Carriers::default())
+    Node::start_reaching(name, Reach::default(), TransportConfig::default())
 }
 
 fn verified(name: &str) -> Node {
-    Node::start_reaching(name, Reach::default(), Carriers { verify: true, ..Carriers::default() })
+    Node::start_reaching(
+        name,
+        Reach::default(),
+        TransportConfig { verify: true, ..TransportConfig::default() },
+    )
 }
 
 /// One of several tries: on a busy machine a step may take longer than the lease.
@@ -34,15 +38,15 @@ const UNANSWERED_MIN: Duration = Duration::from_millis(500);
 type Start = fn(&str) -> Node;
 
 fn joining(name: &str) -> Node {
-    Node::start_reaching(name, Reach::default(), only(Carrier::Nccl, false))
+    Node::start_reaching(name, Reach::default(), only(TransferKind::Nccl, false))
 }
 
 fn joining_verified(name: &str) -> Node {
-    Node::start_reaching(name, Reach::default(), only(Carrier::Nccl, true))
+    Node::start_reaching(name, Reach::default(), only(TransferKind::Nccl, true))
 }
 
-fn only(carrier: Carrier, verify: bool) -> Carriers {
-    Carriers { choice: Choice::Only(carrier), verify, ..Carriers::default() }
+fn only(kind: TransferKind, verify: bool) -> TransportConfig {
+    TransportConfig { choice: TransportChoice::Only(kind), verify, ..TransportConfig::default() }
 }
 
 /// Each way to carry, and how a node of it is started.
@@ -56,7 +60,7 @@ const CARRIERS: [(&str, Start); 6] = [
 ];
 
 /// Those between GPUs.
-const LOCAL: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
+const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 fn path(node: &Node) -> String {
     node.transfers.metrics().peers[0].path.clone()
@@ -87,7 +91,7 @@ fn begin(prefill: &Node, decode: &Node, count: u32) -> TransferId {
 
 #[test]
 fn blocks_arrive_whole_whatever_carries_them_and_however_they_lie() {
-    for (carrier, start) in CARRIERS {
+    for (kind, start) in CARRIERS {
         let (one, other) = (start("one"), start("other"));
         let scattered: Vec<BlockId> = (0..40).map(|index| BlockId(index * 37 % 256)).collect();
         for (from, to) in [
@@ -102,7 +106,7 @@ fn blocks_arrive_whole_whatever_carries_them_and_however_they_lie() {
         for node in [&one, &other] {
             node.assert_free();
             let metrics = node.transfers.metrics();
-            assert_eq!((path(node).as_str(), metrics.fallbacks.len()), (carrier, 0));
+            assert_eq!((path(node).as_str(), metrics.fallbacks.len()), (kind, 0));
             assert_eq!((metrics.arrived, metrics.delivered), (4, 4));
             assert_eq!(metrics.bytes_sent, metrics.bytes_received);
         }
@@ -114,7 +118,7 @@ fn blocks_arrive_whole_whatever_carries_them_and_however_they_lie() {
 
 #[test]
 fn an_abort_at_any_moment_leaves_no_block_behind() {
-    for (carrier, start) in CARRIERS {
+    for (kind, start) in CARRIERS {
         let (prefill, decode) = (start("prefill"), start("decode"));
         for round in 0..40_u64 {
             let transfer = begin(&prefill, &decode, 64);
@@ -124,10 +128,10 @@ fn an_abort_at_any_moment_leaves_no_block_behind() {
             let reason = "the client left".to_owned();
             side.transfers.command(Command::Abort { transfer, reason }).unwrap();
             let failed = decode.event();
-            assert!(matches!(failed, Event::ReceiveFailed { .. }), "{carrier}: {failed:?}");
+            assert!(matches!(failed, Event::ReceiveFailed { .. }), "{kind}: {failed:?}");
             decode.assert_free();
             let failed = prefill.event();
-            assert!(matches!(failed, Event::SendFailed { .. }), "{carrier}: {failed:?}");
+            assert!(matches!(failed, Event::SendFailed { .. }), "{kind}: {failed:?}");
             prefill.assert_free();
         }
         // The pair has lived through all of it.
@@ -137,7 +141,7 @@ fn an_abort_at_any_moment_leaves_no_block_behind() {
 
 #[test]
 fn a_peer_that_leaves_lets_the_other_have_its_blocks_back() {
-    for (carrier, start) in CARRIERS {
+    for (kind, start) in CARRIERS {
         for decode_leaves in [true, false] {
             let (prefill, decode) = (start("prefill"), start("decode"));
             let transfer = begin(&prefill, &decode, 64);
@@ -149,7 +153,7 @@ fn a_peer_that_leaves_lets_the_other_have_its_blocks_back() {
             let failed = stays.event();
             assert!(
                 matches!(failed, Event::SendFailed { .. } | Event::ReceiveFailed { .. }),
-                "{carrier}: {failed:?}"
+                "{kind}: {failed:?}"
             );
             stays.assert_free();
         }
@@ -159,24 +163,24 @@ fn a_peer_that_leaves_lets_the_other_have_its_blocks_back() {
 #[test]
 fn the_setting_and_the_other_node_decide_what_carries() {
     let with = |choice| {
-        let carriers = Carriers { choice, ..Carriers::default() };
-        Node::start_reaching("a node", Reach::default(), carriers)
+        let transport = TransportConfig { choice, ..TransportConfig::default() };
+        Node::start_reaching("a node", Reach::default(), transport)
     };
-    let [tcp, ipc, nccl] = Carrier::ALL.map(Choice::Only);
-    for (one, other, carrier) in [
-        (with(Choice::Auto), with(ipc), "ipc"),
-        (with(Choice::Auto), with(nccl), "nccl"),
-        (with(Choice::Auto), with(Choice::Auto), "ipc"),
+    let [tcp, ipc, nccl] = TransferKind::ALL.map(TransportChoice::Only);
+    for (one, other, kind) in [
+        (with(TransportChoice::Auto), with(ipc), "ipc"),
+        (with(TransportChoice::Auto), with(nccl), "nccl"),
+        (with(TransportChoice::Auto), with(TransportChoice::Auto), "ipc"),
         (with(nccl), with(ipc), "tcp"),
-        (with(tcp), with(Choice::Auto), "tcp"),
+        (with(tcp), with(TransportChoice::Auto), "tcp"),
         (with(ipc), with(tcp), "tcp"),
         (with(ipc), Node::start("on a CPU"), "tcp"),
-        (Node::start_remote("elsewhere"), with(Choice::Auto), "tcp"),
+        (Node::start_remote("elsewhere"), with(TransportChoice::Auto), "tcp"),
     ] {
         travel(&one, &other, &blocks(0..20), &blocks(100..120));
         travel(&other, &one, &blocks(0..20), &blocks(100..120));
         for node in [&one, &other] {
-            assert_eq!(path(node), carrier);
+            assert_eq!(path(node), kind);
             assert_eq!(node.transfers.metrics().fallbacks.len(), 0);
         }
     }
@@ -184,22 +188,22 @@ fn the_setting_and_the_other_node_decide_what_carries() {
 
 #[test]
 fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
-    for carrier in LOCAL {
+    for kind in LOCAL {
         let no = Some("no peer access");
         let reach = Reach { refused: no, apart: no, ..Reach::default() };
-        let apart = Node::start_reaching("apart", reach, only(carrier, false));
-        let near = Node::start_reaching("near", Reach::default(), only(carrier, false));
+        let apart = Node::start_reaching("apart", reach, only(kind, false));
+        let near = Node::start_reaching("near", Reach::default(), only(kind, false));
         travel(&near, &apart, &blocks(0..20), &blocks(100..120));
         travel(&near, &apart, &blocks(0..20), &blocks(100..120));
         for node in [&near, &apart] {
             let metrics = node.transfers.metrics();
-            assert_eq!(metrics.fallbacks.into_iter().collect::<Vec<_>>(), [(carrier.name(), 1)]);
+            assert_eq!(metrics.fallbacks.into_iter().collect::<Vec<_>>(), [(kind.name(), 1)]);
             assert_eq!(path(node), "tcp");
             node.assert_free();
         }
         // The other way it can.
         travel(&apart, &near, &blocks(0..20), &blocks(100..120));
-        assert_eq!(apart.transfers.metrics().fallbacks[carrier.name()], 1);
+        assert_eq!(apart.transfers.metrics().fallbacks[kind.name()], 1);
     }
 }
 
@@ -209,21 +213,21 @@ fn where_one_carrier_fails_the_next_that_both_offer_is_tried_before_tcp() {
     let refusing = Reach { refused: no, ..Reach::default() };
     let apart = Reach { apart: no, ..Reach::default() };
     let neither = Reach { refused: no, apart: no, ..Reach::default() };
-    for (choice, reach, failed, carrier) in [
-        (Choice::Auto, refusing.clone(), vec!["ipc"], "nccl"),
-        // Whoever has excluded a carrier does not use it, whatever the other would do.
-        (Choice::Only(Carrier::Nccl), apart, vec!["nccl"], "tcp"),
-        (Choice::Only(Carrier::Ipc), refusing, vec!["ipc"], "tcp"),
-        (Choice::Auto, neither, vec!["ipc", "nccl"], "tcp"),
+    for (choice, reach, failed, kind) in [
+        (TransportChoice::Auto, refusing.clone(), vec!["ipc"], "nccl"),
+        // Whoever has excluded a transport does not use it, whatever the other would do.
+        (TransportChoice::Only(TransferKind::Nccl), apart, vec!["nccl"], "tcp"),
+        (TransportChoice::Only(TransferKind::Ipc), refusing, vec!["ipc"], "tcp"),
+        (TransportChoice::Auto, neither, vec!["ipc", "nccl"], "tcp"),
     ] {
-        let prefill = Node::start_reaching("prefill", Reach::default(), Carriers::default());
-        let carriers = Carriers { choice, ..Carriers::default() };
-        let decode = Node::start_reaching("decode", reach, carriers);
+        let prefill = Node::start_reaching("prefill", Reach::default(), TransportConfig::default());
+        let transport = TransportConfig { choice, ..TransportConfig::default() };
+        let decode = Node::start_reaching("decode", reach, transport);
         travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
         for node in [&prefill, &decode] {
             let fallbacks = node.transfers.metrics().fallbacks;
-            assert_eq!(fallbacks.keys().copied().collect::<Vec<_>>(), failed, "{carrier}");
-            assert_eq!(path(node), carrier);
+            assert_eq!(fallbacks.keys().copied().collect::<Vec<_>>(), failed, "{kind}");
+            assert_eq!(path(node), kind);
         }
     }
 }
@@ -236,9 +240,9 @@ fn a_carrier_that_one_node_cannot_use_at_all_is_no_fallback() {
         Reach { channelless: true, ..Reach::default() },
     ];
     for reach in without {
-        let prefill = Node::start_reaching("prefill", reach, Carriers::default());
+        let prefill = Node::start_reaching("prefill", reach, TransportConfig::default());
         let refusing = Reach { refused: Some("not here"), ..Reach::default() };
-        let decode = Node::start_reaching("decode", refusing, Carriers::default());
+        let decode = Node::start_reaching("decode", refusing, TransportConfig::default());
         travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
         for node in [&prefill, &decode] {
             let fallbacks = node.transfers.metrics().fallbacks;
@@ -248,16 +252,16 @@ fn a_carrier_that_one_node_cannot_use_at_all_is_no_fallback() {
     }
 }
 
-/// Who leaves or is closed while the two join has not found out that the carrier fails.
+/// Who leaves or is closed while the two join has not found out that the transport fails.
 #[test]
 fn a_peer_that_leaves_in_a_join_is_lost_and_counts_as_no_fallback() {
     for sender_leaves in [true, false] {
         let absent = Reach { hangs: true, ..Reach::default() };
         let reach = Reach::default();
-        let prefill = Node::start_reaching("prefill", absent, only(Carrier::Nccl, false));
-        let decode = Node::start_reaching("decode", reach.clone(), only(Carrier::Nccl, false));
+        let prefill = Node::start_reaching("prefill", absent, only(TransferKind::Nccl, false));
+        let decode = Node::start_reaching("decode", reach.clone(), only(TransferKind::Nccl, false));
         let peer = decode.address.clone();
-        prefill.transfers.command(Command::Meet { peer, sends: true, meeting: None }).unwrap();
+        prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
         until("the receiver waits for the sender", || reach.joining.load(Ordering::Acquire) == 1);
         let (leaves, stays) = if sender_leaves { (&prefill, &decode) } else { (&decode, &prefill) };
         leaves.transfers.shutdown().unwrap();
@@ -274,8 +278,8 @@ fn a_peer_that_leaves_in_a_join_is_lost_and_counts_as_no_fallback() {
 fn whoever_waits_in_a_join_hears_that_the_other_end_has_given_up() {
     let failing = || Reach { fails: Some("out of memory"), ..Reach::default() };
     for (sender, receiver) in [(failing(), Reach::default()), (Reach::default(), failing())] {
-        let prefill = Node::start_reaching("prefill", sender, only(Carrier::Nccl, false));
-        let decode = Node::start_reaching("decode", receiver, only(Carrier::Nccl, false));
+        let prefill = Node::start_reaching("prefill", sender, only(TransferKind::Nccl, false));
+        let decode = Node::start_reaching("decode", receiver, only(TransferKind::Nccl, false));
         // A receiver that waited on would keep the next connection out for a lease, and lose the pair.
         travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
         assert_eq!((path(&prefill).as_str(), path(&decode).as_str()), ("tcp", "tcp"));
@@ -286,22 +290,22 @@ fn whoever_waits_in_a_join_hears_that_the_other_end_has_given_up() {
 
 /// Tells the node of a peer; what is returned has owners until the two have met.
 fn meet(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
-    let meeting = Arc::new(());
-    let held = Arc::downgrade(&meeting);
-    let meeting: Meeting = meeting;
-    node.transfers.command(Command::Meet { peer, sends, meeting: Some(meeting) }).unwrap();
+    let guard = Arc::new(());
+    let held = Arc::downgrade(&guard);
+    let guard: ConnectGuard = guard;
+    node.transfers.command(Command::Connect { peer, sends, guard: Some(guard) }).unwrap();
     held
 }
 
 /// What GPUs need for a pair is made before the first transfer, and is there for it when the two have met.
 #[test]
 fn nodes_that_meet_have_their_connection_before_the_first_transfer() {
-    for carrier in LOCAL {
+    for kind in LOCAL {
         // On a busy machine they may be given up before they have met.
         let met_in_time = (0..TRIES).any(|_| {
             let reach = Reach::default();
-            let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
-            let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
+            let prefill = Node::start_reaching("prefill", Reach::default(), only(kind, false));
+            let decode = Node::start_reaching("decode", reach.clone(), only(kind, false));
             let start = Instant::now();
             let held = [
                 meet(&prefill, decode.address.clone(), true),
@@ -314,7 +318,7 @@ fn nodes_that_meet_have_their_connection_before_the_first_transfer() {
             assert!(in_time || took >= UNANSWERED_MIN, "over after {took:?}, and no connection");
             until("the receiver has reached the sender", || reached() == 1);
             travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
-            assert_eq!((path(&decode).as_str(), reached()), (carrier.name(), 1));
+            assert_eq!((path(&decode).as_str(), reached()), (kind.name(), 1));
             // Once more: nothing is to be made.
             let held = meet(&prefill, decode.address.clone(), true);
             until("they have met", || held.strong_count() == 0);
@@ -336,28 +340,28 @@ fn whoever_waits_for_a_meeting_hears_soon_that_there_will_be_none() {
     };
     // A listener that takes connections and says nothing.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let notice_endpoint = format!("tcp://{}", silent.local_addr().unwrap());
+    let control_endpoint = format!("tcp://{}", silent.local_addr().unwrap());
     let prefill = reaching("prefill");
     let meets_nobody = || {
         let (node_id, epoch) = ("silent".to_owned(), Epoch(fresh()));
-        let peer = PeerAddress { node_id, epoch, notice_endpoint: notice_endpoint.clone() };
+        let peer = PeerAddress { node_id, epoch, control_endpoint: control_endpoint.clone() };
         let start = Instant::now();
         let held = meet(&prefill, peer, true);
         until("the silent one is given up", || held.strong_count() == 0);
         start.elapsed()
     };
-    assert!(is_over_before(MEETING_MAX, &meets_nobody), "nothing is hoped for so long");
+    assert!(is_over_before(CONNECT_TIMEOUT, &meets_nobody), "nothing is hoped for so long");
 
     let joins_in_vain = || {
         let (hangs, other) = (Reach { hangs: true, ..Reach::default() }, Reach::default());
-        let prefill = Node::start_reaching("prefill", hangs, only(Carrier::Nccl, false));
-        let decode = Node::start_reaching("decode", other, only(Carrier::Nccl, false));
+        let prefill = Node::start_reaching("prefill", hangs, only(TransferKind::Nccl, false));
+        let decode = Node::start_reaching("decode", other, only(TransferKind::Nccl, false));
         let start = Instant::now();
         let held = meet(&prefill, decode.address.clone(), true);
         until("the one that hangs is given up", || held.strong_count() == 0);
         start.elapsed()
     };
-    assert!(is_over_before(2 * MEETING_MAX, &joins_in_vain), "a join may take longer");
+    assert!(is_over_before(2 * CONNECT_TIMEOUT, &joins_in_vain), "a join may take longer");
 
     // By tcp alone there is nothing to wait for.
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
@@ -369,8 +373,8 @@ fn whoever_waits_for_a_meeting_hears_soon_that_there_will_be_none() {
 fn where_there_is_nothing_to_make_in_advance_meeting_makes_no_pair() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let peer = decode.address.clone();
-    prefill.transfers.command(Command::Meet { peer, sends: true, meeting: None }).unwrap();
-    // Commands are taken in order: when the transfer is over, the meeting has long been.
+    prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
+    // Commands are taken in order: when the transfer is over, the guard has long been.
     let third = Node::start("third");
     travel(&prefill, &third, &blocks(0..20), &blocks(100..120));
     assert_eq!(prefill.transfers.metrics().peers.len(), 1);
@@ -382,7 +386,7 @@ fn few_pairs_are_made_in_advance() {
     let others: Vec<Node> = (0..6).map(|_| reaching("decode")).collect();
     for other in &others {
         let peer = other.address.clone();
-        prefill.transfers.command(Command::Meet { peer, sends: true, meeting: None }).unwrap();
+        prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
     }
     // With one that was met and with the last, which was not.
     for other in [&others[0], &others[5]] {
@@ -391,12 +395,12 @@ fn few_pairs_are_made_in_advance() {
     assert_eq!(prefill.transfers.metrics().peers.len(), 5);
 }
 
-/// False when the machine was so slow that the carriers may have given up by themselves.
-fn blocks_stay_borrowed(carrier: Carrier, decode_aborts: bool) -> bool {
+/// False when the machine was so slow that the transports may have given up by themselves.
+fn blocks_stay_borrowed(kind: TransferKind, decode_aborts: bool) -> bool {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
-    let prefill = Node::start_reaching("prefill", Reach::default(), only(carrier, false));
-    let decode = Node::start_reaching("decode", reach.clone(), only(carrier, false));
+    let prefill = Node::start_reaching("prefill", Reach::default(), only(kind, false));
+    let decode = Node::start_reaching("decode", reach.clone(), only(kind, false));
     // One chunk.
     let transfer = begin(&prefill, &decode, 8);
     let begun = Instant::now();
@@ -426,9 +430,9 @@ fn blocks_stay_borrowed(carrier: Carrier, decode_aborts: bool) -> bool {
 
 #[test]
 fn blocks_stay_borrowed_while_a_copy_is_under_way() {
-    for (carrier, decode_aborts) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
-        let seen = (0..TRIES).any(|_| blocks_stay_borrowed(carrier, decode_aborts));
-        assert!(seen, "{carrier}: no try was quick enough to see anything");
+    for (kind, decode_aborts) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
+        let seen = (0..TRIES).any(|_| blocks_stay_borrowed(kind, decode_aborts));
+        assert!(seen, "{kind}: no try was quick enough to see anything");
     }
 }
 
@@ -437,7 +441,7 @@ fn the_other_pair_goes_first() -> bool {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let prefill = reaching("prefill");
-    let stuck = Node::start_reaching("stuck", reach.clone(), Carriers::default());
+    let stuck = Node::start_reaching("stuck", reach.clone(), TransportConfig::default());
     let other = reaching("other");
     let transfer = begin(&prefill, &stuck, 8);
     prefill.written(transfer, 0, &blocks(0..8));
@@ -487,8 +491,8 @@ fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() 
 #[test]
 fn an_operation_without_its_other_half_is_ended_with_its_channel() {
     let reach = Reach::default();
-    let prefill = Node::start_reaching("prefill", reach.clone(), only(Carrier::Nccl, false));
-    let decode = Node::start_reaching("decode", Reach::default(), only(Carrier::Nccl, false));
+    let prefill = Node::start_reaching("prefill", reach.clone(), only(TransferKind::Nccl, false));
+    let decode = Node::start_reaching("decode", Reach::default(), only(TransferKind::Nccl, false));
     travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
     reach.open.store(false, Ordering::Release);
     let transfer = begin(&prefill, &decode, 8);
@@ -510,8 +514,8 @@ fn no_more_operations_of_a_pair_are_under_way_than_are_meant_to_be() {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let hasty = Reach { hasty: true, ..Reach::default() };
-    let prefill = Node::start_reaching("prefill", hasty, only(Carrier::Nccl, false));
-    let decode = Node::start_reaching("decode", reach.clone(), only(Carrier::Nccl, false));
+    let prefill = Node::start_reaching("prefill", hasty, only(TransferKind::Nccl, false));
+    let decode = Node::start_reaching("decode", reach.clone(), only(TransferKind::Nccl, false));
     // Twelve chunks.
     let transfer = begin(&prefill, &decode, 96);
     prefill.written(transfer, 0, &blocks(0..96));
@@ -526,11 +530,11 @@ fn no_more_operations_of_a_pair_are_under_way_than_are_meant_to_be() {
 
 #[test]
 fn damage_on_the_way_is_found_where_hashes_are_asked_for_by_either() {
-    for (carrier, receiver_asks) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
-        let carriers = |verify| only(carrier, verify);
+    for (kind, receiver_asks) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
+        let transport = |verify| only(kind, verify);
         let damaging = Reach { damages: true, ..Reach::default() };
-        let prefill = Node::start_reaching("prefill", Reach::default(), carriers(!receiver_asks));
-        let decode = Node::start_reaching("decode", damaging, carriers(receiver_asks));
+        let prefill = Node::start_reaching("prefill", Reach::default(), transport(!receiver_asks));
+        let decode = Node::start_reaching("decode", damaging, transport(receiver_asks));
         let transfer = begin(&prefill, &decode, 8);
         prefill.written(transfer, 0, &blocks(0..8));
         prefill.finish(transfer);

@@ -9,7 +9,7 @@ use std::{
 use kernels::KvArena;
 use kv_transfer::{
     Overloaded, StartError, TransferConfig, Transfers,
-    api::{Command, Epoch, Event, Figures, PeerAddress, TransferFailure, TransferId},
+    api::{Command, Epoch, Event, PeerAddress, TransferFailure, TransferId, TransferStats},
     config::LEASE,
 };
 
@@ -42,16 +42,16 @@ fn blocks_arrive_as_they_were_written_in_several_chunks() {
         prefill.written(transfer, first, part);
     }
     prefill.finish(transfer);
-    let Event::Arrived { first_index, token, figures, .. } = decode.event() else {
+    let Event::Arrived { first_index, token, stats, .. } = decode.event() else {
         panic!("it arrives");
     };
     assert_eq!((first_index, token.id), (3, 42));
     // By eights, whatever is written at a time.
     let bytes = 40 * layout().block_bytes() as u64;
-    assert_eq!(figures, Figures { bytes, chunks: 5, elapsed: figures.elapsed });
-    assert!(figures.elapsed > Duration::ZERO && figures.elapsed < PATIENCE);
+    assert_eq!(stats, TransferStats { bytes, chunks: 5, elapsed: stats.elapsed });
+    assert!(stats.elapsed > Duration::ZERO && stats.elapsed < PATIENCE);
     decode.assert_holds(transfer, 3, &to);
-    assert!(matches!(prefill.event(), Event::Delivered { figures, .. } if figures.bytes == bytes));
+    assert!(matches!(prefill.event(), Event::Delivered { stats, .. } if stats.bytes == bytes));
     for node in [&prefill, &decode] {
         node.assert_free();
         node.transfers.shutdown().unwrap();
@@ -213,7 +213,7 @@ fn another_secret_is_turned_away_at_the_door() {
     let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
     // Turned away, and not given up by a lease that ends.
     assert!(failure.to_string().contains("another cluster secret"), "{failure}");
-    assert!(prefill.transfers.metrics().notices_refused["door"] > 0);
+    assert!(prefill.transfers.metrics().control_refused["door"] > 0);
     decode.assert_free();
 }
 
@@ -279,35 +279,35 @@ fn an_endpoint_that_is_none_fails_its_transfer_at_once() {
     let nowhere = PeerAddress {
         node_id: "nowhere".to_owned(),
         epoch: Epoch(fresh()),
-        notice_endpoint: "carrier pigeon".to_owned(),
+        control_endpoint: "kind pigeon".to_owned(),
     };
     decode.receive_from(TransferId(fresh()), nowhere, 0, &blocks(0..4));
     let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
     // Named, and not given up by a lease that ends.
-    assert!(failure.to_string().contains("carrier pigeon"), "{failure}");
+    assert!(failure.to_string().contains("kind pigeon"), "{failure}");
 }
 
 #[test]
 fn a_port_in_use_is_named_and_nothing_is_left_behind() {
     let node = Node::start("node");
     let bound = |endpoint: &str| endpoint.strip_prefix("tcp://").unwrap().parse().unwrap();
-    let taken: SocketAddr = bound(node.transfers.notice_endpoint());
+    let taken: SocketAddr = bound(node.transfers.control_endpoint());
     let (mut config, free) = (config("other", SECRET, identity()), {
         let other = Node::start("free");
         let port: SocketAddr = bound(other.transfers.data_endpoint());
         other.transfers.shutdown().unwrap();
         port
     });
-    config.notice_bind = taken;
+    config.control_bind = taken;
     config.data_bind = free;
     let start = |config: &TransferConfig| {
         Transfers::start(config.clone(), Arc::clone(&node.arena), |_| {}).err()
     };
-    let error = start(&config).expect("the notice port is taken");
-    assert!(matches!(error, StartError::NoticeBind { address, .. } if address == taken));
+    let error = start(&config).expect("the message port is taken");
+    assert!(matches!(error, StartError::ControlBind { address, .. } if address == taken));
     assert!(error.to_string().contains(&taken.to_string()), "{error}");
     // The data port, which was bound before, is free again.
-    config.notice_bind = "127.0.0.1:0".parse().unwrap();
+    config.control_bind = "127.0.0.1:0".parse().unwrap();
     assert!(start(&config).is_none());
     config.data_bind = bound(node.transfers.data_endpoint());
     let error = start(&config).expect("the data port is taken");
@@ -330,7 +330,7 @@ fn events_wait_for_their_node_and_commands_for_its_events() {
     let peer = PeerAddress {
         node_id: "nowhere".to_owned(),
         epoch: Epoch(fresh()),
-        notice_endpoint: "nowhere".to_owned(),
+        control_endpoint: "nowhere".to_owned(),
     };
     let expect = |transfer| {
         transfers.command(Command::Expect {
@@ -383,7 +383,7 @@ fn figures_are_there_while_the_driver_is_held_up() {
     let peer = PeerAddress {
         node_id: "nowhere".to_owned(),
         epoch: Epoch(fresh()),
-        notice_endpoint: "nowhere".to_owned(),
+        control_endpoint: "nowhere".to_owned(),
     };
     let reader = transfers.metrics_reader();
     assert_eq!(reader.read().unwrap().send_failed, 0);
@@ -397,12 +397,12 @@ fn figures_are_there_while_the_driver_is_held_up() {
     transfers.command(expect).unwrap();
     in_sink.recv_timeout(PATIENCE).expect("the transfer fails");
     // The driver sits in the sink with the event, and what the event tells is counted.
-    let figures = reader.read().expect("the transfers live");
-    assert_eq!((figures.send_failed, figures.transfers_active), (1, 0));
-    assert_eq!(transfers.metrics(), figures);
+    let stats = reader.read().expect("the transfers live");
+    assert_eq!((stats.send_failed, stats.transfers_active), (1, 0));
+    assert_eq!(transfers.metrics(), stats);
     drop(release);
     transfers.shutdown().unwrap();
-    assert_eq!(reader.read().map(|figures| figures.send_failed), Some(1), "the last ones stay");
+    assert_eq!(reader.read().map(|stats| stats.send_failed), Some(1), "the last ones stay");
     drop(transfers);
     assert_eq!(reader.read(), None);
 }

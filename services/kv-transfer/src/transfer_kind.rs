@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// What carries the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Carrier {
+pub enum TransferKind {
     /// Through host memory and a socket.
     Tcp,
     /// The receiver's copy engines pull out of the sender's GPU memory, on one host.
@@ -19,7 +19,7 @@ pub enum Carrier {
     Nccl,
 }
 
-impl Carrier {
+impl TransferKind {
     pub const ALL: [Self; 3] = [Self::Tcp, Self::Ipc, Self::Nccl];
 
     pub fn name(self) -> &'static str {
@@ -46,41 +46,41 @@ impl Carrier {
     /// What was listed so.
     pub fn offered(offer: &str) -> Option<Self> {
         let name = offer.split('@').next().unwrap_or(offer);
-        Self::ALL.into_iter().find(|carrier| carrier.name() == name)
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 }
 
-impl fmt::Display for Carrier {
+impl fmt::Display for TransferKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-/// Which carriers a node offers.
+/// Which transports a node offers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Choice {
+pub enum TransportChoice {
     /// The fastest that both nodes of a pair can do.
     #[default]
     Auto,
     /// This one, and `tcp` with nodes that cannot.
-    Only(Carrier),
+    Only(TransferKind),
 }
 
 /// Those within one host, best first: copies go before kernels, which take multiprocessors from the
 /// forwards of both nodes.
-const LOCAL: [Carrier; 2] = [Carrier::Ipc, Carrier::Nccl];
+const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 /// What a greeting lists, best first, out of what a node can do beside `tcp`.
-pub fn offers(choice: Choice, can: &[Carrier], host: Option<&str>) -> Vec<String> {
-    let wanted = |carrier: &Carrier| match choice {
-        Choice::Auto => true,
-        Choice::Only(only) => *carrier == only,
+pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>) -> Vec<String> {
+    let wanted = |kind: &TransferKind| match choice {
+        TransportChoice::Auto => true,
+        TransportChoice::Only(only) => *kind == only,
     };
     let local = |host| {
-        let offered = LOCAL.into_iter().filter(|carrier| can.contains(carrier));
-        offered.filter(wanted).map(move |carrier| carrier.offer(host))
+        let offered = LOCAL.into_iter().filter(|kind| can.contains(kind));
+        offered.filter(wanted).map(move |kind| kind.offer(host))
     };
-    host.into_iter().flat_map(local).chain([Carrier::Tcp.offer("")]).collect()
+    host.into_iter().flat_map(local).chain([TransferKind::Tcp.offer("")]).collect()
 }
 
 /// A name for the running system that is the same in all its containers, and for no other; `None`
@@ -96,25 +96,25 @@ mod tests {
 
     #[test]
     fn what_is_offered_follows_the_setting_and_what_can_be_done() {
-        let (tcp, ipc, nccl) = (Carrier::Tcp, Carrier::Ipc, Carrier::Nccl);
-        let offered = |choice, can: &[Carrier], host| offers(choice, can, host).join(" ");
+        let (tcp, ipc, nccl) = (TransferKind::Tcp, TransferKind::Ipc, TransferKind::Nccl);
+        let offered = |choice, can: &[TransferKind], host| offers(choice, can, host).join(" ");
         let here = Some("here");
-        assert_eq!(offered(Choice::Auto, &[nccl, ipc], here), "ipc@here nccl@here tcp");
-        assert_eq!(offered(Choice::Auto, &[], here), "tcp");
-        assert_eq!(offered(Choice::Auto, &[ipc], None), "tcp", "no host to compare");
-        assert_eq!(offered(Choice::Only(tcp), &[ipc, nccl], here), "tcp");
-        assert_eq!(offered(Choice::Only(ipc), &[ipc, nccl], here), "ipc@here tcp");
-        assert_eq!(offered(Choice::Only(nccl), &[ipc, nccl], here), "nccl@here tcp");
-        assert_eq!(offered(Choice::Only(nccl), &[ipc], here), "tcp");
+        assert_eq!(offered(TransportChoice::Auto, &[nccl, ipc], here), "ipc@here nccl@here tcp");
+        assert_eq!(offered(TransportChoice::Auto, &[], here), "tcp");
+        assert_eq!(offered(TransportChoice::Auto, &[ipc], None), "tcp", "no host to compare");
+        assert_eq!(offered(TransportChoice::Only(tcp), &[ipc, nccl], here), "tcp");
+        assert_eq!(offered(TransportChoice::Only(ipc), &[ipc, nccl], here), "ipc@here tcp");
+        assert_eq!(offered(TransportChoice::Only(nccl), &[ipc, nccl], here), "nccl@here tcp");
+        assert_eq!(offered(TransportChoice::Only(nccl), &[ipc], here), "tcp");
     }
 
     #[test]
     fn an_offer_names_its_carrier_with_and_without_a_host() {
-        for carrier in Carrier::ALL {
-            assert_eq!(Carrier::offered(&carrier.offer("here")), Some(carrier));
+        for kind in TransferKind::ALL {
+            assert_eq!(TransferKind::offered(&kind.offer("here")), Some(kind));
         }
-        assert_eq!(Carrier::offered("pigeon@here"), None);
-        assert_eq!(Carrier::offered(""), None);
+        assert_eq!(TransferKind::offered("pigeon@here"), None);
+        assert_eq!(TransferKind::offered(""), None);
     }
 
     #[test]

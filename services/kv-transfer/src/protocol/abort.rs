@@ -12,7 +12,7 @@ use super::{Action, Peer, Turn, retry::Retry, tombstone::Tombstone};
 use crate::{
     api::{Event, TransferFailure, TransferId},
     config::LEASE,
-    notice::{AbortCause, Body},
+    control::{AbortCause, Body},
 };
 
 /// What the peer hears of the end.
@@ -29,7 +29,7 @@ pub enum Tell {
 }
 
 #[derive(Debug)]
-pub struct Ending {
+pub struct Aborting {
     transfer: TransferId,
     peer: Peer,
     traceparent: String,
@@ -44,7 +44,7 @@ pub struct Ending {
     abort: Option<(Retry, Instant)>,
 }
 
-impl Ending {
+impl Aborting {
     /// `event` tells the node of `failure`, if it is to be told; `cancel` is the action that makes
     /// the transport let go, where it has something.
     pub fn begin(
@@ -57,7 +57,7 @@ impl Ending {
         cancel: Option<Action>,
         tell: Tell,
     ) -> Self {
-        let mut ending = Self {
+        let mut aborting = Self {
             transfer,
             peer,
             traceparent,
@@ -70,10 +70,10 @@ impl Ending {
         };
         turn.actions.extend(cancel);
         if matches!(tell, Tell::Abort | Tell::AbortOnce) {
-            ending.send_abort(turn);
+            aborting.send_abort(turn);
         }
-        ending.emit_if_released(turn);
-        ending
+        aborting.emit_if_released(turn);
+        aborting
     }
 
     pub fn cause(&self) -> AbortCause {
@@ -120,7 +120,7 @@ impl Ending {
         if turn.now >= *until {
             self.abort = None;
         } else if retry.is_due(turn.now) {
-            turn.counters.notices_resent += 1;
+            turn.counters.control_resent += 1;
             self.send_abort(turn);
         }
     }

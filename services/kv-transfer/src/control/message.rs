@@ -1,10 +1,10 @@
-//! Notices as the protocol sees them: every field checked, no byte strings.
+//! Control messages as the protocol sees them: every field checked, no byte strings.
 
 use kernels::{BlockId, sampling::SampledToken};
 
 use crate::api::{Epoch, Identity, TransferId};
 
-/// The process that sealed a notice.
+/// The process that signed a control message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
     pub node_id: String,
@@ -12,14 +12,14 @@ pub struct Source {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct Notice {
+pub struct ControlMessage {
     /// W3C trace context, on messages that start or end work; else empty.
     pub traceparent: String,
     pub body: Body,
 }
 
-impl Notice {
-    /// A notice that belongs to no trace.
+impl ControlMessage {
+    /// A control message that belongs to no trace.
     pub fn untraced(body: Body) -> Self {
         Self { traceparent: String::new(), body }
     }
@@ -90,7 +90,7 @@ pub enum AbortCause {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub identity: Identity,
-    pub notice_endpoint: String,
+    pub control_endpoint: String,
     pub data_endpoint: String,
     /// Best first.
     pub transports: Vec<String>,

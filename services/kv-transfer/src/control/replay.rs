@@ -7,7 +7,7 @@ use crate::api::Epoch;
 const WORD_BITS: u64 = 64;
 const WORDS: usize = 16;
 
-/// How far behind the newest a notice may arrive. One connection keeps order; this is for the two
+/// How far behind the newest a control message may arrive. One connection keeps order; this is for the two
 /// that overlap when a pair is made anew.
 const WINDOW: u64 = WORD_BITS * WORDS as u64;
 

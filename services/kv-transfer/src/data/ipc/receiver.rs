@@ -23,8 +23,8 @@ use super::super::{
 };
 use crate::{
     api::{Epoch, TransferId},
-    carrier::Carrier,
     config::LEASE,
+    transfer_kind::TransferKind,
 };
 
 /// Copies that wait for their end to be seen, beside the one that is looked at.
@@ -68,13 +68,13 @@ pub(in crate::data) fn pull_chunks(
         Ok(memory) => memory,
         Err(reason) => {
             tracing::warn!(%peer, reason, "KV does not come from this peer by ipc");
-            shared.counters.fell_back(Carrier::Ipc);
+            shared.counters.fell_back(TransferKind::Ipc);
             Message::Refused { reason }.write(stream)?;
             return Ok(Ended::Refused);
         }
     };
     Message::Ready { verify: shared.verify }.write(stream)?;
-    shared.counters.takes(peer, Carrier::Ipc);
+    shared.counters.takes(peer, TransferKind::Ipc);
     let (flights, under_way) = bounded(PULLS_WAITING_MAX);
     let mut answers = stream.try_clone()?;
     thread::scope(|scope| {
