@@ -1,7 +1,9 @@
-//! A JSON request body as named fields, each read with its type and limits.
+//! A JSON request body as named fields, each parsed with its type and limits.
 //!
-//! The body is walked once, which finds every error of syntax; each field keeps its own text until
-//! it is asked for, so that a refusal can show what was sent. Unknown fields are never looked at.
+//! One pass over the body finds every syntax error. Each field keeps its JSON text until a reader asks
+//! for the field, so that an error shows the value as the client sent it. Unknown fields are ignored.
+//! Derived structs (serde with `serde_path_to_error`) would lose this: serde reports a type but neither
+//! the value as sent nor the allowed range, and a flattened struct cannot borrow the JSON text.
 
 use std::{borrow::Cow, collections::HashMap, fmt, ops::RangeInclusive};
 

@@ -12,6 +12,7 @@ use axum::{
 };
 use bytes::Bytes;
 use http::{HeaderValue, Method, StatusCode, Uri, header};
+use schemars::JsonSchema;
 use serde::Serialize;
 use telemetry::Metrics;
 
@@ -108,22 +109,23 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
     }
 }
 
-/// Whether requests can be served, and by what.
-#[derive(Serialize)]
-struct Health<'a> {
+/// Readiness of the router and its nodes.
+#[derive(Serialize, JsonSchema)]
+pub struct Health<'a> {
+    #[schemars(extend("enum" = ["ready", "no decode node", "nodes meet", "stopping"]))]
     status: &'static str,
-    /// Served, but not as it should be: some model has no node of one of the roles.
+    /// Some model has no prefill node or no decode node.
     degraded: bool,
     /// The default model.
     model: &'a str,
     models: Vec<ModelHealth<'a>>,
-    /// Of all models.
+    /// Prefill nodes of all models.
     prefill_nodes: usize,
     decode_nodes: usize,
     requests_in_work: u32,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ModelHealth<'a> {
     name: &'a str,
     prefill_nodes: usize,

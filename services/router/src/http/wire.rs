@@ -1,12 +1,17 @@
-//! Bodies of answers as OpenAI has them, with vLLM's additions (`token_ids`, `prompt_token_ids`,
-//! `stop_reason`) and Baton's own `baton` figures where they were asked for.
+//! Response bodies of OpenAI's API, with vLLM's additions (`token_ids`, `prompt_token_ids`, `stop_reason`)
+//! and Baton's own `baton` statistics on request.
+//!
+//! `/openapi.json` describes the types of this file: doc comments become descriptions there.
 
+use std::collections::HashMap;
+
+use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
 /// What a token without a finite log-probability has: JSON knows no infinity.
 const LOGPROB_MIN: f32 = -9999.0;
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct Completion<'a, C> {
     pub id: &'a str,
     pub object: &'static str,
@@ -14,17 +19,17 @@ pub struct Completion<'a, C> {
     pub model: &'a str,
     pub system_fingerprint: &'a str,
     pub choices: Vec<C>,
-    /// `Some(None)` is `null`: a chunk of a stream whose last chunk will have it.
+    /// `null` in a stream whose last chunk has the usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
-    /// Of a chat; of a completion each choice has its own.
+    /// Token ids of a chat's prompt; each choice of a completion has its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub baton: Option<HandOver>,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Usage {
     pub prompt_tokens: u64,
     pub completion_tokens: u64,
@@ -32,65 +37,72 @@ pub struct Usage {
     pub prompt_tokens_details: PromptTokensDetails,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct PromptTokensDetails {
-    /// Prompt tokens that were in a prefix cache.
+    /// Prompt tokens found in a prefix cache.
     pub cached_tokens: u64,
 }
 
-/// How an answer came about, for people who measure.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+/// Statistics of the hand-over from the prefill node to the decode node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct HandOver {
-    /// KV that crossed from prefill to decode nodes.
+    /// KV bytes transferred from prefill nodes to decode nodes.
     pub kv_bytes: u64,
-    /// Of the last transfer: from the reservation to the KV being visible.
+    /// Duration of the last transfer, from the reservation to the KV's arrival, in µs.
     pub transfer_us: u64,
     pub attempts: u32,
-    /// Of the last attempt; absent when the decode node read the prompt itself.
+    /// Prefill node of the last attempt; `null` when the decode node prefilled the prompt itself.
     pub prefill_node: Option<String>,
     pub decode_node: Option<String>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct ChatChoice {
     pub index: u32,
     pub message: ChatMessage,
     pub logprobs: Option<ChatLogprobs>,
+    #[schemars(extend("enum" = ["stop", "length", "tool_calls"]))]
     pub finish_reason: &'static str,
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct ChatMessage {
+    #[schemars(extend("const" = "assistant"))]
     pub role: &'static str,
-    /// Absent content is `null`: the answer is calls alone.
+    /// `null` when the answer consists of tool calls only.
     pub content: Option<String>,
+    #[schemars(with = "()")]
     pub refusal: Option<()>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(min = 1))]
     pub tool_calls: Vec<ToolCallWhole>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct ToolCallWhole {
     pub id: String,
+    #[schemars(extend("const" = "function"))]
     pub r#type: &'static str,
     pub function: FunctionCall,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct FunctionCall {
     pub name: String,
-    /// JSON as text.
+    /// A JSON object as text.
+    #[schemars(extend("contentMediaType" = "application/json"))]
     pub arguments: String,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct ChatChunkChoice {
     pub index: u32,
     pub delta: ChatDelta,
     pub logprobs: Option<ChatLogprobs>,
+    #[schemars(extend("enum" = ["stop", "length", "tool_calls", null]))]
     pub finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
@@ -98,9 +110,10 @@ pub struct ChatChunkChoice {
     pub token_ids: Option<Vec<u32>>,
 }
 
-#[derive(Default, Serialize)]
+#[derive(Default, Serialize, JsonSchema)]
 pub struct ChatDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("const" = "assistant"))]
     pub role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
@@ -108,30 +121,32 @@ pub struct ChatDelta {
     pub tool_calls: Option<[ToolCallDelta; 1]>,
 }
 
-/// The beginning of a call, with its id and name, or some more of its arguments.
-#[derive(Serialize)]
+/// The start of a tool call, with its id and name, or a further piece of its arguments.
+#[derive(Serialize, JsonSchema)]
 pub struct ToolCallDelta {
     pub index: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("const" = "function"))]
     pub r#type: Option<&'static str>,
     pub function: FunctionDelta,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct FunctionDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     pub arguments: String,
 }
 
-/// A choice of a completion, whole or in a chunk.
-#[derive(Serialize)]
+/// A choice of a completion or of a completion's chunk.
+#[derive(Serialize, JsonSchema)]
 pub struct TextChoice<'a> {
     pub index: u32,
     pub text: String,
     pub logprobs: Option<TextLogprobs>,
+    #[schemars(extend("enum" = ["stop", "length", null]))]
     pub finish_reason: Option<&'static str>,
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -140,47 +155,51 @@ pub struct TextChoice<'a> {
     pub token_ids: Option<Vec<u32>>,
 }
 
-/// What ended an answer early: the client's own stop token or stop string.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// The stop token or the stop string of the client that ended the answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(untagged)]
 pub enum StopReason {
     Token(u32),
     Text(String),
 }
 
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, JsonSchema)]
 pub struct ChatLogprobs {
     pub content: Vec<ChatTokenLogprob>,
+    #[schemars(with = "()")]
     pub refusal: Option<()>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub struct ChatTokenLogprob {
     #[serde(flatten)]
     pub token: TokenLogprob,
     pub top_logprobs: Vec<TokenLogprob>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub struct TokenLogprob {
     pub token: String,
     #[serde(serialize_with = "finite")]
+    #[schemars(range(min = -9999.0, max = 0.0))]
     pub logprob: f32,
-    /// The token's own bytes, which may be part of a character.
+    /// Bytes of the token; they may be part of a character.
     pub bytes: Vec<u8>,
 }
 
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, JsonSchema)]
 pub struct TextLogprobs {
-    /// Characters of the answer before each token.
+    /// Number of characters of the answer before each token.
     pub text_offset: Vec<u64>,
     #[serde(serialize_with = "all_finite")]
+    #[schemars(inner(range(min = -9999.0, max = 0.0)))]
     pub token_logprobs: Vec<f32>,
     pub tokens: Vec<String>,
+    #[schemars(with = "Vec<HashMap<String, f32>>")]
     pub top_logprobs: Vec<TopLogprobs>,
 }
 
-/// An object from token to log-probability, best first.
+/// Log-probability by token, best first.
 #[derive(Debug, Default)]
 pub struct TopLogprobs(pub Vec<(String, f32)>);
 
@@ -209,50 +228,58 @@ fn all_finite<S: Serializer>(logprobs: &[f32], serializer: S) -> Result<S::Ok, S
     serializer.collect_seq(logprobs.iter().map(|logprob| clamped(*logprob)))
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct ModelList {
+    #[schemars(extend("const" = "list"))]
     pub object: &'static str,
     pub data: Vec<ModelCard>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "Model")]
 pub struct ModelCard {
     pub id: String,
+    #[schemars(extend("const" = "model"))]
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
-    /// The model's own name, where `id` is an alias.
+    /// Name of the model; `id` may be an alias.
     pub root: String,
-    /// Prompt and answer together, as vLLM tells it; absent while no decode node is known.
+    /// Tokens of prompt and answer together at most; absent while no decode node is known.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
     pub max_model_len: Option<u32>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct Tokenized {
     pub count: usize,
-    /// Prompt and answer together; `null` while no decode node is known.
+    /// Tokens of prompt and answer together at most; `null` while no decode node is known.
     pub max_model_len: Option<u32>,
     pub tokens: Vec<u32>,
-    /// Each token's text, where it was asked for.
+    /// Text of each token, with `return_token_strs`.
     pub token_strs: Option<Vec<String>>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct Detokenized {
     pub prompt: String,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "Error")]
 pub struct ErrorBody {
     pub error: ErrorContent,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ErrorContent {
+    #[schemars(length(min = 1))]
     pub message: String,
     #[serde(rename = "type")]
+    #[schemars(extend("enum" = ["invalid_request_error", "rate_limit_error", "server_error"]))]
     pub kind: &'static str,
+    /// The field that is invalid.
     pub param: Option<String>,
     pub code: Option<&'static str>,
 }

@@ -1,8 +1,9 @@
 //! `/openapi.json`: the HTTP API in OpenAPI 3.1, for client generators and for tests.
 //!
-//! Written by hand, with the limits that requests are checked against. Tests hold it to the truth:
-//! here, that it has exactly the routes that are served and the fields that are read; against a
-//! whole cluster, that answers are as described whatever is sent.
+//! Responses are derived from the types that the router serializes. Routes and requests are listed here,
+//! with the limits that the readers of request fields check. Unit tests compare them with the routes
+//! that are served and the fields that are read. A test of a whole cluster checks that every answer
+//! matches its schema, whatever a client sends.
 
 mod requests;
 mod responses;
@@ -17,7 +18,7 @@ pub fn document() -> Value {
             "title": "Baton",
             "version": env!("CARGO_PKG_VERSION"),
             "description": "OpenAI's API for text and chat, with vLLM's additions. Fields that are \
-                not described are ignored. A refusal names the field, its value and what is allowed.",
+                not described are ignored. An error names the field, its value and what is allowed.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -30,7 +31,7 @@ fn paths() -> Value {
     let post = |id: &str, about: &str, request: &str, answers: Value| {
         let mut parameters = vec![label_header()];
         if id.starts_with("create") {
-            parameters.extend([figures_header(), tenant_header()]);
+            parameters.extend([stats_header(), tenant_header()]);
         }
         let content = json!({"schema": reference(request), "example": requests::example(request)});
         let body = json!({"required": true, "content": {"application/json": content}});
@@ -46,8 +47,8 @@ fn paths() -> Value {
     };
     let label = || json!([label_header()]);
     let generated = |whole: &str, chunk: &str| {
-        let mut ok = json_answer("The answer, whole or as a stream.", whole);
-        // What one event is: this version of OpenAPI has no other place for it.
+        let mut ok = json_answer("The answer, or the stream of its chunks.", whole);
+        // OpenAPI 3.1 has no other place for the schema of one event.
         let content = json!({"anyOf": [reference(chunk), reference("Error")]});
         ok["content"]["text/event-stream"] = json!({"schema": {
             "type": "object",
@@ -56,77 +57,76 @@ fn paths() -> Value {
                 {"const": "[DONE]"},
                 {"type": "string", "contentMediaType": "application/json", "contentSchema": content},
             ]}},
-            "description": "An event. A stream that ends well ends with `[DONE]`; one that fails, with \
-                an Error.",
+            "description": "One event. A complete stream ends with `[DONE]`, a failed stream with an \
+                Error.",
         }});
         with_errors(ok, &[400, 404, 408, 413, 429, 500, 501, 502, 503, 504])
     };
     let text_errors = &[400, 404, 408, 413, 429, 500, 503, 504];
     let id = json!({
         "name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1},
-        "description": "The name of a model, or an alias. It may hold slashes.",
+        "description": "Name or alias of a model. It may contain slashes.",
     });
     let no_node = json_answer(
-        "No decode node serves, the first nodes have still to meet, or the router drains.",
+        "No decode node is ready, the first nodes are still connecting, or the router drains.",
         "Health",
     );
     let text = |about: &str| {
-        json!({"description": about, "headers": label_answered(),
+        json!({"description": about, "headers": label_response(),
             "content": {"text/plain": {"schema": {"type": "string"}}}})
     };
-    let object = json!({"description": "This description.", "headers": label_answered(),
+    let object = json!({"description": "This description.", "headers": label_response(),
         "content": {"application/json": {"schema": {"type": "object"}}}});
     json!({
         "/v1/chat/completions": post(
             "createChatCompletion",
-            "Answers a conversation",
+            "Generates the next message of a conversation",
             "ChatCompletionRequest",
             generated("ChatCompletion", "ChatCompletionChunk"),
         ),
         "/v1/completions": post(
             "createCompletion",
-            "Goes on with a text",
+            "Continues a text",
             "CompletionRequest",
             generated("Completion", "CompletionChunk"),
         ),
         "/tokenize": post(
             "tokenize",
-            "The token ids of a text or conversation",
+            "Tokenizes a text or a conversation",
             "TokenizeRequest",
             with_errors(json_answer("The token ids.", "Tokenized"), text_errors),
         ),
         "/detokenize": post(
             "detokenize",
-            "The text of token ids",
+            "Detokenizes token ids",
             "DetokenizeRequest",
             with_errors(json_answer("The text.", "Detokenized"), text_errors),
         ),
         "/v1/models": get(
             "listModels",
-            "Every name under which a model can be asked for",
+            "Lists model names and aliases",
             label(),
             with_errors(json_answer("The models.", "ModelList"), &[]),
         ),
         "/v1/models/{id}": get(
             "getModel",
-            "One model",
+            "Describes one model",
             json!([label_header(), id]),
             with_errors(json_answer("The model.", "Model"), &[404]),
         ),
-        "/health": get("health", "Whether requests can be served", label(), json!({
-            "200": json_answer("They can.", "Health"),
+        "/health": get("health", "Readiness probe", label(), json!({
+            "200": json_answer("Requests can be served.", "Health"),
             "503": no_node,
         })),
-        "/live": get("live", "Whether the process works", label(), json!({"200": text("It does.")})),
-        "/metrics": get("metrics", "Figures for Prometheus", label(), json!({"200": text("The figures.")})),
+        "/live": get("live", "Liveness probe", label(), json!({"200": text("The process runs.")})),
+        "/metrics": get("metrics", "Prometheus metrics", label(), json!({"200": text("The metrics.")})),
         "/openapi.json": get("openapi", "This description", label(), json!({"200": object})),
     })
 }
 
 fn schemas() -> Value {
-    let mut all = Map::new();
+    let mut all = responses::schemas();
     all.extend(requests::schemas());
-    all.extend(responses::schemas());
     Value::Object(all)
 }
 
@@ -135,7 +135,7 @@ fn reference(schema: &str) -> Value {
 }
 
 fn json_answer(about: &str, schema: &str) -> Value {
-    json!({"description": about, "headers": label_answered(),
+    json!({"description": about, "headers": label_response(),
         "content": {"application/json": {"schema": reference(schema)}}})
 }
 
@@ -143,21 +143,20 @@ fn with_errors(ok: Value, statuses: &[u16]) -> Value {
     let mut answers = Map::from_iter([("200".to_owned(), ok)]);
     for &status in statuses {
         let about = match status {
-            400 => "The body or a field is wrong.",
-            404 => "There is no such model.",
-            408 => "The client did not send or did not read.",
+            400 => "The body or a field is invalid.",
+            404 => "Unknown model.",
+            408 => "The client did not send the body or read the answer in time.",
             413 => "The body is too large.",
-            429 => "The router has as much to do as it takes.",
-            501 => "The nodes are of a release that holds no answer to such a grammar.",
+            429 => "The router is at its limit of requests.",
+            501 => "The nodes' release does not support this grammar.",
             502 => "Every attempt failed.",
-            503 => "All nodes are busy, none is there, or the router stops.",
-            504 => "The request's time is over.",
-            _ => "A defect.",
+            503 => "All nodes are busy, no node is ready, or the router shuts down.",
+            504 => "The request's deadline has passed.",
+            _ => "A bug in Baton.",
         };
         let mut answer = json_answer(about, "Error");
         if matches!(status, 429 | 503) {
-            answer["headers"]["retry-after"] =
-                json!({"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}});
+            answer["headers"]["retry-after"] = json!({"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}});
         }
         answers.insert(status.to_string(), answer);
     }
@@ -166,22 +165,21 @@ fn with_errors(ok: Value, statuses: &[u16]) -> Value {
 
 fn label_header() -> Value {
     json!({"name": "x-request-id", "in": "header", "schema": {"type": "string"},
-        "description": "The client's own name for the request; up to 128 visible characters of it are \
-            echoed."})
+        "description": "Label of the request; the answer repeats up to 128 visible characters of it."})
 }
 
-fn label_answered() -> Value {
-    json!({"x-request-id": {"description": "The client's name for the request, or one of ours.",
+fn label_response() -> Value {
+    json!({"x-request-id": {"description": "The request's label, or an id of the router.",
         "schema": {"type": "string"}, "required": true}})
 }
 
-fn figures_header() -> Value {
+fn stats_header() -> Value {
     json!({"name": "x-baton-figures", "in": "header", "schema": {"type": "string"},
-        "description": "With `1` the answer has `baton`: what moved between which nodes."})
+        "description": "With `1` the answer has `baton`: statistics of the hand-over."})
 }
 
 fn tenant_header() -> Value {
     json!({"name": "x-baton-tenant", "in": "header",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
-        "description": "Set by a gateway: only requests of one tenant find each other's prompts cached."})
+        "description": "Set by a gateway: prefix caches are shared only within a tenant."})
 }
