@@ -3,7 +3,7 @@
 use std::{fmt, net::SocketAddr, time::Duration};
 
 use crate::{
-    api::{Epoch, Identity},
+    api::{Command, Epoch, Identity},
     transfer_kind::TransportChoice,
 };
 
@@ -67,6 +67,17 @@ pub struct TransferLimits {
     pub pair_idle: Duration,
     /// Commands that wait for the driver. Half of them are kept free for transfers that have begun.
     pub commands_max: usize,
+}
+
+impl TransferLimits {
+    /// Returns how many commands may wait when this one is queued. A command that begins a transfer finds
+    /// half of the queue: a node that reports "busy" for it still has room for the rest.
+    pub fn queued_max(&self, command: &Command) -> usize {
+        match command {
+            Command::Receive { .. } | Command::Expect { .. } => self.commands_max / 2,
+            _ => self.commands_max,
+        }
+    }
 }
 
 impl Default for TransferLimits {

@@ -5,7 +5,8 @@
 //! * [`api`] is what a node sees: commands in, events out.
 //! * [`protocol`] decides: pure state machines of the two sides of a transfer and of a pair of nodes;
 //!   events and `now` in, actions out; no socket, clock, thread.
-//! * [`control message`] seals and opens the messages that cross (tag, replay window, bounds).
+//! * [`driver`] performs the protocol's actions on a transport and on queues of control messages.
+//! * [`control`] seals and opens the messages that cross (tag, replay window, bounds).
 //! * [`shell`] runs the protocol: a listener thread, one sender thread per peer, the driver thread.
 //! * [`transport`] is the seam to what carries the bytes; [`data`] does so, by the [`transport`] that
 //!   two nodes agree on.
@@ -17,6 +18,7 @@ pub mod api;
 pub mod config;
 pub mod control;
 pub mod data;
+pub mod driver;
 pub mod metrics;
 pub mod protocol;
 pub mod resolve;

@@ -1,26 +1,20 @@
 //! The driver thread: owns the protocol, the clock, the transport and the ways out.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, never, select};
 
-use super::{
-    EventSink,
-    outbound::{Outbound, Postbox},
-};
+use super::{EventSink, outbound::OutboundQueues};
 use crate::{
-    api::{Command, ConnectGuard, Epoch, Event},
+    api::{Command, ConnectGuard, Epoch},
     config::CONNECT_TIMEOUT,
     control::VerifiedMessage,
+    driver::{Input, TransferDriver},
     metrics::MetricsStore,
-    protocol::{Action, Core, DataEvent},
-    threads::Threads,
-    transfer_kind::TransferKind,
-    transport::{Released, Transport, TransportEvent},
+    transport::{Transport, TransportEvent},
 };
 
 /// The longest sleep, so that no error in a deadline is for ever.
@@ -46,34 +40,26 @@ pub struct Inputs {
     pub stop: Receiver<()>,
 }
 
-pub struct Driver<S> {
-    pub core: Core,
-    pub transport: Box<dyn Transport>,
+/// A thread that runs the [`TransferDriver`] with a clock and bounded queues.
+pub struct DriverThread<T, S> {
+    pub driver: TransferDriver<T, OutboundQueues>,
     pub metrics: Arc<MetricsStore>,
-    pub postbox: Postbox,
     pub sink: S,
     pub inputs: Inputs,
-    /// The threads that would not end, when the driver has.
+    /// Threads that did not end in time, when the driver has ended.
     pub unfinished: Arc<Mutex<Vec<String>>>,
-    pub outbound: BTreeMap<Epoch, Outbound>,
-    pub senders: Threads,
-    /// Events that found no room.
-    pub waiting: VecDeque<Event>,
-    /// With whom, and for how long at most.
+    /// Peers that a caller waits for, and until when at most.
     pub connecting: Vec<(Epoch, Instant, ConnectGuard)>,
 }
 
-enum Input {
-    Command(Command),
-    ControlMessage(Box<VerifiedMessage>),
-    Data(TransportEvent),
-    Failure(Epoch, String),
+enum Next {
+    Input(Input),
     ListenerEnded,
     Stop,
     Nothing,
 }
 
-impl<S: EventSink> Driver<S> {
+impl<T: Transport, S: EventSink> DriverThread<T, S> {
     /// Until `stop` or the listener ends; then everything under way is ended too, and the sink is
     /// dropped. `shutdown_max` bounds that.
     pub fn run(mut self, shutdown_max: Duration) {
@@ -83,21 +69,22 @@ impl<S: EventSink> Driver<S> {
             }
         };
         let stopped = Instant::now();
-        self.core.abort_all(stopped, reason);
-        self.act();
-        while self.core.active_count() > 0 && stopped.elapsed() < FAREWELL {
+        self.driver.abort_all(stopped, reason);
+        self.offer_events();
+        while self.driver.core.active_count() > 0 && stopped.elapsed() < FAREWELL {
             self.inputs.stop = never();
             self.turn(OFFER_AGAIN);
         }
-        self.metrics.publish(&self.core);
+        self.metrics.publish(&self.driver.core);
         // Dropping the queues lets the last control messages leave and ends their threads.
-        self.outbound.clear();
+        self.driver.links.queues.clear();
         let deadline = stopped + shutdown_max;
-        let Self { mut transport, senders, inputs, unfinished, .. } = self;
+        let Self { driver, inputs, unfinished, .. } = self;
+        let TransferDriver { mut transport, links, .. } = driver;
         // Data threads that wait for room in this channel must find out that nobody listens.
         drop(inputs);
         let mut threads = transport.shutdown(deadline);
-        threads.extend(senders.join_all(deadline));
+        threads.extend(links.senders.join_all(deadline));
         *unfinished.lock().unwrap_or_else(PoisonError::into_inner) = threads;
     }
 
@@ -105,156 +92,82 @@ impl<S: EventSink> Driver<S> {
     fn turn(&mut self, sleep_max: Duration) -> Turned {
         let mut now = Instant::now();
         let mut sleep = self
-            .core
+            .driver
             .next_deadline(now)
             .map_or(sleep_max, |at| at.saturating_duration_since(now).min(sleep_max));
-        if !self.waiting.is_empty() {
+        if self.driver.has_events() {
             sleep = sleep.min(OFFER_AGAIN);
         }
         if !self.connecting.is_empty() {
             sleep = sleep.min(CONNECTING_POLL);
         }
         for _ in 0..BATCH {
-            let input = self.next_input(sleep);
+            let next = self.next_input(sleep);
             now = Instant::now();
             sleep = Duration::ZERO;
-            match input {
-                Input::Command(command) => {
-                    if let Command::Connect { peer, guard: Some(guard), .. } = &command
-                        && self.connecting.len() < CONNECTING_MAX
-                    {
-                        self.connecting.push((
-                            peer.epoch,
-                            now + CONNECT_TIMEOUT,
-                            Arc::clone(guard),
-                        ));
-                    }
-                    self.core.handle_command(now, command);
+            match next {
+                Next::Input(input) => {
+                    self.guard_connecting(now, &input);
+                    self.driver.handle(now, input);
+                    self.offer_events();
                 }
-                Input::ControlMessage(opened) => {
-                    self.core.handle_control(now, &opened.from, opened.message);
-                }
-                Input::Data(TransportEvent::Data(event)) => self.core.handle_data(now, event),
-                Input::Data(TransportEvent::Closed { peer, connection, reason }) => {
-                    if self.transport.is_present(peer, connection) {
-                        self.core.handle_data(now, DataEvent::Closed { peer, reason });
-                    }
-                }
-                Input::Failure(peer, reason) => self.core.handle_peer_failed(now, peer, &reason),
-                Input::ListenerEnded => {
-                    // Deaf to its peers the node would fail every transfer and still look whole.
-                    tracing::error!("transfers end: nothing listens for messages any more");
+                Next::ListenerEnded => {
+                    // Without a listener every transfer would fail while the node looks healthy.
+                    tracing::error!("transfers end: the listener of control messages has ended");
                     self.inputs.messages = never();
                     return Turned::Stopped { reason: "the message listener has ended" };
                 }
-                Input::Stop => return Turned::Stopped { reason: "the node stops" },
-                Input::Nothing => break,
+                Next::Stop => return Turned::Stopped { reason: "the node stops" },
+                Next::Nothing => break,
             }
-            self.act();
         }
-        if self.core.next_deadline(now).is_some_and(|at| at <= now) {
-            self.core.on_deadline(now);
-            self.act();
-        }
+        self.driver.handle_deadline(now);
+        let core = &self.driver.core;
         self.connecting.retain(|(peer, until, _)| {
-            now < *until
-                && self.core.is_connecting(now, *peer)
-                && !self.metrics.data.is_connected(*peer)
+            now < *until && core.is_connecting(now, *peer) && !self.metrics.data.is_connected(*peer)
         });
-        self.metrics.publish(&self.core);
-        self.offer();
+        self.metrics.publish(&self.driver.core);
+        self.driver.offer_events(&mut self.sink);
         Turned::Running
     }
 
-    fn next_input(&self, sleep: Duration) -> Input {
+    /// Keeps the guard of a caller that waits for a connection.
+    fn guard_connecting(&mut self, now: Instant, input: &Input) {
+        if let Input::Command(Command::Connect { peer, guard: Some(guard), .. }) = input
+            && self.connecting.len() < CONNECTING_MAX
+        {
+            self.connecting.push((peer.epoch, now + CONNECT_TIMEOUT, Arc::clone(guard)));
+        }
+    }
+
+    fn next_input(&self, sleep: Duration) -> Next {
         let closed = never();
-        // While the node does not take its events it gets no more of them.
-        let commands = if self.waiting.is_empty() { &self.inputs.commands } else { &closed };
+        let commands = if self.driver.takes_commands() { &self.inputs.commands } else { &closed };
         select! {
-            recv(self.inputs.messages) -> message => {
-                message.map_or(Input::ListenerEnded, |opened| Input::ControlMessage(Box::new(opened)))
+            recv(self.inputs.messages) -> message => message.map_or(Next::ListenerEnded, |verified| {
+                let VerifiedMessage { from, message } = verified;
+                Next::Input(Input::Control { from, message: Box::new(message) })
+            }),
+            recv(self.inputs.data) -> event => {
+                event.map_or(Next::Nothing, |event| Next::Input(Input::Transport(event)))
             }
-            recv(self.inputs.data) -> event => event.map_or(Input::Nothing, Input::Data),
-            recv(self.inputs.failures) -> failure => {
-                failure.map_or(Input::Nothing, |(peer, reason)| Input::Failure(peer, reason))
+            recv(self.inputs.failures) -> failure => failure.map_or(Next::Nothing, |failure| {
+                let (peer, reason) = failure;
+                Next::Input(Input::PeerFailed { peer, reason })
+            }),
+            recv(commands) -> command => {
+                command.map_or(Next::Nothing, |command| Next::Input(Input::Command(command)))
             }
-            recv(commands) -> command => command.map_or(Input::Nothing, Input::Command),
-            recv(self.inputs.stop) -> _ => Input::Stop,
-            default(sleep) => Input::Nothing,
+            recv(self.inputs.stop) -> _ => Next::Stop,
+            default(sleep) => Next::Nothing,
         }
     }
 
-    fn act(&mut self) {
-        while let Some(action) = self.core.poll_action() {
-            let now = Instant::now();
-            match action {
-                Action::Connect { peer } => {
-                    self.transport.admit(peer.epoch);
-                    match Outbound::start(&self.postbox, &peer, &self.senders) {
-                        Ok(outbound) => {
-                            self.outbound.insert(peer.epoch, outbound);
-                        }
-                        Err(error) => {
-                            let reason = format!("no thread for its messages: {error}");
-                            self.core.handle_peer_failed(now, peer.epoch, &reason);
-                        }
-                    }
-                }
-                Action::Disconnect { peer } => {
-                    self.outbound.remove(&peer);
-                    self.transport.dismiss(peer);
-                }
-                Action::SendControl { peer, message } => {
-                    if let Some(outbound) = self.outbound.get(&peer)
-                        && let Err(error) = outbound.send(message)
-                    {
-                        self.core.handle_peer_failed(now, peer, &error.to_string());
-                    }
-                }
-                Action::CloseData { peer } => self.transport.close(peer),
-                Action::OpenData { peer, endpoint, transports } => {
-                    // Only what we offered is agreed on.
-                    let kinds = transports.iter().filter_map(|name| TransferKind::offered(name));
-                    self.transport.open(peer, &endpoint, kinds.collect());
-                }
-                Action::PostReceive { peer, transfer, chunk, blocks } => {
-                    if let Err(error) = self.transport.post(peer, transfer, chunk, &blocks) {
-                        let reason = error.to_string();
-                        self.core.handle_data(now, DataEvent::Failed { transfer, reason });
-                    }
-                }
-                Action::SendChunk { peer, transfer, chunk, blocks } => {
-                    if let Err(error) = self.transport.send(peer, transfer, chunk, &blocks) {
-                        let reason = error.to_string();
-                        self.core.handle_data(now, DataEvent::Failed { transfer, reason });
-                    }
-                }
-                Action::CancelReceive { peer, transfer } => {
-                    if self.transport.cancel_receive(peer, transfer) == Released::Now {
-                        self.core.handle_data(now, DataEvent::ReceiveReleased { transfer });
-                    }
-                }
-                Action::CancelSend { peer, transfer } => {
-                    if self.transport.cancel_send(peer, transfer) == Released::Now {
-                        self.core.handle_data(now, DataEvent::SendReleased { transfer });
-                    }
-                }
-                Action::Emit(event) => {
-                    // Whoever acts on the event finds it counted.
-                    self.metrics.publish(&self.core);
-                    self.waiting.push_back(event);
-                    self.offer();
-                }
-            }
-        }
-    }
-
-    fn offer(&mut self) {
-        while let Some(event) = self.waiting.pop_front() {
-            if let Err(event) = self.sink.offer(event) {
-                self.waiting.push_front(event);
-                break;
-            }
+    /// The node finds an event counted when it handles the event.
+    fn offer_events(&mut self) {
+        if self.driver.has_events() {
+            self.metrics.publish(&self.driver.core);
+            self.driver.offer_events(&mut self.sink);
         }
     }
 }

@@ -13,7 +13,7 @@ mod outbound;
 pub mod sockets;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     io,
     net::SocketAddr,
     sync::{Arc, Mutex, PoisonError},
@@ -26,17 +26,19 @@ use kernels::{KvArena, peer::PeerChannels};
 use crate::{
     api::{Command, Event},
     config::TransferConfig,
+    config::TransferLimits,
     control::{Keys, Signer, Source},
     data::DataConnections,
+    driver::TransferDriver,
     metrics::{MetricsReader, MetricsStore, TransferMetrics},
     protocol::{Core, Local},
     resolve::Resolver,
     threads::Threads,
     transfer_kind::{self, TransferKind, TransportChoice},
 };
-use driver::{Driver, Inputs};
+use driver::{DriverThread, Inputs};
 use listener::Listener;
-use outbound::Postbox;
+use outbound::{OutboundQueues, Postbox};
 
 /// VerifiedMessage control messages that wait for the driver; more are dropped and said again by their senders.
 const CONTROL_QUEUE_MAX: usize = 4096;
@@ -105,7 +107,7 @@ pub struct Transfers {
     control_endpoint: String,
     data_endpoint: String,
     commands: Sender<Command>,
-    commands_max: usize,
+    limits: TransferLimits,
     metrics: Arc<MetricsStore>,
     running: Mutex<Option<Running>>,
     unfinished: Arc<Mutex<Vec<String>>>,
@@ -178,10 +180,7 @@ impl Transfers {
             limits,
         });
         let unfinished = Arc::default();
-        let driver = Driver {
-            core,
-            transport: Box::new(connections),
-            metrics: Arc::clone(&metrics),
+        let links = OutboundQueues {
             postbox: Postbox {
                 context,
                 signer: Signer::new(keys.clone(), source),
@@ -191,12 +190,15 @@ impl Transfers {
                 failures: failure_sender,
                 monitors: Arc::default(),
             },
+            queues: BTreeMap::new(),
+            senders: Threads::default(),
+        };
+        let driver = DriverThread {
+            driver: TransferDriver::new(core, connections, links),
+            metrics: Arc::clone(&metrics),
             sink: events,
             inputs: Inputs { commands, messages, data, failures, stop: stopped },
             unfinished: Arc::clone(&unfinished),
-            outbound: BTreeMap::new(),
-            senders: Threads::default(),
-            waiting: VecDeque::new(),
             connecting: Vec::new(),
         };
         let threads = Threads::default();
@@ -208,7 +210,7 @@ impl Transfers {
             control_endpoint,
             data_endpoint,
             commands: command_sender,
-            commands_max: limits.commands_max,
+            limits,
             metrics,
             running: Mutex::new(Some(Running { listener, driver: threads, stop })),
             unfinished,
@@ -218,8 +220,7 @@ impl Transfers {
     /// Hands a command to the driver. Never waits.
     pub fn command(&self, command: Command) -> Result<(), Overloaded> {
         let queued = self.commands.len();
-        let begins = matches!(command, Command::Receive { .. } | Command::Expect { .. });
-        if begins && queued >= self.commands_max / 2 {
+        if queued >= self.limits.queued_max(&command) {
             return Err(Overloaded { queued });
         }
         self.commands.try_send(command).map_err(|_| Overloaded { queued })

@@ -1,6 +1,8 @@
 //! The way out to one peer: a bounded queue and the thread that owns the DEALER.
 
 use std::{
+    collections::BTreeMap,
+    fmt::Display,
     io,
     net::{SocketAddr, TcpStream},
     sync::{
@@ -16,6 +18,7 @@ use super::sockets;
 use crate::{
     api::{Epoch, PeerAddress},
     control::{ControlMessage, Keys, Signer},
+    driver::ControlLinks,
     metrics::ControlCounters,
     resolve::Resolver,
     threads::Threads,
@@ -77,6 +80,30 @@ impl Outbound {
 impl Drop for Outbound {
     fn drop(&mut self) {
         self.closing.store(true, Ordering::Release);
+    }
+}
+
+/// The queue of each connected peer.
+pub struct OutboundQueues {
+    pub postbox: Postbox,
+    pub queues: BTreeMap<Epoch, Outbound>,
+    pub senders: Threads,
+}
+
+impl ControlLinks for OutboundQueues {
+    fn open(&mut self, peer: &PeerAddress) -> Result<(), impl Display> {
+        let outbound = Outbound::start(&self.postbox, peer, &self.senders)
+            .map_err(|error| format!("cannot start the thread of its control messages: {error}"))?;
+        self.queues.insert(peer.epoch, outbound);
+        Ok::<(), String>(())
+    }
+
+    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), impl Display> {
+        self.queues.get(&peer).map_or(Ok(()), |queue| queue.send(message))
+    }
+
+    fn close(&mut self, peer: Epoch) {
+        self.queues.remove(&peer);
     }
 }
 
