@@ -193,6 +193,8 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
             ("BATON_ROUTER_ALIASES", &format!("small={TINY}")),
             ("BATON_ROUTER_HTTP", "127.0.0.1:0"),
             ("BATON_ROUTER_GRPC", "127.0.0.1:0"),
+            // The model that dies has no node until its request's deadline.
+            ("BATON_ROUTER_TIMEOUT", "30s"),
             ("BATON_CLUSTER_PREFILL", &both(&large.prefill, &tiny.prefill)),
             ("BATON_CLUSTER_DECODE", &both(&large.decode, &tiny.decode)),
         ]),

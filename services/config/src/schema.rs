@@ -24,9 +24,8 @@ const fn secs(count: u64) -> Duration {
 section! {
     /// Which model is served and how its weights are read. The same on router and nodes.
     pub struct Model = "model" {
-        /// A GGUF file, a folder with one GGUF file, a folder with config.json, tokenizer.json and
-        /// safetensors, or a model of the hub: hf:ORG/NAME[@REVISION], or
-        /// hf:ORG/NAME[@REVISION]/FILE.gguf for one file of it. What is not in
+        /// A GGUF file, a folder with config.json, tokenizer.json and safetensors, or a model of the hub:
+        /// hf:ORG/NAME[@REVISION], or hf:ORG/NAME[@REVISION]/FILE.gguf for one file of it. What is not in
         /// the cache yet is fetched; HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE count.
         path: Option<ModelPath> = None,
             "Every service needs it: the router for tokenizer and chat template, nodes for weights.";
@@ -90,7 +89,7 @@ section! {
         waiting_timeout: Duration = secs(30),
             "Most clients give up after a minute; half of that leaves time for the answer.",
             secs(0)..=secs(3600);
-        /// Attempts at one request, the first included: after a lost node or a failed transfer.
+        /// Attempts of one request in a row that emit no token, after lost nodes or failed transfers.
         attempts_max: u32 = 4,
             "A lost prefill node, a lost decode node and one Busy can befall one request; more is a storm.",
             1..=16;

@@ -1,39 +1,34 @@
-//! How much the router takes on: a bound on answers in work, and for each model a waiting room for
-//! those that found every node busy. Before either, a bound on the bytes of bodies that are being read.
+//! Bounds on the router's load: answers in flight, answers that wait for a node, and bytes of request
+//! bodies that are being read.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
-    },
-    time::Duration,
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
 use telemetry::RouterMetrics;
 use telemetry::metrics::WaitingRequest;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// Waiting answers that ask nodes for room at the same time. Few, so that busy nodes are not busy
-/// refusing; more than one, so that one slow node does not hold up all.
-const ASKING_MAX: usize = 4;
-/// Between two tries of one waiting answer: a step or two of a busy node.
-const ASK_AGAIN: Duration = Duration::from_millis(25);
+/// Queued answers of one model that pick nodes at the same time. Few, so that busy nodes do not spend
+/// their time on refusals; more than one, so that one slow node does not delay every answer.
+const TURNS_MAX: usize = 4;
 
 /// A bound that was reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Full {
-    #[error("the router has {max} requests in work, as many as it takes")]
+    #[error("the router has {max} requests in flight; at most {max} are allowed")]
     InWork { max: u32 },
-    #[error("{max} requests wait for a node already, as many as may")]
+    #[error("{max} requests wait for a node; at most {max} are allowed")]
     Waiting { max: u32 },
-    #[error("bodies of requests hold {bytes_max} bytes already, as many as they may")]
+    #[error("request bodies hold {bytes_max} bytes; at most {bytes_max} are allowed")]
     Bodies { bytes_max: u64 },
     #[error("the router is stopping")]
     Stopping,
 }
 
-/// Room for the bodies of requests that are not admitted yet, in bytes. What was announced takes no
-/// room, only what came: a client that announces much and sends nothing keeps nobody out.
+/// Bounds the bytes of request bodies before admission. Only received bytes count: a client that announces
+/// a large body and sends nothing takes no room.
 #[derive(Clone)]
 pub struct BodyRoom {
     free: Arc<Semaphore>,
@@ -46,7 +41,7 @@ impl BodyRoom {
         Self { free: Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS))), bytes_max }
     }
 
-    /// Room for these further bytes of one body, now or not at all; free again when dropped.
+    /// Takes room for these bytes of one body, or fails at once. Dropping the permit frees the room.
     pub fn take(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Full> {
         let full = Full::Bodies { bytes_max: self.bytes_max };
         let permits = u32::try_from(bytes).map_err(|_| full)?;
@@ -54,14 +49,14 @@ impl BodyRoom {
     }
 }
 
-/// Answers in work. Each choice of a request is one.
+/// Bounds the answers in flight. Each choice of a request is one answer.
 pub struct Admission {
     in_work: Arc<watch::Sender<u32>>,
     max: u32,
     closed: AtomicBool,
 }
 
-/// Room for the answers of one request; free again when dropped.
+/// The answers of one request in flight, until dropped.
 #[derive(Debug)]
 pub struct Admitted {
     answers: u32,
@@ -84,11 +79,11 @@ impl Admission {
         self.max
     }
 
-    /// Room for `answers`, or nothing at all.
+    /// Admits all of these answers, or none.
     pub fn admit(&self, answers: u32) -> Result<Admitted, Full> {
         let mut outcome = Err(Full::InWork { max: self.max });
         self.in_work.send_if_modified(|count| {
-            // Looked at under the same lock that `emptied` waits on: nobody slips in behind it.
+            // Checked under the lock of `emptied`: no answer is admitted after the last one ended.
             if self.is_closed() {
                 outcome = Err(Full::Stopping);
             } else if answers <= self.max - *count {
@@ -100,7 +95,7 @@ impl Admission {
         outcome.map(|()| Admitted { answers, in_work: self.in_work.clone() })
     }
 
-    /// Nothing more is admitted.
+    /// Rejects every further answer.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }
@@ -109,19 +104,19 @@ impl Admission {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Answers in work now.
+    /// Answers in flight now.
     pub fn in_work(&self) -> u32 {
         *self.in_work.borrow()
     }
 
-    /// Waits until nothing is in work. Callers bound the wait.
+    /// Blocks until no answer is in flight. Callers bound the wait.
     pub async fn emptied(&self) {
-        // Fails only without a sender, and we hold it.
+        // Fails only without a sender, and `self` holds it.
         let _ = self.in_work.subscribe().wait_for(|count| *count == 0).await;
     }
 }
 
-/// The bound on waiting answers, of all models together.
+/// Bounds the waiting answers of all models together.
 pub struct WaitingPlaces {
     taken: AtomicU32,
     max: u32,
@@ -133,10 +128,11 @@ impl WaitingPlaces {
     }
 }
 
-/// Where answers of one model wait until a node has room, in order of their coming.
+/// The answers of one model that wait for a node. Those that found every node busy queue for their turn to
+/// pick, in order of arrival. Those without any node wait beside the queue.
 pub struct WaitingRoom {
-    asking: Arc<Semaphore>,
-    waiting: Arc<AtomicU32>,
+    turns: Arc<Semaphore>,
+    queued: Arc<AtomicU32>,
     places: Arc<WaitingPlaces>,
 }
 
@@ -144,63 +140,84 @@ impl WaitingRoom {
     /// `places` are shared by the rooms of all models.
     pub fn new(places: Arc<WaitingPlaces>) -> Self {
         Self {
-            asking: Arc::new(Semaphore::new(ASKING_MAX)),
-            waiting: Arc::new(AtomicU32::new(0)),
+            turns: Arc::new(Semaphore::new(TURNS_MAX)),
+            queued: Arc::new(AtomicU32::new(0)),
             places,
         }
     }
 
-    /// Somebody waits: whoever comes now waits behind.
-    pub fn is_occupied(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) > 0
+    /// Whether an answer queues for its turn: a new answer must queue behind it.
+    pub fn has_queue(&self) -> bool {
+        self.queued.load(Ordering::Relaxed) > 0
     }
 
-    pub fn enter(&self, metrics: &RouterMetrics) -> Result<Waiting, Full> {
+    /// Takes a place. `has_begun`: the answer emitted tokens, and is admitted over the bound.
+    pub fn enter(&self, metrics: &RouterMetrics, has_begun: bool) -> Result<Waiting, Full> {
         let max = self.places.max;
-        let room = |count: u32| (count < max).then_some(count + 1);
+        let room = |count: u32| (has_begun || count < max).then_some(count + 1);
         self.places
             .taken
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room)
             .map_err(|_| Full::Waiting { max })?;
-        self.waiting.fetch_add(1, Ordering::Relaxed);
         Ok(Waiting {
-            asking: self.asking.clone(),
-            turn: None,
-            _place: Place { waiting: self.waiting.clone(), places: self.places.clone() },
+            turns: self.turns.clone(),
+            queued: self.queued.clone(),
+            queue_place: None,
+            _place: Place(self.places.clone()),
             _counted: metrics.request_waiting(),
         })
     }
 }
 
-/// A place in the waiting room; left when dropped.
+/// A place in the waiting room, until dropped.
 pub struct Waiting {
-    asking: Arc<Semaphore>,
-    turn: Option<OwnedSemaphorePermit>,
+    turns: Arc<Semaphore>,
+    queued: Arc<AtomicU32>,
+    queue_place: Option<QueuePlace>,
     _place: Place,
     _counted: WaitingRequest,
 }
 
 impl Waiting {
-    /// Waits for the turn; later, between two tries.
+    /// Joins the queue, behind every other answer.
+    pub fn queue(&mut self) {
+        if self.queue_place.is_none() {
+            self.queued.fetch_add(1, Ordering::Relaxed);
+            self.queue_place = Some(QueuePlace { queued: self.queued.clone(), turn: None });
+        }
+    }
+
+    /// Leaves the queue, and gives the turn to the next answer.
+    pub fn leave_queue(&mut self) {
+        self.queue_place = None;
+    }
+
+    /// Blocks until it is the turn of this answer, which keeps the turn until it leaves the queue.
     pub async fn turn(&mut self) {
-        if self.turn.is_some() {
-            tokio::time::sleep(ASK_AGAIN).await;
-        } else {
+        let Some(place) = &mut self.queue_place else { return std::future::pending().await };
+        if place.turn.is_none() {
             // The semaphore is never closed.
-            self.turn = self.asking.clone().acquire_owned().await.ok();
+            place.turn = self.turns.clone().acquire_owned().await.ok();
         }
     }
 }
 
-struct Place {
-    waiting: Arc<AtomicU32>,
-    places: Arc<WaitingPlaces>,
+struct QueuePlace {
+    queued: Arc<AtomicU32>,
+    turn: Option<OwnedSemaphorePermit>,
 }
+
+impl Drop for QueuePlace {
+    fn drop(&mut self) {
+        self.queued.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+struct Place(Arc<WaitingPlaces>);
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.waiting.fetch_sub(1, Ordering::Relaxed);
-        self.places.taken.fetch_sub(1, Ordering::Relaxed);
+        self.0.taken.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

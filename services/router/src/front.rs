@@ -1,4 +1,4 @@
-//! What every request shares: the models, the nodes, and the bounds.
+//! The state that all requests share: the models, the nodes, and the bounds.
 
 use std::time::Duration;
 
@@ -6,50 +6,46 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     admission::{Admission, BodyRoom},
-    journey::recovery::RecoveryLimits,
     models::Models,
     nodes::Nodes,
+    request_core::RecoveryPolicy,
 };
 
-/// Without a decode node a request waits so long for one to come back, less than the three seconds
-/// in which a request is to be over after a kill.
-const ABSENT_MAX: Duration = Duration::from_secs(2);
-
-/// Less than the idle limits of common proxies (60 s).
+/// Interval of SSE keep-alives: less than the idle limits of common proxies (60 s).
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// All bodies that are being read or parsed: 128 KiB, some 16 Ki tokens, for each of 1024 requests.
-/// Buffers that grow may hold twice that, so the router stays under a few hundred MiB.
+/// Bytes of all bodies that are being read or parsed: 128 KiB, about 16 Ki tokens, for each of 1024
+/// requests. Growing buffers may hold twice as much, so the router stays under a few hundred MiB.
 const BODIES_BYTES_MAX: u64 = 128 << 20;
 
-/// A request of the largest size over a slow line; then the client gave up.
+/// Time to receive a request of the largest size over a slow connection.
 const REQUEST_READ_MAX: Duration = Duration::from_secs(30);
 
-/// How much the router takes on. From the configuration's `router` section.
+/// Bounds and time-outs of the router, from the configuration's `router` section.
 #[derive(Clone, Debug)]
 pub struct FrontSettings {
-    /// Further names for models: an alias and a model's own name.
+    /// Pairs of an alias and the name of a model.
     pub aliases: Vec<(String, String)>,
     pub body_bytes_max: u64,
-    /// All bodies that are being read or parsed.
+    /// Bytes of all bodies that are being read or parsed.
     pub bodies_bytes_max: u64,
-    /// From a request's head to its last byte.
+    /// Time-out from a request's head to its last byte.
     pub request_read_max: Duration,
-    /// Answers in work, waiting ones included.
+    /// Answers in flight, waiting ones included.
     pub requests_max: u32,
-    /// Answers of all models that wait until a node has room.
+    /// Answers of all models that wait for a node.
     pub waiting_max: u32,
     pub waiting_timeout: Duration,
     pub attempts_max: u32,
-    /// For a whole request when the client names no time.
+    /// Deadline of a request when the client names none.
     pub timeout: Duration,
-    /// How long an attempt's node may be silent.
+    /// How long a node of an attempt may be silent.
     pub idle_timeout: Duration,
-    /// The longest time that a client may ask for.
+    /// The longest deadline that a client may name.
     pub timeout_max: Duration,
     pub slow_client_timeout: Duration,
     pub slow_client_events: usize,
-    /// A stream that is silent for so long says that it lives.
+    /// Silence of an SSE stream after which the router sends a keep-alive comment.
     pub keep_alive: Duration,
 }
 
@@ -59,7 +55,7 @@ impl FrontSettings {
         Self {
             aliases: aliases.map(|pair| (pair.name.clone(), pair.value.clone())).collect(),
             body_bytes_max: router.body_bytes_max.bytes(),
-            // The largest body that is allowed must find room when it is alone.
+            // A single body of the largest size must find room.
             bodies_bytes_max: BODIES_BYTES_MAX.max(router.body_bytes_max.bytes()),
             request_read_max: REQUEST_READ_MAX,
             requests_max: router.requests_max,
@@ -76,14 +72,14 @@ impl FrontSettings {
     }
 }
 
-/// Shared by all requests, whichever API they come by.
+/// The state that all requests of both APIs share.
 pub struct Front {
     pub settings: FrontSettings,
     pub models: Models,
     pub nodes: Nodes,
     pub bodies: BodyRoom,
     pub admission: Admission,
-    /// Ends requests that are still in work when draining took too long.
+    /// Ends the requests that are still in flight when the drain time-out has passed.
     pub cut: CancellationToken,
 }
 
@@ -99,22 +95,22 @@ impl Front {
         }
     }
 
-    /// No new requests are taken.
+    /// Whether new requests are rejected.
     pub fn is_stopping(&self) -> bool {
         self.admission.is_closed()
     }
 
-    /// Some model is served, by nodes that have met.
+    /// Whether some model is served, by nodes whose peer connections are set up.
     pub fn serves(&self) -> bool {
         let is_served = |name| self.nodes.serving(name).decode_nodes > 0;
         self.nodes.are_introduced() && self.models.all().iter().any(|model| is_served(&model.name))
     }
 
-    pub fn recovery_limits(&self) -> RecoveryLimits {
-        RecoveryLimits {
+    pub fn recovery_policy(&self) -> RecoveryPolicy {
+        RecoveryPolicy {
             attempts_max: self.settings.attempts_max,
-            busy_max: self.settings.waiting_timeout,
-            absent_max: ABSENT_MAX,
+            busy_timeout: self.settings.waiting_timeout,
+            idle_timeout: self.settings.idle_timeout,
         }
     }
 }

@@ -1,10 +1,10 @@
-//! One request in work: its answers as events, from a task that ends with its reader.
+//! A request in flight: its answers as events, from a task that ends with its reader.
 //!
-//! Every request has a task of its own, which owns the journeys of all its answers. Events leave
-//! through a bounded queue. Dropping the [`Running`] request ends the task, which drops the node
-//! streams: that is how a client that leaves cancels its request.
+//! Every request has a task of its own, which generates all of its answers. Events leave through a bounded
+//! queue. Dropping the [`RunningRequest`] ends the task, which drops the node streams: a client that
+//! leaves cancels its request this way.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use proto::v1::{FinishReason, Token};
 use tokio::{task::JoinHandle, time::Instant};
@@ -13,41 +13,42 @@ use crate::{
     admission::Full,
     event_queue::{NotTaken, Receiver, Sender, event_queue},
     request::field_error::FieldError,
+    request_core::HandOverStats,
 };
 
-/// What happens to the answers of a request.
+/// An event of one of the request's answers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     Tokens(AnswerTokens),
     Finished(AnswerEnd),
 }
 
-/// Tokens that were shown, and the text that became certain with them.
+/// Emitted tokens, and the text that they complete.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AnswerTokens {
-    /// Which answer of the request.
+    /// Index of the answer among the answers of the request.
     pub choice: u32,
     /// Index of the first token in the whole answer.
     pub first_index: u32,
     pub tokens: Vec<Token>,
-    /// May be empty: a character, or what may be a stop string, is not complete.
+    /// Empty while a character, or a possible stop string, is incomplete.
     pub text: String,
 }
 
-/// An answer is complete.
+/// The end of a complete answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AnswerEnd {
     pub choice: u32,
     pub reason: FinishReason,
-    /// The client's own stop token or stop string, where one ended the answer.
+    /// The stop token or stop string of the client that ended the answer.
     pub stopped_by: Option<StoppedBy>,
-    /// The rest of the text, where some had been held back.
+    /// The rest of the text, which was held back.
     pub text: String,
     pub prompt_tokens: u32,
     pub completion_tokens: u32,
-    /// Prompt tokens that were in a prefix cache.
+    /// Prompt tokens found in a prefix cache.
     pub cached_tokens: u32,
-    pub hand_over: HandOverFigures,
+    pub hand_over: HandOverStats,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,20 +57,7 @@ pub enum StoppedBy {
     Text(String),
 }
 
-/// What moved for one answer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HandOverFigures {
-    /// Over all attempts.
-    pub kv_bytes: u64,
-    /// Of the last transfer.
-    pub transfer_us: u64,
-    pub attempts: u32,
-    /// Of the last attempt.
-    pub prefill_node: Option<String>,
-    pub decode_node: Option<String>,
-}
-
-/// Why a request is refused, or ends without an answer.
+/// Why a request is rejected or fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     #[error("{0}")]
@@ -80,30 +68,30 @@ pub enum RequestError {
     Full(#[from] Full),
     #[error("all nodes are busy, for {} ms now", waited.as_millis())]
     Busy { waited: Duration },
-    #[error("there is no decode node to serve the request, for {} ms now", waited.as_millis())]
+    #[error("no decode node was available for {} ms", waited.as_millis())]
     NoDecodeNode { waited: Duration },
     #[error(
         "{field} cannot be served now: no decode node of the model says that it holds answers to such a \
          grammar; nodes of an older release do not"
     )]
     NoGrammar { field: &'static str },
-    #[error("{attempts} attempts failed; the last: {last}")]
+    #[error("{attempts} attempts in a row failed; the last: {last}")]
     AttemptsSpent { attempts: u32, last: String },
-    /// A node found that it can never serve this.
+    /// A node can never serve the request.
     #[error("a node refused the request: {reason}")]
     Refused { reason: String },
     #[error("the request did not complete within its {} ms", timeout.as_millis())]
     Deadline { timeout: Duration },
-    #[error("a node contradicted what was shown: {reason}")]
+    #[error("a node contradicted an emitted token: {reason}")]
     Contradiction { reason: String },
     #[error("the client did not read its stream for {} ms", waited.as_millis())]
     SlowClient { waited: Duration },
     #[error("the client left")]
     ClientGone,
-    /// The prompt or the messages cannot be rendered or tokenised.
+    /// The prompt or the messages cannot be rendered or tokenized.
     #[error("{reason}")]
     Text {
-        /// The field that is to blame, if one is.
+        /// The invalid field, if one is known.
         field: Option<&'static str>,
         reason: String,
     },
@@ -113,11 +101,11 @@ pub enum RequestError {
     Internal { reason: String },
 }
 
-/// Where a request's events go. Bounded: a client that does not read holds up its own request.
+/// Sends the events of a request. Bounded: a client that does not read blocks its own request.
 #[derive(Debug)]
 pub struct EventSender {
     events: Sender<Event>,
-    /// How long the client may read nothing while events wait for it.
+    /// How long the client may read nothing while events are queued.
     wait_max: Duration,
 }
 
@@ -126,12 +114,12 @@ impl EventSender {
         self.events.send(event, self.wait_max).await.map_err(|why| self.error(why))
     }
 
-    /// What the client did not read takes no room any more.
+    /// Drops the events that the client did not read.
     pub fn discard(&self) {
         self.events.discard();
     }
 
-    /// Until the client has read everything.
+    /// Blocks until the client has read every event.
     pub async fn read_out(&self) -> Result<(), RequestError> {
         self.events.read_out(self.wait_max).await.map_err(|why| self.error(why))
     }
@@ -144,16 +132,19 @@ impl EventSender {
     }
 }
 
-/// A request in work, for the one who reads its answers.
+/// A running request, for the reader of its answers.
 #[derive(Debug)]
-pub struct Running {
+pub struct RunningRequest {
+    /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
+    pub prompts: Vec<Arc<[u32]>>,
     events: Receiver<Event>,
     task: Option<JoinHandle<Result<(), RequestError>>>,
 }
 
-impl Running {
+impl RunningRequest {
     /// Starts `work`, which sends the request's events and returns when all answers are complete.
     pub fn start<F>(
+        prompts: Vec<Arc<[u32]>>,
         events_max: usize,
         wait_max: Duration,
         work: impl FnOnce(EventSender) -> F,
@@ -163,11 +154,11 @@ impl Running {
     {
         let (sender, events) = event_queue(events_max);
         let task = tokio::spawn(work(EventSender { events: sender, wait_max }));
-        Self { events, task: Some(task) }
+        Self { prompts, events, task: Some(task) }
     }
 
-    /// The next event; at the end `None`, or the one error that the request ended with. Dropping
-    /// the future loses nothing.
+    /// Returns the next event; at the end `None`, or the one error that the request failed with.
+    /// Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<Event, RequestError>> {
         if let Some(event) = self.events.recv().await {
             return Some(Ok(event));
@@ -182,7 +173,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningRequest {
     fn drop(&mut self) {
         if let Some(task) = &self.task {
             task.abort();
@@ -190,7 +181,7 @@ impl Drop for Running {
     }
 }
 
-/// When a request must be over, and how long it was given, for the error that says so.
+/// The deadline of a request, and its time-out for error messages.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     pub at: Instant,
@@ -202,7 +193,7 @@ impl Deadline {
         Self { at: Instant::now() + timeout, timeout }
     }
 
-    /// What is left, in whole milliseconds; 0 when it passed.
+    /// Returns the remaining time in milliseconds; 0 after the deadline.
     pub fn remaining_ms(&self) -> u64 {
         self.at.saturating_duration_since(Instant::now()).as_millis() as u64
     }
@@ -218,12 +209,13 @@ mod tests {
 
     #[tokio::test]
     async fn events_come_in_order_and_then_the_end() {
-        let mut running = Running::start(1, Duration::from_secs(5), |events| async move {
-            for choice in 0..5 {
-                events.send(tokens(choice)).await?;
-            }
-            Err(RequestError::Stopped)
-        });
+        let mut running =
+            RunningRequest::start(vec![], 1, Duration::from_secs(5), |events| async move {
+                for choice in 0..5 {
+                    events.send(tokens(choice)).await?;
+                }
+                Err(RequestError::Stopped)
+            });
         for choice in 0..5 {
             assert_eq!(running.next().await, Some(Ok(tokens(choice))));
         }
@@ -234,7 +226,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_reader_that_does_not_read_ends_its_own_request() {
         let wait_max = Duration::from_millis(20);
-        let mut running = Running::start(1, wait_max, |events| async move {
+        let mut running = RunningRequest::start(vec![], 1, wait_max, |events| async move {
             loop {
                 events.send(tokens(0)).await?;
             }
@@ -247,7 +239,7 @@ mod tests {
     #[tokio::test]
     async fn dropping_the_reader_ends_the_work() {
         let (alive, ended) = tokio::sync::oneshot::channel::<()>();
-        let running = Running::start(1, Duration::from_secs(5), |_| async move {
+        let running = RunningRequest::start(vec![], 1, Duration::from_secs(5), |_| async move {
             let _alive = alive;
             std::future::pending().await
         });
@@ -257,9 +249,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_inside_is_an_error_of_this_request_alone() {
-        let mut running = Running::start(1, Duration::from_secs(5), |_| async move {
-            panic!("a defect");
-        });
+        let mut running =
+            RunningRequest::start(vec![], 1, Duration::from_secs(5), |_| async move {
+                panic!("a defect");
+            });
         assert!(matches!(running.next().await, Some(Err(RequestError::Internal { .. }))));
     }
 }

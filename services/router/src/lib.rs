@@ -1,14 +1,15 @@
-//! The front of Baton: the OpenAI HTTP API and gRPC in, attempts on nodes out.
+//! The router: serves the OpenAI HTTP API and gRPC in front of prefill and decode nodes.
 //!
-//! A request's path, in the order of the files:
-//! 1. `http` or `grpc` reads and checks the request's fields; `request` has what both share.
-//! 2. `journey` tokenises, picks nodes, makes attempts and owns the list of emitted tokens. What
-//!    events mean and what follows a failure is decided there by pure state machines.
-//! 3. `nodes` knows the nodes: a directory kept up to date by `Observe` streams, and connections.
-//! 4. `generation` carries the answers back as bounded events, which `http` and `grpc` write.
+//! Path of a request, module by module:
+//! 1. `http` or `grpc` parses and checks the request's fields; `request` has the code that both share.
+//! 2. `request_driver` tokenizes the prompt and runs one driver for each answer. The driver does the I/O
+//!    for [`request_core`], which is pure: it owns the list of emitted tokens, decides which nodes to pick,
+//!    and what follows each event and failure.
+//! 3. `nodes` holds the directory of nodes, kept up to date by `Observe` streams, and the connections.
+//! 4. `generation` returns the answers as bounded events, which `http` and `grpc` write.
 //!
-//! `start` serves all of it; the binary only reads the configuration and waits for signals.
-//! Left out: tokenising itself (`text`), the choice among nodes (`cluster`), what nodes do.
+//! [`start`] serves both APIs; the binary reads the configuration and waits for signals. Tokenization is in
+//! `text`, node selection in `cluster`.
 
 #![forbid(unsafe_code)]
 
@@ -18,23 +19,14 @@ mod front;
 mod generation;
 mod grpc;
 mod http;
-mod journey;
 mod models;
 mod net;
 mod nodes;
 mod record;
 mod request;
+pub mod request_core;
+mod request_driver;
 mod serve;
-
-/// What is decided about a request without any I/O. The simulation of whole clusters runs it too.
-pub mod decisions {
-    pub use crate::journey::{
-        attempt::{Attempt, LAST_EVENT_MAX, Next, TOKEN_0_MAX},
-        emitted::{EmissionError, EmittedTokens},
-        failure::{AttemptFailure, Cause, Side},
-        recovery::{GiveUp, Recovery, RecoveryLimits, Then},
-    };
-}
 
 pub use front::FrontSettings;
 #[doc(hidden)]

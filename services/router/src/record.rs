@@ -1,4 +1,4 @@
-//! What is told about each request: one line at its end, and its figures.
+//! The record of each request: one log line at its end, and its metrics.
 
 use std::{
     sync::{
@@ -19,20 +19,20 @@ use crate::{
     request::ids::RequestId,
 };
 
-/// Told when it is dropped: a request that nobody ended was left by its client, or lost its connection
-/// because the client did not read.
+/// Record of one request, logged and counted when dropped. A request that no error and no complete answer
+/// ended was left by its client, or lost its connection because the client did not read.
 pub struct RequestRecord {
-    /// Of the default model until the request's own is known.
+    /// The default model until the request's own model is known.
     model: Arc<ServedModel>,
     operation: Operation,
     request_id: RequestId,
-    /// The client's own name for it.
+    /// The client's label for the request.
     label: Option<String>,
     received: Instant,
     choices: AtomicU32,
     prompt_tokens: AtomicU32,
     state: Mutex<State>,
-    /// Of the connection by which it came.
+    /// The connection that the request arrived on.
     connection: ConnectionEnd,
     _running: RunningRequest,
 }
@@ -82,21 +82,21 @@ impl RequestRecord {
         self.label = label;
     }
 
-    /// From now on it counts for this model.
-    pub fn is_for(&mut self, model: &Arc<ServedModel>) {
+    /// Counts the request for this model from now on.
+    pub fn set_model(&mut self, model: &Arc<ServedModel>) {
         if !Arc::ptr_eq(&self.model, model) {
             self._running = model.metrics.request_running();
             self.model = model.clone();
         }
     }
 
-    pub fn asked(&self, choices: u32, prompt_tokens: u32) {
+    pub fn prepared(&self, choices: u32, prompt_tokens: u32) {
         self.choices.store(choices, Ordering::Relaxed);
         self.prompt_tokens.store(prompt_tokens, Ordering::Relaxed);
     }
 
-    /// Tokens of some answer were handed to the client.
-    pub fn shown(&self, count: u32) {
+    /// Tokens of some answer were emitted to the client.
+    pub fn emitted(&self, count: u32) {
         let now = Instant::now();
         let mut state = self.state();
         state.completion_tokens += count;
@@ -145,8 +145,8 @@ impl RequestRecord {
         self.state().error = Some((end, error.to_string()));
     }
 
-    /// A request that could not be read at all.
-    pub fn refused(&self, end: RequestEnd, reason: &str) {
+    /// The request was rejected before it was parsed completely.
+    pub fn rejected(&self, end: RequestEnd, reason: &str) {
         self.state().error = Some((end, reason.to_owned()));
     }
 
@@ -168,7 +168,7 @@ impl Drop for RequestRecord {
             Some((RequestEnd::ClientGone, _)) => left,
             Some((end, _)) => *end,
             None if choices == 0 || state.answers_ended < choices => left,
-            // Of several answers one that was cut short is what an operator looks for.
+            // One answer of maximum length makes the whole request one.
             None if state.cut_short => RequestEnd::Length,
             None => RequestEnd::Stop,
         };

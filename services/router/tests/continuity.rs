@@ -12,12 +12,17 @@ use common::{
     settings,
 };
 use proto::v1::{FailureKind, NodeLoad, Role};
+use router::RouterSettings;
 use serde_json::{Value, json};
 
 const ANSWER: &str = " one two three four five";
 
 /// Two decode nodes of different weights; the first one is picked while it may be.
 async fn two_models() -> Cluster {
+    two_models_with(settings()).await
+}
+
+async fn two_models_with(settings: RouterSettings) -> Cluster {
     let node = |name, fingerprint| {
         ScriptedNode::start_at(Role::Decode, name, "127.0.0.1:0".parse().unwrap(), fingerprint)
     };
@@ -26,7 +31,7 @@ async fn two_models() -> Cluster {
         node.answer_with(&encode(ANSWER));
     }
     decode[1].report(NodeLoad { pending_prompt_tokens: 5000, ..Default::default() });
-    Cluster::start_over(settings(), vec![], decode).await
+    Cluster::start_over(settings, vec![], decode).await
 }
 
 async fn events(cluster: &Cluster) -> Vec<String> {
@@ -57,7 +62,9 @@ async fn an_answer_goes_on_only_with_the_model_that_began_it() {
 
 #[tokio::test]
 async fn without_the_model_that_began_it_an_answer_ends_with_an_error() {
-    let mut cluster = two_models().await;
+    let mut settings = settings();
+    settings.front.waiting_timeout = Duration::from_secs(2);
+    let mut cluster = two_models_with(settings).await;
     cluster.decode[0].behave(Behaviour::HangAfter(2));
     let body = json!({"prompt": long_prompt(), "max_tokens": 50, "stream": true});
     let mut stream = cluster.client.stream("/v1/completions", &body).await;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use common::{
     Cluster,
     client::{eventually, ids_of, text_of},
-    encode, long_prompt,
+    completion_of, encode, long_prompt,
     node::{Behaviour, END, ScriptedNode},
     settings,
 };
@@ -291,8 +291,10 @@ async fn a_prompt_may_be_read_for_long_while_its_node_reports_work() {
 }
 
 #[tokio::test]
-async fn without_any_decode_node_left_there_is_one_error_event() {
-    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+async fn without_a_decode_node_until_the_deadline_there_is_one_error_event() {
+    let mut settings = settings();
+    settings.front.timeout = Duration::from_secs(4);
+    let mut cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(2));
     let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
     stream.next().await.unwrap();
@@ -301,6 +303,8 @@ async fn without_any_decode_node_left_there_is_one_error_event() {
     let events = stream.all().await;
     let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
     assert_eq!(last["error"]["code"], "no_decode_node", "{last}");
+    let message = last["error"]["message"].as_str().unwrap();
+    assert!(message.contains("no decode node was available"), "{message}");
     assert_eq!(events.iter().filter(|event| event.contains("\"error\"")).count(), 1);
     assert!(killed.elapsed() < NOTICED_WITHIN, "{:?}", killed.elapsed());
 }
@@ -325,8 +329,96 @@ async fn a_decode_node_that_comes_back_in_time_takes_the_request_over() {
     assert_eq!(reborn.calls()[0].attempt.tokens.len(), 103);
 }
 
+/// Starts another process in the place of a decode node that was killed.
+fn restart_decode(cluster: &mut Cluster, index: usize) {
+    let node = &cluster.decode[index];
+    let name = format!("decode-{index}");
+    let restarted = ScriptedNode::start_at(Role::Decode, &name, node.address, 7);
+    restarted.answer_with(&encode(ANSWER));
+    cluster.decode[index] = restarted;
+}
+
 #[tokio::test]
-async fn the_attempts_are_a_budget() {
+async fn while_all_decode_nodes_restart_new_and_running_requests_wait_and_complete() {
+    let mut cluster = Cluster::start(1, 2, ANSWER).await;
+    for node in &cluster.decode {
+        node.behave(Behaviour::HangAfter(3));
+    }
+    let mut running = Vec::new();
+    for _ in 0..4 {
+        let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
+        let first: Value = serde_json::from_str(&stream.next().await.unwrap()).unwrap();
+        running.push((stream, ids_of(&[first], 0)));
+    }
+    cluster.decode.iter_mut().for_each(ScriptedNode::kill);
+    cluster.wait_nodes(1, 0).await;
+    let ask = |client: common::client::Client| async move {
+        client.post("/v1/completions", &completion_of(&json!(null), json!({}))).await
+    };
+    let new: Vec<_> = (0..4).map(|_| tokio::spawn(ask(cluster.client.clone()))).collect();
+    eventually("all wait", async || {
+        cluster.metric("baton_requests", &["state=\"waiting\""]).await == 8.0
+    })
+    .await;
+    assert_eq!(cluster.client.get("/health").await.status, 503);
+    // Longer than any probe interval of the directory.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    restart_decode(&mut cluster, 0);
+    restart_decode(&mut cluster, 1);
+    for answer in new {
+        let answer = answer.await.unwrap();
+        assert_eq!(answer.status, 200, "{}", answer.message());
+        assert_eq!(answer.json()["choices"][0]["text"], ANSWER);
+    }
+    for (mut stream, mut ids) in running {
+        ids.extend(ids_of(&stream.chunks().await, 0));
+        assert_eq!(ids, expected());
+    }
+    eventually("none waits", async || {
+        cluster.metric("baton_requests", &["state=\"waiting\""]).await == 0.0
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_request_whose_nodes_are_killed_more_often_than_its_budget_completes() {
+    const KILLS: usize = 6;
+    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(1));
+    let figures = [("x-baton-figures", "1")];
+    let mut stream = cluster.client.stream_with("/v1/completions", &figures, &streamed()).await;
+    let mut ids = Vec::new();
+    for kills in 1..=KILLS {
+        while ids.len() < kills {
+            let chunk: Value = serde_json::from_str(&stream.next().await.unwrap()).unwrap();
+            assert!(chunk["error"].is_null(), "{chunk}");
+            ids.extend(ids_of(&[chunk], 0));
+        }
+        cluster.decode[0].kill();
+        restart_decode(&mut cluster, 0);
+        if kills < KILLS {
+            cluster.decode[0].behave(Behaviour::HangAfter(1));
+        }
+    }
+    let chunks = stream.chunks().await;
+    ids.extend(ids_of(&chunks, 0));
+    assert_eq!(ids, expected());
+    let attempts = chunks.last().unwrap()["baton"]["attempts"].as_u64().unwrap();
+    assert!(attempts > KILLS as u64, "{attempts} attempts");
+}
+
+#[tokio::test]
+async fn a_model_that_no_node_has_served_is_rejected_at_once() {
+    let source = router::ModelSource { name: "scripted".into(), text: common::model_text() };
+    let cluster = Cluster::begin(settings(), vec![source], vec![], vec![]);
+    let body = completion_of(&json!(null), json!({}));
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    assert_eq!((answer.status.as_u16(), &answer.error()["code"]), (503, &json!("no_decode_node")));
+    assert!(answer.headers.contains_key("retry-after"));
+}
+
+#[tokio::test]
+async fn attempts_without_a_token_are_bounded() {
     let cluster = Cluster::start(2, 2, ANSWER).await;
     for node in &cluster.decode {
         node.behave(Behaviour::FailAfter(0, FailureKind::Internal));

@@ -9,7 +9,7 @@ use proto::v1::{
     self, DecodeFinished, DecodeTokens, Delivered, PrefillToken, Reserved, Token,
     decode_event::Event as DecodeEvent, prefill_event::Event as PrefillEvent,
 };
-use router::decisions::{self, AttemptFailure, EmittedTokens, Next, Side};
+use router::request_core::{AttemptAction, AttemptFailure, AttemptState, EmittedTokens, Side};
 use tonic::Status;
 
 use crate::{
@@ -22,7 +22,7 @@ pub struct Attempt {
     pub transfer: TransferId,
     pub decode_node: Assigned,
     pub prefill_node: Option<Assigned>,
-    pub machine: decisions::Attempt,
+    pub machine: AttemptState,
 }
 
 impl Attempt {
@@ -32,11 +32,16 @@ impl Attempt {
         decode_node: Assigned,
         prefill_node: Option<Assigned>,
     ) -> Self {
-        let machine = decisions::Attempt::new(first_index, prefill_node.is_some());
+        let machine = AttemptState::new(first_index, prefill_node.is_some());
         Self { transfer, decode_node, prefill_node, machine }
     }
 
-    pub fn said(&mut self, side: Side, said: Said, emitted: &mut EmittedTokens) -> Vec<Next> {
+    pub fn said(
+        &mut self,
+        side: Side,
+        said: Said,
+        emitted: &mut EmittedTokens,
+    ) -> Vec<AttemptAction> {
         let broken = match &said {
             Said::Cut => Some(AttemptFailure::cut(side)),
             Said::Failed { kind: Failed::Stale, message } => {
@@ -45,10 +50,12 @@ impl Attempt {
             _ => None,
         };
         match (side, broken) {
-            (Side::Decode, Some(failure)) => self.machine.decode_failed(failure),
-            (Side::Prefill, Some(failure)) => self.machine.prefill_failed(failure),
-            (Side::Decode, None) => self.machine.decode_said(Some(decode_event(said)), emitted),
-            (Side::Prefill, None) => self.machine.prefill_said(Some(prefill_event(said)), emitted),
+            (Side::Decode, Some(failure)) => self.machine.on_decode_end(failure),
+            (Side::Prefill, Some(failure)) => self.machine.on_prefill_end(failure),
+            (Side::Decode, None) => self.machine.on_decode_event(Some(decode_event(said)), emitted),
+            (Side::Prefill, None) => {
+                self.machine.on_prefill_event(Some(prefill_event(said)), emitted)
+            }
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use router::decisions::{AttemptFailure, Cause, GiveUp};
+use router::request_core::{AttemptFailure, Cause, GiveUp};
 
 use crate::{journey::TRANSFERS_FULL, request::End};
 
@@ -57,7 +57,7 @@ impl Coverage {
             End::ClientLeft => "client left",
             End::GaveUp(GiveUp::AttemptsSpent { .. }) => "attempts spent",
             // The deadline passed at the router or at a node.
-            End::Deadline | End::GaveUp(GiveUp::Final(_)) => "deadline",
+            End::Deadline | End::GaveUp(GiveUp::Deadline | GiveUp::Final(_)) => "deadline",
             End::GaveUp(GiveUp::Busy { .. }) => "busy",
             End::GaveUp(GiveUp::NoDecodeNode { .. }) => "no decode node",
         });

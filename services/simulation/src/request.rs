@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use engine::{event::FinishReason, executor::sim::next_token};
 use proto::v1;
-use router::decisions::{EmittedTokens, GiveUp, Recovery, RecoveryLimits};
+use router::request_core::{EmittedTokens, GiveUp, Recovery, RecoveryPolicy};
 
 use crate::{
     attempt::Attempt,
@@ -12,10 +12,10 @@ use crate::{
 };
 
 /// As the router's configuration has them.
-const LIMITS: RecoveryLimits = RecoveryLimits {
+const POLICY: RecoveryPolicy = RecoveryPolicy {
     attempts_max: 4,
-    busy_max: Duration::from_secs(30),
-    absent_max: Duration::from_secs(2),
+    busy_timeout: Duration::from_secs(30),
+    idle_timeout: Duration::from_secs(60),
 };
 
 pub struct Request {
@@ -68,7 +68,7 @@ impl Request {
             deadline: now + plan.timeout,
             emitted: EmittedTokens::new(plan.max_tokens, VOCABULARY),
             plan,
-            recovery: Recovery::new(LIMITS),
+            recovery: Recovery::new(POLICY),
             state: State::Waiting { until: now, for_node: false },
             answer,
             reason,

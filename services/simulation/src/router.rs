@@ -13,7 +13,9 @@ use engine::{
 };
 use kv_transfer::api::{PeerAddress, TransferId};
 use proto::v1::{self, ObserveEvent};
-use router::decisions::{AttemptFailure, Cause, LAST_EVENT_MAX, Next, Side, TOKEN_0_MAX, Then};
+use router::request_core::{
+    AttemptAction, AttemptFailure, Cause, LAST_EVENT_MAX, NextStep, Side, TOKEN_0_MAX,
+};
 
 use simulation_base::Random;
 
@@ -191,10 +193,14 @@ impl Router {
         for id in ids {
             let request = self.request(id);
             match &mut request.state {
+                State::Waiting { for_node: true, .. } if request.deadline <= now => {
+                    let reason = request.recovery.no_decode_node(now);
+                    self.end(now, id, End::GaveUp(reason));
+                }
                 _ if request.deadline <= now => self.end(now, id, End::Deadline),
                 State::Waiting { .. } => self.go_on(now, id),
                 State::Trying { attempt, token_0_by: Some(by), .. } if *by <= now => {
-                    let next = attempt.machine.token_0_is_late();
+                    let next = attempt.machine.on_token_0_late();
                     self.coverage.count("token 0 timed out");
                     self.act(now, id, next);
                 }
@@ -229,11 +235,7 @@ impl Router {
             match self.pick(now, id) {
                 Ok((decode, prefill)) => return self.attempt(now, id, decode, prefill),
                 Err(none) => {
-                    let recovery = &mut self.request(id).recovery;
-                    let then = match none {
-                        NoNode::Busy { .. } => recovery.all_busy(now),
-                        _ => recovery.none_there(now),
-                    };
+                    let then = self.request(id).recovery.no_node(&none, now);
                     if !self.follow(now, id, then) {
                         return;
                     }
@@ -243,17 +245,21 @@ impl Router {
     }
 
     /// True when another attempt is to be made at once.
-    fn follow(&mut self, now: Instant, id: u64, then: Then) -> bool {
+    fn follow(&mut self, now: Instant, id: u64, then: NextStep) -> bool {
         let until = match then {
-            Then::Retry => return true,
-            Then::WaitForRoom { left } => now + ASK_AGAIN.min(left),
-            Then::WaitForNode => now + LOOK_AGAIN,
-            Then::GiveUp(reason) => {
+            NextStep::Retry => return true,
+            NextStep::WaitForTurn => {
+                self.request(id).recovery.take_turn();
+                now + ASK_AGAIN
+            }
+            NextStep::PickAgain { left } => now + ASK_AGAIN.min(left),
+            NextStep::WaitForNode { .. } => now + LOOK_AGAIN,
+            NextStep::GiveUp(reason) => {
                 self.end(now, id, End::GaveUp(reason));
                 return false;
             }
         };
-        let for_node = then == Then::WaitForNode;
+        let for_node = matches!(then, NextStep::WaitForNode { .. });
         self.request(id).state = State::Waiting { until, for_node };
         false
     }
@@ -350,26 +356,30 @@ impl Router {
     }
 
     /// Does what the attempt wants done.
-    fn act(&mut self, now: Instant, id: u64, next: Vec<Next>) {
+    fn act(&mut self, now: Instant, id: u64, next: Vec<AttemptAction>) {
         for next in next {
             match next {
-                Next::Admitted => self.request(id).recovery.admitted(),
-                Next::Show { first_index, tokens, .. } => {
+                AttemptAction::Admitted => {
+                    self.request(id).recovery.admitted();
+                }
+                AttemptAction::Emit { first_index, tokens, .. } => {
                     if self.request(id).show(first_index, &tokens) {
                         // A stop string: the nodes do not know.
                         return self.complete(now, id, Some(FinishReason::Stop));
                     }
                 }
-                Next::DropPrefill => {
+                AttemptAction::DropPrefill => {
                     let State::Trying { attempt, .. } = &self.requests[&id].state else { return };
                     let call = CallId { transfer: attempt.transfer, side: Side::Prefill };
                     self.drop_call(call);
                 }
-                Next::Finish(reason) => return self.complete(now, id, Some(of_the_wire(reason))),
-                Next::Fail(_) if self.requests[&id].is_complete() => {
+                AttemptAction::Finish(reason) => {
+                    return self.complete(now, id, Some(of_the_wire(reason)));
+                }
+                AttemptAction::Fail(_) if self.requests[&id].is_complete() => {
                     return self.complete(now, id, None);
                 }
-                Next::Fail(failure) => return self.attempt_failed(now, id, failure),
+                AttemptAction::Fail(failure) => return self.attempt_failed(now, id, failure),
             }
         }
         let request = self.request(id);
@@ -384,7 +394,10 @@ impl Router {
         self.coverage.count_failure(&failure);
         let Some(attempt) = self.end_attempt(now, id, Some(&failure)) else { return };
         let prefill = attempt.prefill_node.as_ref().map(|node| node.epoch);
-        let recovery = &mut self.request(id).recovery;
+        let Request { recovery, emitted, .. } = self.request(id);
+        if emitted.next_index() > attempt.machine.first_index() {
+            recovery.progressed();
+        }
         let then = recovery.failed(failure, prefill, attempt.decode_node.epoch, now);
         if self.follow(now, id, then) {
             self.go_on(now, id);

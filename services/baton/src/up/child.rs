@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
-    process::{ExitStatus, Stdio},
+    process::Stdio,
     time::{Duration, Instant},
 };
 
@@ -66,6 +66,7 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
     let mut backoff = Backoff::default();
     let mut known: Option<Ready> = None;
     loop {
+        let started = Instant::now();
         let ended = match start(&spec, known.as_ref()) {
             Ok(running) => running_until_end(&spec, running, &stop, &state, &mut known).await,
             Err(error) => Err(error),
@@ -74,23 +75,23 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
             state.send_replace(ChildState::Stopped);
             return;
         }
-        let (reason, served) = match ended {
-            Ok(Ended { status, served }) => (format!("ended ({status})"), served),
-            Err(error) => (format!("{error:#}"), Duration::ZERO),
+        let reason = match ended {
+            Ok(reason) => reason,
+            Err(error) => format!("{error:#}"),
         };
         if known.is_none() {
             state.send_replace(ChildState::Failed(reason));
             return;
         }
-        let delay = backoff.delay(served);
-        let when = match delay {
-            Duration::ZERO => "now".to_owned(),
-            delay => format!("in {} ms", delay.as_millis()),
-        };
-        spec.console.say(&format!("baton: {} {reason}; restarting {when}", spec.name));
+        let wait = backoff.after_run_of(started.elapsed());
+        spec.console.say(&format!(
+            "baton: {} {reason}; starting it again in {} ms",
+            spec.name,
+            wait.as_millis()
+        ));
         state.send_replace(ChildState::Starting);
         tokio::select! {
-            () = tokio::time::sleep(delay) => {}
+            () = tokio::time::sleep(wait) => {}
             () = stop.cancelled() => {
                 state.send_replace(ChildState::Stopped);
                 return;
@@ -132,30 +133,23 @@ fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
     Ok(Running { child, lines })
 }
 
-/// How a child that could be started ended.
-struct Ended {
-    status: ExitStatus,
-    /// Time from its being ready to its end.
-    served: Duration,
-}
-
-/// Returns how the child ended, once all of its log lines are passed on.
+/// Returns how the child ended, after all of its lines are out.
 async fn running_until_end(
     spec: &ChildSpec,
     mut running: Running,
     stop: &CancellationToken,
     state: &watch::Sender<ChildState>,
     known: &mut Option<Ready>,
-) -> Result<Ended> {
+) -> Result<String> {
     let deadline = tokio::time::Instant::now() + spec.ready_within;
-    let mut ready_at = None;
+    let mut is_ready = false;
     let status = loop {
         tokio::select! {
             status = running.child.wait() => break status?,
             () = stop.cancelled() => break terminate(&mut running.child, spec).await?,
-            () = tokio::time::sleep(READY_POLL), if ready_at.is_none() => {
+            () = tokio::time::sleep(READY_POLL), if !is_ready => {
                 if let Some(ready) = read_ready(&spec.ready_file)? {
-                    ready_at = Some(Instant::now());
+                    is_ready = true;
                     *known = Some(ready.clone());
                     state.send_replace(ChildState::Ready(ready));
                 } else if tokio::time::Instant::now() > deadline {
@@ -165,12 +159,11 @@ async fn running_until_end(
             }
         }
     };
-    let served = ready_at.map_or(Duration::ZERO, |at| at.elapsed());
     while running.lines.join_next().await.is_some() {}
-    Ok(Ended { status, served })
+    Ok(format!("ended ({status})"))
 }
 
-async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<ExitStatus> {
+async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<std::process::ExitStatus> {
     let Some(id) = child.id() else { return Ok(child.wait().await?) };
     super::send_terminate(id);
     match tokio::time::timeout(spec.stop_within, child.wait()).await {

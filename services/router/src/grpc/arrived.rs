@@ -75,7 +75,7 @@ pub async fn count(
     if let Some(record) = arrived.read() {
         let status = Status::from_header_map(response.headers())
             .unwrap_or_else(|| Status::unknown("it is no gRPC"));
-        record.refused(arrived.end(status.code()), status.message());
+        record.rejected(arrived.end(status.code()), status.message());
     }
     response
 }

@@ -21,8 +21,7 @@ use super::{
 };
 use crate::{
     front::Front,
-    generation::{Event, RequestError},
-    journey::{self, Asked, Started},
+    generation::{Event, RequestError, RunningRequest},
     models::NamedModel,
     request::{
         field_error::FieldError,
@@ -32,6 +31,7 @@ use crate::{
         tokenising::{self, check_vocabulary},
         tools::{CallReader, CallReading, Calls, OfferedTools, offer},
     },
+    request_driver::{self, ParsedRequest},
 };
 
 pub struct InferenceService {
@@ -74,7 +74,7 @@ impl InferenceService {
         let named = front.models.find(Some(&wanted.model));
         if let Ok(named) = &named {
             // A refusal counts for the model that was asked for, too.
-            record.is_for(&named.model);
+            record.set_model(&named.model);
         }
 
         let tokens_only = wanted.options.tokens_only;
@@ -85,7 +85,7 @@ impl InferenceService {
                 return Err(status(error));
             }
         };
-        let started = journey::start(front, asked, record, span.clone())
+        let started = request_driver::start(front, asked, record, span.clone())
             .instrument(span)
             .await
             .map_err(status)?;
@@ -191,7 +191,7 @@ fn read(
     metadata: &MetadataMap,
     named: Result<NamedModel, RequestError>,
     wanted: Wanted,
-) -> Result<(Asked, Option<CallReading>), RequestError> {
+) -> Result<(ParsedRequest, Option<CallReading>), RequestError> {
     let wire = wanted.options;
     let timeout = timeout(front, &wire, metadata)?;
     if wire.tokens_only && wanted.tools.is_some() {
@@ -199,7 +199,7 @@ fn read(
         return Err(FieldError::new("options.tokens_only", problem).into());
     }
     let with_text = !wire.tokens_only || !wire.stop.is_empty();
-    let mut asked = Asked {
+    let mut asked = ParsedRequest {
         request_id,
         tenant: tenant(metadata)?,
         model: named?.model,
@@ -221,13 +221,13 @@ fn read(
 
 /// Dropping the stream drops the request with it.
 fn responses(
-    started: Started,
+    started: RunningRequest,
     tokens_only: bool,
     reader: Option<CallReader>,
 ) -> impl Stream<Item = Result<GenerateResponse, Status>> {
     futures_util::stream::unfold(Some((started, reader)), move |state| async move {
         let (mut started, mut reader) = state?;
-        let event = match started.running.next().await? {
+        let event = match started.next().await? {
             Ok(event) => event,
             Err(error) => return Some((Err(status(error)), None)),
         };

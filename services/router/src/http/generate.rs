@@ -23,10 +23,10 @@ use super::{
 };
 use crate::{
     front::Front,
-    journey::{self, Asked},
     models::NamedModel,
     record::RequestRecord,
     request::tools,
+    request_driver::{self, ParsedRequest},
 };
 
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
@@ -79,12 +79,12 @@ async fn answer(
         let fields = Fields::parse(&body)?;
         let named = named_model(&fields, front)?;
         // A refusal counts for the model that was asked for, too.
-        record.is_for(&named.model);
+        record.set_model(&named.model);
         let read = match api {
             Api::Chat => chat_fields::read(&fields)?,
             Api::Text => completion_fields::read(&fields)?,
         };
-        let mut asked = Asked {
+        let mut asked = ParsedRequest {
             request_id: context.request_id,
             tenant: context.tenant.clone()?,
             model: named.model.clone(),
@@ -111,12 +111,12 @@ async fn answer(
                 StatusCode::TOO_MANY_REQUESTS => RequestEnd::Overloaded,
                 _ => RequestEnd::Invalid,
             };
-            record.refused(end, &error.content.message);
+            record.rejected(end, &error.content.message);
             return Err(error);
         }
     };
     let reply = Reply { calls, ..reply(front, context, api, &asked, &named, delivery) };
-    let started = journey::start(front, asked, record, context.span.clone()).await?;
+    let started = request_driver::start(front, asked, record, context.span.clone()).await?;
     Ok(match delivery.stream {
         true => reply.stream(started).await?,
         false => reply.whole(started).await?,
@@ -127,7 +127,7 @@ fn reply(
     front: &Front,
     context: &RequestContext,
     api: Api,
-    asked: &Asked,
+    asked: &ParsedRequest,
     named: &NamedModel,
     delivery: Delivery,
 ) -> Reply {

@@ -21,8 +21,7 @@ use super::{
     wire::{Completion, ErrorBody, HandOver, TextChoice, Usage},
 };
 use crate::{
-    generation::{AnswerEnd, Event, RequestError},
-    journey::Started,
+    generation::{AnswerEnd, Event, RequestError, RunningRequest},
     request::tools::{AnswerPiece, CallReader, CallReading, Calls},
 };
 
@@ -80,11 +79,11 @@ impl Totals {
 
 impl Reply {
     /// Waits for all answers.
-    pub async fn whole(self, mut started: Started) -> Result<Response, RequestError> {
+    pub async fn whole(self, mut started: RunningRequest) -> Result<Response, RequestError> {
         let mut totals = Totals::new(&started.prompts);
         let mut collected: HashMap<u32, Collected> = HashMap::new();
         let mut ends: Vec<AnswerEnd> = Vec::new();
-        while let Some(event) = started.running.next().await {
+        while let Some(event) = started.next().await {
             match event? {
                 Event::Tokens(shown) => {
                     totals.tokens(shown.tokens.len());
@@ -160,8 +159,8 @@ impl Reply {
 
     /// Answers with a stream. Waits for the first event, so that what fails at once has its status;
     /// but not for long, so that clients and proxies see that somebody is there.
-    pub async fn stream(self, mut started: Started) -> Result<Response, RequestError> {
-        let first = tokio::time::timeout(self.keep_alive, started.running.next()).await;
+    pub async fn stream(self, mut started: RunningRequest) -> Result<Response, RequestError> {
+        let first = tokio::time::timeout(self.keep_alive, started.next()).await;
         let first = match first {
             Ok(Some(Ok(event))) => Some(event),
             Ok(Some(Err(error))) => return Err(error),
@@ -182,7 +181,7 @@ impl Reply {
 /// The events of a streamed answer, made when the client's connection has room for them.
 pub struct Chunks {
     reply: Reply,
-    started: Started,
+    started: RunningRequest,
     first: Option<Event>,
     totals: Totals,
     answers: HashMap<u32, AnswerProgress>,
@@ -206,7 +205,7 @@ enum End {
 }
 
 impl Chunks {
-    fn new(reply: Reply, started: Started, first: Option<Event>) -> Self {
+    fn new(reply: Reply, started: RunningRequest, first: Option<Event>) -> Self {
         let totals = Totals::new(&started.prompts);
         Self { reply, started, first, totals, answers: HashMap::new(), end: End::NotYet }
     }
@@ -228,7 +227,7 @@ impl Chunks {
         }
         let event = match self.first.take() {
             Some(event) => Some(Ok(event)),
-            None => self.started.running.next().await,
+            None => self.started.next().await,
         };
         let mut out = Vec::new();
         match event {

@@ -5,7 +5,7 @@ mod introductions;
 mod watch;
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
@@ -46,6 +46,8 @@ struct Shared {
     /// Counts changes of health, and the end of the first introductions.
     changes: latest::Sender<u64>,
     introduced: AtomicBool,
+    /// Limits of each model when a decode node of it last served, by model name.
+    last_limits: Mutex<HashMap<String, ModelLimits>>,
     metrics: RouterMetrics,
 }
 
@@ -79,6 +81,7 @@ impl Nodes {
             inputs,
             changes: latest::Sender::new(0),
             introduced: AtomicBool::new(false),
+            last_limits: Mutex::default(),
             metrics,
         }));
         let watch = NodeWatch::start(nodes.clone(), membership.watch(), received, served);
@@ -122,6 +125,27 @@ impl Nodes {
         }
     }
 
+    /// Returns the limits of this model, now or when a decode node last served it; `None` if none ever did.
+    pub fn last_limits(&self, model: &str) -> Option<ModelLimits> {
+        self.serving(model).limits.or_else(|| self.limits_memory().get(model).cloned())
+    }
+
+    fn remember_limits(&self) {
+        let directory = self.directory();
+        let models: BTreeSet<String> =
+            directory.serving(Role::Decode).map(|record| record.model.clone()).collect();
+        drop(directory);
+        for model in models {
+            if let Some(limits) = self.serving(&model).limits {
+                self.limits_memory().insert(model, limits);
+            }
+        }
+    }
+
+    fn limits_memory(&self) -> MutexGuard<'_, HashMap<String, ModelLimits>> {
+        self.0.last_limits.lock().unwrap_or_else(|error| error.into_inner())
+    }
+
     /// Newest version of grammars that a decode node of this model holds answers to; `None` where no
     /// such node serves now, which says nothing of those that will.
     pub fn grammar_version(&self, model: &str) -> Option<u32> {
@@ -156,6 +180,7 @@ impl Nodes {
     }
 
     fn changed(&self) {
+        self.remember_limits();
         self.0.changes.send_modify(|count| *count += 1);
     }
 
@@ -206,7 +231,7 @@ pub struct Assigned {
 }
 
 impl Assigned {
-    pub fn record(&self) -> &NodeRecord {
+    pub fn record(&self) -> &Arc<NodeRecord> {
         &self.choice.record
     }
 

@@ -16,7 +16,7 @@ use super::{
     asked_grammar::{AskedGrammar, FunctionField},
     field_error::{FieldError, refused},
 };
-use crate::{generation::RequestError, journey::Asked};
+use crate::{generation::RequestError, request_driver::ParsedRequest};
 
 /// Tools that may be called.
 #[derive(Clone, Debug, PartialEq)]
@@ -197,7 +197,7 @@ fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
 /// Holds the answers to the offer and says how their calls are read; `None` where the model has no
 /// format for calls, which its template's rendering refuses.
 pub fn offer(
-    asked: &mut Asked,
+    asked: &mut ParsedRequest,
     offered: &OfferedTools,
 ) -> Result<Option<CallReading>, RequestError> {
     let text = &asked.model.text;

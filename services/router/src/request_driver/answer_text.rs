@@ -1,30 +1,30 @@
-//! The text of one answer: tokens in, certain text out, until a stop token or stop string.
+//! The text of one answer: detokenizes emitted tokens, and finds stop tokens and stop strings.
 
 use std::sync::Arc;
 
 use proto::v1::{FinishReason, Sampling, Token};
 use text::{StopStrings, TextStream, TextStreamOptions, Tokenizer};
 
-use crate::generation::StoppedBy;
+use crate::{generation::StoppedBy, request_core::Stop};
 
-/// How tokens become an answer: the same for all answers of a request.
-#[derive(Clone)]
-pub struct AnswerPlan {
+/// Detokenization options, equal for all answers of a request.
+pub struct AnswerTextOptions {
     pub tokenizer: Arc<Tokenizer>,
     pub stops: StopStrings,
-    /// The same strings.
+    /// The strings of `stops`.
     pub stop_texts: Arc<[String]>,
     pub skip_special: bool,
-    /// Without it there is no text, and no stop string is looked for.
+    /// Whether tokens are detokenized. Without text no stop string is found.
     pub with_text: bool,
-    /// Special tokens that give text even where others are skipped.
+    /// Special tokens that are detokenized even where others are skipped.
     pub shown_tokens: Arc<[u32]>,
 }
 
-pub struct Answer {
+/// Detokenizer of one answer.
+pub struct AnswerText {
     stream: Option<TextStream>,
     stop_texts: Arc<[String]>,
-    /// Sorted; empty when stop tokens are ordinary ones.
+    /// Sorted; empty where stop tokens do not end the answer.
     stop_token_ids: Vec<u32>,
     tokenizer: Arc<Tokenizer>,
     min_tokens: u32,
@@ -33,38 +33,38 @@ pub struct Answer {
 }
 
 /// Why no further token belongs to the answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// The last token is a stop token; its text is no part of the answer.
+#[derive(Debug)]
+enum Ended {
+    /// The last token is a stop token; the answer excludes its text.
     StopToken(Option<StoppedBy>),
-    /// A stop string is complete: the nodes do not know and must be told.
+    /// A stop string is complete.
     StopText(StoppedBy),
 }
 
-/// What of some tokens belongs to the answer.
+/// Tokens that belong to the answer, and their text.
 #[derive(Debug, PartialEq)]
 pub struct Shown {
     pub tokens: Vec<Token>,
     pub text: String,
 }
 
-/// The last of an answer.
+/// The end of an answer.
 #[derive(Debug, PartialEq)]
 pub struct Conclusion {
-    /// Text that had been held back.
+    /// Text that was held back.
     pub text: String,
     pub reason: FinishReason,
     pub stopped_by: Option<StoppedBy>,
     pub completion_tokens: u32,
 }
 
-impl Answer {
-    pub fn new(plan: &AnswerPlan, sampling: &Sampling) -> Self {
-        let options =
-            TextStreamOptions { skip_special: plan.skip_special, min_tokens: sampling.min_tokens };
+impl AnswerText {
+    pub fn new(options: &AnswerTextOptions, sampling: &Sampling) -> Self {
         let stream = || {
-            TextStream::new(plan.tokenizer.clone(), plan.stops.clone(), options)
-                .showing(plan.shown_tokens.clone())
+            let min_tokens = sampling.min_tokens;
+            let stream = TextStreamOptions { skip_special: options.skip_special, min_tokens };
+            TextStream::new(options.tokenizer.clone(), options.stops.clone(), stream)
+                .showing(options.shown_tokens.clone())
         };
         let mut stop_token_ids = match sampling.ignore_stop_tokens {
             true => Vec::new(),
@@ -72,22 +72,25 @@ impl Answer {
         };
         stop_token_ids.sort_unstable();
         Self {
-            stream: plan.with_text.then(stream),
-            stop_texts: plan.stop_texts.clone(),
+            stream: options.with_text.then(stream),
+            stop_texts: options.stop_texts.clone(),
             stop_token_ids,
-            tokenizer: plan.tokenizer.clone(),
+            tokenizer: options.tokenizer.clone(),
             min_tokens: sampling.min_tokens,
             token_count: 0,
             ended: None,
         }
     }
 
-    pub fn ended(&self) -> Option<&Ended> {
-        self.ended.as_ref()
+    /// Returns the stop condition that the pushed tokens contain.
+    pub fn stop(&self) -> Option<Stop> {
+        match self.ended.as_ref()? {
+            Ended::StopToken(_) => Some(Stop::Token),
+            Ended::StopText(_) => Some(Stop::Text),
+        }
     }
 
-    /// Takes the next tokens, each once and in order. Those behind a stop do not belong to the
-    /// answer.
+    /// Adds the next tokens. Tokens behind a stop do not belong to the answer.
     pub fn push(&mut self, mut tokens: Vec<Token>) -> Shown {
         if self.ended.is_some() {
             return Shown { tokens: vec![], text: String::new() };
@@ -107,7 +110,7 @@ impl Answer {
             }
             (None, Some(at)) => {
                 let id = tokens[at].id;
-                // Ending by one of the model's own is not the client's doing.
+                // Only a stop token that the client named is reported to the client.
                 let own = !self.tokenizer.eos_ids().contains(&id);
                 self.ended = Some(Ended::StopToken(own.then_some(StoppedBy::Token(id))));
                 at + 1
@@ -119,11 +122,11 @@ impl Answer {
         Shown { tokens, text: delta.text }
     }
 
-    /// The end. `reason` is the node's word for it; a stop that was seen here comes first.
-    pub fn finish(self, reason: FinishReason) -> Conclusion {
-        let text = self.stream.map(TextStream::finish).unwrap_or_default();
+    /// Ends the answer. A stop found here takes precedence over the node's finish reason.
+    pub fn finish(&mut self, reason: FinishReason) -> Conclusion {
+        let text = self.stream.take().map(TextStream::finish).unwrap_or_default();
         let completion_tokens = self.token_count;
-        let (reason, stopped_by) = match self.ended {
+        let (reason, stopped_by) = match self.ended.take() {
             Some(Ended::StopToken(by)) => (FinishReason::Stop, by),
             Some(Ended::StopText(by)) => (FinishReason::Stop, Some(by)),
             None => (reason, None),

@@ -1,7 +1,7 @@
-//! The list of tokens that a client has been shown: the only truth about an answer.
+//! The list of tokens that were emitted to the client: the only truth about an answer.
 //!
-//! Nodes may repeat what they said, in the same attempt (a decode node repeats token 0) or in a
-//! later one. Each index enters the list once, in order. A repetition must be equal.
+//! Nodes may repeat tokens, in the same attempt (a decode node repeats token 0) or in a later one. Each
+//! index enters the list once, in order. A repeated token must be equal to the emitted one.
 
 use std::cmp::Ordering;
 
@@ -15,11 +15,11 @@ pub struct EmittedTokens {
     vocabulary_size: u32,
 }
 
-/// Why an event cannot be true. The list is unchanged by it.
+/// Reasons to reject an event. A rejected event leaves the list unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EmissionError {
-    #[error("index {index} was shown as token {shown} and came again as token {offered}")]
-    Contradiction { index: u32, shown: u32, offered: u32 },
+    #[error("index {index} was emitted as token {emitted} and came again as token {offered}")]
+    Contradiction { index: u32, emitted: u32, offered: u32 },
     #[error("tokens came from index {first_index} on, index {expected} is next")]
     Gap { expected: u32, first_index: u32 },
     #[error("tokens came up to index {last_index}, the answer has at most {tokens_max}")]
@@ -41,17 +41,17 @@ impl EmittedTokens {
         &self.ids
     }
 
-    /// The index of the token that comes next; also the number of tokens shown.
+    /// Index of the next token; also the number of emitted tokens.
     pub fn next_index(&self) -> u32 {
         self.ids.len() as u32
     }
 
-    /// Nothing more may be shown.
+    /// Whether the answer has its maximum number of tokens.
     pub fn is_full(&self) -> bool {
         self.next_index() >= self.tokens_max
     }
 
-    /// Takes tokens `first_index..` and returns those that are new, with the first one's index.
+    /// Adds tokens `first_index..` and returns the new ones, with the index of the first.
     pub fn accept(
         &mut self,
         first_index: u32,
@@ -70,8 +70,8 @@ impl EmittedTokens {
         }
         for (index, token) in (first_index..).zip(&tokens) {
             match (index.cmp(&expected), self.ids.get(index as usize)) {
-                (Ordering::Less, Some(&shown)) if shown != token.id => {
-                    return Err(EmissionError::Contradiction { index, shown, offered: token.id });
+                (Ordering::Less, Some(&emitted)) if emitted != token.id => {
+                    return Err(EmissionError::Contradiction { index, emitted, offered: token.id });
                 }
                 (Ordering::Less, _) => {}
                 (Ordering::Equal | Ordering::Greater, _) if token.id >= self.vocabulary_size => {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_token_is_shown_once() {
+    fn a_repeated_token_is_emitted_once() {
         let mut emitted = EmittedTokens::new(8, 100);
         assert_eq!(ids(&emitted.accept(0, tokens(&[7])).unwrap().1), [7]);
         let (first, new) = emitted.accept(0, tokens(&[7, 8, 9])).unwrap();
@@ -116,18 +116,18 @@ mod tests {
     }
 
     #[test]
-    fn another_value_for_a_shown_index_is_refused() {
+    fn another_value_for_an_emitted_index_is_rejected() {
         let mut emitted = EmittedTokens::new(8, 100);
         emitted.accept(0, tokens(&[1, 2])).unwrap();
         assert_eq!(
             emitted.accept(1, tokens(&[3, 4])),
-            Err(EmissionError::Contradiction { index: 1, shown: 2, offered: 3 })
+            Err(EmissionError::Contradiction { index: 1, emitted: 2, offered: 3 })
         );
         assert_eq!(emitted.ids(), [1, 2]);
     }
 
     #[test]
-    fn a_gap_is_refused() {
+    fn a_gap_is_rejected() {
         let mut emitted = EmittedTokens::new(8, 100);
         assert_eq!(
             emitted.accept(1, tokens(&[3])),
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn more_tokens_than_asked_for_are_refused() {
+    fn more_tokens_than_max_tokens_are_rejected() {
         let mut emitted = EmittedTokens::new(2, 100);
         assert_eq!(
             emitted.accept(0, tokens(&[1, 2, 3])),
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_outside_the_vocabulary_and_an_empty_event_are_refused() {
+    fn an_id_outside_the_vocabulary_and_an_empty_event_are_rejected() {
         let mut emitted = EmittedTokens::new(2, 100);
         assert_eq!(
             emitted.accept(0, tokens(&[100])),

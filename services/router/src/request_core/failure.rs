@@ -1,4 +1,4 @@
-//! Why an attempt, or a whole request, did not complete.
+//! Reasons why an attempt failed.
 
 use std::{error::Error as _, fmt, time::Duration};
 
@@ -10,7 +10,7 @@ use super::emitted::EmissionError;
 /// Bytes of a peer's message that are kept: one line in a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
 
-/// Which node of an attempt.
+/// The prefill or the decode node of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Side {
     Prefill,
@@ -26,24 +26,24 @@ impl fmt::Display for Side {
     }
 }
 
-/// What went wrong with an attempt; decides what the next one avoids.
+/// Cause of a failed attempt; decides which nodes the next attempt avoids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// The node's queue or blocks are full.
     Busy,
-    /// The node drains.
+    /// The node is draining.
     Draining,
-    /// The connection broke or could not be made, or the node is silent.
+    /// The connection failed, or the node is silent.
     Lost,
-    /// The KV did not arrive whole.
+    /// The KV did not arrive completely.
     TransferFailed,
     /// The request's deadline passed at the node.
     Deadline,
-    /// The node gave up on a stream that was not read; its reader waited for the client.
+    /// The node aborted a stream that the router did not read, because the client did not read.
     SlowReader,
     /// The two nodes have different models, weights or layouts.
     Mismatch,
-    /// The node is another process, or has other weights, than believed.
+    /// The node is another process, or has other weights, than the router assumed.
     Stale,
     /// The node knows this transfer id already.
     Duplicate,
@@ -51,14 +51,14 @@ pub enum Cause {
     Internal,
     /// The node can never serve this request.
     Invalid,
-    /// The node said what the protocol does not allow.
+    /// The node violated the protocol.
     Violation,
-    /// The node contradicted what the client was shown.
+    /// The node sent another value for an emitted token.
     Contradiction,
 }
 
 impl Cause {
-    /// The word in logs and metrics.
+    /// Returns the name in logs.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Busy => "busy",
@@ -91,25 +91,25 @@ impl Cause {
     }
 }
 
-/// One attempt's end without an answer.
+/// The failure of one attempt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{side} node: {}: {message}", cause.as_str())]
 pub struct AttemptFailure {
     pub side: Side,
     pub cause: Cause,
-    /// One line for people.
+    /// A message of one line.
     pub message: String,
 }
 
 impl AttemptFailure {
-    /// The node's own final event.
+    /// Converts the node's Failure event.
     pub fn reported(side: Side, failure: Failure) -> Self {
         Self { side, cause: Cause::of_kind(failure.kind()), message: one_line(&failure.message) }
     }
 
-    /// A call that was refused, or a stream that broke.
+    /// Converts the status of a refused call or a broken stream.
     pub fn status(side: Side, status: &Status) -> Self {
-        // A status with a source was made here, of a connection's error; others the node sent.
+        // tonic sets a source where the connection failed; a status from the node has none.
         let broken = status.source().is_some();
         let cause = match status.code() {
             Code::ResourceExhausted => Cause::Busy,
@@ -129,15 +129,15 @@ impl AttemptFailure {
         Self { side, cause, message }
     }
 
-    /// The stream ended without its final event.
+    /// The stream ended without a final event.
     pub fn cut(side: Side) -> Self {
         let message = "the stream ended without a final event".to_owned();
         Self { side, cause: Cause::Lost, message }
     }
 
-    /// The node was silent for so long.
+    /// The node sent nothing for this time.
     pub fn silent(side: Side, silence: Duration) -> Self {
-        let message = format!("it was silent for {silence:?} (router.idle_timeout)");
+        let message = format!("no event for {silence:?} (router.idle_timeout)");
         Self { side, cause: Cause::Lost, message }
     }
 
@@ -157,7 +157,7 @@ impl AttemptFailure {
     }
 }
 
-/// A peer's text as one bounded line.
+/// Returns a peer's text as one bounded line.
 fn one_line(text: &str) -> String {
     let mut line: String =
         text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_is_told_from_a_broken_connection() {
+    fn a_refused_call_differs_from_a_broken_connection() {
         let refused = AttemptFailure::status(Side::Decode, &Status::unavailable("draining"));
         assert_eq!(refused.cause, Cause::Draining);
         let mut broken = Status::unavailable("tcp connect error");

@@ -1,0 +1,634 @@
+//! One attempt as a state machine: the events that its nodes may send, in which order, and the actions
+//! that follow.
+//!
+//! Life of the decode side: `Opening` → (Reserved) → `Reserved` → (token 0 repeated) → `Decoding` →
+//! finished or failed. Life of the prefill side: `Prefilling` → (token 0) → `HoldingToken` until the
+//! decode node reported `Reserved` → `Transferring` → (Delivered) → `Ended`. The prefill side is `Ended`
+//! from the start when the decode node works alone, and as soon as the decode node reports that it does.
+//!
+//! The client receives token 0 only once the decode node holds a reservation: a request that a node then
+//! refuses has emitted nothing. A token 0 that ends the request needs no decode node. Once the decode
+//! node sends tokens, it has the KV, and a failure of the prefill node no longer matters. A transfer that
+//! fails before token 0 arrived may have failed because token 0 ends the request: the attempt then waits
+//! for the prefill node, at most [`TOKEN_0_MAX`].
+
+use std::time::Duration;
+
+use proto::v1::{
+    FinishReason, PrefillToken, Token, decode_event::Event as DecodeEvent,
+    prefill_event::Event as PrefillEvent,
+};
+
+use super::{
+    emitted::EmittedTokens,
+    failure::{AttemptFailure, Cause, Side},
+};
+
+/// How long a complete answer waits for the decode node's last event, which only adds statistics.
+pub const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
+/// How long a failed transfer waits for the prefill node's token 0, which may end the answer. Waiting
+/// longer would only delay the next attempt.
+pub const TOKEN_0_MAX: Duration = Duration::from_millis(200);
+
+#[derive(Debug)]
+pub struct AttemptState {
+    /// Index of the attempt's first token.
+    first_index: u32,
+    decode: Decode,
+    prefill: Prefill,
+    /// The prefill node reported Delivered: its stream has no further event.
+    delivered: bool,
+    /// The decode node's transfer failed while token 0 is awaited.
+    transfer_failed: Option<AttemptFailure>,
+    stats: AttemptStats,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Decode {
+    Opening,
+    Reserved,
+    Decoding,
+}
+
+#[derive(Debug, PartialEq)]
+enum Prefill {
+    Prefilling,
+    /// Token 0 arrived; `Reserved` is awaited.
+    HoldingToken(Token),
+    /// Token 0 was emitted.
+    Transferring,
+    /// No prefill node, not needed any more, or lost.
+    Ended,
+}
+
+/// Statistics of one attempt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AttemptStats {
+    /// Prompt tokens found in a prefix cache, the larger of the two nodes' hits.
+    pub cached_tokens: u32,
+    /// Bytes of KV transferred from the prefill node to the decode node.
+    pub kv_bytes: u64,
+    /// Time from the reservation until the KV was visible, in microseconds.
+    pub transfer_us: u64,
+}
+
+/// An action that follows an event.
+#[derive(Debug, PartialEq)]
+pub enum AttemptAction {
+    /// Emit these new tokens. `first_index`: index of the first. `by`: the node that sampled them.
+    Emit { by: Side, first_index: u32, tokens: Vec<Token> },
+    /// The decode node holds a reservation: it took the request.
+    Admitted,
+    /// The decode node needs no prefill node: drop the stream of the prefill node.
+    DropPrefill,
+    /// The answer is complete.
+    Finish(FinishReason),
+    /// The attempt failed.
+    Fail(AttemptFailure),
+}
+
+impl AttemptState {
+    /// `first_index`: number of tokens that earlier attempts emitted.
+    pub fn new(first_index: u32, with_prefill: bool) -> Self {
+        Self {
+            first_index,
+            decode: Decode::Opening,
+            prefill: if with_prefill { Prefill::Prefilling } else { Prefill::Ended },
+            delivered: false,
+            transfer_failed: None,
+            stats: AttemptStats::default(),
+        }
+    }
+
+    /// Returns the number of tokens that earlier attempts emitted.
+    pub fn first_index(&self) -> u32 {
+        self.first_index
+    }
+
+    pub fn stats(&self) -> AttemptStats {
+        self.stats
+    }
+
+    /// Handles an event of the decode node; `None` for an event of unknown type.
+    pub fn on_decode_event(
+        &mut self,
+        event: Option<DecodeEvent>,
+        emitted: &mut EmittedTokens,
+    ) -> Vec<AttemptAction> {
+        let violation =
+            |what: &str| vec![AttemptAction::Fail(AttemptFailure::violation(Side::Decode, what))];
+        match (event, self.decode) {
+            (Some(DecodeEvent::Reserved(reserved)), Decode::Opening) => {
+                self.decode = Decode::Reserved;
+                self.saw_cached(reserved.cached_tokens);
+                let mut next = vec![AttemptAction::Admitted];
+                match std::mem::replace(&mut self.prefill, Prefill::Ended) {
+                    Prefill::Ended => {}
+                    // The decode node samples token 0 itself. The prefill node's token 0 was not emitted.
+                    Prefill::Prefilling | Prefill::HoldingToken(_) | Prefill::Transferring
+                        if reserved.alone =>
+                    {
+                        next.push(AttemptAction::DropPrefill);
+                    }
+                    Prefill::HoldingToken(token) => {
+                        self.prefill = Prefill::Transferring;
+                        let tokens = vec![token];
+                        next.extend(self.emit(Side::Prefill, self.first_index, tokens, emitted));
+                    }
+                    awaited @ (Prefill::Prefilling | Prefill::Transferring) => {
+                        self.prefill = awaited
+                    }
+                }
+                next
+            }
+            (Some(DecodeEvent::Reserved(_)), Decode::Reserved | Decode::Decoding) => {
+                violation("it reported Reserved twice")
+            }
+            (Some(DecodeEvent::Tokens(_)), Decode::Opening) => {
+                violation("tokens came before Reserved")
+            }
+            (Some(DecodeEvent::Tokens(event)), Decode::Reserved)
+                if event.first_index != self.first_index =>
+            {
+                violation(&format!(
+                    "its first token has index {}, not {}",
+                    event.first_index, self.first_index
+                ))
+            }
+            (Some(DecodeEvent::Tokens(event)), Decode::Reserved | Decode::Decoding) => {
+                debug_assert!(
+                    !matches!(self.prefill, Prefill::HoldingToken(_)),
+                    "Reserved ends it"
+                );
+                self.decode = Decode::Decoding;
+                self.emit(Side::Decode, event.first_index, event.tokens, emitted)
+            }
+            (Some(DecodeEvent::Finished(_)), Decode::Opening | Decode::Reserved) => {
+                violation("it finished without a token")
+            }
+            (Some(DecodeEvent::Finished(event)), Decode::Decoding) => {
+                if event.received_bytes > 0 {
+                    self.stats.kv_bytes = event.received_bytes;
+                    self.stats.transfer_us = event.transfer_us;
+                }
+                match event.reason() {
+                    FinishReason::Unspecified | FinishReason::ToolCalls => {
+                        violation("it finished without a reason")
+                    }
+                    reason => vec![AttemptAction::Finish(reason)],
+                }
+            }
+            (Some(DecodeEvent::Failure(failure)), decode) => {
+                let failure = AttemptFailure::reported(Side::Decode, failure);
+                let awaits_token_0 =
+                    self.prefill == Prefill::Prefilling && decode != Decode::Decoding;
+                if failure.cause == Cause::TransferFailed && awaits_token_0 {
+                    self.transfer_failed = Some(failure);
+                    return vec![];
+                }
+                vec![AttemptAction::Fail(failure)]
+            }
+            (None, _) => violation("an event has no known content"),
+        }
+    }
+
+    /// Handles an event of the prefill node; `None` for an event of unknown type.
+    pub fn on_prefill_event(
+        &mut self,
+        event: Option<PrefillEvent>,
+        emitted: &mut EmittedTokens,
+    ) -> Vec<AttemptAction> {
+        match event {
+            Some(PrefillEvent::Token(token)) => self.prefill_token(token, emitted),
+            Some(PrefillEvent::Delivered(delivered)) => match self.prefill {
+                Prefill::HoldingToken(_) | Prefill::Transferring => {
+                    // The last event of the decode node replaces these statistics.
+                    self.stats.kv_bytes = delivered.bytes;
+                    self.stats.transfer_us = delivered.transfer_us;
+                    self.delivered = true;
+                    vec![]
+                }
+                Prefill::Prefilling => self.on_prefill_end(AttemptFailure::violation(
+                    Side::Prefill,
+                    "it delivered without a token",
+                )),
+                Prefill::Ended => vec![],
+            },
+            Some(PrefillEvent::Failure(failure)) => {
+                self.on_prefill_end(AttemptFailure::reported(Side::Prefill, failure))
+            }
+            None => self.on_prefill_end(AttemptFailure::violation(
+                Side::Prefill,
+                "an event has no known content",
+            )),
+        }
+    }
+
+    fn prefill_token(
+        &mut self,
+        event: PrefillToken,
+        emitted: &mut EmittedTokens,
+    ) -> Vec<AttemptAction> {
+        let finish = event.finish.map(|_| event.finish());
+        let violation = |what: String| AttemptFailure::violation(Side::Prefill, what);
+        let failure = match (&self.prefill, event.token) {
+            (Prefill::Ended, _) => return vec![],
+            (Prefill::Prefilling, Some(token)) if event.first_index == self.first_index => {
+                self.saw_cached(event.cached_tokens);
+                return match (finish, self.decode) {
+                    (Some(FinishReason::Unspecified | FinishReason::ToolCalls), _) => {
+                        self.on_prefill_end(violation("it finished without a reason".into()))
+                    }
+                    (Some(reason), _) => {
+                        self.prefill = Prefill::Ended;
+                        let mut next =
+                            self.emit(Side::Prefill, self.first_index, vec![token], emitted);
+                        if !matches!(next.last(), Some(AttemptAction::Fail(_))) {
+                            next.push(AttemptAction::Finish(reason));
+                        }
+                        next
+                    }
+                    // The request goes on: the transfer failed for another reason.
+                    (None, Decode::Opening) if self.transfer_failed.is_some() => {
+                        self.on_token_0_late()
+                    }
+                    (None, Decode::Opening) => {
+                        self.prefill = Prefill::HoldingToken(token);
+                        vec![]
+                    }
+                    (None, Decode::Reserved | Decode::Decoding) => {
+                        self.prefill = Prefill::Transferring;
+                        let mut next =
+                            self.emit(Side::Prefill, self.first_index, vec![token], emitted);
+                        next.extend(self.on_token_0_late());
+                        next
+                    }
+                };
+            }
+            (Prefill::Prefilling, Some(_)) => violation(format!(
+                "its token has index {}, not {}",
+                event.first_index, self.first_index
+            )),
+            (Prefill::Prefilling, None) => violation("its token event has no token".into()),
+            (Prefill::HoldingToken(_) | Prefill::Transferring, _) => {
+                violation("it sent two tokens".into())
+            }
+        };
+        self.on_prefill_end(failure)
+    }
+
+    /// Handles the end of the decode node's stream.
+    pub fn on_decode_end(&mut self, failure: AttemptFailure) -> Vec<AttemptAction> {
+        vec![AttemptAction::Fail(failure)]
+    }
+
+    /// Handles the end of the prefill node's stream.
+    pub fn on_prefill_end(&mut self, failure: AttemptFailure) -> Vec<AttemptAction> {
+        if self.transfer_failed.is_some() {
+            return self.on_token_0_late();
+        }
+        if self.expects_prefill() && self.decode != Decode::Decoding {
+            // The decode node would report this too, but only when its lease ends.
+            return vec![AttemptAction::Fail(failure)];
+        }
+        if self.expects_prefill() {
+            self.prefill = Prefill::Ended;
+        }
+        vec![]
+    }
+
+    /// Ends the wait of a failed transfer for token 0. Does nothing when no transfer failed.
+    pub fn on_token_0_late(&mut self) -> Vec<AttemptAction> {
+        self.transfer_failed.take().map(AttemptAction::Fail).into_iter().collect()
+    }
+
+    /// Returns the side whose next event the attempt needs.
+    pub fn awaits(&self) -> Side {
+        match (self.decode, &self.prefill) {
+            (Decode::Reserved, Prefill::Prefilling) => Side::Prefill,
+            _ if self.transfer_failed.is_some() => Side::Prefill,
+            _ => Side::Decode,
+        }
+    }
+
+    /// Whether the decode node sent a token: its sequence is in the running batch.
+    pub fn is_decoding(&self) -> bool {
+        self.decode == Decode::Decoding
+    }
+
+    /// Whether the decode node may still send an event.
+    pub fn expects_decode(&self) -> bool {
+        self.transfer_failed.is_none()
+    }
+
+    /// Whether an event of the prefill node can still matter.
+    pub fn expects_prefill(&self) -> bool {
+        self.prefill != Prefill::Ended && !self.delivered
+    }
+
+    fn emit(
+        &self,
+        side: Side,
+        first_index: u32,
+        tokens: Vec<Token>,
+        emitted: &mut EmittedTokens,
+    ) -> Vec<AttemptAction> {
+        match emitted.accept(first_index, tokens) {
+            Ok((_, new)) if new.is_empty() => vec![],
+            Ok((first_index, tokens)) => {
+                vec![AttemptAction::Emit { by: side, first_index, tokens }]
+            }
+            Err(error) => vec![AttemptAction::Fail(AttemptFailure::emission(side, &error))],
+        }
+    }
+
+    fn saw_cached(&mut self, cached_tokens: u32) {
+        self.stats.cached_tokens = self.stats.cached_tokens.max(cached_tokens);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use proto::v1::{DecodeFinished, DecodeTokens, Delivered, Failure, FailureKind, Reserved};
+
+    use super::*;
+
+    fn token(id: u32) -> Token {
+        Token { id, logprobs: None }
+    }
+
+    fn reserved(alone: bool) -> Option<DecodeEvent> {
+        Some(DecodeEvent::Reserved(Reserved { cached_tokens: 0, alone }))
+    }
+
+    fn tokens(first_index: u32, ids: &[u32]) -> Option<DecodeEvent> {
+        let tokens = ids.iter().map(|&id| token(id)).collect();
+        Some(DecodeEvent::Tokens(DecodeTokens { first_index, tokens }))
+    }
+
+    fn finished() -> Option<DecodeEvent> {
+        let reason = FinishReason::Length.into();
+        Some(DecodeEvent::Finished(DecodeFinished { reason, received_bytes: 9, transfer_us: 3 }))
+    }
+
+    fn failed(kind: FailureKind) -> Option<DecodeEvent> {
+        Some(DecodeEvent::Failure(Failure { kind: kind.into(), message: "2 of 4 chunks".into() }))
+    }
+
+    fn first(first_index: u32, id: u32, finish: Option<FinishReason>) -> Option<PrefillEvent> {
+        Some(PrefillEvent::Token(PrefillToken {
+            first_index,
+            token: Some(token(id)),
+            finish: finish.map(Into::into),
+            cached_tokens: 16,
+        }))
+    }
+
+    fn delivered() -> Option<PrefillEvent> {
+        Some(PrefillEvent::Delivered(Delivered { bytes: 7, chunks: 1, transfer_us: 2 }))
+    }
+
+    fn emit(by: Side, first_index: u32, ids: &[u32]) -> AttemptAction {
+        AttemptAction::Emit { by, first_index, tokens: ids.iter().map(|&id| token(id)).collect() }
+    }
+
+    fn lost(side: Side) -> AttemptFailure {
+        AttemptFailure::cut(side)
+    }
+
+    fn causes(next: &[AttemptAction]) -> Vec<Cause> {
+        let cause = |next: &AttemptAction| match next {
+            AttemptAction::Fail(failure) => Some(failure.cause),
+            _ => None,
+        };
+        next.iter().filter_map(cause).collect()
+    }
+
+    fn pair() -> (AttemptState, EmittedTokens) {
+        (AttemptState::new(0, true), EmittedTokens::new(16, 1000))
+    }
+
+    #[test]
+    fn token_0_waits_for_the_reservation_and_is_emitted_once() {
+        let (mut attempt, mut emitted) = pair();
+        assert_eq!(attempt.on_prefill_event(first(0, 5, None), &mut emitted), []);
+        assert_eq!(
+            attempt.on_decode_event(reserved(false), &mut emitted),
+            [AttemptAction::Admitted, emit(Side::Prefill, 0, &[5])]
+        );
+        assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), []);
+        assert_eq!(
+            attempt.on_decode_event(tokens(0, &[5, 6]), &mut emitted),
+            [emit(Side::Decode, 1, &[6])]
+        );
+        assert_eq!(
+            attempt.on_decode_event(finished(), &mut emitted),
+            [AttemptAction::Finish(FinishReason::Length)]
+        );
+        let stats = AttemptStats { cached_tokens: 16, kv_bytes: 9, transfer_us: 3 };
+        assert_eq!(attempt.stats(), stats);
+    }
+
+    #[test]
+    fn the_decode_node_may_be_first_with_token_0() {
+        let (mut attempt, mut emitted) = pair();
+        attempt.on_decode_event(reserved(false), &mut emitted);
+        assert_eq!(
+            attempt.on_decode_event(tokens(0, &[5]), &mut emitted),
+            [emit(Side::Decode, 0, &[5])]
+        );
+        assert_eq!(attempt.on_prefill_event(first(0, 5, None), &mut emitted), []);
+    }
+
+    #[test]
+    fn delivered_before_reserved_does_not_end_the_attempt() {
+        let (mut attempt, mut emitted) = pair();
+        attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), []);
+        assert!(!attempt.expects_prefill());
+        assert_eq!(attempt.on_prefill_end(lost(Side::Prefill)), []);
+        assert_eq!(
+            attempt.on_decode_event(reserved(false), &mut emitted),
+            [AttemptAction::Admitted, emit(Side::Prefill, 0, &[5])]
+        );
+    }
+
+    #[test]
+    fn a_decode_node_that_works_alone_makes_token_0_itself() {
+        let (mut attempt, mut emitted) = pair();
+        attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        assert_eq!(
+            attempt.on_decode_event(reserved(true), &mut emitted),
+            [AttemptAction::Admitted, AttemptAction::DropPrefill]
+        );
+        assert!(!attempt.expects_prefill());
+        assert_eq!(attempt.on_prefill_end(lost(Side::Prefill)), []);
+        assert_eq!(
+            attempt.on_decode_event(tokens(0, &[6]), &mut emitted),
+            [emit(Side::Decode, 0, &[6])]
+        );
+    }
+
+    #[test]
+    fn a_token_0_that_ends_the_answer_needs_no_decode_node() {
+        let (mut attempt, mut emitted) = pair();
+        assert_eq!(
+            attempt.on_prefill_event(first(0, 5, Some(FinishReason::Stop)), &mut emitted),
+            [emit(Side::Prefill, 0, &[5]), AttemptAction::Finish(FinishReason::Stop)]
+        );
+    }
+
+    #[test]
+    fn a_prefill_node_lost_before_the_kv_is_there_ends_the_attempt() {
+        let (mut attempt, mut emitted) = pair();
+        attempt.on_decode_event(reserved(false), &mut emitted);
+        attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        assert_eq!(causes(&attempt.on_prefill_end(lost(Side::Prefill))), [Cause::Lost]);
+    }
+
+    #[test]
+    fn a_prefill_node_lost_after_the_kv_is_there_does_not_matter() {
+        let (mut attempt, mut emitted) = pair();
+        attempt.on_decode_event(reserved(false), &mut emitted);
+        attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        attempt.on_decode_event(tokens(0, &[5]), &mut emitted);
+        assert_eq!(attempt.on_prefill_end(lost(Side::Prefill)), []);
+        assert!(!attempt.expects_prefill());
+    }
+
+    #[test]
+    fn a_later_attempt_starts_where_the_earlier_one_stopped() {
+        let mut emitted = EmittedTokens::new(16, 1000);
+        emitted.accept(0, vec![token(5), token(6)]).unwrap();
+        let mut attempt = AttemptState::new(2, false);
+        assert_eq!(
+            attempt.on_decode_event(reserved(true), &mut emitted),
+            [AttemptAction::Admitted]
+        );
+        assert_eq!(
+            attempt.on_decode_event(tokens(2, &[7]), &mut emitted),
+            [emit(Side::Decode, 2, &[7])]
+        );
+    }
+
+    #[test]
+    fn events_in_a_forbidden_order_are_a_violation() {
+        let late_reserved = [reserved(false), reserved(false)];
+        let early_token = [tokens(0, &[1])];
+        let early_finish = [reserved(false), finished()];
+        let wrong_start = [reserved(false), tokens(1, &[1])];
+        let gap = [reserved(false), tokens(0, &[1]), tokens(2, &[1])];
+        let unknown = [None];
+        let cases: [&[Option<DecodeEvent>]; 6] =
+            [&late_reserved, &early_token, &early_finish, &wrong_start, &gap, &unknown];
+        for events in cases {
+            let (mut attempt, mut emitted) = pair();
+            let mut last = vec![];
+            for event in events {
+                last = attempt.on_decode_event(event.clone(), &mut emitted);
+            }
+            assert_eq!(causes(&last), [Cause::Violation], "{events:?}");
+        }
+        for events in [vec![first(1, 5, None)], vec![first(0, 5, None); 2], vec![delivered()]] {
+            let (mut attempt, mut emitted) = pair();
+            let mut last = vec![];
+            for event in events.clone() {
+                last = attempt.on_prefill_event(event, &mut emitted);
+            }
+            assert_eq!(causes(&last), [Cause::Violation], "{events:?}");
+        }
+    }
+
+    #[test]
+    fn another_token_0_from_the_decode_node_is_a_contradiction() {
+        let (mut attempt, mut emitted) = pair();
+        attempt.on_decode_event(reserved(false), &mut emitted);
+        attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        let next = attempt.on_decode_event(tokens(0, &[6]), &mut emitted);
+        assert_eq!(causes(&next), [Cause::Contradiction]);
+        assert_eq!(emitted.ids(), [5]);
+    }
+
+    #[test]
+    fn a_reported_failure_keeps_its_kind() {
+        for (kind, cause) in [
+            (FailureKind::Busy, Cause::Busy),
+            (FailureKind::Mismatch, Cause::Mismatch),
+            (FailureKind::Internal, Cause::Internal),
+        ] {
+            let (mut attempt, mut emitted) = pair();
+            let next = attempt.on_decode_event(failed(kind), &mut emitted);
+            assert_eq!(causes(&next), [cause]);
+        }
+        // After token 0 the request is known to go on.
+        let (mut attempt, mut emitted) = pair();
+        attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        let next = attempt.on_decode_event(failed(FailureKind::TransferFailed), &mut emitted);
+        assert_eq!(causes(&next), [Cause::TransferFailed]);
+    }
+
+    #[test]
+    fn a_failed_transfer_waits_for_token_0() {
+        let transfer_failed = || {
+            let (mut attempt, mut emitted) = pair();
+            attempt.on_decode_event(reserved(false), &mut emitted);
+            let next = attempt.on_decode_event(failed(FailureKind::TransferFailed), &mut emitted);
+            assert_eq!(next, []);
+            assert!(!attempt.expects_decode() && attempt.expects_prefill());
+            (attempt, emitted)
+        };
+        let (mut attempt, mut emitted) = transfer_failed();
+        assert_eq!(
+            attempt.on_prefill_event(first(0, 5, Some(FinishReason::Stop)), &mut emitted),
+            [emit(Side::Prefill, 0, &[5]), AttemptAction::Finish(FinishReason::Stop)]
+        );
+        // A token 0 that does not end the request is emitted, then the transfer has failed.
+        let (mut attempt, mut emitted) = transfer_failed();
+        let next = attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        assert_eq!(next[0], emit(Side::Prefill, 0, &[5]));
+        assert_eq!(causes(&next), [Cause::TransferFailed]);
+        // The transfer has also failed when the prefill node is lost or late.
+        let (mut attempt, _) = transfer_failed();
+        let next = attempt.on_prefill_end(lost(Side::Prefill));
+        assert_eq!(causes(&next), [Cause::TransferFailed]);
+        let (mut attempt, _) = transfer_failed();
+        assert_eq!(causes(&attempt.on_token_0_late()), [Cause::TransferFailed]);
+    }
+
+    proptest! {
+        /// For every order of the two streams token 0 is emitted once, after Reserved, and the answer is
+        /// the same.
+        #[test]
+        fn any_interleaving_emits_the_same_answer(order in Just(
+            vec![true, true, true, true, false, false]).prop_shuffle())
+        {
+            let (mut attempt, mut emitted) = pair();
+            let mut decode =
+                [reserved(false), tokens(0, &[5]), tokens(1, &[6, 7]), finished()].into_iter();
+            let mut prefill = [first(0, 5, None), delivered()].into_iter();
+            let (mut emitted_ids, mut ended, mut has_reserved) = (vec![], false, false);
+            for from_decode in order {
+                let next = if from_decode {
+                    attempt.on_decode_event(decode.next().unwrap(), &mut emitted)
+                } else {
+                    attempt.on_prefill_event(prefill.next().unwrap(), &mut emitted)
+                };
+                for next in next {
+                    match next {
+                        AttemptAction::Admitted => has_reserved = true,
+                        AttemptAction::Emit { first_index, tokens, .. } => {
+                            prop_assert!(has_reserved && !ended);
+                            prop_assert_eq!(first_index as usize, emitted_ids.len());
+                            emitted_ids.extend(tokens.iter().map(|token| token.id));
+                        }
+                        AttemptAction::Finish(_) => ended = true,
+                        other => prop_assert!(false, "{:?}", other),
+                    }
+                }
+            }
+            prop_assert!(ended);
+            prop_assert_eq!(emitted_ids, vec![5, 6, 7]);
+        }
+    }
+}

@@ -1,0 +1,592 @@
+//! The router's request core: every decision about one answer, without I/O.
+//!
+//! A request with `n` choices has `n` cores. The router drives a core with tonic streams and tokio
+//! timers; the cluster simulation drives the same core with a simulated network and clock. The core
+//! reads no clock and no socket, draws no random number and records no metric.
+//!
+//! Lifecycle of a [`RequestCore`], as its owner sees it:
+//! 1. [`RequestCore::start`] begins the request.
+//! 2. The owner performs every [`Output`] that [`RequestCore::poll_output`] returns, in order, before it
+//!    passes the next input:
+//!    * [`Output::Pick`]: the owner picks nodes by [`RequestCore::wanted_decode`] and
+//!      [`RequestCore::wanted_prefill`], and answers with [`RequestCore::handle_picked`] or
+//!      [`RequestCore::handle_no_node`].
+//!    * [`Output::OpenCalls`]: the owner opens the calls of an attempt. Events of both streams go in through [`RequestCore::handle_decode_event`] and
+//!      [`RequestCore::handle_prefill_event`]; a stream that ends or breaks through
+//!      [`RequestCore::handle_stream_end`].
+//!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
+//!      [`RequestCore::handle_emitted`]. No other output follows until then.
+//!    * [`Output::WaitForTurn`] and [`Output::WaitForNode`]: no node takes the request now. The owner
+//!      calls [`RequestCore::handle_turn`] or [`RequestCore::handle_nodes_changed`].
+//! 3. The owner calls [`RequestCore::handle_deadline`] at [`RequestCore::next_deadline`].
+//! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. A client that leaves ends
+//!    the request by [`RequestCore::handle_client_left`], without either.
+//!
+//! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`. A pick without a
+//! node leads to `WaitingForTurn`, `HoldingTurn` or `WaitingForNode`, and from there back to `Picking`.
+//!
+//! [`AttemptState`] knows in which order the nodes of one attempt may report what. [`EmittedTokens`] is
+//! the list of tokens that the client has received. [`Recovery`] decides what follows a failed attempt.
+
+mod attempt;
+mod emitted;
+mod failure;
+mod recovery;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use cluster::{ModelIdentity, NoNode, NodeRecord, PrefixKeys, Role, Wanted};
+use proto::{
+    ids::TransferId,
+    v1::{
+        FinishReason, Token, decode_event::Event as DecodeEvent,
+        prefill_event::Event as PrefillEvent,
+    },
+};
+
+pub use attempt::{AttemptAction, AttemptState, AttemptStats, LAST_EVENT_MAX, TOKEN_0_MAX};
+pub use emitted::{EmissionError, EmittedTokens};
+pub use failure::{AttemptFailure, Cause, Side};
+pub use recovery::{GiveUp, NextStep, Recovery, RecoveryPolicy};
+
+/// Interval between two picks of a request that holds the turn: a step or two of a busy node.
+const PICK_AGAIN: Duration = Duration::from_millis(25);
+/// Intervals between two picks of a request that waits for a node. A change of a node's health ends the
+/// wait at once; a node that only ends draining, or failed this request before, is found by picking.
+const PICK_AGAIN_ABSENT: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// Properties of one answer that the core decides by.
+#[derive(Clone, Debug)]
+pub struct AnswerSpec {
+    /// The model's name; `None` where every node serves the same model.
+    pub model: Option<Arc<str>>,
+    pub prompt_tokens: u32,
+    /// Keys under which nodes may have cached the prompt's blocks.
+    pub prefix: Arc<[PrefixKeys]>,
+    /// Grammar version that the decode node must support; 0 for none.
+    pub grammar_version: u32,
+    pub max_tokens: u32,
+    pub vocabulary_size: u32,
+    /// The request fails when it has not finished by then.
+    pub deadline: Instant,
+}
+
+/// An action that the owner must perform.
+#[derive(Debug, PartialEq)]
+pub enum Output {
+    /// Pick nodes for the next attempt.
+    Pick,
+    /// Open the Decode call, and the Prefill call if a prefill node was picked, under this transfer id.
+    /// `number` counts the request's attempts from 1.
+    OpenCalls { transfer_id: TransferId, number: u32 },
+    /// Drop the stream of the Prefill call and keep the Decode call.
+    DropPrefillCall,
+    /// The attempt is over: drop its calls, release its nodes, count it.
+    EndAttempt(EndedAttempt),
+    /// Deliver these new tokens to the client. `hand_over_gap`: the time from token 0 to the decode
+    /// node's first token, with that token.
+    Emit { first_index: u32, tokens: Vec<Token>, hand_over_gap: Option<Duration> },
+    /// Every node is busy: join the queue of requests that wait for a node with room.
+    WaitForTurn,
+    /// No node can take the request: release the turn, and wait for a change of nodes.
+    WaitForNode,
+    /// A node took the request: leave the queue.
+    StopWaiting,
+    /// The answer is complete.
+    Finish(FinishedAnswer),
+    /// The request failed.
+    Fail(GiveUp),
+}
+
+/// How an attempt ended, and what it transferred.
+#[derive(Debug, PartialEq)]
+pub struct EndedAttempt {
+    pub outcome: AttemptOutcome,
+    pub stats: AttemptStats,
+}
+
+#[derive(Debug, PartialEq)]
+pub enum AttemptOutcome {
+    Complete,
+    Failed(AttemptFailure),
+    /// The request ended before the attempt did.
+    Cancelled,
+}
+
+#[derive(Debug, PartialEq)]
+pub struct FinishedAnswer {
+    pub reason: FinishReason,
+    /// Prompt tokens found in a prefix cache.
+    pub cached_tokens: u32,
+    pub hand_over: HandOverStats,
+}
+
+/// KV transfer statistics of one answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HandOverStats {
+    /// Bytes of KV transferred by all attempts.
+    pub kv_bytes: u64,
+    /// Duration of the last transfer, in microseconds.
+    pub transfer_us: u64,
+    pub attempts: u32,
+    /// Prefill node of the last attempt.
+    pub prefill_node: Option<String>,
+    /// Decode node of the last attempt.
+    pub decode_node: Option<String>,
+}
+
+/// A stop condition that the owner found in delivered tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The last token is a stop token: the decode node knows, and its last event is awaited.
+    Token,
+    /// A stop string is complete: the nodes do not know, and their calls are dropped.
+    Text,
+}
+
+/// Decisions about one answer.
+#[derive(Debug)]
+pub struct RequestCore {
+    spec: AnswerSpec,
+    policy: RecoveryPolicy,
+    state: State,
+    emitted: EmittedTokens,
+    recovery: Recovery,
+    /// Identity of the nodes that computed the first emitted token. Nodes with another identity would
+    /// continue with another answer.
+    identity: Option<ModelIdentity>,
+    /// A stop token was delivered.
+    has_stopped: bool,
+    stats: HandOverStats,
+    cached_tokens: Option<u32>,
+    outputs: VecDeque<Output>,
+}
+
+#[derive(Debug)]
+enum State {
+    Picking,
+    WaitingForTurn,
+    HoldingTurn { pick_at: Instant },
+    WaitingForNode { pick_at: Instant },
+    Attempting(Box<OpenAttempt>),
+    Ended,
+}
+
+/// The attempt whose calls are open.
+#[derive(Debug)]
+struct OpenAttempt {
+    state: AttemptState,
+    decode: Arc<NodeRecord>,
+    prefill: Option<Arc<NodeRecord>>,
+    /// Actions that follow the tokens being delivered.
+    actions: VecDeque<AttemptAction>,
+    /// Tokens are being delivered to the client.
+    is_emitting: bool,
+    /// Time of the last event of a node or of the last delivery, whichever is later.
+    active_at: Instant,
+    /// Time of the last sign of work on the attempt: `active_at`, or a later load report of the node.
+    silent_since: Instant,
+    token_0_at: Option<Instant>,
+}
+
+impl OpenAttempt {
+    /// Restarts the timers: the time that the client takes to read is no silence of a node.
+    fn restart_timers(&mut self, now: Instant) {
+        (self.active_at, self.silent_since) = (now, now);
+    }
+}
+
+impl RequestCore {
+    pub fn new(spec: AnswerSpec, policy: RecoveryPolicy) -> Self {
+        Self {
+            emitted: EmittedTokens::new(spec.max_tokens, spec.vocabulary_size),
+            recovery: Recovery::new(policy),
+            state: State::Picking,
+            identity: None,
+            has_stopped: false,
+            stats: HandOverStats::default(),
+            cached_tokens: None,
+            outputs: VecDeque::new(),
+            spec,
+            policy,
+        }
+    }
+
+    /// Begins the request. `is_queued`: other requests wait for a node with room and come first.
+    pub fn start(&mut self, now: Instant, is_queued: bool) {
+        match is_queued {
+            true => {
+                let next = self.recovery.all_busy(now);
+                self.follow(now, next);
+            }
+            false => self.pick(),
+        }
+    }
+
+    /// Returns the next action. Performing it may add more.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// Tokens that the client has received.
+    pub fn emitted(&self) -> &[u32] {
+        self.emitted.ids()
+    }
+
+    pub fn has_ended(&self) -> bool {
+        matches!(self.state, State::Ended)
+    }
+
+    /// Whether an event of the decode node is awaited.
+    pub fn expects_decode(&self) -> bool {
+        matches!(&self.state, State::Attempting(attempt) if attempt.state.expects_decode())
+    }
+
+    /// Whether an event of the prefill node is awaited.
+    pub fn expects_prefill(&self) -> bool {
+        matches!(&self.state, State::Attempting(attempt) if attempt.state.expects_prefill())
+    }
+
+    /// Whether [`Self::handle_turn`] is awaited.
+    pub fn expects_turn(&self) -> bool {
+        matches!(self.state, State::WaitingForTurn)
+    }
+
+    /// Whether [`Self::handle_nodes_changed`] is awaited.
+    pub fn expects_node(&self) -> bool {
+        matches!(self.state, State::WaitingForNode { .. })
+    }
+
+    /// Returns the requirements on the decode node of the next attempt.
+    pub fn wanted_decode(&self) -> Wanted<'_> {
+        let emitted = self.emitted.next_index();
+        Wanted {
+            role: Role::Decode,
+            model: self.spec.model.as_deref(),
+            prompt_tokens: self.spec.prompt_tokens,
+            tokens: self.spec.prompt_tokens + emitted,
+            new_tokens_max: self.spec.max_tokens - emitted,
+            computes_prompt: self.recovery.decode_alone(),
+            prefix: &self.spec.prefix,
+            identity: self.identity.as_ref(),
+            grammar_version: self.spec.grammar_version,
+            exclude: self.recovery.avoid_decode(),
+        }
+    }
+
+    /// Returns the requirements on the prefill node beside this decode node; `None` where the decode
+    /// node works alone. Without a prefill node that takes the request the decode node works alone too:
+    /// a prompt at the end of a full prefill queue is computed later than on the decode node.
+    pub fn wanted_prefill<'a>(&'a self, decode: &'a NodeRecord) -> Option<Wanted<'a>> {
+        let wanted = self.wanted_decode();
+        // KV of less than one block is never transferred.
+        if wanted.computes_prompt || wanted.tokens < decode.identity.block_size {
+            return None;
+        }
+        Some(Wanted {
+            role: Role::Prefill,
+            new_tokens_max: 1,
+            computes_prompt: true,
+            identity: Some(&decode.identity),
+            exclude: self.recovery.avoid_prefill(),
+            ..wanted
+        })
+    }
+
+    /// Nodes were picked: an attempt begins under this transfer id, which no other attempt has.
+    pub fn handle_picked(
+        &mut self,
+        now: Instant,
+        transfer_id: TransferId,
+        decode: Arc<NodeRecord>,
+        prefill: Option<Arc<NodeRecord>>,
+    ) {
+        debug_assert!(matches!(self.state, State::Picking));
+        self.stats.attempts = self.recovery.attempts();
+        self.stats.decode_node = Some(decode.node_id.to_string());
+        self.stats.prefill_node = prefill.as_ref().map(|node| node.node_id.to_string());
+        self.state = State::Attempting(Box::new(OpenAttempt {
+            state: AttemptState::new(self.emitted.next_index(), prefill.is_some()),
+            decode,
+            prefill,
+            actions: VecDeque::new(),
+            is_emitting: false,
+            active_at: now,
+            silent_since: now,
+            token_0_at: None,
+        }));
+        self.outputs.push_back(Output::OpenCalls { transfer_id, number: self.stats.attempts });
+    }
+
+    /// No decode node was picked.
+    pub fn handle_no_node(&mut self, now: Instant, reason: &NoNode) {
+        debug_assert!(matches!(self.state, State::Picking));
+        let next = self.recovery.no_node(reason, now);
+        self.follow(now, next);
+    }
+
+    /// The decode node sent `event`; `None` for an event of unknown type.
+    pub fn handle_decode_event(&mut self, now: Instant, event: Option<DecodeEvent>) {
+        if let State::Attempting(attempt) = &mut self.state {
+            let actions = attempt.state.on_decode_event(event, &mut self.emitted);
+            self.act(now, actions);
+        }
+    }
+
+    /// The prefill node sent `event`; `None` for an event of unknown type.
+    pub fn handle_prefill_event(&mut self, now: Instant, event: Option<PrefillEvent>) {
+        if let State::Attempting(attempt) = &mut self.state {
+            let actions = attempt.state.on_prefill_event(event, &mut self.emitted);
+            self.act(now, actions);
+        }
+    }
+
+    /// The stream of `failure.side` was refused, broke, or ended without a final event.
+    pub fn handle_stream_end(&mut self, now: Instant, failure: AttemptFailure) {
+        if let State::Attempting(attempt) = &mut self.state {
+            let actions = match failure.side {
+                Side::Decode => attempt.state.on_decode_end(failure),
+                Side::Prefill => attempt.state.on_prefill_end(failure),
+            };
+            self.act(now, actions);
+        }
+    }
+
+    /// The tokens of the last [`Output::Emit`] were delivered. `stop`: they complete the answer.
+    pub fn handle_emitted(&mut self, now: Instant, stop: Option<Stop>) {
+        let State::Attempting(attempt) = &mut self.state else { return };
+        debug_assert!(attempt.is_emitting);
+        attempt.is_emitting = false;
+        match stop {
+            Some(Stop::Text) => return self.complete(FinishReason::Stop),
+            Some(Stop::Token) => self.has_stopped = true,
+            None => {}
+        }
+        self.act(now, Vec::new());
+    }
+
+    /// It is this request's turn to pick among busy nodes.
+    pub fn handle_turn(&mut self, _now: Instant) {
+        if let State::WaitingForTurn = self.state {
+            self.recovery.take_turn();
+            self.pick();
+        }
+    }
+
+    /// A node's health changed.
+    pub fn handle_nodes_changed(&mut self, _now: Instant) {
+        if let State::WaitingForNode { .. } = self.state {
+            self.pick();
+        }
+    }
+
+    /// The client left, or the router stops.
+    pub fn handle_client_left(&mut self) {
+        self.end_attempt(AttemptOutcome::Cancelled);
+        self.state = State::Ended;
+    }
+
+    /// Returns when to call [`Self::handle_deadline`] if no other input comes first.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let timer = match &self.state {
+            State::Ended => return None,
+            State::Picking => None,
+            State::WaitingForTurn => self.recovery.busy_until(),
+            State::HoldingTurn { pick_at } | State::WaitingForNode { pick_at } => Some(*pick_at),
+            State::Attempting(attempt) if attempt.is_emitting => None,
+            State::Attempting(attempt) => {
+                let last_event = self.is_complete().then(|| attempt.active_at + LAST_EVENT_MAX);
+                let token_0 =
+                    (!attempt.state.expects_decode()).then(|| attempt.active_at + TOKEN_0_MAX);
+                let silence = attempt.silent_since + self.policy.idle_timeout;
+                [last_event, token_0, Some(silence)].into_iter().flatten().min()
+            }
+        };
+        timer.into_iter().chain([self.spec.deadline]).min()
+    }
+
+    /// The time of [`Self::next_deadline`] has come. `last_report` returns when the attempt's node of a
+    /// side last reported a change of its load or cache.
+    pub fn handle_deadline(
+        &mut self,
+        now: Instant,
+        last_report: impl FnOnce(Side) -> Option<Instant>,
+    ) {
+        if now >= self.spec.deadline {
+            return self.expire(now);
+        }
+        let is_complete = self.is_complete();
+        match &mut self.state {
+            State::Picking | State::Ended => {}
+            State::WaitingForTurn => {
+                if self.recovery.busy_until().is_some_and(|until| until <= now) {
+                    let next = self.recovery.all_busy(now);
+                    self.follow(now, next);
+                }
+            }
+            State::HoldingTurn { pick_at } | State::WaitingForNode { pick_at } => {
+                if *pick_at <= now {
+                    self.pick();
+                }
+            }
+            State::Attempting(attempt) if attempt.is_emitting => {}
+            State::Attempting(attempt) => {
+                let idle_timeout = self.policy.idle_timeout;
+                if is_complete && now >= attempt.active_at + LAST_EVENT_MAX {
+                    self.complete(self.reason_without_node());
+                } else if !attempt.state.expects_decode() && now >= attempt.active_at + TOKEN_0_MAX
+                {
+                    let actions = attempt.state.on_token_0_late();
+                    self.act(now, actions);
+                } else if now >= attempt.silent_since + idle_timeout {
+                    let side = attempt.state.awaits();
+                    let reported = last_report(side).filter(|at| *at > attempt.silent_since);
+                    match reported {
+                        Some(at) if !attempt.state.is_decoding() => attempt.silent_since = at,
+                        _ => {
+                            let failure = AttemptFailure::silent(side, idle_timeout);
+                            self.act(now, vec![AttemptAction::Fail(failure)]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Performs the attempt's actions, up to the next tokens to deliver.
+    fn act(&mut self, now: Instant, actions: Vec<AttemptAction>) {
+        let is_complete = self.is_complete();
+        let State::Attempting(attempt) = &mut self.state else { return };
+        attempt.restart_timers(now);
+        attempt.actions.extend(actions);
+        while !attempt.is_emitting {
+            match attempt.actions.pop_front() {
+                None => return,
+                Some(AttemptAction::Admitted) => {
+                    if self.recovery.admitted() {
+                        self.outputs.push_back(Output::StopWaiting);
+                    }
+                }
+                Some(AttemptAction::Emit { by, first_index, tokens }) => {
+                    let hand_over_gap = match by {
+                        Side::Prefill => {
+                            attempt.token_0_at = Some(now);
+                            None
+                        }
+                        Side::Decode => attempt.token_0_at.take().map(|at| now - at),
+                    };
+                    attempt.is_emitting = true;
+                    self.outputs.push_back(Output::Emit { first_index, tokens, hand_over_gap });
+                }
+                Some(AttemptAction::DropPrefill) => {
+                    self.outputs.push_back(Output::DropPrefillCall);
+                }
+                Some(AttemptAction::Finish(reason)) => return self.complete(reason),
+                // The client has every token: the failed node is not needed any more.
+                Some(AttemptAction::Fail(_)) if is_complete => {
+                    return self.complete(self.reason_without_node());
+                }
+                Some(AttemptAction::Fail(failure)) => return self.fail_attempt(now, failure),
+            }
+        }
+    }
+
+    /// Whether the client has every token of the answer, whatever the nodes may still send.
+    fn is_complete(&self) -> bool {
+        self.has_stopped || self.emitted.is_full()
+    }
+
+    /// The finish reason of a complete answer whose node did not report one.
+    fn reason_without_node(&self) -> FinishReason {
+        if self.has_stopped { FinishReason::Stop } else { FinishReason::Length }
+    }
+
+    fn pick(&mut self) {
+        self.state = State::Picking;
+        self.outputs.push_back(Output::Pick);
+    }
+
+    fn fail_attempt(&mut self, now: Instant, failure: AttemptFailure) {
+        let ended = self.end_attempt(AttemptOutcome::Failed(failure.clone()));
+        let attempt = ended.expect("only an open attempt fails");
+        let prefill = attempt.prefill.as_ref().map(|node| node.epoch);
+        if self.emitted.next_index() > attempt.state.first_index() {
+            self.recovery.progressed();
+        }
+        let next = self.recovery.failed(failure, prefill, attempt.decode.epoch, now);
+        self.follow(now, next);
+    }
+
+    fn follow(&mut self, now: Instant, next: NextStep) {
+        match next {
+            NextStep::Retry => self.pick(),
+            NextStep::WaitForTurn => {
+                self.state = State::WaitingForTurn;
+                self.outputs.push_back(Output::WaitForTurn);
+            }
+            NextStep::PickAgain { left } => {
+                self.state = State::HoldingTurn { pick_at: now + PICK_AGAIN.min(left) };
+            }
+            NextStep::WaitForNode { waited } => {
+                let (min, max) = PICK_AGAIN_ABSENT;
+                self.state = State::WaitingForNode { pick_at: now + (waited / 4).clamp(min, max) };
+                self.outputs.push_back(Output::WaitForNode);
+            }
+            NextStep::GiveUp(reason) => self.fail(reason),
+        }
+    }
+
+    fn complete(&mut self, reason: FinishReason) {
+        self.end_attempt(AttemptOutcome::Complete);
+        self.state = State::Ended;
+        self.outputs.push_back(Output::Finish(FinishedAnswer {
+            reason,
+            cached_tokens: self.cached_tokens.unwrap_or(0).min(self.spec.prompt_tokens),
+            hand_over: self.stats.clone(),
+        }));
+    }
+
+    fn expire(&mut self, now: Instant) {
+        let reason = match self.state {
+            State::Ended => return,
+            State::WaitingForNode { .. } => self.recovery.no_decode_node(now),
+            _ => GiveUp::Deadline,
+        };
+        self.end_attempt(AttemptOutcome::Cancelled);
+        self.fail(reason);
+    }
+
+    fn fail(&mut self, reason: GiveUp) {
+        self.state = State::Ended;
+        self.outputs.push_back(Output::Fail(reason));
+    }
+
+    /// Ends the open attempt, if one is open, and returns it.
+    fn end_attempt(&mut self, outcome: AttemptOutcome) -> Option<OpenAttempt> {
+        let state = std::mem::replace(&mut self.state, State::Picking);
+        let State::Attempting(attempt) = state else {
+            self.state = state;
+            return None;
+        };
+        let has_progressed = self.emitted.next_index() > attempt.state.first_index();
+        if self.identity.is_none() && has_progressed {
+            self.identity = Some(attempt.decode.identity.clone());
+        }
+        let stats = attempt.state.stats();
+        self.stats.kv_bytes += stats.kv_bytes;
+        if stats.kv_bytes > 0 {
+            self.stats.transfer_us = stats.transfer_us;
+        }
+        if has_progressed || outcome == AttemptOutcome::Complete {
+            self.cached_tokens.get_or_insert(stats.cached_tokens);
+        }
+        self.outputs.push_back(Output::EndAttempt(EndedAttempt { outcome, stats }));
+        Some(*attempt)
+    }
+}

@@ -1,0 +1,432 @@
+//! Decides what follows a failed attempt or a pick without a node.
+//!
+//! An attempt that failed is followed by another one over the prompt and all emitted tokens. The next
+//! attempt avoids the node that failed. After a second failed transfer, and on the last attempt of the
+//! budget, a decode node works alone: it needs no transfer. The budget renews whenever an attempt emitted
+//! tokens, so it bounds attempts without progress. Busy nodes cost no attempt: the request waits for a
+//! bounded time. While no decode node is up, the request waits until its deadline. Nodes are remembered
+//! by their epoch: a restarted node is not avoided for the failure of its predecessor.
+
+use std::time::{Duration, Instant};
+
+use cluster::{Epoch, NoNode};
+
+use super::failure::{AttemptFailure, Cause, Side};
+
+#[derive(Clone, Copy, Debug)]
+pub struct RecoveryPolicy {
+    /// Attempts in a row without a token, the first included. Busy refusals do not count.
+    pub attempts_max: u32,
+    /// How long a request waits while decode nodes are up and none of them takes the request.
+    pub busy_timeout: Duration,
+    /// How long the nodes of an attempt may be silent.
+    pub idle_timeout: Duration,
+}
+
+#[derive(Debug)]
+pub struct Recovery {
+    policy: RecoveryPolicy,
+    /// Failed attempts of the whole request, without busy refusals.
+    failed_total: u32,
+    /// Failed attempts since the last one that emitted tokens.
+    failed: u32,
+    transfers_failed: u32,
+    avoid_prefill: Vec<Epoch>,
+    avoid_decode: Vec<Epoch>,
+    waiting: Option<Waiting>,
+    has_turn: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    reason: WaitReason,
+    since: Instant,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum WaitReason {
+    /// Every decode node is busy.
+    Busy,
+    /// Decode nodes are up, and none of them fits the request: other weights, or too short sequences.
+    Unfit,
+    /// No decode node is up.
+    Absent,
+}
+
+/// The next step of a request without an open attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NextStep {
+    /// Pick nodes at once.
+    Retry,
+    /// Every decode node is busy: wait for the turn to pick.
+    WaitForTurn,
+    /// Every decode node is still busy, and the request holds the turn. `left`: remaining time to wait.
+    PickAgain {
+        left: Duration,
+    },
+    /// No decode node takes the request: wait for a change of nodes.
+    WaitForNode {
+        waited: Duration,
+    },
+    GiveUp(GiveUp),
+}
+
+/// Why the request fails.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GiveUp {
+    /// The attempt budget is spent; the last failure.
+    AttemptsSpent { attempts: u32, last: AttemptFailure },
+    /// No other attempt could succeed.
+    Final(AttemptFailure),
+    /// Every decode node was busy for this time.
+    Busy { waited: Duration },
+    /// No decode node was available for this time.
+    NoDecodeNode { waited: Duration },
+    /// The request's deadline passed while nodes were available.
+    Deadline,
+}
+
+impl Recovery {
+    pub fn new(policy: RecoveryPolicy) -> Self {
+        Self {
+            policy,
+            failed_total: 0,
+            failed: 0,
+            transfers_failed: 0,
+            avoid_prefill: Vec::new(),
+            avoid_decode: Vec::new(),
+            waiting: None,
+            has_turn: false,
+        }
+    }
+
+    /// Prefill nodes not to pick.
+    pub fn avoid_prefill(&self) -> &[Epoch] {
+        &self.avoid_prefill
+    }
+
+    /// Decode nodes not to pick.
+    pub fn avoid_decode(&self) -> &[Epoch] {
+        &self.avoid_decode
+    }
+
+    /// Number of the current or next attempt, from 1.
+    pub fn attempts(&self) -> u32 {
+        self.failed_total + 1
+    }
+
+    /// Whether the next attempt must not need a transfer.
+    pub fn decode_alone(&self) -> bool {
+        let is_last = self.failed + 1 >= self.policy.attempts_max;
+        self.transfers_failed >= 2 || is_last && self.failed > 0
+    }
+
+    /// A decode node took the request. Returns whether the request had been waiting.
+    pub fn admitted(&mut self) -> bool {
+        self.has_turn = false;
+        self.waiting.take().is_some()
+    }
+
+    /// The attempt emitted tokens: the budget renews. Failed transfers stay counted: each of them may
+    /// have emitted a token 0.
+    pub fn progressed(&mut self) {
+        self.failed = 0;
+        self.avoid_prefill.clear();
+        self.avoid_decode.clear();
+    }
+
+    /// An attempt with these nodes failed.
+    pub fn failed(
+        &mut self,
+        failure: AttemptFailure,
+        prefill: Option<Epoch>,
+        decode: Epoch,
+        now: Instant,
+    ) -> NextStep {
+        match failure.cause {
+            Cause::Deadline | Cause::SlowReader | Cause::Invalid | Cause::Contradiction => {
+                return NextStep::GiveUp(GiveUp::Final(failure));
+            }
+            // The directory does not return a busy node for a while.
+            Cause::Busy => {
+                self.wait(WaitReason::Busy, now);
+                return NextStep::Retry;
+            }
+            // The pair failed together; the node at fault is unknown.
+            Cause::TransferFailed | Cause::Mismatch => {
+                self.transfers_failed += 1;
+                self.avoid_prefill.extend(prefill);
+            }
+            Cause::Lost | Cause::Draining | Cause::Stale | Cause::Internal | Cause::Violation => {
+                match (failure.side, prefill) {
+                    (Side::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
+                    (Side::Prefill, None) | (Side::Decode, _) => self.avoid_decode.push(decode),
+                }
+            }
+            // Another transfer id is enough.
+            Cause::Duplicate => {}
+        }
+        self.failed_total += 1;
+        self.failed += 1;
+        if self.failed >= self.policy.attempts_max {
+            let attempts = self.failed;
+            return NextStep::GiveUp(GiveUp::AttemptsSpent { attempts, last: failure });
+        }
+        NextStep::Retry
+    }
+
+    /// A pick found no decode node.
+    pub fn no_node(&mut self, reason: &NoNode, now: Instant) -> NextStep {
+        let wait_reason = match reason {
+            NoNode::Busy { .. } => return self.all_busy(now),
+            NoNode::NoneFits { .. } | NoNode::NoGrammar { .. } | NoNode::TooLong { .. } => {
+                WaitReason::Unfit
+            }
+            NoNode::NoneListed { .. }
+            | NoNode::OtherModel { .. }
+            | NoNode::NoneUp { .. }
+            | NoNode::Draining { .. }
+            | NoNode::Excluded { .. } => WaitReason::Absent,
+        };
+        // A node that failed may have recovered: the budget bounds how often it is tried.
+        self.avoid_decode.clear();
+        self.has_turn = false;
+        let waited = self.wait(wait_reason, now);
+        if wait_reason == WaitReason::Unfit && waited >= self.policy.busy_timeout {
+            return NextStep::GiveUp(GiveUp::NoDecodeNode { waited });
+        }
+        NextStep::WaitForNode { waited }
+    }
+
+    /// Every decode node that could take the request is busy.
+    pub fn all_busy(&mut self, now: Instant) -> NextStep {
+        let waited = self.wait(WaitReason::Busy, now);
+        match self.policy.busy_timeout.checked_sub(waited) {
+            None | Some(Duration::ZERO) => NextStep::GiveUp(GiveUp::Busy { waited }),
+            Some(left) if self.has_turn => NextStep::PickAgain { left },
+            Some(_) => NextStep::WaitForTurn,
+        }
+    }
+
+    /// The request holds the turn until a node takes it, or none is up.
+    pub fn take_turn(&mut self) {
+        self.has_turn = true;
+    }
+
+    /// When the wait for a busy node ends.
+    pub fn busy_until(&self) -> Option<Instant> {
+        self.waiting.map(|waiting| waiting.since + self.policy.busy_timeout)
+    }
+
+    /// The request's deadline passed while it waited for a node.
+    pub fn no_decode_node(&mut self, now: Instant) -> GiveUp {
+        let waited = self.waiting.map_or(Duration::ZERO, |waiting| now - waiting.since);
+        GiveUp::NoDecodeNode { waited }
+    }
+
+    /// Returns how long the request has waited for this reason without a break.
+    fn wait(&mut self, reason: WaitReason, now: Instant) -> Duration {
+        let since = match self.waiting {
+            Some(waiting) if waiting.reason == reason => waiting.since,
+            _ => now,
+        };
+        self.waiting = Some(Waiting { reason, since });
+        now.saturating_duration_since(since)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cluster::Role;
+
+    use super::*;
+
+    const POLICY: RecoveryPolicy = RecoveryPolicy {
+        attempts_max: 4,
+        busy_timeout: Duration::from_secs(30),
+        idle_timeout: Duration::from_secs(60),
+    };
+    const NONE_UP: NoNode = NoNode::NoneUp { role: Role::Decode, listed: 1 };
+
+    fn failure(side: Side, cause: Cause) -> AttemptFailure {
+        AttemptFailure { side, cause, message: "why".into() }
+    }
+
+    fn epoch(number: u8) -> Epoch {
+        Epoch::from_bytes(&[number; 16]).unwrap()
+    }
+
+    /// A prefill and a decode node.
+    fn nodes() -> (Epoch, Epoch) {
+        (epoch(1), epoch(101))
+    }
+
+    #[test]
+    fn the_node_that_failed_is_avoided() {
+        let now = Instant::now();
+        let (prefill, decode) = nodes();
+        for (side, cause) in [
+            (Side::Prefill, Cause::Lost),
+            (Side::Prefill, Cause::Draining),
+            (Side::Decode, Cause::Lost),
+            (Side::Decode, Cause::Internal),
+            (Side::Decode, Cause::Stale),
+        ] {
+            let mut recovery = Recovery::new(POLICY);
+            let next = recovery.failed(failure(side, cause), Some(prefill), decode, now);
+            assert_eq!(next, NextStep::Retry);
+            assert_eq!(recovery.avoid_prefill().contains(&prefill), side == Side::Prefill);
+            assert_eq!(recovery.avoid_decode().contains(&decode), side == Side::Decode);
+            assert!(!recovery.decode_alone());
+        }
+    }
+
+    #[test]
+    fn a_second_failed_transfer_leads_to_a_decode_node_alone() {
+        let now = Instant::now();
+        let (prefill, decode) = nodes();
+        let mut recovery = Recovery::new(POLICY);
+        let failed = || failure(Side::Decode, Cause::TransferFailed);
+        recovery.failed(failed(), Some(prefill), decode, now);
+        assert_eq!(recovery.avoid_prefill(), [prefill]);
+        assert!(recovery.avoid_decode().is_empty() && !recovery.decode_alone());
+        recovery.failed(failed(), Some(epoch(2)), decode, now);
+        assert!(recovery.decode_alone());
+    }
+
+    #[test]
+    fn the_attempts_are_a_budget_and_the_last_one_needs_no_transfer() {
+        let now = Instant::now();
+        let (_, decode) = nodes();
+        let mut recovery = Recovery::new(POLICY);
+        let lost = || failure(Side::Prefill, Cause::Lost);
+        for number in 1..=3 {
+            assert!(!recovery.decode_alone());
+            assert_eq!(recovery.failed(lost(), Some(epoch(number)), decode, now), NextStep::Retry);
+        }
+        assert!(recovery.decode_alone());
+        assert_eq!(
+            recovery.failed(lost(), None, decode, now),
+            NextStep::GiveUp(GiveUp::AttemptsSpent { attempts: 4, last: lost() })
+        );
+    }
+
+    #[test]
+    fn a_failure_that_no_other_node_can_avoid_is_final() {
+        let now = Instant::now();
+        let (_, decode) = nodes();
+        for cause in [Cause::Deadline, Cause::Invalid, Cause::Contradiction, Cause::SlowReader] {
+            let failure = failure(Side::Decode, cause);
+            assert_eq!(
+                Recovery::new(POLICY).failed(failure.clone(), None, decode, now),
+                NextStep::GiveUp(GiveUp::Final(failure))
+            );
+        }
+    }
+
+    #[test]
+    fn an_attempt_that_emitted_tokens_renews_the_budget() {
+        let now = Instant::now();
+        let mut recovery = Recovery::new(POLICY);
+        let lost = || failure(Side::Decode, Cause::Lost);
+        for number in 1..=100 {
+            recovery.progressed();
+            assert_eq!(recovery.failed(lost(), None, epoch(number), now), NextStep::Retry);
+            assert_eq!(recovery.avoid_decode(), [epoch(number)]);
+        }
+        assert_eq!(recovery.attempts(), 101);
+        for number in 101..=102 {
+            assert_eq!(recovery.failed(lost(), None, epoch(number), now), NextStep::Retry);
+        }
+        assert_eq!(
+            recovery.failed(lost(), None, epoch(103), now),
+            NextStep::GiveUp(GiveUp::AttemptsSpent { attempts: 4, last: lost() })
+        );
+    }
+
+    #[test]
+    fn transfers_that_fail_after_token_0_still_lead_to_a_decode_node_alone() {
+        let now = Instant::now();
+        let (prefill, decode) = nodes();
+        let mut recovery = Recovery::new(POLICY);
+        for _ in 0..2 {
+            assert!(!recovery.decode_alone());
+            recovery.progressed();
+            let failure = failure(Side::Decode, Cause::TransferFailed);
+            recovery.failed(failure, Some(prefill), decode, now);
+        }
+        assert!(recovery.decode_alone());
+    }
+
+    #[test]
+    fn busy_nodes_cost_no_attempt_but_a_bounded_time() {
+        let start = Instant::now();
+        let (prefill, decode) = nodes();
+        let mut recovery = Recovery::new(POLICY);
+        assert_eq!(recovery.all_busy(start), NextStep::WaitForTurn);
+        recovery.take_turn();
+        for second in 0..30 {
+            let now = start + Duration::from_secs(second);
+            let busy = failure(Side::Decode, Cause::Busy);
+            assert_eq!(recovery.failed(busy, Some(prefill), decode, now), NextStep::Retry);
+            assert!(recovery.avoid_decode().is_empty() && recovery.attempts() == 1);
+            let left = Duration::from_secs(30 - second);
+            assert_eq!(recovery.all_busy(now), NextStep::PickAgain { left });
+        }
+        let waited = POLICY.busy_timeout;
+        assert_eq!(recovery.all_busy(start + waited), NextStep::GiveUp(GiveUp::Busy { waited }));
+        assert!(recovery.admitted());
+        assert_eq!(recovery.all_busy(start + waited), NextStep::WaitForTurn);
+    }
+
+    #[test]
+    fn an_absent_decode_node_is_awaited_without_a_bound_of_its_own() {
+        let start = Instant::now();
+        let (_, decode) = nodes();
+        let mut recovery = Recovery::new(POLICY);
+        recovery.failed(failure(Side::Decode, Cause::Lost), None, decode, start);
+        for waited in [Duration::ZERO, POLICY.busy_timeout, Duration::from_secs(3600)] {
+            let next = recovery.no_node(&NONE_UP, start + waited);
+            assert_eq!(next, NextStep::WaitForNode { waited });
+            assert!(recovery.avoid_decode().is_empty());
+        }
+    }
+
+    #[test]
+    fn nodes_that_do_not_fit_are_awaited_for_a_bounded_time() {
+        let start = Instant::now();
+        let mut recovery = Recovery::new(POLICY);
+        let unfit = NoNode::NoneFits { role: Role::Decode };
+        let zero = Duration::ZERO;
+        assert_eq!(recovery.no_node(&unfit, start), NextStep::WaitForNode { waited: zero });
+        let waited = POLICY.busy_timeout;
+        assert_eq!(
+            recovery.no_node(&unfit, start + waited),
+            NextStep::GiveUp(GiveUp::NoDecodeNode { waited })
+        );
+    }
+
+    #[test]
+    fn a_busy_node_ends_the_wait_for_an_absent_one_and_the_reverse() {
+        let start = Instant::now();
+        let later = start + POLICY.busy_timeout - Duration::from_secs(1);
+        let (_, decode) = nodes();
+        let zero = Duration::ZERO;
+
+        let mut recovery = Recovery::new(POLICY);
+        recovery.no_node(&NONE_UP, start);
+        recovery.all_busy(start);
+        assert_eq!(recovery.no_node(&NONE_UP, later), NextStep::WaitForNode { waited: zero });
+
+        let mut recovery = Recovery::new(POLICY);
+        recovery.no_node(&NONE_UP, start);
+        recovery.failed(failure(Side::Decode, Cause::Busy), None, decode, start);
+        assert_eq!(recovery.no_node(&NONE_UP, later), NextStep::WaitForNode { waited: zero });
+
+        let mut recovery = Recovery::new(POLICY);
+        recovery.all_busy(start);
+        recovery.no_node(&NONE_UP, start);
+        recovery.all_busy(later);
+        assert_eq!(recovery.busy_until(), Some(later + POLICY.busy_timeout));
+    }
+}

@@ -1,0 +1,420 @@
+//! The request core in virtual time, with scripted nodes.
+
+use cluster::{Epoch, NodeId};
+use proto::v1::{DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved};
+
+use super::*;
+
+const MAX_TOKENS: u32 = 100;
+const TIMEOUT: Duration = Duration::from_secs(600);
+const POLICY: RecoveryPolicy = RecoveryPolicy {
+    attempts_max: 4,
+    busy_timeout: Duration::from_secs(30),
+    idle_timeout: Duration::from_secs(60),
+};
+const NONE_UP: NoNode = NoNode::NoneUp { role: Role::Decode, listed: 1 };
+const BUSY: NoNode = NoNode::Busy { role: Role::Decode, retry_after: Duration::from_millis(100) };
+
+/// A core and its owner: virtual time, and the outputs that the core waits for.
+struct Owner {
+    core: RequestCore,
+    start: Instant,
+    now: Instant,
+    /// Number of picked nodes, which gives each its epoch.
+    picked: u128,
+    /// Tokens that the client received.
+    received: Vec<u32>,
+}
+
+fn node(role: Role, number: u128) -> Arc<NodeRecord> {
+    Arc::new(NodeRecord {
+        node_id: NodeId::parse(&format!("{}-0", role.as_str())).unwrap(),
+        epoch: Epoch(number),
+        role,
+        notice_endpoint: "tcp://127.0.0.1:9".into(),
+        model: "model".into(),
+        identity: ModelIdentity {
+            model_fingerprint: 7,
+            weight_version: 1,
+            kv_layout: "layout".into(),
+            block_size: 16,
+            dtype: "f32".into(),
+            tp: 1,
+            protocol_min: 1,
+            protocol_max: 1,
+        },
+        prompt_tokens_max: 1000,
+        sequence_tokens_max: 1001,
+        block_count: 100,
+        vocabulary_size: 1000,
+        grammar_version: 0,
+    })
+}
+
+fn lost() -> AttemptFailure {
+    AttemptFailure::cut(Side::Decode)
+}
+
+fn token(id: u32) -> Token {
+    Token { id, logprobs: None }
+}
+
+impl Owner {
+    fn new() -> Self {
+        let now = Instant::now();
+        let spec = AnswerSpec {
+            model: None,
+            prompt_tokens: 64,
+            prefix: Arc::default(),
+            grammar_version: 0,
+            max_tokens: MAX_TOKENS,
+            vocabulary_size: 1000,
+            deadline: now + TIMEOUT,
+        };
+        let core = RequestCore::new(spec, POLICY);
+        Self { core, start: now, now, picked: 0, received: Vec::new() }
+    }
+
+    /// A request whose first pick is awaited.
+    fn started() -> Self {
+        let mut owner = Self::new();
+        owner.core.start(owner.now, false);
+        assert_eq!(owner.outputs(), [Output::Pick]);
+        owner
+    }
+
+    /// Returns all outputs. Tokens are delivered at once.
+    fn outputs(&mut self) -> Vec<Output> {
+        let mut outputs = Vec::new();
+        while let Some(output) = self.core.poll_output() {
+            if let Output::Emit { first_index, tokens, .. } = &output {
+                assert_eq!(*first_index as usize, self.received.len());
+                self.received.extend(tokens.iter().map(|token| token.id));
+                self.core.handle_emitted(self.now, None);
+            } else {
+                outputs.push(output);
+            }
+        }
+        outputs
+    }
+
+    fn no_node(&mut self, reason: &NoNode) -> Vec<Output> {
+        self.core.handle_no_node(self.now, reason);
+        self.outputs()
+    }
+
+    /// An attempt begins on a decode node, and on a prefill node where `with_prefill`.
+    fn picked(&mut self, with_prefill: bool) {
+        self.picked += 1;
+        let prefill = with_prefill.then(|| node(Role::Prefill, 1000 + self.picked));
+        let (transfer_id, decode) = (TransferId(self.picked), node(Role::Decode, self.picked));
+        self.core.handle_picked(self.now, transfer_id, decode, prefill);
+        let [Output::OpenCalls { transfer_id: opened, .. }] = self.outputs()[..] else { panic!() };
+        assert_eq!(opened, transfer_id);
+    }
+
+    fn reserved(&mut self) -> Vec<Output> {
+        let event = DecodeEvent::Reserved(Reserved { cached_tokens: 0, alone: false });
+        self.core.handle_decode_event(self.now, Some(event));
+        self.outputs()
+    }
+
+    /// The decode node sends the next `count` tokens. Token `i` is number `i`.
+    fn tokens(&mut self, count: u32) -> Vec<Output> {
+        let first_index = self.received.len() as u32;
+        let tokens = (first_index..first_index + count).map(token).collect();
+        let event = DecodeEvent::Tokens(DecodeTokens { first_index, tokens });
+        self.core.handle_decode_event(self.now, Some(event));
+        self.outputs()
+    }
+
+    fn fails(&mut self, failure: AttemptFailure) -> Vec<Output> {
+        self.core.handle_stream_end(self.now, failure);
+        self.outputs()
+    }
+
+    /// Virtual time passes to the core's next deadline.
+    fn deadline(&mut self) -> Vec<Output> {
+        self.now = self.core.next_deadline().expect("a deadline");
+        self.core.handle_deadline(self.now, |_| None);
+        self.outputs()
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.now - self.start
+    }
+
+    /// No decode node is up for `absent`, as every pick finds.
+    fn stays_absent(&mut self, absent: Duration) {
+        let until = self.now + absent;
+        assert_eq!(self.no_node(&NONE_UP), [Output::WaitForNode]);
+        while self.core.next_deadline().unwrap() < until {
+            assert_eq!(self.deadline(), [Output::Pick]);
+            assert_eq!(self.no_node(&NONE_UP), [Output::WaitForNode]);
+        }
+        self.now = until;
+        self.core.handle_nodes_changed(self.now);
+        assert_eq!(self.outputs(), [Output::Pick]);
+    }
+
+    fn finishes(&mut self) {
+        self.tokens(MAX_TOKENS - self.received.len() as u32);
+        let reason = FinishReason::Length.into();
+        let event = DecodeFinished { reason, received_bytes: 0, transfer_us: 0 };
+        self.core.handle_decode_event(self.now, Some(DecodeEvent::Finished(event)));
+        let outputs = self.outputs();
+        assert!(matches!(
+            outputs[..],
+            [
+                Output::EndAttempt(EndedAttempt { outcome: AttemptOutcome::Complete, .. }),
+                Output::Finish(_)
+            ]
+        ));
+        assert_eq!(self.received, (0..MAX_TOKENS).collect::<Vec<_>>());
+        assert!(self.core.has_ended() && self.core.next_deadline().is_none());
+    }
+}
+
+fn gave_up(outputs: &[Output]) -> &GiveUp {
+    match outputs.last() {
+        Some(Output::Fail(reason)) => reason,
+        _ => panic!("{outputs:?}"),
+    }
+}
+
+#[test]
+fn a_new_request_waits_for_a_node_within_its_deadline() {
+    let mut owner = Owner::started();
+    owner.stays_absent(Duration::from_secs(5));
+    owner.picked(true);
+    assert_eq!(owner.reserved(), [Output::StopWaiting]);
+    owner.finishes();
+}
+
+#[test]
+fn the_error_at_the_deadline_says_that_no_decode_node_was_available() {
+    let mut owner = Owner::started();
+    let mut outputs = owner.no_node(&NONE_UP);
+    let mut picks = 0;
+    while !owner.core.has_ended() {
+        outputs = owner.deadline();
+        if outputs == [Output::Pick] {
+            picks += 1;
+            outputs = owner.no_node(&NONE_UP);
+        }
+    }
+    assert_eq!(owner.elapsed(), TIMEOUT);
+    assert_eq!(outputs, [Output::Fail(GiveUp::NoDecodeNode { waited: TIMEOUT })]);
+    // Picking backs off to once a second.
+    assert!(picks < 700, "{picks} picks");
+}
+
+#[test]
+fn a_running_request_survives_the_absence_of_all_decode_nodes() {
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.reserved();
+    owner.tokens(3);
+    let ended = EndedAttempt { outcome: AttemptOutcome::Failed(lost()), stats: Default::default() };
+    assert_eq!(owner.fails(lost()), [Output::EndAttempt(ended), Output::Pick]);
+    owner.stays_absent(Duration::from_secs(5));
+    let wanted = owner.core.wanted_decode();
+    assert_eq!((wanted.tokens, wanted.new_tokens_max), (67, 97));
+    // Only the model that began the answer may go on with it.
+    assert!(wanted.identity.is_some() && wanted.exclude.is_empty());
+    owner.picked(false);
+    owner.reserved();
+    owner.finishes();
+}
+
+#[test]
+fn a_request_completes_while_its_nodes_are_killed_every_three_seconds() {
+    let mut owner = Owner::started();
+    for killed in 1..MAX_TOKENS {
+        owner.picked(true);
+        owner.reserved();
+        owner.tokens(1);
+        owner.now += Duration::from_secs(3);
+        let outputs = owner.fails(lost());
+        assert_eq!(outputs[1..], [Output::Pick], "after {killed} kills");
+        owner.stays_absent(Duration::from_millis(500));
+    }
+    owner.picked(true);
+    owner.reserved();
+    owner.finishes();
+}
+
+#[test]
+fn attempts_without_a_token_are_bounded() {
+    let mut owner = Owner::started();
+    for number in 1..=4 {
+        assert_eq!(owner.core.wanted_decode().computes_prompt, number == 4);
+        owner.picked(number < 4);
+        let outputs = owner.fails(lost());
+        if number < 4 {
+            assert_eq!(outputs[1..], [Output::Pick]);
+        } else {
+            let spent = GiveUp::AttemptsSpent { attempts: 4, last: lost() };
+            assert_eq!(*gave_up(&outputs), spent);
+        }
+    }
+}
+
+#[test]
+fn a_busy_cluster_is_picked_by_turns_for_a_bounded_time() {
+    let mut owner = Owner::started();
+    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    assert!(owner.core.expects_turn());
+    owner.now += Duration::from_secs(1);
+    owner.core.handle_turn(owner.now);
+    assert_eq!(owner.outputs(), [Output::Pick]);
+    while owner.no_node(&BUSY).is_empty() {
+        assert_eq!(owner.deadline(), [Output::Pick]);
+    }
+    assert_eq!(owner.elapsed(), POLICY.busy_timeout);
+    assert!(owner.core.has_ended());
+
+    // The same bound holds for a request that never gets its turn.
+    let mut owner = Owner::new();
+    owner.core.start(owner.now, true);
+    assert_eq!(owner.outputs(), [Output::WaitForTurn]);
+    let waited = POLICY.busy_timeout;
+    assert_eq!(owner.deadline(), [Output::Fail(GiveUp::Busy { waited })]);
+}
+
+#[test]
+fn a_request_without_any_node_releases_its_turn() {
+    let mut owner = Owner::started();
+    owner.no_node(&BUSY);
+    owner.core.handle_turn(owner.now);
+    assert_eq!(owner.outputs(), [Output::Pick]);
+    assert_eq!(owner.no_node(&NONE_UP), [Output::WaitForNode]);
+    owner.core.handle_nodes_changed(owner.now);
+    assert_eq!(owner.outputs(), [Output::Pick]);
+    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+}
+
+#[test]
+fn a_silent_node_fails_the_attempt_unless_it_reports_work() {
+    let mut owner = Owner::started();
+    owner.picked(true);
+    owner.reserved();
+    // Token 0 is awaited: the report of the prefill node counts.
+    owner.now += POLICY.idle_timeout;
+    let report = owner.now - Duration::from_secs(1);
+    owner.core.handle_deadline(owner.now, |side| (side == Side::Prefill).then_some(report));
+    assert_eq!(owner.outputs(), []);
+    assert_eq!(owner.core.next_deadline(), Some(report + POLICY.idle_timeout));
+    let outputs = owner.deadline();
+    let [Output::EndAttempt(EndedAttempt { outcome, .. }), Output::Pick] = &outputs[..] else {
+        panic!("{outputs:?}");
+    };
+    let silent = AttemptFailure::silent(Side::Prefill, POLICY.idle_timeout);
+    assert_eq!(*outcome, AttemptOutcome::Failed(silent));
+
+    // Once the decode node sends tokens, only a token ends its silence.
+    owner.picked(false);
+    owner.reserved();
+    owner.tokens(1);
+    owner.now += POLICY.idle_timeout;
+    let now = owner.now;
+    owner.core.handle_deadline(now, |_| Some(now));
+    assert_eq!(owner.outputs()[1..], [Output::Pick]);
+}
+
+#[test]
+fn a_complete_answer_finishes_without_the_last_event() {
+    for is_lost in [false, true] {
+        let mut owner = Owner::started();
+        owner.picked(false);
+        owner.reserved();
+        assert_eq!(owner.tokens(MAX_TOKENS), []);
+        let outputs = if is_lost { owner.fails(lost()) } else { owner.deadline() };
+        assert_eq!(owner.elapsed(), if is_lost { Duration::ZERO } else { LAST_EVENT_MAX });
+        let [_, Output::Finish(finished)] = &outputs[..] else { panic!("{outputs:?}") };
+        assert_eq!(finished.reason, FinishReason::Length);
+    }
+}
+
+#[test]
+fn a_failed_transfer_waits_for_token_0_for_a_bounded_time() {
+    let mut owner = Owner::started();
+    owner.picked(true);
+    let failure = Failure { kind: FailureKind::TransferFailed.into(), message: "lost".into() };
+    owner.core.handle_decode_event(owner.now, Some(DecodeEvent::Failure(failure)));
+    assert_eq!(owner.outputs(), []);
+    assert!(!owner.core.expects_decode() && owner.core.expects_prefill());
+    assert_eq!(owner.deadline()[1..], [Output::Pick]);
+    assert_eq!(owner.elapsed(), TOKEN_0_MAX);
+}
+
+#[test]
+fn a_complete_stop_string_drops_the_calls_and_whatever_follows() {
+    let mut owner = Owner::started();
+    owner.picked(true);
+    owner.reserved();
+    let event = PrefillToken {
+        first_index: 0,
+        token: Some(token(0)),
+        finish: Some(FinishReason::Length.into()),
+        cached_tokens: 0,
+    };
+    owner.core.handle_prefill_event(owner.now, Some(PrefillEvent::Token(event)));
+    assert!(matches!(owner.core.poll_output(), Some(Output::Emit { first_index: 0, .. })));
+    // Nothing follows before the tokens are delivered.
+    assert_eq!(owner.core.poll_output(), None);
+    owner.core.handle_emitted(owner.now, Some(Stop::Text));
+    let outputs = owner.outputs();
+    let [Output::EndAttempt(_), Output::Finish(finished)] = &outputs[..] else {
+        panic!("{outputs:?}");
+    };
+    assert_eq!(finished.reason, FinishReason::Stop);
+}
+
+#[test]
+fn the_time_that_a_client_takes_to_read_is_no_silence() {
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.reserved();
+    let event = DecodeTokens { first_index: 0, tokens: vec![token(0)] };
+    owner.core.handle_decode_event(owner.now, Some(DecodeEvent::Tokens(event)));
+    assert!(matches!(owner.core.poll_output(), Some(Output::Emit { .. })));
+    assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
+    owner.now += 2 * POLICY.idle_timeout;
+    owner.core.handle_emitted(owner.now, None);
+    assert_eq!(owner.core.next_deadline(), Some(owner.now + POLICY.idle_timeout));
+}
+
+#[test]
+fn the_deadline_ends_the_open_attempt() {
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.reserved();
+    owner.now = owner.start + TIMEOUT;
+    owner.core.handle_deadline(owner.now, |_| None);
+    let outputs = owner.outputs();
+    let cancelled = AttemptOutcome::Cancelled;
+    assert!(matches!(&outputs[0], Output::EndAttempt(ended) if ended.outcome == cancelled));
+    assert_eq!(*gave_up(&outputs), GiveUp::Deadline);
+}
+
+#[test]
+fn a_client_that_leaves_cancels_the_attempt() {
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.core.handle_client_left();
+    let outputs = owner.outputs();
+    let [Output::EndAttempt(ended)] = &outputs[..] else { panic!("{outputs:?}") };
+    assert_eq!(ended.outcome, AttemptOutcome::Cancelled);
+    assert!(owner.core.has_ended());
+}
+
+#[test]
+fn kv_of_less_than_a_block_needs_no_prefill_node() {
+    let mut owner = Owner::started();
+    let decode = node(Role::Decode, 1);
+    let wanted = owner.core.wanted_prefill(&decode).unwrap();
+    assert_eq!((wanted.role, wanted.identity), (Role::Prefill, Some(&decode.identity)));
+    owner.core.spec.prompt_tokens = decode.identity.block_size - 1;
+    assert!(owner.core.wanted_prefill(&decode).is_none());
+}
