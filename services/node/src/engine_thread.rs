@@ -23,7 +23,7 @@ use engine::{
 use kv_transfer::{Transfers, api as transfer};
 use telemetry::{
     NodeMetrics,
-    metrics::{StepDispatch, StepFigures},
+    metrics::{StepDispatch, StepStats},
 };
 use tokio::sync::oneshot;
 use tracing::{info, warn};
@@ -360,8 +360,8 @@ impl<E: Executor> Engine<E> {
     }
 }
 
-fn figures(step: &StepRecord) -> StepFigures {
-    StepFigures {
+fn figures(step: &StepRecord) -> StepStats {
+    StepStats {
         rows: step.rows,
         tokens: step.tokens,
         padding_rows: step.padding_rows(),

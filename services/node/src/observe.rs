@@ -19,7 +19,7 @@ use engine::{
 };
 use futures_util::Stream;
 use proto::v1;
-use telemetry::{NodeMetrics, metrics::LoadFigures};
+use telemetry::{NodeMetrics, metrics::LoadStats};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tonic::Status;
 
@@ -221,7 +221,7 @@ impl Observers {
 
     fn load(&self, scheduler: &Scheduler) -> v1::NodeLoad {
         let load = scheduler.load();
-        self.metrics.set_load(&LoadFigures {
+        self.metrics.set_load(&LoadStats {
             running: load.running,
             waiting: load.waiting,
             pending_prompt_tokens: load.pending_prompt_tokens,

@@ -1,4 +1,4 @@
-//! Notices when the collector stops taking spans, and says so once.
+//! Logs once when the collector stops accepting spans, and once when it accepts them again.
 
 use std::{
     sync::{
@@ -13,7 +13,7 @@ use opentelemetry_sdk::{
     trace::{SpanData, SpanExporter},
 };
 
-/// Whether the last export failed; shared with who shuts down.
+/// Result of the last export, shared with the shutdown.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ExportHealth(Arc<AtomicBool>);
 
@@ -23,7 +23,7 @@ impl ExportHealth {
     }
 }
 
-/// An exporter whose failures are logged when they begin and when they end, not with every batch.
+/// Exporter that logs the first failure and the recovery instead of every failed batch.
 #[derive(Debug)]
 pub(crate) struct Watched<E> {
     exporter: E,
@@ -42,9 +42,9 @@ impl<E: SpanExporter> SpanExporter for Watched<E> {
         let was_failing = self.health.0.swap(outcome.is_err(), Ordering::Relaxed);
         match &outcome {
             Err(error) if !was_failing => {
-                tracing::warn!(%error, "traces do not reach telemetry.otlp and are dropped");
+                tracing::warn!(%error, "cannot send traces to telemetry.otlp; spans are dropped");
             }
-            Ok(()) if was_failing => tracing::info!("traces reach telemetry.otlp again"),
+            Ok(()) if was_failing => tracing::info!("telemetry.otlp accepts traces again"),
             _ => {}
         }
         outcome

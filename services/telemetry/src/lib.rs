@@ -1,15 +1,15 @@
 //! Logs, traces and metrics of a Baton service.
 //!
-//! * [`Telemetry`] is what a process holds: it is started first and shut down last.
-//! * [`propagation`] carries the W3C trace context over HTTP, gRPC and plain strings.
+//! * [`Telemetry`] belongs to the process: `main` starts it first and shuts it down last.
+//! * [`propagation`] transfers the W3C trace context over HTTP, gRPC and plain strings.
 //! * [`metrics`] has the typed instruments of router and node, and [`metrics::Metrics`], which renders
-//!   them as Prometheus text: OpenTelemetry's GenAI names, with vLLM's names as aliases.
-//! * [`MetricsServer`] serves that text where a service has no HTTP server of its own.
+//!   them as Prometheus text under OpenTelemetry's GenAI names and vLLM's names.
+//! * [`MetricsServer`] serves this text for services without an HTTP server of their own.
 //!
 //! Nothing here is global except what `tracing` requires: `main` calls [`Telemetry::install`]; tests
 //! use [`Telemetry::dispatch`] for a scope instead. OTLP export is off unless an endpoint is given.
 //!
-//! Left out: what is worth a span or a number; that is decided where it happens.
+//! Callers decide which spans and metrics they record.
 
 #![forbid(unsafe_code)]
 
@@ -34,15 +34,15 @@ pub use server::MetricsServer;
 
 use crate::{export_health::ExportHealth, log_writer::LogWriter, metrics::Meters};
 
-/// What is told, and to whom.
+/// Settings of logs, traces and metrics.
 #[derive(Clone, Debug)]
 pub struct TelemetryConfig {
-    /// A level, or levels by module: `info,router=debug`.
+    /// Log level, or levels by module: `info,router=debug`.
     pub log: String,
     pub log_format: LogFormat,
     /// `http://host:port` of an OTLP collector (gRPC); `None`: nothing is exported.
     pub otlp: Option<String>,
-    /// Where log lines go; standard error outside of tests.
+    /// Destination of log lines; standard error outside of tests.
     pub log_sink: LogSink,
 }
 
@@ -57,38 +57,38 @@ impl From<&config::Telemetry> for TelemetryConfig {
     }
 }
 
-/// Who is telling: `baton-router`, `baton-prefill-node`, ...; and which of them.
+/// Name of the service (`baton-router`, `baton-prefill-node`, ...) and of its instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resource {
     pub service: String,
     pub instance: String,
 }
 
-/// Why telemetry could not start or stop as asked.
+/// Errors of the start and of the shutdown.
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
     #[error(
-        "telemetry.log = {filter:?} is not a log filter: {reason}; allowed: error, warn, info, debug, trace, or pairs such as info,router=debug"
+        "invalid telemetry.log: {filter:?}: {reason}; expected error, warn, info, debug, trace, or pairs such as info,router=debug"
     )]
     BadFilter { filter: String, reason: String },
-    #[error("telemetry.otlp = {endpoint} cannot be used: {reason}")]
+    #[error("invalid telemetry.otlp: {endpoint}: {reason}")]
     BadEndpoint { endpoint: String, reason: String },
-    #[error("telemetry.otlp is set, but there is no tokio runtime to export from")]
+    #[error("cannot export to telemetry.otlp: there is no tokio runtime")]
     NoRuntime,
     #[error("a log subscriber is already installed in this process")]
     AlreadyInstalled,
-    #[error("metrics cannot be set up: {reason}")]
+    #[error("cannot set up metrics: {reason}")]
     Metrics { reason: String },
     #[error("cannot serve metrics on {address}: {reason}")]
     Listen { address: std::net::SocketAddr, reason: std::io::Error },
-    /// Something was not delivered in time; nothing else is affected.
+    /// Part of the telemetry is lost; nothing else is affected.
     #[error("{what} did not finish within {deadline:?}")]
     ShutdownDeadline { what: &'static str, deadline: Duration },
-    #[error("telemetry did not leave cleanly: {reason}")]
+    #[error("cannot shut down telemetry cleanly: {reason}")]
     Shutdown { reason: String },
 }
 
-/// The telemetry of one process. Started before anything else, shut down after everything else.
+/// The telemetry of one process. `main` starts it before and shuts it down after everything else.
 pub struct Telemetry {
     dispatch: Dispatch,
     tracer: SdkTracerProvider,
@@ -98,7 +98,7 @@ pub struct Telemetry {
 }
 
 impl Telemetry {
-    /// Sets everything up; nothing is global yet. With OTLP on it must run inside a tokio runtime.
+    /// Sets up logs, traces and metrics without touching global state. OTLP needs a tokio runtime.
     pub fn start(config: &TelemetryConfig, resource: Resource) -> Result<Self, TelemetryError> {
         let channel = config.otlp.as_deref().map(traces::channel).transpose()?;
         let export_health = ExportHealth::default();
@@ -112,29 +112,29 @@ impl Telemetry {
         Ok(Self { dispatch: Dispatch::new(subscriber), tracer, export_health, meters, log_writer })
     }
 
-    /// Makes this the subscriber of the whole process. For `main` alone.
+    /// Installs the subscriber of the whole process. Only `main` calls this.
     pub fn install(&self) -> Result<(), TelemetryError> {
         tracing::dispatcher::set_global_default(self.dispatch.clone())
             .map_err(|_| TelemetryError::AlreadyInstalled)
     }
 
-    /// For a scope: `tracing::dispatcher::with_default(&telemetry.dispatch(), || ...)`, or
+    /// Returns the dispatcher for a scope: `tracing::dispatcher::with_default(&telemetry.dispatch(), || ...)`, or
     /// `future.with_subscriber(telemetry.dispatch())`.
     pub fn dispatch(&self) -> Dispatch {
         self.dispatch.clone()
     }
 
-    /// The instruments' home; cheap to clone.
+    /// Returns the factory of instruments; cheap to clone.
     pub fn metrics(&self) -> Metrics {
         self.meters.metrics()
     }
 
-    /// Sends what is still held and stops, within `deadline`. Call it after draining: an unreachable
-    /// collector takes the whole deadline. A missed deadline is an error to log, not to act upon.
+    /// Flushes traces, metrics and logs and stops, within `deadline`. An unreachable collector takes the
+    /// whole deadline, so call this after draining. A missed deadline is only worth a log line.
     pub async fn shutdown(self, deadline: Duration) -> Result<(), TelemetryError> {
         let Self { dispatch, tracer, export_health, meters, log_writer } = self;
         let exported = traces::shutdown(tracer, meters, export_health, deadline).await;
-        // Last, so that it carries whatever the exporters had to say.
+        // Last, so that messages of the exporters are written.
         drop(dispatch);
         log_writer.shutdown(deadline).await.and(exported)
     }

@@ -1,4 +1,4 @@
-//! What a log line looks like and which ones are written.
+//! Format and filter of log lines.
 
 use std::io::{IsTerminal, stderr};
 
@@ -13,7 +13,7 @@ use tracing_subscriber::{
 
 use crate::{LogFormat, LogSink, TelemetryConfig, TelemetryError};
 
-/// The layer that formats, behind its own filter: `telemetry.log` says nothing about traces.
+/// Creates the layer that formats log lines. Its filter `telemetry.log` does not apply to traces.
 pub(crate) fn layer<S>(
     config: &TelemetryConfig,
     writer: NonBlocking,

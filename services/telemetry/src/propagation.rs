@@ -1,8 +1,8 @@
-//! The W3C trace context between processes.
+//! W3C trace context between processes.
 //!
-//! The sender injects the context of its span, the receiver makes it the parent of its own span
-//! before anything is recorded in it. What a peer sends is parsed strictly; what does not parse is
-//! no context, and the span becomes the root of a new trace.
+//! The sender injects the context of its span. The receiver sets it as the parent of its own span
+//! before the span records anything. A context that does not parse is ignored, and the span becomes
+//! the root of a new trace.
 
 use std::collections::HashMap;
 
@@ -19,19 +19,19 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 const TRACEPARENT: &str = "traceparent";
 
-/// The `traceparent` of the current span; empty outside of any span.
+/// Returns the `traceparent` of the current span; empty outside of any span.
 pub fn current_traceparent() -> String {
     traceparent(&Span::current())
 }
 
-/// The `traceparent` of a span, for messages that are plain structs; empty for a disabled span.
+/// Returns the `traceparent` of a span, for messages that are plain structs; empty for a disabled span.
 pub fn traceparent(span: &Span) -> String {
     let mut fields = HashMap::new();
     TraceContextPropagator::new().inject_context(&span.context(), &mut fields);
     fields.remove(TRACEPARENT).unwrap_or_default()
 }
 
-/// Makes the sender's span the parent of `span`, which must not have been entered yet. Empty or
+/// Sets the sender's span as the parent of `span`, which must not have been entered yet. Empty or
 /// malformed text changes nothing.
 pub fn set_parent(span: &Span, traceparent: &str) {
     let fields = HashMap::from([(TRACEPARENT.to_owned(), traceparent.to_owned())]);
@@ -43,9 +43,9 @@ pub fn inject_http(span: &Span, headers: &mut HeaderMap) {
     TraceContextPropagator::new().inject_context(&span.context(), &mut Headers(headers));
 }
 
-/// Makes the client's span the parent of `span`, which must not have been entered yet.
+/// Sets the client's span as the parent of `span`, which must not have been entered yet.
 pub fn set_parent_from_http(span: &Span, headers: &HeaderMap) {
-    adopt(span, &HeadersRead(headers));
+    adopt(span, &ReadHeaders(headers));
 }
 
 /// Writes `traceparent` (and `tracestate`) of a span into the metadata of a gRPC request.
@@ -53,12 +53,12 @@ pub fn inject_grpc(span: &Span, metadata: &mut MetadataMap) {
     TraceContextPropagator::new().inject_context(&span.context(), &mut Headers(metadata.as_mut()));
 }
 
-/// Makes the caller's span the parent of `span`, which must not have been entered yet.
+/// Sets the caller's span as the parent of `span`, which must not have been entered yet.
 pub fn set_parent_from_grpc(span: &Span, metadata: &MetadataMap) {
-    adopt(span, &HeadersRead(metadata.as_ref()));
+    adopt(span, &ReadHeaders(metadata.as_ref()));
 }
 
-/// 32 hex digits that logs may carry; `None` for a disabled span.
+/// Returns the trace id as 32 hex digits, for logs; `None` for a disabled span.
 pub fn trace_id(span: &Span) -> Option<String> {
     let context = span.context();
     let span_context = context.span().span_context().clone();
@@ -68,7 +68,7 @@ pub fn trace_id(span: &Span) -> Option<String> {
 fn adopt(span: &Span, fields: &dyn Extractor) {
     let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), fields);
     if parent.span().span_context().is_valid() {
-        // Fails for disabled spans, which have no trace to belong to.
+        // Fails for disabled spans, which belong to no trace.
         let _ = span.set_parent(parent);
     }
 }
@@ -84,9 +84,9 @@ impl Injector for Headers<'_> {
     }
 }
 
-struct HeadersRead<'a>(&'a HeaderMap);
+struct ReadHeaders<'a>(&'a HeaderMap);
 
-impl Extractor for HeadersRead<'_> {
+impl Extractor for ReadHeaders<'_> {
     fn get(&self, key: &str) -> Option<&str> {
         self.0.get(key).and_then(|value| value.to_str().ok())
     }

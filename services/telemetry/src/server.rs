@@ -1,4 +1,4 @@
-//! A small HTTP server for `/metrics` and probes, where a service has none of its own.
+//! HTTP server for `/metrics` and probes, for services without an HTTP server of their own.
 
 use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -16,12 +16,12 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{Metrics, TelemetryError};
 
-/// A scraper and a few probes; more wait in the kernel's queue.
+/// Enough for a scraper and a few probes; further connections wait in the kernel's queue.
 const CONNECTIONS_MAX: usize = 32;
-/// Longest a connection may live: one request, answered from memory.
+/// Maximum lifetime of a connection, which has one request.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves until it is shut down; dropping it stops it without waiting.
+/// Serves until shutdown. Dropping the server stops it without waiting.
 pub struct MetricsServer {
     address: SocketAddr,
     stop: DropGuard,
@@ -29,7 +29,7 @@ pub struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Serves `/metrics` and the routes of `extra` (`/live`, `/health`). Port 0 takes a free one.
+    /// Serves `/metrics` and the routes of `extra` (`/live`, `/health`). Port 0 selects a free port.
     pub async fn start(
         address: SocketAddr,
         metrics: Metrics,
@@ -44,12 +44,12 @@ impl MetricsServer {
         Ok(Self { address, stop: stop.drop_guard(), task })
     }
 
-    /// Where it listens.
+    /// Returns the address of the listening socket.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Stops accepting and waits, at most `deadline`, for answers in progress.
+    /// Stops accepting connections and waits for in-flight requests until `deadline`.
     pub async fn shutdown(mut self, deadline: Duration) -> Result<(), TelemetryError> {
         drop(self.stop);
         match tokio::time::timeout(deadline, &mut self.task).await {
@@ -86,15 +86,15 @@ async fn accept(listener: TcpListener, routes: Router, stop: CancellationToken) 
             Ok((stream, _)) => {
                 connections.spawn(serve(stream, routes.clone(), permit));
             }
-            // Out of descriptors, most likely: give others time to close theirs.
+            // Most likely out of file descriptors: wait until some are closed.
             Err(error) => {
-                tracing::warn!(%error, "the metrics server could not accept a connection");
+                tracing::warn!(%error, "the metrics server cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
         while connections.try_join_next().is_some() {}
     }
-    // Each ends by itself within its own timeout.
+    // Each connection has its own time-out.
     while connections.join_next().await.is_some() {}
 }
 
@@ -110,6 +110,6 @@ async fn serve(stream: TcpStream, routes: Router, _permit: OwnedSemaphorePermit)
         .header_read_timeout(Duration::from_secs(5))
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
-    // A client that breaks off or sends garbage is its own problem.
+    // Errors of a client that disconnects or sends garbage concern nobody else.
     let _ = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
 }

@@ -1,4 +1,4 @@
-//! Spans become OpenTelemetry traces.
+//! Export of spans as OpenTelemetry traces.
 
 use std::time::{Duration, Instant};
 
@@ -18,14 +18,14 @@ use crate::{
     metrics::Meters,
 };
 
-/// A collector is on the same machine or network; slower than this it is away.
+/// A collector on the same machine or network that is slower than this counts as unreachable.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Spans held while they wait to be sent, about 1 KiB each; more are dropped.
+/// Queued spans at most, about 1 KiB each; further spans are dropped.
 const QUEUED_SPANS_MAX: usize = 4096;
-/// A request's spans are in the collector about a second after its end.
+/// The collector has the spans of a request about a second after the request's end.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A connection that is made when first used and made again after it is lost.
+/// Creates a channel that connects at its first use and reconnects after a lost connection.
 pub(crate) fn channel(endpoint: &str) -> Result<Channel, TelemetryError> {
     if tokio::runtime::Handle::try_current().is_err() {
         return Err(TelemetryError::NoRuntime);
@@ -48,8 +48,8 @@ pub(crate) fn otel_resource(resource: &Resource) -> opentelemetry_sdk::Resource 
         .build()
 }
 
-/// Without a collector spans still get ids, so that a client's trace context passes through and logs
-/// can name it; nothing is recorded unless the client's context says so, and nothing is kept.
+/// Creates the tracer provider. Without a collector spans still get ids, so that a client's trace
+/// context passes through and appears in logs, but no span is kept.
 pub(crate) fn provider(
     channel: Option<Channel>,
     resource: &Resource,
@@ -95,13 +95,13 @@ where
         .with_context_activation(false)
 }
 
-/// Stages of a request are spans at `info`; libraries below us use `debug` and `trace`.
+/// Stages of a request are spans at `info`; libraries use `debug` and `trace`.
 pub(crate) fn filter() -> LevelFilter {
     LevelFilter::INFO
 }
 
-/// Flushing blocks, for seconds when the collector is away: it has a thread of its own, and the wait
-/// for it a deadline. Past the deadline the thread is left to the end of the process.
+/// Flushes on a thread of its own, because flushing blocks for seconds when the collector is
+/// unreachable. A thread that misses the deadline runs until the process exits.
 pub(crate) async fn shutdown(
     tracer: SdkTracerProvider,
     meters: Meters,
@@ -121,14 +121,14 @@ pub(crate) async fn shutdown(
     let late = TelemetryError::ShutdownDeadline { what: "sending traces and metrics", deadline };
     match tokio::time::timeout(deadline, finished).await {
         Err(_) => Err(late),
-        // The exporter's own deadline is the same one and may be noticed first.
+        // The exporter has the same deadline and may report it first.
         Ok(Ok(Err(_))) if began.elapsed() >= deadline => Err(late),
         Ok(outcome) => {
-            // It has sent its answer or panicked: either way it is at its end.
+            // The thread has sent its outcome or panicked, so that joining does not block.
             let panicked = thread.join().is_err();
             let reason = match outcome {
                 Ok(Ok(())) if health.is_failing() => {
-                    "the collector was away at the end: the last spans are lost".into()
+                    "the collector was unreachable at the end: the last spans are lost".into()
                 }
                 Ok(Ok(())) if !panicked => return Ok(()),
                 Ok(Err(error)) => error.to_string(),

@@ -1,9 +1,11 @@
 //! Byte-pair encoding of one word, over a compact vocabulary.
 //!
-//! Takes the place of the `tokenizers` crate's own BPE model inside its pipeline, with the same
-//! results: that one keeps every token as two heap strings, every merge's strings while loading, and a
-//! cache per thread, which for SmolLM2 is 13 MB resident against 3 here. Dropout, prefixes and suffixes
-//! of subwords, which no language model uses, are left out.
+//! Replaces the BPE model of the `tokenizers` crate inside its pipeline, with equal results. That model
+//! keeps every token as two heap strings and needs the strings of all merges while it loads: a process
+//! that opens Llama 3.2's tokenizer (128k tokens) has 169 MB resident against 18 MB here, with Qwen 2.5's
+//! 58 MB against 13 MB, and a router has 40 MB. Llama 3.2's encodes 0.9 million tokens/s against 1.3
+//! (`examples/encode_speed.rs`, one thread). Dropout, prefixes and suffixes of subwords, which no language
+//! model uses, are left out.
 
 use std::{
     cmp::Reverse,

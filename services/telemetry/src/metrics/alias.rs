@@ -1,23 +1,23 @@
-//! vLLM's names for our numbers, so that its dashboards and autoscalers work unchanged.
+//! Aliases under vLLM's metric names, so that its dashboards and autoscalers work unchanged.
 //!
-//! Aliases exist in the Prometheus text only: OTLP carries each number once.
+//! Aliases exist in the Prometheus text only; OTLP has each metric once.
 
 use prometheus::proto::{LabelPair, Metric, MetricFamily};
 
-/// One family under another name.
+/// A metric family under a second name.
 struct Alias {
     ours: &'static str,
     theirs: &'static str,
     part: Part,
 }
 
-/// Which metrics of a family an alias has.
+/// Metrics of the family that the alias repeats.
 #[derive(Clone, Copy)]
 enum Part {
     All,
-    /// Those with this label, which is then left out.
+    /// Metrics with this label value; the alias drops the label.
     Only(&'static str, &'static str),
-    /// Those whose label has one of these values.
+    /// Metrics whose label has one of these values.
     Among(&'static str, &'static [&'static str]),
 }
 
@@ -35,7 +35,7 @@ const fn part(
 }
 
 const ALIASES: [Alias; 25] = [
-    // Of a router.
+    // Router.
     whole("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     whole("gen_ai_server_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
     whole(
@@ -61,7 +61,7 @@ const ALIASES: [Alias; 25] = [
     part("baton_requests", "vllm:num_requests_running", "state", "running"),
     part("baton_requests", "vllm:num_requests_waiting", "state", "waiting"),
     whole("baton_request_queue_time_seconds", "vllm:request_queue_time_seconds"),
-    // Of a node.
+    // Node.
     part("baton_sequences", "vllm:num_requests_running", "state", "running"),
     part("baton_sequences", "vllm:num_requests_waiting", "state", "waiting"),
     whole("baton_kv_cache_usage", "vllm:kv_cache_usage_perc"),
@@ -79,7 +79,7 @@ const ALIASES: [Alias; 25] = [
     whole("baton_sequence_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
 ];
 
-/// Adds the aliases of every family that is there.
+/// Appends the aliases of every family in the list.
 pub(super) fn add(families: &mut Vec<MetricFamily>) {
     let mut added = Vec::new();
     for alias in &ALIASES {
@@ -100,7 +100,7 @@ pub(super) fn add(families: &mut Vec<MetricFamily>) {
     families.append(&mut added);
 }
 
-/// The metric with vLLM's label names; `None` when it is not part of the alias.
+/// Returns the metric with vLLM's label names; `None` when the alias leaves it out.
 fn renamed(metric: &Metric, alias: &Alias) -> Option<Metric> {
     let value_of = |label: &str| {
         metric.get_label().iter().find(|pair| pair.name() == label).map(LabelPair::value)

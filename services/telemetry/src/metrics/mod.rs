@@ -1,9 +1,8 @@
-//! Numbers: instruments once, two readers.
+//! Metrics: one set of OpenTelemetry instruments and two readers.
 //!
-//! An instrument is an OpenTelemetry one. The OTLP reader pushes it when a collector is given, the
-//! Prometheus reader renders it when asked. Names follow OpenTelemetry's GenAI conventions where they
-//! have one, `baton.*` elsewhere; the rendering repeats some of them under the names that vLLM's
-//! dashboards know (module `alias`).
+//! The OTLP reader pushes the metrics to a collector, if there is one. The Prometheus reader renders
+//! them on request. Names follow OpenTelemetry's GenAI conventions, or start with `baton.`. The
+//! Prometheus text repeats some metrics under vLLM's names (module `alias`).
 //!
 //! Cardinality is bounded by construction: every attribute is an enum or a constant of the process.
 
@@ -22,14 +21,14 @@ use tonic::transport::Channel;
 use crate::{Resource, TelemetryError, traces::otel_resource};
 
 pub use node::{
-    LoadFigures, NodeMetrics, SequenceEnd, StepDispatch, StepFigures, TransferEnd, TransferSide,
+    LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
 };
 pub use router::{
     AttemptEnd, FinishedRequest, Operation, RequestEnd, RouterMetrics, RunningRequest,
     WaitingRequest,
 };
 
-/// A collector's dashboards rarely look closer.
+/// Dashboards rarely resolve less.
 const PUSH_INTERVAL: Duration = Duration::from_secs(10);
 const PUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -45,21 +44,21 @@ const OUTPUT_TOKEN_SECONDS: [f64; 13] =
 /// Tokens, from GenAI's conventions: `gen_ai.client.token.usage`, without its last three.
 const TOKENS: [f64; 11] =
     [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0];
-/// Seconds of one step or one transfer: from half a millisecond on.
+/// Seconds of one step or one transfer, from 0.5 ms.
 const STEP_SECONDS: [f64; 13] =
     [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];
 
-/// Seconds of one mask, for which other rows wait: from ten microseconds on.
+/// Seconds of one token bitmask, for which other rows wait, from 10 µs.
 const MASK_SECONDS: [f64; 12] =
     [0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05];
 
-/// Seconds of one part of the host's work for a step: from five microseconds on.
+/// Seconds of one phase of a step on the engine thread, from 5 µs.
 const HOST_SECONDS: [f64; 13] = [
     0.000005, 0.00001, 0.00002, 0.00004, 0.00008, 0.00012, 0.00016, 0.00025, 0.0005, 0.001, 0.002,
     0.005, 0.02,
 ];
 
-/// Owns the readers.
+/// Owns the two readers.
 pub(crate) struct Meters {
     provider: SdkMeterProvider,
     registry: Registry,
@@ -105,7 +104,7 @@ impl Meters {
     }
 }
 
-/// Where instruments are made and rendered.
+/// Creates instruments and renders their values.
 #[derive(Clone)]
 pub struct Metrics {
     meter: Meter,
@@ -113,19 +112,20 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// For instruments beyond [`RouterMetrics`] and [`NodeMetrics`]. Keep attributes bounded.
+    /// Returns the meter for instruments beyond [`RouterMetrics`] and [`NodeMetrics`]. Keep attributes
+    /// bounded.
     pub fn meter(&self) -> &Meter {
         &self.meter
     }
 
-    /// Every instrument in Prometheus' text format 0.0.4, aliases included.
+    /// Renders every instrument and alias in Prometheus' text format 0.0.4.
     pub fn render_prometheus(&self) -> String {
         let mut families = self.registry.gather();
         alias::add(&mut families);
         let mut text = String::new();
-        // Fails only for a family without a name or a metric; such are not gathered.
+        // Fails only for a family without a name or a metric; the registry gathers none of these.
         if let Err(error) = TextEncoder::new().encode_utf8(&families, &mut text) {
-            tracing::error!(%error, "metrics could not be rendered");
+            tracing::error!(%error, "cannot render metrics");
         }
         text
     }

@@ -1,4 +1,4 @@
-//! What a node counts.
+//! Metrics of a node.
 
 use std::time::Duration;
 
@@ -9,14 +9,14 @@ use opentelemetry::{
 
 use super::{FIRST_TOKEN_SECONDS, HOST_SECONDS, MASK_SECONDS, Metrics, STEP_SECONDS};
 
-/// How a sequence ended at this node.
+/// Outcome of a sequence at this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceEnd {
     Stop,
     Length,
-    /// Token 0 is sampled and the KV delivered.
+    /// The prefill node sampled token 0 and transferred the KV.
     HandedOver,
-    /// The router left.
+    /// The router dropped the stream.
     Cancelled,
     Busy,
     TransferFailed,
@@ -43,14 +43,14 @@ impl SequenceEnd {
     }
 }
 
-/// Which end of a transfer this node was.
+/// Side of a transfer that this node has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferSide {
     Sender,
     Receiver,
 }
 
-/// How a transfer ended.
+/// Outcome of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferEnd {
     Complete,
@@ -76,9 +76,9 @@ impl TransferEnd {
     }
 }
 
-/// How loaded the node is now.
+/// Current load of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LoadFigures {
+pub struct LoadStats {
     pub running: u32,
     pub waiting: u32,
     pub pending_prompt_tokens: u64,
@@ -88,29 +88,29 @@ pub struct LoadFigures {
     pub blocks_reserved: u32,
 }
 
-/// How a step was given to the device.
+/// Launch mode of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepDispatch {
     Eager,
-    /// As a captured graph of so many rows: one of the few that there are.
+    /// A CUDA graph, captured for this number of rows.
     Graph {
         rows: u32,
     },
-    /// Without a graph, although there are some: none fits.
+    /// Eager, because no captured graph fits the step.
     Fallback,
 }
 
-/// One forward.
+/// Statistics of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepFigures {
+pub struct StepStats {
     pub rows: u32,
     pub tokens: u32,
-    /// Computed to fill a graph.
+    /// Rows computed only because the CUDA graph has more rows than the step.
     pub padding_rows: u32,
     pub dispatch: StepDispatch,
-    /// The device's time,
+    /// Busy time of the device.
     pub busy: Duration,
-    /// and the engine thread's.
+    /// Time of the engine thread in each phase.
     pub plan: Duration,
     pub launch: Duration,
     pub collect: Duration,
@@ -128,7 +128,7 @@ pub struct NodeMetrics {
     grammar_compile_duration: Histogram<f64>,
     step_duration: Histogram<f64>,
     step_host_duration: Histogram<f64>,
-    /// Of planning, launching and collecting.
+    /// Attributes of the phases plan, launch and collect.
     step_phases: [[KeyValue; 2]; 3],
     step_dispatches: Counter<u64>,
     step_padding_rows: Counter<u64>,
@@ -157,7 +157,7 @@ impl std::fmt::Debug for NodeMetrics {
 }
 
 impl NodeMetrics {
-    /// `model` is the served name.
+    /// Creates the instruments for a model by its served name.
     pub fn new(metrics: &Metrics, model: &str) -> Self {
         let meter = metrics.meter();
         let seconds = |name: &'static str, description: &'static str, bounds: &[f64]| {
@@ -182,40 +182,40 @@ impl NodeMetrics {
             sequences: gauge("baton.sequences", "Sequences on this node, by state"),
             pending_prompt_tokens: gauge(
                 "baton.pending_prompt_tokens",
-                "Tokens of known prompts that are not yet computed",
+                "Prompt tokens that are not prefilled yet",
             ),
             blocks: gauge("baton.kv_blocks", "KV blocks, by state"),
             kv_cache_usage: meter
                 .f64_gauge("baton.kv_cache_usage")
-                .with_description("Held and reserved blocks as a fraction of all")
+                .with_description("Fraction of KV blocks that are held or reserved")
                 .build(),
             mask_duration: seconds(
                 "baton.grammar.mask.duration",
-                "Time to find out which tokens a grammar allows next",
+                "Time to compute the token bitmask of a grammar for one step",
                 &MASK_SECONDS,
             ),
             grammar_compile_duration: seconds(
                 "baton.grammar.compile.duration",
-                "Time to compile a grammar, without its first mask",
+                "Time to compile a grammar, without its first token bitmask",
                 &STEP_SECONDS,
             ),
-            step_duration: seconds("baton.step.duration", "Time of one forward", &STEP_SECONDS),
+            step_duration: seconds("baton.step.duration", "Device time of one step", &STEP_SECONDS),
             step_host_duration: seconds(
                 "baton.step.host.duration",
-                "Time of the engine's thread for one forward, by phase; waiting is none of it",
+                "Engine thread time of one step by phase, without waiting for the device",
                 &HOST_SECONDS,
             ),
             step_dispatches: counter(
                 "baton.step.dispatches",
-                "Forwards by how the device was told: eager, a graph (and of how many rows), or eager because no graph fits",
+                "Steps by launch mode: eager, graph (by its rows), or fallback (eager because no CUDA graph fits)",
             ),
             step_padding_rows: counter(
                 "baton.step.padding_rows",
-                "Rows computed for nobody, to fill graphs",
+                "Padding rows computed because a CUDA graph has more rows than the step",
             ),
-            steps: counter("baton.steps", "Forwards"),
-            step_rows: counter("baton.step.rows", "Rows over all forwards"),
-            step_tokens: counter("baton.step.tokens", "Tokens over all forwards"),
+            steps: counter("baton.steps", "Steps (forward passes)"),
+            step_rows: counter("baton.step.rows", "Rows of all steps"),
+            step_tokens: counter("baton.step.tokens", "Tokens of all steps"),
             queue_time: seconds(
                 "baton.sequence.queue_time",
                 "From a sequence's arrival to its first step",
@@ -226,37 +226,49 @@ impl NodeMetrics {
                 "From a sequence's first step to its first token",
                 &FIRST_TOKEN_SECONDS,
             ),
-            sequences_finished: counter("baton.sequences.finished", "Sequences ended, by how"),
-            prefix_queries: counter("baton.prefix_cache.queries", "Prompt tokens looked up"),
-            prefix_hits: counter("baton.prefix_cache.hits", "Prompt tokens found in the cache"),
-            preemptions: counter("baton.preemptions", "Sequences preempted for want of blocks"),
-            speculated_rows: counter("baton.speculation.rows", "Rows of steps that had drafts"),
-            speculated_drafted: counter("baton.speculation.drafted", "Tokens guessed ahead"),
-            speculated_accepted: counter(
-                "baton.speculation.accepted",
-                "Tokens guessed ahead that were right",
+            sequences_finished: counter(
+                "baton.sequences.finished",
+                "Finished sequences, by outcome",
             ),
+            prefix_queries: counter(
+                "baton.prefix_cache.queries",
+                "Prompt tokens looked up in the prefix cache",
+            ),
+            prefix_hits: counter(
+                "baton.prefix_cache.hits",
+                "Prompt tokens found in the prefix cache",
+            ),
+            preemptions: counter(
+                "baton.preemptions",
+                "Sequences preempted because no KV block was free",
+            ),
+            speculated_rows: counter("baton.speculation.rows", "Rows of steps with draft tokens"),
+            speculated_drafted: counter(
+                "baton.speculation.drafted",
+                "Draft tokens proposed by speculative decoding",
+            ),
+            speculated_accepted: counter("baton.speculation.accepted", "Draft tokens accepted"),
             speculated_accepted_at: counter(
                 "baton.speculation.accepted_at",
-                "Tokens guessed ahead that were right, by place in their row, from 0",
+                "Draft tokens accepted, by position in the row from 0",
             ),
-            transfers: counter("baton.kv_transfers", "KV transfers ended, by side and how"),
-            transfer_bytes: counter("baton.kv_transfer.bytes", "KV moved, in bytes, by side"),
+            transfers: counter("baton.kv_transfers", "KV transfers, by side and outcome"),
+            transfer_bytes: counter("baton.kv_transfer.bytes", "KV bytes transferred, by side"),
             transfer_duration: seconds(
                 "baton.kv_transfer.duration",
-                "Time of complete KV transfers, by side",
+                "Duration of complete KV transfers, by side",
                 &STEP_SECONDS,
             ),
         };
-        // What has not happened is a zero, not an absence: rates and alerts need the first value.
+        // Rates and alerts need a first value: counters start at 0 instead of being absent.
         for counter in [&metrics.preemptions, &metrics.prefix_queries, &metrics.prefix_hits] {
             counter.add(0, std::slice::from_ref(&metrics.model));
         }
         metrics
     }
 
-    /// The figures that the node also reports to routers; call it at every report.
-    pub fn set_load(&self, load: &LoadFigures) {
+    /// Sets the load that the node also reports to routers.
+    pub fn set_load(&self, load: &LoadStats) {
         let state = |name| [self.model.clone(), KeyValue::new("state", name)];
         self.sequences.record(load.running.into(), &state("running"));
         self.sequences.record(load.waiting.into(), &state("waiting"));
@@ -276,8 +288,8 @@ impl NodeMetrics {
         self.kv_cache_usage.record(used as f64 / total.max(1) as f64, model);
     }
 
-    /// One forward was collected.
-    pub fn step(&self, step: &StepFigures) {
+    /// Records a collected step.
+    pub fn step(&self, step: &StepStats) {
         let model = std::slice::from_ref(&self.model);
         self.step_duration.record(step.busy.as_secs_f64(), model);
         for (time, phase) in [step.plan, step.launch, step.collect].iter().zip(&self.step_phases) {
@@ -302,23 +314,23 @@ impl NodeMetrics {
         self.step_tokens.add(step.tokens.into(), model);
     }
 
-    /// The mask of one token was computed, or could not be, in this time.
+    /// Records the computation of a token bitmask, also a failed one.
     pub fn mask_computed(&self, took: Duration) {
         self.mask_duration.record(took.as_secs_f64(), std::slice::from_ref(&self.model));
     }
 
-    /// A grammar was compiled, or refused, in this time.
+    /// Records the compilation of a grammar, also a rejected one.
     pub fn grammar_compiled(&self, took: Duration) {
         let model = std::slice::from_ref(&self.model);
         self.grammar_compile_duration.record(took.as_secs_f64(), model);
     }
 
-    /// A sequence entered its first step, so long after its arrival.
+    /// Records the time from the arrival of a sequence to its first step.
     pub fn queued(&self, waited: Duration) {
         self.queue_time.record(waited.as_secs_f64(), std::slice::from_ref(&self.model));
     }
 
-    /// A sequence sampled its first token, so long after its first step began.
+    /// Records the time from the begin of a sequence's first step to its first token.
     pub fn prefilled(&self, took: Duration) {
         self.prefill_time.record(took.as_secs_f64(), std::slice::from_ref(&self.model));
     }
@@ -328,7 +340,7 @@ impl NodeMetrics {
         self.sequences_finished.add(1, &[self.model.clone(), outcome]);
     }
 
-    /// Of `prompt_tokens` looked up, `hit_tokens` were cached.
+    /// Records a prefix cache lookup: `hit_tokens` of `prompt_tokens` were cached.
     pub fn prefix_lookup(&self, prompt_tokens: u64, hit_tokens: u64) {
         let model = std::slice::from_ref(&self.model);
         self.prefix_queries.add(prompt_tokens, model);
@@ -339,20 +351,20 @@ impl NodeMetrics {
         self.preemptions.add(count, std::slice::from_ref(&self.model));
     }
 
-    /// Over some steps: rows that had drafts, their drafts, those that were right, and these by
-    /// their place in the row.
+    /// Records speculative decoding over some steps: rows with draft tokens, draft tokens, accepted
+    /// draft tokens, and the accepted ones by position in the row.
     pub fn speculated(&self, rows: u64, drafted: u64, accepted: u64, accepted_at: &[u64]) {
         let model = std::slice::from_ref(&self.model);
         self.speculated_rows.add(rows, model);
         self.speculated_drafted.add(drafted, model);
         self.speculated_accepted.add(accepted, model);
-        for (place, &count) in accepted_at.iter().enumerate() {
-            let position = KeyValue::new("position", place as i64);
+        for (position, &count) in accepted_at.iter().enumerate() {
+            let position = KeyValue::new("position", position as i64);
             self.speculated_accepted_at.add(count, &[self.model.clone(), position]);
         }
     }
 
-    /// `bytes` are those that moved, complete or not.
+    /// Records a transfer with the bytes that it moved, complete or not.
     pub fn transfer_ended(&self, side: TransferSide, end: TransferEnd, bytes: u64, took: Duration) {
         let side = KeyValue::new(
             "side",

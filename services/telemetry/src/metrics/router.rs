@@ -1,4 +1,4 @@
-//! What a router counts.
+//! Metrics of a router.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::{
     FIRST_TOKEN_SECONDS, Metrics, OUTPUT_TOKEN_SECONDS, REQUEST_SECONDS, STEP_SECONDS, TOKENS,
 };
 
-/// Which API a request came by (`gen_ai.operation.name`).
+/// API of a request (`gen_ai.operation.name`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// `/v1/chat/completions`.
@@ -32,23 +32,23 @@ impl Operation {
     }
 }
 
-/// How a request ended: complete, or one typed error.
+/// Outcome of a request: complete, or one typed error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestEnd {
     /// A stop token or stop string.
     Stop,
-    /// `max_tokens` or the longest sequence.
+    /// `max_tokens` or the maximum sequence length.
     Length,
-    /// The client left.
+    /// The client disconnected.
     ClientGone,
-    /// The client did not read.
+    /// The client did not read the answer in time.
     SlowClient,
-    /// The request was wrong.
+    /// The request was invalid.
     Invalid,
-    /// Bounds of the router or of every node were reached.
+    /// The router or every node was at its limit.
     Overloaded,
     Deadline,
-    /// The attempt budget was used up, or no node was there.
+    /// The attempt budget was used up, or no node was ready.
     Failed,
 }
 
@@ -71,7 +71,7 @@ impl RequestEnd {
     }
 }
 
-/// How an attempt ended.
+/// Outcome of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttemptEnd {
     Complete,
@@ -79,12 +79,12 @@ pub enum AttemptEnd {
     PrefillLost,
     DecodeLost,
     TransferFailed,
-    /// The nodes do not fit each other, or no longer are what the router believed.
+    /// The two nodes are incompatible, or a node is not the one that the router knew.
     Mismatch,
     Deadline,
-    /// The client left, or the answer was complete by a stop string.
+    /// The client disconnected, or a stop string completed the answer.
     Cancelled,
-    /// A defect of a node.
+    /// A bug in a node.
     Internal,
 }
 
@@ -104,18 +104,18 @@ impl AttemptEnd {
     }
 }
 
-/// The figures of a request at its end.
+/// Statistics of a finished request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FinishedRequest {
     pub operation: Operation,
     pub end: RequestEnd,
-    /// From the request's arrival to its last event.
+    /// Time from the request's arrival to its last event.
     pub duration: Duration,
-    /// From the request's arrival; `None` when no token was shown.
+    /// Time from the request's arrival; `None` without a token.
     pub time_to_first_token: Option<Duration>,
     pub prompt_tokens: u32,
     pub completion_tokens: u32,
-    /// Prompt tokens that were in a prefix cache.
+    /// Prompt tokens found in a prefix cache.
     pub cached_tokens: u32,
 }
 
@@ -141,7 +141,7 @@ pub struct RouterMetrics {
 }
 
 impl RouterMetrics {
-    /// `model` is the served name.
+    /// Creates the instruments for a model by its served name.
     pub fn new(metrics: &Metrics, model: &str) -> Self {
         let meter = metrics.meter();
         let seconds = |name: &'static str, description: &'static str, bounds: &[f64]| {
@@ -159,7 +159,7 @@ impl RouterMetrics {
             model: KeyValue::new("gen_ai.request.model", model.to_owned()),
             time_to_first_token: seconds(
                 "gen_ai.server.time_to_first_token",
-                "From a request's arrival to its first token",
+                "Time from a request's arrival to its first token",
                 &FIRST_TOKEN_SECONDS,
             ),
             time_per_output_token: seconds(
@@ -169,17 +169,17 @@ impl RouterMetrics {
             ),
             inter_token_latency: seconds(
                 "baton.inter_token_latency",
-                "From one event of a request to the next",
+                "Time between two events of a request",
                 &OUTPUT_TOKEN_SECONDS,
             ),
             request_duration: seconds(
                 "gen_ai.server.request.duration",
-                "From a request's arrival to its end",
+                "Time from a request's arrival to its end",
                 &REQUEST_SECONDS,
             ),
             queue_time: seconds(
                 "baton.request.queue_time",
-                "How long a request waited in the router for a node",
+                "Time a request waited in the router for a node",
                 &FIRST_TOKEN_SECONDS,
             ),
             token_usage: meter
@@ -189,35 +189,38 @@ impl RouterMetrics {
                 .with_boundaries(TOKENS.to_vec())
                 .build(),
             tokens: counter("baton.tokens", "Tokens served, by type"),
-            finished: counter("baton.requests.finished", "Requests ended, by how"),
+            finished: counter("baton.requests.finished", "Finished requests, by reason"),
             requests: meter
                 .i64_up_down_counter("baton.requests")
-                .with_description("Requests in work, by state")
+                .with_description("In-flight requests, by state")
                 .build(),
-            attempts: counter("baton.attempts", "Attempts ended, by how"),
+            attempts: counter("baton.attempts", "Finished attempts, by outcome"),
             nodes: meter
                 .u64_gauge("baton.nodes")
                 .with_description("Nodes known to this router, by role and health")
                 .build(),
             cached_blocks: meter
                 .u64_gauge("baton.nodes.cached_blocks")
-                .with_description("Cached KV blocks that this router knows of, by role")
+                .with_description("Cached KV blocks known to this router, by role")
                 .build(),
             hand_over: seconds(
                 "baton.hand_over.gap",
-                "From token 0 (prefill node) to token 1 (decode node)",
+                "Time from token 0 (prefill node) to token 1 (decode node)",
                 &STEP_SECONDS,
             ),
-            transfer_bytes: counter("baton.kv_transfer.bytes", "KV moved between nodes, in bytes"),
+            transfer_bytes: counter(
+                "baton.kv_transfer.bytes",
+                "KV bytes transferred between nodes",
+            ),
             transfer_duration: seconds(
                 "baton.kv_transfer.duration",
-                "From a transfer's first clear-to-send to its acknowledgement",
+                "Time from the first CTS of a transfer to its ACK",
                 &STEP_SECONDS,
             ),
         }
     }
 
-    /// The same instruments, counting for another model.
+    /// Returns the same instruments for another model.
     pub fn of_model(&self, model: &str) -> Self {
         let model = KeyValue::new("gen_ai.request.model", model.to_owned());
         Self { model, ..self.clone() }
@@ -229,18 +232,18 @@ impl RouterMetrics {
         RunningRequest { metrics: self.clone() }
     }
 
-    /// Counts a request as waiting for a node until the guard is dropped, which also tells how long.
+    /// Counts a request as waiting for a node until the guard is dropped. The guard records the time.
     pub fn request_waiting(&self) -> WaitingRequest {
         self.requests.add(1, &[self.model.clone(), KeyValue::new("state", "waiting")]);
         WaitingRequest { metrics: self.clone(), since: std::time::Instant::now() }
     }
 
-    /// The first token was shown, so long after the request's arrival.
+    /// Records the time from a request's arrival to its first token.
     pub fn first_token(&self, operation: Operation, after: Duration) {
         self.time_to_first_token.record(after.as_secs_f64(), &self.of(operation));
     }
 
-    /// A later event of the request was shown, so long after the one before.
+    /// Records the time between two events of a request.
     pub fn next_tokens(&self, after: Duration) {
         self.inter_token_latency.record(after.as_secs_f64(), std::slice::from_ref(&self.model));
     }
@@ -264,8 +267,8 @@ impl RouterMetrics {
         }
         let of_type =
             |name| [operation.clone(), model.clone(), KeyValue::new("gen_ai.token.type", name)];
-        let figures = [("input", u64::from(request.prompt_tokens)), ("output", count)];
-        for (name, tokens) in figures {
+        let counts = [("input", u64::from(request.prompt_tokens)), ("output", count)];
+        for (name, tokens) in counts {
             self.token_usage.record(tokens, &of_type(name));
             self.tokens.add(tokens, &of_type(name));
         }
@@ -276,7 +279,7 @@ impl RouterMetrics {
         self.attempts.add(1, &[self.model.clone(), KeyValue::new("outcome", end.as_str())]);
     }
 
-    /// Call it for every pair of role and health at each change, zeros included.
+    /// Sets the number of nodes of a role and health. Call it for every pair at each change, also for 0.
     pub fn set_nodes(&self, role: &'static str, health: &'static str, count: usize) {
         let attributes = [KeyValue::new("role", role), KeyValue::new("health", health)];
         self.nodes.record(count as u64, &attributes);
@@ -286,7 +289,7 @@ impl RouterMetrics {
         self.cached_blocks.record(count as u64, &[KeyValue::new("role", role)]);
     }
 
-    /// The decode node's first token came so long after the prefill node's.
+    /// Records the time from the prefill node's token to the decode node's first token.
     pub fn hand_over(&self, gap: Duration) {
         self.hand_over.record(gap.as_secs_f64(), std::slice::from_ref(&self.model));
     }
@@ -302,7 +305,7 @@ impl RouterMetrics {
     }
 }
 
-/// A request in work.
+/// Guard of an in-flight request.
 pub struct RunningRequest {
     metrics: RouterMetrics,
 }
@@ -314,7 +317,7 @@ impl Drop for RunningRequest {
     }
 }
 
-/// A request that waits for a node.
+/// Guard of a request that waits for a node.
 pub struct WaitingRequest {
     metrics: RouterMetrics,
     since: std::time::Instant,

@@ -59,7 +59,7 @@ impl Collector {
         Self { url, inbox, stop, task: tokio::spawn(server) }
     }
 
-    /// Stops; spans by name, and the names of metrics.
+    /// Stops the collector and returns its spans by name and the names of its metrics.
     pub async fn finish(self) -> (BTreeMap<String, Received>, Vec<String>) {
         let _ = self.stop.send(());
         self.task.await.unwrap().unwrap();

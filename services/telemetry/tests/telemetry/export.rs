@@ -60,7 +60,7 @@ async fn one_trace_spans_all_processes_with_parents_and_children() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn metrics_are_pushed_under_their_own_names_at_the_latest_on_shutdown() {
+async fn metrics_are_pushed_at_shutdown_at_the_latest() {
     let collector = Collector::start().await;
     let (telemetry, _) = start("router", Some(collector.url.clone()));
     let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
@@ -73,7 +73,7 @@ async fn metrics_are_pushed_under_their_own_names_at_the_latest_on_shutdown() {
 
 /// The collector accepts connections and never answers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_collector_that_hangs_costs_no_more_than_the_deadline() {
+async fn hung_collector_delays_shutdown_by_the_deadline_only() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let (telemetry, _) = start("node", Some(url));
@@ -92,7 +92,7 @@ async fn a_collector_that_hangs_costs_no_more_than_the_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_collector_that_is_away_costs_no_more_than_the_deadline() {
+async fn unreachable_collector_delays_shutdown_by_the_deadline_only() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     drop(listener);
@@ -104,7 +104,7 @@ async fn a_collector_that_is_away_costs_no_more_than_the_deadline() {
 }
 
 #[test]
-fn exporting_without_a_runtime_is_refused_not_a_panic() {
+fn export_without_a_runtime_is_rejected() {
     let config = telemetry::TelemetryConfig {
         log: "info".into(),
         log_format: telemetry::LogFormat::Json,

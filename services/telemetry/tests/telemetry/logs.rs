@@ -42,7 +42,7 @@ fn invalid_filter_is_rejected_with_its_setting() {
         otlp: None,
         log_sink: LogSink::Stderr,
     };
-    let Err(error) = Telemetry::start(&config, resource()) else { panic!("it is no filter") };
+    let Err(error) = Telemetry::start(&config, resource()) else { panic!("the filter is invalid") };
     let message = error.to_string();
     assert!(message.contains("telemetry.log") && message.contains("router=loud"), "{message}");
 }

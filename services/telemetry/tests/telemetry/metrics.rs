@@ -5,8 +5,8 @@ use std::time::Duration;
 use telemetry::{
     NodeMetrics, RouterMetrics,
     metrics::{
-        FinishedRequest, LoadFigures, Operation, RequestEnd, SequenceEnd, StepDispatch,
-        StepFigures, TransferEnd, TransferSide,
+        FinishedRequest, LoadStats, Operation, RequestEnd, SequenceEnd, StepDispatch, StepStats,
+        TransferEnd, TransferSide,
     },
 };
 
@@ -25,7 +25,7 @@ fn value(text: &str, name: &str, labels: &[&str]) -> f64 {
 }
 
 #[test]
-fn a_request_is_counted_under_our_names_and_vllms() {
+fn request_is_counted_under_baton_and_vllm_names() {
     let (telemetry, _) = start("router", None);
     let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
     let running = metrics.request_running();
@@ -68,7 +68,7 @@ fn a_request_is_counted_under_our_names_and_vllms() {
 }
 
 #[test]
-fn failures_do_not_count_as_success_and_name_their_kind() {
+fn failed_requests_count_by_kind_and_not_as_success() {
     let (telemetry, _) = start("router", None);
     let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
     metrics.request_ended(&FinishedRequest {
@@ -89,10 +89,10 @@ fn failures_do_not_count_as_success_and_name_their_kind() {
 }
 
 #[test]
-fn a_node_shows_its_load_under_our_names_and_vllms() {
+fn node_load_is_exported_under_baton_and_vllm_names() {
     let (telemetry, _) = start("decode", None);
     let metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2");
-    metrics.set_load(&LoadFigures {
+    metrics.set_load(&LoadStats {
         running: 3,
         waiting: 2,
         pending_prompt_tokens: 77,
@@ -101,7 +101,7 @@ fn a_node_shows_its_load_under_our_names_and_vllms() {
         blocks_held: 30,
         blocks_reserved: 10,
     });
-    let step = StepFigures {
+    let step = StepStats {
         rows: 3,
         tokens: 40,
         padding_rows: 0,
@@ -113,8 +113,8 @@ fn a_node_shows_its_load_under_our_names_and_vllms() {
     };
     metrics.step(&step);
     let graph = StepDispatch::Graph { rows: 8 };
-    metrics.step(&StepFigures { tokens: 5, padding_rows: 3, dispatch: graph, ..step });
-    metrics.step(&StepFigures { tokens: 1, dispatch: StepDispatch::Fallback, ..step });
+    metrics.step(&StepStats { tokens: 5, padding_rows: 3, dispatch: graph, ..step });
+    metrics.step(&StepStats { tokens: 1, dispatch: StepDispatch::Fallback, ..step });
     metrics.prefix_lookup(100, 48);
     metrics.preempted(2);
     metrics.speculated(5, 40, 21, &[5, 4]);
@@ -170,7 +170,7 @@ fn a_node_shows_its_load_under_our_names_and_vllms() {
 
 /// One block of `# HELP`, `# TYPE` and series for each name, as scrapers require.
 #[test]
-fn the_text_has_each_family_once() {
+fn prometheus_text_has_each_family_once() {
     let (telemetry, _) = start("router", None);
     let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
     let _running = metrics.request_running();

@@ -9,7 +9,7 @@ use crate::start;
 const CLIENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
 #[test]
-fn a_clients_context_passes_through_when_nothing_is_exported() {
+fn client_trace_context_is_propagated_without_export() {
     let (telemetry, _) = start("router", None);
     with_default(&telemetry.dispatch(), || {
         let span = info_span!("request");
@@ -30,7 +30,7 @@ fn a_clients_context_passes_through_when_nothing_is_exported() {
 }
 
 #[test]
-fn a_request_without_context_begins_a_trace_that_is_not_sampled() {
+fn request_without_context_starts_an_unsampled_trace() {
     let (telemetry, _) = start("router", None);
     with_default(&telemetry.dispatch(), || {
         let (one, two) = (info_span!("request"), info_span!("request"));
@@ -41,14 +41,14 @@ fn a_request_without_context_begins_a_trace_that_is_not_sampled() {
 }
 
 #[test]
-fn outside_of_any_span_or_subscriber_there_is_no_context() {
+fn context_is_empty_outside_of_a_span() {
     assert_eq!(propagation::current_traceparent(), "");
     assert_eq!(propagation::trace_id(&tracing::Span::none()), None);
     propagation::set_parent(&tracing::Span::none(), CLIENT);
 }
 
 #[test]
-fn what_is_no_context_changes_nothing() {
+fn malformed_context_is_ignored() {
     let (telemetry, _) = start("node", None);
     with_default(&telemetry.dispatch(), || {
         for text in [

@@ -17,7 +17,7 @@ async fn ask(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(bytes).await.unwrap();
     let mut answer = Vec::new();
-    // A reset after the answer is an end like any other.
+    // A reset after the answer is a valid end.
     let _ = stream.read_to_end(&mut answer).await;
     String::from_utf8_lossy(&answer).into_owned()
 }
@@ -49,7 +49,7 @@ async fn metrics_and_probes_are_served_until_shutdown() {
 }
 
 #[tokio::test]
-async fn garbage_and_silence_disturb_nobody_else() {
+async fn garbage_and_idle_connections_do_not_block_other_clients() {
     let (telemetry, _) = start("node", None);
     let server =
         MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
@@ -65,19 +65,19 @@ async fn garbage_and_silence_disturb_nobody_else() {
 }
 
 #[tokio::test]
-async fn a_silent_client_does_not_hold_up_the_shutdown_beyond_its_deadline() {
+async fn idle_client_delays_shutdown_by_the_deadline_only() {
     let (telemetry, _) = start("node", None);
     let server =
         MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
     let _silent = TcpStream::connect(server.address()).await.unwrap();
-    // Once this is answered, the silent connection, which came before, was accepted too.
+    // The server accepts connections in order: it has accepted the idle one, too.
     ask(server.address(), &request("/metrics")).await;
     let outcome = server.shutdown(Duration::from_millis(200)).await;
     assert!(matches!(outcome, Err(TelemetryError::ShutdownDeadline { .. })), "{outcome:?}");
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_named() {
+async fn port_in_use_is_reported() {
     let (telemetry, _) = start("node", None);
     let one = MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
     let two = MetricsServer::start(one.address(), telemetry.metrics(), Router::new()).await;
