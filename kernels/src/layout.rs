@@ -5,11 +5,13 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// Tokens whose KV one block holds.
 pub const BLOCK_TOKENS: usize = 16;
 
 /// Index of a block in the arena of one node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BlockId(pub u32);
 
 impl BlockId {

@@ -4,8 +4,10 @@
 //! numbers come from a counter: each candidate's draw depends on (seed, output index, token id)
 //! alone, so batches, chunks, retries and ranks see equal draws wherever logits are equal.
 
-/// How one sequence chooses its tokens. The router has filled in every field.
-#[derive(Clone, Debug, PartialEq)]
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+/// Sampling parameters of one sequence. The router has filled in every field.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
     /// 0 is greedy.
     pub temperature: f32,
@@ -80,6 +82,24 @@ impl TokenMask {
     }
 }
 
+/// Serialized as bytes, so that a mask is copied and not encoded word by word.
+impl Serialize for TokenMask {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(bytemuck::cast_slice(&self.words))
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenMask {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let bytes = <&[u8]>::deserialize(deserializer)?;
+        let (words, rest) = bytes.as_chunks();
+        if !rest.is_empty() {
+            return Err(D::Error::custom("a token mask is a list of 32-bit words"));
+        }
+        Ok(Self { words: words.iter().map(|word| u32::from_ne_bytes(*word)).collect() })
+    }
+}
+
 impl std::fmt::Debug for TokenMask {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "TokenMask({} tokens)", self.count())
@@ -87,14 +107,14 @@ impl std::fmt::Debug for TokenMask {
 }
 
 /// A chosen token and, where asked for, how likely it was.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampledToken {
     pub id: u32,
     pub logprobs: Option<TokenLogprobs>,
 }
 
 /// Natural logarithms, from the logits before temperature and penalties.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {
     pub chosen: f32,
     /// Best first, ties by the lower id.

@@ -15,6 +15,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, bounded};
 use kernels::cpu::GroupError;
+use serde::{Deserialize, Serialize};
 
 use crate::plan::{StepPlan, StepResult};
 
@@ -74,7 +75,7 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
 }
 
 /// What the scheduler must stay within.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExecutorLimits {
     /// Rows of the running batch.
     pub slots: u32,
@@ -95,7 +96,7 @@ pub struct ExecutorLimits {
 /// Guessing tokens ahead. A row's forward then also holds tokens that the executor believes to come
 /// next (drafts), and each is kept if it is the token that would have been sampled in its place: the
 /// output is the same with and without, only sooner.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Speculation {
     /// Most drafts of one row in one step.
     pub row_drafts: u32,

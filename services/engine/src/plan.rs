@@ -15,12 +15,13 @@ use kernels::{
     BlockId,
     sampling::{SampledToken, Sampling, TokenMask},
 };
+use serde::{Deserialize, Serialize};
 
 /// Numbers the steps of one engine, from 0.
 pub type StepId = u64;
 
 /// A row of the running batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 
 /// Counts the occupants of a slot. Finish, abort and preemption bump it, so that a late result
@@ -45,7 +46,7 @@ pub struct StepPlan {
     pub drafts_max: u32,
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdmittedRow {
     pub slot: Slot,
     pub generation: Generation,
@@ -62,7 +63,7 @@ pub struct AdmittedRow {
 }
 
 /// What one row may choose in this step.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowMask {
     pub slot: Slot,
     /// The tokens that the row has then: a mask of another position is none.
@@ -71,7 +72,7 @@ pub struct RowMask {
 }
 
 /// One row of a forward: `token_count` tokens from the row's position on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowPlan {
     pub slot: Slot,
     pub generation: Generation,
@@ -110,7 +111,7 @@ pub struct StepRun {
 }
 
 /// How the work of a step was given to the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dispatch {
     /// Operation by operation.
     #[default]
@@ -134,7 +135,7 @@ impl Span {
     }
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowResult {
     pub slot: Slot,
     pub generation: Generation,
@@ -148,7 +149,7 @@ pub struct RowResult {
 }
 
 /// Why a row has no next token. Concerns its sequence alone.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum RowFailure {
     /// The sampling parameters allow none.
     #[error("no token can be chosen: {reason}")]

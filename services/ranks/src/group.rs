@@ -555,8 +555,7 @@ impl Executor for RankGroup {
             let reason = format!("{depth} steps are in flight already");
             return Err(ExecutorError::BadPlan { step_id, reason });
         }
-        codec::encode_plan(&plan, &mut self.history, &mut self.message)
-            .map_err(|error| ExecutorError::BadPlan { step_id, reason: error.to_string() })?;
+        codec::encode_plan(&plan, &mut self.history, &mut self.message);
         let watch = &self.watch;
         let has_failed = || watch.failed.load(Ordering::Acquire);
         let written = self.plans.write(&self.message, self.settings.unread_max, has_failed);

@@ -224,7 +224,6 @@ fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &Collec
             return;
         }
         waker.wake();
-        history.prepare();
     }
 }
 
