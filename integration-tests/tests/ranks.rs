@@ -230,13 +230,13 @@ fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() ->
 /// As when somebody gives the flag that is the node's own.
 #[test]
 fn a_rank_that_no_node_has_started_ends_with_a_line() -> Result<()> {
-    let seat = format!("baton-{:032x}-1-ranks:0/2", 5);
-    for (seat, code, words) in [
-        (seat.as_str(), 1, "rank 0 of 2: the node that started it is gone"),
-        ("something", 2, "expected is REGION:RANK/OF"),
+    let spec = format!("baton-{:032x}-1-ranks:0/2", 5);
+    for (spec, code, words) in [
+        (spec.as_str(), 1, "rank 0 of 2: the node that started it is gone"),
+        ("something", 2, "expected REGION:RANK/OF"),
     ] {
         let mut command = Command::new(bin_dir().join("baton-decode-node"));
-        let output = output(command.args(["--rank", seat]))?;
+        let output = output(command.args(["--rank", spec]))?;
         let lines = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(code), "{lines}");
         assert!(lines.contains(words), "{lines}");

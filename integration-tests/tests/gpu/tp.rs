@@ -30,14 +30,14 @@ use kernels::{
     shared::{RegionName, SharedRegion},
 };
 use model::{Checkpoint, LoadFormat};
-use ranks::{GroupSettings, RankGroup, Seat, run_rank};
+use ranks::{GroupSettings, RankGroup, RankSpec, run_rank};
 
 use super::{
     bench::{Gpu, gpu, require_gpus},
     executor::{Outcome, on_gpu, run_arriving, sequence},
 };
 
-const SEAT: &str = "BATON_TEST_SEAT";
+const RANK_SPEC: &str = "BATON_TEST_SEAT";
 const PATIENCE: Duration = Duration::from_secs(120);
 const BLOCKS: u32 = 400;
 
@@ -111,16 +111,16 @@ pub const RANK_HELPER: &str = "tp-rank";
 
 /// Runs a rank, in a process of its own.
 pub fn run_rank_process() {
-    let seat = env::var(SEAT).expect("the test sets it");
-    let seat: Seat = seat.parse().unwrap();
-    let outcome = run_rank(&seat, |told| {
+    let spec = env::var(RANK_SPEC).expect("the test sets it");
+    let spec: RankSpec = spec.parse().unwrap();
+    let outcome = run_rank(&spec, |told| {
         let words: Vec<&str> = str::from_utf8(told).unwrap().split(' ').collect();
         let [region, numbers @ ..] = &words[..] else { panic!("{words:?}") };
         let mut numbers = numbers.iter().map(|number| number.parse::<usize>().unwrap());
         let mut number = || numbers.next().unwrap();
         let part = Part::ALL[number()];
         let [blocks, layer_count, kv_head_count, head_dim] = [(); 4].map(|()| number());
-        let gpu = numbers.nth(seat.rank as usize).unwrap();
+        let gpu = numbers.nth(spec.rank as usize).unwrap();
         let driver = Driver::open().unwrap();
         let device = driver.devices().unwrap()[gpu].clone();
         let context = Context::new(driver, device).unwrap();
@@ -128,7 +128,7 @@ pub fn run_rank_process() {
         let dtype = layout(&checkpoint, part).dtype;
         let layout = KvLayout { layer_count, kv_head_count, head_dim, dtype };
         let limits = limits(&checkpoint);
-        let own = layout.with_heads(layout.kv_head_count / seat.of as usize);
+        let own = layout.with_heads(layout.kv_head_count / spec.of as usize);
         let (executor, kv): (Box<dyn Executor>, _) = match part {
             Part::Kv => {
                 let kv = DeviceKv::new(&context, own, blocks as u32).unwrap();
@@ -140,12 +140,12 @@ pub fn run_rank_process() {
                 let path = env::var_os("BATON_TEST_KERNELS").map(std::path::PathBuf::from);
                 let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
                 let backend = CudaBackend::new(&context, library, options(weights, graphs));
-                let mut rank = CudaRank::new(exchange(region, &seat));
+                let mut rank = CudaRank::new(exchange(region, &spec));
                 let backend = rank.join(backend.unwrap()).map_err(|error| error.to_string())?;
                 let model = CudaModel::load(&checkpoint, backend, &limits, &mut |_| ()).unwrap();
                 let kv = DeviceKv::new(&context, own, BLOCKS).unwrap();
                 let arena = KvArena::remote(kv.clone()).unwrap();
-                assert_eq!(rank.least(100 - seat.rank).unwrap(), 101 - seat.of);
+                assert_eq!(rank.least(100 - spec.rank).unwrap(), 101 - spec.of);
                 let executor = CudaExecutor::start(model, kv.clone(), &arena, limits);
                 (Box::new(executor.map_err(|error| error.to_string())?), kv)
             }
@@ -153,13 +153,13 @@ pub fn run_rank_process() {
         Ok((executor, IpcMemory::new(kv).export()?))
     });
     if let Err(error) = &outcome {
-        eprintln!("rank {}: {error}", seat.rank);
+        eprintln!("rank {}: {error}", spec.rank);
     }
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-fn exchange(region: &str, seat: &Seat) -> Group {
-    let (rank, of) = (seat.rank as usize, seat.of as usize);
+fn exchange(region: &str, spec: &RankSpec) -> Group {
+    let (rank, of) = (spec.rank as usize, spec.of as usize);
     let name = RegionName::parse(region).unwrap();
     let region = SharedRegion::open(&name, Group::region_bytes(of)).unwrap();
     Group::new(&region, 0, Shard::new(rank, of).unwrap(), PATIENCE)
@@ -198,9 +198,9 @@ fn group_on(gpus: &[usize], part: Part, layout: KvLayout, blocks: u32) -> RankGr
         start_within: PATIENCE,
         ..GroupSettings::new(epoch, ranks, told.into_bytes())
     };
-    let command = |seat: &Seat| {
+    let command = |spec: &RankSpec| {
         let mut command = test_harness::helper(RANK_HELPER);
-        command.env(SEAT, seat.to_string()).stdin(Stdio::null()).stdout(Stdio::null());
+        command.env(RANK_SPEC, spec.to_string()).stdin(Stdio::null()).stdout(Stdio::null());
         command
     };
     let group = RankGroup::start(settings, command).unwrap();

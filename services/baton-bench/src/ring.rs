@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use engine::plan::{RowPlan, Slot, StepPlan};
 use kernels::{BlockId, shared::RegionName};
-use ranks::{Seat, build, clock_nanos, codec, region::GroupRegion};
+use ranks::{RankSpec, build, clock_nanos, codec, region::GroupRegion};
 use serde::Serialize;
 
 use baton::bench::stats::Percentiles;
@@ -45,7 +45,7 @@ pub struct RingArgs {
     json: bool,
     /// The other processes: one that reads.
     #[arg(long, hide = true)]
-    seat: Option<Seat>,
+    spec: Option<RankSpec>,
     /// How long it spins before it sleeps.
     #[arg(long, hide = true, default_value_t = 0)]
     spin_us: u64,
@@ -89,8 +89,8 @@ impl Way {
 }
 
 pub fn run(args: RingArgs) -> Result<()> {
-    if let Some(seat) = &args.seat {
-        return read(seat, Duration::from_micros(args.spin_us));
+    if let Some(spec) = &args.spec {
+        return read(spec, Duration::from_micros(args.spin_us));
     }
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     let [plan_bytes, steady_bytes] = plan_bytes(args.rows);
@@ -161,15 +161,15 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<Way> {
     let mut epoch = [0; 16];
     getrandom::fill(&mut epoch).map_err(|error| anyhow::anyhow!("no random numbers: {error}"))?;
     let name = RegionName::own(u128::from_le_bytes(epoch), "bench");
-    let seat = |rank| Seat { region: name.clone(), rank, of: args.readers };
-    let region = GroupRegion::create(&seat(0), build())?;
+    let spec = |rank| RankSpec { region: name.clone(), rank, of: args.readers };
+    let region = GroupRegion::create(&spec(0), build())?;
     let mut plans = region.plan_writer();
     let ranks = 0..args.readers as usize;
     let mut answers: Vec<_> = ranks.map(|rank| region.result_reader(rank)).collect();
     let mut readers = Readers(Vec::new());
     for rank in 0..args.readers {
         let mut command = Command::new(env::current_exe()?);
-        command.args(["ring", "--seat", &seat(rank).to_string()]);
+        command.args(["ring", "--spec", &spec(rank).to_string()]);
         command.args(["--spin-us", &spin_us.to_string()]).stdin(Stdio::null());
         readers.0.push(command.spawn().context("cannot start a reader")?);
     }
@@ -205,9 +205,9 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<Way> {
     Ok(Way::of(&samples))
 }
 
-fn read(seat: &Seat, spin: Duration) -> Result<()> {
-    let region = GroupRegion::open(seat, build())?;
-    let rank = seat.rank as usize;
+fn read(spec: &RankSpec, spin: Duration) -> Result<()> {
+    let region = GroupRegion::open(spec, build())?;
+    let rank = spec.rank as usize;
     let (mut plans, mut answers) = (region.plan_reader(rank), region.result_writer(rank));
     let mut history = codec::History::default();
     loop {

@@ -13,7 +13,7 @@ use cluster::{NodeId, Role};
 use config::{Config, Device, Transport};
 use engine::executor::Executor;
 use kernels::cuda::{NcclError, set_nccl_environment};
-use ranks::Seat;
+use ranks::RankSpec;
 use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info};
@@ -41,8 +41,8 @@ pub fn run(role: Role) -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => return complain(name, &error, USAGE).into(),
     };
-    if let Some(seat) = parsed.matches.get_one::<Seat>(Seat::FLAG) {
-        return run_rank(role, seat, &parsed.config).into();
+    if let Some(spec) = parsed.matches.get_one::<RankSpec>(RankSpec::FLAG) {
+        return run_rank(role, spec, &parsed.config).into();
     }
     if let Err(error) = rlimit::increase_nofile_limit(u64::MAX) {
         return complain(name, &format!("cannot raise the limit on open files: {error}"), 1).into();
@@ -65,7 +65,7 @@ fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
 
 /// The life of a process that a node has started as one of its ranks. It serves nobody and exports
 /// nothing: all that it has beside its ring is a log.
-fn run_rank(role: Role, seat: &Seat, config: &Config) -> u8 {
+fn run_rank(role: Role, spec: &RankSpec, config: &Config) -> u8 {
     let name = program_name(role);
     let resource = Resource { service: name.to_owned(), instance: instance(role, config) };
     let settings = TelemetryConfig { otlp: None, ..TelemetryConfig::from(&config.telemetry) };
@@ -76,9 +76,9 @@ fn run_rank(role: Role, seat: &Seat, config: &Config) -> u8 {
     if let Err(error) = telemetry.install() {
         return complain(name, &error, 1);
     }
-    let outcome = tensor_parallel::run(seat, config);
+    let outcome = tensor_parallel::run(spec, config);
     if let Err(error) = &outcome {
-        error!("rank {} of {}: {error}", seat.rank, seat.of);
+        error!("rank {} of {}: {error}", spec.rank, spec.of);
     }
     // Without it the last line would stay where it is.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
@@ -154,9 +154,9 @@ fn command(role: Role) -> Command {
         .value_name("PATH")
         .value_parser(clap::value_parser!(PathBuf))
         .help("Where to write a line of JSON with this node's addresses once it is ready");
-    let rank = Arg::new(Seat::FLAG)
-        .long(Seat::FLAG)
-        .value_parser(|text: &str| text.parse::<Seat>())
+    let rank = Arg::new(RankSpec::FLAG)
+        .long(RankSpec::FLAG)
+        .value_parser(|text: &str| text.parse::<RankSpec>())
         // Nodes start their ranks with it; people have node.tp.
         .hide(true);
     let command = Command::new(program_name(role)).version(env!("CARGO_PKG_VERSION"));

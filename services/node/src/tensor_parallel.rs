@@ -1,6 +1,6 @@
 //! A node whose executor is several processes: how it starts its ranks, and how a rank begins.
 //!
-//! The ranks are this program again, with its own arguments and the flag of its seat.
+//! The ranks are this program again, with its own arguments and the flag of its spec.
 //!
 //! On CPUs the KV arena lies in memory that all of them have mapped, with the blocks of all heads: each
 //! rank computes its own heads there, and the node's transfers see whole blocks, as with one rank. In
@@ -31,7 +31,7 @@ use kernels::{
     shared::{RegionName, SharedRegion, sweep},
 };
 use model::Checkpoint;
-use ranks::{GroupSettings, RankGroup, Seat, run_rank};
+use ranks::{GroupSettings, RankGroup, RankSpec, run_rank};
 use serde_json::{Value, json};
 use tracing::{info, warn};
 
@@ -126,7 +126,7 @@ pub(crate) fn start(
     let name = RegionName::own(epoch, PURPOSE);
     let start = |blocks, gpus| {
         let told = Told { model: path.to_owned(), region: name.clone(), blocks, gpus };
-        RankGroup::start(GroupSettings::new(epoch, of, told.encode()), Seat::command)
+        RankGroup::start(GroupSettings::new(epoch, of, told.encode()), RankSpec::command)
     };
     let (group, arena) = match gpus {
         None => {
@@ -172,27 +172,27 @@ pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), 
 }
 
 /// The whole life of a rank's process, once its settings are read.
-pub(crate) fn run(seat: &Seat, config: &Config) -> Result<(), ranks::RankError> {
-    run_rank(seat, |told| {
+pub(crate) fn run(spec: &RankSpec, config: &Config) -> Result<(), ranks::RankError> {
+    run_rank(spec, |told| {
         let told = Told::decode(told).ok_or("what it is told is not what this program tells")?;
-        executor(seat, config, &told).map_err(|error| error.to_string())
+        executor(spec, config, &told).map_err(|error| error.to_string())
     })
 }
 
 fn executor(
-    seat: &Seat,
+    spec: &RankSpec,
     config: &Config,
     told: &Told,
 ) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
-    match told.gpus.get(seat.rank as usize) {
-        Some(gpu) => on_gpu(seat, config, told, gpu),
-        None => Ok((Box::new(on_cpu(seat, config, told)?), Vec::new())),
+    match told.gpus.get(spec.rank as usize) {
+        Some(gpu) => on_gpu(spec, config, told, gpu),
+        None => Ok((Box::new(on_cpu(spec, config, told)?), Vec::new())),
     }
 }
 
 /// With the executor: where the rank's KV is, for the node.
 fn on_gpu(
-    seat: &Seat,
+    spec: &RankSpec,
     config: &Config,
     told: &Told,
     gpu: &str,
@@ -200,18 +200,18 @@ fn on_gpu(
     let checkpoint = opened(config, told)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    CudaRank::open(&told.region, shard(seat))?.start(|rank| {
+    CudaRank::open(&told.region, shard(spec))?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
         let Started { executor, kv, .. } = gpu.start(config, &checkpoint, layout, Some(rank))?;
         let says = IpcMemory::new(kv).export();
         let says = says.map_err(CudaExecutorError::Together)?;
-        info!(rank = seat.rank, of = seat.of, "loaded the rank's part of the weights onto its GPU");
+        info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights onto its GPU");
         Ok((Box::new(executor) as Box<dyn Executor>, says))
     })
 }
 
-fn shard(seat: &Seat) -> Shard {
-    Shard::new(seat.rank as usize, seat.of as usize).expect("the model allows so many")
+fn shard(spec: &RankSpec) -> Shard {
+    Shard::new(spec.rank as usize, spec.of as usize).expect("the model allows so many")
 }
 
 fn opened(config: &Config, told: &Told) -> Result<Checkpoint, StartError> {
@@ -221,33 +221,33 @@ fn opened(config: &Config, told: &Told) -> Result<Checkpoint, StartError> {
     Ok(checkpoint)
 }
 
-fn on_cpu(seat: &Seat, config: &Config, told: &Told) -> Result<CpuExecutor, StartError> {
+fn on_cpu(spec: &RankSpec, config: &Config, told: &Told) -> Result<CpuExecutor, StartError> {
     let (threads, cpus) = settings::threads(&config.node)?;
-    let (threads, cpus) = share(threads, &cpus, seat);
+    let (threads, cpus) = share(threads, &cpus, spec);
     // As in a node without ranks: what is packed here is read by these CPUs.
     let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(StartError::Affinity)?;
     let checkpoint = opened(config, told)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    let bytes = region_bytes(layout, told.blocks, seat.of);
+    let bytes = region_bytes(layout, told.blocks, spec.of);
     let region = SharedRegion::open(&told.region, bytes)?;
-    let arena = KvArena::shared(layout, told.blocks, &region, arena_at(seat.of))?;
+    let arena = KvArena::shared(layout, told.blocks, &region, arena_at(spec.of))?;
     let limits = settings::executor_limits(&config.node, checkpoint.config(), told.blocks)?;
     let isa = settings::isa(config.node.isa);
     let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
-    let backend = backend.in_group(Group::new(&region, 0, shard(seat), PATIENCE));
+    let backend = backend.in_group(Group::new(&region, 0, shard(spec), PATIENCE));
     let mut log = LoadLog::new();
     let progress = &mut |progress| log.at(progress);
     let executor = CpuExecutor::start_with_progress(&checkpoint, backend, arena, limits, progress)?;
-    let (rank, cpus) = (seat.rank, settings::shown_cpus(&cpus));
-    info!(rank, of = seat.of, threads, cpus, "loaded the rank's part of the weights");
+    let (rank, cpus) = (spec.rank, settings::shown_cpus(&cpus));
+    info!(rank, of = spec.of, threads, cpus, "loaded the rank's part of the weights");
     Ok(executor)
 }
 
 /// Of the node's threads and CPUs those of a rank: as even as they allow, one at least.
-fn share(threads: usize, cpus: &[u32], seat: &Seat) -> (usize, Vec<u32>) {
-    let (rank, of) = (seat.rank as usize, seat.of as usize);
+fn share(threads: usize, cpus: &[u32], spec: &RankSpec) -> (usize, Vec<u32>) {
+    let (rank, of) = (spec.rank as usize, spec.of as usize);
     let part = |count: usize| rank * count / of..(rank + 1) * count / of;
     if threads < of && rank == 0 {
         warn!(threads, ranks = of, "ranks have a thread each at least, more than node.threads has");
@@ -265,8 +265,8 @@ fn share(threads: usize, cpus: &[u32], seat: &Seat) -> (usize, Vec<u32>) {
 mod tests {
     use super::*;
 
-    fn seat(rank: u32, of: u32) -> Seat {
-        Seat { region: RegionName::own(1, "ranks"), rank, of }
+    fn spec(rank: u32, of: u32) -> RankSpec {
+        RankSpec { region: RegionName::own(1, "ranks"), rank, of }
     }
 
     #[test]
@@ -290,7 +290,7 @@ mod tests {
             (1, vec![4], 2, vec![(1, vec![4]), (1, vec![4])]),
         ] {
             let shares: Vec<_> =
-                (0..of).map(|rank| share(threads, &cpus, &seat(rank, of))).collect();
+                (0..of).map(|rank| share(threads, &cpus, &spec(rank, of))).collect();
             assert_eq!(shares, expected, "{threads} threads, CPUs {cpus:?}");
         }
     }

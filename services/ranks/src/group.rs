@@ -31,7 +31,7 @@ use crate::{
     rank::HEARTBEAT,
     region::{GroupRegion, PURPOSE, build},
     ring::{Bell, RingError, RingReader, RingWriter},
-    seat::Seat,
+    rank_spec::RankSpec,
 };
 
 /// Between two looks at the heartbeats.
@@ -224,14 +224,14 @@ pub struct RankGroup {
 }
 
 impl RankGroup {
-    /// Starts a process for each rank, by the command that is made for its seat, and waits until all
+    /// Starts a process for each rank, by the command that is made for its spec, and waits until all
     /// are ready. What dead processes left of such memory stays (`kernels::shared::sweep`).
     ///
     /// # Errors
     /// When memory is missing, or a rank does not become ready. All processes are ended then.
     pub fn start(
         settings: GroupSettings,
-        command: impl Fn(&Seat) -> Command + Send + Sync + 'static,
+        command: impl Fn(&RankSpec) -> Command + Send + Sync + 'static,
     ) -> Result<Self, GroupError> {
         let purpose = match settings.number {
             0 => PURPOSE.to_owned(),
@@ -239,15 +239,15 @@ impl RankGroup {
         };
         let name = RegionName::own(settings.epoch, purpose);
         let of = settings.ranks;
-        let seat = |rank| Seat { region: name.clone(), rank, of };
-        let region = GroupRegion::create(&seat(0), build())?;
+        let spec = |rank| RankSpec { region: name.clone(), rank, of };
+        let region = GroupRegion::create(&spec(0), build())?;
         let mut group = Self::new(settings, &region);
         // There before the first rank can look for it.
         let told = codec::encode_start(&group.settings.told);
         group.plans.write(&told, group.settings.unread_max, || false).map_err(RankFailure::from)?;
         let command = Arc::new(command);
         for rank in 0..group.settings.ranks {
-            group.keep(seat(rank), command.clone())?;
+            group.keep(spec(rank), command.clone())?;
         }
         group.watch_life(&region)?;
         group.wait_ready()?;
@@ -316,16 +316,16 @@ impl RankGroup {
     /// The thread that starts a rank's process and waits for its end.
     fn keep(
         &mut self,
-        seat: Seat,
-        command: Arc<impl Fn(&Seat) -> Command + Send + Sync + 'static>,
+        spec: RankSpec,
+        command: Arc<impl Fn(&RankSpec) -> Command + Send + Sync + 'static>,
     ) -> io::Result<()> {
         let watch = self.watch.clone();
-        let rank = seat.rank as usize;
+        let rank = spec.rank as usize;
         // Dropped once there is a process, or none will be.
         let (starting, started) = bounded::<()>(0);
         let keep = move || {
-            let who = Who { rank: seat.rank, of: seat.of };
-            let mut child = match command(&seat).spawn() {
+            let who = Who { rank: spec.rank, of: spec.of };
+            let mut child = match command(&spec).spawn() {
                 Ok(child) => child,
                 Err(error) => {
                     let reason = error.to_string();

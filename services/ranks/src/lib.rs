@@ -22,10 +22,10 @@ mod process;
 mod rank;
 pub mod region;
 pub mod ring;
-mod seat;
+mod rank_spec;
 
 pub use group::{GroupError, GroupSettings, RankFailure, RankGroup};
 pub use process::clock_nanos;
 pub use rank::{RankError, run_rank};
 pub use region::build;
-pub use seat::{BadSeat, Seat};
+pub use rank_spec::{InvalidRankSpec, RankSpec};

@@ -23,7 +23,7 @@ use crate::{
     process::{self, Clock},
     region::{GroupRegion, JoinError, build},
     ring::{RingError, RingReader, RingWriter},
-    seat::Seat,
+    rank_spec::RankSpec,
 };
 
 /// Between two signs of life.
@@ -57,18 +57,18 @@ pub enum RankError {
     Thread(io::Error),
 }
 
-/// The life of a rank: takes its seat, makes its executor of what it is told to start, and computes
+/// The life of a rank: takes its spec, makes its executor of what it is told to start, and computes
 /// until it is told to stop. The process ends with its parent at the latest. With the executor `make`
 /// gives what the node is to know of it, a few KB at most.
 pub fn run_rank<E: Executor>(
-    seat: &Seat,
+    spec: &RankSpec,
     make: impl FnOnce(&[u8]) -> Result<(E, Vec<u8>), String>,
 ) -> Result<(), RankError> {
     process::ignore_stop_signals();
-    process::die_with_parent(seat.region.owner).map_err(RankError::Parent)?;
-    process::set_name(&format!("baton-rank-{}", seat.rank));
-    let region = GroupRegion::open(seat, build())?;
-    let rank = seat.rank as usize;
+    process::die_with_parent(spec.region.owner).map_err(RankError::Parent)?;
+    process::set_name(&format!("baton-rank-{}", spec.rank));
+    let region = GroupRegion::open(spec, build())?;
+    let rank = spec.rank as usize;
     show_life(&region, rank)?;
     let mut orders = region.plan_reader(rank);
     let mut answers = region.result_writer(rank);
@@ -82,7 +82,7 @@ pub fn run_rank<E: Executor>(
     };
     let outcome = match make(&told) {
         Ok((executor, says)) => {
-            debug!(rank, of = seat.of, "the rank computes");
+            debug!(rank, of = spec.of, "the rank computes");
             Rank::new(executor, &mut answers, rank == 0).run(orders, says)
         }
         Err(reason) => Err(RankError::Executor(reason)),

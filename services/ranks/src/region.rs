@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::{
     ring::{Bell, LINE, RingReader, RingShape, RingWriter},
-    seat::Seat,
+    rank_spec::RankSpec,
 };
 
 /// What the region's file says it is for.
@@ -80,9 +80,9 @@ impl GroupRegion {
     }
 
     /// By the node.
-    pub fn create(seat: &Seat, build: u64) -> Result<Self, SharedError> {
-        let region = SharedRegion::create(&seat.region, Self::bytes(seat.of))?;
-        let (epoch, ranks) = (seat.region.epoch, seat.of as usize);
+    pub fn create(spec: &RankSpec, build: u64) -> Result<Self, SharedError> {
+        let region = SharedRegion::create(&spec.region, Self::bytes(spec.of))?;
+        let (epoch, ranks) = (spec.region.epoch, spec.of as usize);
         let header = region.longs(0, HEADER_BYTES / 8);
         let fields = [MAGIC, VERSION, build, epoch as u64, (epoch >> 64) as u64, ranks as u64];
         for (place, value) in header.iter().zip(fields) {
@@ -92,8 +92,8 @@ impl GroupRegion {
     }
 
     /// By a rank.
-    pub fn open(seat: &Seat, own: u64) -> Result<Self, JoinError> {
-        let region = SharedRegion::open(&seat.region, Self::bytes(seat.of))?;
+    pub fn open(spec: &RankSpec, own: u64) -> Result<Self, JoinError> {
+        let region = SharedRegion::open(&spec.region, Self::bytes(spec.of))?;
         let header = region.longs(0, HEADER_BYTES / 8);
         let field = |at: usize| header[at].load(Ordering::Relaxed);
         if field(0) != MAGIC {
@@ -103,14 +103,14 @@ impl GroupRegion {
             return Err(JoinError::Build { node: field(2), own });
         }
         let (found, expected) =
-            (u128::from(field(3)) | u128::from(field(4)) << 64, seat.region.epoch);
+            (u128::from(field(3)) | u128::from(field(4)) << 64, spec.region.epoch);
         if found != expected {
             return Err(JoinError::Epoch { found, expected });
         }
-        if field(5) != u64::from(seat.of) {
-            return Err(JoinError::Ranks { found: field(5), expected: seat.of });
+        if field(5) != u64::from(spec.of) {
+            return Err(JoinError::Ranks { found: field(5), expected: spec.of });
         }
-        Ok(Self { region, ranks: seat.of as usize, epoch: expected })
+        Ok(Self { region, ranks: spec.of as usize, epoch: expected })
     }
 
     /// Takes the name away.
@@ -196,36 +196,36 @@ mod tests {
 
     #[test]
     fn who_is_of_another_build_or_group_is_refused_in_one_line() {
-        let seat = Seat { region: RegionName::own(0xfeed_5eed, "ranks_test"), rank: 0, of: 2 };
-        let made = GroupRegion::create(&seat, 5).unwrap();
-        assert!(GroupRegion::open(&seat, 5).is_ok());
-        let refused = |seat: &Seat, own| {
-            let line = GroupRegion::open(seat, own).unwrap_err().to_string();
+        let spec = RankSpec { region: RegionName::own(0xfeed_5eed, "ranks_test"), rank: 0, of: 2 };
+        let made = GroupRegion::create(&spec, 5).unwrap();
+        assert!(GroupRegion::open(&spec, 5).is_ok());
+        let refused = |spec: &RankSpec, own| {
+            let line = GroupRegion::open(spec, own).unwrap_err().to_string();
             assert!(!line.contains('\n'), "{line}");
             line
         };
-        let line = refused(&seat, 6);
+        let line = refused(&spec, 6);
         assert!(line.contains("another build (0000000000000005) than this program (00"), "{line}");
-        let line = refused(&Seat { of: 3, ..seat.clone() }, 5);
+        let line = refused(&RankSpec { of: 3, ..spec.clone() }, 5);
         assert!(line.contains("bytes long, expected are"), "{line}");
         let field = |at: usize, value| {
             made.region.longs(0, HEADER_BYTES / 8)[at].store(value, Ordering::Relaxed);
         };
         field(5, 1);
-        assert!(refused(&seat, 5).contains("has 1 ranks, expected are 2"));
+        assert!(refused(&spec, 5).contains("has 1 ranks, expected are 2"));
         field(3, 1);
-        assert!(refused(&seat, 5).contains("expected is 000000000000000000000000feed5eed"));
+        assert!(refused(&spec, 5).contains("expected is 000000000000000000000000feed5eed"));
         field(0, 1);
-        assert!(refused(&seat, 5).contains("begins with 0000000000000001"));
+        assert!(refused(&spec, 5).contains("begins with 0000000000000001"));
         made.unlink();
-        assert!(refused(&seat, 5).contains("cannot open it"));
+        assert!(refused(&spec, 5).contains("cannot open it"));
     }
 
     #[test]
     fn nothing_overlaps_and_all_of_it_is_used() {
         for ranks in [1, 2, 8] {
-            let seat = Seat { region: RegionName::own(9, "ranks_test2"), rank: 0, of: ranks };
-            let made = GroupRegion::create(&seat, 5).unwrap();
+            let spec = RankSpec { region: RegionName::own(9, "ranks_test2"), rank: 0, of: ranks };
+            let made = GroupRegion::create(&spec, 5).unwrap();
             let ranks = ranks as usize;
             let mut ends = vec![HEADER_BYTES, HEADER_BYTES + ranks * LINE];
             ends.push(GroupRegion::plans_at(ranks));

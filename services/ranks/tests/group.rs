@@ -1,7 +1,7 @@
 //! Groups of real processes, which compute by simulation: equal to one executor in this process, and
 //! what happens when a rank dies, hangs, differs, or cannot start, or when their node goes.
 //!
-//! A rank's process is this program again, running a test that takes a seat when it is told.
+//! A rank's process is this program again, running a test that takes a spec when it is told.
 
 use std::{
     env, fs,
@@ -22,9 +22,9 @@ use engine::{
 };
 use kernels::sampling::Sampling;
 use kernels::shared::RegionName;
-use ranks::{GroupError, GroupSettings, RankGroup, Seat, run_rank};
+use ranks::{GroupError, GroupSettings, RankGroup, RankSpec, run_rank};
 
-const SEAT: &str = "BATON_TEST_SEAT";
+const RANK_SPEC: &str = "BATON_TEST_SEAT";
 const NODE: &str = "BATON_TEST_NODE";
 const WITHIN: Duration = Duration::from_secs(60);
 const LIMITS: ExecutorLimits = ExecutorLimits {
@@ -140,11 +140,11 @@ fn long() -> ExecutorLimits {
 }
 
 #[test]
-fn takes_its_seat_if_told() {
-    let Ok(seat) = env::var(SEAT) else { return };
-    let seat: Seat = seat.parse().unwrap();
-    let outcome = run_rank(&seat, |told| {
-        let is_faulty = seat.rank == FAULTY_RANK.min(seat.of - 1);
+fn rank_process_runs_its_rank() {
+    let Ok(spec) = env::var(RANK_SPEC) else { return };
+    let spec: RankSpec = spec.parse().unwrap();
+    let outcome = run_rank(&spec, |told| {
+        let is_faulty = spec.rank == FAULTY_RANK.min(spec.of - 1);
         let fault = Fault::of(told);
         let limits = match fault {
             Fault::Refuses if is_faulty => return Err("there is no such GPU".to_owned()),
@@ -154,10 +154,10 @@ fn takes_its_seat_if_told() {
         };
         let sim = SimExecutor::new(limits, CostModel::default(), Instant::now());
         let fault = if is_faulty { fault } else { Fault::None };
-        Ok((FaultyDevice { sim, fault, collected: 0 }, vec![seat.rank as u8]))
+        Ok((FaultyDevice { sim, fault, collected: 0 }, vec![spec.rank as u8]))
     });
     if let Err(error) = &outcome {
-        eprintln!("rank {}: {error}", seat.rank);
+        eprintln!("rank {}: {error}", spec.rank);
     }
     std::process::exit(i32::from(outcome.is_err()));
 }
@@ -169,8 +169,8 @@ fn this_test(name: &str, variable: &str, value: &str) -> Command {
     command
 }
 
-fn rank_command(seat: &Seat) -> Command {
-    this_test("takes_its_seat_if_told", SEAT, &seat.to_string())
+fn rank_command(spec: &RankSpec) -> Command {
+    this_test("rank_process_runs_its_rank", RANK_SPEC, &spec.to_string())
 }
 
 fn settings(ranks: u32, fault: Fault) -> GroupSettings {
@@ -421,12 +421,12 @@ fn a_group_that_cannot_start_says_why_and_leaves_nothing() {
     );
     let error = start(Fault::OtherLimits);
     assert!(error.contains("the ranks are made for different limits: rank 0 for "), "{error}");
-    let missing = |_: &Seat| Command::new("/no/such/program");
+    let missing = |_: &RankSpec| Command::new("/no/such/program");
     let error = RankGroup::start(settings(2, Fault::None), missing).unwrap_err();
     assert!(matches!(error, GroupError::Failed(_)), "{error}");
     assert!(error.to_string().contains("cannot be started: No such file"), "{error}");
-    // One that never takes its seat.
-    let asleep = |_: &Seat| {
+    // One that never takes its spec.
+    let asleep = |_: &RankSpec| {
         let mut command = Command::new("sleep");
         command.arg("3600").stdin(Stdio::null());
         command

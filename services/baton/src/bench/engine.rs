@@ -96,7 +96,7 @@ pub struct EngineArgs {
     tp: u32,
     /// Set for the process of one rank.
     #[arg(long, hide = true)]
-    rank: Option<::ranks::Seat>,
+    rank: Option<::ranks::RankSpec>,
     #[command(flatten)]
     kernels: KernelsArg,
     /// Also write the result as JSON to this file.
@@ -174,8 +174,8 @@ pub fn run(args: EngineArgs) -> Result<()> {
     );
     ensure!(matches!(args.tp, 1 | 2 | 4 | 8), "--tp {}: allowed are 1, 2, 4 and 8", args.tp);
     ensure!(args.tp == 1 || args.device == "cuda", "--tp {}: ranks want --device cuda", args.tp);
-    if let Some(seat) = &args.rank {
-        return ranks::run(&args, seat);
+    if let Some(spec) = &args.rank {
+        return ranks::run(&args, spec);
     }
     let json = output_file("--json", args.json.as_deref())?;
     let trace_file = output_file("--trace", args.trace.as_deref())?;

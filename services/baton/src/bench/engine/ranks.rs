@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ::ranks::{GroupSettings, RankGroup, Seat, run_rank};
+use ::ranks::{GroupSettings, RankGroup, RankSpec, run_rank};
 use anyhow::{Context as _, Result, anyhow, ensure};
 use engine::executor::{
     ExecutorLimits,
@@ -67,7 +67,7 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
     sweep();
     let region = SharedRegion::create(&name, CudaRank::region_bytes(args.tp as usize))?;
     let told = name.file_name().into_bytes();
-    let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), Seat::command)?;
+    let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), RankSpec::command)?;
     region.unlink();
     group.poll(args.variant.poll);
     let parts = vec![roof, StartPart::new("ranks", begun.elapsed())];
@@ -76,30 +76,30 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
 }
 
 /// The life of one rank.
-pub(super) fn run(args: &EngineArgs, seat: &Seat) -> Result<()> {
-    run_rank(seat, |told| {
-        let rank = opened(seat, told).map_err(|error| format!("{error:#}"))?;
-        let executor = rank.start(|rank| load(args, seat, rank));
+pub(super) fn run(args: &EngineArgs, spec: &RankSpec) -> Result<()> {
+    run_rank(spec, |told| {
+        let rank = opened(spec, told).map_err(|error| format!("{error:#}"))?;
+        let executor = rank.start(|rank| load(args, spec, rank));
         Ok((executor.map_err(|error| format!("{error:#}"))?, Vec::new()))
     })?;
     Ok(())
 }
 
-fn opened(seat: &Seat, told: &[u8]) -> Result<CudaRank> {
+fn opened(spec: &RankSpec, told: &[u8]) -> Result<CudaRank> {
     let name = str::from_utf8(told).ok().and_then(RegionName::parse);
     let name = name.context("what it is told is not what this program tells")?;
-    let shard = Shard::new(seat.rank as usize, seat.of as usize).context("there is such a rank")?;
+    let shard = Shard::new(spec.rank as usize, spec.of as usize).context("there is such a rank")?;
     Ok(CudaRank::open(&name, shard)?)
 }
 
-fn load(args: &EngineArgs, seat: &Seat, rank: &mut CudaRank) -> Result<CudaExecutor> {
+fn load(args: &EngineArgs, spec: &RankSpec, rank: &mut CudaRank) -> Result<CudaExecutor> {
     let path = model_store::resolve(&args.models_dir, &args.model)?;
     let checkpoint = Checkpoint::open(&path, args.load_format)?;
     let limits: ExecutorLimits = limits(args, checkpoint.config())?;
-    let gpu = &gpus(args)?[seat.rank as usize];
+    let gpu = &gpus(args)?[spec.rank as usize];
     let backend = rank.join(backend(args, gpu)?)?;
     let context = backend.context().clone();
-    let bar = (seat.rank == 0).then(load_bar);
+    let bar = (spec.rank == 0).then(load_bar);
     let mut model = CudaModel::load(&checkpoint, backend, &limits, &mut |progress| {
         bar.iter().for_each(|bar| show(bar, progress));
     })?;
@@ -107,7 +107,7 @@ fn load(args: &EngineArgs, seat: &Seat, rank: &mut CudaRank) -> Result<CudaExecu
     // What one rank finds the next does not wait for: all have the same shapes.
     tune::tune(&mut model, &limits, &args.variant)?;
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
-    let layout = layout.with_heads(layout.kv_head_count / seat.of as usize);
+    let layout = layout.with_heads(layout.kv_head_count / spec.of as usize);
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     // Sums do not wait for ever for one that is still tuning.

@@ -1,4 +1,4 @@
-//! Which rank of which group a process is.
+//! Identity of a rank process.
 
 use std::{
     env, fmt,
@@ -9,20 +9,21 @@ use std::{
 
 use kernels::{shard::RANKS_MAX, shared::RegionName};
 
-/// A rank's place, as its process is told on the command line: `<region's file name>:<rank>/<of>`.
+/// Group and number of a rank. On the command line: `<region's file name>:<rank>/<of>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seat {
-    /// Where the group's ring is; its owner is the node.
+pub struct RankSpec {
+    /// Shared-memory region of the group, owned by the node.
     pub region: RegionName,
     pub rank: u32,
     pub of: u32,
 }
 
-impl Seat {
-    /// By this flag a process learns that it is a rank, and which. Nobody else gives it.
+impl RankSpec {
+    /// Flag that starts a process as a rank. Only the node sets it.
     pub const FLAG: &str = "rank";
 
-    /// This program again, also when its file has another by now, with its own arguments and the flag.
+    /// Returns the command that runs this program's own executable, even if its file was replaced, with the
+    /// arguments of this process and the flag.
     pub fn command(&self) -> Command {
         let mut arguments = env::args_os();
         let mut command = Command::new("/proc/self/exe");
@@ -36,29 +37,29 @@ impl Seat {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is no rank of a group; expected is REGION:RANK/OF")]
-pub struct BadSeat {
+#[error("invalid rank {text:?}; expected REGION:RANK/OF")]
+pub struct InvalidRankSpec {
     text: String,
 }
 
-impl fmt::Display for Seat {
+impl fmt::Display for RankSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}/{}", self.region.file_name(), self.rank, self.of)
     }
 }
 
-impl FromStr for Seat {
-    type Err = BadSeat;
+impl FromStr for RankSpec {
+    type Err = InvalidRankSpec;
 
-    fn from_str(text: &str) -> Result<Self, BadSeat> {
+    fn from_str(text: &str) -> Result<Self, InvalidRankSpec> {
         let parse = || {
             let (region, place) = text.split_once(':')?;
             let (rank, of) = place.split_once('/')?;
             let (rank, of) = (rank.parse().ok()?, of.parse().ok()?);
-            let seat = Self { region: RegionName::parse(region)?, rank, of };
-            (rank < of && of as usize <= RANKS_MAX && seat.to_string() == text).then_some(seat)
+            let spec = Self { region: RegionName::parse(region)?, rank, of };
+            (rank < of && of as usize <= RANKS_MAX && spec.to_string() == text).then_some(spec)
         };
-        parse().ok_or_else(|| BadSeat { text: text.to_owned() })
+        parse().ok_or_else(|| InvalidRankSpec { text: text.to_owned() })
     }
 }
 
@@ -67,14 +68,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seats_are_read_as_they_are_written_and_nothing_else_is() {
-        let seat = Seat { region: RegionName::own(5, "ranks"), rank: 1, of: 2 };
-        assert_eq!(seat.to_string().parse(), Ok(seat.clone()));
-        let text = seat.to_string();
+    fn rank_spec_round_trips_and_invalid_text_is_rejected() {
+        let spec = RankSpec { region: RegionName::own(5, "ranks"), rank: 1, of: 2 };
+        assert_eq!(spec.to_string().parse(), Ok(spec.clone()));
+        let text = spec.to_string();
         let changed = [("1/2", "2/2"), ("1/2", "1/65"), ("1/2", "01/2"), (":", ""), ("baton", "b")];
         for (from, to) in changed {
-            let error = text.replace(from, to).parse::<Seat>().unwrap_err().to_string();
-            assert!(error.ends_with("expected is REGION:RANK/OF"), "{error}");
+            let error = text.replace(from, to).parse::<RankSpec>().unwrap_err().to_string();
+            assert!(error.ends_with("expected REGION:RANK/OF"), "{error}");
         }
     }
 }
