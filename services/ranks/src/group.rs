@@ -29,9 +29,9 @@ use crate::{
     codec::{self, Answer, Failure, StepAnswer, WireResult},
     process::{Clock, Process},
     rank::HEARTBEAT,
+    rank_spec::RankSpec,
     region::{GroupRegion, PURPOSE, build},
     ring::{Bell, RingError, RingReader, RingWriter},
-    rank_spec::RankSpec,
 };
 
 /// Between two looks at the heartbeats.

@@ -20,12 +20,12 @@ mod group;
 #[allow(unsafe_code)]
 mod process;
 mod rank;
+mod rank_spec;
 pub mod region;
 pub mod ring;
-mod rank_spec;
 
 pub use group::{GroupError, GroupSettings, RankFailure, RankGroup};
 pub use process::clock_nanos;
 pub use rank::{RankError, run_rank};
-pub use region::build;
 pub use rank_spec::{InvalidRankSpec, RankSpec};
+pub use region::build;

@@ -21,9 +21,9 @@ use tracing::debug;
 use crate::{
     codec::{self, Answer, DecodeError, Failure, Order, StepAnswer, WireResult},
     process::{self, Clock},
+    rank_spec::RankSpec,
     region::{GroupRegion, JoinError, build},
     ring::{RingError, RingReader, RingWriter},
-    rank_spec::RankSpec,
 };
 
 /// Between two signs of life.

@@ -13,8 +13,8 @@ use kernels::shared::{Atomics, SharedError, SharedRegion};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::{
-    ring::{Bell, LINE, RingReader, RingShape, RingWriter},
     rank_spec::RankSpec,
+    ring::{Bell, LINE, RingReader, RingShape, RingWriter},
 };
 
 /// What the region's file says it is for.
