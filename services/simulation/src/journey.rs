@@ -171,14 +171,9 @@ impl Journey {
     pub fn transfer_refused(&mut self, id: TransferId) {
         let id = SequenceId(id.0);
         let Some(record) = self.in_work.get_mut(&id) else { return };
-        let before = std::mem::replace(&mut record.transfer, TransferState::Over);
-        // One that was aborted while its command waited is not aborted again: its end is owed.
-        self.inputs.push_back(match before {
-            TransferState::UnderWay { abort_asked: true } => {
-                Input::TransferEnded { id, delivered: false }
-            }
-            _ => Input::Abort { id },
-        });
+        record.transfer = TransferState::Over;
+        self.inputs.push_back(Input::Abort { id });
+        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
         self.end(id, Said::failed(FailureKind::Busy, TRANSFERS_FULL));
     }
 
@@ -362,5 +357,55 @@ fn kind_of(failure: &SequenceFailure) -> FailureKind {
         SequenceFailure::Deadline => FailureKind::Deadline,
         SequenceFailure::TransferFailed => FailureKind::TransferFailed,
         SequenceFailure::Duplicate | SequenceFailure::Internal { .. } => FailureKind::Internal,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use kernels::sampling::Sampling;
+    use kv_transfer::api::Epoch;
+
+    use super::*;
+
+    /// The scheduler inputs that follow when the transfer queue has no room for an attempt's
+    /// `Receive`, with and without an abort of the scheduler's own before.
+    fn inputs_after_full_queue(is_aborted_before: bool) -> Vec<Input> {
+        let (id, now) = (SequenceId(7), Instant::now());
+        let sequence = NewSequence {
+            id,
+            kind: SequenceKind::Receive,
+            tokens: vec![1, 2, 3],
+            prompt_len: 3,
+            sampling: Sampling::greedy(),
+            max_tokens: 4,
+            ignore_stop_tokens: false,
+            cache_salt: String::new(),
+            constraint: None,
+            deadline: now + Duration::from_secs(10),
+        };
+        let (node_id, control_endpoint) = ("peer".to_owned(), String::new());
+        let peer = Some(PeerAddress { node_id, epoch: Epoch(9), control_endpoint });
+        let mut journey = Journey::default();
+        journey.begin(Begun { sequence, peer, prompt_hash: 0 });
+        assert!(matches!(journey.next_input(), Some(Input::Arrived(_))));
+        journey.taken(id, now);
+        journey.on_action(Action::Reserve { id, first_block: 0, blocks: Vec::new() }, now);
+        if is_aborted_before {
+            journey.on_action(Action::AbortTransfer { id, reason: String::new() }, now);
+        }
+        journey.transfer_refused(TransferId(7));
+        std::iter::from_fn(|| journey.next_input()).collect()
+    }
+
+    /// `services/node/src/journey.rs`, `full_transfers_are_a_busy_node`.
+    #[test]
+    fn full_transfer_queue_aborts_the_sequence_and_ends_its_transfer_as_the_node_does() {
+        let id = SequenceId(7);
+        let shipped = [Input::Abort { id }, Input::TransferEnded { id, delivered: false }];
+        for is_aborted_before in [false, true] {
+            assert_eq!(inputs_after_full_queue(is_aborted_before), shipped, "{is_aborted_before}");
+        }
     }
 }
