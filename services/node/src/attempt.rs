@@ -38,7 +38,7 @@ pub(crate) struct AttemptLimits {
 
 /// One attempt at a request, checked.
 #[derive(Clone, Debug)]
-pub(crate) struct Attempt {
+pub(crate) struct NewAttempt {
     pub request_id: u128,
     /// Its constraint is still to be made of `grammar`.
     pub sequence: NewSequence,
@@ -50,7 +50,7 @@ pub(crate) struct Attempt {
     pub traceparent: String,
 }
 
-impl Attempt {
+impl NewAttempt {
     /// A `Prefill` call.
     pub fn send(
         request: v1::PrefillRequest,
@@ -465,8 +465,8 @@ mod tests {
         }
     }
 
-    fn check(request: v1::PrefillRequest) -> Result<Attempt, Refusal> {
-        Attempt::send(request, String::new(), &LIMITS, Instant::now())
+    fn check(request: v1::PrefillRequest) -> Result<NewAttempt, Refusal> {
+        NewAttempt::send(request, String::new(), &LIMITS, Instant::now())
     }
 
     #[test]
@@ -502,7 +502,7 @@ mod tests {
             ("attempt.tokens = 100 at index 1", |_, a, _| a.tokens[1] = 100),
             ("attempt.prompt_len = 0", |_, a, _| a.prompt_len = 0),
             ("attempt.prompt_len = 5", |_, a, _| a.prompt_len = 5),
-            ("time was over", |_, a, _| a.remaining_ms = 0),
+            ("deadline passed", |_, a, _| a.remaining_ms = 0),
             ("attempt.remaining_ms = 18446744073709551615", |_, a, _| a.remaining_ms = u64::MAX),
             ("attempt.cache_salt = 300 bytes", |_, a, _| a.cache_salt = "x".repeat(300)),
             ("attempt.sampling.max_tokens = 1", |_, _, s| s.max_tokens = 1),

@@ -19,7 +19,7 @@ use text::{TokenTable, ToolFormat};
 use tokio::sync::Semaphore;
 use tracing::{info, warn};
 
-use crate::{attempt::Attempt, refusal::Refusal};
+use crate::{attempt::NewAttempt, refusal::Refusal};
 
 /// Compiling takes the time of others on the same cores.
 const COMPILING_MAX: usize = 2;
@@ -85,7 +85,7 @@ impl Grammars {
 
     /// The attempt with its constraint, if it has a grammar. The output of earlier attempts has been
     /// taken.
-    pub async fn constrained(&self, mut attempt: Attempt) -> Result<Attempt, Refusal> {
+    pub async fn constrained(&self, mut attempt: NewAttempt) -> Result<NewAttempt, Refusal> {
         let Some(grammar) = attempt.grammar.take() else { return Ok(attempt) };
         let deadline = attempt.sequence.deadline.min(Instant::now() + CONSTRAIN_WITHIN);
         let work = self.constrain(attempt, grammar);
@@ -95,7 +95,11 @@ impl Grammars {
         }
     }
 
-    async fn constrain(&self, mut attempt: Attempt, grammar: Grammar) -> Result<Attempt, Refusal> {
+    async fn constrain(
+        &self,
+        mut attempt: NewAttempt,
+        grammar: Grammar,
+    ) -> Result<NewAttempt, Refusal> {
         let place = self.places.clone().try_acquire_owned().map_err(|_| Refusal::Busy {
             reason: format!("{WAITING_MAX} grammars wait to be compiled"),
         })?;
@@ -115,7 +119,7 @@ impl Grammars {
 }
 
 impl Shared {
-    fn constrain(&self, attempt: &mut Attempt, grammar: &Grammar) -> Result<(), Refusal> {
+    fn constrain(&self, attempt: &mut NewAttempt, grammar: &Grammar) -> Result<(), Refusal> {
         let read = self.vocabulary_read.get_or_init(|| self.read()).as_ref();
         let read = read.map_err(|reason| Refusal::Invalid {
             reason: format!("this node cannot follow a grammar: {reason}"),

@@ -1,24 +1,28 @@
-//! What is asked of the engine thread, and the bounded queue it waits in.
+//! The bounded queue of commands to the engine thread.
 //!
-//! Every attempt takes one of a fixed number of places before it is queued; a place has room for one
-//! arrival and one cancel. So arrivals beyond the bound are refused at once, and a cancel always
-//! fits.
+//! Every attempt takes one of a fixed number of permits before it is queued. The queue has room for
+//! one arrival and one cancel per permit. So an arrival beyond the bound is rejected at once, and a
+//! cancel always fits.
 
 use std::{
     ops::Deref,
-    sync::{Arc, PoisonError, RwLock},
+    sync::{
+        Arc, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
-use engine::{event::SequenceId, executor::CollectWaker};
+use engine::executor::CollectWaker;
 use kv_transfer::api::{ConnectGuard, PeerAddress};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::{
-    attempt::Attempt,
-    observe::ObserverEnds,
+    attempt::NewAttempt,
+    node_core::CallId,
+    observe::ObserverSender,
     refusal::Refusal,
-    stream::{AttemptStream, EventSender, Place, attempt_stream},
+    stream::{AttemptPermit, AttemptStream, EventSender, attempt_stream},
 };
 
 /// Room for commands that belong to no attempt: observers, drain, stop.
@@ -28,46 +32,50 @@ const OTHER_COMMANDS_MAX: usize = 64;
 #[derive(Debug)]
 pub(crate) enum Command {
     Begin(Box<Arrival>),
-    /// The caller is gone.
+    /// The caller dropped its call.
     Cancel {
-        id: SequenceId,
-        place: Place,
+        call: CallId,
+        /// Held until the engine thread has taken the command: the queue's bound counts it.
+        _permit: AttemptPermit,
     },
-    Observe(ObserverEnds),
-    /// Transfers with these are to be expected.
+    Observe(ObserverSender),
+    /// Transfers with these peers are expected: connect now.
     Connect {
         peers: Vec<PeerAddress>,
-        /// They are sent to.
+        /// This node will send to them.
         sends: bool,
         guard: ConnectGuard,
     },
-    /// Nothing new will come; tell observers.
+    /// Reject new calls and tell observers.
     Drain,
-    /// Ends every attempt with the failure `DRAINING`.
+    /// End every attempt with the failure `DRAINING`.
     EndAll,
-    /// Leave the loop.
+    /// End every attempt, then the thread.
     Stop,
 }
 
 /// An attempt on its way to the scheduler.
 #[derive(Debug)]
 pub(crate) struct Arrival {
-    pub attempt: Attempt,
+    /// Differs between all calls of this process.
+    pub call_number: u64,
+    pub attempt: NewAttempt,
     pub events: EventSender,
-    /// Answered once the scheduler has taken or refused it.
+    /// Answered once the scheduler has accepted or rejected the attempt.
     pub verdict: oneshot::Sender<Result<(), Refusal>>,
-    pub place: Place,
+    pub permit: AttemptPermit,
 }
 
 /// The callers' end of the engine thread. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Inbox {
     commands: CommandSender,
-    places: Arc<Semaphore>,
-    place_count: u32,
+    permits: Arc<Semaphore>,
+    attempts_max: u32,
+    next_call: Arc<AtomicU64>,
 }
 
-/// Puts commands into the queue and wakes the thread that takes them.
+/// Queues commands and wakes the engine thread.
 #[derive(Clone, Debug)]
 pub(crate) struct CommandSender {
     queue: Sender<Command>,
@@ -75,8 +83,8 @@ pub(crate) struct CommandSender {
     waker: CollectWaker,
 }
 
-/// The engine thread's end of the queue. What still waits when it goes is dropped with it, which
-/// refuses arrivals: the queue itself would keep them as long as anybody can send.
+/// The engine thread's end of the queue. Dropping it drops the queued commands, which rejects queued
+/// arrivals; the queue itself would keep them as long as a sender lives.
 #[derive(Debug)]
 pub(crate) struct CommandReceiver {
     queue: Receiver<Command>,
@@ -120,56 +128,56 @@ impl Drop for CommandReceiver {
 }
 
 impl Inbox {
-    /// A queue for at most `place_count` attempts in work.
-    pub fn new(place_count: u32, waker: CollectWaker) -> (Self, CommandReceiver) {
-        let commands_max = 2 * place_count as usize + OTHER_COMMANDS_MAX;
+    /// Returns a queue for at most `attempts_max` attempts at a time.
+    pub fn new(attempts_max: u32, waker: CollectWaker) -> (Self, CommandReceiver) {
+        let commands_max = 2 * attempts_max as usize + OTHER_COMMANDS_MAX;
         let (commands, received) = CommandSender::new(commands_max, waker);
-        let places = Arc::new(Semaphore::new(place_count as usize));
-        (Self { commands, places, place_count }, received)
+        let permits = Arc::new(Semaphore::new(attempts_max as usize));
+        (Self { commands, permits, attempts_max, next_call: Arc::default() }, received)
     }
 
-    /// Asks the engine to begin; comes back when the scheduler took the attempt. Dropping the future
-    /// or the stream cancels.
-    pub async fn begin(&self, attempt: Attempt) -> Result<AttemptStream, Refusal> {
-        let place = self.places.clone().try_acquire_owned().map_err(|_| Refusal::Busy {
-            reason: format!("all {} places of this node are taken", self.place_count),
+    /// Sends the attempt to the engine thread and waits until the scheduler has accepted it. Dropping
+    /// the future or the stream cancels the attempt.
+    pub async fn begin(&self, attempt: NewAttempt) -> Result<AttemptStream, Refusal> {
+        let permit = self.permits.clone().try_acquire_owned().map_err(|_| {
+            let reason = format!("the node has {} attempts, its maximum", self.attempts_max);
+            Refusal::Busy { reason }
         })?;
-        let place = Arc::new(place);
-        let (events, stream) = attempt_stream(attempt.id(), self.commands.clone(), place.clone());
+        let permit = Arc::new(permit);
+        let call_number = self.next_call.fetch_add(1, Ordering::Relaxed);
+        let call = CallId { sequence: attempt.id(), number: call_number };
+        let (events, stream) = attempt_stream(call, self.commands.clone(), permit.clone());
         let (verdict, answer) = oneshot::channel();
-        let arrival = Box::new(Arrival { attempt, events, verdict, place });
-        if let Err(error) = self.commands.send(Command::Begin(arrival)) {
-            stream.refused();
-            return Err(match error {
-                TrySendError::Full(_) => Refusal::Busy { reason: "the inbox is full".into() },
-                TrySendError::Disconnected(_) => Refusal::Stopped,
-            });
+        let arrival = Box::new(Arrival { call_number, attempt, events, verdict, permit });
+        if let Err(error) = self.send(Command::Begin(arrival)) {
+            stream.rejected();
+            return Err(error);
         }
         match answer.await.unwrap_or(Err(Refusal::Stopped)) {
             Ok(()) => Ok(stream),
             Err(refusal) => {
-                stream.refused();
+                stream.rejected();
                 Err(refusal)
             }
         }
     }
 
-    /// For commands that belong to no attempt.
     pub fn send(&self, command: Command) -> Result<(), Refusal> {
         self.commands.send(command).map_err(|error| match error {
-            TrySendError::Full(_) => Refusal::Busy { reason: "the inbox is full".into() },
+            TrySendError::Full(_) => {
+                Refusal::Busy { reason: "the engine thread's queue is full".into() }
+            }
             TrySendError::Disconnected(_) => Refusal::Stopped,
         })
     }
 
-    /// Comes back when no attempt is in work.
+    /// Waits until the node has no attempt.
     pub async fn idle(&self) {
         // The semaphore is never closed.
-        let _ = self.places.acquire_many(self.place_count).await;
+        let _ = self.permits.acquire_many(self.attempts_max).await;
     }
 
-    /// Attempts in work.
-    pub fn in_work(&self) -> u32 {
-        self.place_count - self.places.available_permits() as u32
+    pub fn attempt_count(&self) -> u32 {
+        self.attempts_max - self.permits.available_permits() as u32
     }
 }

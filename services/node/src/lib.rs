@@ -1,30 +1,33 @@
-//! What both node binaries share: a gRPC face, the engine thread, transfers, and an orderly end.
+//! The library shared by both node binaries: gRPC service, engine thread, transfers and shutdown.
 //!
-//! * [`run`] is the whole life of a node process; the binaries' `main` is that call.
-//! * [`Node`] is a running node, for whoever wants one inside another program (tests do).
+//! * [`run`] is the whole life of a node process; each binary's `main` is that call.
+//! * [`Node`] is a running node inside another program, such as a test.
+//! * [`node_core::NodeCore`] holds the rules of a node, without I/O.
 //!
-//! A request's way through a node, in the order of the files: `service` (the call) → `attempt`
-//! (checked) → `grammars` (its grammar compiled, if it has one) → `inbox` → `engine_thread` → `journey` (who is told what, step by step) → `stream` →
-//! `wire` (back to the caller). Beside it: `observe` tells routers load and cached prefixes,
-//! `grpc_server` and `node` start and stop everything, `tensor_parallel` the ranks of a node that has them.
+//! The path of a request through the files: `service` (the call) → `attempt` (its fields are checked) →
+//! `grammars` (its grammar is compiled) → `inbox` (bounded queue) → `engine_thread` → `node_core` →
+//! `callers` and `stream` (the caller's channels) → `wire` (messages to the caller). Beside the path:
+//! `observe` streams load and cached prefixes to routers, `grpc_server` and `node` start and stop the
+//! node, `tensor_parallel` starts ranks.
 //!
-//! Left out: scheduling and computing (crate `engine`), moving KV (crate `kv-transfer`), text,
-//! recovery: a node reports what failed, the router acts.
+//! Not here: scheduling and the forward pass (crate `engine`), moving KV (crate `kv-transfer`), text, and
+//! recovery: a node reports a failure, and the router acts.
 
 #![forbid(unsafe_code)]
 
 mod attempt;
+mod callers;
 mod connection;
+mod core_metrics;
 mod device;
 mod engine_thread;
 mod grammars;
 mod grpc_server;
 mod identity;
 mod inbox;
-mod journey;
-mod known_ids;
 mod load_log;
 mod node;
+pub mod node_core;
 mod observe;
 mod populate;
 mod refusal;

@@ -40,12 +40,13 @@ use tracing::{info, warn};
 use crate::{
     attempt::AttemptLimits,
     device,
-    engine_thread::{Device, EngineError, EngineThread, Parts, STALL_AFTER},
+    engine_thread::{Device, EngineError, EngineParts, EngineThread},
     grammars::{self, Grammars},
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
     identity::{self, WEIGHT_VERSION, describe},
     inbox::{Command, Inbox},
     load_log::LoadLog,
+    node_core::STALL_AFTER,
     populate::Populate,
     service::NodeService,
     settings::{self, SettingsError},
@@ -249,7 +250,7 @@ impl Node {
         let attempts_max = attempts_max(&scheduler_config);
         let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
         let node_metrics = NodeMetrics::new(metrics, &served_name);
-        let engine = EngineThread::start(Parts {
+        let engine = EngineThread::start(EngineParts {
             steps,
             transfers: transfers.clone(),
             commands,
@@ -342,7 +343,7 @@ impl Node {
         self.ready.store(false, Ordering::Release);
         self.draining.cancel();
         server.set_not_serving().await;
-        info!(in_work = inbox.in_work(), "{name} drains");
+        info!(in_work = inbox.attempt_count(), "{name} drains");
         // Refused only when the engine is gone or stuck, which its join tells below.
         let _ = inbox.send(Command::Drain);
         let leave = async {

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
-    attempt::{self, Attempt, AttemptLimits},
+    attempt::{self, AttemptLimits, NewAttempt},
     grammars::Grammars,
     inbox::{Command, Inbox},
     observe,
@@ -35,7 +35,7 @@ pub(crate) struct NodeService {
     limits: AttemptLimits,
     grammars: Grammars,
     inbox: Inbox,
-    observer_places: Arc<Semaphore>,
+    observer_permits: Arc<Semaphore>,
     /// Cancelled from SIGTERM on.
     draining: CancellationToken,
 }
@@ -48,7 +48,7 @@ impl NodeService {
         inbox: Inbox,
         draining: CancellationToken,
     ) -> Self {
-        Self { role, limits, grammars, inbox, observer_places: observe::places(), draining }
+        Self { role, limits, grammars, inbox, observer_permits: observe::permits(), draining }
     }
 
     /// What every new request must find: the role that serves it, and no drain.
@@ -76,7 +76,7 @@ impl node_server::Node for NodeService {
         self.check_open(Role::Prefill, "Prefill")?;
         let traceparent = traceparent(request.metadata());
         let attempt =
-            Attempt::send(request.into_inner(), traceparent, &self.limits, Instant::now())?;
+            NewAttempt::send(request.into_inner(), traceparent, &self.limits, Instant::now())?;
         let attempt = self.grammars.constrained(attempt).await?;
         let heard = self.inbox.begin(attempt).await?;
         let events = heard.filter_map(|heard| async { wire::prefill_event(heard).map(Ok) });
@@ -89,7 +89,7 @@ impl node_server::Node for NodeService {
     ) -> Result<Response<Self::DecodeStream>, Status> {
         self.check_open(Role::Decode, "Decode")?;
         let traceparent = traceparent(request.metadata());
-        let attempt = Attempt::receive_or_compute(
+        let attempt = NewAttempt::receive_or_compute(
             request.into_inner(),
             traceparent,
             &self.limits,
@@ -122,7 +122,7 @@ impl node_server::Node for NodeService {
         &self,
         _request: Request<v1::ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
-        let place = self.observer_places.clone().try_acquire_owned().map_err(|_| {
+        let place = self.observer_permits.clone().try_acquire_owned().map_err(|_| {
             let reason = format!("{} observers are here already", observe::OBSERVERS_MAX);
             Refusal::Busy { reason }
         })?;

@@ -1,27 +1,9 @@
-//! The stages of one attempt at this node, each a span under the caller's own.
+//! The spans of one attempt's stages, each a child of the caller's span.
 
 use telemetry::propagation;
 use tracing::{Span, field::Empty, info_span};
 
-use crate::attempt::Attempt;
-
-/// What an attempt goes through, by DESIGN's names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// From arrival until the scheduler may run it: there is room, and on a prefill node the
-    /// receiver's reservation is here.
-    Queue,
-    /// From there until the first token.
-    Prefill,
-    /// Decode node with a peer: from arrival until blocks are reserved.
-    Reserve,
-    /// From the reservation (decode) or the first written chunk (prefill) until all has arrived.
-    Transfer,
-    /// From the first token at hand until the last.
-    Decode,
-}
-
-const STAGE_COUNT: usize = Stage::Decode as usize + 1;
+use crate::node_core::{Stage, StageAttributes};
 
 /// The open spans of one attempt. Dropping it closes them.
 #[derive(Debug)]
@@ -29,24 +11,20 @@ pub(crate) struct Stages {
     traceparent: String,
     request_id: u128,
     transfer_id: u128,
-    /// On a prefill node the transfer belongs to the receiver's; empty until that is known.
+    /// The receiver's trace context on a prefill node; empty until the `RESERVE` brings it.
     transfer_parent: String,
-    open: [Option<Span>; STAGE_COUNT],
+    open: [Option<Span>; Stage::COUNT],
 }
 
 impl Stages {
-    pub fn new(attempt: &Attempt) -> Self {
+    pub fn new(traceparent: String, request_id: u128, transfer_id: u128) -> Self {
         Self {
-            traceparent: attempt.traceparent.clone(),
-            request_id: attempt.request_id,
-            transfer_id: attempt.id().0,
+            traceparent,
+            request_id,
+            transfer_id,
             transfer_parent: String::new(),
-            open: [const { None }; STAGE_COUNT],
+            open: [const { None }; Stage::COUNT],
         }
-    }
-
-    pub fn request_id(&self) -> u128 {
-        self.request_id
     }
 
     /// The receiver's span, under which [`Stage::Transfer`] will open.
@@ -54,11 +32,8 @@ impl Stages {
         self.transfer_parent = traceparent;
     }
 
-    /// Opens a stage. Does nothing when it is open.
+    /// Opens a stage.
     pub fn begin(&mut self, stage: Stage) {
-        if self.open[stage as usize].is_some() {
-            return;
-        }
         macro_rules! stage_span {
             ($name:literal) => {
                 info_span!(
@@ -88,31 +63,32 @@ impl Stages {
         self.open[stage as usize] = Some(span);
     }
 
-    /// True when the stage was open.
-    pub fn end(&mut self, stage: Stage) -> bool {
-        self.open[stage as usize].take().is_some()
-    }
-
-    /// The open span of a stage, to record in; a disabled one when it is closed.
-    pub fn span(&self, stage: Stage) -> Span {
-        self.open[stage as usize].clone().unwrap_or_else(Span::none)
+    /// Closes a stage.
+    pub fn end(&mut self, stage: Stage, attributes: &StageAttributes) {
+        let Some(span) = self.open[stage as usize].take() else { return };
+        if let Some(cached_tokens) = attributes.cached_tokens {
+            span.record("cached_tokens", cached_tokens);
+        }
+        if let Some(error) = &attributes.error {
+            span.record("error", error.as_str());
+        }
+        if let Some(stats) = &attributes.transferred {
+            span.record("bytes", stats.bytes);
+            span.record("chunks", stats.chunks);
+        }
     }
 
     /// The trace context of an open stage, for a peer; else the caller's own.
     pub fn traceparent(&self, stage: Stage) -> String {
-        match &self.open[stage as usize] {
-            Some(span) => match propagation::traceparent(span) {
-                text if text.is_empty() => self.traceparent.clone(),
-                text => text,
-            },
-            None => self.traceparent.clone(),
-        }
+        let span = self.open[stage as usize].as_ref();
+        let own = span.map(propagation::traceparent).filter(|text| !text.is_empty());
+        own.unwrap_or_else(|| self.traceparent.clone())
     }
 
-    /// Notes why the attempt ended on every open stage, and closes them.
-    pub fn fail(&mut self, message: &str) {
+    /// Records the error on every open stage and closes the stages.
+    pub fn fail(&mut self, error: &str) {
         for span in self.open.iter_mut().filter_map(Option::take) {
-            span.record("error", message);
+            span.record("error", error);
         }
     }
 }

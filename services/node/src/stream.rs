@@ -1,8 +1,8 @@
-//! The bounded way from the engine thread to one caller.
+//! The bounded queue from the engine thread to one caller.
 //!
-//! The engine never waits for a reader: an attempt whose queue is full is ended, and its last event
-//! has a place of its own, so that the reader always learns why. The other way round, a caller that
-//! goes away is told to the engine by the drop of its [`AttemptStream`].
+//! The engine thread never waits for a reader: an attempt whose queue is full fails. The end travels
+//! in a channel of its own, so the reader always gets it. Dropping an [`AttemptStream`] cancels its
+//! attempt.
 
 use std::{
     pin::Pin,
@@ -11,83 +11,45 @@ use std::{
 };
 
 use crossbeam_channel::TrySendError;
-use engine::event::{FinishReason, SequenceId};
 use futures_util::Stream;
-use kernels::sampling::SampledToken;
-use kv_transfer::api::TransferStats;
 use proto::v1::FailureKind;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use crate::inbox::{Command, CommandSender};
+use crate::{
+    inbox::{Command, CommandSender},
+    node_core::{AttemptEnd, AttemptEvent, CallId},
+};
 
-/// About ten seconds of a fast answer, 100 KiB at most.
+/// About ten seconds of fast decoding, 100 KiB at most.
 const EVENTS_MAX: usize = 1024;
 
-/// What the caller of one attempt hears, in this order: what the engine knows of it, as it is.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum AttemptEvent {
-    /// Decode: blocks are reserved.
-    Reserved { cached_tokens: u32, alone: bool },
-    /// Tokens `first_index..`. On a prefill node this is token 0, with `finish` when it ends all.
-    Tokens {
-        first_index: u32,
-        tokens: Vec<SampledToken>,
-        cached_tokens: u32,
-        finish: Option<FinishReason>,
-    },
-}
+/// Counts one attempt against the node's bound. The engine thread and the caller's stream hold it; the
+/// attempt no longer counts when both have dropped it.
+pub(crate) type AttemptPermit = Arc<OwnedSemaphorePermit>;
 
-/// How an attempt ends; exactly one, behind all events.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum AttemptEnd {
-    /// Prefill: token 0 ended the request; nothing is delivered.
-    Complete,
-    /// Prefill: the decode node has everything.
-    Delivered(TransferStats),
-    /// Decode: the answer is complete.
-    Finished {
-        reason: FinishReason,
-        received: TransferStats,
-    },
-    Failed {
-        kind: FailureKind,
-        message: String,
-    },
-}
-
-impl AttemptEnd {
-    pub fn failed(kind: FailureKind, message: impl Into<String>) -> Self {
-        Self::Failed { kind, message: message.into() }
-    }
-}
-
-/// One of a bounded number of attempts in work. Held by the engine's record of the attempt and by the
-/// caller's stream; the place is free again when both are gone.
-pub(crate) type Place = Arc<OwnedSemaphorePermit>;
-
-/// The engine's end.
+/// The engine thread's end.
 #[derive(Debug)]
 pub(crate) struct EventSender {
     events: mpsc::Sender<AttemptEvent>,
     end: oneshot::Sender<AttemptEnd>,
 }
 
-/// The reader does not keep up with its queue.
+/// The caller's queue is full.
 #[derive(Debug)]
-pub(crate) struct Full;
+pub(crate) struct QueueFull;
 
 impl EventSender {
-    /// Never waits. A reader that is gone is no error: its cancel is on the way.
-    pub fn send(&self, event: AttemptEvent) -> Result<(), Full> {
+    /// Never waits. A dropped stream is no error: its cancel is on the way.
+    pub fn send(&self, event: AttemptEvent) -> Result<(), QueueFull> {
         match self.events.try_send(event) {
             Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),
-            Err(mpsc::error::TrySendError::Full(_)) => Err(Full),
+            Err(mpsc::error::TrySendError::Full(_)) => Err(QueueFull),
         }
     }
 
-    /// The reader finds `end` behind what is queued.
+    /// The reader gets `end` after all queued events.
     pub fn end(self, end: AttemptEnd) {
-        // The reader may be gone.
+        // Fails when the caller left.
         let _ = self.end.send(end);
     }
 }
@@ -95,62 +57,64 @@ impl EventSender {
 /// The caller's end. Dropping it before its end cancels the attempt.
 #[derive(Debug)]
 pub(crate) struct AttemptStream {
-    id: SequenceId,
+    call: CallId,
     events: mpsc::Receiver<AttemptEvent>,
     /// `None` once the end was read.
     end: Option<oneshot::Receiver<AttemptEnd>>,
     cancel: CommandSender,
-    place: Place,
+    permit: AttemptPermit,
 }
 
 /// An item of the stream.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Heard {
+pub(crate) enum StreamItem {
     Event(AttemptEvent),
     End(AttemptEnd),
 }
 
-/// Both ends of one attempt. `cancel` has room for one command of each place.
+/// Returns both ends of one attempt's stream. `cancel` has room for one command of each permit.
 pub(crate) fn attempt_stream(
-    id: SequenceId,
+    call: CallId,
     cancel: CommandSender,
-    place: Place,
+    permit: AttemptPermit,
 ) -> (EventSender, AttemptStream) {
-    let (events, events_heard) = mpsc::channel(EVENTS_MAX);
-    let (end, end_heard) = oneshot::channel();
-    let stream = AttemptStream { id, events: events_heard, end: Some(end_heard), cancel, place };
+    let (events, events_received) = mpsc::channel(EVENTS_MAX);
+    let (end, end_received) = oneshot::channel();
+    let end_received = Some(end_received);
+    let stream = AttemptStream { call, events: events_received, end: end_received, cancel, permit };
     (EventSender { events, end }, stream)
 }
 
 impl AttemptStream {
-    /// The attempt was refused: there is nothing to cancel.
-    pub fn refused(mut self) {
+    /// The call was rejected: there is nothing to cancel.
+    pub fn rejected(mut self) {
         self.end = None;
     }
 }
 
 impl Stream for AttemptStream {
-    type Item = Heard;
+    type Item = StreamItem;
 
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Heard>> {
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<StreamItem>> {
         let this = &mut *self;
         let Some(end) = &mut this.end else { return Poll::Ready(None) };
         if let Some(event) = ready!(this.events.poll_recv(context)) {
-            return Poll::Ready(Some(Heard::Event(event)));
+            return Poll::Ready(Some(StreamItem::Event(event)));
         }
-        // The engine dropped its end: after all events comes the last word, or the engine is gone.
+        // The engine thread dropped its end: the attempt's end follows, or the thread has ended.
         let end = ready!(Pin::new(end).poll(context))
             .unwrap_or_else(|_| AttemptEnd::failed(FailureKind::Internal, "the engine stopped"));
         this.end = None;
-        Poll::Ready(Some(Heard::End(end)))
+        Poll::Ready(Some(StreamItem::End(end)))
     }
 }
 
 impl Drop for AttemptStream {
     fn drop(&mut self) {
         if self.end.is_some() {
-            let command = Command::Cancel { id: self.id, place: self.place.clone() };
-            // Full is impossible by the count of places; disconnected means the engine is gone.
+            let command = Command::Cancel { call: self.call, _permit: self.permit.clone() };
+            // The number of permits bounds the queue, so it is never full. Disconnected: the engine
+            // thread has ended.
             let sent = self.cancel.send(command);
             debug_assert!(!matches!(sent, Err(TrySendError::Full(_))));
         }
@@ -159,17 +123,20 @@ impl Drop for AttemptStream {
 
 #[cfg(test)]
 mod tests {
-    use engine::executor::CollectWaker;
+    use engine::{event::SequenceId, executor::CollectWaker};
     use futures_util::StreamExt;
+    use kernels::sampling::SampledToken;
     use tokio::sync::Semaphore;
 
     use super::*;
     use crate::inbox::CommandReceiver;
 
+    const CALL: CallId = CallId { sequence: SequenceId(5), number: 1 };
+
     fn pair() -> (EventSender, AttemptStream, CommandReceiver) {
         let (inbox, commands) = CommandSender::new(4, CollectWaker::default());
-        let place = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
-        let (sender, stream) = attempt_stream(SequenceId(5), inbox, Arc::new(place));
+        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
+        let (sender, stream) = attempt_stream(CALL, inbox, Arc::new(permit));
         (sender, stream, commands)
     }
 
@@ -183,47 +150,47 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_end_comes_behind_all_events() {
+    async fn stream_yields_its_end_after_all_events() {
         let (sender, mut stream, commands) = pair();
         sender.send(token(0)).unwrap();
         sender.send(token(1)).unwrap();
         sender.end(AttemptEnd::Complete);
-        assert_eq!(stream.next().await, Some(Heard::Event(token(0))));
-        assert_eq!(stream.next().await, Some(Heard::Event(token(1))));
-        assert_eq!(stream.next().await, Some(Heard::End(AttemptEnd::Complete)));
+        assert_eq!(stream.next().await, Some(StreamItem::Event(token(0))));
+        assert_eq!(stream.next().await, Some(StreamItem::Event(token(1))));
+        assert_eq!(stream.next().await, Some(StreamItem::End(AttemptEnd::Complete)));
         assert_eq!(stream.next().await, None);
         drop(stream);
-        assert!(commands.is_empty(), "a stream that was read to its end cancels nothing");
+        assert!(commands.is_empty(), "a stream read to its end cancels nothing");
     }
 
     #[tokio::test]
-    async fn a_full_queue_still_delivers_its_end() {
+    async fn full_stream_still_yields_its_end() {
         let (sender, mut stream, _commands) = pair();
         for index in 0..EVENTS_MAX as u32 {
             sender.send(token(index)).unwrap();
         }
         sender.send(token(0)).expect_err("the queue is full");
         sender.end(AttemptEnd::failed(FailureKind::SlowReader, "slow"));
-        let heard: Vec<Heard> = stream.by_ref().collect().await;
-        assert_eq!(heard.len(), EVENTS_MAX + 1);
+        let items: Vec<StreamItem> = stream.by_ref().collect().await;
+        assert_eq!(items.len(), EVENTS_MAX + 1);
         let end = AttemptEnd::failed(FailureKind::SlowReader, "slow");
-        assert_eq!(heard.last(), Some(&Heard::End(end)));
+        assert_eq!(items.last(), Some(&StreamItem::End(end)));
     }
 
     #[tokio::test]
-    async fn a_dropped_stream_cancels_its_attempt_once() {
+    async fn dropped_stream_cancels_its_attempt_once() {
         let (_sender, stream, commands) = pair();
         drop(stream);
         let command = commands.try_recv().unwrap();
-        assert!(matches!(command, Command::Cancel { id: SequenceId(5), .. }));
+        assert!(matches!(command, Command::Cancel { call: CALL, .. }));
         assert!(commands.is_empty());
     }
 
     #[tokio::test]
-    async fn a_reader_learns_that_the_engine_is_gone() {
+    async fn stream_fails_when_the_engine_thread_ends() {
         let (sender, mut stream, _commands) = pair();
         drop(sender);
-        let Some(Heard::End(AttemptEnd::Failed { kind, .. })) = stream.next().await else {
+        let Some(StreamItem::End(AttemptEnd::Failed { kind, .. })) = stream.next().await else {
             panic!("no end");
         };
         assert_eq!(kind, FailureKind::Internal);

@@ -5,59 +5,65 @@ use kernels::sampling::SampledToken;
 use kv_transfer::api::TransferStats;
 use proto::v1::{self, decode_event, prefill_event};
 
-use crate::stream::{AttemptEnd, AttemptEvent, Heard};
+use crate::{
+    node_core::{AttemptEnd, AttemptEvent},
+    stream::StreamItem,
+};
 
 /// What a `Prefill` stream says; `None` where the stream just ends.
-pub(crate) fn prefill_event(heard: Heard) -> Option<v1::PrefillEvent> {
-    let event = match heard {
-        Heard::Event(AttemptEvent::Tokens { first_index, mut tokens, cached_tokens, finish }) => {
-            prefill_event::Event::Token(v1::PrefillToken {
-                first_index,
-                token: tokens.pop().map(token),
-                finish: finish.map(|reason| finish_reason(reason).into()),
-                cached_tokens,
-            })
-        }
+pub(crate) fn prefill_event(item: StreamItem) -> Option<v1::PrefillEvent> {
+    let event = match item {
+        StreamItem::Event(AttemptEvent::Tokens {
+            first_index,
+            mut tokens,
+            cached_tokens,
+            finish,
+        }) => prefill_event::Event::Token(v1::PrefillToken {
+            first_index,
+            token: tokens.pop().map(token),
+            finish: finish.map(|reason| finish_reason(reason).into()),
+            cached_tokens,
+        }),
         // Only decode nodes reserve.
-        Heard::Event(AttemptEvent::Reserved { .. }) => return None,
-        Heard::End(AttemptEnd::Delivered(stats)) => {
+        StreamItem::Event(AttemptEvent::Reserved { .. }) => return None,
+        StreamItem::End(AttemptEnd::Delivered(stats)) => {
             prefill_event::Event::Delivered(v1::Delivered {
                 bytes: stats.bytes,
                 chunks: stats.chunks,
                 transfer_us: micros(&stats),
             })
         }
-        Heard::End(AttemptEnd::Failed { kind, message }) => {
+        StreamItem::End(AttemptEnd::Failed { kind, message }) => {
             prefill_event::Event::Failure(v1::Failure { kind: kind.into(), message })
         }
         // Token 0 said so.
-        Heard::End(AttemptEnd::Complete | AttemptEnd::Finished { .. }) => return None,
+        StreamItem::End(AttemptEnd::Complete | AttemptEnd::Finished { .. }) => return None,
     };
     Some(v1::PrefillEvent { event: Some(event) })
 }
 
 /// What a `Decode` stream says.
-pub(crate) fn decode_event(heard: Heard) -> Option<v1::DecodeEvent> {
-    let event = match heard {
-        Heard::Event(AttemptEvent::Reserved { cached_tokens, alone }) => {
+pub(crate) fn decode_event(item: StreamItem) -> Option<v1::DecodeEvent> {
+    let event = match item {
+        StreamItem::Event(AttemptEvent::Reserved { cached_tokens, alone }) => {
             decode_event::Event::Reserved(v1::Reserved { cached_tokens, alone })
         }
-        Heard::Event(AttemptEvent::Tokens { first_index, tokens, .. }) => {
+        StreamItem::Event(AttemptEvent::Tokens { first_index, tokens, .. }) => {
             let tokens = tokens.into_iter().map(token).collect();
             decode_event::Event::Tokens(v1::DecodeTokens { first_index, tokens })
         }
-        Heard::End(AttemptEnd::Finished { reason, received }) => {
+        StreamItem::End(AttemptEnd::Finished { reason, received }) => {
             decode_event::Event::Finished(v1::DecodeFinished {
                 reason: finish_reason(reason).into(),
                 received_bytes: received.bytes,
                 transfer_us: micros(&received),
             })
         }
-        Heard::End(AttemptEnd::Failed { kind, message }) => {
+        StreamItem::End(AttemptEnd::Failed { kind, message }) => {
             decode_event::Event::Failure(v1::Failure { kind: kind.into(), message })
         }
         // Only prefill nodes end so.
-        Heard::End(AttemptEnd::Complete | AttemptEnd::Delivered(_)) => return None,
+        StreamItem::End(AttemptEnd::Complete | AttemptEnd::Delivered(_)) => return None,
     };
     Some(v1::DecodeEvent { event: Some(event) })
 }

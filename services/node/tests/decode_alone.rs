@@ -141,7 +141,7 @@ async fn wrong_fields_are_refused_by_name_and_disturb_nobody() {
             attempt.sampling.as_mut().unwrap().temperature = f32::NAN;
         }),
         (Code::FailedPrecondition, "weight_version = 9", |attempt| attempt.weight_version = 9),
-        (Code::DeadlineExceeded, "time was over", |attempt| attempt.remaining_ms = 0),
+        (Code::DeadlineExceeded, "deadline passed", |attempt| attempt.remaining_ms = 0),
     ];
     for (code, words, spoil) in cases {
         let mut wrong = attempt(&dummy_prompt(20, 1), 8);

@@ -1,10 +1,10 @@
-//! Ids of attempts that were here, so that a second start is told from a first one.
+//! The ids of recent attempts: a second call with a known id is rejected.
 
 use std::collections::{HashSet, VecDeque};
 
 use engine::event::SequenceId;
 
-/// A few minutes of a busy node.
+/// A few minutes of calls on a busy node.
 const KNOWN_MAX: usize = 4096;
 
 /// The last [`KNOWN_MAX`] ids.
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_ids_are_forgotten_first() {
+    fn oldest_id_is_forgotten_first() {
         let mut known = KnownIds::default();
         for id in 0..KNOWN_MAX as u128 + 1 {
             known.insert(SequenceId(id));

@@ -1,0 +1,148 @@
+//! The channels and spans of the calls that the [`NodeCore`](crate::node_core::NodeCore) knows.
+
+use std::collections::HashMap;
+
+use kv_transfer::api::{Command, TransferId};
+use proto::v1::FailureKind;
+use tokio::sync::oneshot;
+
+use crate::{
+    inbox::Arrival,
+    node_core::{AttemptEnd, Call, CallId, Reply, Stage, StageAttributes},
+    refusal::Refusal,
+    stages::Stages,
+    stream::{AttemptPermit, EventSender, QueueFull},
+};
+
+/// Every call, by its number.
+#[derive(Debug, Default)]
+pub(crate) struct Callers {
+    callers: HashMap<u64, Caller>,
+}
+
+#[derive(Debug)]
+struct Caller {
+    request_id: u128,
+    /// `None` once the call was accepted or rejected.
+    verdict: Option<oneshot::Sender<Result<(), Refusal>>>,
+    /// `None` once the stream has ended.
+    events: Option<EventSender>,
+    stages: Stages,
+    _permit: AttemptPermit,
+}
+
+impl Callers {
+    /// Keeps the arrival's channels and returns the call for the core.
+    pub fn add(&mut self, arrival: Arrival) -> Call {
+        let Arrival { call_number, attempt, events, verdict, permit } = arrival;
+        let call = Call {
+            number: call_number,
+            prompt_hash: attempt.prompt_hash(),
+            peer: attempt.peer,
+            sequence: attempt.sequence,
+        };
+        let (request_id, transfer_id) = (attempt.request_id, call.sequence.id.0);
+        let caller = Caller {
+            request_id,
+            verdict: Some(verdict),
+            events: Some(events),
+            stages: Stages::new(attempt.traceparent, request_id, transfer_id),
+            _permit: permit,
+        };
+        self.callers.insert(call_number, caller);
+        call
+    }
+
+    pub fn remove(&mut self, call: CallId) {
+        self.callers.remove(&call.number);
+    }
+
+    /// Never waits. A caller that left is no error: its cancel is on the way.
+    pub fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
+        let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };
+        match reply {
+            Reply::Event(event) => {
+                return caller.events.as_ref().map_or(Ok(()), |events| events.send(event));
+            }
+            Reply::Ended(end) => {
+                if let AttemptEnd::Failed { kind, message } = &end {
+                    log_failure(caller.request_id, call, *kind, message);
+                }
+                if let Some(events) = caller.events.take() {
+                    events.end(end);
+                }
+            }
+            Reply::Accepted => caller.answer(Ok(())),
+            Reply::Rejected(refusal) => caller.answer(Err(refusal)),
+        }
+        Ok(())
+    }
+
+    pub fn stage_began(&mut self, call: CallId, stage: Stage) {
+        if let Some(caller) = self.callers.get_mut(&call.number) {
+            caller.stages.begin(stage);
+        }
+    }
+
+    pub fn stage_ended(&mut self, call: CallId, stage: Stage, attributes: &StageAttributes) {
+        if let Some(caller) = self.callers.get_mut(&call.number) {
+            caller.stages.end(stage, attributes);
+        }
+    }
+
+    pub fn stages_failed(&mut self, call: CallId, error: &str) {
+        if let Some(caller) = self.callers.get_mut(&call.number) {
+            caller.stages.fail(error);
+        }
+    }
+
+    pub fn set_transfer_parent(&mut self, call: CallId, traceparent: String) {
+        if let Some(caller) = self.callers.get_mut(&call.number) {
+            caller.stages.set_transfer_parent(traceparent);
+        }
+    }
+
+    /// Fills in the trace context that the peer continues.
+    pub fn set_traceparent(&self, call: CallId, command: &mut Command) {
+        let (traceparent, stage) = match command {
+            Command::Receive { traceparent, .. } => (traceparent, Stage::Transfer),
+            Command::Expect { traceparent, .. } => (traceparent, Stage::Queue),
+            _ => return,
+        };
+        if let Some(caller) = self.callers.get(&call.number) {
+            *traceparent = caller.stages.traceparent(stage);
+        }
+    }
+}
+
+impl Caller {
+    fn answer(&mut self, verdict: Result<(), Refusal>) {
+        if let Some(sender) = self.verdict.take() {
+            // Fails when the caller left.
+            let _ = sender.send(verdict);
+        }
+    }
+}
+
+/// The one log line of a failed attempt. Failures that a client or a full node causes are no warnings.
+fn log_failure(request_id: u128, call: CallId, kind: FailureKind, message: &str) {
+    macro_rules! log {
+        ($level:ident) => {
+            tracing::$level!(
+                request_id = format_args!("{request_id:032x}"),
+                transfer_id = %TransferId(call.sequence.0),
+                kind = kind.as_str_name(),
+                "attempt failed: {message}"
+            )
+        };
+    }
+    match kind {
+        FailureKind::Internal | FailureKind::Unspecified => log!(error),
+        FailureKind::TransferFailed | FailureKind::Mismatch => log!(warn),
+        FailureKind::Busy
+        | FailureKind::Deadline
+        | FailureKind::Draining
+        | FailureKind::SlowReader
+        | FailureKind::Invalid => log!(info),
+    }
+}

@@ -1,0 +1,619 @@
+//! The attempts of this node: which call gets which reply, and when each transfer begins and ends.
+//!
+//! Three parties meet here: the caller ([`Reply`]), the scheduler ([`Input`], [`Action`]) and the
+//! transfers ([`transfer::Command`], [`transfer::Event`]). Scheduler inputs, transfer commands and
+//! outputs are queued; [`NodeCore::poll_output`](super::NodeCore::poll_output) empties the queues. The
+//! step numbers in the comments are those of DESIGN's "Life of a request".
+//!
+//! A record lives from [`Attempts::call`] until the caller got its last reply (or left) *and* the
+//! attempt has no active transfer. The scheduler may know the sequence for a shorter or longer time;
+//! actions on unknown ids are ignored.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    time::Instant,
+};
+
+use engine::event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind};
+use kernels::{BLOCK_TOKENS, sampling::SampledToken};
+use kv_transfer::api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats};
+use proto::v1::FailureKind;
+use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
+
+use super::{
+    known_ids::KnownIds,
+    output::{
+        AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Refusal, Reply, Stage,
+        StageAttributes,
+    },
+};
+
+/// The records of all attempts, and the queues between scheduler, callers and transfers.
+#[derive(Default)]
+pub(super) struct Attempts {
+    records: HashMap<SequenceId, AttemptRecord>,
+    known: KnownIds,
+    /// For the scheduler, in order.
+    inputs: VecDeque<Input>,
+    /// For the transfers, in order. Each attempt adds at most a reservation or expectation, one range
+    /// per chunk, a finish and an abort.
+    commands: VecDeque<(CallId, transfer::Command)>,
+    pub outputs: VecDeque<Output>,
+    /// New calls are rejected.
+    is_draining: bool,
+}
+
+struct AttemptRecord {
+    call: CallId,
+    caller: CallerState,
+    kind: SequenceKind,
+    peer: Option<PeerAddress>,
+    prompt_hash: u128,
+    prompt_tokens: u32,
+    deadline: Instant,
+    transfer: TransferState,
+    /// Prefill: first index, token 0 and cached tokens, until `Finished` says whether token 0 is the
+    /// last one.
+    token_0: Option<(u32, SampledToken, u32)>,
+    received: TransferStats,
+    /// Bit `stage as usize` is set while the stage is open.
+    open_stages: u8,
+    arrived_at: Instant,
+    /// When the scheduler admitted the sequence, or the `RESERVE` arrived.
+    admitted_at: Option<Instant>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CallerState {
+    /// Waits until the scheduler accepts or rejects the sequence.
+    Waiting,
+    Streaming,
+    /// Got its last reply, or left.
+    Gone,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TransferState {
+    /// No command named the transfer yet.
+    NotBegun,
+    /// The transfers owe its final event.
+    Active {
+        is_aborted: bool,
+    },
+    Ended,
+}
+
+impl Attempts {
+    pub fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+
+    pub fn next_input(&mut self) -> Option<Input> {
+        self.inputs.pop_front()
+    }
+
+    pub fn next_command(&mut self) -> Option<(CallId, transfer::Command)> {
+        self.commands.pop_front()
+    }
+
+    /// From now on new calls are rejected.
+    pub fn drain(&mut self) {
+        self.is_draining = true;
+    }
+
+    /// Steps 2 and 3: the router's `Decode` or `Prefill` call arrived.
+    pub fn call(&mut self, call: Call, now: Instant) {
+        let (id, call_id) = (call.sequence.id, call.id());
+        let refusal = if self.is_draining {
+            Some(Refusal::Draining)
+        } else if self.known.contains(id) || self.records.contains_key(&id) {
+            Some(Refusal::Duplicate { id: id.0 })
+        } else {
+            None
+        };
+        if let Some(refusal) = refusal {
+            let reply = Reply::Rejected(refusal);
+            self.outputs.push_back(Output::Reply { call: call_id, reply });
+            return self.outputs.push_back(Output::Forgotten { call: call_id });
+        }
+        self.known.insert(id);
+        let mut record = AttemptRecord {
+            call: call_id,
+            caller: CallerState::Waiting,
+            kind: call.sequence.kind,
+            peer: call.peer,
+            prompt_hash: call.prompt_hash,
+            prompt_tokens: call.sequence.tokens.len() as u32,
+            deadline: call.sequence.deadline,
+            transfer: TransferState::NotBegun,
+            token_0: None,
+            received: TransferStats::default(),
+            open_stages: 0,
+            arrived_at: now,
+            admitted_at: None,
+        };
+        let stage = match record.kind {
+            SequenceKind::Compute | SequenceKind::Send => Stage::Queue,
+            SequenceKind::Receive => Stage::Reserve,
+        };
+        record.begin(stage, &mut self.outputs);
+        self.records.insert(id, record);
+        self.inputs.push_back(Input::Arrived(call.sequence));
+    }
+
+    /// The scheduler has seen the arrival and its actions are handled: unless the sequence failed at
+    /// once, the call is accepted.
+    pub fn scheduled(&mut self, id: SequenceId, now: Instant) {
+        let Some(record) = self.records.get_mut(&id) else { return };
+        if record.caller != CallerState::Waiting {
+            return;
+        }
+        record.caller = CallerState::Streaming;
+        self.outputs.push_back(Output::Reply { call: record.call, reply: Reply::Accepted });
+        // Step 3, prefill: the transfers pair this call with the RESERVE, whichever comes first.
+        if record.kind == SequenceKind::Send
+            && let Some(peer) = record.peer.clone()
+        {
+            record.transfer = TransferState::Active { is_aborted: false };
+            let command = transfer::Command::Expect {
+                transfer: TransferId(id.0),
+                peer,
+                prompt_hash: record.prompt_hash,
+                deadline: record.deadline.saturating_duration_since(now),
+                traceparent: String::new(),
+            };
+            self.commands.push_back((record.call, command));
+        }
+    }
+
+    /// The transfer queue had no room for this command. A transfer that has not begun is rejected:
+    /// for its caller the node is busy. A command on an active transfer must reach it: false; the
+    /// command is the next one again.
+    pub fn transfer_queue_full(
+        &mut self,
+        call: CallId,
+        command: transfer::Command,
+        reason: String,
+    ) -> bool {
+        match command {
+            transfer::Command::Receive { .. } | transfer::Command::Expect { .. } => {
+                self.transfer_rejected(call.sequence, reason);
+                true
+            }
+            transfer::Command::Written { .. }
+            | transfer::Command::Finish { .. }
+            | transfer::Command::Abort { .. }
+            | transfer::Command::Connect { .. }
+            | transfer::Command::WeightsChanged { .. } => {
+                self.commands.push_front((call, command));
+                false
+            }
+        }
+    }
+
+    fn transfer_rejected(&mut self, id: SequenceId, reason: String) {
+        let Some(record) = self.records.get_mut(&id) else { return };
+        record.transfer = TransferState::Ended;
+        // No block is in flight. The scheduler answers only the first abort with an action, and that
+        // action may have been handled before the refusal. So the transfer's end is reported here; a
+        // second report is ignored.
+        self.inputs.push_back(Input::Abort { id });
+        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
+        self.fail(id, SequenceEnd::Busy, FailureKind::Busy, reason);
+    }
+
+    /// What the scheduler wants done.
+    pub fn on_action(&mut self, action: Action, now: Instant) {
+        match action {
+            // Step 2, decode: D asks P for the blocks that D does not have.
+            Action::Reserve { id, first_block, blocks } => {
+                let Some(record) = self.records.get_mut(&id) else { return };
+                let Some(peer) = record.peer.clone() else { return };
+                let cached_tokens = Some(first_block * BLOCK_TOKENS as u32);
+                let attributes = StageAttributes { cached_tokens, ..Default::default() };
+                record.end(Stage::Reserve, attributes, &mut self.outputs);
+                record.begin(Stage::Transfer, &mut self.outputs);
+                record.transfer = TransferState::Active { is_aborted: false };
+                let command = transfer::Command::Receive {
+                    transfer: TransferId(id.0),
+                    peer,
+                    prompt_hash: record.prompt_hash,
+                    first_block,
+                    blocks,
+                    deadline: record.deadline.saturating_duration_since(now),
+                    traceparent: String::new(),
+                };
+                self.commands.push_back((record.call, command));
+            }
+            // Step 2, decode: the router may emit token 0.
+            Action::Admitted { id, cached_tokens, alone } => {
+                let Some(record) = self.records.get_mut(&id) else { return };
+                for stage in [Stage::Queue, Stage::Reserve] {
+                    let cached_tokens = Some(cached_tokens);
+                    let attributes = StageAttributes { cached_tokens, ..Default::default() };
+                    record.end(stage, attributes, &mut self.outputs);
+                }
+                if alone {
+                    record.begin(Stage::Prefill, &mut self.outputs);
+                }
+                record.admit(now, &mut self.outputs);
+                record.look_up_prefix(cached_tokens, &mut self.outputs);
+                record.send(AttemptEvent::Reserved { cached_tokens, alone }, &mut self.outputs);
+            }
+            // Step 4, prefill: a range of blocks may be sent.
+            Action::KvWritten { id, first_block, blocks } => {
+                let Some(record) = self.records.get_mut(&id) else { return };
+                record.begin(Stage::Transfer, &mut self.outputs);
+                if record.may_command_transfer() {
+                    let transfer = TransferId(id.0);
+                    let command = transfer::Command::Written { transfer, first_block, blocks };
+                    self.commands.push_back((record.call, command));
+                }
+            }
+            Action::Tokens { id, first_index, tokens, cached_tokens } => {
+                self.on_tokens(id, first_index, tokens, cached_tokens, now);
+            }
+            Action::Finished { id, reason } => self.on_finished(id, reason),
+            Action::Failed { id, failure } => self.on_failed(id, failure),
+            Action::AbortTransfer { id, reason } => self.abort_transfer(id, reason),
+        }
+    }
+
+    /// Step 5, decode: tokens 0, 1, 2, … On a prefill node this is token 0 (step 3), which waits for
+    /// `Finished` of the same step to say whether token 0 is the last one.
+    fn on_tokens(
+        &mut self,
+        id: SequenceId,
+        first_index: u32,
+        mut tokens: Vec<SampledToken>,
+        cached_tokens: u32,
+        now: Instant,
+    ) {
+        let Some(record) = self.records.get_mut(&id) else { return };
+        if record.end(Stage::Prefill, StageAttributes::default(), &mut self.outputs)
+            && let Some(admitted_at) = record.admitted_at
+        {
+            let took = now.saturating_duration_since(admitted_at);
+            self.outputs.push_back(Output::Metric(Metric::PrefillTime(took)));
+        }
+        if record.kind == SequenceKind::Send {
+            record.look_up_prefix(cached_tokens, &mut self.outputs);
+            record.token_0 = tokens.pop().map(|token| (first_index, token, cached_tokens));
+            return;
+        }
+        record.begin(Stage::Decode, &mut self.outputs);
+        let event = AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish: None };
+        record.send(event, &mut self.outputs);
+    }
+
+    fn on_finished(&mut self, id: SequenceId, reason: Option<FinishReason>) {
+        let Some(record) = self.records.get_mut(&id) else { return };
+        match (record.kind, reason) {
+            (SequenceKind::Send, finish) => {
+                let Some((first_index, token, cached_tokens)) = record.token_0.take() else {
+                    return self.fail_as_bug(id, "the sequence finished without a token");
+                };
+                // Step 3: token 0 goes straight to the router, ahead of the transfer.
+                let tokens = vec![token.clone()];
+                let event = AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish };
+                record.send(event, &mut self.outputs);
+                let Some(reason) = finish else {
+                    // Step 5, prefill: with token 0 the transfer can complete.
+                    record.begin(Stage::Transfer, &mut self.outputs);
+                    if record.may_command_transfer() {
+                        let transfer = TransferId(id.0);
+                        let command = transfer::Command::Finish { transfer, first_index, token };
+                        self.commands.push_back((record.call, command));
+                    }
+                    return;
+                };
+                // Token 0 ended the request: nothing is delivered, and the scheduler has aborted the
+                // transfer.
+                self.end(id, sequence_end(reason), AttemptEnd::Complete);
+            }
+            (SequenceKind::Compute | SequenceKind::Receive, Some(reason)) => {
+                let received = record.received;
+                self.end(id, sequence_end(reason), AttemptEnd::Finished { reason, received });
+            }
+            (SequenceKind::Compute | SequenceKind::Receive, None) => {
+                self.fail_as_bug(id, "the sequence finished without a reason");
+            }
+        }
+    }
+
+    fn on_failed(&mut self, id: SequenceId, failure: SequenceFailure) {
+        let Some(record) = self.records.get(&id) else { return };
+        let message = failure.to_string();
+        if record.caller == CallerState::Waiting {
+            let (end, refusal) = match failure {
+                SequenceFailure::Busy { reason } => (SequenceEnd::Busy, Refusal::Busy { reason }),
+                SequenceFailure::Invalid { reason } => {
+                    (SequenceEnd::Invalid, Refusal::Invalid { reason })
+                }
+                SequenceFailure::Duplicate => {
+                    (SequenceEnd::Invalid, Refusal::Duplicate { id: id.0 })
+                }
+                SequenceFailure::Deadline => (SequenceEnd::Deadline, Refusal::Deadline),
+                // An arrival meets neither.
+                SequenceFailure::TransferFailed | SequenceFailure::Internal { .. } => {
+                    (SequenceEnd::Internal, Refusal::Internal { reason: message })
+                }
+            };
+            return self.reject(id, end, refusal);
+        }
+        let (end, kind) = match failure {
+            SequenceFailure::Busy { .. } => (SequenceEnd::Busy, FailureKind::Busy),
+            SequenceFailure::Invalid { .. } => (SequenceEnd::Invalid, FailureKind::Invalid),
+            SequenceFailure::Duplicate => (SequenceEnd::Internal, FailureKind::Internal),
+            SequenceFailure::Deadline => (SequenceEnd::Deadline, FailureKind::Deadline),
+            SequenceFailure::TransferFailed => {
+                (SequenceEnd::TransferFailed, FailureKind::TransferFailed)
+            }
+            SequenceFailure::Internal { .. } => (SequenceEnd::Internal, FailureKind::Internal),
+        };
+        self.fail(id, end, kind, message);
+    }
+
+    /// The scheduler no longer wants the transfer. It waits for `TransferEnded`.
+    fn abort_transfer(&mut self, id: SequenceId, reason: String) {
+        if let Some(record) = self.records.get_mut(&id)
+            && let TransferState::Active { is_aborted } = &mut record.transfer
+        {
+            if !std::mem::replace(is_aborted, true) {
+                let command = transfer::Command::Abort { transfer: TransferId(id.0), reason };
+                self.commands.push_back((record.call, command));
+            }
+            return;
+        }
+        // The transfers do not know it, or have ended it: no block is in flight.
+        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
+    }
+
+    pub fn on_transfer_event(&mut self, event: transfer::Event, now: Instant) {
+        match event {
+            // Step 3, prefill: the RESERVE arrived, so the scheduler may run the sequence.
+            transfer::Event::Ready { transfer, first_block, block_count: _, traceparent } => {
+                let id = SequenceId(transfer.0);
+                if let Some(record) = self.records.get_mut(&id) {
+                    let call = record.call;
+                    record.end(Stage::Queue, StageAttributes::default(), &mut self.outputs);
+                    record.begin(Stage::Prefill, &mut self.outputs);
+                    self.outputs.push_back(Output::TransferParent { call, traceparent });
+                    record.admit(now, &mut self.outputs);
+                }
+                self.inputs.push_back(Input::TransferReady { id, first_block });
+            }
+            // Step 5, decode: every block and DONE arrived; the blocks become visible.
+            transfer::Event::Arrived { transfer, first_index, token, stats } => {
+                let id = SequenceId(transfer.0);
+                if let Some(record) = self.records.get_mut(&id) {
+                    record.received = stats;
+                }
+                let end = TransferEnd::Complete;
+                self.transfer_ended(id, TransferSide::Receiver, end, stats, None);
+                self.inputs.push_back(Input::KvArrived { id, first_index, token });
+                self.forget_if_over(id);
+            }
+            transfer::Event::ReceiveFailed { transfer, failure } => {
+                self.on_transfer_failed(transfer, TransferSide::Receiver, failure);
+            }
+            // Step 4, prefill: D has every block; P's reference on the blocks may go.
+            transfer::Event::Delivered { transfer, stats } => {
+                let id = SequenceId(transfer.0);
+                let end = TransferEnd::Complete;
+                self.transfer_ended(id, TransferSide::Sender, end, stats, None);
+                self.inputs.push_back(Input::TransferEnded { id, delivered: true });
+                self.end(id, SequenceEnd::HandedOver, AttemptEnd::Delivered(stats));
+            }
+            transfer::Event::SendFailed { transfer, failure } => {
+                self.on_transfer_failed(transfer, TransferSide::Sender, failure);
+            }
+        }
+    }
+
+    /// The router owns recovery: the node reports the failure and frees the blocks.
+    fn on_transfer_failed(
+        &mut self,
+        transfer: TransferId,
+        side: TransferSide,
+        failure: TransferFailure,
+    ) {
+        let id = SequenceId(transfer.0);
+        let (end, kind) = match &failure {
+            TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {
+                (TransferEnd::Refused, FailureKind::Mismatch)
+            }
+            TransferFailure::PeerLost { .. } => {
+                (TransferEnd::PeerLost, FailureKind::TransferFailed)
+            }
+            TransferFailure::PeerAborted { .. } | TransferFailure::Aborted { .. } => {
+                (TransferEnd::Aborted, FailureKind::TransferFailed)
+            }
+            TransferFailure::Deadline { .. } => {
+                (TransferEnd::Deadline, FailureKind::TransferFailed)
+            }
+            TransferFailure::Damaged { .. } => (TransferEnd::Damaged, FailureKind::TransferFailed),
+            TransferFailure::Protocol { .. } => {
+                (TransferEnd::Protocol, FailureKind::TransferFailed)
+            }
+        };
+        let message = failure.to_string();
+        let error = Some(message.clone());
+        self.transfer_ended(id, side, end, TransferStats::default(), error);
+        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
+        self.fail(id, SequenceEnd::TransferFailed, kind, message);
+        self.forget_if_over(id);
+    }
+
+    /// Step 6: the router has all it wants, or its client left.
+    pub fn cancel(&mut self, call: CallId) {
+        let id = call.sequence;
+        let Some(record) = self.records.get_mut(&id).filter(|record| record.call == call) else {
+            return;
+        };
+        let caller = std::mem::replace(&mut record.caller, CallerState::Gone);
+        record.fail_stages("cancelled", &mut self.outputs);
+        if caller != CallerState::Gone {
+            let metric = Metric::SequenceFinished(SequenceEnd::Cancelled);
+            self.outputs.push_back(Output::Metric(metric));
+            self.inputs.push_back(Input::Abort { id });
+        }
+        self.forget_if_over(id);
+    }
+
+    /// The caller's queue had no room for an event.
+    pub fn slow_reader(&mut self, call: CallId) {
+        let id = call.sequence;
+        if self.records.get(&id).is_none_or(|record| record.call != call) {
+            return;
+        }
+        self.inputs.push_back(Input::Abort { id });
+        let message = "the caller did not read its stream for too long";
+        self.fail(id, SequenceEnd::SlowReader, FailureKind::SlowReader, message.to_owned());
+    }
+
+    /// Every attempt ends now, and new calls are rejected.
+    pub fn close(&mut self, reason: &CloseReason) {
+        self.is_draining = true;
+        let (end, kind) = match reason {
+            CloseReason::DrainTimeout | CloseReason::Stopped => {
+                (SequenceEnd::Cancelled, FailureKind::Draining)
+            }
+            CloseReason::EngineFailed { .. } => (SequenceEnd::Internal, FailureKind::Internal),
+        };
+        let mut ids: Vec<SequenceId> = self.records.keys().copied().collect();
+        // Equal inputs give equal outputs.
+        ids.sort_unstable();
+        for id in ids {
+            self.inputs.push_back(Input::Abort { id });
+            self.fail(id, end, kind, reason.to_string());
+        }
+    }
+
+    /// The scheduler's actions contradict each other.
+    fn fail_as_bug(&mut self, id: SequenceId, message: &str) {
+        self.inputs.push_back(Input::Abort { id });
+        self.fail(id, SequenceEnd::Internal, FailureKind::Internal, message.to_owned());
+    }
+
+    /// Ends the stream, or rejects a call that is not accepted yet.
+    fn fail(&mut self, id: SequenceId, end: SequenceEnd, kind: FailureKind, message: String) {
+        let Some(record) = self.records.get_mut(&id) else { return };
+        record.fail_stages(&message, &mut self.outputs);
+        if record.caller == CallerState::Waiting {
+            let refusal = match kind {
+                FailureKind::Draining => Refusal::Draining,
+                _ => Refusal::Internal { reason: message },
+            };
+            return self.reject(id, end, refusal);
+        }
+        self.end(id, end, AttemptEnd::Failed { kind, message });
+    }
+
+    fn reject(&mut self, id: SequenceId, end: SequenceEnd, refusal: Refusal) {
+        let Some(record) = self.records.get_mut(&id) else { return };
+        record.fail_stages(&refusal.to_string(), &mut self.outputs);
+        record.caller = CallerState::Gone;
+        self.outputs.push_back(Output::Metric(Metric::SequenceFinished(end)));
+        let reply = Reply::Rejected(refusal);
+        self.outputs.push_back(Output::Reply { call: record.call, reply });
+        self.forget_if_over(id);
+    }
+
+    /// Ends the stream, unless the caller got its last reply before.
+    fn end(&mut self, id: SequenceId, end: SequenceEnd, last: AttemptEnd) {
+        let Some(record) = self.records.get_mut(&id) else { return };
+        if std::mem::replace(&mut record.caller, CallerState::Gone) != CallerState::Gone {
+            self.outputs.push_back(Output::Metric(Metric::SequenceFinished(end)));
+            let reply = Reply::Ended(last);
+            self.outputs.push_back(Output::Reply { call: record.call, reply });
+        }
+        self.forget_if_over(id);
+    }
+
+    fn transfer_ended(
+        &mut self,
+        id: SequenceId,
+        side: TransferSide,
+        end: TransferEnd,
+        stats: TransferStats,
+        error: Option<String>,
+    ) {
+        self.outputs.push_back(Output::Metric(Metric::TransferFinished { side, end, stats }));
+        let Some(record) = self.records.get_mut(&id) else { return };
+        record.transfer = TransferState::Ended;
+        let attributes = StageAttributes { transferred: Some(stats), error, ..Default::default() };
+        record.end(Stage::Transfer, attributes, &mut self.outputs);
+    }
+
+    fn forget_if_over(&mut self, id: SequenceId) {
+        if let Some(record) = self.records.get(&id)
+            && record.caller == CallerState::Gone
+            && !matches!(record.transfer, TransferState::Active { .. })
+        {
+            self.outputs.push_back(Output::Forgotten { call: record.call });
+            self.records.remove(&id);
+        }
+    }
+}
+
+impl AttemptRecord {
+    /// An aborted transfer takes no more commands.
+    fn may_command_transfer(&self) -> bool {
+        self.transfer == TransferState::Active { is_aborted: false }
+    }
+
+    fn send(&self, event: AttemptEvent, outputs: &mut VecDeque<Output>) {
+        if self.caller != CallerState::Gone {
+            outputs.push_back(Output::Reply { call: self.call, reply: Reply::Event(event) });
+        }
+    }
+
+    fn admit(&mut self, now: Instant, outputs: &mut VecDeque<Output>) {
+        self.admitted_at = Some(now);
+        let waited = now.saturating_duration_since(self.arrived_at);
+        outputs.push_back(Output::Metric(Metric::QueueTime(waited)));
+    }
+
+    fn look_up_prefix(&self, cached_tokens: u32, outputs: &mut VecDeque<Output>) {
+        let prompt_tokens = self.prompt_tokens;
+        outputs.push_back(Output::Metric(Metric::PrefixLookup { prompt_tokens, cached_tokens }));
+    }
+
+    /// Opens a stage, unless it is open.
+    fn begin(&mut self, stage: Stage, outputs: &mut VecDeque<Output>) {
+        if self.open_stages & (1 << stage as u8) == 0 {
+            self.open_stages |= 1 << stage as u8;
+            outputs.push_back(Output::StageBegan { call: self.call, stage });
+        }
+    }
+
+    /// True when the stage was open.
+    fn end(
+        &mut self,
+        stage: Stage,
+        attributes: StageAttributes,
+        outputs: &mut VecDeque<Output>,
+    ) -> bool {
+        let is_open = self.open_stages & (1 << stage as u8) != 0;
+        if is_open {
+            self.open_stages &= !(1 << stage as u8);
+            outputs.push_back(Output::StageEnded { call: self.call, stage, attributes });
+        }
+        is_open
+    }
+
+    /// Ends every open stage with this error.
+    fn fail_stages(&mut self, error: &str, outputs: &mut VecDeque<Output>) {
+        if std::mem::take(&mut self.open_stages) != 0 {
+            outputs.push_back(Output::StagesFailed { call: self.call, error: error.to_owned() });
+        }
+    }
+}
+
+fn sequence_end(reason: FinishReason) -> SequenceEnd {
+    match reason {
+        FinishReason::Stop => SequenceEnd::Stop,
+        FinishReason::Length => SequenceEnd::Length,
+    }
+}

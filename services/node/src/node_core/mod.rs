@@ -1,0 +1,292 @@
+//! The rules of a node, without I/O.
+//!
+//! A [`NodeCore`] owns the scheduler and its step loop, the record of every attempt, the commands for
+//! the transfers, and the observers. It holds every rule of a node: the order of replies, what a full
+//! transfer queue means, duplicate ids, slow readers, drain and close, stalled steps, and when
+//! observers get a delta. Equal inputs give equal outputs.
+//!
+//! In the shell (`engine_thread`, or a simulation) are: channels to callers and observers, the transfer
+//! queue, spans, metrics, logs, the clock, and waiting. The core names a caller by [`CallId`] and an
+//! observer by [`ObserverId`]. The executor is the seam to the device: `cpu` and `cuda` compute, `sim`
+//! runs in virtual time. [`NodeCore::step`] calls the executor and is the only method that may block.
+//!
+//! The shell repeats:
+//! 1. Give the core its inputs: `handle_call`, `handle_cancel`, `handle_transfer_event`, …
+//! 2. Carry out [`NodeCore::poll_output`] until it returns `None`.
+//! 3. [`NodeCore::step`], then 2 again.
+//! 4. [`NodeCore::handle_deadline`], then 2 again.
+//! 5. When the step returned [`Turn::Idle`], wait for an input, at most until
+//!    [`NodeCore::next_deadline`].
+//!
+//! The core handles one scheduler action, scheduler input or transfer command per poll. So a full
+//! queue that the shell reports takes effect before the next output is made.
+
+mod attempts;
+mod known_ids;
+mod observers;
+mod output;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
+
+use cluster::NodeRecord;
+use engine::{
+    Scheduler, Speculated, StepLoop, Turn,
+    event::{Action, Input, SequenceId},
+    executor::{Executor, ExecutorError},
+};
+use kv_transfer::api as transfer;
+
+pub use output::{
+    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, ObserverId, Output, Refusal,
+    Reply, Stage, StageAttributes, Stall,
+};
+
+use attempts::Attempts;
+use observers::Observers;
+
+/// How soon a command is offered again after the transfer queue was full.
+pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
+/// A step that takes longer is hung as far as routers are concerned: without an event for this long
+/// they move its requests to other nodes (`router.idle_timeout`).
+pub const STALL_AFTER: Duration = Duration::from_secs(60);
+/// The stall time-out is at least this many times the longest step so far: slow hardware is no stall.
+const STALL_STEPS: u32 = 4;
+
+/// The state machine of one node.
+pub struct NodeCore<E> {
+    steps: StepLoop<E>,
+    attempts: Attempts,
+    observers: Observers,
+    /// From the scheduler, in order.
+    actions: VecDeque<Action>,
+    /// Filled and emptied by each call of the step loop.
+    new_actions: Vec<Action>,
+    /// The sequence whose arrival the scheduler has just seen.
+    arrived: Option<SequenceId>,
+    /// No command is offered before, because the transfer queue was full.
+    transfer_retry_at: Option<Instant>,
+    stall_after: Duration,
+    is_stalled: bool,
+    /// Preemptions that a metric has reported.
+    preemptions: u64,
+    /// The latest time that the core was given.
+    now: Instant,
+}
+
+impl<E: Executor> NodeCore<E> {
+    /// `stall_after`: a longer step is a stall ([`STALL_AFTER`]).
+    pub fn new(steps: StepLoop<E>, record: &NodeRecord, stall_after: Duration) -> Self {
+        Self {
+            attempts: Attempts::default(),
+            observers: Observers::new(record),
+            actions: VecDeque::new(),
+            new_actions: Vec::new(),
+            arrived: None,
+            transfer_retry_at: None,
+            stall_after,
+            is_stalled: false,
+            preemptions: 0,
+            now: steps.executor().now(),
+            steps,
+        }
+    }
+
+    /// A `Prefill` or `Decode` call arrived.
+    pub fn handle_call(&mut self, call: Call, now: Instant) {
+        self.now = now;
+        self.attempts.call(call, now);
+    }
+
+    /// The caller dropped its call.
+    pub fn handle_cancel(&mut self, call: CallId) {
+        self.attempts.cancel(call);
+    }
+
+    /// The caller's queue had no room for the last [`Output::Reply`].
+    pub fn handle_slow_reader(&mut self, call: CallId) {
+        self.attempts.slow_reader(call);
+    }
+
+    pub fn handle_transfer_event(&mut self, event: transfer::Event, now: Instant) {
+        self.now = now;
+        self.attempts.on_transfer_event(event, now);
+    }
+
+    /// The transfer queue had no room for the last [`Output::Transfer`]. A command that begins a
+    /// transfer is rejected: its call is told that the node is busy. Any other command is offered
+    /// again after [`TRANSFER_RETRY_AFTER`], before all later commands.
+    pub fn handle_transfer_queue_full(
+        &mut self,
+        call: CallId,
+        command: transfer::Command,
+        reason: String,
+        now: Instant,
+    ) {
+        self.now = now;
+        if !self.attempts.transfer_queue_full(call, command, reason) {
+            self.transfer_retry_at = Some(now + TRANSFER_RETRY_AFTER);
+        }
+    }
+
+    /// A router observes this node from now on.
+    pub fn handle_observe(&mut self, observer: ObserverId, now: Instant) {
+        self.now = now;
+        let outputs = &mut self.attempts.outputs;
+        if self.is_stalled {
+            return outputs.push_back(Output::ObserveStalled { observer });
+        }
+        self.observers.add(observer, now, self.steps.scheduler_mut(), outputs);
+    }
+
+    /// The observer left, or its queue is full.
+    pub fn handle_observe_ended(&mut self, observer: ObserverId) {
+        self.observers.remove(observer);
+    }
+
+    /// The node drains: new calls are rejected and observers are told.
+    pub fn handle_drain(&mut self, now: Instant) {
+        self.now = now;
+        self.attempts.drain();
+        let outputs = &mut self.attempts.outputs;
+        self.observers.drain(now, self.steps.scheduler_mut(), outputs);
+    }
+
+    /// Every attempt ends with a failure, and new calls are rejected.
+    pub fn handle_close(&mut self, reason: &CloseReason) {
+        self.attempts.close(reason);
+    }
+
+    /// Reports finished steps, detects a stall, sends a due delta and lets commands be offered again.
+    /// Call it after each step and at [`next_deadline`](Self::next_deadline).
+    pub fn handle_deadline(&mut self, now: Instant) {
+        self.now = now;
+        self.report_steps();
+        self.detect_stall();
+        let outputs = &mut self.attempts.outputs;
+        self.observers.publish_if_due(now, self.steps.scheduler_mut(), outputs);
+        if self.transfer_retry_at.is_some_and(|at| at <= now) {
+            self.transfer_retry_at = None;
+        }
+    }
+
+    /// Launches every step that can be launched, then waits up to `timeout` for the oldest step in
+    /// flight. [`Turn::Idle`]: no step is in flight and no output is due. After an error the executor
+    /// is unusable.
+    pub fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
+        let turn = self.steps.turn(timeout, &mut self.new_actions);
+        self.actions.extend(self.new_actions.drain(..));
+        self.now = self.steps.executor().now();
+        Ok(match turn? {
+            // A handled action may let the scheduler plan a step.
+            Turn::Idle if self.has_actions() => Turn::Pending,
+            turn => turn,
+        })
+    }
+
+    /// The next output, in order. `None`: the core waits for an input, a step or a deadline.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        loop {
+            if let Some(output) = self.attempts.outputs.pop_front() {
+                return Some(output);
+            }
+            if let Some(action) = self.actions.pop_front() {
+                self.attempts.on_action(action, self.now);
+            } else if let Some(id) = self.arrived.take() {
+                self.attempts.scheduled(id, self.now);
+            } else if let Some(input) = self.attempts.next_input() {
+                self.give_to_scheduler(input);
+            } else if self.transfer_retry_at.is_none() {
+                let (call, command) = self.attempts.next_command()?;
+                return Some(Output::Transfer { call, command });
+            } else {
+                return None;
+            }
+        }
+    }
+
+    /// When [`handle_deadline`](Self::handle_deadline) and [`step`](Self::step) are due if no input
+    /// comes before.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let observers = self.observers.due(self.now);
+        let deadlines =
+            [self.steps.next_deadline(), observers, self.transfer_retry_at, self.stall_deadline()];
+        deadlines.into_iter().flatten().min()
+    }
+
+    /// Whether actions of the scheduler wait for [`poll_output`](Self::poll_output).
+    pub fn has_actions(&self) -> bool {
+        !self.actions.is_empty()
+    }
+
+    /// Whether no attempt is known.
+    pub fn is_empty(&self) -> bool {
+        self.attempts.is_empty()
+    }
+
+    pub fn scheduler(&self) -> &Scheduler {
+        self.steps.scheduler()
+    }
+
+    pub fn executor(&self) -> &E {
+        self.steps.executor()
+    }
+
+    /// For executors in virtual time.
+    pub fn executor_mut(&mut self) -> &mut E {
+        self.steps.executor_mut()
+    }
+
+    fn give_to_scheduler(&mut self, input: Input) {
+        if let Input::Arrived(sequence) = &input {
+            self.arrived = Some(sequence.id);
+        }
+        self.observers.mark_changed();
+        self.steps.handle(input, &mut self.new_actions);
+        self.actions.extend(self.new_actions.drain(..));
+    }
+
+    fn report_steps(&mut self) {
+        while let Some(step) = self.steps.take_record() {
+            self.observers.mark_changed();
+            self.stall_after = self.stall_after.max(STALL_STEPS * step.busy);
+            self.attempts.outputs.push_back(Output::Metric(Metric::Step(step)));
+        }
+        let speculated: Speculated = self.steps.take_speculated();
+        if speculated.rows > 0 {
+            self.attempts.outputs.push_back(Output::Metric(Metric::Speculated(speculated)));
+        }
+        let preemptions = self.steps.scheduler().preemptions();
+        if preemptions > self.preemptions {
+            let metric = Metric::Preempted(preemptions - self.preemptions);
+            self.attempts.outputs.push_back(Output::Metric(metric));
+            self.preemptions = preemptions;
+        }
+    }
+
+    /// A hung device blocks no thread: without this check the node would look healthy.
+    fn detect_stall(&mut self) {
+        let is_stalled = self.steps.step_age().is_some_and(|age| age >= self.stall_after);
+        if is_stalled == self.is_stalled {
+            return;
+        }
+        self.is_stalled = is_stalled;
+        let outputs = &mut self.attempts.outputs;
+        if is_stalled {
+            self.observers.stall(outputs);
+            outputs.push_back(Output::Stall(Stall::Began { after: self.stall_after }));
+        } else {
+            outputs.push_back(Output::Stall(Stall::Ended));
+        }
+    }
+
+    /// When the oldest step in flight becomes a stall.
+    fn stall_deadline(&self) -> Option<Instant> {
+        let age = self.steps.step_age().filter(|_| !self.is_stalled)?;
+        Some(self.steps.executor().now() + self.stall_after.saturating_sub(age))
+    }
+}

@@ -1,0 +1,199 @@
+//! What routers observe of this node: a snapshot, then numbered deltas of load and prefix cache.
+
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
+
+use bytes::Bytes;
+use cluster::NodeRecord;
+use engine::{
+    Scheduler,
+    event::{BlockHash, CacheChange, Load},
+};
+use proto::v1::{self, observe_event::Event};
+
+use super::output::{Metric, ObserverId, Output};
+
+/// Shortest time between two deltas: routers choose nodes by them and need no exact counts.
+pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
+/// 256 KiB of hashes, far below gRPC's message limit of 4 MiB.
+const HASHES_PER_EVENT_MAX: usize = 16_384;
+
+/// The observers, and the state that they were last sent.
+pub(super) struct Observers {
+    record: v1::NodeRecord,
+    observers: Vec<Observer>,
+    sent: v1::NodeLoad,
+    sent_at: Option<Instant>,
+    /// The scheduler's state may differ from `sent`.
+    is_changed: bool,
+    is_draining: bool,
+}
+
+struct Observer {
+    id: ObserverId,
+    /// Number of the observer's next event.
+    next: u64,
+}
+
+impl Observers {
+    pub fn new(record: &NodeRecord) -> Self {
+        Self {
+            record: record.into(),
+            observers: Vec::new(),
+            sent: v1::NodeLoad::default(),
+            sent_at: None,
+            is_changed: true,
+            is_draining: false,
+        }
+    }
+
+    pub fn mark_changed(&mut self) {
+        self.is_changed = true;
+    }
+
+    /// When the next delta is due; `None` when nothing has changed.
+    pub fn due(&self, now: Instant) -> Option<Instant> {
+        self.is_changed.then(|| self.sent_at.map_or(now, |sent_at| sent_at + INTERVAL))
+    }
+
+    /// Sends `draining` at once.
+    pub fn drain(
+        &mut self,
+        now: Instant,
+        scheduler: &mut Scheduler,
+        outputs: &mut VecDeque<Output>,
+    ) {
+        self.is_draining = true;
+        self.publish(now, scheduler, outputs);
+    }
+
+    /// Ends every observer's stream: for routers a stalled node is down until a probe succeeds.
+    pub fn stall(&mut self, outputs: &mut VecDeque<Output>) {
+        let stalled = self.observers.drain(..);
+        outputs.extend(stalled.map(|observer| Output::ObserveStalled { observer: observer.id }));
+    }
+
+    /// Sends a snapshot to a new observer. The next delta does not repeat what the snapshot says.
+    pub fn add(
+        &mut self,
+        id: ObserverId,
+        now: Instant,
+        scheduler: &mut Scheduler,
+        outputs: &mut VecDeque<Output>,
+    ) {
+        self.publish(now, scheduler, outputs);
+        let hashes = scheduler.cached_hashes();
+        let mut chunks = hashes.chunks(HASHES_PER_EVENT_MAX);
+        let snapshot = v1::NodeSnapshot {
+            record: Some(self.record.clone()),
+            load: Some(self.sent),
+            cached_blocks: wire_hashes(chunks.next().unwrap_or_default()),
+        };
+        let mut observer = Observer { id, next: 0 };
+        outputs.push_back(observer.event(Event::Snapshot(snapshot)));
+        for chunk in chunks {
+            let cached = wire_hashes(chunk);
+            let delta = v1::NodeDelta { cached, ..Default::default() };
+            outputs.push_back(observer.event(Event::Delta(delta)));
+        }
+        self.observers.push(observer);
+    }
+
+    pub fn remove(&mut self, id: ObserverId) {
+        self.observers.retain(|observer| observer.id != id);
+    }
+
+    /// Sends a delta if one is due.
+    pub fn publish_if_due(
+        &mut self,
+        now: Instant,
+        scheduler: &mut Scheduler,
+        outputs: &mut VecDeque<Output>,
+    ) {
+        if self.due(now).is_some_and(|due| due <= now) {
+            self.publish(now, scheduler, outputs);
+        }
+    }
+
+    fn publish(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut VecDeque<Output>) {
+        self.is_changed = false;
+        self.sent_at = Some(now);
+        let load = scheduler.load();
+        outputs.push_back(Output::Metric(Metric::Load(load)));
+        let load = wire_load(&load, self.is_draining);
+        let (mut cached, mut evicted) = (Vec::new(), Vec::new());
+        for change in scheduler.take_cache_changes() {
+            match change {
+                CacheChange::Added(hash) => cached.push(hash),
+                CacheChange::Evicted(hash) => evicted.push(hash),
+            }
+        }
+        if load == self.sent && cached.is_empty() && evicted.is_empty() {
+            return;
+        }
+        self.sent = load;
+        // A reader applies `cached` before `evicted`. Each hash is in one of the two lists only.
+        let count = cached.len().max(evicted.len()).div_ceil(HASHES_PER_EVENT_MAX).max(1);
+        for index in 0..count {
+            let delta = v1::NodeDelta {
+                load: (index == 0).then_some(load),
+                cached: wire_hashes(chunk(&cached, index)),
+                evicted: wire_hashes(chunk(&evicted, index)),
+            };
+            let events = self.observers.iter_mut();
+            outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
+        }
+    }
+}
+
+impl Observer {
+    fn event(&mut self, event: Event) -> Output {
+        let event = v1::ObserveEvent { sequence: self.next, event: Some(event) };
+        self.next += 1;
+        Output::Observe { observer: self.id, event }
+    }
+}
+
+fn wire_load(load: &Load, draining: bool) -> v1::NodeLoad {
+    v1::NodeLoad {
+        running: load.running,
+        waiting: load.waiting,
+        pending_prompt_tokens: load.pending_prompt_tokens,
+        blocks_free: load.blocks_free,
+        blocks_cached: load.blocks_cached,
+        blocks_held: load.blocks_held,
+        blocks_reserved: load.blocks_reserved,
+        draining,
+    }
+}
+
+fn chunk(hashes: &[BlockHash], index: usize) -> &[BlockHash] {
+    let start = (index * HASHES_PER_EVENT_MAX).min(hashes.len());
+    let end = (start + HASHES_PER_EVENT_MAX).min(hashes.len());
+    &hashes[start..end]
+}
+
+/// 16 bytes per hash, most significant first, in one allocation.
+fn wire_hashes(hashes: &[BlockHash]) -> Vec<Bytes> {
+    let all: Bytes =
+        hashes.iter().flat_map(|hash| hash.0.to_be_bytes()).collect::<Vec<u8>>().into();
+    (0..hashes.len()).map(|index| all.slice(index * 16..index * 16 + 16)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hashes_are_sixteen_bytes_each_and_chunks_are_bounded() {
+        let hashes: Vec<BlockHash> = (0..HASHES_PER_EVENT_MAX as u128 + 5).map(BlockHash).collect();
+        assert_eq!(chunk(&hashes, 0).len(), HASHES_PER_EVENT_MAX);
+        assert_eq!(chunk(&hashes, 1).len(), 5);
+        assert!(chunk(&hashes, 2).is_empty());
+        let wire = wire_hashes(&hashes[..3]);
+        assert_eq!(wire[2][..], 2u128.to_be_bytes());
+        assert_eq!(wire.len(), 3);
+    }
+}

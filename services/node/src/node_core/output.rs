@@ -1,0 +1,241 @@
+//! Inputs and outputs of the [`NodeCore`](super::NodeCore).
+
+use std::time::Duration;
+
+use engine::{
+    Speculated, StepRecord,
+    event::{FinishReason, Load, NewSequence, SequenceId},
+};
+use kernels::sampling::SampledToken;
+use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferStats};
+use proto::v1::{self, FailureKind};
+use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
+
+/// Names one `Prefill` or `Decode` call. `number` differs between calls that name the same sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CallId {
+    pub sequence: SequenceId,
+    pub number: u64,
+}
+
+/// Names one `Observe` call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ObserverId(pub u64);
+
+/// A `Prefill` or `Decode` call whose fields are checked.
+#[derive(Clone, Debug)]
+pub struct Call {
+    pub number: u64,
+    pub sequence: NewSequence,
+    /// The other end of the transfer; `None`: this node prefills and decodes.
+    pub peer: Option<PeerAddress>,
+    pub prompt_hash: u128,
+}
+
+impl Call {
+    pub fn id(&self) -> CallId {
+        CallId { sequence: self.sequence.id, number: self.number }
+    }
+}
+
+/// Work for the shell. Outputs are carried out in order, each before the next one is polled.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// The caller gets this reply. When the caller's queue is full, call
+    /// [`handle_slow_reader`](super::NodeCore::handle_slow_reader).
+    Reply {
+        call: CallId,
+        reply: Reply,
+    },
+    /// No later output names this call.
+    Forgotten {
+        call: CallId,
+    },
+    /// The transfers get this command, with the trace context of the call's stage in its empty
+    /// `traceparent`. When the transfer queue is full, call
+    /// [`handle_transfer_queue_full`](super::NodeCore::handle_transfer_queue_full).
+    Transfer {
+        call: CallId,
+        command: transfer::Command,
+    },
+    StageBegan {
+        call: CallId,
+        stage: Stage,
+    },
+    StageEnded {
+        call: CallId,
+        stage: Stage,
+        attributes: StageAttributes,
+    },
+    /// Every open stage of the call ends with this error.
+    StagesFailed {
+        call: CallId,
+        error: String,
+    },
+    /// The receiver's trace context, under which [`Stage::Transfer`] will open.
+    TransferParent {
+        call: CallId,
+        traceparent: String,
+    },
+    /// The observer gets this event. When the observer's queue is full, call
+    /// [`handle_observe_ended`](super::NodeCore::handle_observe_ended).
+    Observe {
+        observer: ObserverId,
+        event: v1::ObserveEvent,
+    },
+    /// The step loop is stalled: the observer's stream ends.
+    ObserveStalled {
+        observer: ObserverId,
+    },
+    Metric(Metric),
+    /// No step has finished for this time, or steps finish again.
+    Stall(Stall),
+}
+
+/// A reply to one call. [`Rejected`](Reply::Rejected) and [`Ended`](Reply::Ended) are the last one.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reply {
+    /// The scheduler took the sequence: the stream opens.
+    Accepted,
+    /// The call fails with a status; there is no stream.
+    Rejected(Refusal),
+    Event(AttemptEvent),
+    Ended(AttemptEnd),
+}
+
+/// One event of a stream.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AttemptEvent {
+    /// Decode: blocks are reserved.
+    Reserved { cached_tokens: u32, alone: bool },
+    /// Tokens `first_index..`. On a prefill node this is token 0, with `finish` when token 0 ends the
+    /// request.
+    Tokens {
+        first_index: u32,
+        tokens: Vec<SampledToken>,
+        cached_tokens: u32,
+        finish: Option<FinishReason>,
+    },
+}
+
+/// The end of a stream: exactly one, after all events.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AttemptEnd {
+    /// Prefill: token 0 ended the request; nothing is delivered.
+    Complete,
+    /// Prefill: the decode node has every block.
+    Delivered(TransferStats),
+    /// Decode: the last token was sampled.
+    Finished {
+        reason: FinishReason,
+        received: TransferStats,
+    },
+    Failed {
+        kind: FailureKind,
+        message: String,
+    },
+}
+
+impl AttemptEnd {
+    pub fn failed(kind: FailureKind, message: impl Into<String>) -> Self {
+        Self::Failed { kind, message: message.into() }
+    }
+}
+
+/// Why a call is rejected: it ends with a status, and the node keeps nothing of its attempt.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("{field} = {value}: {allowed}")]
+    Field { field: &'static str, value: String, allowed: String },
+    /// The sequence can never run on this node.
+    #[error("{reason}")]
+    Invalid { reason: String },
+    /// A queue is full, or the blocks cannot be reserved now.
+    #[error("busy: {reason}")]
+    Busy { reason: String },
+    #[error("this node drains; call another node")]
+    Draining,
+    #[error("transfer_id {id:032x} was used before; expected a new transfer_id")]
+    Duplicate { id: u128 },
+    #[error("node_epoch = {named}: this process is {own}")]
+    OtherEpoch { named: Epoch, own: Epoch },
+    #[error("weight_version = {named}: this node has {own}")]
+    OtherWeights { named: u64, own: u64 },
+    #[error("this is a {own} node; it does not serve {method}")]
+    OtherRole { own: &'static str, method: &'static str },
+    #[error("the request's deadline passed before the request began")]
+    Deadline,
+    /// A bug of the node.
+    #[error("{reason}")]
+    Internal { reason: String },
+    #[error("the engine stopped")]
+    Stopped,
+}
+
+/// The stages of one attempt at one node; each becomes a span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// From the arrival until the scheduler may run the sequence: it has room and, on a prefill node,
+    /// the receiver's reservation has arrived.
+    Queue,
+    /// From then on until the first token.
+    Prefill,
+    /// Decode node with a peer: from the arrival until blocks are reserved.
+    Reserve,
+    /// From the reservation (decode) or the first written chunk (prefill) until the transfer ends.
+    Transfer,
+    /// From the first token until the last token.
+    Decode,
+}
+
+impl Stage {
+    pub const COUNT: usize = Self::Decode as usize + 1;
+}
+
+/// Attributes of a stage that are known when the stage ends.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StageAttributes {
+    pub cached_tokens: Option<u32>,
+    pub transferred: Option<TransferStats>,
+    pub error: Option<String>,
+}
+
+/// One measurement for the node's metrics.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Metric {
+    /// Time from a sequence's arrival to its admission.
+    QueueTime(Duration),
+    /// Time from a sequence's admission to its first token.
+    PrefillTime(Duration),
+    PrefixLookup {
+        prompt_tokens: u32,
+        cached_tokens: u32,
+    },
+    SequenceFinished(SequenceEnd),
+    TransferFinished {
+        side: TransferSide,
+        end: TransferEnd,
+        stats: TransferStats,
+    },
+    Step(StepRecord),
+    Speculated(Speculated),
+    Preempted(u64),
+    Load(Load),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stall {
+    Began { after: Duration },
+    Ended,
+}
+
+/// Why every attempt ends and no call is accepted any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CloseReason {
+    #[error("the node shuts down; its drain time-out has passed")]
+    DrainTimeout,
+    #[error("the node shuts down")]
+    Stopped,
+    #[error("the engine failed: {reason}")]
+    EngineFailed { reason: String },
+}

@@ -1,0 +1,660 @@
+use std::time::Duration;
+
+use engine::{
+    CacheSeeds, SchedulerConfig,
+    event::{FinishReason, NewSequence, SequenceFailure, SequenceKind},
+    executor::{
+        ExecutorLimits,
+        sim::{CostModel, SimExecutor},
+    },
+};
+use kernels::{
+    BlockId,
+    sampling::{SampledToken, Sampling},
+};
+use kv_transfer::api::{PeerAddress, TransferFailure, TransferId, TransferStats};
+use proto::v1::{self, FailureKind, observe_event::Event as ObserveEvent};
+
+use super::*;
+use crate::testing;
+
+const ID: SequenceId = SequenceId(0xabc);
+const CALL: CallId = CallId { sequence: ID, number: 1 };
+const TRANSFER: TransferId = TransferId(0xabc);
+const STATS: TransferStats =
+    TransferStats { bytes: 4096, chunks: 1, elapsed: Duration::from_micros(750) };
+
+/// A call with a prompt of 20 tokens.
+fn call(id: u128, number: u64, kind: SequenceKind, now: Instant) -> Call {
+    let peer = PeerAddress {
+        node_id: "peer".into(),
+        epoch: transfer::Epoch(9),
+        control_endpoint: "tcp://127.0.0.1:9".into(),
+    };
+    let sequence = NewSequence {
+        id: SequenceId(id),
+        kind,
+        tokens: vec![1; 20],
+        prompt_len: 20,
+        sampling: Sampling::greedy(),
+        max_tokens: 4,
+        ignore_stop_tokens: true,
+        cache_salt: String::new(),
+        constraint: None,
+        deadline: now + Duration::from_secs(600),
+    };
+    let peer = (kind != SequenceKind::Compute).then_some(peer);
+    Call { number, sequence, peer, prompt_hash: 0 }
+}
+
+/// The attempts without their scheduler: the test makes the actions and reads the inputs.
+struct Scene {
+    attempts: Attempts,
+    now: Instant,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self { attempts: Attempts::default(), now: Instant::now() }
+    }
+
+    /// A call that the scheduler accepts.
+    fn accepted(kind: SequenceKind) -> Self {
+        let mut scene = Self::new();
+        scene.call(1, kind);
+        assert!(matches!(scene.input(), Input::Arrived(sequence) if sequence.id == ID));
+        scene.attempts.scheduled(ID, scene.now);
+        assert_eq!(scene.replies(), [Reply::Accepted]);
+        scene
+    }
+
+    /// A `Receive` whose reservation has been sent.
+    fn reserved() -> Self {
+        let mut scene = Self::accepted(SequenceKind::Receive);
+        scene.act(Action::Reserve { id: ID, first_block: 0, blocks: vec![BlockId(3)] });
+        assert!(matches!(scene.command(), transfer::Command::Receive { .. }));
+        scene
+    }
+
+    fn call(&mut self, number: u64, kind: SequenceKind) {
+        self.attempts.call(call(ID.0, number, kind, self.now), self.now);
+    }
+
+    fn act(&mut self, action: Action) {
+        self.attempts.on_action(action, self.now);
+    }
+
+    fn transfer_event(&mut self, event: transfer::Event) {
+        self.attempts.on_transfer_event(event, self.now);
+    }
+
+    fn input(&mut self) -> Input {
+        self.attempts.next_input().expect("an input for the scheduler")
+    }
+
+    fn command(&mut self) -> transfer::Command {
+        self.attempts.next_command().expect("a command for the transfers").1
+    }
+
+    /// The replies since the last look.
+    fn replies(&mut self) -> Vec<Reply> {
+        replies(self.attempts.outputs.drain(..))
+    }
+
+    fn failure(&mut self) -> (FailureKind, String) {
+        match self.replies().pop() {
+            Some(Reply::Ended(AttemptEnd::Failed { kind, message })) => (kind, message),
+            other => panic!("no failure: {other:?}"),
+        }
+    }
+
+    /// No input and no command is left.
+    fn assert_quiet(&mut self) {
+        assert_eq!(self.attempts.next_input(), None);
+        assert!(self.attempts.next_command().is_none());
+    }
+
+    fn assert_forgotten(&self) {
+        assert!(self.attempts.is_empty());
+    }
+}
+
+fn replies(outputs: impl IntoIterator<Item = Output>) -> Vec<Reply> {
+    let reply = |output| match output {
+        Output::Reply { reply, .. } => Some(reply),
+        _ => None,
+    };
+    outputs.into_iter().filter_map(reply).collect()
+}
+
+fn token(id: u32) -> SampledToken {
+    SampledToken { id, logprobs: None }
+}
+
+fn tokens(first_index: u32, ids: &[u32]) -> Action {
+    let tokens = ids.iter().map(|&id| token(id)).collect();
+    Action::Tokens { id: ID, first_index, tokens, cached_tokens: 0 }
+}
+
+fn tokens_reply(first_index: u32, ids: &[u32], finish: Option<FinishReason>) -> Reply {
+    let tokens = ids.iter().map(|&id| token(id)).collect();
+    Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens: 0, finish })
+}
+
+#[test]
+fn prefill_sends_token_0_and_ends_with_delivered() {
+    let mut scene = Scene::accepted(SequenceKind::Send);
+    assert!(matches!(scene.command(), transfer::Command::Expect { transfer: TRANSFER, .. }));
+
+    scene.transfer_event(transfer::Event::Ready {
+        transfer: TRANSFER,
+        first_block: 2,
+        block_count: 3,
+        traceparent: String::new(),
+    });
+    assert_eq!(scene.input(), Input::TransferReady { id: ID, first_block: 2 });
+
+    scene.act(Action::KvWritten { id: ID, first_block: 2, blocks: vec![BlockId(7)] });
+    assert!(matches!(scene.command(), transfer::Command::Written { first_block: 2, .. }));
+
+    scene.act(tokens(0, &[42]));
+    assert!(scene.replies().is_empty(), "token 0 may be the last token");
+    scene.act(Action::Finished { id: ID, reason: None });
+    assert_eq!(scene.replies(), [tokens_reply(0, &[42], None)]);
+    assert!(matches!(scene.command(), transfer::Command::Finish { first_index: 0, .. }));
+
+    scene.transfer_event(transfer::Event::Delivered { transfer: TRANSFER, stats: STATS });
+    assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: true });
+    assert_eq!(scene.replies(), [Reply::Ended(AttemptEnd::Delivered(STATS))]);
+    scene.assert_quiet();
+    scene.assert_forgotten();
+}
+
+#[test]
+fn decode_reserves_receives_and_ends_with_finished() {
+    let mut scene = Scene::accepted(SequenceKind::Receive);
+    scene.act(Action::Reserve { id: ID, first_block: 1, blocks: vec![BlockId(3)] });
+    scene.act(Action::Admitted { id: ID, cached_tokens: 16, alone: false });
+    assert!(matches!(
+        scene.command(),
+        transfer::Command::Receive { transfer: TRANSFER, first_block: 1, .. }
+    ));
+    let reserved = AttemptEvent::Reserved { cached_tokens: 16, alone: false };
+    assert_eq!(scene.replies(), [Reply::Event(reserved)]);
+
+    scene.transfer_event(transfer::Event::Arrived {
+        transfer: TRANSFER,
+        first_index: 0,
+        token: token(42),
+        stats: STATS,
+    });
+    let arrived = Input::KvArrived { id: ID, first_index: 0, token: token(42) };
+    assert_eq!(scene.input(), arrived);
+    scene.act(tokens(0, &[42]));
+    scene.act(tokens(1, &[43, 44]));
+    scene.act(Action::Finished { id: ID, reason: Some(FinishReason::Length) });
+    let end = AttemptEnd::Finished { reason: FinishReason::Length, received: STATS };
+    let expected =
+        [tokens_reply(0, &[42], None), tokens_reply(1, &[43, 44], None), Reply::Ended(end)];
+    assert_eq!(scene.replies(), expected);
+    scene.assert_quiet();
+    scene.assert_forgotten();
+}
+
+#[test]
+fn token_0_that_ends_the_request_aborts_the_transfer() {
+    let mut scene = Scene::accepted(SequenceKind::Send);
+    scene.command();
+    scene.act(tokens(0, &[2]));
+    scene.act(Action::AbortTransfer { id: ID, reason: "not needed".into() });
+    scene.act(Action::Finished { id: ID, reason: Some(FinishReason::Stop) });
+    assert!(matches!(scene.command(), transfer::Command::Abort { .. }));
+    let finish = Some(FinishReason::Stop);
+    let expected = [tokens_reply(0, &[2], finish), Reply::Ended(AttemptEnd::Complete)];
+    assert_eq!(scene.replies(), expected);
+
+    let failure = TransferFailure::Aborted { reason: "not needed".into() };
+    scene.transfer_event(transfer::Event::SendFailed { transfer: TRANSFER, failure });
+    assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+    scene.assert_quiet();
+    scene.assert_forgotten();
+}
+
+#[test]
+fn cancelled_decode_keeps_its_record_until_its_transfer_ends() {
+    let failure = TransferFailure::Aborted { reason: "cancelled".into() };
+    let failed = transfer::Event::ReceiveFailed { transfer: TRANSFER, failure };
+    // The KV may arrive before the transfers take the abort.
+    let (first_index, token, stats) = (0, token(1), STATS);
+    let arrived = transfer::Event::Arrived { transfer: TRANSFER, first_index, token, stats };
+    for event in [failed, arrived] {
+        let mut scene = Scene::reserved();
+        scene.attempts.cancel(CALL);
+        assert_eq!(scene.input(), Input::Abort { id: ID });
+        scene.act(Action::AbortTransfer { id: ID, reason: "cancelled".into() });
+        assert!(matches!(scene.command(), transfer::Command::Abort { .. }));
+        assert!(!scene.attempts.is_empty());
+
+        scene.transfer_event(event);
+        assert!(matches!(scene.input(), Input::TransferEnded { .. } | Input::KvArrived { .. }));
+        assert!(scene.replies().is_empty());
+        scene.assert_quiet();
+        scene.assert_forgotten();
+    }
+}
+
+#[test]
+fn second_call_with_a_known_id_is_rejected_and_its_cancel_changes_nothing() {
+    let mut scene = Scene::accepted(SequenceKind::Compute);
+    scene.call(2, SequenceKind::Compute);
+    let rejected = Reply::Rejected(Refusal::Duplicate { id: ID.0 });
+    assert_eq!(scene.replies(), std::slice::from_ref(&rejected));
+    scene.attempts.cancel(CallId { number: 2, ..CALL });
+    scene.assert_quiet();
+    assert!(!scene.attempts.is_empty());
+    scene.attempts.cancel(CALL);
+    assert_eq!(scene.input(), Input::Abort { id: ID });
+    scene.assert_forgotten();
+
+    // The id stays known after its attempt.
+    scene.call(3, SequenceKind::Compute);
+    assert_eq!(scene.replies(), [rejected]);
+}
+
+#[test]
+fn sequence_that_fails_on_arrival_is_rejected() {
+    let busy = SequenceFailure::Busy { reason: "full".into() };
+    let invalid = SequenceFailure::Invalid { reason: "too long".into() };
+    for (failure, refusal) in [
+        (busy, Refusal::Busy { reason: "full".into() }),
+        (invalid, Refusal::Invalid { reason: "too long".into() }),
+    ] {
+        let mut scene = Scene::new();
+        scene.call(1, SequenceKind::Send);
+        scene.input();
+        scene.act(Action::Failed { id: ID, failure });
+        scene.attempts.scheduled(ID, scene.now);
+        assert_eq!(scene.replies(), [Reply::Rejected(refusal)]);
+        scene.assert_quiet();
+        scene.assert_forgotten();
+    }
+}
+
+#[test]
+fn sequence_that_fails_later_ends_its_stream_with_the_failure() {
+    let mut scene = Scene::accepted(SequenceKind::Receive);
+    scene.act(Action::Failed { id: ID, failure: SequenceFailure::Deadline });
+    assert_eq!(scene.failure().0, FailureKind::Deadline);
+    scene.assert_forgotten();
+}
+
+#[test]
+fn failed_transfer_fails_its_attempt_with_the_reason() {
+    let lost = TransferFailure::PeerLost { peer: "p".into(), reason: "it is silent".into() };
+    let refused =
+        TransferFailure::Refused { peer: "p".into(), reason: "model aa against bb".into() };
+    let changed = TransferFailure::WeightsChanged { from: 1, to: 2 };
+    for (failure, kind, text) in [
+        (changed, FailureKind::Mismatch, "weight_version changed from 1 to 2"),
+        (lost, FailureKind::TransferFailed, "it is silent"),
+        (refused, FailureKind::Mismatch, "model aa against bb"),
+    ] {
+        let mut scene = Scene::reserved();
+        scene.transfer_event(transfer::Event::ReceiveFailed { transfer: TRANSFER, failure });
+        let (found, message) = scene.failure();
+        assert!(found == kind && message.contains(text), "{found:?} {message}");
+        assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+        // The scheduler's own failure comes later and is ignored.
+        scene.act(Action::Failed { id: ID, failure: SequenceFailure::TransferFailed });
+        scene.assert_quiet();
+        scene.assert_forgotten();
+    }
+}
+
+/// The scheduler answers only the first abort with `AbortTransfer`, so the end of a rejected transfer
+/// is reported whether or not the scheduler aborted the transfer before.
+#[test]
+fn full_transfer_queue_aborts_the_sequence_and_ends_its_transfer() {
+    for is_aborted_before in [false, true] {
+        let mut scene = Scene::accepted(SequenceKind::Receive);
+        scene.act(Action::Reserve { id: ID, first_block: 0, blocks: vec![BlockId(3)] });
+        let (call, command) = scene.attempts.next_command().unwrap();
+        let abort = || Action::AbortTransfer { id: ID, reason: "cancelled".into() };
+        if is_aborted_before {
+            scene.act(abort());
+        }
+        let reason = "the transfer queue is full".to_owned();
+        assert!(scene.attempts.transfer_queue_full(call, command, reason.clone()));
+        assert_eq!(scene.failure(), (FailureKind::Busy, reason));
+        assert_eq!(scene.input(), Input::Abort { id: ID });
+        assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+        if !is_aborted_before {
+            scene.act(abort());
+            assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+            scene.assert_quiet();
+        }
+        scene.assert_forgotten();
+    }
+}
+
+#[test]
+fn slow_reader_is_ended_alone() {
+    let mut scene = Scene::accepted(SequenceKind::Compute);
+    scene.act(tokens(0, &[1]));
+    scene.attempts.slow_reader(CallId { number: 2, ..CALL });
+    scene.assert_quiet();
+    scene.attempts.slow_reader(CALL);
+    assert_eq!(scene.input(), Input::Abort { id: ID });
+    assert_eq!(scene.failure().0, FailureKind::SlowReader);
+    scene.assert_quiet();
+    scene.assert_forgotten();
+}
+
+#[test]
+fn close_ends_every_attempt_and_rejects_new_calls() {
+    let mut scene = Scene::accepted(SequenceKind::Send);
+    scene.command();
+    scene.attempts.close(&CloseReason::Stopped);
+    assert_eq!(scene.input(), Input::Abort { id: ID });
+    assert_eq!(scene.failure(), (FailureKind::Draining, "the node shuts down".into()));
+    assert!(!scene.attempts.is_empty(), "its transfer is still active");
+    scene.call(2, SequenceKind::Send);
+    assert_eq!(scene.replies(), [Reply::Rejected(Refusal::Draining)]);
+}
+
+/// The caller of a rejected call waits for a status, not for a stream.
+#[test]
+fn close_rejects_a_call_that_is_not_accepted_yet() {
+    let mut scene = Scene::new();
+    scene.call(1, SequenceKind::Compute);
+    scene.attempts.close(&CloseReason::DrainTimeout);
+    assert_eq!(scene.replies(), [Reply::Rejected(Refusal::Draining)]);
+    scene.assert_forgotten();
+}
+
+#[test]
+fn prefill_without_token_0_fails_as_an_internal_error() {
+    let mut scene = Scene::accepted(SequenceKind::Send);
+    scene.command();
+    scene.act(Action::Finished { id: ID, reason: None });
+    assert_eq!(scene.failure().0, FailureKind::Internal);
+    assert_eq!(scene.input(), Input::Abort { id: ID });
+}
+
+const LIMITS: ExecutorLimits = ExecutorLimits {
+    slots: 2,
+    step_tokens: 32,
+    sequence_tokens: 64,
+    blocks: 16,
+    depth: 2,
+    vocabulary: 10,
+    speculation: None,
+};
+
+/// A device in the test's own time whose steps finish when the test says so.
+struct Device {
+    sim: SimExecutor,
+    now: Instant,
+    is_hung: bool,
+}
+
+impl Executor for Device {
+    fn launch(&mut self, plan: engine::plan::StepPlan) -> Result<(), ExecutorError> {
+        self.sim.launch(plan)
+    }
+
+    fn collect(
+        &mut self,
+        timeout: Duration,
+    ) -> Result<Option<engine::plan::StepResult>, ExecutorError> {
+        if self.is_hung { Ok(None) } else { self.sim.collect(timeout) }
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        LIMITS
+    }
+
+    fn now(&self) -> Instant {
+        self.now
+    }
+}
+
+/// A core with its scheduler and a simulated device.
+struct Node {
+    core: NodeCore<Device>,
+    now: Instant,
+}
+
+impl Node {
+    fn new() -> Self {
+        let now = Instant::now();
+        let no_cost = CostModel {
+            step: Duration::ZERO,
+            token: Duration::ZERO,
+            context_token: Duration::ZERO,
+        };
+        let device = Device { sim: SimExecutor::new(LIMITS, no_cost, now), now, is_hung: false };
+        let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
+        let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
+        let steps = StepLoop::new(scheduler, device);
+        Self { core: NodeCore::new(steps, &testing::record(), STALL_AFTER), now }
+    }
+
+    fn call(&mut self, id: u128, kind: SequenceKind) {
+        self.core.handle_call(call(id, id as u64, kind, self.now), self.now);
+    }
+
+    fn advance(&mut self, time: Duration) {
+        self.now += time;
+        self.core.executor_mut().now = self.now;
+        self.core.handle_deadline(self.now);
+    }
+
+    fn outputs(&mut self) -> Vec<Output> {
+        std::iter::from_fn(|| self.core.poll_output()).collect()
+    }
+
+    /// Steps until the device has no work.
+    fn run(&mut self) -> Vec<Output> {
+        let mut outputs = self.outputs();
+        while self.core.step(Duration::ZERO).unwrap() != Turn::Idle {
+            outputs.extend(self.outputs());
+            assert!(outputs.len() < 1000, "the core never becomes idle");
+        }
+        outputs
+    }
+
+    fn commands(&mut self) -> Vec<transfer::Command> {
+        let command = |output| match output {
+            Output::Transfer { command, .. } => Some(command),
+            _ => None,
+        };
+        self.outputs().into_iter().filter_map(command).collect()
+    }
+}
+
+fn observe_events(outputs: impl IntoIterator<Item = Output>) -> Vec<v1::ObserveEvent> {
+    let event = |output| match output {
+        Output::Observe { event, .. } => Some(event),
+        _ => None,
+    };
+    outputs.into_iter().filter_map(event).collect()
+}
+
+#[test]
+fn compute_call_is_accepted_decodes_and_leaves_nothing() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Compute);
+    let replies = replies(node.run());
+    assert_eq!(replies[0], Reply::Accepted);
+    assert_eq!(replies[1], Reply::Event(AttemptEvent::Reserved { cached_tokens: 0, alone: true }));
+    let tokens = replies.iter().filter_map(|reply| match reply {
+        Reply::Event(AttemptEvent::Tokens { tokens, .. }) => Some(tokens.len()),
+        _ => None,
+    });
+    assert_eq!(tokens.sum::<usize>(), 4);
+    assert!(matches!(replies.last(), Some(Reply::Ended(AttemptEnd::Finished { .. }))));
+    assert!(node.core.is_empty() && node.core.scheduler().is_idle());
+}
+
+/// A `Receive` that finds the transfer queue full gives its blocks back at once.
+#[test]
+fn full_transfer_queue_frees_the_reserved_blocks() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Receive);
+    let (call, command) = std::iter::from_fn(|| node.core.poll_output())
+        .find_map(|output| match output {
+            Output::Transfer { call, command } => Some((call, command)),
+            _ => None,
+        })
+        .expect("a Receive command");
+    assert_eq!(node.core.scheduler().load().blocks_reserved, 2);
+    node.core.handle_transfer_queue_full(call, command, "full".into(), node.now);
+    let replies = replies(node.outputs());
+    assert_eq!(replies, [Reply::Ended(AttemptEnd::failed(FailureKind::Busy, "full"))]);
+    assert_eq!(node.core.scheduler().load().blocks_reserved, 0);
+    assert!(node.core.is_empty() && node.core.scheduler().is_idle());
+}
+
+/// A command on an active transfer is offered again in order, and no sooner than after
+/// [`TRANSFER_RETRY_AFTER`].
+#[test]
+fn commands_keep_their_order_while_the_transfer_queue_is_full() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Receive);
+    node.call(2, SequenceKind::Receive);
+    assert_eq!(node.commands().len(), 2);
+    for id in [1, 2] {
+        node.core.handle_cancel(CallId { sequence: SequenceId(id), number: id as u64 });
+    }
+    let aborted = |command: &transfer::Command| match command {
+        transfer::Command::Abort { transfer, .. } => transfer.0,
+        other => panic!("{other:?}"),
+    };
+    for _ in 0..3 {
+        let offered =
+            std::iter::from_fn(|| node.core.poll_output()).find_map(|output| match output {
+                Output::Transfer { call, command } => Some((call, command)),
+                _ => None,
+            });
+        let (call, command) = offered.expect("an Abort command");
+        assert_eq!(aborted(&command), 1);
+        node.core.handle_transfer_queue_full(call, command, "full".into(), node.now);
+        node.advance(Duration::ZERO);
+        assert!(node.commands().is_empty());
+        assert_eq!(node.core.next_deadline(), Some(node.now + TRANSFER_RETRY_AFTER));
+        node.advance(TRANSFER_RETRY_AFTER);
+    }
+    assert_eq!(node.commands().iter().map(aborted).collect::<Vec<_>>(), [1, 2]);
+}
+
+/// Tokens of one step are separate actions: a full caller queue takes effect before the next one.
+#[test]
+fn slow_reader_gets_no_reply_after_the_one_that_did_not_fit() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Compute);
+    let call = CallId { sequence: SequenceId(1), number: 1 };
+    let mut after = None;
+    loop {
+        while let Some(output) = node.core.poll_output() {
+            match output {
+                Output::Reply { reply: Reply::Event(AttemptEvent::Tokens { .. }), .. } => {
+                    assert_eq!(after, None, "no token follows");
+                    node.core.handle_slow_reader(call);
+                    after = Some(Vec::new());
+                }
+                Output::Reply { reply, .. } => {
+                    if let Some(after) = &mut after {
+                        after.push(reply);
+                    }
+                }
+                _ => {}
+            }
+        }
+        if node.core.step(Duration::ZERO).unwrap() == Turn::Idle {
+            break;
+        }
+    }
+    let after = after.expect("a token");
+    assert!(
+        matches!(
+            after[..],
+            [Reply::Ended(AttemptEnd::Failed { kind: FailureKind::SlowReader, .. })]
+        ),
+        "{after:?}"
+    );
+    assert!(node.core.scheduler().is_idle());
+}
+
+#[test]
+fn deltas_follow_the_snapshot_in_order_and_at_most_every_interval() {
+    let mut node = Node::new();
+    node.core.executor_mut().is_hung = true;
+    node.core.handle_observe(ObserverId(1), node.now);
+    let events = observe_events(node.outputs());
+    assert_eq!((events.len(), events[0].sequence), (1, 0));
+    assert!(matches!(events[0].event, Some(ObserveEvent::Snapshot(_))));
+
+    // Two changes within one interval are one delta.
+    for id in [1, 2] {
+        node.call(id, SequenceKind::Compute);
+        node.core.handle_deadline(node.now);
+        assert!(observe_events(node.outputs()).is_empty());
+    }
+    assert_eq!(node.core.next_deadline(), Some(node.now + observers::INTERVAL));
+    node.advance(observers::INTERVAL);
+    let events = observe_events(node.outputs());
+    let [v1::ObserveEvent { sequence: 1, event: Some(ObserveEvent::Delta(delta)) }] = &events[..]
+    else {
+        panic!("one delta: {events:?}");
+    };
+    assert_eq!(delta.load.unwrap().waiting, 2);
+
+    // Without a change there is no delta.
+    node.advance(observers::INTERVAL);
+    assert!(observe_events(node.outputs()).is_empty());
+
+    // A drain is told at once, and rejects new calls.
+    node.core.handle_drain(node.now);
+    node.call(3, SequenceKind::Compute);
+    let outputs = node.outputs();
+    assert_eq!(replies(outputs.clone()), [Reply::Rejected(Refusal::Draining)]);
+    let events = observe_events(outputs);
+    let [v1::ObserveEvent { sequence: 2, event: Some(ObserveEvent::Delta(delta)) }] = &events[..]
+    else {
+        panic!("one delta: {events:?}");
+    };
+    assert!(delta.load.unwrap().draining);
+}
+
+#[test]
+fn stalled_step_ends_the_observers_until_a_step_finishes() {
+    let mut node = Node::new();
+    node.core.handle_observe(ObserverId(1), node.now);
+    // An idle node is not stalled.
+    node.advance(2 * STALL_AFTER);
+    node.core.executor_mut().is_hung = true;
+    node.call(1, SequenceKind::Compute);
+    node.outputs();
+    assert_eq!(node.core.step(Duration::ZERO).unwrap(), Turn::Pending);
+    node.advance(STALL_AFTER - Duration::from_millis(1));
+    let stalled = |outputs: Vec<Output>| {
+        let ended = |output: &Output| matches!(output, Output::ObserveStalled { .. });
+        outputs.iter().filter(|output| ended(output)).count()
+    };
+    assert_eq!(stalled(node.outputs()), 0);
+    assert_eq!(node.core.next_deadline(), Some(node.now + Duration::from_millis(1)));
+    node.advance(Duration::from_millis(1));
+    assert_eq!(stalled(node.outputs()), 1);
+    // A new observer is ended at once.
+    node.core.handle_observe(ObserverId(2), node.now);
+    assert_eq!(stalled(node.outputs()), 1);
+
+    node.core.executor_mut().is_hung = false;
+    node.run();
+    node.advance(Duration::ZERO);
+    let outputs = node.outputs();
+    assert!(outputs.iter().any(|output| matches!(output, Output::Stall(Stall::Ended))));
+    node.core.handle_observe(ObserverId(3), node.now);
+    assert_eq!(observe_events(node.outputs()).len(), 1);
+}
