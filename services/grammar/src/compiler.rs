@@ -1,20 +1,20 @@
 //! From a grammar to its matchers, over one vocabulary.
 
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
-};
+use std::{sync::Arc, thread::Builder};
 
 use llguidance::{
     ParserFactory,
+    api::{GrammarInit, ParserLimits},
+    earley::lexerspec::LexerSpec,
     toktrie::{ApproximateTokEnv, INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie},
 };
 
 use crate::{
     error::{GrammarError, MatchError, one_line},
-    limits::parser_limits,
+    limits::{COMPILER_STACK_BYTES, LEXER_FUEL, TOOLS_LEXER_FUEL, parser_limits},
     matcher::Matcher,
     source::Grammar,
+    tool_calls::ToolCalls,
 };
 
 /// One token of a vocabulary.
@@ -63,69 +63,126 @@ impl Compiler {
         Self { factory }
     }
 
-    /// A matcher at the beginning of an answer.
-    ///
-    /// CPU work that may take tens of milliseconds: not for a thread that others wait for.
+    /// Returns a matcher at the start of the output. Takes up to 200 ms of CPU time: do not call it on a
+    /// thread that serves other requests.
     ///
     /// # Errors
     /// See [`GrammarError`].
     pub fn compile(&self, grammar: &Grammar) -> Result<Matcher, GrammarError> {
-        let compiled = self.compile_whole(grammar);
+        let compiled = self.compile_whole(grammar, LEXER_FUEL).map(|(matcher, _)| matcher);
         match (grammar, &compiled) {
-            // Of which function it is, if it is of one, costs time only where something is wrong.
+            // Finding the tool at fault costs time only when there is an error.
             (Grammar::ToolCalls(calls), Err(GrammarError::Unsupported { .. })) => {
-                for (index, arguments) in calls.arguments_alone() {
-                    if let Err(error) = self.compile_whole(&arguments) {
-                        return Err(error.in_tool(index));
-                    }
-                }
+                self.compile_each_tool(calls, |_| Ok(()))?;
                 compiled
             }
             _ => compiled,
         }
     }
 
-    /// Whether the grammar can be compiled, and allows anything at all; of calls, whether that holds
-    /// for the arguments of each function.
+    /// Compiles the grammar and the arguments of each of its tools, and computes the first bitmask of
+    /// each. Takes up to twice the time of [`Self::compile`].
     ///
     /// # Errors
     /// See [`GrammarError`].
     pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
-        Self::check_beginning(self.compile(grammar)?)?;
-        if let Grammar::ToolCalls(calls) = grammar {
-            // The beginning of a call is the same whatever its arguments are.
-            for (index, arguments) in calls.arguments_alone() {
-                let checked = self.compile_whole(&arguments).and_then(Self::check_beginning);
-                checked.map_err(|error| error.in_tool(index))?;
-            }
+        Self::check_first_mask(self.compile(grammar)?)?;
+        match grammar {
+            // A call starts with the same bytes whatever its arguments are.
+            Grammar::ToolCalls(calls) => self.compile_each_tool(calls, Self::check_first_mask),
+            Grammar::JsonSchema(_) | Grammar::Regex(_) => Ok(()),
+        }
+    }
+
+    /// Compiles the arguments of each tool, as far as the fuel for all tools together lasts.
+    fn compile_each_tool(
+        &self,
+        calls: &ToolCalls,
+        check: impl Fn(Matcher) -> Result<(), GrammarError>,
+    ) -> Result<(), GrammarError> {
+        let mut fuel_left = TOOLS_LEXER_FUEL;
+        for (index, arguments) in calls.arguments_alone() {
+            let checked = self.compile_whole(&arguments, fuel_left.min(LEXER_FUEL)).and_then(
+                |(matcher, fuel_spent)| {
+                    fuel_left = fuel_left.saturating_sub(fuel_spent);
+                    check(matcher)
+                },
+            );
+            checked.map_err(|error| error.in_tool(index))?;
         }
         Ok(())
     }
 
-    fn check_beginning(mut matcher: Matcher) -> Result<(), GrammarError> {
+    fn check_first_mask(mut matcher: Matcher) -> Result<(), GrammarError> {
         let reason = match matcher.allowed() {
             Ok(_) => return Ok(()),
             Err(error @ MatchError::TooComplex { .. }) => error.to_string(),
             Err(MatchError::Mismatch { .. } | MatchError::Defect { .. }) => {
-                "it allows no answer".to_owned()
+                "no output matches it".to_owned()
             }
         };
         Err(GrammarError::Unsupported { reason })
     }
 
-    fn compile_whole(&self, grammar: &Grammar) -> Result<Matcher, GrammarError> {
+    /// Returns the matcher and the fuel that its lexer took.
+    fn compile_whole(&self, grammar: &Grammar, fuel: u64) -> Result<(Matcher, u64), GrammarError> {
         let parsed = grammar.parsed()?;
-        let unsupported = |reason: &str| GrammarError::Unsupported { reason: one_line(reason) };
-        // It asserts some of its bounds.
-        let parser = catch_unwind(AssertUnwindSafe(|| self.factory.create_parser(parsed)))
-            .map_err(|_| unsupported("it is beyond the compiler's bounds"))?
-            .map_err(|error| unsupported(&error.to_string()))?;
-        let matcher = llguidance::Matcher::new(Ok(parser));
+        let (matcher, fuel_spent) = on_compiler_thread(|| {
+            let limits = ParserLimits { initial_lexer_fuel: fuel, ..parser_limits() };
+            let tokens = Some(self.factory.tok_env().clone());
+            let (grammar, lexer) = GrammarInit::Serialized(parsed)
+                .to_internal(tokens, limits)
+                .map_err(|error| unsupported(&error.to_string()))?;
+            let fuel_spent =
+                check_first_bytes(&lexer, fuel).map_err(|error| unsupported(&error))?;
+            let parser = self
+                .factory
+                .create_parser_from_init_default(GrammarInit::Internal(grammar, lexer))
+                .map_err(|error| unsupported(&error.to_string()))?;
+            Ok((llguidance::Matcher::new(Ok(parser)), fuel_spent))
+        })?;
         match matcher.get_error() {
             Some(error) => Err(unsupported(&error)),
-            None => Ok(Matcher::new(matcher)),
+            None => Ok((Matcher::new(matcher), fuel_spent)),
         }
     }
+}
+
+fn unsupported(reason: &str) -> GrammarError {
+    GrammarError::Unsupported { reason: one_line(reason) }
+}
+
+/// Runs `compile` on a thread with a stack for the deepest schema.
+fn on_compiler_thread<T: Send>(
+    compile: impl FnOnce() -> Result<T, GrammarError> + Send,
+) -> Result<T, GrammarError> {
+    let thread = Builder::new().name("grammar".to_owned()).stack_size(COMPILER_STACK_BYTES);
+    std::thread::scope(|scope| {
+        let running = thread
+            .spawn_scoped(scope, compile)
+            .map_err(|error| unsupported(&format!("cannot start a compiler thread: {error}")))?;
+        // llguidance asserts some of its bounds.
+        running.join().unwrap_or_else(|_| Err(unsupported("it is beyond the compiler's bounds")))
+    })
+}
+
+/// Returns the fuel that the lexer takes up to the transitions of its start state.
+///
+/// llguidance's parser computes these transitions when it is constructed, before it sets a fuel limit:
+/// `{"type":"integer","multipleOf":9999991}` takes minutes and gigabytes there. This function computes
+/// the same transitions first, with a limit.
+fn check_first_bytes(lexer: &LexerSpec, fuel: u64) -> Result<u64, String> {
+    let mut limits = ParserLimits { initial_lexer_fuel: fuel, ..parser_limits() };
+    let mut dfa = lexer.to_regex_vec(&mut limits).map_err(|error| error.to_string())?;
+    dfa.set_fuel(limits.initial_lexer_fuel);
+    let start = dfa.initial_state(&lexer.all_lexemes());
+    for byte in 0..=u8::MAX {
+        dfa.transition(start, byte);
+        if let Some(error) = dfa.get_error() {
+            return Err(error);
+        }
+    }
+    Ok(dfa.total_fuel_spent())
 }
 
 impl std::fmt::Debug for Compiler {

@@ -9,13 +9,15 @@ pub enum GrammarError {
     TooDeep { depth: usize, max: usize },
     #[error("has {count} {what}; allowed: at most {max}")]
     TooMany { what: &'static str, count: usize, max: usize },
-    #[error("has multipleOf {value}; allowed: up to eight digits")]
-    MultipleOf { value: String },
+    #[error("has multipleOf {value}; allowed: a whole number up to {max}, times a power of ten")]
+    MultipleOf { value: String, max: u32 },
+    #[error(
+        "has multipleOf values that may apply to one number, with a least common multiple of more \
+         than {max}; allowed: up to {max}, counted in units of their last decimal place"
+    )]
+    CommonMultiple { max: u32 },
     #[error("is not a JSON schema: {reason}")]
     NotASchema { reason: String },
-    /// The `$ref` at the place closes a circle of parts that are all needed.
-    #[error("fits only endless answers: {place} needs another of what it is a part of")]
-    Endless { place: String },
     #[error("is not a regular expression: {reason}")]
     NotARegex { reason: String },
     /// Well-formed, but not to be served: a keyword that is not known, nothing that matches, or

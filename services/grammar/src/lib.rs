@@ -13,7 +13,6 @@
 #![forbid(unsafe_code)]
 
 mod compiler;
-mod endless;
 mod error;
 pub mod limits;
 mod matcher;

@@ -1,18 +1,21 @@
 //! What a client asks for, and whether it is small enough to look at.
 
-use std::ops::AddAssign;
+use std::{convert::Infallible, ops::AddAssign};
 
 use llguidance::{JsonCompileOptions, api::TopLevelGrammar};
-use regex_syntax::ParserBuilder;
-use serde_json::Value;
+use regex_syntax::{
+    ParserBuilder,
+    ast::{self, Ast, ClassPerl, ClassPerlKind, ClassSetItem},
+};
+use serde_json::{Map, Number, Value};
 
 use crate::{
-    endless::check_ends,
     error::{GrammarError, one_line},
     limits::{
-        JSON_WHITE_SPACE, MULTIPLE_OF_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
-        SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX, SCHEMA_PROPERTIES_MAX,
-        SCHEMA_VALUES_MAX,
+        CASE_INSENSITIVE_CLASS_WEIGHT, JSON_WHITE_SPACE, MULTIPLE_OF_COEFFICIENT_MAX,
+        MULTIPLE_OF_MAX, MULTIPLE_OF_PLACES_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
+        SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX, SCHEMA_FORMATS_MAX,
+        SCHEMA_OBJECTS_MAX, SCHEMA_PROPERTIES_MAX, SCHEMA_VALUES_MAX, UNICODE_CLASSES_MAX,
     },
     tool_calls::ToolCalls,
 };
@@ -75,7 +78,6 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     };
     let parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
-    check_ends(&schema)?;
     // In the place where a client could change them.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),
@@ -87,6 +89,8 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
 
 pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
     check_length(text, REGEX_BYTES_MAX)?;
+    let unicode_classes = unicode_classes(text);
+    SchemaParts { unicode_classes, ..SchemaParts::default() }.check(1)?;
     let parsed = ParserBuilder::new().nest_limit(REGEX_DEPTH_MAX).build().parse(text);
     if let Err(error) = parsed {
         let reason = match &error {
@@ -103,54 +107,79 @@ pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
     Ok(())
 }
 
-/// What makes a schema dear beside its length. Keywords are counted wherever they stand, also as names.
+/// Counts of the parts that make a schema expensive to compile. Keywords count wherever they stand, also
+/// as names of properties.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SchemaParts {
+    objects: usize,
     properties: usize,
-    values: usize,
+    enum_values: usize,
     alternatives: usize,
+    formats: usize,
+    unicode_classes: usize,
 }
 
 impl SchemaParts {
     fn of(schema: &Value) -> Result<Self, GrammarError> {
         let mut parts = Self::default();
+        let mut multiples = Vec::new();
+        let mut merges_subschemas = false;
         let mut rest = vec![schema];
         while let Some(value) = rest.pop() {
             let Value::Object(object) = value else {
                 rest.extend(value.as_array().into_iter().flatten());
                 continue;
             };
+            parts.objects += 1;
+            merges_subschemas |= merges(object);
             for (keyword, value) in object {
                 match (keyword.as_str(), value) {
-                    ("properties" | "patternProperties", Value::Object(all)) => {
+                    ("properties", Value::Object(all)) => parts.properties += all.len(),
+                    ("patternProperties", Value::Object(all)) => {
                         parts.properties += all.len();
+                        parts.unicode_classes +=
+                            all.keys().map(|pattern| unicode_classes(pattern)).sum::<usize>();
                     }
-                    // Values are no schemas.
+                    // Values are not schemas.
                     ("enum", Value::Array(all)) => {
-                        parts.values += all.len();
+                        parts.enum_values += all.len();
                         continue;
                     }
                     ("const" | "default" | "examples", _) => continue,
                     ("anyOf" | "oneOf" | "allOf", Value::Array(all)) => {
                         parts.alternatives += all.len();
                     }
-                    ("multipleOf", Value::Number(number)) if !is_reckoned(number.as_f64()) => {
-                        return Err(GrammarError::MultipleOf { value: number.to_string() });
+                    ("format", Value::String(_)) => parts.formats += 1,
+                    ("pattern", Value::String(pattern)) => {
+                        parts.unicode_classes += unicode_classes(pattern);
+                    }
+                    ("multipleOf", Value::Number(number)) => {
+                        let multiple = Multiple::of(number).ok_or_else(|| {
+                            let value = number.to_string();
+                            GrammarError::MultipleOf { value, max: MULTIPLE_OF_MAX }
+                        })?;
+                        multiples.push(multiple);
                     }
                     _ => {}
                 }
                 rest.push(value);
             }
         }
+        if merges_subschemas && !Multiple::have_small_common_multiple(&multiples) {
+            return Err(GrammarError::CommonMultiple { max: MULTIPLE_OF_MAX });
+        }
         Ok(parts)
     }
 
-    /// Refuses more than so many times what one schema may have.
+    /// Rejects more than `factor` times the parts that one schema may have.
     pub fn check(self, factor: usize) -> Result<(), GrammarError> {
         for (what, count, max) in [
             ("properties", self.properties, SCHEMA_PROPERTIES_MAX),
-            ("values in enums", self.values, SCHEMA_VALUES_MAX),
+            ("values in enums", self.enum_values, SCHEMA_VALUES_MAX),
             ("parts in anyOf, oneOf and allOf", self.alternatives, SCHEMA_ALTERNATIVES_MAX),
+            ("values of format", self.formats, SCHEMA_FORMATS_MAX),
+            ("objects", self.objects, SCHEMA_OBJECTS_MAX),
+            (UNICODE_CLASSES, self.unicode_classes, UNICODE_CLASSES_MAX),
         ] {
             let max = max * factor;
             if count > max {
@@ -163,18 +192,139 @@ impl SchemaParts {
 
 impl AddAssign for SchemaParts {
     fn add_assign(&mut self, other: Self) {
+        self.objects += other.objects;
         self.properties += other.properties;
-        self.values += other.values;
+        self.enum_values += other.enum_values;
         self.alternatives += other.alternatives;
+        self.formats += other.formats;
+        self.unicode_classes += other.unicode_classes;
     }
 }
 
-fn is_reckoned(multiple: Option<f64>) -> bool {
-    let Some(multiple) = multiple else { return false };
-    // As few decimal places as name it.
-    let scaled = (0..=8).map(|places| multiple.abs() * 10_f64.powi(places));
-    let mut whole = scaled.filter(|scaled| (scaled - scaled.round()).abs() <= scaled * 1e-12);
-    whole.next().is_some_and(|scaled| scaled <= MULTIPLE_OF_MAX)
+const UNICODE_CLASSES: &str = "non-ASCII character classes (a case-insensitive one counts 20)";
+
+/// Whether llguidance intersects objects here, and with them `multipleOf` values of both.
+fn merges(schema: &Map<String, Value>) -> bool {
+    let has = |keyword: &&str| schema.contains_key(*keyword);
+    let combined = ["anyOf", "oneOf", "$ref"].iter().filter(|keyword| has(keyword)).count();
+    let own = ["multipleOf", "properties", "patternProperties", "additionalProperties"];
+    let lists = ["items", "prefixItems", "additionalItems"];
+    schema.contains_key("allOf")
+        || combined > 1
+        || (combined == 1 && own.iter().chain(&lists).any(|keyword| has(keyword)))
+}
+
+/// `coefficient / 10^places`, as llguidance reads a `multipleOf`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Multiple {
+    coefficient: u64,
+    places: u32,
+}
+
+impl Multiple {
+    /// `None` for a number beyond the bounds.
+    fn of(number: &Number) -> Option<Self> {
+        let mut value = number.as_f64()?.abs();
+        let mut places = 0;
+        // As few decimal places as name the number.
+        while (value - value.round()).abs() > value * 1e-12 {
+            value *= 10.0;
+            places += 1;
+            if places > MULTIPLE_OF_PLACES_MAX {
+                return None;
+            }
+        }
+        let mut whole = value.round();
+        let coefficient = whole;
+        while whole >= 10.0 && whole % 10.0 == 0.0 {
+            whole /= 10.0;
+        }
+        let is_bounded =
+            whole <= f64::from(MULTIPLE_OF_MAX) && coefficient <= MULTIPLE_OF_COEFFICIENT_MAX;
+        is_bounded.then_some(Self { coefficient: coefficient as u64, places })
+    }
+
+    /// Whether the least common multiple is up to [`MULTIPLE_OF_MAX`]: llguidance multiplies two of its
+    /// divisors in 32 bits.
+    fn have_small_common_multiple(all: &[Self]) -> bool {
+        let places = all.iter().map(|multiple| multiple.places).max().unwrap_or(0);
+        let mut common = 1;
+        for multiple in all.iter().filter(|multiple| multiple.coefficient != 0) {
+            let one = multiple.coefficient * 10_u64.pow(places - multiple.places);
+            common = common / gcd(common, one) * one;
+            if common > u64::from(MULTIPLE_OF_MAX) {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// Returns how expensive the character classes beyond ASCII are, in units of one class. An expression
+/// that does not parse counts nothing: the compiler rejects it.
+fn unicode_classes(expression: &str) -> usize {
+    let Ok(parsed) = ast::parse::Parser::new().parse(expression) else { return 0 };
+    let Ok(counted) = ast::visit(&parsed, ClassCounter::default());
+    match counted.is_case_insensitive {
+        true => (counted.unicode + counted.negated) * CASE_INSENSITIVE_CLASS_WEIGHT,
+        false => counted.unicode,
+    }
+}
+
+#[derive(Default)]
+struct ClassCounter {
+    unicode: usize,
+    negated: usize,
+    is_case_insensitive: bool,
+}
+
+impl ClassCounter {
+    fn count_perl(&mut self, class: &ClassPerl) {
+        // `\d` and `\s` are small.
+        self.unicode += usize::from(class.kind == ClassPerlKind::Word);
+    }
+}
+
+impl ast::Visitor for ClassCounter {
+    type Output = Self;
+    type Err = Infallible;
+
+    fn finish(self) -> Result<Self, Infallible> {
+        Ok(self)
+    }
+
+    fn visit_pre(&mut self, part: &Ast) -> Result<(), Infallible> {
+        match part {
+            Ast::ClassUnicode(_) => self.unicode += 1,
+            Ast::ClassPerl(class) => self.count_perl(class),
+            Ast::ClassBracketed(class) => self.negated += usize::from(class.negated),
+            Ast::Flags(flags) => self.is_case_insensitive |= sets_case_insensitive(&flags.flags),
+            Ast::Group(group) => {
+                self.is_case_insensitive |= group.flags().is_some_and(sets_case_insensitive);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn visit_class_set_item_pre(&mut self, item: &ClassSetItem) -> Result<(), Infallible> {
+        match item {
+            ClassSetItem::Unicode(_) => self.unicode += 1,
+            ClassSetItem::Perl(class) => self.count_perl(class),
+            ClassSetItem::Bracketed(class) => self.negated += usize::from(class.negated),
+            ClassSetItem::Range(range) => self.unicode += usize::from(!range.end.c.is_ascii()),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+fn sets_case_insensitive(flags: &ast::Flags) -> bool {
+    flags.flag_state(ast::Flag::CaseInsensitive) == Some(true)
 }
 
 fn check_length(text: &str, max: usize) -> Result<(), GrammarError> {

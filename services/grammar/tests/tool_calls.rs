@@ -258,7 +258,7 @@ fn an_answer_that_matches_an_expression_writes_no_call_past_its_schema() {
 fn arguments_that_cannot_be_written_are_refused_with_their_function() {
     let short = json!({"type": "string", "pattern": "^a$", "minLength": 5});
     for (arguments, words) in [
-        (json!({"$ref": "#"}), "fits only endless answers: # needs another"),
+        (json!({"$ref": "#"}), "cannot be followed: no output matches it"),
         (short, "cannot be followed: Unsatisfiable schema"),
     ] {
         for otherwise in [Otherwise::Nothing, hermes_prose()] {
