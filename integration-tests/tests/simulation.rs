@@ -10,11 +10,11 @@ use simulation::{Coverage, run};
 const SEEDS: u64 = 3000;
 
 /// The ordinary seeds reach each of these at least once.
-const REACHED: [&str; 30] = [
-    "alone",
+const REACHED: [&str; 35] = [
     "arrived",
     "attempt busy",
     "attempt draining",
+    "attempt internal",
     "attempt lost",
     "attempt stale",
     "attempt transfer failed",
@@ -28,19 +28,24 @@ const REACHED: [&str; 30] = [
     "delivered",
     "drained in time",
     "drains",
+    "engines failed",
+    "etcd outages",
     "kills",
     "must complete",
     "no decode node",
     "partitions",
     "pauses",
     "preemptions",
+    "ranks lost",
     "receive failed",
     "reserved",
+    "reserved alone",
     "router connections closed",
+    "router restarts",
     "send failed",
     "token 0 finished",
-    "token 0 timed out",
     "transfer queue full",
+    "turns",
 ];
 
 fn number(name: &str) -> Option<u64> {

@@ -105,8 +105,9 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
         }
     }
 
-    pub fn has_events(&self) -> bool {
-        !self.events.is_empty()
+    /// Returns the events that the node has not taken yet.
+    pub fn events(&self) -> impl Iterator<Item = &Event> {
+        self.events.iter()
     }
 
     /// Whether [`Input::Command`] may be handled now.

@@ -28,7 +28,7 @@ const PENALTY_MAX: f32 = 2.0;
 
 /// What every attempt at this node must stay within.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct AttemptLimits {
+pub struct AttemptLimits {
     pub epoch: Epoch,
     pub weight_version: u64,
     pub vocabulary_size: u32,
@@ -38,7 +38,7 @@ pub(crate) struct AttemptLimits {
 
 /// One attempt at a request, checked.
 #[derive(Clone, Debug)]
-pub(crate) struct NewAttempt {
+pub struct NewAttempt {
     pub request_id: u128,
     /// Its constraint is still to be made of `grammar`.
     pub sequence: NewSequence,

@@ -15,7 +15,7 @@
 
 #![forbid(unsafe_code)]
 
-mod attempt;
+pub mod attempt;
 mod callers;
 mod connection;
 mod core_metrics;
@@ -41,7 +41,7 @@ mod tensor_parallel;
 mod testing;
 mod transfer_events;
 mod transfer_figures;
-mod wire;
+pub mod wire;
 
 pub use cluster::Role;
 pub use engine_thread::EngineError;

@@ -67,7 +67,7 @@ pub(crate) struct AttemptStream {
 
 /// An item of the stream.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum StreamItem {
+pub enum StreamItem {
     Event(AttemptEvent),
     End(AttemptEnd),
 }

@@ -5,13 +5,11 @@ use kernels::sampling::SampledToken;
 use kv_transfer::api::TransferStats;
 use proto::v1::{self, decode_event, prefill_event};
 
-use crate::{
-    node_core::{AttemptEnd, AttemptEvent},
-    stream::StreamItem,
-};
+use crate::node_core::{AttemptEnd, AttemptEvent};
+pub use crate::stream::StreamItem;
 
 /// What a `Prefill` stream says; `None` where the stream just ends.
-pub(crate) fn prefill_event(item: StreamItem) -> Option<v1::PrefillEvent> {
+pub fn prefill_event(item: StreamItem) -> Option<v1::PrefillEvent> {
     let event = match item {
         StreamItem::Event(AttemptEvent::Tokens {
             first_index,
@@ -43,7 +41,7 @@ pub(crate) fn prefill_event(item: StreamItem) -> Option<v1::PrefillEvent> {
 }
 
 /// What a `Decode` stream says.
-pub(crate) fn decode_event(item: StreamItem) -> Option<v1::DecodeEvent> {
+pub fn decode_event(item: StreamItem) -> Option<v1::DecodeEvent> {
     let event = match item {
         StreamItem::Event(AttemptEvent::Reserved { cached_tokens, alone }) => {
             decode_event::Event::Reserved(v1::Reserved { cached_tokens, alone })

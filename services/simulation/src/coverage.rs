@@ -2,36 +2,48 @@
 
 use std::{collections::BTreeMap, fmt};
 
+use proto::v1::{decode_event, prefill_event};
 use router::request_core::{AttemptFailure, Cause, GiveUp};
 
-use crate::{journey::TRANSFERS_FULL, request::End};
+use crate::router::End;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Coverage(BTreeMap<&'static str, u64>);
 
 impl Coverage {
-    pub fn count(&mut self, what: &'static str) {
-        self.add(what, 1);
+    pub fn count(&mut self, state: &'static str) {
+        self.add(state, 1);
     }
 
-    pub fn add(&mut self, what: &'static str, count: u64) {
-        *self.0.entry(what).or_default() += count;
+    pub fn add(&mut self, state: &'static str, count: u64) {
+        *self.0.entry(state).or_default() += count;
     }
 
-    pub fn get(&self, what: &str) -> u64 {
-        self.0.get(what).copied().unwrap_or(0)
+    pub fn get(&self, state: &str) -> u64 {
+        self.0.get(state).copied().unwrap_or(0)
     }
 
     pub fn merge(&mut self, other: &Coverage) {
-        for (what, count) in &other.0 {
-            self.add(what, *count);
+        for (state, count) in &other.0 {
+            self.add(state, *count);
         }
     }
 
-    pub fn count_failure(&mut self, failure: &AttemptFailure) {
-        if failure.message == TRANSFERS_FULL {
-            self.count("transfer queue full");
+    pub(crate) fn count_decode_event(&mut self, event: &Option<decode_event::Event>) {
+        if let Some(decode_event::Event::Reserved(reserved)) = event {
+            self.count(if reserved.alone { "reserved alone" } else { "reserved" });
         }
+    }
+
+    pub(crate) fn count_prefill_event(&mut self, event: &Option<prefill_event::Event>) {
+        if let Some(prefill_event::Event::Token(token)) = event
+            && token.finish.is_some()
+        {
+            self.count("token 0 finished");
+        }
+    }
+
+    pub(crate) fn count_failure(&mut self, failure: &AttemptFailure) {
         self.count(match failure.cause {
             Cause::Busy => "attempt busy",
             Cause::Draining => "attempt draining",
@@ -39,35 +51,36 @@ impl Coverage {
             Cause::TransferFailed => "attempt transfer failed",
             Cause::Deadline => "attempt deadline",
             Cause::Stale => "attempt stale",
+            // A node whose executor failed.
+            Cause::Internal => "attempt internal",
             // Shipped nodes fail like this only by a defect.
             Cause::SlowReader
             | Cause::Mismatch
             | Cause::Duplicate
-            | Cause::Internal
             | Cause::Invalid
             | Cause::Violation
             | Cause::Contradiction => panic!("{failure}"),
         });
     }
 
-    pub fn count_end(&mut self, end: &End, attempts: u32) {
+    pub(crate) fn count_end(&mut self, end: &End, attempts: u32) {
         self.count(match end {
             End::Complete if attempts > 1 => "complete after a retry",
             End::Complete => "complete",
             End::ClientLeft => "client left",
-            End::GaveUp(GiveUp::AttemptsSpent { .. }) => "attempts spent",
+            End::Failed(GiveUp::AttemptsSpent { .. }) => "attempts spent",
             // The deadline passed at the router or at a node.
-            End::Deadline | End::GaveUp(GiveUp::Deadline | GiveUp::Final(_)) => "deadline",
-            End::GaveUp(GiveUp::Busy { .. }) => "busy",
-            End::GaveUp(GiveUp::NoDecodeNode { .. }) => "no decode node",
+            End::Failed(GiveUp::Deadline | GiveUp::Final(_)) => "deadline",
+            End::Failed(GiveUp::Busy { .. }) => "busy",
+            End::Failed(GiveUp::NoDecodeNode { .. }) => "no decode node",
         });
     }
 }
 
 impl fmt::Display for Coverage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (what, count) in &self.0 {
-            writeln!(f, "{count:>10} {what}")?;
+        for (state, count) in &self.0 {
+            writeln!(f, "{count:>10} {state}")?;
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ use simulation_base::ConnectionId;
 
 use crate::{
     event_loop::{SimEvent, Simulation},
-    process::{ProcessState, Step},
+    process::{Input, ProcessState},
     transport::ChunkData,
 };
 
@@ -26,13 +26,13 @@ impl Simulation {
         let process = self.by_epoch[&to];
         let source = self.processes[from].source();
         for delay in self.network.datagram(from, process) {
-            let step = Step::ControlMessage(source.clone(), Box::new(message.clone()));
-            self.clock.after(delay, SimEvent::Step { process, step });
+            let input = Input::ControlMessage(source.clone(), Box::new(message.clone()));
+            self.clock.after(delay, SimEvent::Input { process, input });
         }
     }
 
     pub fn open_data(&mut self, from: usize, to: Epoch) {
-        let closings = self.processes[from].driver.closings(to);
+        let closings = self.processes[from].transfers.transport.connection(to);
         let to = self.by_epoch[&to];
         let give_up = self.clock.now() + LEASE;
         self.send(SimEvent::Connect { from, to, closings, give_up });
@@ -41,7 +41,9 @@ impl Simulation {
     /// Opens the data connection. Across a partition it is tried again for a lease.
     pub fn connect(&mut self, from: usize, to: usize, closings: u64, give_up: Instant) {
         let (client, server) = (&self.processes[from], &self.processes[to]);
-        if client.state == ProcessState::Dead || client.driver.closings(server.epoch) != closings {
+        if client.state == ProcessState::Dead
+            || client.transfers.transport.connection(server.epoch) != closings
+        {
             return;
         }
         if self.network.is_cut(from, to) {
@@ -50,7 +52,9 @@ impl Simulation {
                 return self.clock.after(CONNECT_RETRY, event);
             }
             self.report_closed(from, to, "connection timed out");
-        } else if server.state == ProcessState::Dead || !server.driver.admits(client.epoch) {
+        } else if server.state == ProcessState::Dead
+            || !server.transfers.transport.admits(client.epoch)
+        {
             self.report_closed(from, to, "connection refused");
         } else {
             self.network.connect(from, to);
@@ -60,8 +64,9 @@ impl Simulation {
     /// Tells `process` that its data connection with `peer` has ended.
     pub fn report_closed(&mut self, process: usize, peer: usize, reason: &'static str) {
         let peer = self.processes[peer].epoch;
-        let closings = self.processes[process].driver.closings(peer);
-        self.send(SimEvent::Step { process, step: Step::Closed { peer, closings, reason } });
+        let connection = self.processes[process].transfers.transport.connection(peer);
+        let input = Input::Closed { peer, connection, reason };
+        self.send(SimEvent::Input { process, input });
     }
 
     /// Closes both directions. The peer learns of it unless the two are partitioned.
@@ -74,7 +79,7 @@ impl Simulation {
 
     pub fn send_chunk(&mut self, process: usize, transfer: TransferId, chunk: u32) {
         let node = &self.processes[process];
-        let Some(peer) = node.driver.transport.destination(transfer, chunk) else { return };
+        let Some(peer) = node.transfers.transport.destination(transfer, chunk) else { return };
         let to = self.by_epoch[&peer];
         let connection = self.network.connection(process, to);
         let (Some(connection), ProcessState::Running) = (connection, node.state) else {
@@ -86,13 +91,14 @@ impl Simulation {
         };
         if self.random.chance(self.scenario.read_failure) {
             let reason = "the block cannot be read".to_owned();
-            return self.step(process, Step::Data(DataEvent::Failed { transfer, reason }));
+            return self.input(process, Input::Data(DataEvent::Failed { transfer, reason }));
         }
-        let (mut data, sent) = self.processes[process].driver.transport.send_chunk(transfer, chunk);
+        let (mut data, sent) =
+            self.processes[process].transfers.transport.send_chunk(transfer, chunk);
         if self.network.corrupt(&mut data.contents[0][0]) {
-            self.router.coverage.count("chunks corrupted");
+            self.coverage.count("chunks corrupted");
         }
-        self.step(process, Step::Data(sent));
+        self.input(process, Input::Data(sent));
         self.send(SimEvent::ChunkBegins { from: process, to, connection, data });
     }
 
@@ -109,7 +115,7 @@ impl Simulation {
         else {
             return;
         };
-        if self.processes[to].driver.transport.chunk_begins(&data) {
+        if self.processes[to].transfers.transport.chunk_begins(&data) {
             self.send(SimEvent::ChunkEnds { from, to, connection, data });
         }
     }
@@ -126,8 +132,8 @@ impl Simulation {
         let Some(SimEvent::ChunkEnds { data, .. }) = self.pass(from, to, connection, event) else {
             return;
         };
-        if let Some(received) = self.processes[to].driver.transport.chunk_ends(&data) {
-            self.step(to, Step::Data(received));
+        if let Some(received) = self.processes[to].transfers.transport.chunk_ends(&data) {
+            self.input(to, Input::Data(received));
         }
     }
 

@@ -1,7 +1,7 @@
-//! The device of a simulated node: the engine's own `sim` executor, on the cluster's clock.
+//! The device of a simulated node: the engine's `sim` executor on the cluster's clock.
 //!
-//! The `sim` executor has a clock of its own that jumps to the end of a step. Here many nodes share
-//! one clock, so it is given no cost at all, and this wrapper says when each step is due.
+//! The `sim` executor has its own clock, which jumps to the end of a step. Here many nodes share one
+//! clock. So the executor gets a cost model of zero, and [`Device`] decides when each step is due.
 
 use std::{
     collections::VecDeque,
@@ -16,36 +16,39 @@ use engine::{
     plan::{StepPlan, StepResult},
 };
 
-/// How fast a device is.
+/// The duration of a step.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
-    /// Any step, and each token of it.
+pub struct StepCost {
+    /// Time of any step.
     pub step: Duration,
+    /// Time of each token of the step.
     pub token: Duration,
-    /// Steps are carried out when they are launched, and not only when their result is due: the
-    /// two ends of what a real device may do.
+    /// A step is computed when it is launched. Otherwise it is computed when its result is due. A real
+    /// device computes in between.
     pub is_eager: bool,
 }
 
 pub struct Device {
     sim: SimExecutor,
-    pace: Pace,
+    cost: StepCost,
     now: Instant,
-    /// When each step in flight is done, and how long it takes; oldest first.
+    /// Due time and duration of each step in flight, oldest first.
     due: VecDeque<(Instant, Duration)>,
-    /// Results of steps in flight that were carried out already.
-    early: VecDeque<StepResult>,
+    /// Results of steps in flight that are computed already.
+    computed: VecDeque<StepResult>,
+    is_rank_lost: bool,
 }
 
 impl Device {
-    pub fn new(limits: ExecutorLimits, pace: Pace, now: Instant) -> Self {
+    pub fn new(limits: ExecutorLimits, cost: StepCost, now: Instant) -> Self {
         let no_cost = CostModel {
             step: Duration::ZERO,
             token: Duration::ZERO,
             context_token: Duration::ZERO,
         };
         let sim = SimExecutor::new(limits, no_cost, now);
-        Self { sim, pace, now, due: VecDeque::new(), early: VecDeque::new() }
+        let (due, computed) = (VecDeque::new(), VecDeque::new());
+        Self { sim, cost, now, due, computed, is_rank_lost: false }
     }
 
     pub fn arena(&self) -> SimArena {
@@ -57,39 +60,53 @@ impl Device {
         self.now = now;
     }
 
-    /// When the oldest step is done.
+    /// Every later call fails, as after the death of a rank process.
+    pub fn lose_rank(&mut self) {
+        self.is_rank_lost = true;
+    }
+
+    /// Returns when the oldest step in flight is done.
     pub fn next_due(&self) -> Option<Instant> {
         self.due.front().map(|&(due, _)| due)
     }
 
-    fn carry_out(&mut self) -> Result<StepResult, ExecutorError> {
+    fn compute(&mut self) -> Result<StepResult, ExecutorError> {
         let result = self.sim.collect(Duration::ZERO)?;
         Ok(result.expect("a step without cost is done at once"))
+    }
+
+    fn check_ranks(&self) -> Result<(), ExecutorError> {
+        match self.is_rank_lost {
+            true => Err(ExecutorError::Stopped { reason: "rank 1 exited".to_owned() }),
+            false => Ok(()),
+        }
     }
 }
 
 impl Executor for Device {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        self.check_ranks()?;
         let tokens: u32 = plan.rows.iter().map(|row| row.token_count).sum();
-        let busy = self.pace.step + self.pace.token * tokens;
+        let busy = self.cost.step + self.cost.token * tokens;
         let free_at = self.due.back().map_or(self.now, |&(due, _)| due.max(self.now));
         self.sim.launch(plan)?;
         self.due.push_back((free_at + busy, busy));
-        if self.pace.is_eager {
-            let result = self.carry_out()?;
-            self.early.push_back(result);
+        if self.cost.is_eager {
+            let result = self.compute()?;
+            self.computed.push_back(result);
         }
         Ok(())
     }
 
-    /// Never waits: the cluster's clock stands still meanwhile.
+    /// Never waits: the cluster's clock does not move meanwhile.
     fn collect(&mut self, _timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        self.check_ranks()?;
         let Some((_, busy)) = self.due.pop_front_if(|(due, _)| *due <= self.now) else {
             return Ok(None);
         };
-        let result = match self.early.pop_front() {
+        let result = match self.computed.pop_front() {
             Some(result) => result,
-            None => self.carry_out()?,
+            None => self.compute()?,
         };
         Ok(Some(StepResult { busy, ..result }))
     }

@@ -10,16 +10,19 @@ use std::{
     time::{Duration, Instant},
 };
 
+use cluster::{MemberChange, NodeAddress};
 use kv_transfer::api::{Epoch, TransferId};
+use proto::v1::ObserveEvent;
 use simulation_base::{Clock, ConnectionId, Due, Network, Random, mix};
 
 use crate::{
-    attempt::side_of,
     checks::Outage,
+    coverage::Coverage,
     faults::FaultStep,
-    journey::Said,
-    process::{Call, Output, Process, ProcessState, Step},
-    router::{CallId, Router},
+    membership::Etcd,
+    nodes::{Connection, Stream},
+    process::{Input, Output, Process, ProcessState},
+    router::{CallKey, NodeCall, NodeMessage, Router},
     scenario::Scenario,
     transport::ChunkData,
 };
@@ -33,39 +36,43 @@ const SETTLE: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
 pub enum SimEvent {
-    Step {
+    Input {
         process: usize,
-        step: Step,
+        input: Input,
     },
-    /// A call reaches a host and the process that runs there by then.
+    /// A call reaches a host, and the process that runs there by then.
     Call {
-        host: usize,
-        call: Box<Call>,
+        connection: Connection,
+        key: CallKey,
+        call: Box<NodeCall>,
     },
-    Observe {
-        host: usize,
-        connection: u64,
-        stream: cluster::StreamId,
-    },
-    /// The router receives a message of a call.
-    Said {
-        call: CallId,
-        said: Said,
+    Observe(Stream),
+    /// A router receives a message of a call.
+    Message {
+        router: usize,
+        key: CallKey,
+        message: NodeMessage,
     },
     Observed {
-        host: usize,
-        connection: u64,
-        stream: cluster::StreamId,
-        event: Box<proto::v1::ObserveEvent>,
+        stream: Stream,
+        event: Option<Box<ObserveEvent>>,
     },
-    ConnectionEnds {
-        host: usize,
-        connection: u64,
-    },
+    ConnectionEnds(Connection),
     /// The router's keep-alive times out if the process still does not answer.
     KeepAlive {
-        host: usize,
-        connection: u64,
+        connection: Connection,
+        process: usize,
+    },
+    Member {
+        router: usize,
+        change: MemberChange,
+    },
+    /// A process writes its record to etcd.
+    Register {
+        process: usize,
+    },
+    /// etcd removes the record of a process that does not keep it alive.
+    Expire {
         process: usize,
     },
     RequestArrives {
@@ -110,8 +117,6 @@ pub enum SimEvent {
 pub struct Host {
     /// The running process, or the last one.
     pub process: usize,
-    /// Arrival of the router's last message: its messages keep their order.
-    pub last_arrival: Instant,
 }
 
 /// A cluster in virtual time.
@@ -123,56 +128,68 @@ pub struct Simulation {
     pub processes: Vec<Process>,
     pub by_epoch: BTreeMap<Epoch, usize>,
     pub hosts: Vec<Host>,
-    pub router: Router,
+    pub routers: Vec<Router>,
+    /// `None`: the routers have a static list of nodes.
+    pub etcd: Option<Etcd>,
+    pub coverage: Coverage,
     pub outages: Vec<Outage>,
     /// Transfers whose receiver has all blocks.
     pub arrived: BTreeSet<TransferId>,
     /// Next deadline of each process.
-    wakes: Vec<Option<Instant>>,
-    /// Arrival of the last message of each ordered stream.
-    streams: BTreeMap<Stream, Instant>,
+    deadlines: Vec<Option<Instant>>,
+    /// Arrival of the last message of each order.
+    last_arrivals: BTreeMap<Order, Instant>,
     /// Hash of the event sequence.
     pub digest: u64,
     is_traced: bool,
 }
 
-/// Messages of one stream keep their order.
+/// Messages with the same key keep their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Stream {
-    Call(CallId),
-    Observe(cluster::StreamId),
-    ToDriver(usize),
-    ToEngine(usize),
+pub enum Order {
+    ToHost(Connection),
+    Members(usize),
+    Call(CallKey),
+    Observe(Stream),
+    /// From the engine thread to the transfer thread of a process, and back.
+    Commands(usize),
+    TransferEvents(usize),
 }
 
 impl Simulation {
     pub fn new(seed: u64, scenario: Scenario, is_traced: bool) -> Self {
         let mut random = Random::new(seed ^ 0x5eed);
-        let roles: Vec<_> = scenario.nodes.iter().map(|node| node.role).collect();
-        let clock = Clock::default();
-        let start = clock.start();
+        let addresses: Vec<NodeAddress> = scenario.addresses();
+        let routers = (0..scenario.router_count)
+            .map(|router| Router::new(router, addresses.clone(), random.fork()))
+            .collect();
         let mut simulation = Self {
-            clock,
+            clock: Clock::default(),
             network: Network::new(scenario.network, random.fork()),
             processes: Vec::new(),
             by_epoch: BTreeMap::new(),
             hosts: Vec::new(),
-            router: Router::new(start, &roles, random.fork()),
+            etcd: scenario.has_etcd.then(|| Etcd::new(scenario.router_count)),
+            routers,
+            coverage: Coverage::default(),
             random,
             outages: Vec::new(),
             arrived: BTreeSet::new(),
-            wakes: Vec::new(),
-            streams: BTreeMap::new(),
+            deadlines: Vec::new(),
+            last_arrivals: BTreeMap::new(),
             digest: 0,
             is_traced,
             scenario,
         };
         for host in 0..simulation.scenario.nodes.len() {
-            simulation.hosts.push(Host { process: usize::MAX, last_arrival: start });
+            simulation.hosts.push(Host { process: usize::MAX });
             simulation.start_process(host);
         }
+        for router in 0..simulation.routers.len() {
+            simulation.publish_members(router);
+        }
         simulation.schedule_scenario();
-        simulation.follow_router();
+        simulation.follow_routers();
         simulation
     }
 
@@ -195,7 +212,7 @@ impl Simulation {
         let last = self.scenario.requests.iter().map(|plan| plan.at + plan.timeout).max();
         let end = start + WARM_UP + last.unwrap_or_default();
         let faults_end = start + FAULTS_END;
-        while !self.router.all_ended() || self.clock.now() < faults_end {
+        while !self.routers.iter().all(Router::all_ended) || self.clock.now() < faults_end {
             let now = self.clock.now();
             assert!(now <= end.max(faults_end) + Duration::from_secs(2), "a request never ends");
             self.run_until(now + Duration::from_secs(1));
@@ -205,19 +222,23 @@ impl Simulation {
 
     fn run_until(&mut self, end: Instant) {
         loop {
-            let wake = self.wakes.iter().enumerate().filter_map(|(id, at)| Some(((*at)?, id)));
-            let wake = wake.min();
-            let deadline = self.router.next_deadline();
-            let next = [wake.map(|(at, _)| at), deadline].into_iter().flatten().min();
-            match self.clock.advance(next, end) {
+            let processes = self.deadlines.iter().enumerate();
+            let processes = processes.filter_map(|(id, at)| Some(((*at)?, Deadline::Process(id))));
+            let routers = self.routers.iter().enumerate();
+            let routers = routers
+                .filter_map(|(id, router)| Some((router.next_deadline()?, Deadline::Router(id))));
+            let next = processes.chain(routers).min();
+            match self.clock.advance(next.map(|(at, _)| at), end) {
                 Some(Due::Event(event)) => self.handle(event),
-                Some(Due::Deadline) => match wake.filter(|(at, _)| Some(*at) == next) {
-                    Some((_, process)) => self.step(process, Step::Wake),
-                    None => self.router.on_deadline(self.clock.now()),
+                Some(Due::Deadline) => match next.expect("the clock moved to it").1 {
+                    Deadline::Process(process) => self.input(process, Input::Deadline),
+                    Deadline::Router(router) => {
+                        self.routers[router].on_deadline(self.clock.now());
+                    }
                 },
                 None => return,
             }
-            self.follow_router();
+            self.follow_routers();
         }
     }
 
@@ -227,10 +248,10 @@ impl Simulation {
         self.clock.after(delay, event);
     }
 
-    /// Schedules an event behind the earlier ones of its stream.
-    fn send_in_order(&mut self, stream: Stream, delay: Duration, event: SimEvent) {
+    /// Schedules an event behind the earlier ones of its order.
+    pub fn send_in_order(&mut self, order: Order, delay: Duration, event: SimEvent) {
         let earliest = self.clock.now() + delay;
-        let last = self.streams.entry(stream).or_insert(earliest);
+        let last = self.last_arrivals.entry(order).or_insert(earliest);
         *last = (*last).max(earliest);
         self.clock.at(*last, event);
     }
@@ -239,30 +260,36 @@ impl Simulation {
         self.trace(&event);
         let now = self.clock.now();
         match event {
-            SimEvent::Step { process, step } => self.step(process, step),
-            SimEvent::Call { host, call } => self.call_arrives(host, call),
-            SimEvent::Observe { host, connection, stream } => {
-                self.observe_arrives(host, connection, stream);
+            SimEvent::Input { process, input } => self.input(process, input),
+            SimEvent::Call { connection, key, call } => self.call_arrives(connection, key, call),
+            SimEvent::Observe(stream) => self.observe_arrives(stream),
+            SimEvent::Message { router, key, message } => {
+                self.routers[router].message(now, key, message);
             }
-            SimEvent::Said { call, said } => self.router.said(now, call, said),
-            SimEvent::Observed { host, connection, stream, event } => {
-                if connection == self.router.nodes.connection(host) {
-                    self.router.observed(now, stream, *event);
+            SimEvent::Observed { stream, event } => {
+                if self.is_open(stream.connection) {
+                    let router = &mut self.routers[stream.connection.router];
+                    router.observed(now, stream.id, event.map(|event| *event));
                 }
             }
-            SimEvent::ConnectionEnds { host, connection } => {
-                self.connection_ends(host, connection);
-            }
-            SimEvent::KeepAlive { host, connection, process } => {
+            SimEvent::ConnectionEnds(connection) => self.connection_ends(connection),
+            SimEvent::KeepAlive { connection, process } => {
                 if self.processes[process].state != ProcessState::Running {
-                    self.connection_ends(host, connection);
+                    self.connection_ends(connection);
                 }
             }
+            SimEvent::Member { router, change } => self.routers[router].member(now, change),
+            SimEvent::Register { process } => self.register(process),
+            SimEvent::Expire { process } => self.expire(process),
             SimEvent::RequestArrives { request } => {
                 let plan = self.scenario.requests[request].clone();
-                self.router.arrive(now, request as u64, plan);
+                let model = self.scenario.models[plan.model].name.clone();
+                self.routers[plan.router].request(now, request, model, plan);
             }
-            SimEvent::ClientLeaves { request } => self.router.leave(now, request as u64),
+            SimEvent::ClientLeaves { request } => {
+                let router = self.scenario.requests[request].router;
+                self.routers[router].client_left(now, request);
+            }
             SimEvent::Connect { from, to, closings, give_up } => {
                 self.connect(from, to, closings, give_up);
             }
@@ -277,63 +304,65 @@ impl Simulation {
             }
             SimEvent::Release { process, is_receive, transfer } => {
                 if self.processes[process].state != ProcessState::Dead {
-                    let transport = &mut self.processes[process].driver.transport;
+                    let transport = &mut self.processes[process].transfers.transport;
                     let event = transport.released(is_receive, transfer);
-                    self.step(process, Step::Data(event));
+                    self.input(process, Input::Data(event));
                 }
             }
             SimEvent::Fault(step) => self.fault_step(step),
         }
     }
 
-    /// Hands the input to the process: at once, or when the paused process resumes.
-    pub fn step(&mut self, process: usize, step: Step) {
+    /// Gives the input to the process: at once, or when the paused process resumes.
+    pub fn input(&mut self, process: usize, input: Input) {
         let now = self.clock.now();
         let node = &mut self.processes[process];
         match node.state {
             ProcessState::Dead => return,
-            ProcessState::Paused => return node.backlog.push(step),
+            ProcessState::Paused => return node.backlog.push(input),
             ProcessState::Running => {}
         }
         let mut outputs = Vec::new();
-        node.handle(now, step, &mut outputs);
-        self.wakes[process] = node.next_wake();
+        node.handle(now, input, &mut outputs);
+        self.deadlines[process] = node.next_deadline();
         self.follow(process, outputs);
     }
 
-    pub fn set_wake(&mut self, process: usize, wake: Option<Instant>) {
-        if self.wakes.len() <= process {
-            self.wakes.resize(process + 1, None);
+    pub fn set_deadline(&mut self, process: usize, deadline: Option<Instant>) {
+        if self.deadlines.len() <= process {
+            self.deadlines.resize(process + 1, None);
         }
-        self.wakes[process] = wake;
+        self.deadlines[process] = deadline;
     }
 
     pub fn follow(&mut self, process: usize, outputs: Vec<Output>) {
-        let thread_delay_max = self.scenario.thread_delay_max;
         for output in outputs {
             match output {
-                Output::Say(transfer, said) => {
-                    let side = side_of(self.processes[process].record.role);
-                    let call = CallId { transfer, side };
+                Output::Message { connection, key, message } => {
+                    // On a closed connection nothing arrives.
+                    if self.is_open(connection) {
+                        let router = connection.router;
+                        let event = SimEvent::Message { router, key, message };
+                        let delay = self.network.delay();
+                        self.send_in_order(Order::Call(key), delay, event);
+                    }
+                }
+                Output::Observed { stream, event } => {
+                    let event = SimEvent::Observed { stream, event: event.map(Box::new) };
                     let delay = self.network.delay();
-                    self.send_in_order(Stream::Call(call), delay, SimEvent::Said { call, said });
+                    self.send_in_order(Order::Observe(stream), delay, event);
                 }
-                Output::Observed { connection, stream, event } => {
-                    let (host, event) = (self.processes[process].host, Box::new(event));
-                    let event = SimEvent::Observed { host, connection, stream, event };
-                    let delay = self.network.delay();
-                    self.send_in_order(Stream::Observe(stream), delay, event);
+                Output::Command(command) => {
+                    let input = Input::Command(command);
+                    self.send_between_threads(Order::Commands(process), process, input);
                 }
-                Output::ToDriver(command) => {
-                    let event = SimEvent::Step { process, step: Step::Command(command) };
-                    let delay = self.random.up_to(thread_delay_max);
-                    self.send_in_order(Stream::ToDriver(process), delay, event);
+                Output::Arrived(transfer) => {
+                    self.arrived.insert(transfer);
                 }
-                Output::ToEngine(event) => {
+                Output::TransferEvent(event) => {
                     self.check_event(&event);
-                    let event = SimEvent::Step { process, step: Step::Transfer(event) };
-                    let delay = self.random.up_to(thread_delay_max);
-                    self.send_in_order(Stream::ToEngine(process), delay, event);
+                    let input = Input::Transfer(event);
+                    self.send_between_threads(Order::TransferEvents(process), process, input);
                 }
                 Output::ControlMessage { to, message } => self.send_control(process, to, message),
                 Output::OpenData { to } => self.open_data(process, to),
@@ -346,17 +375,23 @@ impl Simulation {
                     let event = SimEvent::Release { process, is_receive, transfer };
                     self.clock.after(delay, event);
                 }
-                Output::Returned { transfer, hold } => self.check_hold(process, transfer, &hold),
+                Output::HoldEnded { transfer, hold } => self.check_hold(process, transfer, &hold),
                 Output::Drained => self.drained(process),
+                Output::EngineFailed => self.engine_failed(process),
             }
         }
+    }
+
+    fn send_between_threads(&mut self, order: Order, process: usize, input: Input) {
+        let delay = self.random.up_to(self.scenario.thread_delay_max);
+        self.send_in_order(order, delay, SimEvent::Input { process, input });
     }
 
     fn trace(&mut self, event: &SimEvent) {
         let at = self.clock.elapsed();
         let kind = match event {
-            SimEvent::Step { process, .. } => 16 + *process as u64,
-            SimEvent::Said { .. } => 1,
+            SimEvent::Input { process, .. } => 16 + *process as u64,
+            SimEvent::Message { .. } => 1,
             SimEvent::Observed { .. } => 2,
             SimEvent::ChunkBegins { .. } => 3,
             _ => 4,
@@ -366,4 +401,11 @@ impl Simulation {
             eprintln!("{:>11.3} ms {event:?}", at.as_secs_f64() * 1e3);
         }
     }
+}
+
+/// The owner of a deadline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Deadline {
+    Process(usize),
+    Router(usize),
 }

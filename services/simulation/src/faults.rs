@@ -7,7 +7,7 @@ use kv_transfer::api::Epoch;
 use crate::{
     checks::Outage,
     event_loop::{SimEvent, Simulation},
-    process::{Process, ProcessState, Step},
+    process::{Input, Process, ProcessState},
     scenario::Fault,
 };
 
@@ -35,6 +35,7 @@ pub enum FaultStep {
     Exit {
         process: usize,
     },
+    EtcdRecovers,
 }
 
 impl Simulation {
@@ -51,8 +52,9 @@ impl Simulation {
                 self.network.heal(a, b);
                 self.end_outages(|outage| outage.to.is_some() && [a, b].contains(&outage.of));
             }
-            FaultStep::DrainTimeout { process } => self.step(process, Step::EndAll),
+            FaultStep::DrainTimeout { process } => self.input(process, Input::EndAll),
             FaultStep::Exit { process } => self.exit(process),
+            FaultStep::EtcdRecovers => self.end_etcd_outage(),
         }
     }
 
@@ -66,7 +68,7 @@ impl Simulation {
             Fault::Kill { host, resets_connections, restart_after } => {
                 let process = running(host);
                 if self.processes[process].state != ProcessState::Dead {
-                    self.router.coverage.count("kills");
+                    self.coverage.count("kills");
                     self.kill(process, resets_connections);
                     self.later(restart_after, FaultStep::Start { host });
                 }
@@ -75,7 +77,7 @@ impl Simulation {
             Fault::Partition { a, b, duration } => {
                 let (a, b) = (running(a), running(b));
                 if self.network.cut(a, b) {
-                    self.router.coverage.count("partitions");
+                    self.coverage.count("partitions");
                     for (of, to) in [(a, b), (b, a)] {
                         self.begin_outage(of, Some(to));
                     }
@@ -85,7 +87,7 @@ impl Simulation {
             Fault::CloseDataConnections { a, b } => {
                 let (a, b) = (running(a), running(b));
                 if self.network.disconnect(a, b) {
-                    self.router.coverage.count("data connections closed");
+                    self.coverage.count("data connections closed");
                     self.report_closed(a, b, "connection reset");
                     self.report_closed(b, a, "connection reset");
                 }
@@ -94,29 +96,44 @@ impl Simulation {
                 let (from, to) = (running(from), running(to));
                 let peer = self.processes[to].epoch;
                 let reason = "the outbound queue is full";
-                self.step(from, Step::PeerFailed { peer, reason });
+                self.input(from, Input::PeerFailed { peer, reason });
             }
-            Fault::CloseRouterConnection { host } => {
-                self.router.coverage.count("router connections closed");
-                self.connection_ends(host, self.router.nodes.connection(host));
+            Fault::CloseRouterConnection { router, host } => {
+                self.coverage.count("router connections closed");
+                self.connection_ends(self.routers[router].nodes.connection(host));
             }
-            Fault::RestartRouter => {
-                self.router.coverage.count("router restarts");
+            Fault::RestartRouter { router } => {
+                self.coverage.count("router restarts");
                 for host in 0..self.hosts.len() {
-                    self.calls_cut(host, self.router.nodes.connection(host));
+                    self.connection_ends_at_node(self.routers[router].nodes.connection(host));
                 }
-                self.router.restart(self.clock.now());
+                self.routers[router].restart();
+                if let Some(etcd) = &mut self.etcd {
+                    etcd.forget_router(router);
+                }
+                self.publish_members(router);
+            }
+            Fault::EtcdOutage { duration } => {
+                self.begin_etcd_outage();
+                self.later(duration, FaultStep::EtcdRecovers);
+            }
+            Fault::LoseRank { host } => {
+                let process = running(host);
+                if self.processes[process].state == ProcessState::Running {
+                    self.coverage.count("ranks lost");
+                    self.input(process, Input::RankLost);
+                }
             }
             Fault::Drain { host, timeout, restart_after } => {
                 let process = running(host);
                 let node = &self.processes[process];
-                if node.state == ProcessState::Running && !node.engine.is_draining() {
-                    self.router.coverage.count("drains");
+                if node.state == ProcessState::Running && !node.is_draining() {
+                    self.coverage.count("drains");
                     self.later(timeout, FaultStep::DrainTimeout { process });
                     let exits = timeout + EXIT_MAX;
                     self.later(exits, FaultStep::Exit { process });
                     self.later(exits + restart_after, FaultStep::Start { host });
-                    self.step(process, Step::Drain);
+                    self.input(process, Input::Drain);
                 }
             }
         }
@@ -125,20 +142,22 @@ impl Simulation {
     pub fn start_process(&mut self, host: usize) {
         let epoch = Epoch(self.random.id().max(1));
         let plan = &self.scenario.nodes[host];
-        let process = Process::start(host, plan, epoch, self.clock.now());
+        let model = &self.scenario.models[plan.model];
+        let process = Process::start(host, plan, model, epoch, self.clock.now());
         let index = self.processes.len();
         let before = std::mem::replace(&mut self.hosts[host].process, index);
         self.by_epoch.insert(epoch, index);
-        self.set_wake(index, process.next_wake());
+        self.set_deadline(index, process.next_deadline());
         self.processes.push(process);
+        self.register_later(index);
         // Peers of the old process may be told that the endpoint has another epoch now.
         if before != usize::MAX {
             let peer = self.processes[before].epoch;
             for process in 0..index {
                 if self.random.chance(30) {
                     let reason = "the endpoint has another cluster secret or another epoch";
-                    let step = Step::PeerFailed { peer, reason };
-                    self.send(SimEvent::Step { process, step });
+                    let input = Input::PeerFailed { peer, reason };
+                    self.send(SimEvent::Input { process, input });
                 }
             }
         }
@@ -150,15 +169,18 @@ impl Simulation {
         let host = self.processes[process].host;
         self.processes[process].state = ProcessState::Dead;
         self.processes[process].backlog.clear();
-        self.set_wake(process, None);
+        self.set_deadline(process, None);
         self.begin_outage(process, None);
+        self.expire_later(process);
         let peers = self.network.disconnect_all(process);
         for peer in peers.into_iter().filter(|_| resets_connections) {
             self.report_closed(peer, process, "connection reset");
         }
-        let connection = self.router.nodes.connection(host);
         if resets_connections {
-            self.send(SimEvent::ConnectionEnds { host, connection });
+            for router in 0..self.routers.len() {
+                let connection = self.routers[router].nodes.connection(host);
+                self.send(SimEvent::ConnectionEnds(connection));
+            }
         } else {
             self.expect_keep_alive_timeout(host, process);
         }
@@ -170,12 +192,13 @@ impl Simulation {
         if node.state != ProcessState::Running {
             return;
         }
-        self.router.coverage.count("pauses");
+        self.coverage.count("pauses");
         node.state = ProcessState::Paused;
         node.pauses.push((now, None));
         let host = node.host;
-        self.set_wake(process, None);
+        self.set_deadline(process, None);
         self.begin_outage(process, None);
+        self.expire_later(process);
         self.expect_keep_alive_timeout(host, process);
         self.later(duration, FaultStep::Resume { process });
     }
@@ -189,18 +212,32 @@ impl Simulation {
         node.state = ProcessState::Running;
         node.pauses.last_mut().expect("the process was paused").1 = Some(now);
         self.end_outages(|outage| outage.of == process && outage.to.is_none());
+        self.register_later(process);
         // The shell takes queued messages before it looks at deadlines.
-        for step in std::mem::take(&mut self.processes[process].backlog) {
-            self.step(process, step);
+        for input in std::mem::take(&mut self.processes[process].backlog) {
+            self.input(process, input);
         }
-        self.step(process, Step::Wake);
+        self.input(process, Input::Deadline);
     }
 
-    /// The router pings each connection every 500 ms and waits 2 s for the answer.
+    /// A router pings each connection every 500 ms and waits 2 s for the answer.
     pub fn expect_keep_alive_timeout(&mut self, host: usize, process: usize) {
-        let connection = self.router.nodes.connection(host);
-        let after = self.random.millis(2000..=2500);
-        self.clock.after(after, SimEvent::KeepAlive { host, connection, process });
+        for router in 0..self.routers.len() {
+            let connection = self.routers[router].nodes.connection(host);
+            let after = self.random.millis(2000..=2500);
+            self.clock.after(after, SimEvent::KeepAlive { connection, process });
+        }
+    }
+
+    /// The executor failed: the process tells its peers and exits, and another one starts.
+    pub fn engine_failed(&mut self, process: usize) {
+        if self.processes[process].state == ProcessState::Running {
+            self.coverage.count("engines failed");
+            self.exit(process);
+            let (restart_after, host) =
+                (self.random.millis(20..=900), self.processes[process].host);
+            self.later(restart_after, FaultStep::Start { host });
+        }
     }
 
     /// A draining node has no in-flight request any more: its process exits.
@@ -209,7 +246,7 @@ impl Simulation {
             let load = self.processes[process].load();
             let left = (load.running, load.waiting, load.blocks_reserved);
             assert_eq!(left, (0, 0, 0), "a drained node has no in-flight request");
-            self.router.coverage.count("drained in time");
+            self.coverage.count("drained in time");
             self.exit(process);
         }
     }
@@ -217,8 +254,9 @@ impl Simulation {
     fn exit(&mut self, process: usize) {
         if self.processes[process].state == ProcessState::Running {
             let mut outputs = Vec::new();
-            self.processes[process].driver.stop(self.clock.now(), &mut outputs);
+            self.processes[process].stop(self.clock.now(), &mut outputs);
             self.follow(process, outputs);
+            self.deregister(process);
             self.kill(process, true);
         } else if self.processes[process].state != ProcessState::Dead {
             self.kill(process, false);

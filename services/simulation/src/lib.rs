@@ -1,10 +1,11 @@
 //! Simulates a whole cluster in one thread, in virtual time, from a seed.
 //!
-//! The simulation runs the shipped cores: on each node the engine's scheduler and step loop with the
-//! `sim` executor, and the transfer protocol; at the router the directory of nodes, attempts and
-//! recovery. Network, clock, threads and faults are simulated: messages are lost, delayed, duplicated
-//! and reordered, chunks are corrupted, processes are killed, paused and drained, nodes are
-//! partitioned, clients leave.
+//! The simulation runs the shipped cores: on each node `NodeCore` with the `sim` executor and
+//! `TransferDriver` with the transfer protocol, on each router `RequestCore` and the directory of nodes.
+//! Routers and nodes exchange the shipped gRPC messages, and nodes check them as the service does.
+//! Network, clock, threads, etcd and faults are simulated: messages are lost, delayed, duplicated and
+//! reordered, chunks are corrupted, processes are killed, paused and drained, ranks die, nodes are
+//! partitioned, etcd is unreachable, routers restart, clients leave.
 //!
 //! After every event the simulation asserts the invariants of the process concerned. It compares
 //! every token with the expected answer. At the end every request has ended once and no resource of
@@ -14,20 +15,16 @@
 
 #![forbid(unsafe_code)]
 
-mod attempt;
+mod answer;
 mod checks;
 mod coverage;
 mod data_connections;
 mod device;
-mod driver_thread;
-mod engine_thread;
 mod event_loop;
 mod faults;
-mod journey;
+mod membership;
 mod nodes;
-mod observers;
 mod process;
-mod request;
 mod router;
 mod router_connections;
 mod scenario;

@@ -1,123 +1,132 @@
-//! The nodes as the router sees them: the real directory, and one numbered connection to each host.
+//! The nodes as one router sees them: the shipped directory, and a numbered connection to each host.
 
-use std::{collections::BTreeMap, time::Instant};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use cluster::{
-    Action, AssignmentId, Directory, Health, Input, MemberChange, NoNode, NodeAddress, NodeChoice,
-    Role, StreamId, Wanted,
+    Action, AssignmentId, Directory, Health, Input, MemberChange, NoNode, NodeAddress, NodeRecord,
+    StreamId, Wanted,
 };
 use proto::v1::ObserveEvent;
 
-/// A node that an attempt uses.
+/// A connection of a router to a host. A closed connection is replaced by one with another number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Connection {
+    pub router: usize,
+    pub host: usize,
+    number: u64,
+}
+
+/// One `Observe` stream of a router.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Stream {
+    pub connection: Connection,
+    pub id: StreamId,
+}
+
+/// A node picked for an attempt.
 #[derive(Clone, Debug)]
 pub struct Assigned {
     pub host: usize,
-    pub epoch: cluster::Epoch,
-    pub assignment: AssignmentId,
+    pub record: Arc<NodeRecord>,
+    assignment: AssignmentId,
 }
 
-/// What the directory wants done, in order.
+/// The directory's actions, in order.
 #[derive(Debug)]
-pub enum Watch {
-    Observe { host: usize, connection: u64, stream: StreamId },
-    StopObserving { host: usize, stream: StreamId },
+pub enum NodesAction {
+    Observe(Stream),
+    StopObserving(Stream),
 }
 
 pub struct Nodes {
     directory: Directory,
     addresses: Vec<NodeAddress>,
-    connections: Vec<u64>,
-    streams: BTreeMap<StreamId, usize>,
-    watches: Vec<Watch>,
+    connections: Vec<Connection>,
+    streams: BTreeMap<StreamId, Stream>,
+    actions: Vec<NodesAction>,
     has_changed: bool,
 }
 
 impl Nodes {
-    /// Every host is listed from the start, and stays listed.
-    pub fn new(now: Instant, roles: &[Role], seed: u64) -> Self {
-        let address = |(host, &role): (usize, &Role)| NodeAddress {
-            role,
-            grpc: format!("http://host-{host}:3"),
-        };
-        let mut nodes = Self {
+    pub fn new(router: usize, addresses: Vec<NodeAddress>, seed: u64) -> Self {
+        let connection = |host| Connection { router, host, number: 0 };
+        Self {
             directory: Directory::new(seed),
-            addresses: roles.iter().enumerate().map(address).collect(),
-            connections: vec![0; roles.len()],
+            connections: (0..addresses.len()).map(connection).collect(),
+            addresses,
             streams: BTreeMap::new(),
-            watches: Vec::new(),
+            actions: Vec::new(),
             has_changed: false,
-        };
-        nodes.join_all(now);
-        nodes
-    }
-
-    /// Everything is forgotten; each connection is a new one.
-    pub fn restart(&mut self, now: Instant, seed: u64) {
-        self.directory = Directory::new(seed);
-        self.connections.iter_mut().for_each(|connection| *connection += 1);
-        self.streams.clear();
-        self.watches.clear();
-        self.join_all(now);
-    }
-
-    fn join_all(&mut self, now: Instant) {
-        for address in self.addresses.clone() {
-            self.tell(now, Input::Member(MemberChange::Joined(address)));
         }
     }
 
-    pub fn take_watches(&mut self) -> Vec<Watch> {
-        std::mem::take(&mut self.watches)
+    /// The directory of a new router process: empty, with new connections.
+    pub fn restart(&mut self, seed: u64) {
+        self.directory = Directory::new(seed);
+        self.connections.iter_mut().for_each(|connection| connection.number += 1);
+        self.streams.clear();
+        self.actions.clear();
     }
 
-    /// Whether any node's health has, since the last call.
+    pub fn member(&mut self, now: Instant, change: MemberChange) {
+        self.handle(now, Input::Member(change));
+    }
+
+    pub fn take_actions(&mut self) -> Vec<NodesAction> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Returns whether the health of any node has changed since the last call.
     pub fn take_changed(&mut self) -> bool {
         std::mem::take(&mut self.has_changed)
     }
 
-    pub fn role(&self, host: usize) -> Role {
-        self.addresses[host].role
-    }
-
-    pub fn connection(&self, host: usize) -> u64 {
+    /// Returns the open connection to a host.
+    pub fn connection(&self, host: usize) -> Connection {
         self.connections[host]
     }
 
-    /// The connection to this host has ended, with the streams on it; the next is a new one.
+    pub fn is_open(&self, connection: Connection) -> bool {
+        self.connections[connection.host] == connection
+    }
+
+    /// The connection to this host has ended, with the streams on it.
     pub fn connection_lost(&mut self, now: Instant, host: usize) {
-        self.connections[host] += 1;
-        let streams: Vec<StreamId> =
-            self.streams.iter().filter(|(_, at)| **at == host).map(|(id, _)| *id).collect();
-        for stream in streams {
-            self.streams.remove(&stream);
-            let reason = "the connection ended".to_owned();
-            self.tell(now, Input::StreamEnded { stream, reason });
+        let ended = self.connections[host];
+        self.connections[host].number += 1;
+        let streams = self.streams.values().filter(|stream| stream.connection == ended);
+        for stream in streams.map(|stream| stream.id).collect::<Vec<_>>() {
+            self.stream_ended(now, stream, "the connection ended");
+        }
+    }
+
+    pub fn stream_ended(&mut self, now: Instant, stream: StreamId, reason: &str) {
+        if self.streams.remove(&stream).is_some() {
+            self.handle(now, Input::StreamEnded { stream, reason: reason.to_owned() });
         }
     }
 
     pub fn observed(&mut self, now: Instant, stream: StreamId, event: ObserveEvent) {
-        self.tell(now, Input::Observed { stream, event });
+        self.handle(now, Input::Observed { stream, event });
     }
 
     /// A call to this process lost its connection, or found another process there.
-    pub fn call_lost(&mut self, now: Instant, node: &Assigned) {
-        let (epoch, reason) = (node.epoch, "the call was lost".to_owned());
-        self.tell(now, Input::CallLost { epoch, reason });
+    pub fn call_lost(&mut self, now: Instant, node: &Assigned, reason: String) {
+        self.handle(now, Input::CallLost { epoch: node.record.epoch, reason });
     }
 
-    pub fn pick(
-        &mut self,
-        now: Instant,
-        wanted: &Wanted<'_>,
-    ) -> Result<(Assigned, NodeChoice), NoNode> {
+    pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<Assigned, NoNode> {
         let choice = self.directory.pick(now, wanted)?;
         let host = self.host_of(&choice.address);
-        let (epoch, assignment) = (choice.record.epoch, choice.assignment);
-        Ok((Assigned { host, epoch, assignment }, choice))
+        Ok(Assigned { host, record: choice.record, assignment: choice.assignment })
     }
 
     pub fn answered(&mut self, node: &Assigned) {
         self.directory.answered(node.assignment);
+    }
+
+    pub fn changed_at(&self, node: &Assigned) -> Option<Instant> {
+        self.directory.changed_at(node.assignment)
     }
 
     pub fn busy(&mut self, now: Instant, node: &Assigned) {
@@ -138,8 +147,9 @@ impl Nodes {
         self.follow(actions);
     }
 
-    /// All nodes are there, and nothing is counted as being in work.
+    /// Checks that every node is up and has no assignment.
     pub fn check_idle(&self) {
+        assert_eq!(self.directory.nodes().count(), self.addresses.len());
         for node in self.directory.nodes() {
             assert_eq!(node.health, Health::Up, "{node:?}");
             assert_eq!(node.in_flight, 0, "{node:?}");
@@ -147,7 +157,7 @@ impl Nodes {
         }
     }
 
-    fn tell(&mut self, now: Instant, input: Input) {
+    fn handle(&mut self, now: Instant, input: Input) {
         let mut actions = Vec::new();
         self.directory.handle(now, input, &mut actions);
         self.follow(actions);
@@ -157,23 +167,21 @@ impl Nodes {
         for action in actions {
             match action {
                 Action::Observe { stream, address, .. } => {
-                    let host = self.host_of(&address);
-                    self.streams.insert(stream, host);
-                    let connection = self.connections[host];
-                    self.watches.push(Watch::Observe { host, connection, stream });
+                    let connection = self.connections[self.host_of(&address)];
+                    let stream = Stream { connection, id: stream };
+                    self.streams.insert(stream.id, stream);
+                    self.actions.push(NodesAction::Observe(stream));
                 }
                 Action::StopObserving { stream } => {
-                    if let Some(host) = self.streams.remove(&stream) {
-                        self.watches.push(Watch::StopObserving { host, stream });
-                    }
+                    let stopped = self.streams.remove(&stream);
+                    self.actions.extend(stopped.map(NodesAction::StopObserving));
                 }
-                Action::HealthChanged { .. } => self.has_changed = true,
-                Action::Forgotten { .. } => unreachable!("every host stays listed"),
+                Action::HealthChanged { .. } | Action::Forgotten { .. } => self.has_changed = true,
             }
         }
     }
 
     fn host_of(&self, address: &NodeAddress) -> usize {
-        self.addresses.iter().position(|known| known == address).expect("it is listed")
+        self.addresses.iter().position(|known| known == address).expect("every host is known")
     }
 }

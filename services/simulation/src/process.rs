@@ -1,27 +1,50 @@
-//! One node process: its engine thread, the driver thread of its transfers, and who it is.
+//! One node process: the shipped node core and transfer protocol, and the queues between them.
 //!
-//! Steps in, consequences out. The threads are those of `services/node` and of `services/kv-transfer`'s
-//! shell, without their queues and waits; the [event loop](crate::event_loop) carries words between them.
+//! [`Process::handle`] takes one input and returns the outputs that follow. The
+//! [event loop](crate::event_loop) delivers them.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
 
-use cluster::{ModelIdentity, NodeId, NodeRecord, StreamId};
-use engine::{CacheSeeds, event::Load, executor::sim::fingerprints};
+use cluster::{ModelIdentity, NodeId, NodeRecord, Role};
+use engine::{
+    CacheSeeds, Scheduler, StepLoop, Turn,
+    event::Load,
+    executor::{ExecutorError, sim::fingerprints},
+};
+use kernels::BlockId;
 use kv_transfer::{
+    EventSink, TransferLimits,
     api::{self as transfer, Command, Epoch, Identity, TransferId},
     control::{self, ControlMessage, Source},
-    protocol::{DataEvent, Local},
+    driver::{Input as TransferInput, TransferDriver},
+    protocol::{Core, DataEvent, Local},
+    transport::TransportEvent,
+};
+use node::{
+    attempt::{AttemptLimits, NewAttempt},
+    node_core::{
+        Call, CallId, CloseReason, Metric, NodeCore, ObserverId, Output as CoreOutput, Reply,
+        STALL_AFTER,
+    },
+    wire::{self, StreamItem},
 };
 use proto::v1;
+use router::request_core::Side;
 
 use crate::{
-    driver_thread::DriverThread,
-    engine_thread::{EngineThread, TransferHold},
-    journey::{Begun, Said},
-    scenario::{BLOCK_BYTES, NodePlan, VOCABULARY},
+    coverage::Coverage,
+    device::Device,
+    nodes::{Connection, Stream},
+    router::{CallKey, NodeCall, NodeMessage},
+    scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
+    transport::{SimLinks, SimTransport},
 };
 
-pub const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 0xfeed, weight_version: 1 };
+/// Time until the transfer thread offers an event again after a full queue.
+pub const OFFER_AGAIN: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessState {
@@ -30,38 +53,28 @@ pub enum ProcessState {
     Dead,
 }
 
-/// A call of the router on its way to a node.
+/// An input of a process.
 #[derive(Clone, Debug)]
-pub struct Call {
-    /// The router's connection that carries it.
-    pub connection: u64,
-    /// The process that the router means.
-    pub epoch: Epoch,
-    pub remaining: Duration,
-    pub begun: Begun,
-}
-
-/// Something that happens at a process.
-#[derive(Clone, Debug)]
-pub enum Step {
-    // At the engine thread.
-    Call(Box<Call>),
+pub enum Input {
+    // For the engine thread.
+    Call {
+        connection: Connection,
+        key: CallKey,
+        call: Box<NodeCall>,
+    },
     /// The router dropped a call.
-    Cancel(TransferId),
-    /// The router's connection ended.
-    CallsCut {
-        connection: u64,
-    },
-    Observe {
-        connection: u64,
-        stream: StreamId,
-    },
-    StopObserving(StreamId),
+    Cancel(CallKey),
+    /// A router's connection ended.
+    ConnectionEnded(Connection),
+    Observe(Stream),
+    StopObserving(Stream),
     Transfer(transfer::Event),
     Drain,
-    /// The time to drain is over.
+    /// The drain timeout is over.
     EndAll,
-    // At the driver thread.
+    /// A rank process died, so the executor fails.
+    RankLost,
+    // For the transfer thread.
     Command(Command),
     ControlMessage(Source, Box<ControlMessage>),
     Data(DataEvent),
@@ -69,28 +82,35 @@ pub enum Step {
         peer: Epoch,
         reason: &'static str,
     },
-    /// A data connection with the peer ended, when this process had closed so many with it.
+    /// A data connection with the peer ended.
     Closed {
         peer: Epoch,
-        closings: u64,
+        connection: u64,
         reason: &'static str,
     },
-    /// Some deadline of either has come.
-    Wake,
+    /// A deadline has passed.
+    Deadline,
 }
 
-/// What follows, in order.
+/// An output of a process, in order.
 #[derive(Debug)]
 pub enum Output {
-    Say(TransferId, Said),
-    Observed {
-        connection: u64,
-        stream: StreamId,
-        event: v1::ObserveEvent,
+    Message {
+        connection: Connection,
+        key: CallKey,
+        message: NodeMessage,
     },
-    /// From the engine thread to the driver thread, and back.
-    ToDriver(Command),
-    ToEngine(transfer::Event),
+    /// `None`: the node ended the stream.
+    Observed {
+        stream: Stream,
+        event: Option<v1::ObserveEvent>,
+    },
+    /// From the engine thread to the transfer thread.
+    Command(Command),
+    /// The transfer core has received every block of this transfer.
+    Arrived(TransferId),
+    /// From the transfer thread to the engine thread.
+    TransferEvent(transfer::Event),
     ControlMessage {
         to: Epoch,
         message: ControlMessage,
@@ -98,7 +118,7 @@ pub enum Output {
     OpenData {
         to: Epoch,
     },
-    /// Both data connections with the peer end.
+    /// Both data connections with the peer are closed.
     CloseData {
         peer: Epoch,
     },
@@ -110,13 +130,24 @@ pub enum Output {
         is_receive: bool,
         transfer: TransferId,
     },
-    /// The scheduler has its blocks back.
-    Returned {
+    /// The scheduler owns the blocks of a transfer again.
+    HoldEnded {
         transfer: TransferId,
         hold: TransferHold,
     },
-    /// Drained: nothing is in work any more.
+    /// The draining node has no attempt any more.
     Drained,
+    /// The executor failed, so the process exits.
+    EngineFailed,
+}
+
+/// Blocks of the scheduler that a transfer holds.
+#[derive(Clone, Debug)]
+pub struct TransferHold {
+    pub peer: Epoch,
+    pub since: Instant,
+    /// Blocks that are reserved for an incoming transfer.
+    reserved: Vec<BlockId>,
 }
 
 pub struct Process {
@@ -125,37 +156,74 @@ pub struct Process {
     pub epoch: Epoch,
     pub record: NodeRecord,
     pub state: ProcessState,
-    /// What came while the process was paused.
-    pub backlog: Vec<Step>,
-    /// When it was paused, and until when.
+    /// Inputs that arrived while the process was paused.
+    pub backlog: Vec<Input>,
+    /// Start and end of each pause.
     pub pauses: Vec<(Instant, Option<Instant>)>,
-    pub engine: EngineThread,
-    pub driver: DriverThread,
+    pub transfers: TransferDriver<SimTransport, SimLinks>,
+    pub coverage: Coverage,
+    core: NodeCore<Device>,
+    limits: AttemptLimits,
+    calls: BTreeMap<u64, OpenCall>,
+    calls_begun: u64,
+    observers: BTreeMap<ObserverId, Stream>,
+    observers_begun: u64,
+    /// Peers of attempts, by transfer.
+    peers: BTreeMap<TransferId, Epoch>,
+    holds: BTreeMap<TransferId, TransferHold>,
+    /// Commands in the queue of the transfer thread, on their way or arrived, and those arrived.
+    commands: usize,
+    arrived_commands: VecDeque<Command>,
+    transfer_limits: TransferLimits,
+    events: EventQueue,
+    /// A command waits in the core for room in the transfer queue.
+    is_command_waiting: bool,
+    is_draining: bool,
     now: Instant,
 }
 
+struct OpenCall {
+    connection: Connection,
+    key: CallKey,
+    call: CallId,
+}
+
 impl Process {
-    pub fn start(host: usize, plan: &NodePlan, epoch: Epoch, now: Instant) -> Self {
+    pub fn start(
+        host: usize,
+        plan: &NodePlan,
+        model: &ModelPlan,
+        epoch: Epoch,
+        now: Instant,
+    ) -> Self {
         let name = format!("{}-{host}", plan.role);
         let tokens_max = plan.longest_sequence();
+        let identity = identity(model);
         let record = NodeRecord {
             node_id: NodeId::parse(&name).expect("a plain name"),
             epoch,
             role: plan.role,
             notice_endpoint: control_endpoint(host),
-            model: "simulated".to_owned(),
-            identity: model_identity(&identity()),
+            model: model.name.to_string(),
+            identity: model_identity(&identity),
             prompt_tokens_max: tokens_max - 1,
             sequence_tokens_max: tokens_max,
             block_count: plan.scheduler.limits.blocks,
             vocabulary_size: VOCABULARY,
-            // No request here asks for a form.
             grammar_version: 0,
         };
+        let seeds = CacheSeeds {
+            model_fingerprint: identity.model_fingerprint,
+            weight_version: identity.weight_version,
+        };
+        let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");
+        assert_eq!(scheduler.sequence_tokens_max(), tokens_max as usize);
+        let device = Device::new(plan.scheduler.limits, plan.step_cost, now);
+        let arena = device.arena();
         let local = Local {
             node_id: name.clone(),
             epoch,
-            identity: identity(),
+            identity,
             control_endpoint: control_endpoint(host),
             data_endpoint: format!("tcp://host-{host}:2"),
             transports: vec!["tcp".to_owned()],
@@ -163,9 +231,20 @@ impl Process {
             block_bytes: BLOCK_BYTES,
             limits: plan.transfers,
         };
-        let engine = EngineThread::start(plan, &record, now);
-        let driver = DriverThread::start(local, engine.arena());
+        let limits = AttemptLimits {
+            epoch,
+            weight_version: record.identity.weight_version,
+            vocabulary_size: VOCABULARY,
+            prompt_tokens_max: record.prompt_tokens_max,
+            sequence_tokens_max: record.sequence_tokens_max,
+        };
         Self {
+            core: NodeCore::new(StepLoop::new(scheduler, device), &record, STALL_AFTER),
+            transfers: TransferDriver::new(
+                Core::new(local),
+                SimTransport::new(name.clone(), arena),
+                SimLinks::default(),
+            ),
             name,
             host,
             epoch,
@@ -173,8 +252,20 @@ impl Process {
             state: ProcessState::Running,
             backlog: Vec::new(),
             pauses: Vec::new(),
-            engine,
-            driver,
+            coverage: Coverage::default(),
+            limits,
+            calls: BTreeMap::new(),
+            calls_begun: 0,
+            observers: BTreeMap::new(),
+            observers_begun: 0,
+            peers: BTreeMap::new(),
+            holds: BTreeMap::new(),
+            commands: 0,
+            arrived_commands: VecDeque::new(),
+            transfer_limits: plan.transfers,
+            events: EventQueue::new(plan.transfer_events_max),
+            is_command_waiting: false,
+            is_draining: false,
             now,
         }
     }
@@ -184,70 +275,342 @@ impl Process {
     }
 
     pub fn load(&self) -> Load {
-        self.engine.scheduler().load()
+        self.core.scheduler().load()
     }
 
-    /// When to wake it if nothing happens first.
-    pub fn next_wake(&self) -> Option<Instant> {
-        let driver = self.driver.core.next_deadline(self.now);
-        [self.engine.next_wake(), driver].into_iter().flatten().min()
+    pub fn is_draining(&self) -> bool {
+        self.is_draining
     }
 
-    pub fn handle(&mut self, now: Instant, step: Step, outputs: &mut Vec<Output>) {
+    /// Returns when [`Input::Deadline`] is due if no other input comes first.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let device = self.core.executor().next_due();
+        let transfers = self.transfers.next_deadline(self.now);
+        let offer = (!self.transfers.takes_commands()).then(|| self.now + OFFER_AGAIN);
+        [self.core.next_deadline(), device, transfers, offer].into_iter().flatten().min()
+    }
+
+    pub fn handle(&mut self, now: Instant, input: Input, outputs: &mut Vec<Output>) {
         self.now = now;
-        let (engine, driver) = (&mut self.engine, &mut self.driver);
-        engine.set_now(now);
-        match step {
-            Step::Call(call) => {
-                let sequence = &call.begun.sequence;
-                driver.expect_prompt(TransferId(sequence.id.0), fingerprints(&sequence.tokens));
-                engine.on_call(*call, self.epoch, outputs);
+        self.core.executor_mut().set_now(now);
+        match input {
+            Input::Call { connection, key, call } => self.call(connection, key, *call, outputs),
+            Input::Cancel(key) => {
+                let call = self.calls.values().find(|open| open.key == key);
+                if let Some(call) = call.map(|open| open.call) {
+                    self.core.handle_cancel(call);
+                }
             }
-            Step::Cancel(transfer) => engine.cancel(transfer),
-            Step::CallsCut { connection } => engine.calls_cut(connection),
-            Step::Observe { connection, stream } => engine.observe(connection, stream, outputs),
-            Step::StopObserving(stream) => engine.stop_observing(stream),
-            Step::Transfer(event) => engine.on_transfer_event(event),
-            Step::Drain => engine.drain(outputs),
-            Step::EndAll => engine.end_all(),
-            Step::Command(command) => {
-                engine.command_taken();
-                return driver.on_command(now, command, outputs);
+            Input::ConnectionEnded(connection) => {
+                for open in self.calls.values().filter(|open| open.connection == connection) {
+                    self.core.handle_cancel(open.call);
+                }
+                let ended = self.observers.extract_if(.., |_, at| at.connection == connection);
+                for (observer, _) in ended {
+                    self.core.handle_observe_ended(observer);
+                }
             }
-            Step::ControlMessage(from, message) => {
-                return driver.on_control(now, &from, *message, outputs);
+            Input::Observe(stream) => {
+                self.observers_begun += 1;
+                let observer = ObserverId(self.observers_begun);
+                self.observers.insert(observer, stream);
+                self.core.handle_observe(observer, now);
             }
-            Step::Data(event) => return driver.on_data(now, event, outputs),
-            Step::PeerFailed { peer, reason } => {
-                return driver.on_peer_failed(now, peer, reason, outputs);
+            Input::StopObserving(stream) => {
+                let ended = self.observers.extract_if(.., |_, at| *at == stream);
+                for (observer, _) in ended {
+                    self.core.handle_observe_ended(observer);
+                }
             }
-            Step::Closed { peer, closings, reason } => {
-                return driver.on_closed(now, peer, closings, reason, outputs);
+            Input::Transfer(event) => {
+                self.events.in_flight -= 1;
+                self.transfer_event(event, outputs);
             }
-            Step::Wake => driver.wake(now, outputs),
+            Input::Drain => {
+                self.is_draining = true;
+                self.core.handle_drain(now);
+            }
+            Input::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
+            Input::RankLost => self.core.executor_mut().lose_rank(),
+            Input::Command(command) => {
+                self.arrived_commands.push_back(command);
+                return self.run_transfers(None, outputs);
+            }
+            Input::ControlMessage(from, message) => {
+                return self.run_transfers(Some(TransferInput::Control { from, message }), outputs);
+            }
+            Input::Data(event) => {
+                let input = TransferInput::Transport(TransportEvent::Data(event));
+                return self.run_transfers(Some(input), outputs);
+            }
+            Input::PeerFailed { peer, reason } => {
+                let input = TransferInput::PeerFailed { peer, reason: reason.to_owned() };
+                return self.run_transfers(Some(input), outputs);
+            }
+            Input::Closed { peer, connection, reason } => {
+                let reason = reason.to_owned();
+                let event = TransportEvent::Closed { peer, connection, reason };
+                return self.run_transfers(Some(TransferInput::Transport(event)), outputs);
+            }
+            Input::Deadline => {
+                self.transfers.handle_deadline(now);
+                self.run_transfers(None, outputs);
+            }
         }
-        engine.run(outputs);
+        self.run_engine(outputs);
     }
 
-    /// Nothing may be left of any request or transfer.
+    /// Checks the call as the gRPC service does, then gives it to the core.
+    fn call(
+        &mut self,
+        connection: Connection,
+        key: CallKey,
+        call: NodeCall,
+        outputs: &mut Vec<Output>,
+    ) {
+        let traceparent = String::new();
+        let (role, attempt) = match call {
+            NodeCall::Prefill(request) => {
+                let attempt = NewAttempt::send(request, traceparent, &self.limits, self.now);
+                (Role::Prefill, attempt)
+            }
+            NodeCall::Decode(request) => {
+                let attempt =
+                    NewAttempt::receive_or_compute(request, traceparent, &self.limits, self.now);
+                (Role::Decode, attempt)
+            }
+        };
+        assert_eq!(self.record.role, role, "the router called a node of another role");
+        let attempt = match attempt {
+            Ok(attempt) => attempt,
+            Err(refusal) => {
+                let message = NodeMessage::Rejected(refusal.into());
+                return outputs.push(Output::Message { connection, key, message });
+            }
+        };
+        self.calls_begun += 1;
+        let number = self.calls_begun;
+        let call = Call {
+            number,
+            prompt_hash: attempt.prompt_hash(),
+            peer: attempt.peer,
+            sequence: attempt.sequence,
+        };
+        self.transfers.transport.expect_prompt(key.transfer, fingerprints(&call.sequence.tokens));
+        if let Some(peer) = &call.peer {
+            self.peers.insert(key.transfer, peer.epoch);
+        }
+        self.calls.insert(number, OpenCall { connection, key, call: call.id() });
+        self.core.handle_call(call, self.now);
+    }
+
+    fn transfer_event(&mut self, event: transfer::Event, outputs: &mut Vec<Output>) {
+        let ended = match &event {
+            transfer::Event::Ready { transfer, .. } => {
+                self.begin_hold(*transfer, Vec::new());
+                None
+            }
+            transfer::Event::Arrived { transfer, .. }
+            | transfer::Event::ReceiveFailed { transfer, .. }
+            | transfer::Event::Delivered { transfer, .. }
+            | transfer::Event::SendFailed { transfer, .. } => Some(*transfer),
+        };
+        self.core.handle_transfer_event(event, self.now);
+        if let Some(transfer) = ended
+            && let Some(hold) = self.holds.remove(&transfer)
+        {
+            outputs.push(Output::HoldEnded { transfer, hold });
+        }
+    }
+
+    fn begin_hold(&mut self, transfer: TransferId, reserved: Vec<BlockId>) {
+        if let Some(peer) = self.peers.get(&transfer) {
+            let hold = TransferHold { peer: *peer, since: self.now, reserved };
+            self.holds.insert(transfer, hold);
+        }
+    }
+
+    /// Runs the transfer thread: the input, then commands for which it has time.
+    fn run_transfers(&mut self, input: Option<TransferInput>, outputs: &mut Vec<Output>) {
+        if let Some(input) = input {
+            self.transfers.handle(self.now, input);
+        }
+        self.follow_transfers(outputs);
+        while self.transfers.takes_commands()
+            && let Some(command) = self.arrived_commands.pop_front()
+        {
+            self.commands -= 1;
+            self.transfers.transport.on_command(&command);
+            self.transfers.handle(self.now, TransferInput::Command(command));
+            self.follow_transfers(outputs);
+        }
+    }
+
+    fn follow_transfers(&mut self, outputs: &mut Vec<Output>) {
+        outputs.append(&mut self.transfers.links.outputs);
+        outputs.append(&mut self.transfers.transport.outputs);
+        for event in self.transfers.events() {
+            if let transfer::Event::Arrived { transfer, .. } = event {
+                outputs.push(Output::Arrived(*transfer));
+            }
+        }
+        self.transfers.offer_events(&mut self.events);
+        for event in self.events.accepted.drain(..) {
+            self.transfers.transport.on_event(&event);
+            outputs.push(Output::TransferEvent(event));
+        }
+    }
+
+    /// Aborts every transfer, as a process does before it exits.
+    pub fn stop(&mut self, now: Instant, outputs: &mut Vec<Output>) {
+        self.transfers.abort_all(now, "the node stops");
+        self.follow_transfers(outputs);
+    }
+
+    /// Runs the core until it waits for an input, a step or a deadline.
+    fn run_engine(&mut self, outputs: &mut Vec<Output>) {
+        loop {
+            self.carry_out(outputs);
+            match self.core.step(Duration::ZERO) {
+                Ok(Turn::Idle) => break,
+                Ok(Turn::Pending) if !self.core.has_actions() => break,
+                Ok(Turn::Pending | Turn::Stepped) => self.check(),
+                Err(error) => return self.engine_failed(&error, outputs),
+            }
+        }
+        self.carry_out(outputs);
+        self.core.handle_deadline(self.now);
+        self.carry_out(outputs);
+        self.check();
+        self.check_reserved();
+        if self.is_draining && self.core.is_empty() {
+            outputs.push(Output::Drained);
+        }
+    }
+
+    fn engine_failed(&mut self, error: &ExecutorError, outputs: &mut Vec<Output>) {
+        self.carry_out(outputs);
+        self.core.handle_close(&CloseReason::EngineFailed { reason: error.to_string() });
+        self.carry_out(outputs);
+        outputs.push(Output::EngineFailed);
+    }
+
+    fn carry_out(&mut self, outputs: &mut Vec<Output>) {
+        while let Some(output) = self.core.poll_output() {
+            match output {
+                CoreOutput::Reply { call, reply } => self.reply(call, reply, outputs),
+                CoreOutput::Forgotten { call } => {
+                    self.calls.remove(&call.number);
+                }
+                CoreOutput::Transfer { call, command } => {
+                    self.command_transfers(call, command, outputs);
+                }
+                CoreOutput::Observe { observer, event } => {
+                    if let Some(&stream) = self.observers.get(&observer) {
+                        outputs.push(Output::Observed { stream, event: Some(event) });
+                    }
+                }
+                CoreOutput::ObserveStalled { observer } => {
+                    if let Some(stream) = self.observers.remove(&observer) {
+                        outputs.push(Output::Observed { stream, event: None });
+                    }
+                }
+                CoreOutput::Metric(Metric::Preempted(count)) => {
+                    self.coverage.add("preemptions", count);
+                }
+                CoreOutput::Stall(_) => self.coverage.count("stalls"),
+                CoreOutput::Metric(_)
+                | CoreOutput::StageBegan { .. }
+                | CoreOutput::StageEnded { .. }
+                | CoreOutput::StagesFailed { .. }
+                | CoreOutput::TransferParent { .. } => {}
+            }
+        }
+    }
+
+    /// Sends a reply as the gRPC service does.
+    fn reply(&mut self, call: CallId, reply: Reply, outputs: &mut Vec<Output>) {
+        let Some(open) = self.calls.get(&call.number) else { return };
+        let (connection, key) = (open.connection, open.key);
+        let mut send = |message| outputs.push(Output::Message { connection, key, message });
+        let (item, is_end) = match reply {
+            Reply::Accepted => return,
+            Reply::Rejected(refusal) => return send(NodeMessage::Rejected(refusal.into())),
+            Reply::Event(event) => (StreamItem::Event(event), false),
+            Reply::Ended(end) => (StreamItem::End(end), true),
+        };
+        let message = match key.side {
+            Side::Prefill => {
+                wire::prefill_event(item).map(|event| NodeMessage::Prefill(event.event))
+            }
+            Side::Decode => wire::decode_event(item).map(|event| NodeMessage::Decode(event.event)),
+        };
+        message.into_iter().for_each(&mut send);
+        if is_end {
+            send(NodeMessage::End);
+        }
+    }
+
+    fn command_transfers(&mut self, call: CallId, command: Command, outputs: &mut Vec<Output>) {
+        self.is_command_waiting = false;
+        if self.commands >= self.transfer_limits.queued_max(&command) {
+            self.coverage.count("transfer queue full");
+            self.is_command_waiting =
+                !matches!(command, Command::Receive { .. } | Command::Expect { .. });
+            let reason = "the transfer queue is full".to_owned();
+            return self.core.handle_transfer_queue_full(call, command, reason, self.now);
+        }
+        if let Command::Receive { transfer, blocks, .. } = &command {
+            self.begin_hold(*transfer, blocks.clone());
+        }
+        self.commands += 1;
+        outputs.push(Output::Command(command));
+    }
+
+    /// Checks the scheduler after every step.
+    fn check(&self) {
+        self.core.scheduler().check();
+        let load = self.load();
+        let total = load.blocks_free + load.blocks_cached + load.blocks_held + load.blocks_reserved;
+        assert_eq!(total, self.record.block_count, "{}: the counts add up", self.name);
+    }
+
+    /// Checks that every reserved block belongs to a transfer.
+    fn check_reserved(&self) {
+        if !self.is_command_waiting {
+            let reserved: usize = self.holds.values().map(|hold| hold.reserved.len()).sum();
+            assert_eq!(self.load().blocks_reserved as usize, reserved, "{}", self.name);
+        }
+    }
+
+    /// Checks that no resource of any request or transfer is left.
     pub fn check_idle(&self) {
-        self.engine.check_idle();
-        self.driver.check_idle(&self.name);
+        let (name, load) = (&self.name, self.load());
+        assert!(self.core.scheduler().is_idle(), "{name}: the scheduler is not idle, {load:?}");
+        assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0), "{name}: {load:?}");
+        assert!(self.core.is_empty(), "{name}: attempts are in flight");
+        assert!(self.calls.is_empty(), "{name}: calls are open");
+        assert!(self.holds.is_empty(), "{name}: {:?}", self.holds);
+        assert_eq!(self.commands, 0, "{name}: commands are queued");
+        assert_eq!(self.transfers.core.active_count(), 0, "{name}: transfers are active");
+        let (transfers, early, _) = self.transfers.core.table_sizes();
+        assert_eq!((transfers, early), (0, 0), "{name}: transfers are known");
+        self.transfers.transport.check_idle();
     }
 }
 
 pub fn control_endpoint(host: usize) -> String {
-    format!("tcp://host-{host}:1")
+    format!("tcp://127.0.0.1:{}", 10_000 + host)
 }
 
-fn identity() -> Identity {
+fn identity(model: &ModelPlan) -> Identity {
     Identity {
-        model_fingerprint: SEEDS.model_fingerprint,
-        weight_version: SEEDS.weight_version,
+        model_fingerprint: model.fingerprint,
+        weight_version: 1,
         kv_layout: "simulated".to_owned(),
         block_size: kernels::BLOCK_TOKENS as u32,
         dtype: "u64".to_owned(),
-        tp: 1,
+        tp: model.tp,
         protocol_min: control::PROTOCOL_MIN,
         protocol_max: control::PROTOCOL_MAX,
     }
@@ -263,5 +626,29 @@ fn model_identity(identity: &Identity) -> ModelIdentity {
         tp: identity.tp,
         protocol_min: identity.protocol_min,
         protocol_max: identity.protocol_max,
+    }
+}
+
+/// The queue of events from the transfer thread to the engine thread.
+struct EventQueue {
+    accepted: Vec<transfer::Event>,
+    in_flight: usize,
+    max: usize,
+}
+
+impl EventQueue {
+    fn new(max: usize) -> Self {
+        Self { accepted: Vec::new(), in_flight: 0, max }
+    }
+}
+
+impl EventSink for EventQueue {
+    fn offer(&mut self, event: transfer::Event) -> Result<(), transfer::Event> {
+        if self.in_flight == self.max {
+            return Err(event);
+        }
+        self.in_flight += 1;
+        self.accepted.push(event);
+        Ok(())
     }
 }

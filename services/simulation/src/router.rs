@@ -1,459 +1,518 @@
-//! The router: around its real directory and its real decisions (attempt, emitted tokens, recovery) the
-//! calls and clocks that `services/router` has tasks for.
+//! A router: its shipped directory and request cores, with calls and timers of the simulation.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use cluster::{NoNode, Role, StreamId, Wanted};
-use engine::{
-    event::{FinishReason, NewSequence, SequenceId, SequenceKind},
-    executor::sim::fingerprints,
+use bytes::Bytes;
+use cluster::{MemberChange, NodeAddress, NodeRecord, StreamId};
+use proto::{
+    ids::TransferId,
+    v1::{
+        self, DecodeRequest, ObserveEvent, PrefillRequest, decode_event::Event as DecodeEvent,
+        prefill_event::Event as PrefillEvent,
+    },
 };
-use kv_transfer::api::{PeerAddress, TransferId};
-use proto::v1::{self, ObserveEvent};
 use router::request_core::{
-    AttemptAction, AttemptFailure, Cause, LAST_EVENT_MAX, NextStep, Side, TOKEN_0_MAX,
+    AnswerSpec, AttemptFailure, AttemptOutcome, Cause, EndedAttempt, GiveUp, Output,
+    RecoveryPolicy, RequestCore, Side,
 };
-
 use simulation_base::Random;
+use tonic::Status;
 
 use crate::{
-    attempt::{Attempt, side_of},
+    answer::Client,
     coverage::Coverage,
-    journey::{Begun, Said},
-    nodes::{Assigned, Nodes, Watch},
-    process::{Call, control_endpoint},
-    request::{End, Request, State},
-    scenario::RequestPlan,
+    nodes::{Assigned, Connection, Nodes, NodesAction},
+    scenario::{RequestPlan, VOCABULARY},
 };
 
-/// Between two looks for a node that may come back, and between two tries of one that waits for room.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
-const ASK_AGAIN: Duration = Duration::from_millis(25);
+/// The defaults of the router's settings.
+const POLICY: RecoveryPolicy = RecoveryPolicy {
+    attempts_max: 4,
+    busy_timeout: Duration::from_secs(30),
+    idle_timeout: Duration::from_secs(60),
+};
+/// Queued requests that may pick at the same time.
+const TURNS_MAX: usize = 4;
 
-/// A call to one node of an attempt.
+/// Names one call of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct CallId {
+pub struct CallKey {
     pub transfer: TransferId,
     pub side: Side,
 }
 
-/// What the router wants done, in order.
+/// A call on its way to a node.
+#[derive(Clone, Debug)]
+pub enum NodeCall {
+    Prefill(PrefillRequest),
+    Decode(DecodeRequest),
+}
+
+/// A message of a call on its way to the router.
+#[derive(Clone, Debug)]
+pub enum NodeMessage {
+    Decode(Option<DecodeEvent>),
+    Prefill(Option<PrefillEvent>),
+    /// The call was rejected.
+    Rejected(Status),
+    /// The node ended the stream.
+    End,
+}
+
+/// The router's actions, in order.
 #[derive(Debug)]
-pub enum Act {
+pub enum RouterAction {
     Call {
-        host: usize,
-        call: Box<Call>,
+        connection: Connection,
+        key: CallKey,
+        call: Box<NodeCall>,
     },
     /// The stream of a call is dropped.
     Cancel {
-        host: usize,
-        connection: u64,
-        transfer: TransferId,
+        connection: Connection,
+        key: CallKey,
     },
+    Nodes(NodesAction),
 }
 
 pub struct Router {
     pub nodes: Nodes,
-    requests: BTreeMap<u64, Request>,
-    calls: BTreeMap<CallId, OpenCall>,
+    answers: BTreeMap<usize, Answer>,
+    calls: BTreeMap<CallKey, OpenCall>,
+    waiting: BTreeMap<Arc<str>, WaitingRoom>,
     random: Random,
-    acts: Vec<Act>,
+    actions: Vec<RouterAction>,
     pub coverage: Coverage,
 }
 
 struct OpenCall {
-    request: u64,
-    host: usize,
-    connection: u64,
+    request: usize,
+    connection: Connection,
+}
+
+/// One request.
+struct Answer {
+    plan: RequestPlan,
+    model: Arc<str>,
+    deadline: Instant,
+    core: RequestCore,
+    client: Client,
+    /// The picked nodes, until the attempt ends.
+    nodes: Option<(Assigned, Option<Assigned>)>,
+    /// The transfer id of the open attempt.
+    transfer: Option<TransferId>,
+    attempts: u32,
+    end: Option<End>,
+}
+
+/// How a request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    Complete,
+    ClientLeft,
+    Failed(GiveUp),
+}
+
+/// Requests of one model that found every node busy.
+#[derive(Default)]
+struct WaitingRoom {
+    queue: VecDeque<usize>,
+    turns: BTreeSet<usize>,
+}
+
+impl WaitingRoom {
+    fn leave(&mut self, request: usize) {
+        self.queue.retain(|queued| *queued != request);
+        self.turns.remove(&request);
+    }
 }
 
 impl Router {
-    pub fn new(now: Instant, roles: &[Role], mut random: Random) -> Self {
+    pub fn new(index: usize, addresses: Vec<NodeAddress>, mut random: Random) -> Self {
         Self {
-            nodes: Nodes::new(now, roles, random.next()),
-            requests: BTreeMap::new(),
+            nodes: Nodes::new(index, addresses, random.next()),
+            answers: BTreeMap::new(),
             calls: BTreeMap::new(),
+            waiting: BTreeMap::new(),
             random,
-            acts: Vec::new(),
+            actions: Vec::new(),
             coverage: Coverage::default(),
         }
     }
 
-    pub fn take_acts(&mut self) -> (Vec<Act>, Vec<Watch>) {
-        (std::mem::take(&mut self.acts), self.nodes.take_watches())
-    }
-
-    pub fn requests(&self) -> impl Iterator<Item = &Request> {
-        self.requests.values()
+    pub fn take_actions(&mut self) -> Vec<RouterAction> {
+        let mut actions = std::mem::take(&mut self.actions);
+        actions.extend(self.nodes.take_actions().into_iter().map(RouterAction::Nodes));
+        actions
     }
 
     pub fn all_ended(&self) -> bool {
-        self.requests.values().all(Request::has_ended)
+        self.answers.values().all(|answer| answer.end.is_some())
     }
 
+    /// Checks that no resource of a request is left.
     pub fn check_idle(&self) {
         self.nodes.check_idle();
         assert!(self.calls.is_empty(), "calls are open");
+        for room in self.waiting.values() {
+            assert!(room.queue.is_empty() && room.turns.is_empty(), "requests are queued");
+        }
     }
 
-    // What happens.
+    // Inputs.
 
-    pub fn arrive(&mut self, now: Instant, id: u64, plan: RequestPlan) {
-        self.requests.insert(id, Request::new(now, plan, id));
-        self.go_on(now, id);
+    pub fn request(&mut self, now: Instant, id: usize, model: Arc<str>, plan: RequestPlan) {
+        let deadline = now + plan.timeout;
+        let spec = AnswerSpec {
+            model: Some(model.clone()),
+            prompt_tokens: plan.prompt.len() as u32,
+            prefix: Arc::new([]),
+            grammar_version: 0,
+            max_tokens: plan.max_tokens,
+            vocabulary_size: VOCABULARY,
+            deadline,
+        };
+        let mut core = RequestCore::new(spec, POLICY);
+        let is_queued = self.waiting.get(&model).is_some_and(|room| !room.queue.is_empty());
+        core.start(now, is_queued);
+        let client = Client::new(&plan);
+        let (nodes, transfer, end) = (None, None, None);
+        let answer =
+            Answer { plan, model, deadline, core, client, nodes, transfer, attempts: 0, end };
+        self.answers.insert(id, answer);
+        self.perform(now, id);
     }
 
-    /// The client goes away.
-    pub fn leave(&mut self, now: Instant, id: u64) {
-        if !self.requests[&id].has_ended() {
+    pub fn client_left(&mut self, now: Instant, id: usize) {
+        let Some(answer) = self.answers.get_mut(&id) else { return };
+        if answer.end.is_none() {
+            answer.core.handle_client_left();
+            self.perform(now, id);
             self.end(now, id, End::ClientLeft);
         }
     }
 
-    /// A node said something on a call.
-    pub fn said(&mut self, now: Instant, call: CallId, said: Said) {
-        let Some(open) = self.calls.get(&call) else { return };
-        let id = open.request;
-        if said.is_end() {
-            // Nothing is left to cancel.
-            self.calls.remove(&call);
+    /// A node sent a message of a call.
+    pub fn message(&mut self, now: Instant, key: CallKey, message: NodeMessage) {
+        let Some(call) = self.calls.get(&key) else { return };
+        let id = call.request;
+        if matches!(message, NodeMessage::Rejected(_) | NodeMessage::End) {
+            self.calls.remove(&key);
         }
-        let Request { state, emitted, .. } = self.request(id);
-        let State::Trying { attempt, .. } = state else {
-            unreachable!("an open call belongs to an attempt");
+        let answer = self.answers.get_mut(&id).expect("a call belongs to a request");
+        let core = &mut answer.core;
+        let is_expected = match key.side {
+            Side::Decode => core.expects_decode(),
+            Side::Prefill => core.expects_prefill(),
         };
-        if !attempt.expects(call.side) {
+        if !is_expected {
             return;
         }
-        let node = attempt.node(call.side).clone();
-        let is_answer = !matches!(said, Said::Failed { .. } | Said::Cut);
-        let is_all = matches!(said, Said::Tokens { finish: Some(_), .. });
-        let reserved = match said {
-            Said::Reserved { alone: true } => Some("alone"),
-            Said::Reserved { alone: false } => Some("reserved"),
-            _ => None,
-        };
-        let next = attempt.said(call.side, said, emitted);
-        if let Some(reserved) = reserved {
-            self.coverage.count(reserved);
+        if matches!(message, NodeMessage::Decode(_) | NodeMessage::Prefill(_))
+            && let Some(node) = answer.node(key.side)
+        {
+            self.nodes.answered(node);
         }
-        if is_answer {
-            self.nodes.answered(&node);
+        let core = &mut answer.core;
+        match message {
+            NodeMessage::Decode(event) => {
+                self.coverage.count_decode_event(&event);
+                core.handle_decode_event(now, event);
+            }
+            NodeMessage::Prefill(event) => {
+                self.coverage.count_prefill_event(&event);
+                core.handle_prefill_event(now, event);
+            }
+            NodeMessage::Rejected(status) => {
+                core.handle_stream_end(now, AttemptFailure::status(key.side, &status));
+            }
+            NodeMessage::End => core.handle_stream_end(now, AttemptFailure::cut(key.side)),
         }
-        if is_all {
-            self.coverage.count("token 0 finished");
-        }
-        self.act(now, id, next);
+        self.perform(now, id);
     }
 
     /// A connection to a node has ended, with every stream on it.
     pub fn connection_lost(&mut self, now: Instant, host: usize) {
-        let connection = self.nodes.connection(host);
-        let is_on_it = |call: &OpenCall| (call.host, call.connection) == (host, connection);
-        let cut = self.calls.iter().filter(|(_, call)| is_on_it(call));
-        let cut: Vec<CallId> = cut.map(|(id, _)| *id).collect();
+        let ended = self.nodes.connection(host);
         self.nodes.connection_lost(now, host);
-        for call in cut {
-            self.said(now, call, Said::Cut);
+        let calls = self.calls.iter().filter(|(_, call)| call.connection == ended);
+        for key in calls.map(|(key, _)| *key).collect::<Vec<_>>() {
+            // tonic sets a source when the connection breaks.
+            let broken = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
+            let status = Status::from_error(Box::new(broken));
+            self.message(now, key, NodeMessage::Rejected(status));
         }
-        self.wake_waiting(now);
+        self.notify_waiting(now);
     }
 
-    pub fn observed(&mut self, now: Instant, stream: StreamId, event: ObserveEvent) {
-        self.nodes.observed(now, stream, event);
-        self.wake_waiting(now);
+    pub fn observed(&mut self, now: Instant, stream: StreamId, event: Option<ObserveEvent>) {
+        match event {
+            Some(event) => self.nodes.observed(now, stream, event),
+            None => self.nodes.stream_ended(now, stream, "the node is stalled"),
+        }
+        self.notify_waiting(now);
     }
 
-    /// Another router takes its host and knows nothing: its clients must ask again.
-    pub fn restart(&mut self, now: Instant) {
-        for request in self.requests.values_mut().filter(|request| !request.has_ended()) {
+    pub fn member(&mut self, now: Instant, change: MemberChange) {
+        self.nodes.member(now, change);
+        self.notify_waiting(now);
+    }
+
+    /// Another router process starts. The clients of the old process are lost.
+    pub fn restart(&mut self) {
+        for answer in self.answers.values_mut().filter(|answer| answer.end.is_none()) {
             self.coverage.count("client left");
-            request.state = State::Ended(End::ClientLeft);
+            answer.core.handle_client_left();
+            answer.end = Some(End::ClientLeft);
         }
         self.calls.clear();
-        self.acts.clear();
-        self.nodes.restart(now, self.random.next());
+        self.waiting.clear();
+        self.actions.clear();
+        self.nodes.restart(self.random.next());
     }
 
     pub fn next_deadline(&self) -> Option<Instant> {
-        let requests = self.requests.values().filter_map(Request::next_deadline);
+        let open = self.answers.values().filter(|answer| answer.end.is_none());
+        let requests = open.filter_map(|answer| answer.core.next_deadline());
         requests.chain(self.nodes.next_deadline()).min()
     }
 
     pub fn on_deadline(&mut self, now: Instant) {
         if self.nodes.next_deadline().is_some_and(|at| at <= now) {
             self.nodes.on_deadline(now);
-            self.wake_waiting(now);
+            self.notify_waiting(now);
         }
-        let due = |request: &&Request| request.next_deadline().is_some_and(|at| at <= now);
-        let ids: Vec<u64> = self.requests.values().filter(due).map(|request| request.id).collect();
-        for id in ids {
-            let request = self.request(id);
-            match &mut request.state {
-                State::Waiting { for_node: true, .. } if request.deadline <= now => {
-                    let reason = request.recovery.no_decode_node(now);
-                    self.end(now, id, End::GaveUp(reason));
-                }
-                _ if request.deadline <= now => self.end(now, id, End::Deadline),
-                State::Waiting { .. } => self.go_on(now, id),
-                State::Trying { attempt, token_0_by: Some(by), .. } if *by <= now => {
-                    let next = attempt.machine.on_token_0_late();
-                    self.coverage.count("token 0 timed out");
-                    self.act(now, id, next);
-                }
-                // Every token is shown, and the node's last word does not come.
-                State::Trying { .. } => self.complete(now, id, None),
-                State::Ended(_) => {}
-            }
+        let is_due = |answer: &Answer| {
+            answer.end.is_none() && answer.core.next_deadline().is_some_and(|at| at <= now)
+        };
+        let due = self.answers.iter().filter(|(_, answer)| is_due(answer));
+        for id in due.map(|(id, _)| *id).collect::<Vec<_>>() {
+            let answer = self.answers.get_mut(&id).expect("requests are kept");
+            let picked = answer.nodes.as_ref();
+            answer.core.handle_deadline(now, |side| {
+                let (decode, prefill) = picked?;
+                let node = if side == Side::Decode { decode } else { prefill.as_ref()? };
+                self.nodes.changed_at(node)
+            });
+            self.perform(now, id);
         }
     }
 
-    /// Those who wait for a node look at once when any node's health changes.
-    fn wake_waiting(&mut self, now: Instant) {
+    /// Requests that wait for a node pick again when the health of a node has changed.
+    fn notify_waiting(&mut self, now: Instant) {
         if !self.nodes.take_changed() {
             return;
         }
-        for request in self.requests.values_mut() {
-            if let State::Waiting { until, for_node: true } = &mut request.state {
-                *until = now;
-            }
+        let waiting = self.answers.iter().filter(|(_, answer)| answer.core.expects_node());
+        for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.answer(id).core.handle_nodes_changed(now);
+            self.perform(now, id);
         }
     }
 
-    // A request's way.
+    // Outputs of the request cores.
 
-    fn request(&mut self, id: u64) -> &mut Request {
-        self.requests.get_mut(&id).expect("requests stay")
+    fn answer(&mut self, id: usize) -> &mut Answer {
+        self.answers.get_mut(&id).expect("requests are kept")
     }
 
-    /// Makes attempts until one is under way, or there is a reason to wait or to give up.
-    fn go_on(&mut self, now: Instant, id: u64) {
-        loop {
-            match self.pick(now, id) {
-                Ok((decode, prefill)) => return self.attempt(now, id, decode, prefill),
-                Err(none) => {
-                    let then = self.request(id).recovery.no_node(&none, now);
-                    if !self.follow(now, id, then) {
-                        return;
+    fn perform(&mut self, now: Instant, id: usize) {
+        while let Some(output) = self.answer(id).core.poll_output() {
+            match output {
+                Output::Pick => self.pick(now, id),
+                Output::OpenCalls { transfer_id, number } => {
+                    self.coverage.count("attempts");
+                    self.open_calls(now, id, transfer_id, number);
+                }
+                Output::DropPrefillCall => {
+                    if let Some(transfer) = self.answer(id).transfer {
+                        self.drop_call(CallKey { transfer, side: Side::Prefill });
                     }
                 }
+                Output::EndAttempt(ended) => self.end_attempt(now, id, &ended),
+                Output::Emit { first_index, tokens, .. } => {
+                    let answer = self.answer(id);
+                    let stop = answer.client.receive(first_index, &tokens);
+                    answer.core.handle_emitted(now, stop);
+                }
+                Output::WaitForTurn => {
+                    let model = self.answer(id).model.clone();
+                    self.waiting.entry(model).or_default().queue.push_back(id);
+                }
+                Output::WaitForNode | Output::StopWaiting => self.leave_waiting_room(id),
+                Output::Finish(finished) => {
+                    self.answer(id).client.check_complete(finished.reason);
+                    self.end(now, id, End::Complete);
+                }
+                Output::Fail(reason) => self.end(now, id, End::Failed(reason)),
+            }
+        }
+        self.give_turns(now);
+    }
+
+    fn leave_waiting_room(&mut self, id: usize) {
+        let model = self.answer(id).model.clone();
+        if let Some(room) = self.waiting.get_mut(&model) {
+            room.leave(id);
+        }
+    }
+
+    fn give_turns(&mut self, now: Instant) {
+        for model in self.waiting.keys().cloned().collect::<Vec<_>>() {
+            while let Some(room) = self.waiting.get_mut(&model)
+                && room.turns.len() < TURNS_MAX
+                && let Some(id) = room.queue.pop_front()
+            {
+                room.turns.insert(id);
+                self.coverage.count("turns");
+                self.answer(id).core.handle_turn(now);
+                self.perform(now, id);
             }
         }
     }
 
-    /// True when another attempt is to be made at once.
-    fn follow(&mut self, now: Instant, id: u64, then: NextStep) -> bool {
-        let until = match then {
-            NextStep::Retry => return true,
-            NextStep::WaitForTurn => {
-                self.request(id).recovery.take_turn();
-                now + ASK_AGAIN
+    fn pick(&mut self, now: Instant, id: usize) {
+        let answer = self.answers.get_mut(&id).expect("requests are kept");
+        match self.nodes.pick(now, &answer.core.wanted_decode()) {
+            Ok(decode) => {
+                let wanted = answer.core.wanted_prefill(&decode.record);
+                let prefill = wanted.and_then(|wanted| self.nodes.pick(now, &wanted).ok());
+                let records =
+                    (decode.record.clone(), prefill.as_ref().map(|node| node.record.clone()));
+                answer.nodes = Some((decode, prefill));
+                let transfer = TransferId(self.random.id());
+                answer.core.handle_picked(now, transfer, records.0, records.1);
             }
-            NextStep::PickAgain { left } => now + ASK_AGAIN.min(left),
-            NextStep::WaitForNode { .. } => now + LOOK_AGAIN,
-            NextStep::GiveUp(reason) => {
-                self.end(now, id, End::GaveUp(reason));
-                return false;
-            }
-        };
-        let for_node = matches!(then, NextStep::WaitForNode { .. });
-        self.request(id).state = State::Waiting { until, for_node };
-        false
-    }
-
-    /// A decode node, and a prefill node that fits it; without one the decode node works alone.
-    fn pick(&mut self, now: Instant, id: u64) -> Result<(Assigned, Option<Assigned>), NoNode> {
-        let request = &self.requests[&id];
-        let emitted = request.emitted.next_index();
-        let prompt_tokens = request.plan.prompt.len() as u32;
-        let alone = request.recovery.decode_alone();
-        let wanted = Wanted {
-            role: Role::Decode,
-            prompt_tokens,
-            tokens: prompt_tokens + emitted,
-            new_tokens_max: request.plan.max_tokens - emitted,
-            computes_prompt: alone,
-            model: None,
-            prefix: &[],
-            identity: None,
-            grammar_version: 0,
-            exclude: request.recovery.avoid_decode(),
-        };
-        let (decode, choice) = self.nodes.pick(now, &wanted)?;
-        let identity = &choice.record.identity;
-        if alone || wanted.tokens < identity.block_size {
-            return Ok((decode, None));
+            Err(reason) => answer.core.handle_no_node(now, &reason),
         }
-        let wanted = Wanted {
-            role: Role::Prefill,
-            new_tokens_max: 1,
-            computes_prompt: true,
-            identity: Some(identity),
-            exclude: request.recovery.avoid_prefill(),
-            ..wanted
-        };
-        let prefill = self.nodes.pick(now, &wanted).ok();
-        Ok((decode, prefill.map(|(prefill, _)| prefill)))
     }
 
-    fn attempt(&mut self, now: Instant, id: u64, decode: Assigned, prefill: Option<Assigned>) {
-        self.coverage.count("attempts");
-        let transfer = TransferId(self.random.id());
-        let kind = if prefill.is_some() { SequenceKind::Receive } else { SequenceKind::Compute };
-        self.call(now, id, transfer, kind, &decode, prefill.as_ref());
-        if let Some(prefill) = &prefill {
-            self.call(now, id, transfer, SequenceKind::Send, prefill, Some(&decode));
-        }
-        let request = self.request(id);
-        let attempt = Attempt::new(transfer, request.emitted.next_index(), decode, prefill);
-        request.state = State::Trying { attempt, complete_by: None, token_0_by: None };
-    }
-
-    fn call(
-        &mut self,
-        now: Instant,
-        request_id: u64,
-        transfer: TransferId,
-        kind: SequenceKind,
-        node: &Assigned,
-        peer: Option<&Assigned>,
-    ) {
-        let (host, connection) = (node.host, self.nodes.connection(node.host));
-        let side = side_of(self.nodes.role(host));
-        let open = OpenCall { request: request_id, host, connection };
-        self.calls.insert(CallId { transfer, side }, open);
-        let peer = peer.map(|peer| PeerAddress {
-            node_id: format!("{}-{}", self.nodes.role(peer.host), peer.host),
-            epoch: peer.epoch,
-            control_endpoint: control_endpoint(peer.host),
+    fn open_calls(&mut self, now: Instant, id: usize, transfer: TransferId, number: u32) {
+        let answer = self.answer(id);
+        (answer.transfer, answer.attempts) = (Some(transfer), number);
+        let (decode, prefill) = answer.nodes.clone().expect("nodes were picked");
+        let attempt = |node: &Assigned| Some(answer.attempt(now, id, transfer, node));
+        let decode_call = NodeCall::Decode(DecodeRequest {
+            attempt: attempt(&decode),
+            prefill: prefill.as_ref().map(|node| peer(&node.record)),
         });
-        let request = &self.requests[&request_id];
-        let tokens = [&request.plan.prompt[..], request.emitted.ids()].concat();
-        let begun = Begun {
-            // Any hash of the tokens will do.
-            prompt_hash: fingerprints(&tokens).last().copied().unwrap_or_default().into(),
-            sequence: NewSequence {
-                id: SequenceId(transfer.0),
-                kind,
-                tokens,
-                prompt_len: request.plan.prompt.len() as u32,
-                sampling: request.plan.sampling.clone(),
-                max_tokens: request.plan.max_tokens,
-                ignore_stop_tokens: request.plan.ignore_stop_tokens,
-                cache_salt: request.plan.cache_salt.clone(),
-                constraint: None,
-                deadline: request.deadline,
-            },
-            peer,
-        };
-        let epoch = node.epoch;
-        let remaining = request.deadline.saturating_duration_since(now);
-        let call = Box::new(Call { connection, epoch, remaining, begun });
-        self.acts.push(Act::Call { host, call });
+        let prefill_call = prefill.as_ref().map(|prefill| {
+            let decode = Some(peer(&decode.record));
+            NodeCall::Prefill(PrefillRequest { attempt: attempt(prefill), decode })
+        });
+        self.open_call(id, CallKey { transfer, side: Side::Decode }, &decode, decode_call);
+        if let (Some(prefill), Some(call)) = (prefill, prefill_call) {
+            self.open_call(id, CallKey { transfer, side: Side::Prefill }, &prefill, call);
+        }
     }
 
-    /// Does what the attempt wants done.
-    fn act(&mut self, now: Instant, id: u64, next: Vec<AttemptAction>) {
-        for next in next {
-            match next {
-                AttemptAction::Admitted => {
-                    self.request(id).recovery.admitted();
+    fn open_call(&mut self, request: usize, key: CallKey, node: &Assigned, call: NodeCall) {
+        let connection = self.nodes.connection(node.host);
+        self.calls.insert(key, OpenCall { request, connection });
+        self.actions.push(RouterAction::Call { connection, key, call: Box::new(call) });
+    }
+
+    /// Drops the calls of the attempt and releases its nodes.
+    fn end_attempt(&mut self, now: Instant, id: usize, ended: &EndedAttempt) {
+        let answer = self.answer(id);
+        let transfer = answer.transfer.take();
+        let Some((decode, prefill)) = answer.nodes.take() else { return };
+        if let Some(transfer) = transfer {
+            self.drop_call(CallKey { transfer, side: Side::Decode });
+            self.drop_call(CallKey { transfer, side: Side::Prefill });
+        }
+        if let AttemptOutcome::Failed(failure) = &ended.outcome {
+            self.coverage.count_failure(failure);
+            let node = match (failure.side, &prefill) {
+                (Side::Prefill, Some(prefill)) => prefill,
+                (Side::Prefill, None) | (Side::Decode, _) => &decode,
+            };
+            match failure.cause {
+                Cause::Busy => self.nodes.busy(now, node),
+                Cause::Lost | Cause::Stale => {
+                    self.nodes.call_lost(now, node, failure.message.clone());
                 }
-                AttemptAction::Emit { first_index, tokens, .. } => {
-                    if self.request(id).show(first_index, &tokens) {
-                        // A stop string: the nodes do not know.
-                        return self.complete(now, id, Some(FinishReason::Stop));
-                    }
-                }
-                AttemptAction::DropPrefill => {
-                    let State::Trying { attempt, .. } = &self.requests[&id].state else { return };
-                    let call = CallId { transfer: attempt.transfer, side: Side::Prefill };
-                    self.drop_call(call);
-                }
-                AttemptAction::Finish(reason) => {
-                    return self.complete(now, id, Some(of_the_wire(reason)));
-                }
-                AttemptAction::Fail(_) if self.requests[&id].is_complete() => {
-                    return self.complete(now, id, None);
-                }
-                AttemptAction::Fail(failure) => return self.attempt_failed(now, id, failure),
+                _ => {}
             }
         }
-        let request = self.request(id);
-        let complete_by = request.is_complete().then(|| now + LAST_EVENT_MAX);
-        if let State::Trying { attempt, complete_by: by, token_0_by } = &mut request.state {
-            *by = complete_by;
-            *token_0_by = (!attempt.machine.expects_decode()).then(|| now + TOKEN_0_MAX);
+        for node in [Some(decode), prefill].into_iter().flatten() {
+            self.nodes.release(&node);
         }
     }
 
-    fn attempt_failed(&mut self, now: Instant, id: u64, failure: AttemptFailure) {
-        self.coverage.count_failure(&failure);
-        let Some(attempt) = self.end_attempt(now, id, Some(&failure)) else { return };
-        let prefill = attempt.prefill_node.as_ref().map(|node| node.epoch);
-        let Request { recovery, emitted, .. } = self.request(id);
-        if emitted.next_index() > attempt.machine.first_index() {
-            recovery.progressed();
-        }
-        let then = recovery.failed(failure, prefill, attempt.decode_node.epoch, now);
-        if self.follow(now, id, then) {
-            self.go_on(now, id);
-        }
+    fn end(&mut self, now: Instant, id: usize, end: End) {
+        let answer = self.answer(id);
+        assert!(answer.end.is_none(), "request {id} ends twice");
+        assert!(now <= answer.deadline, "request {id} ends after its deadline");
+        let attempts = answer.attempts;
+        answer.end = Some(end.clone());
+        self.coverage.count_end(&end, attempts);
+        self.leave_waiting_room(id);
     }
 
-    fn complete(&mut self, now: Instant, id: u64, reason: Option<FinishReason>) {
-        self.request(id).check_complete(reason);
-        self.end(now, id, End::Complete);
-    }
-
-    fn end(&mut self, now: Instant, id: u64, end: End) {
-        assert!(!self.requests[&id].has_ended(), "request {id} ends twice");
-        self.coverage.count_end(&end, self.requests[&id].recovery.attempts());
-        self.end_attempt(now, id, None);
-        self.request(id).state = State::Ended(end);
-    }
-
-    /// Drops the calls of the attempt under way and gives its nodes back.
-    fn end_attempt(
-        &mut self,
-        now: Instant,
-        id: u64,
-        failure: Option<&AttemptFailure>,
-    ) -> Option<Attempt> {
-        let waits = State::Waiting { until: now, for_node: false };
-        let state = std::mem::replace(&mut self.request(id).state, waits);
-        let State::Trying { attempt, .. } = state else { return None };
-        let transfer = attempt.transfer;
-        self.drop_call(CallId { transfer, side: Side::Decode });
-        self.drop_call(CallId { transfer, side: Side::Prefill });
-        match failure.map(|failure| (failure.cause, attempt.node(failure.side))) {
-            Some((Cause::Busy, node)) => self.nodes.busy(now, node),
-            Some((Cause::Lost | Cause::Stale, node)) => self.nodes.call_lost(now, node),
-            Some(_) | None => {}
-        }
-        self.nodes.release(&attempt.decode_node);
-        if let Some(prefill) = &attempt.prefill_node {
-            self.nodes.release(prefill);
-        }
-        Some(attempt)
-    }
-
-    fn drop_call(&mut self, id: CallId) {
-        if let Some(OpenCall { host, connection, .. }) = self.calls.remove(&id) {
-            self.acts.push(Act::Cancel { host, connection, transfer: id.transfer });
+    fn drop_call(&mut self, key: CallKey) {
+        if let Some(OpenCall { connection, .. }) = self.calls.remove(&key) {
+            self.actions.push(RouterAction::Cancel { connection, key });
         }
     }
 }
 
-fn of_the_wire(reason: v1::FinishReason) -> FinishReason {
-    match reason {
-        v1::FinishReason::Stop => FinishReason::Stop,
-        v1::FinishReason::Length => FinishReason::Length,
-        v1::FinishReason::Unspecified | v1::FinishReason::ToolCalls => {
-            unreachable!("an attempt does not end with {reason:?}")
+impl Answer {
+    fn node(&self, side: Side) -> Option<&Assigned> {
+        match (side, self.nodes.as_ref()?) {
+            (Side::Decode, (decode, _)) => Some(decode),
+            (Side::Prefill, (_, prefill)) => prefill.as_ref(),
         }
+    }
+
+    /// Returns the attempt as this node receives it: the prompt and all emitted tokens.
+    fn attempt(
+        &self,
+        now: Instant,
+        id: usize,
+        transfer: TransferId,
+        node: &Assigned,
+    ) -> v1::Attempt {
+        let plan = &self.plan;
+        let sampling = &plan.sampling;
+        let remaining = self.deadline.saturating_duration_since(now);
+        v1::Attempt {
+            request_id: Bytes::copy_from_slice(&(id as u128 + 1).to_be_bytes()),
+            transfer_id: Bytes::copy_from_slice(&transfer.to_bytes()),
+            tokens: [&plan.prompt[..], self.core.emitted()].concat(),
+            prompt_len: plan.prompt.len() as u32,
+            sampling: Some(v1::Sampling {
+                temperature: sampling.temperature,
+                top_k: sampling.top_k,
+                top_p: sampling.top_p,
+                min_p: sampling.min_p,
+                seed: sampling.seed,
+                repetition_penalty: sampling.repetition_penalty,
+                presence_penalty: sampling.presence_penalty,
+                frequency_penalty: sampling.frequency_penalty,
+                stop_token_ids: sampling.stop_token_ids.clone(),
+                min_tokens: sampling.min_tokens,
+                logprobs: sampling.logprobs,
+                max_tokens: plan.max_tokens,
+                ignore_stop_tokens: plan.ignore_stop_tokens,
+            }),
+            remaining_ms: (remaining.as_millis() as u64).max(1),
+            cache_salt: plan.cache_salt.clone(),
+            node_epoch: Bytes::copy_from_slice(&node.record.epoch.to_bytes()),
+            weight_version: node.record.identity.weight_version,
+            grammar: None,
+        }
+    }
+}
+
+fn peer(record: &NodeRecord) -> v1::Peer {
+    v1::Peer {
+        node_id: record.node_id.to_string(),
+        epoch: Bytes::copy_from_slice(&record.epoch.to_bytes()),
+        notice_endpoint: record.notice_endpoint.clone(),
     }
 }

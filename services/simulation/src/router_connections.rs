@@ -1,95 +1,99 @@
-//! Connections between the router and the nodes, and the messages on them.
-
-use cluster::StreamId;
+//! Connections between the routers and the nodes, and the messages on them.
 
 use crate::{
     event_loop::{SimEvent, Simulation},
-    nodes::Watch,
-    process::{Call, ProcessState, Step},
-    router::Act,
+    nodes::{Connection, NodesAction, Stream},
+    process::{Input, ProcessState},
+    router::{CallKey, NodeCall, RouterAction},
 };
 
 impl Simulation {
-    /// Performs the router's actions.
-    pub fn follow_router(&mut self) {
-        let (acts, watches) = self.router.take_acts();
-        for act in acts {
-            match act {
-                Act::Call { host, call } => self.send_to(host, SimEvent::Call { host, call }),
-                // The end of a connection has cancelled its calls already.
-                Act::Cancel { host, connection, transfer } => {
-                    if connection == self.router.nodes.connection(host) {
-                        self.send_step_to(host, Step::Cancel(transfer));
-                    }
-                }
+    /// Performs the actions of every router.
+    pub fn follow_routers(&mut self) {
+        for router in 0..self.routers.len() {
+            for action in self.routers[router].take_actions() {
+                self.router_action(action);
             }
         }
-        for watch in watches {
-            match watch {
-                Watch::Observe { host, connection, stream } => {
-                    self.send_to(host, SimEvent::Observe { host, connection, stream });
-                }
-                Watch::StopObserving { host, stream } => {
-                    self.send_step_to(host, Step::StopObserving(stream));
-                }
+    }
+
+    fn router_action(&mut self, action: RouterAction) {
+        match action {
+            RouterAction::Call { connection, key, call } => {
+                self.send_to_host(connection, SimEvent::Call { connection, key, call });
+            }
+            // The end of a connection has cancelled its calls already.
+            RouterAction::Cancel { connection, key } if self.is_open(connection) => {
+                self.send_to_process(connection, Input::Cancel(key));
+            }
+            RouterAction::Cancel { .. } => {}
+            RouterAction::Nodes(NodesAction::Observe(stream)) => {
+                self.send_to_host(stream.connection, SimEvent::Observe(stream));
+            }
+            RouterAction::Nodes(NodesAction::StopObserving(stream)) => {
+                self.send_to_process(stream.connection, Input::StopObserving(stream));
             }
         }
+    }
+
+    /// Whether the router still uses the connection.
+    pub fn is_open(&self, connection: Connection) -> bool {
+        self.routers[connection.router].nodes.is_open(connection)
     }
 
     /// Sends to the process that runs on the host now.
-    fn send_step_to(&mut self, host: usize, step: Step) {
-        let process = self.hosts[host].process;
-        self.send_to(host, SimEvent::Step { process, step });
+    fn send_to_process(&mut self, connection: Connection, input: Input) {
+        let process = self.hosts[connection.host].process;
+        self.send_to_host(connection, SimEvent::Input { process, input });
     }
 
-    /// Sends to a host, behind the router's earlier messages to that host.
-    fn send_to(&mut self, host: usize, event: SimEvent) {
-        let earliest = self.clock.now() + self.network.delay();
-        let last = &mut self.hosts[host].last_arrival;
-        *last = (*last).max(earliest);
-        self.clock.at(*last, event);
+    /// Sends behind the router's earlier messages to this host.
+    fn send_to_host(&mut self, connection: Connection, event: SimEvent) {
+        let delay = self.network.delay();
+        self.send_in_order(crate::event_loop::Order::ToHost(connection), delay, event);
     }
 
-    pub fn call_arrives(&mut self, host: usize, call: Box<Call>) {
-        let process = self.hosts[host].process;
-        let connection = call.connection;
-        if connection != self.router.nodes.connection(host) {
-            return;
+    pub fn call_arrives(&mut self, connection: Connection, key: CallKey, call: Box<NodeCall>) {
+        if let Some(process) = self.connected_process(connection) {
+            self.input(process, Input::Call { connection, key, call });
         }
+    }
+
+    pub fn observe_arrives(&mut self, stream: Stream) {
+        if let Some(process) = self.connected_process(stream.connection) {
+            self.input(process, Input::Observe(stream));
+        }
+    }
+
+    /// Returns the process that a message on this connection reaches. A host without a process refuses
+    /// the connection.
+    fn connected_process(&mut self, connection: Connection) -> Option<usize> {
+        if !self.is_open(connection) {
+            return None;
+        }
+        let process = self.hosts[connection.host].process;
         if self.processes[process].state == ProcessState::Dead {
-            // Connection refused.
-            return self.send(SimEvent::ConnectionEnds { host, connection });
+            self.send(SimEvent::ConnectionEnds(connection));
+            return None;
         }
-        self.step(process, Step::Call(call));
-    }
-
-    pub fn observe_arrives(&mut self, host: usize, connection: u64, stream: StreamId) {
-        let process = self.hosts[host].process;
-        if connection != self.router.nodes.connection(host) {
-            return;
-        }
-        if self.processes[process].state == ProcessState::Dead {
-            return self.send(SimEvent::ConnectionEnds { host, connection });
-        }
-        self.step(process, Step::Observe { connection, stream });
+        Some(process)
     }
 
     /// Tells both ends that the connection has ended.
-    pub fn connection_ends(&mut self, host: usize, connection: u64) {
-        if connection != self.router.nodes.connection(host) {
-            return;
+    pub fn connection_ends(&mut self, connection: Connection) {
+        if self.is_open(connection) {
+            self.connection_ends_at_node(connection);
+            let now = self.clock.now();
+            self.routers[connection.router].connection_lost(now, connection.host);
         }
-        self.router.connection_lost(self.clock.now(), host);
-        self.calls_cut(host, connection);
     }
 
-    /// Tells the node that the router's connection has ended.
-    pub fn calls_cut(&mut self, host: usize, connection: u64) {
-        let process = self.hosts[host].process;
-        let step = Step::CallsCut { connection };
-        self.send(SimEvent::Step { process, step });
-        if let ProcessState::Paused = self.processes[process].state {
-            self.expect_keep_alive_timeout(host, process);
+    /// Tells the node that a router's connection has ended.
+    pub fn connection_ends_at_node(&mut self, connection: Connection) {
+        let process = self.hosts[connection.host].process;
+        self.send(SimEvent::Input { process, input: Input::ConnectionEnded(connection) });
+        if self.processes[process].state == ProcessState::Paused {
+            self.expect_keep_alive_timeout(connection.host, process);
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The scenario that a seed stands for: nodes, network, requests and faults.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
-use cluster::Role;
+use cluster::{NodeAddress, Role};
 use engine::{
     SchedulerConfig,
     executor::{ExecutorLimits, Speculation},
@@ -12,7 +12,7 @@ use kv_transfer::TransferLimits;
 
 use simulation_base::{NetworkFaults, Random};
 
-use crate::device::Pace;
+use crate::device::StepCost;
 
 pub const VOCABULARY: u32 = 40;
 /// Bytes of a block: the KV of a position is one number.
@@ -29,6 +29,10 @@ pub struct Scenario {
     pub release_delay_max: Duration,
     /// Longest delay between the threads of one process.
     pub thread_delay_max: Duration,
+    pub router_count: usize,
+    /// Nodes register in etcd; otherwise the routers have a static list.
+    pub has_etcd: bool,
+    pub models: Vec<ModelPlan>,
     pub nodes: Vec<NodePlan>,
     pub requests: Vec<RequestPlan>,
     pub faults: Vec<(Duration, Fault)>,
@@ -52,18 +56,32 @@ impl Severity {
     }
 }
 
+#[derive(Clone, Debug)]
+pub struct ModelPlan {
+    pub name: Arc<str>,
+    pub fingerprint: u128,
+    /// Tensor parallel ranks of each node.
+    pub tp: u32,
+}
+
 /// Configuration of every process on one host.
 #[derive(Clone, Debug)]
 pub struct NodePlan {
     pub role: Role,
+    /// Index of the model in [`Scenario::models`].
+    pub model: usize,
     pub scheduler: SchedulerConfig,
     pub transfers: TransferLimits,
-    pub pace: Pace,
+    /// Bound of the queue of transfer events to the engine thread.
+    pub transfer_events_max: usize,
+    pub step_cost: StepCost,
 }
 
 #[derive(Clone, Debug)]
 pub struct RequestPlan {
     pub at: Duration,
+    pub router: usize,
+    pub model: usize,
     pub prompt: Vec<u32>,
     pub sampling: Sampling,
     pub max_tokens: u32,
@@ -79,12 +97,20 @@ pub struct RequestPlan {
 /// Hosts are indices of [`Scenario::nodes`].
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
-    /// The process dies, and another one starts on the host. Peers and router see a connection
+    /// The process dies, and another one starts on the host. Peers and routers see a connection
     /// reset, or nothing.
     Kill {
         host: usize,
         resets_connections: bool,
         restart_after: Duration,
+    },
+    /// A rank process of a tensor parallel node dies: the node exits, and another one starts.
+    LoseRank {
+        host: usize,
+    },
+    /// Routers and nodes cannot reach etcd.
+    EtcdOutage {
+        duration: Duration,
     },
     /// The process is suspended (SIGSTOP) and resumed.
     Pause {
@@ -107,10 +133,13 @@ pub enum Fault {
         to: usize,
     },
     CloseRouterConnection {
+        router: usize,
         host: usize,
     },
     /// The router dies with its requests, and another one starts.
-    RestartRouter,
+    RestartRouter {
+        router: usize,
+    },
     /// SIGTERM: in-flight requests finish within `timeout`; then another process starts.
     Drain {
         host: usize,
@@ -130,21 +159,33 @@ impl Scenario {
         // Many requests at once for few blocks, or blocks for all.
         let is_crowded = random.chance(40);
         let (depth, sequence_tokens) = (random.within(1..=3), random.within(64..=200));
+        let router_count = if random.chance(30) { 2 } else { 1 };
+        let has_etcd = random.chance(40);
+        let models = models(&mut random);
         let mut nodes = Vec::new();
-        for role in Role::ALL {
-            for _ in 0..random.within(1..=3) {
-                let blocks = match is_crowded {
-                    true => random.within(6..=16),
-                    false => random.within(14..=60),
-                };
-                nodes.push(node(&mut random, severity, role, blocks, depth, sequence_tokens));
+        for model in 0..models.len() {
+            for role in Role::ALL {
+                for _ in 0..random.within(1..=if model == 0 { 3 } else { 2 }) {
+                    let blocks = match is_crowded {
+                        true => random.within(6..=16),
+                        false => random.within(14..=60),
+                    };
+                    let limits = NodeLimits { blocks, depth, sequence_tokens };
+                    nodes.push(node(&mut random, severity, role, model, limits));
+                }
             }
         }
-        let longest = longest_sequence(&nodes);
         let request_count = random.within(1..=if is_crowded { 20 } else { 8 });
-        let arrivals_within = random.millis(1..=if is_crowded { 300 } else { 3000 });
+        let arrivals = random.millis(1..=if is_crowded { 300 } else { 3000 });
         let requests = (0..request_count)
-            .map(|_| request(&mut random, severity, longest, arrivals_within))
+            .map(|_| {
+                let model = random.below(models.len() as u64) as usize;
+                let router = random.below(router_count) as usize;
+                let longest = longest_sequence(&nodes, model);
+                let mut plan = request(&mut random, severity, longest);
+                (plan.at, plan.router, plan.model) = (random.up_to(arrivals), router, model);
+                plan
+            })
             .collect();
         let is_mild = severity == Severity::Mild;
         let network = network(&mut random, is_mild);
@@ -158,7 +199,7 @@ impl Scenario {
         ]);
         let fault_count = random.below(if is_mild { 2 } else { 7 });
         let mut faults: Vec<_> = (0..fault_count)
-            .map(|_| (random.millis(0..=5000), fault(&mut random, &nodes)))
+            .map(|_| (random.millis(0..=5000), fault(&mut random, &nodes, &models, router_count)))
             .filter(|(_, fault)| match severity {
                 Severity::Mild => is_survived(fault, &nodes),
                 Severity::PrefillOnly => spares_decode_nodes(fault, &nodes),
@@ -172,6 +213,9 @@ impl Scenario {
             read_failure,
             release_delay_max,
             thread_delay_max,
+            router_count: router_count as usize,
+            has_etcd,
+            models,
             nodes,
             requests,
             faults,
@@ -179,12 +223,34 @@ impl Scenario {
     }
 }
 
+impl Scenario {
+    /// Returns the address of each host.
+    pub fn addresses(&self) -> Vec<NodeAddress> {
+        let address = |(host, node): (usize, &NodePlan)| NodeAddress {
+            role: node.role,
+            grpc: format!("http://host-{host}:3"),
+        };
+        self.nodes.iter().enumerate().map(address).collect()
+    }
+}
+
+fn models(random: &mut Random) -> Vec<ModelPlan> {
+    let count = if random.chance(25) { 2 } else { 1 };
+    let model = |index: usize| ModelPlan {
+        name: format!("model-{index}").into(),
+        fingerprint: 0xfeed + index as u128,
+        tp: if random.chance(25) { 2 } else { 1 },
+    };
+    (0..count).map(model).collect()
+}
+
 /// Returns whether every request completes despite the fault: another decode node is there, or the
 /// node is back before requests stop waiting for it.
 fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
     let has_spare = |host: usize| {
-        nodes[host].role == Role::Prefill
-            || nodes.iter().filter(|node| node.role == Role::Decode).count() > 1
+        let NodePlan { role, model, .. } = nodes[host];
+        let same = |node: &&NodePlan| (node.role, node.model) == (Role::Decode, model);
+        role == Role::Prefill || nodes.iter().filter(same).count() > 1
     };
     match *fault {
         Fault::Kill { host, resets_connections, restart_after } => {
@@ -193,12 +259,13 @@ fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
         Fault::Pause { host, duration } => {
             has_spare(host) || duration < Duration::from_millis(1500)
         }
-        Fault::Drain { host, .. } => has_spare(host),
+        Fault::Drain { host, .. } | Fault::LoseRank { host } => has_spare(host),
         Fault::Partition { .. }
         | Fault::CloseDataConnections { .. }
         | Fault::OutboundQueueFull { .. }
         | Fault::CloseRouterConnection { .. }
-        | Fault::RestartRouter => true,
+        | Fault::EtcdOutage { .. }
+        | Fault::RestartRouter { .. } => true,
     }
 }
 
@@ -207,12 +274,14 @@ fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
     match *fault {
         Fault::Kill { host, .. }
         | Fault::Pause { host, .. }
-        | Fault::CloseRouterConnection { host }
+        | Fault::CloseRouterConnection { host, .. }
+        | Fault::LoseRank { host }
         | Fault::Drain { host, .. } => nodes[host].role == Role::Prefill,
         Fault::Partition { .. }
         | Fault::CloseDataConnections { .. }
         | Fault::OutboundQueueFull { .. }
-        | Fault::RestartRouter => true,
+        | Fault::EtcdOutage { .. }
+        | Fault::RestartRouter { .. } => true,
     }
 }
 
@@ -224,20 +293,27 @@ impl NodePlan {
     }
 }
 
-/// Returns the longest sequence that fits every decode node: the router rejects longer ones.
-fn longest_sequence(nodes: &[NodePlan]) -> u32 {
-    let decode = nodes.iter().filter(|node| node.role == Role::Decode);
+/// Returns the longest sequence that fits every decode node of the model: the router rejects longer ones.
+fn longest_sequence(nodes: &[NodePlan], model: usize) -> u32 {
+    let decode = |node: &&NodePlan| (node.role, node.model) == (Role::Decode, model);
+    let decode = nodes.iter().filter(decode);
     decode.map(NodePlan::longest_sequence).min().expect("there is a decode node")
+}
+
+struct NodeLimits {
+    blocks: u32,
+    depth: u32,
+    sequence_tokens: u32,
 }
 
 fn node(
     random: &mut Random,
     severity: Severity,
     role: Role,
-    blocks: u32,
-    depth: u32,
-    sequence_tokens: u32,
+    model: usize,
+    limits: NodeLimits,
 ) -> NodePlan {
+    let NodeLimits { blocks, depth, sequence_tokens } = limits;
     let slots = random.within(1..=6);
     let limits = ExecutorLimits {
         slots,
@@ -260,6 +336,7 @@ fn node(
         pair_idle: random.pick(&[Duration::from_secs(60), Duration::from_millis(200)]),
         ..TransferLimits::default()
     };
+    let mut transfer_events_max = transfers.transfers_max;
     if severity == Severity::Severe && random.chance(20) {
         scheduler.waiting_max = random.within(1..=3);
         scheduler.transfers_max = random.within(1..=3);
@@ -268,13 +345,14 @@ fn node(
         transfers.pairs_max = random.within(1..=3) as usize;
         transfers.commands_max = random.within(2..=6) as usize;
         transfers.tombstones_max = random.within(1..=4) as usize;
+        transfer_events_max = random.within(1..=3) as usize;
     }
-    let pace = Pace {
+    let step_cost = StepCost {
         step: random.millis(1..=12),
         token: Duration::from_micros(random.within(0..=500).into()),
         is_eager: random.chance(50),
     };
-    NodePlan { role, scheduler, transfers, pace }
+    NodePlan { role, model, scheduler, transfers, transfer_events_max, step_cost }
 }
 
 /// Turns speculative decoding on for a third of the nodes.
@@ -287,12 +365,7 @@ fn speculation(slots: u32, blocks: u32) -> Option<Speculation> {
     })
 }
 
-fn request(
-    random: &mut Random,
-    severity: Severity,
-    longest: u32,
-    arrivals_within: Duration,
-) -> RequestPlan {
+fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan {
     let prompt_len = match random.below(4) {
         0 => random.within(1..=20),
         _ => random.within(1..=longest - 2),
@@ -322,7 +395,9 @@ fn request(
     };
     let has_short_timeout = severity == Severity::Severe && random.chance(10);
     RequestPlan {
-        at: random.up_to(arrivals_within),
+        at: Duration::ZERO,
+        router: 0,
+        model: 0,
         prompt,
         sampling,
         max_tokens,
@@ -364,7 +439,13 @@ fn network(random: &mut Random, is_mild: bool) -> NetworkFaults {
     }
 }
 
-fn fault(random: &mut Random, nodes: &[NodePlan]) -> Fault {
+fn fault(
+    random: &mut Random,
+    nodes: &[NodePlan],
+    models: &[ModelPlan],
+    router_count: u64,
+) -> Fault {
+    let router = random.below(router_count) as usize;
     let host = random.below(nodes.len() as u64) as usize;
     let of_role = |role| {
         let of_role = |(_, node): &(usize, &NodePlan)| node.role == role;
@@ -377,16 +458,18 @@ fn fault(random: &mut Random, nodes: &[NodePlan]) -> Fault {
     }
     let is_short = random.chance(50);
     let restart_after = random.millis(20..=if is_short { 900 } else { 4000 });
-    match random.below(17) {
+    match random.below(20) {
         0..=3 => Fault::Kill { host, resets_connections: random.chance(60), restart_after },
         4 | 5 => {
             Fault::Pause { host, duration: random.millis(20..=if is_short { 1400 } else { 7000 }) }
         }
         6 | 7 => Fault::CloseDataConnections { a, b },
         8 | 9 => Fault::OutboundQueueFull { from: a, to: b },
-        10 | 11 => Fault::CloseRouterConnection { host },
+        10 | 11 => Fault::CloseRouterConnection { router, host },
         12 | 13 => Fault::Partition { a, b, duration: random.millis(20..=6000) },
-        14 => Fault::RestartRouter,
+        14 => Fault::RestartRouter { router },
+        15 | 16 => Fault::EtcdOutage { duration: random.millis(50..=6000) },
+        17 if models[nodes[host].model].tp > 1 => Fault::LoseRank { host },
         _ => Fault::Drain { host, timeout: random.millis(0..=3000), restart_after },
     }
 }

@@ -1,22 +1,38 @@
-//! The transport of one process: its chunks in flight and their contents.
+//! The transport of one process: its connections, its chunks in flight and their contents.
 //!
 //! Asserts that no chunk is written to a block after its transfer has ended, that no chunk is read
 //! from such a block, and that the arrived blocks hold the KV of the prompt.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    convert::Infallible,
+    fmt::Display,
+    time::Instant,
+};
 
 use engine::executor::sim::{SimArena, SimBlock};
 use kernels::{BLOCK_TOKENS, BlockId};
 use kv_transfer::{
-    api::{Command, Epoch, Event, TransferId},
+    TransferKind,
+    api::{Command, Epoch, Event, PeerAddress, TransferId},
+    control::ControlMessage,
+    driver::ControlLinks,
     protocol::DataEvent,
+    transport::{DataError, Released, Transport},
 };
-
 use simulation_base::mix;
+
+use crate::process::Output;
 
 pub struct SimTransport {
     name: String,
     arena: SimArena,
+    /// Actions for the network.
+    pub outputs: Vec<Output>,
+    /// Peers that may connect.
+    admitted: BTreeSet<Epoch>,
+    /// How often the connections with each peer were closed here.
+    closings: BTreeMap<Epoch, u64>,
     /// Expected KV of each transfer's prompt.
     prompts: BTreeMap<TransferId, Vec<u64>>,
     /// Transfers without their final event. Each may access these blocks; the value is the block's
@@ -41,12 +57,25 @@ impl SimTransport {
         Self {
             name,
             arena,
+            outputs: Vec::new(),
+            admitted: BTreeSet::new(),
+            closings: BTreeMap::new(),
             prompts: BTreeMap::new(),
             registered: BTreeMap::new(),
             posted: BTreeMap::new(),
             writing: BTreeMap::new(),
             sending: BTreeMap::new(),
         }
+    }
+
+    /// Whether the peer may connect.
+    pub fn admits(&self, peer: Epoch) -> bool {
+        self.admitted.contains(&peer)
+    }
+
+    /// Returns the number of the current connection with this peer. Each close begins another number.
+    pub fn connection(&self, peer: Epoch) -> u64 {
+        self.closings.get(&peer).copied().unwrap_or(0)
     }
 
     pub fn expect_prompt(&mut self, transfer: TransferId, prompt: Vec<u64>) {
@@ -95,28 +124,6 @@ impl SimTransport {
     fn end(&mut self, transfer: TransferId) {
         let ended = self.registered.remove(&transfer);
         assert!(ended.is_some(), "{}: {transfer} ends twice, or never began", self.name);
-    }
-
-    pub fn post(&mut self, transfer: TransferId, chunk: u32, blocks: Vec<BlockId>) {
-        for block in &blocks {
-            self.check_registered(transfer, *block, "posts");
-        }
-        let before = self.posted.insert((transfer, chunk), blocks);
-        assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is posted twice", self.name);
-    }
-
-    pub fn send(&mut self, peer: Epoch, transfer: TransferId, chunk: u32, blocks: Vec<BlockId>) {
-        let before = self.sending.insert((transfer, chunk), (peer, blocks));
-        assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is sent twice", self.name);
-    }
-
-    /// Cancels posted receives. A chunk that has begun to arrive continues until [`Self::released`].
-    pub fn cancel_receive(&mut self, transfer: TransferId) {
-        self.posted.retain(|(id, _), _| *id != transfer);
-    }
-
-    pub fn cancel_send(&mut self, transfer: TransferId) {
-        self.sending.retain(|(id, _), _| *id != transfer);
     }
 
     pub fn released(&mut self, is_receive: bool, transfer: TransferId) -> DataEvent {
@@ -202,4 +209,93 @@ impl SimTransport {
 
 fn digest(contents: &[SimBlock]) -> u64 {
     contents.iter().flatten().fold(0, |sum: u64, number| mix(sum.wrapping_mul(31) ^ number))
+}
+
+impl Transport for SimTransport {
+    fn admit(&mut self, peer: Epoch) {
+        self.admitted.insert(peer);
+    }
+
+    fn open(&mut self, peer: Epoch, _endpoint: &str, _kinds: Vec<TransferKind>) {
+        self.outputs.push(Output::OpenData { to: peer });
+    }
+
+    fn send(
+        &mut self,
+        peer: Epoch,
+        transfer: TransferId,
+        chunk: u32,
+        blocks: &[BlockId],
+    ) -> Result<(), DataError> {
+        let before = self.sending.insert((transfer, chunk), (peer, blocks.to_vec()));
+        assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is sent twice", self.name);
+        self.outputs.push(Output::SendChunk { transfer, chunk });
+        Ok(())
+    }
+
+    fn post(
+        &mut self,
+        _peer: Epoch,
+        transfer: TransferId,
+        chunk: u32,
+        blocks: &[BlockId],
+    ) -> Result<(), DataError> {
+        for block in blocks {
+            self.check_registered(transfer, *block, "posts");
+        }
+        let before = self.posted.insert((transfer, chunk), blocks.to_vec());
+        assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is posted twice", self.name);
+        Ok(())
+    }
+
+    fn cancel_send(&mut self, _peer: Epoch, transfer: TransferId) -> Released {
+        self.sending.retain(|(id, _), _| *id != transfer);
+        self.outputs.push(Output::Release { is_receive: false, transfer });
+        Released::Later
+    }
+
+    /// Cancels posted receives. A chunk that has begun to arrive continues until
+    /// [`Self::released`].
+    fn cancel_receive(&mut self, _peer: Epoch, transfer: TransferId) -> Released {
+        self.posted.retain(|(id, _), _| *id != transfer);
+        self.outputs.push(Output::Release { is_receive: true, transfer });
+        Released::Later
+    }
+
+    fn close(&mut self, peer: Epoch) {
+        *self.closings.entry(peer).or_default() += 1;
+        self.outputs.push(Output::CloseData { peer });
+    }
+
+    fn dismiss(&mut self, peer: Epoch) {
+        self.admitted.remove(&peer);
+        self.close(peer);
+    }
+
+    fn is_present(&self, peer: Epoch, connection: u64) -> bool {
+        self.connection(peer) == connection
+    }
+
+    fn shutdown(&mut self, _deadline: Instant) -> Vec<String> {
+        Vec::new()
+    }
+}
+
+/// The outbound control messages of one process. The network delivers them.
+#[derive(Default)]
+pub struct SimLinks {
+    pub outputs: Vec<Output>,
+}
+
+impl ControlLinks for SimLinks {
+    fn open(&mut self, _peer: &PeerAddress) -> Result<(), impl Display> {
+        Ok::<(), Infallible>(())
+    }
+
+    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), impl Display> {
+        self.outputs.push(Output::ControlMessage { to: peer, message });
+        Ok::<(), Infallible>(())
+    }
+
+    fn close(&mut self, _peer: Epoch) {}
 }

@@ -95,7 +95,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
             .driver
             .next_deadline(now)
             .map_or(sleep_max, |at| at.saturating_duration_since(now).min(sleep_max));
-        if self.driver.has_events() {
+        if !self.driver.takes_commands() {
             sleep = sleep.min(OFFER_AGAIN);
         }
         if !self.connecting.is_empty() {
@@ -165,7 +165,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
 
     /// The node finds an event counted when it handles the event.
     fn offer_events(&mut self) {
-        if self.driver.has_events() {
+        if !self.driver.takes_commands() {
             self.metrics.publish(&self.driver.core);
             self.driver.offer_events(&mut self.sink);
         }
