@@ -1,6 +1,6 @@
-//! The services' pages list every setting and every metric there is.
+//! docs/configuration.md lists every setting, docs/metrics.md every metric.
 //!
-//! `make docs` writes the lists anew.
+//! `make docs` writes the lists.
 
 use std::{
     collections::BTreeMap,
@@ -17,8 +17,8 @@ use integration_tests::{
 };
 use serde_json::json;
 
-fn page(service: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../services").join(service).join("README.md")
+fn page(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name)
 }
 
 /// Compares the list between `<!-- BEGIN -->` and `<!-- end -->` with what it should be, or writes it.
@@ -35,8 +35,8 @@ fn check_list(path: &Path, begin: &str, wanted: &str) -> Result<()> {
     let missing = wanted.lines().find(|line| !found.contains(line));
     ensure!(
         found == wanted,
-        "{} is out of date; `make docs` writes it anew\n\
-         it has: {odd:?}\nit lacks: {missing:?}",
+        "{} is out of date; run `make docs`\n\
+         unexpected: {odd:?}\nmissing: {missing:?}",
         path.display()
     );
     Ok(())
@@ -93,18 +93,17 @@ fn metrics(families: &BTreeMap<String, (String, String)>) -> String {
 }
 
 #[test]
-fn every_setting_is_on_its_page() -> Result<()> {
+fn configuration_page_lists_every_setting() -> Result<()> {
+    let page = page("configuration.md");
     let router = [Section::Model, Section::Router, Section::Cluster, Section::Telemetry];
-    check_list(&page("router"), "settings: model router cluster telemetry", &settings(&router))?;
-    let node =
-        [Section::Model, Section::Node, Section::Transfer, Section::Cluster, Section::Telemetry];
-    check_list(&page("node"), "settings: model node transfer cluster telemetry", &settings(&node))
+    check_list(&page, "settings: model router cluster telemetry", &settings(&router))?;
+    check_list(&page, "settings: node transfer", &settings(&[Section::Node, Section::Transfer]))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_metric_is_on_its_page() -> Result<()> {
-    // Metrics show from their first value on: something must wait, something be
-    // guessed, and something be held to a grammar.
+async fn metrics_page_lists_every_metric() -> Result<()> {
+    // A metric appears with its first value: one request must wait, one must use speculative decoding,
+    // and one must use a grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)
@@ -133,14 +132,14 @@ async fn every_metric_is_on_its_page() -> Result<()> {
     for service in cluster.prefill.iter().chain(&cluster.decode) {
         node.extend(families(&text(format!("http://{}", service.ready.metrics)).await?));
     }
-    check_list(&page("router"), "metrics: router", &metrics(&router))?;
+    check_list(&page("metrics.md"), "metrics: router", &metrics(&router))?;
     for (source, families) in [("router", &router), ("node", &node)] {
         for name in instruments(source)? {
             let shown = families.keys().any(|family| family.starts_with(&name));
-            ensure!(shown, "{name} of the {source} has no value yet, so no page shows it");
+            ensure!(shown, "{name} of the {source} has no value yet, so the page cannot list it");
         }
     }
-    check_list(&page("node"), "metrics: node", &metrics(&node))?;
+    check_list(&page("metrics.md"), "metrics: node", &metrics(&node))?;
     cluster.stop()
 }
 

@@ -1,4 +1,4 @@
-//! What README.md tells users to do works as it stands there, but for the addresses.
+//! The commands, requests and links of README.md and docs/ work as written, except for addresses.
 
 use std::{
     net::TcpListener,
@@ -24,8 +24,24 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
+fn page(name: &str) -> String {
+    std::fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
 fn readme() -> String {
-    std::fs::read_to_string(root().join("README.md")).expect("there is a README.md")
+    page("README.md")
+}
+
+/// README.md, CONTRIBUTING.md and the pages of docs/.
+fn pages() -> Vec<String> {
+    let mut pages = vec!["README.md".to_owned(), "CONTRIBUTING.md".to_owned()];
+    for folder in ["docs", "docs/benchmarks"] {
+        let entries = std::fs::read_dir(root().join(folder)).into_iter().flatten();
+        let names = entries.map(|entry| entry.expect("a readable folder").file_name());
+        let names = names.map(|name| format!("{folder}/{}", name.display()));
+        pages.extend(names.filter(|name| name.ends_with(".md")));
+    }
+    pages
 }
 
 /// A shell and everything that it has started: a process group, ended as one.
@@ -72,8 +88,8 @@ fn free_ports<const COUNT: usize>() -> Result<[u16; COUNT]> {
 
 /// As it stands there, but for the ports and the secret, and one model under both names.
 #[tokio::test]
-async fn two_models_start_as_the_readme_says() -> Result<()> {
-    let blocks = fences(&readme());
+async fn two_models_start_as_documented() -> Result<()> {
+    let blocks = fences(&page("docs/operations.md"));
     let block = blocks.into_iter().find(|(_, text)| text.starts_with("export BATON_TRANSFER"));
     let (_, mut text) = block.context("no block starts two models")?;
     text = text.replace("$PWD/target/release", &bin_dir().display().to_string());
@@ -181,7 +197,7 @@ fn said_by(program: &str, args: &[&str]) -> Result<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_client_of_the_readme_gets_its_answer() -> Result<()> {
+async fn every_client_of_the_readme_gets_an_answer() -> Result<()> {
     let cluster =
         Cluster::start(ClusterSpec::smollm2().set("BATON_MODEL_NAME", "smollm2-135m")).await?;
     let mut clients = Vec::new();
@@ -193,8 +209,6 @@ async fn every_client_of_the_readme_gets_its_answer() -> Result<()> {
         let said = match (language.as_str(), first.as_str()) {
             ("python", _) => said_by("python3", &["-c", &text])?,
             ("sh", "curl" | "buf") => said_by("sh", &["-ec", &text])?,
-            // A test of its own starts it.
-            ("sh", "export") => continue,
             ("sh", "make") | ("text", _) => continue,
             _ => panic!("no test runs this {language} block:\n{text}"),
         };
@@ -211,10 +225,10 @@ async fn every_client_of_the_readme_gets_its_answer() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_limits_of_the_readme_are_those_that_clients_meet() -> Result<()> {
+async fn documented_request_limits_hold() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2().nodes(0, 1)).await?;
     let client = Client::new(cluster.http());
-    let rows = chat_rows(&readme());
+    let rows = chat_rows(&page("docs/limits.md"));
     assert!(rows.len() >= 5, "{rows:?}");
     for (requests, status) in rows {
         for fields in requests {
@@ -240,7 +254,7 @@ async fn the_limits_of_the_readme_are_those_that_clients_meet() -> Result<()> {
 }
 
 #[test]
-fn the_readme_shows_what_a_run_prints() -> Result<()> {
+fn readme_shows_the_output_of_a_run() -> Result<()> {
     let text = fences(&readme()).into_iter().find(|(_, text)| text.starts_with("baton: ready"));
     let (_, shown) = text.context("no output is shown")?;
     let model = smollm2().display().to_string();
@@ -267,50 +281,96 @@ fn without_numbers(text: &str) -> String {
 }
 
 #[test]
-fn every_command_of_the_readme_knows_its_flags() -> Result<()> {
+fn every_documented_command_has_valid_flags() -> Result<()> {
     let makefile = std::fs::read_to_string(root().join("Makefile"))?;
-    let readme = readme();
-    let blocks = fences(&readme).into_iter().filter(|(language, _)| language == "sh");
-    let lines: Vec<String> =
-        blocks.flat_map(|(_, text)| text.lines().map(str::to_owned).collect::<Vec<_>>()).collect();
     let (mut baton, mut make) = (0, 0);
-    for command in code_spans(&readme).into_iter().chain(lines) {
-        let command = command.split(" # ").next().unwrap_or_default();
-        let words: Vec<&str> = command.split_whitespace().collect();
-        match words[..] {
-            ["baton" | "target/release/baton", ref args @ ..] => {
-                let program = bin_dir().join("baton").display().to_string();
-                // Flags before it are looked at, and then nothing is done.
-                said_by(&program, &[args, &["--help"]].concat())?;
-                baton += 1;
-            }
-            ["make", target, ref variables @ ..] => {
-                assert!(makefile.contains(&format!("\n{target}: ")), "make {target}");
-                for variable in variables {
-                    let name = variable.split('=').next().unwrap_or_default();
-                    assert!(makefile.contains(&format!("$({name})")), "{command}: {name}");
+    for name in pages() {
+        let text = page(&name);
+        let lines = fences(&text)
+            .into_iter()
+            .flat_map(|(_, text)| text.lines().map(str::to_owned).collect::<Vec<_>>());
+        for command in code_spans(&text).into_iter().chain(lines) {
+            let command = command.split(" # ").next().unwrap_or_default();
+            let words: Vec<&str> = command.split_whitespace().collect();
+            match words[..] {
+                [program @ ("baton" | "target/release/baton" | "baton-bench"), ref args @ ..] => {
+                    let program = program.rsplit('/').next().unwrap_or_default();
+                    let program = bin_dir().join(program).display().to_string();
+                    // With --help a program checks the flags before it and does nothing.
+                    said_by(&program, &[args, &["--help"]].concat())
+                        .with_context(|| format!("{name}: {command}"))?;
+                    baton += 1;
                 }
-                make += 1;
+                ["make", target, ref variables @ ..] => {
+                    assert!(makefile.contains(&format!("\n{target}: ")), "{name}: make {target}");
+                    for variable in variables {
+                        let variable = variable.split('=').next().unwrap_or_default();
+                        let is_known = makefile.contains(&format!("$({variable})"));
+                        assert!(is_known, "{name}: {command}: {variable}");
+                    }
+                    make += 1;
+                }
+                _ => {}
             }
-            _ => {}
         }
     }
-    assert!(baton >= 5 && make >= 4, "found {baton} commands of baton and {make} of make");
+    assert!(baton >= 10 && make >= 8, "found {baton} commands of baton and {make} of make");
     Ok(())
 }
 
 #[test]
-fn every_link_of_the_readme_leads_to_a_file() {
-    let readme = readme();
-    let links: Vec<&str> = readme
-        .split("](")
-        .skip(1)
-        .map(|rest| rest.split(')').next().unwrap_or_default())
-        .filter(|link| !link.contains("://"))
-        .collect();
-    assert!(links.len() > 10, "{links:?}");
-    for link in links {
-        let file = link.split_once('#').map_or(link, |(file, _)| file);
-        assert!(root().join(file).exists(), "{link} is not there");
+fn every_link_of_the_pages_leads_to_a_file() {
+    let mut count = 0;
+    for name in pages() {
+        let text = page(&name);
+        let folder = root().join(&name).parent().expect("a page lies in a folder").to_owned();
+        let links = text.split("](").skip(1);
+        let links = links.map(|rest| rest.split(')').next().unwrap_or_default());
+        for link in links.filter(|link| !link.contains("://") && !link.starts_with('#')) {
+            let file = link.split_once('#').map_or(link, |(file, _)| file);
+            assert!(folder.join(file).exists(), "{name}: {link} is not there");
+            count += 1;
+        }
+    }
+    assert!(count > 30, "{count}");
+}
+
+#[test]
+fn readme_is_short() {
+    let lines = readme().lines().count();
+    assert!(lines <= 150, "README.md has {lines} lines; expected at most 150");
+}
+
+/// Returns the sources that contain tests.
+fn test_sources() -> String {
+    let mut folders = vec![root().join("integration-tests"), root().join("services")];
+    folders.push(root().join("kernels"));
+    let mut sources = String::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("a readable folder") {
+            let path = entry.expect("a readable folder").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                sources.push_str(&std::fs::read_to_string(path).expect("a readable file"));
+            }
+        }
+    }
+    sources
+}
+
+#[test]
+fn failure_contract_names_existing_tests() {
+    let sources = test_sources();
+    let contract = page("docs/failure-contract.md");
+    let rows: Vec<&str> = contract.lines().filter(|line| line.starts_with("| ")).skip(2).collect();
+    assert!(rows.len() > 10, "{rows:?}");
+    for row in rows {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let tests = code_spans(cells.last().expect("a row has cells"));
+        assert!(!tests.is_empty(), "no test in {row}");
+        for test in tests {
+            assert!(sources.contains(&format!("fn {test}(")), "there is no test {test}");
+        }
     }
 }
