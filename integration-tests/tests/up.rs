@@ -147,7 +147,7 @@ async fn a_dead_child_comes_back_and_an_interrupt_stops_everything() -> Result<(
 
     assert_eq!(up.children().len(), 4);
     kill_child(&up, "baton-decode-node")?;
-    up.lines.wait_for("starting it again")?;
+    up.lines.wait_for("; restarting")?;
     assert_eq!(client.post("/v1/completions", &body).await?.status, 200);
     wait_decode_nodes(&client, 2).await?;
 
@@ -177,7 +177,7 @@ async fn a_dead_router_is_reported_and_comes_back_at_its_address() -> Result<()>
     let mut up = start(&[])?;
     let client = up.client()?;
     kill_child(&up, "baton-router")?;
-    let line = up.lines.wait_for("starting it again")?;
+    let line = up.lines.wait_for("; restarting")?;
     assert!(line.starts_with("baton: router ended (signal: 9"), "{line}");
     wait_decode_nodes(&client, 1).await?;
     let body = json!({"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0});

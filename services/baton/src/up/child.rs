@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
-    process::Stdio,
+    process::{ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
@@ -66,7 +66,6 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
     let mut backoff = Backoff::default();
     let mut known: Option<Ready> = None;
     loop {
-        let started = Instant::now();
         let ended = match start(&spec, known.as_ref()) {
             Ok(running) => running_until_end(&spec, running, &stop, &state, &mut known).await,
             Err(error) => Err(error),
@@ -75,23 +74,23 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
             state.send_replace(ChildState::Stopped);
             return;
         }
-        let reason = match ended {
-            Ok(reason) => reason,
-            Err(error) => format!("{error:#}"),
+        let (reason, served) = match ended {
+            Ok(Ended { status, served }) => (format!("ended ({status})"), served),
+            Err(error) => (format!("{error:#}"), Duration::ZERO),
         };
         if known.is_none() {
             state.send_replace(ChildState::Failed(reason));
             return;
         }
-        let wait = backoff.after_run_of(started.elapsed());
-        spec.console.say(&format!(
-            "baton: {} {reason}; starting it again in {} ms",
-            spec.name,
-            wait.as_millis()
-        ));
+        let delay = backoff.delay(served);
+        let when = match delay {
+            Duration::ZERO => "now".to_owned(),
+            delay => format!("in {} ms", delay.as_millis()),
+        };
+        spec.console.say(&format!("baton: {} {reason}; restarting {when}", spec.name));
         state.send_replace(ChildState::Starting);
         tokio::select! {
-            () = tokio::time::sleep(wait) => {}
+            () = tokio::time::sleep(delay) => {}
             () = stop.cancelled() => {
                 state.send_replace(ChildState::Stopped);
                 return;
@@ -133,23 +132,30 @@ fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
     Ok(Running { child, lines })
 }
 
-/// Returns how the child ended, after all of its lines are out.
+/// How a child that could be started ended.
+struct Ended {
+    status: ExitStatus,
+    /// Time from its being ready to its end.
+    served: Duration,
+}
+
+/// Returns how the child ended, once all of its log lines are passed on.
 async fn running_until_end(
     spec: &ChildSpec,
     mut running: Running,
     stop: &CancellationToken,
     state: &watch::Sender<ChildState>,
     known: &mut Option<Ready>,
-) -> Result<String> {
+) -> Result<Ended> {
     let deadline = tokio::time::Instant::now() + spec.ready_within;
-    let mut is_ready = false;
+    let mut ready_at = None;
     let status = loop {
         tokio::select! {
             status = running.child.wait() => break status?,
             () = stop.cancelled() => break terminate(&mut running.child, spec).await?,
-            () = tokio::time::sleep(READY_POLL), if !is_ready => {
+            () = tokio::time::sleep(READY_POLL), if ready_at.is_none() => {
                 if let Some(ready) = read_ready(&spec.ready_file)? {
-                    is_ready = true;
+                    ready_at = Some(Instant::now());
                     *known = Some(ready.clone());
                     state.send_replace(ChildState::Ready(ready));
                 } else if tokio::time::Instant::now() > deadline {
@@ -159,11 +165,12 @@ async fn running_until_end(
             }
         }
     };
+    let served = ready_at.map_or(Duration::ZERO, |at| at.elapsed());
     while running.lines.join_next().await.is_some() {}
-    Ok(format!("ended ({status})"))
+    Ok(Ended { status, served })
 }
 
-async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<std::process::ExitStatus> {
+async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<ExitStatus> {
     let Some(id) = child.id() else { return Ok(child.wait().await?) };
     super::send_terminate(id);
     match tokio::time::timeout(spec.stop_within, child.wait()).await {
