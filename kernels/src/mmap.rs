@@ -24,12 +24,12 @@ pub struct MappedFile {
 impl MappedFile {
     /// Maps the file at `path`. A folder or another thing that is not a regular file is an error.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
-        let file = File::open(path)?;
-        let metadata = file.metadata()?;
-        if !metadata.is_file() {
+        // Checked before the file is opened: opening a FIFO blocks.
+        if !std::fs::metadata(&path)?.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
-        if metadata.len() == 0 {
+        let file = File::open(path)?;
+        if file.metadata()?.len() == 0 {
             return Ok(Self { map: None });
         }
         // SAFETY: the mapping is read-only and private to this value; that nobody truncates or

@@ -24,8 +24,9 @@ const fn secs(count: u64) -> Duration {
 section! {
     /// Which model is served and how its weights are read. The same on router and nodes.
     pub struct Model = "model" {
-        /// A GGUF file, a folder with config.json, tokenizer.json and safetensors, or a model of the hub:
-        /// hf:ORG/NAME[@REVISION], or hf:ORG/NAME[@REVISION]/FILE.gguf for one file of it. What is not in
+        /// A GGUF file, a folder with one GGUF file, a folder with config.json, tokenizer.json and
+        /// safetensors, or a model of the hub: hf:ORG/NAME[@REVISION], or
+        /// hf:ORG/NAME[@REVISION]/FILE.gguf for one file of it. What is not in
         /// the cache yet is fetched; HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE count.
         path: Option<ModelPath> = None,
             "Every service needs it: the router for tokenizer and chat template, nodes for weights.";

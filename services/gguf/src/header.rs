@@ -75,13 +75,13 @@ impl Header {
         let io_error = |action: &'static str| {
             move |source: io::Error| GgufError::Io { path: path.into(), action, source }
         };
-        let file = File::open(path).map_err(io_error("open"))?;
-        let metadata = file.metadata().map_err(io_error("stat"))?;
-        if !metadata.is_file() {
+        // Checked before the file is opened: opening a FIFO blocks.
+        if !std::fs::metadata(path).map_err(io_error("open"))?.is_file() {
             let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
             return Err(io_error("read")(source));
         }
-        let file_bytes = metadata.len();
+        let file = File::open(path).map_err(io_error("open"))?;
+        let file_bytes = file.metadata().map_err(io_error("stat"))?.len();
         let buffered = BufReader::with_capacity(256 << 10, file);
         read_header(HeaderReader::new(buffered, file_bytes, HEADER_BYTES_MAX)).map_err(|error| {
             match error {

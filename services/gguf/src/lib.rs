@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod folder;
 mod header;
 mod metadata;
 mod reader;
@@ -24,6 +25,7 @@ mod tensor;
 mod value;
 
 pub use error::GgufError;
+pub use folder::file_of_folder;
 pub use header::{HEADER_BYTES_MAX, Header};
 pub use metadata::{FromValue, Metadata};
 pub use split::Split;

@@ -59,8 +59,8 @@ struct StoredTensor<'a> {
 }
 
 impl Checkpoint {
-    /// Opens the model at `path`: a `.gguf` file, or a folder with `config.json` and
-    /// `model.safetensors` (or its shards and their index). With [`LoadFormat::Dummy`] the
+    /// Opens the model at `path`: a `.gguf` file, a folder with one such file, or a folder with
+    /// `config.json` and `model.safetensors` (or its shards and their index). With [`LoadFormat::Dummy`] the
     /// configuration is enough: a `config.json`, a folder that holds one, or a GGUF file.
     ///
     /// Maps files and reads headers; weights are read when a backend packs them.
@@ -70,12 +70,12 @@ impl Checkpoint {
     pub fn open(path: impl AsRef<Path>, format: LoadFormat) -> Result<Self, ModelError> {
         let path = path.as_ref();
         let (config, weights) = match (Location::of(path)?, format) {
-            (Location::Gguf, LoadFormat::Auto) => {
-                let file = GgufFile::open(path)?;
+            (Location::Gguf { file }, LoadFormat::Auto) => {
+                let file = GgufFile::open(&file)?;
                 (file.config()?, Weights::Gguf(file))
             }
-            (Location::Gguf, LoadFormat::Dummy { seed }) => {
-                (GgufFile::open(path)?.config()?, Weights::Dummy(DummyWeights { seed }))
+            (Location::Gguf { file }, LoadFormat::Dummy { seed }) => {
+                (GgufFile::open(&file)?.config()?, Weights::Dummy(DummyWeights { seed }))
             }
             (Location::Folder { config }, LoadFormat::Auto) => {
                 let config = read_config(&config)?;
@@ -294,9 +294,9 @@ impl StoredTensor<'_> {
     }
 }
 
-/// What a path points to.
+/// The kind of model at a path.
 enum Location {
-    Gguf,
+    Gguf { file: PathBuf },
     Folder { config: PathBuf },
     ConfigAlone { config: PathBuf },
 }
@@ -304,21 +304,24 @@ enum Location {
 impl Location {
     fn of(path: &Path) -> Result<Self, ModelError> {
         let metadata = std::fs::metadata(path).map_err(io_error(path, "open"))?;
-        let not_a_model = |reason: String| Err(ModelError::NotAModel { path: path.into(), reason });
+        let not_a_model = |reason: &str| {
+            Err(ModelError::NotAModel { path: path.into(), reason: reason.to_owned() })
+        };
         if metadata.is_dir() {
+            if let Some(file) = gguf::file_of_folder(path) {
+                return Ok(Location::Gguf { file });
+            }
             let config = path.join("config.json");
             if config.is_file() {
                 return Ok(Location::Folder { config });
             }
-            return not_a_model(
-                "the folder has no config.json; a GGUF file is named itself".into(),
-            );
+            return not_a_model("the folder has neither a config.json nor exactly one GGUF file");
         }
         match path.extension().and_then(|extension| extension.to_str()) {
-            Some("gguf") => Ok(Location::Gguf),
+            Some("gguf") => Ok(Location::Gguf { file: path.into() }),
             Some("json") => Ok(Location::ConfigAlone { config: path.into() }),
             _ => not_a_model(
-                "it is neither a .gguf file nor a folder with config.json and safetensors".into(),
+                "it is neither a .gguf file nor a folder with config.json and safetensors",
             ),
         }
     }
@@ -336,8 +339,13 @@ fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
 fn read_json(path: &Path) -> Result<JsonFile, ModelError> {
     // A shard index of a very large model is some 10 MB; configurations are a few kB.
     const BYTES_MAX: u64 = 64 << 20;
-    let bytes = std::fs::metadata(path).map_err(io_error(path, "open"))?.len();
-    if bytes > BYTES_MAX {
+    let metadata = std::fs::metadata(path).map_err(io_error(path, "open"))?;
+    // Opening a FIFO blocks.
+    if !metadata.is_file() {
+        let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
+        return Err(io_error(path, "read")(source));
+    }
+    if metadata.len() > BYTES_MAX {
         return Err(ModelError::FileTooLarge { path: path.into(), limit: BYTES_MAX });
     }
     let text = std::fs::read(path).map_err(io_error(path, "read"))?;

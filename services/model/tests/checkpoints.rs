@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::{fs, path::Path};
+use std::{fs, path::Path, process::Command, time::Duration};
 
 use common::{Element, Tensor};
 use kernels::{
@@ -133,7 +133,7 @@ fn paths_that_hold_no_model_say_what_is_wanted() {
     let message = |path: &Path| open(path).unwrap_err().to_string();
     let empty = message(folder.path());
     assert!(
-        empty.ends_with("the folder has no config.json; a GGUF file is named itself"),
+        empty.ends_with("the folder has neither a config.json nor exactly one GGUF file"),
         "{empty}"
     );
     assert!(message(&folder.path().join("absent.gguf")).contains("cannot open"));
@@ -148,6 +148,7 @@ fn paths_that_hold_no_model_say_what_is_wanted() {
         message(&gguf)
     );
 
+    fs::remove_file(&gguf).unwrap();
     fs::copy(common::fixture("tiny_llama3/config.json"), folder.path().join("config.json"))
         .unwrap();
     let alone = message(&folder.path().join("config.json"));
@@ -158,6 +159,50 @@ fn paths_that_hold_no_model_say_what_is_wanted() {
             .ends_with("the folder has neither model.safetensors nor model.safetensors.index.json"),
         "{no_weights}"
     );
+}
+
+/// Opening a FIFO blocks until somebody writes to it.
+fn fifo(path: &Path) {
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[test]
+fn fifos_and_devices_are_refused_without_reading_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model.gguf");
+    fifo(&model);
+    let config = folder.path().join("config.json");
+    fifo(&config);
+    let zeros = folder.path().join("zeros.gguf");
+    std::os::unix::fs::symlink("/dev/zero", &zeros).unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    let paths = [model, config, zeros];
+    let opened = paths.clone();
+    std::thread::spawn(move || {
+        for path in opened {
+            let error = Checkpoint::open(path, LoadFormat::Dummy { seed: 0 }).unwrap_err();
+            tell.send(error.to_string()).unwrap();
+        }
+    });
+    for path in paths {
+        let error = told.recv_timeout(Duration::from_secs(60)).expect("opening blocks");
+        let path = path.to_str().unwrap();
+        assert!(error.contains(path) && error.ends_with("not a regular file"), "{error}");
+    }
+}
+
+#[test]
+fn a_folder_with_one_gguf_file_is_opened_as_that_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let dummy = common::tiny_llama3();
+    let bytes = common::gguf(dummy.config(), &common::gguf_tensors(&dummy, Element::F32));
+    let file = folder.path().join("tiny.gguf");
+    fs::write(&file, &bytes).unwrap();
+    let by_folder = open(folder.path()).unwrap();
+    assert_eq!(by_folder.model_fingerprint(), open(&file).unwrap().model_fingerprint());
+    fs::write(folder.path().join("other.gguf"), &bytes).unwrap();
+    let error = open(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("exactly one GGUF file"), "{error}");
 }
 
 /// Opens the tiny model's folder after `change`.

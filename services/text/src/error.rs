@@ -11,7 +11,7 @@ pub enum LoadError {
     #[error("{}: cannot be read: {source}", path.display())]
     Io { path: PathBuf, source: std::io::Error },
     #[error(
-        "{}: no model text here; a .gguf file or a folder with a tokenizer.json is wanted",
+        "{}: no model text here; expected a .gguf file, or a folder with a tokenizer.json or exactly one .gguf file",
         path.display()
     )]
     NotAModel { path: PathBuf },

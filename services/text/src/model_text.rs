@@ -38,7 +38,7 @@ impl ModelText {
         Self::open_with(path, ModelTextOptions::default())
     }
 
-    /// Reads a `.gguf` file or a Hugging Face folder, without the weights.
+    /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
     ///
     /// A chat template that is missing or does not compile is no error here: the model can still
     /// complete plain prompts. [`chat_template`](Self::chat_template) says what is wrong with it.

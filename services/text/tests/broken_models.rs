@@ -320,13 +320,47 @@ fn a_file_that_ends_early_is_refused_at_every_length() {
 fn paths_that_hold_no_model_are_refused() {
     let error = ModelText::open("/nowhere/model.gguf").unwrap_err();
     assert!(matches!(error, LoadError::Io { .. }), "{error:?}");
-    let folder = common::folder(&[("model.bin", "x"), ("text.gguf", "not one")]);
+    let folder = common::folder(&[("model.bin", "x")]);
     for path in [folder.path().to_owned(), folder.path().join("model.bin")] {
         let error = ModelText::open(path).unwrap_err();
         assert!(matches!(error, LoadError::NotAModel { .. }), "{error:?}");
     }
-    let error = ModelText::open(folder.path().join("text.gguf")).unwrap_err();
-    assert!(matches!(error, LoadError::Gguf { .. }), "{error:?}");
+    let folder = common::folder(&[("text.gguf", "not one")]);
+    for path in [folder.path().to_owned(), folder.path().join("text.gguf")] {
+        let error = ModelText::open(path).unwrap_err();
+        assert!(matches!(error, LoadError::Gguf { .. }), "{error:?}");
+    }
+}
+
+#[test]
+fn a_folder_with_one_gguf_file_is_read_as_that_file() {
+    let folder = tempfile::tempdir().unwrap();
+    common::write_gguf(&folder.path().join("model.gguf"), &tiny());
+    ModelText::open(folder.path()).unwrap();
+    common::write_gguf(&folder.path().join("other.gguf"), &tiny());
+    let error = ModelText::open(folder.path()).unwrap_err();
+    assert!(matches!(error, LoadError::NotAModel { .. }), "{error:?}");
+}
+
+#[test]
+fn fifos_are_refused_without_reading_them() {
+    let folder = common::folder(&[]);
+    let gguf = folder.path().join("model.gguf");
+    let in_folder = folder.path().join("tokenizer.json");
+    for fifo in [&gguf, &in_folder] {
+        assert!(std::process::Command::new("mkfifo").arg(fifo).status().unwrap().success());
+    }
+    let (tell, told) = std::sync::mpsc::channel();
+    let paths = [gguf, folder.path().to_owned()];
+    std::thread::spawn(move || {
+        for path in paths {
+            tell.send(ModelText::open(path).unwrap_err().to_string()).unwrap();
+        }
+    });
+    for _ in 0..2 {
+        let error = told.recv_timeout(std::time::Duration::from_secs(60)).expect("opening blocks");
+        assert!(error.ends_with("not a regular file"), "{error}");
+    }
 }
 
 /// A tokenizer.json that works, with one place changed.

@@ -400,7 +400,9 @@ impl Common {
         }
         // Only the router would miss it, once every node has loaded.
         ensure!(
-            !model.is_dir() || model.join(TOKENIZER_FILE).exists(),
+            !model.is_dir()
+                || model.join(TOKENIZER_FILE).exists()
+                || gguf::file_of_folder(&model).is_some(),
             "{} has no {TOKENIZER_FILE}, which the router needs",
             model.display()
         );

@@ -140,12 +140,18 @@ fn add_templates(
 /// The file's text; `None` when there is no such file.
 fn read_text(path: &Path, bytes_max: u64) -> Result<Option<String>, LoadError> {
     let io = |source| LoadError::Io { path: path.into(), source };
-    let mut file = match File::open(path) {
-        Ok(file) => file,
+    let metadata = match std::fs::metadata(path) {
+        Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(io(error)),
     };
-    let bytes = file.metadata().map_err(io)?.len();
+    // Checked before the file is opened: opening a FIFO blocks.
+    if !metadata.is_file() {
+        let kind = std::io::ErrorKind::InvalidInput;
+        return Err(io(std::io::Error::new(kind, "not a regular file")));
+    }
+    let mut file = File::open(path).map_err(io)?;
+    let bytes = metadata.len();
     if bytes > bytes_max {
         return Err(LoadError::FileTooLarge { path: path.into(), bytes, limit: bytes_max });
     }

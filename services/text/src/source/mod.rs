@@ -29,8 +29,11 @@ pub(crate) struct Opened {
 pub(crate) struct VocabularyKeys([&'static str; 2]);
 
 impl Opened {
-    /// Reads a `.gguf` file or a Hugging Face folder, without the weights.
+    /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
+        if let Some(file) = gguf::file_of_folder(path) {
+            return Self::read(&file);
+        }
         let is_folder = std::fs::metadata(path)
             .map_err(|source| LoadError::Io { path: path.into(), source })?
             .is_dir();
