@@ -194,6 +194,7 @@ fn node_record() -> v1::NodeRecord {
         block_count: 64,
         vocabulary_size: 96,
         grammar_version: 2,
+        cpu_fallback: String::new(),
     }
 }
 

@@ -32,4 +32,4 @@ pub use membership::{
 pub use node_id::{NodeId, NodeIdError};
 pub use prefix::{CacheIdentity, PrefixKeys};
 pub use proto::ids::{Epoch, EpochError};
-pub use record::{Load, ModelIdentity, NodeRecord, RecordError, Role};
+pub use record::{Load, ModelIdentity, NodeRecord, RecordError, Role, TEXT_BYTES_MAX};

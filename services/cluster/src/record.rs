@@ -6,8 +6,8 @@ use proto::v1;
 
 use crate::{Epoch, EpochError, NodeId, NodeIdError};
 
-/// Longer texts are no model name, layout or endpoint.
-const TEXT_BYTES_MAX: usize = 256;
+/// Longer texts of a record are refused.
+pub const TEXT_BYTES_MAX: usize = 256;
 /// 256 Mi tokens; far beyond any arena, far below overflow.
 const BLOCKS_MAX: u32 = 1 << 24;
 const BLOCK_TOKENS_MAX: u32 = 1024;
@@ -159,6 +159,8 @@ pub struct NodeRecord {
     pub vocabulary_size: u32,
     /// Newest version of grammars that the node holds answers to; 0 for none.
     pub grammar_version: u32,
+    /// Why the node computes on the CPU although its host has a GPU.
+    pub cpu_fallback: Option<String>,
 }
 
 impl TryFrom<v1::NodeRecord> for NodeRecord {
@@ -184,6 +186,10 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             block_count: range("block_count", wire.block_count, 1, BLOCKS_MAX)?,
             vocabulary_size: range("vocabulary_size", wire.vocabulary_size, 1, u32::MAX)?,
             grammar_version: wire.grammar_version,
+            cpu_fallback: Some(wire.cpu_fallback)
+                .filter(|reason| !reason.is_empty())
+                .map(|reason| text("cpu_fallback", reason))
+                .transpose()?,
         })
     }
 }
@@ -202,6 +208,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             block_count: record.block_count,
             vocabulary_size: record.vocabulary_size,
             grammar_version: record.grammar_version,
+            cpu_fallback: record.cpu_fallback.clone().unwrap_or_default(),
         }
     }
 }
@@ -327,18 +334,23 @@ mod tests {
             block_count: 100,
             vocabulary_size: 49152,
             grammar_version: 2,
+            cpu_fallback: Some("the kernels are missing".into()),
         }
     }
 
     #[test]
     fn a_record_survives_the_wire() {
-        let record = record();
-        assert_eq!(NodeRecord::try_from(v1::NodeRecord::from(&record)), Ok(record));
+        for cpu_fallback in [None, record().cpu_fallback] {
+            let record = NodeRecord { cpu_fallback, ..record() };
+            assert_eq!(NodeRecord::try_from(v1::NodeRecord::from(&record)), Ok(record));
+        }
     }
 
     #[test]
     fn every_field_of_a_record_is_checked() {
-        let breakers: [fn(&mut v1::NodeRecord); 16] = [
+        let breakers: [fn(&mut v1::NodeRecord); 18] = [
+            |record| record.cpu_fallback = "a\nb".into(),
+            |record| record.cpu_fallback = "x".repeat(257),
             |record| record.node_id = "a b".into(),
             |record| record.node_id.clear(),
             |record| record.epoch = vec![0; 16].into(),

@@ -11,7 +11,7 @@ const WITHOUT_WEIGHTS: [&str; 2] = ["config.json", "tokenizer.json"];
 /// no Hugging Face model. A split model's file is its first part.
 pub fn file_of_folder(folder: &Path) -> Option<PathBuf> {
     let has = |name: &&str| folder.join(name).exists();
-    if WEIGHTS.iter().any(|name| has(name)) || WITHOUT_WEIGHTS.iter().all(|name| has(name)) {
+    if WEIGHTS.iter().any(has) || WITHOUT_WEIGHTS.iter().all(has) {
         return None;
     }
     let entries = std::fs::read_dir(folder).ok()?;

@@ -2,11 +2,12 @@
 
 use std::{
     env,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use cluster::TEXT_BYTES_MAX;
 use config::{Config, Device, Speculate, Transport};
 use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRank, KvShare};
 use kernels::{
@@ -27,9 +28,57 @@ use crate::{
     tensor_parallel::RANKS_ON_GPUS,
 };
 
+/// The folder of device files.
+const DEVICES: &str = "/dev";
+
 /// A GPU that can serve.
 pub(crate) struct Gpu {
     backend: CudaBackend,
+}
+
+/// The device that a node computes on: a GPU, or one for each rank.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Chosen<T> {
+    Gpu(T),
+    /// `fallback`: the reason why the CPU serves although the host has a GPU.
+    Cpu {
+        fallback: Option<String>,
+    },
+}
+
+impl<T> Chosen<T> {
+    /// Chooses by `node.device`, when opening the GPUs gave `opened`.
+    fn by(
+        device: Device,
+        opened: Result<T, StartError>,
+        host_has_gpu: bool,
+    ) -> Result<Self, StartError> {
+        match opened {
+            Ok(gpu) => Ok(Self::Gpu(gpu)),
+            Err(error) if device != Device::Auto => Err(error),
+            Err(_) if !host_has_gpu => Ok(Self::Cpu { fallback: None }),
+            Err(error) => Ok(Self::Cpu { fallback: Some(one_line(&error.to_string())) }),
+        }
+    }
+
+    fn warn_of_fallback(&self) {
+        if let Self::Cpu { fallback: Some(reason) } = self {
+            warn!(reason, "the host has a GPU, but this node computes on the CPU");
+        }
+    }
+}
+
+/// Makes a reason fit for a node's record.
+fn one_line(reason: &str) -> String {
+    let mut line = reason.replace(char::is_control, " ");
+    line.truncate(line.floor_char_boundary(TEXT_BYTES_MAX));
+    line
+}
+
+/// Reports whether the host has an NVIDIA driver, whose device files are `/dev/nvidia*`.
+fn host_has_gpu(devices: &Path) -> bool {
+    let Ok(entries) = std::fs::read_dir(devices) else { return false };
+    entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"nvidia"))
 }
 
 /// What a GPU computes with, and into.
@@ -39,47 +88,42 @@ pub(crate) struct Started {
     pub arena: Arc<KvArena>,
 }
 
-/// The GPU that the node is to compute on; `None`: the CPU.
+/// Chooses the device of a node of one rank.
 ///
 /// # Errors
-/// With `node.device` = cuda, why there is none. With auto that is logged, and the CPU serves.
-pub(crate) fn gpu(config: &Config, weights: WeightFormat) -> Result<Option<Gpu>, StartError> {
+/// With `node.device` = cuda, the reason why no GPU can serve.
+pub(crate) fn gpu(config: &Config, weights: WeightFormat) -> Result<Chosen<Gpu>, StartError> {
     let device = config.node.device;
     if device == Device::Cpu {
-        return Ok(None);
+        return Ok(Chosen::Cpu { fallback: None });
     }
     let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
-    match open_gpu(config, weights, gpu).map_err(StartError::from) {
-        Ok(gpu) => Ok(Some(gpu)),
-        Err(error) if device == Device::Auto => {
-            info!(reason = %error, "the CPU serves");
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
+    let opened = open_gpu(config, weights, gpu).map_err(StartError::from);
+    let chosen = Chosen::by(device, opened, host_has_gpu(Path::new(DEVICES)))?;
+    chosen.warn_of_fallback();
+    Ok(chosen)
 }
 
-/// The GPUs that the node's ranks are to compute on, by UUID; `None`: CPUs.
+/// Chooses the devices of a node's ranks: GPUs by UUID, or CPUs.
 ///
 /// # Errors
-/// As [`gpu`].
+/// As [`gpu`], and invalid settings in any case.
 pub(crate) fn gpus_of_ranks(
     config: &Config,
     weights: WeightFormat,
-) -> Result<Option<Vec<String>>, StartError> {
+) -> Result<Chosen<Vec<String>>, StartError> {
     let device = config.node.device;
     if device == Device::Cpu {
-        return Ok(None);
+        return Ok(Chosen::Cpu { fallback: None });
     }
-    match find_for_ranks(config, weights) {
-        Ok(gpus) => Ok(Some(gpus)),
-        // What is set wrong is set wrong on CPUs too.
-        Err(error) if device == Device::Auto && !matches!(error, StartError::Settings(_)) => {
-            info!(reason = %error, "the ranks compute on CPUs");
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
+    let found = match find_for_ranks(config, weights) {
+        // An invalid setting is invalid on CPUs too.
+        Err(error @ StartError::Settings(_)) => return Err(error),
+        found => found,
+    };
+    let chosen = Chosen::by(device, found, host_has_gpu(Path::new(DEVICES)))?;
+    chosen.warn_of_fallback();
+    Ok(chosen)
 }
 
 /// What is wrong with them is said here rather than by each rank.
@@ -327,7 +371,7 @@ mod tests {
         let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
         let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
         let gpu = gpu(&config, WeightFormat::Bf16);
-        gpu.map(|gpu| gpu.is_some()).map_err(|error| error.to_string())
+        gpu.map(|chosen| matches!(chosen, Chosen::Gpu(_))).map_err(|error| error.to_string())
     }
 
     /// With kernels that are not there no machine has a GPU that can serve.
@@ -345,10 +389,11 @@ mod tests {
                 [("node.device", device), ("node.tp", tp), ("node.kernels", "/no/such/kernels.so")];
             let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
             let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
-            gpus_of_ranks(&config, weights).map_err(|error| error.to_string())
+            let chosen = gpus_of_ranks(&config, weights);
+            chosen.map(|it| matches!(it, Chosen::Gpu(_))).map_err(|error| error.to_string())
         };
-        assert_eq!(chosen("cpu", "2", WeightFormat::Bf16), Ok(None));
-        assert_eq!(chosen("auto", "2", WeightFormat::Bf16), Ok(None));
+        assert_eq!(chosen("cpu", "2", WeightFormat::Bf16), Ok(false));
+        assert_eq!(chosen("auto", "2", WeightFormat::Bf16), Ok(false));
         for (tp, weights, words) in [
             ("3", WeightFormat::Bf16, "1, 2, 4 and 8 on GPUs"),
             ("2", WeightFormat::Q8, "f32 and bf16"),
@@ -357,5 +402,34 @@ mod tests {
             let error = chosen("cuda", tp, weights).unwrap_err();
             assert!(error.contains(words), "{error}");
         }
+    }
+
+    #[test]
+    fn the_cpu_is_a_fallback_only_on_a_host_with_a_gpu() {
+        let missing = || {
+            let (what, value) = ("the weights' format", "q8\n".to_owned());
+            Err::<(), _>(CudaError::Unsupported { what, value, allowed: "f32 and bf16" }.into())
+        };
+        let by = |device, opened, host_has_gpu| {
+            Chosen::by(device, opened, host_has_gpu).map_err(|error| error.to_string())
+        };
+        assert_eq!(by(Device::Auto, Ok(()), true), Ok(Chosen::Gpu(())));
+        assert_eq!(by(Device::Auto, missing(), false), Ok(Chosen::Cpu { fallback: None }));
+        assert!(by(Device::Cuda, missing(), true).is_err());
+        let Ok(Chosen::Cpu { fallback: Some(reason) }) = by(Device::Auto, missing(), true) else {
+            panic!("the host has a GPU");
+        };
+        assert!(reason.contains("q8") && !reason.contains('\n'), "{reason:?}");
+        assert_eq!(one_line(&"ä".repeat(200)).len(), TEXT_BYTES_MAX);
+    }
+
+    #[test]
+    fn a_host_has_a_gpu_when_its_driver_has_device_files() {
+        let devices = tempfile::tempdir().unwrap();
+        assert!(!host_has_gpu(devices.path()) && !host_has_gpu(&devices.path().join("none")));
+        std::fs::write(devices.path().join("null"), "").unwrap();
+        assert!(!host_has_gpu(devices.path()));
+        std::fs::write(devices.path().join("nvidiactl"), "").unwrap();
+        assert!(host_has_gpu(devices.path()));
     }
 }

@@ -39,7 +39,7 @@ use tracing::{info, warn};
 
 use crate::{
     attempt::AttemptLimits,
-    device,
+    device::{self, Chosen},
     engine_thread::{Device, EngineError, EngineParts, EngineThread},
     grammars::{self, Grammars},
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
@@ -192,7 +192,7 @@ impl Node {
         let metrics_server =
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
 
-        let Loaded { path, arena, identity, executor, cpus } =
+        let Loaded { path, arena, identity, executor, cpus, cpu_fallback } =
             load(config.clone(), epoch.0).await?;
         let executor = wrap(executor);
         let limits = executor.limits();
@@ -245,6 +245,7 @@ impl Node {
             block_count: limits.blocks,
             vocabulary_size: limits.vocabulary,
             grammar_version: grammars::VERSION,
+            cpu_fallback,
         };
 
         let attempts_max = attempts_max(&scheduler_config);
@@ -416,6 +417,8 @@ struct Loaded {
     executor: Box<dyn Executor>,
     /// Where the threads that compute run; none: anywhere.
     cpus: Vec<u32>,
+    /// Why the CPU serves although the host has a GPU.
+    cpu_fallback: Option<String>,
 }
 
 /// Opens and packs the model, off the async threads.
@@ -459,7 +462,10 @@ fn load_blocking(
     if config.node.tp > 1 {
         let tp = config.node.tp;
         tensor_parallel::check(&checkpoint, &config.node)?;
-        let gpus = device::gpus_of_ranks(config, weights)?;
+        let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
+            Chosen::Gpu(gpus) => (Some(gpus), None),
+            Chosen::Cpu { fallback } => (None, fallback),
+        };
         let (executor, arena) = tensor_parallel::start(config, epoch, path, &checkpoint, gpus)?;
         info!(
             dtype = %weights,
@@ -470,23 +476,26 @@ fn load_blocking(
             "loaded the weights, a part on each rank"
         );
         let identity = identity::identity(fingerprint, weights, layout);
-        let executor = Box::new(executor);
-        return Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus: Vec::new() });
+        let (path, executor, cpus) = (path.to_owned(), Box::new(executor), Vec::new());
+        return Ok(Loaded { path, arena, identity, executor, cpus, cpu_fallback });
     }
-    if let Some(gpu) = device::gpu(config, weights)? {
-        let device::Started { executor, arena, .. } =
-            gpu.start(config, &checkpoint, layout, None)?;
-        info!(
-            dtype = %weights,
-            blocks = executor.limits().blocks,
-            block_bytes = layout.block_bytes(),
-            seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
-            "loaded the weights onto the GPU"
-        );
-        let identity = identity::identity(fingerprint, weights, layout);
-        let executor = Box::new(executor);
-        return Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus: Vec::new() });
-    }
+    let cpu_fallback = match device::gpu(config, weights)? {
+        Chosen::Cpu { fallback } => fallback,
+        Chosen::Gpu(gpu) => {
+            let device::Started { executor, arena, .. } =
+                gpu.start(config, &checkpoint, layout, None)?;
+            info!(
+                dtype = %weights,
+                blocks = executor.limits().blocks,
+                block_bytes = layout.block_bytes(),
+                seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
+                "loaded the weights onto the GPU"
+            );
+            let identity = identity::identity(fingerprint, weights, layout);
+            let (path, executor, cpus) = (path.to_owned(), Box::new(executor), Vec::new());
+            return Ok(Loaded { path, arena, identity, executor, cpus, cpu_fallback: None });
+        }
+    };
     let blocks = settings::block_count(&config.node, layout)?;
     let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
     let arena = KvArena::host(layout, blocks)?;
@@ -509,7 +518,7 @@ fn load_blocking(
     );
     let identity = identity::identity(fingerprint, weights, layout);
     let executor = Box::new(executor);
-    Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus })
+    Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus, cpu_fallback })
 }
 
 /// Every sequence that the scheduler may know is running, waiting, or in a transfer.

@@ -41,5 +41,6 @@ pub(crate) fn record() -> NodeRecord {
         block_count: 16,
         vocabulary_size: 10,
         grammar_version: crate::grammars::VERSION,
+        cpu_fallback: None,
     }
 }

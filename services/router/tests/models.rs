@@ -38,6 +38,20 @@ async fn two_models_with(mut settings: RouterSettings) -> Cluster {
 }
 
 #[tokio::test]
+async fn health_names_nodes_that_fell_back_to_the_cpu() {
+    let (prefill, decode) = Cluster::nodes(1, 1, "yes");
+    decode[0].announce_cpu_fallback("cannot load libbaton_kernels.so");
+    let cluster = Cluster::start_over(settings(), prefill, decode).await;
+    let health = cluster.client.get("/health").await;
+    let expected = json!([{"node": "decode-0", "reason": "cannot load libbaton_kernels.so"}]);
+    assert_eq!((health.status.as_u16(), &health.json()["cpu_fallbacks"]), (200, &expected));
+
+    let cluster = Cluster::start(1, 1, "yes").await;
+    let health = cluster.client.get("/health").await.json();
+    assert_eq!(health.get("cpu_fallbacks"), None, "nodes on the device that was asked for");
+}
+
+#[tokio::test]
 async fn a_request_is_answered_by_nodes_of_the_model_that_it_names() {
     let cluster = two_models().await;
     let asked = [("x-baton-figures", "1")];

@@ -211,6 +211,7 @@ impl Process {
             block_count: plan.scheduler.limits.blocks,
             vocabulary_size: VOCABULARY,
             grammar_version: 0,
+            cpu_fallback: None,
         };
         let seeds = CacheSeeds {
             model_fingerprint: identity.model_fingerprint,

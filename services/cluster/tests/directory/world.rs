@@ -142,6 +142,7 @@ pub fn record(role: Role, number: u128) -> NodeRecord {
         block_count: 1000,
         vocabulary_size: 100,
         grammar_version: 1,
+        cpu_fallback: None,
     }
 }
 

@@ -123,6 +123,15 @@ pub struct Health<'a> {
     prefill_nodes: usize,
     decode_nodes: usize,
     requests_in_work: u32,
+    /// Nodes that compute on the CPU although their host has a GPU; left out when there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    cpu_fallbacks: Vec<CpuFallback>,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct CpuFallback {
+    node: String,
+    reason: String,
 }
 
 #[derive(Serialize, JsonSchema)]
@@ -159,6 +168,12 @@ async fn health(State(front): State<Arc<Front>>) -> Response {
         decode_nodes,
         models,
         requests_in_work: front.admission.in_work(),
+        cpu_fallbacks: front
+            .nodes
+            .cpu_fallbacks()
+            .into_iter()
+            .map(|(node, reason)| CpuFallback { node, reason })
+            .collect(),
     };
     (code, Json(health)).into_response()
 }

@@ -185,6 +185,7 @@ pub mod tests {
             block_count: 10,
             vocabulary_size: 10,
             grammar_version: 0,
+            cpu_fallback: String::new(),
         }
     }
 

@@ -29,6 +29,8 @@ use crate::request::{
 pub use introductions::peer;
 pub use watch::{NodeWatch, Served};
 
+/// Nodes that `/health` names because they compute on the CPU unexpectedly.
+const CPU_FALLBACKS_MAX: usize = 16;
 /// Events of all nodes between two looks of the task; streams wait when it is full.
 const INPUTS_MAX: usize = 1024;
 /// Old and new weights while nodes are replaced, and some room; nodes of others are picked by load.
@@ -144,6 +146,16 @@ impl Nodes {
 
     fn limits_memory(&self) -> MutexGuard<'_, HashMap<String, ModelLimits>> {
         self.0.last_limits.lock().unwrap_or_else(|error| error.into_inner())
+    }
+
+    /// Returns the nodes that compute on the CPU although their host has a GPU, with the reason: at most
+    /// [`CPU_FALLBACKS_MAX`].
+    pub fn cpu_fallbacks(&self) -> Vec<(String, String)> {
+        let directory = self.directory();
+        let records = Role::ALL.into_iter().flat_map(|role| directory.serving(role));
+        let reasons = records
+            .filter_map(|record| Some((record.node_id.to_string(), record.cpu_fallback.clone()?)));
+        reasons.take(CPU_FALLBACKS_MAX).collect()
     }
 
     /// Newest version of grammars that a decode node of this model holds answers to; `None` where no

@@ -48,6 +48,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         block_count: 100,
         vocabulary_size: 1000,
         grammar_version: 0,
+        cpu_fallback: None,
     })
 }
 

@@ -84,6 +84,7 @@ pub struct State {
     /// Events that the next delta leaves out.
     skip: AtomicU64,
     grammar_version: AtomicU32,
+    cpu_fallback: Mutex<String>,
     /// How often somebody began to observe.
     observed: AtomicUsize,
     /// Those that it was told to meet.
@@ -390,6 +391,7 @@ impl State {
             block_count: 1000,
             vocabulary_size: VOCABULARY,
             grammar_version: self.grammar_version.load(Ordering::SeqCst),
+            cpu_fallback: self.cpu_fallback.lock().unwrap().clone(),
         }
     }
 }
@@ -446,6 +448,7 @@ impl ScriptedNode {
             calls: Mutex::new(vec![]),
             open: AtomicUsize::new(0),
             grammar_version: AtomicU32::new(2),
+            cpu_fallback: Mutex::default(),
             load: watch::Sender::new(NodeLoad::default()),
             skip: AtomicU64::new(0),
             observed: AtomicUsize::new(0),
@@ -492,6 +495,11 @@ impl ScriptedNode {
     /// What its record says of grammars, to routers that observe it from now on.
     pub fn announce_grammars(&self, version: u32) {
         self.state.grammar_version.store(version, Ordering::SeqCst);
+    }
+
+    /// Sets the reason for the CPU in its record, for routers that observe it from now on.
+    pub fn announce_cpu_fallback(&self, reason: &str) {
+        *self.state.cpu_fallback.lock().unwrap() = reason.to_owned();
     }
 
     pub fn answer_with(&self, tokens: &[u32]) {
