@@ -127,7 +127,7 @@ async fn loses_a_rank(end: End) -> Result<()> {
     wait_gone(&ranks)?;
     let why = match end {
         End::Killed => "of 3 ended: killed by signal 9",
-        End::Stopped => "of 3 gave no sign of life for ",
+        End::Stopped => "of 3 sent no heartbeat for ",
     };
     assert!(node.log().contains(why), "{}", node.log());
 
@@ -232,7 +232,7 @@ fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() ->
 fn a_rank_that_no_node_has_started_ends_with_a_line() -> Result<()> {
     let spec = format!("baton-{:032x}-1-ranks:0/2", 5);
     for (spec, code, words) in [
-        (spec.as_str(), 1, "rank 0 of 2: the node that started it is gone"),
+        (spec.as_str(), 1, "rank 0 of 2: the node that started the rank has ended"),
         ("something", 2, "expected REGION:RANK/OF"),
     ] {
         let mut command = Command::new(bin_dir().join("baton-decode-node"));

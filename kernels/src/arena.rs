@@ -1,16 +1,15 @@
-//! The memory that holds KV, and the guards by which it is lent.
+//! KV memory, and the guards that lend its blocks.
 //!
-//! An arena is one range of `block_count` equal blocks. Whoever touches a block borrows it first:
-//! [`BlockRead`] (shared) or [`BlockWrite`] (exclusive), for the time of a transfer, or a
-//! [`StepAccess`] over many blocks for the time of one forward. A borrow that would conflict is
-//! refused at once, never waited for: the block pool decides who may use a block, and the arena
-//! only makes sure that a mistake there cannot become a data race.
+//! An arena is one range of `block_count` equal blocks. Every access borrows a block first: a transfer by
+//! [`BlockRead`] (shared) or [`BlockWrite`] (exclusive), a forward pass by a [`StepAccess`] over many blocks.
+//! A conflicting borrow is rejected at once and never waits: the block pool decides which owner may use a
+//! block, and the arena ensures that a defect of the pool cannot cause a data race.
 //!
 //! The ranks of a node on one host share an arena in a [`SharedRegion`], each with a [`KvArena`] of its
 //! own over it: see [`KvArena::shared`].
 //!
 //! Guards own a reference to the arena, may move to another thread, and end when dropped.
-//! A block's content is whatever was written last; before that it is zero.
+//! Blocks are zero before the first write.
 
 mod access;
 mod slices;
@@ -42,7 +41,7 @@ use crate::{
 /// Borrow state of a block that is being written. Any smaller number counts readers.
 const WRITTEN: u32 = u32::MAX;
 
-/// What is wrong with a request to the arena.
+/// Error of a request to the arena.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
     #[error("an arena of {block_count} blocks ({layout}) cannot be: {reason}")]
@@ -51,19 +50,19 @@ pub enum ArenaError {
     OutOfMemory { bytes: usize, source: io::Error },
     #[error("block {} is out of range: the arena has {block_count}", block.0)]
     OutOfRange { block: BlockId, block_count: u32 },
-    /// Someone holds the block in a way that excludes the wanted borrow.
+    /// Another borrow of the block excludes this borrow.
     #[error("block {} cannot be borrowed for {wanted}: it is {state}", block.0)]
     Conflict { block: BlockId, wanted: Borrow, state: BorrowState },
     #[error("block {} has {block_bytes} bytes, the host buffer {host_bytes}", block.0)]
     LengthMismatch { block: BlockId, block_bytes: usize, host_bytes: usize },
-    /// The memory that the block lies in cannot be reached.
+    /// The memory of the block cannot be accessed.
     #[error("block {} cannot be copied: {reason}", block.0)]
     Copy { block: BlockId, reason: String },
     #[error("{blocks} blocks have no digest: {reason}")]
     Digest { blocks: usize, reason: String },
 }
 
-/// The two ways to borrow a block.
+/// Kind of a borrow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Borrow {
     Read,
@@ -79,7 +78,7 @@ impl fmt::Display for Borrow {
     }
 }
 
-/// How a block was borrowed when it was looked at.
+/// Borrow state of a block at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BorrowState {
     Free,
@@ -107,29 +106,29 @@ impl fmt::Display for BorrowState {
     }
 }
 
-/// Blocks that lie elsewhere than in host memory, reached by copies of whole blocks.
+/// Blocks outside host memory, accessed by copies of whole blocks.
 pub trait RemoteBlocks: Send + Sync {
     fn layout(&self) -> KvLayout;
     fn block_count(&self) -> u32;
-    /// Copies bytes from `offset` on; the error is for people.
+    /// Copies bytes from `offset` on; the error is a message for logs.
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String>;
     /// Copies bytes to `offset`.
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String>;
-    /// The [`digest`] of these blocks; the error is for people. Over copies, unless somebody knows better.
+    /// Computes the [`digest`] of these blocks, by default over copies in host memory.
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
         digest_of_copies(self, blocks)
     }
-    /// How processes of this host read each other's blocks without host memory, where they can.
+    /// Returns the interface by which processes of this host read each other's blocks on the device.
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
         None
     }
-    /// How blocks are moved together with another GPU, where they can.
+    /// Returns the interface to channels between GPUs.
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
         None
     }
 }
 
-/// As [`RemoteBlocks::digest`], for those who know no better.
+/// Implements [`RemoteBlocks::digest`] over copies in host memory.
 pub(crate) fn digest_of_copies<B: RemoteBlocks + ?Sized>(
     remote: &B,
     blocks: &[BlockId],
@@ -144,7 +143,7 @@ pub(crate) fn digest_of_copies<B: RemoteBlocks + ?Sized>(
     Ok(sum)
 }
 
-/// One range of KV blocks, shared by everyone who moves or computes KV.
+/// One range of KV blocks, shared by transfers and forward passes.
 pub struct KvArena {
     layout: KvLayout,
     block_count: u32,
@@ -172,7 +171,7 @@ unsafe impl Send for KvArena {}
 unsafe impl Sync for KvArena {}
 
 impl KvArena {
-    /// An arena in host memory, zeroed. Pages cost nothing before they are touched or populated.
+    /// Creates a zeroed arena in host memory. Pages take no memory before they are written or populated.
     pub fn host(layout: KvLayout, block_count: u32) -> Result<Arc<Self>, ArenaError> {
         let bytes = host_bytes(layout, block_count)?;
         // Page-aligned, hence aligned for every element type and for vector loads.
@@ -186,8 +185,7 @@ impl KvArena {
         Ok(Self::over(layout, block_count, base, Memory::Host(memory)))
     }
 
-    /// An arena in memory that others have mapped as well: the processes of a node's ranks, and the
-    /// node's own, which moves whole blocks. It begins `offset` bytes into the region, a multiple of
+    /// Creates an arena in memory that the ranks of a node and the node process have mapped. It begins `offset` bytes into the region, a multiple of
     /// 64, and has [`layout`](KvLayout::block_bytes) times `block_count` bytes.
     ///
     /// **Hazard.** Arenas over the same bytes do not see each other's guards. What keeps them apart
@@ -215,7 +213,7 @@ impl KvArena {
         Arc::new(Self { layout, block_count, block_bytes, base, borrows, memory })
     }
 
-    /// An arena whose blocks lie elsewhere: there are copies of them, and no views.
+    /// Creates an arena of blocks outside host memory, which can be copied but not viewed.
     pub fn remote(blocks: Arc<dyn RemoteBlocks>) -> Result<Arc<Self>, ArenaError> {
         let (layout, block_count) = (blocks.layout(), blocks.block_count());
         let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
@@ -229,12 +227,12 @@ impl KvArena {
         Ok(Self::over(layout, block_count, NonNull::dangling(), Memory::Remote(blocks)))
     }
 
-    /// Whether blocks can be looked at, not only copied.
+    /// Returns whether blocks are in host memory.
     pub fn is_host(&self) -> bool {
         !matches!(self.memory, Memory::Remote(_))
     }
 
-    /// How processes of this host read each other's blocks without host memory, where they can.
+    /// Returns the interface by which processes of this host read each other's blocks on the device.
     pub fn peer_memory(&self) -> Option<Arc<dyn PeerMemory>> {
         match &self.memory {
             Memory::Host(_) | Memory::Shared { .. } => None,
@@ -242,7 +240,7 @@ impl KvArena {
         }
     }
 
-    /// How blocks are moved together with another GPU, where they can.
+    /// Returns the interface to channels between GPUs.
     pub fn peer_channels(&self) -> Option<Arc<dyn PeerChannels>> {
         match &self.memory {
             Memory::Host(_) | Memory::Shared { .. } => None,
@@ -295,8 +293,7 @@ impl KvArena {
         Ok(BlockWrite { arena: Arc::clone(self), block })
     }
 
-    /// How many guards and steps hold the block now. A block with pins must not be given to
-    /// someone else, whatever its references say.
+    /// Returns how many guards and steps hold the block. A pinned block must not get another owner.
     pub fn pins(&self, block: BlockId) -> Result<u32, ArenaError> {
         Ok(match self.state(block)? {
             BorrowState::Free => 0,
@@ -305,7 +302,7 @@ impl KvArena {
         })
     }
 
-    /// How the block is borrowed now; old news when it is read.
+    /// Returns the borrow state of the block, which may change at once.
     pub fn state(&self, block: BlockId) -> Result<BorrowState, ArenaError> {
         Ok(BorrowState::of(self.borrow_of(block)?.load(Ordering::Acquire)))
     }
@@ -387,7 +384,7 @@ impl KvArena {
         }
     }
 
-    /// The first byte of a block in host memory: nobody asks for one of another.
+    /// Returns the first byte of a block in host memory.
     fn block_ptr(&self, block: BlockId) -> NonNull<u8> {
         assert!(block.0 < self.block_count, "only blocks in range are borrowed");
         debug_assert!(self.is_host(), "remote blocks have no address here");
@@ -439,18 +436,18 @@ impl BlockRead {
 
     /// The block's bytes, or `None` when they are not in host memory.
     pub fn host_view(&self) -> Option<&[u8]> {
-        // SAFETY: the block is in range and, while this guard lives, nobody can write it.
+        // SAFETY: the block is in range and, while this guard lives, no other guard can write it.
         self.arena.is_host().then(|| unsafe {
             slice::from_raw_parts(self.arena.block_ptr(self.block).as_ptr(), self.arena.block_bytes)
         })
     }
 
-    /// Whether it is one of these blocks.
+    /// Returns whether the block belongs to `arena`.
     pub fn lies_in<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         self.arena.is_of(blocks)
     }
 
-    /// Copies the whole block into `host`, wherever it lies.
+    /// Copies the whole block into `host`.
     pub fn copy_to_host(&self, host: &mut [u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
         match self.host_view() {
@@ -462,7 +459,7 @@ impl BlockRead {
         }
     }
 
-    /// The [`digest`] of blocks of one arena, in this order, wherever they lie.
+    /// Computes the [`digest`] of blocks of one arena, in this order.
     ///
     /// # Panics
     /// When they are of several.
@@ -505,7 +502,7 @@ impl BlockWrite {
         self.arena.block_bytes
     }
 
-    /// Whether it is one of these blocks.
+    /// Returns whether the block belongs to `arena`.
     pub fn lies_in<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         self.arena.is_of(blocks)
     }
@@ -522,7 +519,7 @@ impl BlockWrite {
         })
     }
 
-    /// Copies the whole block into `host`, wherever it lies.
+    /// Copies the whole block into `host`.
     pub fn copy_to_host(&mut self, host: &mut [u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
         match self.host_view_mut() {
@@ -534,7 +531,7 @@ impl BlockWrite {
         }
     }
 
-    /// Overwrites the whole block from `host`, wherever it lies.
+    /// Overwrites the whole block from `host`.
     pub fn copy_from_host(&mut self, host: &[u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
         if let Memory::Remote(blocks) = &self.arena.memory {
@@ -547,7 +544,7 @@ impl BlockWrite {
         Ok(())
     }
 
-    /// As [`BlockRead::digest`]. Nobody writes them meanwhile.
+    /// Computes the digest as [`BlockRead::digest`] does.
     pub fn digest(blocks: &mut [Self]) -> Result<u64, ArenaError> {
         let Some(first) = blocks.first() else { return Ok(0) };
         let arena = Arc::clone(&first.arena);

@@ -1,8 +1,8 @@
-//! The face over which every forward pass is written, once for all devices.
+//! The trait over which every forward pass is written, once for all devices.
 //!
-//! A backend owns its buffers' memory; the forward pass names buffers and operations and never sees
-//! an element. Shapes are `[rows][width]`, row-major; `rows` is what one step really has, at most
-//! what the buffer was made for.
+//! A backend owns the memory of its buffers; the forward pass names buffers and operations and never reads
+//! an element. Shapes are `[rows][width]`, row-major; `rows` is the number of rows of the step, at most the
+//! capacity of the buffer.
 
 use std::num::NonZeroUsize;
 
@@ -20,14 +20,14 @@ pub trait RowSource: Sync {
     fn cols(&self) -> usize;
     /// Writes row `row` (`cols` elements) to `out`.
     fn read_row(&self, row: usize, out: &mut [f32]);
-    /// Writes as many rows from `first` on as `out` holds, in `dtype` and the machine's byte order.
-    /// Sources that have them so already do better than to go through f32.
+    /// Fills `out` with rows from `first` on, in `dtype` and the machine's byte order. Sources stored in
+    /// `dtype` override this to skip the conversion through f32.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         convert_rows(self, first, dtype, out);
     }
 }
 
-/// [`RowSource::read_rows`] for every source: through f32, row by row.
+/// Implements [`RowSource::read_rows`] for every source: through f32, row by row.
 pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtype, out: &mut [u8]) {
     let mut values = vec![0.0; source.cols()];
     let row_bytes = (values.len() * dtype.bytes()).max(1);
@@ -63,7 +63,7 @@ impl HeadShape {
     }
 }
 
-/// What some architectures do to heads before they are turned.
+/// Bias and head norms that some architectures apply before the rotary embedding.
 #[derive(Debug)]
 pub struct HeadWeights<'a, V> {
     /// `[qkv_width]`, added to queries, keys and values.
@@ -71,12 +71,12 @@ pub struct HeadWeights<'a, V> {
     /// RMS norm of every query head by itself with the first weight `[head_dim]`, and of every key
     /// head with the second; values stay.
     pub norms: Option<(&'a V, &'a V)>,
-    /// Of the norms.
+    /// Epsilon of the norms.
     pub eps: f32,
 }
 
 impl<V> HeadWeights<'_, V> {
-    /// Llama: nothing.
+    /// Returns the weights of Llama: no bias and no norms.
     pub fn none() -> Self {
         Self { bias: None, norms: None, eps: 0.0 }
     }
@@ -84,8 +84,8 @@ impl<V> HeadWeights<'_, V> {
 
 /// One device's operations.
 ///
-/// A step (`Self::Step`) is the executor's description of the rows of one forward: which token, at
-/// which position, of which sequence, over which blocks, and the access to those blocks. Within a
+/// A step (`Self::Step`) is the executor's description of the rows of one forward pass: token, position,
+/// sequence and block table of each row, and the access to those blocks. Within a
 /// layer, keys and values of the step's own rows are stored before attention reads them.
 pub trait Backend: Send + 'static {
     /// A packed weight matrix `[out][in]`.
@@ -94,19 +94,19 @@ pub trait Backend: Send + 'static {
     type Vector: Send + Sync;
     /// Activations `[rows][width]`.
     type Buffer: Send;
-    /// The rows of one forward and the KV blocks they may touch.
+    /// The rows of one forward pass and the KV blocks they may access.
     type Step;
 
     fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
     fn vector(&self, values: &[f32]) -> Self::Vector;
     fn buffer(&self, rows_max: usize, width: usize) -> Self::Buffer;
-    /// As [`Self::buffer`], of f32 in any case: the residual stream and logits. Where activations
-    /// are less than that, only what says so takes or gives one.
+    /// Creates an f32 buffer, for the residual stream and logits. Where activations have fewer bits, only
+    /// operations that say so accept a wide buffer.
     fn wide_buffer(&self, rows_max: usize, width: usize) -> Self::Buffer {
         self.buffer(rows_max, width)
     }
 
-    /// The part of a model that this backend computes, with the others of its group.
+    /// Returns the shard of the model that this backend computes.
     fn shard(&self) -> Shard {
         Shard::WHOLE
     }
@@ -140,8 +140,8 @@ pub trait Backend: Send + 'static {
     );
     /// `out[rows][w.out] = x[rows][w.in] · wᵀ`; `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
-    /// Everything between the product that makes `qkv` and attention: adds the bias and norms the
-    /// heads as `weights` say, rotates queries and keys in `qkv` (half-split pairs: dimension i with
+    /// Performs the operations between the QKV GEMM and attention: adds the bias and norms the heads by
+    /// `weights`, rotates queries and keys in `qkv` (half-split pairs: dimension i with
     /// i + dim/2, as Hugging Face's Llama), then stores keys and values of every row into its block.
     /// `frequencies[dim/2]` are radians per position, scaling already applied. Of `qkv` only the
     /// queries are of use after it.
@@ -155,7 +155,7 @@ pub trait Backend: Send + 'static {
         step: &mut Self::Step,
     );
     /// Causal attention of every row over its sequence's blocks; `out` is `[rows][query_width]`.
-    /// With a `window` of n, a row sees itself and the n - 1 tokens before it, and no others.
+    /// With a `window` of n, a row attends to itself and the n - 1 tokens before it.
     fn attention(
         &mut self,
         layer: usize,
@@ -168,19 +168,19 @@ pub trait Backend: Send + 'static {
     );
     /// `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
-    /// The sum of every rank's `x`, in all of them to the bit: added in order of rank. A rank alone
-    /// has nothing to add.
+    /// All-reduces `x` over the ranks, added in order of rank, so that all ranks have the same bits. No effect
+    /// without a group.
     ///
-    /// Operations have no errors. When the group fails, here or in a peer, what is asked for later
-    /// is of no more use, and whoever runs the steps asks the backend before it believes a result.
+    /// Operations return no errors. After a failure of the group, results are undefined; the executor checks
+    /// the backend for a failure before it uses a result.
     fn all_reduce(&mut self, _rows: usize, _x: &mut Self::Buffer) {
-        assert!(self.shard().is_whole(), "a backend with a group adds its ranks' sums up");
+        assert!(self.shard().is_whole(), "a backend with a group implements all_reduce");
     }
-    /// The rows of `x` that sample, packed.
+    /// Gathers the rows of `x` that sample into `out`.
     fn gather_sampled(&mut self, x: &Self::Buffer, step: &Self::Step, out: &mut Self::Buffer);
 
-    // A product with what surrounds it. A device that does these in one pass leaves out what lies
-    // between: buffers that are named for that have no contents of use afterwards.
+    // GEMMs with their epilogues. A device that fuses them skips the intermediate buffer, whose contents
+    // are undefined afterwards.
 
     /// `qkv = x · wᵀ` of all rows of the step, then [`Self::store_kv`].
     fn project_heads(
@@ -197,11 +197,11 @@ pub trait Backend: Send + 'static {
         self.store_kv(layer, shape, weights, frequencies, qkv, step);
     }
 
-    /// `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` lies between. What `out` holds
-    /// is for products alone. `rows` are the step's, or those of it that sample.
+    /// `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` is the intermediate buffer. Only GEMMs
+    /// may read `out`. `rows` are the rows of the step, or those that sample.
     ///
-    /// Of a rank the product is a part of the sum: it goes through [`Self::all_reduce`] before it is
-    /// added to the residual stream, which is the same in all ranks.
+    /// The GEMM of a rank is a partial sum: [`Self::all_reduce`] adds it up before it is added to the residual
+    /// stream, which is the same in all ranks.
     fn project_onto_residual(
         &mut self,
         rows: usize,
@@ -216,7 +216,7 @@ pub trait Backend: Send + 'static {
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 
-    /// `out = silu_mul(x · wᵀ)`; `gate_up` lies between, `rows` are as above.
+    /// `out = silu_mul(x · wᵀ)`; `gate_up` is the intermediate buffer, `rows` as above.
     fn project_gated(
         &mut self,
         rows: usize,

@@ -1,13 +1,13 @@
-//! Device code and the memory it works on, behind a safe face.
+//! Device code and the memory it works on, behind a safe interface.
 //!
-//! * [`layout`] says how KV lies in a block; [`arena`] owns the blocks and lends them as guards.
-//! * [`digest`] says whether blocks came as they went.
-//! * [`backend`] is the face over which every forward pass is written, once for all devices.
-//! * [`shard`] says what a rank has of a model that several compute together.
-//! * [`sampling`] holds the rules by which a next token is chosen, the same on every device.
+//! * [`layout`] defines the KV layout of a block; [`arena`] owns the blocks and lends them as guards.
+//! * [`digest`] checks that transferred blocks are intact.
+//! * [`backend`] is the trait over which every forward pass is written, once for all devices.
+//! * [`shard`] defines the part of a model that a tensor-parallel rank computes.
+//! * [`sampling`] defines the sampling rules, which are the same on every device.
 //! * [`cpu`] is the backend that runs everywhere, with its plain f32 reference.
-//! * [`cuda`] is the backend for GPUs; nothing of it is loaded before it is asked for.
-//! * [`shared`] is memory that the processes of one node have in common.
+//! * [`cuda`] is the backend for GPUs; its libraries are loaded on first use.
+//! * [`shared`] is memory shared by the processes of one node.
 //!
 //! Left out: models (crate `model`), scheduling (crate `engine`), moving KV between machines (crate
 //! `kv-transfer`).

@@ -1,11 +1,11 @@
 //! Blocks of other processes on this host, read without passing through host memory.
 //!
-//! One process exports its blocks as bytes that it may tell another; that one imports them and pulls
-//! from them into blocks of its own. What is pulled into stays borrowed until the copy is over,
-//! whatever becomes of the caller; what is pulled from is the exporter's to keep still, and whoever
-//! pulls from blocks that change meanwhile gets bytes without meaning and no fault.
+//! One process exports a handle of its blocks as bytes; another process imports the handle and pulls blocks
+//! into its own. The destination blocks stay borrowed until the copy is over, even if the caller is dropped.
+//! The exporter must not write the source blocks meanwhile: a pull from changing blocks copies undefined
+//! bytes without a fault.
 //!
-//! Or both make a channel, and move blocks through it together.
+//! Alternatively both processes make a channel and send and receive blocks through it.
 
 use std::{sync::Arc, time::Instant};
 
@@ -14,15 +14,15 @@ use crate::{
     layout::BlockId,
 };
 
-/// Longest export.
+/// Upper bound on the bytes of an export.
 pub const EXPORT_BYTES_MAX: usize = 4096;
 
-/// Blocks that other processes of this host can be let in on. Errors are for people.
+/// Blocks that other processes of this host can read. Errors are messages for logs.
 pub trait PeerMemory: Send + Sync {
-    /// What a process needs to know to read our blocks; at most [`EXPORT_BYTES_MAX`].
+    /// Returns the handle by which a process can read our blocks; at most [`EXPORT_BYTES_MAX`].
     fn export(&self) -> Result<Vec<u8>, String>;
 
-    /// The blocks of the process that exported them. They must have the size of ours.
+    /// Opens the blocks of the process that exported them. They must have the size of ours.
     fn import(&self, export: &[u8]) -> Result<Box<dyn PeerBlocks>, String>;
 }
 
@@ -37,28 +37,28 @@ pub trait PeerBlocks: Send {
     ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
 }
 
-/// Blocks that are read or written by something under way. They are not given back before its end:
-/// dropping it waits for that, or brings it about.
+/// Blocks that a copy in flight reads or writes. They stay borrowed until it ends: dropping this value waits
+/// for the end, or aborts the copy.
 pub trait Moving<B>: Send {
-    /// Whether it has ended.
+    /// Returns whether the copy has ended.
     fn is_done(&mut self) -> Result<bool, String>;
 
-    /// Gives the blocks back. To be called when it has ended.
+    /// Returns the blocks. To be called when the copy has ended.
     fn finish(self: Box<Self>) -> Result<Vec<B>, String>;
 }
 
-/// Which end of a channel.
+/// End of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     Sender,
     Receiver,
 }
 
-/// How long the other end is waited for.
+/// Deadline of a wait for the other end, and a way to cancel the wait.
 #[derive(Clone, Copy)]
 pub struct Patience<'a> {
     pub deadline: Instant,
-    /// Whether there is nobody to wait for any more, or nobody who waits; looked at now and then.
+    /// Returns whether the wait is cancelled; polled during the wait.
     pub given_up: &'a (dyn Fn() -> bool + Sync),
 }
 
@@ -68,7 +68,7 @@ impl From<Instant> for Patience<'static> {
     }
 }
 
-/// Makes channels to other GPUs, through which both ends move blocks together. Errors are for people.
+/// Makes channels to other GPUs. Errors are messages for logs.
 pub trait PeerChannels: Send + Sync {
     /// Opens what channels are made by. The error says why there will be none.
     fn open(&self) -> Result<(), String>;
@@ -98,8 +98,8 @@ pub trait PeerChannels: Send + Sync {
 /// One end of a channel. What is sent and received on it is in one order, the same at both ends; each
 /// operation waits for its other half, in vain if need be, until the channel is aborted.
 pub trait PeerChannel: Send + Sync {
-    /// Starts to send our blocks. Both ends give the same `runs`: how many blocks at a time lie together
-    /// on either side.
+    /// Starts to send our blocks. Both ends pass the same `runs`: the lengths of the runs of blocks that are
+    /// contiguous on both sides.
     fn send(
         &self,
         runs: &[u32],
@@ -126,7 +126,7 @@ pub struct Run {
     pub count: u32,
 }
 
-/// As few runs as the two lists allow without reordering.
+/// Returns the fewest runs that the two lists allow without reordering.
 pub fn runs(pairs: impl IntoIterator<Item = (BlockId, BlockId)>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for (from, to) in pairs {

@@ -1,4 +1,4 @@
-//! The rules by which a next token is chosen.
+//! The rules of sampling.
 //!
 //! The same on every device, to the tie-break: the lowest token id wins among equals. Random
 //! numbers come from a counter: each candidate's draw depends on (seed, output index, token id)
@@ -23,7 +23,7 @@ pub struct Sampling {
     /// 0 changes nothing; these two look at the output only.
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
-    /// Tokens that cannot be chosen while the output has fewer than `min_tokens`.
+    /// Tokens that cannot be sampled while the output has fewer than `min_tokens`.
     pub stop_token_ids: Vec<u32>,
     pub min_tokens: u32,
     /// `Some(n)`: report the chosen token's log-probability and the n best.
@@ -49,15 +49,14 @@ impl Sampling {
     }
 }
 
-/// The tokens of a vocabulary that may be chosen next, as bits: what a grammar leaves of it. One word
-/// holds 32 tokens, as devices like it.
+/// Token bitmask of a grammar: the tokens that may be sampled next, 32 tokens a word.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TokenMask {
     words: Box<[u32]>,
 }
 
 impl TokenMask {
-    /// Of a vocabulary of this many tokens. Token `i` is bit `i % 32` of word `i / 32`; words that
+    /// Creates the bitmask of a vocabulary. Token `i` is bit `i % 32` of word `i / 32`; words that
     /// are missing allow nothing, tokens beyond the vocabulary are dropped.
     pub fn new(mut words: Vec<u32>, vocabulary: u32) -> Self {
         words.resize(vocabulary.div_ceil(32) as usize, 0);
@@ -76,7 +75,7 @@ impl TokenMask {
         word.is_some_and(|word| word >> (token % 32) & 1 == 1)
     }
 
-    /// How many tokens are allowed.
+    /// Returns how many tokens are allowed.
     pub fn count(&self) -> u32 {
         self.words.iter().map(|word| word.count_ones()).sum()
     }
@@ -106,7 +105,7 @@ impl std::fmt::Debug for TokenMask {
     }
 }
 
-/// A chosen token and, where asked for, how likely it was.
+/// A sampled token with its log-probabilities, if requested.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampledToken {
     pub id: u32,
@@ -159,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mask_ends_with_the_vocabulary() {
+    fn bitmask_ends_with_the_vocabulary() {
         let mask = TokenMask::new(vec![0b101, u32::MAX, u32::MAX], 35);
         assert_eq!(mask.words(), [0b101, 0b111]);
         assert_eq!(mask.count(), 5);

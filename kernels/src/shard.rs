@@ -1,22 +1,22 @@
-//! What one rank has of a model that several compute together.
+//! The shard of a model that a tensor-parallel rank computes.
 
 use std::{fmt, ops::Range};
 
 /// Most ranks of one group.
 pub const RANKS_MAX: usize = 16;
 
-/// Vocabularies are cut between runs of so many tokens, the runs in which the sampler adds
-/// probabilities up: then the sums of a rank's runs are those of the whole row.
+/// Tokens of one run. The sampler adds probabilities run by run, and vocabularies are sharded at run
+/// boundaries, so a rank's partial sums over its runs equal those of the whole row.
 pub const VOCABULARY_RUN: usize = 1024;
-/// Runs that a rank has at least, else the parts would be too unequal: the largest is no more than a
-/// third above an even share, and for 32,000 tokens and more on up to 8 ranks a sixth.
+/// Minimum runs of a rank, which keeps shards even: the largest is at most a third above an even share, and
+/// at most a sixth for 32,000 tokens and more on up to 8 ranks.
 const RUNS_MIN: usize = 3;
 
-/// Rank `rank` of `of`: which part of every layer it computes.
+/// Rank `rank` of `of` tensor-parallel ranks.
 ///
-/// Query, key and value heads, the rows between feed-forward's products and the tokens of the
-/// vocabulary are shared out, in order of rank. Both products that lead back into the residual
-/// stream then bring partial sums, which the ranks add up.
+/// Query, key and value heads, the intermediate rows of the feed-forward and the tokens of the vocabulary
+/// are sharded in order of rank. The two GEMMs that write to the residual stream give partial sums, which
+/// the ranks all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     rank: usize,
@@ -24,10 +24,10 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// All of it: one rank alone.
+    /// The whole model: a single rank.
     pub const WHOLE: Shard = Shard { rank: 0, of: 1 };
 
-    /// `None` when there is no such rank, or there are more than [`RANKS_MAX`].
+    /// Returns `None` for an invalid rank or more than [`RANKS_MAX`] ranks.
     pub fn new(rank: usize, of: usize) -> Option<Self> {
         (rank < of && of <= RANKS_MAX).then_some(Self { rank, of })
     }
@@ -44,22 +44,26 @@ impl Shard {
         self.of == 1
     }
 
-    /// Every rank of the group, in order.
+    /// Returns every rank of the group, in order.
     pub fn all(self) -> impl Iterator<Item = Shard> {
         (0..self.of).map(move |rank| Shard { rank, of: self.of })
     }
 
-    /// This rank's part of `count` equal things.
+    /// Returns this rank's range of `count` equal items.
     ///
     /// # Panics
-    /// When they cannot be shared out evenly: whoever loads a model has refused it.
+    /// When `count` is not a multiple of the ranks: loading a model checks this.
     pub fn part(self, count: usize) -> Range<usize> {
-        assert!(count.is_multiple_of(self.of), "{count} are not shared out among {}", self.of);
+        assert!(
+            count.is_multiple_of(self.of),
+            "{count} items cannot be split evenly over {} ranks",
+            self.of
+        );
         let each = count / self.of;
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// The tokens whose logits this rank computes: as even as whole runs allow.
+    /// Returns the tokens whose logits this rank computes: as even as whole runs allow.
     pub fn tokens(self, vocabulary: usize) -> Range<usize> {
         let border = |rank: usize| {
             let even = rank * vocabulary / self.of;
@@ -75,12 +79,12 @@ impl Shard {
     }
 }
 
-/// Whether no run of tokens belongs to two ranks.
+/// Returns whether no run of tokens belongs to two ranks.
 pub fn cuts_between_runs(vocabulary: usize, of: usize) -> bool {
     of == 1 || vocabulary >= of * RUNS_MIN * VOCABULARY_RUN
 }
 
-/// As people count: `rank 0 of 2`.
+/// Prints `rank 0 of 2`.
 impl fmt::Display for Shard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {} of {}", self.rank, self.of)
@@ -92,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_follow_each_other_and_are_everything() {
+    fn shards_are_contiguous_and_cover_everything() {
         for of in 1..=RANKS_MAX {
             let shards: Vec<Shard> = Shard::new(0, of).unwrap().all().collect();
             for vocabulary in [of, 96, 8191, 32_000, 49_152, 50_257, 128_256, 151_936] {
@@ -122,8 +126,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "9 are not shared out among 2")]
-    fn what_does_not_divide_is_not_shared_out() {
+    #[should_panic(expected = "9 items cannot be split evenly over 2 ranks")]
+    fn uneven_count_panics() {
         Shard::new(0, 2).unwrap().part(9);
     }
 }

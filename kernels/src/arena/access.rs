@@ -1,4 +1,4 @@
-//! The blocks of one forward, borrowed together.
+//! The blocks of one forward pass, borrowed together.
 
 use std::{fmt, ops::Range, slice, sync::Arc};
 
@@ -30,7 +30,7 @@ unsafe impl Element for bf16 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldBlock(u32);
 
-/// Borrows of every block that one forward reads or writes, held until it is dropped.
+/// Borrows of every block that one forward pass reads or writes, held until dropped.
 ///
 /// A block may be listed to be read several times (sequences share prefixes), to be written once.
 /// A block that this same step writes may also be read by it: within a layer, keys and values are
@@ -39,7 +39,7 @@ pub struct HeldBlock(u32);
 /// The step of a rank has some heads of the blocks, and counts them from its first.
 pub struct StepAccess {
     arena: Arc<KvArena>,
-    /// Of the arena's heads those that the step may touch.
+    /// The arena's heads that the step may access.
     heads: Range<usize>,
     /// Written blocks first, then those that are only read; each block once, each part sorted.
     blocks: Vec<BlockId>,
@@ -59,10 +59,10 @@ impl StepAccess {
         Self::acquire_heads(arena, 0..arena.layout.kv_head_count, reads, writes)
     }
 
-    /// As [`Self::acquire`], of some of the arena's heads.
+    /// Borrows as [`Self::acquire`] does, restricted to some of the arena's heads.
     ///
     /// # Panics
-    /// As there, and when the arena does not have these heads.
+    /// As [`Self::acquire`], and when the arena does not have these heads.
     pub fn acquire_heads(
         arena: &Arc<KvArena>,
         heads: Range<usize>,
@@ -100,7 +100,7 @@ impl StepAccess {
         Ok(access)
     }
 
-    /// Of the heads that the step has.
+    /// Returns the layout of a block with the step's heads only.
     pub fn layout(&self) -> KvLayout {
         self.arena.layout.with_heads(self.heads.len())
     }
@@ -110,7 +110,7 @@ impl StepAccess {
         self.blocks.len()
     }
 
-    /// Where a block is among those held; `None` when it is not.
+    /// Returns the index of a block among the held blocks; `None` when it is not held.
     pub fn find(&self, block: BlockId) -> Option<HeldBlock> {
         let (written, read) = self.blocks.split_at(self.written_count);
         let index = match written.binary_search(&block) {
@@ -154,8 +154,8 @@ impl StepAccess {
     /// out of range.
     ///
     /// # Safety
-    /// As long as the slice lives, there is no other one with this token of this head, from here
-    /// or from [`Self::head`], on any thread.
+    /// While the slice lives, no other slice of this token and head exists on any thread, neither from this
+    /// function nor from [`Self::head`].
     #[inline]
     #[allow(clippy::mut_from_ref)] // Exclusive by the caller's promise: threads share a step.
     pub unsafe fn token_mut<T: Element>(

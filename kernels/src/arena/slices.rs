@@ -1,4 +1,4 @@
-//! Whole blocks whose heads lie on several devices: every rank has its own in memory of its own.
+//! Whole blocks whose heads are sharded over the devices of several ranks.
 
 use std::{fmt, sync::Arc};
 
@@ -6,8 +6,8 @@ use super::RemoteBlocks;
 use crate::layout::{KvHalf, KvLayout};
 
 /// Blocks as the union of the ranks' slices, in order of rank: `[layer][K,V][heads / ranks][token][dim]`
-/// on each, all heads to whoever copies them. What is on the wire, and what the block pool counts, are
-/// whole blocks, however many ranks there are on either side.
+/// on each rank, all heads for a copy. Transfers and the block pool see whole blocks, for any number of
+/// ranks on either side.
 pub struct BlockSlices {
     layout: KvLayout,
     slices: Vec<Arc<dyn RemoteBlocks>>,

@@ -1,4 +1,4 @@
-//! The blocks of steps that are in flight together, one after the other on one device.
+//! The blocks of the steps in flight on one device.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -7,7 +7,7 @@ use crate::layout::BlockId;
 
 /// Borrows of all steps in flight. The device runs them in order, so a block that several of them
 /// read and write is borrowed once for all: for writing as long as one of them writes it, then for
-/// reading as long as one reads it. Everybody else is kept away as from any borrowed block.
+/// reading as long as one reads it. Other borrowers are rejected as for any borrowed block.
 ///
 /// A row's blocks are borrowed with its first step in flight and given back with its last one. What a
 /// step costs in between does not depend on how long its rows are.
@@ -18,11 +18,11 @@ pub struct StreamAccess {
     uses: Vec<Uses>,
     /// By slot: its occupants that have steps in flight, rarely more than one.
     rows: Vec<Vec<Row>>,
-    /// So far.
+    /// Steps so far.
     steps: u64,
 }
 
-/// Who uses a block.
+/// Users of a block.
 #[derive(Clone, Copy, Debug, Default)]
 struct Uses {
     /// Rows with steps in flight that have it in their tables.
@@ -42,7 +42,7 @@ struct Row {
     blocks: Vec<BlockId>,
 }
 
-/// What a step does with a row's blocks.
+/// The accesses of a step to the blocks of one row.
 #[derive(Clone, Copy, Debug)]
 pub struct RowBlocks<'a> {
     pub slot: u32,

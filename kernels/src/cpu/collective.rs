@@ -1,21 +1,20 @@
-//! What the ranks of a group exchange, over memory that all of them have mapped: threads of one
-//! process or processes of one host, it is the same code.
+//! Collectives of CPU ranks over shared memory. The ranks are threads of one process or processes of one
+//! host.
 //!
 //! Every rank has two slots, used in turn. An exchange of a piece goes so:
 //! 1. A rank writes its piece and what kind it is into its slot, then its exchange number (release).
 //! 2. It waits until each other rank's number is as high (acquire), looks whether that one sent the
 //!    same kind, and reads its slot.
 //!
-//! Nobody waits for readers: a rank that shows number n + 1 has read all it wanted of exchange n, and
-//! nobody writes exchange n + 2 into the slot of n before everyone shows n + 1. Large messages go in
-//! pieces.
+//! A writer never waits for readers: a rank that shows number n + 1 has finished reading exchange n, and no
+//! rank writes exchange n + 2 into the slot of n before every rank shows n + 1. Long messages are split
+//! into pieces.
 //!
-//! A wait spins for a moment and then sleeps on the other's number, until the group's patience is
-//! over. Whatever goes wrong is a [`GroupError`]: it ends this rank's part in the group, every later
-//! exchange fails likewise, and the others learn of it when they next wait. What an exchange that
-//! failed has left behind is no result.
+//! A wait spins briefly and then sleeps on the other rank's number until the group's time-out. Every failure is
+//! a [`GroupError`]. It ends this rank's part in the group: every later exchange fails with the same error,
+//! and the other ranks notice at their next wait. The output of a failed exchange is undefined.
 //!
-//! Sums are added in order of rank, element by element, so that all ranks have the same bits.
+//! An all-reduce adds in order of rank, element by element, so that all ranks have the same bits.
 
 use std::{
     fmt, hint,
@@ -47,22 +46,22 @@ const HAS_LEFT: usize = 2;
 
 /// How long a wait spins before it sleeps: about what a wake-up takes.
 const SPIN: Duration = Duration::from_micros(20);
-/// How often a sleeper looks whether who it waits for has left.
+/// Interval at which a sleeping rank checks whether the other rank has left.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Why a rank has nothing to exchange any more.
+/// Why a rank can no longer take part in collectives.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     #[error("rank {rank} of {of} did not come to exchange {exchange} within {patience:?}")]
     Late { rank: usize, of: usize, exchange: u64, patience: Duration },
     #[error("rank {rank} of {of} has left the group before exchange {exchange}")]
     Left { rank: usize, of: usize, exchange: u64 },
-    /// Ranks do not do the same: a defect, or one of another build.
+    /// The ranks run different operations: a defect, or different builds.
     #[error("exchange {exchange}: rank {rank} of {of} sends {theirs}, this one {ours}")]
     Apart { rank: usize, of: usize, exchange: u64, theirs: String, ours: String },
 }
 
-/// What an exchange is: ranks that disagree have gone apart.
+/// Kind of an exchange, which must be the same in all ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Kind {
     operation: Operation,
@@ -82,17 +81,17 @@ impl Kind {
     }
 }
 
-/// Of a word that another rank has written, for people.
+/// Formats a kind that another rank has written.
 fn describe(word: u64) -> String {
     let bytes = word & ((1 << 56) - 1);
     match word >> 56 {
-        1 => format!("a sum of {bytes} bytes"),
-        2 => format!("{bytes} bytes for all"),
+        1 => format!("an all-reduce of {bytes} bytes"),
+        2 => format!("an all-gather of {bytes} bytes"),
         _ => format!("word {word:#x}"),
     }
 }
 
-/// Where things are in the region: a line of each rank, a line of kinds of each rank, the slots.
+/// Layout of the region: a line of each rank, a line of kinds of each rank, the slots.
 #[derive(Clone, Copy)]
 struct Places {
     of: usize,
@@ -119,7 +118,7 @@ impl Places {
     }
 }
 
-/// One rank's place in a group.
+/// One rank's end of a group.
 pub struct Group {
     shard: Shard,
     patience: Duration,
@@ -139,16 +138,16 @@ unsafe impl Send for Group {}
 unsafe impl Sync for Group {}
 
 impl Group {
-    /// Bytes of a region that a group of so many ranks needs; they are zero when it begins.
+    /// Returns the bytes of a region for a group of `of` ranks. They must be zero at the start.
     pub fn region_bytes(of: usize) -> usize {
         Places { of, offset: 0 }.bytes()
     }
 
-    /// Takes a rank's place in the group that lives in `region` from `offset` on, a multiple of 8. No
-    /// exchange waits longer than `patience` for another rank.
+    /// Joins the group in `region` at `offset`, a multiple of 8, as the rank of `shard`. No exchange waits
+    /// longer than `patience` for another rank.
     ///
-    /// **Hazard.** Who takes a place that another has, or writes into these bytes by other means,
-    /// changes what is being read: the ranks of a group are one program that gives out each place once.
+    /// **Hazard.** Each rank may be taken once, and no other code may write these bytes, or the contents of
+    /// exchanges are undefined.
     pub fn new(
         region: &Arc<SharedRegion>,
         offset: usize,
@@ -165,12 +164,12 @@ impl Group {
         self.shard
     }
 
-    /// What has ended this rank's part, if anything has.
+    /// Returns the failure of the group, if it failed.
     pub fn fault(&self) -> Option<&GroupError> {
         self.fault.as_ref()
     }
 
-    /// `x` becomes the sum of every rank's `x`, which are equally long: to the bit the same in all.
+    /// All-reduces `x`, which has the same length in all ranks. All ranks get the same bits.
     pub fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), GroupError> {
         if self.shard.is_whole() {
             return Ok(());
@@ -189,7 +188,7 @@ impl Group {
         Ok(())
     }
 
-    /// Returns every rank's `mine`, which are equally long, in order of rank.
+    /// All-gathers `mine`, which has the same length in all ranks, in order of rank.
     pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, GroupError> {
         let mut all = vec![0; self.shard.of() * mine.len()];
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
@@ -236,7 +235,7 @@ impl Group {
         Ok(())
     }
 
-    /// Shows the others this rank's piece of the next exchange.
+    /// Publishes this rank's piece of the next exchange.
     fn publish(&mut self, kind: Kind, piece: &[u8]) -> Result<(), GroupError> {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
@@ -261,7 +260,7 @@ impl Group {
         Ok(())
     }
 
-    /// Another rank's piece, or this one's own, of the exchange that this one has published last.
+    /// Returns the piece of a rank in the exchange that this rank published last.
     fn read(&mut self, kind: Kind, rank: usize) -> Result<&[u8], GroupError> {
         if let Err(error) = self.wait(kind, rank) {
             self.leave();
@@ -322,12 +321,12 @@ impl Group {
         Ok(())
     }
 
-    /// How far a number is beyond this rank's: they wrap.
+    /// Returns how far a number is ahead of this rank's number; numbers wrap.
     fn ahead(&self, number: u32) -> i32 {
         number.wrapping_sub(self.exchanges as u32) as i32
     }
 
-    /// Says to whoever waits for this rank that nothing will come.
+    /// Marks this rank as left and wakes the ranks that wait for it.
     fn leave(&self) {
         let rank = self.shard.rank();
         self.word(rank, HAS_LEFT).store(1, Ordering::Release);
@@ -342,7 +341,7 @@ impl Group {
         self.word(rank, NUMBER)
     }
 
-    /// What the rank sends in the present exchange, if it is there.
+    /// Kind of the rank's piece in the current exchange.
     fn kind_of(&self, rank: usize) -> &AtomicU64 {
         &self.kinds[rank * (LINE_BYTES / 8) + self.exchanges as usize % SLOTS]
     }
@@ -386,7 +385,7 @@ mod tests {
         Shard::new(0, of).unwrap().all().collect()
     }
 
-    /// What every rank's thread brings, in order of rank.
+    /// Runs `run` in a thread for each rank and returns the results in order of rank.
     fn together<T: Send>(
         of: usize,
         patience: Duration,
@@ -421,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_are_those_in_order_of_rank_in_all_ranks_whoever_is_late() {
+    fn all_reduce_adds_in_order_of_rank_when_ranks_are_late() {
         for of in [1, 2, 3, 4, 7] {
             // Odd lengths, none, more than a piece.
             let lengths = [0, 1, 5, 576, 3 * 576, PIECE_BYTES / 4, PIECE_BYTES / 4 * 2 + 77];
@@ -458,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn many_small_exchanges_of_all_kinds_stay_in_step() {
+    fn many_small_all_gathers_and_all_reduces_stay_in_step() {
         let gathered = together(3, PATIENCE, |group| {
             let rank = group.shard().rank() as u32;
             for round in 0..2_000_u32 {
@@ -480,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn exchange_numbers_go_round() {
+    fn exchange_numbers_wrap() {
         let region = region(Group::region_bytes(2));
         let near_the_end = u64::from(u32::MAX) - 5;
         thread::scope(|scope| {
@@ -508,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_come_is_named_and_the_others_learn_of_it() {
+    fn late_rank_is_named_and_fails_the_group() {
         let patience = Duration::from_millis(200);
         let region = region(Group::region_bytes(3));
         let mut groups: Vec<_> =
@@ -539,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_leaves_wakes_who_waits_for_it_and_what_it_sent_before_counts() {
+    fn rank_that_leaves_wakes_waiting_ranks_and_its_last_exchange_counts() {
         let region = region(Group::region_bytes(2));
         let mut groups: Vec<_> =
             shards(2).into_iter().map(|shard| Group::new(&region, 0, shard, PATIENCE)).collect();
@@ -563,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_do_different_things_bring_no_sum() {
+    fn ranks_with_different_operations_fail() {
         let errors = Mutex::new(Vec::new());
         together(2, PATIENCE, |group| {
             let mut x = vec![1.0; 3 + group.shard().rank()];
@@ -576,7 +575,8 @@ mod tests {
         assert_eq!(errors.len(), 2, "{errors:?}");
         for error in errors {
             assert!(
-                error.contains("a sum of 12 bytes") && error.contains("a sum of 16"),
+                error.contains("an all-reduce of 12 bytes")
+                    && error.contains("an all-reduce of 16"),
                 "{error}"
             );
         }

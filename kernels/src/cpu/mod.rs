@@ -6,7 +6,7 @@
 //!   the thread count, or on how a prompt is cut into chunks;
 //! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) agree with
 //!   the reference to the last bit, but for bf16 weights at `Amx` and `Avx512Bf16` and bf16 KV at
-//!   `Avx512Bf16`, whose products are rounded otherwise.
+//!   `Avx512Bf16`, which round differently.
 //!
 //! Buffers, matrices and steps that do not fit each other are defects of the caller and panic; what
 //! comes from outside (block ids, logits, sampling parameters) is answered with errors.
@@ -57,9 +57,9 @@ use crate::{
 /// How a CPU backend is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuOptions {
-    /// Of weights. Activations are f32, and rounded likewise where a product reads them.
+    /// Format of weights. Activations are f32, and rounded to this format as inputs of GEMMs.
     pub weights: WeightFormat,
-    /// Threads of one forward, the calling one included; 1 to [`threads::THREADS_MAX`].
+    /// Threads of one forward pass, the calling thread included; 1 to [`threads::THREADS_MAX`].
     pub threads: usize,
     pub isa: Isa,
 }
@@ -77,19 +77,19 @@ pub enum CpuError {
     Spawn(#[from] io::Error),
 }
 
-/// Runs forwards on the calling thread and its own pool of workers.
+/// Runs forward passes on the calling thread and a pool of workers.
 pub struct CpuBackend {
     weights: WeightFormat,
     level: Level,
     /// Locked while weights are packed; operations have it to themselves.
     pool: Mutex<ThreadPool>,
-    /// Where small matrices are packed.
+    /// Memory of small packed matrices.
     slab: Mutex<Slab>,
     products: matmul::Scratch,
     tiles: attention::Scratch,
     /// One per thread.
     draws: Vec<Mutex<sample::Scratch>>,
-    /// `None`: it computes whole models.
+    /// `None`: the backend computes whole models.
     group: Option<Group>,
     /// Logits gathered from all ranks of the group.
     gathered: Vec<f32>,
@@ -126,12 +126,12 @@ impl CpuBackend {
         })
     }
 
-    /// As one rank of a group, which computes its part of a model.
+    /// Turns this backend into one rank of a group, which computes its shard of a model.
     pub fn in_group(self, group: Group) -> Self {
         Self { group: Some(group), ..self }
     }
 
-    /// Why the group is of no more use, if it is: nothing computed since is a result.
+    /// Returns why the group failed, if it failed. Results computed since are undefined.
     pub fn group_fault(&self) -> Option<&GroupError> {
         self.group.as_ref()?.fault()
     }

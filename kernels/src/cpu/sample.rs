@@ -8,7 +8,7 @@
 //! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
 //! 5. Else `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
 //! 6. min-p keeps tokens with at least `min_p` of the best one's probability.
-//! 7. top-k keeps the k most likely of those, and whoever is as likely as the k-th.
+//! 7. top-k keeps the k most likely of those, and tokens as likely as the k-th.
 //! 8. top-p keeps, of what is left and from the most likely down, tokens until their share of the
 //!    probability reaches `top_p`; among equals the lower id comes first.
 //! 9. One of the kept tokens is drawn (`sample/draw.rs` says how).
@@ -37,7 +37,7 @@ use crate::{
 /// Temperatures below this are greedy, as in vLLM.
 const GREEDY_BELOW: f32 = 1e-5;
 
-/// Whose token is to be chosen.
+/// Sampling input of one row.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {
     pub sampling: &'a Sampling,
@@ -46,14 +46,14 @@ pub struct SampleRow<'a> {
     /// How many of `tokens` are the prompt. The chosen token has output index
     /// `tokens.len() - prompt_len`.
     pub prompt_len: usize,
-    /// `None`: every token may be chosen.
+    /// Token bitmask; `None` allows every token.
     pub allowed: Option<&'a TokenMask>,
 }
 
-/// Why no token can be chosen.
+/// Why no token can be sampled.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SampleError {
-    /// The model computed nonsense, or a penalty led beyond f32.
+    /// The model computed an invalid logit, or a penalty exceeded f32.
     #[error("the logit of token {token} is {value}")]
     BadLogit { token: u32, value: f32 },
     #[error(transparent)]
@@ -74,7 +74,7 @@ pub(crate) struct Scratch {
     counts: Vec<u32>,
 }
 
-/// Chooses the next token from raw `logits`, one per token of the vocabulary.
+/// Samples the next token from raw `logits`, one per token of the vocabulary.
 pub fn sample(logits: &[f32], row: &SampleRow<'_>) -> Result<SampledToken, SampleError> {
     let level = Level::find(Isa::Auto).unwrap_or(Level::Baseline);
     sample_with(level, &mut Scratch::default(), logits, row)
@@ -139,7 +139,7 @@ pub(crate) fn sample_rows<'a>(
     tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
 }
 
-/// The greatest logit and the lowest id that has it. -∞ is a masked token; NaN and +∞ are errors.
+/// Returns the greatest logit and the lowest id that has it. -∞ is a masked token; NaN and +∞ are errors.
 fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
     let (greatest, is_bad) = look_over(level, logits);
     let find = |is_it: &dyn Fn(f32) -> bool| {

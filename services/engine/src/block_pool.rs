@@ -1,21 +1,21 @@
-//! Which KV block is whose: pure bookkeeping, no memory.
+//! Accounts for the owners of KV blocks. Pure: no memory is touched.
 //!
 //! A block is in exactly one state:
-//! 1. `Free`: its contents mean nothing.
+//! 1. `Free`: the contents are undefined.
 //! 2. `Held`: by `refs` owners, each a sequence or an outgoing transfer. `pins` of them have DMA in
 //!    flight.
-//! 3. `Cached`: nobody holds it, but the prefix cache knows its contents ([`BlockPool::retain`]).
-//! 4. `Reserved`: one incoming transfer may write it, and nobody else may touch it.
+//! 3. `Cached`: no owner, but the prefix cache knows the contents ([`BlockPool::retain`]).
+//! 4. `Reserved`: one incoming transfer may write the block, and no other owner may use it.
 //!
 //! Allocation takes free blocks first, then evicts the cached block that was released longest ago.
 //! A sequence releases its table from the end, so the tail of a prefix goes before its head. Since
-//! whoever pins a block also holds it, blocks that can be freed or evicted are never pinned.
+//! an owner that pins a block also holds it, a block that can be freed or evicted is never pinned.
 
 use kernels::BlockId;
 
 use crate::event::SequenceId;
 
-/// What a block is right now.
+/// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
     Free,
@@ -29,7 +29,7 @@ pub enum BlockState {
     },
 }
 
-/// How many blocks are in each state; they add up to the pool's size.
+/// Number of blocks in each state. The four counts add up to the size of the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounts {
     pub free: u32,
@@ -90,7 +90,7 @@ impl BlockPool {
         self.blocks.len() as u32
     }
 
-    /// Blocks that an allocation could take now.
+    /// Returns how many blocks an allocation could take now.
     pub fn available(&self) -> u32 {
         self.counts.free + self.counts.cached
     }
@@ -103,13 +103,13 @@ impl BlockPool {
         self.blocks[block.index()].pins
     }
 
-    /// True when the prefix cache knows the contents of this block.
+    /// Returns whether the prefix cache knows the contents of this block.
     pub fn is_retained(&self, block: BlockId) -> bool {
         self.blocks[block.index()].retained
     }
 
-    /// Takes `count` blocks, each with one reference. Cached blocks that had to go are appended to
-    /// `evicted`. Takes nothing and answers `None` when fewer are available.
+    /// Allocates `count` blocks, each with one reference, and appends evicted blocks to `evicted`. Returns
+    /// `None` and allocates nothing when fewer blocks are available.
     pub fn allocate(&mut self, count: u32, evicted: &mut Vec<BlockId>) -> Option<Vec<BlockId>> {
         let taken = self.take(count, BlockState::Held { refs: 1 }, evicted)?;
         self.counts.held += count;
@@ -117,7 +117,7 @@ impl BlockPool {
         Some(taken)
     }
 
-    /// As [`Self::allocate`], for a transfer that will write the blocks.
+    /// Allocates blocks as [`Self::allocate`] does, reserved for an incoming transfer.
     pub fn reserve(
         &mut self,
         count: u32,
@@ -173,7 +173,7 @@ impl BlockPool {
         self.assert_counts();
     }
 
-    /// From now on the prefix cache knows the contents of this held block.
+    /// Marks a held block as known to the prefix cache.
     pub fn retain(&mut self, block: BlockId) {
         assert!(
             matches!(self.state(block), BlockState::Held { .. }),
@@ -182,7 +182,7 @@ impl BlockPool {
         self.blocks[block.index()].retained = true;
     }
 
-    /// The transfer has written the block: it becomes held with one reference.
+    /// Turns a reserved block that the transfer has written into a held block with one reference.
     pub fn accept(&mut self, block: BlockId, owner: SequenceId) {
         self.assert_reserved(block, owner);
         self.counts.reserved -= 1;
@@ -191,7 +191,7 @@ impl BlockPool {
         self.assert_counts();
     }
 
-    /// The transfer ended without success and no write can land any more.
+    /// Frees a reserved block after a failed transfer, when no write can land.
     pub fn cancel_reservation(&mut self, block: BlockId, owner: SequenceId) {
         self.assert_reserved(block, owner);
         self.counts.reserved -= 1;
@@ -199,7 +199,7 @@ impl BlockPool {
         self.assert_counts();
     }
 
-    /// DMA that reads this held block begins.
+    /// Pins a held block for a DMA read.
     pub fn pin(&mut self, block: BlockId) {
         let BlockState::Held { refs } = self.state(block) else {
             panic!("block {} is {:?} and cannot be pinned", block.0, self.state(block));
@@ -209,14 +209,14 @@ impl BlockPool {
         entry.pins += 1;
     }
 
-    /// The DMA has ended.
+    /// Unpins a block after its DMA read.
     pub fn unpin(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.index()];
         assert!(entry.pins > 0, "block {} is not pinned", block.0);
         entry.pins -= 1;
     }
 
-    /// Walks every block and panics when states, lists and counts disagree. For tests: linear.
+    /// Panics when states, lists and counts disagree. For tests: the cost is linear in the pool.
     pub fn check(&self) {
         let mut counts = BlockCounts::default();
         for (index, block) in self.blocks.iter().enumerate() {

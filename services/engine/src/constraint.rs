@@ -1,27 +1,28 @@
-//! What an answer must match, as the scheduler sees it.
+//! Grammar-constrained decoding, as the scheduler sees it.
 //!
-//! Which token may come next depends on the one before it. So a row with a [`Constraint`] is planned
-//! only once its last token is here: it is held back for a frame, the other rows of the batch are
-//! not. Whoever makes a constraint has compiled it and computed its first mask; the others are
-//! computed when a step's result is taken, while the next step runs.
+//! The token bitmask of a position depends on the token before it. The scheduler therefore plans a row
+//! with a [`Constraint`] only after it has collected the row's last token: the row skips a frame, and
+//! the other rows of the batch do not. The caller that creates a constraint compiles the grammar and
+//! computes the first bitmask. Later bitmasks are computed when a result is collected, while the next
+//! step runs.
 //!
-//! It fails closed: no mask, no token. The scheduler ends a sequence whose constraint fails, and an
-//! executor refuses to sample a constrained row without the mask of just this position.
+//! A constraint fails closed: the scheduler ends a sequence whose constraint fails, and an executor
+//! refuses to sample a constrained row without the bitmask of its position.
 
 use std::{fmt::Debug, sync::Arc};
 
 use kernels::sampling::TokenMask;
 
-/// Follows one answer through its grammar. Called between steps, so it must be quick: tens of
+/// Matcher of one answer. The scheduler calls it between steps, so a call may take some tens of
 /// microseconds.
 pub trait Matcher: Debug + Send {
-    /// Takes the token that was chosen.
+    /// Consumes the sampled token.
     fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure>;
 
-    /// What may be chosen next, the stop tokens where the answer may end here included.
+    /// Computes the bitmask of the next token. It includes the stop tokens if the answer may end here.
     fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure>;
 
-    /// Nothing can follow: the answer ends without a stop token.
+    /// Returns whether no token can follow, so that the answer ends without a stop token.
     fn is_complete(&self) -> bool;
 
     fn boxed_clone(&self) -> Box<dyn Matcher>;
@@ -30,15 +31,15 @@ pub trait Matcher: Debug + Send {
 /// Why a constrained sequence has no next token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintFailure {
-    /// Following the grammar takes more than its bounds allow. It would elsewhere, too.
+    /// The grammar exceeds its time or memory bound, here and on every other node.
     #[error("{reason}")]
     TooComplex { reason: String },
-    /// A token that the grammar does not allow, or a defect.
+    /// The grammar does not allow the sampled token: a defect.
     #[error("{reason}")]
     Broken { reason: String },
 }
 
-/// The matcher of one sequence, with the mask of its next token.
+/// The matcher of one sequence with the bitmask of its next token.
 #[derive(Debug)]
 pub struct Constraint {
     matcher: Box<dyn Matcher>,
@@ -46,32 +47,32 @@ pub struct Constraint {
 }
 
 impl Constraint {
-    /// `matcher` has taken the output there is.
+    /// `matcher` has consumed the output so far.
     pub fn new(mut matcher: Box<dyn Matcher>) -> Result<Self, ConstraintFailure> {
         let allowed = Arc::new(matcher.allowed()?);
         Ok(Self { matcher, allowed })
     }
 
-    /// What may be chosen next.
+    /// Returns the bitmask of the next token.
     pub fn allowed(&self) -> &Arc<TokenMask> {
         &self.allowed
     }
 
-    /// Takes the chosen token; true when it completes the answer. The mask is now the old one, until
+    /// Consumes the sampled token and returns whether it completes the answer. The bitmask is stale until
     /// [`renew`](Self::renew).
     pub fn accept(&mut self, token: u32) -> Result<bool, ConstraintFailure> {
         self.matcher.accept(token)?;
         Ok(self.matcher.is_complete())
     }
 
-    /// Computes the mask of the next token.
+    /// Computes the bitmask of the next token.
     pub fn renew(&mut self) -> Result<(), ConstraintFailure> {
         self.allowed = Arc::new(self.matcher.allowed()?);
         Ok(())
     }
 }
 
-/// As far as the next token goes: what follows it cannot be compared.
+/// Compares the bitmask of the next token only: matchers cannot be compared.
 impl PartialEq for Constraint {
     fn eq(&self, other: &Self) -> bool {
         self.allowed == other.allowed

@@ -1,7 +1,7 @@
-//! What happens to a scheduler, and what it wants done.
+//! Inputs and actions of the scheduler.
 //!
 //! A *sequence* is one attempt at a request on this node. Its life:
-//! * `Compute`: waiting → running → finished. The node reads the prompt and writes the answer.
+//! * `Compute`: waiting → running → finished. The node prefills and decodes.
 //! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running; blocks whose
 //!   KV is written leave through [`Action::KvWritten`]; token 0 ends it. Its blocks stay held by the
 //!   outgoing transfer until [`Input::TransferEnded`].
@@ -48,7 +48,7 @@ pub struct NewSequence {
     pub ignore_stop_tokens: bool,
     /// Seeds the prefix cache's hash chain.
     pub cache_salt: String,
-    /// What the answer must match; has taken the output in `tokens`.
+    /// Grammar of the answer; it has consumed the output in `tokens`.
     pub constraint: Option<Constraint>,
     /// The sequence fails with `Deadline` when it is not finished by then.
     pub deadline: Instant,
@@ -57,12 +57,12 @@ pub struct NewSequence {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Input {
     Arrived(NewSequence),
-    /// The router left, or the node stops. At most one `AbortTransfer` names the sequence any more;
-    /// its transfer still owns its blocks until `TransferEnded`.
+    /// The router cancelled the request, or the node stops. At most one more `AbortTransfer` names the
+    /// sequence; its transfer owns its blocks until `TransferEnded`.
     Abort {
         id: SequenceId,
     },
-    /// `Send`: the receiver's reservation is here; blocks before `first_block` are not wanted.
+    /// `Send`: the receiver's reservation arrived; the receiver has the blocks before `first_block`.
     TransferReady {
         id: SequenceId,
         first_block: u32,
@@ -73,8 +73,8 @@ pub enum Input {
         first_index: u32,
         token: SampledToken,
     },
-    /// `Send`: nothing of it is in flight any more, delivered or not. `Receive`: failed, and no
-    /// write can land any more.
+    /// `Send`: no copy of the transfer is in flight, delivered or not. `Receive`: the transfer failed, and
+    /// no write can land.
     TransferEnded {
         id: SequenceId,
         delivered: bool,
@@ -83,8 +83,8 @@ pub enum Input {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// `Receive`, `Compute`: there is room for it; token 0 may be shown. Once. `cached_tokens` of the
-    /// prompt were in the prefix cache; `alone`: no prefill peer is needed.
+    /// `Receive`, `Compute`: the sequence has blocks, so the router may emit token 0. Sent once.
+    /// `cached_tokens` of the prompt were in the prefix cache; `alone`: no prefill node is needed.
     Admitted { id: SequenceId, cached_tokens: u32, alone: bool },
     /// `Receive`: ask the prefill peer for the prompt's blocks from `first_block` on.
     Reserve { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
@@ -97,16 +97,16 @@ pub enum Action {
     /// is handed over; or `reason` is set, because token 0 also ends the request: then nothing is to
     /// be delivered, and `AbortTransfer` came before.
     Finished { id: SequenceId, reason: Option<FinishReason> },
-    /// The last action of a sequence that did not complete; `AbortTransfer` came before where a
-    /// transfer is under way. `Duplicate` speaks of the newcomer alone: the known one goes on.
+    /// The last action of a sequence that did not complete; `AbortTransfer` came before if a transfer
+    /// is in flight. `Duplicate` rejects the new sequence only: the known sequence goes on.
     Failed { id: SequenceId, failure: SequenceFailure },
-    /// The transfer of this sequence is no longer wanted; its end is awaited. Once a transfer.
+    /// The transfer of this sequence must be aborted. Sent once per transfer; `TransferEnded` follows.
     AbortTransfer { id: SequenceId, reason: String },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token was chosen, or the answer is complete and its grammar lets nothing follow.
+    /// A stop token was sampled, or the grammar is complete and allows no further token.
     Stop,
     /// `max_tokens` or the longest sequence was reached.
     Length,
@@ -114,7 +114,7 @@ pub enum FinishReason {
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SequenceFailure {
-    /// The bounded queue is full, or the blocks cannot be reserved now.
+    /// The queue is full, or no blocks can be reserved now.
     #[error("busy: {reason}")]
     Busy { reason: String },
     /// The request can never run here.
@@ -126,7 +126,7 @@ pub enum SequenceFailure {
     TransferFailed,
     #[error("the deadline passed")]
     Deadline,
-    /// This node computed nonsense for this sequence. Another node may do.
+    /// This node computed invalid values for this sequence. Another node may succeed.
     #[error("internal: {reason}")]
     Internal { reason: String },
 }
@@ -142,14 +142,14 @@ pub enum CacheChange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u128);
 
-/// How busy the node is.
+/// Load of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     /// Sequences in the batch.
     pub running: u32,
-    /// Sequences that are known and not in the batch, whatever they wait for.
+    /// Known sequences that are not in the batch.
     pub waiting: u32,
-    /// Given tokens of known sequences that this node has yet to compute.
+    /// Tokens of known sequences that this node has not prefilled yet.
     pub pending_prompt_tokens: u64,
     pub blocks_free: u32,
     pub blocks_cached: u32,

@@ -25,24 +25,25 @@ pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError>;
 
-    /// The oldest step's result; `None` when it is not there within `timeout`, or when a
-    /// [`CollectWaker`] ended the wait.
+    /// Waits for the result of the oldest step. Returns `None` after `timeout`, or when a [`CollectWaker`]
+    /// ended the wait.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError>;
 
     fn limits(&self) -> ExecutorLimits;
 
-    /// The clock that its steps run by.
+    /// Returns the time on the clock of the steps.
     fn now(&self) -> Instant {
         Instant::now()
     }
 
-    /// Ends a blocked `collect` from another thread. Without effect where `collect` never blocks.
+    /// Returns a waker that ends a blocked `collect` from another thread. It has no effect where `collect`
+    /// never blocks.
     fn waker(&self) -> CollectWaker {
         CollectWaker::default()
     }
 
-    /// Whether it could run a step, asked while none is in flight. A device that is gone would
-    /// otherwise be missed by the next request only.
+    /// Checks that the executor can run a step. Called while no step is in flight, so that a dead device
+    /// is noticed before the next request.
     fn check(&mut self) -> Result<(), ExecutorError> {
         Ok(())
     }
@@ -74,12 +75,12 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
     }
 }
 
-/// What the scheduler must stay within.
+/// Limits of an executor, which the scheduler observes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExecutorLimits {
     /// Rows of the running batch.
     pub slots: u32,
-    /// Tokens in one forward.
+    /// Tokens in one forward pass.
     pub step_tokens: u32,
     /// Longest sequence, prompt and output.
     pub sequence_tokens: u32,
@@ -87,62 +88,61 @@ pub struct ExecutorLimits {
     pub blocks: u32,
     /// Steps that may be in flight.
     pub depth: u32,
-    /// Token ids are below it.
+    /// Number of token ids.
     pub vocabulary: u32,
-    /// `None`: a step brings at most one token a row.
+    /// `None`: a step samples at most one token per row.
     pub speculation: Option<Speculation>,
 }
 
-/// Guessing tokens ahead. A row's forward then also holds tokens that the executor believes to come
-/// next (drafts), and each is kept if it is the token that would have been sampled in its place: the
-/// output is the same with and without, only sooner.
+/// Limits of speculative decoding. A row's forward pass then also verifies draft tokens. A draft token is
+/// accepted if it equals the token sampled in its place, so the output does not depend on drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Speculation {
-    /// Most drafts of one row in one step.
+    /// Upper bound on the draft tokens of one row in one step.
     pub row_drafts: u32,
-    /// A step takes drafts up to this many tokens in all. Small steps wait for the weights to be
-    /// read, and tokens more cost little; large ones wait for arithmetic.
+    /// Upper bound on the tokens of a step with draft tokens. Small steps are bound by memory bandwidth,
+    /// so more tokens cost little; large steps are bound by arithmetic.
     pub step_tokens: u32,
-    /// How many of the last tokens must have occurred before, at least,
+    /// Shortest n-gram that must have occurred before.
     pub ngram_min: u32,
-    /// and how many are compared to find the best occurrence.
+    /// Longest n-gram that is compared to find the best occurrence.
     pub ngram_max: u32,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum ExecutorError {
-    /// The executor's thread is gone; nothing more will come.
+    /// The executor's thread ended; no result follows.
     #[error("the executor stopped: {reason}")]
     Stopped { reason: String },
-    /// A plan contradicts what the executor holds. A defect, never a request's fault.
+    /// A plan contradicts the executor's state: a defect of the scheduler, not of a request.
     #[error("step {step_id} does not fit the executor's state: {reason}")]
     BadPlan { step_id: u64, reason: String },
-    /// A rank of the group that computes together is gone, too late, or does something else. The
-    /// step brought nothing, and no other will.
+    /// A rank of the tensor-parallel group ended, timed out, or runs another step. The step has no result,
+    /// and no step follows.
     #[error("step {step_id} ended: {source}")]
     Group { step_id: u64, source: GroupError },
 }
 
-/// Makes a `collect` that waits for a result, or the next one, return early. Whoever puts work into
-/// the engine thread's inbox wakes it, so that a newcomer does not wait for the running step.
+/// Makes the current or the next `collect` return early. A thread that queues work for the engine thread
+/// wakes it, so that a new request does not wait for the running step.
 #[derive(Clone, Default)]
 pub struct CollectWaker {
     wake: Option<Arc<dyn Fn() + Send + Sync>>,
 }
 
 impl CollectWaker {
-    /// A waker and what `collect` listens on.
+    /// Creates a waker and the channel that `collect` listens on.
     pub fn new() -> (Self, Receiver<()>) {
         // Holds at most one wake-up.
         let (wake, woken) = bounded(1);
         let wake = move || {
-            // Full: a wake-up is pending already. Closed: nobody collects any more.
+            // Full: a wake-up is pending already. Closed: the executor was dropped.
             let _ = wake.try_send(());
         };
         (Self::by(wake), woken)
     }
 
-    /// A waker that does this.
+    /// Creates a waker that calls `wake`.
     pub fn by(wake: impl Fn() + Send + Sync + 'static) -> Self {
         Self { wake: Some(Arc::new(wake)) }
     }
@@ -160,7 +160,7 @@ impl fmt::Debug for CollectWaker {
     }
 }
 
-/// What a thread said when it panicked.
+/// Returns the message of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned())

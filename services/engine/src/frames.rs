@@ -1,9 +1,9 @@
-//! Steps in flight, and what must wait for them.
+//! Steps in flight, and the blocks that must wait for them.
 //!
 //! A launched step is a frame until its result is collected, in order. A row of a frame names its
-//! slot *and* the slot's generation; whoever vacates a slot bumps the generation, so the row of a
-//! sequence that left in the meantime is stale by comparison. Blocks that such a row may still
-//! read or write are handed back only when its frame has been collected.
+//! slot *and* the slot's generation. Vacating a slot bumps its generation, so the row of a sequence that
+//! left in the meantime is recognised as stale. Blocks that a stale row may read or write are released
+//! only when its frame has been collected.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ use crate::{
     plan::{Generation, Slot, StepId},
 };
 
-/// A row whose result is still out.
+/// A row whose result is not collected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameRow {
     pub slot: Slot,
@@ -50,12 +50,12 @@ impl Frames {
         self.in_flight.is_empty()
     }
 
-    /// The step that is launched next.
+    /// Returns the id of the step that is launched next.
     pub fn next_step(&self) -> StepId {
         self.next_step
     }
 
-    /// A step with these rows goes out; returns its number.
+    /// Adds the frame of a launched step and returns its id.
     pub fn launch(&mut self, rows: Vec<FrameRow>) -> StepId {
         let step_id = self.next_step;
         self.next_step += 1;
@@ -63,23 +63,23 @@ impl Frames {
         step_id
     }
 
-    /// The oldest frame; results come in order.
+    /// Removes the oldest frame.
     pub fn collect(&mut self) -> Option<Frame> {
         self.in_flight.pop_front()
     }
 
-    /// True while the result of this step is out.
+    /// Returns whether this step is in flight.
     pub fn is_in_flight(&self, step: StepId) -> bool {
         self.in_flight.front().is_some_and(|oldest| step >= oldest.step_id)
     }
 
-    /// Keeps the references of `blocks` until everything launched so far is collected.
+    /// Keeps the references of `blocks` until every step launched so far is collected.
     pub fn defer(&mut self, blocks: Vec<BlockId>) {
         debug_assert!(!self.in_flight.is_empty());
         self.deferred.push_back((self.next_step - 1, blocks));
     }
 
-    /// References that can go now, a table at a time.
+    /// Takes a table of references that can be released now.
     pub fn take_due(&mut self) -> Option<Vec<BlockId>> {
         let &(step, _) = self.deferred.front()?;
         if self.is_in_flight(step) {
@@ -88,12 +88,12 @@ impl Frames {
         self.deferred.pop_front().map(|(_, blocks)| blocks)
     }
 
-    /// True while some blocks wait for a frame.
+    /// Returns whether blocks wait for a frame.
     pub fn has_deferred(&self) -> bool {
         !self.deferred.is_empty()
     }
 
-    /// Blocks that wait, a table at a time.
+    /// Returns the tables of blocks that wait for a frame.
     pub fn deferred(&self) -> impl Iterator<Item = &[BlockId]> {
         self.deferred.iter().map(|(_, blocks)| blocks.as_slice())
     }
@@ -104,7 +104,7 @@ impl Frames {
 pub struct Slots {
     generations: Vec<Generation>,
     free: Vec<Slot>,
-    /// Vacated since the last plan.
+    /// Slots vacated since the last plan.
     released: Vec<Slot>,
 }
 
@@ -117,7 +117,7 @@ impl Slots {
         }
     }
 
-    /// Free and occupied ones.
+    /// Number of slots, free and occupied.
     pub fn total(&self) -> u32 {
         self.generations.len() as u32
     }
@@ -126,13 +126,13 @@ impl Slots {
         self.free.len() as u32
     }
 
-    /// A free slot, with the generation of its new occupant.
+    /// Takes a free slot and returns it with the generation of its new occupant.
     pub fn occupy(&mut self) -> Option<(Slot, Generation)> {
         let slot = self.free.pop()?;
         Some((slot, self.generations[slot.0 as usize]))
     }
 
-    /// The occupant leaves. `announced`: the executor knows of it and must be told.
+    /// Vacates a slot. `announced`: the executor knows the occupant, so the next plan releases the slot.
     pub fn vacate(&mut self, slot: Slot, announced: bool) {
         debug_assert!(!self.free.contains(&slot));
         let generation = &mut self.generations[slot.0 as usize];
@@ -143,12 +143,12 @@ impl Slots {
         }
     }
 
-    /// Whether the slot still has the occupant of that generation.
+    /// Returns whether the slot has the occupant of this generation.
     pub fn is_current(&self, slot: Slot, generation: Generation) -> bool {
         self.generations[slot.0 as usize] == generation
     }
 
-    /// Slots whose occupants the executor must forget, each once.
+    /// Takes the slots that the executor must release.
     pub fn take_released(&mut self) -> Vec<Slot> {
         std::mem::take(&mut self.released)
     }

@@ -1,4 +1,4 @@
-//! The block pool and the prefix cache, kept in step: what leaves one leaves the other.
+//! The block pool and the prefix cache as one: an evicted block leaves both.
 
 use kernels::{BLOCK_TOKENS, BlockId};
 
@@ -8,7 +8,7 @@ use crate::{
     prefix_cache::{HashChain, PrefixCache},
 };
 
-/// Blocks that hold `token_count` tokens.
+/// Returns how many blocks hold `token_count` tokens.
 pub(crate) fn blocks_for(token_count: usize) -> u32 {
     token_count.div_ceil(BLOCK_TOKENS) as u32
 }
@@ -17,7 +17,7 @@ pub(crate) fn blocks_for(token_count: usize) -> u32 {
 pub(crate) struct KvBlocks {
     pool: BlockPool,
     cache: PrefixCache,
-    /// Off: nothing becomes findable.
+    /// Off: the prefix cache stays empty.
     caching: bool,
     /// Scratch of allocations.
     evicted: Vec<BlockId>,
@@ -45,8 +45,8 @@ impl KvBlocks {
         &mut self.cache
     }
 
-    /// The cached prefix of `tokens`, if the rest of `blocks_total` blocks could be taken beside it
-    /// and `headroom` blocks would remain. Holds the prefix.
+    /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could be
+    /// allocated and `headroom` blocks would remain.
     pub(crate) fn hold_prefix(
         &mut self,
         chain: &HashChain,
@@ -85,12 +85,12 @@ impl KvBlocks {
         blocks.iter().for_each(|&block| self.pool.cancel_reservation(block, owner));
     }
 
-    /// Drops one reference of each, the last block first: a tail is evicted before its head.
+    /// Drops one reference of each block, the last block first, so that a tail is evicted before its head.
     pub(crate) fn release(&mut self, blocks: &[BlockId]) {
         blocks.iter().rev().for_each(|&block| self.pool.release(block));
     }
 
-    /// One reference and one pin each, for an outgoing transfer.
+    /// Adds one reference and one pin to each block, for an outgoing transfer.
     pub(crate) fn hold_pinned(&mut self, blocks: &[BlockId]) {
         for &block in blocks {
             self.pool.hold(block);
@@ -103,7 +103,7 @@ impl KvBlocks {
         self.release(blocks);
     }
 
-    /// Makes block `index` of `tokens` findable. Its tokens are confirmed and its KV is written.
+    /// Adds block `index` of `tokens` to the prefix cache. Its KV is written.
     pub(crate) fn publish(
         &mut self,
         chain: &HashChain,
@@ -119,7 +119,7 @@ impl KvBlocks {
         }
     }
 
-    /// Panics when pool and cache disagree. For tests: linear.
+    /// Panics when pool and cache disagree. For tests: the cost is linear in the pool.
     pub(crate) fn check(&self) {
         self.pool.check();
         let mut retained = 0;

@@ -1,10 +1,10 @@
-//! What a scheduler tells an executor, and what comes back. Nothing else crosses between them.
+//! Messages between scheduler and executor: step plans and step results.
 //!
-//! A [`StepPlan`] is a diff: rows that left, rows that are new, blocks that were added, and how many
-//! tokens each scheduled row advances. The executor keeps the rest: tokens, positions, block tables
-//! and sampling state of every slot. Tokens sampled in a step stay in the executor's token pool, so
-//! the next step can be launched before they are read. For the same reason it is the executor that
-//! guesses tokens ahead: the scheduler only says how many may be, and plans with that bound.
+//! A [`StepPlan`] is a diff: rows that left, new rows, blocks that were added, and how many tokens each
+//! scheduled row advances. The executor keeps the rest: tokens, positions, block tables and sampling
+//! state of every slot. Sampled tokens stay in the executor's token pool, so the next step can be
+//! launched before the host has read them. For the same reason the executor proposes draft tokens; the
+//! scheduler only bounds their number.
 
 use std::{
     sync::Arc,
@@ -38,11 +38,11 @@ pub struct StepPlan {
     pub admitted: Vec<AdmittedRow>,
     /// Blocks appended to the tables of occupants.
     pub extended: Vec<(Slot, Vec<BlockId>)>,
-    /// The rows of this forward, at least one.
+    /// Rows of this forward pass, at least one.
     pub rows: Vec<RowPlan>,
-    /// What the constrained rows that sample may choose: a bitmask each, uploaded with the step.
+    /// Token bitmasks of the constrained rows that sample, uploaded with the step.
     pub masks: Vec<RowMask>,
-    /// Most drafts of all rows together.
+    /// Upper bound on the draft tokens of all rows.
     pub drafts_max: u32,
 }
 
@@ -52,77 +52,77 @@ pub struct AdmittedRow {
     pub generation: Generation,
     /// Every token known at admission: prompt, then output so far.
     pub tokens: Vec<u32>,
-    /// How many of `tokens` are the prompt; the output index counts from here.
+    /// Prompt tokens in `tokens`. The output index counts from here.
     pub prompt_len: u32,
     /// Tokens whose KV is already in `blocks`; less than `tokens.len()`.
     pub computed: u32,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
-    /// It never samples without a mask, and has no drafts.
+    /// The row never samples without a token bitmask, and has no draft tokens.
     pub constrained: bool,
 }
 
-/// What one row may choose in this step.
+/// Token bitmask of one row in this step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowMask {
     pub slot: Slot,
-    /// The tokens that the row has then: a mask of another position is none.
+    /// Length of the row when it samples. The executor rejects a bitmask of another length.
     pub length: u32,
     pub allowed: Arc<TokenMask>,
 }
 
-/// One row of a forward: `token_count` tokens from the row's position on.
+/// One row of a forward pass: `token_count` tokens from the row's position on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowPlan {
     pub slot: Slot,
     pub generation: Generation,
     pub token_count: u32,
-    /// True when these are the last tokens known to the device: a token is sampled, written to the
-    /// token pool behind them and returned.
+    /// The row's tokens end with these: the executor samples the next token, appends it to the token
+    /// pool and returns it.
     pub samples: bool,
-    /// Of a row that samples: how many drafts the executor may put behind its tokens. There are
-    /// blocks for their KV. It returns one token more than it finds to be right.
+    /// Upper bound on the draft tokens that the executor may append to a row that samples. The row has
+    /// blocks for their KV. The executor returns the accepted draft tokens and one sampled token.
     pub drafts_max: u32,
 }
 
-/// What one step brought.
+/// Result of one step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepResult {
     pub step_id: StepId,
-    /// One for every row of the plan, in its order. The KV of these rows is written.
+    /// One entry for each row of the plan, in the plan's order. The KV of these rows is written.
     pub rows: Vec<RowResult>,
-    /// Time the device worked on it.
+    /// Time the device worked on the step.
     pub busy: Duration,
     pub run: StepRun,
 }
 
-/// What the executor knows of how a step went.
+/// How the executor ran a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepRun {
     pub dispatch: Dispatch,
-    /// Sent to the device for it, weights aside.
+    /// Bytes sent to the device for the step.
     pub uploaded_bytes: u64,
-    /// When the device worked on it, by the host's clock.
+    /// When the device worked on the step, on the host's clock.
     pub device: Option<Span>,
-    /// When the results were in the host's memory.
+    /// When the results were in host memory.
     pub landed_at: Option<Instant>,
-    /// When the engine's thread had them in hand: what was before is waiting.
+    /// When the engine thread collected the results; the time before is waiting.
     pub taken_at: Option<Instant>,
 }
 
-/// How the work of a step was given to the device.
+/// How a step was launched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dispatch {
-    /// Operation by operation.
+    /// Kernel by kernel.
     #[default]
     Eager,
-    /// As a captured graph of so many rows; those beyond the step's own are padding.
+    /// As a CUDA graph of `rows` rows; rows beyond those of the step are padding.
     Graph { rows: u32 },
-    /// Operation by operation, although graphs are on and the step decodes: none of them fits it.
+    /// Kernel by kernel, because no captured CUDA graph fits this decode step.
     Fallback,
 }
 
-/// From one moment to another.
+/// A time interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub begin: Instant,
@@ -139,25 +139,25 @@ impl Span {
 pub struct RowResult {
     pub slot: Slot,
     pub generation: Generation,
-    /// 0 when the row did not sample or failed, else 1 and the drafts that were right. The KV of
-    /// all but the last is written.
+    /// Empty when the row did not sample or failed, else the accepted draft tokens and one sampled token.
+    /// The KV of all tokens but the last is written.
     pub tokens: Vec<SampledToken>,
-    /// Drafts that were looked at.
+    /// Draft tokens verified.
     pub drafted: u32,
-    /// No token could be chosen. Every later row of the same occupant fails likewise.
+    /// No token could be sampled. Later rows of the same sequence fail too.
     pub failure: Option<RowFailure>,
 }
 
-/// Why a row has no next token. Concerns its sequence alone.
+/// Why a row has no next token. Other sequences are not affected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum RowFailure {
-    /// The sampling parameters allow none.
+    /// The sampling parameters allow no token.
     #[error("no token can be chosen: {reason}")]
     Sampling { reason: String },
-    /// A constrained row came to its choice without the mask for it. A defect.
+    /// A constrained row sampled without its token bitmask: a defect of the scheduler.
     #[error("no token can be chosen: the mask for position {position} is missing")]
     NoMask { position: u32 },
-    /// The model computed something that is no number.
+    /// The model computed a NaN or infinite logit.
     #[error("the forward pass failed: {reason}")]
     Logits { reason: String },
 }

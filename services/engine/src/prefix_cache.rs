@@ -1,9 +1,9 @@
-//! Which blocks hold the KV of which tokens.
+//! Index from token prefixes to the blocks that hold their KV.
 //!
 //! The key of a block is a 128-bit hash of its 16 tokens and of the key before it; the chain starts
 //! from model, weights and the tenant's salt, so equal tokens under other weights or another
-//! tenant never meet. A hit compares the tokens as well. The cache knows contents; whether a block
-//! may be evicted is [`crate::block_pool`]'s business.
+//! tenant have different keys. A hit compares the tokens as well. [`crate::block_pool`] decides which
+//! block is evicted.
 
 use std::collections::BTreeMap;
 
@@ -13,14 +13,14 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::event::{BlockHash, CacheChange};
 
-/// What every chain of one engine starts from.
+/// Seeds of every hash chain of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSeeds {
     pub model_fingerprint: u128,
     pub weight_version: u64,
 }
 
-/// The keys of one sequence's full blocks, grown as its tokens become known.
+/// Keys of one sequence's full blocks. The chain grows as tokens become known.
 #[derive(Clone, Debug)]
 pub struct HashChain {
     root: BlockHash,
@@ -45,12 +45,12 @@ impl HashChain {
         }
     }
 
-    /// Keys of the full blocks, in order.
+    /// Returns the keys of the full blocks, in order.
     pub fn hashes(&self) -> &[BlockHash] {
         &self.hashes
     }
 
-    /// The key before block `index`.
+    /// Returns the key before block `index`.
     pub fn parent(&self, index: usize) -> BlockHash {
         match index {
             0 => self.root,
@@ -79,19 +79,19 @@ struct Entry {
     tokens: [u32; BLOCK_TOKENS],
 }
 
-/// The known contents of one arena.
+/// The prefix cache of one arena.
 #[derive(Debug, Default)]
 pub struct PrefixCache {
     entries: HashMap<BlockHash, Entry>,
     keys: HashMap<BlockId, BlockHash>,
-    /// What differs from the state at the last [`Self::take_changes`]: at most one change a key, so
-    /// it stays bounded when nobody takes it. Ordered, so that equal inputs give equal outputs.
+    /// Changes since the last [`Self::take_changes`]: at most one per key, which bounds the map when no
+    /// caller takes them. Ordered, so that equal inputs give equal outputs.
     changes: BTreeMap<BlockHash, CacheChange>,
 }
 
 impl PrefixCache {
-    /// The blocks that hold the longest known prefix of `tokens`, of at most `tokens.len() - 1`
-    /// tokens: the last one must be computed, or nothing could be sampled.
+    /// Returns the blocks of the longest cached prefix of `tokens`, at most `tokens.len() - 1` tokens: the
+    /// forward pass of the last token gives the logits to sample from.
     pub fn lookup(&self, chain: &HashChain, tokens: &[u32]) -> Vec<BlockId> {
         let blocks_max = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
         let mut blocks = Vec::new();
@@ -109,8 +109,8 @@ impl PrefixCache {
         blocks
     }
 
-    /// Remembers that `block` holds block `index` of `tokens`. False when another block already
-    /// does; then nothing changes.
+    /// Adds `block` as block `index` of `tokens`. Returns false, and adds nothing, when another block has
+    /// the same contents.
     pub fn insert(
         &mut self,
         chain: &HashChain,
@@ -131,7 +131,7 @@ impl PrefixCache {
         true
     }
 
-    /// Forgets an evicted block.
+    /// Removes an evicted block.
     pub fn evict(&mut self, block: BlockId) {
         if let Some(hash) = self.keys.remove(&block) {
             self.entries.remove(&hash);
@@ -139,14 +139,14 @@ impl PrefixCache {
         }
     }
 
-    /// Keys of every known block, in ascending order.
+    /// Returns the keys of all cached blocks in ascending order.
     pub fn hashes(&self) -> Vec<BlockHash> {
         let mut hashes: Vec<_> = self.entries.keys().copied().collect();
         hashes.sort_unstable();
         hashes
     }
 
-    /// What changed since the last call; each key at most once.
+    /// Takes the changes since the last call; each key occurs at most once.
     pub fn take_changes(&mut self) -> Vec<CacheChange> {
         std::mem::take(&mut self.changes).into_values().collect()
     }
@@ -163,7 +163,7 @@ impl PrefixCache {
         self.entries.is_empty()
     }
 
-    /// A change and its opposite cancel.
+    /// Records a change; a change and its opposite cancel.
     fn note(&mut self, hash: BlockHash, change: CacheChange) {
         match self.changes.get(&hash) {
             Some(&noted) if noted != change => {

@@ -1,8 +1,8 @@
-//! Decides what each step computes, and whose blocks are whose. Pure: inputs, results and `now`
-//! come in; actions and plans go out. No clock, thread, socket or device.
+//! Plans each step and assigns the KV blocks. Pure: inputs, results and `now` go in, actions and plans come
+//! out. No clock, thread, socket or device.
 //!
 //! Life of a sequence here (its [`event`](crate::event) docs tell the node's view):
-//! 1. `handle(Arrived)` refuses it or queues it: a `Send` until its transfer is ready, a `Receive`
+//! 1. `handle(Arrived)` rejects or queues the sequence: a `Send` until its transfer is ready, a `Receive`
 //!    until blocks can be reserved (at once where possible), a `Compute` until a plan has room.
 //! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that a
 //!    prompt once begun never waits for blocks in its middle.
@@ -119,12 +119,12 @@ impl Scheduler {
         self.admit_receives(actions);
     }
 
-    /// When to call [`Self::on_deadline`] if nothing else happens first.
+    /// Returns when to call [`Self::on_deadline`] if no input arrives before.
     pub fn next_deadline(&self) -> Option<Instant> {
         self.alarms.first().map(|&(alarm, _)| alarm)
     }
 
-    /// Ends what has waited too long.
+    /// Fails the sequences whose deadline has passed.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
         while let Some(&(alarm, id)) = self.alarms.first()
             && alarm <= now
@@ -167,38 +167,38 @@ impl Scheduler {
         }
     }
 
-    /// What changed in the prefix cache since the last call, each key at most once.
+    /// Takes the changes of the prefix cache since the last call; each key occurs at most once.
     pub fn take_cache_changes(&mut self) -> Vec<CacheChange> {
         self.kv.cache_mut().take_changes()
     }
 
-    /// Keys of every cached block now: the snapshot that changes go on from.
+    /// Returns the keys of all cached blocks: the snapshot that later changes refer to.
     pub fn cached_hashes(&self) -> Vec<BlockHash> {
         self.kv.cache().hashes()
     }
 
-    /// True when no sequence, transfer or step is left.
+    /// Returns whether no sequence, transfer or step is left.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty() && self.transfers.len() == 0 && self.frames.is_empty()
     }
 
-    /// Steps whose result is out.
+    /// Returns the number of steps in flight.
     pub fn frames_in_flight(&self) -> usize {
         self.frames.len()
     }
 
-    /// Rows that had to make room, since the start.
+    /// Returns the number of preemptions since the start.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
     }
 
-    /// Longest sequence that can run here: the model's, or what the whole pool holds.
+    /// Returns the length of the longest sequence that can run here: the model's limit, or the pool's.
     pub fn sequence_tokens_max(&self) -> usize {
         let pool = self.config.limits.blocks as usize * kernels::BLOCK_TOKENS;
         pool.min(self.config.limits.sequence_tokens as usize)
     }
 
-    /// Takes a sequence out of wherever it is and returns what it held. Its transfer lives on.
+    /// Removes a sequence in any phase and returns it. Its transfer continues.
     fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&id)?;
         self.alarms.remove(&(sequence.alarm, id));
@@ -222,7 +222,8 @@ impl Scheduler {
         Some(sequence)
     }
 
-    /// Gives back a row's slot and its references; those that a step in flight may use go later.
+    /// Releases a row's slot and its references. References that a step in flight may use are released with
+    /// its frame.
     fn vacate(&mut self, row: Row) {
         self.slots.vacate(row.slot, row.announced);
         match row.last_step {
@@ -237,7 +238,7 @@ impl Scheduler {
         actions.push(Action::Failed { id, failure });
     }
 
-    /// Tells the node, once, that a transfer is not wanted any more.
+    /// Emits `AbortTransfer` once.
     fn abort_transfer(&mut self, id: SequenceId, reason: &str, actions: &mut Vec<Action>) {
         if self.transfers.abort(id) {
             actions.push(Action::AbortTransfer { id, reason: reason.to_owned() });
@@ -251,7 +252,7 @@ impl Scheduler {
         self.alarms.insert((sequence.alarm, id));
     }
 
-    /// Walks everything and panics when owners, references, pins and counts disagree. For tests.
+    /// Panics when owners, references, pins and counts disagree. For tests.
     pub fn check(&self) {
         self.kv.check();
         let pool = self.kv.pool();

@@ -1,4 +1,4 @@
-//! Drives a scheduler and its executor, a turn at a time, for whoever owns the thread.
+//! Drives a scheduler and its executor, one turn at a time. The caller owns the thread.
 
 use std::{
     collections::VecDeque,
@@ -16,27 +16,28 @@ use crate::{
 /// Step records kept until their reader takes them.
 const RECORDS_MAX: usize = 1024;
 
-/// What a turn found to do.
+/// Outcome of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// A step's result was taken.
+    /// The loop collected the result of a step.
     Stepped,
-    /// Steps are in flight and none was done within the time given, or a waker ended the wait.
+    /// Steps are in flight, and none finished within the timeout or a waker ended the wait.
     Pending,
     /// Nothing is in flight and nothing can be planned: wait for inputs, at most until
     /// [`StepLoop::next_deadline`], then take another turn.
     Idle,
 }
 
-/// What guessing ahead has come to.
+/// Statistics of speculative decoding.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Speculated {
-    /// Rows of steps that had drafts.
+    /// Rows that had draft tokens, over all steps.
     pub rows: u64,
-    /// Their drafts, and those that were right.
+    /// Draft tokens verified.
     pub drafted: u64,
+    /// Draft tokens accepted.
     pub accepted: u64,
-    /// How often the first draft of a row was right, the first two, and so on.
+    /// Entry `n` counts the rows whose first `n + 1` draft tokens were accepted.
     pub accepted_at: Vec<u64>,
 }
 
@@ -65,13 +66,13 @@ pub struct StepLoop<E> {
     launched: VecDeque<StepRecord>,
     /// Records of collected steps.
     records: StepRecords,
-    /// When the last result came.
+    /// When the last result was collected.
     collected_at: Option<Instant>,
     speculated: Speculated,
 }
 
 impl<E: Executor> StepLoop<E> {
-    /// The scheduler was made with the executor's limits.
+    /// `scheduler` has the limits of `executor`.
     pub fn new(scheduler: Scheduler, executor: E) -> Self {
         assert_eq!(scheduler.config().limits, executor.limits(), "they share one set of limits");
         Self {
@@ -88,9 +89,9 @@ impl<E: Executor> StepLoop<E> {
         self.scheduler.handle(self.executor.now(), input, actions);
     }
 
-    /// Launches what can be launched, then waits up to `timeout` for the oldest step and takes its
-    /// result. Never waits when nothing is in flight. An error is final: the engine is of no more
-    /// use.
+    /// Launches the steps that can be planned, then waits up to `timeout` for the oldest step and
+    /// collects its result. Does not wait when no step is in flight. After an error the engine is
+    /// unusable.
     pub fn turn(
         &mut self,
         timeout: Duration,
@@ -123,12 +124,12 @@ impl<E: Executor> StepLoop<E> {
         let begin = run.taken_at.unwrap_or(collected_at);
         record.collect = Span { begin, end: self.executor.now() };
         self.records.push(record);
-        // Keep the device fed before anyone looks at the actions.
+        // Launches before the caller handles the actions, so that the device stays busy.
         self.launch_planned(actions)?;
         Ok(Turn::Stepped)
     }
 
-    /// When a turn is due if nothing else happens first.
+    /// Returns when a turn is due if no input arrives before.
     pub fn next_deadline(&self) -> Option<Instant> {
         self.scheduler.next_deadline()
     }
@@ -149,7 +150,7 @@ impl<E: Executor> StepLoop<E> {
         &mut self.executor
     }
 
-    /// Ends a turn's wait early, from another thread.
+    /// Returns a waker that ends a turn's wait early, from another thread.
     pub fn waker(&self) -> CollectWaker {
         self.executor.waker()
     }
@@ -158,10 +159,10 @@ impl<E: Executor> StepLoop<E> {
         self.launched.len()
     }
 
-    /// For how long the device has worked on the oldest step in flight, if there is one.
+    /// Returns how long the device has worked on the oldest step in flight.
     pub fn step_age(&self) -> Option<Duration> {
         let launched_at = self.launched.front()?.launch.begin;
-        // It began when the one before it was done.
+        // The step began when the step before it had finished.
         let since = self.collected_at.map_or(launched_at, |before| before.max(launched_at));
         Some(self.executor.now().saturating_duration_since(since))
     }
@@ -181,7 +182,7 @@ impl<E: Executor> StepLoop<E> {
         self.records.take_dropped()
     }
 
-    /// Takes what guessing ahead has come to since the last call.
+    /// Takes the statistics of speculative decoding since the last call.
     pub fn take_speculated(&mut self) -> Speculated {
         std::mem::take(&mut self.speculated)
     }
@@ -200,7 +201,7 @@ impl<E: Executor> StepLoop<E> {
     }
 }
 
-/// What is known before the launch.
+/// Returns the record of a step before its launch.
 fn planned_record(plan: &StepPlan, planned: Span) -> StepRecord {
     let (mut tokens, mut sampled, mut decoding) = (0, 0, 0);
     for row in &plan.rows {

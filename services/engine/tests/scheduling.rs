@@ -419,7 +419,7 @@ fn every_queue_has_a_bound_and_a_known_id_is_a_duplicate() {
         let failure = SequenceFailure::Busy { reason: reason.to_owned() };
         vec![Action::Failed { id: SequenceId(id), failure }]
     };
-    assert_eq!(arrive(new(2, SEND, 8, 1)), refused(2, "1 transfers are under way"));
+    assert_eq!(arrive(new(2, SEND, 8, 1)), refused(2, "1 transfers are in flight"));
     assert_eq!(arrive(new(3, COMPUTE, 8, 1)), []);
     assert_eq!(arrive(new(4, COMPUTE, 8, 1)), []);
     assert_eq!(arrive(new(5, COMPUTE, 8, 1)), refused(5, "2 sequences wait already"));

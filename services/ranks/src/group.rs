@@ -1,9 +1,9 @@
-//! The ranks of a node as one executor, in the node's process.
+//! The ranks of a node as one executor, in the node process.
 //!
-//! For each rank a thread starts its process, waits for its end and says so. (The process is tied to
-//! the life of that thread, so it must be one that stays.) Another thread watches the heartbeats,
-//! because a process that is stopped or stuck does not end. Whoever finds something wrong first says
-//! what, ends all ranks and wakes whoever waits: a group fails once, and as a whole.
+//! For each rank a thread starts the process and waits for its end. (The kernel ties the process to the
+//! life of that thread, so the thread must stay.) Another thread watches the heartbeats, because a process
+//! that is stopped or hung does not end. The first failure is recorded; it kills all ranks and wakes all
+//! waiting threads. A group fails once and as a whole.
 
 use std::{
     collections::VecDeque,
@@ -34,32 +34,33 @@ use crate::{
     ring::{Bell, RingError, RingReader, RingWriter},
 };
 
-/// Between two looks at the heartbeats.
+/// Interval of the heartbeat check.
 const WATCH_EVERY: Duration = Duration::from_millis(100);
-/// After so long a step is no step of decoding, and what sleeping costs is nothing beside it.
+/// Longest time to spin for a result. A longer step is not a decode step, and a wake-up costs little
+/// beside it.
 const POLL_MAX: Duration = Duration::from_millis(100);
 /// Longest sleep at a time.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
-/// For processes that were killed.
+/// Time for killed processes to end.
 const GONE_WITHIN: Duration = Duration::from_secs(2);
 
-/// What a group is made for.
+/// Settings of a group.
 #[derive(Clone, Debug)]
 pub struct GroupSettings {
-    /// The node's.
+    /// Epoch of the node.
     pub epoch: u128,
-    /// Tells the groups of one process apart.
+    /// Distinguishes the groups of one process.
     pub number: u32,
     pub ranks: u32,
-    /// Given to every rank's maker of executors.
+    /// Start message, passed to the `make` of every rank.
     pub told: Vec<u8>,
-    /// Until all ranks are ready.
+    /// Time for all ranks to become ready.
     pub start_within: Duration,
-    /// A rank without a sign of life for so long is taken for dead.
+    /// Time without a heartbeat after which a rank counts as dead.
     pub silence_max: Duration,
-    /// How long a rank may leave plans unread.
+    /// Time that a rank may leave plans unread.
     pub unread_max: Duration,
-    /// From the word to stop to the end by force.
+    /// Time from the stop message to SIGKILL.
     pub stop_within: Duration,
 }
 
@@ -70,7 +71,7 @@ impl GroupSettings {
             number: 0,
             ranks,
             told,
-            // Loading is bound by the disk.
+            // Loading weights is bound by the disk.
             start_within: Duration::from_secs(1800),
             silence_max: Duration::from_secs(5),
             unread_max: Duration::from_secs(5),
@@ -79,35 +80,33 @@ impl GroupSettings {
     }
 }
 
-/// Why a group is no more.
+/// Why a group failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RankFailure {
     #[error("{who} ended: {how}")]
     Ended { who: Who, how: String },
-    #[error("{who} gave no sign of life for {} ms", silence.as_millis())]
+    #[error("{who} sent no heartbeat for {} ms", silence.as_millis())]
     Silent { who: Who, silence: Duration },
     #[error("{who}: {reason}")]
     Said { who: Who, reason: String },
     #[error("{who} does not fit step {step_id}: {reason}")]
     BadPlan { who: Who, step_id: StepId, reason: String },
     /// The first step in which ranks differ.
-    #[error("step {step_id}: {what} of {ranks} are not those of rank 0", ranks = Ranks(ranks))]
+    #[error("step {step_id}: {what} of {ranks} differ from those of rank 0", ranks = Ranks(ranks))]
     Differ { step_id: StepId, what: &'static str, ranks: Vec<u32> },
-    #[error(
-        "the ranks are made for different limits: rank 0 for {first:?}, rank {rank} for {other:?}"
-    )]
+    #[error("the ranks have different limits: rank 0 has {first:?}, rank {rank} has {other:?}")]
     Limits { first: ExecutorLimits, rank: u32, other: ExecutorLimits },
-    #[error("{who} said something that nobody asked for: {what}")]
+    #[error("{who} sent an unexpected message: {what}")]
     Unasked { who: Who, what: String },
-    #[error("a ring of plans or results: {0}")]
+    #[error("ring of plans or results: {0}")]
     Ring(#[from] RingError),
-    #[error("{who} cannot be started: {reason}")]
+    #[error("cannot start {who}: {reason}")]
     Start { who: Who, reason: String },
     #[error("{who} was not ready after {} s", within.as_secs())]
     NotReady { who: Who, within: Duration },
 }
 
-/// A rank, for people.
+/// A rank in messages: `rank 0 of 2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Who {
     pub rank: u32,
@@ -143,17 +142,17 @@ pub enum GroupError {
     Failed(#[from] RankFailure),
 }
 
-/// What the group's threads share.
+/// State shared by the threads of a group.
 #[derive(Debug)]
 struct Watch {
     failure: Mutex<Option<RankFailure>>,
-    /// Whether there is one, for those who wait.
+    /// Whether `failure` is set, readable without the lock.
     failed: AtomicBool,
-    /// Ends are expected.
+    /// The group is stopping: ends of processes are no failures.
     stopping: AtomicBool,
-    /// With their numbers; `None` before the start and after the end.
+    /// Process id and handle of each rank; `None` before its start and after its end.
     processes: Mutex<Vec<Option<(u32, Process)>>>,
-    /// Rung at a failure: the one waits for results, the other for room for plans.
+    /// Rung at a failure: the bell of results, and the bell of free plan slots.
     bells: [Bell; 2],
 }
 
@@ -184,27 +183,27 @@ impl Watch {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What is behind them is replaced as a whole.
+    // The values are replaced as a whole, so a panic leaves none half written.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One rank, from here.
+/// The node's side of one rank.
 #[derive(Debug)]
 struct Member {
     results: RingReader,
-    /// Read, and not yet compared with the others'.
+    /// Answers that are not compared with those of the other ranks yet.
     answers: VecDeque<StepAnswer>,
     limits: Option<ExecutorLimits>,
     says: Vec<u8>,
-    /// Lives as long as the rank's process.
+    /// Thread that waits for the process.
     keeper: Option<JoinHandle<()>>,
 }
 
-/// The executor of a node with ranks. Dropping it ends them.
+/// The executor of a node with ranks. Dropping it ends the ranks.
 #[derive(Debug)]
 pub struct RankGroup {
     watch: Arc<Watch>,
-    /// `None` until all ranks have told theirs.
+    /// `None` until all ranks are ready.
     limits: Option<ExecutorLimits>,
     plans: RingWriter,
     members: Vec<Member>,
@@ -219,16 +218,16 @@ pub struct RankGroup {
     woken: Arc<AtomicBool>,
     polls: bool,
     settings: GroupSettings,
-    /// Nothing is ever sent: its drop ends the watching thread.
+    /// Heartbeat thread. Dropping the sender ends it.
     watching: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
 impl RankGroup {
-    /// Starts a process for each rank, by the command that is made for its spec, and waits until all
-    /// are ready. What dead processes left of such memory stays (`kernels::shared::sweep`).
+    /// Starts a process for each rank with `command` and waits until all ranks are ready. Does not remove
+    /// the regions of dead processes (`kernels::shared::sweep` does).
     ///
     /// # Errors
-    /// When memory is missing, or a rank does not become ready. All processes are ended then.
+    /// When shared memory is missing, or a rank does not become ready. All processes are killed then.
     pub fn start(
         settings: GroupSettings,
         command: impl Fn(&RankSpec) -> Command + Send + Sync + 'static,
@@ -242,7 +241,7 @@ impl RankGroup {
         let spec = |rank| RankSpec { region: name.clone(), rank, of };
         let region = GroupRegion::create(&spec(0), build())?;
         let mut group = Self::new(settings, &region);
-        // There before the first rank can look for it.
+        // Written before the first rank reads.
         let told = codec::encode_start(&group.settings.told);
         group.plans.write(&told, group.settings.unread_max, || false).map_err(RankFailure::from)?;
         let command = Arc::new(command);
@@ -255,17 +254,17 @@ impl RankGroup {
         Ok(group)
     }
 
-    /// Numbers of the ranks' processes, as far as they live.
+    /// Returns the process ids of the living ranks.
     pub fn process_ids(&self) -> Vec<u32> {
         lock(&self.watch.processes).iter().flatten().map(|(id, _)| *id).collect()
     }
 
-    /// What each rank has said beside its limits when it was ready.
+    /// Returns the bytes that each rank sent when it became ready.
     pub fn said(&self) -> Vec<Vec<u8>> {
         self.members.iter().map(|member| member.says.clone()).collect()
     }
 
-    /// Whether `collect` looks for results again and again; unless it is told so it sleeps.
+    /// Sets whether `collect` spins for results. By default it sleeps.
     pub fn poll(&mut self, polls: bool) {
         self.polls = polls;
     }
@@ -313,7 +312,7 @@ impl RankGroup {
         }
     }
 
-    /// The thread that starts a rank's process and waits for its end.
+    /// Starts the thread that starts the process of a rank and waits for its end.
     fn keep(
         &mut self,
         spec: RankSpec,
@@ -321,7 +320,7 @@ impl RankGroup {
     ) -> io::Result<()> {
         let watch = self.watch.clone();
         let rank = spec.rank as usize;
-        // Dropped once there is a process, or none will be.
+        // Dropped once the process runs or has failed to start.
         let (starting, started) = bounded::<()>(0);
         let keep = move || {
             let who = Who { rank: spec.rank, of: spec.of };
@@ -337,12 +336,12 @@ impl RankGroup {
                 Err(error) => {
                     let _ = child.kill();
                     let _ = child.wait();
-                    let reason = format!("there is no handle of its process: {error}");
+                    let reason = format!("cannot open a handle of its process: {error}");
                     return watch.fail(RankFailure::Start { who, reason });
                 }
             }
             drop(starting);
-            // The group may have ended before there was anything to kill.
+            // The group may have failed before the process was registered.
             if watch.failed.load(Ordering::Acquire) {
                 watch.kill_all();
             }
@@ -350,7 +349,7 @@ impl RankGroup {
             lock(&watch.processes)[rank] = None;
             let how = match ended {
                 Ok(status) => described(status),
-                Err(error) => format!("nobody knows how: {error}"),
+                Err(error) => format!("cannot read its exit status: {error}"),
             };
             watch.fail(RankFailure::Ended { who, how });
         };
@@ -406,14 +405,14 @@ impl RankGroup {
         Who { rank: rank as u32, of: self.settings.ranks }
     }
 
-    /// Whether those who wait for results have something to look at.
+    /// Returns whether a result, a wake-up or a failure is pending.
     fn has_news(&self) -> bool {
         self.members.iter().any(|member| member.results.has_news())
             || self.woken.load(Ordering::Acquire)
             || self.watch.failed.load(Ordering::Acquire)
     }
 
-    /// Takes what the ranks have answered, without waiting.
+    /// Takes the answers of the ranks without waiting.
     fn take_answers(&mut self) -> Result<(), RankFailure> {
         let answers_max = self.in_flight.len();
         let mut said = Vec::new();
@@ -425,8 +424,8 @@ impl RankGroup {
         }
         let Some((_, first_said)) = said.first() else { return Ok(()) };
         self.watch.fail(first_said.clone());
-        // What was found first counts, unless it is only the end of a rank: who ended says more, and
-        // so does whoever was given a plan that fits nobody.
+        // The first failure counts, unless it is the bare end of a rank: the rank's own last message says
+        // more, and so does a rank that rejected a plan.
         let first = self.watch.failure();
         let Some(RankFailure::Ended { who: ended, .. }) = first else {
             return Err(first.unwrap_or_else(|| first_said.clone()));
@@ -437,17 +436,17 @@ impl RankGroup {
         Err(more.map(|(_, failure)| failure.clone()).or(first).expect("one was found"))
     }
 
-    /// Why the group is no more, if it is.
+    /// Returns why the group failed, if it failed.
     fn failure(&mut self) -> Option<RankFailure> {
         let failure = self.watch.failure()?;
-        // A rank that ends by itself has said why, if it could.
+        // A rank that ended by itself may have sent the reason.
         Some(match self.take_answers() {
             Err(said) => said,
             Ok(()) => failure,
         })
     }
 
-    /// The oldest step's result once every rank has answered.
+    /// Returns the result of the oldest step once every rank has answered.
     fn agreed(&mut self) -> Result<Option<StepResult>, RankFailure> {
         if self.members.iter().any(|member| member.answers.is_empty()) {
             return Ok(None);
@@ -479,7 +478,7 @@ impl RankGroup {
         Ok(Some(self.here(step_id, result)))
     }
 
-    /// The result with its moments as this process counts them.
+    /// Converts a result to this process: its times become `Instant`s.
     fn here(&self, step_id: StepId, result: WireResult) -> StepResult {
         let instant = |nanos| self.clock.instant(nanos);
         let device = result.device_nanos.map(|(begin, end)| {
@@ -512,7 +511,7 @@ impl RankGroup {
 }
 
 impl Member {
-    /// At most so many answers may wait: one for each step in flight.
+    /// Takes the answers of this rank. At most `answers_max` may wait: one for each step in flight.
     fn take_answers(&mut self, who: Who, answers_max: usize) -> Result<(), RankFailure> {
         while let Some(message) = self.results.poll()? {
             let answer = codec::decode_answer(message)
@@ -617,7 +616,7 @@ impl Drop for RankGroup {
         let has_failed = self.watch.failed.load(Ordering::Acquire);
         self.watch.stopping.store(true, Ordering::Release);
         if !has_failed {
-            // Who does not read it is ended by force.
+            // A rank that does not read it is killed below.
             let _ = self.plans.write(&codec::encode_stop(), self.settings.stop_within, || false);
         }
         if let Some((stop, thread)) = self.watching.take() {
@@ -628,14 +627,14 @@ impl Drop for RankGroup {
         if !self.join_keepers(within) {
             self.watch.kill_all();
             if !self.join_keepers(GONE_WITHIN) {
-                warn!("processes of ranks do not end though they were killed");
+                warn!("rank processes do not end after SIGKILL");
             }
         }
     }
 }
 
 impl RankGroup {
-    /// Whether all processes have ended by then.
+    /// Waits until all processes have ended; returns false after `within`.
     fn join_keepers(&mut self, within: Duration) -> bool {
         let deadline = Instant::now() + within;
         loop {
@@ -659,15 +658,15 @@ fn described(status: ExitStatus) -> String {
 
     match (status.signal(), status.code()) {
         (Some(signal), _) => format!("killed by signal {signal}"),
-        (None, Some(0)) => "by itself, without a word".to_owned(),
+        (None, Some(0)) => "with exit code 0 and no message".to_owned(),
         (None, code) => {
             let code = code.map_or_else(|| "?".to_owned(), |code| code.to_string());
-            format!("exit code {code}; its own lines may say why")
+            format!("exit code {code}; see its log lines")
         }
     }
 }
 
-/// Until told to stop: each heart beats.
+/// Watches the heartbeats until the group is dropped or a rank is silent.
 fn watch_hearts(
     watch: &Watch,
     hearts: Vec<Atomics<AtomicU64>>,
@@ -678,12 +677,12 @@ fn watch_hearts(
     let mut seen: Vec<(u64, Duration)> = vec![(0, Duration::ZERO); hearts.len()];
     let mut last = Instant::now();
     while stopped.recv_timeout(WATCH_EVERY).is_err_and(|error| error.is_timeout()) {
-        // When this process itself was stopped the time says nothing about the others.
+        // Bounded, because this process itself may have been stopped meanwhile.
         let passed = last.elapsed().min(WATCH_EVERY + HEARTBEAT);
         last = Instant::now();
         for ((rank, heart), (beats, silence)) in (0..).zip(&hearts).zip(&mut seen) {
             let now = heart[0].load(Ordering::Relaxed);
-            // One that has not begun is not stuck: it is being started, which has its own deadline.
+            // A rank without a first beat is starting, which has its own deadline.
             if now != std::mem::replace(beats, now) || now == 0 {
                 *silence = Duration::ZERO;
                 continue;

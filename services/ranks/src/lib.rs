@@ -1,17 +1,17 @@
-//! A node whose device is several processes, all alike: its ranks.
+//! Tensor parallelism: a node whose device is a group of rank processes.
 //!
-//! The node process schedules and moves KV; each rank holds its part of the model and computes. They
-//! talk through memory that they share, and only by plans and results: [`ring`] carries messages in
-//! order from one writer to all readers, [`codec`] says how a plan and a result look as bytes, and
-//! [`region`] where everything lies. In the node a [`RankGroup`] is the executor; in a rank
-//! [`run_rank`] drives the executor that it was given.
+//! The node process schedules and moves KV. Each rank holds its shard of the model and computes. Node and
+//! ranks communicate through shared memory, by plans and results only: [`ring`] carries messages in
+//! order from one writer to all readers, [`codec`] encodes plans and results, and [`region`] lays out
+//! the memory. In the node a [`RankGroup`] is the executor; in a rank [`run_rank`] drives the rank's
+//! executor.
 //!
-//! Every rank applies the same plans and chooses the same tokens. So that a difference is found in the
-//! step that brings it, each answers with hashes of what it was told and of what it chose, and the
-//! group compares them. A group fails as a whole: when one rank dies, hangs or differs, all are ended
-//! and the node loses its device, which it knows how to end.
+//! Every rank applies the same plans and samples the same tokens. Each answers with hashes of the plans
+//! and of the tokens, and the group compares the hashes, so a difference is found in the step that
+//! causes it. A group fails as a whole: when one rank dies, hangs or differs, the node kills all ranks
+//! and loses its device.
 //!
-//! Left out: what a rank computes, and how ranks add up their parts (crates `engine` and `kernels`).
+//! Left out: the forward pass and its collectives (crates `engine` and `kernels`).
 
 #![deny(unsafe_code)]
 

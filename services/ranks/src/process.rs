@@ -1,4 +1,4 @@
-//! What the standard library does not offer about processes, and one clock for all of them.
+//! Process control beyond the standard library, and a clock shared by all processes of a machine.
 
 use std::{
     ffi::CString,
@@ -7,14 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A process that cannot be mistaken for a later one of the same number.
+/// Handle of a process (pidfd), which stays valid when the process id is reused.
 #[derive(Debug)]
 pub struct Process {
     descriptor: OwnedFd,
 }
 
 impl Process {
-    /// Of a child that has not been waited for, so that the number is still its own.
+    /// Opens the handle of a child. The child must not have been waited for, or its id may be reused.
     pub fn of_child(id: u32) -> io::Result<Self> {
         let id =
             libc::pid_t::try_from(id).map_err(|_| io::Error::from_raw_os_error(libc::ESRCH))?;
@@ -24,11 +24,11 @@ impl Process {
             return Err(io::Error::last_os_error());
         }
         let descriptor = descriptor as libc::c_int;
-        // SAFETY: the call gave us this descriptor, and it is nobody else's.
+        // SAFETY: the call returned this descriptor, and nothing else owns it.
         Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(descriptor) } })
     }
 
-    /// Ends it, whatever it does; also one that is stopped. One that is gone stays so.
+    /// Sends SIGKILL, which ends a stopped process too. No effect on an ended process.
     pub fn kill(&self) {
         let descriptor = self.descriptor.as_raw_fd();
         let no_info = std::ptr::null::<libc::siginfo_t>();
@@ -40,23 +40,23 @@ impl Process {
     }
 }
 
-/// This process is killed when its parent is gone, however that went.
+/// Makes the kernel kill this process when its parent dies.
 ///
 /// # Errors
-/// When the parent is not, or no longer, the process of that number.
+/// When the parent is not the process `parent` (any more).
 pub fn die_with_parent(parent: u32) -> io::Result<()> {
     // SAFETY: plain numbers.
     if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // It may have gone before the call.
+    // The parent may have died before the call.
     if std::os::unix::process::parent_id() != parent {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
     Ok(())
 }
 
-/// Leaves signals that mean "stop" to the parent, which gets them too and stops in order.
+/// Ignores the stop signals: the parent receives them too and stops this process in order.
 pub fn ignore_stop_signals() {
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         // SAFETY: ignoring a signal runs no code of ours.
@@ -66,7 +66,7 @@ pub fn ignore_stop_signals() {
     }
 }
 
-/// What this process is called where processes are listed; the first 15 bytes count.
+/// Sets the name of this process in process lists; the first 15 bytes count.
 pub fn set_name(name: &str) {
     let Ok(name) = CString::new(name) else { return };
     // SAFETY: the string ends with a zero and outlives the call, which copies it.
@@ -75,7 +75,8 @@ pub fn set_name(name: &str) {
     }
 }
 
-/// The clock behind [`Instant`], in nanoseconds: the same number in every process of this machine.
+/// Returns CLOCK_MONOTONIC (the clock of [`Instant`]) in nanoseconds, which is the same in every process
+/// of this machine.
 pub fn clock_nanos() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` has room for what is written.
@@ -85,7 +86,7 @@ pub fn clock_nanos() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Turns moments into that clock's numbers, and back in another process.
+/// Converts between [`Instant`] and [`clock_nanos`], so that another process can convert back.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     instant: Instant,
@@ -104,7 +105,7 @@ impl Clock {
         }
     }
 
-    /// Moments beyond all that can be are as good as now.
+    /// Converts nanoseconds to an `Instant`. Values out of range become the time of [`Clock::new`].
     pub fn instant(&self, nanos: u64) -> Instant {
         let moment = match nanos.checked_sub(self.nanos) {
             Some(later) => self.instant.checked_add(Duration::from_nanos(later)),
@@ -121,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_child_is_ended_by_its_handle_and_a_gone_one_is_left_alone() {
+    fn kill_ends_a_child_and_has_no_effect_on_an_ended_child() {
         let mut child = Command::new("sleep").arg("3600").stdin(Stdio::null()).spawn().unwrap();
         let process = Process::of_child(child.id()).unwrap();
         process.kill();
@@ -130,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_come_back_from_the_common_clock() {
+    fn instants_round_trip_through_the_common_clock() {
         let (here, there) = (Clock::new(), Clock::new());
         let now = Instant::now();
         for at in [now, now - Duration::from_millis(5), now + Duration::from_secs(60)] {

@@ -1,7 +1,7 @@
-//! What a rank's process does.
+//! A rank process.
 //!
-//! Its main thread drives the executor; one thread reads plans, so that the next one is launched
-//! while a step computes; one shows that the process lives.
+//! The main thread drives the executor. A second thread reads plans, so that the next step is launched
+//! while a step computes. A third thread writes the heartbeat.
 
 use std::{
     collections::VecDeque,
@@ -26,28 +26,31 @@ use crate::{
     ring::{RingError, RingReader, RingWriter},
 };
 
-/// Between two signs of life.
+/// Interval of heartbeats.
 pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
-/// Plans come one a step, a step takes far longer than this: spinning is for those on their way.
+/// Time to spin for a plan before sleeping. A step takes far longer, so only plans that follow at once
+/// are met by the spinning thread.
 const SPIN: Duration = Duration::from_micros(10);
-/// Longest wait at a time. None of them ends the process: its parent does, or the system when the
-/// parent is gone.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Longest wait at a time. A time-out does not end the process: the node does, or the kernel when the
+/// node has died.
+const WAIT_MAX: Duration = Duration::from_secs(1);
 
-/// Why a rank's process ends before it was told to.
+/// Why a rank process ends before the node stops it.
 #[derive(Debug, thiserror::Error)]
 pub enum RankError {
-    #[error("the node that started it is gone: {0}")]
+    #[error("the node that started the rank has ended: {0}")]
     Parent(io::Error),
     #[error(transparent)]
     Join(#[from] JoinError),
-    #[error("the ring: {0}")]
+    #[error("ring: {0}")]
     Ring(#[from] RingError),
-    #[error("an order of the node: {0}")]
+    #[error("cannot decode a message of the node: {0}")]
     Order(#[from] DecodeError),
-    #[error("the node began with something else than what to start")]
+    #[error("the first message of the node is not its start message")]
     NoStart,
-    #[error("step {step_id}: plans were missed, repeated or changed on their way")]
+    #[error(
+        "step {step_id}: the state hash of the plans differs: a plan is missing, repeated or corrupt"
+    )]
     State { step_id: StepId },
     #[error("cannot start: {0}")]
     Executor(String),
@@ -57,9 +60,9 @@ pub enum RankError {
     Thread(io::Error),
 }
 
-/// The life of a rank: takes its spec, makes its executor of what it is told to start, and computes
-/// until it is told to stop. The process ends with its parent at the latest. With the executor `make`
-/// gives what the node is to know of it, a few KB at most.
+/// Runs a rank until the node stops it: joins the group, makes the executor from the node's start message,
+/// and computes. The process dies with the node. `make` returns the executor and up to a few KB for the
+/// node.
 pub fn run_rank<E: Executor>(
     spec: &RankSpec,
     make: impl FnOnce(&[u8]) -> Result<(E, Vec<u8>), String>,
@@ -73,7 +76,7 @@ pub fn run_rank<E: Executor>(
     let mut orders = region.plan_reader(rank);
     let mut answers = region.result_writer(rank);
     let told = loop {
-        let Some(message) = orders.read(PATIENCE, Duration::ZERO)? else { continue };
+        let Some(message) = orders.read(WAIT_MAX, Duration::ZERO)? else { continue };
         match codec::decode_order(message, &mut codec::History::default())? {
             Order::Start(told) => break told,
             Order::Stop => return Ok(()),
@@ -92,7 +95,7 @@ pub fn run_rank<E: Executor>(
             RankError::Device(error) => Failure::from(error),
             other => Failure::Stopped { reason: other.to_string() },
         };
-        // The node sees the end of this process anyway; this says why.
+        // The node notices the end of this process; the message carries the reason.
         let _ = tell(&mut answers, &Answer::Failed(failure));
     }
     outcome
@@ -100,7 +103,7 @@ pub fn run_rank<E: Executor>(
 
 fn show_life(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
     let heartbeat = region.heartbeat(rank);
-    // From here on silence is a sign.
+    // The node checks the heartbeat from its first beat on.
     heartbeat[0].fetch_add(1, Ordering::Relaxed);
     let beat = move || loop {
         thread::sleep(HEARTBEAT);
@@ -112,20 +115,20 @@ fn show_life(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
 
 fn tell(answers: &mut RingWriter, answer: &Answer) -> Result<(), RingError> {
     let message = codec::encode_answer(answer);
-    // As long as the node lives it takes answers, sooner or later.
+    // No deadline: the node takes answers while it lives, and the rank dies with the node.
     answers.write(&message, Duration::MAX, || false)
 }
 
-/// What the thread that reads plans hands on.
+/// Message of the thread that reads plans.
 type Planned = Result<Order, RankError>;
 
 struct Rank<'a, E> {
     executor: E,
     answers: &'a mut RingWriter,
-    /// One rank says what came of a step, all say that they agree.
+    /// Only one rank sends results; all ranks send hashes.
     tells_results: bool,
     clock: Clock,
-    /// Steps in flight: number and state hash.
+    /// Steps in flight: id and state hash.
     in_flight: VecDeque<(StepId, u64)>,
     tokens: u64,
 }
@@ -160,13 +163,13 @@ impl<'a, E: Executor> Rank<'a, E> {
                 if stopping {
                     return Ok(());
                 }
-            } else if let Some(result) = self.executor.collect(PATIENCE)? {
+            } else if let Some(result) = self.executor.collect(WAIT_MAX)? {
                 self.answer(result)?;
             }
         }
     }
 
-    /// Waits for it when nothing is in flight.
+    /// Returns the next order. Waits for it when no step is in flight.
     fn next_order(&self, plans: &Receiver<Planned>) -> Result<Option<Order>, RankError> {
         let order = if self.in_flight.is_empty() {
             plans.recv().map_err(|_| TryRecvError::Disconnected)
@@ -176,7 +179,7 @@ impl<'a, E: Executor> Rank<'a, E> {
         match order {
             Ok(order) => order.map(Some),
             Err(TryRecvError::Empty) => Ok(None),
-            // The reader ends after Stop, which was taken, or after an error, which was too.
+            // The reader ends after it has passed on Stop or an error.
             Err(TryRecvError::Disconnected) => Ok(Some(Order::Stop)),
         }
     }
@@ -209,11 +212,11 @@ impl<'a, E: Executor> Rank<'a, E> {
     }
 }
 
-/// Until it is told to stop, or something is wrong, which it hands on as well.
+/// Reads orders and passes them on until Stop or an error, which it passes on as well.
 fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &CollectWaker) {
     let mut history = codec::History::default();
     loop {
-        let order = match orders.read(PATIENCE, SPIN) {
+        let order = match orders.read(WAIT_MAX, SPIN) {
             Ok(None) => continue,
             Ok(Some(message)) => checked_order(message, &mut history),
             Err(error) => Err(error.into()),

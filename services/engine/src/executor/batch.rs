@@ -1,12 +1,12 @@
-//! The running batch as an executor holds it, advanced by plans.
+//! The running batch of an executor, advanced by plans.
 //!
-//! Every executor applies plans through a [`Batch`], so the rules of the diff stand here once. Where
-//! the host computes, the tokens of a row live here, sampled ones included: a step reads what the
-//! step before sampled without the scheduler having seen it. Where they stay on a device, the host
-//! has a [`TokenCount`] in their place. Positions advance here as well.
+//! Every executor applies plans through a [`Batch`], so the rules of the diff exist once. On the CPU the
+//! batch holds the tokens of a row, sampled tokens included: a step reads the tokens that the step before
+//! sampled, before the scheduler has seen them. When the tokens stay on a device, the host holds a
+//! [`TokenCount`] instead. Positions advance here too.
 //!
-//! Drafts join a row's tokens for the step that verifies them: [`Batch::apply`] puts them there,
-//! [`Batch::sampled`] keeps those that were right and takes the rest back, position included.
+//! Draft tokens join a row's tokens for the step that verifies them: [`Batch::apply`] appends them, and
+//! [`Batch::sampled`] keeps the accepted ones and rolls the row back behind them.
 
 use std::{ops::Range, sync::Arc};
 
@@ -20,7 +20,7 @@ use crate::plan::{
     AdmittedRow, Generation, RowFailure, RowMask, RowPlan, RowResult, Slot, StepPlan,
 };
 
-/// The tokens of a row, or what an executor knows of them on the host.
+/// The tokens of a row on the host: the ids, or only their number.
 pub trait Tokens {
     fn admitted(tokens: &[u32]) -> Self;
     fn count(&self) -> usize;
@@ -42,7 +42,7 @@ impl Tokens for Vec<u32> {
     }
 }
 
-/// Of tokens that are on a device: how many there are by the end of the steps launched so far.
+/// Number of tokens on the device once the steps launched so far are done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenCount(usize);
 
@@ -64,43 +64,43 @@ impl Tokens for TokenCount {
 #[derive(Clone, Debug, PartialEq)]
 pub struct BatchRow<T = Vec<u32>> {
     pub generation: Generation,
-    /// Prompt, then output, as far as it is sampled; during a step then its drafts.
+    /// Prompt, then sampled output, then the draft tokens of the running step.
     pub tokens: T,
     pub prompt_len: usize,
-    /// Tokens whose KV is computed, or is by the end of the step being run.
+    /// Tokens whose KV is computed once the running step is done.
     pub position: usize,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
-    /// It never samples without a mask.
+    /// The row never samples without a token bitmask.
     pub constrained: bool,
-    /// What it may choose in the present step.
+    /// Token bitmask of the current step.
     pub allowed: Option<Arc<TokenMask>>,
-    /// Most drafts that its next step is worth: one more than were right the last time, and twice
-    /// as many after all were.
+    /// Upper bound on the draft tokens of the next step: one more than were accepted the last time, or
+    /// twice as many after all were accepted.
     drafts_max: usize,
-    /// No token could be chosen: the row computes nothing any more until it is released.
+    /// No token could be sampled: the row takes part in no step until it is released.
     pub failure: Option<RowFailure>,
-    /// The last plans that extended it, and that scheduled it.
+    /// The last plans that extended and that scheduled the row.
     extended_by: u64,
     scheduled_by: u64,
 }
 
-/// What one row computes in a step.
+/// Work of one row in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScheduledRow {
     pub slot: Slot,
     pub generation: Generation,
-    /// Position of its first token in this step.
+    /// Position of the row's first token in this step.
     pub start: usize,
-    /// Drafts included. 0 for a row that has failed: it takes no part in the forward.
+    /// Tokens, draft tokens included. 0 for a failed row, which takes no part in the forward pass.
     pub token_count: usize,
     pub samples: bool,
-    /// How many of the tokens are drafts, the last ones.
+    /// Draft tokens; they are the last of the tokens.
     pub draft_count: usize,
 }
 
 impl ScheduledRow {
-    /// Of a row that has failed.
+    /// Returns the entry of a failed row.
     fn skipped<T>(planned: &RowPlan, row: &BatchRow<T>) -> Self {
         Self {
             slot: planned.slot,
@@ -116,8 +116,8 @@ impl ScheduledRow {
         self.start + self.token_count
     }
 
-    /// The lengths of the row's tokens after which a token is chosen: that of all known ones, then
-    /// with each draft one more.
+    /// Returns the lengths of the row at which it samples: behind the known tokens and behind each draft
+    /// token.
     pub fn sampled_lengths(&self) -> Range<usize> {
         self.end() - self.draft_count..self.end() + usize::from(self.samples)
     }
@@ -127,7 +127,7 @@ impl ScheduledRow {
 pub struct Batch<T = Vec<u32>> {
     rows: Vec<Option<BatchRow<T>>>,
     limits: ExecutorLimits,
-    /// Counts the plans, this one included.
+    /// Plans applied, the current one included.
     plans: u64,
 }
 
@@ -136,26 +136,25 @@ impl<T: Tokens> Batch<T> {
         Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
     }
 
-    /// Applies the diff and advances the rows of the step by their tokens and their drafts:
-    /// `guess` says what may follow a row's tokens, at most so many. After an error the batch is of
-    /// no more use.
+    /// Applies the diff and advances the rows of the step by their tokens and draft tokens. `draft` proposes
+    /// up to the given number of draft tokens. After an error the batch is unusable.
     pub fn apply(
         &mut self,
         plan: &StepPlan,
-        guess: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
+        draft: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
     ) -> Result<Vec<ScheduledRow>, ExecutorError> {
-        self.apply_refusing(plan, |_| None, guess)
+        self.apply_refusing(plan, |_| None, draft)
     }
 
-    /// As [`apply`](Self::apply). A newcomer that `refuse` has a reason against fails, and no other.
+    /// Applies a plan as [`apply`](Self::apply) does. An admitted row fails if `refuse` returns a reason.
     pub fn apply_refusing(
         &mut self,
         plan: &StepPlan,
         refuse: impl Fn(&AdmittedRow) -> Option<RowFailure>,
-        guess: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
+        draft: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
     ) -> Result<Vec<ScheduledRow>, ExecutorError> {
         let step_id = plan.step_id;
-        let scheduled = self.change(plan, refuse).and_then(|()| self.schedule(plan, guess));
+        let scheduled = self.change(plan, refuse).and_then(|()| self.schedule(plan, draft));
         scheduled.map_err(|reason| ExecutorError::BadPlan { step_id, reason })
     }
 
@@ -216,7 +215,7 @@ impl<T: Tokens> Batch<T> {
     fn schedule(
         &mut self,
         plan: &StepPlan,
-        mut guess: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
+        mut draft: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
     ) -> Result<Vec<ScheduledRow>, String> {
         let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
         let mut drafts_left = plan.drafts_max as usize;
@@ -283,7 +282,7 @@ impl<T: Tokens> Batch<T> {
                 return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
             }
             let most = drafts_max.min(drafts_left).min(row.drafts_max);
-            let mut drafts = if most > 0 { guess(row, most) } else { Vec::new() };
+            let mut drafts = if most > 0 { draft(row, most) } else { Vec::new() };
             drafts.truncate(most);
             drafts_left -= drafts.len();
             row.tokens.join(&drafts);
@@ -490,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_guesses_wrong_guesses_less_until_it_is_right_again() {
+    fn rejected_draft_tokens_lower_the_draft_limit_of_the_row() {
         let limits = ExecutorLimits { step_tokens: 16, ..LIMITS };
         let mut batch = Batch::new(limits);
         let mut plan = StepPlan {

@@ -4,8 +4,8 @@
 //! bounded channels, so `launch` never waits and the scheduler works while a step computes. The
 //! thread ends when the plans' channel closes; dropping the executor closes it and joins.
 //!
-//! With a backend in a group the executor is one rank of several that run the same plans: each has
-//! its part of the model and its heads' KV, and all bring the same results.
+//! With a backend in a group the executor is one rank of several that run the same plans. Each rank has its
+//! shard of the model and the KV of its heads, and all ranks return the same results.
 
 use std::{
     io,
@@ -47,7 +47,7 @@ type Answer = Result<StepResult, ExecutorError>;
 #[derive(Debug)]
 pub struct CpuExecutor {
     limits: ExecutorLimits,
-    /// `None` once the thread was told to end.
+    /// `None` once the executor stops the thread.
     plans: Option<Sender<StepPlan>>,
     results: Receiver<Answer>,
     in_flight: u32,
@@ -73,7 +73,7 @@ impl CpuExecutor {
         Self::start_with_progress(checkpoint, backend, arena, limits, &mut |_| {})
     }
 
-    /// As [`Self::start`]; `progress` is told after every matrix.
+    /// Starts as [`Self::start`] does and calls `progress` after every matrix.
     pub fn start_with_progress(
         checkpoint: &Checkpoint,
         backend: CpuBackend,
@@ -100,7 +100,7 @@ impl CpuExecutor {
         Ok(Self { limits, plans, results, in_flight: 0, waker, woken, thread })
     }
 
-    /// The thread is gone; says why.
+    /// Joins the ended thread and returns why it ended.
     fn stopped(&mut self) -> ExecutorError {
         let reason = match self.thread.take().map(JoinHandle::join) {
             Some(Err(panic)) => panic_message(panic.as_ref()),
@@ -124,8 +124,8 @@ impl Executor for CpuExecutor {
             self.in_flight += 1;
             return Ok(());
         }
-        // The channel has room for every step in flight: the thread is gone. An error of an earlier
-        // step says more than that.
+        // The channel has room for every step in flight, so a failed send means that the thread ended. An
+        // error of an earlier step tells the reason.
         match self.results.try_iter().find_map(Result::err) {
             Some(error) => Err(error),
             None => Err(self.stopped()),
@@ -172,24 +172,24 @@ impl Drop for CpuExecutor {
     }
 }
 
-/// What the thread owns.
+/// State owned by the compute thread.
 struct Runner {
     model: Llama<CpuBackend>,
     backend: CpuBackend,
     arena: Arc<KvArena>,
-    /// Of the arena's heads those that are computed here.
+    /// The arena's heads that this rank computes.
     heads: Range<usize>,
     limits: ExecutorLimits,
     batch: Batch,
 }
 
 impl Runner {
-    /// Until the plans' channel closes, or a step fails.
+    /// Runs steps until the channel of plans closes or a step fails.
     fn run(mut self, plans: &Receiver<StepPlan>, answers: &Sender<Answer>) {
         for plan in plans {
             let answer = self.step(&plan);
             let failed = answer.is_err();
-            // Closed when the executor is being dropped: nobody wants it any more.
+            // The channel is closed while the executor is dropped.
             if answers.send(answer).is_err() || failed {
                 break;
             }
@@ -199,7 +199,7 @@ impl Runner {
     fn step(&mut self, plan: &StepPlan) -> Answer {
         let started = Instant::now();
         let scheduled = self.batch.apply(plan, |row, most| match &self.limits.speculation {
-            Some(rules) => ngram::guess(&row.tokens, most, rules),
+            Some(rules) => ngram::draft(&row.tokens, most, rules),
             None => Vec::new(),
         })?;
         let sequences: Vec<_> = scheduled
@@ -218,7 +218,7 @@ impl Runner {
             self.forward(&mut step, &scheduled)
                 .map_err(|source| ExecutorError::Group { step_id: plan.step_id, source })?
         };
-        // The blocks' borrows end before anyone hears that their KV is written.
+        // Releases the blocks before the result reports that their KV is written.
         drop(step);
         let device = Span { begin: started, end: Instant::now() };
         let (busy, landed_at) = (device.duration(), Some(device.end));
@@ -282,7 +282,7 @@ fn row_failure(error: SampleError) -> RowFailure {
     }
 }
 
-/// Says which of the arena's heads are computed here.
+/// Checks arena and limits against the model and returns the arena's heads that this rank computes.
 fn check(
     checkpoint: &Checkpoint,
     backend: &CpuBackend,

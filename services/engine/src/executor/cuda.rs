@@ -1,9 +1,9 @@
-//! The executor for GPUs: the forward pass on the device, launched by whoever plans.
+//! The executor for GPUs: the engine thread launches the forward pass on the device.
 //!
-//! `launch` puts a step on the GPU's streams and returns; tokens, positions and lengths stay on the
-//! device, so the next step is launched without knowing what this one chose. A thread waits for the
-//! results, the one blocking call of a step, and hands them to `collect`. The host mirrors lengths and
-//! blocks of every slot, never a token.
+//! `launch` enqueues a step on the GPU's streams and returns. Tokens, positions and lengths stay on the
+//! device, so the next step is launched before the tokens of this step are known. A thread waits for the
+//! results (the only blocking call of a step) and passes them to `collect`. The host mirrors lengths and
+//! blocks of every slot, but no tokens.
 
 mod graphs;
 mod kv_size;
@@ -55,33 +55,34 @@ pub enum CudaExecutorError {
     KvTooSmall { left: u64, free: u64, tokens: u32, wanted: u64 },
     #[error("cannot start the thread that waits for the GPU: {0}")]
     Spawn(#[from] io::Error),
-    /// Of several ranks: at the start, before anything is computed.
-    #[error("the ranks did not come together: {0}")]
+    /// The ranks of a group could not connect at the start.
+    #[error("cannot connect the ranks: {0}")]
     Together(String),
 }
 
-/// A model whose weights lie on the GPU.
+/// A model whose weights are on the GPU.
 pub struct CudaModel {
     model: Llama<CudaBackend>,
     backend: CudaBackend,
     times: LoadTimes,
 }
 
-/// What loading took.
+/// Duration of each stage of loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadTimes {
-    /// The GPU's memory, and what weights go through.
+    /// Allocating GPU memory and staging buffers.
     pub place: Duration,
-    /// Until the last weight was there.
+    /// Uploading the weights.
     pub weights: Duration,
 }
 
 impl CudaModel {
-    /// Takes the memory of weights and activations, and loads. `progress` is told after every matrix.
+    /// Allocates the memory of weights and activations and loads the weights. Calls `progress` after every
+    /// matrix.
     ///
     /// # Errors
-    /// When a weight cannot be read, the GPU's memory does not hold them, or a size of the model is
-    /// one that the kernels lack.
+    /// When a weight cannot be read, the weights exceed the GPU's memory, or the kernels do not support a size
+    /// of the model.
     pub fn load(
         checkpoint: &Checkpoint,
         mut backend: CudaBackend,
@@ -94,7 +95,7 @@ impl CudaModel {
             sampled_max: limits.slots.min(limits.step_tokens) as usize,
         };
         let started = Instant::now();
-        // Counts what is wanted: no weight is read.
+        // Only counts the memory: no weight is read.
         drop(Llama::load(checkpoint, &backend, largest_step, &mut |_| ())?);
         backend.place()?;
         let place = started.elapsed();
@@ -112,7 +113,7 @@ impl CudaModel {
         &self.backend
     }
 
-    /// Finds the quickest algorithms for the products of steps of these limits.
+    /// Tunes the GEMM algorithms for steps within these limits.
     pub fn tune(
         &mut self,
         limits: &ExecutorLimits,
@@ -123,7 +124,7 @@ impl CudaModel {
         Ok(self.backend.tune(products.into_iter(), tuning)?)
     }
 
-    /// KV blocks that there is room for beside what an executor of these limits takes.
+    /// Returns the number of KV blocks that fit beside an executor of these limits.
     ///
     /// # Errors
     /// When a sequence of `tokens_min` tokens does not fit.
@@ -147,7 +148,8 @@ impl CudaModel {
 
 type Waited = Result<Finished, CudaError>;
 
-/// After so long a step is no step of decoding, and what sleeping costs is nothing beside it.
+/// Longest time to poll for a result. A longer step is not a decode step, and a wake-up costs little beside
+/// it.
 const POLL_MAX: Duration = Duration::from_millis(100);
 
 pub struct CudaExecutor {
@@ -159,18 +161,18 @@ pub struct CudaExecutor {
     access: StreamAccess,
     rows: Rows,
     launched: std::collections::VecDeque<Launched>,
-    /// `None` once the thread was told to end.
+    /// `None` once the executor stops the thread.
     frames: Option<Sender<CudaFrame>>,
     results: Receiver<Waited>,
     waker: CollectWaker,
     woken: Receiver<()>,
     /// `None` once it was joined.
     thread: Option<JoinHandle<()>>,
-    /// `collect` keeps its core awake.
+    /// `collect` polls instead of sleeping.
     polls: bool,
 }
 
-/// What the host keeps of a step in flight.
+/// Host state of a step in flight.
 struct Launched {
     step_id: u64,
     scheduled: Vec<Scheduled>,
@@ -179,9 +181,8 @@ struct Launched {
 }
 
 impl CudaExecutor {
-    /// Takes the batch's memory, runs a forward of every kind once, records those of decoding steps,
-    /// and starts the thread. KV is computed into `kv`, of which `arena` is
-    /// the face that the transfers share.
+    /// Allocates the batch, runs a forward pass of every kind once, captures CUDA graphs of decode steps, and
+    /// starts the thread. KV is computed into `kv`; transfers use the same memory through `arena`.
     ///
     /// # Errors
     /// When arena and limits do not fit the model, or the GPU's memory is too small.
@@ -235,19 +236,18 @@ impl CudaExecutor {
         })
     }
 
-    /// Whether `collect` looks for a result again and again instead of sleeping, which it does
-    /// unless told otherwise. A core that slept through a step finds its caches empty, and what
-    /// the host does between steps takes twice as long.
+    /// Sets whether `collect` polls for a result (the default) or sleeps. A core that slept during a step
+    /// finds its caches cold, and the host work between steps takes twice as long.
     pub fn poll(&mut self, polls: bool) {
         self.polls = polls;
     }
 
-    /// Calls so far in which the host waited for the GPU.
+    /// Returns how many calls have made the host wait for the GPU.
     pub fn waits(&self) -> u64 {
         self.backend.context().waits()
     }
 
-    /// From now on time passes between what the streams do: for tests.
+    /// Inserts delays between the work of the streams. For tests.
     pub fn delay_streams(&mut self, delays: Delays) {
         self.batch.delay_streams(delays);
     }
@@ -305,11 +305,11 @@ impl CudaExecutor {
         })();
         let frame = frame.map_err(|error: CudaError| stopped(&error))?;
         let is_sent = self.frames.as_ref().is_some_and(|frames| frames.try_send(frame).is_ok());
-        // The channel has room for every step in flight: the thread is gone.
-        if is_sent { Ok(()) } else { Err(self.gone()) }
+        // The channel has room for every step in flight, so a failed send means that the thread ended.
+        if is_sent { Ok(()) } else { Err(self.thread_ended()) }
     }
 
-    fn gone(&mut self) -> ExecutorError {
+    fn thread_ended(&mut self) -> ExecutorError {
         if let Some(error) = self.results.try_iter().find_map(Result::err) {
             return stopped(&error);
         }
@@ -323,12 +323,12 @@ impl CudaExecutor {
     fn result(&mut self, waited: Waited) -> Result<StepResult, ExecutorError> {
         let taken_at = Some(Instant::now());
         let finished = waited.map_err(|error| stopped(&error))?;
-        // A sum over the ranks may have been given up.
+        // An all-reduce may have timed out.
         self.backend.check().map_err(|error| stopped(&error))?;
         let busy = finished.busy();
         let launched = self.launched.pop_front().expect("a result belongs to a launched step");
         let _collecting = self.backend.library().range(c"collect", launched.step_id);
-        // The blocks' borrows end before anyone hears that their KV is written.
+        // Releases the blocks before the result reports that their KV is written.
         self.access.release(launched.blocks);
         let run = StepRun {
             dispatch: launched.dispatch,
@@ -375,7 +375,7 @@ impl Executor for CudaExecutor {
         };
         match waited {
             Ok(waited) => self.result(waited).map(Some),
-            Err(RecvError) => Err(self.gone()),
+            Err(RecvError) => Err(self.thread_ended()),
         }
     }
 
@@ -392,7 +392,7 @@ impl Drop for CudaExecutor {
     fn drop(&mut self) {
         self.frames = None;
         if let (Some(group), false) = (self.backend.group(), self.launched.is_empty()) {
-            // The other ranks may be gone.
+            // The other ranks may have ended.
             let _ = group.stop();
         }
         if let Some(thread) = self.thread.take()
@@ -436,7 +436,7 @@ fn row_result(row: Scheduled, outcome: Option<SampleOutcome>) -> RowResult {
     result
 }
 
-/// Room for what a step in flight adds to the longest sequence.
+/// Returns the tokens that steps in flight may add to the longest sequence.
 fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
     BatchLimits {
         slots: limits.slots,
@@ -449,8 +449,8 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
     }
 }
 
-/// Every product of a forward, of every number of rows that is told from others: those of decode steps
-/// first, then the largest prompts', for the time may not suffice for all.
+/// Returns every GEMM shape of a forward pass for each distinct number of rows: decode steps first, then the
+/// largest prefill chunks, because tuning time is bounded.
 fn products(
     config: &ModelConfig,
     shard: Shard,
@@ -479,7 +479,7 @@ fn products(
     products.into_iter().map(packed).collect()
 }
 
-/// What the kernels' loads need of a model.
+/// Checks the model sizes that the kernels' vector loads require.
 fn check_sizes(config: &ModelConfig, shard: Shard) -> Result<(), CudaExecutorError> {
     config.check_shard(shard)?;
     let sizes = [
@@ -528,7 +528,7 @@ fn check(
         return limit("sequence_tokens", limits.sequence_tokens.into(), allowed);
     }
     if let Some(speculation) = limits.speculation {
-        let allowed = "none: a GPU does not guess ahead yet".to_owned();
+        let allowed = "none: GPUs do not support speculative decoding".to_owned();
         return limit("speculation.row_drafts", speculation.row_drafts.into(), allowed);
     }
     Ok(())

@@ -1,29 +1,29 @@
-//! Guesses without a draft model: what followed the last time the sequence said the same.
+//! Draft tokens by prompt lookup, without a draft model.
 //!
-//! The longest earlier occurrence of the sequence's last tokens is looked up, and the tokens after it
-//! are the guess. Code edits, quotations, tables and loops repeat long stretches of what was said;
-//! elsewhere nothing is found and nothing is guessed.
+//! The tokens behind the longest earlier occurrence of the sequence's last n-gram are the draft tokens.
+//! Code edits, quotations, tables and loops repeat long passages. Other text has no match, and then
+//! no draft tokens.
 
 use super::Speculation;
 
-/// At most `most` tokens that may follow `tokens`. Among earlier occurrences of the end of `tokens`
-/// the longest counts, of those the latest. One that runs into the end goes on into its own guess, so
-/// that a short period is guessed as far as a long one.
-pub fn guess(tokens: &[u32], most: usize, rules: &Speculation) -> Vec<u32> {
+/// Returns up to `most` draft tokens to follow `tokens`. The longest earlier occurrence of the end of
+/// `tokens` counts, and the latest of equally long ones. A match that reaches the end continues into its
+/// own draft tokens, so that a short period is repeated as often as needed.
+pub fn draft(tokens: &[u32], most: usize, rules: &Speculation) -> Vec<u32> {
     match earlier_occurrence(tokens, rules.ngram_min as usize, rules.ngram_max as usize) {
         None => Vec::new(),
         Some(next) => {
-            let mut guess: Vec<u32> = tokens[next..].iter().copied().take(most).collect();
+            let mut draft: Vec<u32> = tokens[next..].iter().copied().take(most).collect();
             let period = tokens.len() - next;
-            for index in guess.len()..most {
-                guess.push(guess[index - period]);
+            for index in draft.len()..most {
+                draft.push(draft[index - period]);
             }
-            guess
+            draft
         }
     }
 }
 
-/// The position behind the best earlier occurrence of the last `shortest..=longest` tokens.
+/// Returns the position behind the best earlier occurrence of the last `shortest..=longest` tokens.
 fn earlier_occurrence(tokens: &[u32], shortest: usize, longest: usize) -> Option<usize> {
     let (&last, before) = tokens.split_last()?;
     let mut best = None;
@@ -54,31 +54,31 @@ mod tests {
     }
 
     #[test]
-    fn what_followed_the_longest_earlier_occurrence_is_guessed() {
+    fn draft_follows_the_longest_earlier_occurrence() {
         let tokens = [1, 2, 3, 10, 11, 9, 2, 3, 20, 21, 1, 2, 3];
-        assert_eq!(guess(&tokens, 2, &rules(2, 4)), [10, 11]);
+        assert_eq!(draft(&tokens, 2, &rules(2, 4)), [10, 11]);
         // Only two tokens are compared: the later occurrence is as good.
-        assert_eq!(guess(&tokens, 2, &rules(2, 2)), [20, 21]);
+        assert_eq!(draft(&tokens, 2, &rules(2, 2)), [20, 21]);
     }
 
     #[test]
-    fn without_a_long_enough_occurrence_nothing_is_guessed() {
-        assert!(guess(&[], 4, &rules(1, 3)).is_empty());
-        assert!(guess(&[7], 4, &rules(1, 3)).is_empty());
-        assert!(guess(&[1, 2, 3, 4], 4, &rules(1, 3)).is_empty());
-        assert!(guess(&[1, 2, 9, 2], 4, &rules(2, 3)).is_empty());
-        assert!(guess(&[1, 2, 9, 2], 0, &rules(1, 3)).is_empty());
+    fn no_draft_without_a_long_enough_occurrence() {
+        assert!(draft(&[], 4, &rules(1, 3)).is_empty());
+        assert!(draft(&[7], 4, &rules(1, 3)).is_empty());
+        assert!(draft(&[1, 2, 3, 4], 4, &rules(1, 3)).is_empty());
+        assert!(draft(&[1, 2, 9, 2], 4, &rules(2, 3)).is_empty());
+        assert!(draft(&[1, 2, 9, 2], 0, &rules(1, 3)).is_empty());
     }
 
     #[test]
-    fn a_period_is_guessed_beyond_its_first_repetition() {
-        assert_eq!(guess(&[5, 6, 7, 5, 6, 7], 7, &rules(2, 3)), [5, 6, 7, 5, 6, 7, 5]);
-        assert_eq!(guess(&[4, 4, 4], 5, &rules(2, 3)), [4, 4, 4, 4, 4]);
+    fn draft_of_a_period_continues_beyond_its_first_repetition() {
+        assert_eq!(draft(&[5, 6, 7, 5, 6, 7], 7, &rules(2, 3)), [5, 6, 7, 5, 6, 7, 5]);
+        assert_eq!(draft(&[4, 4, 4], 5, &rules(2, 3)), [4, 4, 4, 4, 4]);
     }
 
     proptest! {
         #[test]
-        fn a_guess_is_what_the_rule_says_written_out_plainly(
+        fn draft_equals_the_plain_reference(
             tokens in prop::collection::vec(0..3u32, 0..40),
             most in 0..12usize,
             shortest in 1..4usize,
@@ -97,7 +97,7 @@ mod tests {
                 (0..most).for_each(|index| known.push(known[end + index]));
             }
             let rules = rules(shortest as u32, longest as u32);
-            prop_assert_eq!(guess(&tokens, most, &rules), &known[tokens.len()..]);
+            prop_assert_eq!(draft(&tokens, most, &rules), &known[tokens.len()..]);
         }
     }
 }

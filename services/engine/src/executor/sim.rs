@@ -1,11 +1,10 @@
 //! An executor without arithmetic, in virtual time.
 //!
 //! The "KV" of a position is a fingerprint of all tokens up to it, and the next token is a hash of
-//! the last fingerprint. So a step that reads a block which was not written, was written by someone
-//! else or was reused too early is found at once, and output is comparable token by token across
-//! chunking, preemption, recompute and transfer. Drafts are made to be right or wrong by hash, their
-//! KV is written either way. A step is carried out only when it is collected, as late as a device
-//! might.
+//! the last fingerprint. A step that reads a block which was not written, was written by another sequence
+//! or was reused too early is found at once, and outputs are comparable token by token across chunking,
+//! preemption, recompute and transfer. A hash decides which draft tokens are right; their KV is written
+//! either way. A step is computed only when it is collected, as late as on a device.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -24,19 +23,19 @@ use super::{
 };
 use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
-/// What a step costs in virtual time.
+/// Cost of a step in virtual time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CostModel {
-    /// Any step: launches, weights read once.
+    /// Cost of any step: kernel launches, and reading the weights once.
     pub step: Duration,
-    /// Each token of the step.
+    /// Cost of each token of the step.
     pub token: Duration,
-    /// Each token of KV that a row attends to.
+    /// Cost of each token of KV that a row attends to.
     pub context_token: Duration,
 }
 
 impl Default for CostModel {
-    /// Roughly a small model on a small machine.
+    /// Returns the costs of roughly a small model on a small machine.
     fn default() -> Self {
         Self {
             step: Duration::from_millis(5),
@@ -74,15 +73,14 @@ impl SimArena {
     }
 }
 
-/// The KV of every position of `tokens`.
+/// Returns the KV of every position of `tokens`.
 pub fn fingerprints(tokens: &[u32]) -> Vec<u64> {
     let mut all = Vec::with_capacity(tokens.len());
     extend_fingerprints(&mut all, tokens);
     all
 }
 
-/// The token that follows `tokens`, one of those `allowed` if that is said; `None` when every token
-/// is masked.
+/// Returns the token that follows `tokens`, one of `allowed` if given; `None` when every token is masked.
 pub fn next_token(
     tokens: &[u32],
     prompt_len: usize,
@@ -121,8 +119,8 @@ fn choose(
     (first..vocabulary).chain(0..first).find(may_be_chosen)
 }
 
-/// Drafts by hash: five of eight are right, two are wrong, and after the eighth no more are made.
-fn guess(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
+/// Returns draft tokens by hash: five of eight are right, two are wrong, and the eighth ends the list.
+fn draft(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
     let mut history = fingerprints(&row.tokens);
     let mut known = row.tokens.clone();
     while known.len() < row.tokens.len() + most {
@@ -158,14 +156,14 @@ pub struct SimExecutor {
     histories: Vec<Vec<u64>>,
     arena: SimArena,
     launched: VecDeque<(Instant, StepPlan)>,
-    /// The oldest step, carried out but not due yet.
+    /// The oldest step, computed but not due yet.
     carried_out: Option<(Instant, StepResult)>,
     now: Instant,
     idle_from: Instant,
 }
 
 impl SimExecutor {
-    /// Virtual time begins at `start`.
+    /// Creates an executor whose virtual time begins at `start`.
     pub fn new(limits: ExecutorLimits, cost: CostModel, start: Instant) -> Self {
         Self {
             limits,
@@ -180,19 +178,19 @@ impl SimExecutor {
         }
     }
 
-    /// The KV memory, for whoever plays the transfer.
+    /// Returns the KV memory, for the simulated transfer.
     pub fn arena(&self) -> SimArena {
         self.arena.clone()
     }
 
-    /// Lets virtual time pass.
+    /// Advances virtual time.
     pub fn advance(&mut self, time: Duration) {
         self.now += time;
     }
 
     fn carry_out(&mut self, plan: &StepPlan) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
         let vocabulary = self.limits.vocabulary;
-        let scheduled = self.batch.apply(plan, |row, most| guess(row, most, vocabulary))?;
+        let scheduled = self.batch.apply(plan, |row, most| draft(row, most, vocabulary))?;
         for admitted in &plan.admitted {
             self.histories[admitted.slot.0 as usize] = fingerprints(&admitted.tokens);
         }
@@ -214,7 +212,7 @@ impl SimExecutor {
         Ok((cost, results))
     }
 
-    /// A block that a row writes is in no other row's table.
+    /// Asserts that a block which a row writes is in no other row's table.
     fn check_writes(&self, scheduled: &[ScheduledRow]) -> Result<(), String> {
         let mut writers = HashMap::new();
         for row in scheduled {
@@ -238,7 +236,7 @@ impl SimExecutor {
         Ok(())
     }
 
-    /// Every position before the row's own holds the KV of the row's own tokens.
+    /// Asserts that every earlier position of the row holds the KV of the row's tokens.
     fn check_reads(&self, row: &ScheduledRow) -> Result<(), String> {
         let table = &self.batch.row(row.slot).blocks;
         let history = &self.histories[row.slot.0 as usize];
@@ -297,7 +295,7 @@ impl Executor for SimExecutor {
         Ok(())
     }
 
-    /// Virtual time jumps to the end of the oldest step, or by `timeout` when that comes first.
+    /// Advances virtual time to the end of the oldest step, or by `timeout` if that comes first.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         if self.carried_out.is_none()
             && let Some((launched_at, plan)) = self.launched.pop_front()

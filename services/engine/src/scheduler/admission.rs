@@ -1,4 +1,4 @@
-//! Into the queue, and out of it with blocks.
+//! Admission: sequences enter the queue, and leave it with blocks.
 
 use std::time::Instant;
 
@@ -38,7 +38,7 @@ impl Scheduler {
         }
     }
 
-    /// The length at which the newcomer will end, or why it cannot be taken.
+    /// Returns the length at which a new sequence ends, or why it is rejected.
     fn accept(&self, now: Instant, new: &NewSequence) -> Result<usize, SequenceFailure> {
         if self.sequences.contains_key(&new.id) || self.transfers.contains(new.id) {
             return Err(SequenceFailure::Duplicate);
@@ -50,10 +50,10 @@ impl Scheduler {
         if new.kind != SequenceKind::Compute
             && self.transfers.len() >= self.config.transfers_max as usize
         {
-            let reason = format!("{} transfers are under way", self.transfers.len());
+            let reason = format!("{} transfers are in flight", self.transfers.len());
             return Err(SequenceFailure::Busy { reason });
         }
-        // Those for whom there is a slot wait for the next step only.
+        // Sequences with a free slot wait for the next step only.
         let waiting_max = self.config.waiting_max.saturating_add(self.unclaimed_slots());
         if new.kind != SequenceKind::Send && self.waiting.len() >= waiting_max as usize {
             let reason = format!("{} sequences wait already", self.waiting.len());
@@ -78,7 +78,7 @@ impl Scheduler {
                 "tokens[{position}] is {token}, the vocabulary has {vocabulary}"
             ));
         }
-        // A sender computes the given tokens only; how far the receiver can go is the receiver's.
+        // A sender prefills the given tokens only; the receiver checks the length of the output.
         let tokens_max = match new.kind {
             SequenceKind::Send => self.config.limits.sequence_tokens as usize,
             SequenceKind::Compute | SequenceKind::Receive => self.sequence_tokens_max(),
@@ -129,7 +129,7 @@ impl Scheduler {
             first_index == sequence.next_index() && token.id < self.config.limits.vocabulary
         };
         let Some(sequence) = self.sequences.get_mut(&id).filter(matches) else {
-            // Aborted meanwhile, or a token that cannot follow: nothing can land any more.
+            // The sequence was aborted, or the token is invalid; no write of the transfer can land.
             self.kv.cancel_reservation(&reserved, id);
             if self.sequences.contains_key(&id) {
                 self.fail(id, SequenceFailure::TransferFailed, actions);
@@ -181,7 +181,7 @@ impl Scheduler {
         }
     }
 
-    /// Reserves blocks for those that wait to receive, in order, while there is room.
+    /// Reserves blocks for waiting receivers, in order, while blocks are available.
     pub(super) fn admit_receives(&mut self, actions: &mut Vec<Action>) {
         while let Some(id) = self.waiting.next_receive() {
             if !self.admit_receive(id, actions) {
@@ -231,7 +231,7 @@ impl Scheduler {
         true
     }
 
-    /// Lets those that already have their blocks join the batch.
+    /// Moves sequences that have their blocks into the batch.
     pub(super) fn seat_ready(&mut self) {
         for (arrival, id) in std::mem::take(&mut self.ready) {
             let (slot, generation) = self.slots.occupy().expect("its slot was claimed");
@@ -245,7 +245,7 @@ impl Scheduler {
         }
     }
 
-    /// Lets the first of the queue join the batch if there are a slot and blocks.
+    /// Moves the first sequence of the queue into the batch if a slot and blocks are free.
     pub(super) fn admit_compute(&mut self, actions: &mut Vec<Action>) -> Option<SequenceId> {
         let id = self.waiting.next_compute()?;
         if self.unclaimed_slots() == 0 {
@@ -292,13 +292,13 @@ impl Scheduler {
         self.running.insert(self.running.partition_point(|&other| other < entry), entry);
     }
 
-    /// Slots that neither are occupied nor promised to a sequence that has blocks.
+    /// Returns the slots that are neither occupied nor claimed by a sequence with blocks.
     fn unclaimed_slots(&self) -> u32 {
         self.slots.free_count() - self.ready.len() as u32 - self.reserved_count
     }
 
-    /// Blocks to leave for the batch: one for each row, so that a newcomer is not preempted at the
-    /// next step already. None when the batch is empty: then anything that fits may run.
+    /// Returns the blocks to leave for the batch: one for each row, so that a new row is not preempted in the
+    /// next step. 0 when the batch is empty.
     pub(super) fn headroom(&self) -> u32 {
         (self.running.len() + self.ready.len()) as u32
     }

@@ -1,4 +1,4 @@
-//! What the result of a step changes.
+//! Applies the result of a step.
 
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 
@@ -11,8 +11,8 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Takes the result of the oldest step in flight. Panics when it belongs to another step: the
-    /// executor answers in order.
+    /// Applies the result of the oldest step in flight. Panics when it belongs to another step: executors
+    /// return results in order.
     pub fn complete(&mut self, result: StepResult, actions: &mut Vec<Action>) {
         let frame = self.frames.collect().expect("a result belongs to a step in flight");
         assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
@@ -59,7 +59,7 @@ impl Scheduler {
         row.launched -= drafts_missing;
         row.length -= drafts_missing;
         row.computed += done.token_count as usize + drafts_right;
-        // What was chosen behind the end is computed, and nobody's.
+        // Tokens sampled behind the end of the request are dropped.
         let confirmed = row.computed.min(sequence.tokens.len());
         while row.published < confirmed / BLOCK_TOKENS {
             let index = row.published;
@@ -84,7 +84,8 @@ impl Scheduler {
         }
     }
 
-    /// Full blocks leave as they complete, the last, partial one with the end of the prompt.
+    /// Emits the full blocks of a sender as they complete, and the last, partial block at the end of the
+    /// prompt.
     fn hand_over_written(&mut self, id: SequenceId, whole: bool, actions: &mut Vec<Action>) {
         let Phase::Running(row) = &self.sequences[&id].phase else { return };
         let written = if whole { row.blocks.len() } else { row.computed / BLOCK_TOKENS };

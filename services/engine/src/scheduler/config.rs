@@ -1,4 +1,4 @@
-//! What a scheduler may do, beside what its executor can.
+//! Limits of a scheduler, within the limits of its executor.
 
 use std::time::Duration;
 
@@ -10,18 +10,18 @@ pub struct SchedulerConfig {
     pub limits: ExecutorLimits,
     /// Token budget of one step, shared by all rows; at most what the executor takes.
     pub step_tokens: u32,
-    /// Most tokens that one row advances in one step.
+    /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
-    /// Whether computed blocks are kept and found again by their tokens.
+    /// Whether the prefix cache is on.
     pub prefix_cache: bool,
-    /// Newcomers that may wait for blocks or a slot; beyond it they are `Busy`.
+    /// Sequences that may wait for blocks or a slot; further ones are rejected as `Busy`.
     pub waiting_max: u32,
     /// Transfers known at once, from `Arrived` to the end of their last write or read.
     pub transfers_max: u32,
-    /// How long a `Receive` may wait for blocks before it is `Busy`. Short: another node may have
-    /// room, and the client sees nothing meanwhile.
+    /// Time a `Receive` may wait for blocks before it fails as `Busy`. Short, because another node may have
+    /// free blocks and the client waits.
     pub reserve_timeout: Duration,
-    /// How long a `Send` may wait for the receiver's reservation. The lease.
+    /// Time a `Send` may wait for the receiver's reservation: the lease.
     pub ready_timeout: Duration,
 }
 
@@ -32,7 +32,7 @@ impl SchedulerConfig {
             step_tokens: limits.step_tokens,
             chunk_tokens: limits.step_tokens,
             prefix_cache: true,
-            // Four batches of newcomers: more would only age in the queue.
+            // Four batches; more would only wait in the queue.
             waiting_max: limits.slots.saturating_mul(4),
             transfers_max: limits.slots.saturating_mul(8),
             reserve_timeout: Duration::from_millis(500),

@@ -1,4 +1,4 @@
-//! The plan of one step: who advances by how much, and who must make room.
+//! Plans one step: how many tokens each row advances, and which rows are preempted.
 
 use kernels::{BLOCK_TOKENS, BlockId};
 
@@ -25,14 +25,14 @@ struct Draft {
 enum Growth {
     /// The row has blocks for what it is to compute.
     Done,
-    /// No block now; some come back with a frame or a transfer.
+    /// No block is free now; blocks return with a frame or a transfer.
     Wait,
-    /// No block, and the row itself has made room for older ones.
+    /// No block is free, and the row itself was preempted.
     Preempted,
 }
 
 impl Scheduler {
-    /// The next step, or `None` when `depth` steps are in flight or no row can advance. The caller
+    /// Returns the next step, or `None` when `depth` steps are in flight or no row can advance. The caller
     /// launches every plan, in order.
     pub fn plan(&mut self, actions: &mut Vec<Action>) -> Option<StepPlan> {
         if self.frames.len() >= self.config.limits.depth as usize {
@@ -60,7 +60,7 @@ impl Scheduler {
         let step_id = self.frames.next_step();
         let mut index = 0;
         while let Some(&(_, id)) = self.running.get(index) {
-            // Each younger row keeps at least one token: a long prompt delays nobody's next token.
+            // Each younger row keeps at least one token, so that a long prompt delays no decoding row.
             let younger = (self.running.len() - index - 1) as u32;
             let share = draft.budget - younger;
             let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
@@ -86,7 +86,7 @@ impl Scheduler {
         }
     }
 
-    /// Spends what is left of the budget on those that wait.
+    /// Spends the rest of the token budget on waiting sequences.
     fn advance_newcomers(&mut self, draft: &mut Draft, actions: &mut Vec<Action>) {
         while draft.budget > 0
             && let Some(id) = self.admit_compute(actions)
@@ -96,7 +96,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes the row's table cover `count` more positions, at the cost of younger rows if need be.
+    /// Extends the row's table by `count` positions, and preempts younger rows if needed.
     fn grow(&mut self, index: usize, id: SequenceId, count: u32, draft: &mut Draft) -> Growth {
         let missing = self.row(id).missing_blocks(count);
         if missing == 0 {
@@ -107,7 +107,7 @@ impl Scheduler {
                 self.append(id, blocks, draft);
                 return Growth::Done;
             }
-            // Blocks that come back with a frame may be enough: nobody is displaced for nothing.
+            // Blocks that return with a frame may be enough, so no row is preempted yet.
             if self.frames.has_deferred() {
                 return Growth::Wait;
             }
@@ -131,10 +131,9 @@ impl Scheduler {
         }
     }
 
-    /// Who makes room for the row at `index`: whoever arrived last of it and all younger rows; the
-    /// row itself only where an older one goes on. A sender is never displaced: it has all its
-    /// blocks, ends by itself, and what it handed over stays held, so that making room could leave
-    /// it without room for ever.
+    /// Returns the row to preempt for the row at `index`: the last arrived of it and all younger rows; the
+    /// row itself only if an older row runs. A sender is never preempted: it has all its blocks and ends by
+    /// itself, and its handed-over blocks stay held, so a preempted sender might never find blocks again.
     fn victim(&self, index: usize) -> Option<SequenceId> {
         let displaceable =
             |&&(_, id): &&(Arrival, SequenceId)| self.sequences[&id].kind != SequenceKind::Send;
@@ -150,9 +149,9 @@ impl Scheduler {
         advance(sequence, id, step_id, count, draft);
     }
 
-    /// Lets rows that sample guess ahead, oldest first. Drafts take what is left of the step, and of
-    /// the blocks: nobody waits or makes room for them. How many there will be, and are right, is not
-    /// known here; all are counted until the result is here.
+    /// Grants draft tokens to rows that sample, oldest first, from the rest of the step's budget and of the
+    /// free blocks; no row waits or is preempted for them. The number of accepted draft tokens is unknown
+    /// until the result arrives, so all granted ones are counted until then.
     fn speculate(&mut self, draft: &mut Draft) {
         let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
         else {
@@ -179,8 +178,8 @@ impl Scheduler {
         }
     }
 
-    /// How many of `count` more positions the row's table covers, with a block more if it needs one
-    /// and every row of the batch could have another.
+    /// Returns how many of `count` more positions the row's table covers, with one more block if the row needs
+    /// it and every row of the batch could have another.
     fn cover(&mut self, id: SequenceId, count: usize, draft: &mut Draft) -> u32 {
         let headroom = self.headroom();
         let row = self.row(id);
@@ -195,8 +194,8 @@ impl Scheduler {
         count.min(row.blocks.len() * BLOCK_TOKENS - row.launched) as u32
     }
 
-    /// The sequence loses slot and blocks and queues again in its place. Tokens that are still out
-    /// are dropped with the row; computing them again gives the same ones.
+    /// Preempts a sequence: it loses slot and blocks and queues again in its place. Tokens in flight are
+    /// dropped with the row; computing them again gives the same tokens.
     fn preempt(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let arrival = sequence.arrival;

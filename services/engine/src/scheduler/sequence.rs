@@ -1,4 +1,4 @@
-//! One sequence: its tokens, its rules and where in its life it is.
+//! One sequence: tokens, parameters and phase.
 
 use std::time::Instant;
 
@@ -18,8 +18,8 @@ use crate::{
 /// Order of arrival; a preempted sequence keeps its place.
 pub(super) type Arrival = u64;
 
-/// What every step looks at comes first and stays together: with hundreds of rows, most of a step's time
-/// here is waiting for memory.
+/// State of a sequence. The fields that every step reads come first and share cache lines: with hundreds of
+/// rows, a step mostly waits for memory.
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct Sequence {
@@ -29,12 +29,11 @@ pub(super) struct Sequence {
     pub(super) ignore_stop_tokens: bool,
     /// Prompt tokens that were cached when the sequence was first admitted.
     pub(super) cached_tokens: Option<u32>,
-    /// Length at which the request ends, whatever it says.
+    /// Length at which the request ends without a stop token.
     pub(super) length_max: usize,
-    /// Has taken the output in `tokens`; its mask is the next token's.
+    /// Grammar; it has consumed the output in `tokens`.
     pub(super) constraint: Option<Constraint>,
-    /// Every token known to the host. What the device has sampled beyond is unknown here, and has
-    /// no entry.
+    /// Every token known to the host. Tokens that the device has sampled since are unknown and have no entry.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: usize,
     /// Tokens at arrival.
@@ -43,13 +42,13 @@ pub(super) struct Sequence {
     pub(super) sampling: Sampling,
     pub(super) arrival: Arrival,
     pub(super) deadline: Instant,
-    /// When to look at the sequence again: its deadline, or that of its present wait.
+    /// The sequence's deadline, or the earlier deadline of its current wait.
     pub(super) alarm: Instant,
 }
 
 #[derive(Debug)]
 pub(super) enum Phase {
-    /// `Send`: the receiver's reservation is not here.
+    /// `Send`: waits for the receiver's reservation.
     AwaitingReady,
     /// Queued, without blocks.
     Waiting,
@@ -143,7 +142,7 @@ impl Sequence {
         }
     }
 
-    /// Of a sequence of the batch.
+    /// Returns the row of a sequence in the batch.
     pub(super) fn row(&self) -> &Row {
         match &self.phase {
             Phase::Running(row) => row,
@@ -151,10 +150,10 @@ impl Sequence {
         }
     }
 
-    /// Tokens of its row that are on the device, or will be, and are not launched yet.
+    /// Returns the tokens of the row that are known to the device and not launched yet.
     pub(super) fn pending(&self) -> u32 {
         let row = self.row();
-        // What may follow a token is known once the token is.
+        // The bitmask of a position depends on the token before it.
         if self.constraint.is_some() && row.length > self.tokens.len() {
             return 0;
         }
@@ -180,8 +179,7 @@ impl Sequence {
         self.chain.extend(&self.tokens);
     }
 
-    /// Takes what a step has brought, up to the token that ends the request; what lies behind it
-    /// leaves `tokens`.
+    /// Appends the tokens of a step up to the token that ends the request, and truncates `tokens` there.
     pub(super) fn take_output(
         &mut self,
         tokens: &mut Vec<SampledToken>,
@@ -196,7 +194,7 @@ impl Sequence {
         Ok(None)
     }
 
-    /// Takes the next token, whoever chose it; says whether it ends the request.
+    /// Appends the next token and returns whether it ends the request.
     pub(super) fn take_token(
         &mut self,
         token: u32,

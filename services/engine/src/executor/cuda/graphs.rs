@@ -1,9 +1,9 @@
-//! Forwards of decoding steps, recorded before serving and replayed.
+//! CUDA graphs of decode steps, captured before serving and replayed.
 //!
-//! A recording is of a number of rows; a step is filled up to the next one with rows of nobody's, which
-//! read and write a block of their own. What differs from step to step lies on the device, so a
-//! replay needs nothing but the step's plan. Steps with prompts in them are launched kernel by
-//! kernel: their shapes are too many, and their kernels long enough.
+//! A graph has a fixed number of rows. A step is padded to the next graph with rows that read and write a
+//! block of their own. The inputs of a step are on the device, so a replay needs only the step's plan.
+//! Steps with prefill rows are launched kernel by kernel: their shapes vary, and their kernels run longer
+//! than a launch takes.
 
 use std::time::Instant;
 
@@ -19,17 +19,17 @@ use model::Llama;
 use super::super::ExecutorLimits;
 use crate::plan::Dispatch;
 
-/// Larger decoding steps are launched kernel by kernel: launches are a small part of them.
+/// Larger decode steps are launched kernel by kernel: launches are a small part of their time.
 const ROWS_MAX: u32 = 512;
 
 #[derive(Debug)]
 pub struct Graphs {
-    /// By rows, ascending.
+    /// Sorted by rows, ascending.
     sizes: Vec<(u32, Option<Graph>)>,
     is_on: bool,
 }
 
-/// What runs forwards.
+/// Model, backend and batch that run a forward pass.
 pub struct Parts<'a> {
     pub model: &'a mut Llama<CudaBackend>,
     pub backend: &'a mut CudaBackend,
@@ -38,8 +38,8 @@ pub struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// One prompt of so many tokens through the first slot and the first blocks.
-    fn read_prompt(&mut self, tokens: u32) -> Result<(), CudaError> {
+    /// Prefills one prompt of `tokens` tokens in the first slot.
+    fn prefill(&mut self, tokens: u32) -> Result<(), CudaError> {
         let blocks: Vec<_> = (0..tokens.div_ceil(BLOCK_TOKENS as u32)).map(BlockId).collect();
         let admission = Admission {
             slot: 0,
@@ -53,7 +53,7 @@ impl Parts<'_> {
         self.step(&StepInput { admissions: &[admission], sequences: &[sequence], ..NOTHING })
     }
 
-    /// Runs one step to its end.
+    /// Runs one step and waits for it.
     fn step(&mut self, input: &StepInput<'_>) -> Result<(), CudaError> {
         let Self { model, backend, batch, clock } = self;
         let mut step = batch.begin(backend, input)?;
@@ -67,15 +67,14 @@ impl Parts<'_> {
 }
 
 impl Graphs {
-    /// Runs a forward of every kind, so that nothing is loaded or chosen while serving, and records
-    /// those of decoding steps, where that is wanted and can be done. Nothing is served yet: what it
-    /// writes to KV is overwritten.
+    /// Runs a forward pass of every kind, so that no kernel is loaded or selected while serving, and captures
+    /// CUDA graphs of decode steps if enabled and supported. Serving overwrites the KV written here.
     pub fn record(mut parts: Parts<'_>, limits: &ExecutorLimits) -> Result<Self, CudaError> {
         let started = Instant::now();
         let longest = limits.step_tokens.min(limits.sequence_tokens);
         let longest = longest.min(limits.blocks.saturating_mul(BLOCK_TOKENS as u32));
         for tokens in [longest, longest.min(32)] {
-            parts.read_prompt(tokens)?;
+            parts.prefill(tokens)?;
         }
         let prompts_read = started.elapsed();
         let heads = parts.model.config().head_shape_of(parts.model.shard());
@@ -83,7 +82,7 @@ impl Graphs {
         let can_record = is_on && parts.backend.can_record(heads);
         let rows_max = limits.slots.min(limits.step_tokens);
         let mut sizes = Vec::new();
-        // The largest first, as it wants the most of what is made once.
+        // The largest graph first: it needs the largest shared workspace.
         for rows in decode_sizes(rows_max).into_iter().rev() {
             parts.step(&StepInput { rows_min: rows, ..NOTHING })?;
             let mut graph = None;
@@ -104,7 +103,7 @@ impl Graphs {
         Ok(Self { sizes, is_on })
     }
 
-    /// How many rows a step of these sequences is filled up to (0: it is not), and how it is launched.
+    /// Returns the rows that a step is padded to (0: no padding) and how the step is launched.
     pub fn dispatch(&self, sequences: &[StepRows]) -> (u32, Dispatch) {
         let is_decode =
             sequences.iter().all(|sequence| (sequence.rows, sequence.samples) == (1, 1));
@@ -119,7 +118,7 @@ impl Graphs {
         }
     }
 
-    /// The recording that a step is to be replayed from.
+    /// Returns the graph to replay a step with.
     pub fn of(&mut self, dispatch: Dispatch) -> Option<&mut Graph> {
         let Dispatch::Graph { rows } = dispatch else { return None };
         let place = self.sizes.binary_search_by_key(&rows, |(rows, _)| *rows).ok()?;
@@ -136,7 +135,7 @@ const NOTHING: StepInput<'_> = StepInput {
     rows_min: 0,
 };
 
-/// Rows of recordings, ascending: wide apart only where a row more costs little.
+/// Returns the row counts of the graphs, ascending. They are far apart only where padding rows cost little.
 fn decode_sizes(rows_max: u32) -> Vec<u32> {
     let rows_max = rows_max.min(ROWS_MAX);
     let mut sizes: Vec<_> = [1, 2, 4]

@@ -1,34 +1,33 @@
-//! How many KV blocks a GPU has room for.
+//! Number of KV blocks that fit on a GPU.
 
 use kernels::{BLOCK_TOKENS, KvLayout};
 
 use super::CudaExecutorError;
 
-/// How much of a GPU's memory is for whom.
+/// Shares of a GPU's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShare {
-    /// Of all of the GPU's memory: for weights, activations, the batch and KV together.
+    /// Fraction of the GPU's memory for weights, activations, the batch and KV.
     pub percent: u32,
-    /// Of that, bytes which are left to what comes later: CUDA graphs, and code that is loaded when it
-    /// first runs.
+    /// Bytes of this share reserved for later allocations: CUDA graphs and lazily loaded code.
     pub reserve: u64,
 }
 
-/// A GPU's memory once weights and activations are in it, in bytes.
+/// A GPU's memory after weights and activations are allocated, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvRoom {
     pub total: u64,
-    /// By this process.
+    /// Allocated by this process.
     pub taken: u64,
     pub free: u64,
-    /// What the batch will take.
+    /// Needed by the batch.
     pub batch: u64,
 }
 
-/// Blocks that fit: what the share leaves, or what is free where others have taken more.
+/// Returns the blocks that fit into the share, or into the free memory if other processes use more.
 ///
 /// # Errors
-/// When that is less than a sequence of `tokens_min` tokens wants.
+/// When the blocks hold fewer than `tokens_min` tokens.
 pub fn kv_blocks(
     room: KvRoom,
     share: KvShare,
@@ -41,7 +40,7 @@ pub fn kv_blocks(
     let left = share_bytes.saturating_sub(taken).min(free.saturating_sub(batch));
     let left = left.saturating_sub(share.reserve);
     let block_bytes = layout.checked_block_bytes().map_or(u64::MAX, |bytes| bytes as u64);
-    // One more than is counted takes what nobody wants.
+    // One more block, for the padding rows of CUDA graphs.
     let blocks = (left / block_bytes.max(1)).saturating_sub(1).min(BLOCKS_MAX);
     let blocks_min = u64::from(tokens_min.div_ceil(BLOCK_TOKENS as u32)).max(2);
     if blocks < blocks_min {

@@ -1,7 +1,7 @@
-//! How the ranks of a node come together on their GPUs, before any of them computes.
+//! Connects the ranks of a node on their GPUs at the start.
 //!
-//! They tell each other over memory of the host that all have mapped; what they sum they then write into
-//! each other's GPUs.
+//! The ranks exchange handles through shared host memory. Afterwards their collectives write directly into
+//! the memory of each other's GPUs.
 
 use std::{mem::ManuallyDrop, time::Duration};
 
@@ -14,16 +14,17 @@ use kernels::{
 
 use super::CudaExecutorError;
 
-/// What is summed at a time: longer messages go in parts. Whole steps of decoding are far shorter, and a
-/// longer part would not be quicker.
+/// Bytes of one all-reduce; longer messages are split. A decode step is far shorter, and longer parts are
+/// not faster.
 const MESSAGE_BYTES: usize = 16 << 20;
-/// How long a sum waits for another rank. That one is gone is noticed sooner, by the node; a rank that
-/// loads its kernels for the first time takes its time.
-const SUM_PATIENCE: Duration = Duration::from_secs(30);
-/// Until all ranks have loaded weights of any size; a rank that cannot is noticed sooner, by the node.
+/// Deadline of an all-reduce. The node notices a dead rank earlier; a rank that loads its kernels for the
+/// first time may take seconds.
+const ALL_REDUCE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Deadline of the exchange at start, which covers loading weights of any size. The node notices a failed
+/// rank earlier.
 const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 
-/// One rank among those of its node.
+/// One GPU rank of a node.
 pub struct CudaRank {
     exchange: Exchange,
 }
@@ -39,13 +40,13 @@ impl CudaRank {
         Ok(Self::new(Exchange::new(&region, 0, shard, LOAD_PATIENCE)))
     }
 
-    /// What the ranks tell each other their places in.
+    /// Collective over shared host memory.
     pub fn region_bytes(ranks: usize) -> usize {
         Exchange::region_bytes(ranks)
     }
 
-    /// Has this rank's executor made. After an error the rank stays among the others: they would say that
-    /// it has left, and not why.
+    /// Makes this rank's executor. After an error the rank stays in the exchange, because the other ranks
+    /// would report that it left and not the reason.
     pub fn start<T, E>(self, make: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
         let mut rank = ManuallyDrop::new(self);
         let made = make(&mut rank)?;
@@ -53,17 +54,17 @@ impl CudaRank {
         Ok(made)
     }
 
-    /// The backend as this rank's. Comes back once all ranks have theirs.
+    /// Turns `backend` into this rank's backend. Returns once all ranks have done so.
     pub fn join(&mut self, backend: CudaBackend) -> Result<CudaBackend, CudaExecutorError> {
         let (shard, exchange) = (self.exchange.shard(), &mut self.exchange);
         join(backend, shard, |own| {
             let all = exchange.all_gather(own).map_err(|error| error.to_string())?;
-            // Nobody has a piece when there is none to have.
+            // The message is empty in all ranks.
             Ok(all.chunks(own.len().max(1)).map(<[u8]>::to_vec).collect())
         })
     }
 
-    /// The least of what all ranks say: so much is there on every GPU.
+    /// Returns the minimum of `own` over all ranks.
     pub fn least(&mut self, own: u32) -> Result<u32, CudaExecutorError> {
         let together = |error: GroupError| CudaExecutorError::Together(error.to_string());
         let all = self.exchange.all_gather(&own.to_le_bytes()).map_err(together)?;
@@ -72,8 +73,7 @@ impl CudaRank {
     }
 }
 
-/// The backend as one rank's, where `exchange` brings what every rank has said, in their order, once all
-/// have.
+/// Turns `backend` into the backend of one rank. `exchange` all-gathers bytes in order of rank.
 pub fn join(
     backend: CudaBackend,
     shard: Shard,
@@ -86,8 +86,8 @@ pub fn join(
     let handles = handles.collect::<Option<Vec<_>>>().ok_or_else(|| {
         CudaExecutorError::Together("a rank is of another build than this one".to_owned())
     })?;
-    let group = Group::new(arena, &handles, SUM_PATIENCE)?;
-    // Nobody writes into an arena that its rank has not prepared.
+    let group = Group::new(arena, &handles, ALL_REDUCE_TIMEOUT)?;
+    // No rank writes into the memory of another before that rank has prepared it.
     exchange(&[0]).map_err(CudaExecutorError::Together)?;
     Ok(backend.in_group(group))
 }

@@ -1,5 +1,5 @@
-//! What the host knows of the running batch, and what a plan makes of it for the device. Tokens are
-//! the device's; of those that it has sampled only the number is known here.
+//! Host mirror of the running batch, and the translation of plans for the device. Tokens are on the device;
+//! the host knows only how many the device has sampled.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::plan::{AdmittedRow, Generation, RowFailure, Slot, StepPlan};
 
 /// Stop tokens that a row may have beside `min_tokens`.
 pub const STOPS_MAX: u32 = 64;
-/// Alternatives that a row may ask for.
+/// Upper bound on the top log-probabilities of a row.
 const LOGPROBS_MAX: u32 = 32;
 
 /// One row of a launched plan.
@@ -25,19 +25,19 @@ pub struct Scheduled {
     pub failure: Option<RowFailure>,
 }
 
-/// A plan as the device is to have it.
+/// A plan translated for the device.
 #[derive(Debug, Default)]
 pub struct Step {
-    /// One for every row of the plan, in its order.
+    /// One entry for each row of the plan, in the plan's order.
     pub scheduled: Vec<Scheduled>,
-    /// Those that take part in the forward.
+    /// Rows that take part in the forward pass.
     pub sequences: Vec<StepRows>,
-    /// One for every sample.
+    /// One entry for each sample.
     pub wants_logprobs: Vec<bool>,
     pub masks: Vec<Arc<TokenMask>>,
     /// Indices of admitted rows that go to the device.
     pub admitted: Vec<usize>,
-    /// Indices of extensions, and the blocks that the table had.
+    /// Indices of extensions, and the length of the block table before each.
     pub extended: Vec<(usize, u32)>,
 }
 
@@ -51,7 +51,7 @@ impl Rows {
         Self { batch: Batch::new(limits) }
     }
 
-    /// Applies the diff and advances the rows of the step. After an error they are of no more use.
+    /// Applies the diff and advances the rows of the step. After an error the rows are unusable.
     pub fn apply(&mut self, plan: &StepPlan) -> Result<Step, ExecutorError> {
         let mut step = Step::default();
         for row in self.batch.apply_refusing(plan, refusal, |_, _| Vec::new())? {
@@ -70,7 +70,7 @@ impl Rows {
         Ok(step)
     }
 
-    /// What the rows of a step that was just applied do with their blocks.
+    /// Returns the block accesses of the rows of the step applied last.
     pub fn blocks(&self, step: &Step) -> impl Iterator<Item = RowBlocks<'_>> {
         step.sequences.iter().map(|sequence| {
             let row = self.batch.row(Slot(sequence.slot));
@@ -109,7 +109,7 @@ impl Rows {
     }
 }
 
-/// What the device's sampling cannot do for a row.
+/// Returns why the device cannot sample a row, if it cannot.
 fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
     let sampling = &admitted.sampling;
     let refused = |reason: String| Some(RowFailure::Sampling { reason });
