@@ -347,7 +347,7 @@ fn message() -> Value {
         "type": "object",
         "required": ["role"],
         "properties": {
-            "role": {"type": "string", "minLength": 1},
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function", "ipython"]},
             "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]},
             "name": {"description": "For templates that show it."},
         },
