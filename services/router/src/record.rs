@@ -10,6 +10,7 @@ use std::{
 
 use proto::v1::FinishReason;
 use telemetry::metrics::{FinishedRequest, Operation, RequestEnd, RunningRequest};
+use tracing::{Span, field::display};
 
 use crate::{
     admission::Full,
@@ -32,6 +33,7 @@ pub struct RequestRecord {
     choices: AtomicU32,
     prompt_tokens: AtomicU32,
     state: Mutex<State>,
+    span: Span,
     /// The connection that the request arrived on.
     connection: ConnectionEnd,
     _running: RunningRequest,
@@ -69,6 +71,7 @@ impl RequestRecord {
             choices: AtomicU32::new(0),
             prompt_tokens: AtomicU32::new(0),
             state: Mutex::default(),
+            span: Span::none(),
             connection,
             _running: model.metrics.request_running(),
         }
@@ -76,6 +79,11 @@ impl RequestRecord {
 
     pub fn request_id(&self) -> RequestId {
         self.request_id
+    }
+
+    /// Sets the span of the request, whose log line belongs to it.
+    pub fn set_span(&mut self, span: Span) {
+        self.span = span;
     }
 
     pub fn set_label(&mut self, label: Option<String>) {
@@ -182,11 +190,13 @@ impl Drop for RequestRecord {
             completion_tokens: state.completion_tokens,
             cached_tokens: state.cached_tokens,
         });
-        let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+        // The span has these fields, if there is one.
+        let no_span = self.span.is_disabled();
         tracing::info!(
-            request_id = %self.request_id,
-            label = self.label.as_deref(),
-            api = self.operation.as_str(),
+            parent: &self.span,
+            request_id = no_span.then(|| display(self.request_id)),
+            label = self.label.as_deref().filter(|_| no_span),
+            api = no_span.then(|| self.operation.as_str()),
             model = &*self.model.name,
             end = end.as_str(),
             error = state.error.as_ref().map(|(_, error)| error.as_str()),
@@ -198,9 +208,14 @@ impl Drop for RequestRecord {
             kv_bytes = state.kv_bytes,
             prefill_node = state.prefill_node.as_deref(),
             decode_node = state.decode_node.as_deref(),
-            ttft_ms = state.first_token.map(ms),
-            duration_ms = ms(duration),
+            ttft_ms = state.first_token.map(milliseconds),
+            duration_ms = milliseconds(duration),
             "request ended"
         );
     }
+}
+
+/// Returns whole microseconds in milliseconds: at most three decimals in a log line.
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_micros() as f64 / 1e3
 }

@@ -169,7 +169,7 @@ fn a_signal_ends_a_router_that_is_still_reading_its_model() {
 struct Serving {
     child: Child,
     http: SocketAddr,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
 impl Serving {
@@ -188,7 +188,7 @@ impl Serving {
             .arg("--ready-file")
             .arg(&ready)
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(std::fs::File::create(folder.path().join("log")).unwrap())
             .spawn()
             .unwrap();
         let deadline = Instant::now() + DEADLINE;
@@ -199,7 +199,7 @@ impl Serving {
         let ready = std::fs::read(&ready).unwrap();
         let ready: serde_json::Value = serde_json::from_slice(&ready).unwrap();
         let http = ready["http"].as_str().unwrap().parse().unwrap();
-        Self { child, http, _folder: folder }
+        Self { child, http, folder }
     }
 
     fn connect(&self, sent: &[u8]) -> TcpStream {
@@ -258,4 +258,30 @@ fn the_soft_limit_on_open_files_is_raised_to_the_hard_one() {
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", router.child.id())).unwrap();
     let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
     assert_eq!(line.split_whitespace().collect::<Vec<_>>()[3..5], ["512", "512"]);
+}
+
+#[test]
+fn request_log_line_has_one_request_id_and_at_most_three_decimals() {
+    let router = Serving::start("ulimit -n 256");
+    let request = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+                   content-type: application/json\r\ncontent-length: 34\r\n\r\n\
+                   {\"prompt\": \"hi\", \"max_tokens\": -1}";
+    let mut response = String::new();
+    router.connect(request.as_bytes()).read_to_string(&mut response).unwrap();
+    assert!(response.starts_with("HTTP/1.1 400"), "{response}");
+    let deadline = Instant::now() + DEADLINE;
+    let line = loop {
+        let log = std::fs::read_to_string(router.folder.path().join("log")).unwrap();
+        let mut lines = log.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        if let Some(line) = lines.find(|line| line.contains("request ended")) {
+            break line.to_owned();
+        }
+        assert!(Instant::now() < deadline, "{log}");
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert_eq!(line.matches("request_id").count(), 1, "{line}");
+    let fields: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let duration = fields["duration_ms"].as_f64().unwrap().to_string();
+    let decimals = duration.split_once('.').map_or(0, |(_, decimals)| decimals.len());
+    assert!(decimals <= 3, "{line}");
 }

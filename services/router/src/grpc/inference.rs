@@ -71,6 +71,7 @@ impl InferenceService {
         record.set_label(label.clone());
         let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
         propagation::set_parent_from_grpc(&span, metadata);
+        record.set_span(span.clone());
         let named = front.models.find(Some(&wanted.model));
         if let Ok(named) = &named {
             // A refusal counts for the model that was asked for, too.

@@ -43,13 +43,14 @@ async fn handle(front: Arc<Front>, request: Request<Body>, api: Api) -> Response
         Ok(context) => context,
         Err(error) => return ApiError::from(error).into_response(),
     };
-    let record = RequestRecord::new(
+    let mut record = RequestRecord::new(
         front.models.default_model(),
         operation(api),
         context.request_id,
         context.label.clone(),
         parts.extensions.get().cloned().unwrap_or_default(),
     );
+    record.set_span(context.span.clone());
     let answered = answer(&front, &context, &parts.headers, body, api, record)
         .instrument(context.span.clone())
         .await;
