@@ -23,17 +23,27 @@ const INLINE_BYTES_MAX: usize = 4096;
 /// is encoded at all has room.
 const BYTES_IN_WORK_MAX: usize = TEXT_BYTES_MAX;
 
-/// Room for the long texts of all models: threads, and memory by their lengths.
+/// Grammars of all models that are checked at the same time. One check takes at most some tenths of a
+/// second and 50 MB ([`grammar::limits`]).
+const GRAMMAR_CHECKS_MAX: usize = 2;
+
+/// Room for the long texts and the grammar checks of all models: threads, and memory by the lengths of
+/// the texts. Grammar checks have permits of their own, so they do not delay prompts.
 #[derive(Clone)]
 pub struct TextRoom {
     threads: Arc<Semaphore>,
     bytes: Arc<Semaphore>,
+    grammar_checks: Arc<Semaphore>,
 }
 
 impl TextRoom {
     pub fn new(threads: usize) -> Self {
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
-        Self { threads: semaphore(threads), bytes: semaphore(BYTES_IN_WORK_MAX) }
+        Self {
+            threads: semaphore(threads),
+            bytes: semaphore(BYTES_IN_WORK_MAX),
+            grammar_checks: semaphore(GRAMMAR_CHECKS_MAX),
+        }
     }
 
     /// Waits for room for a text of so many bytes, in order of coming. A longer one than there can be
@@ -42,6 +52,22 @@ impl TextRoom {
         let bytes = bytes.min(BYTES_IN_WORK_MAX) as u32;
         let bytes = self.bytes.clone().acquire_many_owned(bytes).await?;
         Ok([bytes, self.threads.clone().acquire_owned().await?])
+    }
+
+    /// Runs a grammar check on a blocking thread when there is a permit. A check whose caller leaves
+    /// before that is not started.
+    async fn check_grammar(
+        &self,
+        check: impl FnOnce() -> Result<(), RequestError> + Send + 'static,
+    ) -> Result<(), RequestError> {
+        let permit = self.grammar_checks.clone().acquire_owned().await;
+        let permit = permit.map_err(|error| internal(&error))?;
+        let on_thread = move || {
+            // The check itself holds the permit: the check goes on when its caller leaves.
+            let _permit = permit;
+            check()
+        };
+        tokio::task::spawn_blocking(on_thread).await.map_err(|error| internal(&error))?
     }
 }
 
@@ -153,21 +179,18 @@ impl TextWorkers {
         Ok(self.prompt(source, tokens_max, keying).await?.tokens)
     }
 
-    /// Refuses a grammar that no node could follow, by its field.
+    /// Rejects a grammar that no node could compile, and names its field.
     pub async fn check_grammar(&self, asked: &AskedGrammar) -> Result<(), RequestError> {
         let (asked, grammars) = (asked.clone(), self.grammars.clone());
-        let alone_bytes = asked.alone.as_ref().map_or(0, |alone| alone.grammar.bytes());
-        let text_bytes = asked.grammar.bytes() + alone_bytes;
-        // However short, compiling is not for the threads that serve streams.
-        self.work(text_bytes.max(INLINE_BYTES_MAX + 1), move |_| {
+        let check = move || {
             let compiler = grammars.get_or_init(Compiler::for_bytes);
-            // What is wrong with a part is said of the field that it stood in.
+            // An error in the inner grammar names the field of the inner grammar.
             for asked in [asked.alone.as_deref(), Some(&asked)].into_iter().flatten() {
                 compiler.check(&asked.grammar).map_err(|error| asked.refused(&error))?;
             }
             Ok(())
-        })
-        .await
+        };
+        self.room.check_grammar(check).await
     }
 
     /// The text of these ids, special ones by their names.
@@ -202,16 +225,19 @@ impl TextWorkers {
         if bytes <= INLINE_BYTES_MAX {
             return work(&self.text);
         }
-        let internal = |reason: String| RequestError::Internal { reason };
-        let room = self.room.enter(bytes).await.map_err(|error| internal(error.to_string()))?;
+        let room = self.room.enter(bytes).await.map_err(|error| internal(&error))?;
         let text = self.text.clone();
         let on_thread = move || {
             // Held by the work itself: it goes on when nobody waits for it any more.
             let _room = room;
             work(&text)
         };
-        tokio::task::spawn_blocking(on_thread).await.map_err(|error| internal(error.to_string()))?
+        tokio::task::spawn_blocking(on_thread).await.map_err(|error| internal(&error))?
     }
+}
+
+fn internal(error: &impl ToString) -> RequestError {
+    RequestError::Internal { reason: error.to_string() }
 }
 
 fn tokens(
@@ -309,7 +335,10 @@ fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldErro
 
 #[cfg(test)]
 mod tests {
-    use std::pin::pin;
+    use std::{
+        pin::pin,
+        sync::atomic::{AtomicBool, Ordering},
+    };
 
     use futures_util::poll;
     use serde_json::json;
@@ -337,6 +366,29 @@ mod tests {
         let whole = room.enter(usize::MAX).await.unwrap();
         assert!(poll!(pin!(room.enter(1))).is_pending());
         drop(whole);
+    }
+
+    #[tokio::test]
+    async fn grammar_checks_do_not_delay_prompts_and_do_not_start_without_their_caller() {
+        let room = TextRoom::new(1);
+        let permits = room.grammar_checks.clone();
+        let all = permits.acquire_many_owned(GRAMMAR_CHECKS_MAX as u32).await.unwrap();
+        drop(room.enter(1 << 20).await.unwrap());
+        let is_started = Arc::new(AtomicBool::new(false));
+        let started = is_started.clone();
+        let mut check = Box::pin(room.check_grammar(move || {
+            started.store(true, Ordering::Relaxed);
+            Ok(())
+        }));
+        assert!(poll!(&mut check).is_pending());
+        drop(check);
+        drop(all);
+        // Every permit is free, so the check would have run.
+        let _prompts = room.enter(1 << 20).await.unwrap();
+        for _ in 0..GRAMMAR_CHECKS_MAX {
+            room.check_grammar(|| Ok(())).await.unwrap();
+        }
+        assert!(!is_started.load(Ordering::Relaxed));
     }
 
     fn continued(template: &str, content: Value) -> Result<String, RequestError> {
