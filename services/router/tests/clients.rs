@@ -94,7 +94,8 @@ async fn silent_client(cluster: &Cluster) -> TcpStream {
     let mut stream = socket.connect(cluster.router.http).await.unwrap();
     let body = body(true).to_string();
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
         body.len()
     );
     stream.write_all(head.as_bytes()).await.unwrap();

@@ -324,7 +324,8 @@ async fn bodies_that_are_not_complete_take_bounded_room() {
 
     // Half of its body, and then silence.
     let mut half = TcpStream::connect(cluster.router.http).await.unwrap();
-    let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length: 100000\r\n\r\n";
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n\
+                content-length: 100000\r\n\r\n";
     half.write_all(head.as_bytes()).await.unwrap();
     half.write_all(&[b' '; 50_000]).await.unwrap();
     eventually("there is no room for another body", async || post().await.status() == 429).await;
@@ -339,4 +340,44 @@ async fn bodies_that_are_not_complete_take_bounded_room() {
 
     drop(half);
     eventually("the room is free again", async || post().await.status() == 200).await;
+}
+
+#[tokio::test]
+async fn compressed_body_is_rejected_with_the_header_and_its_value() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    for path in ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] {
+        for (encoding, status) in [("gzip", 415), ("br, gzip", 415), ("identity", 200)] {
+            let body = match path {
+                "/tokenize" => json!({"prompt": "hello"}),
+                "/detokenize" => json!({"tokens": [1]}),
+                path => good(path),
+            };
+            let headers = [("content-encoding", encoding)];
+            let answer = cluster.client.post_with(path, &headers, &body).await;
+            assert_eq!(answer.status, status, "{path} {encoding}");
+            if status == 415 {
+                let words = ["content-encoding", encoding, "allowed: identity"];
+                check(&answer, status, None, &words);
+            }
+        }
+    }
+}
+
+/// A web page can post these to a router on the loopback interface without asking the browser's user.
+#[tokio::test]
+async fn body_with_another_content_type_than_json_is_rejected() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    for path in PATHS {
+        for content_type in ["text/html", "text/plain", "application/x-www-form-urlencoded", ""] {
+            let headers = [("content-type", content_type)];
+            let answer = cluster.client.post_with(path, &headers, &good(path)).await;
+            let words = ["content-type", content_type, "allowed: application/json"];
+            check(&answer, 415, None, &words);
+        }
+        for content_type in ["application/json; charset=utf-8", "application/problem+json"] {
+            let headers = [("content-type", content_type)];
+            assert_eq!(cluster.client.post_with(path, &headers, &good(path)).await.status, 200);
+        }
+    }
+    assert_eq!(cluster.decode[0].calls().len(), 4, "rejected requests do not reach nodes");
 }

@@ -20,7 +20,7 @@ use crate::{
 const RETRY_AFTER_S: u32 = 1;
 
 /// Every status and code that there is; the service's page explains them.
-const CODES: [(u16, &str); 21] = [
+const CODES: [(u16, &str); 22] = [
     (400, "invalid_json"),
     (400, "invalid_value"),
     (400, "invalid_text"),
@@ -33,6 +33,7 @@ const CODES: [(u16, &str); 21] = [
     (408, "slow_client"),
     (408, "client_gone"),
     (413, "body_too_large"),
+    (415, "unsupported_media_type"),
     (429, "overloaded"),
     (501, "grammar_not_supported"),
     (502, "attempts_spent"),
@@ -94,6 +95,19 @@ impl ApiError {
             StatusCode::PAYLOAD_TOO_LARGE,
             "body_too_large",
             format!("the body is larger than the limit of {limit} bytes"),
+        )
+    }
+
+    /// `header` describes a body that this API does not take; `value` is `None` without the header.
+    pub fn unsupported_body(header: &str, value: Option<&str>, allowed: &str) -> Self {
+        let found = match value {
+            Some(value) => format!("is {:?}", value.chars().take(100).collect::<String>()),
+            None => "is missing".to_owned(),
+        };
+        Self::invalid(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "unsupported_media_type",
+            format!("the header {header} {found}; allowed: {allowed}"),
         )
     }
 

@@ -102,12 +102,45 @@ impl ReadBody {
     }
 }
 
+/// Rejects a body that is compressed or does not say that it is JSON. A web page can make a browser post
+/// forms and plain text to a router on the loopback interface, but not JSON.
+fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
+    let shown = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
+    for encoding in headers.get_all(header::CONTENT_ENCODING) {
+        if !encoding.as_bytes().eq_ignore_ascii_case(b"identity") {
+            let allowed = "identity, or no content-encoding";
+            return Err(ApiError::unsupported_body(
+                "content-encoding",
+                Some(&shown(encoding)),
+                allowed,
+            ));
+        }
+    }
+    let content_type = headers.get(header::CONTENT_TYPE).map(shown);
+    if !content_type.as_deref().is_some_and(is_json) {
+        let allowed = "application/json";
+        return Err(ApiError::unsupported_body("content-type", content_type.as_deref(), allowed));
+    }
+    Ok(())
+}
+
+/// Whether this is `application/json` or `application/*+json`, with or without parameters.
+fn is_json(content_type: &str) -> bool {
+    let kind = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let subtype = kind.strip_prefix("application/");
+    subtype.is_some_and(|subtype| subtype == "json" || subtype.ends_with("+json"))
+}
+
 /// The whole body, within the bounds on one body and on all.
 pub async fn read_body(
     front: &Front,
     headers: &HeaderMap,
     mut body: Body,
 ) -> Result<ReadBody, ApiError> {
+    if let Err(error) = check_body_headers(headers) {
+        discard(&mut body).await;
+        return Err(error);
+    }
     let (limit, read_max) = (front.settings.body_bytes_max, front.settings.request_read_max);
     let announced = headers
         .get(header::CONTENT_LENGTH)
@@ -152,4 +185,32 @@ async fn discard(body: &mut Body) {
         }
     };
     let _ = tokio::time::timeout(DISCARD_MAX, all).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_json_content_types_are_accepted() {
+        for accepted in [
+            "application/json",
+            "Application/JSON; charset=utf-8",
+            "application/json;v=1",
+            "application/problem+json",
+        ] {
+            assert!(is_json(accepted), "{accepted}");
+        }
+        for rejected in [
+            "",
+            "text/html",
+            "text/plain;charset=utf-8",
+            "text/json",
+            "application/x-www-form-urlencoded",
+            "application/jsonp",
+            "text/plain; application/json",
+        ] {
+            assert!(!is_json(rejected), "{rejected}");
+        }
+    }
 }

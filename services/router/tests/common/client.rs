@@ -68,6 +68,9 @@ impl Client {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
+        if !headers.iter().any(|(name, _)| *name == "content-type") {
+            request = request.header("content-type", "application/json");
+        }
         let request = request.body(Full::from(body.into())).unwrap();
         tokio::time::timeout(DEADLINE, self.inner.request(request)).await.unwrap().unwrap()
     }

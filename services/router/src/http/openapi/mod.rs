@@ -60,9 +60,9 @@ fn paths() -> Value {
             "description": "One event. A complete stream ends with `[DONE]`, a failed stream with an \
                 Error.",
         }});
-        with_errors(ok, &[400, 404, 408, 413, 429, 500, 501, 502, 503, 504])
+        with_errors(ok, &[400, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504])
     };
-    let text_errors = &[400, 404, 408, 413, 429, 500, 503, 504];
+    let text_errors = &[400, 404, 408, 413, 415, 429, 500, 503, 504];
     let id = json!({
         "name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1},
         "description": "Name or alias of a model. It may contain slashes.",
@@ -147,6 +147,7 @@ fn with_errors(ok: Value, statuses: &[u16]) -> Value {
             404 => "Unknown model.",
             408 => "The client did not send the body or read the answer in time.",
             413 => "The body is too large.",
+            415 => "The body is compressed, or its content-type is not JSON.",
             429 => "The router is at its limit of requests.",
             501 => "The nodes' release does not support this grammar.",
             502 => "Every attempt failed.",
