@@ -1,4 +1,4 @@
-//! From a grammar to its matchers, over one vocabulary.
+//! Compiles grammars to matchers for one vocabulary.
 
 use std::{sync::Arc, thread::Builder};
 
@@ -20,36 +20,37 @@ use crate::{
 /// One token of a vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Token<'a> {
-    /// Stands for these bytes of text.
+    /// A token with these bytes.
     Text(&'a [u8]),
-    /// Stands for no text: control tokens, placeholders, holes. No grammar allows it.
+    /// A token without text: a control token, a placeholder or an unused id. No grammar allows it.
     Silent,
 }
 
-/// Makes matchers. Immutable: share it by [`Arc`].
+/// Compiles grammars. Immutable: share it by [`Arc`].
 pub struct Compiler {
     factory: ParserFactory,
 }
 
 impl Compiler {
-    /// Over the tokens of a model, by id. Takes time and memory in proportion to them: some tens of
-    /// milliseconds for 50,000.
+    /// Creates a compiler for a vocabulary, ordered by token id. 50,000 tokens take some tens of
+    /// milliseconds.
     pub fn new<'a>(tokens: impl IntoIterator<Item = Token<'a>>) -> Self {
         let words = tokens.into_iter().map(|token| match token {
             Token::Text(bytes) if bytes.first() != Some(&TokTrie::SPECIAL_TOKEN_MARKER) => {
                 bytes.to_vec()
             }
-            // Bytes that begin like this are no text, and mean a special token to llguidance.
+            // llguidance reads bytes with this marker as a special token.
             Token::Text(_) | Token::Silent => Vec::new(),
         });
         let words: Vec<Vec<u8>> = words.collect();
-        // What ends an answer is not for the grammar to know.
+        // Stop tokens are not part of a grammar.
         let info = TokRxInfo::new(words.len() as u32, INVALID_TOKEN);
         let trie = TokTrie::from(&info, &words);
         Self::over(Arc::new(ApproximateTokEnv::new(trie)))
     }
 
-    /// Over the 256 bytes: enough to find out whether a grammar can be compiled.
+    /// Creates a compiler whose tokens are the 256 bytes. It rejects the same grammars as a compiler for a
+    /// model.
     pub fn for_bytes() -> Self {
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
         Self::new(bytes.chunks(1).map(Token::Text))

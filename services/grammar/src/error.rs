@@ -1,6 +1,6 @@
-//! Why there is no matcher, or no next token.
+//! Errors of compiling and matching.
 
-/// A grammar that is not taken.
+/// Why a grammar is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GrammarError {
     #[error("has {bytes} bytes; allowed: at most {max}")]
@@ -20,8 +20,8 @@ pub enum GrammarError {
     NotASchema { reason: String },
     #[error("is not a regular expression: {reason}")]
     NotARegex { reason: String },
-    /// Well-formed, but not to be served: a keyword that is not known, nothing that matches, or
-    /// more than the compiler's bounds.
+    /// The grammar is well-formed, but has an unknown keyword, matches no output, or exceeds the bounds of
+    /// the compiler.
     #[error("cannot be followed: {reason}")]
     Unsupported { reason: String },
     #[error("has {count} functions; allowed: 1 to {max}")]
@@ -32,7 +32,7 @@ pub enum GrammarError {
     Name { bytes: usize, max: usize },
     #[error("cannot be followed: {reason}")]
     Writing { reason: &'static str },
-    /// In the arguments of one function.
+    /// An error in the arguments schema of one tool.
     #[error("function {index}: {error}")]
     InTool { index: usize, error: Box<GrammarError> },
 }
@@ -43,22 +43,21 @@ impl GrammarError {
     }
 }
 
-/// Why a matcher cannot go on.
+/// Why a matcher cannot continue.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MatchError {
-    /// The token is none of those allowed.
+    /// The grammar does not allow the token.
     #[error("token {token} does not match the grammar")]
     Mismatch { token: u32 },
-    /// More work or memory than the bounds allow.
+    /// The bitmask takes more work or memory than the bounds allow.
     #[error("the grammar is too complex: {reason}")]
     TooComplex { reason: String },
-    /// A defect of the matcher.
+    /// A bug in the matcher.
     #[error("the grammar's matcher failed: {reason}")]
     Defect { reason: String },
 }
 
-/// The first line of a message, without the markup that llguidance puts around its parts, and cut to
-/// what fits a log or an error body.
+/// Returns the first line of an llguidance message without its markup, cut to the length of a log field.
 pub(crate) fn one_line(message: &str) -> String {
     const BYTES_MAX: usize = 240;
     let message = message.split("\n<").next().unwrap_or(message);

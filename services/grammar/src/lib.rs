@@ -1,15 +1,15 @@
-//! Answers that must match a JSON schema or a regular expression, or call functions.
+//! Structured output: grammar-constrained decoding by a JSON schema, a regular expression or tool calls.
 //!
-//! * A [`Grammar`] is what a client asks for. [`Compiler::for_bytes`] finds out whether it is one, and
-//!   small enough, without any model: the router does that.
-//! * A [`Compiler`] over a model's tokens makes [`Matcher`]s of it: the nodes do that, away from the
-//!   engine's thread.
-//! * A [`Matcher`] follows one answer: it says which tokens may come next, takes the one that was
-//!   chosen, and says when the answer is complete.
+//! * A [`Grammar`] comes from the client. The router validates a grammar without a model, with
+//!   [`Compiler::for_bytes`].
+//! * A [`Compiler`] over a model's vocabulary compiles a grammar to a [`Matcher`]. Nodes do this outside
+//!   the engine thread.
+//! * A [`Matcher`] tracks one output. It computes the token bitmask of the next step, accepts the sampled
+//!   token and reports when the output is complete.
 //!
-//! What a compiled grammar may cost is bounded in [`limits`]. Beyond a bound there is an error,
-//! never a token that the grammar does not allow. Left out: text (a token is its bytes), sampling,
-//! and the tokens that end an answer, which are no part of a grammar.
+//! [`limits`] bounds the work of a grammar. A grammar beyond a bound gives an error, never a token that
+//! the grammar does not allow. This crate does not handle text (a token is its bytes), sampling, or stop
+//! tokens.
 #![forbid(unsafe_code)]
 
 mod compiler;

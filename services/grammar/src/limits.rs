@@ -1,20 +1,20 @@
-//! What a grammar may be, and what following it may cost.
+//! Bounds on the size of a grammar and on the work to compile and to match it.
 
 use llguidance::api::ParserLimits;
 
-/// A JSON schema as text. The largest schemas of tools in use have some ten thousand bytes.
+/// Length of a JSON schema. The largest tool schemas in use have some ten thousand bytes.
 pub const SCHEMA_BYTES_MAX: usize = 64 << 10;
-/// Objects and lists inside each other. Compiling a schema recurses.
+/// Nesting depth of objects and lists in the text of a schema.
 pub const SCHEMA_DEPTH_MAX: usize = 32;
 /// JSON objects in a schema, outside of values. Each `$ref` and each level of nesting is one: a chain of
 /// 3,000 compiles in 0.1 to 0.35 s.
 pub const SCHEMA_OBJECTS_MAX: usize = 3000;
-/// Of all objects of a schema together, patterns included. Compiling one object takes time by their
-/// square; OpenAI's bound is 5,000.
+/// Properties and pattern properties of all objects of a schema. The time to compile an object grows with
+/// the square of its properties. OpenAI's bound is 5,000.
 pub const SCHEMA_PROPERTIES_MAX: usize = 1000;
-/// Values of all `enum`s of a schema together; as OpenAI has it.
+/// Values of all `enum`s of a schema. OpenAI has the same bound.
 pub const SCHEMA_VALUES_MAX: usize = 1000;
-/// Parts of all `anyOf`, `oneOf` and `allOf` of a schema together.
+/// Subschemas in all `anyOf`, `oneOf` and `allOf` of a schema.
 pub const SCHEMA_ALTERNATIVES_MAX: usize = 500;
 /// Values of `format` in a schema. One `uri` takes 1.5 ms to compile.
 pub const SCHEMA_FORMATS_MAX: usize = 100;
@@ -30,35 +30,37 @@ pub(crate) const MULTIPLE_OF_PLACES_MAX: u32 = 8;
 pub const UNICODE_CLASSES_MAX: usize = 500;
 /// Parsing a non-ASCII class in a case-insensitive expression takes 2 ms.
 pub(crate) const CASE_INSENSITIVE_CLASS_WEIGHT: usize = 20;
+/// Length of a regular expression.
 pub const REGEX_BYTES_MAX: usize = 16 << 10;
-/// Groups inside each other.
+/// Nesting depth of groups.
 pub const REGEX_DEPTH_MAX: u32 = 64;
-/// Functions that an answer may call; as OpenAI has it.
+/// Tools of a request. OpenAI has the same bound.
 pub const TOOLS_MAX: usize = 128;
-/// Four times OpenAI's bound: names made of a server's and a tool's are longer.
+/// Length of a tool's name. OpenAI's bound is 64; names that join the names of a server and a tool are
+/// longer.
 pub const NAME_BYTES_MAX: usize = 256;
-/// The schemas and names of all of them, and the answer's own schema.
+/// Length of the names and schemas of all tools of a request, and of its response schema.
 pub const TOOLS_BYTES_MAX: usize = 256 << 10;
-/// How many times the parts of one schema all schemas of a request may have together. Compiling a
-/// schema takes time by its parts.
+/// All schemas of a request together may have this many times the objects, properties and other parts of
+/// one schema.
 pub const TOOLS_PARTS_FACTOR: usize = 4;
-/// Of each piece of text that a model writes around a call.
+/// Length of each literal that the model writes around a tool call.
 pub(crate) const WRITING_BYTES_MAX: usize = 256;
-/// What is told to a node of one grammar, at most; framing included.
+/// Size of a grammar in a request to a node, protobuf framing included.
 pub const WIRE_BYTES_MAX: usize =
     TOOLS_BYTES_MAX + REGEX_BYTES_MAX + 8 * WRITING_BYTES_MAX + TOOLS_MAX * 16;
 
-/// White space between two tokens of JSON: a line's end and a deep indentation. Without a bound
-/// small models indent for ever.
+/// White space between two tokens of JSON: room for a line feed and a deep indentation. Without a bound
+/// small models emit white space until `max_tokens`.
 pub(crate) const JSON_WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
 
-/// Work on masks that an answer may take beside [`MASK_WORK_PER_TOKEN`] of each token that it has: a
-/// large grammar's states are made with its first tokens, and used by the others. About 20 ms.
+/// Fuel to compute the bitmasks of one output, in addition to [`MASK_WORK_PER_TOKEN`] for each token. A
+/// large grammar builds most lexer states during its first tokens. About 20 ms.
 pub const MASK_WORK_BESIDE: u64 = 500_000;
-/// Masks are computed between two steps that other requests wait for: about 0.2 ms. A schema of 1,000
-/// optional properties takes 3,200, strings of bounded length 600, the others less than 100.
+/// Fuel per token. Bitmasks are computed between two steps, so they delay other requests: about 0.2 ms. A
+/// schema with 1,000 optional properties takes 3,200, strings of bounded length 600, others less than 100.
 pub const MASK_WORK_PER_TOKEN: u64 = 5_000;
-/// What an item of the parser costs in units of the lexer's fuel.
+/// Fuel that corresponds to one Earley item.
 pub(crate) const ITEM_WORK: u64 = 16;
 
 /// Fuel to build the lexer of a grammar and the transitions of its start state: 20 to 50 ms, less than
@@ -70,8 +72,8 @@ pub(crate) const COMPILER_STACK_BYTES: usize = 64 << 20;
 /// Fuel to compile the arguments of all tools of a request one by one.
 pub(crate) const TOOLS_LEXER_FUEL: u64 = 4 * LEXER_FUEL;
 
-/// Bounds of llguidance. Its own defaults allow a single grammar half a gigabyte of lexer states.
-/// Speeds are of one core with nothing else to do.
+/// Returns the bounds for llguidance. The defaults of llguidance allow one grammar half a gigabyte of lexer
+/// states. Times are for one idle core.
 pub(crate) fn parser_limits() -> ParserLimits {
     ParserLimits {
         // 1 to 2 kB each.
@@ -85,7 +87,7 @@ pub(crate) fn parser_limits() -> ParserLimits {
         initial_lexer_fuel: LEXER_FUEL,
         max_grammar_size: 100_000,
         precompute_large_lexemes: true,
-        // The answer and the grammar are the client's: neither belongs into a log.
+        // Errors must not copy the client's grammar and output into a log.
         verbose_errors: false,
     }
 }

@@ -1,4 +1,4 @@
-//! One answer, followed token by token.
+//! Matches one output token by token.
 
 use llguidance::api::StopReason;
 
@@ -7,11 +7,12 @@ use crate::{
     limits::{ITEM_WORK, MASK_WORK_BESIDE, MASK_WORK_PER_TOKEN},
 };
 
-/// Where an answer stands in its grammar. After an error that is not a mismatch it is of no more use.
+/// The state of one output in its grammar. Do not use a matcher after an error other than a mismatch.
 pub struct Matcher {
     inner: llguidance::Matcher,
-    /// What all masks have taken and may take, in units of the lexer's fuel.
+    /// Fuel that all bitmasks have taken.
     work_done: u64,
+    /// Fuel that all bitmasks may take.
     work_allowed: u64,
 }
 
@@ -20,8 +21,8 @@ impl Matcher {
         Self { inner, work_done: 0, work_allowed: MASK_WORK_BESIDE }
     }
 
-    /// The tokens that may come next as bits, token `i` in bit `i % 32` of word `i / 32`. None is
-    /// set when the answer [is complete](Self::is_complete).
+    /// Returns the bitmask of the tokens that may come next: token `i` is bit `i % 32` of word `i / 32`. No
+    /// bit is set when the output [is complete](Self::is_complete).
     ///
     /// # Errors
     /// See [`MatchError`].
@@ -42,7 +43,7 @@ impl Matcher {
         Ok(Vec::from(mask))
     }
 
-    /// Takes the next token.
+    /// Accepts the next token.
     ///
     /// # Errors
     /// See [`MatchError`].
@@ -57,7 +58,7 @@ impl Matcher {
         }
     }
 
-    /// What there is of the answer is a whole one, though it may go on.
+    /// Returns whether the output so far matches the grammar. The output may still continue.
     ///
     /// # Errors
     /// See [`MatchError`].
@@ -68,7 +69,7 @@ impl Matcher {
         self.inner.is_accepting().map_err(|error| self.error(&error))
     }
 
-    /// The answer is whole and nothing can follow.
+    /// Returns whether the output matches the grammar and no token can follow.
     pub fn is_complete(&self) -> bool {
         self.inner.is_stopped() && !self.inner.is_error()
     }
@@ -79,7 +80,7 @@ impl Matcher {
             StopReason::LexerTooComplex | StopReason::ParserTooComplex => {
                 MatchError::TooComplex { reason }
             }
-            // Where it gives no other reason to stop than an error.
+            // llguidance reports some bounds only in the text of an error.
             _ if ["too complex", "too many", "exceeded", "limit"]
                 .iter()
                 .any(|said| reason.contains(said)) =>
@@ -92,7 +93,7 @@ impl Matcher {
 }
 
 impl Clone for Matcher {
-    /// Shares no state with the original.
+    /// Copies the whole state: both matchers continue independently.
     fn clone(&self) -> Self {
         Self { inner: self.inner.deep_clone(), ..*self }
     }

@@ -1,4 +1,4 @@
-//! What a client asks for, and whether it is small enough to look at.
+//! Grammars as clients send them, and the checks before compiling.
 
 use std::{convert::Infallible, ops::AddAssign};
 
@@ -20,23 +20,23 @@ use crate::{
     tool_calls::ToolCalls,
 };
 
-/// What the whole answer must match.
+/// What the whole output must match.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Grammar {
-    /// The text of a JSON schema.
+    /// A JSON schema.
     JsonSchema(String),
-    /// From the first to the last character of the answer.
+    /// A regular expression, anchored at both ends.
     Regex(String),
     ToolCalls(ToolCalls),
 }
 
 impl Grammar {
-    /// Any JSON object.
+    /// Returns the grammar of any JSON object.
     pub fn json_object() -> Self {
         Self::JsonSchema(r#"{"type":"object"}"#.to_owned())
     }
 
-    /// As llguidance takes it; checked before anything that costs more than reading it.
+    /// Returns the grammar for llguidance, after all checks that are cheaper than compiling.
     pub(crate) fn parsed(&self) -> Result<TopLevelGrammar, GrammarError> {
         match self {
             Self::JsonSchema(text) => {
@@ -51,7 +51,7 @@ impl Grammar {
         }
     }
 
-    /// How much text there is to work on.
+    /// Returns the length of the schemas, expressions and names in bytes.
     pub fn bytes(&self) -> usize {
         match self {
             Self::JsonSchema(text) | Self::Regex(text) => text.len(),
@@ -60,7 +60,7 @@ impl Grammar {
     }
 }
 
-/// The schema with the options that it is compiled with, and what makes it dear.
+/// Parses a schema, and returns it with the compile options and the counts of its parts.
 pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarError> {
     check_length(text, SCHEMA_BYTES_MAX)?;
     let depth = depth(text);
@@ -72,13 +72,13 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
         serde_json::from_str(text).map_err(|error| not_a_schema(error.to_string()))?;
     let mut schema = match schema {
         Value::Object(schema) => Value::Object(schema),
-        // Everything is allowed.
+        // `true` allows any value.
         Value::Bool(true) => Value::Object(serde_json::Map::new()),
         other => return Err(not_a_schema(format!("{other} is not an object"))),
     };
     let parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
-    // In the place where a client could change them.
+    // llguidance reads options from the schema, so this overwrites options of the client.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),
         ..JsonCompileOptions::default()
@@ -332,8 +332,8 @@ fn check_length(text: &str, max: usize) -> Result<(), GrammarError> {
     if bytes > max { Err(GrammarError::TooLong { bytes, max }) } else { Ok(()) }
 }
 
-/// How deep objects and lists of a JSON text nest, without recursion. Of a text that is not JSON any
-/// number.
+/// Returns the nesting depth of objects and lists in a JSON text, without recursion. The result for other
+/// text has no meaning.
 fn depth(text: &str) -> usize {
     let (mut depth, mut deepest) = (0_usize, 0);
     let (mut in_string, mut is_escaped) = (false, false);

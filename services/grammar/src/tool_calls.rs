@@ -1,5 +1,4 @@
-//! Answers that call functions: how calls are written, what else an answer may be, and the grammar
-//! that follows.
+//! The grammar of outputs with tool calls.
 
 use std::fmt::Write as _;
 
@@ -18,13 +17,13 @@ use crate::{
 /// Any JSON object.
 const ANY_ARGUMENTS: &str = r#"{"type":"object"}"#;
 
-/// Calls of functions, and what else the answer may be.
+/// Tool calls, and what the output may be instead.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ToolCalls {
     pub writing: CallWriting,
-    /// Functions that may be called; at least one.
+    /// Tools that the output may call; at least one.
     pub tools: Vec<CallableTool>,
-    /// More than one call an answer.
+    /// Whether the output may have more than one call.
     pub several: bool,
     pub otherwise: Otherwise,
 }
@@ -42,23 +41,23 @@ pub struct CallWriting {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CallableTool {
     pub name: String,
-    /// The text of a JSON schema that the arguments match; `None`: any object will do.
+    /// The JSON schema of the arguments; `None` allows any object.
     pub arguments: Option<String>,
 }
 
-/// What an answer may be instead of calls.
+/// What the output may be instead of tool calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Otherwise {
-    /// Nothing: it must call.
+    /// Nothing: the output must call a tool.
     Nothing,
-    /// Any text, which calls may follow.
+    /// Any text, optionally followed by calls.
     Text(Prose),
-    /// What matches this.
+    /// Output that matches another grammar.
     Answer {
-        /// Not [`ToolCalls`] itself.
+        /// A schema or an expression, not [`ToolCalls`].
         grammar: Box<Grammar>,
-        /// How a call begins in text: what matches an expression does not contain it, unless this
-        /// is empty. JSON may, as there is no call in a JSON text.
+        /// The literal that starts a call in text. Output that matches a regular expression must not
+        /// contain it, unless it is empty. JSON may contain it.
         mark: String,
     },
 }
@@ -66,10 +65,11 @@ pub enum Otherwise {
 /// Text beside calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Prose {
-    /// Behind it a call follows. Where a call's writing begins with it, calls need it and text may
-    /// stand between them; else calls may also be the whole answer.
+    /// The literal before a call. If [`CallWriting::before_name`] starts with it, text may stand between
+    /// calls. Otherwise calls may also be the whole output.
     pub mark: String,
-    /// Text does not begin like this expression, which is how calls begin that are the whole answer.
+    /// Text must not start with a match of this expression: it is the start of calls that are the whole
+    /// output.
     pub never_begins: Option<String>,
 }
 
@@ -108,7 +108,7 @@ impl ToolCalls {
         Ok(TopLevelGrammar { grammars, max_tokens: None })
     }
 
-    /// Whether this text is part of what surrounds calls.
+    /// Returns whether one of the literals around calls contains this text.
     pub fn writes(&self, text: &[u8]) -> bool {
         let CallWriting { before_name, before_arguments, behind_arguments, between } =
             &self.writing;
@@ -131,7 +131,7 @@ impl ToolCalls {
         self.tools.iter().map(tool_bytes).sum::<usize>() + answer_bytes
     }
 
-    /// The grammar of each tool's arguments alone, to find out which of several cannot be followed.
+    /// Returns the index and the arguments grammar of each tool, to find the tool of an error.
     pub(crate) fn arguments_alone(&self) -> impl Iterator<Item = (usize, Grammar)> {
         let schemas = self.tools.iter().enumerate();
         schemas
@@ -173,8 +173,8 @@ impl ToolCalls {
         Ok(())
     }
 
-    /// In llguidance's dialect of Lark. Everything of the client's is quoted or in a grammar of its
-    /// own.
+    /// Returns the grammar in llguidance's dialect of Lark. Text of the client is quoted or in a grammar of
+    /// its own.
     fn lark(&self) -> Result<String, GrammarError> {
         let CallWriting { before_name, before_arguments, behind_arguments, between } =
             &self.writing;
@@ -186,7 +186,7 @@ impl ToolCalls {
         let function_call = format!("function_call: function {}", quoted(behind_arguments));
         let functions: Vec<String> = (self.tools.iter().enumerate())
             .map(|(index, tool)| {
-                // With the name's quotes in the same lexeme, no name is the beginning of another.
+                // The closing quote is in the same lexeme, so no name is a prefix of another.
                 let name = serde_json::Value::from(tool.name.as_str()).to_string();
                 format!("{} @arguments_{index}", quoted(&format!("{name}{before_arguments}")))
             })
@@ -202,7 +202,7 @@ impl ToolCalls {
         Ok(lark)
     }
 
-    /// The rule of an answer that may be text; appends the rules that it needs.
+    /// Returns the start rule of an output that may be text, and appends the rules that it uses.
     fn prose(&self, prose: &Prose, lark: &mut String) -> Result<String, GrammarError> {
         let mark = escape(&prose.mark);
         let any = r"(.|\n)*";
@@ -221,7 +221,7 @@ impl ToolCalls {
         );
         lark.push_str(&rules);
         match self.writing.before_name.strip_prefix(&prose.mark) {
-            // The mark is the call's beginning: any text may stand between calls.
+            // The mark starts a call: text may stand between calls.
             Some(rest) => {
                 let marked_call = format!("marked_call: marked {} function_call", quoted(rest));
                 lark.push_str(&marked_call);
@@ -236,8 +236,8 @@ impl ToolCalls {
     }
 }
 
-/// The grammar, in Lark, of what matches the expression and does not contain the mark: a call that is
-/// written as text would be held to nothing.
+/// Returns the Lark grammar of text that matches the expression and does not contain the mark: no schema
+/// would constrain a call in such text.
 fn without_mark(expression: &str, mark: &str) -> String {
     let expression = regex_to_lark(expression, "");
     if mark.is_empty() {
@@ -247,7 +247,7 @@ fn without_mark(expression: &str, mark: &str) -> String {
     format!("start: ANSWER\nANSWER: /{expression}/ & ~/{with_mark}/\n")
 }
 
-/// As a string of Lark, which is one of JSON.
+/// Returns a Lark string literal, which has the syntax of JSON.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

@@ -170,6 +170,14 @@ fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
             }
         }
     }
+    assert!(peak_mib() < 512, "{} MiB", peak_mib());
+}
+
+/// Peak resident memory of the process, in MiB.
+fn peak_mib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
 /// The bounds of one schema are no bounds of a request.

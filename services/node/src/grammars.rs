@@ -1,9 +1,8 @@
-//! From the grammar of an attempt to the constraint of its sequence, away from the engine's thread.
+//! Compiles the grammar of an attempt to the constraint of its sequence, outside the engine thread.
 //!
-//! The first grammar makes the node read its model's vocabulary and build what masks are computed
-//! from, which takes a few hundred milliseconds and some tens of megabytes; a node that serves none
-//! never does. Compiling is bounded in time by the compiler's own limits, in number here: a few at
-//! a time, some more waiting, the others are `Busy`.
+//! The first grammar makes the node read its model's vocabulary and build a token trie. This takes a few
+//! hundred milliseconds and some tens of megabytes. The compiler bounds the time and memory of one
+//! compilation. This module bounds the number: a few run, some more wait, and the others get `Busy`.
 
 use std::{
     path::PathBuf,
@@ -21,18 +20,18 @@ use tracing::{info, warn};
 
 use crate::{attempt::NewAttempt, refusal::Refusal};
 
-/// Compiling takes the time of others on the same cores.
+/// Compilations that run at the same time. They compete with the engine for CPU cores.
 const COMPILING_MAX: usize = 2;
-/// Beside those: as many as can be done within seconds.
+/// Compilations that wait for those. Typical grammars compile in milliseconds.
 const WAITING_MAX: usize = 256;
-/// Longest wait for a constraint; a compiler that works takes milliseconds.
+/// Longest wait for a constraint.
 const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);
 
-/// What of [`proto::v1::Grammar`] this node holds answers to, as its record announces it: calls of
-/// functions, too.
+/// Version of [`proto::v1::Grammar`] that this node supports, as announced in its record. Version 2 has tool
+/// calls.
 pub(crate) const VERSION: u32 = 2;
 
-/// Makes constraints with the vocabulary of one model.
+/// Compiles constraints for the vocabulary of one model.
 #[derive(Debug)]
 pub(crate) struct Grammars {
     shared: Arc<Shared>,
@@ -45,7 +44,7 @@ struct Shared {
     model_path: PathBuf,
     /// Rows of the model's logits; its tokenizer may know fewer tokens, or more.
     vocabulary: u32,
-    /// Made with the first grammar; or why it cannot be.
+    /// Read with the first grammar; `Err` says why it cannot be read.
     vocabulary_read: OnceLock<Result<Vocabulary, String>>,
     metrics: NodeMetrics,
 }
@@ -53,7 +52,7 @@ struct Shared {
 #[derive(Debug)]
 struct Vocabulary {
     compiler: Compiler,
-    /// Special tokens that are text around calls, and nowhere else: routers do not show them.
+    /// Special tokens that delimit tool calls. Routers do not show them.
     call_marks: Vec<CallMark>,
 }
 
@@ -63,7 +62,7 @@ struct CallMark {
     text: Vec<u8>,
 }
 
-/// Marks that the grammar has no use for; of calls, those of another way to write them.
+/// Returns the call marks that the grammar does not use, such as marks of another tool-call format.
 fn silent_marks(call_marks: &[CallMark], grammar: &Grammar) -> Arc<[u32]> {
     let is_used = |mark: &CallMark| match grammar {
         Grammar::JsonSchema(_) | Grammar::Regex(_) => false,
@@ -83,8 +82,8 @@ impl Grammars {
         }
     }
 
-    /// The attempt with its constraint, if it has a grammar. The output of earlier attempts has been
-    /// taken.
+    /// Returns the attempt with its constraint, if it has a grammar. The constraint has accepted the output
+    /// of earlier attempts.
     pub async fn constrained(&self, mut attempt: NewAttempt) -> Result<NewAttempt, Refusal> {
         let Some(grammar) = attempt.grammar.take() else { return Ok(attempt) };
         let deadline = attempt.sequence.deadline.min(Instant::now() + CONSTRAIN_WITHIN);
@@ -106,7 +105,7 @@ impl Grammars {
         let turn = self.compiling.clone().acquire_owned().await.map_err(|_| Refusal::Stopped)?;
         let shared = self.shared.clone();
         let work = tokio::task::spawn_blocking(move || {
-            // Held until the work ends, whether or not anyone still waits for it.
+            // The compilation holds its permits until it ends, also after its caller has left.
             let _held = (place, turn);
             shared.constrain(&mut attempt, &grammar)?;
             Ok(attempt)
@@ -136,7 +135,7 @@ impl Shared {
             })?;
         }
         if matcher.is_complete() {
-            // Only the end that an earlier attempt did not live to tell is missing.
+            // An earlier attempt emitted the last token, but not the end of the output.
             sequence.sampling.min_tokens = 0;
         }
         let stop_tokens = match sequence.ignore_stop_tokens {
@@ -172,13 +171,13 @@ impl Shared {
     }
 }
 
-/// A matcher in the engine's terms.
+/// Implements the engine's matcher.
 #[derive(Clone, Debug)]
 struct Follower {
     matcher: grammar::Matcher,
-    /// What ends the answer where it may end.
+    /// Tokens that end the output where the grammar allows an end.
     stop_tokens: Vec<u32>,
-    /// Never chosen.
+    /// Tokens that are never allowed.
     silent: Arc<[u32]>,
     vocabulary: u32,
     metrics: NodeMetrics,
