@@ -1,4 +1,4 @@
-//! Who belongs to a cluster, what each node is, and which one takes the next request.
+//! Cluster membership, node records and health, and the selection of a node for each request.
 //!
 //! * [`Epoch`] and [`NodeId`] name a process and a node.
 //! * [`NodeRecord`], [`ModelIdentity`] and [`Load`] are what a node says about itself, checked:

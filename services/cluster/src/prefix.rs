@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ModelIdentity;
 
-/// What keys depend on beside tokens and salt.
+/// Properties of a model, beside tokens and salt, that the keys of cached blocks depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheIdentity {
     model_fingerprint: u128,

@@ -1,4 +1,4 @@
-//! What a node says about itself, checked.
+//! A node's validated record and load.
 
 use std::fmt;
 
@@ -12,12 +12,12 @@ pub const TEXT_BYTES_MAX: usize = 256;
 const BLOCKS_MAX: u32 = 1 << 24;
 const BLOCK_TOKENS_MAX: u32 = 1024;
 
-/// What a node is for.
+/// The part of a request that a node serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
-    /// Reads prompts and sends KV.
+    /// Prefills prompts and sends KV.
     Prefill,
-    /// Receives KV and writes answers; can also read prompts.
+    /// Receives KV and decodes; can also prefill.
     Decode,
 }
 
@@ -76,7 +76,7 @@ pub enum RecordError {
     NoSnapshot { found: &'static str },
 }
 
-/// What must be equal for two nodes to exchange KV.
+/// Properties that must be equal for two nodes to exchange KV.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelIdentity {
     /// Over the configuration and the weights' directory; most significant byte first on the wire.

@@ -1,4 +1,4 @@
-//! Where programs keep what they can make again.
+//! The folder for data that programs can recreate.
 
 use std::path::PathBuf;
 

@@ -17,7 +17,7 @@ const FILE_VARIABLE: &str = "BATON_CONFIG";
 const FETCHER: &str = "baton";
 const EXPLAIN_FLAG: &str = "explain-config";
 
-/// What a process begins with.
+/// Arguments and configuration that a process starts with.
 pub struct Started {
     pub config: Config,
     /// For flags of the service's own.

@@ -1,8 +1,8 @@
-//! What can be wrong with a configuration, and where a value came from.
+//! Errors of a configuration, and the sources of its values.
 
 use std::{fmt, io, path::PathBuf};
 
-/// Where a value came from, in rising precedence.
+/// The source of a value, in rising precedence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     Default,

@@ -31,7 +31,7 @@ impl Config {
         Explanation { values: self.explained.iter().filter(named).cloned().collect() }
     }
 
-    /// Where the value of `key` (`node.slots`) came from.
+    /// Returns the source of the value of `key` (`node.slots`).
     pub fn source_of(&self, key: &str) -> Source {
         let explained = self.explained.iter().find(|value| value.setting.key() == key);
         explained.map_or(Source::Default, |value| value.source.clone())

@@ -20,7 +20,7 @@ use crate::{
 /// The whole schema with comments takes about 10 KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// What a file holds, before it is parsed. Without a file: nothing.
+/// A file's text before it is parsed; empty without a file.
 #[derive(Default)]
 pub(crate) struct FileText {
     pub(crate) path: PathBuf,

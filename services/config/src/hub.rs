@@ -30,7 +30,7 @@ pub enum Parts {
     All,
 }
 
-/// Where the cache is, and what fills it.
+/// The local cache of the hub, and the program that fills the cache.
 #[derive(Clone, Debug, Default)]
 pub struct Hub {
     cache: Option<PathBuf>,

@@ -28,7 +28,7 @@ pub type Environment = BTreeMap<String, String>;
 /// Values of flags by key (`node.slots`), as they were typed.
 pub type Flags = BTreeMap<String, String>;
 
-/// Where values may come from.
+/// The sources of settings.
 #[derive(Clone, Debug, Default)]
 pub struct LoadInput {
     pub file: Option<PathBuf>,

@@ -24,7 +24,7 @@ const READY_POLL: Duration = Duration::from_millis(5);
 /// A line of a child that is longer is passed on in pieces of this size.
 const LINE_BYTES_MAX: u64 = 16 << 10;
 
-/// What to run, and under which name its lines appear.
+/// A program to run, and the name that its log lines carry.
 pub struct ChildSpec {
     pub name: String,
     pub console: Console,
@@ -40,7 +40,7 @@ pub struct ChildSpec {
     pub stop_within: Duration,
 }
 
-/// What a service writes to its ready file.
+/// Addresses that a service writes to its ready file.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Ready {
     #[serde(default)]
@@ -51,7 +51,7 @@ pub struct Ready {
     pub metrics: String,
 }
 
-/// Where a child stands, as its supervisor publishes it.
+/// A child's state, published by its supervisor.
 #[derive(Clone, Debug)]
 pub enum ChildState {
     Starting,

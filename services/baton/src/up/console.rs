@@ -1,4 +1,4 @@
-//! What a person reads: lines of the children and our own, and one answer that streams.
+//! The terminal output: log lines of the children and of baton, and one streamed response.
 //!
 //! A thread of its own writes them. A terminal that is paused, or a pipe that nobody reads, takes no
 //! part in starting, stopping and supervising: lines that find no room are counted, and the count is

@@ -6,7 +6,7 @@ use kernels::cuda::Driver;
 /// More than a host has.
 const GPUS_MAX: usize = 64;
 
-/// What `--gpus` lists: indices, ranges of them such as 0-3, and UUIDs.
+/// Parses the list of `--gpus`: indices, ranges of them such as 0-3, and UUIDs.
 pub fn parse(list: &str) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for part in list.split(',').map(str::trim) {

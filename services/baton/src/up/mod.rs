@@ -346,12 +346,12 @@ async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
     }
 }
 
-/// What all children share.
+/// Settings that all children share.
 struct Common {
     console: Console,
     bin_dir: PathBuf,
     envs: Vec<(String, String)>,
-    /// Of each node those of its ranks, prefill nodes first; none where nodes choose themselves.
+    /// GPUs of each node's ranks, prefill nodes first; empty where nodes choose their GPUs.
     gpus: Vec<Vec<String>>,
     config: Option<PathBuf>,
     /// Nodes register themselves; the router is given no list.

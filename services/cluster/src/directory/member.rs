@@ -74,14 +74,14 @@ impl Stream {
     }
 }
 
-/// What the process said about itself.
+/// The record, load and cached blocks that the process reported.
 pub(super) struct Seen {
     pub(super) record: Arc<NodeRecord>,
     pub(super) load: Load,
     pub(super) cached: HashSet<u128>,
 }
 
-/// What an attempt adds to a node's load.
+/// Load that an attempt adds to a node.
 #[derive(Clone, Copy)]
 pub(super) struct Unseen {
     pub(super) prompt_tokens: u64,
@@ -91,7 +91,7 @@ pub(super) struct Unseen {
     pub(super) answered: bool,
 }
 
-/// What an event of a stream means.
+/// The effect of an event of an `Observe` stream.
 pub(super) enum Verdict {
     Applied,
     /// The first event: this process stands there.
@@ -137,7 +137,7 @@ impl Member {
         matches!(&self.stream, Some(Stream { state: StreamState::Synced { .. }, .. }))
     }
 
-    /// What it said, when requests may go there.
+    /// Returns the report of a process that accepts requests.
     pub(super) fn serving(&self) -> Option<&Seen> {
         self.seen.as_ref().filter(|seen| self.health == Health::Up && !seen.load.draining)
     }

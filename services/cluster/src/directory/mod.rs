@@ -74,7 +74,7 @@ impl Health {
     }
 }
 
-/// What happens to a directory.
+/// An event that a directory handles.
 #[derive(Clone, Debug)]
 pub enum Input {
     Member(MemberChange),
@@ -95,7 +95,7 @@ pub enum Input {
     },
 }
 
-/// What a directory wants done.
+/// An operation for the shell to perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Open an `Observe` stream to this address and feed what it brings under this id.
@@ -114,7 +114,7 @@ pub struct NodeView<'a> {
     pub node: NodeKey,
     pub address: &'a NodeAddress,
     pub health: Health,
-    /// Of the last process seen there.
+    /// Record of the last process seen at the address.
     pub record: Option<&'a NodeRecord>,
     pub load: Load,
     pub cached_blocks: usize,
@@ -369,7 +369,7 @@ impl Directory {
         self.counter
     }
 
-    /// What must hold after every call.
+    /// Asserts the invariants that hold after every call.
     fn check(&self) {
         for (key, member) in &self.members {
             assert!(

@@ -35,7 +35,7 @@ const MISSING_BLOCK_COST: u64 = 64;
 /// Decode nodes reserve for the prompt at once; the answer grows later, so only its beginning counts.
 const NEW_TOKENS_COUNTED: u32 = 64;
 
-/// What an attempt needs of a node.
+/// Requirements of an attempt on a node.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     pub role: Role,
@@ -52,7 +52,7 @@ pub struct Wanted<'a> {
     /// Keys of the prompt's blocks for each identity among the nodes; those of another identity find
     /// nothing cached, nor does a prompt whose keys are not known.
     pub prefix: &'a [PrefixKeys],
-    /// What the node must fit: the identity of the other half of the attempt.
+    /// The identity of the attempt's other node, which this node must match.
     pub identity: Option<&'a ModelIdentity>,
     /// The version of grammars that the answer is held to; 0 for none.
     pub grammar_version: u32,
@@ -279,7 +279,7 @@ fn eligible<'a>(
     }
 }
 
-/// What an attempt takes of a node.
+/// Load that an attempt adds to a node.
 struct Need {
     cached_tokens: u32,
     uncached_tokens: u64,

@@ -1,4 +1,4 @@
-//! What a node writes into etcd, and how strictly it is read.
+//! The record that a node writes into etcd, and its strict parser.
 //!
 //! Key: `PREFIX/nodes/NODE_ID/EPOCH`. The epoch makes it the key of one process: nobody else
 //! overwrites or removes it, and registering again writes the same one. The value is a line of JSON
@@ -59,7 +59,7 @@ struct Versioned {
     version: u32,
 }
 
-/// What the keys of all nodes begin with.
+/// Returns the common prefix of all nodes' keys.
 pub(super) fn keys(prefix: &str) -> String {
     format!("{prefix}/nodes/")
 }

@@ -183,7 +183,7 @@ async fn done(reading: &mut Option<Reading>) -> Result<(Vec<Record>, OpenWatch),
     }
 }
 
-/// What comes next over the watch; never, while there is none.
+/// Waits for the next message of the watch. Never returns while no watch is open.
 async fn heard(watch: &mut Option<OpenWatch>) -> Input {
     let Some(watch) = watch else { return std::future::pending().await };
     match watch.stream.message().await {

@@ -31,7 +31,7 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 const STABLE_AFTER: Duration = Duration::from_secs(2);
 /// Keys of nodes are shorter; what is kept of longer ones tells them apart well enough.
 const KEY_BYTES_MAX: usize = 256;
-/// What is shown of a key that is not a node's.
+/// Characters that a report shows of a key that is not a node's.
 const SHOWN_CHARS_MAX: usize = 100;
 /// Records that a report of ignored records names.
 pub const IGNORED_SHOWN_MAX: usize = 3;
@@ -110,7 +110,7 @@ enum State {
     Following { since: Instant, heard: Instant, asked: Option<Instant> },
 }
 
-/// What was made of a record.
+/// The result of parsing a record.
 struct Known {
     modified: i64,
     /// `None`: it was reported and is ignored.
@@ -289,7 +289,7 @@ impl Follower {
         }
     }
 
-    /// Of several processes behind one address, only the one that registered last can be there.
+    /// Returns one process for each address: the process that registered last. Earlier ones are dead.
     fn members(&self) -> Members {
         let mut newest: HashMap<&str, (i64, &NodeEntry)> = HashMap::new();
         for known in self.known.values() {

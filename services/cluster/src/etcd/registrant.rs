@@ -31,7 +31,7 @@ const TTL_MAX: Duration = Duration::from_secs(24 * 3600);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseId(pub i64);
 
-/// What became of the call that is out, or the wish to leave.
+/// The outcome of the call in flight, or the request to leave.
 #[derive(Clone, Debug)]
 pub enum Input {
     /// The record is written under this lease.
@@ -49,7 +49,7 @@ pub enum Input {
     Leave,
 }
 
-/// What a registrant wants done.
+/// An operation for the shell to perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Replaces whatever call is out. Its outcome comes back as an [`Input`].

@@ -18,7 +18,7 @@ use super::{
 };
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
-/// Of records in one answer. A record has at most 1.5 MiB (etcd's bound) and ours some hundred bytes;
+/// Records in one response. A record has at most 1.5 MiB (etcd's bound) and ours some hundred bytes;
 /// answers that grow too large are asked for again in smaller pages.
 const PAGE_RECORDS: usize = 256;
 /// The client library answers so when it was the lease that etcd did not know.

@@ -1,4 +1,4 @@
-//! What is needed to talk to etcd, taken from the configuration.
+//! Settings for connecting to etcd, taken from the configuration.
 
 use std::{
     fs::File,
@@ -12,7 +12,7 @@ use config::Password;
 /// A chain of certificates has some KiB.
 const PEM_BYTES_MAX: u64 = 1 << 20;
 
-/// Where etcd is, who we are there, and which part of it is ours.
+/// Endpoints, credentials and key prefix.
 #[derive(Clone, Debug)]
 pub struct EtcdSettings {
     pub(super) endpoints: Vec<String>,

@@ -1,4 +1,4 @@
-//! Where the addresses of nodes come from.
+//! Sources of node addresses.
 
 mod static_list;
 
@@ -17,7 +17,7 @@ use crate::{Epoch, Role};
 
 pub use static_list::StaticMembership;
 
-/// Where a node is reached, and as what. What it really is, its record says.
+/// A node's gRPC address and its listed role. The node's record confirms the role.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeAddress {
     pub role: Role,
@@ -31,7 +31,7 @@ impl fmt::Display for NodeAddress {
     }
 }
 
-/// Who is listed, and which process stands behind each address where the source knows it.
+/// Listed addresses, each with the epoch of its process where the source knows it.
 pub type Members = BTreeMap<NodeAddress, Option<Epoch>>;
 
 /// One difference between two lists of members. A new process behind an old address is another node:
@@ -65,7 +65,7 @@ pub trait Membership: Send + Sync {
     fn shutdown(self: Box<Self>, deadline: Duration) -> Shutdown;
 }
 
-/// What [`Membership::shutdown`] returns.
+/// The future that [`Membership::shutdown`] returns.
 pub type Shutdown = Pin<Box<dyn Future<Output = Result<(), MembershipError>> + Send>>;
 
 /// The current list, from which watches are made. A source replaces it as a whole.
@@ -125,7 +125,7 @@ impl MemberWatch {
     }
 }
 
-/// What `one` has and `other` has not, or with another process.
+/// Returns the members of `one` that `other` lacks or lists with another process.
 fn missing<'a>(one: &'a Members, other: &'a Members) -> impl Iterator<Item = NodeAddress> + 'a {
     one.iter()
         .filter(|(address, process)| other.get(*address) != Some(*process))

@@ -1,4 +1,4 @@
-//! Where an etcd cluster is, and which part of it is ours.
+//! The endpoints of an etcd cluster, and the key prefix.
 
 use std::fmt;
 
@@ -34,7 +34,7 @@ impl fmt::Display for EtcdUrl {
     }
 }
 
-/// What the keys of one cluster begin with: `/` and words with `/` between them.
+/// Key prefix of one cluster: `/` and words with `/` between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdPrefix(String);
 

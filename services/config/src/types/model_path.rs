@@ -1,11 +1,11 @@
-//! Where a model lies: on this machine, or on a hub of models under a name.
+//! The location of a model: a local path, or a name on the Hugging Face hub.
 
 use std::{
     fmt,
     path::{Path, PathBuf},
 };
 
-/// What a path must begin with to name a model of a hub.
+/// Prefix of a path that names a model of the hub.
 const HUB_PREFIX: &str = "hf:";
 const DEFAULT_REVISION: &str = "main";
 /// Hubs allow 96 bytes in a name; file names may be longer.
@@ -57,7 +57,7 @@ impl ModelPath {
 }
 
 impl HubModel {
-    /// What follows `hf:`.
+    /// Parses the part after `hf:`.
     fn parse(text: &str) -> Option<Self> {
         let mut parts = text.splitn(3, '/');
         let (organisation, name) = (parts.next()?, parts.next()?);

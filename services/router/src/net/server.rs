@@ -27,8 +27,8 @@ use super::{
 /// The kernel's queue of connections not yet accepted. What does not fit waits a second for its next
 /// try. The kernel takes no more than `net.core.somaxconn`, which is as much by default.
 const BACKLOG: u32 = 4096;
-/// What the kernel keeps for a client that does not read, twice. Left alone it grows to megabytes,
-/// and a stopped client would be noticed only when they are full.
+/// Half of the kernel's send buffer for one client. By default the buffer grows to megabytes, and a
+/// stopped client would be noticed only once the buffer is full.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 /// For a request head: from connecting, or from the first byte of a later head, to its last byte.
 const HEAD_MAX: Duration = Duration::from_secs(10);
