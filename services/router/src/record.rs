@@ -10,7 +10,7 @@ use std::{
 
 use proto::v1::FinishReason;
 use telemetry::metrics::{FinishedRequest, Operation, RequestEnd, RunningRequest};
-use tracing::{Span, field::display};
+use tracing::Span;
 
 use crate::{
     admission::Full,
@@ -194,7 +194,7 @@ impl Drop for RequestRecord {
         let no_span = self.span.is_disabled();
         tracing::info!(
             parent: &self.span,
-            request_id = no_span.then(|| display(self.request_id)),
+            request_id = no_span.then(|| tracing::field::display(self.request_id)),
             label = self.label.as_deref().filter(|_| no_span),
             api = no_span.then(|| self.operation.as_str()),
             model = &*self.model.name,
