@@ -1,7 +1,6 @@
-//! An attempt as a router asks for it, checked field by field.
+//! Checks every field of a router's call.
 //!
-//! Nothing that a caller sends goes further unchecked: every refusal names the field, its value and
-//! what is allowed.
+//! Each refusal names the field, its value and the allowed values.
 
 use std::time::{Duration, Instant};
 
@@ -21,12 +20,12 @@ const CACHE_SALT_BYTES_MAX: usize = 256;
 const ENDPOINT_BYTES_MAX: usize = 262;
 const STOP_TOKENS_MAX: usize = 1024;
 const LOGPROBS_MAX: u32 = 20;
-/// Beyond this a temperature or repetition penalty is a slip; logits lie far below it.
+/// Upper bound of temperature and repetition penalty, far above useful values.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
-/// As OpenAI has it.
+/// OpenAI's bound.
 const PENALTY_MAX: f32 = 2.0;
 
-/// What every attempt at this node must stay within.
+/// The bounds that every attempt at this node is checked against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttemptLimits {
     pub epoch: Epoch,
@@ -36,22 +35,22 @@ pub struct AttemptLimits {
     pub sequence_tokens_max: u32,
 }
 
-/// One attempt at a request, checked.
+/// One attempt at a request. Its fields are checked.
 #[derive(Clone, Debug)]
 pub struct NewAttempt {
     pub request_id: u128,
-    /// Its constraint is still to be made of `grammar`.
+    /// Its constraint is compiled from `grammar` later.
     pub sequence: NewSequence,
-    /// What the answer must match.
+    /// The grammar of structured output.
     pub grammar: Option<Grammar>,
-    /// The other half of the transfer; `None`: this node does everything.
+    /// The other end of the transfer; `None`: this node prefills and decodes.
     pub peer: Option<PeerAddress>,
     /// The caller's W3C trace context; empty when there is none.
     pub traceparent: String,
 }
 
 impl NewAttempt {
-    /// A `Prefill` call.
+    /// Checks a `Prefill` call.
     pub fn send(
         request: v1::PrefillRequest,
         traceparent: String,
@@ -66,7 +65,7 @@ impl NewAttempt {
         Ok(attempt)
     }
 
-    /// A `Decode` call.
+    /// Checks a `Decode` call.
     pub fn receive_or_compute(
         request: v1::DecodeRequest,
         traceparent: String,
@@ -81,12 +80,12 @@ impl NewAttempt {
         Ok(attempt)
     }
 
-    /// Sequences are known to engine and transfers by the same id.
+    /// Returns the id that engine and transfers share.
     pub fn id(&self) -> SequenceId {
         self.sequence.id
     }
 
-    /// What both ends of the transfer must have been given alike: xxh3-128 over the token ids.
+    /// Returns the xxh3-128 hash of the token ids, which both ends of a transfer compare.
     pub fn prompt_hash(&self) -> u128 {
         let bytes: Vec<u8> =
             self.sequence.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
@@ -158,7 +157,7 @@ impl NewAttempt {
     }
 }
 
-/// Of one kind; what it says is found out when it is compiled.
+/// Checks that the grammar has a kind. The compiler checks its text.
 fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
     match wire.kind.ok_or_else(|| missing("attempt.grammar.kind"))? {
         v1::grammar::Kind::JsonSchema(text) => Ok(Grammar::JsonSchema(text)),
@@ -167,7 +166,7 @@ fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
     }
 }
 
-/// How much of it there is, and of what kind, is checked where it is compiled.
+/// Converts tool calls. The compiler checks their number and schemas.
 fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
     use v1::tool_calls::Otherwise as Wire;
     let tool = |function: v1::CallableFunction| CallableTool {
@@ -205,7 +204,7 @@ fn check_tokens(attempt: &v1::Attempt, limits: &AttemptLimits) -> Result<(), Ref
             allowed: "at least one token is needed".into(),
         });
     }
-    // One place must be left for a token to write.
+    // At least one position is left for a sampled token.
     let count_max = u64::from(limits.sequence_tokens_max.saturating_sub(1));
     if count > count_max {
         return Err(Refusal::Field {
@@ -275,7 +274,7 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
     })
 }
 
-/// The names of a peer's fields in one request.
+/// The field names of a peer in one kind of call, for errors.
 struct PeerFields {
     node_id: &'static str,
     epoch: &'static str,
@@ -294,17 +293,17 @@ const PREFILL_FIELDS: PeerFields = PeerFields {
     notice_endpoint: "prefill.notice_endpoint",
 };
 
-const MET_FIELDS: PeerFields = PeerFields {
+const MEET_FIELDS: PeerFields = PeerFields {
     node_id: "peers.node_id",
     epoch: "peers.epoch",
     notice_endpoint: "peers.notice_endpoint",
 };
 
-/// Peers of one call that are looked at.
-const MET_MAX: usize = 64;
+/// Peers of one `Meet` call beyond this number are ignored.
+const MEET_PEERS_MAX: usize = 64;
 
-/// With whom this node will exchange KV.
-pub(crate) fn peers_to_meet(
+/// Checks a `Meet` call and returns the peers to connect to.
+pub(crate) fn meet_peers(
     request: v1::MeetRequest,
     limits: &AttemptLimits,
 ) -> Result<Vec<PeerAddress>, Refusal> {
@@ -312,8 +311,8 @@ pub(crate) fn peers_to_meet(
     if named != limits.epoch {
         return Err(Refusal::OtherEpoch { named, own: limits.epoch });
     }
-    let peers = request.peers.into_iter().take(MET_MAX);
-    peers.map(|peer| checked_peer(peer, &MET_FIELDS, limits)).collect()
+    let peers = request.peers.into_iter().take(MEET_PEERS_MAX);
+    peers.map(|peer| checked_peer(peer, &MEET_FIELDS, limits)).collect()
 }
 
 fn checked_peer(
@@ -350,7 +349,7 @@ fn is_tcp_endpoint(text: &str) -> bool {
     else {
         return false;
     };
-    // Wildcards and interface names mean something to a bind, not to a connect.
+    // ZeroMQ can bind wildcards and interface names, but cannot connect to them.
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-:[]".contains(c);
     let port_is_one = port.parse::<u16>().is_ok_and(|port| port > 0);
     !host.is_empty() && host.chars().all(plain) && port_is_one
@@ -378,7 +377,7 @@ fn within(field: &'static str, value: u64, min: u64, max: u64) -> Result<(), Ref
 }
 
 fn float(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), Refusal> {
-    // Neither NaN nor an infinity is in any of the ranges.
+    // No range contains NaN or an infinity.
     if (min..=max).contains(&value) {
         return Ok(());
     }
@@ -390,7 +389,7 @@ fn float(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), Refu
     Err(Refusal::Field { field, value: value.to_string(), allowed })
 }
 
-/// Enough of a caller's text to recognise it, on one line.
+/// Quotes the first 80 characters of a caller's text on one line.
 fn shown(text: &str) -> String {
     let start: String = text.chars().take(80).collect();
     let more = if start.len() < text.len() { "..." } else { "" };
@@ -414,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_to_meet_are_checked_as_those_of_attempts() {
+    fn peers_of_meet_are_checked_like_peers_of_attempts() {
         let peer = |epoch: u128, endpoint: &str| v1::Peer {
             node_id: "decode-1".into(),
             epoch: bytes(epoch),
@@ -422,12 +421,12 @@ mod tests {
         };
         let met = |node_epoch: u128, peers| {
             let request = v1::MeetRequest { node_epoch: bytes(node_epoch), peers };
-            peers_to_meet(request, &LIMITS).map_err(|refusal| refusal.to_string())
+            meet_peers(request, &LIMITS).map_err(|refusal| refusal.to_string())
         };
         let good = || peer(9, "tcp://127.0.0.1:5555");
         let found = met(7, vec![good()]).unwrap();
         assert_eq!((found.len(), found[0].epoch), (1, Epoch(9)));
-        assert_eq!(met(7, vec![good(); 100]).unwrap().len(), MET_MAX);
+        assert_eq!(met(7, vec![good(); 100]).unwrap().len(), MEET_PEERS_MAX);
         for (peers, named) in [
             (vec![peer(7, "tcp://127.0.0.1:5555")], "peers.epoch"),
             (vec![good(), peer(9, "udp://127.0.0.1:5555")], "peers.notice_endpoint"),
@@ -470,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_attempt_is_taken_as_it_is() {
+    fn valid_attempt_is_accepted_unchanged() {
         let attempt = check(good()).unwrap();
         assert_eq!(attempt.request_id, 1);
         assert_eq!(attempt.id(), SequenceId(2));
@@ -479,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn the_prompt_hash_is_of_the_tokens_alone() {
+    fn prompt_hash_depends_only_on_the_tokens() {
         let hash = check(good()).unwrap().prompt_hash();
         let mut other = good();
         other.attempt.as_mut().unwrap().remaining_ms = 2000;
@@ -489,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn every_wrong_field_is_refused_by_its_name() {
+    fn refusal_of_an_invalid_field_names_the_field() {
         type Spoil = fn(&mut v1::PrefillRequest, &mut v1::Attempt, &mut v1::Sampling);
         let cases: &[(&str, Spoil)] = &[
             ("attempt.request_id = 3 bytes", |_, a, _| a.request_id = vec![1, 2, 3].into()),
@@ -564,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn absent_parts_are_named() {
+    fn refusal_of_a_missing_message_names_the_field() {
         for (message, request) in [
             ("attempt = absent", v1::PrefillRequest { attempt: None, ..good() }),
             ("attempt.sampling = absent", {

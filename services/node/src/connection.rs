@@ -1,7 +1,7 @@
-//! Connections of gRPC callers: how many at a time, and how long one may stay silent at first.
+//! Connections of gRPC callers: their maximum number, and the time-out of the HTTP/2 preface.
 //!
-//! Once a caller has sent the HTTP/2 preface, keep-alive tells whether it lives; before that nothing
-//! would, so a connection that does not greet in time is closed.
+//! HTTP/2 keep-alive finds a dead caller only after the preface. So a connection that does not send
+//! its preface within the time-out is closed.
 
 use std::{
     future::Future,
@@ -23,16 +23,16 @@ use tokio::{
 use tonic::transport::server::Connected;
 use tracing::warn;
 
-/// Some routers, each with a few; more wait in the kernel's queue.
+/// A few connections per router; more wait in the kernel's accept queue.
 const CONNECTIONS_MAX: usize = 256;
-/// As long as a notice listener waits for its peers' greetings.
-const GREETING_WITHIN: Duration = Duration::from_secs(5);
+/// The time-out of a peer's ZeroMQ handshake, too.
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(5);
 /// `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
 const PREFACE_BYTES: usize = 24;
-/// After a failed accept: out of descriptors, most likely.
+/// Pause after a failed accept: most likely no file descriptor is free.
 const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
-/// Accepts for ever.
+/// Accepts connections without end.
 pub(crate) fn incoming(listener: TcpListener) -> impl Stream<Item = io::Result<Connection>> {
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     stream::unfold((listener, places), |(listener, places)| async move {
@@ -46,13 +46,13 @@ async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> Connection {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                // Tokens are small and wait for nothing. A connection that is gone already says
-                // so when it is read.
+                // Tokens are small and must not wait for more bytes. A closed connection fails when
+                // it is read.
                 let _ = stream.set_nodelay(true);
                 return Connection::new(stream, place);
             }
             Err(error) => {
-                warn!(%error, "could not accept a gRPC connection");
+                warn!(%error, "cannot accept a gRPC connection");
                 sleep(ACCEPT_AGAIN_AFTER).await;
             }
         }
@@ -62,21 +62,21 @@ async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> Connection {
 /// One caller's connection.
 pub(crate) struct Connection {
     stream: TcpStream,
-    greeting: Option<Greeting>,
+    preface: Option<Preface>,
     _place: OwnedSemaphorePermit,
 }
 
-/// The preface is not complete.
-struct Greeting {
+/// A preface that is not complete yet.
+struct Preface {
     bytes_missing: usize,
     deadline: Pin<Box<Sleep>>,
 }
 
 impl Connection {
     fn new(stream: TcpStream, place: OwnedSemaphorePermit) -> Self {
-        let deadline = Box::pin(sleep(GREETING_WITHIN));
-        let greeting = Greeting { bytes_missing: PREFACE_BYTES, deadline };
-        Self { stream, greeting: Some(greeting), _place: place }
+        let deadline = Box::pin(sleep(PREFACE_TIMEOUT));
+        let preface = Preface { bytes_missing: PREFACE_BYTES, deadline };
+        Self { stream, preface: Some(preface), _place: place }
     }
 }
 
@@ -89,12 +89,12 @@ impl AsyncRead for Connection {
         let this = &mut *self;
         let filled = buffer.filled().len();
         let read = Pin::new(&mut this.stream).poll_read(context, buffer);
-        if let Some(greeting) = &mut this.greeting {
+        if let Some(preface) = &mut this.preface {
             let count = buffer.filled().len() - filled;
-            greeting.bytes_missing = greeting.bytes_missing.saturating_sub(count);
-            if greeting.bytes_missing == 0 {
-                this.greeting = None;
-            } else if greeting.deadline.as_mut().poll(context).is_ready() {
+            preface.bytes_missing = preface.bytes_missing.saturating_sub(count);
+            if preface.bytes_missing == 0 {
+                this.preface = None;
+            } else if preface.deadline.as_mut().poll(context).is_ready() {
                 let silent = "no HTTP/2 preface in time";
                 return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, silent)));
             }
@@ -155,24 +155,24 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_that_greets_may_be_silent_later() {
+    async fn connection_may_be_idle_after_its_preface() {
         let (mut client, mut connection) = pair().await;
         client.write_all(&[7; PREFACE_BYTES]).await.unwrap();
         connection.read_exact(&mut [0; PREFACE_BYTES]).await.unwrap();
         tokio::time::pause();
-        tokio::time::advance(10 * GREETING_WITHIN).await;
+        tokio::time::advance(10 * PREFACE_TIMEOUT).await;
         tokio::time::resume();
         client.write_all(&[8]).await.unwrap();
         assert_eq!(connection.read_u8().await.unwrap(), 8);
     }
 
     #[tokio::test]
-    async fn a_connection_that_does_not_greet_in_time_fails() {
+    async fn connection_without_a_preface_fails_after_the_time_out() {
         for sent in [0, 1, PREFACE_BYTES - 1] {
             let (mut client, mut connection) = pair().await;
             client.write_all(&vec![7; sent]).await.unwrap();
             connection.read_exact(&mut vec![0; sent]).await.unwrap();
-            // The clock jumps to the deadline when nothing else is to be done.
+            // The paused clock jumps to the deadline.
             tokio::time::pause();
             let error = connection.read_u8().await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut, "after {sent} bytes");

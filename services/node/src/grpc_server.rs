@@ -1,4 +1,4 @@
-//! Listens, serves and stops the gRPC services of a node.
+//! Starts and stops the gRPC server of a node.
 
 use std::{io, net::SocketAddr, time::Duration};
 
@@ -14,25 +14,25 @@ use tower::util::MapRequestLayer;
 
 use crate::{connection, service::NodeService};
 
-/// A lost router is found after interval + timeout; then its requests are cancelled.
+/// A lost router is detected after interval + time-out; then its requests are cancelled.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 const BACKLOG: u32 = 1024;
-/// A request is one message of some hundred KiB at most.
+/// A call's message has at most a few hundred KiB.
 const REQUEST_READ_MAX: Duration = Duration::from_secs(5);
-/// What a request has beside its tokens and its grammar: sampling, ids, salt.
+/// Bytes of a call beside its tokens and its grammar: sampling, ids, salt.
 const MESSAGE_BYTES_BESIDE_TOKENS: usize = 64 << 10;
 /// A token id as a varint.
 const TOKEN_BYTES_MAX: usize = 5;
-/// Streams of one connection beside those of attempts: observers, health.
+/// Streams of one connection beside attempts: observers and health checks.
 const OTHER_STREAMS_MAX: u32 = 64;
-/// Health by this name speaks of the node as a whole.
+/// The health check's name for the whole server.
 const WHOLE_NODE: &str = "";
-/// As health checks name the service.
+/// The health check's name for the service.
 const NODE_SERVICE: &str = "baton.v1.Node";
 
-/// An address that is taken but not listened on: callers are refused until the node is ready, and a
-/// port in use is found before the model is loaded.
+/// An address that is bound but not listened on: connections are refused until the node is ready, and
+/// a port in use is reported before the model is loaded.
 pub(crate) struct ReservedAddress {
     socket: TcpSocket,
     address: SocketAddr,
@@ -48,7 +48,7 @@ impl ReservedAddress {
         Ok(Self { socket, address })
     }
 
-    /// With the port that was really taken.
+    /// Returns the address with the port that was bound.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -64,7 +64,7 @@ pub(crate) struct GrpcServer {
     health: HealthReporter,
     /// Dropping it stops accepting.
     stop: DropGuard,
-    /// `None` once it was seen to have ended.
+    /// `None` once its end was reported.
     task: Option<JoinHandle<Result<(), tonic::transport::Error>>>,
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct GrpcLimits {
 }
 
 impl GrpcServer {
-    /// Accepts from now on. Health says SERVING once [`Self::set_serving`] was called.
+    /// Accepts connections. Health checks return SERVING after [`Self::set_serving`].
     pub async fn start(
         address: ReservedAddress,
         service: NodeService,
@@ -114,7 +114,7 @@ impl GrpcServer {
         set_health(&self.health, ServingStatus::NotServing).await;
     }
 
-    /// Comes back when the server ended by itself, with the reason.
+    /// Waits until the server has ended by itself and returns the reason.
     pub async fn ended(&mut self) -> String {
         let Some(task) = &mut self.task else { return "it ended before".to_owned() };
         let ended = task.await;
@@ -126,8 +126,8 @@ impl GrpcServer {
         }
     }
 
-    /// Stops accepting and waits, at most `deadline`, until callers have what is theirs; what is
-    /// still open then is closed. False when it came to that.
+    /// Stops accepting and waits at most `deadline` until every stream has ended, then closes the open
+    /// connections. Returns false when connections had to be closed.
     pub async fn shutdown(self, deadline: Duration) -> bool {
         let Self { health: _, stop, task } = self;
         drop(stop);

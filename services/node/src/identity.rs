@@ -1,13 +1,13 @@
-//! Who this process is and what it can be paired with.
+//! The identity of this node: which peers it can be paired with.
 
 use cluster::{ModelIdentity, NodeRecord};
 use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat};
 use kv_transfer::{api::Identity, control};
 
-/// Weights are loaded once, at start; an update at run time would count up.
+/// Weights are loaded once, at start.
 pub(crate) const WEIGHT_VERSION: u64 = 1;
 
-/// What must be equal on two nodes that exchange KV.
+/// Returns what must be equal on two nodes that exchange KV.
 pub(crate) fn identity(
     model_fingerprint: u128,
     weights: WeightFormat,
@@ -18,16 +18,16 @@ pub(crate) fn identity(
         weight_version: WEIGHT_VERSION,
         kv_layout: layout.to_string(),
         block_size: BLOCK_TOKENS as u32,
-        // KV of other weights would fit, but continue another model.
+        // KV of other weights has the same layout but different values.
         dtype: weights.to_string(),
-        // Blocks on the wire have all heads, however many ranks share them here.
+        // Blocks on the wire have all heads, at every number of ranks.
         tp: 1,
         protocol_min: control::PROTOCOL_MIN,
         protocol_max: control::PROTOCOL_MAX,
     }
 }
 
-/// The same, as routers are told.
+/// Returns the identity for the node's record.
 pub(crate) fn model_identity(identity: &Identity) -> ModelIdentity {
     ModelIdentity {
         model_fingerprint: identity.model_fingerprint,
@@ -41,12 +41,12 @@ pub(crate) fn model_identity(identity: &Identity) -> ModelIdentity {
     }
 }
 
-/// A prompt leaves room for at least one token.
+/// Returns the longest prompt: at least one position is left for a sampled token.
 pub(crate) fn prompt_tokens_max(record_sequence_tokens_max: u32) -> u32 {
     record_sequence_tokens_max.saturating_sub(1)
 }
 
-/// For logs: what kind of node, of which model.
+/// Returns role, id and model for logs.
 pub(crate) fn describe(record: &NodeRecord) -> String {
     format!("{} node {} for {}", record.role, record.node_id, record.model)
 }

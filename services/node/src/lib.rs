@@ -40,7 +40,7 @@ mod tensor_parallel;
 #[cfg(test)]
 mod testing;
 mod transfer_events;
-mod transfer_figures;
+mod transfer_metrics;
 pub mod wire;
 
 pub use cluster::Role;

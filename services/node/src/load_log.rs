@@ -1,14 +1,14 @@
-//! How far loading has come, in the log.
+//! Logs the progress of loading the weights.
 
 use std::time::{Duration, Instant};
 
 use model::LoadProgress;
 use tracing::info;
 
-/// A model that is there sooner says so once.
-const EVERY: Duration = Duration::from_secs(5);
+/// Time between two log lines.
+const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Says it now and then.
+/// Logs at most every [`INTERVAL`].
 pub(crate) struct LoadLog {
     last: Instant,
 }
@@ -27,7 +27,7 @@ impl LoadLog {
     }
 
     fn is_due(&mut self, now: Instant) -> bool {
-        let is_due = now.saturating_duration_since(self.last) >= EVERY;
+        let is_due = now.saturating_duration_since(self.last) >= INTERVAL;
         if is_due {
             self.last = now;
         }
@@ -40,11 +40,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_said_once_in_a_while() {
+    fn progress_is_logged_once_per_interval() {
         let mut log = LoadLog::new();
-        let begun = log.last;
+        let start = log.last;
         let due: Vec<u64> =
-            (0..20).filter(|seconds| log.is_due(begun + Duration::from_secs(*seconds))).collect();
+            (0..20).filter(|seconds| log.is_due(start + Duration::from_secs(*seconds))).collect();
         assert_eq!(due, [5, 10, 15]);
     }
 }

@@ -1,4 +1,4 @@
-//! A running node: how it starts, and how it stops.
+//! Starts and stops a node.
 
 use std::{
     io,
@@ -52,17 +52,17 @@ use crate::{
     settings::{self, SettingsError},
     tensor_parallel,
     transfer_events::TransferEvents,
-    transfer_figures,
+    transfer_metrics,
 };
 
-/// After the drain deadline everything is told to end; a peer that is gone holds blocks for a
-/// lease and half a second.
+/// Time for attempts to end after the drain time-out: a dead peer holds blocks for one lease and half a
+/// second.
 const END_WITHIN: Duration = Duration::from_millis(2_500);
-/// To take the node's record out of etcd, while work in progress ends.
+/// Time to delete the node's record from etcd, while in-flight requests finish.
 const LEAVE_WITHIN: Duration = Duration::from_secs(3);
-/// Streams that ended are read by then.
+/// Time for callers to read the end of their streams.
 const SERVER_STOP_WITHIN: Duration = Duration::from_secs(1);
-/// A step that is under way ends first.
+/// Time for the step in flight to finish.
 const ENGINE_STOP_WITHIN: Duration = Duration::from_secs(10);
 const METRICS_STOP_WITHIN: Duration = Duration::from_millis(500);
 
@@ -122,16 +122,16 @@ impl From<config::ConfigError> for StartError {
     }
 }
 
-/// Why a node that was serving does so no longer.
+/// Why a serving node failed.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeFailure {
-    #[error("the engine ended: {0}")]
+    #[error("the engine failed: {0}")]
     Engine(#[from] EngineError),
     #[error("still running after its deadline: {what}")]
     Deadline { what: String },
 }
 
-/// Where a node can be reached.
+/// The addresses of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Addresses {
     pub grpc: SocketAddr,
@@ -142,7 +142,7 @@ pub struct Addresses {
     pub data: String,
 }
 
-/// A node that serves. [`Node::drain`] stops it in order; dropping it stops it without.
+/// A serving node. [`Node::drain`] shuts it down gracefully; a drop does not.
 pub struct Node {
     record: NodeRecord,
     addresses: Addresses,
@@ -154,26 +154,25 @@ pub struct Node {
     engine: EngineThread,
     transfers: Arc<Transfers>,
     populate: Populate,
-    /// In etcd; `None` where nodes are listed.
+    /// The record in etcd; `None` with a static list of nodes.
     registration: Option<Registration>,
     drain_timeout: Duration,
 }
 
 impl Node {
-    /// Opens the model, starts engine, transfers and servers, in this order, and serves.
+    /// Opens the model, then starts engine, transfers and servers in this order.
     pub async fn start(role: Role, config: &Config, metrics: &Metrics) -> Result<Self, StartError> {
         Self::start_on(role, config, metrics, |device| device).await
     }
 
-    /// [`start`](Self::start), where the engine computes on what `wrap` makes of the device that the
-    /// settings name.
+    /// [`start`](Self::start) with an executor that `wrap` may wrap.
     pub async fn start_on(
         role: Role,
         config: &Config,
         metrics: &Metrics,
         wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
     ) -> Result<Self, StartError> {
-        // Whatever can be found wrong at once is found before the model is read.
+        // Settings are checked before the model is read.
         let secret = settings::secret(&config.transfer)?;
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
@@ -232,7 +231,7 @@ impl Node {
             arena.clone(),
             sink,
         )?);
-        transfer_figures::register(metrics.meter(), &transfers);
+        transfer_metrics::register(metrics.meter(), &transfers);
         let record = NodeRecord {
             node_id,
             epoch,
@@ -286,7 +285,7 @@ impl Node {
         let populate = Populate::start(arena, cpus).map_err(StartError::Thread)?;
         server.set_serving().await;
         ready.store(true, Ordering::Release);
-        // Last: who reads the record finds a node that serves.
+        // Last: a router that reads the record finds a serving node.
         let registration = registrar.map(|registrar| {
             let host = config.transfer.advertised_grpc_host(grpc_address.ip());
             let grpc = format!("http://{host}:{}", grpc_address.port());
@@ -317,7 +316,7 @@ impl Node {
         &self.addresses
     }
 
-    /// Comes back when the node can serve no longer, though nobody stopped it, and says what ended.
+    /// Waits until the node has failed and returns the reason.
     pub async fn failed(&mut self) -> String {
         tokio::select! {
             () = self.engine.ended() => "the engine ended".to_owned(),
@@ -325,8 +324,8 @@ impl Node {
         }
     }
 
-    /// Stops in order: takes nothing new, lets what is in work end (bounded by
-    /// `node.drain_timeout`), leaves, and ends every thread and task.
+    /// Shuts down gracefully: rejects new calls, waits for in-flight requests (at most
+    /// `node.drain_timeout`), leaves the cluster, and ends every thread and task.
     pub async fn drain(self) -> Result<(), NodeFailure> {
         let Self {
             server,
@@ -338,14 +337,14 @@ impl Node {
             registration,
             ..
         } = self;
-        // Without it nothing is in work: all that is left is to be read.
-        let patience = if engine.has_ended() { END_WITHIN } else { self.drain_timeout };
+        // A failed engine has no attempts: callers only read the end of their streams.
+        let drain_timeout = if engine.has_ended() { END_WITHIN } else { self.drain_timeout };
         let name = describe(&self.record);
         self.ready.store(false, Ordering::Release);
         self.draining.cancel();
         server.set_not_serving().await;
-        info!(in_work = inbox.attempt_count(), "{name} drains");
-        // Refused only when the engine is gone or stuck, which its join tells below.
+        info!(attempts = inbox.attempt_count(), "{name} drains");
+        // Fails only when the engine thread has ended or hangs, which its join reports below.
         let _ = inbox.send(Command::Drain);
         let leave = async {
             if let Some(registration) = registration {
@@ -353,18 +352,18 @@ impl Node {
             }
         };
         let end_work = async {
-            if tokio::time::timeout(patience, inbox.idle()).await.is_ok() {
+            if tokio::time::timeout(drain_timeout, inbox.idle()).await.is_ok() {
                 return;
             }
-            let seconds = patience.as_secs_f64();
-            warn!("{name} ends what is still in work after {seconds} s");
+            let seconds = drain_timeout.as_secs_f64();
+            warn!("{name} ends its in-flight requests after {seconds} s");
             let _ = inbox.send(Command::EndAll);
             if tokio::time::timeout(END_WITHIN, inbox.idle()).await.is_err() {
-                warn!("{name} leaves streams that nobody reads");
+                warn!("{name} stops although callers have not read their streams");
             }
         };
         tokio::join!(leave, end_work);
-        // Observers are told, and the streams of the server end with them.
+        // The observers' streams end, and with them the server's.
         let _ = inbox.send(Command::Stop);
         drop(inbox);
         if !server.shutdown(SERVER_STOP_WITHIN).await {
@@ -378,7 +377,7 @@ impl Node {
     }
 }
 
-/// Joins the engine thread, then the others, and lets go of the device.
+/// Joins the engine thread, then the other threads, then drops the device.
 async fn stop_threads(
     engine: EngineThread,
     transfers: Arc<Transfers>,
@@ -402,7 +401,7 @@ async fn stop_threads(
         .await
         .expect("shutdown does not panic and is not aborted")
         .map_err(|error| NodeFailure::Deadline { what: error.threads.join(", ") });
-    // Its memory is what they moved, also where that is other processes' and nothing here holds it.
+    // Transfers accessed the device's memory, so it is dropped after them.
     let closed = tokio::task::spawn_blocking(move || device.close());
     let closed = tokio::time::timeout(ENGINE_STOP_WITHIN, closed).await;
     let closed = closed.map_err(|_| NodeFailure::Deadline { what: "the device".into() });
@@ -521,12 +520,12 @@ fn load_blocking(
     Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus, cpu_fallback })
 }
 
-/// Every sequence that the scheduler may know is running, waiting, or in a transfer.
+/// Returns the most sequences that the scheduler may know: running, waiting, or in a transfer.
 fn attempts_max(config: &SchedulerConfig) -> u32 {
     config.limits.slots.saturating_add(config.waiting_max).saturating_add(config.transfers_max)
 }
 
-/// `/live` answers as long as the process does, `/health` while the node takes requests.
+/// Serves `/live` while the process runs and `/health` while the node accepts requests.
 fn probes(ready: Arc<AtomicBool>) -> Router {
     let health = move || async move {
         if ready.load(Ordering::Acquire) {

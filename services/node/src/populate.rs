@@ -1,9 +1,8 @@
-//! Gives the KV arena its memory while the node already serves.
+//! Populates the KV arena's memory in the background while the node serves.
 //!
-//! A block that nobody has used costs a page fault for each of its pages at its first use, and that
-//! use is a transfer or a forward that a client waits for. Faulting in a gibibyte takes up to
-//! seconds, so readiness does not wait for it either: a thread of its own does it, piece by piece,
-//! and rests as long as each piece took.
+//! The first use of a block costs a page fault per page, in a transfer or a forward pass that a client
+//! waits for. Faulting in a gibibyte takes up to seconds, so readiness does not wait for it. A thread
+//! faults in one piece at a time and then sleeps as long as the piece took.
 
 use std::{
     io,
@@ -16,25 +15,25 @@ use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 use kernels::{KvArena, cpu::affinity};
 use tracing::{debug, warn};
 
-/// What is faulted in at a time: stopping waits for no more than this.
+/// Bytes faulted in at a time: a stop waits for at most one piece.
 const PIECE_BYTES: usize = 8 << 20;
 
 /// The running thread. Dropping it stops and joins it.
 #[derive(Debug)]
 pub(crate) struct Populate {
-    /// Nothing is ever sent: its drop is the message.
+    /// Nothing is ever sent: the drop is the message.
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Populate {
-    /// On these CPUs, so that the memory is theirs; on any, where none are named.
+    /// Starts the thread on these CPUs, so that the memory is on their NUMA node; empty: on any CPU.
     pub fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
         let (stop, stopped) = bounded::<()>(0);
         let thread = thread::Builder::new().name("baton-populate".to_owned()).spawn(move || {
             let confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
             if let Some(Err(error)) = &confined {
-                warn!(%error, "the arena's memory may be another NUMA node's");
+                warn!(%error, "the KV arena may be on another NUMA node");
             }
             populate(&arena, |rest| {
                 matches!(stopped.recv_timeout(rest), Err(RecvTimeoutError::Timeout))
@@ -50,12 +49,12 @@ impl Drop for Populate {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            warn!("the thread that populates the arena panicked");
+            warn!("the thread that populates the KV arena panicked");
         }
     }
 }
 
-/// `rest` says whether to go on, after the time given.
+/// `rest` sleeps for the given time and returns whether to continue.
 fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
     let begun = Instant::now();
     let piece = u32::try_from(PIECE_BYTES / arena.block_bytes()).unwrap_or(u32::MAX).max(1);
@@ -67,18 +66,20 @@ fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
                 let bytes = arena.block_count() as u64 * arena.block_bytes() as u64;
-                warn!("this machine has not the {bytes} bytes that node.kv_memory promises");
+                warn!(
+                    "cannot populate the KV arena: this machine does not have the {bytes} bytes of node.kv_memory"
+                );
                 return;
             }
-            // Older kernels cannot: pages come at their first use.
-            Err(error) => return debug!(%error, "the arena is not populated"),
+            // Older kernels cannot populate: pages are faulted in at their first use.
+            Err(error) => return debug!(%error, "the KV arena is not populated"),
         }
         first += count;
         if !rest(started.elapsed()) {
             return;
         }
     }
-    debug!(seconds = begun.elapsed().as_secs_f64(), "the arena has its memory");
+    debug!(seconds = begun.elapsed().as_secs_f64(), "the KV arena is populated");
 }
 
 #[cfg(test)]
@@ -111,6 +112,6 @@ mod tests {
         let arena = arena(4096);
         let populate = Populate::start(arena.clone(), Vec::new()).unwrap();
         drop(populate);
-        assert_eq!(Arc::strong_count(&arena), 1, "the thread is gone");
+        assert_eq!(Arc::strong_count(&arena), 1, "the thread has ended");
     }
 }

@@ -26,7 +26,7 @@ use crate::{
 
 const READY_FILE_FLAG: &str = "ready-file";
 const TELEMETRY_STOP_WITHIN: Duration = Duration::from_secs(2);
-/// The engine and the compute threads have their own; these serve streams.
+/// Async threads serve the streams; the engine and the device have threads of their own.
 const ASYNC_THREADS: usize = 2;
 
 /// Usage and configuration errors end with 2, all others with 1.
@@ -54,7 +54,7 @@ pub fn run(role: Role) -> ExitCode {
     run_on(role, &parsed.config, ready_file.map(PathBuf::as_path), started, |device| device).into()
 }
 
-/// Before the first thread, where KV may go by NCCL.
+/// Sets NCCL's environment when the transport may be nccl. Call it before the first thread starts.
 fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
     let may_carry = matches!(config.transfer.transport, Transport::Auto | Transport::Nccl);
     if config.node.device == Device::Cpu || !may_carry {
@@ -63,8 +63,7 @@ fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
     set_nccl_environment(config.transfer.transport == Transport::Nccl)
 }
 
-/// The life of a process that a node has started as one of its ranks. It serves nobody and exports
-/// nothing: all that it has beside its ring is a log.
+/// Runs a rank process. It serves no calls and exports no telemetry beside its log.
 fn run_rank(role: Role, spec: &RankSpec, config: &Config) -> u8 {
     let name = program_name(role);
     let resource = Resource { service: name.to_owned(), instance: instance(role, config) };
@@ -80,7 +79,7 @@ fn run_rank(role: Role, spec: &RankSpec, config: &Config) -> u8 {
     if let Err(error) = &outcome {
         error!("rank {} of {}: {error}", spec.rank, spec.of);
     }
-    // Without it the last line would stay where it is.
+    // Flushes the last log line.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
     if let Ok(runtime) = runtime {
         let _ = runtime.block_on(telemetry.shutdown(TELEMETRY_STOP_WITHIN));
@@ -88,8 +87,8 @@ fn run_rank(role: Role, spec: &RankSpec, config: &Config) -> u8 {
     u8::from(outcome.is_err())
 }
 
-/// [`run`] once its settings are read; says the exit code. The engine computes on what `wrap` makes
-/// of the device that the settings name.
+/// Runs a node with these settings and returns the exit code. `wrap` may wrap the executor of the
+/// device that the settings name.
 pub fn run_on(
     role: Role,
     config: &Config,
@@ -112,14 +111,14 @@ pub fn run_on(
     };
     let serve = serve_with_telemetry(role, config, ready_file, started, wrap);
     let code = runtime.block_on(serve);
-    // Dropping it would wait without limit for blocking work, such as a load that a signal cut.
+    // A drop would wait without limit for blocking work, such as a load interrupted by a signal.
     runtime.shutdown_background();
-    // Such a load also holds memory that it shares with ranks.
+    // Such a load also holds memory shared with ranks.
     kernels::shared::unlink_all();
     code
 }
 
-/// Found before anything starts, so that it is a usage error: what is missing, and a bad name.
+/// Checks required settings and the node id before anything starts: these are usage errors.
 fn check(config: &Config) -> Result<()> {
     config.model.required_path()?;
     config.transfer.required_secret()?;
@@ -129,7 +128,7 @@ fn check(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// One line a problem, on standard error.
+/// Prints one line per problem to stderr and returns the exit code.
 fn complain(name: &str, error: &dyn std::fmt::Display, code: u8) -> u8 {
     for line in error.to_string().lines() {
         eprintln!("{name}: {line}");
@@ -146,8 +145,10 @@ fn program_name(role: Role) -> &'static str {
 
 fn command(role: Role) -> Command {
     let about = match role {
-        Role::Prefill => "Reads prompts and sends their KV to decode nodes",
-        Role::Decode => "Receives KV and writes answers; reads prompts itself where need be",
+        Role::Prefill => "Prefills prompts and sends their KV to decode nodes",
+        Role::Decode => {
+            "Receives KV and decodes; prefills prompts itself when it has no prefill node"
+        }
     };
     let ready_file = Arg::new(READY_FILE_FLAG)
         .long(READY_FILE_FLAG)
@@ -157,7 +158,7 @@ fn command(role: Role) -> Command {
     let rank = Arg::new(RankSpec::FLAG)
         .long(RankSpec::FLAG)
         .value_parser(|text: &str| text.parse::<RankSpec>())
-        // Nodes start their ranks with it; people have node.tp.
+        // Nodes pass it to their ranks; operators set node.tp.
         .hide(true);
     let command = Command::new(program_name(role)).version(env!("CARGO_PKG_VERSION"));
     command.about(about).arg(ready_file).arg(rank)
@@ -199,7 +200,7 @@ fn instance(role: Role, config: &Config) -> String {
     id.unwrap_or_else(|| crate::settings::default_node_id(role, config.node.grpc.port()))
 }
 
-/// From start to drained.
+/// Starts the node, serves until a signal or a failure, and drains.
 async fn serve(
     role: Role,
     config: &Config,
@@ -210,9 +211,9 @@ async fn serve(
 ) -> Result<()> {
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let mut node = tokio::select! {
-        // Its message holds its causes already.
+        // The message includes the causes.
         node = Node::start_on(role, config, metrics, wrap) => node.map_err(|error| anyhow!("{error}"))?,
-        // Nothing is in work yet.
+        // No request is in flight yet.
         () = signals.next() => return Ok(()),
     };
     let addresses = node.addresses();
@@ -239,7 +240,7 @@ async fn serve(
     }
     tokio::select! {
         drained = node.drain() => drained.map_err(|error| anyhow!("{error}"))?,
-        () = signals.next() => bail!("stopped at once by a second signal; work was cut"),
+        () = signals.next() => bail!("stopped at once by a second signal; in-flight requests were cut"),
     }
     match failed {
         Some(what) => bail!("{what}"),
@@ -272,7 +273,7 @@ impl Signals {
     }
 }
 
-/// Readers see the whole line or no file.
+/// Writes the file atomically.
 fn write_ready_file(path: &Path, addresses: &Addresses) -> io::Result<()> {
     let Addresses { grpc, metrics, notice, data } = addresses;
     let ready = serde_json::json!({

@@ -1,8 +1,7 @@
-//! The gRPC face of a node: `baton.v1.Node`.
+//! The gRPC service of a node: `baton.v1.Node`.
 //!
-//! Calls are checked here and begun in the engine thread; what the engine says of them is streamed
-//! back. A dropped call, a closed stream and a lost connection all drop the attempt's stream, and
-//! with it the attempt.
+//! This module checks each call, sends it to the engine thread and streams the events back. A dropped
+//! call, a closed stream and a lost connection all drop the attempt's stream, which cancels the attempt.
 
 use std::{convert::Infallible, pin::Pin, sync::Arc, time::Instant};
 
@@ -51,7 +50,7 @@ impl NodeService {
         Self { role, limits, grammars, inbox, observer_permits: observe::permits(), draining }
     }
 
-    /// What every new request must find: the role that serves it, and no drain.
+    /// Rejects a call of the other role, and every call while the node drains.
     fn check_open(&self, role: Role, method: &'static str) -> Result<(), Refusal> {
         if self.role != role {
             return Err(Refusal::OtherRole { own: self.role.as_str(), method });
@@ -105,11 +104,11 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<v1::MeetRequest>,
     ) -> Result<Response<v1::MeetReply>, Status> {
-        let peers = attempt::peers_to_meet(request.into_inner(), &self.limits)?;
+        let peers = attempt::meet_peers(request.into_inner(), &self.limits)?;
         let sends = self.role == Role::Prefill;
         let (guard, mut over) = mpsc::channel::<Infallible>(1);
         self.inbox.send(Command::Connect { peers, sends, guard: Arc::new(guard) })?;
-        // Nothing is ever sent: it is over when nobody holds it any more.
+        // Nothing is ever sent: `recv` returns when every clone of the guard is dropped.
         tokio::select! {
             _ = over.recv() => {}
             () = self.draining.cancelled() => {}
@@ -123,7 +122,8 @@ impl node_server::Node for NodeService {
         _request: Request<v1::ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
         let place = self.observer_permits.clone().try_acquire_owned().map_err(|_| {
-            let reason = format!("{} observers are here already", observe::OBSERVERS_MAX);
+            let reason =
+                format!("{} routers observe this node, its maximum", observe::OBSERVERS_MAX);
             Refusal::Busy { reason }
         })?;
         let (ends, stream) = observe::observer(place);
@@ -132,7 +132,7 @@ impl node_server::Node for NodeService {
     }
 }
 
-/// The caller's trace context, which is parsed where it is used; empty when there is none.
+/// Returns the caller's trace context, unparsed; empty when the call has none.
 fn traceparent(metadata: &MetadataMap) -> String {
     metadata
         .get("traceparent")
@@ -163,9 +163,9 @@ mod tests {
         sequence_tokens_max: 32,
     };
 
-    /// Time stands still unless nothing else is to be done.
+    /// Tokio's paused clock advances only while every task waits.
     #[tokio::test(start_paused = true)]
-    async fn meet_answers_when_the_meetings_are_over_or_the_node_drains_or_it_takes_long() {
+    async fn meet_returns_when_every_guard_is_dropped_or_the_node_drains_or_the_time_out_passes() {
         let (inbox, commands) = Inbox::new(4, CollectWaker::default());
         let grammars = Grammars::new("nowhere".into(), 100, testing::metrics());
         let draining = CancellationToken::new();

@@ -1,4 +1,4 @@
-//! What a node takes from the configuration, in the engine's and the transfers' own types.
+//! Converts the node's settings to the types of engine and transfers.
 
 use std::{fs, io, path::Path, thread::available_parallelism};
 
@@ -57,16 +57,16 @@ pub enum SettingsError {
          each rank"
     )]
     GpusApart { gpu: String, fault: String },
-    #[error("node.tp = {tp}: {found} GPUs are here; allowed: as many ranks as there are GPUs")]
+    #[error("node.tp = {tp}: this machine has {found} GPUs; expected at least one GPU per rank")]
     TooFewGpus { tp: u32, found: usize },
     #[error("node.sequence_tokens_max = {value}: the model reaches {context_tokens} tokens")]
     BeyondContext { value: u32, context_tokens: usize },
 }
 
-/// For KV, where nothing else is said.
+/// Default bytes of KV in host memory.
 const KV_MEMORY_BYTES: u64 = 1 << 30;
 
-/// Blocks of an arena in the host's memory: as many as asked for, or as fit into the memory.
+/// Returns the number of blocks of an arena in host memory: as set, or as many as fit into the memory.
 pub(crate) fn block_count(node: &config::Node, layout: KvLayout) -> Result<u32, SettingsError> {
     Ok(match block_count_set(node, layout)? {
         Some(blocks) => blocks,
@@ -74,7 +74,7 @@ pub(crate) fn block_count(node: &config::Node, layout: KvLayout) -> Result<u32, 
     })
 }
 
-/// As many blocks as the configuration asks for, if it does.
+/// Returns the number of blocks that the settings name, if they do.
 pub(crate) fn block_count_set(
     node: &config::Node,
     layout: KvLayout,
@@ -88,7 +88,7 @@ pub(crate) fn block_count_set(
 
 fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
     let block_bytes = layout.block_bytes();
-    // The configuration's own limit on `node.blocks`.
+    // The maximum of `node.blocks`.
     let blocks = (bytes / block_bytes.max(1) as u64).min(1 << 24);
     if blocks < 2 {
         return Err(SettingsError::TooFewBlocks { bytes, blocks, block_bytes });
@@ -96,7 +96,7 @@ fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
     Ok(blocks as u32)
 }
 
-/// The GPU of each rank, as `node.gpu` names it; `None`: as the driver counts them.
+/// Returns the GPU of each rank in `node.gpu`; `None`: in the driver's order.
 pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsError> {
     let Some(gpu) = &node.gpu else { return Ok(None) };
     let names: Vec<&str> = gpu.split(',').map(str::trim).collect();
@@ -107,7 +107,7 @@ pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsErr
     Ok(Some(names))
 }
 
-/// What the executor is made for.
+/// Returns the limits of the executor.
 pub(crate) fn executor_limits(
     node: &config::Node,
     model: &ModelConfig,
@@ -168,15 +168,15 @@ pub(crate) fn isa(isa: config::Isa) -> Isa {
 pub(crate) fn load_format(format: config::LoadFormat) -> LoadFormat {
     match format {
         config::LoadFormat::Auto => LoadFormat::Auto,
-        // One seed, so that all nodes of a cluster have the same weights.
+        // One seed: every node of a cluster has the same weights.
         config::LoadFormat::Dummy => LoadFormat::Dummy { seed: 0 },
     }
 }
 
-/// Where Linux lists its NUMA nodes.
+/// Linux's folder of NUMA nodes.
 const NUMA_NODES: &str = "/sys/devices/system/node";
 
-/// Threads of one forward, and the CPUs that they are tied to, if to any.
+/// Returns the number of compute threads and the CPUs that they are pinned to, if any.
 pub(crate) fn threads(node: &config::Node) -> Result<(usize, Vec<u32>), SettingsError> {
     threads_on(node, affinity::allowed(), Path::new(NUMA_NODES))
 }
@@ -219,7 +219,7 @@ fn listed(cpus: &CpuList, allowed: &[u32]) -> Result<Vec<u32>, SettingsError> {
     Err(SettingsError::NoSuchCpu { cpus: cpus.clone(), missing, allowed })
 }
 
-/// Of the node's CPUs those that this process may use.
+/// Returns the CPUs of the NUMA node that this process may use.
 fn of_numa_node(
     numa_node: u32,
     allowed: &[u32],
@@ -233,7 +233,7 @@ fn of_numa_node(
     let file = numa_nodes.join(format!("node{numa_node}")).join("cpulist");
     let text = fs::read_to_string(&file)
         .map_err(|error| no_such(format!("cannot read {}: {error}", file.display())))?;
-    // A node of memory alone has an empty list.
+    // A NUMA node without CPUs has an empty list.
     let cpus = CpuList::parse(&text);
     let cpus = cpus.as_ref().map(CpuList::cpus).unwrap_or_default();
     let usable: Vec<u32> = cpus.iter().copied().filter(|cpu| allowed.contains(cpu)).collect();
@@ -256,12 +256,12 @@ fn numa_nodes_there(numa_nodes: &Path) -> String {
     }
 }
 
-/// For logs.
+/// Formats the CPUs for logs.
 pub(crate) fn shown_cpus(cpus: &[u32]) -> String {
     if cpus.is_empty() { "any".to_owned() } else { shown(cpus) }
 }
 
-/// As in a list of the configuration.
+/// Formats numbers as the settings list them.
 fn shown(numbers: &[u32]) -> String {
     let text: Vec<String> = numbers.iter().map(u32::to_string).collect();
     CpuList::parse(&text.join(",")).map_or_else(|| text.join(","), |list| list.to_string())
@@ -271,10 +271,10 @@ pub(crate) fn secret(transfer: &config::Transfer) -> Result<ClusterSecret, Setti
     Ok(ClusterSecret::new(transfer.required_secret()?.reveal())?)
 }
 
-/// A chunk between GPUs, where nothing else is said.
+/// Default bytes of a chunk between GPUs.
 const GPU_CHUNK_BYTES: usize = 32 << 20;
 
-/// Room for every transfer that the scheduler may know.
+/// Returns limits with room for every transfer that the scheduler may know.
 pub(crate) fn transfer_limits(
     transfer: &config::Transfer,
     transfers_max: u32,
@@ -289,7 +289,7 @@ pub(crate) fn transfer_limits(
     }
 }
 
-/// How KV may travel.
+/// Returns the transports that may move KV.
 pub(crate) fn transport_config(transfer: &config::Transfer) -> TransportConfig {
     let choice = match transfer.transport {
         config::Transport::Auto => TransportChoice::Auto,
@@ -300,7 +300,7 @@ pub(crate) fn transport_config(transfer: &config::Transfer) -> TransportConfig {
     TransportConfig { choice, verify: transfer.verify, nccl_max_ctas: Some(transfer.nccl_blocks) }
 }
 
-/// The node's name where none was given: role and port.
+/// Returns the default node id: role and port.
 pub(crate) fn default_node_id(role: Role, grpc_port: u16) -> String {
     format!("{role}-{grpc_port}")
 }
@@ -311,7 +311,7 @@ mod tests {
 
     use super::*;
 
-    /// Threads and CPUs on a machine of two NUMA nodes where this process has CPUs 0 to 5 of 8.
+    /// Threads and CPUs on a machine with two NUMA nodes where this process may use CPUs 0 to 5 of 8.
     fn found(flags: &[(&str, &str)]) -> Result<(usize, Vec<u32>), String> {
         let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
         let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_has_a_gpu_of_its_own() {
+    fn each_rank_needs_its_own_gpu() {
         let found = |gpu: &str, tp: &str| {
             let flags = [("node.gpu", gpu), ("node.tp", tp)];
             let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
@@ -345,12 +345,12 @@ mod tests {
     }
 
     #[test]
-    fn threads_follow_the_list_or_the_numa_node() {
+    fn threads_follow_node_cpus_or_node_numa_node() {
         for (flags, cpus) in [
             (&[("node.cpus", "5,0-2")][..], &[5, 0, 1, 2][..]),
             (&[("node.cpus", "5,0-2"), ("node.threads", "2")], &[5, 0]),
             (&[("node.numa_node", "0")], &[0, 1, 2, 3]),
-            // Of the second node two are not ours.
+            // This process may not use two CPUs of the second NUMA node.
             (&[("node.numa_node", "1")], &[4, 5]),
             (&[("node.numa_node", "0"), ("node.threads", "3")], &[0, 1, 2]),
         ] {
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn cpus_and_nodes_that_are_not_there_are_named_with_those_that_are() {
+    fn unknown_cpu_or_numa_node_is_rejected_with_the_allowed_ones() {
         for (flags, words) in [
             (&[("node.cpus", "4-9")][..], &["node.cpus = 4-9", "no CPU 6-9", "allowed: 0-5"][..]),
             (&[("node.numa_node", "7")], &["node.numa_node = 7", "node7/cpulist", "allowed: 0-3"]),

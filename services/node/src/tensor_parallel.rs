@@ -1,14 +1,14 @@
-//! A node whose executor is several processes: how it starts its ranks, and how a rank begins.
+//! Tensor parallelism: starts the rank processes of a node, and runs one rank.
 //!
-//! The ranks are this program again, with its own arguments and the flag of its spec.
+//! A rank process is this program with the same arguments and the hidden flag of its [`RankSpec`].
 //!
-//! On CPUs the KV arena lies in memory that all of them have mapped, with the blocks of all heads: each
-//! rank computes its own heads there, and the node's transfers see whole blocks, as with one rank. In
-//! front of it is what the ranks add up their partial sums in.
+//! On CPUs the KV arena is in memory that all ranks map, with the blocks of all heads. Each rank
+//! computes its own heads there, and the node's transfers see whole blocks, as with one rank. The
+//! buffers of the all-reduce are in front of the arena.
 //!
-//! On GPUs each rank has its heads of every block on a GPU of its own, and lets the node in on them:
-//! its transfers see whole blocks likewise. In the memory that all have mapped the ranks tell each other
-//! where they sum, which is on the GPUs.
+//! On GPUs each rank has its heads of every block on its own GPU and exports them to the node, so the
+//! node's transfers see whole blocks, too. Through the shared memory the ranks exchange the addresses
+//! of their all-reduce buffers on the GPUs.
 
 use std::{
     ffi::OsString,
@@ -42,68 +42,68 @@ use crate::{
     settings::{self, SettingsError},
 };
 
-/// What the region of KV and sums says it is for.
+/// The purpose in the name of the region for KV and all-reduce buffers.
 const PURPOSE: &str = "kv";
-/// No exchange between ranks waits longer. A rank that is gone is noticed far sooner, by the node.
+/// Time-out of every exchange between ranks. The node detects a dead rank far sooner.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Where pages begin.
+/// Alignment of the arena in the region.
 const PAGE: usize = 4096;
 
-/// What every rank is told to start: the model's place here, and the memory that they share.
+/// What every rank needs to start: the model's path and the shared memory.
 #[derive(Clone, Debug, PartialEq)]
-struct Told {
+struct RankStart {
     model: PathBuf,
     region: RegionName,
-    /// Of the arena in the region; 0 on GPUs.
+    /// Blocks of the arena in the region; 0 on GPUs.
     blocks: u32,
-    /// Of each rank, by UUID; none on CPUs.
+    /// The GPU's UUID of each rank; empty on CPUs.
     gpus: Vec<String>,
 }
 
-impl Told {
+impl RankStart {
     fn encode(&self) -> Vec<u8> {
-        // Paths need not be text.
+        // A path need not be UTF-8.
         let model = self.model.as_os_str().as_encoded_bytes();
-        let told = json!({
+        let fields = json!({
             "region": self.region.file_name(),
             "blocks": self.blocks,
             "gpus": self.gpus,
             "model": model,
         });
-        told.to_string().into_bytes()
+        fields.to_string().into_bytes()
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         use std::os::unix::ffi::OsStringExt;
 
-        let told: Value = serde_json::from_slice(bytes).ok()?;
+        let fields: Value = serde_json::from_slice(bytes).ok()?;
         let byte = |value: &Value| u8::try_from(value.as_u64()?).ok();
-        let model = told["model"].as_array()?.iter().map(byte).collect::<Option<Vec<u8>>>()?;
+        let model = fields["model"].as_array()?.iter().map(byte).collect::<Option<Vec<u8>>>()?;
         Some(Self {
             model: OsString::from_vec(model).into(),
-            region: RegionName::parse(told["region"].as_str()?)?,
-            blocks: u32::try_from(told["blocks"].as_u64()?).ok()?,
+            region: RegionName::parse(fields["region"].as_str()?)?,
+            blocks: u32::try_from(fields["blocks"].as_u64()?).ok()?,
             gpus: {
-                let gpus = told["gpus"].as_array()?.iter();
+                let gpus = fields["gpus"].as_array()?.iter();
                 gpus.map(|gpu| Some(gpu.as_str()?.to_owned())).collect::<Option<_>>()?
             },
         })
     }
 }
 
-/// Where the arena begins in the region.
+/// Returns the arena's offset in the region.
 fn arena_at(ranks: u32) -> usize {
     Group::region_bytes(ranks as usize).next_multiple_of(PAGE)
 }
 
 fn region_bytes(layout: KvLayout, blocks: u32, ranks: u32) -> usize {
-    // What cannot be is refused by the region, and by the arena in it.
+    // The region and the arena in it reject impossible sizes.
     let arena = layout.block_bytes().saturating_mul(blocks as usize);
     arena_at(ranks).saturating_add(arena)
 }
 
-/// The ranks, which are ready, and the arena that they compute into. They compute on these GPUs, by
-/// UUID, or on CPUs.
+/// Starts the ranks on these GPUs (by UUID) or on CPUs, waits until they are ready, and returns them
+/// with the arena that they compute into.
 pub(crate) fn start(
     config: &Config,
     epoch: u128,
@@ -113,33 +113,37 @@ pub(crate) fn start(
 ) -> Result<(RankGroup, Arc<KvArena>), StartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
     let layout = model.kv_layout(settings::weight_format(config.model.dtype).kv_dtype());
-    // On GPUs as many as fit, where nothing else is said.
+    // On GPUs the default is as many blocks as fit.
     let blocks = match &gpus {
         Some(_) => settings::block_count_set(&config.node, layout)?.unwrap_or(u32::MAX),
         None => settings::block_count(&config.node, layout)?,
     };
-    // What is wrong with them is said here rather than by each rank.
+    // An invalid setting is reported here once instead of by each rank.
     settings::executor_limits(&config.node, model, blocks)?;
     for name in sweep() {
-        info!(owner = name.owner, purpose = name.purpose, "removed what a dead node left");
+        info!(
+            owner = name.owner,
+            purpose = name.purpose,
+            "removed the shared memory of a dead node"
+        );
     }
     let name = RegionName::own(epoch, PURPOSE);
     let start = |blocks, gpus| {
-        let told = Told { model: path.to_owned(), region: name.clone(), blocks, gpus };
-        RankGroup::start(GroupSettings::new(epoch, of, told.encode()), RankSpec::command)
+        let start = RankStart { model: path.to_owned(), region: name.clone(), blocks, gpus };
+        RankGroup::start(GroupSettings::new(epoch, of, start.encode()), RankSpec::command)
     };
     let (group, arena) = match gpus {
         None => {
             let region = SharedRegion::create(&name, region_bytes(layout, blocks, of))?;
             let arena = KvArena::shared(layout, blocks, &region, arena_at(of))?;
             let group = start(blocks, Vec::new())?;
-            // All have opened it.
+            // Every rank has opened it.
             region.unlink();
             (group, arena)
         }
         Some(gpus) => {
             let region = SharedRegion::create(&name, CudaRank::region_bytes(of as usize))?;
-            // This process' own contexts take memory too: before the ranks look how much is left for KV.
+            // This process' CUDA contexts take memory, too: before the ranks measure what is left for KV.
             let _contexts = device::contexts(&gpus)?;
             let mut group = start(0, gpus)?;
             region.unlink();
@@ -153,10 +157,10 @@ pub(crate) fn start(
     Ok((group, arena))
 }
 
-/// As many ranks as sums over GPUs are made for.
+/// The numbers of ranks that the GPU all-reduce supports.
 pub(crate) const RANKS_ON_GPUS: [usize; 4] = [1, 2, 4, 8];
 
-/// Whether the model, and the device that is asked for, allow so many ranks.
+/// Checks that the model and the device allow the number of ranks.
 pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), SettingsError> {
     let is_gpu = node.device == Device::Cuda;
     let model = checkpoint.config();
@@ -171,36 +175,37 @@ pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), 
     Err(SettingsError::Ranks { tp, on, kv_heads, allowed })
 }
 
-/// The whole life of a rank's process, once its settings are read.
+/// Runs a rank process after its settings are read.
 pub(crate) fn run(spec: &RankSpec, config: &Config) -> Result<(), ranks::RankError> {
-    run_rank(spec, |told| {
-        let told = Told::decode(told).ok_or("what it is told is not what this program tells")?;
-        executor(spec, config, &told).map_err(|error| error.to_string())
+    run_rank(spec, |start| {
+        let start = RankStart::decode(start)
+            .ok_or("invalid start message of a rank; expected one of this program's version")?;
+        executor(spec, config, &start).map_err(|error| error.to_string())
     })
 }
 
 fn executor(
     spec: &RankSpec,
     config: &Config,
-    told: &Told,
+    start: &RankStart,
 ) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
-    match told.gpus.get(spec.rank as usize) {
-        Some(gpu) => on_gpu(spec, config, told, gpu),
-        None => Ok((Box::new(on_cpu(spec, config, told)?), Vec::new())),
+    match start.gpus.get(spec.rank as usize) {
+        Some(gpu) => on_gpu(spec, config, start, gpu),
+        None => Ok((Box::new(on_cpu(spec, config, start)?), Vec::new())),
     }
 }
 
-/// With the executor: where the rank's KV is, for the node.
+/// Returns the executor and the handle of the rank's KV for the node.
 fn on_gpu(
     spec: &RankSpec,
     config: &Config,
-    told: &Told,
+    start: &RankStart,
     gpu: &str,
 ) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
-    let checkpoint = opened(config, told)?;
+    let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    CudaRank::open(&told.region, shard(spec))?.start(|rank| {
+    CudaRank::open(&start.region, shard(spec))?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
         let Started { executor, kv, .. } = gpu.start(config, &checkpoint, layout, Some(rank))?;
         let says = IpcMemory::new(kv).export();
@@ -214,26 +219,26 @@ fn shard(spec: &RankSpec) -> Shard {
     Shard::new(spec.rank as usize, spec.of as usize).expect("the model allows so many")
 }
 
-fn opened(config: &Config, told: &Told) -> Result<Checkpoint, StartError> {
+fn opened(config: &Config, start: &RankStart) -> Result<Checkpoint, StartError> {
     let load_format = settings::load_format(config.model.load_format);
-    let checkpoint = Checkpoint::open(&told.model, load_format)?;
+    let checkpoint = Checkpoint::open(&start.model, load_format)?;
     check(&checkpoint, &config.node)?;
     Ok(checkpoint)
 }
 
-fn on_cpu(spec: &RankSpec, config: &Config, told: &Told) -> Result<CpuExecutor, StartError> {
+fn on_cpu(spec: &RankSpec, config: &Config, start: &RankStart) -> Result<CpuExecutor, StartError> {
     let (threads, cpus) = settings::threads(&config.node)?;
     let (threads, cpus) = share(threads, &cpus, spec);
-    // As in a node without ranks: what is packed here is read by these CPUs.
+    // As in a node without ranks: the CPUs that read the weights pack them.
     let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(StartError::Affinity)?;
-    let checkpoint = opened(config, told)?;
+    let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    let bytes = region_bytes(layout, told.blocks, spec.of);
-    let region = SharedRegion::open(&told.region, bytes)?;
-    let arena = KvArena::shared(layout, told.blocks, &region, arena_at(spec.of))?;
-    let limits = settings::executor_limits(&config.node, checkpoint.config(), told.blocks)?;
+    let bytes = region_bytes(layout, start.blocks, spec.of);
+    let region = SharedRegion::open(&start.region, bytes)?;
+    let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;
+    let limits = settings::executor_limits(&config.node, checkpoint.config(), start.blocks)?;
     let isa = settings::isa(config.node.isa);
     let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
     let backend = backend.in_group(Group::new(&region, 0, shard(spec), PATIENCE));
@@ -245,17 +250,21 @@ fn on_cpu(spec: &RankSpec, config: &Config, told: &Told) -> Result<CpuExecutor, 
     Ok(executor)
 }
 
-/// Of the node's threads and CPUs those of a rank: as even as they allow, one at least.
+/// Returns a rank's share of the node's threads and CPUs: as even as possible, at least one thread.
 fn share(threads: usize, cpus: &[u32], spec: &RankSpec) -> (usize, Vec<u32>) {
     let (rank, of) = (spec.rank as usize, spec.of as usize);
     let part = |count: usize| rank * count / of..(rank + 1) * count / of;
     if threads < of && rank == 0 {
-        warn!(threads, ranks = of, "ranks have a thread each at least, more than node.threads has");
+        warn!(
+            threads,
+            ranks = of,
+            "each rank needs at least one thread: more threads run than node.threads"
+        );
     }
     let threads = part(threads).len().max(1);
     match cpus.len() {
         0 => (threads, Vec::new()),
-        // Some have one together.
+        // Some ranks share a CPU.
         count if count < of => (1, vec![cpus[rank % count]]),
         count => (part(count).len(), cpus[part(count)].to_vec()),
     }
@@ -270,14 +279,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_comes_back_and_nothing_else_does() {
+    fn rank_start_round_trips_and_invalid_bytes_are_rejected() {
         let model = PathBuf::from("/some/models/täglich.gguf");
         let gpus = vec!["GPU-1".to_owned(), "GPU-2".to_owned()];
-        let told = Told { model, region: RegionName::own(3, PURPOSE), blocks: 17, gpus };
-        assert_eq!(Told::decode(&told.encode()), Some(told.clone()));
-        let text = String::from_utf8(told.encode()).unwrap();
+        let start = RankStart { model, region: RegionName::own(3, PURPOSE), blocks: 17, gpus };
+        assert_eq!(RankStart::decode(&start.encode()), Some(start.clone()));
+        let text = String::from_utf8(start.encode()).unwrap();
         for (from, to) in [("17", "-1"), ("baton", "bacon"), ("model", "muddle"), ("{", "")] {
-            assert_eq!(Told::decode(text.replace(from, to).as_bytes()), None, "{to}");
+            assert_eq!(RankStart::decode(text.replace(from, to).as_bytes()), None, "{to}");
         }
     }
 

@@ -1,11 +1,11 @@
-//! What the unit tests of several modules need.
+//! Shared by the unit tests of several modules.
 
 use std::sync::{Arc, Mutex};
 
 use cluster::{Epoch, ModelIdentity, NodeId, NodeRecord, Role};
 use telemetry::{LogFormat, LogSink, NodeMetrics, Resource, Telemetry, TelemetryConfig};
 
-/// Instruments that nobody reads.
+/// Returns instruments without an exporter.
 pub(crate) fn metrics() -> NodeMetrics {
     let config = TelemetryConfig {
         log: "off".into(),
@@ -18,7 +18,7 @@ pub(crate) fn metrics() -> NodeMetrics {
     NodeMetrics::new(&telemetry.metrics(), "model")
 }
 
-/// A decode node's record.
+/// Returns the record of a decode node.
 pub(crate) fn record() -> NodeRecord {
     NodeRecord {
         node_id: NodeId::parse("decode-1").unwrap(),

@@ -1,13 +1,13 @@
-//! The bounded way of events from the transfers to the engine thread.
+//! The bounded queue of events from the transfers to the engine thread.
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::executor::CollectWaker;
 use kv_transfer::{EventSink, api::Event};
 
-/// Each transfer has at most two events: ready, and its end.
+/// Each transfer has at most two events: `Ready` and its final event.
 const EVENTS_PER_TRANSFER: usize = 2;
 
-/// Puts events into the engine's queue and wakes it.
+/// Queues events and wakes the engine thread.
 pub(crate) struct TransferEvents {
     queue: Sender<Event>,
     waker: CollectWaker,

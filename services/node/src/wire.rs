@@ -1,4 +1,4 @@
-//! From the engine's words to the wire's.
+//! Converts the core's stream items to messages of `node.proto`.
 
 use engine::event::FinishReason;
 use kernels::sampling::SampledToken;
@@ -8,7 +8,7 @@ use proto::v1::{self, decode_event, prefill_event};
 use crate::node_core::{AttemptEnd, AttemptEvent};
 pub use crate::stream::StreamItem;
 
-/// What a `Prefill` stream says; `None` where the stream just ends.
+/// Converts an item of a `Prefill` stream; `None`: the stream ends without a message.
 pub fn prefill_event(item: StreamItem) -> Option<v1::PrefillEvent> {
     let event = match item {
         StreamItem::Event(AttemptEvent::Tokens {
@@ -34,13 +34,13 @@ pub fn prefill_event(item: StreamItem) -> Option<v1::PrefillEvent> {
         StreamItem::End(AttemptEnd::Failed { kind, message }) => {
             prefill_event::Event::Failure(v1::Failure { kind: kind.into(), message })
         }
-        // Token 0 said so.
+        // The message of token 0 had the finish reason.
         StreamItem::End(AttemptEnd::Complete | AttemptEnd::Finished { .. }) => return None,
     };
     Some(v1::PrefillEvent { event: Some(event) })
 }
 
-/// What a `Decode` stream says.
+/// Converts an item of a `Decode` stream; `None`: the stream ends without a message.
 pub fn decode_event(item: StreamItem) -> Option<v1::DecodeEvent> {
     let event = match item {
         StreamItem::Event(AttemptEvent::Reserved { cached_tokens, alone }) => {
@@ -60,7 +60,7 @@ pub fn decode_event(item: StreamItem) -> Option<v1::DecodeEvent> {
         StreamItem::End(AttemptEnd::Failed { kind, message }) => {
             decode_event::Event::Failure(v1::Failure { kind: kind.into(), message })
         }
-        // Only prefill nodes end so.
+        // Only prefill nodes have these ends.
         StreamItem::End(AttemptEnd::Complete | AttemptEnd::Delivered(_)) => return None,
     };
     Some(v1::DecodeEvent { event: Some(event) })

@@ -1,4 +1,4 @@
-//! What the transfers count, on `/metrics` and over OTLP.
+//! The counters of the transfers, on `/metrics` and over OTLP.
 
 use std::collections::BTreeMap;
 
@@ -8,48 +8,48 @@ use opentelemetry::{
     metrics::{AsyncInstrument, Meter},
 };
 
-/// Registers the instruments; they fall silent when the transfers are gone. They are read on the
-/// threads of whoever scrapes, so reading waits for nobody.
+/// Registers the instruments. They report nothing after the transfers have shut down. A scrape reads
+/// them on its own thread and never blocks.
 pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
-    let figures = transfers.metrics_reader();
+    let stats = transfers.metrics_reader();
     let observe = |read: fn(&TransferMetrics, &dyn AsyncInstrument<u64>)| {
-        let figures: MetricsReader = figures.clone();
+        let stats: MetricsReader = stats.clone();
         move |instrument: &dyn AsyncInstrument<u64>| {
-            if let Some(figures) = figures.read() {
-                read(&figures, instrument);
+            if let Some(stats) = stats.read() {
+                read(&stats, instrument);
             }
         }
     };
     meter
         .u64_observable_counter("baton.kv_transfer.notices")
         .with_description("Notices between nodes; those sent again count in both")
-        .with_callback(observe(|figures, instrument| {
-            instrument.observe(figures.control_sent, &[direction("sent")]);
-            instrument.observe(figures.control_received, &[direction("received")]);
-            instrument.observe(figures.control_resent, &[direction("resent")]);
+        .with_callback(observe(|stats, instrument| {
+            instrument.observe(stats.control_sent, &[direction("sent")]);
+            instrument.observe(stats.control_received, &[direction("received")]);
+            instrument.observe(stats.control_resent, &[direction("resent")]);
         }))
         .build();
     meter
         .u64_observable_counter("baton.kv_transfer.chunks")
         .with_description("Chunks of KV that moved")
-        .with_callback(observe(|figures, instrument| {
-            instrument.observe(figures.chunks_sent, &[direction("sent")]);
-            instrument.observe(figures.chunks_received, &[direction("received")]);
+        .with_callback(observe(|stats, instrument| {
+            instrument.observe(stats.chunks_sent, &[direction("sent")]);
+            instrument.observe(stats.chunks_received, &[direction("received")]);
         }))
         .build();
     meter
         .u64_observable_counter("baton.kv_transfer.refused")
         .with_description("Notices and data frames that were not believed or had no place here")
-        .with_callback(observe(|figures, instrument| {
-            refused(instrument, "notice", &figures.control_refused);
-            refused(instrument, "data", &figures.data_refused);
+        .with_callback(observe(|stats, instrument| {
+            refused(instrument, "notice", &stats.control_refused);
+            refused(instrument, "data", &stats.data_refused);
         }))
         .build();
     meter
         .u64_observable_counter("baton.kv_transfer.fallbacks")
         .with_description("Connections to or from nodes for which KV goes by tcp, as what was agreed on did not work")
-        .with_callback(observe(|figures, instrument| {
-            for (wanted, count) in &figures.fallbacks {
+        .with_callback(observe(|stats, instrument| {
+            for (wanted, count) in &stats.fallbacks {
                 instrument.observe(*count, &[KeyValue::new("wanted", *wanted)]);
             }
         }))
@@ -57,16 +57,16 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
     meter
         .u64_observable_gauge("baton.kv_transfer.active")
         .with_description("Transfers under way")
-        .with_callback(observe(|figures, instrument| {
-            instrument.observe(figures.transfers_active as u64, &[]);
+        .with_callback(observe(|stats, instrument| {
+            instrument.observe(stats.transfers_active as u64, &[]);
         }))
         .build();
     meter
         .u64_observable_gauge("baton.kv_transfer.peers")
         .with_description("Nodes with which this one is connected, by the path that KV takes")
-        .with_callback(observe(|figures, instrument| {
+        .with_callback(observe(|stats, instrument| {
             let mut peers: BTreeMap<&str, u64> = BTreeMap::new();
-            for peer in &figures.peers {
+            for peer in &stats.peers {
                 let path = if peer.path.is_empty() { "greeting" } else { peer.path.as_str() };
                 *peers.entry(path).or_default() += 1;
             }
