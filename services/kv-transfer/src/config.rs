@@ -1,4 +1,4 @@
-//! What a node tells its transfers at start.
+//! Configuration of the transfers of one node.
 
 use std::{fmt, net::SocketAddr, time::Duration};
 
@@ -7,30 +7,30 @@ use crate::{
     transfer_kind::TransportChoice,
 };
 
-/// The one constant of failure: a transfer that its peer has not named for this long is over.
+/// Failure time-out: a transfer whose peer has not named it for this long is aborted.
 pub const LEASE: Duration = Duration::from_secs(2);
 
-/// How often a pair with work names its transfers: four beats fit into one lease.
+/// Interval at which a pair with work names its transfers: four heartbeats fit into one lease.
 pub const HEARTBEAT: Duration = Duration::from_millis(500);
 
-/// Pairs up to which some are made in advance, whoever greets, but for those by `tcp`: each may take memory of a
-/// GPU, some 200 MiB by `nccl`. With others the first transfer makes them.
+/// Number of pairs connected before the first request, not counting pairs that use `tcp`. Each pair
+/// may take GPU memory, about 200 MiB with `nccl`. Further pairs connect at their first transfer.
 pub const PRECONNECTED_PAIRS_MAX: usize = 4;
 
-/// For so long at most anybody waits for two nodes that meet.
+/// Longest wait for two nodes to connect before the first request.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What `Transfers::start` needs to know.
+/// Configuration for `Transfers::start`.
 #[derive(Clone, Debug)]
 pub struct TransferConfig {
     pub node_id: String,
-    /// Of this process; the router gives it to peers.
+    /// Epoch of this process. The router gives it to peers.
     pub epoch: Epoch,
     pub identity: Identity,
     pub secret: ClusterSecret,
-    /// Where control messages are received; port 0 takes a free one.
+    /// Listen address for control messages; port 0 takes a free port.
     pub control_bind: SocketAddr,
-    /// Where KV is received; port 0 takes a free one.
+    /// Listen address for KV; port 0 takes a free port.
     pub data_bind: SocketAddr,
     /// Host name or address under which peers reach both listeners.
     pub advertise_host: String,
@@ -38,34 +38,36 @@ pub struct TransferConfig {
     pub transport: TransportConfig,
 }
 
-/// How KV may travel.
+/// Transports that this node may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TransportConfig {
     pub choice: TransportChoice,
-    /// Whether chunks that go from GPU to GPU are hashed at both ends, by a kernel where a node has it, else by
-    /// copies in host memory, which is slow. What goes by `tcp` is hashed always.
+    /// Whether both ends hash chunks that move from GPU to GPU: by a kernel where the node has one,
+    /// otherwise through slow copies in host memory. Chunks sent by `tcp` are always hashed.
     pub verify: bool,
-    /// Multiprocessors that a pair's `nccl` takes while it moves KV; unset: as many as it likes.
+    /// Maximum number of CTAs, hence SMs, that NCCL uses for one pair while it moves KV; unset
+    /// leaves the number to NCCL.
     pub nccl_max_ctas: Option<u32>,
 }
 
 /// Bounds on what one node keeps for its transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferLimits {
-    /// Transfers in any state short of their final event.
+    /// Transfers whose final event has not been emitted.
     pub transfers_max: usize,
-    /// Peers at a time. Each costs up to four threads and three sockets.
+    /// Connected peers. Each costs up to four threads and three sockets.
     pub pairs_max: usize,
-    /// `RESERVE`s whose `Expect` has not come yet.
+    /// `RESERVE`s whose `Expect` has not arrived.
     pub early_max: usize,
     /// Finished or cancelled transfers that are remembered to answer late messages.
     pub tombstones_max: usize,
-    /// Longest chunk in bytes; at least one block travels whatever its size. Chunk `c` travels
-    /// while `c + 1` is computed, and a chunk is the unit of loss and of integrity.
+    /// Largest chunk in bytes; a chunk has at least one block of any size. Chunk `c` is sent while
+    /// `c + 1` is computed. Loss and integrity are tracked per chunk.
     pub chunk_bytes_max: usize,
-    /// How long a pair without transfers keeps its sockets.
+    /// Time for which an idle pair keeps its sockets.
     pub pair_idle: Duration,
-    /// Commands that wait for the driver. Half of them are kept free for transfers that have begun.
+    /// Queued commands for the driver. Half of the queue is reserved for transfers that have
+    /// started.
     pub commands_max: usize,
 }
 
@@ -94,12 +96,12 @@ impl Default for TransferLimits {
     }
 }
 
-/// The key that all nodes of a cluster share. Never printed.
+/// Secret shared by all nodes of a cluster. Never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ClusterSecret(Vec<u8>);
 
 impl ClusterSecret {
-    /// Shorter ones can be guessed.
+    /// Shorter secrets can be guessed.
     pub const BYTES_MIN: usize = 16;
 
     pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Self, SecretTooShort> {
@@ -122,7 +124,7 @@ impl fmt::Debug for ClusterSecret {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the cluster secret has {bytes} bytes; at least {} are needed", ClusterSecret::BYTES_MIN)]
+#[error("invalid cluster secret: {bytes} bytes; expected at least {}", ClusterSecret::BYTES_MIN)]
 pub struct SecretTooShort {
     pub bytes: usize,
 }

@@ -27,8 +27,7 @@ pub trait ControlLinks {
     /// Opens the queue to this peer.
     fn open(&mut self, peer: &PeerAddress) -> Result<(), impl Display>;
 
-    /// Queues a message. A peer without an open queue gets nothing, and an error means that the queue is
-    /// full.
+    /// Queues a message. Drops it if the peer has no open queue; fails if the queue is full.
     fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), impl Display>;
 
     /// Closes the queue. Messages in the queue may still be sent.
@@ -78,7 +77,7 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
         self.act(now);
     }
 
-    /// Call it at [`next_deadline`](Self::next_deadline).
+    /// Handles due deadlines. Must be called at [`next_deadline`](Self::next_deadline).
     pub fn handle_deadline(&mut self, now: Instant) {
         if self.core.next_deadline(now).is_some_and(|at| at <= now) {
             self.core.on_deadline(now);
@@ -110,7 +109,7 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
         self.events.iter()
     }
 
-    /// Whether [`Input::Command`] may be handled now.
+    /// Returns whether [`Input::Command`] may be handled now.
     pub fn takes_commands(&self) -> bool {
         self.events.is_empty()
     }
@@ -134,7 +133,7 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                 Action::CloseData { peer } => self.transport.close(peer),
                 Action::OpenData { peer, endpoint, transports } => {
                     // The peers agree on transports that this node has offered.
-                    let kinds = transports.iter().filter_map(|name| TransferKind::offered(name));
+                    let kinds = transports.iter().filter_map(|name| TransferKind::from_offer(name));
                     self.transport.open(peer, &endpoint, kinds.collect());
                 }
                 Action::PostReceive { peer, transfer, chunk, blocks } => {

@@ -1,16 +1,17 @@
-//! Moves KV blocks from the node that computed them to the node that will use them.
+//! Moves KV blocks from the prefill node that computed them to the decode node that uses them.
 //!
-//! Knows block ids and the arena's guards, nothing of models or schedules.
+//! The crate knows block ids and the arena's guards. It knows nothing of models or scheduling.
 //!
-//! * [`api`] is what a node sees: commands in, events out.
-//! * [`protocol`] decides: pure state machines of the two sides of a transfer and of a pair of nodes;
-//!   events and `now` in, actions out; no socket, clock, thread.
-//! * [`driver`] performs the protocol's actions on a transport and on queues of control messages.
-//! * [`control`] seals and opens the messages that cross (tag, replay window, bounds).
-//! * [`shell`] runs the protocol: a listener thread, one sender thread per peer, the driver thread.
-//! * [`transport`] is the seam to what carries the bytes; [`data`] does so, by the [`transport`] that
-//!   two nodes agree on.
-//! * [`resolve`] finds where a peer is, within a deadline.
+//! * [`api`]: commands from the node, events to the node.
+//! * [`protocol`]: pure state machines for the two sides of a transfer and for a pair of nodes. No
+//!   sockets, clocks or threads.
+//! * [`driver`]: executes the protocol's actions on a transport and on queues of control messages.
+//! * [`control`]: the control messages: encoding, authentication tag, replay window, size bounds.
+//! * [`shell`]: runs the protocol on a driver thread, a listener thread and one sender thread per
+//!   peer.
+//! * [`transport`]: the trait that moves blocks. [`data`] implements it for `tcp`, `ipc` and
+//!   `nccl`.
+//! * [`resolve`]: resolves host names within a deadline.
 
 #![forbid(unsafe_code)]
 

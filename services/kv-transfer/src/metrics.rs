@@ -1,7 +1,7 @@
-//! What a node can see of its transfers from outside.
+//! Metrics of the transfers of one node.
 //!
-//! Everything is read without asking anyone: threads count in atomics, and the driver leaves a copy
-//! of what only the protocol knows ([`MetricsStore::publish`]) after each turn and before each event.
+//! Reading never blocks on the driver: threads count in atomics, and the driver publishes a copy of
+//! the protocol's counters ([`MetricsStore::publish`]) after each turn and before each event.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +13,7 @@ use std::{
 
 use crate::{api::Epoch, protocol::Core, transfer_kind::TransferKind};
 
-/// Counters since start, and gauges of this moment.
+/// Counters since the start of the process, and gauges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TransferMetrics {
     pub bytes_sent: u64,
@@ -22,55 +22,55 @@ pub struct TransferMetrics {
     pub chunks_received: u64,
     pub control_sent: u64,
     pub control_received: u64,
-    /// Control messages sent again because no answer had come.
+    /// Retransmitted control messages.
     pub control_resent: u64,
-    /// Control messages that were not believed or had no place here, by reason.
+    /// Rejected control messages, by reason.
     pub control_refused: BTreeMap<&'static str, u64>,
-    /// Data connections and frames that were refused, by reason.
+    /// Rejected data connections and frames, by reason.
     pub data_refused: BTreeMap<&'static str, u64>,
-    /// Peers with which an agreed transport did not work, so that KV goes by `tcp`; by that transport.
+    /// Fallbacks to another transport, by the transport that failed.
     pub fallbacks: BTreeMap<&'static str, u64>,
-    /// Transfers ended well and badly, as receiver and as sender.
+    /// Finished transfers: complete and failed, as receiver and as sender.
     pub arrived: u64,
     pub receive_failed: u64,
     pub delivered: u64,
     pub send_failed: u64,
-    /// Transfers short of their final event.
+    /// Transfers whose final event has not been emitted.
     pub transfers_active: usize,
     pub peers: Vec<PeerMetrics>,
 }
 
-/// One peer with which this node has a pair.
+/// A peer that this node is connected to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerMetrics {
     pub node_id: String,
-    /// What carries KV between the two: `tcp`, `ipc` or `nccl`; empty while they greet.
+    /// Transport in use: `tcp`, `ipc` or `nccl`; empty before the handshake is complete.
     pub path: String,
     pub transfers_active: usize,
 }
 
-/// Reads the figures of transfers that it does not keep alive.
+/// Reads the metrics without keeping the transfers alive.
 #[derive(Clone, Debug)]
 pub struct MetricsReader(Weak<MetricsStore>);
 
 impl MetricsReader {
-    /// `None` when the transfers are gone. Never waits for them.
+    /// Returns `None` after the transfers were dropped.
     pub fn read(&self) -> Option<TransferMetrics> {
         self.0.upgrade().map(|metrics| metrics.read())
     }
 }
 
-/// All that is counted for one node's transfers.
+/// All metrics of one node's transfers.
 #[derive(Debug, Default)]
 pub(crate) struct MetricsStore {
-    /// Written by the driver, which holds the lock for the length of a move.
+    /// Written by the driver, which holds the lock only to move the value in.
     protocol: Mutex<TransferMetrics>,
     pub data: Arc<DataCounters>,
     pub messages: Arc<ControlCounters>,
 }
 
 impl MetricsStore {
-    /// What the protocol counts, and what it has under way, as of now.
+    /// Publishes the counters and gauges of the protocol.
     pub fn publish(&self, core: &Core) {
         let counters = core.counters();
         let metrics = TransferMetrics {
@@ -106,7 +106,7 @@ impl MetricsStore {
     }
 }
 
-/// A bounded set of labels, each with its count.
+/// Counts by reason. The reasons are a fixed set.
 #[derive(Debug, Default)]
 struct Refusals(Mutex<BTreeMap<&'static str, u64>>);
 
@@ -120,7 +120,7 @@ impl Refusals {
     }
 }
 
-/// Counted by a transport's threads.
+/// Counters of the data threads.
 #[derive(Debug, Default)]
 pub struct DataCounters {
     bytes_sent: AtomicU64,
@@ -129,13 +129,13 @@ pub struct DataCounters {
     chunks_received: AtomicU64,
     refused: Refusals,
     fallbacks: Refusals,
-    /// What carries KV from or to each peer, once a connection is in use.
+    /// Transport in use with each peer, once a connection is open.
     paths: Mutex<BTreeMap<Epoch, TransferKind>>,
 }
 
 impl DataCounters {
-    /// A connection with this peer is in use.
-    pub fn takes(&self, peer: Epoch, kind: TransferKind) {
+    /// Records that a connection with `peer` is in use.
+    pub fn set_path(&self, peer: Epoch, kind: TransferKind) {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, kind);
     }
 
@@ -147,17 +147,17 @@ impl DataCounters {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner).remove(&peer);
     }
 
-    /// What carries KV, or will, as two nodes agreed.
+    /// Returns the transport in use, or the agreed one while no connection is open.
     fn path(&self, peer: Epoch, agreed: &str) -> &'static str {
         let paths = self.paths.lock().unwrap_or_else(PoisonError::into_inner);
         paths
             .get(&peer)
             .copied()
-            .or_else(|| TransferKind::offered(agreed))
+            .or_else(|| TransferKind::from_offer(agreed))
             .map_or("", TransferKind::name)
     }
 
-    /// What was agreed on does not work with a peer.
+    /// Counts a fallback from `wanted`.
     pub fn fell_back(&self, wanted: TransferKind) {
         self.fallbacks.count(wanted.name());
     }
@@ -186,7 +186,7 @@ impl DataCounters {
     }
 }
 
-/// Counted by the threads around the protocol.
+/// Counters of the listener and sender threads.
 #[derive(Debug, Default)]
 pub struct ControlCounters {
     sent: AtomicU64,

@@ -1,9 +1,9 @@
-//! From an endpoint to socket addresses, within a deadline.
+//! Resolves an endpoint to socket addresses within a deadline.
 //!
-//! What is an address already costs nothing. A name goes to the system, whose look-up may block for
-//! as long as it likes and cannot be interrupted; so it runs on a thread of its own, for which its
-//! caller waits a bounded time. A thread that is given up ends when the system answers. It holds
-//! nothing but the name, so nobody joins it, and there are never more than [`LOOK_UPS_MAX`].
+//! An IP address needs no resolver. A host name goes to the system resolver, which may block
+//! without limit and cannot be interrupted, so each lookup runs on its own thread and the caller
+//! waits a bounded time. A thread whose caller has timed out ends when the system answers. It owns
+//! only the name, so no thread joins it, and at most [`LOOKUPS_MAX`] of them exist.
 
 use std::{
     fmt, io,
@@ -18,52 +18,52 @@ use std::{
 
 use crossbeam_channel::{RecvTimeoutError, bounded};
 
-/// How long a caller waits for a name: half a lease, so that the other half is left to connect.
-const LOOK_UP: Duration = Duration::from_secs(1);
-/// Look-ups under way, those given up included. Each is a thread that waits for a name server.
-const LOOK_UPS_MAX: usize = 16;
+/// Time-out of a lookup: half a lease, so that the other half is left to connect.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
+/// Lookups in flight, including those whose caller has timed out.
+const LOOKUPS_MAX: usize = 16;
 
-/// Looks one `host:port` up; may block.
-type LookUp = dyn Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync;
+/// Resolves one `host:port`; may block.
+type Lookup = dyn Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync;
 
 /// Shared by the threads of one node that connect to peers.
 #[derive(Clone)]
 pub struct Resolver {
-    look_up: Arc<LookUp>,
-    /// Look-ups under way.
+    lookup: Arc<Lookup>,
+    /// Lookups in flight.
     running: Arc<AtomicUsize>,
-    patience: Duration,
+    timeout: Duration,
 }
 
-/// Why an endpoint has no address.
+/// Reason why an endpoint has no address.
 #[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
-    #[error("it must start with tcp://")]
+    #[error("cannot resolve the endpoint: unknown scheme; expected tcp://host:port")]
     Scheme,
-    #[error("{host} cannot be looked up: {source}")]
+    #[error("cannot resolve {host}: {source}")]
     System { host: String, source: io::Error },
-    #[error("{host} has no address")]
+    #[error("cannot resolve {host}: the name has no address")]
     NoAddress { host: String },
-    #[error("the look-up of {host} took longer than {} ms", patience.as_millis())]
-    Deadline { host: String, patience: Duration },
-    #[error("{host} cannot be looked up: {LOOK_UPS_MAX} look-ups are under way, the most")]
+    #[error("cannot resolve {host}: no answer within {} ms", timeout.as_millis())]
+    Deadline { host: String, timeout: Duration },
+    #[error("cannot resolve {host}: {LOOKUPS_MAX} lookups are in flight, the maximum")]
     Busy { host: String },
 }
 
 impl Resolver {
-    /// Asks the system.
+    /// Uses the system resolver.
     pub fn system() -> Self {
-        Self::new(LOOK_UP, |host| Ok(host.to_socket_addrs()?.collect()))
+        Self::new(LOOKUP_TIMEOUT, |host| Ok(host.to_socket_addrs()?.collect()))
     }
 
     fn new(
-        patience: Duration,
-        look_up: impl Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync + 'static,
+        timeout: Duration,
+        lookup: impl Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync + 'static,
     ) -> Self {
-        Self { look_up: Arc::new(look_up), running: Arc::default(), patience }
+        Self { lookup: Arc::new(lookup), running: Arc::default(), timeout }
     }
 
-    /// The addresses of `tcp://host:port`, at least one.
+    /// Returns at least one address of `tcp://host:port`.
     pub fn resolve(&self, endpoint: &str) -> Result<Vec<SocketAddr>, ResolveError> {
         let host = endpoint.strip_prefix("tcp://").ok_or(ResolveError::Scheme)?;
         if let Ok(address) = host.parse() {
@@ -72,26 +72,27 @@ impl Resolver {
         let running = Running::begin(&self.running)
             .ok_or_else(|| ResolveError::Busy { host: host.to_owned() })?;
         let (answer, answered) = bounded(1);
-        let (look_up, name) = (Arc::clone(&self.look_up), host.to_owned());
+        let (lookup, name) = (Arc::clone(&self.lookup), host.to_owned());
         thread::Builder::new()
-            .name("kv-look-up".to_owned())
+            .name("kv-lookup".to_owned())
             .spawn(move || {
-                let found = look_up(&name);
-                // Before the answer: whoever has it may look up the next name.
+                let found = lookup(&name);
+                // Dropped before the answer, so that the receiver of the answer can start the next
+                // lookup.
                 drop(running);
-                // Fails when nobody waits any more.
+                // Fails if the caller has timed out.
                 let _ = answer.send(found);
             })
             .map_err(|source| ResolveError::System { host: host.to_owned(), source })?;
-        match answered.recv_timeout(self.patience) {
+        match answered.recv_timeout(self.timeout) {
             Ok(Ok(addresses)) if addresses.is_empty() => {
                 Err(ResolveError::NoAddress { host: host.to_owned() })
             }
             Ok(Ok(addresses)) => Ok(addresses),
             Ok(Err(source)) => Err(ResolveError::System { host: host.to_owned(), source }),
-            // Disconnected: the look-up panicked, and there is no answer either.
+            // A panic in the lookup disconnects the channel.
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                Err(ResolveError::Deadline { host: host.to_owned(), patience: self.patience })
+                Err(ResolveError::Deadline { host: host.to_owned(), timeout: self.timeout })
             }
         }
     }
@@ -104,14 +105,14 @@ impl fmt::Debug for Resolver {
     }
 }
 
-/// One of the look-ups under way, until it is dropped.
+/// Counts one lookup in flight until it is dropped.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {
     fn begin(running: &Arc<AtomicUsize>) -> Option<Self> {
         running
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| {
-                (count < LOOK_UPS_MAX).then_some(count + 1)
+                (count < LOOKUPS_MAX).then_some(count + 1)
             })
             .is_ok()
             .then(|| Self(Arc::clone(running)))
@@ -130,13 +131,13 @@ mod tests {
 
     use super::*;
 
-    /// Never waited for in a test that passes.
+    /// Long enough never to expire in a passing test.
     const LONG: Duration = Duration::from_secs(60);
 
-    /// A name server that says nothing until the sender is dropped.
-    fn silent(patience: Duration) -> (Resolver, crossbeam_channel::Sender<()>) {
+    /// Name server that does not answer until the sender is dropped.
+    fn silent(timeout: Duration) -> (Resolver, crossbeam_channel::Sender<()>) {
         let (hang_up, silence): (_, Receiver<()>) = bounded(0);
-        let resolver = Resolver::new(patience, move |_| {
+        let resolver = Resolver::new(timeout, move |_| {
             let _ = silence.recv();
             Err(io::ErrorKind::NotFound.into())
         });
@@ -144,8 +145,8 @@ mod tests {
     }
 
     #[test]
-    fn an_address_needs_no_look_up() {
-        let resolver = Resolver::new(LONG, |host| panic!("{host} was looked up"));
+    fn ip_address_needs_no_lookup() {
+        let resolver = Resolver::new(LONG, |host| panic!("{host} was resolved"));
         for address in ["127.0.0.1:9", "[::1]:65535"] {
             let found = resolver.resolve(&format!("tcp://{address}")).unwrap();
             assert_eq!(found, [address.parse().unwrap()]);
@@ -154,12 +155,12 @@ mod tests {
     }
 
     #[test]
-    fn the_system_knows_this_host_and_not_what_can_be_no_host() {
+    fn system_resolves_localhost_and_rejects_invalid_names() {
         let resolver = Resolver::system();
         let found = resolver.resolve("tcp://localhost:7").unwrap();
         assert!(found.iter().all(|address| address.ip().is_loopback() && address.port() == 7));
-        // The name is reserved for never being found (RFC 6761). The system may say so or be too
-        // slow in saying so; either way there is an end and the name is in it.
+        // RFC 6761 reserves the name for lookups that must fail. The system may fail or time out;
+        // both errors name the host.
         let error = resolver.resolve("tcp://nowhere.invalid:7").unwrap_err();
         assert!(error.to_string().contains("nowhere.invalid:7"), "{error}");
         let error = resolver.resolve("tcp://no port").unwrap_err();
@@ -167,17 +168,17 @@ mod tests {
     }
 
     #[test]
-    fn a_look_up_without_an_answer_is_given_up() {
+    fn lookup_without_an_answer_times_out() {
         let (resolver, _hang_up) = silent(Duration::from_millis(1));
         let error = resolver.resolve("tcp://slow:7").unwrap_err();
         assert!(matches!(error, ResolveError::Deadline { .. }), "{error}");
-        assert_eq!(error.to_string(), "the look-up of slow:7 took longer than 1 ms");
+        assert_eq!(error.to_string(), "cannot resolve slow:7: no answer within 1 ms");
     }
 
     #[test]
-    fn look_ups_that_were_given_up_are_bounded_and_make_room_when_they_end() {
+    fn timed_out_lookups_are_bounded_and_free_their_slot_when_they_end() {
         let (resolver, hang_up) = silent(Duration::from_millis(1));
-        for _ in 0..LOOK_UPS_MAX {
+        for _ in 0..LOOKUPS_MAX {
             let error = resolver.resolve("tcp://slow:7").unwrap_err();
             assert!(matches!(error, ResolveError::Deadline { .. }), "{error}");
         }
@@ -185,10 +186,10 @@ mod tests {
             let error = resolver.resolve("tcp://one-more:7").unwrap_err();
             assert!(matches!(error, ResolveError::Busy { .. }), "{error}");
         }
-        assert!(resolver.resolve("tcp://127.0.0.1:7").is_ok(), "addresses wait for nobody");
+        assert!(resolver.resolve("tcp://127.0.0.1:7").is_ok(), "addresses need no lookup slot");
         drop(hang_up);
-        let patient = Resolver { patience: LONG, ..resolver };
-        // Each thread ends by itself; until the first has, there is no room.
+        let patient = Resolver { timeout: LONG, ..resolver };
+        // Each thread ends by itself; until the first has ended, no slot is free.
         loop {
             match patient.resolve("tcp://one-more:7").unwrap_err() {
                 ResolveError::Busy { .. } => thread::yield_now(),

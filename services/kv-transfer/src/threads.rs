@@ -1,4 +1,4 @@
-//! Threads that someone owns and joins.
+//! Threads with an owner that joins them.
 
 use std::{
     io,
@@ -7,38 +7,38 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often a thread that should end is looked at.
-const LOOK: Duration = Duration::from_millis(2);
+/// Poll interval while a thread is joined with a deadline.
+const JOIN_POLL: Duration = Duration::from_millis(2);
 
-/// The threads of one owner, which has told them to end before it joins them.
+/// Threads of one owner. The owner tells them to stop before it joins them.
 #[derive(Default)]
 pub struct Threads {
     running: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Threads {
-    /// `name` is cut to what the system shows of it.
+    /// Linux shows the first 15 bytes of `name`.
     pub fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let handle = thread::Builder::new().name(name.to_owned()).spawn(run)?;
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        // Those that have ended are joined here, so that the list stays as short as what runs.
-        let (ended, going): (Vec<_>, Vec<_>) =
+        // Joins finished threads here, so the list does not grow.
+        let (finished, live): (Vec<_>, Vec<_>) =
             running.drain(..).partition(|handle| handle.is_finished());
-        *running = going;
+        *running = live;
         running.push(handle);
         drop(running);
-        ended.into_iter().for_each(join);
+        finished.into_iter().for_each(join);
         Ok(())
     }
 
-    /// Waits for all, and names those that had not ended at `deadline`.
+    /// Joins all threads and returns the names of those still running at `deadline`.
     pub fn join_all(&self, deadline: Instant) -> Vec<String> {
         let handles =
             std::mem::take(&mut *self.running.lock().unwrap_or_else(PoisonError::into_inner));
         let mut unfinished = Vec::new();
         for handle in handles {
             while !handle.is_finished() && Instant::now() < deadline {
-                thread::sleep(LOOK);
+                thread::sleep(JOIN_POLL);
             }
             if handle.is_finished() {
                 join(handle);
@@ -53,6 +53,6 @@ impl Threads {
 fn join(handle: JoinHandle<()>) {
     let name = handle.thread().name().unwrap_or("unnamed").to_owned();
     if handle.join().is_err() {
-        tracing::error!(thread = name, "a thread ended by a panic");
+        tracing::error!(thread = name, "thread panicked");
     }
 }

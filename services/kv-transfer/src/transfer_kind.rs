@@ -1,21 +1,21 @@
-//! The ways in which KV can travel between two nodes, and which of them two nodes take.
+//! The transports that a node can use, and how two nodes agree on one.
 //!
-//! Each node lists in its greeting what it can do, best first. What works within one host only is
-//! listed with the host, so that two nodes of different hosts, and nodes that do not know it, find
-//! it different and have `tcp` in common.
+//! Each node lists its transports in `HELLO`, best first. A transport that works only within one
+//! host is listed as `name@host`. Nodes on different hosts, and nodes that cannot tell their host,
+//! therefore share only `tcp`.
 
 use std::{fmt, fs};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What carries the bytes.
+/// Transport of KV between two nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum TransferKind {
     /// Through host memory and a socket.
     Tcp,
-    /// The receiver's copy engines pull out of the sender's GPU memory, on one host.
+    /// The receiver's copy engines read the sender's GPU memory. Same host only.
     Ipc,
-    /// Kernels of both GPUs meet, on one host.
+    /// NCCL send and receive kernels. Same host only.
     Nccl,
 }
 
@@ -30,7 +30,7 @@ impl TransferKind {
         }
     }
 
-    /// Whether it works within one host only.
+    /// Returns whether both nodes must be on one host.
     fn is_local(self) -> bool {
         match self {
             Self::Tcp => false,
@@ -38,13 +38,13 @@ impl TransferKind {
         }
     }
 
-    /// As it is listed in a greeting.
+    /// Returns the entry for `HELLO`.
     fn offer(self, host: &str) -> String {
         if self.is_local() { format!("{}@{host}", self.name()) } else { self.name().to_owned() }
     }
 
-    /// What was listed so.
-    pub fn offered(offer: &str) -> Option<Self> {
+    /// Parses an entry of `HELLO`; `None` for an unknown transport.
+    pub fn from_offer(offer: &str) -> Option<Self> {
         let name = offer.split('@').next().unwrap_or(offer);
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
@@ -56,21 +56,22 @@ impl fmt::Display for TransferKind {
     }
 }
 
-/// Which transports a node offers.
+/// Transports that a node offers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// The fastest that both nodes of a pair can do.
+    /// Best transport that both nodes of a pair support.
     #[default]
     Auto,
-    /// This one, and `tcp` with nodes that cannot.
+    /// This transport, and `tcp` with nodes that lack it.
     Only(TransferKind),
 }
 
-/// Those within one host, best first: copies go before kernels, which take multiprocessors from the
-/// forwards of both nodes.
+/// Same-host transports, best first. `ipc` precedes `nccl` because NCCL kernels take SMs from the
+/// forward passes of both nodes.
 const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
-/// What a greeting lists, best first, out of what a node can do beside `tcp`.
+/// Returns the entries for `HELLO`, best first. `can` lists the supported transports other than
+/// `tcp`.
 pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>) -> Vec<String> {
     let wanted = |kind: &TransferKind| match choice {
         TransportChoice::Auto => true,
@@ -83,9 +84,9 @@ pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>)
     host.into_iter().flat_map(local).chain([TransferKind::Tcp.offer("")]).collect()
 }
 
-/// A name for the running system that is the same in all its containers, and for no other; `None`
-/// where the system has none.
-pub fn host() -> Option<String> {
+/// Returns an id of the running kernel, equal in all containers of one host; `None` if the system
+/// has no boot id.
+pub fn host_id() -> Option<String> {
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(format!("{:016x}", xxh3_64(boot_id.trim().as_bytes())))
 }
@@ -95,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_offered_follows_the_setting_and_what_can_be_done() {
+    fn offers_follow_the_setting_and_the_supported_transports() {
         let (tcp, ipc, nccl) = (TransferKind::Tcp, TransferKind::Ipc, TransferKind::Nccl);
         let offered = |choice, can: &[TransferKind], host| offers(choice, can, host).join(" ");
         let here = Some("here");
@@ -109,18 +110,18 @@ mod tests {
     }
 
     #[test]
-    fn an_offer_names_its_carrier_with_and_without_a_host() {
+    fn offer_parses_with_and_without_a_host() {
         for kind in TransferKind::ALL {
-            assert_eq!(TransferKind::offered(&kind.offer("here")), Some(kind));
+            assert_eq!(TransferKind::from_offer(&kind.offer("here")), Some(kind));
         }
-        assert_eq!(TransferKind::offered("pigeon@here"), None);
-        assert_eq!(TransferKind::offered(""), None);
+        assert_eq!(TransferKind::from_offer("pigeon@here"), None);
+        assert_eq!(TransferKind::from_offer(""), None);
     }
 
     #[test]
-    fn a_host_has_one_name() {
-        let name = host();
-        assert_eq!(name, host());
-        assert!(name.is_none_or(|name| name.len() == 16), "it fits a greeting");
+    fn host_id_is_stable() {
+        let name = host_id();
+        assert_eq!(name, host_id());
+        assert!(name.is_none_or(|name| name.len() == 16), "fits into HELLO");
     }
 }

@@ -1,4 +1,4 @@
-//! The seam between the protocol and whatever carries the bytes.
+//! The trait between the protocol and the code that moves blocks.
 
 use std::time::Instant;
 
@@ -10,25 +10,26 @@ use crate::{
     transfer_kind::TransferKind,
 };
 
-/// Moves blocks. Driven by one thread; its own threads tell that thread by [`TransportEvent`]s.
+/// Moves blocks. One thread drives it, and its own threads answer with [`TransportEvent`]s.
 ///
-/// What a transport promises:
-/// * It writes only into blocks that were posted, and reads only from blocks that were sent.
-/// * Every `send` ends in `Sent`, every `post` in `Received`, unless the transfer is cancelled, a
-///   chunk of it fails (`Failed`) or the connection ends ([`TransportEvent::Closed`]).
-/// * After `cancel_*` answered [`Released::Now`], or reported `SendReleased` / `ReceiveReleased`,
-///   it holds no block of that transfer. Either happens soon, whatever the peer does.
-/// * A stopped peer delays nobody else.
+/// Guarantees of an implementation:
+/// * It writes only into blocks that were posted and reads only from blocks that were sent.
+/// * Every `send` ends in `Sent` and every `post` in `Received`, unless the transfer is cancelled,
+///   one of its chunks fails (`Failed`) or the connection closes ([`TransportEvent::Closed`]).
+/// * Once `cancel_*` has returned [`Released::Now`], or `SendReleased` or `ReceiveReleased` was
+///   reported, it holds no block of that transfer. One of these happens soon, even if the peer is
+///   stopped.
+/// * A stopped peer delays no other peer.
 pub trait Transport: Send {
-    /// From now on `peer` may connect. Whoever may not is turned away, and so learns that it has no
-    /// pair here.
+    /// Accepts connections from `peer`. Connections from peers that were not admitted are closed,
+    /// which tells them that this node has no pair with them.
     fn admit(&mut self, peer: Epoch);
 
-    /// Makes the connection on which chunks go to `peer`, by the first of these transports that turns out to
-    /// work, or by `tcp`. Failure is reported as its end.
+    /// Opens the connection that sends chunks to `peer`. Tries `kinds` in order, then `tcp`.
+    /// Reports failure as [`TransportEvent::Closed`].
     fn open(&mut self, peer: Epoch, endpoint: &str, kinds: Vec<TransferKind>);
 
-    /// Sends these blocks after those given before.
+    /// Queues `blocks` behind the chunks that are already queued for this peer.
     fn send(
         &mut self,
         peer: Epoch,
@@ -37,7 +38,7 @@ pub trait Transport: Send {
         blocks: &[BlockId],
     ) -> Result<(), DataError>;
 
-    /// Lets this chunk from this peer be written into these blocks.
+    /// Allows `peer` to write this chunk into `blocks`.
     fn post(
         &mut self,
         peer: Epoch,
@@ -50,34 +51,34 @@ pub trait Transport: Send {
 
     fn cancel_receive(&mut self, peer: Epoch, transfer: TransferId) -> Released;
 
-    /// Ends both connections with this peer. Nothing is reported of them any more.
+    /// Closes both connections with `peer`. No event about these connections follows.
     fn close(&mut self, peer: Epoch);
 
-    /// Ends both connections, and admits none from this peer.
+    /// Closes both connections with `peer` and rejects new ones.
     fn dismiss(&mut self, peer: Epoch);
 
-    /// Whether this connection, of which a [`TransportEvent::Closed`] tells, is still the one in use: it may
-    /// have been closed or replaced while the report was on its way.
+    /// Returns whether `connection` is still in use. It may have been closed or replaced while its
+    /// [`TransportEvent::Closed`] was queued.
     fn is_present(&self, peer: Epoch, connection: u64) -> bool;
 
-    /// Ends everything; names the threads that had not ended at `deadline`.
+    /// Closes everything and returns the names of the threads still running at `deadline`.
     fn shutdown(&mut self, deadline: Instant) -> Vec<String>;
 }
 
-/// What a transport's threads tell the driver.
+/// Event from the threads of a transport to the driver.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TransportEvent {
-    /// Of one transfer.
+    /// Event of one transfer.
     Data(DataEvent),
-    /// A connection could not be made or has ended.
+    /// A connection could not be opened or has closed.
     Closed { peer: Epoch, connection: u64, reason: String },
 }
 
-/// When a cancelled transfer's blocks are let go of.
+/// When a cancelled transfer releases its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
     Now,
-    /// Reported when it has happened.
+    /// Reported by a later event.
     Later,
 }
 
@@ -86,8 +87,8 @@ pub enum Released {
 pub enum DataError {
     #[error(transparent)]
     Arena(#[from] ArenaError),
-    #[error("that peer is not connected")]
+    #[error("cannot move the chunk: the peer is not connected")]
     NotOpen,
-    #[error("{queued} chunks wait for that peer, the most")]
+    #[error("cannot queue the chunk: {queued} chunks already wait for the peer, the maximum")]
     QueueFull { queued: usize },
 }

@@ -1,4 +1,4 @@
-//! Sealing and opening: the tag, the bounds and the replay guard.
+//! Signs and verifies control messages: tag, size bounds, replay guard.
 
 use std::sync::{
     Arc,
@@ -15,25 +15,26 @@ use super::{
 };
 use crate::api::Epoch;
 
-/// Two frames, ready for a socket.
+/// The two frames of a signed message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SignedMessage {
     pub frame: Vec<u8>,
     pub tag: Vec<u8>,
 }
 
-/// A control message that was too large to send.
+/// A control message that is too large to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a message of {bytes} bytes cannot be sent; at most {CONTROL_BYTES_MAX} are taken")]
+#[error("cannot send a control message of {bytes} bytes; expected at most {CONTROL_BYTES_MAX}")]
 pub struct TooLarge {
     pub bytes: usize,
 }
 
-/// Makes control messages of this process. Shared by the sender threads.
+/// Signs the control messages of this process. Shared by the sender threads.
 pub struct Signer {
     keys: Keys,
     from: Source,
-    /// One counter for all receivers: each sees growing numbers, also over a pair made anew.
+    /// One counter for all receivers: each receiver sees increasing numbers, also after a
+    /// reconnect.
     sequence: AtomicU64,
 }
 
@@ -42,11 +43,12 @@ impl Signer {
         Arc::new(Self { keys, from, sequence: AtomicU64::new(0) })
     }
 
-    /// For the process `to`, at its place in the sequence. Sealing twice gives two numbers, so a
-    /// repeated control message is not taken for a replayed one.
+    /// Signs a message for process `to` with the next sequence number. Signing a message again
+    /// gives it a new number, so the receiver does not reject a retransmission as a replay.
     pub fn sign(&self, to: Epoch, message: &ControlMessage) -> Result<SignedMessage, TooLarge> {
         let envelope = v1::ControlMessage {
-            // Greetings are the same in every version, so that strangers can refuse each other.
+            // The handshake messages are equal in all versions, so that incompatible nodes can
+            // reject each other.
             protocol: PROTOCOL_MIN,
             from_node: self.from.node_id.clone(),
             from_epoch: Bytes::copy_from_slice(&self.from.epoch.to_bytes()),
@@ -64,34 +66,34 @@ impl Signer {
     }
 }
 
-/// A control message whose sender is proven.
+/// A control message whose tag was verified.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VerifiedMessage {
     pub from: Source,
     pub message: ControlMessage,
 }
 
-/// Why a message was not believed. Refused messages are counted and get no answer.
+/// Reason why a message was rejected. Rejected messages are counted and get no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidMessage {
-    #[error("a message has 2 frames, this message has {frames}")]
+    #[error("invalid control message: {frames} frames; expected 2")]
     Frames { frames: usize },
-    #[error("the frame has {bytes} bytes; at most {CONTROL_BYTES_MAX} are taken")]
+    #[error("invalid control message: {bytes} bytes; expected at most {CONTROL_BYTES_MAX}")]
     Size { bytes: usize },
-    #[error("the tag does not hold")]
+    #[error("invalid control message: wrong tag")]
     Tag,
-    #[error("field {field} is malformed")]
+    #[error("invalid control message: malformed field {field}")]
     Malformed { field: &'static str },
-    #[error("protocol {protocol}; this node speaks {PROTOCOL_MIN} to {PROTOCOL_MAX}")]
+    #[error("unsupported protocol version {protocol}; expected {PROTOCOL_MIN} to {PROTOCOL_MAX}")]
     Protocol { protocol: u32 },
-    #[error("meant for epoch {to}, which is not this process")]
+    #[error("unknown epoch {to}; expected the epoch of this process")]
     Epoch { to: Epoch },
-    #[error("sequence number {sequence} of epoch {from} was seen or is too old")]
+    #[error("replayed sequence number {sequence} of epoch {from}")]
     Replayed { from: Epoch, sequence: u64 },
 }
 
 impl InvalidMessage {
-    /// The label under which it is counted.
+    /// Returns the metric label.
     pub fn label(&self) -> &'static str {
         match self {
             InvalidMessage::Frames { .. } => "frames",
@@ -105,7 +107,7 @@ impl InvalidMessage {
     }
 }
 
-/// Checks what arrives at this process. Owned by the listener thread.
+/// Verifies the messages that arrive at this process. Owned by the listener thread.
 pub struct Verifier {
     keys: Keys,
     me: Epoch,
@@ -117,7 +119,7 @@ impl Verifier {
         Self { keys, me, replay: ReplayGuard::default() }
     }
 
-    /// `frames` are those of one message, without the routing id that the socket puts before them.
+    /// Verifies one message. `frames` excludes the routing id that the socket prepends.
     pub fn verify<F: AsRef<[u8]>>(
         &mut self,
         frames: &[F],
@@ -135,7 +137,7 @@ impl Verifier {
         self.read(frame)
     }
 
-    /// What comes after the tag: reads a frame of somebody who knows the cluster's secret.
+    /// Parses a frame whose tag was verified.
     pub fn read(&mut self, frame: &[u8]) -> Result<VerifiedMessage, InvalidMessage> {
         let envelope = v1::ControlMessage::decode(frame)
             .map_err(|_| InvalidMessage::Malformed { field: "message" })?;
@@ -152,12 +154,12 @@ impl Verifier {
         let body = codec::body_from_wire(
             envelope.body.ok_or(InvalidMessage::Malformed { field: "body" })?,
         )?;
-        let greeting = matches!(body, Body::Hello(_) | Body::HelloOk(_) | Body::Reject { .. });
-        if !greeting && !(PROTOCOL_MIN..=PROTOCOL_MAX).contains(&envelope.protocol) {
+        let is_handshake = matches!(body, Body::Hello(_) | Body::HelloOk(_) | Body::Reject { .. });
+        if !is_handshake && !(PROTOCOL_MIN..=PROTOCOL_MAX).contains(&envelope.protocol) {
             return Err(InvalidMessage::Protocol { protocol: envelope.protocol });
         }
         let traceparent = codec::traceparent(envelope.traceparent)?;
-        // Last, so that a control message that cannot be used does not use up its number.
+        // Checked last, so that a rejected message does not use up its sequence number.
         if !self.replay.admit(from.epoch, envelope.sequence) {
             return Err(InvalidMessage::Replayed { from: from.epoch, sequence: envelope.sequence });
         }
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn every_notice_comes_out_as_it_went_in() {
+    fn every_control_message_round_trips() {
         let transfer = TransferId(0x1234_5678_9abc_def0_0000_0000_0000_0001);
         let logprobs = TokenLogprobs { chosen: -0.5, top: vec![(4, -0.5), (9, -1.25)] };
         let bodies = [
@@ -286,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_two_frames_of_bounded_size_is_refused_unread() {
+    fn wrong_frame_count_or_size_is_rejected_without_parsing() {
         let mut verifier = verifier();
         let none: [&[u8]; 0] = [];
         assert_eq!(verifier.verify(&none), Err(InvalidMessage::Frames { frames: 0 }));
@@ -299,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn another_secret_or_a_changed_bit_is_refused() {
+    fn another_secret_or_a_flipped_bit_is_rejected() {
         let signed = signer().sign(ME, &ack()).unwrap();
         let mut stranger = Verifier::new(keys("a secret of another cluster"), ME);
         assert_eq!(open(&mut stranger, &signed), Err(InvalidMessage::Tag));
@@ -314,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_message_is_refused_and_a_message_sealed_again_is_not() {
+    fn replayed_message_is_rejected_and_resigned_message_is_accepted() {
         let (signer, mut verifier) = (signer(), verifier());
         let first = signer.sign(ME, &ack()).unwrap();
         let second = signer.sign(ME, &ack()).unwrap();
@@ -326,13 +328,13 @@ mod tests {
     }
 
     #[test]
-    fn a_message_for_another_process_is_refused() {
+    fn message_for_another_epoch_is_rejected() {
         let signed = signer().sign(Epoch(3), &ack()).unwrap();
         assert_eq!(open(&mut verifier(), &signed), Err(InvalidMessage::Epoch { to: Epoch(3) }));
     }
 
     #[test]
-    fn a_later_protocol_may_greet_and_nothing_else() {
+    fn newer_protocol_version_is_accepted_only_in_the_handshake() {
         let retagged = |message: &ControlMessage| {
             let signed = signer().sign(ME, message).unwrap();
             let mut envelope = v1::ControlMessage::decode(signed.frame.as_slice()).unwrap();
@@ -350,23 +352,23 @@ mod tests {
     }
 
     #[test]
-    fn an_overlong_trace_context_costs_the_trace_not_the_notice() {
+    fn overlong_trace_context_is_dropped_and_the_message_accepted() {
         let message = ControlMessage { traceparent: "0".repeat(4000), ..ack() };
         let opened = open(&mut verifier(), &signer().sign(ME, &message).unwrap()).unwrap();
         assert_eq!(opened.message, ack());
     }
 
     #[test]
-    fn a_notice_over_the_bound_is_not_sealed() {
+    fn message_over_the_size_bound_is_not_signed() {
         let transfers = vec![TransferId(1); CONTROL_BYTES_MAX / 18 + 1];
         let message = ControlMessage::untraced(Body::Heartbeat { transfers, awaited: Vec::new() });
         assert!(matches!(signer().sign(ME, &message), Err(TooLarge { .. })));
     }
 
     proptest! {
-        /// Bytes under a valid tag, as a broken peer with the secret could send them.
+        /// Arbitrary bytes under a valid tag, as a broken peer with the secret could send them.
         #[test]
-        fn any_bytes_are_refused_without_a_panic(
+        fn arbitrary_bytes_are_rejected_without_a_panic(
             bytes in prop::collection::vec(any::<u8>(), 0..300),
             flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
         ) {

@@ -1,4 +1,4 @@
-//! Between the wire's messages and ours. Every field that comes from a peer is checked here, once.
+//! Converts between protobuf messages and [`Body`]. All fields from a peer are validated here.
 
 use bytes::Bytes;
 use kernels::{
@@ -10,15 +10,15 @@ use proto::v1::{self, control_message as wire};
 use super::{AbortCause, Body, Done, Hello, HelloOk, InvalidMessage, Reserve};
 use crate::api::{Identity, TransferId};
 
-/// Longest node id, endpoint or name of a method, in bytes.
+/// Longest node id, endpoint or method name, in bytes.
 const NAME_BYTES_MAX: usize = 256;
-/// Longest reason, in bytes. Longer ones are cut when sent.
+/// Longest reason, in bytes. Longer reasons are truncated when sent.
 const REASON_BYTES_MAX: usize = 1024;
 /// Longest trace context, in bytes; version 00 has 55.
 const TRACEPARENT_BYTES_MAX: usize = 128;
-/// Most transports or integrity methods that one HELLO may offer.
+/// Most transports or integrity methods in one HELLO.
 const METHODS_MAX: usize = 16;
-/// As many log-probabilities as the API lets anyone ask for, with room to grow.
+/// Most log-probabilities of a token: more than the API allows a client to ask for.
 const TOP_LOGPROBS_MAX: usize = 64;
 
 type Checked<T> = Result<T, InvalidMessage>;
@@ -39,7 +39,7 @@ pub fn traceparent(text: String) -> Checked<String> {
     bounded(text, TRACEPARENT_BYTES_MAX, "traceparent")
 }
 
-/// A context that no peer would take is left out: the trace breaks, the control message arrives.
+/// Omits a trace context that the peer would reject, so that the message itself is accepted.
 pub fn traceparent_to_wire(traceparent: &str) -> String {
     if traceparent.len() > TRACEPARENT_BYTES_MAX { String::new() } else { traceparent.to_owned() }
 }
@@ -51,8 +51,8 @@ fn methods(names: Vec<String>, field: &'static str) -> Checked<Vec<String>> {
     names.into_iter().map(|method| name(method, field)).collect()
 }
 
-/// Cuts at a character's boundary.
-fn cut(text: &str, bytes_max: usize) -> String {
+/// Truncates at a character boundary.
+fn truncate(text: &str, bytes_max: usize) -> String {
     text[..text.floor_char_boundary(bytes_max.min(text.len()))].to_owned()
 }
 
@@ -75,7 +75,7 @@ fn transfer_to_wire(transfer: &TransferId) -> Bytes {
     Bytes::copy_from_slice(&transfer.to_bytes())
 }
 
-/// As nodes publish it and compare it.
+/// Encodes an identity for HELLO and for node records.
 pub fn identity_to_wire(identity: &Identity) -> v1::ModelIdentity {
     v1::ModelIdentity {
         model_fingerprint: bits_to_wire(identity.model_fingerprint),
@@ -89,7 +89,7 @@ pub fn identity_to_wire(identity: &Identity) -> v1::ModelIdentity {
     }
 }
 
-/// Refused when the fingerprint does not have 16 bytes or a name is too long.
+/// Fails if the fingerprint does not have 16 bytes or a name is too long.
 pub fn identity_from_wire(identity: v1::ModelIdentity) -> Result<Identity, InvalidMessage> {
     Ok(Identity {
         model_fingerprint: bits(&identity.model_fingerprint, "model_fingerprint")?,
@@ -136,7 +136,7 @@ fn abort_cause_to_wire(cause: AbortCause) -> v1::AbortCause {
     }
 }
 
-/// A cause that is not known here is no reason to go on.
+/// Unknown causes were mapped to `Unspecified` by prost.
 fn abort_cause(cause: v1::AbortCause) -> AbortCause {
     match cause {
         v1::AbortCause::Unspecified => AbortCause::GivenUp,
@@ -164,7 +164,7 @@ pub fn body_to_wire(body: &Body) -> wire::Body {
             transports: ok.transports.clone(),
         }),
         Body::Reject { reason, identity } => wire::Body::Reject(v1::Reject {
-            reason: cut(reason, REASON_BYTES_MAX),
+            reason: truncate(reason, REASON_BYTES_MAX),
             identity: Some(identity_to_wire(identity)),
         }),
         Body::Reserve(reserve) => wire::Body::Reserve(v1::Reserve {
@@ -202,7 +202,7 @@ pub fn body_to_wire(body: &Body) -> wire::Body {
         }
         Body::Abort { transfer, cause, reason } => wire::Body::Abort(v1::Abort {
             transfer_id: transfer_to_wire(transfer),
-            reason: cut(reason, REASON_BYTES_MAX),
+            reason: truncate(reason, REASON_BYTES_MAX),
             cause: abort_cause_to_wire(*cause).into(),
         }),
         Body::AbortAck { transfer } => {

@@ -1,5 +1,5 @@
-//! What is derived from the cluster secret: one key per use, so that a tag made for one purpose
-//! means nothing for another.
+//! Derives one key per purpose from the cluster secret, so that a tag for one purpose is invalid
+//! for another.
 
 use std::fmt::Write;
 
@@ -7,14 +7,14 @@ use ring::hmac;
 
 use crate::{api::Epoch, config::ClusterSecret};
 
-/// Bytes of every tag.
+/// Length of a tag.
 pub const TAG_BYTES: usize = 32;
 
 #[derive(Clone)]
 pub struct Keys {
-    message: hmac::Key,
+    control: hmac::Key,
     data: hmac::Key,
-    door: hmac::Key,
+    zap: hmac::Key,
 }
 
 impl Keys {
@@ -24,21 +24,23 @@ impl Keys {
             hmac::Key::new(hmac::HMAC_SHA256, hmac::sign(&root, purpose.as_bytes()).as_ref())
         };
         Self {
-            message: key("baton kv-transfer notice 1"),
+            // The purposes keep their first names: a release must understand the one before it.
+            control: key("baton kv-transfer notice 1"),
             data: key("baton kv-transfer data 1"),
-            door: key("baton kv-transfer door 1"),
+            zap: key("baton kv-transfer door 1"),
         }
     }
 
     pub(super) fn tag_control(&self, frame: &[u8]) -> hmac::Tag {
-        hmac::sign(&self.message, frame)
+        hmac::sign(&self.control, frame)
     }
 
     pub(super) fn check_control(&self, frame: &[u8], tag: &[u8]) -> bool {
-        hmac::verify(&self.message, frame, tag).is_ok()
+        hmac::verify(&self.control, frame, tag).is_ok()
     }
 
-    /// Tag of a data connection's hello, over `parts` in order. Each part has a fixed length.
+    /// Returns the tag of a data connection's handshake over `parts` in order. Each part has a
+    /// fixed length.
     pub fn tag_data(&self, parts: &[&[u8]]) -> [u8; TAG_BYTES] {
         let mut context = hmac::Context::with_key(&self.data);
         for part in parts {
@@ -49,22 +51,23 @@ impl Keys {
         tag
     }
 
-    /// In constant time.
+    /// Compares in constant time.
     pub fn check_data(&self, parts: &[&[u8]], tag: &[u8; TAG_BYTES]) -> bool {
         hmac::verify(&self.data, &parts.concat(), tag).is_ok()
     }
 
-    /// What a connection to the control message listener of process `to` must show before libzmq takes a
-    /// single frame from it. It crosses in clear: it keeps strangers out, the tags prove who speaks.
+    /// Returns the password that a connection must present to the control listener of process `to`
+    /// before libzmq accepts a frame from it. The password crosses the network in clear text. It
+    /// only keeps strangers out; the tags authenticate each control.
     pub fn zap_password(&self, to: Epoch) -> String {
-        let tag = hmac::sign(&self.door, &to.to_bytes());
+        let tag = hmac::sign(&self.zap, &to.to_bytes());
         tag.as_ref().iter().fold(String::with_capacity(2 * TAG_BYTES), |mut hex, byte| {
             let _ = write!(hex, "{byte:02x}");
             hex
         })
     }
 
-    /// In time that does not depend on where the two differ.
+    /// Compares in constant time.
     pub fn check_zap_password(&self, me: Epoch, password: &[u8]) -> bool {
         let mut tag = [0; TAG_BYTES];
         if password.len() != 2 * TAG_BYTES {
@@ -76,6 +79,6 @@ impl Keys {
             let Some(parsed) = parsed else { return false };
             *byte = parsed;
         }
-        hmac::verify(&self.door, &me.to_bytes(), &tag).is_ok()
+        hmac::verify(&self.zap, &me.to_bytes(), &tag).is_ok()
     }
 }

@@ -1,4 +1,4 @@
-//! Control messages as the protocol sees them: every field checked, no byte strings.
+//! Control messages with validated fields.
 
 use kernels::{BlockId, sampling::SampledToken};
 
@@ -13,13 +13,13 @@ pub struct Source {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ControlMessage {
-    /// W3C trace context, on messages that start or end work; else empty.
+    /// W3C trace context on messages that start or end work; otherwise empty.
     pub traceparent: String,
     pub body: Body,
 }
 
 impl ControlMessage {
-    /// A control message that belongs to no trace.
+    /// Creates a message without a trace context.
     pub fn untraced(body: Body) -> Self {
         Self { traceparent: String::new(), body }
     }
@@ -33,10 +33,10 @@ pub enum Body {
         reason: String,
         identity: Identity,
     },
-    /// D → P: these blocks wait for the KV of this prompt.
+    /// D → P: these blocks are reserved for the KV of this prompt.
     Reserve(Reserve),
-    /// P → D: the KV of `block_count` blocks from the prompt's block `first_block` on will come, or is written.
-    /// Answers `RESERVE` as well.
+    /// P → D: announces the KV of `block_count` blocks from the prompt's block `first_block` on,
+    /// which may still be computed. Also acknowledges `RESERVE`.
     Chunk {
         transfer: TransferId,
         chunk: u32,
@@ -44,12 +44,12 @@ pub enum Body {
         block_count: u32,
         bytes: u64,
     },
-    /// D → P: the receive of this chunk is posted.
+    /// D → P: the receive for this chunk is posted.
     ClearToSend {
         transfer: TransferId,
         chunk: u32,
     },
-    /// P → D: what completes the transfer beside the blocks.
+    /// P → D: all chunks are sent; carries token 0 and the integrity values.
     Done(Done),
     Ack {
         transfer: TransferId,
@@ -59,31 +59,32 @@ pub enum Body {
         cause: AbortCause,
         reason: String,
     },
-    /// Nothing of this transfer is in flight any more on the side that says so.
+    /// No read or write of this transfer is in flight at the sender of this message.
     AbortAck {
         transfer: TransferId,
     },
     Heartbeat {
-        /// Wanted. Naming one also answers its `RESERVE`.
+        /// Transfers that the sender of the heartbeat wants. Naming a transfer also acknowledges
+        /// its `RESERVE`.
         transfers: Vec<TransferId>,
-        /// Wanted, and their `RESERVE` has not been seen.
+        /// Wanted transfers whose `RESERVE` has not arrived.
         awaited: Vec<TransferId>,
     },
 }
 
 impl Body {
-    /// An `ABORT` that says nothing of models or weights.
+    /// Creates an `ABORT` that is not about models or weights.
     pub fn give_up(transfer: TransferId, reason: String) -> Self {
         Self::Abort { transfer, cause: AbortCause::GivenUp, reason }
     }
 }
 
-/// What the other side is to make of an `ABORT`.
+/// Cause of an `ABORT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AbortCause {
-    /// The transfer is not wanted any more, or something went wrong.
+    /// The transfer was cancelled or has failed.
     GivenUp,
-    /// The two have, or now have, different models or weights.
+    /// The nodes have different models or weights.
     Mismatch,
 }
 
@@ -96,9 +97,9 @@ pub struct Hello {
     pub transports: Vec<String>,
     /// Best first.
     pub integrity: Vec<String>,
-    /// Which of the sender's pairs this is; later ones have higher numbers.
+    /// Number of the sender's connection attempt; later ones are higher.
     pub session: u64,
-    /// Nothing is to be transferred yet.
+    /// The sender connects in advance, without a transfer.
     pub in_advance: bool,
 }
 
@@ -108,9 +109,9 @@ pub struct HelloOk {
     pub data_endpoint: String,
     pub transport: String,
     pub integrity: String,
-    /// Which of the answering process's pairs this is.
+    /// Number of the answering process's connection attempt.
     pub session: u64,
-    /// All that it can do, best first.
+    /// All transports that the answering process offers, best first.
     pub transports: Vec<String>,
 }
 
@@ -120,9 +121,9 @@ pub struct Reserve {
     pub model_fingerprint: u128,
     pub weight_version: u64,
     pub prompt_hash: u128,
-    /// First block of the prompt that is wanted.
+    /// First block of the prompt to transfer.
     pub first_block: u32,
-    /// Blocks at D, in the order of the prompt.
+    /// Blocks at D, in prompt order.
     pub blocks: Vec<BlockId>,
 }
 
@@ -132,9 +133,9 @@ pub struct Done {
     pub chunk_count: u32,
     pub first_index: u32,
     pub token: SampledToken,
-    /// One value a chunk.
+    /// One value per chunk.
     pub integrity: Vec<u64>,
-    /// Of the model and weights that computed the KV and the token.
+    /// Fingerprint of the model that computed the KV and the token.
     pub model_fingerprint: u128,
     pub weight_version: u64,
 }

@@ -1,4 +1,4 @@
-//! Which sequence numbers have been seen.
+//! Rejects replayed sequence numbers.
 
 use std::collections::BTreeMap;
 
@@ -7,20 +7,20 @@ use crate::api::Epoch;
 const WORD_BITS: u64 = 64;
 const WORDS: usize = 16;
 
-/// How far behind the newest a control message may arrive. One connection keeps order; this is for the two
-/// that overlap when a pair is made anew.
+/// How far behind the newest number a message may arrive. One connection keeps its order; the
+/// window covers two connections that overlap during a reconnect.
 const WINDOW: u64 = WORD_BITS * WORDS as u64;
 
-/// Sender epochs that are remembered. They are authenticated, so only real nodes fill this.
+/// Number of sender epochs that are remembered. Only authenticated senders add entries.
 const SENDERS_MAX: usize = 1024;
 
 /// A window over the sequence numbers of one sender epoch.
 #[derive(Clone, Debug)]
 struct Window {
     newest: u64,
-    /// Bit `s % WINDOW` tells whether `s` was seen, for the `WINDOW` numbers up to `newest`.
+    /// Bit `s % WINDOW` is set if number `s` was received, for the `WINDOW` numbers up to `newest`.
     seen: [u64; WORDS],
-    /// The guard's count at the last use.
+    /// Value of the guard's use counter at the last use, for eviction.
     used: u64,
 }
 
@@ -30,7 +30,7 @@ impl Window {
         ((bit / WORD_BITS) as usize, 1 << (bit % WORD_BITS))
     }
 
-    /// True the first time.
+    /// Returns true the first time.
     fn admit(&mut self, sequence: u64) -> bool {
         if sequence > self.newest {
             if sequence - self.newest >= WINDOW {
@@ -62,8 +62,7 @@ pub struct ReplayGuard {
 }
 
 impl ReplayGuard {
-    /// True the first time that this number comes from this epoch; false for repeats and for
-    /// numbers too far behind to tell. Number 0 is never used.
+    /// Returns true the first time.
     pub fn admit(&mut self, from: Epoch, sequence: u64) -> bool {
         if sequence == 0 {
             return false;
@@ -78,8 +77,8 @@ impl ReplayGuard {
         window.admit(sequence)
     }
 
-    /// What a replay of such a sender could do is bounded by the protocol: its transfers are over,
-    /// and their ids are never used again.
+    /// Evicts the least recently used sender. A replay of its messages does no harm: its transfers
+    /// are finished, and ids are used once.
     fn forget_least_recent(&mut self) {
         if let Some(epoch) =
             self.senders.iter().min_by_key(|(_, window)| window.used).map(|(epoch, _)| *epoch)
@@ -121,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn senders_are_bounded_and_the_least_recent_is_forgotten() {
+    fn senders_are_bounded_and_the_least_recently_used_is_evicted() {
         let mut guard = ReplayGuard::default();
         for epoch in 0..SENDERS_MAX as u128 {
             assert!(guard.admit(Epoch(epoch), 1));

@@ -1,7 +1,7 @@
-//! What `ipc` and `nccl` do alike with a chunk: how the sender lends it, how the receiver gives it back.
+//! Start and end of a chunk, shared by `ipc` and `nccl`.
 //!
-//! Chunks are verified by the digest of their blocks ([`kernels::digest`]), which GPUs compute where the
-//! blocks lie. (`tcp` has all bytes in host memory in order, and hashes them as they pass.)
+//! Chunks are verified by the digest of their blocks ([`kernels::digest`]), which GPUs compute in
+//! place. `tcp` instead hashes the bytes as they pass through host memory.
 
 use std::{io, net::TcpStream};
 
@@ -10,10 +10,11 @@ use kernels::{BlockRead, BlockWrite};
 use super::{Shared, inbox, inbox::Inbox, message::Message, outbox, outbox::Outbox};
 use crate::{api::TransferId, protocol::DataEvent};
 
-/// Integrity and bytes of a chunk whose blocks are written.
+/// Integrity value and size in bytes of a written chunk.
 pub type Landed = (u64, u64);
 
-/// Sender: says which blocks come next, at most so many chunks ahead, until the outbox is closed.
+/// Sender: announces the blocks of queued chunks, at most `ahead_max` unanswered chunks at a time,
+/// until the outbox is closed.
 pub fn lend(
     outbox: &Outbox,
     stream: &mut TcpStream,
@@ -23,19 +24,20 @@ pub fn lend(
     while let Some(job) = outbox.next(ahead_max) {
         let blocks = job.blocks.iter().map(BlockRead::block).collect();
         let lend = Message::Lend { transfer: job.transfer, chunk: job.chunk, blocks };
-        // What wrote them is done, on the device too, or they would not be here.
+        // The kernels that wrote the blocks have finished, also on the device; otherwise the chunk
+        // would not be queued.
         let integrity = match verify {
             true => BlockRead::digest(&job.blocks).map_err(io::Error::other)?,
             false => 0,
         };
-        // Before the message, which may be answered at once.
+        // Recorded before the message is sent, because the answer may come at once.
         outbox.lend(job, integrity);
         lend.write(stream)?;
     }
     Ok(())
 }
 
-/// Sender: the receiver has nowhere to put this chunk. The error is for people.
+/// Sender: handles the answer that the receiver has not posted this chunk.
 pub fn not_posted(
     shared: &Shared,
     outbox: &Outbox,
@@ -44,7 +46,7 @@ pub fn not_posted(
 ) -> Result<(), String> {
     match outbox.answered(transfer, chunk)? {
         outbox::GivenBack::Wanted { .. } => {
-            let reason = format!("chunk {chunk} is not awaited any more");
+            let reason = format!("the peer no longer waits for chunk {chunk}");
             shared.report(DataEvent::Failed { transfer, reason });
         }
         outbox::GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
@@ -53,8 +55,8 @@ pub fn not_posted(
     Ok(())
 }
 
-/// Receiver: looks at blocks that are written, and lets go of them. The error is for people.
-pub fn look_at(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Landed, String> {
+/// Receiver: hashes written blocks if asked to, and releases them.
+pub fn verify_and_release(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Landed, String> {
     let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
     let integrity = match verify {
         true => BlockWrite::digest(&mut blocks).map_err(|error| error.to_string())?,
@@ -63,7 +65,7 @@ pub fn look_at(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Landed, Stri
     Ok((integrity, bytes))
 }
 
-/// Receiver: the chunk is written, and no guard is in the way of whoever borrows its blocks.
+/// Receiver: reports a written chunk, after the guards of its blocks were dropped.
 pub fn give_back(
     shared: &Shared,
     inbox: &Inbox,
@@ -76,21 +78,21 @@ pub fn give_back(
         shared.counters.received(bytes);
         shared.report(DataEvent::Received { transfer, chunk, integrity });
     } else {
-        report_failed(shared, transfer, given_back, "the data connection was closed".to_owned());
+        report_unwritten(shared, transfer, given_back, "the data connection was closed".to_owned());
     }
 }
 
-/// Receiver: the chunk is not written, and nothing writes its blocks any more.
-pub fn give_up(
+/// Receiver: reports a chunk that failed, after all writes to its blocks have ended.
+pub fn report_failure(
     shared: &Shared,
     inbox: &Inbox,
     (transfer, chunk): (TransferId, u32),
     reason: String,
 ) {
-    report_failed(shared, transfer, inbox.give_back(transfer, chunk), reason);
+    report_unwritten(shared, transfer, inbox.give_back(transfer, chunk), reason);
 }
 
-fn report_failed(
+fn report_unwritten(
     shared: &Shared,
     transfer: TransferId,
     given_back: inbox::GivenBack,

@@ -1,13 +1,12 @@
-//! How the two ends of a data connection prove to each other who they are.
+//! Authentication handshake of a data connection.
 //!
-//! 1. The listener greets with a fresh nonce.
-//! 2. The sender answers with a nonce of its own, both epochs, and a tag over all of it.
-//! 3. The listener answers with a tag over the same, made for the other direction.
+//! 1. The listener sends a fresh nonce.
+//! 2. The sender answers with its own nonce, both epochs, and a tag over all of them.
+//! 3. The listener answers with a tag over the same fields for the other direction.
 //!
-//! The tags are made for one transport each: the one that holds names what the connection is for.
-//!
-//! All three have a fixed length, and the whole has one deadline, so that whoever connects can keep
-//! a listener thread for a moment only.
+//! The tag also names the transport that the connection carries. All three messages have a fixed
+//! length, and the handshake has one deadline, so a stranger occupies a listener thread only
+//! briefly.
 
 use std::{
     io,
@@ -18,33 +17,35 @@ use std::{
 use super::stream::{read_exact_by, write_all_by};
 use crate::{api::Epoch, control::Keys, transfer_kind::TransferKind};
 
-/// Two round trips inside a cluster, many times over.
+/// Far longer than two round trips within a cluster.
 pub const DEADLINE: Duration = Duration::from_secs(1);
 
 const MAGIC: [u8; 8] = *b"BATONKV1";
 const NONCE_BYTES: usize = 32;
 const TAG_BYTES: usize = 32;
 const EPOCH_BYTES: usize = 16;
-const GREETING_BYTES: usize = MAGIC.len() + NONCE_BYTES;
+const CHALLENGE_BYTES: usize = MAGIC.len() + NONCE_BYTES;
 const HELLO_BYTES: usize = NONCE_BYTES + 2 * EPOCH_BYTES + TAG_BYTES;
 
-/// Why a data connection was not made.
+/// Reason why a data connection was not opened.
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
-    #[error("data connection: {0}")]
+    #[error("data connection failed during the handshake: {0}")]
     Io(#[from] io::Error),
-    #[error("the listener is none of ours")]
+    #[error("handshake failed: the listener is not a Baton data listener")]
     Magic,
-    #[error("the connection is meant for epoch {to}, which is not this process")]
+    #[error(
+        "handshake failed: the connection is for epoch {to}; expected the epoch of this process"
+    )]
     Epoch { to: Epoch },
-    #[error("the tag does not hold: the other end has another secret")]
+    #[error("handshake failed: invalid tag; expected the same cluster secret on both nodes")]
     Tag,
-    #[error("no random numbers: {0}")]
+    #[error("handshake failed: the operating system returned no random numbers: {0}")]
     Random(getrandom::Error),
 }
 
 impl HandshakeError {
-    /// The label under which it is counted.
+    /// Returns the metric label.
     pub fn label(&self) -> &'static str {
         match self {
             HandshakeError::Io(_) => "handshake_io",
@@ -62,7 +63,7 @@ fn nonce() -> Result<[u8; NONCE_BYTES], HandshakeError> {
     Ok(nonce)
 }
 
-/// What both tags cover, but for the direction.
+/// Fields covered by both tags, besides the direction.
 struct Terms {
     listener_nonce: [u8; NONCE_BYTES],
     sender_nonce: [u8; NONCE_BYTES],
@@ -76,7 +77,7 @@ impl Terms {
     }
 }
 
-/// What the sender's and the listener's tags cover beside the terms.
+/// Returns the labels that distinguish the sender's tag from the listener's, per transport.
 fn directions(kind: TransferKind) -> [&'static [u8; 1]; 2] {
     match kind {
         TransferKind::Tcp => [b"s", b"l"],
@@ -85,7 +86,7 @@ fn directions(kind: TransferKind) -> [&'static [u8; 1]; 2] {
     }
 }
 
-/// The sender's end. `me` connects to what should be `peer`.
+/// Runs the sender's side of the handshake with `peer`.
 pub fn connect(
     stream: &mut TcpStream,
     keys: &Keys,
@@ -95,9 +96,9 @@ pub fn connect(
 ) -> Result<(), HandshakeError> {
     let [sender, listener] = directions(kind);
     let deadline = Instant::now() + DEADLINE;
-    let mut greeting = [0; GREETING_BYTES];
-    read_exact_by(stream, &mut greeting, deadline)?;
-    let (magic, listener_nonce) = greeting.split_at(MAGIC.len());
+    let mut challenge = [0; CHALLENGE_BYTES];
+    read_exact_by(stream, &mut challenge, deadline)?;
+    let (magic, listener_nonce) = challenge.split_at(MAGIC.len());
     if magic != MAGIC {
         return Err(HandshakeError::Magic);
     }
@@ -119,7 +120,7 @@ pub fn connect(
     if keys.check_data(&terms.parts(listener), &tag) { Ok(()) } else { Err(HandshakeError::Tag) }
 }
 
-/// The listener's end: who connects, and for what.
+/// Runs the listener's side. Returns the peer and the transport.
 pub fn accept(
     stream: &mut TcpStream,
     keys: &Keys,
@@ -127,10 +128,10 @@ pub fn accept(
 ) -> Result<(Epoch, TransferKind), HandshakeError> {
     let deadline = Instant::now() + DEADLINE;
     let listener_nonce = nonce()?;
-    let mut greeting = [0; GREETING_BYTES];
-    greeting[..MAGIC.len()].copy_from_slice(&MAGIC);
-    greeting[MAGIC.len()..].copy_from_slice(&listener_nonce);
-    write_all_by(stream, &greeting, deadline)?;
+    let mut challenge = [0; CHALLENGE_BYTES];
+    challenge[..MAGIC.len()].copy_from_slice(&MAGIC);
+    challenge[MAGIC.len()..].copy_from_slice(&listener_nonce);
+    write_all_by(stream, &challenge, deadline)?;
     let mut hello = [0; HELLO_BYTES];
     read_exact_by(stream, &mut hello, deadline)?;
     let (sender_nonce, rest) = hello.split_at(NONCE_BYTES);

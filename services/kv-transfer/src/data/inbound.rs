@@ -1,5 +1,5 @@
-//! The receiving end: a listener, and one thread per connection that finds out who is there and then
-//! reads what the peer sends.
+//! The receiving end of data connections: a listener thread, and one thread per connection that
+//! authenticates the peer and then receives.
 
 use std::{
     io,
@@ -21,7 +21,7 @@ use super::{
     ipc,
     message::{Message, Messages},
     nccl,
-    stream::{LOOK, is_pause},
+    stream::{POLL, is_pause},
     tcp,
 };
 use crate::{
@@ -32,11 +32,11 @@ use crate::{
     transport::{DataError, Released},
 };
 
-/// Connections that have not proven yet who they are. Each may take a handshake's deadline.
+/// Connections in handshake. Each lasts at most the handshake's deadline.
 const HANDSHAKES_MAX: usize = 128;
 
-/// How long the acceptor sits in one accept().
-const ACCEPT_LOOK: Duration = Duration::from_secs(1);
+/// Longest wait of one accept() call.
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub struct Inbound {
     peers: Arc<Peers>,
@@ -61,8 +61,8 @@ impl Inbound {
             acceptor: Threads::default(),
             readers: Arc::default(),
         };
-        // accept() honours the receive timeout, so that the thread looks up now and then.
-        SockRef::from(&*inbound.listener).set_read_timeout(Some(ACCEPT_LOOK))?;
+        // accept() honours the receive time-out, so the thread checks `stop` regularly.
+        SockRef::from(&*inbound.listener).set_read_timeout(Some(ACCEPT_TIMEOUT))?;
         let acceptor = Acceptor {
             shared,
             peers: Arc::clone(&inbound.peers),
@@ -111,7 +111,7 @@ impl Inbound {
 
     pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
         self.stop.store(true, Ordering::Release);
-        // Wakes accept() at once where the system allows it; its timeout does everywhere.
+        // Wakes accept() on systems that support it; the time-out wakes it on all others.
         let _ = SockRef::from(&*self.listener).shutdown(Shutdown::Both);
         self.peers.dismiss_all();
         let mut unfinished = self.acceptor.join_all(deadline);
@@ -131,10 +131,10 @@ struct Acceptor {
     connections_max: usize,
 }
 
-/// Counts one of a bounded number until it is dropped.
-struct Place(Arc<AtomicUsize>);
+/// One permit of a bounded number, returned on drop.
+struct Permit(Arc<AtomicUsize>);
 
-impl Place {
+impl Permit {
     fn take(counter: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
         counter
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |taken| {
@@ -145,7 +145,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -159,9 +159,9 @@ impl Acceptor {
                 Err(error) if is_pause(&error) => {}
                 Err(error) => {
                     if !self.stop.load(Ordering::Acquire) {
-                        tracing::warn!(%error, "no data connection could be accepted");
-                        // Out of descriptors, most likely: give others time to end.
-                        thread::sleep(LOOK);
+                        tracing::warn!(%error, "cannot accept data connections");
+                        // Usually out of file descriptors: wait for other connections to close.
+                        thread::sleep(POLL);
                     }
                 }
             }
@@ -169,37 +169,37 @@ impl Acceptor {
     }
 
     fn admit(&self, stream: TcpStream) {
-        let Some(place) = Place::take(&self.handshakes, HANDSHAKES_MAX) else {
+        let Some(permit) = Permit::take(&self.handshakes, HANDSHAKES_MAX) else {
             return self.shared.counters.refuse("handshakes_full");
         };
         let (shared, peers) = (Arc::clone(&self.shared), Arc::clone(&self.peers));
         let (connections, connections_max) = (Arc::clone(&self.connections), self.connections_max);
         let reader = move || {
             let mut stream = stream;
-            // Fails only when the connection is gone, which the handshake finds out.
+            // Fails only if the connection has closed; the handshake then fails too.
             let _ = stream.set_nodelay(true);
             match handshake::accept(&mut stream, &shared.keys, shared.me) {
                 Ok((peer, kind)) => {
-                    drop(place);
-                    match Place::take(&connections, connections_max) {
-                        Some(_place) => read_connection(&shared, &peers, peer, kind, stream),
+                    drop(permit);
+                    match Permit::take(&connections, connections_max) {
+                        Some(_permit) => read_connection(&shared, &peers, peer, kind, stream),
                         None => shared.counters.refuse("connections_full"),
                     }
                 }
                 Err(error) => {
-                    tracing::debug!(%error, "a data connection was refused");
+                    tracing::debug!(%error, "data connection rejected");
                     shared.counters.refuse(error.label());
                 }
             }
         };
         if let Err(error) = self.readers.spawn("kv-data-in", reader) {
-            tracing::warn!(%error, "no thread for a data connection");
+            tracing::warn!(%error, "cannot start a thread for a data connection");
             self.shared.counters.refuse("no_thread");
         }
     }
 }
 
-/// The reader thread of one proven connection, from entering the inbox to its end.
+/// Runs the reader thread of one authenticated connection.
 fn read_connection(
     shared: &Shared,
     peers: &Peers,
@@ -214,14 +214,14 @@ fn read_connection(
     match inbox.enter(connection, &stream) {
         Ok(true) => {}
         Ok(false) => return,
-        Err(error) => return tracing::warn!(%error, "a data connection could not be used"),
+        Err(error) => return tracing::warn!(%error, "cannot use a data connection"),
     }
     let ended = match kind {
         excluded if !shared.offered.contains(&excluded) => {
             refuse(shared, &inbox, peer, excluded, &mut stream)
         }
         TransferKind::Tcp => {
-            shared.counters.takes(peer, kind);
+            shared.counters.set_path(peer, kind);
             tcp::read_frames(shared, &inbox, &mut stream).map(|()| Ended::Closed)
         }
         TransferKind::Ipc => ipc::pull_chunks(shared, &inbox, peer, connection, &mut stream),
@@ -229,16 +229,16 @@ fn read_connection(
     };
     inbox.leave(connection);
     let reason = match ended {
-        Ok(Ended::Closed) => "it closed the data connection".to_owned(),
-        // The peer has been told why, and comes again by another transport.
+        Ok(Ended::Closed) => "the peer closed the data connection".to_owned(),
+        // The peer knows the reason and reconnects with another transport.
         Ok(Ended::Refused) => return,
-        Err(error) => format!("data connection from it: {error}"),
+        Err(error) => format!("data connection from the peer: {error}"),
     };
-    // The driver, which knows what it has closed meanwhile, finds out whether this one mattered.
+    // The driver ignores the event if it has closed or replaced this connection.
     shared.report_end(peer, connection, reason);
 }
 
-/// Answers whoever comes by a transport that this node has not offered.
+/// Rejects a connection whose transport this node has not offered.
 fn refuse(
     shared: &Shared,
     inbox: &Inbox,
@@ -246,9 +246,9 @@ fn refuse(
     kind: TransferKind,
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
-    tracing::warn!(%peer, %kind, "a peer comes by a kind that this node has not offered");
-    shared.counters.refuse("carrier_not_offered");
-    let mut messages = Messages::new(stream, LOOK)?;
+    tracing::warn!(%peer, transport = %kind, "peer requested a transport that this node does not offer");
+    shared.counters.refuse("transport_not_offered");
+    let mut messages = Messages::new(stream, POLL)?;
     match messages.next_by(Instant::now() + LEASE, || inbox.is_closed())? {
         Some(_) => {
             let reason = format!("this node does not offer {kind}");
@@ -259,9 +259,9 @@ fn refuse(
     }
 }
 
-/// How a connection ended that nothing is wrong with.
+/// How a connection ended without an error.
 pub enum Ended {
     Closed,
-    /// It cannot carry anything: nothing was ever taken from it.
+    /// The transport does not work: no chunk was received.
     Refused,
 }

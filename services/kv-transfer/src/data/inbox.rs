@@ -1,4 +1,5 @@
-//! What each peer may write: posted by the driver, taken by the reader of the peer's connection.
+//! Chunks that each peer may write. The driver posts them, and the reader of the peer's connection
+//! takes them.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,13 +17,13 @@ use crate::{
     transport::Released,
 };
 
-/// One inbox for each peer that is admitted.
+/// The inboxes of all admitted peers.
 #[derive(Default)]
 pub struct Peers {
     inboxes: Mutex<BTreeMap<Epoch, Arc<Inbox>>>,
 }
 
-/// What may be written by one peer.
+/// Chunks that one peer may write.
 #[derive(Default)]
 pub struct Inbox {
     state: Mutex<State>,
@@ -34,9 +35,9 @@ struct State {
     posted: HashMap<(TransferId, u32), Vec<BlockWrite>>,
     /// Chunks that are being written.
     taken: Vec<Taken>,
-    /// The connection that may write, to be interrupted. A newer one takes its place.
+    /// The connection in use, kept to shut it down. A newer connection replaces it.
     stream: Option<TcpStream>,
-    /// Its number, also when it has ended.
+    /// Number of that connection, kept after its end.
     connection: u64,
     /// A reader thread uses this inbox.
     occupied: bool,
@@ -46,17 +47,17 @@ struct State {
 struct Taken {
     transfer: TransferId,
     chunk: u32,
-    /// Its transfer was cancelled meanwhile.
+    /// Its transfer was cancelled while the chunk was being written.
     cancelled: bool,
 }
 
-/// A chunk whose blocks are no longer written.
+/// Result of returning a chunk whose blocks are no longer written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GivenBack {
     Wanted,
-    /// Its transfer was cancelled, and this was the last chunk of it being written.
+    /// Its transfer was cancelled, and this was its last chunk being written.
     Released,
-    /// Its transfer was cancelled, and others are being written.
+    /// Its transfer was cancelled, and other chunks of it are being written.
     Cancelled,
 }
 
@@ -73,7 +74,7 @@ impl Peers {
         self.lock().get(&peer).cloned()
     }
 
-    /// Closes the peer's inbox, and forgets it.
+    /// Closes and removes the inbox of `peer`.
     pub fn dismiss(&self, peer: Epoch) {
         if let Some(inbox) = self.lock().remove(&peer) {
             inbox.close();
@@ -107,7 +108,7 @@ impl Inbox {
         released
     }
 
-    /// The number of the connection that entered last.
+    /// Returns the number of the newest connection.
     pub fn connection(&self) -> u64 {
         self.lock().connection
     }
@@ -117,13 +118,13 @@ impl Inbox {
         state.closed = true;
         state.posted.clear();
         if let Some(stream) = &state.stream {
-            // Fails only when the connection is gone already.
+            // Fails only if the connection has already closed.
             let _ = stream.shutdown(Shutdown::Both);
         }
         self.changed.notify_all();
     }
 
-    /// The reader of this connection has ended.
+    /// Records that the reader of this connection has ended.
     pub fn leave(&self, connection: u64) {
         let mut state = self.lock();
         state.occupied = false;
@@ -133,8 +134,8 @@ impl Inbox {
         self.changed.notify_all();
     }
 
-    /// Makes this the connection that may write, once the one before has let go. False when it is
-    /// superseded itself, or the inbox is closed.
+    /// Blocks until the reader of the previous connection has left, then makes `connection` the
+    /// current one. Returns false if a newer connection replaces it or the inbox is closed.
     pub fn enter(&self, connection: u64, stream: &TcpStream) -> io::Result<bool> {
         let clone = stream.try_clone()?;
         let mut state = self.lock();
@@ -159,7 +160,7 @@ impl Inbox {
         Ok(true)
     }
 
-    /// The blocks posted for this chunk.
+    /// Takes the blocks posted for this chunk.
     pub fn take(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockWrite>> {
         let mut state = self.lock();
         let blocks = state.posted.remove(&(transfer, chunk))?;
@@ -167,24 +168,24 @@ impl Inbox {
         Some(blocks)
     }
 
-    /// Whether what is written of this transfer is for nobody.
+    /// Returns whether the transfer of a taken chunk was cancelled.
     pub fn is_cancelled(&self, transfer: TransferId) -> bool {
         let state = self.lock();
         let cancelled = |taken: &Taken| taken.transfer == transfer && taken.cancelled;
         state.closed || state.taken.iter().any(cancelled)
     }
 
-    /// Whether this connection is the one that may write.
+    /// Returns whether `connection` is the current one.
     pub fn is_current(&self, connection: u64) -> bool {
         let state = self.lock();
         !state.closed && state.connection == connection
     }
 
-    /// The blocks of a chunk that was taken are no longer written.
+    /// Records that the blocks of a taken chunk are no longer written.
     pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack {
         let mut state = self.lock();
         let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
-        let index = state.taken.iter().position(is_it).expect("what is given back was taken");
+        let index = state.taken.iter().position(is_it).expect("only taken chunks are given back");
         let taken = state.taken.swap_remove(index);
         match taken.cancelled {
             false => GivenBack::Wanted,

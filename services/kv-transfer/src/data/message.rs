@@ -1,4 +1,4 @@
-//! What the two ends of a connection say that carries no KV itself: a header, then the body.
+//! Messages on data connections of `ipc` and `nccl`: a header, then the body.
 //!
 //! | bytes | field |
 //! | --- | --- |
@@ -7,7 +7,7 @@
 //! | 8..12 | bytes of the body, little-endian |
 //! | 12..20 | xxh3-64 of bytes 0..12 and the body, little-endian |
 //!
-//! Numbers in bodies are little-endian, transfer ids go with the most significant byte first.
+//! Numbers in bodies are little-endian; transfer ids are big-endian.
 
 use std::{
     io::{self, ErrorKind, Read},
@@ -24,30 +24,33 @@ use crate::{api::TransferId, config::LEASE};
 const MAGIC: [u8; 4] = *b"BKI1";
 const HEADER_BYTES: usize = 20;
 const CHECKED_BYTES: usize = 12;
-/// The largest body is a list of blocks: more than a transfer may have.
+/// Bound of a body. The largest is a list of more blocks than a transfer may have.
 const BODY_BYTES_MAX: usize = 1 << 20;
 /// The kind of [`Message::Refused`].
 const REFUSED: u32 = 3;
-/// A reason is cut to so many bytes.
+/// Longer reasons are truncated.
 const REASON_BYTES_MAX: usize = 1024;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Sender: my memory, or an invitation to a channel. `verify`: chunks are to be hashed.
+    /// Sender: the handle of its memory (`ipc`) or an invitation to a communicator (`nccl`).
+    /// `verify`: the sender wants chunks hashed.
     Offer { export: Vec<u8>, verify: bool },
-    /// Receiver: it is mapped, or joined.
+    /// Receiver: the memory is mapped, or the communicator joined. `verify`: the receiver wants
+    /// chunks hashed.
     Ready { verify: bool },
-    /// Receiver: it cannot be. Sender, of a channel that the receiver joins: nor does it go from here.
+    /// Either side: the transport does not work here.
     Refused { reason: String },
-    /// Sender: the blocks of this chunk, in its order.
+    /// Sender: this chunk is ready, in these blocks.
     Lend { transfer: TransferId, chunk: u32, blocks: Vec<BlockId> },
-    /// Receiver: they are copied.
+    /// Receiver: the blocks are copied.
     Pulled { transfer: TransferId, chunk: u32 },
-    /// Receiver: nobody waits for this chunk here.
+    /// Receiver: no receive is posted for this chunk.
     NotPosted { transfer: TransferId, chunk: u32 },
-    /// Receiver: it may come. So many blocks at a time lie together on both sides.
+    /// Receiver: the sender may send this chunk. `runs` are the lengths of the block ranges that
+    /// are contiguous on both sides.
     Go { transfer: TransferId, chunk: u32, runs: Vec<u32> },
-    /// Receiver: it joins the channel, for which the sender needs this.
+    /// Receiver: it joins the communicator. The sender needs `answer` to join too.
     Accepted { answer: Vec<u8> },
 }
 
@@ -162,43 +165,45 @@ fn check(head: &[u8], body: &[u8]) -> [u8; 8] {
 /// Reads the messages of one connection.
 pub struct Messages {
     stream: TcpStream,
-    look: Duration,
+    poll: Duration,
 }
 
-/// What a look at the connection brought.
+/// Result of polling the connection.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Look {
+pub enum Polled {
     Message(Message),
     Nothing,
-    /// The peer has ended the connection between two messages.
+    /// The peer closed the connection between two messages.
     End,
 }
 
 impl Messages {
-    /// `look`: how long one look waits for the first byte.
-    pub fn new(stream: &TcpStream, look: Duration) -> io::Result<Self> {
+    /// `poll` is the time-out of one poll for the first byte.
+    pub fn new(stream: &TcpStream, poll: Duration) -> io::Result<Self> {
         let stream = stream.try_clone()?;
-        stream.set_read_timeout(Some(look))?;
-        Ok(Self { stream, look })
+        stream.set_read_timeout(Some(poll))?;
+        Ok(Self { stream, poll })
     }
 
-    /// For so long one look, or one glance, waits from now on.
-    pub fn set_look(&mut self, look: Duration) -> io::Result<()> {
-        self.look = look;
-        self.stream.set_read_timeout(Some(look))
+    /// Sets the time-out of [`Messages::poll`] and of the peeking methods.
+    pub fn set_poll_timeout(&mut self, poll: Duration) -> io::Result<()> {
+        self.poll = poll;
+        self.stream.set_read_timeout(Some(poll))
     }
 
-    /// Whether the peer has left or refused, of which the next look tells more.
-    pub fn is_turned_down(&self) -> bool {
-        self.glance(|header| header.get(4..8).is_some_and(|kind| kind == REFUSED.to_le_bytes()))
+    /// Returns whether the peer has closed the connection or sent `Refused`.
+    pub fn is_rejected_or_closed(&self) -> bool {
+        self.peek_header(|header| {
+            header.get(4..8).is_some_and(|kind| kind == REFUSED.to_le_bytes())
+        })
     }
 
-    /// Whether the peer has left or said anything.
-    pub fn is_disturbed(&self) -> bool {
-        self.glance(|_| true)
+    /// Returns whether the peer has closed the connection or sent anything.
+    pub fn has_input_or_closed(&self) -> bool {
+        self.peek_header(|_| true)
     }
 
-    fn glance(&self, matters: impl Fn(&[u8]) -> bool) -> bool {
+    fn peek_header(&self, matters: impl Fn(&[u8]) -> bool) -> bool {
         let mut header = [0; HEADER_BYTES];
         match self.stream.peek(&mut header) {
             Ok(0) => true,
@@ -207,18 +212,18 @@ impl Messages {
         }
     }
 
-    pub fn look(&mut self) -> io::Result<Look> {
+    pub fn poll(&mut self) -> io::Result<Polled> {
         let mut header = [0; HEADER_BYTES];
         let first = match self.stream.read(&mut header) {
-            Ok(0) => return Ok(Look::End),
+            Ok(0) => return Ok(Polled::End),
             Ok(count) => count,
-            Err(error) if is_pause(&error) => return Ok(Look::Nothing),
+            Err(error) if is_pause(&error) => return Ok(Polled::Nothing),
             Err(error) => return Err(error),
         };
         let deadline = Instant::now() + LEASE;
         let message = self.rest(header, first, deadline);
-        self.stream.set_read_timeout(Some(self.look))?;
-        message.map(Look::Message)
+        self.stream.set_read_timeout(Some(self.poll))?;
+        message.map(Polled::Message)
     }
 
     fn rest(
@@ -235,33 +240,37 @@ impl Messages {
         };
         let body_bytes = number(8) as usize;
         if header[..4] != MAGIC || body_bytes > BODY_BYTES_MAX {
-            return Err(invalid("no message begins where one should".to_owned()));
+            return Err(invalid("invalid message header; expected BKI1".to_owned()));
         }
         let mut body = vec![0; body_bytes];
         read_exact_by(&mut self.stream, &mut body, deadline)?;
         if check(&header[..CHECKED_BYTES], &body) != header[CHECKED_BYTES..] {
-            return Err(invalid("a message is damaged".to_owned()));
+            return Err(invalid("message failed its integrity check".to_owned()));
         }
         let kind = number(4);
         Message::from_body(kind, &body)
-            .ok_or_else(|| invalid(format!("a message of kind {kind} is malformed")))
+            .ok_or_else(|| invalid(format!("malformed message of kind {kind}")))
     }
 
-    /// The next message, by `deadline`; `None` when the connection ends or `closed` says so.
+    /// Blocks until the next message or `deadline`. Returns `None` when the connection closes or
+    /// `closed` returns true.
     pub fn next_by(
         &mut self,
         deadline: Instant,
         closed: impl Fn() -> bool,
     ) -> io::Result<Option<Message>> {
         loop {
-            match self.look()? {
-                Look::Message(message) => return Ok(Some(message)),
-                Look::End => return Ok(None),
-                Look::Nothing if closed() => return Ok(None),
-                Look::Nothing if Instant::now() >= deadline => {
-                    return Err(io::Error::new(ErrorKind::TimedOut, "no answer came in time"));
+            match self.poll()? {
+                Polled::Message(message) => return Ok(Some(message)),
+                Polled::End => return Ok(None),
+                Polled::Nothing if closed() => return Ok(None),
+                Polled::Nothing if Instant::now() >= deadline => {
+                    return Err(io::Error::new(
+                        ErrorKind::TimedOut,
+                        "timed out waiting for an answer",
+                    ));
                 }
-                Look::Nothing => {}
+                Polled::Nothing => {}
             }
         }
     }
@@ -300,10 +309,10 @@ mod tests {
         let mut messages = Messages::new(&receiver, Duration::from_secs(10))?;
         let mut read = Vec::new();
         loop {
-            match messages.look()? {
-                Look::Message(message) => read.push(message),
-                Look::End => return Ok(read),
-                Look::Nothing => panic!("the sender has ended"),
+            match messages.poll()? {
+                Polled::Message(message) => read.push(message),
+                Polled::End => return Ok(read),
+                Polled::Nothing => panic!("the sender has ended"),
             }
         }
     }
@@ -329,19 +338,19 @@ mod tests {
             }
         };
         let (mut peer, mut messages) = connected();
-        assert!(!messages.is_disturbed() && !messages.is_turned_down());
+        assert!(!messages.has_input_or_closed() && !messages.is_rejected_or_closed());
         let ready = Message::Ready { verify: false };
         peer.write_all(&ready.to_bytes()).unwrap();
-        until(&|| messages.is_disturbed());
-        assert!(!messages.is_turned_down(), "it is ready");
-        assert_eq!(messages.look().unwrap(), Look::Message(ready));
+        until(&|| messages.has_input_or_closed());
+        assert!(!messages.is_rejected_or_closed(), "it is ready");
+        assert_eq!(messages.poll().unwrap(), Polled::Message(ready));
         let refused = Message::Refused { reason: "no".to_owned() };
         peer.write_all(&refused.to_bytes()).unwrap();
-        until(&|| messages.is_turned_down());
-        assert_eq!(messages.look().unwrap(), Look::Message(refused));
+        until(&|| messages.is_rejected_or_closed());
+        assert_eq!(messages.poll().unwrap(), Polled::Message(refused));
         let (peer, messages) = connected();
         drop(peer);
-        until(&|| messages.is_turned_down() && messages.is_disturbed());
+        until(&|| messages.is_rejected_or_closed() && messages.has_input_or_closed());
     }
 
     #[test]

@@ -1,15 +1,16 @@
-//! The data connections between nodes: what carries KV, or the word of who carries it.
+//! The data connections between nodes. They carry the KV itself, or the messages that coordinate
+//! its copy.
 //!
-//! One connection per pair and direction, made by the sender, proven on both ends by tags over
-//! fresh nonces (`handshake`), which also name what it carries:
+//! Each pair has one connection per direction, opened by the sender. Both ends prove the cluster
+//! secret by tags over fresh nonces (`handshake`), which also name the transport:
 //!
 //! * [`tcp`]: the blocks themselves, through host memory;
-//! * `ipc`: where to find them in the sender's GPU memory, from which the receiver pulls;
-//! * `nccl`: when to send and receive them by kernels of both GPUs.
+//! * `ipc`: where the blocks lie in the sender's GPU memory, from which the receiver copies;
+//! * `nccl`: when to launch the send and receive kernels.
 //!
-//! Whichever it is, chunks wait in the same `outbox` at the sender and are awaited in the same
-//! `inbox` at the receiver, so a pair may change from one transport to another between connections.
-//! Neither encrypted nor signed frame by frame: the network between the nodes is the operator's.
+//! All transports share the sender's `outbox` and the receiver's `inbox`, so a pair may change its
+//! transport when it reconnects. Frames are neither encrypted nor signed: the network between the
+//! nodes must be trusted.
 
 mod chunk_ends;
 mod handshake;
@@ -54,27 +55,27 @@ use crate::{
 use inbound::Inbound;
 use outbox::Outbox;
 
-/// How long dropping a transport may take.
+/// Time-out of dropping a transport.
 const DROP_MAX: Duration = Duration::from_secs(1);
 
-/// What both directions share.
+/// State shared by both directions.
 struct Shared {
     me: Epoch,
     keys: Keys,
-    reports: Sender<TransportEvent>,
+    events: Sender<TransportEvent>,
     resolver: Resolver,
     counters: Arc<DataCounters>,
-    /// Connections so far, in either direction.
+    /// Number of connections so far, in either direction.
     connections: AtomicU64,
-    /// How processes of this host read each other's blocks, where ours lie on a GPU.
+    /// Maps GPU memory between processes of this host; `None` without a GPU.
     memory: Option<Arc<dyn PeerMemory>>,
-    /// How blocks are moved together with another GPU.
+    /// Opens NCCL communicators between two GPUs; `None` without a GPU.
     channels: Option<Arc<dyn PeerChannels>>,
-    /// What this node has told its peers that it can do.
+    /// Transports that this node offers in `HELLO`.
     offered: Vec<TransferKind>,
-    /// Multiprocessors of a channel.
+    /// Maximum number of CTAs of one NCCL communicator.
     nccl_max_ctas: Option<u32>,
-    /// Whether chunks are hashed that no host memory sees.
+    /// Whether this node wants chunks between GPUs hashed.
     verify: bool,
 }
 
@@ -83,15 +84,15 @@ impl Shared {
         self.connections.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Waits while the driver is behind; in vain only when it is gone.
+    /// Blocks while the driver's queue is full. Fails only after the driver has stopped.
     fn report(&self, event: DataEvent) {
-        let _ = self.reports.send(TransportEvent::Data(event));
+        let _ = self.events.send(TransportEvent::Data(event));
     }
 
-    /// What the peer has to be told first so that KV can go to it by this transport; the error, for people,
-    /// says why it cannot.
+    /// Returns what the peer needs to know to use this transport, or the reason why this node
+    /// cannot use it.
     fn offer(&self, kind: TransferKind) -> Result<Vec<u8>, String> {
-        let nothing = || "there is no GPU memory here".to_owned();
+        let nothing = || "this node has no GPU memory".to_owned();
         match kind {
             TransferKind::Tcp => Ok(Vec::new()),
             TransferKind::Ipc => self.memory.as_ref().ok_or_else(nothing)?.export(),
@@ -102,7 +103,7 @@ impl Shared {
     }
 
     fn report_end(&self, peer: Epoch, connection: u64, reason: String) {
-        let _ = self.reports.send(TransportEvent::Closed { peer, connection, reason });
+        let _ = self.events.send(TransportEvent::Closed { peer, connection, reason });
     }
 }
 
@@ -116,7 +117,7 @@ pub struct DataConnections {
 }
 
 impl DataConnections {
-    /// Binds the data listener and starts accepting. `connections_max` bounds the proven
+    /// Binds the data listener and starts to accept. `connections_max` bounds the authenticated
     /// connections from peers.
     #[allow(clippy::too_many_arguments)] // Each is needed once, here.
     pub fn start(
@@ -126,7 +127,7 @@ impl DataConnections {
         arena: Arc<KvArena>,
         channels: Option<Arc<dyn PeerChannels>>,
         connections_max: usize,
-        reports: Sender<TransportEvent>,
+        events: Sender<TransportEvent>,
         resolver: Resolver,
         counters: Arc<DataCounters>,
         offered: Vec<TransferKind>,
@@ -137,7 +138,7 @@ impl DataConnections {
         let shared = Shared {
             me,
             keys,
-            reports,
+            events,
             resolver,
             counters,
             connections,
@@ -157,7 +158,7 @@ impl DataConnections {
         })
     }
 
-    /// With the port that was really bound.
+    /// Returns the bound address.
     pub fn address(&self) -> SocketAddr {
         self.inbound.address()
     }
@@ -181,8 +182,8 @@ impl Transport for DataConnections {
                 self.outbound.insert(peer, outbox);
             }
             Err(error) => {
-                // Without an outbox each chunk for this peer fails as not open.
-                tracing::error!(%error, %peer, "no thread for a data connection");
+                // Without an outbox every chunk for this peer fails with `NotOpen`.
+                tracing::error!(%error, %peer, "cannot start a thread for a data connection");
             }
         }
     }
@@ -227,7 +228,7 @@ impl Transport for DataConnections {
     fn close(&mut self, peer: Epoch) {
         self.close_outbound(peer);
         self.shared.counters.forget(peer);
-        // A fresh inbox: whatever still uses the one before has lost it.
+        // Later posts go to a new inbox. The threads of the old connection keep the old one.
         self.inbound.dismiss(peer);
         self.inbound.admit(peer);
     }
@@ -254,11 +255,11 @@ impl Transport for DataConnections {
 }
 
 impl Drop for DataConnections {
-    /// For a start that fails halfway; a transport in use is shut down by its driver.
+    /// Cleans up after a failed start; the driver shuts down a transport in use.
     fn drop(&mut self) {
         let unfinished = self.shutdown(Instant::now() + DROP_MAX);
         if !unfinished.is_empty() {
-            tracing::error!(?unfinished, "data threads did not end");
+            tracing::error!(?unfinished, "data threads still run after the deadline");
         }
     }
 }

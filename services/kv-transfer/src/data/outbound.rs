@@ -1,7 +1,7 @@
-//! The sending end of a data connection: the thread that makes it and writes chunks.
+//! The sending end of a data connection: a thread that connects and writes chunks.
 //!
-//! Where the agreed transport turns out not to work, the connection is made anew for the next one that both
-//! nodes have offered, in the end `tcp`. One that cannot work on this side is not connected for.
+//! If the agreed transport fails, the thread reconnects with the next transport that both nodes
+//! offer, and with `tcp` last. It skips transports that this node cannot use.
 
 use std::{
     io,
@@ -15,19 +15,19 @@ use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::Trans
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 
-/// How the use of a connection ended that nothing is wrong with.
+/// How a connection ended without an error.
 pub enum Ended {
     Closed,
-    /// The transport does not work between these two: nothing was sent.
+    /// The transport does not work between these two nodes. No chunk was sent.
     Refused {
         reason: String,
     },
 }
 
-/// The writer thread, from connecting to the end of the connection.
+/// Runs the writer thread until the connection ends.
 pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, kinds: &[TransferKind]) {
     let reason = match carry(shared, outbox, peer, endpoint, kinds) {
-        Ok(()) => "it was closed".to_owned(),
+        Ok(()) => "closed".to_owned(),
         Err(reason) => reason,
     };
     let (cancelled, reason) = outbox.end(reason);
@@ -40,7 +40,7 @@ pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, kinds:
     }
 }
 
-/// Until the outbox is closed or the connection ends.
+/// Sends chunks until the outbox is closed or the connection ends.
 fn carry(
     shared: &Shared,
     outbox: &Outbox,
@@ -56,11 +56,11 @@ fn carry(
     };
     loop {
         let connected = connect(shared, outbox, peer, endpoint, kind)
-            .map_err(|error| format!("it was not made: {error}"))?;
+            .map_err(|error| format!("cannot connect: {error}"))?;
         let Some(stream) = connected else { return Ok(()) };
         let ended = match kind {
             TransferKind::Tcp => {
-                shared.counters.takes(peer, kind);
+                shared.counters.set_path(peer, kind);
                 tcp::send_chunks(shared, outbox, stream).map(|()| Ended::Closed)
             }
             TransferKind::Ipc => ipc::lend_chunks(shared, outbox, peer, offer, stream),
@@ -75,7 +75,7 @@ fn carry(
     }
 }
 
-/// The next transport that this node can use, and what it offers for it.
+/// Returns the next transport that this node can use, and its offer.
 fn fall_back(
     shared: &Shared,
     peer: Epoch,
@@ -86,17 +86,17 @@ fn fall_back(
     let possible = |kind| match shared.offer(kind) {
         Ok(offer) => Some((kind, offer)),
         Err(reason) => {
-            tracing::debug!(%peer, %kind, reason, "a kind of KV is not tried");
+            tracing::debug!(%peer, transport = %kind, reason, "skipping a transport that this node cannot use");
             None
         }
     };
     let (next, offer) = others.find_map(possible).unwrap_or((TransferKind::Tcp, Vec::new()));
-    tracing::warn!(%peer, wanted = %failed, %next, reason, "a kind of KV fails");
+    tracing::warn!(%peer, transport = %failed, %next, reason, "transport failed; falling back");
     shared.counters.fell_back(failed);
     (next, offer)
 }
 
-/// Tries for one lease; `None` when the outbox was closed meanwhile.
+/// Retries for one lease. Returns `None` if the outbox was closed meanwhile.
 fn connect(
     shared: &Shared,
     outbox: &Outbox,
@@ -111,8 +111,8 @@ fn connect(
             Ok(stream) => return Ok(outbox.connected(&stream)?.then_some(stream)),
             Err(error) => error,
         };
-        // A peer that has greeted us listens: when nobody does any more it is gone. What else fails
-        // may be a listener that is busy with strangers.
+        // The peer completed the control handshake, so a refused connection means that its process
+        // has ended. Other errors may come from a busy listener.
         if error.kind() == io::ErrorKind::ConnectionRefused || Instant::now() >= deadline {
             return Err(error);
         }
@@ -122,7 +122,7 @@ fn connect(
     }
 }
 
-/// Tries each address until `deadline`, the first in any case.
+/// Tries each address until `deadline`, and at least the first.
 fn connect_once(
     shared: &Shared,
     peer: Epoch,
@@ -130,7 +130,7 @@ fn connect_once(
     addresses: &[SocketAddr],
     deadline: Instant,
 ) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
@@ -161,12 +161,12 @@ mod tests {
     };
 
     #[test]
-    fn a_name_that_nobody_has_ends_the_connection() {
-        let (reports, reported) = bounded(4);
+    fn unresolvable_name_closes_the_connection() {
+        let (events, received) = bounded(4);
         let shared = Shared {
             me: Epoch(1),
             keys: Keys::derive(&ClusterSecret::new("the secret of this test").unwrap()),
-            reports,
+            events,
             resolver: Resolver::system(),
             counters: Arc::default(),
             connections: AtomicU64::new(0),
@@ -178,12 +178,12 @@ mod tests {
         };
         let outbox = Outbox::new(shared.number_connection());
         run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", &[TransferKind::Tcp]);
-        let Ok(TransportEvent::Closed { peer, connection, reason }) = reported.try_recv() else {
-            panic!("its end is reported");
+        let Ok(TransportEvent::Closed { peer, connection, reason }) = received.try_recv() else {
+            panic!("the close is received");
         };
         assert_eq!((peer, connection), (Epoch(2), outbox.connection()));
         assert!(
-            reason.contains("it was not made: ") && reason.contains("nowhere.invalid"),
+            reason.contains("cannot connect: ") && reason.contains("nowhere.invalid"),
             "{reason}"
         );
     }

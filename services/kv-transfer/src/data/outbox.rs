@@ -1,4 +1,4 @@
-//! What waits to be sent to one peer: filled by the driver, emptied by the writer thread.
+//! Chunks queued for one peer. The driver fills the queue and the writer thread drains it.
 
 use std::{
     collections::VecDeque,
@@ -15,14 +15,14 @@ use crate::{
     transport::{DataError, Released},
 };
 
-/// Chunks that wait for one peer. Each transfer has a few at a time that are cleared and not sent,
-/// so this is reached only by very many transfers to a peer that takes nothing.
+/// Queue bound. Each transfer queues only a few chunks, so only very many transfers to a stopped
+/// peer reach it.
 const QUEUE_MAX: usize = 4096;
 
-/// How long the writer sleeps at most when there is nothing to do.
-const LOOK: Duration = Duration::from_secs(1);
+/// Longest sleep of an idle writer.
+const IDLE_POLL: Duration = Duration::from_secs(1);
 
-/// A queue of borrowed chunks, and the state of the connection that takes them.
+/// A queue of chunks that borrow their blocks, and the state of the connection that sends them.
 pub struct Outbox {
     connection: u64,
     state: Mutex<State>,
@@ -32,17 +32,17 @@ pub struct Outbox {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Job>,
-    /// Chunks under way: the writer has them, or the peer has not answered them.
+    /// Chunks in flight: the writer holds them, or the peer has not answered them.
     taken: Vec<Taken>,
-    /// To be interrupted when the outbox is closed.
+    /// Shut down when the outbox is closed, to wake the thread that uses it.
     stream: Option<TcpStream>,
-    /// By the driver: nothing more is wanted of this connection.
+    /// Set by the driver: the connection is no longer needed.
     closed: bool,
-    /// By the watcher: how the connection ended.
+    /// Set by the reading thread: why the connection ended.
     broken: Option<String>,
-    /// By the writer: the connection has ended, what comes is dropped.
+    /// Set by the writer: the connection has ended, and new chunks are dropped.
     ended: bool,
-    /// By the writer: what goes may be read for ever.
+    /// Set by the writer: a kernel that cannot be aborted may still read the chunks being sent.
     stuck: bool,
 }
 
@@ -56,37 +56,37 @@ pub struct Job {
 struct Taken {
     transfer: TransferId,
     chunk: u32,
-    /// Its transfer was cancelled meanwhile.
+    /// Its transfer was cancelled while the chunk was in flight.
     cancelled: bool,
     since: Instant,
-    /// Where the peer reads them itself; else the writer has them.
+    /// Set while the peer is to read the blocks; otherwise the writer holds them.
     lent: Option<Lent>,
 }
 
 impl Taken {
-    /// Its blocks are out of the outbox's hands.
-    fn goes(&self) -> bool {
+    /// Returns whether the writer holds the blocks.
+    fn held_by_writer(&self) -> bool {
         self.lent.as_ref().is_none_or(|lent| lent.blocks.is_empty())
     }
 }
 
-/// Blocks that the peer reads, until it answers.
+/// Blocks that the peer may read until it answers.
 struct Lent {
     blocks: Vec<BlockRead>,
     integrity: u64,
     bytes: u64,
 }
 
-/// A chunk whose blocks are no longer read.
+/// Result of returning a chunk whose blocks are no longer read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GivenBack {
-    /// What was noted when it was lent, or nothing.
+    /// Integrity value and size of a lent chunk; 0 for other chunks.
     Wanted { integrity: u64, bytes: u64 },
-    /// Its transfer was cancelled, and this was the last chunk of it under way.
+    /// Its transfer was cancelled, and this was its last chunk in flight.
     Released,
-    /// Its transfer was cancelled, and others are under way.
+    /// Its transfer was cancelled, and other chunks of it are in flight.
     Cancelled,
-    /// No such chunk is under way.
+    /// No such chunk is in flight.
     Unknown,
 }
 
@@ -111,7 +111,7 @@ impl Outbox {
     ) -> Result<(), DataError> {
         let mut state = self.lock();
         if state.closed || state.ended {
-            // Its end is reported.
+            // The close is reported separately.
             return Ok(());
         }
         if state.queue.len() >= QUEUE_MAX {
@@ -138,14 +138,14 @@ impl Outbox {
         state.closed = true;
         state.queue.clear();
         if let Some(stream) = &state.stream {
-            // Fails only when the connection is gone already.
+            // Fails only if the connection has already closed.
             let _ = stream.shutdown(Shutdown::Both);
         }
         self.changed.notify_one();
     }
 
-    /// The next chunk, once fewer than `taken_max` are under way; `None` when the outbox is closed or
-    /// the connection has ended.
+    /// Blocks until fewer than `taken_max` chunks are in flight and returns the next chunk; `None`
+    /// once the outbox is closed or the connection has ended.
     pub fn next(&self, taken_max: usize) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -161,12 +161,12 @@ impl Outbox {
                 return Some(job);
             }
             let (woken, _) =
-                self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait_timeout(state, IDLE_POLL).unwrap_or_else(PoisonError::into_inner);
             state = woken;
         }
     }
 
-    /// Keeps the blocks of a chunk that was taken until the peer answers.
+    /// Keeps the blocks of a taken chunk until the peer answers.
     pub fn lend(&self, job: Job, integrity: u64) {
         let Job { transfer, chunk, blocks } = job;
         let mut state = self.lock();
@@ -179,7 +179,8 @@ impl Outbox {
         }
     }
 
-    /// The blocks of a chunk that was lent, now that it goes; it is under way until it is given back.
+    /// Takes the blocks of a lent chunk to send them. The chunk stays in flight until it is given
+    /// back.
     pub fn take_lent(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockRead>> {
         let mut state = self.lock();
         let is_it = |taken: &&mut Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
@@ -189,13 +190,13 @@ impl Outbox {
         (!blocks.is_empty()).then_some(blocks)
     }
 
-    /// Nothing more comes of the connection.
+    /// Returns whether the connection is closed, broken or ended.
     pub fn is_over(&self) -> bool {
         let state = self.lock();
         state.closed || state.broken.is_some() || state.ended
     }
 
-    /// Since when the chunk is under way that is so for the longest time.
+    /// Returns since when the oldest chunk in flight has waited.
     pub fn oldest(&self) -> Option<Instant> {
         self.lock().taken.iter().map(|taken| taken.since).min()
     }
@@ -217,19 +218,22 @@ impl Outbox {
         self.lock().taken.iter().any(|taken| taken.transfer == transfer && taken.cancelled)
     }
 
-    /// The peer says that it does not read a chunk any more. The error is for people: it was not lent, or
-    /// the writer has it again.
+    /// Records that the peer no longer reads a lent chunk. Fails if the chunk was not lent, or if
+    /// the writer has taken it back to send it.
     pub fn answered(&self, transfer: TransferId, chunk: u32) -> Result<GivenBack, String> {
         let state = self.lock();
-        let is_lent =
-            |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk) && !taken.goes();
+        let is_lent = |taken: &Taken| {
+            (taken.transfer, taken.chunk) == (transfer, chunk) && !taken.held_by_writer()
+        };
         if !state.taken.iter().any(is_lent) {
-            return Err(format!("it answers chunk {chunk}, which it was not lent"));
+            return Err(format!(
+                "protocol error: the peer answered chunk {chunk}, which was not lent to it"
+            ));
         }
         Ok(self.give_back_of(state, transfer, chunk))
     }
 
-    /// The blocks of a chunk that was taken are no longer read.
+    /// Records that the blocks of a taken chunk are no longer read.
     pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack {
         self.give_back_of(self.lock(), transfer, chunk)
     }
@@ -243,7 +247,7 @@ impl Outbox {
         let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
         let Some(index) = state.taken.iter().position(is_it) else { return GivenBack::Unknown };
         let Taken { cancelled, lent, .. } = state.taken.swap_remove(index);
-        // Blocks go before the lock does: whoever cancels the transfer then finds it released.
+        // Drops the blocks before the lock, so that a later `cancel` finds the transfer released.
         let lent = lent.map(|Lent { integrity, bytes, blocks }| {
             drop(blocks);
             (integrity, bytes)
@@ -258,7 +262,7 @@ impl Outbox {
         }
     }
 
-    /// The connection is made. False when nobody wants it any more.
+    /// Stores the new connection. Returns false if the outbox was closed meanwhile.
     pub fn connected(&self, stream: &TcpStream) -> io::Result<bool> {
         let mut state = self.lock();
         if !state.closed {
@@ -267,7 +271,7 @@ impl Outbox {
         Ok(!state.closed)
     }
 
-    /// Sits out a pause; false when the outbox is closed meanwhile.
+    /// Sleeps for `pause`. Returns false if the outbox was closed meanwhile.
     pub fn pause(&self, pause: Duration) -> bool {
         let (state, _) = self
             .changed
@@ -276,13 +280,13 @@ impl Outbox {
         !state.closed
     }
 
-    /// What goes may be read for ever: it is under way also when the connection has ended.
-    pub fn keep_what_goes(&self) {
+    /// Marks the chunks being sent as stuck: they stay in flight after the connection has ended.
+    pub fn keep_stuck_chunks(&self) {
         self.lock().stuck = true;
     }
 
-    /// The connection has ended, and no block is read any more but those kept: the cancelled transfers
-    /// whose chunks were under way, and why it ended, unless it was closed here.
+    /// Ends the connection and releases all blocks except stuck ones. Returns the cancelled
+    /// transfers that were thereby released, and the reason unless the driver closed the outbox.
     pub fn end(&self, reason: String) -> (Vec<TransferId>, Option<String>) {
         let mut state = self.lock();
         let state = &mut *state;
@@ -290,7 +294,7 @@ impl Outbox {
         state.queue.clear();
         state.stream = None;
         let (stuck, taken): (Vec<Taken>, Vec<Taken>) =
-            state.taken.drain(..).partition(|taken| state.stuck && taken.goes());
+            state.taken.drain(..).partition(|taken| state.stuck && taken.held_by_writer());
         let is_stuck = |id: TransferId| stuck.iter().any(|taken| taken.transfer == id);
         let cancelled = taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.transfer);
         let mut cancelled: Vec<TransferId> = cancelled.filter(|id| !is_stuck(*id)).collect();
@@ -310,7 +314,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_counts_only_while_the_chunk_is_lent() {
+    fn answer_is_valid_only_while_the_chunk_is_lent() {
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let (outbox, transfer) = (Outbox::new(1), TransferId(7));
@@ -319,21 +323,21 @@ mod tests {
             outbox.next(8).unwrap()
         };
         let job = taken(0);
-        assert!(outbox.answered(transfer, 0).is_err(), "it is not lent yet");
+        assert!(outbox.answered(transfer, 0).is_err(), "not lent yet");
         let bytes = job.blocks[0].byte_count() as u64;
         outbox.lend(job, 5);
         assert_eq!(outbox.answered(transfer, 0), Ok(GivenBack::Wanted { integrity: 5, bytes }));
-        assert!(outbox.answered(transfer, 0).is_err(), "it was answered");
+        assert!(outbox.answered(transfer, 0).is_err(), "already answered");
         outbox.lend(taken(1), 5);
         let going = outbox.take_lent(transfer, 1);
-        assert!(outbox.answered(transfer, 1).is_err(), "it goes");
+        assert!(outbox.answered(transfer, 1).is_err(), "being sent");
         drop(going);
         assert_eq!(outbox.give_back(transfer, 1), GivenBack::Wanted { integrity: 5, bytes });
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
     }
 
     #[test]
-    fn transfers_of_what_is_never_over_are_not_reported_released() {
+    fn transfers_with_stuck_chunks_are_not_released() {
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
@@ -347,13 +351,13 @@ mod tests {
         for transfer in [stuck, lent] {
             assert_eq!(outbox.cancel(transfer), Released::Later);
         }
-        outbox.keep_what_goes();
+        outbox.keep_stuck_chunks();
         let (released, reason) = outbox.end("it broke".to_owned());
         assert_eq!((released, reason), (vec![lent], Some("it broke".to_owned())));
-        assert_eq!(outbox.cancel(stuck), Released::Later, "nor afterwards");
+        assert_eq!(outbox.cancel(stuck), Released::Later, "not later either");
         assert_eq!(outbox.cancel(lent), Released::Now);
         assert_eq!(outbox.cancel(other), Released::Now);
         drop(going);
-        assert_eq!(arena.pins(BlockId(0)).unwrap(), 0, "what was lent was let go of");
+        assert_eq!(arena.pins(BlockId(0)).unwrap(), 0, "lent blocks were released");
     }
 }

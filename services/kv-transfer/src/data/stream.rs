@@ -1,4 +1,4 @@
-//! Reading and writing with deadlines, on blocking sockets with short timeouts.
+//! Reads and writes with deadlines, on blocking sockets with short time-outs.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -6,16 +6,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a thread sits in one system call before it looks whether it is still wanted.
-pub const LOOK: Duration = Duration::from_millis(50);
+/// Longest wait of one system call before the thread checks whether it should stop.
+pub const POLL: Duration = Duration::from_millis(50);
 
-/// True for the ways in which a timeout or a signal shows.
+/// Returns whether the error is a time-out or an interrupted call.
 pub fn is_pause(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
 fn too_late(doing: &str) -> io::Error {
-    io::Error::new(ErrorKind::TimedOut, format!("{doing} took too long"))
+    io::Error::new(ErrorKind::TimedOut, format!("{doing} timed out"))
 }
 
 /// Fills `bytes` or fails, by `deadline`.
@@ -29,7 +29,7 @@ pub fn read_exact_by(
         if rest.is_zero() {
             return Err(too_late("reading"));
         }
-        stream.set_read_timeout(Some(rest.min(LOOK)))?;
+        stream.set_read_timeout(Some(rest.min(POLL)))?;
         match stream.read(bytes) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
             Ok(count) => bytes = &mut bytes[count..],
@@ -47,7 +47,7 @@ pub fn write_all_by(stream: &mut TcpStream, mut bytes: &[u8], deadline: Instant)
         if rest.is_zero() {
             return Err(too_late("writing"));
         }
-        stream.set_write_timeout(Some(rest.min(LOOK)))?;
+        stream.set_write_timeout(Some(rest.min(POLL)))?;
         match stream.write(bytes) {
             Ok(0) => return Err(ErrorKind::WriteZero.into()),
             Ok(count) => bytes = &bytes[count..],

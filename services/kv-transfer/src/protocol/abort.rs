@@ -1,10 +1,11 @@
-//! How either side of a transfer comes to a bad end.
+//! Failure path of either side of a transfer.
 //!
-//! 1. The transport is told to let go of the blocks, if it has any.
-//! 2. When it has, the final event is emitted: the node may free the blocks.
-//! 3. The peer is told, again and again until it has answered or a lease has passed.
+//! 1. The transport releases the blocks, if it holds any.
+//! 2. After the release, the final event is emitted: the node may free the blocks.
+//! 3. `ABORT` is sent to the peer until it answers or a lease has passed.
 //!
-//! 2 and 3 go on side by side. A peer that said `ABORT` itself is answered `ABORT_ACK` after 2.
+//! Step 3 runs in parallel to the others. An `ABORT` by the peer is answered with `ABORT_ACK` after
+//! step 2.
 
 use std::time::Instant;
 
@@ -15,16 +16,16 @@ use crate::{
     control::{AbortCause, Body},
 };
 
-/// What the peer hears of the end.
+/// Message to the peer about the abort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tell {
-    /// It does not know of the transfer.
+    /// No message: the peer does not know the transfer.
     Nothing,
-    /// Until it has answered.
+    /// `ABORT`, retransmitted until it is answered.
     Abort,
-    /// The way to it is closing: whatever still gets through.
+    /// One `ABORT`, because the connection is closing.
     AbortOnce,
-    /// It aborted, and waits for our word that nothing of ours is in flight.
+    /// `ABORT_ACK` after the release: the peer has aborted.
     AbortAck,
 }
 
@@ -35,18 +36,19 @@ pub struct Aborting {
     traceparent: String,
     cause: AbortCause,
     reason: String,
-    /// Until it is emitted. `None` from the start when the node never began the transfer.
+    /// Final event, until it is emitted. `None` from the start if the node never started the
+    /// transfer.
     event: Option<Event>,
-    /// The transport has not let go yet.
+    /// The transport still holds blocks.
     releasing: bool,
     owes_abort_ack: bool,
-    /// Until the peer has answered `ABORT`, or `until`.
+    /// Retransmission of `ABORT` and its time-out; `None` once answered.
     abort: Option<(Retry, Instant)>,
 }
 
 impl Aborting {
-    /// `event` tells the node of `failure`, if it is to be told; `cancel` is the action that makes
-    /// the transport let go, where it has something.
+    /// Starts the abort. `event` is the final event for the node, if the node knows the transfer.
+    /// `cancel` makes the transport release the blocks, if it holds any.
     pub fn begin(
         turn: &mut Turn<'_>,
         transfer: TransferId,
@@ -84,13 +86,13 @@ impl Aborting {
         &self.reason
     }
 
-    /// What is remembered once nothing is left to do.
+    /// Returns the tombstone once nothing is left to do.
     pub fn tombstone(&self) -> Option<Tombstone> {
         let is_over = !self.releasing && self.event.is_none() && self.abort.is_none();
         is_over.then(|| Tombstone::Failed { cause: self.cause, reason: self.reason.clone() })
     }
 
-    /// The node has not had its final event yet.
+    /// Returns whether the final event is still to come.
     pub fn is_unfinished(&self) -> bool {
         self.releasing || self.event.is_some()
     }
@@ -109,7 +111,7 @@ impl Aborting {
         self.abort = None;
     }
 
-    /// The way to the peer is gone: nothing more can be said.
+    /// The connection to the peer is gone: no message can be sent.
     pub fn on_peer_lost(&mut self) {
         self.abort = None;
         self.owes_abort_ack = false;
@@ -149,7 +151,7 @@ impl Aborting {
     }
 }
 
-/// What the peer is told of it.
+/// Returns the cause for the `ABORT` message.
 fn cause_of(failure: &TransferFailure) -> AbortCause {
     match failure {
         TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {

@@ -1,32 +1,34 @@
-//! The chunks of one outgoing transfer, in the order of the prompt.
+//! The chunks of one outgoing transfer, in prompt order.
 
 use kernels::BlockId;
 
 use crate::{api::TransferId, control::Body};
 
-/// Chunks announced and not given to the transport, per transfer: enough that receives are posted before there is
-/// anything to receive, few enough that no transfer fills the pair's queue with control messages.
+/// Announced chunks per transfer that the transport does not have yet: enough to post receives
+/// before the data is ready, few enough to keep the pair's queue short.
 const AHEAD_MAX: usize = 4;
-/// As long as nothing is written, for that may be of all transfers at a time.
+/// Announced chunks before the first block is written, because many transfers may wait in this
+/// state.
 const FIRST_AHEAD_MAX: usize = 1;
 
-/// What the receiver has reserved, cut into chunks from the start. Each waits, is announced, is cleared, is given to
-/// the transport once it is written, and is sent; in this order. So a chunk that is written has its receive posted
-/// already, and waits for no answer.
+/// The reserved blocks, split into chunks. Each chunk is waiting, announced, cleared, given to the
+/// transport once it is written, and sent, in this order. A written chunk therefore usually has its
+/// receive posted already.
 #[derive(Debug)]
 pub struct Chunks {
     chunks: Vec<Chunk>,
     chunk_blocks: usize,
-    /// Of the prompt: where the reservation begins, how far the node has written, and where the reservation ends.
+    /// Block indices in the prompt: start of the reservation, end of the written blocks, end of the
+    /// reservation.
     first_block: u32,
     next_block: u32,
     end_block: u32,
-    /// The first chunk that waits.
+    /// Index of the first waiting chunk.
     waiting_from: usize,
-    /// The transport has or had all before this one.
+    /// All chunks before this index were given to the transport.
     given_to: usize,
     announced: usize,
-    /// Announced or cleared: the transport does not have them yet.
+    /// Number of chunks that are announced or cleared.
     ahead: usize,
     given: usize,
 }
@@ -35,7 +37,7 @@ pub struct Chunks {
 struct Chunk {
     first_block: u32,
     block_count: usize,
-    /// As far as they are written.
+    /// The blocks written so far.
     blocks: Vec<BlockId>,
     state: State,
 }
@@ -45,16 +47,18 @@ enum State {
     Waiting,
     Announced,
     Clear,
-    /// The transport has it.
+    /// Given to the transport.
     Given,
     Sent {
         integrity: u64,
     },
 }
 
-/// What a range of blocks was, and what was due instead.
+/// A written range that does not continue the previous one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("blocks {first_block} to {end_block} were written where {due_from} to {due_to} were due")]
+#[error(
+    "invalid range: blocks {first_block} to {end_block} were written; expected {due_from} to {due_to}"
+)]
 pub struct OutOfOrder {
     first_block: u32,
     end_block: usize,
@@ -62,15 +66,16 @@ pub struct OutOfOrder {
     due_to: u32,
 }
 
-/// The receiver cleared a chunk of which it was never told.
+/// The receiver cleared a chunk that was not announced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("CTS for chunk {chunk}, which was never announced")]
+#[error("CTS for chunk {chunk}, which was not announced")]
 pub struct NeverAnnounced {
     chunk: u32,
 }
 
 impl Chunks {
-    /// For the reserved blocks, `first_block..end_block` of the prompt, at most so many in one.
+    /// Splits the reserved blocks `first_block..end_block` of the prompt into chunks of at most
+    /// `chunk_blocks`.
     pub fn new(first_block: u32, end_block: u32, chunk_blocks: usize) -> Self {
         debug_assert!(first_block <= end_block && chunk_blocks > 0);
         let begins = (first_block..end_block).step_by(chunk_blocks);
@@ -94,8 +99,8 @@ impl Chunks {
         }
     }
 
-    /// Takes a written range. What lies before the reservation is skipped; after that each range must begin where
-    /// the one before ended.
+    /// Adds a written range. Skips blocks before the reservation; after that each range must start
+    /// where the previous one ended.
     pub fn add(&mut self, first_block: u32, blocks: &[BlockId]) -> Result<(), OutOfOrder> {
         let skipped = self.next_block.saturating_sub(first_block) as usize;
         let end_block = first_block as usize + blocks.len();
@@ -114,7 +119,7 @@ impl Chunks {
         Ok(())
     }
 
-    /// The next chunk to announce, if there is room.
+    /// Returns the next chunk to announce, if there is room.
     pub fn announce(&mut self) -> Option<u32> {
         let is_begun = self.next_block > self.first_block;
         if self.ahead >= if is_begun { AHEAD_MAX } else { FIRST_AHEAD_MAX } {
@@ -128,7 +133,7 @@ impl Chunks {
         Some(index as u32)
     }
 
-    /// Those that were announced and not answered.
+    /// Returns the chunks that were announced and not cleared.
     pub fn unanswered(&self) -> Vec<u32> {
         let is_announced = |index: &usize| self.chunks[*index].state == State::Announced;
         let ahead = self.given_to..self.waiting_from;
@@ -139,7 +144,7 @@ impl Chunks {
         self.announced > 0
     }
 
-    /// The receiver has posted this chunk; false where it has said so before.
+    /// Marks a chunk as cleared. Returns false if it already was.
     pub fn clear(&mut self, chunk: u32) -> Result<bool, NeverAnnounced> {
         let cleared = self.chunks.get_mut(chunk as usize).ok_or(NeverAnnounced { chunk })?;
         match cleared.state {
@@ -153,7 +158,7 @@ impl Chunks {
         }
     }
 
-    /// The next chunk that is cleared and written: the transport gets these blocks now.
+    /// Returns the next chunk that is cleared and written, to give it to the transport.
     pub fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
         let is_due =
             |chunk: &Chunk| chunk.state == State::Clear && chunk.blocks.len() == chunk.block_count;
@@ -180,17 +185,17 @@ impl Chunks {
         }
     }
 
-    /// The transport has chunks that it has not sent.
+    /// Returns whether the transport has unsent chunks.
     pub fn are_read(&self) -> bool {
         self.given > 0
     }
 
-    /// The blocks of the prompt that the node still has to write.
+    /// Returns the blocks of the prompt that the node still has to write.
     pub fn due(&self) -> std::ops::Range<u32> {
         self.next_block..self.end_block
     }
 
-    /// One value a chunk, once all of them are sent.
+    /// Returns one integrity value per chunk once all chunks are sent.
     pub fn integrity(&self) -> Option<Vec<u64>> {
         if self.given_to < self.chunks.len() || self.given > 0 {
             return None;
@@ -210,7 +215,7 @@ impl Chunks {
         (self.end_block - self.first_block) as usize
     }
 
-    /// The `CHUNK` of one that was announced.
+    /// Returns the `CHUNK` message of an announced chunk.
     pub fn message(&self, transfer: TransferId, chunk: u32, block_bytes: usize) -> Option<Body> {
         let announced = self.chunks.get(chunk as usize)?;
         Some(Body::Chunk {
@@ -241,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_is_cut_and_what_the_receiver_has_is_skipped() {
+    fn reservation_is_split_into_chunks_and_cached_blocks_are_skipped() {
         let mut chunks = Chunks::new(3, 12, 4);
         let bytes = |chunk| match chunks.message(TransferId(1), chunk, 10) {
             Some(Body::Chunk { first_block, block_count, bytes, .. }) => {
@@ -252,7 +257,7 @@ mod tests {
         assert_eq!([bytes(0), bytes(1), bytes(2)], [(3, 4, 40), (7, 4, 40), (11, 1, 10)]);
         assert!(chunks.message(TransferId(1), 3, 10).is_none());
         assert_eq!((chunks.count(), chunks.block_count()), (3, 9));
-        // The first is posted before anything is there.
+        // The first chunk is announced before any block is written.
         assert_eq!(announced(&mut chunks), [0]);
         chunks.clear(0).unwrap();
         assert!(given(&mut chunks).is_empty());
@@ -274,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_reserved_is_nothing_to_send() {
+    fn empty_reservation_has_no_chunks() {
         let mut chunks = Chunks::new(5, 5, 4);
         chunks.add(0, &blocks(5)).unwrap();
         assert_eq!((chunks.count(), chunks.announce(), chunks.give()), (0, None, None));
@@ -282,11 +287,11 @@ mod tests {
     }
 
     #[test]
-    fn gaps_repeats_and_excess_are_named() {
+    fn gaps_repeats_and_excess_are_rejected() {
         let mut chunks = Chunks::new(0, 8, 4);
         assert_eq!(
             chunks.add(1, &blocks(2)).unwrap_err().to_string(),
-            "blocks 1 to 3 were written where 0 to 8 were due"
+            "invalid range: blocks 1 to 3 were written; expected 0 to 8"
         );
         chunks.add(0, &blocks(4)).unwrap();
         assert!(chunks.add(2, &blocks(4)).is_err(), "2 and 3 were given before");
@@ -295,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_few_are_announced_at_a_time_and_each_is_given_to_the_transport_once() {
+    fn few_chunks_are_announced_at_a_time_and_each_is_sent_once() {
         let mut chunks = Chunks::new(0, 6, 1);
         assert_eq!(announced(&mut chunks), [0]);
         chunks.add(0, &blocks(1)).unwrap();

@@ -1,4 +1,4 @@
-//! Routes what happens to the pair or transfer that it concerns, and bounds how many there are.
+//! Dispatches events to the pair or transfer that they concern, and bounds the number of both.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -17,7 +17,7 @@ use crate::{
     control::{AbortCause, Body, ControlMessage, Source},
 };
 
-/// Borrows what a turn needs and leaves the tables free.
+/// Borrows the fields of a `Turn` and leaves the tables free.
 macro_rules! turn {
     ($core:expr, $now:expr) => {
         Turn {
@@ -32,10 +32,11 @@ macro_rules! turn {
 mod begin;
 mod pairs;
 
-/// Deadlines beyond a day are a day, so that no clock overflows.
+/// Longest deadline, so that adding it to a time cannot overflow.
 const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Blocks in one reservation, so that `RESERVE` and `DONE` fit a control message: 1.6 million tokens.
+/// Blocks per reservation, so that `RESERVE` and `DONE` fit into a control message: 1.6 million
+/// tokens.
 pub const RESERVED_BLOCKS_MAX: usize = 100_000;
 
 /// All pairs and transfers of one process.
@@ -46,9 +47,9 @@ pub struct Core {
     tombstones: Tombstones,
     actions: VecDeque<Action>,
     counters: Counters,
-    /// Processes with which nothing but `tcp` was found in common: there is nothing to make in advance.
-    by_tcp: BTreeSet<Epoch>,
-    /// Pairs made so far.
+    /// Peers with which only `tcp` is common: connecting in advance has no benefit.
+    tcp_only: BTreeSet<Epoch>,
+    /// Number of pairs created so far.
     sessions: u64,
 }
 
@@ -57,7 +58,7 @@ enum Transfer {
     Incoming(Incoming),
 }
 
-/// Which side of a transfer a command begins.
+/// Side of a transfer that a command starts.
 #[derive(Clone, Copy)]
 enum Side {
     Sender,
@@ -82,7 +83,7 @@ impl Core {
             transfers: BTreeMap::new(),
             actions: VecDeque::new(),
             counters: Counters::default(),
-            by_tcp: BTreeSet::new(),
+            tcp_only: BTreeSet::new(),
             sessions: 0,
         }
     }
@@ -101,7 +102,7 @@ impl Core {
                 let deadline = deadline.min(DEADLINE_MAX);
                 if blocks.len() > RESERVED_BLOCKS_MAX {
                     let reason = format!(
-                        "{} blocks are reserved; at most {RESERVED_BLOCKS_MAX} can travel",
+                        "cannot receive {} blocks; expected at most {RESERVED_BLOCKS_MAX}",
                         blocks.len()
                     );
                     let failure = TransferFailure::Aborted { reason };
@@ -126,7 +127,7 @@ impl Core {
             }
             Command::Expect { transfer, peer, prompt_hash, deadline, traceparent } => {
                 let deadline = deadline.min(DEADLINE_MAX);
-                if self.meet_early_reserve(
+                if self.match_early_reserve(
                     now,
                     transfer,
                     &peer,
@@ -158,7 +159,7 @@ impl Core {
                     outgoing.finish(turn, first_index, token);
                 });
             }
-            Command::Connect { peer, sends, guard: _ } => self.meet(now, &peer, sends),
+            Command::Connect { peer, sends, guard: _ } => self.connect(now, &peer, sends),
             Command::Abort { transfer, reason } => self.abort(now, transfer, reason),
             Command::WeightsChanged { weight_version } => {
                 self.on_weights_changed(now, weight_version);
@@ -166,8 +167,8 @@ impl Core {
         }
     }
 
-    /// Pairs that are up stay: from now on each `RESERVE` names the new version, and peers that have
-    /// it too go on. Those that were refused may find that they agree now.
+    /// Connected pairs stay: each `RESERVE` names the new version, and peers that have it too
+    /// continue. Rejected pairs are closed, because they may match now.
     fn on_weights_changed(&mut self, now: Instant, to: u64) {
         let from = std::mem::replace(&mut self.local.identity.weight_version, to);
         if from == to {
@@ -188,7 +189,7 @@ impl Core {
         }
     }
 
-    /// Whatever is still under way ends, with `reason`.
+    /// Aborts all transfers with `reason`.
     pub fn abort_all(&mut self, now: Instant, reason: &str) {
         let transfers: Vec<TransferId> = self.transfers.keys().copied().collect();
         for transfer in transfers {
@@ -210,10 +211,10 @@ impl Core {
             }
             _ => {}
         }
-        // Whoever has not been greeted may have any model. What it has to say it says again.
+        // A peer without a completed handshake may have another model. It retransmits.
         match self.pairs.get_mut(&from.epoch) {
             Some(pair) if pair.is_up() => pair.heard(now),
-            // The peer has lost the pair and gives up what was on it.
+            // The peer has lost the pair and aborts its transfers.
             Some(_)
                 if matches!(&body, Body::Abort { transfer, .. }
                 if self.transfers.contains_key(transfer)) => {}
@@ -284,12 +285,13 @@ impl Core {
         }
     }
 
-    /// The way to this peer is broken on our side: its queue is full, its connection has ended.
+    /// Handles a local failure of the connection: its queue is full or a data connection has
+    /// closed.
     pub fn handle_peer_failed(&mut self, now: Instant, peer: Epoch, reason: &str) {
         self.lose_pair(now, peer, reason);
     }
 
-    /// To be called at [`Core::next_deadline`]; any other time does no harm.
+    /// Handles due deadlines. Must be called at [`Core::next_deadline`]; extra calls do no harm.
     pub fn on_deadline(&mut self, now: Instant) {
         self.tombstones.forget_old(now);
         for transfer in self.transfers.values_mut() {
@@ -312,7 +314,7 @@ impl Core {
         }
     }
 
-    /// When to call [`Core::on_deadline`] if nothing else happens first.
+    /// Returns when to call [`Core::on_deadline`] if no other event occurs.
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let transfers = self.transfers.values().filter_map(|transfer| match transfer {
             Transfer::Outgoing(outgoing) => outgoing.next_deadline(),
@@ -331,7 +333,7 @@ impl Core {
         &self.counters
     }
 
-    /// Transfers whose final event the node still waits for.
+    /// Returns the number of transfers whose final event has not been emitted.
     pub fn active_count(&self) -> usize {
         self.transfers.values().filter(|transfer| transfer.is_unfinished()).count()
     }
@@ -340,14 +342,14 @@ impl Core {
         self.pairs.values()
     }
 
-    /// Sizes of the tables, each within its limit: transfers, early ones among them, tombstones.
+    /// Returns the table sizes: transfers, early ones among them, tombstones.
     pub fn table_sizes(&self) -> (usize, usize, usize) {
         (self.transfers.len(), self.early_count(), self.tombstones.len())
     }
 
     fn abort(&mut self, now: Instant, transfer: TransferId, reason: String) {
         if !self.transfers.contains_key(&transfer) {
-            // It may be cancelled before it is begun.
+            // A transfer may be cancelled before it starts.
             let tombstone = Tombstone::Failed { cause: AbortCause::GivenUp, reason };
             return self.tombstones.bury(now, transfer, tombstone);
         }
@@ -433,7 +435,7 @@ impl Core {
         });
     }
 
-    /// For a peer's control message: only the peer of the transfer has a say in it.
+    /// Handles a control message: only the peer of a transfer may act on it.
     fn with_transfer_of(
         &mut self,
         now: Instant,
@@ -464,7 +466,8 @@ impl Core {
         });
     }
 
-    /// `CHUNK` and `DONE`. A sender whose transfer is over here is told so, in its own trace.
+    /// Handles `CHUNK` and `DONE`. A sender whose transfer has ended here gets the outcome, with
+    /// its own trace context.
     fn with_incoming(
         &mut self,
         now: Instant,
@@ -484,7 +487,7 @@ impl Core {
             Some(Tombstone::Failed { cause, reason }) => {
                 Body::Abort { transfer, cause: *cause, reason: reason.clone() }
             }
-            None => Body::give_up(transfer, "the transfer is not known here".to_owned()),
+            None => Body::give_up(transfer, "unknown transfer".to_owned()),
         };
         turn!(self, now).send_traced(from.epoch, answer, traceparent);
     }

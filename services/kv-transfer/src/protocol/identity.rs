@@ -1,8 +1,8 @@
-//! Whether two processes may exchange KV.
+//! Checks whether two processes may exchange KV.
 
 use crate::api::Identity;
 
-/// What forbids it, in one line with both fingerprints; `None` when nothing does.
+/// Returns the differences in one line with both fingerprints; `None` if the two may exchange KV.
 pub fn difference(ours: &Identity, theirs: &Identity) -> Option<String> {
     let mut fields = Vec::new();
     let mut compare = |field: &str, ours: String, theirs: String| {
@@ -39,7 +39,7 @@ pub fn difference(ours: &Identity, theirs: &Identity) -> Option<String> {
     ))
 }
 
-/// What forbids KV that comes from this model and these weights, or is for them.
+/// Returns the difference to KV of this model and these weights.
 pub fn weights_difference(
     ours: &Identity,
     model_fingerprint: u128,
@@ -66,14 +66,14 @@ mod tests {
     }
 
     #[test]
-    fn equals_may_exchange_and_so_may_overlapping_protocols() {
+    fn equal_identities_and_overlapping_protocols_match() {
         let newer = Identity { protocol_min: 2, protocol_max: 3, ..identity() };
         assert_eq!(difference(&identity(), &identity()), None);
         assert_eq!(difference(&identity(), &newer), None);
     }
 
     #[test]
-    fn every_difference_is_named_beside_both_fingerprints() {
+    fn every_difference_is_listed_with_both_fingerprints() {
         let theirs = Identity {
             model_fingerprint: 0xbb,
             weight_version: 7,

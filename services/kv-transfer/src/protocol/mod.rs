@@ -1,25 +1,26 @@
-//! The transfer protocol as pure state machines.
+//! The transfer protocol as pure state machines, without sockets, clocks or threads.
 //!
-//! No socket, clock or thread: [`Core`] is told what happened and what time it is, and answers with
-//! [`Action`]s and the next deadline. Whoever runs it calls
+//! [`Core`] takes events and the current time, and returns [`Action`]s and the next deadline. Its
+//! driver calls
 //!
 //! * [`Core::handle_command`], [`Core::handle_control`], [`Core::handle_data`] and
-//!   [`Core::handle_peer_failed`] when something happens,
-//! * [`Core::on_deadline`] when [`Core::next_deadline`] has come,
-//! * [`Core::poll_action`] after each of these until it returns `None`, and does what it says.
+//!   [`Core::handle_peer_failed`] when an event occurs,
+//! * [`Core::on_deadline`] at [`Core::next_deadline`],
+//! * [`Core::poll_action`] after each of these until it returns `None`, and executes the actions in
+//!   order.
 //!
-//! [`pair`] is two processes that know each other, [`sender`] and [`receiver`] are the two sides of
-//! one transfer, `ending` is how either side comes to its end, [`core`] routes between them.
+//! [`pair`] is the connection of two processes, [`sender`] and [`receiver`] are the two sides of
+//! one transfer, `abort` is the failure path of either side, and [`core`] dispatches between them.
 //!
-//! What holds at all times:
-//! * A transfer that the node has begun ends with exactly one final event.
-//! * `Arrived` is emitted only when every reserved block was written and `DONE` matches.
-//! * A transfer that the node has begun began under the weights that the process has now.
-//! * A failed event is emitted only when the transport has let go of every block of the transfer.
-//! * Whatever is lost, blocks are back within lease + 0.5 s of the moment in which the other side gave
-//!   the transfer up, ended it, died, or failed to begin it: only a side whose node wants the transfer
-//!   names it, and a name is all that renews a lease.
-//! * Only pairs with work speak; a pair is lost as a whole.
+//! Invariants:
+//! * A transfer that the node has started ends with exactly one final event.
+//! * `Arrived` is emitted only when every reserved block is written and `DONE` matches.
+//! * A transfer in progress was started under the current weights of the process.
+//! * A failed event is emitted only when the transport has released every block of the transfer.
+//! * Blocks are back within lease + 0.5 s after the other side aborted, finished or died, or failed
+//!   to start the transfer. Only a side whose node wants the transfer names it in heartbeats, and
+//!   only this renews the lease.
+//! * Only pairs with work send heartbeats. A lost pair loses all its transfers.
 
 mod abort;
 mod chunks;
@@ -45,55 +46,55 @@ use crate::{
     control::{AbortCause, Body, ControlMessage},
 };
 
-/// What the shell is to do, in order.
+/// Action for the driver. Actions are executed in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Make the outbound queue and socket for control messages to this peer.
+    /// Create the queue and socket for control messages to this peer.
     Connect {
         peer: PeerAddress,
     },
-    /// Let go of everything that leads to this peer, data connections included, after what is
-    /// queued for it has had a short chance to leave.
+    /// Close the queue and the data connections of this peer. Queued messages get a short time to
+    /// leave.
     Disconnect {
         peer: Epoch,
     },
-    /// May be lost; whatever matters is sent again.
+    /// Send a control message. It may be lost; important messages are retransmitted.
     SendControl {
         peer: Epoch,
         message: ControlMessage,
     },
-    /// Make the data connection on which chunks go to this peer.
+    /// Open the data connection that sends chunks to this peer.
     OpenData {
         peer: Epoch,
         endpoint: String,
-        /// The transport that both agreed on, and what else both offered, best first, as it was offered.
+        /// The agreed transport, then the other common ones, best first, as offered.
         transports: Vec<String>,
     },
-    /// End the data connections with this peer, in both directions; new ones may follow. Nothing is
-    /// reported of the old ones any more.
+    /// Close the data connections with this peer in both directions; new ones may follow. No event
+    /// about the old ones follows.
     CloseData {
         peer: Epoch,
     },
-    /// Let this chunk, and nothing else, be written into these blocks.
+    /// Allow the peer to write this chunk, and nothing else, into these blocks.
     PostReceive {
         peer: Epoch,
         transfer: TransferId,
         chunk: u32,
         blocks: Vec<BlockId>,
     },
-    /// Send the contents of these blocks, after the chunks given before.
+    /// Send these blocks, after the chunks given before.
     SendChunk {
         peer: Epoch,
         transfer: TransferId,
         chunk: u32,
         blocks: Vec<BlockId>,
     },
-    /// Stop writing into blocks of this transfer; answered by one [`DataEvent::ReceiveReleased`].
+    /// Stop writes into blocks of this transfer. One [`DataEvent::ReceiveReleased`] answers.
     CancelReceive {
         peer: Epoch,
         transfer: TransferId,
     },
-    /// Stop reading blocks of this transfer; answered by one [`DataEvent::SendReleased`].
+    /// Stop reads of this transfer's blocks. One [`DataEvent::SendReleased`] answers.
     CancelSend {
         peer: Epoch,
         transfer: TransferId,
@@ -101,20 +102,20 @@ pub enum Action {
     Emit(Event),
 }
 
-/// What the transport reports.
+/// Event from the transport.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DataEvent {
-    /// The chunk has left and its blocks are no longer read. `integrity` is over all its bytes.
+    /// The chunk was sent and its blocks are no longer read. `integrity` covers all its bytes.
     Sent { transfer: TransferId, chunk: u32, integrity: u64 },
-    /// The chunk's blocks are written. `integrity` is over the bytes as they came.
+    /// The chunk's blocks are written. `integrity` covers the received bytes.
     Received { transfer: TransferId, chunk: u32, integrity: u64 },
-    /// This transfer's blocks are no longer read.
+    /// No block of this transfer is read any more.
     SendReleased { transfer: TransferId },
-    /// This transfer's blocks are no longer written.
+    /// No block of this transfer is written any more.
     ReceiveReleased { transfer: TransferId },
     /// A chunk of the transfer cannot be sent or received.
     Failed { transfer: TransferId, reason: String },
-    /// A data connection to or from the peer could not be made or has ended.
+    /// A data connection to or from the peer could not be opened or has closed.
     Closed { peer: Epoch, reason: String },
 }
 
@@ -123,7 +124,7 @@ pub enum DataEvent {
 pub struct Local {
     pub node_id: String,
     pub epoch: Epoch,
-    /// The weight version changes by [`crate::api::Command::WeightsChanged`].
+    /// [`crate::api::Command::WeightsChanged`] changes the weight version.
     pub identity: Identity,
     pub control_endpoint: String,
     pub data_endpoint: String,
@@ -131,19 +132,19 @@ pub struct Local {
     pub transports: Vec<String>,
     /// Best first.
     pub integrity: Vec<String>,
-    /// Bytes of one block, equal on both ends of a pair.
+    /// Bytes of one block; equal on both nodes of a pair.
     pub block_bytes: usize,
     pub limits: TransferLimits,
 }
 
 impl Local {
-    /// Blocks that travel in one chunk.
+    /// Returns the maximum number of blocks per chunk.
     fn chunk_blocks(&self) -> usize {
         (self.limits.chunk_bytes_max / self.block_bytes.max(1)).max(1)
     }
 }
 
-/// What the core has counted since it was made.
+/// Counters since the core was created.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     pub control_resent: u64,
@@ -154,7 +155,7 @@ pub struct Counters {
     pub send_failed: u64,
 }
 
-/// A peer as its transfers know it.
+/// The peer of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     pub node_id: String,
@@ -162,7 +163,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// What it means here that the peer has aborted.
+    /// Returns the local failure for an `ABORT` by the peer.
     fn aborted(&self, cause: AbortCause, reason: String) -> TransferFailure {
         let peer = self.node_id.clone();
         match cause {
@@ -171,9 +172,9 @@ impl Peer {
         }
     }
 
-    /// What a start is told whose transfer has ended already.
+    /// Returns the failure for a start with the id of a finished transfer.
     fn ended_before(&self, cause: AbortCause, reason: &str) -> TransferFailure {
-        let reason = format!("the transfer had ended before: {reason}");
+        let reason = format!("the transfer has already ended: {reason}");
         match cause {
             AbortCause::GivenUp => TransferFailure::Aborted { reason },
             AbortCause::Mismatch => TransferFailure::Refused { peer: self.node_id.clone(), reason },
@@ -181,7 +182,7 @@ impl Peer {
     }
 }
 
-/// One turn of the core: the time, who we are, and where its consequences go.
+/// Context of one call: the time, the local node, and the outputs.
 pub struct Turn<'a> {
     pub now: Instant,
     pub local: &'a Local,

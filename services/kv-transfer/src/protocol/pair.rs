@@ -1,10 +1,10 @@
-//! Two processes that know each other.
+//! The connection of two processes.
 //!
-//! 1. Whoever has work first says `HELLO`, again and again for one lease. The other compares the
-//!    identities and answers `HELLO_OK` or `REJECT`; one such exchange brings up both ends.
-//! 2. While either side has transfers both send `HEARTBEAT`s that name them. Silence for a lease, or
-//!    the end of a data connection, loses the pair and every transfer on it.
-//! 3. A pair without transfers is silent and is closed after a while.
+//! 1. The side that has work first sends `HELLO`, repeatedly for one lease. The other compares the
+//!    identities and answers `HELLO_OK` or `REJECT`. One such exchange connects both sides.
+//! 2. While either side has transfers, both send `HEARTBEAT`s that name them. Silence for a lease,
+//!    or the end of a data connection, loses the pair and all its transfers.
+//! 3. A pair without transfers sends nothing and is closed after a while.
 
 use std::{
     collections::BTreeSet,
@@ -18,64 +18,65 @@ use crate::{
     control::{Body, Hello, HelloOk},
 };
 
-/// Who has not answered a greeting for so long has no room for the pair, or is not there. It may come yet.
-const ANSWERED_IN: Duration = Duration::from_millis(500);
+/// A peer that has not answered `HELLO` after this time probably has no room for the pair. It may
+/// still answer later.
+const EXPECTED_ANSWER_TIME: Duration = Duration::from_millis(500);
 
 pub struct Pair {
     peer: Peer,
     state: State,
-    /// Which of our pairs this is, and which of the peer's, once it has said so.
+    /// Number of this connection attempt, and the peer's number once known.
     session: u64,
     peer_session: Option<u64>,
-    /// Those with this peer in any state, endings included.
+    /// All transfers with this peer, including those being aborted.
     transfers: BTreeSet<TransferId>,
-    /// The peer's last control message, or the start of our present work if that is later: who is idle need
-    /// not speak.
+    /// Time of the peer's last control message, or of the start of the present work if later: an
+    /// idle peer sends nothing.
     alive_at: Instant,
-    /// Until then the peer's last heartbeat obliges us to send ours.
+    /// Until this time the peer's last heartbeat obliges this node to send heartbeats.
     peer_works_until: Instant,
     next_heartbeat: Instant,
-    /// The end of the last work.
+    /// Time at which the last work ended.
     idle_since: Instant,
     data_opened: bool,
-    /// Something will be sent to the peer.
+    /// This node will send chunks to the peer.
     will_send: bool,
-    /// It was greeted without work, and none has come since.
+    /// Connected in advance, and no work has come since.
     in_advance: bool,
 }
 
 enum State {
-    Greeting {
+    Connecting {
         retry: Retry,
         until: Instant,
     },
     Up {
         data_endpoint: String,
-        /// What both can do: first the one that was agreed on.
+        /// The common transports, the agreed one first.
         transports: Vec<String>,
     },
-    /// Kept for a lease, so that further commands fail at once.
+    /// Rejected. Kept for a lease, so that further commands fail at once.
     Refused {
         reason: String,
         until: Instant,
     },
 }
 
-/// What a greeting changed.
+/// Effect of a handshake message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     Nothing,
     Up,
-    /// The peer has greeted again: what it has not answered is said again.
+    /// The peer has repeated `HELLO`: unanswered messages are retransmitted.
     UpAgain,
-    /// The peer has lost its end and made it anew: what was under way on the old one is over.
+    /// The peer has reconnected: transfers on the old connection have failed.
     Anew,
     Refused {
         reason: String,
     },
 }
 
-/// Why a pair is to be closed.
+/// Reason to close a pair.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Close {
     Idle,
@@ -83,22 +84,22 @@ pub enum Close {
 }
 
 impl Pair {
-    /// We have work for the peer.
-    pub fn greet(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
+    /// Connects because this node has work for the peer.
+    pub fn connect(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
         let pair = Self::new(turn, address, session);
         pair.send_hello(turn);
         pair
     }
 
-    /// We may have work for the peer later.
-    pub fn greet_in_advance(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
+    /// Connects because this node may have work for the peer later.
+    pub fn connect_in_advance(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
         let pair = Self { in_advance: true, ..Self::new(turn, address, session) };
         pair.send_hello(turn);
         pair
     }
 
-    /// The peer has, or will have, work for us; its `HELLO` goes to [`Pair::on_hello`] next.
-    pub fn met(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
+    /// Creates the pair on the peer's `HELLO`, which [`Pair::on_hello`] handles next.
+    pub fn accept(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
         Self::new(turn, address, session)
     }
 
@@ -106,7 +107,7 @@ impl Pair {
         turn.act(Action::Connect { peer: address.clone() });
         Self {
             peer: Peer { node_id: address.node_id.clone(), epoch: address.epoch },
-            state: State::Greeting { retry: Retry::start(turn.now), until: turn.now + LEASE },
+            state: State::Connecting { retry: Retry::start(turn.now), until: turn.now + LEASE },
             session,
             peer_session: None,
             transfers: BTreeSet::new(),
@@ -133,14 +134,14 @@ impl Pair {
         turn.send(self.peer.epoch, Body::Hello(hello));
     }
 
-    /// Also changes our mind: the identities are compared every time.
+    /// Compares the identities each time, so a pair may be rejected later.
     pub fn on_hello(&mut self, turn: &mut Turn<'_>, hello: &Hello) -> Change {
         self.heard(turn.now);
         if self.is_of_the_past(hello.session) {
             return Change::Nothing;
         }
         if !hello.in_advance {
-            // Until its `RESERVE`, or a heartbeat that names what it wants, nothing else says so.
+            // Keeps the pair until the peer's `RESERVE` or heartbeat arrives.
             self.peer_works_until = self.peer_works_until.max(turn.now + HEARTBEAT);
         }
         let (ours_first, local) = (turn.local.epoch < self.peer.epoch, turn.local);
@@ -179,7 +180,7 @@ impl Pair {
         let before = std::mem::replace(&mut self.state, State::Up { data_endpoint, transports });
         let known = self.peer_session.replace(session);
         match before {
-            State::Greeting { .. } | State::Refused { .. } => Change::Up,
+            State::Connecting { .. } | State::Refused { .. } => Change::Up,
             State::Up { .. } if known == Some(session) => Change::UpAgain,
             State::Up { .. } => {
                 self.data_opened = false;
@@ -195,14 +196,14 @@ impl Pair {
             return Change::Nothing;
         }
         if let Some(difference) = identity::difference(&turn.local.identity, &ok.identity) {
-            // It believes that we agree: our weights have changed since our HELLO.
+            // The peer has accepted, but this node's weights changed after its `HELLO`.
             return self.reject(turn, difference);
         }
         if !turn.local.transports.contains(&ok.transport)
             || !turn.local.integrity.contains(&ok.integrity)
         {
             let reason = format!(
-                "it chose transport {:?} with integrity {:?}, which were not offered",
+                "the peer chose transport {:?} with integrity {:?}; expected offered ones",
                 ok.transport, ok.integrity
             );
             return self.reject(turn, reason);
@@ -211,7 +212,7 @@ impl Pair {
         self.up(ok.data_endpoint.clone(), transports, ok.session)
     }
 
-    /// The peer's reason, seen from here where the identities differ.
+    /// Handles `REJECT`. Uses the local view of the difference if the identities differ.
     pub fn on_reject(
         &mut self,
         turn: &mut Turn<'_>,
@@ -237,7 +238,7 @@ impl Pair {
         Change::Refused { reason }
     }
 
-    /// Some control message of the peer was believed.
+    /// Records a verified control message of the peer.
     pub fn heard(&mut self, now: Instant) {
         self.alive_at = self.alive_at.max(now);
     }
@@ -247,7 +248,7 @@ impl Pair {
         self.idle_since = now;
     }
 
-    /// There will be transfers with the peer.
+    /// Records that transfers with the peer are expected.
     pub fn expect_work(&mut self, now: Instant, sends: bool) {
         self.idle_since = now;
         self.will_send |= sends;
@@ -262,10 +263,11 @@ impl Pair {
             self.alive_at = self.alive_at.max(turn.now);
         }
         self.transfers.insert(transfer);
-        if std::mem::take(&mut self.in_advance) && matches!(self.state, State::Greeting { .. }) {
-            // The peer may have had no room for a greeting without work; this one has a time of its own.
+        if std::mem::take(&mut self.in_advance) && matches!(self.state, State::Connecting { .. }) {
+            // The peer may have had no room for a pair without work, so this `HELLO` gets its own
+            // time-out.
             let (retry, until) = (Retry::start(turn.now), turn.now + LEASE);
-            self.state = State::Greeting { retry, until };
+            self.state = State::Connecting { retry, until };
             self.send_hello(turn);
         }
     }
@@ -276,7 +278,7 @@ impl Pair {
         }
     }
 
-    /// Makes the data connection to the peer, once, when the pair is up.
+    /// Opens the data connection to the peer once, when the pair is connected.
     pub fn open_data(&mut self, turn: &mut Turn<'_>) {
         if let State::Up { data_endpoint, transports } = &self.state
             && !std::mem::replace(&mut self.data_opened, true)
@@ -286,16 +288,16 @@ impl Pair {
         }
     }
 
-    /// Sends what is due apart from heartbeats, and says when the pair is over.
+    /// Sends due messages except heartbeats. Returns a reason if the pair is to be closed.
     pub fn on_deadline(&mut self, turn: &mut Turn<'_>) -> Option<Close> {
         let seconds = LEASE.as_secs();
         let has_work = self.has_work();
         match &mut self.state {
-            State::Greeting { until, .. } if turn.now >= *until => {
-                let reason = format!("it has not answered HELLO for {seconds} s");
+            State::Connecting { until, .. } if turn.now >= *until => {
+                let reason = format!("the peer has not answered HELLO for {seconds} s");
                 Some(Close::Lost { reason })
             }
-            State::Greeting { retry, .. } => {
+            State::Connecting { retry, .. } => {
                 if retry.is_due(turn.now) {
                     turn.counters.control_resent += 1;
                     self.send_hello(turn);
@@ -304,7 +306,7 @@ impl Pair {
             }
             State::Refused { until, .. } => (turn.now >= *until).then_some(Close::Idle),
             State::Up { .. } if has_work => (turn.now >= self.alive_at + LEASE).then(|| {
-                Close::Lost { reason: format!("nothing was heard of it for {seconds} s") }
+                Close::Lost { reason: format!("received nothing from the peer for {seconds} s") }
             }),
             State::Up { .. } => {
                 (turn.now >= self.idle_at(turn.local.limits.pair_idle)).then_some(Close::Idle)
@@ -312,7 +314,7 @@ impl Pair {
         }
     }
 
-    /// True when a heartbeat is to be sent now; the next time is then set.
+    /// Returns whether to send a heartbeat now, and then sets the next time.
     pub fn is_heartbeat_due(&mut self, now: Instant) -> bool {
         let is_due = self.heartbeat_at(now).is_some_and(|at| now >= at);
         if is_due {
@@ -328,7 +330,7 @@ impl Pair {
 
     pub fn next_deadline(&self, now: Instant, pair_idle: Duration) -> Instant {
         let end = match &self.state {
-            State::Greeting { retry, until } => retry.at().min(*until),
+            State::Connecting { retry, until } => retry.at().min(*until),
             State::Refused { until, .. } => *until,
             State::Up { .. } if self.has_work() => self.alive_at + LEASE,
             State::Up { .. } => self.idle_at(pair_idle),
@@ -336,7 +338,7 @@ impl Pair {
         self.heartbeat_at(now).map_or(end, |heartbeat| heartbeat.min(end))
     }
 
-    /// A peer with work keeps the pair, even if we have none.
+    /// Work of the peer also keeps the pair.
     fn idle_at(&self, pair_idle: Duration) -> Instant {
         self.idle_since.max(self.peer_works_until) + pair_idle
     }
@@ -357,10 +359,10 @@ impl Pair {
         matches!(self.state, State::Up { .. })
     }
 
-    /// False where there is no pair to be hoped for soon.
+    /// Returns whether the pair is connected or may connect soon.
     pub fn may_yet_answer(&self, now: Instant) -> bool {
         match &self.state {
-            State::Greeting { until, .. } => now + LEASE < *until + ANSWERED_IN,
+            State::Connecting { until, .. } => now + LEASE < *until + EXPECTED_ANSWER_TIME,
             State::Up { .. } => true,
             State::Refused { .. } => false,
         }
@@ -374,24 +376,24 @@ impl Pair {
         self.idle_since
     }
 
-    /// Why no KV is exchanged with this peer.
+    /// Returns the reason if the peers rejected each other.
     pub fn refusal(&self) -> Option<&str> {
         match &self.state {
             State::Refused { reason, .. } => Some(reason),
-            State::Greeting { .. } | State::Up { .. } => None,
+            State::Connecting { .. } | State::Up { .. } => None,
         }
     }
 
-    /// The transport that was agreed on; empty while the pair is not up.
+    /// Returns the agreed transport; empty while not connected.
     pub fn transport(&self) -> &str {
         match &self.state {
             State::Up { transports, .. } => transports.first().map_or("", String::as_str),
-            State::Greeting { .. } | State::Refused { .. } => "",
+            State::Connecting { .. } | State::Refused { .. } => "",
         }
     }
 }
 
-/// The transport that was chosen, and what else both can do, in our order.
+/// Returns `chosen`, then the other common transports in local order.
 fn in_common(chosen: String, ours: &[String], theirs: &[String]) -> Vec<String> {
     let others =
         ours.iter().filter(|transport| **transport != chosen && theirs.contains(transport));
@@ -399,8 +401,8 @@ fn in_common(chosen: String, ours: &[String], theirs: &[String]) -> Vec<String> 
     std::iter::once(chosen).chain(others).collect()
 }
 
-/// The first method that both can do, in the order of the one with the smaller epoch: both ends
-/// choose the same when their greetings cross.
+/// Returns the first common method in the order of the process with the smaller epoch, so that both
+/// sides choose the same if their `HELLO`s cross.
 fn choose(
     what: &str,
     ours: &[String],
@@ -409,6 +411,10 @@ fn choose(
 ) -> Result<String, String> {
     let (first, second) = if ours_first { (ours, theirs) } else { (theirs, ours) };
     first.iter().find(|method| second.contains(method)).cloned().ok_or_else(|| {
-        format!("no {what} in common: {} against {}", ours.join(", "), theirs.join(", "))
+        format!(
+            "no common {what}: this node offers {}, the peer {}",
+            ours.join(", "),
+            theirs.join(", ")
+        )
     })
 }

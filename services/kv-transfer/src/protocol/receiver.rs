@@ -1,11 +1,11 @@
-//! The receiving side of one transfer, at the node that will use the KV.
+//! The receiving side of one transfer, at the decode node.
 //!
-//! 1. `Receive` brings the reserved blocks. `RESERVE` tells the sender as soon as the pair is up,
-//!    and again until the sender names the transfer.
-//! 2. Each `CHUNK` is checked against the reservation, its receive is posted, `CTS` answers.
-//! 3. When every reserved block is written and `DONE` agrees, model and weights included: `ACK`,
-//!    `Arrived`.
-//! 4. Whatever goes wrong leads to `ending` instead.
+//! 1. `Receive` brings the reserved blocks. `RESERVE` is sent when the pair is connected, and again
+//!    until the sender names the transfer.
+//! 2. Each `CHUNK` is checked against the reservation, its receive is posted, and `CTS` is sent.
+//! 3. When every reserved block is written and `DONE` matches, including model and weights, `ACK`
+//!    is sent and `Arrived` emitted.
+//! 4. Every failure goes through `abort`.
 
 use std::{
     collections::BTreeMap,
@@ -31,9 +31,9 @@ pub struct Incoming {
     transfer: TransferId,
     peer: Peer,
     traceparent: String,
-    /// The node's, for the whole transfer.
+    /// Deadline of the whole transfer, set by the node.
     deadline: Instant,
-    /// The sender must name the transfer before.
+    /// End of the lease, which the sender renews by naming the transfer.
     lease: Instant,
     prompt_hash: u128,
     first_block: u32,
@@ -42,31 +42,31 @@ pub struct Incoming {
 }
 
 enum Phase {
-    /// The pair is not up.
-    Greeting,
+    /// The pair is not connected yet.
+    Connecting,
     Receiving(Receiving),
     Arrived,
     Aborting(Aborting),
 }
 
 struct Receiving {
-    /// The sender has answered `RESERVE`.
+    /// The sender has acknowledged `RESERVE`.
     is_named: bool,
     reserved_at: Instant,
     retry: Retry,
     chunks: BTreeMap<u32, Chunk>,
-    /// For each reserved block: some chunk covers it.
+    /// For each reserved block: whether a chunk covers it.
     covered: Vec<bool>,
-    /// When the last chunk so far was written.
+    /// Time at which the latest chunk was written.
     written_at: Instant,
     done: Option<Done>,
 }
 
 struct Chunk {
-    /// Within the reservation.
+    /// Offset within the reservation, in blocks.
     offset: usize,
     block_count: usize,
-    /// Set once its bytes are in the blocks.
+    /// Set once the chunk is written.
     integrity: Option<u64>,
 }
 
@@ -90,12 +90,12 @@ impl Incoming {
             prompt_hash,
             first_block,
             blocks,
-            phase: Phase::Greeting,
+            phase: Phase::Connecting,
         }
     }
 
     pub fn on_pair_up(&mut self, turn: &mut Turn<'_>) {
-        if !matches!(self.phase, Phase::Greeting) {
+        if !matches!(self.phase, Phase::Connecting) {
             return;
         }
         self.phase = Phase::Receiving(Receiving {
@@ -131,7 +131,7 @@ impl Incoming {
         bytes: u64,
     ) {
         let Phase::Receiving(receiving) = &mut self.phase else { return };
-        // A chunk holds at least one block, so the reservation bounds the table.
+        // A chunk has at least one block, so the reservation bounds this table.
         let known = receiving.chunks.get(&chunk);
         let offset = first_block.checked_sub(self.first_block).map(|offset| offset as usize);
         let range = offset.and_then(|offset| {
@@ -142,17 +142,17 @@ impl Incoming {
             (Some(range), Some(known))
                 if known.offset == range.start && known.block_count == range.len() =>
             {
-                // Repeated: our answer was lost.
+                // Retransmitted: the answer was lost.
                 return turn
                     .send(self.peer.epoch, Body::ClearToSend { transfer: self.transfer, chunk });
             }
-            (_, Some(_)) => "it was announced before with another range",
+            (_, Some(_)) => "it was announced with another range",
             (None, None) => "its range is not within the reservation",
             (Some(range), None) if receiving.covered[range.clone()].contains(&true) => {
-                "its range overlaps another chunk's"
+                "its range overlaps another chunk"
             }
             (Some(range), None) if (range.len() * turn.local.block_bytes) as u64 != bytes => {
-                "its bytes do not fit its blocks"
+                "its size does not match its blocks"
             }
             (Some(_), None) if chunk as usize >= self.blocks.len() => "its number is too large",
             (Some(range), None) => {
@@ -168,8 +168,8 @@ impl Incoming {
             }
         };
         let detail = format!(
-            "CHUNK {chunk} of {block_count} blocks from {first_block} on, {bytes} bytes: {problem} \
-             ({} blocks from {} on are reserved)",
+            "CHUNK {chunk} of {block_count} blocks from {first_block}, {bytes} bytes: {problem}; \
+             expected blocks within the {} reserved from {}",
             self.blocks.len(),
             self.first_block
         );
@@ -193,7 +193,7 @@ impl Incoming {
         let chunks = done.chunk_count as usize;
         if chunks > self.blocks.len() || done.integrity.len() != chunks {
             let detail = format!(
-                "DONE names {chunks} chunks with {} integrity values for {} blocks",
+                "DONE names {chunks} chunks with {} integrity values; expected one per chunk and at most {} chunks",
                 done.integrity.len(),
                 self.blocks.len()
             );
@@ -203,7 +203,7 @@ impl Incoming {
         self.complete_when_all_agrees(turn);
     }
 
-    /// `DONE` and the blocks come in any order.
+    /// Completes the transfer once `DONE` and all blocks are here, in any order.
     fn complete_when_all_agrees(&mut self, turn: &mut Turn<'_>) {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let Some(done) = &receiving.done else { return };
@@ -221,12 +221,12 @@ impl Incoming {
             return;
         }
         let covered = receiving.covered.iter().filter(|covered| **covered).count();
-        // Numbers are unique, so as many chunks as DONE names with numbers below are those it names.
+        // Chunk numbers are unique, so equal counts and numbers below the count mean equal sets.
         let numbers_agree = receiving.chunks.len() == done.integrity.len()
             && receiving.chunks.keys().all(|number| (*number as usize) < done.integrity.len());
         if !numbers_agree || covered != self.blocks.len() {
             let detail = format!(
-                "DONE after {} chunks and {covered} of {} blocks names {} chunks",
+                "DONE after {} chunks with {covered} of {} blocks; it names {} chunks",
                 receiving.chunks.len(),
                 self.blocks.len(),
                 done.chunk_count
@@ -279,7 +279,7 @@ impl Incoming {
         self.fail(turn, TransferFailure::Aborted { reason }, tell);
     }
 
-    /// What is reserved may hang on KV of the weights before, and the sender may compute with them.
+    /// The reservation may depend on KV of the old weights, and the sender may use them.
     pub fn on_weights_changed(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
         let tell = self.tell();
         self.fail(turn, failure, tell);
@@ -291,7 +291,7 @@ impl Incoming {
 
     pub fn on_peer_lost(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
         let tell = match self.phase {
-            Phase::Greeting => Tell::Nothing,
+            Phase::Connecting => Tell::Nothing,
             _ => Tell::AbortOnce,
         };
         self.fail(turn, failure, tell);
@@ -300,8 +300,8 @@ impl Incoming {
         }
     }
 
-    /// The peer has given up what it had with us. Where nothing has been sent it may never have
-    /// heard of the reservation, and hears of it again.
+    /// The peer has reconnected and dropped its transfers with this node. If no chunk was
+    /// announced, the peer may not know the reservation, so `RESERVE` is sent again.
     pub fn on_pair_anew(&mut self, turn: &mut Turn<'_>) {
         let Phase::Receiving(receiving) = &mut self.phase else { return self.on_pair_up(turn) };
         if receiving.chunks.is_empty() {
@@ -311,7 +311,7 @@ impl Incoming {
             return self.send_reserve(turn);
         }
         let peer = self.peer.node_id.clone();
-        let reason = "it has lost its end of the pair and made it anew".to_owned();
+        let reason = "the peer reconnected and dropped its transfers".to_owned();
         self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
     }
 
@@ -320,7 +320,7 @@ impl Incoming {
         self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
     }
 
-    /// Does nothing when the end has begun.
+    /// Starts the abort, unless the transfer is already over.
     fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
         if matches!(self.phase, Phase::Aborting(_) | Phase::Arrived) {
             return;
@@ -346,7 +346,8 @@ impl Incoming {
         ));
     }
 
-    /// The sender has named the transfer or spoken of it: `RESERVE` has reached it.
+    /// Renews the lease: the sender has named the transfer or sent a message about it, so `RESERVE`
+    /// has arrived.
     pub fn renew(&mut self, now: Instant) {
         self.lease = now + LEASE;
         if let Phase::Receiving(receiving) = &mut self.phase {
@@ -354,7 +355,7 @@ impl Incoming {
         }
     }
 
-    /// Says again what was not answered. True when there was something.
+    /// Retransmits unanswered messages. Returns whether there were any.
     pub fn resend(&mut self, turn: &mut Turn<'_>) -> bool {
         match &self.phase {
             Phase::Receiving(receiving) if !receiving.is_named => {
@@ -377,7 +378,10 @@ impl Incoming {
         }
         if turn.now >= self.lease {
             let peer = self.peer.node_id.clone();
-            let reason = format!("it has not named the transfer for {} s", LEASE.as_secs());
+            let reason = format!(
+                "the peer has not named the transfer in a heartbeat for {} s",
+                LEASE.as_secs()
+            );
             let tell = self.tell();
             return self.fail(turn, TransferFailure::PeerLost { peer, reason }, tell);
         }
@@ -397,7 +401,7 @@ impl Incoming {
             Phase::Receiving(receiving) if !receiving.is_named => {
                 Some(end.min(receiving.retry.at()))
             }
-            Phase::Greeting | Phase::Receiving(_) => Some(end),
+            Phase::Connecting | Phase::Receiving(_) => Some(end),
         }
     }
 
@@ -405,40 +409,40 @@ impl Incoming {
         &self.peer
     }
 
-    /// Named in heartbeats.
+    /// Returns whether heartbeats name the transfer.
     pub fn is_wanted(&self) -> bool {
-        matches!(self.phase, Phase::Greeting | Phase::Receiving(_))
+        matches!(self.phase, Phase::Connecting | Phase::Receiving(_))
     }
 
-    /// The node is owed a final event.
+    /// Returns whether the node still has to get its final event.
     pub fn is_unfinished(&self) -> bool {
         match &self.phase {
-            Phase::Greeting | Phase::Receiving(_) => true,
+            Phase::Connecting | Phase::Receiving(_) => true,
             Phase::Arrived => false,
             Phase::Aborting(aborting) => aborting.is_unfinished(),
         }
     }
 
-    /// How it ended, when nothing is left to do.
+    /// Returns the outcome once nothing is left to do.
     pub fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Arrived => Some(Tombstone::Complete),
             Phase::Aborting(aborting) => aborting.tombstone(),
-            Phase::Greeting | Phase::Receiving(_) => None,
+            Phase::Connecting | Phase::Receiving(_) => None,
         }
     }
 
-    /// Before `RESERVE` the sender knows nothing of the transfer.
+    /// Before `RESERVE` the sender does not know the transfer.
     fn tell(&self) -> Tell {
         match self.phase {
-            Phase::Greeting => Tell::Nothing,
+            Phase::Connecting => Tell::Nothing,
             _ => Tell::Abort,
         }
     }
 
     fn waiting_for(&self) -> &'static str {
         match &self.phase {
-            Phase::Greeting => "HELLO_OK",
+            Phase::Connecting => "HELLO_OK",
             Phase::Receiving(receiving) if !receiving.is_named => "an answer to RESERVE",
             Phase::Receiving(receiving) if receiving.done.is_some() => "the last chunks",
             Phase::Receiving(_) => "the sender's KV",

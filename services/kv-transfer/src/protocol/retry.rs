@@ -1,13 +1,13 @@
-//! When to say something again.
+//! Retransmission timer.
 
 use std::time::{Duration, Instant};
 
-/// Well above a round trip inside a cluster, so that what is only slow is not repeated.
+/// Far longer than a round trip within a cluster, so that slow answers cause no retransmission.
 const FIRST: Duration = Duration::from_millis(100);
-/// Four chances at least within one lease.
+/// At least four retransmissions within a lease.
 const MAX: Duration = Duration::from_millis(500);
 
-/// A pause that doubles up to a maximum.
+/// Exponential back-off up to a maximum.
 #[derive(Clone, Copy, Debug)]
 pub struct Retry {
     at: Instant,
@@ -23,7 +23,7 @@ impl Retry {
         self.at
     }
 
-    /// True when it is time; the next time is then set.
+    /// Returns whether to retransmit now, and then sets the next time.
     pub fn is_due(&mut self, now: Instant) -> bool {
         if now < self.at {
             return false;

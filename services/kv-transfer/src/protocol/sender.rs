@@ -1,13 +1,14 @@
-//! The sending side of one transfer, at the node that computed the KV.
+//! The sending side of one transfer, at the prefill node.
 //!
-//! 1. `Expect` (from the node) and `RESERVE` (from the receiver) come in either order; whichever is
-//!    first waits for the other. With both here the node hears `Ready`.
-//! 2. What is reserved is cut into chunks, each announced by `CHUNK` until the receiver answers `CTS`: the first at
-//!    once, the others a few ahead of what is `Written`. So a chunk of which all is written goes to the transport
-//!    without waiting for an answer.
-//! 3. `Finish` and the last chunk's departure bring `DONE`, repeated until `ACK`: `Delivered`. Not before: what the
-//!    receiver takes for arrived may be what we have let go of, or broken off.
-//! 4. Whatever goes wrong leads to `ending` instead.
+//! 1. `Expect` (from the node) and `RESERVE` (from the receiver) arrive in either order. Once both
+//!    are here, the node gets `Ready`.
+//! 2. The reservation is split into chunks. Each is announced by `CHUNK` until the receiver answers
+//!    `CTS`: the first at once, the others a few ahead of the written blocks. So a fully written
+//!    chunk usually goes to the transport without waiting for an answer.
+//! 3. After `Finish` and the last sent chunk, `DONE` is sent until `ACK` arrives; then `Delivered`
+//!    is emitted. Not earlier: the receiver could otherwise complete with blocks that this side has
+//!    released or a transfer that it has aborted.
+//! 4. Every failure goes through `abort`.
 
 use std::time::{Duration, Instant};
 
@@ -31,23 +32,23 @@ use crate::{
 pub struct Outgoing {
     transfer: TransferId,
     peer: Peer,
-    /// The node's once `Expect` is here; before, the receiver's.
+    /// The node's trace context after `Expect`; before it, the receiver's.
     traceparent: String,
-    /// `Expect` is here: the node is owed a final event.
+    /// `Expect` has arrived, so the node must get a final event.
     is_begun: bool,
-    /// The node's, for the whole transfer.
+    /// Deadline of the whole transfer, set by the node.
     deadline: Instant,
-    /// The receiver must name the transfer before; counts once `RESERVE` is here.
+    /// End of the lease, which the receiver renews by naming the transfer. Applies after `RESERVE`.
     lease: Instant,
     phase: Phase,
 }
 
 enum Phase {
-    /// `Expect` is here. Nothing is held, so the receiver may take its time.
+    /// Only `Expect` has arrived. No block is held, so no lease applies.
     Expecting {
         prompt_hash: u128,
     },
-    /// `RESERVE` is here, the node knows nothing yet.
+    /// Only `RESERVE` has arrived.
     Early {
         reserve: Reserve,
     },
@@ -58,7 +59,7 @@ enum Phase {
 
 struct Sending {
     chunks: Chunks,
-    /// Index and value of the first token, once the node has finished.
+    /// Index and value of the first token, after `Finish`.
     finish: Option<(u32, SampledToken)>,
     done: Option<Done>,
     first_given: Option<Instant>,
@@ -66,7 +67,7 @@ struct Sending {
 }
 
 impl Outgoing {
-    /// The node asks first.
+    /// Starts with `Expect`.
     pub fn expect(
         turn: &Turn<'_>,
         transfer: TransferId,
@@ -86,9 +87,9 @@ impl Outgoing {
         }
     }
 
-    /// The receiver asks first. It is kept for one lease. The receiver hears nothing of it: it may
-    /// take a transfer that is named for wanted, and this one nobody has asked for here, so its lease
-    /// must run from its own beginning.
+    /// Starts with `RESERVE`, which is kept for one lease. It is not acknowledged: a named transfer
+    /// counts as wanted, and this node has not asked for it yet, so the receiver's lease must run
+    /// from its own start.
     pub fn early(turn: &Turn<'_>, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
         Self {
             transfer: reserve.transfer,
@@ -101,7 +102,7 @@ impl Outgoing {
         }
     }
 
-    /// `Expect` meets a `RESERVE` that waits, or one that waited too long or was aborted.
+    /// Handles `Expect` after a `RESERVE` that waits, has expired or was aborted.
     pub fn on_expect(
         &mut self,
         turn: &mut Turn<'_>,
@@ -130,7 +131,7 @@ impl Outgoing {
                 let prompt_hash = *prompt_hash;
                 self.match_reserve(turn, prompt_hash, reserve, traceparent);
             }
-            // Repeated: our answer was lost.
+            // Retransmitted: the answer was lost.
             Phase::Sending(_) => self.name(turn),
             Phase::Early { .. } | Phase::Delivered | Phase::Aborting(_) => {}
         }
@@ -156,14 +157,17 @@ impl Outgoing {
             .and_then(|block_count| reserve.first_block.checked_add(block_count));
         let problem = match end_block {
             _ if reserve.prompt_hash != prompt_hash => Err(format!(
-                "RESERVE is for prompt {:032x}, this prefill is of {prompt_hash:032x}",
+                "RESERVE has prompt hash {:032x}; expected {prompt_hash:032x}",
                 reserve.prompt_hash
             )),
             _ if reserve.blocks.len() > RESERVED_BLOCKS_MAX => Err(format!(
-                "RESERVE is of {} blocks; at most {RESERVED_BLOCKS_MAX} can travel",
+                "RESERVE has {} blocks; expected at most {RESERVED_BLOCKS_MAX}",
                 reserve.blocks.len()
             )),
-            None => Err(format!("RESERVE starts at block {} and overflows", reserve.first_block)),
+            None => Err(format!(
+                "RESERVE starts at block {} and overflows; expected an end below 2^32",
+                reserve.first_block
+            )),
             Some(end_block) => Ok(end_block),
         };
         let end_block = match problem {
@@ -186,13 +190,13 @@ impl Outgoing {
             traceparent,
         });
         self.announce(turn);
-        // A chunk names the transfer as well.
+        // A `CHUNK` also acknowledges `RESERVE`; an empty reservation has none.
         if first_block == end_block {
             self.name(turn);
         }
     }
 
-    /// The receiver takes a heartbeat that names the transfer for the answer to `RESERVE`.
+    /// Acknowledges `RESERVE` by a heartbeat that names the transfer.
     fn name(&self, turn: &mut Turn<'_>) {
         let named = Body::Heartbeat { transfers: vec![self.transfer], awaited: Vec::new() };
         turn.send(self.peer.epoch, named);
@@ -201,7 +205,7 @@ impl Outgoing {
     pub fn written(&mut self, turn: &mut Turn<'_>, first_block: u32, blocks: Vec<BlockId>) {
         let Phase::Sending(sending) = &mut self.phase else {
             if let Phase::Expecting { .. } = self.phase {
-                self.misused(turn, "Written came before Ready".to_owned());
+                self.misused(turn, "invalid command Written; expected Ready first".to_owned());
             }
             return;
         };
@@ -225,14 +229,16 @@ impl Outgoing {
     pub fn finish(&mut self, turn: &mut Turn<'_>, first_index: u32, token: SampledToken) {
         let Phase::Sending(sending) = &mut self.phase else {
             if let Phase::Expecting { .. } = self.phase {
-                self.misused(turn, "Finish came before Ready".to_owned());
+                self.misused(turn, "invalid command Finish; expected Ready first".to_owned());
             }
             return;
         };
         let due = sending.chunks.due();
         if !due.is_empty() {
-            let reason =
-                format!("Finish came when blocks {} to {} were still due", due.start, due.end);
+            let reason = format!(
+                "invalid command Finish; expected blocks {} to {} first",
+                due.start, due.end
+            );
             return self.misused(turn, reason);
         }
         sending.finish.get_or_insert((first_index, token));
@@ -251,7 +257,7 @@ impl Outgoing {
         }
     }
 
-    /// To the transport, what is written and cleared; each makes room for another to be announced.
+    /// Gives written and cleared chunks to the transport. Each makes room to announce another.
     fn give(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some((chunk, blocks)) = sending.chunks.give() {
@@ -281,7 +287,7 @@ impl Outgoing {
             first_index: *first_index,
             token: token.clone(),
             integrity,
-            // Those that `RESERVE` named: with others the transfer would have ended.
+            // Equal to those in `RESERVE`; otherwise the transfer would have failed.
             model_fingerprint: turn.local.identity.model_fingerprint,
             weight_version: turn.local.identity.weight_version,
         };
@@ -293,7 +299,7 @@ impl Outgoing {
     pub fn on_ack(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &self.phase else { return };
         if sending.done.is_none() {
-            return self.broken(turn, "ACK came before DONE was sent".to_owned());
+            return self.broken(turn, "ACK before DONE was sent".to_owned());
         }
         let stats = TransferStats {
             bytes: (sending.chunks.block_count() * turn.local.block_bytes) as u64,
@@ -325,15 +331,15 @@ impl Outgoing {
         }
     }
 
-    /// The node gives up. The receiver may not know of the transfer yet; if its `RESERVE` comes
-    /// later the tombstone answers it.
+    /// Aborts on behalf of the node. If the receiver's `RESERVE` arrives later, the tombstone
+    /// answers it.
     pub fn abort(&mut self, turn: &mut Turn<'_>, reason: String) {
         let tell = self.tell();
         self.fail(turn, TransferFailure::Aborted { reason }, tell);
     }
 
-    /// What the node has begun it began under the weights before. A `RESERVE` that nothing has
-    /// followed yet names its own, and is judged when something does.
+    /// A transfer that the node has started uses the old weights. A `RESERVE` without `Expect`
+    /// names its weights and is checked when `Expect` arrives.
     pub fn on_weights_changed(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
         if self.is_begun {
             let tell = self.tell();
@@ -341,7 +347,7 @@ impl Outgoing {
         }
     }
 
-    /// The node broke the contract of its commands; the receiver is not left waiting.
+    /// The node has violated the order of its commands. The receiver is informed.
     fn misused(&mut self, turn: &mut Turn<'_>, reason: String) {
         self.abort(turn, reason);
     }
@@ -362,16 +368,17 @@ impl Outgoing {
         }
     }
 
-    /// The peer has given up what it had with us; it may still reserve for what we expect.
+    /// The peer has reconnected and dropped its transfers with this node. It may still send
+    /// `RESERVE` for an expected transfer.
     pub fn on_pair_anew(&mut self, turn: &mut Turn<'_>) {
         if !matches!(self.phase, Phase::Expecting { .. }) {
             let peer = self.peer.node_id.clone();
-            let reason = "it has lost its end of the pair and made it anew".to_owned();
+            let reason = "the peer reconnected and dropped its transfers".to_owned();
             self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
         }
     }
 
-    /// Does nothing when the end has begun.
+    /// Starts the abort, unless the transfer is already over.
     fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
         if matches!(self.phase, Phase::Aborting(_) | Phase::Delivered) {
             return;
@@ -397,12 +404,12 @@ impl Outgoing {
         ));
     }
 
-    /// The receiver has named the transfer or spoken of it.
+    /// Renews the lease: the receiver has named the transfer or sent a message about it.
     pub fn renew(&mut self, now: Instant) {
         self.lease = now + LEASE;
     }
 
-    /// Says again what was not answered. True when there was something.
+    /// Retransmits unanswered messages. Returns whether there were any.
     pub fn resend(&mut self, turn: &mut Turn<'_>) -> bool {
         let Phase::Sending(sending) = &self.phase else { return false };
         let mut resent = 0;
@@ -432,7 +439,10 @@ impl Outgoing {
         }
         if self.is_leased() && turn.now >= self.lease {
             let peer = self.peer.node_id.clone();
-            let reason = format!("it has not named the transfer for {} s", LEASE.as_secs());
+            let reason = format!(
+                "the peer has not named the transfer in a heartbeat for {} s",
+                LEASE.as_secs()
+            );
             return self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
         }
         if let Phase::Sending(sending) = &mut self.phase
@@ -472,17 +482,17 @@ impl Outgoing {
         matches!(self.phase, Phase::Aborting(_) | Phase::Delivered)
     }
 
-    /// Named in heartbeats.
+    /// Returns whether heartbeats name the transfer.
     pub fn is_wanted(&self) -> bool {
         matches!(self.phase, Phase::Sending(_))
     }
 
-    /// Named in heartbeats as waiting for `RESERVE`.
+    /// Returns whether heartbeats name the transfer as awaiting `RESERVE`.
     pub fn is_awaiting(&self) -> bool {
         matches!(self.phase, Phase::Expecting { .. })
     }
 
-    /// The node is owed a final event.
+    /// Returns whether the node still has to get its final event.
     pub fn is_unfinished(&self) -> bool {
         match &self.phase {
             Phase::Expecting { .. } | Phase::Sending(_) => true,
@@ -491,7 +501,7 @@ impl Outgoing {
         }
     }
 
-    /// How it ended, when nothing is left to do.
+    /// Returns the outcome once nothing is left to do.
     pub fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Delivered => Some(Tombstone::Complete),
@@ -500,7 +510,7 @@ impl Outgoing {
         }
     }
 
-    /// Before `RESERVE` the receiver may not know of the transfer.
+    /// Before `RESERVE` the receiver may not know the transfer.
     fn tell(&self) -> Tell {
         match self.phase {
             Phase::Expecting { .. } => Tell::Nothing,
@@ -508,7 +518,7 @@ impl Outgoing {
         }
     }
 
-    /// Before `RESERVE` the receiver may not know of the transfer and cannot name it.
+    /// Before `RESERVE` the receiver may not know the transfer and cannot renew the lease.
     fn is_leased(&self) -> bool {
         matches!(self.phase, Phase::Early { .. } | Phase::Sending(_))
     }

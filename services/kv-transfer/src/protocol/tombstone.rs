@@ -1,4 +1,4 @@
-//! Transfers that are over, remembered for a while to answer what arrives late.
+//! Finished transfers, remembered for a while to answer late messages.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -7,19 +7,19 @@ use std::{
 
 use crate::{api::TransferId, control::AbortCause};
 
-/// Far longer than any control message is repeated or a router waits for an answer.
+/// Far longer than any retransmission or router time-out.
 const KEPT_FOR: Duration = Duration::from_secs(30);
 
-/// How the transfer ended.
+/// How a transfer ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tombstone {
     /// Arrived or delivered.
     Complete,
-    /// Failed, or cancelled before it was known.
+    /// Failed, or cancelled before it was started.
     Failed { cause: AbortCause, reason: String },
 }
 
-/// A bounded table; the oldest make room.
+/// A bounded table that evicts the oldest entries.
 #[derive(Debug)]
 pub struct Tombstones {
     max: usize,
@@ -32,7 +32,7 @@ impl Tombstones {
         Self { max: max.max(1), by_transfer: BTreeMap::new(), by_age: VecDeque::new() }
     }
 
-    /// A transfer has one end: the first stays.
+    /// Records how a transfer ended. Keeps an existing entry.
     pub fn bury(&mut self, now: Instant, transfer: TransferId, tombstone: Tombstone) {
         if self.by_transfer.contains_key(&transfer) {
             return;
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_make_room_and_all_are_forgotten_in_time() {
+    fn oldest_entries_are_evicted_and_all_expire() {
         let start = Instant::now();
         let mut tombstones = Tombstones::new(3);
         for id in 0..5 {
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_end_of_a_transfer_stays() {
+    fn first_outcome_of_a_transfer_is_kept() {
         let now = Instant::now();
         let mut tombstones = Tombstones::new(3);
         tombstones.bury(now, TransferId(1), Tombstone::Complete);

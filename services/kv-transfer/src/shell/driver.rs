@@ -1,4 +1,4 @@
-//! The driver thread: owns the protocol, the clock, the transport and the ways out.
+//! The driver thread: owns the protocol core, the clock, the transport and the outbound queues.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -17,21 +17,21 @@ use crate::{
     transport::{Transport, TransportEvent},
 };
 
-/// The longest sleep, so that no error in a deadline is for ever.
+/// Longest sleep; bounds the effect of a wrong deadline.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
-/// How soon it is seen that two nodes have met.
+/// Poll interval while a connect guard is held.
 const CONNECTING_POLL: Duration = Duration::from_millis(5);
-/// Meetings that somebody waits for: further ones are answered at once.
+/// Connect guards held at a time. Further ones are dropped at once.
 const CONNECTING_MAX: usize = 256;
-/// How soon an event that found no room is offered again.
-const OFFER_AGAIN: Duration = Duration::from_millis(5);
-/// Inputs taken before deadlines are looked at. A process that slept takes first what came while it
-/// did, so that it does not give up peers whose heartbeats are waiting.
+/// Interval at which a rejected event is offered again.
+const OFFER_RETRY: Duration = Duration::from_millis(5);
+/// Inputs handled before deadlines are checked. A process that was suspended must first handle
+/// queued heartbeats, or it would drop live peers.
 const BATCH: usize = 256;
-/// How long transfers may take to end when the node stops.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// Time for transfers to finish when the node stops.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Where the driver's inputs come from. The end of `stop` ends it, as does that of `control messages`.
+/// Inputs of the driver. It stops when `stop` or `messages` is disconnected.
 pub struct Inputs {
     pub commands: Receiver<Command>,
     pub messages: Receiver<VerifiedMessage>,
@@ -46,9 +46,9 @@ pub struct DriverThread<T, S> {
     pub metrics: Arc<MetricsStore>,
     pub sink: S,
     pub inputs: Inputs,
-    /// Threads that did not end in time, when the driver has ended.
+    /// Set when the driver has stopped: threads still running.
     pub unfinished: Arc<Mutex<Vec<String>>>,
-    /// Peers that a caller waits for, and until when at most.
+    /// Connect guards by peer, with their time-out.
     pub connecting: Vec<(Epoch, Instant, ConnectGuard)>,
 }
 
@@ -60,8 +60,8 @@ enum Next {
 }
 
 impl<T: Transport, S: EventSink> DriverThread<T, S> {
-    /// Until `stop` or the listener ends; then everything under way is ended too, and the sink is
-    /// dropped. `shutdown_max` bounds that.
+    /// Runs until `stop` or the listener ends. Then aborts all transfers, shuts down the transport
+    /// within `shutdown_max`, and drops the sink.
     pub fn run(mut self, shutdown_max: Duration) {
         let reason = loop {
             if let Turned::Stopped { reason } = self.turn(SLEEP_MAX) {
@@ -71,24 +71,24 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         let stopped = Instant::now();
         self.driver.abort_all(stopped, reason);
         self.offer_events();
-        while self.driver.core.active_count() > 0 && stopped.elapsed() < FAREWELL {
+        while self.driver.core.active_count() > 0 && stopped.elapsed() < ABORT_TIMEOUT {
             self.inputs.stop = never();
-            self.turn(OFFER_AGAIN);
+            self.turn(OFFER_RETRY);
         }
         self.metrics.publish(&self.driver.core);
-        // Dropping the queues lets the last control messages leave and ends their threads.
+        // Dropping the queues lets the last control messages leave and stops their threads.
         self.driver.links.queues.clear();
         let deadline = stopped + shutdown_max;
         let Self { driver, inputs, unfinished, .. } = self;
         let TransferDriver { mut transport, links, .. } = driver;
-        // Data threads that wait for room in this channel must find out that nobody listens.
+        // Data threads that block on this channel must see it disconnected.
         drop(inputs);
         let mut threads = transport.shutdown(deadline);
         threads.extend(links.senders.join_all(deadline));
         *unfinished.lock().unwrap_or_else(PoisonError::into_inner) = threads;
     }
 
-    /// Takes what has come, does what is due, and what follows from both.
+    /// Handles queued inputs and due deadlines, and executes the resulting actions.
     fn turn(&mut self, sleep_max: Duration) -> Turned {
         let mut now = Instant::now();
         let mut sleep = self
@@ -96,7 +96,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
             .next_deadline(now)
             .map_or(sleep_max, |at| at.saturating_duration_since(now).min(sleep_max));
         if !self.driver.takes_commands() {
-            sleep = sleep.min(OFFER_AGAIN);
+            sleep = sleep.min(OFFER_RETRY);
         }
         if !self.connecting.is_empty() {
             sleep = sleep.min(CONNECTING_POLL);
@@ -113,11 +113,11 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
                 }
                 Next::ListenerEnded => {
                     // Without a listener every transfer would fail while the node looks healthy.
-                    tracing::error!("transfers end: the listener of control messages has ended");
+                    tracing::error!("stopping transfers: the control listener has stopped");
                     self.inputs.messages = never();
-                    return Turned::Stopped { reason: "the message listener has ended" };
+                    return Turned::Stopped { reason: "the control listener has stopped" };
                 }
-                Next::Stop => return Turned::Stopped { reason: "the node stops" },
+                Next::Stop => return Turned::Stopped { reason: "the node is shutting down" },
                 Next::Nothing => break,
             }
         }
@@ -182,7 +182,7 @@ mod tests {
     use crossbeam_channel::{RecvTimeoutError, unbounded};
     use kernels::{Dtype, KvArena, KvLayout};
 
-    use super::super::{SHUTDOWN_MAX, Transfers};
+    use super::super::{SHUTDOWN_TIMEOUT, Transfers};
     use crate::{
         ClusterSecret, TransferConfig, TransferLimits, TransportConfig,
         api::{Epoch, Identity},
@@ -191,7 +191,7 @@ mod tests {
     use std::time::Instant;
 
     #[test]
-    fn transfers_end_with_their_listener() {
+    fn transfers_stop_with_their_listener() {
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 16, dtype: Dtype::F32 };
         let config = TransferConfig {
             node_id: "node".to_owned(),
@@ -216,13 +216,13 @@ mod tests {
         let (sink, events) = unbounded();
         let transfers = Transfers::start(config, KvArena::host(layout, 1).unwrap(), sink).unwrap();
 
-        let deadline = Instant::now() + 2 * SHUTDOWN_MAX;
+        let deadline = Instant::now() + 2 * SHUTDOWN_TIMEOUT;
         let stuck = {
             let running = transfers.running.lock().unwrap();
             running.as_ref().unwrap().listener.shutdown(deadline)
         };
         assert!(stuck.is_empty(), "{stuck:?}");
-        // Whoever waits for events learns that none will come.
+        // The disconnected channel tells the node that no event will follow.
         assert_eq!(events.recv_deadline(deadline), Err(RecvTimeoutError::Disconnected));
         transfers.shutdown().unwrap();
     }

@@ -1,4 +1,5 @@
-//! The listener thread: receives, checks the tag, parses, hands on. Nothing here waits for anyone.
+//! The listener thread: receives control messages, verifies and parses them, and passes them to the
+//! driver. It never blocks on another thread.
 
 use std::{
     net::SocketAddr,
@@ -19,18 +20,18 @@ use crate::{
     threads::Threads,
 };
 
-/// How long dropping a listener may take.
+/// Time-out of dropping a listener.
 const DROP_MAX: Duration = Duration::from_secs(1);
-/// The longest wait for a message, so that a lost wake-up is not for ever.
+/// Longest wait for a message; bounds the effect of a lost wake-up.
 const POLL_MS: i64 = 1_000;
-/// Messages taken in one go, before the door is looked at again.
+/// Messages received before ZAP requests are checked again.
 const BATCH: usize = 64;
 
-/// A context has one listener, as it has one door.
+/// Unique within a ZeroMQ context, which has one listener.
 const STOP: &str = "inproc://kv-transfer-stop";
 
 pub struct Listener {
-    /// A message here ends the thread. Used by one thread at a time.
+    /// A message on this socket stops the thread. Used by one thread at a time.
     stop: Mutex<zmq::Socket>,
     thread: Threads,
     port: u16,
@@ -49,15 +50,15 @@ impl Listener {
             address: bind,
             reason: error.to_string(),
         };
-        let door = ZapAuth::open(context, keys.clone(), me).map_err(bind_error)?;
-        // From the door to the socket nobody is let in: questions wait for the thread.
+        let zap = ZapAuth::open(context, keys.clone(), me).map_err(bind_error)?;
+        // ZAP requests queue up until the thread runs, so no client is admitted before.
         let (router, port) = sockets::listener(context, bind).map_err(bind_error)?;
         let (stop, stopped) = stop_pair(context).map_err(bind_error)?;
-        let name = "kv-messages";
+        let name = "kv-control";
         let thread = Threads::default();
         let mut receiver = Receiver {
             router,
-            door,
+            zap,
             stopped,
             verifier: Verifier::new(keys, me),
             messages,
@@ -69,7 +70,7 @@ impl Listener {
         Ok(Self { stop: Mutex::new(stop), thread, port })
     }
 
-    /// The one really bound.
+    /// Returns the bound port.
     pub fn port(&self) -> u16 {
         self.port
     }
@@ -77,7 +78,7 @@ impl Listener {
     pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
         {
             let stop = self.stop.lock().unwrap_or_else(PoisonError::into_inner);
-            // Fails only when the thread is gone.
+            // Fails only if the thread has ended.
             let _ = stop.send("stop", zmq::DONTWAIT);
         }
         self.thread.join_all(deadline)
@@ -85,7 +86,7 @@ impl Listener {
 }
 
 impl Drop for Listener {
-    /// For a start that fails halfway; otherwise the thread has ended before.
+    /// Cleans up after a failed start; otherwise the thread has already ended.
     fn drop(&mut self) {
         self.shutdown(Instant::now() + DROP_MAX);
     }
@@ -102,7 +103,7 @@ fn stop_pair(context: &zmq::Context) -> zmq::Result<(zmq::Socket, zmq::Socket)> 
 
 struct Receiver {
     router: zmq::Socket,
-    door: ZapAuth,
+    zap: ZapAuth,
     stopped: zmq::Socket,
     verifier: Verifier,
     messages: Sender<VerifiedMessage>,
@@ -114,12 +115,12 @@ impl Receiver {
         loop {
             let mut items = [
                 self.router.as_poll_item(zmq::POLLIN),
-                self.door.socket().as_poll_item(zmq::POLLIN),
+                self.zap.socket().as_poll_item(zmq::POLLIN),
                 self.stopped.as_poll_item(zmq::POLLIN),
             ];
             match zmq::poll(&mut items, POLL_MS) {
                 Ok(_) | Err(zmq::Error::EINTR) => {}
-                Err(error) => return tracing::error!(%error, "the message listener has ended"),
+                Err(error) => return tracing::error!(%error, "the control listener has stopped"),
             }
             if items[2].is_readable() {
                 return;
@@ -127,16 +128,16 @@ impl Receiver {
             if let Err(error) = self.admit().and_then(|()| self.take_batch())
                 && error != zmq::Error::EINTR
             {
-                return tracing::error!(%error, "the message listener has ended");
+                return tracing::error!(%error, "the control listener has stopped");
             }
         }
     }
 
     fn admit(&self) -> zmq::Result<()> {
         for _ in 0..BATCH {
-            match self.door.answer()? {
+            match self.zap.answer()? {
                 Some(true) => {}
-                Some(false) => self.counters.refuse("door"),
+                Some(false) => self.counters.refuse("zap_auth"),
                 None => break,
             }
         }
@@ -146,7 +147,7 @@ impl Receiver {
     fn take_batch(&mut self) -> zmq::Result<()> {
         for _ in 0..BATCH {
             let Some((parts, count)) = sockets::receive(&self.router)? else { break };
-            // The first part is the routing id, which says nothing.
+            // The first part is the routing id, which is not used.
             let opened = if count == parts.len() && count > 0 {
                 let frames: Vec<&[u8]> = parts[1..].iter().map(|part| &part[..]).collect();
                 self.verifier.verify(&frames)
@@ -157,13 +158,13 @@ impl Receiver {
                 Ok(opened) => {
                     self.counters.received();
                     if self.messages.try_send(opened).is_err() {
-                        // Whatever matters is said again.
+                        // Important messages are retransmitted.
                         self.counters.refuse("driver_busy");
                     }
                 }
-                Err(refusal) => {
-                    tracing::debug!(%refusal, "a message was refused");
-                    self.counters.refuse(refusal.label());
+                Err(error) => {
+                    tracing::debug!(%error, "control message rejected");
+                    self.counters.refuse(error.label());
                 }
             }
         }

@@ -1,11 +1,12 @@
 //! Runs the protocol: sockets, threads and the clock.
 //!
-//! * The driver thread owns the protocol core and everything it decides about.
-//! * The listener thread receives control messages for all pairs, and only parses and hands on.
-//! * Each pair has a sender thread with its own socket; its data connections have theirs.
+//! * The driver thread owns the protocol core.
+//! * The listener thread receives the control messages of all pairs, verifies them and passes them
+//!   to the driver.
+//! * Each pair has a sender thread with its own socket. Data connections have their own threads.
 //!
-//! Between threads there are bounded channels. Who finds one full never waits: the listener drops
-//! the control message, the driver gives up the pair, the node is told [`Overloaded`].
+//! Threads communicate over bounded channels and never block on a full one: the listener drops the
+//! control message, the driver closes the pair, and the node gets [`Overloaded`].
 
 mod driver;
 mod listener;
@@ -38,21 +39,22 @@ use crate::{
 };
 use driver::{DriverThread, Inputs};
 use listener::Listener;
-use outbound::{OutboundQueues, Postbox};
+use outbound::{OutboundContext, OutboundQueues};
 
-/// VerifiedMessage control messages that wait for the driver; more are dropped and said again by their senders.
+/// Verified control messages queued for the driver. More are dropped, and their senders retransmit
+/// them.
 const CONTROL_QUEUE_MAX: usize = 4096;
-/// Reports of data threads that wait for the driver; those threads wait when it is full.
+/// Events of data threads queued for the driver; the threads block while the queue is full.
 const DATA_EVENTS_MAX: usize = 4096;
-/// All of a shutdown.
-const SHUTDOWN_MAX: Duration = Duration::from_secs(3);
-/// What the driver may take beyond that to hear of it.
+/// Time-out of a shutdown.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
+/// Additional time for the driver to react to the shutdown.
 const SHUTDOWN_SLACK: Duration = Duration::from_millis(500);
 
-/// Where events go. Called on the driver's thread and must not wait.
+/// Consumer of events. Called on the driver thread; must not block.
 pub trait EventSink: Send + 'static {
-    /// Takes the event, or gives it back when there is no room now: it is offered again, in order.
-    /// While an event waits no command is taken, so that a stuck sink ends in [`Overloaded`].
+    /// Takes the event, or returns it if there is no room. The driver offers it again, in order,
+    /// and accepts no commands meanwhile, so a blocked sink leads to [`Overloaded`].
     fn offer(&mut self, event: Event) -> Result<(), Event>;
 }
 
@@ -60,13 +62,13 @@ impl EventSink for Sender<Event> {
     fn offer(&mut self, event: Event) -> Result<(), Event> {
         match self.try_send(event) {
             Err(TrySendError::Full(event)) => Err(event),
-            // Nobody listens any more: the node is on its way out.
+            // The node is shutting down.
             Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
         }
     }
 }
 
-/// A function that always has room, such as one that sends into an unbounded channel.
+/// A function that always accepts, such as one that sends to an unbounded channel.
 impl<F: FnMut(Event) + Send + 'static> EventSink for F {
     fn offer(&mut self, event: Event) -> Result<(), Event> {
         self(event);
@@ -74,18 +76,18 @@ impl<F: FnMut(Event) + Send + 'static> EventSink for F {
     }
 }
 
-/// The command was not taken. Half of the queue is kept for transfers that have begun, so a node
-/// that answers "busy" to a refused `Receive` or `Expect` finds room for the rest.
+/// The command was rejected. Half of the queue is reserved for transfers that have started, so a
+/// node that rejects a `Receive` or `Expect` still has room for the other commands.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error("the transfer queue is full ({queued} commands wait)")]
+#[error("cannot queue a transfer command: {queued} commands are already queued")]
 pub struct Overloaded {
     pub queued: usize,
 }
 
-/// Why transfers could not start.
+/// Reason why the transfers could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("{field} = {value:?}: {allowed}")]
+    #[error("invalid {field} {value:?}; expected {allowed}")]
     Config { field: &'static str, value: String, allowed: String },
     #[error("cannot listen for control messages on {address}: {reason}")]
     ControlBind { address: SocketAddr, reason: String },
@@ -95,14 +97,14 @@ pub enum StartError {
     Thread { name: String, source: io::Error },
 }
 
-/// These threads did not end in time and were left behind.
+/// These threads were still running at the deadline and were left behind.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("still running after the deadline: {}", threads.join(", "))]
+#[error("cannot stop all transfer threads in time: {} still running", threads.join(", "))]
 pub struct ShutdownError {
     pub threads: Vec<String>,
 }
 
-/// All transfers of one node. Dropping it shuts it down as [`Transfers::shutdown`] does.
+/// All transfers of one node. Dropping the value calls [`Transfers::shutdown`].
 pub struct Transfers {
     control_endpoint: String,
     data_endpoint: String,
@@ -113,11 +115,11 @@ pub struct Transfers {
     unfinished: Arc<Mutex<Vec<String>>>,
 }
 
-/// What a shutdown ends.
+/// Everything that a shutdown stops.
 struct Running {
     listener: Listener,
     driver: Threads,
-    /// Its end stops the driver.
+    /// Dropping the sender stops the driver.
     stop: Sender<()>,
 }
 
@@ -147,12 +149,12 @@ impl Transfers {
             keys.clone(),
             arena,
             channels,
-            // While a connection is replaced the one before may still be ending.
+            // A replaced connection may still be closing.
             2 * limits.pairs_max,
             data_sender,
             resolver.clone(),
             Arc::clone(&metrics.data),
-            offers.iter().filter_map(|offer| TransferKind::offered(offer)).collect(),
+            offers.iter().filter_map(|offer| TransferKind::from_offer(offer)).collect(),
             config.transport,
         )
         .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
@@ -181,7 +183,7 @@ impl Transfers {
         });
         let unfinished = Arc::default();
         let links = OutboundQueues {
-            postbox: Postbox {
+            context: OutboundContext {
                 context,
                 signer: Signer::new(keys.clone(), source),
                 keys,
@@ -204,7 +206,7 @@ impl Transfers {
         let threads = Threads::default();
         let name = "kv-driver";
         threads
-            .spawn(name, move || driver.run(SHUTDOWN_MAX))
+            .spawn(name, move || driver.run(SHUTDOWN_TIMEOUT))
             .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
         Ok(Self {
             control_endpoint,
@@ -217,7 +219,7 @@ impl Transfers {
         })
     }
 
-    /// Hands a command to the driver. Never waits.
+    /// Queues a command for the driver. Never blocks.
     pub fn command(&self, command: Command) -> Result<(), Overloaded> {
         let queued = self.commands.len();
         if queued >= self.limits.queued_max(&command) {
@@ -226,33 +228,34 @@ impl Transfers {
         self.commands.try_send(command).map_err(|_| Overloaded { queued })
     }
 
-    /// `tcp://host:port` for the node's record: the advertised host and the port really bound.
+    /// Returns `tcp://host:port` for the node's record: the advertised host and the bound port.
     pub fn control_endpoint(&self) -> &str {
         &self.control_endpoint
     }
 
-    /// Where peers send KV. They learn it from greetings.
+    /// Returns the endpoint for KV. Peers learn it in the handshake.
     pub fn data_endpoint(&self) -> &str {
         &self.data_endpoint
     }
 
-    /// Counters since start and what goes on now; after a shutdown, the last ones. Never waits.
+    /// Returns counters since the start and current gauges; after a shutdown, the last values.
+    /// Never blocks.
     pub fn metrics(&self) -> TransferMetrics {
         self.metrics.read()
     }
 
-    /// The same, for whoever must not keep the transfers alive.
+    /// Returns a reader that does not keep the transfers alive.
     pub fn metrics_reader(&self) -> MetricsReader {
         self.metrics.reader()
     }
 
-    /// Aborts what is under way (each transfer still gets its final event), closes every socket and
-    /// joins every thread. Takes at most 3 s and a moment. A second call finds nothing to do.
+    /// Aborts all transfers (each still gets its final event), closes every socket and joins every
+    /// thread. Takes at most 3.5 s. A second call does nothing.
     pub fn shutdown(&self) -> Result<(), ShutdownError> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(Running { listener, driver, stop }) = running else { return Ok(()) };
         drop(stop);
-        let deadline = Instant::now() + SHUTDOWN_MAX + SHUTDOWN_SLACK;
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT + SHUTDOWN_SLACK;
         let mut threads = driver.join_all(deadline);
         threads.append(&mut self.unfinished.lock().unwrap_or_else(PoisonError::into_inner));
         threads.extend(listener.shutdown(deadline));
@@ -263,12 +266,12 @@ impl Transfers {
 impl Drop for Transfers {
     fn drop(&mut self) {
         if let Err(error) = self.shutdown() {
-            tracing::error!(%error, "transfers did not end cleanly");
+            tracing::error!(%error, "transfers did not shut down cleanly");
         }
     }
 }
 
-/// What this node can do beside `tcp`, as far as it is wanted.
+/// Returns the entries of `HELLO` for the supported transports that the configuration allows.
 fn offers(
     config: &TransferConfig,
     arena: &KvArena,
@@ -279,29 +282,34 @@ fn offers(
         can.push(TransferKind::Ipc);
     }
     if let Some(channels) = channels {
-        // Loading takes long: where nothing else will do it is not put off to the first request.
+        // Loading NCCL is slow. If it is the only choice, load it before the first request.
         let opened = match config.transport.choice {
             TransportChoice::Only(TransferKind::Nccl) => channels.open().inspect(|()| {
                 if let Err(reason) = channels.prepare() {
-                    tracing::warn!(reason, "nccl is loaded when the first peer is met");
+                    tracing::warn!(
+                        reason,
+                        "cannot load NCCL in advance; retrying with the first peer"
+                    );
                 }
             }),
             TransportChoice::Auto | TransportChoice::Only(_) => Ok(()),
         };
         match opened {
             Ok(()) => can.push(TransferKind::Nccl),
-            Err(reason) => tracing::warn!(wanted = "nccl", reason, "KV goes by tcp"),
+            Err(reason) => {
+                tracing::warn!(transport = "nccl", reason, "transport unavailable; using tcp")
+            }
         }
     }
-    transfer_kind::offers(config.transport.choice, &can, transfer_kind::host().as_deref())
+    transfer_kind::offers(config.transport.choice, &can, transfer_kind::host_id().as_deref())
 }
 
-/// The integrity method: for a chunk by `tcp` xxh3-64 over its bytes, by `ipc` and `nccl` the digest of its
-/// blocks (`kernels::digest`). Another name for whatever is computed otherwise.
+/// Name of the integrity method: xxh3-64 over the bytes of a chunk for `tcp`, the digest of its
+/// blocks (`kernels::digest`) for `ipc` and `nccl`. A different computation needs a different name.
 const INTEGRITY: &str = "xxh3+digest1";
 
 fn endpoint(host: &str, port: u16) -> String {
-    // An IPv6 address wants brackets, unless it has them.
+    // An IPv6 address needs brackets.
     if host.contains(':') && !host.starts_with('[') {
         format!("tcp://[{host}]:{port}")
     } else {
@@ -309,9 +317,9 @@ fn endpoint(host: &str, port: u16) -> String {
     }
 }
 
-/// What peers would refuse is refused here, with the field's name.
+/// Rejects values that peers would reject, naming the field.
 fn check(config: &TransferConfig) -> Result<(), StartError> {
-    /// As long as names may be in control messages, less room for `tcp://` and a port.
+    /// Bound of names in control messages, minus room for `tcp://` and a port.
     const NAME_BYTES_MAX: usize = 200;
     let names = [
         ("node_id", &config.node_id),

@@ -1,4 +1,4 @@
-//! The way out to one peer: a bounded queue and the thread that owns the DEALER.
+//! The control messages to one peer: a bounded queue and the thread that owns the DEALER.
 
 use std::{
     collections::BTreeMap,
@@ -24,51 +24,55 @@ use crate::{
     threads::Threads,
 };
 
-/// Control messages that wait for one peer: two for each of as many transfers as a node has by default, which
-/// all speak when the pair comes up, and are answered at once. A full queue is a lost peer.
+/// Queue bound: two messages for each of a node's default number of transfers, which all send when
+/// the pair connects. A full queue means that the peer is lost.
 const QUEUE_MAX: usize = 2048;
-/// How often an idle thread looks at the state of its connection.
-const LOOK: Duration = Duration::from_millis(500);
-/// How long one of a name's several addresses has to answer, out of a lease of seconds.
-const CONNECT: Duration = Duration::from_millis(300);
+/// Interval at which an idle thread checks its connection.
+const CONNECTION_POLL: Duration = Duration::from_millis(500);
+/// Connect time-out for one of several addresses, well under a lease.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// What every sender thread needs.
+/// State shared by all sender threads.
 #[derive(Clone)]
-pub struct Postbox {
+pub struct OutboundContext {
     pub context: zmq::Context,
     pub keys: Keys,
     pub signer: Arc<Signer>,
     pub resolver: Resolver,
     pub counters: Arc<ControlCounters>,
-    /// Peers that cannot be reached, and why.
+    /// Unreachable peers and the reason.
     pub failures: Sender<(Epoch, String)>,
-    /// Monitors attached in this context so far. A pair made anew may meet its old thread on its way
-    /// out, so the peer's epoch does not name one.
+    /// Number of monitors attached so far. It names their endpoints: the peer's epoch is not
+    /// unique, because a reconnect may overlap with the previous thread.
     pub monitors: Arc<AtomicU64>,
 }
 
-/// Dropping it ends the thread, after a short chance for what is queued.
+/// Queue to the sender thread. Dropping it stops the thread after the linger time.
 pub struct Outbound {
     queue: Sender<ControlMessage>,
     closing: Arc<AtomicBool>,
 }
 
-/// The queue of this peer is full.
+/// The queue to this peer is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{QUEUE_MAX} messages wait for it, the most")]
+#[error("{QUEUE_MAX} control messages are queued for the peer, the maximum")]
 pub struct QueueFull;
 
 impl Outbound {
-    pub fn start(postbox: &Postbox, peer: &PeerAddress, threads: &Threads) -> io::Result<Self> {
+    pub fn start(
+        shared: &OutboundContext,
+        peer: &PeerAddress,
+        threads: &Threads,
+    ) -> io::Result<Self> {
         let (queue, messages) = bounded(QUEUE_MAX);
         let closing = Arc::new(AtomicBool::new(false));
         let sender = PeerSender {
-            postbox: postbox.clone(),
+            shared: shared.clone(),
             peer: peer.clone(),
             messages,
             closing: Arc::clone(&closing),
         };
-        threads.spawn("kv-messages-out", move || sender.run())?;
+        threads.spawn("kv-control-out", move || sender.run())?;
         Ok(Self { queue, closing })
     }
 
@@ -85,14 +89,14 @@ impl Drop for Outbound {
 
 /// The queue of each connected peer.
 pub struct OutboundQueues {
-    pub postbox: Postbox,
+    pub context: OutboundContext,
     pub queues: BTreeMap<Epoch, Outbound>,
     pub senders: Threads,
 }
 
 impl ControlLinks for OutboundQueues {
     fn open(&mut self, peer: &PeerAddress) -> Result<(), impl Display> {
-        let outbound = Outbound::start(&self.postbox, peer, &self.senders)
+        let outbound = Outbound::start(&self.context, peer, &self.senders)
             .map_err(|error| format!("cannot start the thread of its control messages: {error}"))?;
         self.queues.insert(peer.epoch, outbound);
         Ok::<(), String>(())
@@ -108,7 +112,7 @@ impl ControlLinks for OutboundQueues {
 }
 
 struct PeerSender {
-    postbox: Postbox,
+    shared: OutboundContext,
     peer: PeerAddress,
     messages: Receiver<ControlMessage>,
     closing: Arc<AtomicBool>,
@@ -117,55 +121,62 @@ struct PeerSender {
 impl PeerSender {
     fn run(self) {
         if let Err(reason) = self.send_all() {
-            // The driver answers by dropping our queue; until then it is emptied.
-            let _ = self.postbox.failures.try_send((self.peer.epoch, reason));
-            while !matches!(self.messages.recv_timeout(LOOK), Err(RecvTimeoutError::Disconnected)) {
-            }
+            // The driver reacts by dropping the queue; until then the thread drains it.
+            let _ = self.shared.failures.try_send((self.peer.epoch, reason));
+            while !matches!(
+                self.messages.recv_timeout(CONNECTION_POLL),
+                Err(RecvTimeoutError::Disconnected)
+            ) {}
         }
     }
 
     fn send_all(&self) -> Result<(), String> {
         let endpoint = &self.peer.control_endpoint;
         let failed = |doing: &str, error: &dyn std::fmt::Display| {
-            format!("message endpoint {endpoint}: {doing}: {error}")
+            format!("control endpoint {endpoint}: cannot {doing}: {error}")
         };
-        let Postbox { context, keys, monitors, resolver, .. } = &self.postbox;
-        // Resolved here and not by libzmq, whose one thread serves all pairs.
+        let OutboundContext { context, keys, monitors, resolver, .. } = &self.shared;
+        // Resolved here because libzmq would resolve on its only I/O thread, which serves all
+        // pairs.
         let addresses = resolver.resolve(endpoint).map_err(|error| failed("resolve", &error))?;
-        let address = first_that_answers(&addresses);
+        let address = first_reachable(&addresses);
         let dealer = sockets::outbound(context, keys, self.peer.epoch, address)
-            .map_err(|error| failed("socket", &error))?;
+            .map_err(|error| failed("create a socket", &error))?;
         let monitor = Monitor::attach(context, monitors, &dealer)
-            .map_err(|error| failed("monitor", &error))?;
+            .map_err(|error| failed("monitor the socket", &error))?;
         dealer.connect(&format!("tcp://{address}")).map_err(|error| failed("connect", &error))?;
         loop {
-            match self.messages.recv_timeout(LOOK) {
+            match self.messages.recv_timeout(CONNECTION_POLL) {
                 Ok(message) => {
                     self.send(&dealer, &message).map_err(|error| failed("send", &error))?
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
-            if monitor.was_turned_away() {
-                return Err(failed("connect", &"it has another cluster secret or another epoch"));
+            if monitor.was_rejected() {
+                return Err(failed(
+                    "connect",
+                    &"rejected by the peer; expected the same cluster secret and the epoch of its process",
+                ));
             }
         }
     }
 
-    /// A control message that cannot leave is dropped: what matters is said again.
+    /// Sends one message, or drops it if the peer is unreachable: important messages are
+    /// retransmitted.
     fn send(&self, dealer: &zmq::Socket, message: &ControlMessage) -> zmq::Result<()> {
-        let signed = match self.postbox.signer.sign(self.peer.epoch, message) {
+        let signed = match self.shared.signer.sign(self.peer.epoch, message) {
             Ok(signed) => signed,
             Err(error) => {
-                tracing::error!(%error, peer = self.peer.node_id, "a message was dropped");
+                tracing::error!(%error, peer = self.peer.node_id, "dropping a control message");
                 return Ok(());
             }
         };
-        // On the way out nobody waits for a peer that is not there.
+        // Never blocks on an unreachable peer while closing.
         let flags = if self.closing.load(Ordering::Acquire) { zmq::DONTWAIT } else { 0 };
         match dealer.send_multipart([&signed.frame, &signed.tag], flags) {
             Ok(()) => {
-                self.postbox.counters.sent();
+                self.shared.counters.sent();
                 Ok(())
             }
             Err(zmq::Error::EAGAIN | zmq::Error::EINTR) => Ok(()),
@@ -174,15 +185,17 @@ impl PeerSender {
     }
 }
 
-/// libzmq connects to one address. A name may have several, of which some lead nowhere (IPv6 beside
-/// IPv4); a name with one costs no attempt. When none answers now, the first is kept trying.
-fn first_that_answers(addresses: &[SocketAddr]) -> SocketAddr {
-    let answers = |address: &&SocketAddr| TcpStream::connect_timeout(address, CONNECT).is_ok();
+/// Returns the first address that accepts a connection, else the first address. libzmq connects to
+/// one address only, and a name may have unusable ones (IPv6 beside IPv4). A single address is not
+/// probed.
+fn first_reachable(addresses: &[SocketAddr]) -> SocketAddr {
+    let answers =
+        |address: &&SocketAddr| TcpStream::connect_timeout(address, CONNECT_TIMEOUT).is_ok();
     let several = addresses.len() > 1;
     *several.then(|| addresses.iter().find(answers)).flatten().unwrap_or(&addresses[0])
 }
 
-/// Hears from libzmq how the connection fares.
+/// Receives libzmq's connection events.
 struct Monitor {
     events: zmq::Socket,
 }
@@ -202,8 +215,8 @@ impl Monitor {
         Ok(Self { events })
     }
 
-    /// The only event asked for is that the peer's door stayed shut.
-    fn was_turned_away(&self) -> bool {
+    /// Returns whether the peer rejected the ZAP credentials, the only monitored event.
+    fn was_rejected(&self) -> bool {
         self.events.recv_multipart(zmq::DONTWAIT).is_ok()
     }
 }
@@ -219,11 +232,11 @@ mod tests {
         control::{Body, Source},
     };
 
-    fn postbox() -> (Postbox, Receiver<(Epoch, String)>) {
+    fn shared() -> (OutboundContext, Receiver<(Epoch, String)>) {
         let keys = Keys::derive(&ClusterSecret::new("the secret of this test").unwrap());
         let (failures, failed) = bounded(4);
         let from = Source { node_id: "me".to_owned(), epoch: Epoch(1) };
-        let postbox = Postbox {
+        let shared = OutboundContext {
             context: zmq::Context::new(),
             signer: Signer::new(keys.clone(), from),
             keys,
@@ -232,7 +245,7 @@ mod tests {
             failures,
             monitors: Arc::default(),
         };
-        (postbox, failed)
+        (shared, failed)
     }
 
     fn peer(control_endpoint: &str) -> PeerAddress {
@@ -248,11 +261,11 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_nobody_empties_is_refused_at_its_bound_and_ends() {
-        let (postbox, _failed) = postbox();
+    fn full_queue_rejects_messages_and_its_thread_ends() {
+        let (shared, _failed) = shared();
         let threads = Threads::default();
-        // Nobody listens on the discard port.
-        let outbound = Outbound::start(&postbox, &peer("tcp://127.0.0.1:9"), &threads).unwrap();
+        // No process listens on the discard port.
+        let outbound = Outbound::start(&shared, &peer("tcp://127.0.0.1:9"), &threads).unwrap();
         let taken = (0..2 * QUEUE_MAX).take_while(|_| outbound.send(message()).is_ok()).count();
         assert!((QUEUE_MAX..QUEUE_MAX + 16).contains(&taken), "{taken}");
         drop(outbound);
@@ -260,10 +273,10 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_that_is_none_is_reported() {
-        let (postbox, failed) = postbox();
+    fn invalid_endpoint_is_reported() {
+        let (shared, failed) = shared();
         let threads = Threads::default();
-        let outbound = Outbound::start(&postbox, &peer("ipc://somewhere"), &threads).unwrap();
+        let outbound = Outbound::start(&shared, &peer("ipc://somewhere"), &threads).unwrap();
         let (epoch, reason) = failed.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(epoch, Epoch(2));
         assert!(reason.contains("ipc://somewhere") && reason.contains("tcp://"), "{reason}");
@@ -272,38 +285,41 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_nobody_has_is_reported() {
-        let (postbox, failed) = postbox();
+    fn unresolvable_name_is_reported() {
+        let (shared, failed) = shared();
         let threads = Threads::default();
         let nowhere = peer("tcp://nowhere.invalid:9");
-        let outbound = Outbound::start(&postbox, &nowhere, &threads).unwrap();
+        let outbound = Outbound::start(&shared, &nowhere, &threads).unwrap();
         let (epoch, reason) = failed.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(epoch, Epoch(2));
-        assert!(reason.contains("resolve: ") && reason.contains("nowhere.invalid"), "{reason}");
+        assert!(
+            reason.contains("cannot resolve") && reason.contains("nowhere.invalid"),
+            "{reason}"
+        );
         drop(outbound);
         assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
     }
 
     #[test]
-    fn of_several_addresses_the_first_that_answers_is_taken() {
+    fn first_reachable_address_is_used() {
         let listener = || TcpListener::bind("127.0.0.1:0").unwrap();
         let (open, other) = (listener(), listener());
         let [open_at, other_at] = [&open, &other].map(|it| it.local_addr().unwrap());
         let closed_at = listener().local_addr().unwrap();
-        assert_eq!(first_that_answers(&[closed_at, open_at, other_at]), open_at);
-        assert_eq!(first_that_answers(&[closed_at]), closed_at);
-        assert_eq!(first_that_answers(&[closed_at, closed_at]), closed_at);
+        assert_eq!(first_reachable(&[closed_at, open_at, other_at]), open_at);
+        assert_eq!(first_reachable(&[closed_at]), closed_at);
+        assert_eq!(first_reachable(&[closed_at, closed_at]), closed_at);
     }
 
     #[test]
-    fn ways_to_the_same_peer_may_overlap() {
-        let (postbox, failed) = postbox();
+    fn sender_threads_for_one_peer_may_overlap() {
+        let (shared, failed) = shared();
         let threads = Threads::default();
         let peer = peer("tcp://127.0.0.1:9");
-        // As when a pair is made anew while the thread of the one before still sends.
-        let ways: Vec<Outbound> =
-            (0..3).map(|_| Outbound::start(&postbox, &peer, &threads).unwrap()).collect();
-        drop(ways);
+        // Happens when a pair reconnects while its previous thread still sends.
+        let senders: Vec<Outbound> =
+            (0..3).map(|_| Outbound::start(&shared, &peer, &threads).unwrap()).collect();
+        drop(senders);
         assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
         assert_eq!(failed.try_recv().ok(), None);
     }

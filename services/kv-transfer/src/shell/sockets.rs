@@ -1,9 +1,9 @@
-//! The ZeroMQ sockets, with every bound set.
+//! The ZeroMQ sockets, with all bounds set.
 //!
-//! libzmq limits the size of a frame but not the number of frames in a message, and it takes frames
-//! from whoever greets it. So the listener lets nobody in who does not know the cluster secret:
-//! ZeroMQ's PLAIN mechanism, answered by the listener thread itself ([`ZapAuth`]). What keeps strangers
-//! from filling our memory is the door; what proves who said what are the tags inside.
+//! libzmq bounds the size of a frame but not the number of frames per message, and it accepts
+//! frames from every client. The listener therefore uses ZeroMQ's PLAIN mechanism and admits only
+//! clients that know the cluster secret ([`ZapAuth`]). PLAIN keeps strangers from filling this
+//! process's memory; the tags inside authenticate each message.
 
 use std::net::SocketAddr;
 
@@ -12,30 +12,31 @@ use crate::{
     control::{CONTROL_BYTES_MAX, Keys},
 };
 
-/// Messages that libzmq holds in either direction.
+/// Messages that libzmq queues in either direction.
 const HIGH_WATER: i32 = 1024;
-/// A connection that has not greeted by then is dropped.
+/// Time-out of the ZMTP handshake.
 const HANDSHAKE_MS: i32 = 5_000;
 const RECONNECT_MS: i32 = 50;
 const RECONNECT_MS_MAX: i32 = 2_000;
 const SEND_MS: i32 = 100;
-/// So long may the last control messages of a closed pair take to leave.
+/// Linger time for the last control messages of a closed pair.
 const LINGER_MS: i32 = 100;
 
-const DOOR: &str = "inproc://zeromq.zap.01";
+const ZAP_ENDPOINT: &str = "inproc://zeromq.zap.01";
 const USER: &str = "baton";
 
-/// What received messages consist of: the routing id that the socket adds, then the frames.
-/// Frames beyond these are dropped unread, and the message is refused.
+/// Parts that are kept of a received message: the routing id that the socket adds, then the frames.
+/// Further parts are dropped, and the message is rejected.
 const PARTS_MAX: usize = 4;
 
-/// The bound ROUTER and the endpoint it really has. It only receives.
+/// Binds the ROUTER socket, which only receives. Returns the socket and its port.
 pub fn listener(context: &zmq::Context, bind: SocketAddr) -> zmq::Result<(zmq::Socket, u16)> {
     let socket = context.socket(zmq::ROUTER)?;
     bound(&socket)?;
     socket.set_linger(0)?;
     socket.set_ipv6(bind.is_ipv6())?;
-    // Two that call themselves the same: the first stays. Our own DEALERs let libzmq number them.
+    // If two clients use one routing id, the first stays connected. Baton's DEALERs set no routing
+    // id, so libzmq assigns unique ones.
     socket.set_router_handover(false)?;
     socket.set_plain_server(true)?;
     socket.set_zap_domain("baton")?;
@@ -47,7 +48,8 @@ pub fn listener(context: &zmq::Context, bind: SocketAddr) -> zmq::Result<(zmq::S
     Ok((socket, port))
 }
 
-/// A DEALER to the listener of process `to`. It only sends, and queues for nobody who is not there.
+/// Creates a DEALER socket for the listener of process `to`. It only sends, and it queues nothing
+/// while the peer is unreachable.
 pub fn outbound(
     context: &zmq::Context,
     keys: &Keys,
@@ -74,7 +76,8 @@ fn bound(socket: &zmq::Socket) -> zmq::Result<()> {
     socket.set_handshake_ivl(HANDSHAKE_MS)
 }
 
-/// One message, without waiting: its first parts and how many it had. `None` when there is none.
+/// Receives one message without blocking. Returns its first parts and its number of parts, or
+/// `None` if no message is queued.
 pub fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, usize)>> {
     let (mut parts, mut count) = (Vec::with_capacity(PARTS_MAX), 0);
     loop {
@@ -94,7 +97,7 @@ pub fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, u
     }
 }
 
-/// Answers libzmq's question whether a connection may come in (ZAP, RFC 27).
+/// Decides which connections libzmq accepts (ZAP, RFC 27).
 pub struct ZapAuth {
     socket: zmq::Socket,
     keys: Keys,
@@ -102,11 +105,11 @@ pub struct ZapAuth {
 }
 
 impl ZapAuth {
-    /// Must be there before the listener is bound.
+    /// Binds the ZAP socket. Must precede the listener's bind.
     pub fn open(context: &zmq::Context, keys: Keys, me: Epoch) -> zmq::Result<Self> {
         let socket = context.socket(zmq::REP)?;
         socket.set_linger(0)?;
-        socket.bind(DOOR)?;
+        socket.bind(ZAP_ENDPOINT)?;
         Ok(Self { socket, keys, me })
     }
 
@@ -114,7 +117,8 @@ impl ZapAuth {
         &self.socket
     }
 
-    /// Answers one question; true when someone was let in, `None` when nobody asks.
+    /// Answers one request: `Some(true)` if the client was admitted, `None` if no request is
+    /// queued.
     pub fn answer(&self) -> zmq::Result<Option<bool>> {
         let request = match self.socket.recv_multipart(zmq::DONTWAIT) {
             Ok(request) => request,
@@ -124,10 +128,10 @@ impl ZapAuth {
         // version, request id, domain, address, routing id, mechanism, user, password
         let (id, admitted) = match request.as_slice() {
             [_, id, _, _, _, mechanism, user, password] => {
-                let known = mechanism == b"PLAIN"
+                let valid = mechanism == b"PLAIN"
                     && user == USER.as_bytes()
                     && self.keys.check_zap_password(self.me, password);
-                (id.as_slice(), known)
+                (id.as_slice(), valid)
             }
             [_, id, ..] => (id.as_slice(), false),
             _ => (&[][..], false),

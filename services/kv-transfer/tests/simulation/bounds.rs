@@ -150,7 +150,7 @@ fn one_transfer_too_many_is_refused_with_the_bound_named() {
     else {
         panic!("{:?}", world.nodes[0].events);
     };
-    assert_eq!((transfer.0, reason.as_str()), (10, "10 transfers are under way, the most"));
+    assert_eq!((transfer.0, reason.as_str()), (10, "10 transfers are in progress, the maximum"));
 }
 
 /// A peer that has greeted for a request is believed to have work for so long.

@@ -146,7 +146,7 @@ fn strangers_get_no_frame_in() {
         // Frames without end would fill the memory of whoever takes them.
         assert_eq!(dealer.send(vec![0; 1 << 19], zmq::SNDMORE), Err(zmq::Error::EAGAIN));
     }
-    refused(&node, "door");
+    refused(&node, "zap_auth");
     assert_eq!(node.transfers.metrics().control_received, 0);
 }
 
@@ -315,7 +315,7 @@ fn whoever_comes_by_a_carrier_that_was_not_offered_is_told() {
         assert_eq!(&answer[4..8], 3u32.to_le_bytes(), "it is refused");
         let reason = String::from_utf8_lossy(&answer[20..]);
         assert!(reason.contains("does not offer"), "{reason}");
-        refused(&node, "carrier_not_offered");
+        refused(&node, "transport_not_offered");
         assert_eq!(node.transfers.metrics().fallbacks.len(), 0);
     }
 }

@@ -213,7 +213,7 @@ fn another_secret_is_turned_away_at_the_door() {
     let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
     // Turned away, and not given up by a lease that ends.
     assert!(failure.to_string().contains("another cluster secret"), "{failure}");
-    assert!(prefill.transfers.metrics().control_refused["door"] > 0);
+    assert!(prefill.transfers.metrics().control_refused["zap_auth"] > 0);
     decode.assert_free();
 }
 

@@ -1,4 +1,4 @@
-//! The receiving end: one thread starts copies, another sees their ends.
+//! The receiving end: one thread starts copies, another waits for their completion.
 
 use std::{
     io::{self, ErrorKind},
@@ -15,11 +15,11 @@ use kernels::{
 
 use super::super::{
     Shared,
-    chunk_ends::{give_back, give_up, look_at},
+    chunk_ends::{give_back, report_failure, verify_and_release},
     inbound::Ended,
     inbox::Inbox,
-    message::{Look, Message, Messages},
-    stream::LOOK,
+    message::{Message, Messages, Polled},
+    stream::POLL,
 };
 use crate::{
     api::{Epoch, TransferId},
@@ -27,25 +27,25 @@ use crate::{
     transfer_kind::TransferKind,
 };
 
-/// Copies that wait for their end to be seen, beside the one that is looked at.
-const PULLS_WAITING_MAX: usize = 2;
+/// Started copies queued behind the one whose completion is polled.
+const COPIES_QUEUED_MAX: usize = 2;
 
-/// For so long an end is looked for without a pause: longer than most copies take.
+/// Busy-poll for this long: longer than most copies take.
 const SPIN: Duration = Duration::from_millis(2);
-/// The pause between looks from then on.
+/// Interval between polls after that.
 const PAUSE: Duration = Duration::from_micros(50);
-/// A copy that takes longer is spoken of: the GPU has a fault, and its blocks are not given back.
-const PULL_MAX: Duration = Duration::from_secs(10);
+/// A copy that takes longer is logged: the GPU is faulty, and the blocks stay held.
+const COPY_WARN_AFTER: Duration = Duration::from_secs(10);
 
-/// A chunk that is to be answered.
-struct Flight {
+/// A chunk to be answered.
+struct Copy {
     transfer: TransferId,
     chunk: u32,
-    /// The copy under way; `None` when nobody waits for the chunk.
+    /// The copy in copy; `None` if no receive was posted for the chunk.
     pull: Option<Box<dyn Moving<BlockWrite>>>,
 }
 
-/// Until the peer closes between two messages, or something breaks.
+/// Receives chunks until the peer closes the connection between two messages, or an error occurs.
 pub(in crate::data) fn pull_chunks(
     shared: &Shared,
     inbox: &Inbox,
@@ -53,134 +53,142 @@ pub(in crate::data) fn pull_chunks(
     connection: u64,
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
-    let mut messages = Messages::new(stream, LOOK)?;
+    let mut messages = Messages::new(stream, POLL)?;
     let closed = || inbox.is_closed();
     let (export, verify) = match messages.next_by(Instant::now() + LEASE, closed)? {
         Some(Message::Offer { export, verify }) => (export, verify || shared.verify),
-        Some(_) => return Err(invalid("it offers no memory".to_owned())),
+        Some(_) => {
+            return Err(invalid("protocol error: unexpected message; expected Offer".to_owned()));
+        }
         None => return Ok(Ended::Closed),
     };
     let imported = match &shared.memory {
         Some(memory) => memory.import(&export),
-        None => Err("there is no GPU memory here".to_owned()),
+        None => Err("this node has no GPU memory".to_owned()),
     };
     let mut memory = match imported {
         Ok(memory) => memory,
         Err(reason) => {
-            tracing::warn!(%peer, reason, "KV does not come from this peer by ipc");
+            tracing::warn!(%peer, reason, "cannot receive from this peer by ipc");
             shared.counters.fell_back(TransferKind::Ipc);
             Message::Refused { reason }.write(stream)?;
             return Ok(Ended::Refused);
         }
     };
     Message::Ready { verify: shared.verify }.write(stream)?;
-    shared.counters.takes(peer, TransferKind::Ipc);
-    let (flights, under_way) = bounded(PULLS_WAITING_MAX);
+    shared.counters.set_path(peer, TransferKind::Ipc);
+    let (started, completions) = bounded(COPIES_QUEUED_MAX);
     let mut answers = stream.try_clone()?;
     thread::scope(|scope| {
-        let landing = || {
-            let landed = land(shared, inbox, connection, &under_way, &mut answers, verify);
-            // Ends the other thread's reading. Fails only when the connection is gone already.
+        let completing = || {
+            let completed =
+                complete_all(shared, inbox, connection, &completions, &mut answers, verify);
+            // Wakes the other thread from its read. Fails only if the connection has already
+            // closed.
             let _ = answers.shutdown(Shutdown::Both);
-            landed
+            completed
         };
-        let landing = thread::Builder::new()
-            .name("kv-data-landing".to_owned())
-            .spawn_scoped(scope, landing)?;
-        let mut departed = Ok(());
+        let completing = thread::Builder::new()
+            .name("kv-data-done".to_owned())
+            .spawn_scoped(scope, completing)?;
+        let mut result = Ok(());
         loop {
-            match depart(shared, inbox, &mut *memory, &mut messages) {
-                Ok(Departed::Flight(flight)) => {
-                    if flights.send(flight).is_err() {
+            match start_copy(shared, inbox, &mut *memory, &mut messages) {
+                Ok(Started::Copy(copy)) => {
+                    if started.send(copy).is_err() {
                         break;
                     }
                 }
-                Ok(Departed::Nothing) => {}
-                Ok(Departed::End) => break,
+                Ok(Started::Nothing) => {}
+                Ok(Started::End) => break,
                 Err(error) => {
-                    departed = Err(error);
+                    result = Err(error);
                     break;
                 }
             }
         }
-        drop(flights);
-        let landed = landing.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
-        departed.and(landed)
+        drop(started);
+        let completed =
+            completing.join().unwrap_or_else(|_| Err(io::Error::other("thread panicked")));
+        result.and(completed)
     })?;
     Ok(Ended::Closed)
 }
 
-enum Departed {
-    Flight(Flight),
+enum Started {
+    Copy(Copy),
     Nothing,
     End,
 }
 
-/// Takes one message, and starts the copy that it asks for.
-fn depart(
+/// Reads one message and starts the copy that it asks for.
+fn start_copy(
     shared: &Shared,
     inbox: &Inbox,
     memory: &mut dyn PeerBlocks,
     messages: &mut Messages,
-) -> io::Result<Departed> {
-    let (transfer, chunk, from) = match messages.look()? {
-        Look::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
-        Look::Message(_) => return Err(invalid("it says what is not its turn to say".to_owned())),
-        Look::Nothing if inbox.is_closed() => return Ok(Departed::End),
-        Look::Nothing => return Ok(Departed::Nothing),
-        Look::End => return Ok(Departed::End),
+) -> io::Result<Started> {
+    let (transfer, chunk, from) = match messages.poll()? {
+        Polled::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
+        Polled::Message(_) => {
+            return Err(invalid("protocol error: unexpected message; expected Lend".to_owned()));
+        }
+        Polled::Nothing if inbox.is_closed() => return Ok(Started::End),
+        Polled::Nothing => return Ok(Started::Nothing),
+        Polled::End => return Ok(Started::End),
     };
     let Some(to) = inbox.take(transfer, chunk) else {
-        // Cancelled here while it was on its way.
+        // The transfer was cancelled here while the message was in flight.
         shared.counters.refuse("frame_not_posted");
-        return Ok(Departed::Flight(Flight { transfer, chunk, pull: None }));
+        return Ok(Started::Copy(Copy { transfer, chunk, pull: None }));
     };
     let pulled = if from.len() == to.len() {
         memory.pull(&from, to)
     } else {
-        let reason = format!("{} blocks where {} were posted", from.len(), to.len());
-        // Before they are given back.
+        let reason =
+            format!("{} blocks were lent; expected the {} that were posted", from.len(), to.len());
+        // The guards must be dropped before the chunk is reported.
         drop(to);
         Err(reason)
     };
     match pulled {
-        Ok(pull) => Ok(Departed::Flight(Flight { transfer, chunk, pull: Some(pull) })),
+        Ok(pull) => Ok(Started::Copy(Copy { transfer, chunk, pull: Some(pull) })),
         Err(reason) => {
             let reason = format!("chunk {chunk}: {reason}");
-            give_up(shared, inbox, (transfer, chunk), reason.clone());
+            report_failure(shared, inbox, (transfer, chunk), reason.clone());
             Err(invalid(reason))
         }
     }
 }
 
-/// Sees the ends of copies, in their order, and answers them; to the last, whatever breaks.
-fn land(
+/// Waits for copies in order and answers them. Continues through the last copy after an error.
+fn complete_all(
     shared: &Shared,
     inbox: &Inbox,
     connection: u64,
-    flights: &Receiver<Flight>,
+    started: &Receiver<Copy>,
     answers: &mut TcpStream,
     verify: bool,
 ) -> io::Result<()> {
     let mut outcome = Ok(());
-    for Flight { transfer, chunk, pull } in flights {
+    for Copy { transfer, chunk, pull } in started {
         let answer = match pull {
-            Some(pull) => land_one(shared, inbox, connection, transfer, chunk, pull, verify)
+            Some(pull) => complete_one(shared, inbox, connection, transfer, chunk, pull, verify)
                 .map(|()| Message::Pulled { transfer, chunk }),
             None => Ok(Message::NotPosted { transfer, chunk }),
         };
         outcome = outcome.and_then(|()| answer?.write(answers));
         if outcome.is_err() {
-            // The other thread is to hear of it now, and what is under way still lands. Fails only
-            // when the connection is gone already.
+            // Wakes the other thread at once; copies in flight still complete. Fails only if the
+            // connection has already closed.
             let _ = answers.shutdown(Shutdown::Both);
         }
     }
     outcome
 }
 
-/// Waits for the end of a copy, gives its blocks back and reports it.
-fn land_one(
+/// Waits for a copy, releases its blocks and reports it.
+fn complete_one(
     shared: &Shared,
     inbox: &Inbox,
     connection: u64,
@@ -189,35 +197,38 @@ fn land_one(
     mut pull: Box<dyn Moving<BlockWrite>>,
     verify: bool,
 ) -> io::Result<()> {
-    let landed = until_done(&mut *pull)
+    let completed = until_done(&mut *pull)
         .and_then(|()| pull.finish())
-        .and_then(|blocks| look_at(blocks, verify));
-    match landed {
-        Ok(landed) => {
-            give_back(shared, inbox, connection, (transfer, chunk), landed);
+        .and_then(|blocks| verify_and_release(blocks, verify));
+    match completed {
+        Ok(completed) => {
+            give_back(shared, inbox, connection, (transfer, chunk), completed);
             Ok(())
         }
         Err(reason) => {
             let reason = format!("chunk {chunk}: {reason}");
-            give_up(shared, inbox, (transfer, chunk), reason.clone());
+            report_failure(shared, inbox, (transfer, chunk), reason.clone());
             Err(io::Error::other(reason))
         }
     }
 }
 
-/// Looks for the end again and again: a call that waits for it is woken late.
+/// Polls for completion, because a blocking wait wakes up late.
 fn until_done(pull: &mut dyn Moving<BlockWrite>) -> Result<(), String> {
     let start = Instant::now();
-    let mut spoken = false;
+    let mut logged = false;
     while !pull.is_done()? {
         let waited = start.elapsed();
         if waited < SPIN {
             thread::yield_now();
             continue;
         }
-        if waited > PULL_MAX && !spoken {
-            tracing::error!(seconds = PULL_MAX.as_secs(), "a copy between GPUs does not end");
-            spoken = true;
+        if waited > COPY_WARN_AFTER && !logged {
+            tracing::error!(
+                seconds = COPY_WARN_AFTER.as_secs(),
+                "a copy between GPUs does not finish"
+            );
+            logged = true;
         }
         thread::sleep(PAUSE);
     }

@@ -1,4 +1,4 @@
-//! The sending end: lends blocks, and takes them back when the receiver has answered.
+//! The sending end: lends blocks and releases them when the receiver has answered.
 
 use std::{
     io::{self, ErrorKind},
@@ -10,20 +10,20 @@ use std::{
 use super::super::{
     Shared,
     chunk_ends::{lend, not_posted},
-    message::{Look, Message, Messages},
+    message::{Message, Messages, Polled},
     outbound::Ended,
     outbox::{GivenBack, Outbox},
-    stream::LOOK,
+    stream::POLL,
 };
 use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
 
-/// Chunks lent and not answered: the receiver copies a few and has the next at hand.
+/// Unanswered chunks: the receiver copies a few and has the next ones queued.
 const LENT_MAX: usize = 4;
 
-/// How long the receiver may take to map the memory.
-const MAPPING_MAX: Duration = Duration::from_secs(10);
+/// Time-out for the receiver to map the memory.
+const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Until the outbox is closed or the connection ends.
+/// Sends chunks until the outbox is closed or the connection ends.
 pub(in crate::data) fn lend_chunks(
     shared: &Shared,
     outbox: &Outbox,
@@ -31,17 +31,17 @@ pub(in crate::data) fn lend_chunks(
     export: Vec<u8>,
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
-    let mut answers = Messages::new(&stream, LOOK)?;
+    let mut answers = Messages::new(&stream, POLL)?;
     Message::Offer { export, verify: shared.verify }.write(&mut stream)?;
-    let deadline = Instant::now() + MAPPING_MAX;
+    let deadline = Instant::now() + MAP_TIMEOUT;
     let verify = match answers.next_by(deadline, || outbox.is_closed())? {
         Some(Message::Ready { verify }) => verify || shared.verify,
         Some(Message::Refused { reason }) => return Ok(Ended::Refused { reason }),
-        Some(other) => return Err(out_of_turn(&other)),
+        Some(other) => return Err(unexpected(&other)),
         None if outbox.is_closed() => return Ok(Ended::Closed),
         None => return Err(ErrorKind::UnexpectedEof.into()),
     };
-    shared.counters.takes(peer, TransferKind::Ipc);
+    shared.counters.set_path(peer, TransferKind::Ipc);
     thread::scope(|scope| {
         thread::Builder::new().name("kv-data-answers".to_owned()).spawn_scoped(scope, || {
             if let Err(reason) = take_answers(shared, outbox, answers) {
@@ -49,18 +49,18 @@ pub(in crate::data) fn lend_chunks(
             }
         })?;
         let lent = lend(outbox, &mut stream, LENT_MAX, verify);
-        // Ends the other thread. Fails only when the connection is gone already.
+        // Stops the other thread. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         lent
     })?;
     Ok(Ended::Closed)
 }
 
-/// Until the outbox is closed; the error is for people.
+/// Handles answers until the outbox is closed. Returns the reason on failure.
 fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Result<(), String> {
     loop {
-        match answers.look().map_err(|error| error.to_string())? {
-            Look::Message(Message::Pulled { transfer, chunk }) => {
+        match answers.poll().map_err(|error| error.to_string())? {
+            Polled::Message(Message::Pulled { transfer, chunk }) => {
                 match outbox.answered(transfer, chunk)? {
                     GivenBack::Wanted { integrity, bytes } => {
                         shared.counters.sent(bytes);
@@ -70,25 +70,25 @@ fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Resu
                     GivenBack::Cancelled | GivenBack::Unknown => {}
                 }
             }
-            Look::Message(Message::NotPosted { transfer, chunk }) => {
+            Polled::Message(Message::NotPosted { transfer, chunk }) => {
                 not_posted(shared, outbox, transfer, chunk)?;
             }
-            Look::Message(other) => return Err(out_of_turn(&other).to_string()),
-            Look::End => return Err("the peer closed it".to_owned()),
-            Look::Nothing if outbox.is_closed() => return Ok(()),
-            Look::Nothing => {
+            Polled::Message(other) => return Err(unexpected(&other).to_string()),
+            Polled::End => return Err("the peer closed the connection".to_owned()),
+            Polled::Nothing if outbox.is_closed() => return Ok(()),
+            Polled::Nothing => {
                 if outbox.oldest().is_some_and(|since| since.elapsed() >= LEASE) {
-                    return Err(format!("no answer to a chunk for {} s", LEASE.as_secs()));
+                    return Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()));
                 }
             }
         }
     }
 }
 
-fn out_of_turn(message: &Message) -> io::Error {
+fn unexpected(message: &Message) -> io::Error {
     let reason = match message {
-        Message::Refused { reason } => format!("the peer refuses: {reason}"),
-        _ => "the peer says what is not its turn to say".to_owned(),
+        Message::Refused { reason } => format!("rejected by the peer: {reason}"),
+        _ => "protocol error: unexpected message; expected an answer to Lend".to_owned(),
     };
     io::Error::new(ErrorKind::InvalidData, reason)
 }

@@ -1,4 +1,4 @@
-//! The receiving end: one thread makes ready for chunks, another sees their ends.
+//! The receiving end: one thread launches receives, another waits for their completion.
 
 use std::{
     io::{self, ErrorKind},
@@ -20,13 +20,13 @@ use kernels::{
 use super::{
     super::{
         Shared,
-        chunk_ends::{give_back, give_up, look_at},
+        chunk_ends::{give_back, report_failure, verify_and_release},
         inbound::Ended,
         inbox::Inbox,
-        message::{Look, Message, Messages},
-        stream::LOOK,
+        message::{Message, Messages, Polled},
+        stream::POLL,
     },
-    GLANCE, JOINING_MAX, UNDER_WAY_MAX, until_done,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, until_done,
 };
 use crate::{
     api::{Epoch, TransferId},
@@ -35,14 +35,14 @@ use crate::{
     transfer_kind::TransferKind,
 };
 
-/// A chunk whose half of the operation is in the stream.
-struct Awaited {
+/// A chunk whose receive is launched.
+struct Launched {
     transfer: TransferId,
     chunk: u32,
     moving: Box<dyn Moving<BlockWrite>>,
 }
 
-/// Until the peer closes between two messages, or something breaks.
+/// Receives chunks until the peer closes the connection between two messages, or an error occurs.
 pub(in crate::data) fn receive_chunks(
     shared: &Shared,
     inbox: &Inbox,
@@ -50,22 +50,24 @@ pub(in crate::data) fn receive_chunks(
     connection: u64,
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
-    let mut messages = Messages::new(stream, LOOK)?;
+    let mut messages = Messages::new(stream, POLL)?;
     let closed = || inbox.is_closed();
     let (invitation, verify) = match messages.next_by(Instant::now() + LEASE, closed)? {
         Some(Message::Offer { export, verify }) => (export, verify || shared.verify),
-        Some(_) => return Err(invalid("it does not invite".to_owned())),
+        Some(_) => {
+            return Err(invalid("protocol error: unexpected message; expected Offer".to_owned()));
+        }
         None => return Ok(Ended::Closed),
     };
     let joined = match shared.channels.as_deref() {
-        None => Err("there is no GPU memory here".to_owned()),
+        None => Err("this node has no GPU memory".to_owned()),
         Some(channels) => match channels.accept(&invitation, shared.nccl_max_ctas) {
             Ok(answer) => {
-                // It joins while we do.
+                // The sender joins at the same time as this node.
                 Message::Accepted { answer: answer.clone() }.write(stream)?;
-                messages.set_look(GLANCE)?;
-                let given_up = || !inbox.is_current(connection) || messages.is_disturbed();
-                let deadline = Instant::now() + JOINING_MAX;
+                messages.set_poll_timeout(JOIN_POLL)?;
+                let given_up = || !inbox.is_current(connection) || messages.has_input_or_closed();
+                let deadline = Instant::now() + JOIN_TIMEOUT;
                 let patience = Patience { deadline, given_up: &given_up };
                 let told = (&invitation[..], &answer[..]);
                 channels.join(told, End::Receiver, patience)
@@ -75,116 +77,125 @@ pub(in crate::data) fn receive_chunks(
     };
     let channel = match joined {
         Ok(channel) => channel,
-        // Given up here: that says nothing of the transport.
+        // This node closed the connection, so the transport is not at fault.
         Err(_) if !inbox.is_current(connection) => return Ok(Ended::Closed),
         Err(reason) => {
-            return match messages.look()? {
-                Look::Nothing => {
+            return match messages.poll()? {
+                Polled::Nothing => {
                     refused(shared, peer, &reason);
                     Message::Refused { reason }.write(stream)?;
                     Ok(Ended::Refused)
                 }
-                // It comes again by another transport.
-                Look::Message(Message::Refused { reason }) => {
+                // The sender reconnects with another transport.
+                Polled::Message(Message::Refused { reason }) => {
                     refused(shared, peer, &reason);
                     Ok(Ended::Refused)
                 }
-                Look::Message(_) => Err(invalid("it says what is not its turn to say".to_owned())),
-                // It has died, or wants nothing any more.
-                Look::End => Ok(Ended::Closed),
+                Polled::Message(_) => Err(invalid("protocol error: unexpected message".to_owned())),
+                // The sender has died or no longer needs the connection.
+                Polled::End => Ok(Ended::Closed),
             };
         }
     };
-    messages.set_look(LOOK)?;
+    messages.set_poll_timeout(POLL)?;
     Message::Ready { verify: shared.verify }.write(stream)?;
-    shared.counters.takes(peer, TransferKind::Nccl);
-    // Beside the one whose end is looked for, and the one that is made ready before it waits for room.
-    let (awaited, under_way) = bounded(UNDER_WAY_MAX - 2);
+    shared.counters.set_path(peer, TransferKind::Nccl);
+    // Two more chunks are in flight besides the queue: the one whose completion is polled, and the
+    // one that waits for room.
+    let (launched, in_flight) = bounded(IN_FLIGHT_MAX - 2);
     let (ended, other_end) = (AtomicBool::new(false), stream.try_clone()?);
     thread::scope(|scope| {
-        let landing = || {
-            let landed =
-                land(shared, inbox, connection, &channel, &under_way, &other_end, &ended, verify);
-            // Ends the other thread's reading. Fails only when the connection is gone already.
+        let completing = || {
+            let completed = complete_all(
+                shared, inbox, connection, &channel, &in_flight, &other_end, &ended, verify,
+            );
+            // Wakes the other thread from its read. Fails only if the connection has already
+            // closed.
             let _ = other_end.shutdown(Shutdown::Both);
-            landed
+            completed
         };
-        let landing = thread::Builder::new()
-            .name("kv-data-landing".to_owned())
-            .spawn_scoped(scope, landing)?;
-        let mut prepared = Ok(Ended::Closed);
+        let completing = thread::Builder::new()
+            .name("kv-data-done".to_owned())
+            .spawn_scoped(scope, completing)?;
+        let mut result = Ok(Ended::Closed);
         loop {
-            match prepare(shared, inbox, &*channel, &mut messages, stream) {
-                Ok(Prepared::Awaited(chunk)) => {
-                    if awaited.send(chunk).is_err() {
+            match launch_receive(shared, inbox, &*channel, &mut messages, stream) {
+                Ok(Step::Launched(chunk)) => {
+                    if launched.send(chunk).is_err() {
                         break;
                     }
                 }
-                Ok(Prepared::Nothing) => {}
-                Ok(Prepared::End) => break,
-                Ok(Prepared::Refused { reason }) => {
+                Ok(Step::Nothing) => {}
+                Ok(Step::End) => break,
+                Ok(Step::Refused { reason }) => {
                     refused(shared, peer, &reason);
-                    prepared = Ok(Ended::Refused);
+                    result = Ok(Ended::Refused);
                     break;
                 }
                 Err(error) => {
-                    prepared = Err(error);
+                    result = Err(error);
                     break;
                 }
             }
         }
-        // Nobody sends any more: what is under way waits in vain.
+        // The sender sends nothing more, so receives in flight cannot complete.
         ended.store(true, Ordering::Release);
-        drop(awaited);
-        let landed = landing.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
-        landed.and(prepared)
+        drop(launched);
+        let completed =
+            completing.join().unwrap_or_else(|_| Err(io::Error::other("thread panicked")));
+        completed.and(result)
     })
 }
 
-/// The transport does not work with this peer.
+/// Records that NCCL does not work with this peer.
 fn refused(shared: &Shared, peer: Epoch, reason: &str) {
-    tracing::warn!(%peer, reason, "KV does not come from this peer by nccl");
+    tracing::warn!(%peer, reason, "cannot receive from this peer by nccl");
     shared.counters.fell_back(TransferKind::Nccl);
 }
 
-enum Prepared {
-    Awaited(Awaited),
+enum Step {
+    Launched(Launched),
     Nothing,
     End,
-    /// The other end did not join, and comes again by another transport.
+    /// The sender did not join and reconnects with another transport.
     Refused {
         reason: String,
     },
 }
 
-/// Takes one message, says that the sender may go, and puts the receive that it is about into the stream.
+/// Reads one message, tells the sender to go, and launches the receive.
 ///
-/// In this order: an abort of another channel waits for the whole GPU, and who calls the driver then waits for
-/// the abort. A receive in the stream whose sender has not been told would keep all of them for ever.
-fn prepare(
+/// The order matters. Aborting another communicator waits for the whole GPU, and every CUDA driver
+/// call then waits for that abort. A receive launched before its sender was told would block all of
+/// them for ever.
+fn launch_receive(
     shared: &Shared,
     inbox: &Inbox,
     channel: &dyn PeerChannel,
     messages: &mut Messages,
     stream: &mut TcpStream,
-) -> io::Result<Prepared> {
-    let (transfer, chunk, from) = match messages.look()? {
-        Look::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
-        Look::Message(Message::Refused { reason }) => return Ok(Prepared::Refused { reason }),
-        Look::Message(_) => return Err(invalid("it says what is not its turn to say".to_owned())),
-        Look::Nothing if inbox.is_closed() => return Ok(Prepared::End),
-        Look::Nothing => return Ok(Prepared::Nothing),
-        Look::End => return Ok(Prepared::End),
+) -> io::Result<Step> {
+    let (transfer, chunk, from) = match messages.poll()? {
+        Polled::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
+        Polled::Message(Message::Refused { reason }) => return Ok(Step::Refused { reason }),
+        Polled::Message(_) => return Err(invalid("protocol error: unexpected message".to_owned())),
+        Polled::Nothing if inbox.is_closed() => return Ok(Step::End),
+        Polled::Nothing => return Ok(Step::Nothing),
+        Polled::End => return Ok(Step::End),
     };
     let Some(to) = inbox.take(transfer, chunk) else {
-        // Cancelled here while it was on its way.
+        // The transfer was cancelled here while the message was in flight.
         shared.counters.refuse("frame_not_posted");
         Message::NotPosted { transfer, chunk }.write(stream)?;
-        return Ok(Prepared::Nothing);
+        return Ok(Step::Nothing);
     };
     if from.len() != to.len() {
-        let reason = format!("chunk {chunk}: {} blocks where {} were posted", from.len(), to.len());
-        // Before they are given back.
+        let reason = format!(
+            "chunk {chunk}: {} blocks were announced; expected the {} that were posted",
+            from.len(),
+            to.len()
+        );
+        // The guards must be dropped before the chunk is reported.
         drop(to);
         fail(shared, inbox, channel, (transfer, chunk), reason.clone());
         return Err(invalid(reason));
@@ -197,9 +208,9 @@ fn prepare(
         return Err(error);
     }
     match channel.receive(&runs, to) {
-        Ok(moving) => Ok(Prepared::Awaited(Awaited { transfer, chunk, moving })),
+        Ok(moving) => Ok(Step::Launched(Launched { transfer, chunk, moving })),
         Err(reason) => {
-            // The sender, which goes, is ended by the end of the connection.
+            // Closing the connection ends the sender's half.
             let reason = format!("chunk {chunk}: {reason}");
             fail(shared, inbox, channel, (transfer, chunk), reason.clone());
             Err(invalid(reason))
@@ -207,51 +218,51 @@ fn prepare(
     }
 }
 
-/// Sees the ends of operations, in their order; to the last, whatever breaks.
-#[allow(clippy::too_many_arguments)] // It is the body of a thread.
-fn land(
+/// Waits for receives in order and reports them. Continues through the last receive after an error.
+#[allow(clippy::too_many_arguments)] // Body of a thread.
+fn complete_all(
     shared: &Shared,
     inbox: &Inbox,
     connection: u64,
     channel: &Arc<dyn PeerChannel>,
-    under_way: &Receiver<Awaited>,
+    in_flight: &Receiver<Launched>,
     other_end: &TcpStream,
     ended: &AtomicBool,
     verify: bool,
 ) -> io::Result<()> {
     let mut outcome = Ok(());
-    for Awaited { transfer, chunk, mut moving } in under_way {
-        let in_vain = |waited| {
+    for Launched { transfer, chunk, mut moving } in in_flight {
+        let hopeless = |waited| {
             if inbox.is_closed() || ended.load(Ordering::Acquire) {
-                Some("the data connection has ended".to_owned())
+                Some("the data connection has closed".to_owned())
             } else if waited >= LEASE {
-                Some(format!("nothing came for {} s", LEASE.as_secs()))
+                Some(format!("received nothing for {} s", LEASE.as_secs()))
             } else {
                 None
             }
         };
-        let landed = until_done(&mut *moving, in_vain).and_then(|()| moving.finish());
-        let landed = landed.and_then(|blocks| look_at(blocks, verify));
-        match landed {
-            Ok(landed) => give_back(shared, inbox, connection, (transfer, chunk), landed),
+        let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
+        let completed = completed.and_then(|blocks| verify_and_release(blocks, verify));
+        match completed {
+            Ok(completed) => give_back(shared, inbox, connection, (transfer, chunk), completed),
             Err(reason) => {
                 let reason = format!("chunk {chunk}: {reason}");
                 fail(shared, inbox, &**channel, (transfer, chunk), reason.clone());
                 outcome = outcome.and(Err(io::Error::other(reason)));
-                // The other thread's reading ends, and with it the connection.
+                // Ends the other thread's read, and with it the connection.
                 ended.store(true, Ordering::Release);
             }
         }
         if outcome.is_err() {
-            // The other thread is to hear of it now. Fails only when the connection is gone already.
+            // Wakes the other thread at once. Fails only if the connection has already closed.
             let _ = other_end.shutdown(Shutdown::Both);
         }
     }
     outcome
 }
 
-/// Ends the channel, and with it what is in its stream: nothing writes the blocks any more, which are
-/// given back. Where it does not end they are not, and nobody is told that they were.
+/// Aborts the communicator and with it the receives in its stream, then releases the chunk's
+/// blocks. If the abort does not return, the blocks stay held and the chunk is reported as failed.
 fn fail(
     shared: &Shared,
     inbox: &Inbox,
@@ -260,11 +271,14 @@ fn fail(
     reason: String,
 ) {
     if let Err(stuck) = channel.abort() {
-        tracing::error!(stuck, "a channel between GPUs does not end");
+        tracing::error!(
+            stuck,
+            "cannot abort the NCCL communicator: the blocks in flight stay held"
+        );
         let reason = format!("{reason}; {stuck}");
         return shared.report(DataEvent::Failed { transfer, reason });
     }
-    give_up(shared, inbox, (transfer, chunk), reason);
+    report_failure(shared, inbox, (transfer, chunk), reason);
 }
 
 fn invalid(reason: String) -> io::Error {

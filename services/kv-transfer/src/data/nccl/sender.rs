@@ -1,4 +1,4 @@
-//! The sending end: says what it has, and sends when the receiver is ready for it.
+//! The sending end: announces chunks and sends those that the receiver is ready for.
 
 use std::{
     io::{self, ErrorKind},
@@ -18,12 +18,12 @@ use super::{
     super::{
         Shared,
         chunk_ends::{lend, not_posted},
-        message::{Look, Message, Messages},
+        message::{Message, Messages, Polled},
         outbound::Ended,
         outbox::{GivenBack, Outbox},
-        stream::LOOK,
+        stream::POLL,
     },
-    GLANCE, JOINING_MAX, UNDER_WAY_MAX, until_done,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, until_done,
 };
 use crate::{
     api::{Epoch, TransferId},
@@ -32,7 +32,7 @@ use crate::{
     transfer_kind::TransferKind,
 };
 
-/// Until the outbox is closed or the connection ends.
+/// Sends chunks until the outbox is closed or the connection ends.
 pub(in crate::data) fn send_chunks(
     shared: &Shared,
     outbox: &Outbox,
@@ -41,78 +41,79 @@ pub(in crate::data) fn send_chunks(
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
     let Some(channels) = shared.channels.as_deref() else {
-        return Ok(Ended::Refused { reason: "there is no GPU memory here".to_owned() });
+        return Ok(Ended::Refused { reason: "this node has no GPU memory".to_owned() });
     };
-    let mut answers = Messages::new(&stream, LOOK)?;
+    let mut answers = Messages::new(&stream, POLL)?;
     let offer = Message::Offer { export: invitation.clone(), verify: shared.verify };
     offer.write(&mut stream)?;
-    let deadline = Instant::now() + JOINING_MAX;
+    let deadline = Instant::now() + JOIN_TIMEOUT;
     let accepted = match answer(&mut answers, outbox, deadline)? {
         Ok(Message::Accepted { answer }) => answer,
-        Ok(_) => return Err(out_of_turn()),
+        Ok(_) => return Err(unexpected()),
         Err(ended) => return Ok(ended),
     };
-    answers.set_look(GLANCE)?;
-    let given_up = || outbox.is_closed() || answers.is_turned_down();
+    answers.set_poll_timeout(JOIN_POLL)?;
+    let given_up = || outbox.is_closed() || answers.is_rejected_or_closed();
     let patience = Patience { deadline, given_up: &given_up };
     let told = (&invitation[..], &accepted[..]);
     let joined = channels.join(told, End::Sender, patience);
-    answers.set_look(LOOK)?;
+    answers.set_poll_timeout(POLL)?;
     let channel = match joined {
         Ok(channel) => channel,
         Err(reason) => {
-            // The receiver's reason, where that was it; or it has left, which says nothing of the transport.
+            // If the receiver gave a reason, that reason counts. If it closed the connection, the
+            // transport is not at fault.
             match answer(&mut answers, outbox, Instant::now()) {
                 Ok(Err(ended)) => return Ok(ended),
                 Ok(Ok(_)) => {}
                 Err(error) if error.kind() == ErrorKind::TimedOut => {}
                 Err(error) => return Err(error),
             }
-            take_leave(&mut stream, &mut answers, &reason);
+            send_refused(&mut stream, &mut answers, &reason);
             return Ok(Ended::Refused { reason });
         }
     };
     let verify = match answer(&mut answers, outbox, deadline)? {
         Ok(Message::Ready { verify }) => verify || shared.verify,
-        Ok(_) => return Err(out_of_turn()),
+        Ok(_) => return Err(unexpected()),
         Err(ended) => return Ok(ended),
     };
-    shared.counters.takes(peer, TransferKind::Nccl);
-    let (departed, under_way) = bounded(UNDER_WAY_MAX);
-    let said = thread::scope(|scope| {
+    shared.counters.set_path(peer, TransferKind::Nccl);
+    let (launched, in_flight) = bounded(IN_FLIGHT_MAX);
+    let result = thread::scope(|scope| {
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
         named("kv-data-answers").spawn_scoped(scope, || {
-            if let Err(reason) = take_answers(outbox, shared, answers, &*channel, departed) {
+            if let Err(reason) = take_answers(outbox, shared, answers, &*channel, launched) {
                 outbox.break_off(reason);
             }
         })?;
-        let landing = named("kv-data-landing").spawn_scoped(scope, || {
-            if let Err(reason) = land(shared, outbox, &channel, &under_way) {
+        let completing = named("kv-data-done").spawn_scoped(scope, || {
+            if let Err(reason) = complete_all(shared, outbox, &channel, &in_flight) {
                 outbox.break_off(reason);
             }
         });
-        let said = landing.and_then(|_| lend(outbox, &mut stream, UNDER_WAY_MAX, verify));
-        // Ends the other threads. Fails only when the connection is gone already.
+        let result = completing.and_then(|_| lend(outbox, &mut stream, IN_FLIGHT_MAX, verify));
+        // Stops the other threads. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
-        said
+        result
     });
-    // Nothing is under way any more, or there is an abort that does not come back.
+    // No chunk is in flight here unless an abort does not return.
     if let Err(stuck) = channel.abort() {
-        tracing::error!(%peer, stuck, "a channel between GPUs does not end");
-        outbox.keep_what_goes();
+        tracing::error!(%peer, stuck, "cannot abort the NCCL communicator: the blocks in flight stay held");
+        outbox.keep_stuck_chunks();
     }
-    said?;
+    result?;
     Ok(Ended::Closed)
 }
 
-/// Tells the receiver that we come again by another transport, so that it does not take us for dead. What it
-/// has said meanwhile is read, for else the end of the connection would overtake this. In vain only where it
-/// has gone itself.
-fn take_leave(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
+/// Tells the receiver that this node reconnects with another transport, so that the receiver does
+/// not treat it as dead. Drains the receiver's messages first: closing a socket with unread data
+/// would discard the message.
+fn send_refused(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
     let deadline = Instant::now() + LEASE;
     let told = Message::Refused { reason: reason.to_owned() }.write(stream);
     if told.and_then(|()| stream.shutdown(Shutdown::Write)).is_ok() {
-        while let Ok(Look::Message(_) | Look::Nothing) = answers.look() {
+        while let Ok(Polled::Message(_) | Polled::Nothing) = answers.poll() {
             if Instant::now() >= deadline {
                 break;
             }
@@ -120,7 +121,8 @@ fn take_leave(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
     }
 }
 
-/// What the receiver answers to the invitation, or when it has joined, or that this is the end.
+/// Waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the outbox is
+/// closed.
 fn answer(
     answers: &mut Messages,
     outbox: &Outbox,
@@ -134,67 +136,67 @@ fn answer(
     }
 }
 
-/// A chunk whose half of the operation is in the stream.
-struct Departed {
+/// A chunk whose send is launched.
+struct Launched {
     transfer: TransferId,
     chunk: u32,
     moving: Box<dyn Moving<BlockRead>>,
 }
 
-/// Sends what the receiver is ready for, until the outbox is closed; the error is for people.
+/// Sends chunks on `Go` until the outbox is closed. Returns the reason on failure.
 fn take_answers(
     outbox: &Outbox,
     shared: &Shared,
     mut answers: Messages,
     channel: &dyn PeerChannel,
-    departed: Sender<Departed>,
+    launched: Sender<Launched>,
 ) -> Result<(), String> {
     loop {
-        match answers.look().map_err(|error| error.to_string())? {
-            Look::Message(Message::Go { transfer, chunk, runs }) => {
+        match answers.poll().map_err(|error| error.to_string())? {
+            Polled::Message(Message::Go { transfer, chunk, runs }) => {
                 let blocks = outbox.take_lent(transfer, chunk).ok_or_else(|| {
-                    format!("it is ready for chunk {chunk}, which is not its turn")
+                    format!("protocol error: Go for chunk {chunk}, which was not announced")
                 })?;
                 let moving = channel.send(&runs, blocks)?;
-                if departed.send(Departed { transfer, chunk, moving }).is_err() {
+                if launched.send(Launched { transfer, chunk, moving }).is_err() {
                     return Ok(());
                 }
             }
-            Look::Message(Message::NotPosted { transfer, chunk }) => {
+            Polled::Message(Message::NotPosted { transfer, chunk }) => {
                 not_posted(shared, outbox, transfer, chunk)?;
             }
-            Look::Message(_) => return Err(out_of_turn().to_string()),
-            Look::End => return Err("the peer closed it".to_owned()),
-            Look::Nothing if outbox.is_closed() => return Ok(()),
-            Look::Nothing => {
+            Polled::Message(_) => return Err(unexpected().to_string()),
+            Polled::End => return Err("the peer closed the connection".to_owned()),
+            Polled::Nothing if outbox.is_closed() => return Ok(()),
+            Polled::Nothing => {
                 if outbox.oldest().is_some_and(|since| since.elapsed() >= LEASE) {
-                    return Err(format!("no answer to a chunk for {} s", LEASE.as_secs()));
+                    return Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()));
                 }
             }
         }
     }
 }
 
-/// Sees the ends of operations, in their order; to the last, whatever breaks.
-fn land(
+/// Waits for sends in order and reports them. Continues through the last send after an error.
+fn complete_all(
     shared: &Shared,
     outbox: &Outbox,
     channel: &Arc<dyn PeerChannel>,
-    under_way: &Receiver<Departed>,
+    in_flight: &Receiver<Launched>,
 ) -> Result<(), String> {
     let mut outcome = Ok(());
-    for Departed { transfer, chunk, mut moving } in under_way {
-        let in_vain = |waited| {
+    for Launched { transfer, chunk, mut moving } in in_flight {
+        let hopeless = |waited| {
             if outbox.is_over() {
-                Some("the data connection has ended".to_owned())
+                Some("the data connection has closed".to_owned())
             } else if waited >= LEASE {
-                Some(format!("chunk {chunk} was not taken for {} s", LEASE.as_secs()))
+                Some(format!("the receiver did not take chunk {chunk} for {} s", LEASE.as_secs()))
             } else {
                 None
             }
         };
-        let landed = until_done(&mut *moving, in_vain).and_then(|()| moving.finish());
-        match landed.map(drop) {
+        let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
+        match completed.map(drop) {
             Ok(()) => match outbox.give_back(transfer, chunk) {
                 GivenBack::Wanted { integrity, bytes } => {
                     shared.counters.sent(bytes);
@@ -204,9 +206,12 @@ fn land(
                 GivenBack::Cancelled | GivenBack::Unknown => {}
             },
             Err(reason) => {
-                // What was in the stream has been ended with the channel, by whoever dropped it.
+                // Aborting the communicator has ended the kernels in the stream.
                 if let Err(stuck) = channel.abort() {
-                    tracing::error!(stuck, "a channel between GPUs does not end");
+                    tracing::error!(
+                        stuck,
+                        "cannot abort the NCCL communicator: the blocks in flight stay held"
+                    );
                 }
                 outbox.break_off(reason.clone());
                 outcome = outcome.and(Err(reason));
@@ -216,6 +221,6 @@ fn land(
     outcome
 }
 
-fn out_of_turn() -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, "the peer says what is not its turn to say")
+fn unexpected() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "protocol error: unexpected message")
 }

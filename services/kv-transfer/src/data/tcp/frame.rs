@@ -1,15 +1,15 @@
-//! The frames of a data connection: a header, then one chunk's blocks in order, nothing between.
+//! The frames of a `tcp` data connection: a header, then one chunk's blocks in order without gaps.
 //!
 //! | bytes | field |
 //! | --- | --- |
 //! | 0..4 | `BKV1` |
 //! | 4..8 | chunk, little-endian |
-//! | 8..24 | transfer id, most significant byte first |
+//! | 8..24 | transfer id, big-endian |
 //! | 24..32 | bytes that follow the header, little-endian |
 //! | 32..40 | xxh3-64 of bytes 0..32, little-endian |
 //!
-//! The header's own check finds a stream that has lost its place. The payload's xxh3 is not here:
-//! it is known only when the payload has passed, so it travels in `DONE`.
+//! The header's checksum detects a stream that is out of sync. The payload's xxh3 is known only
+//! after the payload was sent, so `DONE` carries it.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -38,7 +38,7 @@ impl Header {
         bytes
     }
 
-    /// `None` when this is no header.
+    /// Returns `None` for an invalid header.
     pub fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let check = u64::from_le_bytes(bytes[32..40].try_into().ok()?);
         if bytes[0..4] != MAGIC || xxh3_64(&bytes[..CHECKED_BYTES]) != check {
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_comes_out_as_it_went_in_and_no_changed_bit_passes() {
+    fn header_round_trips_and_any_flipped_bit_is_rejected() {
         let header =
             Header { transfer: TransferId(7 << 100), chunk: 3, payload_bytes: u64::MAX - 1 };
         let bytes = header.to_bytes();

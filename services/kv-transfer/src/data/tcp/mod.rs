@@ -1,9 +1,8 @@
-//! KV through a socket: from the arena's blocks into the arena's blocks, for hosts without a GPU and
-//! for pairs on different hosts.
+//! KV over a socket, copied directly between the arenas' blocks. Used by hosts without a GPU and by
+//! pairs on different hosts.
 //!
-//! A sequence of frames ([`frame`]). Either end has one thread that moves bytes: `writer` straight
-//! from borrowed blocks, `reader` straight into the posted ones. Each chunk's xxh3 travels in the
-//! signed `DONE`.
+//! The stream is a sequence of frames ([`frame`]). Each end has one thread that moves bytes:
+//! `writer` from borrowed blocks, `reader` into posted blocks. Each chunk's xxh3 is part of `DONE`.
 
 pub mod frame;
 mod reader;
@@ -20,11 +19,11 @@ pub(in crate::data) use reader::read_frames;
 
 use super::{Shared, outbox::Outbox, stream::is_pause};
 
-/// How long the watcher sits in one read.
+/// Time-out of one read of the watcher.
 const WATCH: Duration = Duration::from_secs(1);
 
-/// Until the outbox is closed or the connection ends. A receiver says nothing here, so a read that
-/// returns is the first sign that it has died: one thread only waits for that.
+/// Sends chunks until the outbox is closed or the connection ends. The receiver sends nothing on
+/// this connection, so a separate thread waits in a read to detect its death.
 pub(in crate::data) fn send_chunks(
     shared: &Shared,
     outbox: &Outbox,
@@ -36,7 +35,7 @@ pub(in crate::data) fn send_chunks(
             .name("kv-data-watch".to_owned())
             .spawn_scoped(scope, || watch(outbox, watched))?;
         let written = writer::write_frames(shared, outbox, &mut stream);
-        // Ends the watcher. Fails only when the connection is gone already.
+        // Stops the watcher. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         written
     })
@@ -45,8 +44,10 @@ pub(in crate::data) fn send_chunks(
 fn watch(outbox: &Outbox, mut stream: TcpStream) {
     let reason = loop {
         match stream.set_read_timeout(Some(WATCH)).and_then(|()| stream.read(&mut [0; 1])) {
-            Ok(0) => break "the peer closed it".to_owned(),
-            Ok(_) => break "the peer spoke where it has nothing to say".to_owned(),
+            Ok(0) => break "the peer closed the connection".to_owned(),
+            Ok(_) => {
+                break "protocol error: the peer sent data on a send-only connection".to_owned();
+            }
             Err(error) if is_pause(&error) => {}
             Err(error) => break error.to_string(),
         }

@@ -13,23 +13,23 @@ use super::{
     super::{
         Shared,
         inbox::{GivenBack, Inbox},
-        stream::{LOOK, is_pause, read_exact_by},
+        stream::{POLL, is_pause, read_exact_by},
     },
     frame::{HEADER_BYTES, Header},
 };
 use crate::{config::LEASE, protocol::DataEvent};
 
-/// Largest frame that is read past when nobody waits for it; a larger one ends the connection.
+/// Largest unwanted frame that is skipped; a larger one closes the connection.
 const DRAIN_BYTES_MAX: u64 = 256 << 20;
 
-/// What is read and hashed in one go.
+/// Bytes read and hashed at a time.
 const PIECE_BYTES: usize = 256 << 10;
 const PIECE_SLICES: usize = 16;
 
-/// How long an idle connection sits in one read.
-const IDLE_LOOK: Duration = Duration::from_secs(1);
+/// Time-out of one read on an idle connection.
+const IDLE_POLL: Duration = Duration::from_secs(1);
 
-/// Until the peer closes between two frames, or something breaks.
+/// Receives frames until the peer closes the connection between two frames, or an error occurs.
 pub(in crate::data) fn read_frames(
     shared: &Shared,
     inbox: &Inbox,
@@ -37,17 +37,20 @@ pub(in crate::data) fn read_frames(
 ) -> io::Result<()> {
     while let Some(header) = read_header(inbox, stream)? {
         let Some(blocks) = inbox.take(header.transfer, header.chunk) else {
-            // Cancelled here while it was on its way.
+            // The transfer was cancelled here while the frame was in flight.
             shared.counters.refuse("frame_not_posted");
             if header.payload_bytes > DRAIN_BYTES_MAX {
-                let reason = format!("a frame of {} bytes for nobody", header.payload_bytes);
+                let reason = format!(
+                    "cannot skip an unwanted frame of {} bytes; expected at most 256 MiB",
+                    header.payload_bytes
+                );
                 return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
             }
             drain(inbox, stream, header.payload_bytes)?;
             continue;
         };
         let transfer = header.transfer;
-        // The blocks are given back inside, whatever happens.
+        // `read_payload` drops the blocks in every case.
         let read = read_payload(inbox, stream, &header, blocks);
         let event = match (inbox.give_back(transfer, header.chunk), &read) {
             (GivenBack::Cancelled, _) => None,
@@ -76,10 +79,10 @@ pub(in crate::data) fn read_frames(
     Ok(())
 }
 
-/// `None` when the connection ends here, where it may.
+/// Returns `None` if the connection closes before the first byte of a header.
 fn read_header(inbox: &Inbox, stream: &mut TcpStream) -> io::Result<Option<Header>> {
     let mut bytes = [0; HEADER_BYTES];
-    stream.set_read_timeout(Some(IDLE_LOOK))?;
+    stream.set_read_timeout(Some(IDLE_POLL))?;
     let first = loop {
         match stream.read(&mut bytes) {
             Ok(0) => return Ok(None),
@@ -93,10 +96,10 @@ fn read_header(inbox: &Inbox, stream: &mut TcpStream) -> io::Result<Option<Heade
         }
     };
     read_exact_by(stream, &mut bytes[first..], Instant::now() + LEASE)?;
-    stream.set_read_timeout(Some(LOOK))?;
+    stream.set_read_timeout(Some(POLL))?;
     match Header::from_bytes(&bytes) {
         Some(header) => Ok(Some(header)),
-        None => Err(io::Error::new(io::ErrorKind::InvalidData, "no frame begins where one should")),
+        None => Err(io::Error::new(io::ErrorKind::InvalidData, "invalid frame header")),
     }
 }
 
@@ -104,7 +107,7 @@ enum Payload {
     Whole {
         integrity: u64,
     },
-    /// Cancelled: the blocks are given back, and so much of the frame is still to come.
+    /// Cancelled: the blocks are released, and `rest` bytes of the frame remain to be read.
     Cut {
         rest: u64,
     },
@@ -118,10 +121,13 @@ fn read_payload(
 ) -> io::Result<Payload> {
     let posted_bytes: u64 = blocks.iter().map(|block| block.byte_count() as u64).sum();
     if posted_bytes != header.payload_bytes {
-        let reason = format!("{} bytes where {posted_bytes} were posted", header.payload_bytes);
+        let reason = format!(
+            "frame of {} bytes; expected the {posted_bytes} bytes that were posted",
+            header.payload_bytes
+        );
         return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
     }
-    // What is not in host memory is received beside it and copied when all of it is here.
+    // Payload for GPU blocks is staged in host memory and copied once complete.
     let is_host = blocks.iter_mut().all(|block| block.host_view_mut().is_some());
     let mut staged: Vec<Vec<u8>> = match is_host {
         true => Vec::new(),
@@ -149,7 +155,7 @@ fn read_payload(
         };
         progress = Instant::now();
         rest -= count as u64;
-        // What has just come is still in the cache.
+        // Hash the bytes while they are in the CPU cache.
         while count > 0 {
             let end = views[index].len().min(offset + count);
             hash.update(&views[index][offset..end]);
@@ -182,7 +188,7 @@ fn read_piece(stream: &mut TcpStream, views: &mut [&mut [u8]], offset: usize) ->
     stream.read_vectored(&mut slices)
 }
 
-/// Reads past what nobody wants any more.
+/// Skips the rest of an unwanted frame.
 fn drain(inbox: &Inbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()> {
     let mut scratch = vec![0; 64 << 10];
     let mut progress = Instant::now();
@@ -204,11 +210,11 @@ fn drain(inbox: &Inbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()
     Ok(())
 }
 
-/// A peer that begins a frame and does not go on for a lease is lost, even if it still speaks.
+/// Fails if the peer has sent no byte of the frame for a lease, even if its heartbeats continue.
 fn check_progress(since: Instant) -> io::Result<()> {
     if since.elapsed() < LEASE {
         return Ok(());
     }
-    let reason = format!("no byte came for {} s within a frame", LEASE.as_secs());
+    let reason = format!("received no byte for {} s within a frame", LEASE.as_secs());
     Err(io::Error::new(io::ErrorKind::TimedOut, reason))
 }

@@ -1,4 +1,4 @@
-//! Writes the chunks of an outbox into its connection, straight from the blocks.
+//! Writes the chunks of an outbox to its connection, directly from the blocks.
 
 use std::{
     io::{self, IoSlice, Write},
@@ -13,24 +13,23 @@ use super::{
     super::{
         Shared,
         outbox::{GivenBack, Job, Outbox},
-        stream::{LOOK, is_pause},
+        stream::{POLL, is_pause},
     },
     frame::Header,
 };
 use crate::{api::TransferId, config::LEASE, protocol::DataEvent};
 
-/// What is hashed and handed to the kernel in one go: still in the second-level cache when the
-/// kernel copies it.
+/// Bytes hashed and written at a time; they still are in the L2 cache when the kernel copies them.
 const PIECE_BYTES: usize = 256 << 10;
 const PIECE_SLICES: usize = 16;
 
-/// Until the outbox is closed or the connection ends.
+/// Writes frames until the outbox is closed or the connection ends.
 pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) -> io::Result<()> {
-    stream.set_write_timeout(Some(LOOK))?;
+    stream.set_write_timeout(Some(POLL))?;
     while let Some(job) = outbox.next(1) {
         let (transfer, chunk) = (job.transfer, job.chunk);
         let written = write_frame(outbox, stream, job);
-        // The blocks are given back, whatever happened.
+        // `write_frame` drops the blocks in every case.
         if outbox.give_back(transfer, chunk) == GivenBack::Released {
             shared.report(DataEvent::SendReleased { transfer });
         } else if let Ok(Frame::Whole { payload_bytes, integrity }) = &written {
@@ -49,13 +48,14 @@ enum Frame {
         payload_bytes: u64,
         integrity: u64,
     },
-    /// Cancelled halfway: so much must still be filled up, so that the next frame finds its place.
+    /// Cancelled: `rest` bytes remain to be padded, so that the next frame starts where the reader
+    /// expects it.
     Cut {
         rest: u64,
     },
 }
 
-/// Writes one frame and gives back its blocks.
+/// Writes one frame and releases its blocks.
 fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<Frame> {
     let payload_bytes: u64 = job.blocks.iter().map(|block| block.byte_count() as u64).sum();
     let header = Header { transfer: job.transfer, chunk: job.chunk, payload_bytes }.to_bytes();
@@ -67,7 +67,7 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
     let mut pieces = Pieces::new(&views);
     let mut hash = Xxh3::new();
     let mut rest = header.len() as u64 + payload_bytes;
-    // The header travels with the first piece.
+    // The header is written together with the first piece.
     let mut head = Some(&header[..]);
     while rest > 0 {
         let piece = pieces.next();
@@ -81,7 +81,7 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
     Ok(Frame::Whole { payload_bytes, integrity: hash.digest() })
 }
 
-/// Copies of blocks that are not in host memory; `None` when they are.
+/// Copies GPU blocks to host memory; `None` if the blocks are in host memory.
 fn staged(blocks: &[BlockRead]) -> io::Result<Option<Vec<Vec<u8>>>> {
     if blocks.iter().all(|block| block.host_view().is_some()) {
         return Ok(None);
@@ -93,7 +93,7 @@ fn staged(blocks: &[BlockRead]) -> io::Result<Option<Vec<Vec<u8>>>> {
     blocks.iter().map(copy).collect::<Result<_, _>>().map(Some).map_err(io::Error::other)
 }
 
-/// False when the frame was cancelled on the way.
+/// Returns false if the transfer was cancelled meanwhile.
 fn write_piece(
     outbox: &Outbox,
     transfer: TransferId,
@@ -141,19 +141,19 @@ fn fill(outbox: &Outbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<(
     Ok(())
 }
 
-/// A peer that takes nothing for a lease is lost, even if it still speaks.
+/// Fails if the peer has accepted no byte for a lease, even if its heartbeats continue.
 fn check_progress(since: Instant) -> io::Result<()> {
     if since.elapsed() < LEASE {
         return Ok(());
     }
-    let reason = format!("the peer took no byte for {} s", LEASE.as_secs());
+    let reason = format!("the peer accepted no byte for {} s", LEASE.as_secs());
     Err(io::Error::new(io::ErrorKind::TimedOut, reason))
 }
 
-/// Cuts a row of slices into pieces of bounded size.
+/// Splits a list of slices into pieces of bounded size.
 struct Pieces<'a> {
     views: &'a [&'a [u8]],
-    /// How much of the first view has gone.
+    /// Bytes of the first view that were already returned.
     offset: usize,
 }
 
@@ -162,7 +162,7 @@ impl<'a> Pieces<'a> {
         Self { views, offset: 0 }
     }
 
-    /// Empty at the end.
+    /// Returns the next piece; an empty piece marks the end.
     fn next(&mut self) -> Vec<&'a [u8]> {
         let (mut piece, mut bytes) = (Vec::new(), 0);
         while let Some((view, rest)) = self.views.split_first() {
@@ -194,7 +194,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_are_bounded_and_join_to_the_whole(
+        fn pieces_are_bounded_and_cover_all_bytes(
             lengths in prop::collection::vec(0usize..700_000, 0..40),
         ) {
             let bytes: Vec<Vec<u8>> = lengths

@@ -1,4 +1,4 @@
-//! How transfers begin: by a command, by a peer's `RESERVE`, in either order.
+//! Starts transfers: by a command, by a peer's `RESERVE`, in either order.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl Core {
-    /// Finds or makes the pair for a new transfer; `None` when the transfer has failed instead.
+    /// Finds or creates the pair for a new transfer; `None` if the transfer has failed instead.
     pub(super) fn admit(
         &mut self,
         now: Instant,
@@ -21,14 +21,14 @@ impl Core {
         match self.transfers.get(&transfer) {
             Some(Transfer::Outgoing(outgoing)) if !outgoing.is_begun() => {
                 let peer = outgoing.peer().node_id.clone();
-                let detail = "RESERVE came for a transfer that is received here".to_owned();
+                let detail = "RESERVE for a transfer that this node receives".to_owned();
                 let failure = TransferFailure::Protocol { peer, detail };
                 turn!(self, now).emit(side.failed(transfer, failure));
                 return None;
             }
             Some(_) => {
-                // The first start goes on; nodes answer a second one themselves.
-                tracing::warn!(%transfer, "a transfer was begun twice; the second is ignored");
+                // The first start stays valid; nodes reject the second one themselves.
+                tracing::warn!(%transfer, "ignoring the second start of a transfer");
                 return None;
             }
             None => {}
@@ -55,17 +55,17 @@ impl Core {
                 return Err(peer.ended_before(*cause, reason));
             }
             Some(Tombstone::Complete) => {
-                let reason = "a transfer with this id was completed before".to_owned();
+                let reason = "a transfer with this id is already complete".to_owned();
                 return Err(TransferFailure::Aborted { reason });
             }
             None => {}
         }
         if address.epoch == self.local.epoch {
-            let reason = "the peer is this process itself".to_owned();
+            let reason = "the peer is this process; expected another node".to_owned();
             return Err(TransferFailure::Aborted { reason });
         }
         if self.transfers.len() >= self.local.limits.transfers_max {
-            let reason = format!("{} transfers are under way, the most", self.transfers.len());
+            let reason = format!("{} transfers are in progress, the maximum", self.transfers.len());
             return Err(TransferFailure::Aborted { reason });
         }
         if let Some(pair) = self.pairs.get(&address.epoch) {
@@ -78,11 +78,12 @@ impl Core {
             };
         }
         if !self.make_room_for_pair(now) {
-            let reason = format!("{} peers have work here, the most", self.pairs.len());
+            let reason =
+                format!("{} peers have transfers with this node, the maximum", self.pairs.len());
             return Err(TransferFailure::Aborted { reason });
         }
         self.sessions += 1;
-        let pair = Pair::greet(&mut turn!(self, now), address, self.sessions);
+        let pair = Pair::connect(&mut turn!(self, now), address, self.sessions);
         self.pairs.insert(address.epoch, pair);
         Ok(())
     }
@@ -98,8 +99,8 @@ impl Core {
         debug_assert!(self.transfers.len() <= self.local.limits.transfers_max);
     }
 
-    /// True when `Expect` finds the transfer that its `RESERVE` has made.
-    pub(super) fn meet_early_reserve(
+    /// Matches `Expect` with an earlier `RESERVE`. Returns false if there is none.
+    pub(super) fn match_early_reserve(
         &mut self,
         now: Instant,
         transfer: TransferId,
@@ -120,7 +121,7 @@ impl Core {
             });
             return true;
         }
-        // Someone else has reserved under this id: not the one that the router has named.
+        // Another peer has reserved under this id, not the peer that the router named.
         let stranger = outgoing.peer().epoch;
         let reason = format!("the router paired this transfer with {}", address.node_id);
         turn!(self, now).send(stranger, Body::give_up(transfer, reason));
@@ -146,7 +147,7 @@ impl Core {
                 });
             }
             Some(_) => {
-                let reason = "this transfer id is in use with another peer".to_owned();
+                let reason = "the transfer id is in use with another peer".to_owned();
                 let abort = Body::give_up(transfer, reason);
                 return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
             }
@@ -161,7 +162,7 @@ impl Core {
         }
         let limits = self.local.limits;
         if self.early_count() >= limits.early_max || self.transfers.len() >= limits.transfers_max {
-            let reason = format!("{} transfers are known here, the most", self.transfers.len());
+            let reason = format!("{} transfers are known, the maximum", self.transfers.len());
             let abort = Body::give_up(transfer, reason);
             return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
         }

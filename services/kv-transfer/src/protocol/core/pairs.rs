@@ -1,4 +1,4 @@
-//! How pairs come up, are made anew, refused, lost and closed, and what that does to transfers.
+//! Connects, reconnects, rejects and closes pairs, with the effect on their transfers.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use crate::{
     },
 };
 
-/// How `tcp` is called in greetings.
+/// Name of `tcp` in `HELLO`.
 const TCP: &str = "tcp";
 
 impl Core {
@@ -38,7 +38,7 @@ impl Core {
                 control_endpoint: hello.control_endpoint.clone(),
             };
             self.sessions += 1;
-            let pair = Pair::met(&mut turn!(self, now), &address, self.sessions);
+            let pair = Pair::accept(&mut turn!(self, now), &address, self.sessions);
             self.pairs.insert(from.epoch, pair);
         }
         self.with_pair(now, from.epoch, |pair, turn| pair.on_hello(turn, hello));
@@ -59,9 +59,9 @@ impl Core {
             Change::Nothing => {}
             Change::Up => {
                 let (peer, transport) = (&pair.peer().node_id, pair.transport());
-                tracing::info!(peer, transport, "pair is up");
+                tracing::info!(peer, transport, "connected to peer");
                 if transport == TCP {
-                    self.note_tcp(epoch);
+                    self.remember_tcp_only(epoch);
                 }
                 self.open_data(now, epoch);
                 for id in transfers {
@@ -94,17 +94,17 @@ impl Core {
             }
             Change::Refused { reason } => {
                 let peer = pair.peer().node_id.clone();
-                tracing::warn!(peer, reason, "pair is refused");
+                tracing::warn!(peer, reason, "peer rejected");
                 let failure = TransferFailure::Refused { peer, reason };
                 self.end_transfers(now, transfers, &failure);
             }
         }
     }
 
-    pub(super) fn meet(&mut self, now: Instant, address: &PeerAddress, sends: bool) {
-        // With `tcp` alone there is nothing to be had in advance, and the pair ends when it is idle.
-        let by_tcp = self.local.transports.len() < 2 || self.by_tcp.contains(&address.epoch);
-        if by_tcp || address.epoch == self.local.epoch {
+    pub(super) fn connect(&mut self, now: Instant, address: &PeerAddress, sends: bool) {
+        // Connecting in advance has no benefit with `tcp`, whose idle pairs are closed.
+        let tcp_only = self.local.transports.len() < 2 || self.tcp_only.contains(&address.epoch);
+        if tcp_only || address.epoch == self.local.epoch {
             return;
         }
         if !self.pairs.contains_key(&address.epoch) {
@@ -112,7 +112,7 @@ impl Core {
                 return;
             }
             self.sessions += 1;
-            let pair = Pair::greet_in_advance(&mut turn!(self, now), address, self.sessions);
+            let pair = Pair::connect_in_advance(&mut turn!(self, now), address, self.sessions);
             self.pairs.insert(address.epoch, pair);
         }
         if let Some(pair) = self.pairs.get_mut(&address.epoch) {
@@ -121,23 +121,24 @@ impl Core {
         }
     }
 
-    /// As far as is known here: whether the connection is there the transport knows.
+    /// Returns whether the peer may still connect. Only the transport knows whether the data
+    /// connection is open.
     pub fn is_connecting(&self, now: Instant, peer: Epoch) -> bool {
         self.pairs
             .get(&peer)
             .is_some_and(|pair| pair.may_yet_answer(now) && pair.transport() != TCP)
     }
 
-    /// A process does not change what it offers.
-    fn note_tcp(&mut self, epoch: Epoch) {
-        self.by_tcp.insert(epoch);
-        if self.by_tcp.len() > self.local.limits.pairs_max {
-            // Which one is forgotten matters little: it is found out again.
-            self.by_tcp.pop_first();
+    /// Remembers that only `tcp` is common. A process does not change its offer.
+    fn remember_tcp_only(&mut self, epoch: Epoch) {
+        self.tcp_only.insert(epoch);
+        if self.tcp_only.len() > self.local.limits.pairs_max {
+            // Any entry may be evicted; the next handshake adds it again.
+            self.tcp_only.pop_first();
         }
     }
 
-    /// Where something is to be sent to the peer.
+    /// Opens the data connection if this node will send chunks to the peer.
     fn open_data(&mut self, now: Instant, epoch: Epoch) {
         let Some(pair) = self.pairs.get_mut(&epoch) else { return };
         let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
@@ -152,9 +153,9 @@ impl Core {
         let Some(pair) = self.pairs.remove(&epoch) else { return };
         let (peer, transfers) = (&pair.peer().node_id, pair.transfers().len());
         if transfers > 0 {
-            tracing::warn!(peer, transfers, reason, "pair is lost");
+            tracing::warn!(peer, transfers, reason, "lost peer");
         } else {
-            tracing::debug!(peer, reason, "pair without transfers is over");
+            tracing::debug!(peer, reason, "lost idle peer");
         }
         let failure = TransferFailure::PeerLost {
             peer: pair.peer().node_id.clone(),
@@ -184,15 +185,15 @@ impl Core {
         }
     }
 
-    /// No room is made: the pairs that are there are in use, or were met before. And some is left to
-    /// requests, whose pairs would else push these out again and again.
+    /// Returns whether there is room for a pair without work. It evicts no pair, and leaves half of
+    /// the table to requests, whose pairs would otherwise evict it again.
     fn has_room_in_advance(&self) -> bool {
-        let is_by_gpu = |pair: &&Pair| pair.transport() != TCP;
-        self.pairs.values().filter(is_by_gpu).count() < PRECONNECTED_PAIRS_MAX
+        let uses_gpu_memory = |pair: &&Pair| pair.transport() != TCP;
+        self.pairs.values().filter(uses_gpu_memory).count() < PRECONNECTED_PAIRS_MAX
             && self.pairs.len() < self.local.limits.pairs_max.div_ceil(2)
     }
 
-    /// The longest idle pair makes room.
+    /// Makes room by closing the longest idle pair.
     pub(super) fn make_room_for_pair(&mut self, now: Instant) -> bool {
         if self.pairs.len() < self.local.limits.pairs_max {
             return true;
@@ -246,7 +247,7 @@ impl Core {
                 transfer.renew(now);
             }
         }
-        // What the peer wants and we have given up, it may never have heard of.
+        // The peer may never have received the `ABORT` of a transfer that it still wants.
         for id in transfers.iter().chain(awaited) {
             if let Some(Tombstone::Failed { cause, reason }) = self.tombstones.get(*id) {
                 let abort = Body::Abort { transfer: *id, cause: *cause, reason: reason.clone() };
