@@ -16,7 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("cargo:rerun-if-changed={file}");
     }
     let descriptors = protox::compile(FILES, ["."])?;
-    // The reflection service serves exactly what was compiled.
+    // The reflection service serves these descriptors.
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;

@@ -1,8 +1,7 @@
-//! What crosses the wire between clients, routers and nodes.
+//! Messages and services between clients, routers and nodes, generated from the `.proto` files
+//! beside this crate.
 //!
-//! The `.proto` files beside this crate are the contract; all but a bound on time is generated from
-//! them.
-//! Ids are 16 raw bytes on the wire. A deadline is always the time that remains, in milliseconds.
+//! Ids are 16 raw bytes on the wire. A deadline is the remaining time in milliseconds.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! A request body that must be complete in time.
+//! A request body that must arrive within a time-out.
 
 use std::{
     pin::Pin,
@@ -13,8 +13,8 @@ use tonic::Status;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Without it a caller that sends half a message would keep its stream for as long as it likes.
-/// Conversations, which only reflection has, end with it too.
+/// Request body with a time-out, so that a client that sends half a message cannot keep its stream.
+/// The time-out also ends bidirectional streams, which only reflection uses.
 #[derive(Debug)]
 pub struct TimedBody<B> {
     body: B,
@@ -23,7 +23,7 @@ pub struct TimedBody<B> {
 }
 
 impl<B> TimedBody<B> {
-    /// The last byte must be read within `read_max` from now; the error is a [`Status`].
+    /// Fails with a [`Status`] unless the last byte is read within `read_max`.
     pub fn new(body: B, read_max: Duration) -> Self {
         Self { body, deadline: Box::pin(sleep(read_max)), read_max }
     }

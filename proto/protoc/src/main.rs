@@ -1,6 +1,6 @@
-//! The part of protoc that prost's build scripts use, on protox:
-//! `-I DIR` (repeated), `-o OUT`, .proto files. Writes the descriptors of the files and of all they
-//! import. Other flags ask for what happens anyway.
+//! The subset of protoc that prost's build scripts use, implemented with protox: `-I DIR`
+//! (repeated), `-o OUT` and .proto files. Writes the descriptors of the files and of their imports.
+//! Ignores other flags, whose effects are always on.
 
 #![forbid(unsafe_code)]
 
