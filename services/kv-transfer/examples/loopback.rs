@@ -1,12 +1,12 @@
-//! What transfers cost between two nodes of one machine, over real sockets.
+//! Measures transfers between two nodes of one machine over real sockets.
 //!
 //! `cargo run --release -p kv-transfer --example loopback`
 //!
-//! * one hop of a signed control message: half of a ping-pong of 200 bytes through the listener's and the
-//!   senders' sockets, tag and parsing included;
-//! * KV of 512 and 4,096 tokens in the layout of SmolLM2-135M: from `Written` at the sender to
-//!   `Arrived` at the receiver (hand-over), with the rate this makes;
-//! * beside it what the parts allow: xxh3 alone, and bytes through one TCP connection alone.
+//! * one hop of a signed control message: half of a ping-pong of 200 bytes through the listener's
+//!   and the senders' sockets, with tag and parsing;
+//! * KV of 512 and 4,096 tokens in the layout of SmolLM2-135M: latency from `Written` at the sender
+//!   to `Arrived` at the receiver, and bandwidth;
+//! * as baselines, xxh3 alone and one TCP connection alone.
 
 use std::{
     error::Error,
@@ -49,7 +49,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Sorts and prints the middle and the tail; gives back the middle.
+/// Prints p50 and tail percentiles. Returns p50.
 fn percentiles(what: &str, mut times: Vec<Duration>) -> Duration {
     times.sort();
     let at = |percent: usize| times[(times.len() - 1) * percent / 100];
@@ -98,7 +98,7 @@ fn tcp_alone() -> Outcome<()> {
     Ok(())
 }
 
-/// One end of the ping-pong.
+/// One side of the ping-pong.
 struct End {
     router: zmq::Socket,
     dealer: zmq::Socket,
@@ -126,14 +126,14 @@ fn hops() -> Outcome<()> {
     let (one, other) = (Epoch(1), Epoch(2));
     let mut ports = Vec::new();
     let mut routers = Vec::new();
-    // A door belongs to a context, and so each end has its own, as in two processes.
+    // The ZAP handler belongs to a context, so each side has its own context, as in two processes.
     for me in [one, other] {
         let context = zmq::Context::new();
-        let door = ZapAuth::open(&context, keys.clone(), me)?;
+        let zap = ZapAuth::open(&context, keys.clone(), me)?;
         let (router, port) = sockets::listener(&context, "127.0.0.1:0".parse()?)?;
         thread::spawn(move || {
-            // Until the context ends with the process.
-            while door.socket().poll(zmq::POLLIN, -1).is_ok() && door.answer().is_ok() {}
+            // Runs until the process exits.
+            while zap.socket().poll(zmq::POLLIN, -1).is_ok() && zap.answer().is_ok() {}
         });
         ports.push(port);
         routers.push((context, router));
@@ -154,7 +154,7 @@ fn hops() -> Outcome<()> {
             peer,
         });
     }
-    // SignedMessage, about 200 bytes.
+    // About 200 bytes when signed.
     let reason = "x".repeat(100);
     let message = ControlMessage::untraced(Body::give_up(TransferId(1), reason));
     let (mut far, mut near) = (ends.pop().ok_or("two")?, ends.pop().ok_or("two")?);
@@ -232,7 +232,7 @@ fn transfers(tokens: u32, chunk_bytes_max: usize) -> Outcome<()> {
         let mut block = prefill.arena.write(*block)?;
         block.host_view_mut().ok_or("host memory")?.fill(block_byte(tokens));
     }
-    let (mut hand_overs, mut journeys) = (Vec::new(), Vec::new());
+    let (mut hand_overs, mut latencies) = (Vec::new(), Vec::new());
     for round in 0..60u32 {
         let transfer = TransferId(u128::from(round) + 1);
         let begin = Instant::now();
@@ -262,16 +262,16 @@ fn transfers(tokens: u32, chunk_bytes_max: usize) -> Outcome<()> {
             Event::Arrived { .. } => {}
             other => return Err(format!("{other:?}").into()),
         }
-        // The first few touch fresh pages and make the pair.
+        // The first rounds fault in pages and connect the pair.
         if round >= 10 {
             hand_overs.push(written.elapsed());
-            journeys.push(begin.elapsed());
+            latencies.push(begin.elapsed());
         }
         prefill.events.recv_timeout(PATIENCE)?;
     }
     let p50 = percentiles(&format!("{tokens:>4} tokens, Written to Arrived"), hand_overs);
     print!(", {:.2} GB/s;", rate(bytes, p50));
-    percentiles("from the two calls", journeys);
+    percentiles("from Expect and Receive to Arrived", latencies);
     println!();
     prefill.transfers.shutdown()?;
     decode.transfers.shutdown()?;

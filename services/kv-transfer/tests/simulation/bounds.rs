@@ -372,5 +372,5 @@ fn a_node_does_not_pair_with_itself() {
     else {
         panic!("{:?}", world.nodes[0].events);
     };
-    assert_eq!(reason, "the peer is this process itself");
+    assert_eq!(reason, "the peer is this process; expected another node");
 }

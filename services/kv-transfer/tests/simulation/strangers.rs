@@ -138,7 +138,7 @@ fn a_reserve_for_another_model_or_other_weights_is_refused_by_its_name() {
 #[test]
 fn a_reserve_that_cannot_be_ends_its_transfer_and_says_why() {
     for (prompt_hash, first_block, block_count, words) in [
-        (5, 0, 100_001, "RESERVE is of 100001 blocks; at most 100000 can travel"),
+        (5, 0, 100_001, "RESERVE has 100001 blocks; expected at most 100000"),
         (5, u32::MAX, 2, "RESERVE starts at block 4294967295 and overflows"),
         (6, 0, 2, "this prefill is of 00000000000000000000000000000005"),
     ] {

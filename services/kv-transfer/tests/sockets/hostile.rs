@@ -1,4 +1,4 @@
-//! Garbage on both ports, from strangers and from those who know the secret.
+//! Invalid input on both ports, from strangers and from peers that know the cluster secret.
 
 use std::{
     io::{Read, Write},
@@ -17,10 +17,10 @@ use kv_transfer::{
     control::{Body, ControlMessage, Hello, Keys, Signer, Source},
 };
 
-use crate::node::{Node, PATIENCE, Reach, SECRET, blocks, fresh, identity, travel};
+use crate::node::{Node, PATIENCE, Reach, SECRET, blocks, fresh, identity, run_transfer};
 
-/// Far beyond what a siege takes on a busy machine.
-const SIEGE_MAX: Duration = Duration::from_secs(120);
+/// Far longer than the attack takes on a busy machine.
+const ATTACK_TIMEOUT: Duration = Duration::from_secs(120);
 
 fn keys() -> Keys {
     Keys::derive(&ClusterSecret::new(SECRET).unwrap())
@@ -30,7 +30,7 @@ fn host(endpoint: &str) -> &str {
     endpoint.strip_prefix("tcp://").unwrap()
 }
 
-/// Waits until the node counted a refusal.
+/// Waits until the node has counted a rejection.
 fn refused(node: &Node, reason: &str) {
     let start = Instant::now();
     loop {
@@ -44,7 +44,7 @@ fn refused(node: &Node, reason: &str) {
     }
 }
 
-/// ZeroMQ's greeting: version 3.1, this mechanism, as a client.
+/// ZMTP greeting of a client: version 3.1, with this mechanism.
 fn greeting(mechanism: &[u8]) -> Vec<u8> {
     let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 1];
     greeting.extend_from_slice(mechanism);
@@ -62,8 +62,8 @@ fn noise(seed: u64, bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Until told to stop, one hostile client after another, each counted.
-fn besiege(
+/// Runs hostile clients one after another until told to stop, and counts them.
+fn attack_until_stopped(
     endpoint: String,
     stop: Arc<AtomicBool>,
     attacks: Arc<AtomicUsize>,
@@ -73,7 +73,7 @@ fn besiege(
         while !stop.load(Ordering::Relaxed) {
             let Ok(mut stream) = TcpStream::connect(host(&endpoint)) else { continue };
             stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
-            // A frame of 2^62 bytes, long form, and one that never says how long it is.
+            // A long-form frame of 2^62 bytes, and one without a length.
             let huge = [&[2, 0x40][..], &[0; 7]].concat();
             let attack: Vec<u8> = match count % 6 {
                 0 => noise(count, 300),
@@ -83,11 +83,11 @@ fn besiege(
                 4 => [b"BATONKV1".to_vec(), noise(count, 400)].concat(),
                 _ => Vec::new(),
             };
-            // The other end may have hung up already.
+            // The node may have closed the connection already.
             let _ = stream.write_all(&attack);
             count += 1;
             attacks.fetch_add(1, Ordering::Relaxed);
-            // Some stay and say nothing more.
+            // Some clients stay connected and send nothing more.
             held.push(stream);
             if held.len() > 60 {
                 held.drain(..30);
@@ -100,23 +100,23 @@ fn besiege(
 #[test]
 fn garbage_on_both_ports_disturbs_no_transfer() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
-    // The pair is up before the siege; a new pair must come up during it, below.
-    travel(&prefill, &decode, &blocks(0..64), &blocks(0..64));
+    // The pair is connected before the attack; a new pair must connect during it, below.
+    run_transfer(&prefill, &decode, &blocks(0..64), &blocks(0..64));
     let (stop, attacks) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let attackers: Vec<_> = [&prefill, &decode]
         .iter()
         .flat_map(|node| [node.transfers.control_endpoint(), node.transfers.data_endpoint()])
-        .map(|endpoint| besiege(endpoint.to_owned(), stop.clone(), attacks.clone()))
+        .map(|endpoint| attack_until_stopped(endpoint.to_owned(), stop.clone(), attacks.clone()))
         .collect();
-    // None of them may be held up for a lease: it would fail.
+    // A transfer that is delayed for a lease would fail.
     let mut times = Vec::new();
     let start = Instant::now();
     while times.len() < 50 || attacks.load(Ordering::Relaxed) < 1000 {
-        times.push(travel(&prefill, &decode, &blocks(0..64), &blocks(0..64)));
-        assert!(start.elapsed() < SIEGE_MAX, "{} transfers, {attacks:?} attacks", times.len());
+        times.push(run_transfer(&prefill, &decode, &blocks(0..64), &blocks(0..64)));
+        assert!(start.elapsed() < ATTACK_TIMEOUT, "{} transfers, {attacks:?} attacks", times.len());
     }
     let late = Node::start("late");
-    let first = travel(&prefill, &late, &blocks(0..64), &blocks(0..64));
+    let first = run_transfer(&prefill, &late, &blocks(0..64), &blocks(0..64));
     stop.store(true, Ordering::Relaxed);
     attackers.into_iter().for_each(|thread| thread.join().unwrap());
     times.sort();
@@ -130,7 +130,7 @@ fn garbage_on_both_ports_disturbs_no_transfer() {
 }
 
 #[test]
-fn strangers_get_no_frame_in() {
+fn zap_blocks_frames_of_strangers() {
     let node = Node::start("node");
     let context = zmq::Context::new();
     for password in [None, Some("guess"), Some("0".repeat(64).as_str())] {
@@ -143,7 +143,7 @@ fn strangers_get_no_frame_in() {
             dealer.set_plain_password(Some(password)).unwrap();
         }
         dealer.connect(node.transfers.control_endpoint()).unwrap();
-        // Frames without end would fill the memory of whoever takes them.
+        // An endless message would fill the memory of a receiver that accepts it.
         assert_eq!(dealer.send(vec![0; 1 << 19], zmq::SNDMORE), Err(zmq::Error::EAGAIN));
     }
     refused(&node, "zap_auth");
@@ -151,7 +151,7 @@ fn strangers_get_no_frame_in() {
 }
 
 #[test]
-fn who_knows_the_door_still_has_to_prove_each_notice() {
+fn zap_password_does_not_replace_message_tags() {
     let node = Node::start("node");
     let me = node.address.epoch;
     let context = zmq::Context::new();
@@ -178,19 +178,19 @@ fn who_knows_the_door_still_has_to_prove_each_notice() {
     refused(&node, "frames");
     let many: Vec<Vec<u8>> = (0..500).map(|seed| noise(seed, 100)).collect();
     dealer.send_multipart(many, 0).unwrap();
-    // Larger than any control message: libzmq ends the connection, and this DEALER makes another.
+    // Larger than the message bound: libzmq closes the connection, and this DEALER reconnects.
     dealer.send_multipart([noise(1, 2 << 20), noise(2, 32)], 0).unwrap();
     let start = Instant::now();
     while node.transfers.metrics().control_refused["frames"] != 2 {
         assert!(start.elapsed() < PATIENCE, "{:?}", node.transfers.metrics().control_refused);
         thread::sleep(Duration::from_millis(5));
     }
-    travel(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
+    run_transfer(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
     assert_eq!(node.transfers.metrics().control_refused["frames"], 2);
 }
 
-/// Makes `from` known to the node as a peer, as far as a HELLO does.
-fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
+/// Registers `from` with the node as a peer by a HELLO.
+fn send_hello(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     let context = zmq::Context::new();
     let dealer = context.socket(zmq::DEALER).unwrap();
     dealer.set_linger(0).unwrap();
@@ -206,7 +206,7 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
         session: 1,
         in_advance: false,
     });
-    // Named, not counted: another peer may go while this one comes.
+    // Checked by name, because another peer may be evicted at the same time.
     let name = format!("peer-{}", from.0);
     let source = Source { node_id: name.clone(), epoch: from };
     let signed = Signer::new(keys(), source)
@@ -221,13 +221,13 @@ fn greet(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     (context, dealer)
 }
 
-/// Connects to the data port of `to` as process `from`, proving it with `keys`.
+/// Opens an authenticated data connection to `to` as process `from`.
 fn data_connection(to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     data_connection_by(b"s", to, from, keys)
 }
 
-/// The same for the transport that is meant by this mark.
-fn data_connection_by(mark: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
+/// Opens a data connection for the transport with this handshake label.
+fn data_connection_by(label: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     let mut stream = TcpStream::connect(host(to.transfers.data_endpoint())).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut greeting = [0; 40];
@@ -235,7 +235,7 @@ fn data_connection_by(mark: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpSt
     assert_eq!(&greeting[..8], b"BATONKV1");
     let nonce = noise(9, 32);
     let (from, to) = (from.to_bytes(), to.address.epoch.to_bytes());
-    let tag = keys.tag_data(&[mark, &greeting[8..], &nonce, &from, &to]);
+    let tag = keys.tag_data(&[label, &greeting[8..], &nonce, &from, &to]);
     stream.write_all(&[&nonce[..], &from, &to, &tag].concat()).unwrap();
     stream
 }
@@ -245,7 +245,7 @@ fn is_closed(stream: &mut TcpStream) -> bool {
 }
 
 #[test]
-fn data_connections_prove_themselves_and_write_only_what_is_posted() {
+fn data_connections_authenticate_and_write_only_posted_blocks() {
     let node = Node::start("node");
     let stranger = Keys::derive(&ClusterSecret::new("the secret of somebody else").unwrap());
     let mut wrong = data_connection(&node, Epoch(fresh()), &stranger);
@@ -258,10 +258,10 @@ fn data_connections_prove_themselves_and_write_only_what_is_posted() {
     assert!(is_closed(&mut early));
     refused(&node, "peer_not_admitted");
 
-    let (_context, greeting) = greet(&node, peer);
+    let (_context, greeting) = send_hello(&node, peer);
     let mut stream = data_connection(&node, peer, &keys());
     stream.read_exact(&mut [0; 32]).unwrap();
-    // A well-formed frame that nobody has posted is read past.
+    // A valid frame without a posted receive is skipped.
     let header = |payload_bytes: u64| {
         let mut bytes = b"BKV1".to_vec();
         bytes.extend_from_slice(&7u32.to_le_bytes());
@@ -275,17 +275,17 @@ fn data_connections_prove_themselves_and_write_only_what_is_posted() {
         stream.write_all(&noise(3, 100_000)).unwrap();
     }
     refused(&node, "frame_not_posted");
-    // One without end is not.
+    // An endless frame closes the connection.
     stream.write_all(&header(u64::MAX)).unwrap();
     assert!(is_closed(&mut stream));
 
     let other = Epoch(fresh());
-    let _other = greet(&node, other);
+    let _other = send_hello(&node, other);
     let mut stream = data_connection(&node, other, &keys());
     stream.read_exact(&mut [0; 32]).unwrap();
     stream.write_all(&noise(4, 400)).unwrap();
     drop(greeting);
-    assert!(is_closed(&mut stream), "no frame begins where one should");
+    assert!(is_closed(&mut stream), "an invalid frame header closes the connection");
     for block in blocks(0..crate::node::BLOCK_COUNT) {
         let guard = node.arena.read(block).unwrap();
         assert!(guard.host_view().unwrap().iter().all(|byte| *byte == 0));
@@ -293,18 +293,18 @@ fn data_connections_prove_themselves_and_write_only_what_is_posted() {
 }
 
 #[test]
-fn whoever_comes_by_a_carrier_that_was_not_offered_is_told() {
-    for mark in [b"i", b"n"] {
+fn connection_by_a_transport_that_was_not_offered_is_refused() {
+    for label in [b"i", b"n"] {
         let transport = TransportConfig {
             choice: TransportChoice::Only(TransferKind::Tcp),
             ..TransportConfig::default()
         };
         let node = Node::start_reaching("node", Reach::default(), transport);
         let peer = Epoch(fresh());
-        let _greeting = greet(&node, peer);
-        let mut stream = data_connection_by(mark, &node, peer, &keys());
+        let _greeting = send_hello(&node, peer);
+        let mut stream = data_connection_by(label, &node, peer, &keys());
         stream.read_exact(&mut [0; 32]).unwrap();
-        // An offer of one byte, not to be verified.
+        // An offer of one byte, without verification.
         let (mut offer, body) = (b"BKI1".to_vec(), [0, 7]);
         offer.extend_from_slice(&1u32.to_le_bytes());
         offer.extend_from_slice(&2u32.to_le_bytes());
@@ -312,7 +312,7 @@ fn whoever_comes_by_a_carrier_that_was_not_offered_is_told() {
         stream.write_all(&[&offer[..], &check.to_le_bytes(), &body].concat()).unwrap();
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
-        assert_eq!(&answer[4..8], 3u32.to_le_bytes(), "it is refused");
+        assert_eq!(&answer[4..8], 3u32.to_le_bytes(), "Refused");
         let reason = String::from_utf8_lossy(&answer[20..]);
         assert!(reason.contains("does not offer"), "{reason}");
         refused(&node, "transport_not_offered");
@@ -321,17 +321,17 @@ fn whoever_comes_by_a_carrier_that_was_not_offered_is_told() {
 }
 
 #[test]
-fn half_handshakes_end_and_make_room() {
+fn incomplete_handshakes_time_out_and_free_their_slots() {
     let node = Node::start("node");
     let held: Vec<TcpStream> = (0..150)
         .map(|_| TcpStream::connect(host(node.transfers.data_endpoint())).unwrap())
         .collect();
     refused(&node, "handshakes_full");
-    // They have one second; then others come in.
+    // They time out after one second; then other clients are accepted.
     for mut stream in held {
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         let _ = stream.read(&mut [0; 40]);
         assert!(is_closed(&mut stream));
     }
-    travel(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
+    run_transfer(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
 }

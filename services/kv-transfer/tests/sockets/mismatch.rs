@@ -1,12 +1,12 @@
-//! Nodes that do not fit: each refuses the other at `HELLO`, in one line with the values of both, and
-//! goes on with those that fit.
+//! Nodes with different identities: each rejects the other in the handshake, names both values in
+//! one line, and still serves matching nodes.
 
 use kernels::{Dtype, KvLayout};
 use kv_transfer::api::{Event, Identity, TransferFailure, TransferId};
 
-use crate::node::{Node, SECRET, blocks, fresh, identity, layout, travel};
+use crate::node::{Node, SECRET, blocks, fresh, identity, layout, run_transfer};
 
-/// A node that differs, and what both lines must hold.
+/// An identity that differs, and the text that both errors must contain.
 fn misfits() -> Vec<(Identity, KvLayout, Vec<String>)> {
     let ours = identity();
     let bf16 = KvLayout { dtype: Dtype::Bf16, ..layout() };
@@ -52,7 +52,7 @@ fn refusal(event: Event, transfer: TransferId) -> String {
 }
 
 #[test]
-fn nodes_that_do_not_fit_refuse_each_other_with_both_values_and_serve_on() {
+fn mismatched_nodes_reject_each_other_and_still_serve_matching_nodes() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     for (theirs, layout, words) in misfits() {
         let fingerprints = [identity().model_fingerprint, theirs.model_fingerprint]
@@ -71,15 +71,15 @@ fn nodes_that_do_not_fit_refuse_each_other_with_both_values_and_serve_on() {
                     assert!(line.contains(fingerprint), "{line} lacks {fingerprint}");
                 }
             }
-            // Seen from here: ours first.
+            // Local value first.
             for word in &words {
                 assert!(lines[0].contains(word), "{} lacks {word}", lines[0]);
             }
             for word in words.iter().filter(|word| !word.contains("against")) {
                 assert!(lines[1].contains(word), "{} lacks {word}", lines[1]);
             }
-            // Nothing of it disturbs those that fit, the same node among them.
-            travel(&prefill, &decode, &blocks(10..30), &blocks(40..60));
+            // Matching nodes are not affected.
+            run_transfer(&prefill, &decode, &blocks(10..30), &blocks(40..60));
             odd.assert_free();
             odd.transfers.shutdown().unwrap();
         }

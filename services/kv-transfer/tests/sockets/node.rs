@@ -1,4 +1,4 @@
-//! Nodes for these tests: transfers, an arena and the events that came.
+//! Test nodes: transfers, an arena and the received events.
 
 use std::{
     collections::BTreeMap,
@@ -23,17 +23,17 @@ use kv_transfer::{
 
 pub const SECRET: &str = "the secret of these tests";
 pub const BLOCK_COUNT: u32 = 256;
-/// Any wait in these tests; far beyond what is asserted about time.
+/// Time-out of every wait in these tests; far above every asserted bound.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// A number that no other test of this process uses.
+/// Returns a number that is unique in this process.
 pub fn fresh() -> u128 {
     NEXT.fetch_add(1, Ordering::Relaxed).into()
 }
 
-/// 16 KiB a block.
+/// 16 KiB per block.
 pub fn layout() -> KvLayout {
     KvLayout { layer_count: 4, kv_head_count: 2, head_dim: 16, dtype: Dtype::F32 }
 }
@@ -60,45 +60,45 @@ pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
         control_bind: "127.0.0.1:0".parse().unwrap(),
         data_bind: "127.0.0.1:0".parse().unwrap(),
         advertise_host: "127.0.0.1".to_owned(),
-        // Several chunks to a transfer: eight blocks each.
+        // Several chunks per transfer: eight blocks each.
         limits: TransferLimits { chunk_bytes_max: 128 << 10, ..TransferLimits::default() },
         transport: TransportConfig::default(),
     }
 }
 
-/// Blocks that can be copied and not looked at.
+/// Fake device memory: it can be copied but not accessed directly.
 struct Elsewhere {
     bytes: Mutex<Vec<u8>>,
-    /// How peers reach them, if they do.
+    /// How peers access the blocks, if they can.
     reach: Option<Reach>,
 }
 
-/// How nodes of this process reach each other's blocks, as processes of one host do on GPUs.
+/// Simulates how processes of one host access each other's GPU memory.
 #[derive(Clone, Debug)]
 pub struct Reach {
-    /// While false, copies are under way and do not end.
+    /// While false, copies stay in flight.
     pub open: Arc<AtomicBool>,
-    /// Copies that were begun.
+    /// Started copies.
     pub begun: Arc<AtomicU64>,
-    /// Memories that were mapped, and channels that were joined.
+    /// Mapped memories and joined communicators.
     pub reached: Arc<AtomicU64>,
-    /// Why the memory of peers cannot be reached.
+    /// Reason why mapping the memory of peers fails.
     pub refused: Option<&'static str>,
-    /// Why no channels are joined.
+    /// Reason why communicators are rejected.
     pub apart: Option<&'static str>,
-    /// Why joining a channel fails when it is tried.
+    /// Reason why joining a communicator fails.
     pub fails: Option<&'static str>,
-    /// What it sends has left at once.
+    /// Sends complete at once.
     pub hasty: bool,
-    /// Joining a channel ends only when nobody waits for it.
+    /// Joining hangs until the caller gives up.
     pub hangs: bool,
-    /// Joins that were begun.
+    /// Started joins.
     pub joining: Arc<AtomicU64>,
-    /// Why channels cannot be made, which shows when one is to be.
+    /// Reason why communicators cannot be created, reported on first use.
     pub unloaded: Option<&'static str>,
-    /// Channels are not to be had from the first.
+    /// Communicators are unavailable from the start.
     pub channelless: bool,
-    /// Copies change a byte.
+    /// Copies corrupt a byte.
     pub damages: bool,
 }
 
@@ -121,7 +121,7 @@ impl Default for Reach {
     }
 }
 
-/// What was exported in this process, by the number in the export.
+/// Exported memories of this process, by the number in the export.
 static EXPORTED: Mutex<BTreeMap<u64, Weak<Elsewhere>>> = Mutex::new(BTreeMap::new());
 
 impl RemoteBlocks for Elsewhere {
@@ -158,10 +158,10 @@ struct Joining {
     reach: Reach,
 }
 
-/// What two ends of a channel share: each operation waits for its other half.
+/// State shared by the two ranks of a fake communicator: each operation waits for its peer.
 #[derive(Default)]
 struct Joint {
-    /// The blocks of each chunk that was sent, until it is received.
+    /// Blocks of each sent chunk until it is received.
     sent: Mutex<BTreeMap<u64, Vec<Vec<u8>>>>,
     received: AtomicU64,
     joined: AtomicU64,
@@ -210,7 +210,7 @@ impl PeerChannels for Joining {
         joint.joined.fetch_add(1, Ordering::AcqRel);
         while joint.joined.load(Ordering::Acquire) < 2 {
             if Instant::now() >= patience.deadline || (patience.given_up)() {
-                return Err("the other end did not come".to_owned());
+                return Err("the peer did not join".to_owned());
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -228,11 +228,11 @@ struct JointEnd {
     joint: Arc<Joint>,
     reach: Reach,
     operations: AtomicU64,
-    /// This end's: the other end finds out by waiting in vain.
+    /// Set for this rank only: the peer detects it by a time-out.
     aborted: Arc<AtomicBool>,
 }
 
-/// Half of an operation.
+/// One rank's half of an operation.
 struct Half<B> {
     joint: Arc<Joint>,
     reach: Reach,
@@ -427,12 +427,12 @@ impl Node {
         Self::start_on(name, secret, identity, KvArena::host(layout, BLOCK_COUNT).unwrap())
     }
 
-    /// Its blocks lie elsewhere than in host memory, as those of a GPU.
+    /// Starts a node with blocks in fake device memory.
     pub fn start_remote(name: &str) -> Self {
         Self::start_on(name, SECRET, identity(), elsewhere(None))
     }
 
-    /// Its blocks lie elsewhere, where nodes of this process reach them.
+    /// Starts a node with blocks in fake device memory that peers can access.
     pub fn start_reaching(name: &str, reach: Reach, transport: TransportConfig) -> Self {
         let config = TransferConfig { transport, ..config(name, SECRET, identity()) };
         Self::start_of(config, elsewhere(Some(reach)))
@@ -508,7 +508,7 @@ impl Node {
             .unwrap_or_else(|_| panic!("no event comes: {:?}", self.transfers.metrics()))
     }
 
-    /// Writes a pattern that names the transfer and the block of the prompt.
+    /// Writes a pattern that depends on the transfer and the prompt's block.
     pub fn compute(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
         for (index, block) in blocks.iter().enumerate() {
             let pattern = pattern(transfer, first_block + index as u32);
@@ -527,7 +527,7 @@ impl Node {
         }
     }
 
-    /// No guard is left behind.
+    /// Asserts that no guard is held.
     pub fn assert_free(&self) {
         for block in 0..BLOCK_COUNT {
             assert_eq!(self.arena.pins(BlockId(block)).unwrap(), 0, "block {block}");
@@ -554,8 +554,8 @@ fn pattern(transfer: TransferId, block: u32) -> Vec<u8> {
     bytes
 }
 
-/// One whole journey; how long the receiver waited for it.
-pub fn travel(sender: &Node, receiver: &Node, from: &[BlockId], to: &[BlockId]) -> Duration {
+/// Runs one complete transfer. Returns how long the receiver waited.
+pub fn run_transfer(sender: &Node, receiver: &Node, from: &[BlockId], to: &[BlockId]) -> Duration {
     let transfer = TransferId(fresh());
     let start = Instant::now();
     sender.expect(transfer, receiver);

@@ -1,4 +1,4 @@
-//! A node in a process of its own, to be stopped and killed. The process is this test binary again.
+//! A node in its own process, to be stopped and killed. The process runs this test binary.
 
 use std::{
     env,
@@ -16,7 +16,7 @@ use crate::node::{Node, PATIENCE, SECRET, blocks, identity};
 
 const PARENT: &str = "BATON_KV_TRANSFER_TEST_PARENT";
 
-/// 256 KiB a block, so that one transfer does not fit the socket buffers.
+/// 256 KiB per block, so that one transfer exceeds the socket buffers.
 pub fn large_layout() -> KvLayout {
     KvLayout { layer_count: 16, kv_head_count: 4, head_dim: 32, dtype: Dtype::F32 }
 }
@@ -29,7 +29,7 @@ pub fn start_large(name: &str) -> Node {
 pub struct ChildNode {
     child: Child,
     stdin: ChildStdin,
-    /// What the child says of its transfers: `arrived ID` or `failed ID`.
+    /// Output of the child about its transfers: `arrived ID` or `failed ID`.
     pub lines: Receiver<String>,
     pub address: PeerAddress,
 }
@@ -45,10 +45,10 @@ impl ChildNode {
             .unwrap();
         let (sender, lines) = unbounded();
         let stdout = BufReader::new(child.stdout.take().unwrap());
-        // Ends with the child.
+        // The thread ends with the child.
         thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
-                // The harness prints its own words before ours, on the same line at times.
+                // The test harness may print on the same line before the child does.
                 if let Some((_, said)) = line.split_once("KV ") {
                     let _ = sender.send(said.to_owned());
                 }
@@ -65,7 +65,7 @@ impl ChildNode {
         Self { child, stdin, lines, address }
     }
 
-    /// Lets it reserve this many blocks.
+    /// Makes the child reserve this many blocks.
     pub fn receive(&mut self, transfer: TransferId, peer: &Node, block_count: u32) {
         let PeerAddress { node_id, epoch, control_endpoint } = &peer.address;
         writeln!(
@@ -88,13 +88,14 @@ impl ChildNode {
 
 impl Drop for ChildNode {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The child may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The child's main function, as [`ChildNode::start`] runs it; without its variable it has nothing to do.
+/// Main function of the child, started by [`ChildNode::start`]. Does nothing without its
+/// environment variable.
 #[test]
 fn child_node() {
     let Ok(name) = env::var(PARENT) else { return };
@@ -107,7 +108,7 @@ fn child_node() {
         }
     });
     let start = Instant::now();
-    // Never left behind, whatever becomes of the parent.
+    // Exits even if the parent dies.
     while start.elapsed() < Duration::from_secs(60) {
         crossbeam_channel::select! {
             recv(commands) -> line => {

@@ -1,4 +1,4 @@
-//! Peers that stop or die in the middle of a transfer.
+//! Peers that are stopped or killed during a transfer.
 
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,10 @@ use crate::{
     process::{ChildNode, start_large},
 };
 
-/// A lease on a busy machine, and long before the deadline of the transfers.
+/// A lease on a busy machine, well below the deadline of the transfers.
 const BACK: Duration = Duration::from_secs(7);
 
-/// Starts a transfer of all blocks to the child, 64 MiB, and hands over the first few.
+/// Starts a transfer of 64 MiB to the child and writes the first blocks.
 fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
     let transfer = TransferId(fresh());
     prefill.expect_from(transfer, child.address.clone());
@@ -22,8 +22,8 @@ fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
     transfer
 }
 
-/// Small transfers between the two, one after another, until the stuck one fails: when that was, and
-/// how many had ended before.
+/// Runs small transfers between the two until the stuck one fails. Returns the time of the failure
+/// and the number of completed transfers.
 fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, usize) {
     let (mut failed_at, mut count) = (None, 0);
     let next = |failed_at: &mut Option<Instant>| loop {
@@ -51,26 +51,26 @@ fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, u
 }
 
 #[test]
-fn a_stopped_peer_delays_no_other_pair_and_costs_a_lease() {
+fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     let (prefill, decode) = (start_large("prefill"), start_large("decode"));
     let mut child = ChildNode::start("stopped");
     let transfer = begin(&prefill, &mut child);
     child.signal("-STOP");
     let stopped = Instant::now();
-    // More than the buffers of both sides hold: the writer of that pair is stuck.
+    // More than the socket buffers hold, so the writer of that pair blocks.
     prefill.written(transfer, 4, &blocks(4..256));
     let (failed_at, count) = until_failed(&prefill, &decode, transfer);
     println!("{count} transfers of 4 blocks of 256 KiB beside a stopped peer");
-    // A pair that waited for the stuck one would have waited for its end.
+    // A pair that waits for the stuck one completes none in this time.
     assert!(count >= 3, "{count}");
     let elapsed = failed_at - stopped;
     assert!(elapsed < BACK, "{elapsed:?}");
     prefill.assert_free();
-    // The child finds its way when it wakes.
+    // The child recovers after it continues.
     child.signal("-CONT");
     assert_eq!(child.line(), format!("failed {transfer}"));
-    // Until it has noticed that the pair is lost an attempt may still fail, at once; a later one
-    // does not.
+    // Until the child has detected the lost pair, an attempt may fail at once; a later one
+    // succeeds.
     let arrived = (0..5).any(|_| {
         let again = TransferId(fresh());
         prefill.expect_from(again, child.address.clone());
@@ -86,7 +86,7 @@ fn a_stopped_peer_delays_no_other_pair_and_costs_a_lease() {
 }
 
 #[test]
-fn a_killed_peer_is_noticed_at_once() {
+fn killed_peer_is_detected_at_once() {
     let prefill = start_large("prefill");
     let mut child = ChildNode::start("killed");
     let transfer = begin(&prefill, &mut child);
@@ -95,7 +95,7 @@ fn a_killed_peer_is_noticed_at_once() {
         panic!("it fails")
     };
     assert_eq!(failed, transfer);
-    // By the end of its connection, not by a lease.
+    // By the closed connection, not by an expired lease.
     assert!(failure.to_string().contains("connection"), "{failure}");
     prefill.assert_free();
 }

@@ -1,4 +1,4 @@
-//! Transfers that succeed, and those that either side gives up.
+//! Successful and aborted transfers.
 
 use std::{
     net::SocketAddr,
@@ -14,14 +14,14 @@ use kv_transfer::{
 };
 
 use crate::node::{
-    BLOCK_COUNT, Node, PATIENCE, SECRET, blocks, config, fresh, identity, layout, travel,
+    BLOCK_COUNT, Node, PATIENCE, SECRET, blocks, config, fresh, identity, layout, run_transfer,
 };
 
 #[test]
-fn blocks_arrive_as_they_were_written_in_several_chunks() {
+fn blocks_arrive_unchanged_in_several_chunks() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let transfer = TransferId(fresh());
-    // The receiver has the first 3 of 43 blocks, and takes the rest in an order of its own.
+    // The receiver has the first 3 of 43 blocks cached, and reserves the others in reverse order.
     let to: Vec<_> = blocks(100..140).into_iter().rev().collect();
     decode.receive(transfer, &prefill, 3, &to);
     prefill.expect(transfer, &decode);
@@ -46,7 +46,7 @@ fn blocks_arrive_as_they_were_written_in_several_chunks() {
         panic!("it arrives");
     };
     assert_eq!((first_index, token.id), (3, 42));
-    // By eights, whatever is written at a time.
+    // Chunks have eight blocks, however many are written at a time.
     let bytes = 40 * layout().block_bytes() as u64;
     assert_eq!(stats, TransferStats { bytes, chunks: 5, elapsed: stats.elapsed });
     assert!(stats.elapsed > Duration::ZERO && stats.elapsed < PATIENCE);
@@ -63,11 +63,11 @@ fn blocks_arrive_as_they_were_written_in_several_chunks() {
 }
 
 #[test]
-fn blocks_that_are_not_in_host_memory_travel_by_copies() {
+fn tcp_copies_device_blocks_through_host_memory() {
     let host = Node::start("host");
     let remote = [Node::start_remote("remote-0"), Node::start_remote("remote-1")];
     for (from, to) in [(&host, &remote[0]), (&remote[0], &remote[1]), (&remote[1], &host)] {
-        travel(from, to, &blocks(0..20), &blocks(100..120));
+        run_transfer(from, to, &blocks(0..20), &blocks(100..120));
     }
     for node in [&host, &remote[0], &remote[1]] {
         node.assert_free();
@@ -79,7 +79,8 @@ fn blocks_that_are_not_in_host_memory_travel_by_copies() {
 fn many_transfers_share_a_pair_in_both_directions() {
     let (one, other) = (Node::start("one"), Node::start("other"));
     let ids: Vec<TransferId> = (0..24).map(|_| TransferId(fresh())).collect();
-    // Even ones go from `one` to `other`; each uses eight blocks of its own on both sides.
+    // Even transfers go from `one` to `other`. Each transfer has eight blocks of its own on both
+    // sides.
     let sides =
         |index: usize| if index.is_multiple_of(2) { (&one, &other) } else { (&other, &one) };
     let place = |index: usize| blocks(8 * index as u32..8 * (index as u32 + 1));
@@ -122,7 +123,7 @@ fn many_transfers_share_a_pair_in_both_directions() {
 }
 
 #[test]
-fn an_abort_at_either_side_frees_both_at_once() {
+fn abort_on_either_side_releases_both_at_once() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     for decode_aborts in [true, false] {
         let transfer = TransferId(fresh());
@@ -135,7 +136,7 @@ fn an_abort_at_either_side_frees_both_at_once() {
         let reason = "the client left".to_owned();
         side.transfers.command(Command::Abort { transfer, reason }).unwrap();
         let failures = [decode.event(), prefill.event()];
-        // Told, and not by a lease that ends.
+        // By a message, not by an expired lease.
         for (event, at_decode) in failures.iter().zip([true, false]) {
             let (Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. }) = event
             else {
@@ -151,12 +152,12 @@ fn an_abort_at_either_side_frees_both_at_once() {
         prefill.assert_free();
         decode.assert_free();
     }
-    // The pair goes on.
-    travel(&prefill, &decode, &blocks(0..64), &blocks(0..64));
+    // The pair is still usable.
+    run_transfer(&prefill, &decode, &blocks(0..64), &blocks(0..64));
 }
 
 #[test]
-fn another_model_is_refused_with_both_fingerprints() {
+fn different_model_is_rejected_with_both_fingerprints() {
     let prefill = Node::start("prefill");
     let mut other = identity();
     other.model_fingerprint = 0xbeef;
@@ -170,14 +171,14 @@ fn another_model_is_refused_with_both_fingerprints() {
 }
 
 #[test]
-fn weights_that_change_fail_what_is_under_way_and_are_refused_until_both_have_them() {
+fn weight_change_fails_transfers_in_progress_and_rejects_peers_until_they_match() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let changed = |weight_version| Command::WeightsChanged { weight_version };
     let failure_of = |node: &Node| match node.event() {
         Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. } => failure,
         other => panic!("{other:?}"),
     };
-    // Everything is there but the last word.
+    // Every block is written; only `Finish` is missing.
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..16));
     prefill.expect(transfer, &decode);
@@ -190,7 +191,7 @@ fn weights_that_change_fail_what_is_under_way_and_are_refused_until_both_have_th
     let failure = failure_of(&prefill);
     assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
     assert!(failure.to_string().contains("weight_version changed from 1 to 2"), "{failure}");
-    // The pair is up still; RESERVE says what is wrong.
+    // The pair is still connected; RESERVE is rejected.
     let transfer = TransferId(fresh());
     prefill.expect(transfer, &decode);
     decode.receive(transfer, &prefill, 0, &blocks(0..16));
@@ -201,24 +202,24 @@ fn weights_that_change_fail_what_is_under_way_and_are_refused_until_both_have_th
         node.assert_free();
     }
     prefill.transfers.command(changed(2)).unwrap();
-    travel(&prefill, &decode, &blocks(0..16), &blocks(0..16));
+    run_transfer(&prefill, &decode, &blocks(0..16), &blocks(0..16));
 }
 
 #[test]
-fn another_secret_is_turned_away_at_the_door() {
+fn wrong_cluster_secret_is_rejected_by_zap() {
     let prefill = Node::start("prefill");
     let decode = Node::start_with("decode", "the secret of another cluster", identity());
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..4));
     let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
-    // Turned away, and not given up by a lease that ends.
-    assert!(failure.to_string().contains("another cluster secret"), "{failure}");
+    // Rejected at once, not by an expired lease.
+    assert!(failure.to_string().contains("expected the same cluster secret"), "{failure}");
     assert!(prefill.transfers.metrics().control_refused["zap_auth"] > 0);
     decode.assert_free();
 }
 
 #[test]
-fn a_peer_that_is_not_there_costs_one_lease() {
+fn unreachable_peer_fails_after_one_lease() {
     let decode = Node::start("decode");
     let gone = {
         let prefill = Node::start("prefill");
@@ -237,13 +238,13 @@ fn a_peer_that_is_not_there_costs_one_lease() {
         assert!(matches!(failure, TransferFailure::PeerLost { .. }), "{failure}");
     }
     let elapsed = start.elapsed();
-    // And not the deadline of the transfer.
+    // Not at the deadline of the transfer.
     assert!(elapsed >= LEASE && elapsed < PATIENCE - LEASE, "{elapsed:?}");
     decode.assert_free();
 }
 
 #[test]
-fn a_peer_that_shuts_down_is_noticed_at_once() {
+fn peer_shutdown_is_detected_at_once() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..BLOCK_COUNT));
@@ -252,7 +253,7 @@ fn a_peer_that_shuts_down_is_noticed_at_once() {
     prefill.transfers.shutdown().unwrap();
     assert!(matches!(prefill.event(), Event::SendFailed { .. }), "the final event still comes");
     let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
-    // Told, or its connection closed; who finds out by a lease gives that as the reason.
+    // Detected by a message or a closed connection. An expired lease would be named as the reason.
     let is_told = match &failure {
         TransferFailure::PeerAborted { .. } => true,
         TransferFailure::PeerLost { reason, .. } => reason.contains("data connection"),
@@ -264,9 +265,9 @@ fn a_peer_that_shuts_down_is_noticed_at_once() {
 }
 
 #[test]
-fn shutdown_joins_everything_and_may_be_asked_twice() {
+fn shutdown_joins_all_threads_and_is_idempotent() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
-    travel(&prefill, &decode, &blocks(0..16), &blocks(0..16));
+    run_transfer(&prefill, &decode, &blocks(0..16), &blocks(0..16));
     for node in [prefill, decode] {
         node.transfers.shutdown().unwrap();
         node.transfers.shutdown().unwrap();
@@ -274,7 +275,7 @@ fn shutdown_joins_everything_and_may_be_asked_twice() {
 }
 
 #[test]
-fn an_endpoint_that_is_none_fails_its_transfer_at_once() {
+fn invalid_endpoint_fails_the_transfer_at_once() {
     let decode = Node::start("decode");
     let nowhere = PeerAddress {
         node_id: "nowhere".to_owned(),
@@ -283,12 +284,12 @@ fn an_endpoint_that_is_none_fails_its_transfer_at_once() {
     };
     decode.receive_from(TransferId(fresh()), nowhere, 0, &blocks(0..4));
     let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("it fails") };
-    // Named, and not given up by a lease that ends.
+    // The reason names the endpoint, not an expired lease.
     assert!(failure.to_string().contains("kind pigeon"), "{failure}");
 }
 
 #[test]
-fn a_port_in_use_is_named_and_nothing_is_left_behind() {
+fn port_in_use_is_named_and_all_ports_are_released() {
     let node = Node::start("node");
     let bound = |endpoint: &str| endpoint.strip_prefix("tcp://").unwrap().parse().unwrap();
     let taken: SocketAddr = bound(node.transfers.control_endpoint());
@@ -303,10 +304,10 @@ fn a_port_in_use_is_named_and_nothing_is_left_behind() {
     let start = |config: &TransferConfig| {
         Transfers::start(config.clone(), Arc::clone(&node.arena), |_| {}).err()
     };
-    let error = start(&config).expect("the message port is taken");
+    let error = start(&config).expect("the control port is taken");
     assert!(matches!(error, StartError::ControlBind { address, .. } if address == taken));
     assert!(error.to_string().contains(&taken.to_string()), "{error}");
-    // The data port, which was bound before, is free again.
+    // The data port, bound before the failure, is free again.
     config.control_bind = "127.0.0.1:0".parse().unwrap();
     assert!(start(&config).is_none());
     config.data_bind = bound(node.transfers.data_endpoint());
@@ -314,19 +315,19 @@ fn a_port_in_use_is_named_and_nothing_is_left_behind() {
     assert!(matches!(error, StartError::DataBind { .. }), "{error}");
     config.data_bind = free;
     config.node_id = String::new();
-    let error = start(&config).expect("a node has a name");
-    assert_eq!(error.to_string(), "node_id = \"\": 1 to 200 bytes");
+    let error = start(&config).expect("an empty node id is rejected");
+    assert_eq!(error.to_string(), "invalid node_id \"\"; expected 1 to 200 bytes");
 }
 
-/// A node that does not take its events is told that it is overloaded, and loses none of them.
+/// A node that does not take its events gets `Overloaded` and loses none of them.
 #[test]
-fn events_wait_for_their_node_and_commands_for_its_events() {
+fn blocked_event_sink_rejects_commands_and_loses_no_event() {
     let mut config = config("slow", SECRET, identity());
     config.limits.commands_max = 8;
     let (sender, events) = crossbeam_channel::bounded(1);
     let arena = KvArena::host(layout(), 8).unwrap();
     let transfers = Transfers::start(config, arena, sender).unwrap();
-    // Each fails at once, with one event.
+    // Each transfer fails at once, with one event.
     let peer = PeerAddress {
         node_id: "nowhere".to_owned(),
         epoch: Epoch(fresh()),
@@ -355,7 +356,7 @@ fn events_wait_for_their_node_and_commands_for_its_events() {
         std::thread::sleep(Duration::from_millis(2));
         assert!(start.elapsed() < Duration::from_secs(10), "the sink is full");
     }
-    // Half of the queue is kept for what has begun.
+    // Half of the queue is reserved for transfers that have started.
     let (transfer, reason) = (TransferId(fresh()), String::new());
     transfers.command(Command::Abort { transfer, reason }).unwrap();
     let mut ended = Vec::new();
@@ -369,9 +370,9 @@ fn events_wait_for_their_node_and_commands_for_its_events() {
     assert_eq!(ended, taken);
 }
 
-/// A scrape never waits for the driver, whatever holds it up.
+/// Reading metrics never blocks on the driver.
 #[test]
-fn figures_are_there_while_the_driver_is_held_up() {
+fn metrics_are_readable_while_the_driver_is_blocked() {
     let (entered, in_sink) = crossbeam_channel::bounded(1);
     let (release, held) = crossbeam_channel::bounded::<()>(0);
     let sink = move |_: Event| {
@@ -396,13 +397,13 @@ fn figures_are_there_while_the_driver_is_held_up() {
     };
     transfers.command(expect).unwrap();
     in_sink.recv_timeout(PATIENCE).expect("the transfer fails");
-    // The driver sits in the sink with the event, and what the event tells is counted.
-    let stats = reader.read().expect("the transfers live");
+    // The driver is blocked in the sink with the event, and the event is already counted.
+    let stats = reader.read().expect("the transfers exist");
     assert_eq!((stats.send_failed, stats.transfers_active), (1, 0));
     assert_eq!(transfers.metrics(), stats);
     drop(release);
     transfers.shutdown().unwrap();
-    assert_eq!(reader.read().map(|stats| stats.send_failed), Some(1), "the last ones stay");
+    assert_eq!(reader.read().map(|stats| stats.send_failed), Some(1), "the last values are kept");
     drop(transfers);
     assert_eq!(reader.read(), None);
 }

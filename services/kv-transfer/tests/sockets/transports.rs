@@ -1,7 +1,7 @@
-//! What every transport promises, and how two nodes come to one.
+//! Behaviour that all transports share, and how two nodes agree on one.
 //!
-//! The transports between GPUs run here over memory of this process that is reached as that of a peer
-//! is; with real GPUs the same is tested in `integration-tests`.
+//! The GPU transports run here over fake device memory of this process. `integration-tests` runs
+//! the same tests on real GPUs.
 
 use std::{
     sync::{Arc, Weak, atomic::Ordering},
@@ -15,7 +15,7 @@ use kv_transfer::{
     config::LEASE,
 };
 
-use crate::node::{Node, PATIENCE, Reach, blocks, fresh, travel};
+use crate::node::{Node, PATIENCE, Reach, blocks, fresh, run_transfer};
 
 fn reaching(name: &str) -> Node {
     Node::start_reaching(name, Reach::default(), TransportConfig::default())
@@ -29,10 +29,10 @@ fn verified(name: &str) -> Node {
     )
 }
 
-/// One of several tries: on a busy machine a step may take longer than the lease.
+/// Attempts per test: on a busy machine a step may take longer than the lease.
 const TRIES: usize = 10;
 
-/// A greeting without an answer is waited for no less.
+/// Time before an unanswered `HELLO` counts as unlikely to be answered.
 const UNANSWERED_MIN: Duration = Duration::from_millis(500);
 
 type Start = fn(&str) -> Node;
@@ -49,8 +49,8 @@ fn only(kind: TransferKind, verify: bool) -> TransportConfig {
     TransportConfig { choice: TransportChoice::Only(kind), verify, ..TransportConfig::default() }
 }
 
-/// Each way to carry, and how a node of it is started.
-const CARRIERS: [(&str, Start); 6] = [
+/// Every transport, and how to start a node that uses it.
+const TRANSPORTS: [(&str, Start); 6] = [
     ("tcp", Node::start),
     ("tcp", Node::start_remote),
     ("ipc", reaching),
@@ -59,14 +59,14 @@ const CARRIERS: [(&str, Start); 6] = [
     ("nccl", joining_verified),
 ];
 
-/// Those between GPUs.
-const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
+/// Transports between GPUs.
+const GPU_TRANSPORTS: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 fn path(node: &Node) -> String {
     node.transfers.metrics().peers[0].path.clone()
 }
 
-/// Waits for something that the other side does.
+/// Waits for an effect of the other side.
 fn until(what: &str, is_so: impl Fn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !is_so() {
@@ -79,7 +79,7 @@ fn pinned(node: &Node, block: u32) -> bool {
     node.arena.pins(BlockId(block)).unwrap() > 0
 }
 
-/// Reserved and expected, up to `Ready`.
+/// Starts a transfer up to `Ready`.
 fn begin(prefill: &Node, decode: &Node, count: u32) -> TransferId {
     let transfer = TransferId(fresh());
     decode.receive(transfer, prefill, 0, &blocks(0..count));
@@ -90,8 +90,8 @@ fn begin(prefill: &Node, decode: &Node, count: u32) -> TransferId {
 }
 
 #[test]
-fn blocks_arrive_whole_whatever_carries_them_and_however_they_lie() {
-    for (kind, start) in CARRIERS {
+fn every_transport_preserves_contiguous_and_scattered_blocks() {
+    for (kind, start) in TRANSPORTS {
         let (one, other) = (start("one"), start("other"));
         let scattered: Vec<BlockId> = (0..40).map(|index| BlockId(index * 37 % 256)).collect();
         for (from, to) in [
@@ -100,8 +100,8 @@ fn blocks_arrive_whole_whatever_carries_them_and_however_they_lie() {
             (blocks(30..70), scattered.clone()),
             (scattered, blocks(0..40).into_iter().rev().collect()),
         ] {
-            travel(&one, &other, &from, &to);
-            travel(&other, &one, &to, &from);
+            run_transfer(&one, &other, &from, &to);
+            run_transfer(&other, &one, &to, &from);
         }
         for node in [&one, &other] {
             node.assert_free();
@@ -117,15 +117,15 @@ fn blocks_arrive_whole_whatever_carries_them_and_however_they_lie() {
 }
 
 #[test]
-fn an_abort_at_any_moment_leaves_no_block_behind() {
-    for (kind, start) in CARRIERS {
+fn abort_at_any_moment_releases_all_blocks() {
+    for (kind, start) in TRANSPORTS {
         let (prefill, decode) = (start("prefill"), start("decode"));
         for round in 0..40_u64 {
             let transfer = begin(&prefill, &decode, 64);
             prefill.written(transfer, 0, &blocks(0..64));
             let side = if round % 2 == 0 { &prefill } else { &decode };
             std::thread::sleep(Duration::from_micros(round * 50));
-            let reason = "the client left".to_owned();
+            let reason = "the client disconnected".to_owned();
             side.transfers.command(Command::Abort { transfer, reason }).unwrap();
             let failed = decode.event();
             assert!(matches!(failed, Event::ReceiveFailed { .. }), "{kind}: {failed:?}");
@@ -134,14 +134,14 @@ fn an_abort_at_any_moment_leaves_no_block_behind() {
             assert!(matches!(failed, Event::SendFailed { .. }), "{kind}: {failed:?}");
             prefill.assert_free();
         }
-        // The pair has lived through all of it.
-        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        // The pair is still usable.
+        run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
     }
 }
 
 #[test]
-fn a_peer_that_leaves_lets_the_other_have_its_blocks_back() {
-    for (kind, start) in CARRIERS {
+fn leaving_peer_releases_the_blocks_of_the_other_side() {
+    for (kind, start) in TRANSPORTS {
         for decode_leaves in [true, false] {
             let (prefill, decode) = (start("prefill"), start("decode"));
             let transfer = begin(&prefill, &decode, 64);
@@ -161,7 +161,7 @@ fn a_peer_that_leaves_lets_the_other_have_its_blocks_back() {
 }
 
 #[test]
-fn the_setting_and_the_other_node_decide_what_carries() {
+fn transport_follows_the_settings_of_both_nodes() {
     let with = |choice| {
         let transport = TransportConfig { choice, ..TransportConfig::default() };
         Node::start_reaching("a node", Reach::default(), transport)
@@ -177,8 +177,8 @@ fn the_setting_and_the_other_node_decide_what_carries() {
         (with(ipc), Node::start("on a CPU"), "tcp"),
         (Node::start_remote("elsewhere"), with(TransportChoice::Auto), "tcp"),
     ] {
-        travel(&one, &other, &blocks(0..20), &blocks(100..120));
-        travel(&other, &one, &blocks(0..20), &blocks(100..120));
+        run_transfer(&one, &other, &blocks(0..20), &blocks(100..120));
+        run_transfer(&other, &one, &blocks(0..20), &blocks(100..120));
         for node in [&one, &other] {
             assert_eq!(path(node), kind);
             assert_eq!(node.transfers.metrics().fallbacks.len(), 0);
@@ -187,35 +187,35 @@ fn the_setting_and_the_other_node_decide_what_carries() {
 }
 
 #[test]
-fn where_memory_cannot_be_reached_kv_goes_by_tcp_and_that_is_counted() {
-    for kind in LOCAL {
+fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
+    for kind in GPU_TRANSPORTS {
         let no = Some("no peer access");
         let reach = Reach { refused: no, apart: no, ..Reach::default() };
         let apart = Node::start_reaching("apart", reach, only(kind, false));
         let near = Node::start_reaching("near", Reach::default(), only(kind, false));
-        travel(&near, &apart, &blocks(0..20), &blocks(100..120));
-        travel(&near, &apart, &blocks(0..20), &blocks(100..120));
+        run_transfer(&near, &apart, &blocks(0..20), &blocks(100..120));
+        run_transfer(&near, &apart, &blocks(0..20), &blocks(100..120));
         for node in [&near, &apart] {
             let metrics = node.transfers.metrics();
             assert_eq!(metrics.fallbacks.into_iter().collect::<Vec<_>>(), [(kind.name(), 1)]);
             assert_eq!(path(node), "tcp");
             node.assert_free();
         }
-        // The other way it can.
-        travel(&apart, &near, &blocks(0..20), &blocks(100..120));
+        // The opposite direction works.
+        run_transfer(&apart, &near, &blocks(0..20), &blocks(100..120));
         assert_eq!(apart.transfers.metrics().fallbacks[kind.name()], 1);
     }
 }
 
 #[test]
-fn where_one_carrier_fails_the_next_that_both_offer_is_tried_before_tcp() {
+fn failed_transport_falls_back_to_the_next_common_one_before_tcp() {
     let no = Some("not here");
     let refusing = Reach { refused: no, ..Reach::default() };
     let apart = Reach { apart: no, ..Reach::default() };
     let neither = Reach { refused: no, apart: no, ..Reach::default() };
     for (choice, reach, failed, kind) in [
         (TransportChoice::Auto, refusing.clone(), vec!["ipc"], "nccl"),
-        // Whoever has excluded a transport does not use it, whatever the other would do.
+        // A node never uses a transport that its settings exclude.
         (TransportChoice::Only(TransferKind::Nccl), apart, vec!["nccl"], "tcp"),
         (TransportChoice::Only(TransferKind::Ipc), refusing, vec!["ipc"], "tcp"),
         (TransportChoice::Auto, neither, vec!["ipc", "nccl"], "tcp"),
@@ -223,7 +223,7 @@ fn where_one_carrier_fails_the_next_that_both_offer_is_tried_before_tcp() {
         let prefill = Node::start_reaching("prefill", Reach::default(), TransportConfig::default());
         let transport = TransportConfig { choice, ..TransportConfig::default() };
         let decode = Node::start_reaching("decode", reach, transport);
-        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
         for node in [&prefill, &decode] {
             let fallbacks = node.transfers.metrics().fallbacks;
             assert_eq!(fallbacks.keys().copied().collect::<Vec<_>>(), failed, "{kind}");
@@ -232,9 +232,9 @@ fn where_one_carrier_fails_the_next_that_both_offer_is_tried_before_tcp() {
     }
 }
 
-/// What a node cannot do itself it does not try with another, and counts no failure of it.
+/// A node does not try transports that it cannot use, and counts no fallback for them.
 #[test]
-fn a_carrier_that_one_node_cannot_use_at_all_is_no_fallback() {
+fn unusable_transport_counts_as_no_fallback() {
     let without = [
         Reach { unloaded: Some("no library"), ..Reach::default() },
         Reach { channelless: true, ..Reach::default() },
@@ -243,7 +243,7 @@ fn a_carrier_that_one_node_cannot_use_at_all_is_no_fallback() {
         let prefill = Node::start_reaching("prefill", reach, TransportConfig::default());
         let refusing = Reach { refused: Some("not here"), ..Reach::default() };
         let decode = Node::start_reaching("decode", refusing, TransportConfig::default());
-        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
         for node in [&prefill, &decode] {
             let fallbacks = node.transfers.metrics().fallbacks;
             assert_eq!(fallbacks.into_iter().collect::<Vec<_>>(), [("ipc", 1)]);
@@ -252,9 +252,9 @@ fn a_carrier_that_one_node_cannot_use_at_all_is_no_fallback() {
     }
 }
 
-/// Who leaves or is closed while the two join has not found out that the transport fails.
+/// A peer that leaves while joining does not show that the transport fails.
 #[test]
-fn a_peer_that_leaves_in_a_join_is_lost_and_counts_as_no_fallback() {
+fn peer_lost_while_joining_counts_as_no_fallback() {
     for sender_leaves in [true, false] {
         let absent = Reach { hangs: true, ..Reach::default() };
         let reach = Reach::default();
@@ -265,7 +265,7 @@ fn a_peer_that_leaves_in_a_join_is_lost_and_counts_as_no_fallback() {
         until("the receiver waits for the sender", || reach.joining.load(Ordering::Acquire) == 1);
         let (leaves, stays) = if sender_leaves { (&prefill, &decode) } else { (&decode, &prefill) };
         leaves.transfers.shutdown().unwrap();
-        // Long before the pair would be closed for being idle.
+        // Long before an idle pair would be closed.
         until("the pair is over", || stays.transfers.metrics().peers.is_empty());
         for node in [leaves, stays] {
             assert_eq!(node.transfers.metrics().fallbacks.len(), 0, "{sender_leaves}");
@@ -273,23 +273,24 @@ fn a_peer_that_leaves_in_a_join_is_lost_and_counts_as_no_fallback() {
     }
 }
 
-/// Who waits for the other end to join sees that it does not come: long before its patience ends.
+/// A node that waits for its peer to join learns of the failure long before the time-out.
 #[test]
-fn whoever_waits_in_a_join_hears_that_the_other_end_has_given_up() {
+fn failed_join_is_reported_to_the_waiting_peer() {
     let failing = || Reach { fails: Some("out of memory"), ..Reach::default() };
     for (sender, receiver) in [(failing(), Reach::default()), (Reach::default(), failing())] {
         let prefill = Node::start_reaching("prefill", sender, only(TransferKind::Nccl, false));
         let decode = Node::start_reaching("decode", receiver, only(TransferKind::Nccl, false));
-        // A receiver that waited on would keep the next connection out for a lease, and lose the pair.
-        travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+        // A receiver that kept waiting would block the next connection for a lease and lose the
+        // pair.
+        run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
         assert_eq!((path(&prefill).as_str(), path(&decode).as_str()), ("tcp", "tcp"));
         assert_eq!(prefill.transfers.metrics().fallbacks["nccl"], 1);
         assert_eq!(decode.transfers.metrics().fallbacks["nccl"], 1);
     }
 }
 
-/// Tells the node of a peer; what is returned has owners until the two have met.
-fn meet(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
+/// Connects the node to a peer. The returned guard has owners until the two are connected.
+fn connect(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
     let guard = Arc::new(());
     let held = Arc::downgrade(&guard);
     let guard: ConnectGuard = guard;
@@ -297,48 +298,48 @@ fn meet(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
     held
 }
 
-/// What GPUs need for a pair is made before the first transfer, and is there for it when the two have met.
+/// GPU connections are ready before the first transfer once the guard is dropped.
 #[test]
-fn nodes_that_meet_have_their_connection_before_the_first_transfer() {
-    for kind in LOCAL {
-        // On a busy machine they may be given up before they have met.
-        let met_in_time = (0..TRIES).any(|_| {
+fn nodes_connect_before_the_first_transfer() {
+    for kind in GPU_TRANSPORTS {
+        // On a busy machine the guard may time out before they are connected.
+        let connected_in_time = (0..TRIES).any(|_| {
             let reach = Reach::default();
             let prefill = Node::start_reaching("prefill", Reach::default(), only(kind, false));
             let decode = Node::start_reaching("decode", reach.clone(), only(kind, false));
             let start = Instant::now();
             let held = [
-                meet(&prefill, decode.address.clone(), true),
-                meet(&decode, prefill.address.clone(), false),
+                connect(&prefill, decode.address.clone(), true),
+                connect(&decode, prefill.address.clone(), false),
             ];
-            until("both have met", || held.iter().all(|held| held.strong_count() == 0));
+            until("both are connected", || held.iter().all(|held| held.strong_count() == 0));
             let took = start.elapsed();
             let reached = || reach.reached.load(Ordering::Acquire);
             let in_time = reached() == 1;
             assert!(in_time || took >= UNANSWERED_MIN, "over after {took:?}, and no connection");
             until("the receiver has reached the sender", || reached() == 1);
-            travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+            run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
             assert_eq!((path(&decode).as_str(), reached()), (kind.name(), 1));
-            // Once more: nothing is to be made.
-            let held = meet(&prefill, decode.address.clone(), true);
-            until("they have met", || held.strong_count() == 0);
+            // Connecting again creates nothing.
+            let held = connect(&prefill, decode.address.clone(), true);
+            until("they are connected", || held.strong_count() == 0);
             in_time
         });
-        assert!(met_in_time);
+        assert!(connected_in_time);
     }
 }
 
 #[test]
-fn whoever_waits_for_a_meeting_hears_soon_that_there_will_be_none() {
-    // Of several tries one is quick, on a busy machine too.
+fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
+    // One of several attempts is fast even on a busy machine.
     let is_over_before = |most: Duration, meets: &dyn Fn() -> Duration| {
         (0..TRIES).any(|_| {
             let took = meets();
-            assert!(took >= UNANSWERED_MIN, "it might have answered yet: {took:?}");
+            assert!(took >= UNANSWERED_MIN, "dropped while an answer was still likely: {took:?}");
             took < most
         })
     };
-    // A listener that takes connections and says nothing.
+    // A listener that accepts connections and never answers.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let control_endpoint = format!("tcp://{}", silent.local_addr().unwrap());
     let prefill = reaching("prefill");
@@ -346,57 +347,57 @@ fn whoever_waits_for_a_meeting_hears_soon_that_there_will_be_none() {
         let (node_id, epoch) = ("silent".to_owned(), Epoch(fresh()));
         let peer = PeerAddress { node_id, epoch, control_endpoint: control_endpoint.clone() };
         let start = Instant::now();
-        let held = meet(&prefill, peer, true);
-        until("the silent one is given up", || held.strong_count() == 0);
+        let held = connect(&prefill, peer, true);
+        until("the guard of the silent peer is dropped", || held.strong_count() == 0);
         start.elapsed()
     };
-    assert!(is_over_before(CONNECT_TIMEOUT, &meets_nobody), "nothing is hoped for so long");
+    assert!(is_over_before(CONNECT_TIMEOUT, &meets_nobody), "the guard is dropped early");
 
     let joins_in_vain = || {
         let (hangs, other) = (Reach { hangs: true, ..Reach::default() }, Reach::default());
         let prefill = Node::start_reaching("prefill", hangs, only(TransferKind::Nccl, false));
         let decode = Node::start_reaching("decode", other, only(TransferKind::Nccl, false));
         let start = Instant::now();
-        let held = meet(&prefill, decode.address.clone(), true);
-        until("the one that hangs is given up", || held.strong_count() == 0);
+        let held = connect(&prefill, decode.address.clone(), true);
+        until("the guard of the hung join is dropped", || held.strong_count() == 0);
         start.elapsed()
     };
     assert!(is_over_before(2 * CONNECT_TIMEOUT, &joins_in_vain), "a join may take longer");
 
-    // By tcp alone there is nothing to wait for.
+    // With `tcp` alone the guard is dropped at once.
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
-    let held = meet(&prefill, decode.address.clone(), true);
-    until("there is nothing to make", || held.strong_count() == 0);
+    let held = connect(&prefill, decode.address.clone(), true);
+    until("the guard is dropped", || held.strong_count() == 0);
 }
 
 #[test]
-fn where_there_is_nothing_to_make_in_advance_meeting_makes_no_pair() {
+fn connecting_in_advance_creates_no_tcp_pair() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let peer = decode.address.clone();
     prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
-    // Commands are taken in order: when the transfer is over, the guard has long been.
+    // Commands are handled in order, so after the transfer the connect command has been handled.
     let third = Node::start("third");
-    travel(&prefill, &third, &blocks(0..20), &blocks(100..120));
+    run_transfer(&prefill, &third, &blocks(0..20), &blocks(100..120));
     assert_eq!(prefill.transfers.metrics().peers.len(), 1);
 }
 
 #[test]
-fn few_pairs_are_made_in_advance() {
+fn preconnected_pairs_are_bounded() {
     let prefill = reaching("prefill");
     let others: Vec<Node> = (0..6).map(|_| reaching("decode")).collect();
     for other in &others {
         let peer = other.address.clone();
         prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
     }
-    // With one that was met and with the last, which was not.
+    // With a connected peer, and with the last peer, which is not connected.
     for other in [&others[0], &others[5]] {
-        travel(&prefill, other, &blocks(0..20), &blocks(100..120));
+        run_transfer(&prefill, other, &blocks(0..20), &blocks(100..120));
     }
     assert_eq!(prefill.transfers.metrics().peers.len(), 5);
 }
 
-/// False when the machine was so slow that the transports may have given up by themselves.
-fn blocks_stay_borrowed(kind: TransferKind, decode_aborts: bool) -> bool {
+/// Returns false if the machine was so slow that a time-out may have interfered.
+fn blocks_stay_held(kind: TransferKind, decode_aborts: bool) -> bool {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let prefill = Node::start_reaching("prefill", Reach::default(), only(kind, false));
@@ -407,37 +408,38 @@ fn blocks_stay_borrowed(kind: TransferKind, decode_aborts: bool) -> bool {
     prefill.written(transfer, 0, &blocks(0..8));
     until("the copy begins", || reach.begun.load(Ordering::Acquire) == 1);
     let side = if decode_aborts { &decode } else { &prefill };
-    let reason = "the client left".to_owned();
+    let reason = "the client disconnected".to_owned();
     side.transfers.command(Command::Abort { transfer, reason }).unwrap();
-    // Nothing that can be waited for says that nothing happens.
+    // No event marks that nothing happens, so the test waits.
     std::thread::sleep(Duration::from_millis(200));
     let (written, read) = (pinned(&decode, 7), pinned(&prefill, 7));
     let silent = decode.events.is_empty() && prefill.events.is_empty();
     let in_time = begun.elapsed() < LEASE / 2;
     reach.open.store(true, Ordering::Release);
     if in_time {
-        assert!(written, "what is written is not given back");
-        assert!(read, "nor what is read");
+        assert!(written, "blocks being written stay held");
+        assert!(read, "blocks being read stay held");
         assert!(silent);
     }
     assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
     assert!(matches!(prefill.event(), Event::SendFailed { .. }));
     decode.assert_free();
     prefill.assert_free();
-    travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
     in_time
 }
 
 #[test]
-fn blocks_stay_borrowed_while_a_copy_is_under_way() {
-    for (kind, decode_aborts) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
-        let seen = (0..TRIES).any(|_| blocks_stay_borrowed(kind, decode_aborts));
-        assert!(seen, "{kind}: no try was quick enough to see anything");
+fn blocks_stay_held_while_a_copy_is_in_flight() {
+    for (kind, decode_aborts) in GPU_TRANSPORTS.into_iter().flat_map(|it| [(it, true), (it, false)])
+    {
+        let seen = (0..TRIES).any(|_| blocks_stay_held(kind, decode_aborts));
+        assert!(seen, "{kind}: every attempt was too slow");
     }
 }
 
-/// Whether the other pair's transfer was delivered before the stuck pair's failed.
-fn the_other_pair_goes_first() -> bool {
+/// Returns whether the other pair's transfer completed before the stuck pair's failed.
+fn other_pair_completes_first() -> bool {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let prefill = reaching("prefill");
@@ -473,7 +475,7 @@ fn the_other_pair_goes_first() -> bool {
     assert!(matches!(other.event(), Event::Arrived { .. }));
     other.assert_holds(free, 0, &places);
     prefill.assert_free();
-    // What may still be written is not given back, whatever the pair has come to.
+    // Blocks that may still be written stay held after the pair is lost.
     assert!(pinned(&stuck, 7));
     reach.open.store(true, Ordering::Release);
     assert!(matches!(stuck.event(), Event::ReceiveFailed { .. }));
@@ -482,18 +484,21 @@ fn the_other_pair_goes_first() -> bool {
 }
 
 #[test]
-fn a_copy_that_does_not_end_costs_the_sender_a_lease_and_delays_no_other_pair() {
-    assert!((0..TRIES).any(|_| the_other_pair_goes_first()), "it waits for the stuck pair");
+fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
+    assert!(
+        (0..TRIES).any(|_| other_pair_completes_first()),
+        "the other pair waited for the stuck pair"
+    );
 }
 
-/// As when the peer's GPU does not come to its half: the blocks come back with the channel's end, and the
-/// next transfer makes another.
+/// The peer's GPU never launches its half: aborting the communicator releases the blocks, and the
+/// next transfer opens a new one.
 #[test]
-fn an_operation_without_its_other_half_is_ended_with_its_channel() {
+fn nccl_operation_without_its_peer_is_aborted() {
     let reach = Reach::default();
     let prefill = Node::start_reaching("prefill", reach.clone(), only(TransferKind::Nccl, false));
     let decode = Node::start_reaching("decode", Reach::default(), only(TransferKind::Nccl, false));
-    travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
     reach.open.store(false, Ordering::Release);
     let transfer = begin(&prefill, &decode, 8);
     prefill.written(transfer, 0, &blocks(0..8));
@@ -501,16 +506,16 @@ fn an_operation_without_its_other_half_is_ended_with_its_channel() {
     assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
     prefill.assert_free();
     decode.assert_free();
-    // What begins before that is lost with the pair.
+    // Transfers started before that are lost with the pair.
     let has_lost_it = |node: &&Node| node.transfers.metrics().peers.is_empty();
     until("both lose the pair", || [&prefill, &decode].iter().all(has_lost_it));
     reach.open.store(true, Ordering::Release);
-    travel(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
 }
 
-/// A sender whose halves end before the receiver's does not lead the receiver to begin more.
+/// A sender whose sends complete early does not make the receiver exceed its bound.
 #[test]
-fn no_more_operations_of_a_pair_are_under_way_than_are_meant_to_be() {
+fn nccl_operations_in_flight_are_bounded() {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let hasty = Reach { hasty: true, ..Reach::default() };
@@ -520,17 +525,18 @@ fn no_more_operations_of_a_pair_are_under_way_than_are_meant_to_be() {
     let transfer = begin(&prefill, &decode, 96);
     prefill.written(transfer, 0, &blocks(0..96));
     let begun = || reach.begun.load(Ordering::Acquire);
-    // On a very slow machine they are given up first.
+    // On a very slow machine the transfer fails first.
     until("operations begin", || begun() >= 8 || !decode.events.is_empty());
-    // Nothing that can be waited for says that no other begins.
+    // No event marks that no further operation starts, so the test waits.
     std::thread::sleep(Duration::from_millis(200));
-    assert!(begun() <= 8, "{} are under way", begun());
+    assert!(begun() <= 8, "{} are in flight", begun());
     reach.open.store(true, Ordering::Release);
 }
 
 #[test]
-fn damage_on_the_way_is_found_where_hashes_are_asked_for_by_either() {
-    for (kind, receiver_asks) in LOCAL.into_iter().flat_map(|it| [(it, true), (it, false)]) {
+fn corruption_is_detected_if_either_side_verifies() {
+    for (kind, receiver_asks) in GPU_TRANSPORTS.into_iter().flat_map(|it| [(it, true), (it, false)])
+    {
         let transport = |verify| only(kind, verify);
         let damaging = Reach { damages: true, ..Reach::default() };
         let prefill = Node::start_reaching("prefill", Reach::default(), transport(!receiver_asks));
