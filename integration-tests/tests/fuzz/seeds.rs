@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use cluster::{Epoch, NodeId};
 use gguf::TensorKind;
-use kv_transfer::{api::TransferId, data::tcp::frame};
+use kv_transfer::{api::TransferId, testing::frame};
 use prost::Message;
 use proto::v1::{self, control_message};
 use serde_json::json;

@@ -18,7 +18,7 @@ use kv_transfer::{
     ClusterSecret,
     api::Epoch,
     control::{Keys, Verifier},
-    data::tcp::frame,
+    testing::frame,
 };
 use model::{Checkpoint, LoadFormat, Weight, WeightShape};
 use prost::Message;

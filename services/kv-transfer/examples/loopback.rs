@@ -23,12 +23,12 @@ use kv_transfer::{
     ClusterSecret, TransferConfig, TransferLimits, Transfers, TransportConfig,
     api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
     control::{Body, ControlMessage, Keys, Signer, Source, Verifier},
-    shell::sockets::{self, ZapAuth},
+    testing::sockets::{self, ZapAuth},
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 const BLOCK_TOKENS: u32 = 16;
 
 fn main() -> Outcome<()> {
@@ -240,7 +240,7 @@ fn transfers(tokens: u32, chunk_bytes_max: usize) -> Outcome<()> {
             transfer,
             peer: decode.address.clone(),
             prompt_hash: 1,
-            deadline: PATIENCE,
+            deadline: WAIT_TIMEOUT,
             traceparent: String::new(),
         })?;
         decode.transfers.command(Command::Receive {
@@ -249,16 +249,16 @@ fn transfers(tokens: u32, chunk_bytes_max: usize) -> Outcome<()> {
             prompt_hash: 1,
             first_block: 0,
             blocks: blocks.clone(),
-            deadline: PATIENCE,
+            deadline: WAIT_TIMEOUT,
             traceparent: String::new(),
         })?;
-        prefill.events.recv_timeout(PATIENCE)?;
+        prefill.events.recv_timeout(WAIT_TIMEOUT)?;
         let written = Instant::now();
         let blocks = blocks.clone();
         prefill.transfers.command(Command::Written { transfer, first_block: 0, blocks })?;
         let token = SampledToken { id: 1, logprobs: None };
         prefill.transfers.command(Command::Finish { transfer, first_index: 0, token })?;
-        match decode.events.recv_timeout(PATIENCE)? {
+        match decode.events.recv_timeout(WAIT_TIMEOUT)? {
             Event::Arrived { .. } => {}
             other => return Err(format!("{other:?}").into()),
         }
@@ -267,7 +267,7 @@ fn transfers(tokens: u32, chunk_bytes_max: usize) -> Outcome<()> {
             hand_overs.push(written.elapsed());
             latencies.push(begin.elapsed());
         }
-        prefill.events.recv_timeout(PATIENCE)?;
+        prefill.events.recv_timeout(WAIT_TIMEOUT)?;
     }
     let p50 = percentiles(&format!("{tokens:>4} tokens, Written to Arrived"), hand_overs);
     print!(", {:.2} GB/s;", rate(bytes, p50));

@@ -7,26 +7,31 @@
 //!   sockets, clocks or threads.
 //! * [`driver`]: executes the protocol's actions on a transport and on queues of control messages.
 //! * [`control`]: the control messages: encoding, authentication tag, replay window, size bounds.
-//! * [`shell`]: runs the protocol on a driver thread, a listener thread and one sender thread per
+//! * `shell`: runs the protocol on a driver thread, a listener thread and one sender thread per
 //!   peer.
-//! * [`transport`]: the trait that moves blocks. [`data`] implements it for `tcp`, `ipc` and
+//! * [`transport`]: the trait that moves blocks. `data` implements it for `tcp`, `ipc` and
 //!   `nccl`.
-//! * [`resolve`]: resolves host names within a deadline.
+//! * `resolve`: resolves host names within a deadline.
 
 #![forbid(unsafe_code)]
 
 pub mod api;
 pub mod config;
 pub mod control;
-pub mod data;
+mod data;
 pub mod driver;
-pub mod metrics;
+mod metrics;
 pub mod protocol;
-pub mod resolve;
-pub mod shell;
+mod resolve;
+mod shell;
 mod threads;
-pub mod transfer_kind;
+mod transfer_kind;
 pub mod transport;
+
+/// Parts of the wire format that tests, fuzz targets and benchmarks need. Not for nodes.
+pub mod testing {
+    pub use crate::{data::tcp::frame, shell::sockets};
+}
 
 pub use config::{
     CONNECT_TIMEOUT, ClusterSecret, PRECONNECTED_PAIRS_MAX, SecretTooShort, TransferConfig,

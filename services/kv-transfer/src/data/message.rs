@@ -299,7 +299,7 @@ mod tests {
         ]
     }
 
-    /// What comes out at the other end of a connection into which these bytes go.
+    /// Returns what the other end of a connection reads when these bytes are written.
     fn read(bytes: &[u8]) -> io::Result<Vec<Message>> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let mut sender = TcpStream::connect(listener.local_addr()?)?;

@@ -17,7 +17,7 @@ use kv_transfer::{
     control::{Body, ControlMessage, Hello, Keys, Signer, Source},
 };
 
-use crate::node::{Node, PATIENCE, Reach, SECRET, blocks, fresh, identity, run_transfer};
+use crate::node::{Node, Reach, SECRET, WAIT_TIMEOUT, blocks, fresh, identity, run_transfer};
 
 /// Far longer than the attack takes on a busy machine.
 const ATTACK_TIMEOUT: Duration = Duration::from_secs(120);
@@ -39,7 +39,7 @@ fn refused(node: &Node, reason: &str) {
         if counts.iter().any(|counts| counts.get(reason).is_some_and(|count| *count > 0)) {
             return;
         }
-        assert!(start.elapsed() < PATIENCE, "no {reason} in {counts:?}");
+        assert!(start.elapsed() < WAIT_TIMEOUT, "no {reason} in {counts:?}");
         thread::sleep(Duration::from_millis(5));
     }
 }
@@ -182,7 +182,7 @@ fn zap_password_does_not_replace_message_tags() {
     dealer.send_multipart([noise(1, 2 << 20), noise(2, 32)], 0).unwrap();
     let start = Instant::now();
     while node.transfers.metrics().control_refused["frames"] != 2 {
-        assert!(start.elapsed() < PATIENCE, "{:?}", node.transfers.metrics().control_refused);
+        assert!(start.elapsed() < WAIT_TIMEOUT, "{:?}", node.transfers.metrics().control_refused);
         thread::sleep(Duration::from_millis(5));
     }
     run_transfer(&Node::start("prefill"), &node, &blocks(0..16), &blocks(0..16));
@@ -215,7 +215,7 @@ fn send_hello(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     dealer.send_multipart([&signed.frame, &signed.tag], 0).unwrap();
     let start = Instant::now();
     while !to.transfers.metrics().peers.iter().any(|peer| peer.node_id == name) {
-        assert!(start.elapsed() < PATIENCE, "{name} was not let in");
+        assert!(start.elapsed() < WAIT_TIMEOUT, "{name} was not let in");
         thread::sleep(Duration::from_millis(5));
     }
     (context, dealer)
@@ -229,7 +229,7 @@ fn data_connection(to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
 /// Opens a data connection for the transport with this handshake label.
 fn data_connection_by(label: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     let mut stream = TcpStream::connect(host(to.transfers.data_endpoint())).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
     let mut greeting = [0; 40];
     stream.read_exact(&mut greeting).unwrap();
     assert_eq!(&greeting[..8], b"BATONKV1");
@@ -247,7 +247,7 @@ fn is_closed(stream: &mut TcpStream) -> bool {
 #[test]
 fn data_connections_authenticate_and_write_only_posted_blocks() {
     let node = Node::start("node");
-    let stranger = Keys::derive(&ClusterSecret::new("the secret of somebody else").unwrap());
+    let stranger = Keys::derive(&ClusterSecret::new("the secret of another cluster").unwrap());
     let mut wrong = data_connection(&node, Epoch(fresh()), &stranger);
     assert!(is_closed(&mut wrong));
     refused(&node, "handshake_tag");
@@ -329,7 +329,7 @@ fn incomplete_handshakes_time_out_and_free_their_slots() {
     refused(&node, "handshakes_full");
     // They time out after one second; then other clients are accepted.
     for mut stream in held {
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
         let _ = stream.read(&mut [0; 40]);
         assert!(is_closed(&mut stream));
     }

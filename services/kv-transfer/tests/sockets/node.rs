@@ -24,7 +24,7 @@ use kv_transfer::{
 pub const SECRET: &str = "the secret of these tests";
 pub const BLOCK_COUNT: u32 = 256;
 /// Time-out of every wait in these tests; far above every asserted bound.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
@@ -206,7 +206,7 @@ impl PeerChannels for Joining {
         }
         assert_eq!(answer, answer_to(invitation), "both ends have the receiver's answer");
         let number = u64::from_be_bytes(invitation.try_into().map_err(|_| "no invitation")?);
-        let joint = JOINTS.lock().unwrap().get(&number).cloned().ok_or("nobody invited")?;
+        let joint = JOINTS.lock().unwrap().get(&number).cloned().ok_or("no invitation")?;
         joint.joined.fetch_add(1, Ordering::AcqRel);
         while joint.joined.load(Ordering::Acquire) < 2 {
             if Instant::now() >= patience.deadline || (patience.given_up)() {
@@ -357,7 +357,7 @@ impl PeerMemory for Reachable {
         }
         let number = u64::from_be_bytes(export.try_into().map_err(|_| "not an export")?);
         let exported = EXPORTED.lock().unwrap().get(&number).and_then(Weak::upgrade);
-        let from = exported.ok_or("nobody exported that")?;
+        let from = exported.ok_or("unknown export")?;
         self.reach.reached.fetch_add(1, Ordering::AcqRel);
         Ok(Box::new(ReachedBlocks { from, reach: self.reach.clone() }))
     }
@@ -471,7 +471,7 @@ impl Node {
             prompt_hash: transfer.0,
             first_block,
             blocks: blocks.to_vec(),
-            deadline: PATIENCE,
+            deadline: WAIT_TIMEOUT,
             traceparent: "00-receive".to_owned(),
         };
         self.transfers.command(command).unwrap();
@@ -486,7 +486,7 @@ impl Node {
             transfer,
             peer,
             prompt_hash: transfer.0,
-            deadline: PATIENCE,
+            deadline: WAIT_TIMEOUT,
             traceparent: "00-expect".to_owned(),
         };
         self.transfers.command(command).unwrap();
@@ -504,7 +504,7 @@ impl Node {
 
     pub fn event(&self) -> Event {
         self.events
-            .recv_timeout(PATIENCE)
+            .recv_timeout(WAIT_TIMEOUT)
             .unwrap_or_else(|_| panic!("no event comes: {:?}", self.transfers.metrics()))
     }
 

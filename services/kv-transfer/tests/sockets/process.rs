@@ -12,7 +12,7 @@ use crossbeam_channel::{Receiver, unbounded};
 use kernels::{Dtype, KvLayout};
 use kv_transfer::api::{Epoch, Event, PeerAddress, TransferId};
 
-use crate::node::{Node, PATIENCE, SECRET, blocks, identity};
+use crate::node::{Node, SECRET, WAIT_TIMEOUT, blocks, identity};
 
 const PARENT: &str = "BATON_KV_TRANSFER_TEST_PARENT";
 
@@ -54,7 +54,7 @@ impl ChildNode {
                 }
             }
         });
-        let first = lines.recv_timeout(PATIENCE).expect("the child starts");
+        let first = lines.recv_timeout(WAIT_TIMEOUT).expect("the child starts");
         let words: Vec<&str> = first.split(' ').collect();
         let address = PeerAddress {
             node_id: name.to_owned(),
@@ -82,7 +82,7 @@ impl ChildNode {
     }
 
     pub fn line(&self) -> String {
-        self.lines.recv_timeout(PATIENCE).expect("the child says something")
+        self.lines.recv_timeout(WAIT_TIMEOUT).expect("the child says something")
     }
 }
 

@@ -14,7 +14,7 @@ use kv_transfer::{
 };
 
 use crate::node::{
-    BLOCK_COUNT, Node, PATIENCE, SECRET, blocks, config, fresh, identity, layout, run_transfer,
+    BLOCK_COUNT, Node, SECRET, WAIT_TIMEOUT, blocks, config, fresh, identity, layout, run_transfer,
 };
 
 #[test]
@@ -49,7 +49,7 @@ fn blocks_arrive_unchanged_in_several_chunks() {
     // Chunks have eight blocks, however many are written at a time.
     let bytes = 40 * layout().block_bytes() as u64;
     assert_eq!(stats, TransferStats { bytes, chunks: 5, elapsed: stats.elapsed });
-    assert!(stats.elapsed > Duration::ZERO && stats.elapsed < PATIENCE);
+    assert!(stats.elapsed > Duration::ZERO && stats.elapsed < WAIT_TIMEOUT);
     decode.assert_holds(transfer, 3, &to);
     assert!(matches!(prefill.event(), Event::Delivered { stats, .. } if stats.bytes == bytes));
     for node in [&prefill, &decode] {
@@ -239,7 +239,7 @@ fn unreachable_peer_fails_after_one_lease() {
     }
     let elapsed = start.elapsed();
     // Not at the deadline of the transfer.
-    assert!(elapsed >= LEASE && elapsed < PATIENCE - LEASE, "{elapsed:?}");
+    assert!(elapsed >= LEASE && elapsed < WAIT_TIMEOUT - LEASE, "{elapsed:?}");
     decode.assert_free();
 }
 
@@ -396,7 +396,7 @@ fn metrics_are_readable_while_the_driver_is_blocked() {
         traceparent: String::new(),
     };
     transfers.command(expect).unwrap();
-    in_sink.recv_timeout(PATIENCE).expect("the transfer fails");
+    in_sink.recv_timeout(WAIT_TIMEOUT).expect("the transfer fails");
     // The driver is blocked in the sink with the event, and the event is already counted.
     let stats = reader.read().expect("the transfers exist");
     assert_eq!((stats.send_failed, stats.transfers_active), (1, 0));

@@ -15,7 +15,7 @@ use kv_transfer::{
     config::LEASE,
 };
 
-use crate::node::{Node, PATIENCE, Reach, blocks, fresh, run_transfer};
+use crate::node::{Node, Reach, WAIT_TIMEOUT, blocks, fresh, run_transfer};
 
 fn reaching(name: &str) -> Node {
     Node::start_reaching(name, Reach::default(), TransportConfig::default())
@@ -68,7 +68,7 @@ fn path(node: &Node) -> String {
 
 /// Waits for an effect of the other side.
 fn until(what: &str, is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !is_so() {
         assert!(Instant::now() < deadline, "{what}");
         std::thread::sleep(Duration::from_millis(1));
@@ -332,9 +332,9 @@ fn nodes_connect_before_the_first_transfer() {
 #[test]
 fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
     // One of several attempts is fast even on a busy machine.
-    let is_over_before = |most: Duration, meets: &dyn Fn() -> Duration| {
+    let is_dropped_within = |most: Duration, wait: &dyn Fn() -> Duration| {
         (0..TRIES).any(|_| {
-            let took = meets();
+            let took = wait();
             assert!(took >= UNANSWERED_MIN, "dropped while an answer was still likely: {took:?}");
             took < most
         })
@@ -343,7 +343,7 @@ fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let control_endpoint = format!("tcp://{}", silent.local_addr().unwrap());
     let prefill = reaching("prefill");
-    let meets_nobody = || {
+    let wait_for_silent_peer = || {
         let (node_id, epoch) = ("silent".to_owned(), Epoch(fresh()));
         let peer = PeerAddress { node_id, epoch, control_endpoint: control_endpoint.clone() };
         let start = Instant::now();
@@ -351,9 +351,12 @@ fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
         until("the guard of the silent peer is dropped", || held.strong_count() == 0);
         start.elapsed()
     };
-    assert!(is_over_before(CONNECT_TIMEOUT, &meets_nobody), "the guard is dropped early");
+    assert!(
+        is_dropped_within(CONNECT_TIMEOUT, &wait_for_silent_peer),
+        "the guard is dropped early"
+    );
 
-    let joins_in_vain = || {
+    let wait_for_hung_join = || {
         let (hangs, other) = (Reach { hangs: true, ..Reach::default() }, Reach::default());
         let prefill = Node::start_reaching("prefill", hangs, only(TransferKind::Nccl, false));
         let decode = Node::start_reaching("decode", other, only(TransferKind::Nccl, false));
@@ -362,7 +365,7 @@ fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
         until("the guard of the hung join is dropped", || held.strong_count() == 0);
         start.elapsed()
     };
-    assert!(is_over_before(2 * CONNECT_TIMEOUT, &joins_in_vain), "a join may take longer");
+    assert!(is_dropped_within(2 * CONNECT_TIMEOUT, &wait_for_hung_join), "a join may take longer");
 
     // With `tcp` alone the guard is dropped at once.
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
