@@ -485,7 +485,7 @@ pub fn run_peer() {
     let setting = env::var(PEER).expect("the test sets it");
     let words: Vec<&str> = setting.split(' ').collect();
     let (gpu, manner) = (words[0].parse().unwrap(), Manner::named(words[2]));
-    let carrier = TransferKind::offered(words[1]).unwrap();
+    let carrier = TransferKind::from_offer(words[1]).unwrap();
     let (sink, events) = channel();
     let node = Node::start_as(PEER_NAME, gpu, carrier, manner, sink);
     node.fill(pattern);
