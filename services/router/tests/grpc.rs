@@ -520,9 +520,11 @@ async fn health_follows_the_nodes_and_the_drain() {
     cluster.decode[0].kill();
     eventually("not serving", async || status("").await.unwrap() == ServingStatus::NotServing)
         .await;
-    let request = request(options());
-    let status = generate(&cluster, request).await.unwrap_err();
+    let request = request(GenerateOptions { timeout_ms: Some(1000), ..options() });
+    let stream = generate(&cluster, request).await.unwrap();
+    let status = collect(stream).await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable, "{status}");
+    assert!(status.message().contains("no decode node was available"), "{status}");
 }
 
 /// Not ready, but requests are served.

@@ -263,8 +263,10 @@ async fn too_many_requests_are_told_to_come_back() {
 }
 
 #[tokio::test]
-async fn without_a_decode_node_requests_are_told_to_come_back() {
-    let mut cluster = Cluster::start(1, 1, ANSWER).await;
+async fn without_a_decode_node_until_the_deadline_requests_are_told_to_retry() {
+    let mut settings = settings();
+    settings.front.timeout = Duration::from_secs(2);
+    let mut cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].kill();
     cluster.wait_nodes(1, 0).await;
     let answer = cluster.client.post("/v1/completions", &good("/v1/completions")).await;
