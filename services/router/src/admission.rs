@@ -14,14 +14,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 /// their time on refusals; more than one, so that one slow node does not delay every answer.
 const TURNS_MAX: usize = 4;
 
-/// A bound that was reached.
+/// A bound on the load is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Full {
     #[error("the router has {max} requests in flight; at most {max} are allowed")]
-    InWork { max: u32 },
+    InFlight { max: u32 },
     #[error("{max} requests wait for a node; at most {max} are allowed")]
     Waiting { max: u32 },
-    #[error("request bodies hold {bytes_max} bytes; at most {bytes_max} are allowed")]
+    #[error(
+        "cannot read the request body: all bodies being read may hold at most {bytes_max} bytes"
+    )]
     Bodies { bytes_max: u64 },
     #[error("the router is stopping")]
     Stopping,
@@ -51,7 +53,7 @@ impl BodyRoom {
 
 /// Bounds the answers in flight. Each choice of a request is one answer.
 pub struct Admission {
-    in_work: Arc<watch::Sender<u32>>,
+    in_flight: Arc<watch::Sender<u32>>,
     max: u32,
     closed: AtomicBool,
 }
@@ -60,19 +62,19 @@ pub struct Admission {
 #[derive(Debug)]
 pub struct Admitted {
     answers: u32,
-    in_work: Arc<watch::Sender<u32>>,
+    in_flight: Arc<watch::Sender<u32>>,
 }
 
 impl Drop for Admitted {
     fn drop(&mut self) {
-        self.in_work.send_modify(|count| *count -= self.answers);
+        self.in_flight.send_modify(|count| *count -= self.answers);
     }
 }
 
 impl Admission {
     pub fn new(max: u32) -> Self {
-        let in_work = Arc::new(watch::Sender::new(0));
-        Self { in_work, max, closed: AtomicBool::new(false) }
+        let in_flight = Arc::new(watch::Sender::new(0));
+        Self { in_flight, max, closed: AtomicBool::new(false) }
     }
 
     pub fn max(&self) -> u32 {
@@ -81,8 +83,8 @@ impl Admission {
 
     /// Admits all of these answers, or none.
     pub fn admit(&self, answers: u32) -> Result<Admitted, Full> {
-        let mut outcome = Err(Full::InWork { max: self.max });
-        self.in_work.send_if_modified(|count| {
+        let mut outcome = Err(Full::InFlight { max: self.max });
+        self.in_flight.send_if_modified(|count| {
             // Checked under the lock of `emptied`: no answer is admitted after the last one ended.
             if self.is_closed() {
                 outcome = Err(Full::Stopping);
@@ -92,7 +94,7 @@ impl Admission {
             }
             outcome.is_ok()
         });
-        outcome.map(|()| Admitted { answers, in_work: self.in_work.clone() })
+        outcome.map(|()| Admitted { answers, in_flight: self.in_flight.clone() })
     }
 
     /// Rejects every further answer.
@@ -105,14 +107,14 @@ impl Admission {
     }
 
     /// Answers in flight now.
-    pub fn in_work(&self) -> u32 {
-        *self.in_work.borrow()
+    pub fn in_flight(&self) -> u32 {
+        *self.in_flight.borrow()
     }
 
     /// Blocks until no answer is in flight. Callers bound the wait.
     pub async fn emptied(&self) {
         // Fails only without a sender, and `self` holds it.
-        let _ = self.in_work.subscribe().wait_for(|count| *count == 0).await;
+        let _ = self.in_flight.subscribe().wait_for(|count| *count == 0).await;
     }
 }
 
@@ -226,14 +228,14 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn answers_in_work_are_bounded_and_awaited() {
+    async fn answers_in_flight_are_bounded_and_drained() {
         let admission = Admission::new(3);
         let two = admission.admit(2).unwrap();
-        assert_eq!(admission.admit(2).unwrap_err(), Full::InWork { max: 3 });
+        assert_eq!(admission.admit(2).unwrap_err(), Full::InFlight { max: 3 });
         let one = admission.admit(1).unwrap();
-        assert_eq!(admission.in_work(), 3);
+        assert_eq!(admission.in_flight(), 3);
         drop((one, two));
-        assert_eq!(admission.in_work(), 0);
+        assert_eq!(admission.in_flight(), 0);
         admission.close();
         assert_eq!(admission.admit(1).unwrap_err(), Full::Stopping);
         admission.emptied().await;

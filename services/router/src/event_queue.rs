@@ -1,7 +1,7 @@
-//! The bounded queue between a request's task and whoever writes its answers to the client.
+//! The bounded queue between a request's task and the writer of its answers.
 //!
-//! Unlike a channel it can be emptied by its sender: a client that does not read keeps its stream
-//! for as long as its connection lives, but not the events in it.
+//! Unlike a channel, the sender can empty the queue: a client that does not read keeps its stream as long as
+//! its connection lives, but not the queued events.
 
 use std::{
     collections::VecDeque,
@@ -11,17 +11,17 @@ use std::{
 
 use tokio::sync::Notify;
 
-/// Sender and receiver of a queue that holds at most `events_max`.
+/// Returns sender and receiver of a queue of at most `events_max` events.
 pub fn event_queue<T>(events_max: usize) -> (Sender<T>, Receiver<T>) {
     let queue = Arc::new(Queue {
         events_max: events_max.max(1),
         state: Mutex::new(State {
             events: VecDeque::new(),
             taken: 0,
-            sender_gone: false,
-            receiver: There::Yes,
+            sender_dropped: false,
+            receiver: ReceiverState::Connected,
         }),
-        put: Notify::new(),
+        queued: Notify::new(),
         took: Notify::new(),
     });
     (Sender(queue.clone()), Receiver(queue))
@@ -31,36 +31,36 @@ pub fn event_queue<T>(events_max: usize) -> (Sender<T>, Receiver<T>) {
 struct Queue<T> {
     events_max: usize,
     state: Mutex<State<T>>,
-    /// An event was put in, or none will be any more.
-    put: Notify,
-    /// An event was taken out, or none will be any more.
+    /// Notified when an event was queued, or the sender dropped.
+    queued: Notify,
+    /// Notified when an event was taken, or the receiver dropped.
     took: Notify,
 }
 
 #[derive(Debug)]
 struct State<T> {
     events: VecDeque<T>,
-    /// How many were taken out so far.
+    /// Number of events taken so far.
     taken: u64,
-    sender_gone: bool,
-    receiver: There,
+    sender_dropped: bool,
+    receiver: ReceiverState,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum There {
-    Yes,
-    /// It left with events in the queue, or with none.
-    Left {
+enum ReceiverState {
+    Connected,
+    /// `unread`: events were queued when the receiver was dropped.
+    Dropped {
         unread: bool,
     },
 }
 
-/// Why an event, or the last of them, was not taken.
+/// Why queued events were not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NotTaken {
-    /// The receiver took nothing for as long as the caller allows.
+    /// The receiver took nothing within the time-out.
     Slow,
-    /// There is no receiver any more.
+    /// The receiver was dropped.
     Gone,
 }
 
@@ -70,19 +70,19 @@ impl<T> Queue<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Until `look` has a result, or the receiver took nothing for `wait_max`.
+    /// Blocks until `check` returns a result, or the receiver took nothing for `wait_max`.
     async fn wait_until(
         &self,
         wait_max: Duration,
-        mut look: impl FnMut(&mut State<T>) -> Option<Result<(), NotTaken>>,
+        mut check: impl FnMut(&mut State<T>) -> Option<Result<(), NotTaken>>,
     ) -> Result<(), NotTaken> {
         let mut taken = self.lock().taken;
         loop {
             let took = self.took.notified();
             tokio::pin!(took);
-            // From here on no wake-up is missed.
+            // No wake-up is missed from here on.
             took.as_mut().enable();
-            if let Some(result) = look(&mut self.lock()) {
+            if let Some(result) = check(&mut self.lock()) {
                 return result;
             }
             let woken = tokio::time::timeout(wait_max, took).await;
@@ -95,38 +95,38 @@ impl<T> Queue<T> {
     }
 }
 
-/// For one task, or several futures of it.
+/// Sender of the queue, for one task or several of its futures.
 #[derive(Debug)]
 pub struct Sender<T>(Arc<Queue<T>>);
 
 impl<T> Sender<T> {
-    /// Waits for room, at most `wait_max` from the last event that was taken.
+    /// Queues an event. Blocks while the queue is full, at most `wait_max` after the last event was taken.
     pub async fn send(&self, event: T, wait_max: Duration) -> Result<(), NotTaken> {
         let mut event = Some(event);
         let put = |state: &mut State<T>| match state.receiver {
-            There::Left { .. } => Some(Err(NotTaken::Gone)),
-            There::Yes if state.events.len() < self.0.events_max => {
+            ReceiverState::Dropped { .. } => Some(Err(NotTaken::Gone)),
+            ReceiverState::Connected if state.events.len() < self.0.events_max => {
                 state.events.extend(event.take());
                 Some(Ok(()))
             }
-            There::Yes => None,
+            ReceiverState::Connected => None,
         };
         self.0.wait_until(wait_max, put).await?;
-        self.0.put.notify_one();
+        self.0.queued.notify_one();
         Ok(())
     }
 
-    /// Waits until every event was taken, at most `wait_max` from the last one that was.
+    /// Blocks until every event was taken, at most `wait_max` after the last event was taken.
     pub async fn read_out(&self, wait_max: Duration) -> Result<(), NotTaken> {
         let is_read = |state: &mut State<T>| match state.receiver {
-            There::Left { unread: true } => Some(Err(NotTaken::Gone)),
-            There::Left { unread: false } => Some(Ok(())),
-            There::Yes => state.events.is_empty().then_some(Ok(())),
+            ReceiverState::Dropped { unread: true } => Some(Err(NotTaken::Gone)),
+            ReceiverState::Dropped { unread: false } => Some(Ok(())),
+            ReceiverState::Connected => state.events.is_empty().then_some(Ok(())),
         };
         self.0.wait_until(wait_max, is_read).await
     }
 
-    /// Drops what was not taken.
+    /// Drops all queued events.
     pub fn discard(&self) {
         self.0.lock().events = VecDeque::new();
     }
@@ -134,17 +134,17 @@ impl<T> Sender<T> {
 
 impl<T> Drop for Sender<T> {
     fn drop(&mut self) {
-        self.0.lock().sender_gone = true;
-        self.0.put.notify_one();
+        self.0.lock().sender_dropped = true;
+        self.0.queued.notify_one();
     }
 }
 
+/// Receiver of the queue.
 #[derive(Debug)]
 pub struct Receiver<T>(Arc<Queue<T>>);
 
 impl<T> Receiver<T> {
-    /// The next event; `None` when there is none and the sender is gone. Dropping the future loses
-    /// nothing.
+    /// Returns the next event; `None` when the queue is empty and the sender was dropped. Cancel-safe.
     pub async fn recv(&mut self) -> Option<T> {
         loop {
             {
@@ -155,12 +155,12 @@ impl<T> Receiver<T> {
                     self.0.took.notify_waiters();
                     return Some(event);
                 }
-                if state.sender_gone {
+                if state.sender_dropped {
                     return None;
                 }
             }
-            // There is one receiver, so a wake-up before this is kept for it.
-            self.0.put.notified().await;
+            // The only receiver: `Notify` keeps an earlier wake-up for it.
+            self.0.queued.notified().await;
         }
     }
 }
@@ -169,7 +169,7 @@ impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         let unread = std::mem::take(&mut state.events);
-        state.receiver = There::Left { unread: !unread.is_empty() };
+        state.receiver = ReceiverState::Dropped { unread: !unread.is_empty() };
         drop(state);
         self.0.took.notify_waiters();
     }
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_receiver_that_takes_nothing_is_slow_and_one_that_is_gone_is_gone() {
+    async fn a_receiver_that_takes_nothing_is_slow_and_a_dropped_one_is_gone() {
         let (sender, mut receiver) = event_queue(2);
         sender.send(1, SHORT).await.unwrap();
         sender.send(2, SHORT).await.unwrap();
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_but_steady_is_read_out_and_stopped_is_emptied() {
+    async fn a_slow_receiver_reads_everything_and_a_stalled_one_can_be_discarded() {
         let (sender, mut receiver) = event_queue(10);
         for number in 0..10 {
             sender.send(number, SHORT).await.unwrap();
@@ -243,6 +243,6 @@ mod tests {
         assert_eq!(sender.read_out(SHORT).await, Err(NotTaken::Slow));
         sender.discard();
         drop(sender);
-        assert_eq!(receiver.recv().await, None, "what nobody took is gone");
+        assert_eq!(receiver.recv().await, None, "discarded");
     }
 }

@@ -103,7 +103,7 @@ impl Front {
     /// Whether some model is served, by nodes whose peer connections are set up.
     pub fn serves(&self) -> bool {
         let is_served = |name| self.nodes.serving(name).decode_nodes > 0;
-        self.nodes.are_introduced() && self.models.all().iter().any(|model| is_served(&model.name))
+        self.nodes.are_connected() && self.models.all().iter().any(|model| is_served(&model.name))
     }
 
     pub fn recovery_policy(&self) -> RecoveryPolicy {

@@ -25,9 +25,9 @@ use telemetry::{Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, ToolFormat};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// What is not exported by then is lost; the collector may be away.
+/// Time to export the last telemetry; the collector may be unreachable.
 const TELEMETRY_MAX: Duration = Duration::from_secs(2);
-/// Exit code for a wrong argument or setting, as of a wrong flag.
+/// Exit code for an invalid argument or setting.
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -39,40 +39,42 @@ fn main() -> ExitCode {
                 .long("ready-file")
                 .value_name("FILE")
                 .value_parser(clap::value_parser!(PathBuf))
-                .help("Written once the ports are open: a line of JSON with their addresses"),
+                .help(
+                    "File to write once the ports are open: one line of JSON with their addresses",
+                ),
         );
     let sections = [Section::Model, Section::Router, Section::Cluster, Section::Telemetry];
     let started = match config::from_process(command, &sections) {
         Ok(started) => started,
-        Err(error) => return complain(&error, USAGE),
+        Err(error) => return report(&error, USAGE),
     };
     let setup = match Setup::new(started.config) {
         Ok(setup) => setup,
-        Err(error) => return complain(&error, USAGE),
+        Err(error) => return report(&error, USAGE),
     };
     let ready_file = started.matches.get_one::<PathBuf>("ready-file").cloned();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return complain(&error, 1),
+        Err(error) => return report(&error, 1),
     };
     let code = match runtime.block_on(run(setup, ready_file.as_deref())) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => complain(&format!("{error:#}"), 1),
+        Err(error) => report(&format!("{error:#}"), 1),
     };
-    // Dropping it would wait without limit for blocking work, such as a model that is being read.
+    // Dropping the runtime would wait without a bound for blocking work, such as loading a model.
     runtime.shutdown_background();
     code
 }
 
-/// One line a problem, on standard error.
-fn complain(error: &dyn std::fmt::Display, code: u8) -> ExitCode {
+/// Writes each line of the error to standard error.
+fn report(error: &dyn std::fmt::Display, code: u8) -> ExitCode {
     for line in error.to_string().lines() {
         eprintln!("baton-router: {line}");
     }
     ExitCode::from(code)
 }
 
-/// What the configuration says, checked before anything starts.
+/// The checked configuration.
 struct Setup {
     config: Config,
     /// The default model first.
@@ -81,17 +83,17 @@ struct Setup {
     members: Members,
 }
 
-/// One model, as the configuration has it.
+/// The configuration of one model.
 struct ModelSetup {
     name: String,
     path: ModelPath,
-    /// The key that names it, for messages, and the file.
+    /// The setting that names the file, for error messages, and the file.
     chat_template: Option<(&'static str, PathBuf)>,
     tool_format: config::ToolFormat,
 }
 
 impl ModelSetup {
-    /// The model of `[model]` first.
+    /// Returns all models; the model of section `[model]` comes first.
     fn all(config: &Config) -> Result<Vec<Self>> {
         let model = &config.model;
         let first = Self {
@@ -135,7 +137,7 @@ impl ModelSetup {
     }
 }
 
-/// Where the nodes are known from.
+/// Source of the node addresses.
 enum Members {
     Listed(StaticMembership),
     Registered(EtcdSettings),
@@ -177,7 +179,7 @@ impl Setup {
 }
 
 async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
-    // Before anything that takes time, so that no signal is missed.
+    // Installed first, so that no signal is missed.
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let config = &setup.config;
@@ -197,7 +199,7 @@ async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
     served
 }
 
-/// From the models' text sides to the last request.
+/// Loads the models' text processing, serves until a signal, and drains.
 async fn serve(
     setup: Setup,
     ready_file: Option<&Path>,
@@ -210,7 +212,7 @@ async fn serve(
     let started = async { tokio::try_join!(members.start(), open_all(config.hub, models)) };
     let (members, models) = tokio::select! {
         started = started => started?,
-        // Nothing was begun that would have to end.
+        // Nothing has started that must be stopped.
         _ = interrupt.recv() => return Ok(()),
         _ = terminate.recv() => return Ok(()),
     };
@@ -228,7 +230,7 @@ async fn serve(
     tokio::pin!(drained);
     tokio::select! {
         drained = &mut drained => drained?,
-        // Asked twice: who is still in work gets its error now.
+        // A second signal ends the requests in flight at once.
         _ = interrupt.recv() => { cut.cancel(); drained.await? }
         _ = terminate.recv() => { cut.cancel(); drained.await? }
     }
@@ -236,9 +238,9 @@ async fn serve(
     Ok(())
 }
 
-/// The text sides of all models, opened off the async threads.
+/// Loads the text processing of all models, off the async threads.
 async fn open_all(hub: Hub, models: Vec<ModelSetup>) -> Result<Vec<ModelSource>> {
-    // Read first, before a model is fetched for hours.
+    // Templates are read before a download that may take hours.
     let with_options = models.into_iter().map(|model| Ok((model.text_options()?, model)));
     let mut opened = Vec::new();
     for (options, model) in with_options.collect::<Result<Vec<_>>>()? {
@@ -253,7 +255,7 @@ async fn open_all(hub: Hub, models: Vec<ModelSetup>) -> Result<Vec<ModelSource>>
     Ok(opened)
 }
 
-/// Whole or not at all: readers poll for the file.
+/// Writes the ready file atomically: readers poll for it.
 fn write_ready_file(path: &Path, router: &RunningRouter) -> Result<()> {
     let line = serde_json::json!({
         "ready": true,

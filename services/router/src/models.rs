@@ -1,4 +1,4 @@
-//! The models that this router serves, by the names under which clients ask for them.
+//! The models that this router serves, by the names that clients use.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -11,46 +11,45 @@ use crate::{
     request::text_workers::{TextRoom, TextWorkers},
 };
 
-/// Characters of an unknown name that its refusal shows.
+/// Characters of an unknown name that the error message shows.
 const SHOWN_CHARS_MAX: usize = 200;
 
-/// A model's name and its text side, for starting a router with it.
+/// A model's name and its text processing, for [`start`](crate::start).
 #[derive(Clone)]
 pub struct ModelSource {
-    /// Nodes register under it.
+    /// Nodes register under this name.
     pub name: String,
     pub text: Arc<ModelText>,
 }
 
-/// One model.
+/// One served model.
 pub struct ServedModel {
     pub name: Arc<str>,
     pub text: TextWorkers,
     pub metrics: RouterMetrics,
-    /// Its own: while one model's nodes are busy, another's are not.
+    /// One per model: while the nodes of one model are busy, the nodes of another may have room.
     pub waiting: WaitingRoom,
 }
 
-/// A model under the name that a request gave it.
+/// A model and the name that a request used for it.
 #[derive(Clone)]
 pub struct NamedModel {
     pub model: Arc<ServedModel>,
-    /// The model's own name or an alias.
+    /// The model's name or an alias.
     pub name: Arc<str>,
 }
 
-/// Every model. Never empty.
+/// All served models; at least one.
 pub struct Models {
-    /// In the order of the configuration; the first one serves requests that name none.
+    /// In the order of the configuration; the first model serves requests that name no model.
     all: Vec<Arc<ServedModel>>,
-    /// Own names and aliases.
+    /// By name and alias.
     by_name: BTreeMap<Arc<str>, Arc<ServedModel>>,
 }
 
 impl Models {
-    /// The first source is the default model. `aliases` are pairs of an alias and a model's name; of
-    /// two things with one name the first is found. `waiting_max` bounds the answers of all models that
-    /// wait for a node.
+    /// `first` is the default model. `aliases` are pairs of an alias and a model's name; the first entry of
+    /// a name takes precedence. `waiting_max` bounds the answers of all models that wait for a node.
     pub fn new(
         first: ModelSource,
         others: Vec<ModelSource>,
@@ -82,7 +81,7 @@ impl Models {
         Self { all, by_name }
     }
 
-    /// The model that a request without a name gets.
+    /// Returns the model of requests that name no model.
     pub fn default_model(&self) -> &Arc<ServedModel> {
         &self.all[0]
     }
@@ -91,14 +90,14 @@ impl Models {
         &self.all
     }
 
-    /// Every name under which a model can be asked for.
+    /// Returns every name and alias.
     pub fn names(&self) -> impl Iterator<Item = NamedModel> {
         self.by_name
             .iter()
             .map(|(name, model)| NamedModel { model: model.clone(), name: name.clone() })
     }
 
-    /// The model of this name; the default one for no name or an empty one.
+    /// Returns the model of this name or alias; the default model for no name or an empty one.
     pub fn find(&self, name: Option<&str>) -> Result<NamedModel, RequestError> {
         let Some(name) = name.filter(|name| !name.is_empty()) else {
             let model = self.default_model().clone();

@@ -136,7 +136,7 @@ impl RequestRecord {
             | RequestError::Text { .. }
             | RequestError::Refused { .. } => RequestEnd::Invalid,
             RequestError::Full(
-                Full::InWork { .. } | Full::Waiting { .. } | Full::Bodies { .. },
+                Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. },
             )
             | RequestError::Busy { .. } => RequestEnd::Overloaded,
             RequestError::Deadline { .. } => RequestEnd::Deadline,

@@ -1,4 +1,4 @@
-//! The running router: its ports and tasks, from the first to the last.
+//! The running router: starts and stops its ports and tasks.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -17,7 +17,7 @@ use crate::{
     request::ids::NoRandomness,
 };
 
-/// After requests were told to end, so long until they have.
+/// Time for requests to end after they were cut.
 const CUT_MAX: Duration = Duration::from_secs(2);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 
@@ -25,20 +25,20 @@ const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 pub struct RouterSettings {
     pub http: SocketAddr,
     pub grpc: SocketAddr,
-    /// How long requests in work may take after [`RunningRouter::shutdown`] was called.
+    /// Time for requests in flight to finish after [`RunningRouter::shutdown`] was called.
     pub drain_timeout: Duration,
-    /// The process's limit on open files.
+    /// Limit on the open files of the process.
     pub open_files_max: u64,
     pub front: FrontSettings,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("{setting} = {address} cannot be listened on: {reason}")]
+    #[error("cannot listen on {setting} = {address}: {reason}")]
     Listen { setting: &'static str, address: SocketAddr, reason: io::Error },
-    #[error("there is no model to serve")]
+    #[error("no model to serve")]
     NoModel,
-    #[error("the gRPC descriptors cannot be served: {0}")]
+    #[error("cannot serve the gRPC descriptors: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
     #[error("{0}")]
     NoRandomness(#[from] NoRandomness),
@@ -52,10 +52,11 @@ pub enum StopError {
     Membership(#[from] MembershipError),
 }
 
-/// A router that serves. Dropping it without [`RunningRouter::shutdown`] stops it without draining.
+/// A running router. Dropping it without [`RunningRouter::shutdown`] stops it without draining.
 pub struct RunningRouter {
-    /// Where it listens.
+    /// Address of the HTTP listener.
     pub http: SocketAddr,
+    /// Address of the gRPC listener.
     pub grpc: SocketAddr,
     front: Arc<Front>,
     drain_timeout: Duration,
@@ -68,7 +69,8 @@ pub struct RunningRouter {
     membership: Box<dyn Membership>,
 }
 
-/// Binds both ports and serves these models, of which the first is the default one. Must run inside a tokio runtime.
+/// Binds both ports and serves these models; the first is the default model. Must run inside a tokio
+/// runtime.
 pub fn start(
     settings: RouterSettings,
     models: Vec<ModelSource>,
@@ -125,22 +127,22 @@ pub fn start(
 }
 
 impl RunningRouter {
-    /// Drains and stops: unready and refusing at once, but answering until everything in work has
-    /// ended, at most the drain timeout; what is left then ends with a typed error. Returns when
-    /// every task is gone.
+    /// Drains and stops. The router is unready and rejects new requests at once. Requests in flight may
+    /// finish within the drain time-out; the rest ends with a typed error. Returns when every task has
+    /// ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         let admission = &self.front.admission;
         admission.close();
         self.draining.cancel();
-        tracing::info!(in_work = admission.in_work(), "draining");
+        tracing::info!(in_flight = admission.in_flight(), "draining");
         if tokio::time::timeout(self.drain_timeout, admission.emptied()).await.is_err() {
             tracing::warn!(
-                in_work = admission.in_work(),
+                in_flight = admission.in_flight(),
                 after = ?self.drain_timeout,
-                "requests are still in work and are ended"
+                "requests are still in flight after the drain time-out and are ended"
             );
             self.front.cut.cancel();
-            // They end by themselves; those that do not are dropped with their connections.
+            // Requests that do not end in time are dropped with their connections.
             let _ = tokio::time::timeout(CUT_MAX, admission.emptied()).await;
         }
         drop(self.stop);
@@ -152,7 +154,7 @@ impl RunningRouter {
         Ok(())
     }
 
-    /// Ends what is in work without waiting for the drain timeout; for a second signal.
+    /// Returns the token that ends all requests in flight before the drain time-out, for a second signal.
     pub fn cut(&self) -> CancellationToken {
         self.front.cut.clone()
     }

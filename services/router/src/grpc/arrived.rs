@@ -1,5 +1,5 @@
-//! Requests for answers from their first byte on. Their messages are read, and refused, before any
-//! handler sees them; the record begins here so that those are counted too.
+//! Records generation requests from their first byte on. tonic reads and rejects messages before any
+//! handler runs; a record that begins here counts those requests too.
 
 use std::sync::{
     Arc, Mutex, PoisonError,
@@ -18,7 +18,7 @@ use tonic::{Code, Status};
 
 use crate::{front::Front, record::RequestRecord, request::ids::RequestId};
 
-/// The record of a request whose message is being read.
+/// Record of a request whose message is being read.
 #[derive(Clone)]
 pub struct Arrived(Arc<Reading>);
 
@@ -33,13 +33,13 @@ impl Arrived {
         Self(Arc::new(Reading { record, broke_off }))
     }
 
-    /// The message is read: what becomes of the request is the caller's to tell.
+    /// Returns the record: the message was read, and the caller records the rest.
     pub fn read(&self) -> Option<RequestRecord> {
         self.0.record.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// The client took its request back before the message was complete. To tonic this is a message
-    /// that is missing.
+    /// The client cancelled the request before the message was complete. tonic reports this as a missing
+    /// message.
     pub fn set_broke_off(&self) {
         self.0.broke_off.store(true, Ordering::Release);
     }
@@ -48,14 +48,13 @@ impl Arrived {
         match code {
             _ if self.0.broke_off.load(Ordering::Acquire) => RequestEnd::ClientGone,
             Code::ResourceExhausted => RequestEnd::Overloaded,
-            // As over HTTP: one that is late, too large or broken is the client's mistake.
+            // As over HTTP: a late, oversized or broken message is a client error.
             _ => RequestEnd::Invalid,
         }
     }
 }
 
-/// Gives every request for an answer its record, and ends the records of those that are refused
-/// unread.
+/// Adds a record to every generation request, and ends the record of a request that is rejected unread.
 pub async fn count(
     State(front): State<Arc<Front>>,
     mut request: Request<Body>,
@@ -74,7 +73,7 @@ pub async fn count(
     let response = next.run(request).await;
     if let Some(record) = arrived.read() {
         let status = Status::from_header_map(response.headers())
-            .unwrap_or_else(|| Status::unknown("it is no gRPC"));
+            .unwrap_or_else(|| Status::unknown("not a gRPC request"));
         record.rejected(arrived.end(status.code()), status.message());
     }
     response

@@ -1,4 +1,4 @@
-//! A request body whose bytes find room among all bodies, or end it.
+//! A request body whose bytes count against the bound on all bodies.
 
 use std::{
     pin::Pin,
@@ -15,12 +15,12 @@ use crate::{admission::BodyRoom, generation::RequestError};
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// It holds its room until it is dropped, which tonic does once the message is decoded.
+/// Holds its room until dropped: tonic drops the body once the message is decoded.
 pub struct BoundedBody {
     body: Body,
     room: BodyRoom,
     held: Option<OwnedSemaphorePermit>,
-    /// To be told when it breaks off.
+    /// Record of the request, notified when the body breaks off.
     arrived: Option<Arrived>,
 }
 
@@ -51,7 +51,7 @@ impl hyper::body::Body for BoundedBody {
             Some(Ok(frame)) => frame,
             Some(Err(error)) => {
                 let error = error.into_inner();
-                // A status is ours: the message was late.
+                // A status error is the router's own: the message was late.
                 if let Some(arrived) = &self.arrived
                     && !error.is::<Status>()
                 {

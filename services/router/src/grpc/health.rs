@@ -1,4 +1,4 @@
-//! gRPC health as the directory sees it.
+//! gRPC health, from the directory of nodes.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use tonic_health::{
 
 use crate::front::Front;
 
-/// The whole server, and the one service that clients use.
+/// The names of the whole server and of its service for clients.
 const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];
 
 /// Keeps the health service up to date. Dropping it stops the task without waiting.
@@ -22,8 +22,8 @@ pub struct HealthTask {
 }
 
 impl HealthTask {
-    /// Starts the task; the service says "not serving" until a decode node is there and the first nodes have met.
-    /// `draining` is cancelled when no new requests are taken.
+    /// Starts the task. The service reports NOT_SERVING until a decode node is up and the first nodes have set
+    /// up their connections. `draining` is cancelled when new requests are rejected.
     pub fn start(
         front: Arc<Front>,
         draining: CancellationToken,
@@ -35,7 +35,7 @@ impl HealthTask {
         (Self { stop: stop.drop_guard(), task }, service)
     }
 
-    /// Stops the task and waits until it is gone.
+    /// Stops the task and waits until it has ended.
     pub async fn shutdown(self) -> Result<(), JoinError> {
         drop(self.stop);
         self.task.await
@@ -59,7 +59,7 @@ async fn report(
         tokio::select! {
             () = stop.cancelled() => return,
             () = draining.cancelled(), if !heard => heard = true,
-            // Ends only with the directory itself, which `front` keeps alive.
+            // Fails only without the directory, which `front` holds.
             changed = changes.changed() => if changed.is_err() { return },
         }
     }

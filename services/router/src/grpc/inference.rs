@@ -38,8 +38,8 @@ pub struct InferenceService {
     front: Arc<Front>,
 }
 
-/// A request for an answer, whichever call it came by.
-struct Wanted {
+/// A Generate or Chat call.
+struct GenerationCall {
     model: String,
     prompt: Result<PromptSource, FieldError>,
     options: GenerateOptions,
@@ -60,39 +60,38 @@ impl InferenceService {
         operation: Operation,
         metadata: &MetadataMap,
         extensions: &Extensions,
-        wanted: Wanted,
+        call: GenerationCall,
     ) -> Result<Response<Responses>, Status> {
         let front = &self.front;
         let arrived = extensions.get().and_then(Arrived::read);
-        let mut record =
-            arrived.ok_or_else(|| Status::internal("the request came by no connection"))?;
+        let mut record = arrived.ok_or_else(|| Status::internal("the request has no record"))?;
         let request_id = record.request_id();
-        let (api, label) = (operation.as_str(), wanted.label.clone());
+        let (api, label) = (operation.as_str(), call.label.clone());
         record.set_label(label.clone());
         let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
         propagation::set_parent_from_grpc(&span, metadata);
         record.set_span(span.clone());
-        let named = front.models.find(Some(&wanted.model));
+        let named = front.models.find(Some(&call.model));
         if let Ok(named) = &named {
-            // A refusal counts for the model that was asked for, too.
+            // A rejected request counts for its model too.
             record.set_model(&named.model);
         }
 
-        let tokens_only = wanted.options.tokens_only;
-        let (asked, calls) = match read(front, request_id, metadata, named, wanted) {
+        let tokens_only = call.options.tokens_only;
+        let (parsed, calls) = match read(front, request_id, metadata, named, call) {
             Ok(read) => read,
             Err(error) => {
                 record.failed(&error);
                 return Err(status(error));
             }
         };
-        let started = request_driver::start(front, asked, record, span.clone())
+        let running = request_driver::start(front, parsed, record, span.clone())
             .instrument(span)
             .await
             .map_err(status)?;
-        // There is one answer.
+        // A gRPC request has one answer.
         let reader = calls.map(|calls| CallReader::new(&calls, 0));
-        Ok(Response::new(Box::pin(responses(started, tokens_only, reader))))
+        Ok(Response::new(Box::pin(responses(running, tokens_only, reader))))
     }
 }
 
@@ -106,7 +105,7 @@ impl Inference for InferenceService {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Responses>, Status> {
         let (metadata, extensions, message) = request.into_parts();
-        let wanted = Wanted {
+        let call = GenerationCall {
             model: message.model,
             prompt: prompt::of_generate(message.prompt),
             options: message.options.unwrap_or_default(),
@@ -114,7 +113,7 @@ impl Inference for InferenceService {
             default_length: DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
             label: label(&message.client_request_id),
         };
-        self.answer(Operation::Generate, &metadata, &extensions, wanted).await
+        self.answer(Operation::Generate, &metadata, &extensions, call).await
     }
 
     async fn chat(&self, request: Request<ChatRequest>) -> Result<Response<Responses>, Status> {
@@ -124,7 +123,7 @@ impl Inference for InferenceService {
             Ok(tools) => (prompt::of_chat(message.conversation, tools.as_ref()), tools),
             Err(error) => (Err(error), None),
         };
-        let wanted = Wanted {
+        let call = GenerationCall {
             model: message.model,
             prompt,
             options: message.options.unwrap_or_default(),
@@ -132,7 +131,7 @@ impl Inference for InferenceService {
             default_length: DefaultLength::Rest,
             label: label(&message.client_request_id),
         };
-        self.answer(Operation::Chat, &metadata, &extensions, wanted).await
+        self.answer(Operation::Chat, &metadata, &extensions, call).await
     }
 
     async fn tokenize(
@@ -191,44 +190,44 @@ fn read(
     request_id: RequestId,
     metadata: &MetadataMap,
     named: Result<NamedModel, RequestError>,
-    wanted: Wanted,
+    call: GenerationCall,
 ) -> Result<(ParsedRequest, Option<CallReading>), RequestError> {
-    let wire = wanted.options;
+    let wire = call.options;
     let timeout = timeout(front, &wire, metadata)?;
-    if wire.tokens_only && wanted.tools.is_some() {
+    if wire.tokens_only && call.tools.is_some() {
         let problem = "is true; calls are made of text; allowed: false, or tool_choice none";
         return Err(FieldError::new("options.tokens_only", problem).into());
     }
     let with_text = !wire.tokens_only || !wire.stop.is_empty();
-    let mut asked = ParsedRequest {
+    let mut parsed = ParsedRequest {
         request_id,
         tenant: tenant(metadata)?,
         model: named?.model,
-        prompts: vec![wanted.prompt?],
+        prompts: vec![call.prompt?],
         choices: 1,
         options: options(wire)?,
-        default_length: wanted.default_length,
+        default_length: call.default_length,
         max_tokens_name: "options.max_tokens",
         timeout,
         with_text,
         shown_tokens: Arc::default(),
     };
-    let calls = match &wanted.tools {
-        Some(offered) => offer(&mut asked, offered)?,
+    let calls = match &call.tools {
+        Some(offered) => offer(&mut parsed, offered)?,
         None => None,
     };
-    Ok((asked, calls))
+    Ok((parsed, calls))
 }
 
-/// Dropping the stream drops the request with it.
+/// Returns the responses of a running request. Dropping the stream cancels the request.
 fn responses(
-    started: RunningRequest,
+    running: RunningRequest,
     tokens_only: bool,
     reader: Option<CallReader>,
 ) -> impl Stream<Item = Result<GenerateResponse, Status>> {
-    futures_util::stream::unfold(Some((started, reader)), move |state| async move {
-        let (mut started, mut reader) = state?;
-        let event = match started.next().await? {
+    futures_util::stream::unfold(Some((running, reader)), move |state| async move {
+        let (mut running, mut reader) = state?;
+        let event = match running.next().await? {
             Ok(event) => event,
             Err(error) => return Some((Err(status(error)), None)),
         };
@@ -262,6 +261,6 @@ fn responses(
                 })
             }
         };
-        Some((Ok(GenerateResponse { event: Some(event) }), Some((started, reader))))
+        Some((Ok(GenerateResponse { event: Some(event) }), Some((running, reader))))
     })
 }

@@ -25,10 +25,8 @@ use inference::InferenceService;
 #[cfg(test)]
 pub use status::status;
 
-/// Every gRPC service of the router.
-///
-/// # Errors
-/// When the compiled-in descriptors cannot be read.
+/// Returns the routes of every gRPC service of the router. Fails when the compiled-in descriptors are
+/// invalid.
 pub fn routes(
     front: Arc<Front>,
     health: HealthServer<HealthService>,
@@ -46,7 +44,7 @@ pub fn routes(
     let routes = Routes::new(inference)
         .add_service(health)
         .add_service(reflection().build_v1()?)
-        // What older clients ask for.
+        // The version of reflection that older clients use.
         .add_service(reflection().build_v1alpha()?);
     let bounded = MapRequestLayer::new(move |request: Request<Body>| {
         let arrived = request.extensions().get().cloned();

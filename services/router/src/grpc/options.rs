@@ -1,4 +1,4 @@
-//! What a gRPC request asks for beside its prompt.
+//! The options of a gRPC request.
 
 use std::time::Duration;
 
@@ -88,7 +88,7 @@ fn within(field: &str, value: Option<u32>, range: &Range<u32>) -> Result<Option<
 
 fn float(field: &str, value: Option<f32>, range: &Range<f64>) -> Result<Option<f32>, FieldError> {
     match value {
-        // Neither NaN nor an infinity is within any range.
+        // No range contains NaN or an infinity.
         Some(value) if !range.contains(&f64::from(value)) => {
             let allowed = format!("a number from {} to {}", range.start(), range.end());
             Err(FieldError::new(field, format!("is {value}; allowed: {allowed}")))
@@ -97,7 +97,7 @@ fn float(field: &str, value: Option<f32>, range: &Range<f64>) -> Result<Option<f
     }
 }
 
-/// The client's `timeout_ms` or gRPC's own deadline, whichever is shorter.
+/// Returns the shorter of the client's `timeout_ms` and the deadline of the call.
 pub fn timeout(
     front: &Front,
     wire: &GenerateOptions,
@@ -116,7 +116,7 @@ pub fn timeout(
     Ok(named.unwrap_or(front.settings.timeout).min(longest))
 }
 
-/// gRPC's `TimeoutValue TimeoutUnit`: at most eight digits and a letter.
+/// Parses gRPC's `TimeoutValue TimeoutUnit`: at most eight digits and a letter.
 fn grpc_timeout(text: &str) -> Option<Duration> {
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {

@@ -10,8 +10,7 @@ use crate::request::{
     tools::OfferedTools,
 };
 
-/// What a message takes beside its texts: it is an object with their names, and templates put a frame
-/// around it.
+/// Estimated bytes of a message beside its texts: JSON keys, and the text that templates add.
 const MESSAGE_BYTES: usize = 64;
 
 pub fn of_generate(prompt: Option<generate_request::Prompt>) -> Result<PromptSource, FieldError> {
@@ -85,7 +84,7 @@ pub fn of_chat(
     }))
 }
 
-/// As templates see it: as OpenAI's API has it.
+/// Returns the message in the form of OpenAI's API, which templates expect.
 fn message((index, message): (usize, ChatMessage)) -> Result<Value, FieldError> {
     let mut object = json!({"role": message.role, "content": message.content});
     if !message.name.is_empty() {

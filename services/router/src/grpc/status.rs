@@ -13,7 +13,7 @@ pub fn status(error: RequestError) -> Status {
             (Code::InvalidArgument, false)
         }
         RequestError::UnknownModel { .. } => (Code::NotFound, false),
-        RequestError::Full(Full::InWork { .. } | Full::Waiting { .. } | Full::Bodies { .. })
+        RequestError::Full(Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. })
         | RequestError::Busy { .. } => (Code::ResourceExhausted, true),
         RequestError::Full(Full::Stopping)
         | RequestError::NoDecodeNode { .. }

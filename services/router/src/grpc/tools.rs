@@ -1,4 +1,4 @@
-//! Tools as a gRPC request has them, and calls as its answers do.
+//! Tools of a gRPC request, and tool calls of its answers.
 
 use proto::v1::{self, ToolChoiceMode, tool_choice::Choice};
 use serde_json::{Map, Value, json};
@@ -11,7 +11,7 @@ use crate::request::{
     },
 };
 
-/// The tools that the answer may call, if any.
+/// Returns the tools that the answer may call, if any.
 pub fn read(
     tools: Vec<v1::Tool>,
     choice: Option<v1::ToolChoice>,
@@ -44,7 +44,7 @@ pub fn read(
     OfferedTools::new(definitions.into(), functions, choice, parallel.unwrap_or(true))
 }
 
-/// A tool as templates see it, and what is to be known of it.
+/// Returns a tool in the form that templates expect, with its name and parameters.
 fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), FieldError> {
     let v1::Tool { name, description, parameters_json, strict } = tool;
     check_name(&format!("tools[{index}].name"), &name)?;
@@ -67,7 +67,7 @@ fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), Fie
     Ok((definition, OfferedFunction { name, parameters, field, strict }))
 }
 
-/// The text of some parts of an answer, and the calls among them.
+/// Returns the text and the tool calls of these parts of an answer.
 pub fn told(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
     let (mut text, mut calls) = (String::new(), Vec::new());
     for piece in pieces {

@@ -158,7 +158,7 @@ impl From<RequestError> for ApiError {
                 Self::invalid(StatusCode::NOT_FOUND, "model_not_found", message).param("model")
             }
             RequestError::Full(
-                Full::InWork { .. } | Full::Waiting { .. } | Full::Bodies { .. },
+                Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. },
             ) => {
                 Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "overloaded", message)
                     .retry()
@@ -261,7 +261,7 @@ mod tests {
         let all = vec![
             RequestError::Field(FieldError::new("n", "is 0")),
             RequestError::UnknownModel { model: reason(), served: vec![] },
-            RequestError::Full(Full::InWork { max: 1 }),
+            RequestError::Full(Full::InFlight { max: 1 }),
             RequestError::Full(Full::Waiting { max: 1 }),
             RequestError::Full(Full::Bodies { bytes_max: 1 }),
             RequestError::Full(Full::Stopping),
@@ -283,7 +283,7 @@ mod tests {
                 RequestError::Field(_)
                 | RequestError::UnknownModel { .. }
                 | RequestError::Full(
-                    Full::InWork { .. }
+                    Full::InFlight { .. }
                     | Full::Waiting { .. }
                     | Full::Bodies { .. }
                     | Full::Stopping,

@@ -155,7 +155,7 @@ async fn health(State(front): State<Arc<Front>>) -> Response {
     let (code, status) = match (front.is_stopping(), decode_nodes) {
         (true, _) => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
         (false, 0) => (StatusCode::SERVICE_UNAVAILABLE, "no decode node"),
-        (false, _) if !front.nodes.are_introduced() => {
+        (false, _) if !front.nodes.are_connected() => {
             (StatusCode::SERVICE_UNAVAILABLE, "nodes meet")
         }
         (false, _) => (StatusCode::OK, "ready"),
@@ -167,7 +167,7 @@ async fn health(State(front): State<Arc<Front>>) -> Response {
         prefill_nodes: models.iter().map(|model| model.prefill_nodes).sum(),
         decode_nodes,
         models,
-        requests_in_work: front.admission.in_work(),
+        requests_in_work: front.admission.in_flight(),
         cpu_fallbacks: front
             .nodes
             .cpu_fallbacks()

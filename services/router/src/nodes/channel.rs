@@ -5,21 +5,21 @@ use std::time::Duration;
 use proto::v1::node_client::NodeClient;
 use tonic::transport::{Channel, Endpoint};
 
-/// A node in the same cluster answers in a millisecond, or is not there.
+/// A node in the same cluster accepts a connection within milliseconds.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// A silent node is found out within these two: the lease and half a second.
+/// A silent node is detected within interval plus time-out: the lease and half a second.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
-/// Per stream: some thousand token events. A stream that is not read stops there.
+/// Flow-control window of one stream: some thousand token events.
 const STREAM_WINDOW_BYTES: u32 = 256 << 10;
-/// Shared by all streams of a node; one that is not read must not stop the others.
+/// Flow-control window of all streams of a node: an unread stream must not block the others.
 const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
-/// A snapshot with the most cached blocks that a directory believes, twice over.
+/// Twice the size of a snapshot with the maximum of cached blocks that a directory accepts.
 const EVENT_BYTES_MAX: usize = 16 << 20;
-/// A prompt of the longest sequences in use, a few bytes a token.
+/// Size of the longest prompts in use, at a few bytes per token.
 const REQUEST_BYTES_MAX: usize = 16 << 20;
 
-/// A connection that is made when it is first used, and again whenever it broke.
+/// Opens a connection on first use, and again whenever it broke.
 pub fn open(url: &str) -> Result<Channel, tonic::transport::Error> {
     let endpoint = Endpoint::from_shared(url.to_owned())?
         .connect_timeout(CONNECT_MAX)

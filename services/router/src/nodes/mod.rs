@@ -1,7 +1,7 @@
-//! The nodes as this router sees them: a directory, kept up to date by one task, and connections.
+//! The router's view of the nodes: a directory, kept up to date by one task, and connections.
 
 mod channel;
-mod introductions;
+mod connection_setup;
 mod watch;
 
 use std::{
@@ -26,14 +26,15 @@ use crate::request::{
     ids::{NoRandomness, mint_seed},
     options::ModelLimits,
 };
-pub use introductions::peer;
+pub use connection_setup::peer;
 pub use watch::{NodeWatch, Served};
 
 /// Nodes that `/health` names because they compute on the CPU unexpectedly.
 const CPU_FALLBACKS_MAX: usize = 16;
-/// Events of all nodes between two looks of the task; streams wait when it is full.
+/// Queued events of all nodes; Observe streams block while the queue is full.
 const INPUTS_MAX: usize = 1024;
-/// Old and new weights while nodes are replaced, and some room; nodes of others are picked by load.
+/// Old and new weights during a rolling update, and some room. Prefixes of further identities are not
+/// looked up, so their nodes are picked by load.
 const CACHE_IDENTITIES_MAX: usize = 4;
 
 /// Picks nodes and connects to them. Cheap to clone.
@@ -42,47 +43,45 @@ pub struct Nodes(Arc<Shared>);
 
 struct Shared {
     directory: Mutex<Directory>,
-    /// By URL.
+    /// Connections by URL.
     channels: Mutex<HashMap<String, Channel>>,
     inputs: mpsc::Sender<Input>,
-    /// Counts changes of health, and the end of the first introductions.
+    /// Number of changes of health, plus one for the end of the first connection setup.
     changes: latest::Sender<u64>,
-    introduced: AtomicBool,
+    connected: AtomicBool,
     /// Limits of each model when a decode node of it last served, by model name.
     last_limits: Mutex<HashMap<String, ModelLimits>>,
     metrics: RouterMetrics,
 }
 
-/// What is served of a model now.
+/// The nodes and limits of a model now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Serving {
     pub prefill_nodes: usize,
     pub decode_nodes: usize,
-    /// What every decode node can take; `None` without any.
+    /// Limits that every decode node supports; `None` without a decode node.
     pub limits: Option<ModelLimits>,
-    /// Of the decode node that was listed first.
+    /// Fingerprint of the first listed decode node.
     pub model_fingerprint: u128,
 }
 
 impl Nodes {
-    /// Starts watching the members, of which those that serve one of `served` are used.
-    ///
-    /// # Errors
-    /// When the system gives no random numbers.
+    /// Starts watching the members. Only nodes that serve a model of `served` are used. Fails without random
+    /// numbers from the operating system.
     pub fn watch(
         membership: &dyn Membership,
         served: Arc<[Served]>,
         metrics: RouterMetrics,
     ) -> Result<(Self, NodeWatch), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
-        // Spreads the probes of several routers.
+        // A random seed spreads the probes of several routers.
         let seed = mint_seed()?;
         let nodes = Self(Arc::new(Shared {
             directory: Mutex::new(Directory::new(seed)),
             channels: Mutex::new(HashMap::new()),
             inputs,
             changes: latest::Sender::new(0),
-            introduced: AtomicBool::new(false),
+            connected: AtomicBool::new(false),
             last_limits: Mutex::default(),
             metrics,
         }));
@@ -90,21 +89,21 @@ impl Nodes {
         Ok((nodes, watch))
     }
 
-    /// Chooses a node and counts the attempt there until the result is dropped.
+    /// Picks a node and counts the attempt on this node until the result is dropped.
     pub fn pick(&self, wanted: &Wanted<'_>) -> Result<Assigned, NoNode> {
         let choice = self.directory().pick(Instant::now(), wanted)?;
         match self.channel(&choice.address.grpc) {
             Ok(channel) => Ok(Assigned { nodes: self.clone(), choice, channel }),
-            // Cannot happen to a node that was observed over the same URL.
+            // Cannot happen: the node was observed over the same URL.
             Err(error) => {
-                tracing::error!(%error, url = choice.address.grpc, "not a URL");
+                tracing::error!(%error, url = choice.address.grpc, "invalid URL of a node");
                 self.directory().release(choice.assignment);
                 Err(NoNode::NoneUp { role: wanted.role, listed: 1 })
             }
         }
     }
 
-    /// What there is of this model.
+    /// Returns the nodes and limits of this model.
     pub fn serving(&self, model: &str) -> Serving {
         let directory = self.directory();
         let of_role = |role| directory.serving(role).filter(|record| record.model == model);
@@ -158,16 +157,16 @@ impl Nodes {
         reasons.take(CPU_FALLBACKS_MAX).collect()
     }
 
-    /// Newest version of grammars that a decode node of this model holds answers to; `None` where no
-    /// such node serves now, which says nothing of those that will.
+    /// Returns the newest grammar version that a decode node of this model supports; `None` while no decode
+    /// node serves.
     pub fn grammar_version(&self, model: &str) -> Option<u32> {
         let directory = self.directory();
         let records = directory.serving(Role::Decode).filter(|record| record.model == model);
         records.map(|record| record.grammar_version).max()
     }
 
-    /// What the keys of cached blocks depend on, for every kind of node of this model that can be
-    /// picked now.
+    /// Returns the distinct cache identities of all nodes of this model that can be picked now. Keys of cached
+    /// blocks depend on the identity.
     pub fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {
         let directory = self.directory();
         let mut identities = Vec::new();
@@ -181,14 +180,14 @@ impl Nodes {
         identities
     }
 
-    /// Changes whenever a node's health does, or [`Self::are_introduced`].
+    /// Returns a counter that changes with the health of any node and with [`Self::are_connected`].
     pub fn changes(&self) -> latest::Receiver<u64> {
         self.0.changes.subscribe()
     }
 
-    /// Whether the nodes that were there first have met, as far as they will: from then on always.
-    pub fn are_introduced(&self) -> bool {
-        self.0.introduced.load(Ordering::Acquire)
+    /// Whether the first connection setup between nodes has ended. Never becomes false again.
+    pub fn are_connected(&self) -> bool {
+        self.0.connected.load(Ordering::Acquire)
     }
 
     fn changed(&self) {
@@ -210,7 +209,7 @@ impl Nodes {
         self.0.channels.lock().unwrap_or_else(|error| error.into_inner()).remove(url);
     }
 
-    /// Held for a few microseconds, never over an await.
+    /// Locks the directory, for a few microseconds and never across an await.
     fn directory(&self) -> MutexGuard<'_, Directory> {
         self.0.directory.lock().unwrap_or_else(|error| error.into_inner())
     }
@@ -235,7 +234,7 @@ impl Nodes {
     }
 }
 
-/// A node that an attempt uses. Dropping it gives the assignment back.
+/// A node that an attempt uses. Dropping it releases the assignment.
 pub struct Assigned {
     nodes: Nodes,
     choice: NodeChoice,
@@ -255,12 +254,12 @@ impl Assigned {
         channel::client(self.channel.clone())
     }
 
-    /// The node took the attempt.
+    /// The node sent an event: it took the attempt.
     pub fn answered(&self) {
         self.nodes.directory().answered(self.choice.assignment);
     }
 
-    /// When the node last told a change of its load or cache.
+    /// Returns when the node last reported a change of its load or cache.
     pub fn changed_at(&self) -> Option<Instant> {
         self.nodes.directory().changed_at(self.choice.assignment)
     }
@@ -270,9 +269,9 @@ impl Assigned {
         self.nodes.directory().busy(Instant::now(), self.choice.assignment, retry_after);
     }
 
-    /// The connection broke, or another process is there: have it probed.
+    /// The connection broke, or another process answered: the directory probes the node.
     pub fn lost(&self, reason: String) {
-        // Full only when the task has much to do; then it hears of it by the node's own stream.
+        // Where the queue is full, the node's Observe stream reports the loss.
         let _ = self.nodes.0.inputs.try_send(Input::CallLost { epoch: self.epoch(), reason });
     }
 }
@@ -302,9 +301,9 @@ mod tests {
         RouterMetrics::new(&telemetry.metrics(), "ours")
     }
 
-    /// A node that went is no node of an older release.
+    /// A lost node is not a node of an older release.
     #[tokio::test]
-    async fn where_no_node_serves_nothing_is_known_of_grammars() {
+    async fn without_a_node_the_grammar_version_is_unknown() {
         let none: [&str; 0] = [];
         let members = cluster::StaticMembership::new(none, none).unwrap();
         let served = Arc::new([Served { model: "ours".into(), vocabulary_size: 10 }]);

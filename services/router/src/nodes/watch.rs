@@ -1,5 +1,5 @@
-//! The task that keeps the directory up to date: it follows the membership, holds one `Observe`
-//! stream to each member, and wakes for the directory's deadlines.
+//! The task that keeps the directory up to date: it follows the membership, holds one `Observe` stream to
+//! each member, and handles the directory's deadlines.
 
 use std::{
     collections::HashMap,
@@ -18,15 +18,15 @@ use tonic::Code;
 
 use super::{
     Nodes, channel,
-    introductions::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
+    connection_setup::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
 };
 
-/// What nodes must serve to be used.
+/// A model that nodes must serve to be used.
 #[derive(Clone, Debug)]
 pub struct Served {
     /// The name of the model.
     pub model: Arc<str>,
-    /// How many token ids the router's tokenizer may send.
+    /// Number of token ids of the router's tokenizer.
     pub vocabulary_size: u32,
 }
 
@@ -49,7 +49,7 @@ impl NodeWatch {
         Self { stop: stop.drop_guard(), task }
     }
 
-    /// Stops the task and its streams and waits until they are gone.
+    /// Stops the task and its streams, and waits until they have ended.
     pub async fn shutdown(self) -> Result<(), JoinError> {
         drop(self.stop);
         self.task.await
@@ -63,10 +63,10 @@ struct Watch {
     streams: JoinSet<()>,
     open: HashMap<StreamId, AbortHandle>,
     rounds: Rounds,
-    /// Until the first round in which there is anybody to serve.
+    /// `Some` until the first round with a decode node.
     first: Option<Arc<FirstRound>>,
-    /// Calls of this round and of those before, which end by themselves.
-    introductions: JoinSet<()>,
+    /// Meet calls of this round and of earlier ones.
+    meet_calls: JoinSet<()>,
 }
 
 impl Watch {
@@ -79,7 +79,7 @@ impl Watch {
             streams: JoinSet::new(),
             open: HashMap::new(),
             rounds: Rounds::new(Instant::now()),
-            introductions: JoinSet::new(),
+            meet_calls: JoinSet::new(),
         }
     }
 
@@ -102,12 +102,12 @@ impl Watch {
                     Some(change) => self.handle(Input::Member(change), &mut actions),
                     None => members_end = true,
                 },
-                // We hold a sender ourselves, so the channel never ends.
+                // `self.nodes` holds a sender, so the channel never ends.
                 Some(input) = self.inputs.recv() => {
                     self.handle(input, &mut actions);
                     self.nodes.count_cached_blocks();
                 }
-                () = next_round => self.introduce(),
+                () = next_round => self.set_up_connections(),
                 () = due => {
                     self.nodes.directory().on_deadline(Instant::now(), &mut actions);
                 }
@@ -116,9 +116,9 @@ impl Watch {
                 self.act(action);
             }
             while self.streams.try_join_next().is_some() {}
-            while self.introductions.try_join_next().is_some() {}
+            while self.meet_calls.try_join_next().is_some() {}
         }
-        self.introductions.shutdown().await;
+        self.meet_calls.shutdown().await;
         self.streams.shutdown().await;
     }
 
@@ -162,8 +162,8 @@ impl Watch {
         }
     }
 
-    /// Lets all nodes know whom they will meet.
-    fn introduce(&mut self) {
+    /// Starts a round of Meet calls to all nodes.
+    fn set_up_connections(&mut self) {
         let deadline = self.rounds.on_start(Instant::now());
         let directory = self.nodes.directory();
         let serving: Vec<_> = directory
@@ -176,18 +176,13 @@ impl Watch {
         drop(directory);
         let is_served = serving.iter().any(|(_, role, _)| *role == Role::Decode);
         let first = self.first.take_if(|_| is_served);
-        for introduction in introductions::introductions(&serving) {
+        for call in connection_setup::meet_calls(&serving) {
             let (nodes, first) = (self.nodes.clone(), first.clone());
-            self.introductions.spawn(introductions::introduce(
-                nodes,
-                introduction,
-                deadline,
-                first,
-            ));
+            self.meet_calls.spawn(connection_setup::meet(nodes, call, deadline, first));
         }
     }
 
-    /// Whether a node that is listed may be up soon and make a pair.
+    /// Whether a listed node may come up soon and complete a pair.
     fn is_one_to_come(&self) -> bool {
         let directory = self.nodes.directory();
         let is_listed = |role| directory.nodes().any(|node| node.address.role == role);
@@ -207,7 +202,7 @@ async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, served: A
         Ok(()) => "the stream ended".to_owned(),
         Err(reason) => reason,
     };
-    // Fails only when the task is gone, and with it everything that could be told.
+    // Fails only when the task has ended.
     let _ = nodes.0.inputs.send(Input::StreamEnded { stream, reason }).await;
 }
 
@@ -233,7 +228,7 @@ async fn follow(
             return Ok(());
         }
         if changed {
-            // No change of health, but of what can be picked.
+            // Draining changes which nodes can be picked, without a change of health.
             nodes.changed();
         }
     }
@@ -241,8 +236,8 @@ async fn follow(
 }
 
 impl Served {
-    /// Token ids mean nothing to a node with another model. A vocabulary larger than the tokenizer's
-    /// is one that was padded.
+    /// Rejects a node of another model, or with fewer token ids than the tokenizer. A larger vocabulary is
+    /// padded.
     fn check(all: &[Self], event: &ObserveEvent) -> Result<(), String> {
         let Some(Event::Snapshot(snapshot)) = &event.event else { return Ok(()) };
         let Some(record) = &snapshot.record else { return Ok(()) };
@@ -279,9 +274,9 @@ mod tests {
     use proto::v1::{NodeLoad, NodeRecord, NodeSnapshot};
 
     use super::*;
-    use crate::nodes::{introductions::tests::record, tests::metrics};
+    use crate::nodes::{connection_setup::tests::record, tests::metrics};
 
-    /// A watch that the test turns, and the one that came with the nodes and sees no member.
+    /// Returns a watch that the test drives, and the idle watch of the nodes.
     fn watch() -> (Watch, NodeWatch) {
         let members = cluster::StaticMembership::new(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
@@ -289,7 +284,7 @@ mod tests {
         (Watch::new(nodes, mpsc::channel(1).1, served), task)
     }
 
-    /// Returns the stream by which it is observed.
+    /// Returns the Observe stream of the new member.
     fn joins(watch: &mut Watch, role: Role, grpc: &str) -> StreamId {
         let address = NodeAddress { role, grpc: grpc.to_owned() };
         let mut actions = Vec::new();
@@ -322,34 +317,34 @@ mod tests {
         }
     }
 
-    /// Begins a round, which must be due.
+    /// Begins the round that is due.
     fn begin_round(watch: &mut Watch) {
         assert!(watch.rounds.next() <= Instant::now(), "it is due");
-        watch.introduce();
+        watch.set_up_connections();
     }
 
     #[tokio::test]
-    async fn nodes_that_come_up_together_are_each_told_once_whom_they_meet() {
+    async fn nodes_that_come_up_together_receive_one_meet_call_each() {
         let (mut watch, _task) = watch();
         let by_itself = watch.rounds.next();
         let mut meets = 0;
         for epoch in 1..=12 {
             let role = Role::ALL[epoch as usize % 2];
-            // Nobody listens there: what is counted are calls that are begun.
+            // No node listens there: the test counts calls that were started.
             let stream = joins(&mut watch, role, &format!("http://127.0.0.1:{epoch}"));
             comes_up(&mut watch, role, epoch, stream);
-            meets += watch.introductions.len();
+            meets += watch.meet_calls.len();
         }
         assert!(watch.rounds.next() + Duration::from_secs(10) < by_itself, "it is due soon");
-        watch.introduce();
-        assert_eq!(meets + watch.introductions.len(), 12);
+        watch.set_up_connections();
+        assert_eq!(meets + watch.meet_calls.len(), 12);
     }
 
     #[tokio::test]
     async fn the_first_round_begins_when_all_are_up_and_is_over_when_all_have_answered() {
         let (mut watch, _task) = watch();
-        let is_ready = |watch: &Watch| watch.nodes.are_introduced();
-        // No call gets anywhere before this test awaits something.
+        let is_ready = |watch: &Watch| watch.nodes.are_connected();
+        // No call makes progress before the test awaits.
         let url = |port: u16| format!("http://127.0.0.1:{port}");
         let prefill = joins(&mut watch, Role::Prefill, &url(1));
         let decode = joins(&mut watch, Role::Decode, &url(2));
@@ -358,39 +353,39 @@ mod tests {
         comes_up(&mut watch, Role::Prefill, 1, prefill);
         comes_up(&mut watch, Role::Decode, 2, decode);
         assert!(watch.is_one_to_come());
-        // It cannot be reached: nobody else is waited for.
+        // The unreachable node is not awaited.
         is_lost(&mut watch, absent);
         begin_round(&mut watch);
-        assert_eq!((watch.introductions.len(), is_ready(&watch)), (2, false));
+        assert_eq!((watch.meet_calls.len(), is_ready(&watch)), (2, false));
 
-        // One that comes meanwhile is told of by a round of its own.
+        // A node that comes up during the round gets a round of its own.
         let late = joins(&mut watch, Role::Decode, &url(4));
         comes_up(&mut watch, Role::Decode, 4, late);
         assert!(!is_ready(&watch));
-        let mut first_round = std::mem::take(&mut watch.introductions);
-        watch.introduce();
-        assert_eq!((watch.introductions.len(), is_ready(&watch)), (3, false));
+        let mut first_round = std::mem::take(&mut watch.meet_calls);
+        watch.set_up_connections();
+        assert_eq!((watch.meet_calls.len(), is_ready(&watch)), (3, false));
         first_round.shutdown().await;
         assert!(is_ready(&watch));
 
-        // From then on nothing takes it back: not a restart, nor the loss of all.
+        // The router stays ready after a restart and after the loss of all nodes.
         is_lost(&mut watch, prefill);
         is_lost(&mut watch, decode);
         is_lost(&mut watch, late);
         let again = joins(&mut watch, Role::Prefill, &url(5));
         comes_up(&mut watch, Role::Prefill, 5, again);
-        watch.introduce();
+        watch.set_up_connections();
         assert!(is_ready(&watch));
     }
 
     #[tokio::test]
-    async fn where_there_are_no_pairs_nobody_waits() {
+    async fn a_cluster_without_pairs_is_ready_at_once() {
         let (mut watch, _task) = watch();
         let decode = joins(&mut watch, Role::Decode, "http://127.0.0.1:1");
         let _other = joins(&mut watch, Role::Decode, "http://127.0.0.1:2");
         comes_up(&mut watch, Role::Decode, 1, decode);
         begin_round(&mut watch);
-        assert!(watch.nodes.are_introduced());
+        assert!(watch.nodes.are_connected());
     }
 
     #[tokio::test]
@@ -402,11 +397,11 @@ mod tests {
         let decode = joins(&mut watch, Role::Decode, "http://127.0.0.1:2");
         comes_up(&mut watch, Role::Decode, 2, decode);
         begin_round(&mut watch);
-        assert_eq!((watch.introductions.len(), watch.nodes.are_introduced()), (2, false));
+        assert_eq!((watch.meet_calls.len(), watch.nodes.are_connected()), (2, false));
     }
 
     #[test]
-    fn a_node_with_another_model_or_too_few_token_ids_is_refused() {
+    fn a_node_with_another_model_or_too_few_token_ids_is_rejected() {
         let of = |model: &str, vocabulary_size| Served { model: model.into(), vocabulary_size };
         let served = [of("ours", 1000), of("small", 10)];
         let check = |model: &str, vocabulary_size| {
@@ -417,7 +412,7 @@ mod tests {
                 &ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) },
             )
         };
-        // Padded for the device, or not.
+        // With and without padding.
         assert_eq!((check("ours", 1000), check("ours", 1024)), (Ok(()), Ok(())));
         assert_eq!(check("small", 10), Ok(()));
         assert!(check("theirs", 1000).unwrap_err().contains("\"theirs\""));

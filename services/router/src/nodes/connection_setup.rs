@@ -1,5 +1,5 @@
-//! Tells nodes with which others they will exchange KV, so that what two GPUs need for that is made before
-//! a request waits for it.
+//! Tells nodes with which peers they will exchange KV, so that connections between GPUs are set up before a
+//! request needs them.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -12,28 +12,26 @@ use tonic::Request;
 
 use super::{Nodes, channel};
 
-/// Nodes let go of a pair that is idle for a minute.
+/// Interval of rounds. Nodes close the connection of a pair that is idle for a minute.
 const EVERY: Duration = Duration::from_secs(20);
-/// Nodes that are started together come up one soon after the other.
+/// Delay of a round after a change: nodes that start together come up at about the same time.
 pub const SETTLES_IN: Duration = Duration::from_millis(100);
-/// A node that is up waits no longer, whatever else comes up meanwhile or is still to.
+/// Maximum delay of a round, while further nodes come up.
 pub const WAIT_MAX: Duration = Duration::from_secs(1);
-/// With whom a node is brought together at most; with others its first request makes the pair. Few beside
-/// the pairs that a node may have, 64 unless set otherwise; nodes make no more of them than they have room
-/// for, those first that are named first.
+/// Maximum number of peers that a node connects to in advance; the first request connects other pairs. A
+/// node has room for 64 pairs by default, and connects to the first peers of the list while it has room.
 const PEERS_MAX: usize = 16;
-/// From the first change since the round before to the last node's having met: so long a router that starts is not
-/// ready.
-const MET_MAX: Duration = Duration::from_secs(2);
-/// What a round has in any case, when it begins late.
-const MET_MIN: Duration = Duration::from_millis(500);
+/// Maximum time from the first change since the last round to the end of the round. A starting router is
+/// not ready for this time at most.
+const SETUP_MAX: Duration = Duration::from_secs(2);
+/// Minimum duration of a round that begins late.
+const SETUP_MIN: Duration = Duration::from_millis(500);
 
-/// When all nodes are introduced anew: soon after some have come up, once for all of them, and otherwise
-/// every now and then.
+/// Schedule of the rounds that send every node its peers: soon after nodes came up, and periodically.
 #[derive(Clone, Copy, Debug)]
 pub struct Rounds {
     next: Instant,
-    /// When the first node changed since the last round.
+    /// Time of the first change since the last round.
     since: Option<Instant>,
 }
 
@@ -42,7 +40,7 @@ impl Rounds {
         Self { next: now + EVERY, since: None }
     }
 
-    /// A node has changed; others are soon to.
+    /// A node changed; other changes may follow soon.
     pub fn on_change(&mut self, now: Instant, settles_in: Duration) {
         let since = *self.since.get_or_insert(now);
         self.next = (now + settles_in).min(since + WAIT_MAX);
@@ -52,14 +50,14 @@ impl Rounds {
         self.next
     }
 
-    /// Returns when all of the round is over.
+    /// Returns the deadline of the round.
     pub fn on_start(&mut self, now: Instant) -> Instant {
         let since = std::mem::replace(self, Self::new(now)).since.unwrap_or(now);
-        (since + MET_MAX).max(now + MET_MIN)
+        (since + SETUP_MAX).max(now + SETUP_MIN)
     }
 }
 
-/// Held by the calls of the first round: the router is not ready before all of them are over.
+/// Held by the calls of the first round: the router is ready when all of these calls have ended.
 pub struct FirstRound(Nodes);
 
 impl FirstRound {
@@ -70,22 +68,22 @@ impl FirstRound {
 
 impl Drop for FirstRound {
     fn drop(&mut self) {
-        self.0.0.introduced.store(true, Ordering::Release);
+        self.0.0.connected.store(true, Ordering::Release);
         self.0.changed();
     }
 }
 
-/// One node, and whom it is to meet.
+/// The Meet call of one node: its peers.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Introduction {
+pub struct MeetCall {
     url: String,
     request: MeetRequest,
 }
 
-/// Prefill nodes are told of decode nodes that their KV fits, and the other way round: of each other, so that
-/// neither has more to do with it than the other. Each begins with another one, so that none is left over
-/// where nodes have room for few.
-pub fn introductions(serving: &[(String, Role, NodeRecord)]) -> Vec<Introduction> {
+/// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a pair receive
+/// each other. Each prefill node starts with another decode node, so that every node finds a peer where nodes
+/// have room for few pairs.
+pub fn meet_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity
     };
@@ -105,15 +103,15 @@ pub fn introductions(serving: &[(String, Role, NodeRecord)]) -> Vec<Introduction
             }
         }
     }
-    let introduction = |((url, _, record), peers): (&(String, Role, NodeRecord), Vec<Peer>)| {
+    let call = |((url, _, record), peers): (&(String, Role, NodeRecord), Vec<Peer>)| {
         let node_epoch = record.epoch.to_bytes().to_vec().into();
         let request = MeetRequest { node_epoch, peers };
-        (!request.peers.is_empty()).then(|| Introduction { url: url.clone(), request })
+        (!request.peers.is_empty()).then(|| MeetCall { url: url.clone(), request })
     };
-    serving.iter().zip(peers).filter_map(introduction).collect()
+    serving.iter().zip(peers).filter_map(call).collect()
 }
 
-/// A node as its peers are told of it.
+/// Returns the node as its peers receive it.
 pub fn peer(record: &NodeRecord) -> Peer {
     Peer {
         node_id: record.node_id.to_string(),
@@ -122,23 +120,23 @@ pub fn peer(record: &NodeRecord) -> Peer {
     }
 }
 
-/// A node answers when the meetings are over. One that does not answer, or is of a release that has not heard
-/// of this, costs nothing but time: its first request makes the pair.
-pub async fn introduce(
+/// Calls Meet. The node answers once its connections are set up. Without an answer, as from a node of an
+/// older release, the first request of a pair connects it.
+pub async fn meet(
     nodes: Nodes,
-    introduction: Introduction,
+    call: MeetCall,
     deadline: Instant,
     _first: Option<Arc<FirstRound>>,
 ) {
-    let Introduction { url, request } = introduction;
+    let MeetCall { url, request } = call;
     let Ok(channel) = nodes.channel(&url) else { return };
     let mut request = Request::new(request);
     request.set_timeout(deadline.saturating_duration_since(Instant::now()));
     let mut client = channel::client(channel);
     match tokio::time::timeout_at(deadline.into(), client.meet(request)).await {
         Ok(Ok(_)) => {}
-        Ok(Err(status)) => tracing::debug!(node = url, %status, "a node was not introduced"),
-        Err(_) => tracing::debug!(node = url, "a node was not introduced in time"),
+        Ok(Err(status)) => tracing::debug!(node = url, %status, "a node rejected connection setup"),
+        Err(_) => tracing::debug!(node = url, "connection setup timed out"),
     }
 }
 
@@ -190,7 +188,7 @@ pub mod tests {
     }
 
     #[test]
-    fn nodes_of_both_roles_meet_where_their_kv_fits() {
+    fn nodes_of_both_roles_are_paired_where_their_kv_fits() {
         let serving = [
             node("p1", Role::Prefill, 1, 7),
             node("p2", Role::Prefill, 2, 8),
@@ -198,9 +196,9 @@ pub mod tests {
             node("d2", Role::Decode, 4, 7),
             node("d3", Role::Decode, 5, 9),
         ];
-        let met: Vec<(String, u128, Vec<String>)> = introductions(&serving)
+        let met: Vec<(String, u128, Vec<String>)> = meet_calls(&serving)
             .into_iter()
-            .map(|Introduction { url, request }| {
+            .map(|MeetCall { url, request }| {
                 let epoch = Epoch::from_bytes(&request.node_epoch).unwrap();
                 let ids = request.peers.into_iter().map(|peer| peer.node_id).collect();
                 (url, u128::from_be_bytes(epoch.to_bytes()), ids)
@@ -212,8 +210,8 @@ pub mod tests {
         assert_eq!(met, [of("p1", 1, &["d1", "d2"]), of("d1", 3, &["p1"]), of("d2", 4, &["p1"])]);
     }
 
-    /// Nodes come up at these moments, and time goes on until no round is due before the next that comes by
-    /// itself. Returns how often `Meet` was called, and when each round began.
+    /// Nodes come up at these times, until only the periodic round is due. Returns the number of Meet calls,
+    /// and the time of each round.
     fn come_up(start: Instant, ups: &[Duration]) -> (usize, Vec<Duration>) {
         let mut rounds = Rounds::new(start);
         let (mut serving, mut calls, mut began) = (Vec::new(), 0, Vec::new());
@@ -231,10 +229,10 @@ pub mod tests {
                 }
                 None => {
                     let now = rounds.next();
-                    calls += introductions(&serving).len();
+                    calls += meet_calls(&serving).len();
                     began.push(now - start);
                     let over = rounds.on_start(now);
-                    assert!(over > now && over <= now + MET_MAX);
+                    assert!(over > now && over <= now + SETUP_MAX);
                     assert_eq!(rounds.next(), now + EVERY);
                 }
             }
@@ -242,35 +240,35 @@ pub mod tests {
     }
 
     #[test]
-    fn nodes_that_come_up_together_are_introduced_once() {
+    fn nodes_that_come_up_together_share_one_round() {
         let start = Instant::now();
-        // Each soon after the one before.
+        // Each within the delay of the previous one.
         let ups: Vec<_> = (1..=12).map(|count| SETTLES_IN * count / 2).collect();
         let (calls, began) = come_up(start, &ups);
         assert_eq!((calls, began), (12, vec![ups[11] + SETTLES_IN]));
-        // Without an end: those that are up do not wait for all others.
+        // Further nodes keep coming up: the first round does not wait for all of them.
         let ups: Vec<_> = (1..=40).map(|count| SETTLES_IN * count / 2).collect();
         let (_, began) = come_up(start, &ups);
         assert_eq!(began[0], ups[0] + WAIT_MAX);
         assert_eq!(began.len(), 2);
         assert!(began[1] > ups[39], "{began:?}");
-        // Alone, one after the other.
+        // Far apart: one round each.
         let ups: Vec<_> = (1..=3).map(|count| WAIT_MAX * count).collect();
         let (calls, began) = come_up(start, &ups);
         assert_eq!(began, ups.iter().map(|up| *up + SETTLES_IN).collect::<Vec<_>>());
-        assert_eq!(calls, 2 + 3, "the first had nobody to meet");
+        assert_eq!(calls, 2 + 3, "the first node had no peer");
     }
 
     #[test]
-    fn nodes_with_room_for_few_agree_whom_to_take_and_none_is_left_over() {
+    fn nodes_with_room_for_few_peers_agree_on_the_pairs() {
         const ROOM: usize = 4;
         for count in [6, 16, 20] {
             let prefill = (1..=count).map(|epoch| node("p", Role::Prefill, epoch, 7));
             let decode = (1..=count).map(|epoch| node("d", Role::Decode, 1000 + epoch, 7));
-            let introductions = introductions(&prefill.chain(decode).collect::<Vec<_>>());
-            let pairs: BTreeSet<(Vec<u8>, Vec<u8>)> = introductions
+            let calls = meet_calls(&prefill.chain(decode).collect::<Vec<_>>());
+            let pairs: BTreeSet<(Vec<u8>, Vec<u8>)> = calls
                 .iter()
-                .flat_map(|Introduction { request, .. }| {
+                .flat_map(|MeetCall { request, .. }| {
                     let epoch = request.node_epoch.to_vec();
                     let first = request.peers.iter().take(ROOM);
                     first.map(move |peer| (epoch.clone(), peer.epoch.to_vec()))
@@ -282,17 +280,17 @@ pub mod tests {
     }
 
     #[test]
-    fn no_node_is_brought_together_with_more_than_a_few() {
+    fn no_node_receives_more_than_the_maximum_of_peers() {
         for (prefills, decodes) in [(1, 98), (98, 1), (40, 50)] {
             let prefill = (1..=prefills).map(|epoch| node("p", Role::Prefill, epoch, 7));
             let decode = (1..=decodes).map(|epoch| node("d", Role::Decode, 1000 + epoch, 7));
-            let introductions = introductions(&prefill.chain(decode).collect::<Vec<_>>());
-            let told = introductions.iter().map(|it| it.request.peers.len());
+            let calls = meet_calls(&prefill.chain(decode).collect::<Vec<_>>());
+            let told = calls.iter().map(|it| it.request.peers.len());
             assert_eq!(told.max(), Some(PEERS_MAX));
-            // Whoever greets is greeted: what the one is told of the other, the other is told of it.
-            let pairs: BTreeSet<(Vec<u8>, Vec<u8>)> = introductions
+            // Both nodes of a pair receive each other.
+            let pairs: BTreeSet<(Vec<u8>, Vec<u8>)> = calls
                 .iter()
-                .flat_map(|Introduction { request, .. }| {
+                .flat_map(|MeetCall { request, .. }| {
                     let epoch = request.node_epoch.to_vec();
                     request.peers.iter().map(move |peer| (epoch.clone(), peer.epoch.to_vec()))
                 })
