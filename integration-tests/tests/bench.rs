@@ -90,7 +90,7 @@ fn check_decode_steps(decode: &Value) {
     let idle = number(&decode["device_idle_share"]);
     assert!((0.0..1.0).contains(&idle), "{decode}");
     // Three runs of seven steps after the one with the last first token; a CPU has no graphs, and no
-    // measured roof.
+    // measured peak bandwidth.
     let dispatches = json!({"eager": 21, "graph": 0, "fallback": 0, "padding_rows": 0});
     assert_eq!(decode["dispatches"], dispatches);
     assert_eq!((&decode["floor_ms"], &decode["share_of_floor"]), (&Value::Null, &Value::Null));
@@ -348,8 +348,8 @@ fn kv_transfer_is_measured_between_two_processes() -> Result<()> {
         assert!(number(&row["together_gb_per_s"]) > 0.0, "{row}");
     }
     for (args, reason) in [
-        (&["--gpus", "0"][..], "allowed are two"),
-        (&["--block-kib", "6"], "multiples of 4"),
+        (&["--gpus", "0"][..], "expected two GPUs"),
+        (&["--block-kib", "6"], "a multiple of 4"),
         (&["--blocks", "0"], "1 to 100000"),
     ] {
         let output = bench(&[&["transfer"], args].concat())?;

@@ -1,8 +1,8 @@
-//! `baton-bench collectives`: sums over the GPUs of this host, by our own kernels and by NCCL, eagerly
-//! and in recorded graphs; no model.
+//! `baton-bench collectives`: all-reduce latency over the GPUs of this host, by Baton's kernels and by
+//! NCCL, eager and in CUDA graphs; no model.
 //!
-//! This process starts one for each GPU and hands round what they tell each other. All ranks measure the
-//! same things in the same order, and rank 0 says what it saw.
+//! This process starts one process for each GPU and relays the messages between them. All ranks run the
+//! same measurements in the same order, and rank 0 prints the results.
 
 mod rank;
 
@@ -22,21 +22,22 @@ use serde::{Deserialize, Serialize};
 
 use baton::doctor::KernelsArg;
 
-/// Any wait for a rank: the longest is for the first communicator.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// In front of what a rank tells all the others, and of what it has measured.
-const TELLS: &str = "all";
+/// Time-out of every wait for a rank. Creating the first communicator takes longest.
+const RANK_TIMEOUT: Duration = Duration::from_secs(120);
+/// Prefix of a message to all ranks.
+const BROADCAST: &str = "all";
+/// Prefix of a measured row.
 const FOUND: &str = "row";
 
 #[derive(Args)]
 pub struct CollectivesArgs {
-    /// The GPUs, by index or UUID: 2, 4 or 8.
+    /// Indices or UUIDs of 2, 4 or 8 GPUs.
     #[arg(long, default_value = "0,1", value_delimiter = ',')]
     gpus: Vec<String>,
-    /// Sizes of the message in KiB.
+    /// Message sizes in KiB.
     #[arg(long, default_value = "64,256,1024,4096,16384", value_delimiter = ',')]
     sizes: Vec<u32>,
-    /// Sums in one graph, and one behind the other when there is none.
+    /// All-reduce calls in one CUDA graph, and in one eager sequence.
     #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..=1000))]
     calls: u32,
     /// Rounds of each measurement; the median counts.
@@ -44,24 +45,24 @@ pub struct CollectivesArgs {
     rounds: u32,
     #[command(flatten)]
     kernels: KernelsArg,
-    /// NCCL [default: libnccl.so.2, where the system finds it].
+    /// Path of NCCL [default: libnccl.so.2 on the library path].
     #[arg(long, value_name = "PATH")]
     nccl: Option<std::path::PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// This process is that rank.
+    /// Rank of this process.
     #[arg(long, hide = true)]
     rank: Option<usize>,
 }
 
-/// Microseconds of one sum, of the whole group.
+/// Latency of one all-reduce over all ranks, in µs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Row {
     bytes: usize,
     one_shot_graph_us: Option<f64>,
     two_shot_graph_us: Option<f64>,
-    /// What is taken when nobody asks.
+    /// The algorithm that Baton selects for this size.
     graph_us: f64,
     eager_us: f64,
     nccl_graph_us: Option<f64>,
@@ -71,10 +72,10 @@ struct Row {
 #[derive(Clone, Debug, Serialize)]
 struct Report {
     ranks: usize,
-    /// A plain copy between the first two.
+    /// Bandwidth of a plain copy between the first two GPUs.
     link_gb_per_s: f64,
-    /// Why there are no figures of NCCL's.
-    nccl_fault: Option<String>,
+    /// Reason why NCCL was not measured.
+    nccl_error: Option<String>,
     rows: Vec<Row>,
 }
 
@@ -94,17 +95,20 @@ pub fn run(args: CollectivesArgs) -> Result<()> {
 
 fn check(args: &CollectivesArgs) -> Result<()> {
     let gpus = args.gpus.join(",");
-    ensure!(matches!(args.gpus.len(), 2 | 4 | 8), "--gpus {gpus}: allowed are 2, 4 or 8");
+    ensure!(
+        matches!(args.gpus.len(), 2 | 4 | 8),
+        "invalid --gpus: {gpus}; expected 2, 4 or 8 GPUs"
+    );
     let bad = args.sizes.iter().find(|size| !(1..=65_536).contains(*size));
-    bad.map_or(Ok(()), |size| bail!("--sizes {size}: allowed are 1 to 65536"))
+    bad.map_or(Ok(()), |size| bail!("invalid --sizes: {size}; expected 1 to 65536"))
 }
 
 fn measure(args: &CollectivesArgs) -> Result<Report> {
     let link_gb_per_s = link(&args.gpus[0], &args.gpus[1])?;
     let mut ranks = Ranks::start(args.gpus.len())?;
-    let (rows, nccl_fault) = ranks.serve()?;
+    let (rows, nccl_error) = ranks.serve()?;
     ranks.finish()?;
-    Ok(Report { ranks: args.gpus.len(), link_gb_per_s, nccl_fault, rows })
+    Ok(Report { ranks: args.gpus.len(), link_gb_per_s, nccl_error, rows })
 }
 
 fn link(one: &str, other: &str) -> Result<f64> {
@@ -116,16 +120,16 @@ fn link(one: &str, other: &str) -> Result<f64> {
     Ok(gb_per_s)
 }
 
-/// A process for every GPU.
+/// The rank processes, one for each GPU.
 struct Ranks {
     children: Vec<Child>,
     lines: Receiver<(usize, Option<String>)>,
 }
 
 impl Ranks {
-    /// With the arguments of this process.
+    /// Starts this program again for each rank, with its own arguments.
     fn start(count: usize) -> Result<Self> {
-        let program = std::env::current_exe().context("this program has no name")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
         let (sender, lines) = channel();
         let mut ranks = Self { children: Vec::new(), lines };
         for rank in 0..count {
@@ -136,14 +140,15 @@ impl Ranks {
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()
-                .context("the process of a rank cannot be started")?;
-            let stdout = BufReader::new(child.stdout.take().context("it has no output")?);
+                .context("cannot start the process of a rank")?;
+            let stdout =
+                BufReader::new(child.stdout.take().context("a rank has no standard output")?);
             ranks.children.push(child);
             let sender = sender.clone();
-            // Ends with the child's output.
+            // The thread ends with the child's output.
             thread::spawn(move || {
                 for line in stdout.lines().map_while(Result::ok) {
-                    // Fails when nobody listens any more.
+                    // Fails when the receiver is dropped.
                     let _ = sender.send((rank, Some(line)));
                 }
                 let _ = sender.send((rank, None));
@@ -152,43 +157,46 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// Hands round what the ranks tell, until rank 0 has said all.
+    /// Relays messages between the ranks until rank 0 has reported all results.
     fn serve(&mut self) -> Result<(Vec<Row>, Option<String>)> {
         let mut told: Vec<Option<String>> = vec![None; self.children.len()];
         let (mut rows, mut fault) = (Vec::new(), None);
         loop {
-            let (rank, line) = self.lines.recv_timeout(PATIENCE).context("the ranks are silent")?;
-            let line = line.with_context(|| format!("rank {rank} has ended"))?;
+            let (rank, line) = self
+                .lines
+                .recv_timeout(RANK_TIMEOUT)
+                .context("the ranks did not report in time")?;
+            let line = line.with_context(|| format!("rank {rank} exited"))?;
             match line.split_once(' ').unwrap_or((&line, "")) {
-                (TELLS, words) => told[rank] = Some(words.to_owned()),
+                (BROADCAST, words) => told[rank] = Some(words.to_owned()),
                 (FOUND, row) => rows.push(serde_json::from_str(row)?),
                 ("fault", words) => fault = Some(words.to_owned()),
                 ("end", _) => return Ok((rows, fault)),
-                _ => bail!("rank {rank} says {line:?}"),
+                _ => bail!("rank {rank} sent an unknown line: {line:?}"),
             }
             if told.iter().all(Option::is_some) {
                 let words: Vec<String> = told.iter_mut().filter_map(Option::take).collect();
                 for child in &mut self.children {
-                    let stdin = child.stdin.as_mut().context("a rank has no input")?;
-                    writeln!(stdin, "{}", words.join(" ")).context("a rank has ended")?;
+                    let stdin = child.stdin.as_mut().context("a rank has no standard input")?;
+                    writeln!(stdin, "{}", words.join(" ")).context("a rank exited")?;
                 }
             }
         }
     }
 
     fn finish(&mut self) -> Result<()> {
-        // The end of their input is their end; what is left is killed.
-        let deadline = Instant::now() + PATIENCE;
+        // Ranks exit when their input closes. `drop` kills those that do not.
+        let deadline = Instant::now() + RANK_TIMEOUT;
         for (rank, child) in self.children.iter_mut().enumerate() {
             drop(child.stdin.take());
             let status = loop {
                 if let Some(status) = child.try_wait()? {
                     break status;
                 }
-                ensure!(Instant::now() < deadline, "rank {rank} does not end");
+                ensure!(Instant::now() < deadline, "rank {rank} does not exit");
                 thread::sleep(Duration::from_millis(10));
             };
-            ensure!(status.success(), "rank {rank} ended with {status}");
+            ensure!(status.success(), "rank {rank} exited with {status}");
         }
         Ok(())
     }
@@ -197,7 +205,7 @@ impl Ranks {
 impl Drop for Ranks {
     fn drop(&mut self) {
         for child in &mut self.children {
-            // It may have ended already.
+            // The process may have exited already.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -205,7 +213,7 @@ impl Drop for Ranks {
 }
 
 impl Report {
-    /// What the links need: a rank sends at least so much, of which it receives as much meanwhile.
+    /// Returns the lower bound by link bandwidth: a rank sends and receives 2 (n − 1) / n of the message.
     fn limit_us(&self, row: &Row) -> f64 {
         let sent = 2.0 * (self.ranks as f64 - 1.0) / self.ranks as f64 * row.bytes as f64;
         sent / self.link_gb_per_s / 1e3
@@ -214,13 +222,10 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { ranks, link_gb_per_s, nccl_fault, rows } = self;
-        writeln!(
-            f,
-            "{ranks} ranks, bf16, a plain copy between two goes at {link_gb_per_s:.0} GB/s"
-        )?;
-        if let Some(fault) = nccl_fault {
-            writeln!(f, "nothing of NCCL's: {fault}")?;
+        let Self { ranks, link_gb_per_s, nccl_error, rows } = self;
+        writeln!(f, "{ranks} ranks, bf16, plain copy between two GPUs: {link_gb_per_s:.0} GB/s")?;
+        if let Some(error) = nccl_error {
+            writeln!(f, "NCCL not measured: {error}")?;
         }
         writeln!(
             f,
@@ -273,12 +278,12 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_measured_is_refused_by_its_name() {
+    fn invalid_flags_are_rejected_by_name() {
         assert_eq!(checked(&[]), Ok(()));
         assert_eq!(checked(&["--gpus", "0,1,2,3", "--sizes", "64,1024"]), Ok(()));
         for (words, named) in [
-            (["--gpus", "0,1,2"], "--gpus 0,1,2: allowed are 2, 4 or 8"),
-            (["--sizes", "64,0"], "--sizes 0: allowed are 1 to 65536"),
+            (["--gpus", "0,1,2"], "invalid --gpus: 0,1,2; expected 2, 4 or 8 GPUs"),
+            (["--sizes", "64,0"], "invalid --sizes: 0; expected 1 to 65536"),
             (["--calls", "0"], "1..=1000"),
         ] {
             let error = checked(&words).unwrap_err();
@@ -287,26 +292,26 @@ mod tests {
     }
 
     #[test]
-    fn the_links_limit_grows_with_the_ranks() {
+    fn bandwidth_limit_grows_with_the_ranks() {
         let row = Row { bytes: 1 << 20, ..Row::default() };
         let limit = |ranks| {
-            let report = Report { ranks, link_gb_per_s: 400.0, nccl_fault: None, rows: vec![] };
+            let report = Report { ranks, link_gb_per_s: 400.0, nccl_error: None, rows: vec![] };
             report.limit_us(&row)
         };
         assert!((limit(2) - 2.62).abs() < 0.01 && (limit(4) - 3.93).abs() < 0.01);
     }
 
     #[test]
-    fn a_report_without_nccl_says_why() {
+    fn report_without_nccl_has_the_reason() {
         let rows = vec![Row { bytes: 65_536, graph_us: 2.5, eager_us: 5.0, ..Row::default() }];
         let report = Report {
             ranks: 2,
             link_gb_per_s: 393.0,
-            nccl_fault: Some("no such file".into()),
+            nccl_error: Some("no such file".into()),
             rows,
         };
         let text = report.to_string();
-        assert!(text.contains("nothing of NCCL's: no such file"), "{text}");
+        assert!(text.contains("NCCL not measured: no such file"), "{text}");
         assert!(text.lines().last().unwrap().trim_start().starts_with("64       2.50"), "{text}");
     }
 }

@@ -1,8 +1,8 @@
-//! `baton-bench ring`: how long a plan takes from a node to the last of its ranks; no model.
+//! `baton-bench ring`: latency of a step plan from a node to the last of its ranks; no model.
 //!
-//! The ranks are processes of this program that read the ring as ranks do, and answer with the moments
-//! at which they had a plan's bytes and the plan in hand. Each plan is sent when all have answered the
-//! one before and some time has passed, as between steps.
+//! The ranks are processes of this program. They read the shared-memory ring as real ranks do and answer
+//! with two times: when a plan's bytes arrived and when the plan was decoded. The next plan follows the
+//! last answer after a gap, as between steps.
 
 use std::{
     env,
@@ -20,33 +20,33 @@ use serde::Serialize;
 
 use baton::bench::stats::Percentiles;
 
-/// Any wait for another process.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time-out of every wait for another process.
+const TIMEOUT: Duration = Duration::from_secs(30);
 const WARM_UP: u32 = 100;
-/// Of sixteen rows one begins a block in the mean.
+/// On average one of 16 rows begins a block in a step.
 const BLOCK_TOKENS: u32 = 16;
 
 #[derive(Args)]
 pub struct RingArgs {
-    /// Ranks that read.
+    /// Number of ranks.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=16))]
     readers: u32,
-    /// Rows of the plan: sequences that each get a token.
+    /// Rows of the plan: sequences that decode one token each.
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
     rows: u32,
-    /// Plans that are measured, in each way to wait.
+    /// Plans measured with spinning ranks, and with sleeping ranks.
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     plans: u32,
-    /// Microseconds from the last answer to the next plan.
+    /// Gap from the last answer to the next plan, in µs.
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     gap_us: u64,
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// The other processes: one that reads.
+    /// Rank of this process.
     #[arg(long, hide = true)]
     spec: Option<RankSpec>,
-    /// How long it spins before it sleeps.
+    /// Time that the rank spins before it sleeps, in µs.
     #[arg(long, hide = true, default_value_t = 0)]
     spin_us: u64,
 }
@@ -56,33 +56,33 @@ struct Report {
     cpus: usize,
     readers: u32,
     rows: u32,
-    /// After a change of the rows, and without one: what is measured.
+    /// Bytes of a plan after a change of its rows, and of the measured plans without a change.
     plan_bytes: usize,
     steady_bytes: usize,
-    /// In microseconds.
-    spinning_us: Way,
-    asleep_us: Way,
+    /// Latencies in µs.
+    spinning_us: PlanLatency,
+    asleep_us: PlanLatency,
 }
 
-/// From the moment before the plan is encoded to the last reader's having it, and where the time goes.
+/// Latency from the begin of encoding to the last rank's decoded plan, and its three parts.
 #[derive(Debug, Serialize)]
-struct Way {
+struct PlanLatency {
     whole: Percentiles,
     encoded: Percentiles,
-    /// Written by the node, seen and checked by the reader.
-    carried: Percentiles,
+    /// Write by the node, read and check by the rank.
+    transferred: Percentiles,
     decoded: Percentiles,
 }
 
-impl Way {
-    /// Of samples of the three parts, in order.
+impl PlanLatency {
+    /// Takes samples of the three parts in order.
     fn of(samples: &[[f64; 3]]) -> Self {
         let part =
             |part: &dyn Fn(&[f64; 3]) -> f64| Percentiles::of(samples.iter().map(part).collect());
         Self {
             whole: part(&|parts| parts.iter().sum()),
             encoded: part(&|parts| parts[0]),
-            carried: part(&|parts| parts[1]),
+            transferred: part(&|parts| parts[1]),
             decoded: part(&|parts| parts[2]),
         }
     }
@@ -103,23 +103,23 @@ pub fn run(args: RingArgs) -> Result<()> {
         return Ok(());
     }
     println!("a decode step of {rows} rows: {steady_bytes} bytes, {plan_bytes} after a change");
-    println!("from the node to the last of {readers} ranks, on {cpus} CPUs, in microseconds:");
+    println!("latency from the node to the last of {readers} ranks on {cpus} CPUs, µs:");
     for (how, it) in [("spinning", &report.spinning_us), ("asleep", &report.asleep_us)] {
         let whole = &it.whole;
         println!("  {how:<9} p50 {:7.2}  p99 {:7.2}  most {:7.1}", whole.p50, whole.p99, whole.max);
         for (part, it) in
-            [("encoded", &it.encoded), ("carried", &it.carried), ("decoded", &it.decoded)]
+            [("encoded", &it.encoded), ("transferred", &it.transferred), ("decoded", &it.decoded)]
         {
             println!("    {part:<7} p50 {:7.2}  p99 {:7.2}  most {:7.1}", it.p50, it.p99, it.max);
         }
     }
     if cpus <= readers as usize {
-        println!("  there are fewer CPUs than processes: they wait for each other's time");
+        println!("  there are fewer CPUs than processes: the processes wait for each other");
     }
     Ok(())
 }
 
-/// A steady decode step.
+/// Returns the plan of a decode step without a change of rows.
 fn plan(rows: u32, step_id: u64) -> StepPlan {
     let row = |slot| RowPlan {
         slot: Slot(slot),
@@ -136,7 +136,7 @@ fn plan(rows: u32, step_id: u64) -> StepPlan {
     }
 }
 
-/// Of the first plan of these rows, and of the next.
+/// Returns the bytes of the first plan with these rows and of the next one.
 fn plan_bytes(rows: u32) -> [usize; 2] {
     let (mut history, mut bytes) = (codec::History::default(), Vec::new());
     [1 << 40, (1 << 40) + 1].map(|step| {
@@ -145,7 +145,7 @@ fn plan_bytes(rows: u32) -> [usize; 2] {
     })
 }
 
-/// Ended when dropped.
+/// Rank processes; dropping them kills them.
 struct Readers(Vec<Child>);
 
 impl Drop for Readers {
@@ -157,7 +157,7 @@ impl Drop for Readers {
     }
 }
 
-fn measure(args: &RingArgs, spin_us: u64) -> Result<Way> {
+fn measure(args: &RingArgs, spin_us: u64) -> Result<PlanLatency> {
     let mut epoch = [0; 16];
     getrandom::fill(&mut epoch).map_err(|error| anyhow::anyhow!("no random numbers: {error}"))?;
     let name = RegionName::own(u128::from_le_bytes(epoch), "bench");
@@ -171,7 +171,7 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<Way> {
         let mut command = Command::new(env::current_exe()?);
         command.args(["ring", "--spec", &spec(rank).to_string()]);
         command.args(["--spin-us", &spin_us.to_string()]).stdin(Stdio::null());
-        readers.0.push(command.spawn().context("cannot start a reader")?);
+        readers.0.push(command.spawn().context("cannot start a rank")?);
     }
     let mut samples = Vec::new();
     let (mut history, mut message) = (codec::History::default(), Vec::new());
@@ -180,29 +180,29 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<Way> {
         let began = clock_nanos();
         codec::encode_plan(&plan, &mut history, &mut message);
         let encoded = clock_nanos();
-        plans.write(&message, PATIENCE, || false)?;
+        plans.write(&message, TIMEOUT, || false)?;
         let (mut seen, mut last) = (0, 0);
         for answer in &mut answers {
-            let answer = answer.read(PATIENCE, Duration::ZERO)?.context("a reader is gone")?;
-            let (moments, []) = answer.as_chunks() else { bail!("a reader answers nonsense") };
+            let answer = answer.read(TIMEOUT, Duration::ZERO)?.context("a rank exited")?;
+            let (moments, []) = answer.as_chunks() else { bail!("malformed answer of a rank") };
             let [read, decoded] =
-                <[[u8; 8]; 2]>::try_from(moments).context("a reader answers nonsense")?;
+                <[[u8; 8]; 2]>::try_from(moments).context("malformed answer of a rank")?;
             (last, seen) =
                 (last, seen).max((u64::from_le_bytes(decoded), u64::from_le_bytes(read)));
         }
         let moments = [began, encoded, seen, last];
-        ensure!(moments.is_sorted(), "the readers' clock is another");
+        ensure!(moments.is_sorted(), "the clocks of node and ranks differ");
         if step >= u64::from(WARM_UP) {
             samples.push([0, 1, 2].map(|part| (moments[part + 1] - moments[part]) as f64 / 1e3));
         }
-        // Not asleep: a step's end is not waited for by a timer either.
+        // A real node does not sleep on a timer between steps either.
         let answered = Instant::now();
         while answered.elapsed() < Duration::from_micros(args.gap_us) {
             thread::yield_now();
         }
     }
-    plans.write(&codec::encode_stop(), PATIENCE, || false)?;
-    Ok(Way::of(&samples))
+    plans.write(&codec::encode_stop(), TIMEOUT, || false)?;
+    Ok(PlanLatency::of(&samples))
 }
 
 fn read(spec: &RankSpec, spin: Duration) -> Result<()> {
@@ -211,14 +211,14 @@ fn read(spec: &RankSpec, spin: Duration) -> Result<()> {
     let (mut plans, mut answers) = (region.plan_reader(rank), region.result_writer(rank));
     let mut history = codec::History::default();
     loop {
-        let Some(message) = plans.read(PATIENCE, spin)? else { bail!("no plan comes") };
+        let Some(message) = plans.read(TIMEOUT, spin)? else { bail!("no plan arrived in time") };
         let seen = clock_nanos();
         let order = codec::decode_order(message, &mut history)?;
         let decoded = clock_nanos();
         let codec::Order::Plan { state, found, .. } = &order else { return Ok(()) };
         ensure!(state == found, "a plan was lost");
         let moments = [seen.to_le_bytes(), decoded.to_le_bytes()];
-        answers.write(moments.as_flattened(), PATIENCE, || false)?;
+        answers.write(moments.as_flattened(), TIMEOUT, || false)?;
     }
 }
 
@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_of_256_rows_is_as_small_as_promised() {
+    fn steady_plan_of_256_rows_has_at_most_300_bytes() {
         let [changed, steady] = plan_bytes(256);
         assert!(changed <= 4_200 && steady <= 300, "{changed}, {steady}");
     }

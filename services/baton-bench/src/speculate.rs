@@ -1,7 +1,8 @@
-//! `baton-bench speculate`: what drafts are worth where an answer repeats its prompt; no network.
+//! `baton-bench speculate`: decode throughput with speculative decoding where an answer repeats its
+//! prompt; no network.
 //!
-//! One request at a time asks for a change to a piece of code. Each length of draft runs in turn, so
-//! that the machine's moods meet all of them; the tokens must be the same every time.
+//! A request asks for a change to a piece of code. The numbers of draft tokens run in turn, so that
+//! changes of the machine's speed affect all of them alike. All answers must be equal.
 
 use std::{
     path::{Path, PathBuf},
@@ -30,7 +31,7 @@ use baton::{
     model_store,
 };
 
-/// A small model does this much: it repeats the code, with the name changed or not.
+/// A small model repeats the code, with or without the new name.
 const PROMPT: &str = r#"Rename the variable `total` to `balance` and write the whole code again, without explanation.
 
 ```python
@@ -66,52 +67,52 @@ class Account:
 
 #[derive(Args, Clone)]
 pub struct SpeculateArgs {
-    /// Model: a GGUF file, a Hugging Face folder, or a name `baton model list` prints.
+    /// Model: a GGUF file, a Hugging Face folder, or a name that `baton model list` prints.
     #[arg(long, default_value = "smollm2-135m")]
     model: String,
-    /// Folder with the models that were fetched by name.
+    /// Folder of the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
-    /// Format of the weights: f32, bf16 or q8 (whose KV is bf16).
+    /// Number format of the weights: f32, bf16 or q8 (with KV in bf16).
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
-    /// Threads that compute; by default one for each core.
+    /// Worker threads [default: one for each core].
     #[arg(long)]
     threads: Option<usize>,
-    /// The user's message; by default a built-in one about code.
+    /// File with the user's message [default: a built-in message about code].
     #[arg(long)]
     prompt_file: Option<PathBuf>,
-    /// Most drafts of a step; 0 is without.
+    /// Maximum draft tokens of a row in a step; 0: no speculative decoding.
     #[arg(long, value_delimiter = ',', default_value = "0,4,8,12")]
     drafts: Vec<u32>,
-    /// Fewest tokens that must have occurred before.
+    /// Minimum length of an n-gram that must have occurred before.
     #[arg(long, default_value_t = config::Node::default().speculate_ngram_min, value_parser = clap::value_parser!(u32).range(1..=64))]
     ngram_min: u32,
-    /// Most tokens compared to find the best occurrence.
+    /// Maximum length of an n-gram that is compared.
     #[arg(long, default_value_t = config::Node::default().speculate_ngram_max, value_parser = clap::value_parser!(u32).range(1..=64))]
     ngram_max: u32,
-    /// A step takes drafts up to this many tokens in all, as `node.speculate_step_tokens` says.
+    /// Maximum tokens of a step with draft tokens (`node.speculate_step_tokens`).
     #[arg(long, default_value_t = config::Node::default().speculate_step_tokens, value_parser = clap::value_parser!(u32).range(1..=512))]
     step_tokens: u32,
-    /// 0 is greedy.
+    /// Sampling temperature; 0 is greedy.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
-    /// Requests at a time, each with a seed of its own.
+    /// Requests in one batch, each with a seed of its own.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     batch: u32,
-    /// Longest answer.
+    /// Maximum tokens of an answer.
     #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u32).range(2..=8192))]
     max_tokens: u32,
-    /// Runs of each; the median counts.
+    /// Runs with each number of draft tokens; the median counts.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Print the answer too.
+    /// Also print the answer.
     #[arg(long)]
     show: bool,
 }
 
-/// What one run brought.
-struct Answered {
+/// Result of one run.
+struct RunResult {
     tokens_per_s: f64,
     answers: Vec<Vec<u32>>,
     steps: usize,
@@ -119,7 +120,10 @@ struct Answered {
 }
 
 pub fn run(args: SpeculateArgs) -> Result<()> {
-    ensure!(args.ngram_min <= args.ngram_max, "--ngram-min is greater than --ngram-max");
+    ensure!(
+        args.ngram_min <= args.ngram_max,
+        "invalid --ngram-min: it is greater than --ngram-max"
+    );
     let path = model_store::resolve(&args.models_dir, &args.model)?;
     let text = ModelText::open(&path)?;
     let prompt = prompt(&args, &text)?;
@@ -130,7 +134,7 @@ pub fn run(args: SpeculateArgs) -> Result<()> {
     for round in 0..=args.runs {
         for (_, engine, runs) in &mut engines {
             let answered = answer(&args, engine, &prompt, text.tokenizer().eos_ids(), round)?;
-            // The first brings the prompt into the prefix cache and everything into memory.
+            // The first round is a warm-up: it fills the prefix cache.
             if round > 0 {
                 runs.push(answered);
             }
@@ -147,18 +151,18 @@ pub fn run(args: SpeculateArgs) -> Result<()> {
     );
     println!(
         "{:>6} {:>8} {:>8} {:>8} {:>7} {:>8} {:>8} {:>13} {:>9}",
-        "drafts", "tok/s", "least", "most", "ratio", "steps", "drafted", "accepted", "ms/step"
+        "drafts", "tok/s", "min", "max", "ratio", "steps", "drafted", "accepted", "ms/step"
     );
     let mut base = None;
     for (drafts, _, runs) in &engines {
         ensure!(
             runs.iter().all(|run| run.answers == *expected),
-            "{drafts} drafts changed the answer"
+            "{drafts} draft tokens changed the answer: this is a bug; report model, format and machine"
         );
         let all: Vec<f64> = runs.iter().map(|run| run.tokens_per_s).collect();
         let tokens_per_s = median(&all);
         let base = *base.get_or_insert(tokens_per_s);
-        let Answered { steps, speculated, .. } = &runs[0];
+        let RunResult { steps, speculated, .. } = &runs[0];
         let tokens: usize = expected.iter().map(Vec::len).sum();
         println!(
             "{drafts:>6} {tokens_per_s:>8.1} {:>8.1} {:>8.1} {:>7.2} {steps:>8} {:>8} {:>6} ({:>3.0} %) {:>9.2}",
@@ -207,7 +211,7 @@ fn start(
     let sequence_tokens = prompt_len as u32 + args.max_tokens;
     ensure!(
         sequence_tokens as usize <= config.context_tokens,
-        "prompt and answer have {sequence_tokens} tokens, the model reaches {}",
+        "prompt and answer have {sequence_tokens} tokens; the model has at most {}",
         config.context_tokens
     );
     let limits = ExecutorLimits {
@@ -230,14 +234,14 @@ fn start(
     Ok(StepLoop::new(Scheduler::new(SchedulerConfig::new(limits), seeds)?, executor))
 }
 
-/// Answers the prompt, timed from the moment when every answer has begun.
+/// Runs one batch, timed from the moment when every answer has its first token.
 fn answer(
     args: &SpeculateArgs,
     engine: &mut StepLoop<CpuExecutor>,
     prompt: &[u32],
     stop_token_ids: &[u32],
     round: u32,
-) -> Result<Answered> {
+) -> Result<RunResult> {
     let mut actions = Vec::new();
     for index in 0..args.batch {
         let sampling = Sampling {
@@ -288,7 +292,7 @@ fn answer(
     while engine.steps_in_flight() > 0 {
         engine.turn(Duration::from_secs(60), &mut actions)?;
     }
-    Ok(Answered { tokens_per_s, answers, steps, speculated })
+    Ok(RunResult { tokens_per_s, answers, steps, speculated })
 }
 
 /// Returns how many steps finished since the last call.
@@ -313,9 +317,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_is_as_nodes_have_it_around_their_own_number_of_drafts() {
+    fn default_flags_are_the_settings_of_a_node() {
         let (args, node) = (parsed(&[]), config::Node::default());
-        assert_eq!(args.drafts, [0, 4, 8, 12], "as the page of baton says");
+        assert_eq!(args.drafts, [0, 4, 8, 12], "README.md names these");
         assert!(args.drafts.contains(&node.speculate_tokens));
         assert_eq!(
             (args.ngram_min, args.ngram_max, args.step_tokens),

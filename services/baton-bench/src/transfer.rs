@@ -1,8 +1,8 @@
-//! `baton-bench transfer`: KV from one process to another, by the whole protocol, without a model.
+//! `baton-bench transfer`: KV transfer between two processes with the whole protocol; no model.
 //!
-//! This process receives; it starts a second one that sends. Each transfer is of blocks that lie
-//! scattered over both memories, and begins when the receiver reserves: its time ends when all blocks
-//! have arrived. Beside it stands what a plain copy between the two GPUs reaches.
+//! This process is the receiver and starts a second process as the sender. The blocks of a transfer are
+//! scattered over both memories. A transfer is timed from the reservation to the arrival of its last
+//! block. Plain copies between the two GPUs give the peak.
 
 mod beside;
 mod report;
@@ -38,7 +38,7 @@ use kv_transfer::{
 use serde::Serialize;
 
 use self::{
-    beside::{BesideArgs, Forwards, Windows, Work},
+    beside::{BesideArgs, ModelLoad, Windows, Work},
     report::{BesideRow, PlainCopy, Report, Row},
 };
 use baton::{
@@ -46,21 +46,21 @@ use baton::{
     doctor::KernelsArg,
 };
 
-/// Any wait for the other process.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// For its node: before the first it fills its memory, which may be a whole GPU's.
-const NODE_PATIENCE: Duration = Duration::from_secs(600);
-/// So lines of the other process begin that are for this one.
+/// Time-out of every wait for the other process.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Time-out for the start of the sender's node, which first fills its blocks: up to the memory of a GPU.
+const NODE_TIMEOUT: Duration = Duration::from_secs(600);
+/// Prefix of the sender's lines for this process.
 const ANSWER: &str = "sender: ";
-/// Transfers that are not counted: the first make the pair.
+/// Transfers before the measurement; the first one sets up the connections.
 const WARM_UP: usize = 3;
 
 #[derive(Args)]
 pub struct TransferArgs {
-    /// What carries KV.
+    /// Transports to measure.
     #[arg(long, value_enum, default_value = "auto", value_delimiter = ',')]
     transport: Vec<Transport>,
-    /// The sender's and the receiver's GPU, by index or UUID; without it KV lies in host memory.
+    /// Index or UUID of the sender's and of the receiver's GPU [default: KV in host memory].
     #[arg(long, value_delimiter = ',', value_name = "FROM,TO")]
     gpus: Vec<String>,
     /// Blocks of one transfer.
@@ -72,33 +72,33 @@ pub struct TransferArgs {
     /// Size of a block in KiB, a multiple of 4; an 8B model has 2048 in bf16.
     #[arg(long, default_value_t = 2048)]
     block_kib: u32,
-    /// Transfers that are measured, one after another and then together.
+    /// Transfers measured one at a time, and then concurrently.
     #[arg(long, default_value_t = 30)]
     rounds: usize,
-    /// How many go on at a time when they go together.
+    /// Concurrent transfers.
     #[arg(long, default_value_t = 4)]
     in_flight: u32,
-    /// Blocks lie one behind the other and not scattered.
+    /// Contiguous blocks instead of scattered ones.
     #[arg(long)]
     adjacent: bool,
-    /// Multiprocessors that nccl takes; 0: as many as it likes.
+    /// Maximum CTAs of nccl (`transfer.nccl_blocks`); 0: no limit.
     #[arg(long, default_value_t = 4)]
     ctas: u32,
-    /// What brings scattered blocks together for nccl [default: the kernel, as in nodes; copies where the
-    /// kernels are not found].
+    /// Gather of scattered blocks for nccl [default: kernel, as in nodes; copies if the kernel library is
+    /// missing].
     #[arg(long, value_enum)]
     gather: Option<Gather>,
     #[command(flatten)]
     kernels: KernelsArg,
     #[command(flatten)]
     beside: BesideArgs,
-    /// Hashes chunks that go from GPU to GPU.
+    /// Verify the hash of chunks between GPUs.
     #[arg(long)]
     verify: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// The other process: sends.
+    /// This process is the sender.
     #[arg(long, hide = true)]
     sender: bool,
 }
@@ -134,16 +134,16 @@ impl Transport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 enum Gather {
-    /// Of the copy engines, one for each run of blocks.
+    /// One copy for each contiguous run of blocks.
     Copies,
-    /// Of ours, for all of them; needs the kernels.
+    /// One kernel for all blocks; needs the kernel library.
     Kernel,
 }
 
 pub fn run(args: TransferArgs) -> Result<()> {
     check(&args)?;
     if !args.gpus.is_empty() {
-        // Before the first thread; the sender does it as well.
+        // Before the first thread, because it changes the environment; the sender does the same.
         set_nccl_environment(args.transport.contains(&Transport::Nccl))?;
     }
     if args.sender {
@@ -161,34 +161,38 @@ pub fn run(args: TransferArgs) -> Result<()> {
 fn check(args: &TransferArgs) -> Result<()> {
     let allowed = |name: &str, values: &[u32], most: u32| {
         let bad = values.iter().find(|value| !(1..=most).contains(*value));
-        bad.map_or(Ok(()), |value| bail!("--{name} {value}: allowed are 1 to {most}"))
+        bad.map_or(Ok(()), |value| bail!("invalid --{name}: {value}; expected 1 to {most}"))
     };
-    ensure!(matches!(args.gpus.len(), 0 | 2), "--gpus {}: allowed are two", args.gpus.join(","));
+    ensure!(
+        matches!(args.gpus.len(), 0 | 2),
+        "invalid --gpus: {}; expected two GPUs",
+        args.gpus.join(",")
+    );
     allowed("blocks", &args.blocks, 100_000)?;
     allowed("chunk-blocks", &args.chunk_blocks, 100_000)?;
     allowed("in-flight", &[args.in_flight], 64)?;
-    ensure!(args.ctas <= 64, "--ctas {}: allowed are 0 to 64", args.ctas);
+    ensure!(args.ctas <= 64, "invalid --ctas: {}; expected 0 to 64", args.ctas);
     allowed("block-kib", &[args.block_kib], 256 << 10)?;
     ensure!(
         args.block_kib.is_multiple_of(4),
-        "--block-kib {}: allowed are multiples of 4",
+        "invalid --block-kib: {}; expected a multiple of 4",
         args.block_kib
     );
     ensure!(
         (1..=10_000).contains(&args.rounds),
-        "--rounds {}: allowed are 1 to 10000",
+        "invalid --rounds: {}; expected 1 to 10000",
         args.rounds
     );
     Ok(())
 }
 
-/// Blocks of the wanted size; what is in them means nothing.
+/// Returns a layout with blocks of the requested size.
 fn layout(args: &TransferArgs) -> KvLayout {
     let layer_count = args.block_kib as usize / 4;
     KvLayout { layer_count, kv_head_count: 1, head_dim: 64, dtype: Dtype::Bf16 }
 }
 
-/// As many blocks as go on together.
+/// Returns the blocks of all concurrent transfers.
 fn pool_blocks(args: &TransferArgs) -> u32 {
     args.blocks.iter().max().copied().unwrap_or(1) * args.in_flight
 }
@@ -197,7 +201,7 @@ fn arena(args: &TransferArgs, gpu: Option<&str>) -> Result<Arc<KvArena>> {
     Ok(arena_and_gather(args, gpu)?.0)
 }
 
-/// With what brings its scattered blocks together for nccl, where it is a GPU's.
+/// Creates the arena; on a GPU also returns the gather of scattered blocks for nccl.
 fn arena_and_gather(
     args: &TransferArgs,
     gpu: Option<&str>,
@@ -217,7 +221,7 @@ fn arena_and_gather(
     Ok((KvArena::remote(kv)?, Some(gather)))
 }
 
-/// Whose kernel brings scattered blocks together, unless copies do.
+/// Returns the kernel library that gathers scattered blocks; `None` if copies do.
 fn gathering(args: &TransferArgs) -> Result<Option<Arc<KernelLibrary>>> {
     let library = || KernelLibrary::open(args.kernels.path().as_deref()).map(Arc::new);
     Ok(match args.gather {
@@ -227,7 +231,7 @@ fn gathering(args: &TransferArgs) -> Result<Option<Arc<KernelLibrary>>> {
     })
 }
 
-/// The blocks of each transfer that goes on at the same time as others, the same for every round.
+/// Returns the blocks of each concurrent transfer, the same for every round.
 fn places(args: &TransferArgs, blocks: u32, seed: u64) -> Vec<Vec<BlockId>> {
     let mut ids: Vec<BlockId> = (0..pool_blocks(args)).map(BlockId).collect();
     if !args.adjacent {
@@ -239,16 +243,16 @@ fn places(args: &TransferArgs, blocks: u32, seed: u64) -> Vec<Vec<BlockId>> {
     ids.chunks(blocks as usize).take(args.in_flight as usize).map(<[_]>::to_vec).collect()
 }
 
-/// Those whose bytes are looked at: doing it with all takes longer than the measurement.
+/// Returns the blocks to compare: comparing all takes longer than the measurement.
 fn checked(blocks: &[BlockId]) -> impl Iterator<Item = BlockId> + '_ {
     blocks.iter().copied().step_by(1 + blocks.len() / 8)
 }
 
-/// The seeds by which each side scatters.
+/// Seeds of the scattered block lists.
 const SENDER_SEED: u64 = 1;
 const RECEIVER_SEED: u64 = 2;
 
-/// What the sender's block holds.
+/// Returns the bytes of a block of the sender.
 fn pattern(block: BlockId, bytes: usize) -> Vec<u8> {
     let mut random = WorkloadRng::new(u64::from(block.0) + 1);
     let mut pattern = Vec::with_capacity(bytes + 8);
@@ -259,7 +263,7 @@ fn pattern(block: BlockId, bytes: usize) -> Vec<u8> {
     pattern
 }
 
-/// Of one setting at one of the two processes.
+/// One side of the transfers, for one setting.
 struct Node {
     transfers: Transfers,
     arena: Arc<KvArena>,
@@ -325,11 +329,11 @@ fn measure(args: &TransferArgs) -> Result<Report> {
         [Some(from), Some(to)] => plain_copies(args, from, to)?,
         _ => Vec::new(),
     };
-    // The sender, with the same arguments, does as this process does.
+    // The sender has the same arguments and gathers in the same way.
     let (arena, gather) = arena_and_gather(args, gpus[1])?;
     let mut sender = Sender::start()?;
-    let mut forwards = match (&args.beside.beside, gpus[1]) {
-        (Some(_), Some(gpu)) => Some(Forwards::start(args, gpu, Work::Decoding)?),
+    let mut model_load = match (&args.beside.beside, gpus[1]) {
+        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, Work::Decode)?),
         _ => None,
     };
     let mut rows = Vec::new();
@@ -337,7 +341,7 @@ fn measure(args: &TransferArgs) -> Result<Report> {
         for &chunk_blocks in &args.chunk_blocks {
             for &blocks in &args.blocks {
                 let setting = Setting { transport, blocks, chunk_blocks };
-                let row = measure_one(args, &arena, &mut sender, forwards.as_mut(), setting);
+                let row = measure_one(args, &arena, &mut sender, model_load.as_mut(), setting);
                 rows.push(row.with_context(|| {
                     format!("{} of {blocks} blocks by {chunk_blocks}", transport.name())
                 })?);
@@ -363,7 +367,7 @@ fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCo
     [(BYTES, 1), (block_bytes, 1), (block_bytes, 16)].into_iter().map(measured).collect()
 }
 
-/// What is measured by itself.
+/// One row of the table.
 #[derive(Clone, Copy)]
 struct Setting {
     transport: Transport,
@@ -375,11 +379,11 @@ fn measure_one(
     args: &TransferArgs,
     arena: &Arc<KvArena>,
     sender: &mut Sender,
-    forwards: Option<&mut Forwards>,
+    model_load: Option<&mut ModelLoad>,
     Setting { transport, blocks, chunk_blocks }: Setting,
 ) -> Result<Row> {
     let places = places(args, blocks, RECEIVER_SEED);
-    // What a setting before has left there is not what is to arrive.
+    // The blocks may hold the bytes of a previous setting.
     let zeros = vec![0; arena.block_bytes()];
     for block in places.iter().flat_map(|place| checked(place)) {
         arena.write(block)?.copy_from_host(&zeros)?;
@@ -387,7 +391,7 @@ fn measure_one(
     let (sink, events) = channel();
     let node =
         Node::start(args, "receiver", arena, transport.choice(), chunk_blocks, move |event| {
-            // Fails when nobody waits any more.
+            // Fails when the receiver is dropped.
             let _ = sink.send(event);
         })?;
     let peer = sender.become_node(transport, blocks, chunk_blocks, &node.address)?;
@@ -401,7 +405,8 @@ fn measure_one(
     let begin = Instant::now();
     run.transfer(sender, &mut next, args.rounds, args.in_flight)?;
     let together = begin.elapsed().as_secs_f64();
-    let beside = forwards.map(|forwards| run.beside(args, sender, &mut next, forwards, blocks));
+    let beside =
+        model_load.map(|model_load| run.beside(args, sender, &mut next, model_load, blocks));
     let beside = beside.transpose()?;
     run.check(args, blocks, next)?;
     let metrics = node.transfers.metrics();
@@ -422,7 +427,7 @@ fn measure_one(
     })
 }
 
-/// One setting under way.
+/// The measurement of one setting.
 struct Run<'a> {
     node: &'a Node,
     peer: &'a PeerAddress,
@@ -431,7 +436,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// So many transfers, at most `together` at a time; how long each took.
+    /// Runs `count` transfers, at most `together` concurrently, and returns their durations.
     fn transfer(
         &self,
         sender: &mut Sender,
@@ -442,7 +447,7 @@ impl Run<'_> {
         let ids: Vec<TransferId> =
             (0..count as u128).map(|index| TransferId(*next + index)).collect();
         *next += count as u128;
-        // The sender knows of all of them before the first begins.
+        // The sender expects all transfers before the first begins.
         sender.expect(&ids)?;
         let mut waiting: VecDeque<TransferId> = ids.into();
         let mut going: Vec<(TransferId, Instant)> = Vec::new();
@@ -454,37 +459,37 @@ impl Run<'_> {
                 going.push((transfer, Instant::now()));
                 self.receive(transfer)?;
             }
-            match self.events.recv_timeout(PATIENCE).context("nothing arrives")? {
+            match self.events.recv_timeout(TIMEOUT).context("no block arrived in time")? {
                 Event::Arrived { transfer, .. } => {
                     let arrived = Instant::now();
                     let index = going.iter().position(|(id, _)| *id == transfer);
-                    let (_, begun) = going.swap_remove(index.context("it was begun")?);
+                    let (_, begun) = going.swap_remove(index.context("unknown transfer")?);
                     times.push(arrived - begun);
                 }
-                other => bail!("a transfer fails: {other:?}"),
+                other => bail!("a transfer failed: {other:?}"),
             }
         }
         Ok(times)
     }
 
-    /// Transfers in every other window of time.
+    /// Runs transfers in every other time window, beside forward passes on both GPUs.
     fn beside(
         &self,
         args: &TransferArgs,
         sender: &mut Sender,
         next: &mut u128,
-        forwards: &mut Forwards,
+        model_load: &mut ModelLoad,
         blocks: u32,
     ) -> Result<BesideRow> {
         let window = Duration::from_secs(args.beside.window_s);
         let every = Duration::from_millis(args.beside.every_ms);
         let mut windows = [Windows::default(), Windows::default()];
         let (mut times, mut busy_time) = (Vec::new(), Duration::ZERO);
-        sender.say_and_hear("forget", "forgotten")?;
+        sender.request("forget", "forgotten")?;
         for _ in 0..args.beside.windows {
             for (kind, windows) in ["quiet", "busy"].into_iter().zip(&mut windows) {
                 let begin = Instant::now();
-                sender.say_and_hear(&format!("begin {kind}"), "begun")?;
+                sender.request(&format!("begin {kind}"), "begun")?;
                 windows.begin();
                 match kind {
                     "quiet" => thread::sleep(window),
@@ -498,18 +503,18 @@ impl Run<'_> {
                     }
                 }
                 windows.end();
-                sender.say_and_hear(&format!("end {kind}"), "ended")?;
+                sender.request(&format!("end {kind}"), "ended")?;
             }
         }
-        sender.say("paces")?;
-        let prompts = serde_json::from_str(&sender.hear(PATIENCE)?)?;
+        sender.send_line("stats")?;
+        let prompts = serde_json::from_str(&sender.receive_line(TIMEOUT)?)?;
         let bytes = times.len() as f64 * f64::from(blocks) * self.node.arena.block_bytes() as f64;
         let transfer_us = times.iter().map(|time| time.as_secs_f64() * 1e6).collect();
         Ok(BesideRow {
             transfer_us: Percentiles::of(transfer_us),
             gb_per_s: bytes / 1e9 / busy_time.as_secs_f64(),
             prompts,
-            decoding: forwards.paces(&windows)?,
+            decoding: model_load.stats(&windows)?,
         })
     }
 
@@ -521,12 +526,12 @@ impl Run<'_> {
             prompt_hash: transfer.0,
             first_block: 0,
             blocks: self.places[place].clone(),
-            deadline: PATIENCE,
+            deadline: TIMEOUT,
             traceparent: String::new(),
         })?)
     }
 
-    /// What arrived last is what the sender has, wherever one of so many transfers went.
+    /// Compares the received bytes of the used blocks with the sender's bytes.
     fn check(&self, args: &TransferArgs, blocks: u32, transfers: u128) -> Result<()> {
         let sent = places(args, blocks, SENDER_SEED);
         let used = usize::try_from(transfers).unwrap_or(usize::MAX);
@@ -535,39 +540,44 @@ impl Run<'_> {
                 let guard = self.node.arena.read(to)?;
                 let mut found = vec![0; guard.byte_count()];
                 guard.copy_to_host(&mut found)?;
-                ensure!(found == pattern(from, found.len()), "{to:?} does not hold what was sent");
+                ensure!(
+                    found == pattern(from, found.len()),
+                    "{to:?} does not hold the bytes that were sent"
+                );
             }
         }
         Ok(())
     }
 }
 
-/// The other process.
+/// The sending process.
 struct Sender {
     child: Child,
     stdin: ChildStdin,
-    /// What it answers; ends with its output.
+    /// Its answers.
     lines: Receiver<String>,
 }
 
 impl Sender {
-    /// With the arguments of this process.
+    /// Starts this program again with its own arguments.
     fn start() -> Result<Self> {
-        let program = std::env::current_exe().context("this program has no name")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
         let mut child = Command::new(program)
             .args(std::env::args_os().skip(1))
             .arg("--sender")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("the sending process cannot be started")?;
-        let stdin = child.stdin.take().context("it has no input")?;
-        let stdout = BufReader::new(child.stdout.take().context("it has no output")?);
+            .context("cannot start the sending process")?;
+        let stdin = child.stdin.take().context("the sending process has no standard input")?;
+        let stdout = BufReader::new(
+            child.stdout.take().context("the sending process has no standard output")?,
+        );
         let (sender, lines) = channel();
         thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 match line.strip_prefix(ANSWER) {
-                    // Fails when nobody listens any more.
+                    // Fails when the receiver is dropped.
                     Some(answer) => drop(sender.send(answer.to_owned())),
                     None => eprintln!("{line}"),
                 }
@@ -576,16 +586,18 @@ impl Sender {
         Ok(Self { child, stdin, lines })
     }
 
-    /// The next line.
-    fn hear(&self, patience: Duration) -> Result<String> {
-        self.lines.recv_timeout(patience).context("the sending process has ended or says nothing")
+    /// Returns the next answer.
+    fn receive_line(&self, timeout: Duration) -> Result<String> {
+        self.lines
+            .recv_timeout(timeout)
+            .context("the sending process exited or did not answer in time")
     }
 
-    fn say(&mut self, line: &str) -> Result<()> {
-        writeln!(self.stdin, "{line}").context("the sending process has ended")
+    fn send_line(&mut self, line: &str) -> Result<()> {
+        writeln!(self.stdin, "{line}").context("the sending process exited")
     }
 
-    /// A node of this setting; its address.
+    /// Starts the sender's node for this setting and returns its address.
     fn become_node(
         &mut self,
         transport: Transport,
@@ -594,11 +606,11 @@ impl Sender {
         us: &PeerAddress,
     ) -> Result<PeerAddress> {
         let (name, epoch, endpoint) = (transport.name(), us.epoch, &us.control_endpoint);
-        self.say(&format!("node {name} {blocks} {chunk_blocks} {epoch} {endpoint}"))?;
-        let line = self.hear(NODE_PATIENCE)?;
+        self.send_line(&format!("node {name} {blocks} {chunk_blocks} {epoch} {endpoint}"))?;
+        let line = self.receive_line(NODE_TIMEOUT)?;
         let words: Vec<&str> = line.split_whitespace().collect();
         let ["node", epoch, endpoint] = words[..] else {
-            bail!("the sending process says {line:?} and not which node it is")
+            bail!("malformed answer of the sending process: {line:?}")
         };
         Ok(PeerAddress {
             node_id: "sender".to_owned(),
@@ -607,23 +619,23 @@ impl Sender {
         })
     }
 
-    /// Waits until it does.
+    /// Announces transfers to the sender.
     fn expect(&mut self, transfers: &[TransferId]) -> Result<()> {
         let ids: Vec<String> = transfers.iter().map(TransferId::to_string).collect();
-        self.say_and_hear(&format!("expect {}", ids.join(" ")), "expected")
+        self.request(&format!("expect {}", ids.join(" ")), "expected")
     }
 
-    fn say_and_hear(&mut self, line: &str, wanted: &str) -> Result<()> {
-        self.say(line)?;
-        let line = self.hear(PATIENCE)?;
-        ensure!(line == wanted, "the sending process says {line:?} and not {wanted:?}");
+    fn request(&mut self, line: &str, wanted: &str) -> Result<()> {
+        self.send_line(line)?;
+        let line = self.receive_line(TIMEOUT)?;
+        ensure!(line == wanted, "the sending process answered {line:?}; expected {wanted:?}");
         Ok(())
     }
 }
 
 impl Drop for Sender {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -647,7 +659,7 @@ mod tests {
     }
 
     #[test]
-    fn without_its_library_the_kernel_gathers_nothing_and_is_missed_where_it_was_asked_for() {
+    fn missing_kernel_library_means_copies_unless_the_kernel_was_requested() {
         for flags in [&[][..], &["--gather", "copies"]] {
             assert!(gathering(&parsed(flags)).unwrap().is_none(), "{flags:?}");
         }
@@ -656,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_gathers_in_host_memory() {
+    fn host_memory_needs_no_gather() {
         let args = parsed(&["--block-kib", "4", "--blocks", "2"]);
         let (arena, gather) = arena_and_gather(&args, None).unwrap();
         assert_eq!((arena.block_bytes(), gather), (4 << 10, None));

@@ -1,4 +1,4 @@
-//! One rank of the bench: all of them do the same, each on its own GPU.
+//! One rank of the benchmark. All ranks run the same code, each on its own GPU.
 
 use std::{
     io::{BufRead, Write, stdin, stdout},
@@ -16,12 +16,12 @@ use kernels::{
     },
 };
 
-use super::{CollectivesArgs, FOUND, PATIENCE, Row, TELLS};
+use super::{BROADCAST, CollectivesArgs, FOUND, RANK_TIMEOUT, Row};
 use baton::bench::stats::median;
 
-/// How long a kernel waits for the other ranks.
-const TIMEOUT: Duration = Duration::from_secs(20);
-/// Replays of a graph between two events.
+/// Time-out of a kernel that waits for the other ranks.
+const KERNEL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Replays of a CUDA graph between two events.
 const REPLAYS: u32 = 5;
 
 pub fn run(args: &CollectivesArgs, rank: usize) -> Result<()> {
@@ -48,13 +48,13 @@ fn say(line: &str) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// What this rank says, and what all have said, in their order.
+/// Sends a message to all ranks and returns the messages of all ranks by rank.
 fn exchange(ranks: usize, words: &str) -> Result<Vec<String>> {
-    say(&format!("{TELLS} {words}"))?;
+    say(&format!("{BROADCAST} {words}"))?;
     let mut line = String::new();
     stdin().lock().read_line(&mut line)?;
     let said: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-    ensure!(said.len() == ranks, "another rank has ended");
+    ensure!(said.len() == ranks, "another rank exited");
     Ok(said)
 }
 
@@ -71,7 +71,7 @@ struct Bench {
     calls: u32,
     rounds: u32,
     ranks: usize,
-    /// Of the sums; its memory is `x`.
+    /// Group of the all-reduce over `x`.
     group: Group,
     x: Range,
     stream: Stream<Compute>,
@@ -84,19 +84,19 @@ impl Bench {
     fn start(args: &CollectivesArgs, rank: usize) -> Result<Self> {
         let ranks = args.gpus.len();
         let driver = Driver::open()?;
-        let name = args.gpus.get(rank).context("a rank has a GPU")?;
+        let name = args.gpus.get(rank).context("there is no GPU for this rank")?;
         let context = Context::new(driver, driver.device_named(name)?)?;
         let library = Arc::new(KernelLibrary::open(args.kernels.path().as_deref())?);
         library.initialise(&context)?;
         let most = args.sizes.iter().max().copied().unwrap_or(1) as usize * 1024;
-        // One shot takes a place for every rank's message.
+        // The one-shot algorithm keeps the message of every rank.
         let arena = GroupArena::new(&context, &library, (rank, ranks), most * ranks / 2)?;
         let said = exchange(ranks, &hex(&arena.handle().to_bytes()))?;
         let handles = said
             .iter()
-            .map(|said| GroupHandle::from_bytes(&from_hex(said)?).context("no handle of ours"))
+            .map(|said| GroupHandle::from_bytes(&from_hex(said)?).context("malformed group handle"))
             .collect::<Result<Vec<_>>>()?;
-        let group = Group::new(arena, &handles, TIMEOUT)?;
+        let group = Group::new(arena, &handles, KERNEL_TIMEOUT)?;
         exchange(ranks, "-")?;
         let x = DeviceMemory::new(&context, "the message", most)?.cut(most)?;
         let stream = Stream::new(&context)?;
@@ -111,7 +111,7 @@ impl Bench {
         exchange(self.ranks, words)
     }
 
-    /// `None` unless all ranks have it.
+    /// Creates a NCCL communicator; `None` unless all ranks find NCCL.
     fn nccl(&self, args: &CollectivesArgs) -> Result<Option<Communicator>> {
         let rank = self.group.rank();
         let opened = Nccl::open(args.nccl.as_deref());
@@ -125,10 +125,10 @@ impl Bench {
             }
             return Ok(None);
         }
-        let id = from_hex(&said[0])?.try_into().ok().context("an id has 128 bytes")?;
+        let id = from_hex(&said[0])?.try_into().ok().context("a NCCL id has 128 bytes")?;
         let (rank, ranks) = (rank as u32, self.ranks as u32);
         let options = CommunicatorOptions { rank, ranks, id: UniqueId(id), blocks: None };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + RANK_TIMEOUT;
         Ok(Some(Communicator::new(&opened?, &self.context, options, deadline)?))
     }
 
@@ -147,7 +147,7 @@ impl Bench {
         if let Some(communicator) = nccl {
             let piece = Piece::new(&self.x, 0, bytes);
             let mut theirs = || {
-                let (dtype, deadline) = (Dtype::Bf16, Instant::now() + PATIENCE);
+                let (dtype, deadline) = (Dtype::Bf16, Instant::now() + RANK_TIMEOUT);
                 let outcome = communicator.all_reduce(piece, piece, dtype, &self.stream, deadline);
                 outcome.map(drop).map_err(|error| match error {
                     NcclError::Cuda(error) => error,
@@ -163,7 +163,7 @@ impl Bench {
         Ok(row)
     }
 
-    /// Once before, for whatever a first call does.
+    /// Calls once before the measurement, because first calls initialise.
     fn graph_us(&self, mut call: impl FnMut() -> Result<(), CudaError>) -> Result<f64> {
         call()?;
         self.stream.synchronize()?;
@@ -179,7 +179,7 @@ impl Bench {
         self.timed(self.calls, || (0..self.calls).try_for_each(|_| call()))
     }
 
-    /// Microseconds of one of `count`, which `put` puts into the stream.
+    /// Returns the µs of one of `count` calls that `put` enqueues on the stream.
     fn timed(&self, count: u32, mut put: impl FnMut() -> Result<(), CudaError>) -> Result<f64> {
         let mut times = Vec::new();
         for _ in 0..self.rounds {

@@ -1,8 +1,9 @@
-//! Forwards beside transfers: what the sender's prompts and the receiver's decoding steps lose while KV moves.
+//! Forward passes beside transfers: the slow-down of the sender's prefill and of the receiver's decode
+//! steps while KV is transferred.
 //!
-//! Each process has a model of random weights on its GPU, in the context that its blocks are in, and keeps it
-//! busy: the sender reads prompts one after another, the receiver decodes a batch. Time passes in windows, with
-//! and without transfers in turn, so that neither has the warmer GPU or the longer sequences.
+//! Each process runs a model with random weights on its GPU, in the CUDA context of its KV blocks: the
+//! sender prefills prompts one after another, the receiver decodes a batch. Time windows with and without
+//! transfers alternate, so that GPU temperature and sequence lengths affect both alike.
 
 use std::{
     path::PathBuf,
@@ -40,51 +41,50 @@ use baton::{
     doctor::KernelsArg,
 };
 
-/// A model that makes no step for so long is broken.
+/// Longest time without a step before the benchmark fails.
 const STALL_MAX: Duration = Duration::from_secs(60);
-/// Of a sequence that decodes: few, so that its steps are about equally long.
+/// Tokens that a sequence decodes: few, so that all decode steps take about equally long.
 const ANSWER_TOKENS: u32 = 256;
-/// Of a prompt's step.
+/// Maximum tokens of a prefill step.
 const STEP_TOKENS: u32 = 8192;
 
 #[derive(Args)]
 pub struct BesideArgs {
-    /// Keeps both GPUs busy with a model of this folder's config.json and random weights: the sender reads
-    /// prompts, the receiver decodes.
+    /// Also run forward passes on both GPUs, with this folder's config.json and random weights: the sender
+    /// prefills, the receiver decodes.
     #[arg(long, value_name = "FOLDER", requires = "gpus")]
     pub beside: Option<PathBuf>,
-    /// Sequences that decode.
+    /// Batch size of decode.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub beside_batch: u32,
-    /// Tokens that each has at the beginning.
+    /// Prompt tokens of each sequence that decodes.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_context: u32,
-    /// Multiprocessors that decoding steps leave to transfers [default: with nccl those that nodes leave
-    /// to it].
+    /// SMs that forward passes leave free for transfers [default: with nccl as many as nodes reserve].
     #[arg(long)]
-    pub beside_spare: Option<u32>,
-    /// Tokens of each prompt.
+    pub beside_reserved_sms: Option<u32>,
+    /// Tokens of each prompt that the sender prefills.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_prompt: u32,
-    /// Milliseconds from one transfer's begin to the next; 0: each begins when the one before has arrived.
+    /// Milliseconds between the begins of two transfers; 0: a transfer begins when the previous one ends.
     #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     pub every_ms: u64,
-    /// Windows with transfers, and as many without.
+    /// Number of windows with transfers, and of windows without.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub windows: u32,
-    /// Seconds of each.
+    /// Seconds of a window.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub window_s: u64,
 }
 
-/// What a GPU does beside transfers.
+/// Work of a GPU beside transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    Prompts,
-    Decoding,
+    Prefill,
+    Decode,
 }
 
-/// One step, from the end of the one before it to its own.
+/// One step, timed from the end of the previous step to its own end.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     begin: Instant,
@@ -92,15 +92,15 @@ struct Step {
     tokens: u32,
 }
 
-/// What was done in some windows.
+/// Step times and throughput in the windows of one kind.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub struct Pace {
-    /// In milliseconds.
+pub struct StepStats {
+    /// Step times in ms.
     pub step_ms: Percentiles,
     pub tokens_per_s: f64,
 }
 
-/// Windows of time of one kind.
+/// Time windows of one kind.
 #[derive(Debug, Default)]
 pub struct Windows(Vec<(Instant, Instant)>);
 
@@ -117,27 +117,27 @@ impl Windows {
     }
 }
 
-/// One GPU's work without transfers and beside them.
+/// Statistics of one GPU without transfers (`quiet`) and with transfers (`busy`).
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Paces {
-    pub quiet: Pace,
-    pub busy: Pace,
+pub struct WindowStats {
+    pub quiet: StepStats,
+    pub busy: StepStats,
 }
 
-/// A model at work, until it is dropped.
-pub struct Forwards {
+/// A model that runs forward passes until it is dropped.
+pub struct ModelLoad {
     stop: Arc<AtomicBool>,
     steps: Arc<Mutex<Vec<Step>>>,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
-impl Forwards {
-    /// On this GPU; returns when the first steps have been made.
+impl ModelLoad {
+    /// Starts the model on this GPU and waits for its first step.
     pub fn start(all: &TransferArgs, gpu: &str, work: Work) -> Result<Self> {
         let (args, kernels) = (&all.beside, &all.kernels);
-        let folder = args.beside.as_deref().context("there is a model")?;
+        let folder = args.beside.as_deref().context("--beside is missing")?;
         let checkpoint = Checkpoint::open(folder, LoadFormat::Dummy { seed: 0 })?;
-        let shape = Shape::of(args, work, spare(all), &checkpoint)?;
+        let shape = Shape::of(args, work, reserved_sms(all), &checkpoint)?;
         let engine = engine(&checkpoint, kernels, gpu, &shape)?;
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::default());
         let busy = Busy {
@@ -149,95 +149,108 @@ impl Forwards {
             stop: Arc::clone(&stop),
             steps: Arc::clone(&steps),
         };
-        let thread = thread::Builder::new().name("forwards".to_owned()).spawn(|| busy.run())?;
-        let mut forwards = Self { stop, steps, thread: Some(thread) };
+        let thread = thread::Builder::new().name("forward".to_owned()).spawn(|| busy.run())?;
+        let mut model_load = Self { stop, steps, thread: Some(thread) };
         let begin = Instant::now();
-        while forwards.steps().is_empty() {
-            forwards.check()?;
-            ensure!(begin.elapsed() < STALL_MAX, "no step beside the transfers for {STALL_MAX:?}");
+        while model_load.steps().is_empty() {
+            model_load.check()?;
+            ensure!(
+                begin.elapsed() < STALL_MAX,
+                "the model beside the transfers made no step for {STALL_MAX:?}"
+            );
             thread::sleep(Duration::from_millis(10));
         }
-        Ok(forwards)
+        Ok(model_load)
     }
 
     fn steps(&self) -> Vec<Step> {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Says why it has ended, if it has.
+    /// Returns the error of a model that stopped.
     fn check(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take_if(|thread| thread.is_finished()) else {
             return Ok(());
         };
-        let ended = thread.join().unwrap_or_else(|_| bail!("its thread panicked"));
+        let ended = thread.join().unwrap_or_else(|_| bail!("the thread panicked"));
         ended
-            .and_then(|()| bail!("nobody asked it to"))
+            .and_then(|()| bail!("the thread ended without an error"))
             .context("the model beside the transfers has stopped")
     }
 
+    /// Returns the statistics of both kinds of windows.
+    ///
     /// # Errors
-    /// When there is a kind of windows in which no step lies from begin to end.
-    pub fn paces(&mut self, [quiet, busy]: &[Windows; 2]) -> Result<Paces> {
+    /// No step is completely within the windows of one kind.
+    pub fn stats(&mut self, [quiet, busy]: &[Windows; 2]) -> Result<WindowStats> {
         self.check()?;
         let steps = self.steps();
-        Ok(Paces { quiet: pace(&steps, quiet)?, busy: pace(&steps, busy)? })
+        Ok(WindowStats { quiet: step_stats(&steps, quiet)?, busy: step_stats(&steps, busy)? })
     }
 }
 
-/// Of the steps that lie in these windows from begin to end.
-fn pace(steps: &[Step], windows: &Windows) -> Result<Pace> {
+/// Returns the statistics of the steps that are completely within these windows.
+fn step_stats(steps: &[Step], windows: &Windows) -> Result<StepStats> {
     let within = |step: &&Step| {
         windows.0.iter().any(|(begin, end)| *begin <= step.begin && step.end <= *end)
     };
     let within: Vec<&Step> = steps.iter().filter(within).collect();
-    ensure!(!within.is_empty(), "no step lies in a window: --window-s is too short");
+    ensure!(!within.is_empty(), "no step is within a window: --window-s is too short");
     let seconds = |step: &&Step| (step.end - step.begin).as_secs_f64();
     let tokens: u32 = within.iter().map(|step| step.tokens).sum();
     let tokens_per_s = f64::from(tokens) / within.iter().map(seconds).sum::<f64>();
     let step_ms = within.iter().map(|step| seconds(step) * 1e3).collect();
-    Ok(Pace { step_ms: Percentiles::of(step_ms), tokens_per_s })
+    Ok(StepStats { step_ms: Percentiles::of(step_ms), tokens_per_s })
 }
 
-impl Drop for Forwards {
+impl Drop for ModelLoad {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // Whoever asks for its pace hears what it failed with; now nobody does.
+            // `stats` reports an error of the thread; here it no longer matters.
             let _ = thread.join();
         }
     }
 }
 
-/// Multiprocessors that steps leave to transfers.
-fn spare(args: &TransferArgs) -> u32 {
+/// Returns the SMs that steps leave free for transfers.
+fn reserved_sms(args: &TransferArgs) -> u32 {
     let by_nccl = args.transport.contains(&Transport::Nccl) && args.ctas > 0;
     let as_nodes = if by_nccl { nccl_spare(args.ctas) } else { 0 };
-    args.beside.beside_spare.unwrap_or(as_nodes)
+    args.beside.beside_reserved_sms.unwrap_or(as_nodes)
 }
 
-/// What is asked of the engine again and again.
+/// Shape of the batch that the engine repeats.
 struct Shape {
     work: Work,
     sequences: u32,
     prompt_tokens: u32,
     answer_tokens: u32,
-    /// Multiprocessors.
-    spare: u32,
+    /// SMs left free for transfers.
+    reserved_sms: u32,
     limits: ExecutorLimits,
 }
 
 impl Shape {
-    fn of(args: &BesideArgs, work: Work, spare: u32, checkpoint: &Checkpoint) -> Result<Self> {
+    fn of(
+        args: &BesideArgs,
+        work: Work,
+        reserved_sms: u32,
+        checkpoint: &Checkpoint,
+    ) -> Result<Self> {
         let config = checkpoint.config();
         let longest = config.context_tokens as u32;
-        // Two prompts at a time: there is always a next one.
+        // Two prompts at a time, so that one is always waiting.
         let (sequences, prompt_tokens, answer_tokens) = match work {
-            Work::Prompts => (2, args.beside_prompt, 1),
-            Work::Decoding => (args.beside_batch, args.beside_context, ANSWER_TOKENS),
+            Work::Prefill => (2, args.beside_prompt, 1),
+            Work::Decode => (args.beside_batch, args.beside_context, ANSWER_TOKENS),
         };
         let room = longest.saturating_sub(prompt_tokens + BLOCK_TOKENS as u32);
         let answer_tokens = answer_tokens.min(room);
-        ensure!(answer_tokens > 0, "a prompt of {prompt_tokens}: the model has {longest} tokens");
+        ensure!(
+            answer_tokens > 0,
+            "invalid prompt length: {prompt_tokens}; expected less than the model's {longest} tokens"
+        );
         let sequence_tokens = prompt_tokens + answer_tokens + BLOCK_TOKENS as u32;
         let limits = ExecutorLimits {
             slots: sequences,
@@ -248,7 +261,7 @@ impl Shape {
             vocabulary: config.vocab_size as u32,
             speculation: None,
         };
-        Ok(Self { work, sequences, prompt_tokens, answer_tokens, spare, limits })
+        Ok(Self { work, sequences, prompt_tokens, answer_tokens, reserved_sms, limits })
     }
 }
 
@@ -260,7 +273,8 @@ fn engine(
 ) -> Result<StepLoop<Box<dyn Executor>>> {
     let weights = WeightFormat::Bf16;
     let device = Driver::open()?.device_named(gpu)?;
-    let options = CudaOptions { spare_multiprocessors: shape.spare, ..CudaOptions::new(weights) };
+    let options =
+        CudaOptions { spare_multiprocessors: shape.reserved_sms, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(Some(&device.uuid), kernels.path().as_deref(), options)?;
     let context = Arc::clone(backend.context());
     let model = CudaModel::load(checkpoint, backend, &shape.limits, &mut |_| ())?;
@@ -274,7 +288,7 @@ fn engine(
     Ok(StepLoop::new(scheduler, Box::new(executor)))
 }
 
-/// The thread that keeps a GPU busy.
+/// The thread that runs forward passes.
 struct Busy {
     engine: StepLoop<Box<dyn Executor>>,
     shape: Shape,
@@ -290,11 +304,11 @@ impl Busy {
         let mut actions = Vec::new();
         let (mut under_way, mut progress, mut before) = (0, Instant::now(), None);
         while !self.stop.load(Ordering::Acquire) {
-            // Prompts follow one another; a batch that decodes begins together.
+            // Prompts are submitted one by one, a batch that decodes all at once.
             let wanted = match self.shape.work {
-                Work::Prompts => self.shape.sequences - under_way,
-                Work::Decoding if under_way == 0 => self.shape.sequences,
-                Work::Decoding => 0,
+                Work::Prefill => self.shape.sequences - under_way,
+                Work::Decode if under_way == 0 => self.shape.sequences,
+                Work::Decode => 0,
             };
             for _ in 0..wanted {
                 self.submit(&mut actions);
@@ -309,12 +323,12 @@ impl Busy {
             while let Some(step) = self.engine.take_record() {
                 let end = step.collect.end;
                 let counts = match self.shape.work {
-                    Work::Prompts => step.kind == StepKind::Prefill,
-                    Work::Decoding => {
+                    Work::Prefill => step.kind == StepKind::Prefill,
+                    Work::Decode => {
                         step.kind == StepKind::Decode && step.rows == self.shape.sequences
                     }
                 };
-                // What follows a step of another kind has waited for it.
+                // A step after a step of another kind includes a wait for that step.
                 if let (true, Some(begin)) = (counts, before) {
                     let tokens = step.tokens;
                     let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
@@ -348,16 +362,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pace_is_of_steps_that_lie_in_a_window_from_begin_to_end() {
+    fn statistics_cover_only_steps_completely_within_a_window() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let step = |begin, end| Step { begin: at(begin), end: at(end), tokens: 10 };
         let steps = [step(0, 10), step(10, 20), step(20, 40), step(95, 105), step(110, 120)];
         let windows = Windows(vec![(at(10), at(45)), (at(100), at(120))]);
-        let Pace { step_ms, tokens_per_s } = pace(&steps, &windows).unwrap();
+        let StepStats { step_ms, tokens_per_s } = step_stats(&steps, &windows).unwrap();
         assert_eq!((step_ms.count, step_ms.p50, step_ms.max), (3, 10.0, 20.0));
         assert_eq!(tokens_per_s.round(), 750.0);
-        let error = pace(&steps, &Windows(vec![(at(96), at(104))])).unwrap_err();
+        let error = step_stats(&steps, &Windows(vec![(at(96), at(104))])).unwrap_err();
         assert!(error.to_string().contains("--window-s"), "{error}");
     }
 }

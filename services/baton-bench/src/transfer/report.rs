@@ -1,4 +1,4 @@
-//! What was measured, as a table and as JSON.
+//! The results, as a table and as JSON.
 
 use std::fmt;
 
@@ -6,62 +6,62 @@ use serde::Serialize;
 
 use super::{
     Gather,
-    beside::{Pace, Paces},
+    beside::{StepStats, WindowStats},
 };
 use baton::bench::stats::Percentiles;
 
-/// What was measured of one setting.
+/// Result of one setting.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// What really carried.
+    /// Transport in use.
     pub transport: String,
     pub blocks: u32,
     pub chunk_blocks: u32,
     pub mib: f64,
-    /// Of one transfer alone, in microseconds, from the reservation to the last block.
+    /// Duration of one transfer at a time in µs, from the reservation to the last block.
     pub alone_us: Percentiles,
-    /// At its median.
+    /// Throughput at the median of `alone_us`.
     pub alone_gb_per_s: f64,
-    /// Of several that go on together.
+    /// Throughput of concurrent transfers.
     pub together_gb_per_s: f64,
     pub first_contact_ms: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub beside: Option<BesideRow>,
 }
 
-/// What transfers and forwards on the same GPUs do to each other.
+/// Interference of transfers and forward passes on the same GPUs.
 #[derive(Clone, Debug, Serialize)]
 pub struct BesideRow {
-    /// Of one transfer.
+    /// Duration of one transfer in µs.
     pub transfer_us: Percentiles,
-    /// Over the windows with transfers.
+    /// Throughput over the windows with transfers.
     pub gb_per_s: f64,
-    /// The sender's.
-    pub prompts: Paces,
-    /// The receiver's.
-    pub decoding: Paces,
+    /// Prefill steps of the sender.
+    pub prompts: WindowStats,
+    /// Decode steps of the receiver.
+    pub decoding: WindowStats,
 }
 
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     pub block_bytes: usize,
     pub in_flight: u32,
-    /// What brought scattered blocks together wherever nccl carried; between GPUs.
+    /// Gather of scattered blocks for nccl; `None` in host memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gather: Option<Gather>,
-    /// Between the two GPUs.
+    /// Plain copies between the two GPUs.
     pub plain_copies: Vec<PlainCopy>,
     pub rows: Vec<Row>,
 }
 
-/// 256 MiB, cut into pieces.
+/// A copy of 256 MiB in pieces.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct PlainCopy {
     pub piece_bytes: usize,
-    /// Pieces that are copied in no order.
+    /// Pieces copied concurrently.
     pub together: usize,
     pub gb_per_s: f64,
-    /// Of 4 KiB, until the host has seen their end.
+    /// Latency of 4 KiB until the host sees the completion.
     pub latency_us: f64,
 }
 
@@ -77,8 +77,8 @@ impl fmt::Display for Report {
         }
         write!(f, "blocks of {} bytes, {} transfers together", self.block_bytes, self.in_flight)?;
         let gathering = match self.gather {
-            Some(Gather::Kernel) => "; for nccl a kernel brings scattered blocks together",
-            Some(Gather::Copies) => "; for nccl copies bring scattered blocks together",
+            Some(Gather::Kernel) => "; nccl: a kernel gathers scattered blocks",
+            Some(Gather::Copies) => "; nccl: copies gather scattered blocks",
             None => "",
         };
         writeln!(f, "{gathering}")?;
@@ -116,7 +116,7 @@ impl fmt::Display for Report {
             };
             writeln!(
                 f,
-                "\n{}, {} blocks by {}, beside forwards: {:.2} GB/s, a transfer p50 {:.2} ms, p99 {:.2} ms",
+                "\n{}, {} blocks by {}, beside forward passes: {:.2} GB/s, a transfer p50 {:.2} ms, p99 {:.2} ms",
                 row.transport,
                 row.blocks,
                 row.chunk_blocks,
@@ -124,10 +124,11 @@ impl fmt::Display for Report {
                 transfer_us.p50 / 1e3,
                 transfer_us.p99 / 1e3
             )?;
-            for (what, Paces { quiet, busy }) in [("prompts", prompts), ("decoding", decoding)] {
-                let columns = |pace: &Pace| {
-                    let Percentiles { mean, p50, p90, p99, .. } = pace.step_ms;
-                    [mean, p50, p90, p99, pace.tokens_per_s]
+            for (what, WindowStats { quiet, busy }) in [("prefill", prompts), ("decode", decoding)]
+            {
+                let columns = |stats: &StepStats| {
+                    let Percentiles { mean, p50, p90, p99, .. } = stats.step_ms;
+                    [mean, p50, p90, p99, stats.tokens_per_s]
                 };
                 let (quiet, busy) = (columns(quiet), columns(busy));
                 let mut ratios = quiet.iter().zip(busy).map(|(quiet, busy)| busy / quiet);
@@ -152,10 +153,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_gathered_is_said_in_the_table_and_in_json() {
+    fn table_and_json_name_the_gather() {
         for (gather, words, value) in [
-            (Some(Gather::Kernel), "for nccl a kernel brings", Some("kernel")),
-            (Some(Gather::Copies), "for nccl copies bring", Some("copies")),
+            (Some(Gather::Kernel), "nccl: a kernel gathers", Some("kernel")),
+            (Some(Gather::Copies), "nccl: copies gather", Some("copies")),
             (None, "2 transfers together\n", None),
         ] {
             let (plain_copies, rows) = (Vec::new(), Vec::new());

@@ -1,10 +1,11 @@
-//! The process that sends: does what the lines of its input say, until they end. Its answers begin with [`ANSWER`], for
-//! libraries write to the same output (NCCL does, where `NCCL_DEBUG` is set).
+//! The sending process. It executes the lines of its standard input. Its answers begin with [`ANSWER`],
+//! because libraries write to the same output (NCCL does with `NCCL_DEBUG`).
 //!
-//! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` makes it a node for the receiver named so, and
-//! is answered by `node EPOCH ENDPOINT`; `expect ID...` by `expected`. Whatever is ready is sent at once.
-//! With a model beside, `forget` is answered by `forgotten`, `begin KIND` and `end KIND` of a window by `begun`
-//! and `ended`, and `paces` by what it did in the windows since, as JSON.
+//! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` starts a node for this receiver; the answer is
+//! `node EPOCH ENDPOINT`. `expect ID...` announces transfers; the answer is `expected`. A transfer is sent as
+//! soon as it is reserved. With a model beside the transfers, `forget` (answer `forgotten`) deletes all time
+//! windows, `begin KIND` and `end KIND` (`begun`, `ended`) add one, and `stats` returns the statistics of the
+//! forward passes in the windows as JSON.
 
 use std::{
     io::{BufRead, Write, stdin, stdout},
@@ -21,8 +22,8 @@ use kernels::{BlockId, KvArena, sampling::SampledToken};
 use kv_transfer::api::{Command, Epoch, Event, PeerAddress, TransferId};
 
 use super::{
-    ANSWER, Node, PATIENCE, SENDER_SEED, TransferArgs, Transport, arena,
-    beside::{Forwards, Windows, Work},
+    ANSWER, Node, SENDER_SEED, TIMEOUT, TransferArgs, Transport, arena,
+    beside::{ModelLoad, Windows, Work},
     pattern, places, pool_blocks,
 };
 
@@ -39,7 +40,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
     }
     let (sender, inputs) = channel();
     let lines = sender.clone();
-    // Ends with the input, at the latest with this process.
+    // The thread ends with the input.
     thread::spawn(move || {
         for line in stdin().lock().lines().map_while(Result::ok) {
             if lines.send(Input::Line(line)).is_err() {
@@ -49,8 +50,8 @@ pub fn run(args: &TransferArgs) -> Result<()> {
         let _ = lines.send(Input::End);
     });
     let mut sending: Option<Sending> = None;
-    let mut forwards = match (&args.beside.beside, args.gpus.first()) {
-        (Some(_), Some(gpu)) => Some(Forwards::start(args, gpu, Work::Prompts)?),
+    let mut model_load = match (&args.beside.beside, args.gpus.first()) {
+        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, Work::Prefill)?),
         _ => None,
     };
     let mut windows = <[Windows; 2]>::default();
@@ -58,7 +59,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
         match input {
             Input::End => break,
             Input::Event(event) => {
-                // Without a node it is one of the node before.
+                // Without a node the event belongs to the previous node.
                 if let Some(sending) = &sending {
                     sending.on_event(event)?;
                 }
@@ -67,7 +68,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                 let words: Vec<&str> = line.split_whitespace().collect();
                 let answer = match (&words[..], &sending) {
                     (["node", rest @ ..], _) => {
-                        // The one before ends first.
+                        // Stops the previous node first.
                         drop(sending.take());
                         let started = Sending::start(args, &arena, rest, &sender)?;
                         let PeerAddress { epoch, control_endpoint, .. } = &started.node.address;
@@ -91,9 +92,9 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                         of_kind(&mut windows, kind)?.end();
                         "ended".to_owned()
                     }
-                    (["paces"], _) => {
-                        let forwards = forwards.as_mut().context("there is a model")?;
-                        serde_json::to_string(&forwards.paces(&windows)?)?
+                    (["stats"], _) => {
+                        let model_load = model_load.as_mut().context("--beside is missing")?;
+                        serde_json::to_string(&model_load.stats(&windows)?)?
                     }
                     _ => bail!("unknown line {line:?}"),
                 };
@@ -108,11 +109,11 @@ fn of_kind<'a>([quiet, busy]: &'a mut [Windows; 2], kind: &str) -> Result<&'a mu
     match kind {
         "quiet" => Ok(quiet),
         "busy" => Ok(busy),
-        _ => bail!("a window is quiet or busy, not {kind:?}"),
+        _ => bail!("invalid window: {kind:?}; expected quiet or busy"),
     }
 }
 
-/// The node of one setting.
+/// The sender's node for one setting.
 struct Sending {
     node: Node,
     receiver: PeerAddress,
@@ -127,7 +128,7 @@ impl Sending {
         inputs: &Sender<Input>,
     ) -> Result<Self> {
         let [transport, blocks, chunk_blocks, epoch, endpoint] = words else {
-            bail!("a node needs five words, not {words:?}")
+            bail!("malformed node command: {words:?}; expected five words")
         };
         let transport = Transport::from_str(transport, false).map_err(anyhow::Error::msg)?;
         let receiver = PeerAddress {
@@ -137,7 +138,7 @@ impl Sending {
         };
         let inputs = inputs.clone();
         let sink = move |event| {
-            // Fails when this process ends.
+            // Fails when this process exits.
             let _ = inputs.send(Input::Event(event));
         };
         let chunk_blocks = chunk_blocks.parse()?;
@@ -148,12 +149,13 @@ impl Sending {
 
     fn expect(&self, ids: &[&str]) -> Result<()> {
         for id in ids {
-            let transfer = TransferId(u128::from_str_radix(id, 16).context("a transfer id")?);
+            let transfer =
+                TransferId(u128::from_str_radix(id, 16).context("malformed transfer id")?);
             self.node.transfers.command(Command::Expect {
                 transfer,
                 peer: self.receiver.clone(),
                 prompt_hash: transfer.0,
-                deadline: PATIENCE,
+                deadline: TIMEOUT,
                 traceparent: String::new(),
             })?;
         }
@@ -169,9 +171,9 @@ impl Sending {
                 let token = SampledToken { id: 1, logprobs: None };
                 Ok(transfers.command(Command::Finish { transfer, first_index: 0, token })?)
             }
-            // Of the node before, whose receiver has left.
+            // Events of the previous node, whose receiver has stopped.
             Event::Delivered { .. } | Event::SendFailed { .. } => Ok(()),
-            other => bail!("unexpected: {other:?}"),
+            other => bail!("unexpected event: {other:?}"),
         }
     }
 }

@@ -169,11 +169,15 @@ fn parse_load_format(text: &str) -> Result<LoadFormat, String> {
 pub fn run(args: EngineArgs) -> Result<()> {
     ensure!(
         args.batch.iter().all(|batch| (1..=1024).contains(batch)),
-        "--batch {:?}: allowed are 1 to 1024",
+        "invalid --batch: {:?}; expected 1 to 1024",
         args.batch
     );
-    ensure!(matches!(args.tp, 1 | 2 | 4 | 8), "--tp {}: allowed are 1, 2, 4 and 8", args.tp);
-    ensure!(args.tp == 1 || args.device == "cuda", "--tp {}: ranks want --device cuda", args.tp);
+    ensure!(matches!(args.tp, 1 | 2 | 4 | 8), "invalid --tp: {}; expected 1, 2, 4 or 8", args.tp);
+    ensure!(
+        args.tp == 1 || args.device == "cuda",
+        "invalid --tp: {}; tensor parallelism needs --device cuda",
+        args.tp
+    );
     if let Some(spec) = &args.rank {
         return ranks::run(&args, spec);
     }
@@ -204,7 +208,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
             let reads_alone = what == "decode" && batch == 1;
             for number in 1..=args.runs {
                 if let (true, Some(read_stream)) = (reads_alone, &mut read_stream) {
-                    // In turns, because neighbours of a machine come and go.
+                    // Alternate, because other processes of the machine come and go.
                     read_stream.measure();
                 }
                 let run = bench.run(batch, prompt_tokens, max_tokens)?;
@@ -220,9 +224,9 @@ pub fn run(args: EngineArgs) -> Result<()> {
             report.rows.push(match what {
                 "prefill" => prefill_row(&runs, batch, prompt_tokens),
                 _ => {
-                    let floor_ms = report.roof_gb_per_s.map(|roof| {
+                    let floor_ms = report.peak_gb_per_s.map(|peak| {
                         let bytes = bench.decode_bytes(&args, &report, batch);
-                        bytes as f64 / f64::from(args.tp) / roof / 1e6
+                        bytes as f64 / f64::from(args.tp) / peak / 1e6
                     });
                     let row = decode_row(&runs, batch, max_tokens, floor_ms);
                     let share_of_weight_read = (reads_alone && read_stream.is_some()).then(|| {
@@ -265,7 +269,7 @@ impl Bench {
         let config = checkpoint.config();
         let limits = limits(args, config)?;
         let weight_bytes = args.dtype.bytes(config.forward_parameter_count());
-        let Started { executor, isa, read_stream, roof_gb_per_s, parts, tuned } =
+        let Started { executor, isa, read_stream, peak_gb_per_s, parts, tuned } =
             match args.device.as_str() {
                 "cuda" if args.tp > 1 => ranks::start(args, &checkpoint)?,
                 "cuda" => on_gpu(args, &checkpoint, limits)?,
@@ -275,19 +279,19 @@ impl Bench {
             CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
         let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
         let load = started.elapsed();
-        // Nobody else measures the memory.
-        let unasked = parts.iter().find(|part| part.what == "roof");
+        // A node does not measure the memory bandwidth when it starts.
+        let bandwidth = parts.iter().find(|part| part.what == "bandwidth");
         let report = Report {
             model: args.model.clone(),
             dtype: args.dtype.to_string(),
             isa,
             threads,
-            load_s: load.as_secs_f64() - unasked.map_or(0.0, |part| part.seconds),
+            load_s: load.as_secs_f64() - bandwidth.map_or(0.0, |part| part.seconds),
             start: [opened].into_iter().chain(parts).collect(),
             tuned,
             weight_read_gb_per_s: 0.0,
             weight_bytes,
-            roof_gb_per_s,
+            peak_gb_per_s,
             depth: args.variant.depth,
             ranks: args.tp,
             rows: Vec::new(),
@@ -301,7 +305,7 @@ impl Bench {
         Ok((bench, report, read_stream))
     }
 
-    /// Bytes that a decode step reads at least: weights, and the KV of all sequences, half-way through.
+    /// Returns the bytes that a decode step reads at least: weights and the KV of all sequences half-way.
     fn decode_bytes(&self, args: &EngineArgs, report: &Report, batch: u32) -> u64 {
         let tokens = args.context_tokens + args.decode_tokens / 2;
         let kv = self.config.kv_read_bytes(tokens as usize, args.dtype.kv_dtype());
@@ -321,7 +325,7 @@ impl Bench {
         check(&actions)
     }
 
-    /// Prompts arrive at once and have their answers.
+    /// Submits a batch of prompts at once and runs it to the end.
     fn run(&mut self, batch: u32, prompt_tokens: u32, max_tokens: u32) -> Result<Run> {
         let started = Instant::now();
         self.submit(batch, prompt_tokens, max_tokens)?;
@@ -347,11 +351,11 @@ impl Bench {
                 }
             }
         }
-        let last = steps.len().checked_sub(1).context("no step was made")?;
-        ensure!(firsts.len() == batch as usize, "not every sequence began");
-        // As a node does now and then.
+        let last = steps.len().checked_sub(1).context("the engine made no step")?;
+        ensure!(firsts.len() == batch as usize, "not every sequence has a first token");
+        // A node takes them regularly, too.
         drop(self.engine.scheduler_mut().take_cache_changes());
-        // What is still in flight belongs to this run.
+        // Steps still in flight belong to this run.
         while self.engine.steps_in_flight() > 0 {
             self.engine.turn(Duration::from_secs(1), &mut Vec::new())?;
             steps.extend(self.engine.take_record());
@@ -360,15 +364,14 @@ impl Bench {
     }
 }
 
-/// Prompt tokens per second are those to the last sequence's first token.
-/// What the executor is made for.
+/// Returns the limits of the executor for the largest batch.
 fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
     let batch_max = args.batch.iter().copied().max().unwrap_or(1);
     let sequence_tokens =
         args.prefill_tokens.max(args.context_tokens + args.decode_tokens) + BLOCK_TOKENS as u32;
     ensure!(
         sequence_tokens as usize <= config.context_tokens,
-        "sequences of {sequence_tokens} tokens are longer than the model's {}",
+        "sequences have {sequence_tokens} tokens; the model has at most {}",
         config.context_tokens
     );
     let step_tokens = if args.device == "cuda" { GPU_STEP_TOKENS } else { 512 };
@@ -398,17 +401,17 @@ fn options(args: &EngineArgs) -> CudaOptions {
 /// An executor whose model is loaded.
 struct Started {
     executor: Box<dyn Executor>,
-    /// What computes.
+    /// Instruction set, or name of the GPU.
     isa: String,
-    /// What the host's memory gives, where that is the bound.
+    /// Measurement of the host's memory bandwidth, on a CPU.
     read_stream: Option<ReadStream>,
-    /// What the GPU's gives.
-    roof_gb_per_s: Option<f64>,
+    /// Peak memory bandwidth of the GPU.
+    peak_gb_per_s: Option<f64>,
     parts: Vec<StartPart>,
     tuned: Vec<TunedRows>,
 }
 
-/// Parameters that are loaded, as they are.
+/// Returns a progress bar of the weights.
 fn load_bar() -> ProgressBar {
     let style = ProgressStyle::with_template("{percent} % of the weights {wide_bar} {elapsed}");
     ProgressBar::new(0).with_style(style.expect("the template is constant"))
@@ -438,7 +441,7 @@ fn on_cpu(
     bar.finish_and_clear();
     let parts = vec![StartPart::new("weights", started.elapsed())];
     let (executor, read_stream) = (Box::new(executor), Some(read_stream));
-    Ok(Started { executor, isa, read_stream, roof_gb_per_s: None, parts, tuned: Vec::new() })
+    Ok(Started { executor, isa, read_stream, peak_gb_per_s: None, parts, tuned: Vec::new() })
 }
 
 fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
@@ -450,11 +453,11 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     };
     let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options(args))?;
     let mut parts = vec![lap("gpu")];
-    let roof_gb_per_s = match args.variant.peak_gb_per_s {
-        Some(roof) => Some(roof),
+    let peak_gb_per_s = match args.variant.peak_gb_per_s {
+        Some(peak) => Some(peak),
         None => backend.read_gb_per_s()?,
     };
-    parts.push(lap("roof"));
+    parts.push(lap("bandwidth"));
     let context = Arc::clone(backend.context());
     let bar = load_bar();
     let mut model =
@@ -474,10 +477,10 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     parts.push(lap("executor"));
     let isa = context.device().name.clone();
     let executor = Box::new(executor);
-    Ok(Started { executor, isa, read_stream: None, roof_gb_per_s, parts, tuned })
+    Ok(Started { executor, isa, read_stream: None, peak_gb_per_s, parts, tuned })
 }
 
-/// A prompt of random tokens, and an answer of just so many.
+/// Returns a sequence with a random prompt and an answer of exactly `max_tokens` tokens.
 pub fn random_sequence(
     id: SequenceId,
     (prompt_len, max_tokens): (u32, u32),

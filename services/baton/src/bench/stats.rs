@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Percentiles by the nearest-rank rule, over every sample.
+/// Nearest-rank percentiles over every sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
     pub count: usize,
@@ -14,7 +14,7 @@ pub struct Percentiles {
 }
 
 impl Percentiles {
-    /// All zero when there is no sample.
+    /// Returns zeros without a sample.
     pub fn of(mut samples: Vec<f64>) -> Self {
         if samples.is_empty() {
             return Self::default();
@@ -35,7 +35,7 @@ impl Percentiles {
     }
 }
 
-/// Median of the samples, 0 when there is none.
+/// Returns the median; 0 without a sample.
 pub fn median(samples: &[f64]) -> f64 {
     Percentiles::of(samples.to_vec()).p50
 }
@@ -56,23 +56,23 @@ impl WorkloadRng {
         z ^ (z >> 31)
     }
 
-    /// In [0, 1).
+    /// Draws from [0, 1).
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// In [low, high], both included.
+    /// Draws from `low..=high`.
     pub fn within(&mut self, low: u32, high: u32) -> u32 {
         low + (self.next_u64() % (u64::from(high - low) + 1)) as u32
     }
 
-    /// Normally distributed, mean 0 and deviation 1 (Box and Muller 1958).
+    /// Draws from the normal distribution with mean 0 and deviation 1 (Box and Muller 1958).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.unit()).cos()
     }
 
-    /// Waiting time of a Poisson process, in seconds.
+    /// Draws the time between two arrivals of a Poisson process, in seconds.
     pub fn exponential(&mut self, per_second: f64) -> f64 {
         -(1.0 - self.unit()).ln() / per_second
     }
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn poisson_gaps_have_the_asked_mean() {
+    fn poisson_gaps_have_the_requested_mean() {
         let mut rng = WorkloadRng::new(1);
         let mean = (0..20_000).map(|_| rng.exponential(4.0)).sum::<f64>() / 20_000.0;
         assert!((mean - 0.25).abs() < 0.01, "{mean}");

@@ -1,34 +1,34 @@
-//! What the records of measured steps say: the host's time, the device's, and what is left unused.
+//! Statistics of step records: host time, device time and idle time.
 
 use engine::{StepRecord, plan::Dispatch};
 use serde::Serialize;
 
 use super::stats::{Percentiles, median};
 
-/// Over the steps of every run.
+/// Percentiles over the steps of all runs.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Spread {
+pub struct MedianAndP99 {
     pub p50: f64,
     pub p99: f64,
 }
 
-impl Spread {
+impl MedianAndP99 {
     fn of(samples: Vec<f64>) -> Self {
         let Percentiles { p50, p99, .. } = Percentiles::of(samples);
         Self { p50, p99 }
     }
 }
 
-/// Microseconds of the engine's thread for a step; waiting for the device is none of them.
+/// Time of the engine thread for a step in µs, without waiting for the device.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct HostTimes {
-    pub plan: Spread,
-    pub launch: Spread,
-    pub collect: Spread,
-    pub all: Spread,
+    pub plan: MedianAndP99,
+    pub launch: MedianAndP99,
+    pub collect: MedianAndP99,
+    pub all: MedianAndP99,
 }
 
-/// How steps were given to the device, and rows that were computed for nobody.
+/// Launch modes of steps, and padding rows.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Dispatches {
     pub eager: u64,
@@ -38,25 +38,25 @@ pub struct Dispatches {
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct DecodeFigures {
-    /// Of each run: from the last first token to the last token, by the steps between.
+pub struct DecodeStats {
+    /// Mean step time of each run, from the last first token to the last token.
     pub step_ms_all: Vec<f64>,
     pub step_ms_median: f64,
     pub host_us: HostTimes,
-    pub device_busy_us: Spread,
-    /// Of the time from the end of the step with the last first token to the end of the last step:
-    /// what lay between steps. Median of the runs.
+    pub device_busy_us: MedianAndP99,
+    /// Fraction of time between steps, from the end of the step with the last first token to the end of
+    /// the last step. Median of the runs.
     pub device_idle_share: Option<f64>,
     pub dispatches: Dispatches,
-    /// Sent to the device for a step.
+    /// Bytes sent to the device for a step.
     pub uploaded_bytes_p50: f64,
-    /// From the bytes that a step must read, at the rate that the memory is read with at best.
+    /// Memory-bound minimum of a step: bytes read at the peak bandwidth.
     pub floor_ms: Option<f64>,
     pub share_of_floor: Option<f64>,
 }
 
-/// The part of a run in which every sequence decodes: the step that brought the last first token, and
-/// those after it.
+/// The part of a run in which every sequence decodes: the step with the last first token and all later
+/// steps.
 #[derive(Clone, Debug)]
 pub struct Decoding {
     pub steps: Vec<StepRecord>,
@@ -71,7 +71,7 @@ impl Decoding {
         wall.as_secs_f64() * 1e3 / f64::from(self.tokens_after_first)
     }
 
-    /// `None` where the device does not say when it worked.
+    /// Returns the idle fraction; `None` if the device does not report times.
     fn idle_share(&self) -> Option<f64> {
         let [first, rest @ ..] = &self.steps[..] else { return None };
         let begin = first.device?.end;
@@ -85,10 +85,11 @@ impl Decoding {
     }
 }
 
-impl DecodeFigures {
+impl DecodeStats {
     pub fn of(runs: &[Decoding], floor_ms: Option<f64>) -> Self {
         let steps = || runs.iter().flat_map(|run| &run.steps[run.steps.len().min(1)..]);
-        let spread = |value: &dyn Fn(&StepRecord) -> f64| Spread::of(steps().map(value).collect());
+        let spread =
+            |value: &dyn Fn(&StepRecord) -> f64| MedianAndP99::of(steps().map(value).collect());
         let plan = |step: &StepRecord| step.plan.duration().as_secs_f64() * 1e6;
         let launch = |step: &StepRecord| step.launch.duration().as_secs_f64() * 1e6;
         let collect = |step: &StepRecord| step.collect.duration().as_secs_f64() * 1e6;
@@ -131,8 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// A step of the device from `begin` to `end`, in milliseconds; the host takes it half a
-    /// millisecond later.
+    /// Returns a step of the device from `begin` to `end` in ms. The host collects the step 0.5 ms later.
     fn step(origin: Instant, begin: u64, end: u64) -> StepRecord {
         let at = |us: u64| origin + Duration::from_micros(us);
         let span = |begin, end| Span { begin: at(begin), end: at(end) };
@@ -155,28 +155,28 @@ mod tests {
     }
 
     #[test]
-    fn a_step_takes_from_the_last_first_token_to_the_last_by_the_steps_between() {
+    fn step_time_is_the_mean_between_the_last_first_token_and_the_last_token() {
         let origin = Instant::now();
-        // A millisecond idle before the last of two steps; the first step is no part of it.
+        // 1 ms idle before the last step; the first step does not count.
         let steps = [(0, 9), (9, 13), (14, 19)].map(|(begin, end)| step(origin, begin, end));
         let run = Decoding { steps: steps.into(), tokens_after_first: 2 };
-        let figures = DecodeFigures::of(&[run.clone(), run], Some(2.0));
-        assert_eq!(figures.step_ms_all, [5.0, 5.0]);
-        assert_eq!(figures.share_of_floor, Some(0.4));
-        assert!((figures.device_idle_share.unwrap() - 0.1).abs() < 1e-9, "{figures:?}");
-        let HostTimes { plan, launch, collect, all } = figures.host_us;
+        let stats = DecodeStats::of(&[run.clone(), run], Some(2.0));
+        assert_eq!(stats.step_ms_all, [5.0, 5.0]);
+        assert_eq!(stats.share_of_floor, Some(0.4));
+        assert!((stats.device_idle_share.unwrap() - 0.1).abs() < 1e-9, "{stats:?}");
+        let HostTimes { plan, launch, collect, all } = stats.host_us;
         for (found, wanted) in [(plan, 10.0), (launch, 20.0), (collect, 30.0), (all, 60.0)] {
             assert!((found.p50 - wanted).abs() < 1e-6 && (found.p99 - wanted).abs() < 1e-6);
         }
-        let Dispatches { graph, padding_rows, .. } = figures.dispatches;
+        let Dispatches { graph, padding_rows, .. } = stats.dispatches;
         assert_eq!((graph, padding_rows), (4, 4));
-        assert_eq!(figures.device_busy_us.p50, 4000.0);
+        assert_eq!(stats.device_busy_us.p50, 4000.0);
     }
 
     #[test]
-    fn a_run_without_steps_has_no_figures() {
+    fn run_without_steps_has_no_statistics() {
         let run = Decoding { steps: Vec::new(), tokens_after_first: 1 };
-        let figures = DecodeFigures::of(&[run], None);
-        assert_eq!((figures.step_ms_median, figures.device_idle_share), (0.0, None));
+        let stats = DecodeStats::of(&[run], None);
+        assert_eq!((stats.step_ms_median, stats.device_idle_share), (0.0, None));
     }
 }

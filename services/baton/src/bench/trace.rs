@@ -1,5 +1,4 @@
-//! Steps as a trace that Perfetto and chrome://tracing show: what the engine's thread does for each,
-//! and when the device works on it.
+//! Trace of steps for Perfetto and chrome://tracing: work of the engine thread and of the device.
 
 use std::{io::Write, time::Instant};
 
@@ -10,16 +9,16 @@ use engine::{
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// The tracks, top down.
+/// Tracks from top to bottom.
 const TRACKS: [&str; 5] = ["measurement", "plan", "launch", "collect", "device"];
 
-/// Every step of a bench.
+/// Every step of a benchmark.
 #[derive(Debug, Default)]
 pub struct Trace {
     runs: Vec<(String, Vec<StepRecord>)>,
 }
 
-/// An event with a duration (`X`) or a name (`M`), as the format has it; microseconds.
+/// Event with a duration (`X`) or a name (`M`) in the Trace Event Format; times in µs.
 #[derive(Serialize)]
 struct Event<'a> {
     name: &'a str,
@@ -68,13 +67,13 @@ fn add_run<'a>(
         name,
         ph: "X",
         pid: 1,
-        tid: TRACKS.iter().position(|other| *other == track).expect("one of them"),
+        tid: TRACKS.iter().position(|other| *other == track).expect("the track is in the list"),
         ts: Some(span.begin.saturating_duration_since(origin).as_secs_f64() * 1e6),
         dur: Some(span.duration().as_secs_f64() * 1e6),
         args,
     };
     let [first, ..] = steps else { return };
-    let end = steps.iter().map(|step| step.collect.end).max().expect("there is one");
+    let end = steps.iter().map(|step| step.collect.end).max().expect("there is a step");
     let whole = Span { begin: first.plan.begin, end };
     events.push(event(run, "measurement", whole, json!({ "steps": steps.len() })));
     let mut idle_from = origin;
@@ -84,14 +83,14 @@ fn add_run<'a>(
         events.push(event("launch", "launch", step.launch, of_step()));
         events.push(event("collect", "collect", step.collect, of_step()));
         let Some(Span { begin, end }) = step.device else { continue };
-        // The device's clock is known to some microseconds: what follows does not overlap.
+        // The device's clock is known to some µs: steps must not overlap in the trace.
         let device = Span { begin: begin.max(idle_from), end: end.max(idle_from) };
         idle_from = device.end;
-        events.push(event(kind_name(step.kind), "device", device, figures(step)));
+        events.push(event(kind_name(step.kind), "device", device, step_args(step)));
     }
 }
 
-fn figures(step: &StepRecord) -> Value {
+fn step_args(step: &StepRecord) -> Value {
     let (dispatch, graph_rows) = match step.dispatch {
         Dispatch::Eager => ("eager", None),
         Dispatch::Graph { rows } => ("graph", Some(rows)),

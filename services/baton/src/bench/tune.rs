@@ -1,4 +1,4 @@
-//! What tuning a GPU's products brought, by rows.
+//! Result of tuning a GPU's GEMMs, by rows.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::engine::EngineVariant;
 
-/// All products of one number of rows that were timed in this start: a layer's four, or the logits', or
+/// All GEMMs of one number of rows that were timed at this start: a layer's four, or the logits', or
 /// both.
 #[derive(Serialize)]
 pub(super) struct TunedRows {
@@ -19,7 +19,7 @@ pub(super) struct TunedRows {
     tuned_ms: f64,
 }
 
-/// Tunes, unless `seconds` is 0, and says what could not be kept.
+/// Tunes unless `tune_s` is 0, and prints errors.
 pub(super) fn tune(
     model: &mut CudaModel,
     limits: &ExecutorLimits,
@@ -39,7 +39,7 @@ pub(super) fn tune(
     if timed > 0 {
         let (known, left) = (tuned.known, tuned.left);
         eprintln!(
-            "{timed} products are timed, {known} were known, {left} are left to the next start"
+            "{timed} GEMMs are tuned, {known} were known, {left} are left for the next start"
         );
     }
     let mut by_rows = BTreeMap::new();

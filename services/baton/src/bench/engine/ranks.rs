@@ -1,4 +1,4 @@
-//! The engine of several ranks, a process and a GPU each: this program again, with its own arguments.
+//! The engine with several ranks. Each rank is a process of this program with a GPU of its own.
 
 use std::time::Instant;
 
@@ -18,10 +18,10 @@ use model::Checkpoint;
 use super::{EngineArgs, StartPart, Started, limits, load_bar, options, show};
 use crate::{bench::tune, model_store};
 
-/// What the region of the ranks' words says it is for.
+/// Purpose in the name of the ranks' shared-memory region.
 const PURPOSE: &str = "bench_kv";
 
-/// The GPU of each rank.
+/// Returns the UUID of each rank's GPU.
 fn gpus(args: &EngineArgs) -> Result<Vec<String>> {
     let ranks = args.tp as usize;
     let names: Vec<String> = match &args.gpu {
@@ -29,13 +29,16 @@ fn gpus(args: &EngineArgs) -> Result<Vec<String>> {
         None => (0..ranks).map(|index| index.to_string()).collect(),
     };
     let given = names.len();
-    ensure!(given == ranks, "--gpu names {given} GPUs for --tp {ranks}; allowed is one for each");
+    ensure!(
+        given == ranks,
+        "invalid --gpu: {given} GPUs for --tp {ranks}; expected one for each rank"
+    );
     let driver = Driver::open()?;
     let uuid = |name: &String| Ok(driver.device_named(name)?.uuid);
     let uuids = names.iter().map(uuid).collect::<Result<Vec<_>>>()?;
     for (index, uuid) in uuids.iter().enumerate() {
         let is_new = !uuids[..index].contains(uuid);
-        ensure!(is_new, "--gpu names {uuid} twice; allowed is another GPU for each rank");
+        ensure!(is_new, "invalid --gpu: {uuid} twice; expected another GPU for each rank");
     }
     Ok(uuids)
 }
@@ -44,21 +47,21 @@ fn backend(args: &EngineArgs, gpu: &str) -> Result<CudaBackend> {
     Ok(CudaBackend::open(Some(gpu), args.kernels.path().as_deref(), options(args))?)
 }
 
-/// Starts the ranks, and waits until they have loaded.
+/// Starts the ranks and waits until they have loaded the model.
 pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Started> {
-    let shard = Shard::new(0, args.tp as usize).context("--tp: there are not so many ranks")?;
+    let shard = Shard::new(0, args.tp as usize).context("invalid --tp: too many ranks")?;
     checkpoint.config().check_shard(shard)?;
     let gpus = gpus(args)?;
     let begun = Instant::now();
-    let (isa, roof_gb_per_s) = {
+    let (isa, peak_gb_per_s) = {
         let backend = backend(args, &gpus[0])?;
-        let roof = args
+        let peak = args
             .variant
             .peak_gb_per_s
             .map_or_else(|| backend.read_gb_per_s(), |it| Ok(Some(it)))?;
-        (format!("{} × {}", args.tp, backend.context().device().name), roof)
+        (format!("{} × {}", args.tp, backend.context().device().name), peak)
     };
-    let roof = StartPart::new("roof", begun.elapsed());
+    let bandwidth = StartPart::new("bandwidth", begun.elapsed());
     let begun = Instant::now();
     let mut epoch = [0; 16];
     getrandom::fill(&mut epoch).map_err(|error| anyhow!("no random numbers: {error}"))?;
@@ -70,12 +73,12 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
     let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), RankSpec::command)?;
     region.unlink();
     group.poll(args.variant.poll);
-    let parts = vec![roof, StartPart::new("ranks", begun.elapsed())];
+    let parts = vec![bandwidth, StartPart::new("ranks", begun.elapsed())];
     let executor = Box::new(group);
-    Ok(Started { executor, isa, read_stream: None, roof_gb_per_s, parts, tuned: Vec::new() })
+    Ok(Started { executor, isa, read_stream: None, peak_gb_per_s, parts, tuned: Vec::new() })
 }
 
-/// The life of one rank.
+/// Runs one rank until the group stops.
 pub(super) fn run(args: &EngineArgs, spec: &RankSpec) -> Result<()> {
     run_rank(spec, |told| {
         let rank = opened(spec, told).map_err(|error| format!("{error:#}"))?;
@@ -87,8 +90,8 @@ pub(super) fn run(args: &EngineArgs, spec: &RankSpec) -> Result<()> {
 
 fn opened(spec: &RankSpec, told: &[u8]) -> Result<CudaRank> {
     let name = str::from_utf8(told).ok().and_then(RegionName::parse);
-    let name = name.context("what it is told is not what this program tells")?;
-    let shard = Shard::new(spec.rank as usize, spec.of as usize).context("there is such a rank")?;
+    let name = name.context("malformed start message of the rank")?;
+    let shard = Shard::new(spec.rank as usize, spec.of as usize).context("invalid rank")?;
     Ok(CudaRank::open(&name, shard)?)
 }
 
@@ -104,13 +107,13 @@ fn load(args: &EngineArgs, spec: &RankSpec, rank: &mut CudaRank) -> Result<CudaE
         bar.iter().for_each(|bar| show(bar, progress));
     })?;
     bar.iter().for_each(indicatif::ProgressBar::finish_and_clear);
-    // What one rank finds the next does not wait for: all have the same shapes.
+    // All ranks have the same GEMM shapes and tune at the same time.
     tune::tune(&mut model, &limits, &args.variant)?;
     let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
     let layout = layout.with_heads(layout.kv_head_count / spec.of as usize);
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
-    // Sums do not wait for ever for one that is still tuning.
+    // After tuning, because an all-reduce has a time-out.
     rank.least(limits.blocks)?;
     let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
     executor.poll(args.variant.poll);

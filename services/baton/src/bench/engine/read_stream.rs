@@ -1,4 +1,4 @@
-//! At what rate this machine's memory is read, beside which decoding on CPUs is judged.
+//! Read bandwidth of this machine's memory: the upper bound of decoding on CPUs.
 
 use std::time::Instant;
 
@@ -7,10 +7,9 @@ use kernels::{
     cpu::{CpuBackend, CpuBuffer},
 };
 
-/// What the memory gives: as many bytes as the weights have, read with every thread again and again
-/// as decoding does. What of it the caches hold, they hold for decoding too.
+/// Reads as many bytes as the weights have, with all threads, as decoding does. Caches help both alike.
 pub(super) struct ReadStream {
-    /// In huge pages, as weights are.
+    /// Huge pages, as for weights.
     memory: CpuBuffer,
     threads: usize,
     pub(super) gb_per_s: Vec<f64>,
@@ -19,14 +18,14 @@ pub(super) struct ReadStream {
 impl ReadStream {
     pub(super) fn new(backend: &CpuBackend, bytes: u64, threads: usize) -> Self {
         let mut memory = backend.buffer(1, (bytes as usize / size_of::<f32>()).max(1));
-        // All different: a host may keep equal pages once, and would seem five times as fast.
+        // All values differ: a host may merge equal pages and would seem five times as fast.
         for (place, index) in memory.rows_mut(1).iter_mut().zip(0_u32..) {
             *place = f32::from_bits(index.wrapping_mul(0x9e37_79b9) >> 2);
         }
         Self { memory, threads, gb_per_s: Vec::new() }
     }
 
-    /// Reads all of it a few times.
+    /// Reads the memory five times.
     pub(super) fn measure(&mut self) {
         let words = self.memory.rows(1);
         let share = words.len().div_ceil(self.threads);
@@ -36,7 +35,7 @@ impl ReadStream {
                 let parts: Vec<_> =
                     words.chunks(share).map(|part| scope.spawn(move || sum(part))).collect();
                 parts.into_iter().fold(0_u32, |sum, part| {
-                    sum.wrapping_add(part.join().expect("adding does not panic"))
+                    sum.wrapping_add(part.join().expect("wrapping addition does not panic"))
                 })
             });
             std::hint::black_box(sum);
@@ -45,7 +44,7 @@ impl ReadStream {
     }
 }
 
-/// With enough independent sums that adding is never what is waited for.
+/// Adds in 64 independent sums, so that memory and not addition is the bottleneck.
 fn sum(words: &[f32]) -> u32 {
     let mut sums = [0_u32; 64];
     let (chunks, rest) = words.as_chunks::<64>();

@@ -1,4 +1,4 @@
-//! What came of a bench: its numbers, as JSON and as a table.
+//! The results, as JSON and as a table.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::super::{
     stats::median,
-    steps::{DecodeFigures, Decoding, Spread},
+    steps::{DecodeStats, Decoding, MedianAndP99},
     tune::TunedRows,
 };
 
@@ -18,16 +18,16 @@ pub(super) struct Report {
     pub(super) isa: String,
     pub(super) threads: usize,
     pub(super) load_s: f64,
-    /// What of it was spent on what, in order.
+    /// Parts of `load_s` in order.
     pub(super) start: Vec<StartPart>,
-    /// Products of a GPU that were timed in it.
+    /// GEMMs that were tuned at the start, by rows.
     pub(super) tuned: Vec<TunedRows>,
-    /// Median of reading as many bytes as the weights have, all threads.
+    /// Read bandwidth over as many bytes as the weights have, all threads, median.
     pub(super) weight_read_gb_per_s: f64,
-    /// Bytes of weights that one decode step must read.
+    /// Bytes of weights that one decode step reads.
     pub(super) weight_bytes: u64,
-    /// What a GPU's memory is read with at best.
-    pub(super) roof_gb_per_s: Option<f64>,
+    /// Peak memory bandwidth of the GPU.
+    pub(super) peak_gb_per_s: Option<f64>,
     pub(super) depth: u32,
     pub(super) ranks: u32,
     pub(super) rows: Vec<Row>,
@@ -52,29 +52,28 @@ pub(super) struct Row {
     pub(super) tokens_each: u32,
     pub(super) tokens_per_s_median: f64,
     pub(super) tokens_per_s_all: Vec<f64>,
-    /// Decode at batch 1 cannot be faster than reading the weights.
+    /// Fraction of the read bandwidth, of decode at batch 1.
     pub(super) share_of_weight_read: Option<f64>,
-    /// Of prefill: from the first prompt's arrival to the first sequence's first token, and to the last
-    /// one's. Medians.
+    /// Prefill only: medians of the time to the first token of the first sequence and of the last one.
     pub(super) ttft_ms: Option<[f64; 2]>,
-    pub(super) decode: Option<DecodeFigures>,
+    pub(super) decode: Option<DecodeStats>,
 }
 
 /// One measured run.
 pub(super) struct Run {
-    /// When its sequences arrived.
+    /// Arrival of its sequences.
     pub(super) started: Instant,
     pub(super) steps: Vec<StepRecord>,
-    /// Of the steps that brought first tokens, one for each sequence.
+    /// Index of the step with the first token, for each sequence.
     pub(super) firsts: Vec<usize>,
-    /// Of the step with the last token.
+    /// Index of the step with the last token.
     pub(super) last: usize,
-    /// Tokens of all sequences from the last first token on, without that step's.
+    /// Tokens of all sequences after the step with the last first token.
     pub(super) tokens_after: usize,
 }
 
 impl Run {
-    /// To the end of the step with this index.
+    /// Returns the time from the arrival to the end of a step.
     pub(super) fn seconds_to(&self, step: usize) -> f64 {
         self.steps[step].collect.end.saturating_duration_since(self.started).as_secs_f64()
     }
@@ -101,7 +100,7 @@ pub(super) fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
     }
 }
 
-/// Tokens per second are those of the whole batch once every sequence decodes.
+/// Throughput of the whole batch from the step in which every sequence decodes.
 pub(super) fn decode_row(
     runs: &[Run],
     batch: u32,
@@ -125,20 +124,20 @@ pub(super) fn decode_row(
         tokens_per_s_all: all,
         share_of_weight_read: None,
         ttft_ms: None,
-        decode: Some(DecodeFigures::of(&decoding.collect::<Vec<_>>(), floor_ms)),
+        decode: Some(DecodeStats::of(&decoding.collect::<Vec<_>>(), floor_ms)),
     }
 }
 
 pub(super) fn print_table(report: &Report) {
     print!("{}  {}  {}  ", report.model, report.dtype, report.isa);
-    match (report.weight_read_gb_per_s, report.roof_gb_per_s) {
-        (_, Some(roof)) => {
-            println!("loaded in {:.2} s  the GPU's memory is read at {roof:.0} GB/s", report.load_s)
+    match (report.weight_read_gb_per_s, report.peak_gb_per_s) {
+        (_, Some(peak)) => {
+            println!("loaded in {:.2} s  peak GPU memory bandwidth {peak:.0} GB/s", report.load_s)
         }
-        // Not measured.
+        // No bandwidth was measured.
         (0.0, None) => println!("loaded in {:.2} s", report.load_s),
         (rate, None) => println!(
-            "{} threads  loaded in {:.2} s  as many bytes are read at {rate:.1} GB/s",
+            "{} threads  loaded in {:.2} s  memory bandwidth {rate:.1} GB/s",
             report.threads, report.load_s
         ),
     }
@@ -146,14 +145,14 @@ pub(super) fn print_table(report: &Report) {
     println!("start: {}", parts.collect::<Vec<_>>().join(", "));
     println!(
         "{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ",
-        "", "batch", "tokens", "tok/s", "least", "most"
+        "", "batch", "tokens", "tok/s", "min", "max"
     );
     for row in &report.rows {
         let least = row.tokens_per_s_all.iter().copied().fold(f64::INFINITY, f64::min);
         let most = row.tokens_per_s_all.iter().copied().fold(0.0, f64::max);
         let limit = match (row.share_of_weight_read, row.ttft_ms) {
             (Some(share), _) => {
-                format!("{:.0} % of reading the weights and nothing else", share * 100.0)
+                format!("{:.0} % of the memory bandwidth", share * 100.0)
             }
             (None, Some([first, last])) => format!("first token {first:.1} ms, last {last:.1} ms"),
             (None, None) => String::new(),
@@ -166,12 +165,9 @@ pub(super) fn print_table(report: &Report) {
     print_steps(report);
 }
 
-/// What decode steps cost the host, how the device was used, and how near it came to its floor.
+/// Prints host time, device use and the fraction of the memory-bound minimum of decode steps.
 fn print_steps(report: &Report) {
-    println!(
-        "\ndecode steps, {} in flight; microseconds of the host: median/99th percent",
-        report.depth
-    );
+    println!("\ndecode steps, {} in flight; host times in µs: p50/p99", report.depth);
     println!(
         "{:>6} {:>9} {:>13} {:>13} {:>13} {:>13} {:>9} {:>7} {:>9} {:>9} {:>8}",
         "batch",
@@ -192,7 +188,7 @@ fn print_steps(report: &Report) {
         let Some(decode) = &row.decode else { continue };
         let host = &decode.host_us;
         let [plan, launch, collect, all] = [host.plan, host.launch, host.collect, host.all]
-            .map(|Spread { p50, p99 }| format!("{p50:.1}/{p99:.1}"));
+            .map(|MedianAndP99 { p50, p99 }| format!("{p50:.1}/{p99:.1}"));
         println!(
             "{:>6} {:>9.3} {plan:>13} {launch:>13} {collect:>13} {all:>13} {:>9.3} {:>7} {:>9} {:>9} {:>8}",
             row.batch,

@@ -1,4 +1,4 @@
-//! Latency percentiles over the load, as an SVG picture.
+//! SVG chart of latency percentiles over the load.
 
 use std::{fs::File, io::Write};
 
@@ -20,13 +20,13 @@ const P50: RGBColor = RGBColor(0, 158, 115);
 const P90: RGBColor = RGBColor(230, 159, 0);
 const P99: RGBColor = RGBColor(213, 94, 0);
 
-/// Which figure of a point a panel shows.
+/// Selects the percentiles of a panel.
 type Figure = fn(&Point) -> &Percentiles;
-/// Which percentile a line shows.
+/// Selects the percentile of a line.
 type Rank = fn(&Percentiles) -> f64;
 
-/// One panel each for time to first token, inter-token latency and the whole request. Nothing is
-/// drawn of points at which no request completed.
+/// Draws one panel each for time to first token, inter-token latency and request duration. Loads without
+/// a completed request are left out.
 pub fn write(report: &Report, mut file: File) -> Result<()> {
     let svg = draw(report).map_err(|error| anyhow!("the chart cannot be drawn: {error}"))?;
     file.write_all(svg.as_bytes()).context("cannot write the chart")
@@ -94,7 +94,7 @@ fn load_name(points: &[&Point]) -> &'static str {
     }
 }
 
-/// Positive, and never empty.
+/// Returns a positive, non-empty range.
 fn extent(values: impl Iterator<Item = f64>) -> (f64, f64) {
     let (low, high) = values
         .filter(|value| value.is_finite() && *value > 0.0)
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chart_has_a_line_for_each_percentile_in_each_panel() {
+    fn chart_has_a_line_for_each_percentile_in_each_panel() {
         let svg = draw(&report(&[4.0, 1.0, 2.0])).unwrap();
         assert!(svg.trim_end().ends_with("</svg>"));
         // Nine lines, and nine in the legends.
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn one_point_or_none_is_still_a_picture() {
+    fn chart_of_one_point_or_none_is_valid() {
         for rates in [&[][..], &[1.0]] {
             assert!(draw(&report(rates)).unwrap().contains("<svg"));
         }

@@ -1,4 +1,4 @@
-//! One streamed request, and what it showed.
+//! Client that streams one request and records the arrival of its tokens.
 
 use std::time::Instant;
 
@@ -17,25 +17,25 @@ pub struct Server {
     pub client: HttpClient,
     pub url: String,
     pub model: String,
-    /// Prompt and answer together; not every server says.
+    /// Context length, if the server reports it.
     pub sequence_tokens_max: Option<u32>,
 }
 
-/// A request that ended well, times in seconds since it was sent.
+/// A completed request; times in seconds since it was sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
     pub prompt_tokens: usize,
-    /// Of the prompt, found in a prefix cache; not every server says.
+    /// Prompt tokens found in a prefix cache, if the server reports them.
     pub cached_tokens: usize,
     /// Arrival of each token.
     pub token_times: Vec<f64>,
     pub end: f64,
-    /// The answer, from servers that tell token ids.
+    /// Token ids of the answer, if the server reports them.
     pub token_ids: Option<Vec<u32>>,
 }
 
 impl Server {
-    /// Asks for the model's name where none is given.
+    /// Finds the model's name, unless one is given, and its context length.
     pub async fn discover(client: HttpClient, url: &str, model: Option<String>) -> Result<Self> {
         let (status, body) = client.get(&format!("{url}/v1/models")).await?;
         ensure!(status.is_success(), "{url}/v1/models answered {status}");
@@ -50,13 +50,13 @@ impl Server {
         Ok(Self {
             client,
             url: url.to_owned(),
-            // One that the list does not have may be an alias.
+            // A name that is not in the list may be an alias.
             model: model.or(name).ok_or_else(|| anyhow!("{url}/v1/models names no model"))?,
             sequence_tokens_max: longest.and_then(|longest| u32::try_from(longest).ok()),
         })
     }
 
-    /// `output_tokens` of a greedy answer, whatever ends of sequence it has.
+    /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS.
     pub async fn ask(&self, prompt: &[u32], output_tokens: u32) -> Result<Measured> {
         let body = json!({
             "model": self.model, "prompt": prompt, "max_tokens": output_tokens, "stream": true,
@@ -88,7 +88,7 @@ impl Server {
     }
 }
 
-/// What the events of one stream have said.
+/// State of one stream.
 #[derive(Default)]
 struct Answer {
     token_times: Vec<f64>,
@@ -122,8 +122,8 @@ impl Answer {
             known.extend(ids);
             self.token_times.resize(known.len(), now);
         } else if choice["text"].is_string() && self.token_ids.is_none() {
-            // Text that is held back makes an empty chunk of a token that was generated all the
-            // same, and the chunk of the finish reason alone carries none: the usage settles it.
+            // A token whose text is held back has an empty chunk, and the chunk with the finish reason has no
+            // token: the usage has the exact number.
             self.token_times.push(now);
         }
         Ok(())
@@ -132,10 +132,10 @@ impl Answer {
     fn measured(mut self, prompt_tokens: usize, wanted: usize, end: f64) -> Result<Measured> {
         ensure!(self.is_done, "the stream ended without [DONE]");
         let counted = self.counted.unwrap_or(self.token_times.len());
-        ensure!(counted == wanted, "{counted} tokens came, {wanted} were asked");
+        ensure!(counted == wanted, "the answer has {counted} tokens; expected {wanted}");
         self.token_times.truncate(counted);
         let last = *self.token_times.last().ok_or_else(|| anyhow!("no token came"))?;
-        // Chunks with several tokens: the surplus arrived with the last chunk that was seen.
+        // Chunks with several tokens: missing times are those of the last chunk.
         self.token_times.resize(counted, last);
         let token_ids = self.token_ids.filter(|ids| ids.len() == counted);
         let (cached_tokens, token_times) = (self.cached_tokens, self.token_times);
@@ -148,7 +148,7 @@ impl Measured {
         self.token_times[0]
     }
 
-    /// Time per token after the first; 0 for an answer of one.
+    /// Returns the mean time per token after the first; 0 for an answer of one token.
     pub fn tpot(&self) -> f64 {
         let (first, last) = (self.token_times[0], self.token_times[self.token_times.len() - 1]);
         (last - first) / (self.token_times.len() - 1).max(1) as f64
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_without_token_ids_are_counted_by_chunks_and_usage() {
+    fn tokens_are_counted_by_chunks_and_usage_without_token_ids() {
         let chunk = r#"{"choices":[{"text":"x"}]}"#;
         let measured = answer(&[(chunk, 1.0), (chunk, 2.0), (USAGE_3, 2.0), ("[DONE]", 2.0)], 3);
         let measured = measured.unwrap();
@@ -198,12 +198,15 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_is_cut_short_or_wrong_does_not_count() {
+    fn truncated_or_malformed_answers_are_errors() {
         let chunk = r#"{"choices":[{"text":"x"}]}"#;
         let error = r#"{"error":{"message":"no room"}}"#;
         let said = |events: &[(&str, f64)], wanted| answer(events, wanted).unwrap_err().to_string();
         assert_eq!(said(&[(chunk, 1.0)], 1), "the stream ended without [DONE]");
-        assert_eq!(said(&[(chunk, 1.0), ("[DONE]", 1.0)], 2), "1 tokens came, 2 were asked");
+        assert_eq!(
+            said(&[(chunk, 1.0), ("[DONE]", 1.0)], 2),
+            "the answer has 1 tokens; expected 2"
+        );
         assert_eq!(said(&[(chunk, 1.0), (error, 1.0)], 2), "error event: no room");
         assert_eq!(said(&[("[DONE]", 1.0)], 0), "no token came");
         assert_eq!(said(&[("{", 1.0)], 0), "an event is not JSON");

@@ -8,19 +8,19 @@ use crate::bench::stats::WorkloadRng;
 
 const TOKENS_MAX: u32 = 1_000_000;
 
-/// How long a prompt or an answer is.
+/// Length of a prompt or an answer in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Length {
     /// Uniform, both ends included.
     Uniform { low: u32, high: u32 },
-    /// Cut off below 1.
+    /// Normal distribution, at least 1.
     Normal { mean: f64, deviation: f64 },
-    /// `sigma` is the deviation of the logarithm: 1.0 makes a long tail.
+    /// Log-normal distribution; `sigma` is the deviation of the logarithm.
     LogNormal { median: f64, sigma: f64 },
 }
 
 impl Length {
-    /// `N`, `LOW..HIGH`, `normal:MEAN:DEVIATION` or `lognormal:MEDIAN:SIGMA`.
+    /// Parses `N`, `LOW..HIGH`, `normal:MEAN:DEVIATION` or `lognormal:MEDIAN:SIGMA`.
     pub fn parse(text: &str) -> Result<Self, String> {
         let parts: Vec<&str> = text.split(':').collect();
         match parts[..] {
@@ -46,14 +46,14 @@ impl Length {
         }
     }
 
-    /// At least 1, at most `longest`.
+    /// Draws a length from 1 to `longest`.
     pub fn draw(&self, rng: &mut WorkloadRng, longest: u32) -> u32 {
         let drawn = match *self {
             Self::Uniform { low, high } => return rng.within(low, high).min(longest),
             Self::Normal { mean, deviation } => mean + deviation * rng.normal(),
             Self::LogNormal { median, sigma } => median * (sigma * rng.normal()).exp(),
         };
-        // A float beyond the range of u32 becomes its nearest end.
+        // The cast saturates.
         (drawn.round() as u32).clamp(1, longest)
     }
 }
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_length_reads_back_as_it_prints() {
+    fn printed_lengths_parse_to_the_same_length() {
         for text in ["128", "16..512", "normal:200:50", "lognormal:98:1.5"] {
             assert_eq!(Length::parse(text).unwrap().to_string(), text);
         }
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_length_is_refused() {
+    fn invalid_lengths_are_rejected() {
         let refused = [
             "",
             "0",
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_have_the_shape_that_was_asked_for() {
+    fn draws_have_the_requested_distribution() {
         let mut rng = WorkloadRng::new(3);
         let mut draw = |length: &str| {
             let length = Length::parse(length).unwrap();

@@ -1,8 +1,8 @@
 //! `baton bench serve`: a streaming load client for any server with the OpenAI completions API.
 //!
 //! Conversations arrive as a Poisson process (`--rate`) or follow each other (`--concurrency`); a
-//! list of either is measured point by point. Every figure is of requests that ended well; the
-//! others are counted by what went wrong.
+//! list of either is measured point by point. Latencies cover completed requests; failed requests are
+//! counted by their error.
 
 mod chart;
 mod client;
@@ -24,16 +24,16 @@ use tokio::{sync::Semaphore, task::JoinSet};
 use self::{
     client::Server,
     length::Length,
-    report::{Limits, Load, Outcome, Point, Report},
+    report::{GoodputLimits, Load, Outcome, Point, Report},
     workload::{Conversation, Shape},
 };
 use super::{output_file, stats::WorkloadRng};
 use crate::http_client::HttpClient;
 
-/// Open-loop conversations under way at once; arrivals beyond it are reported as `client full`.
+/// In-flight conversations at most in an open loop; further arrivals are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
 const CONCURRENCY: u32 = 8;
-/// Jobs per second at which the report that the jobs are taken from measured them.
+/// Jobs per second in the report that describes these jobs.
 const AGENT_RATES: [f64; 4] = [1.0, 3.0, 6.0, 10.0];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -54,47 +54,47 @@ pub struct ServeArgs {
     /// Conversations at each load; a conversation of one turn is one request.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
-    /// Conversations under way at once (closed loop); several, parted by commas, are measured one
-    /// after the other. [default: 8 where no rate is given]
+    /// In-flight conversations (closed loop); several values, separated by commas, are measured one after
+    /// another. [default: 8 without --rate]
     #[arg(long, value_delimiter = ',', conflicts_with = "rate", value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: Vec<u32>,
-    /// Mean arrivals of conversations per second of a Poisson process (open loop); several, parted
-    /// by commas, are measured one after the other. [default with --agents: 1,3,6,10]
+    /// Mean arrivals of conversations per second, as a Poisson process (open loop); several values,
+    /// separated by commas, are measured one after another. [default with --agents: 1,3,6,10]
     #[arg(long, value_delimiter = ',', value_parser = parse_rate)]
     rate: Vec<f64>,
     /// Tokens that each turn adds to the prompt: N, LOW..HIGH (uniform), normal:MEAN:DEVIATION or
     /// lognormal:MEDIAN:SIGMA.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
     input_tokens: Length,
-    /// Tokens of each answer, in the same forms. Ends of sequence are ignored.
+    /// Tokens of each answer, in the forms of --input-tokens. EOS is ignored.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
     output_tokens: Length,
-    /// Turns of a conversation, in the same forms. Each prompt repeats what went before; a
-    /// conversation ends early where the model can read no more.
+    /// Turns of a conversation, in the forms of --input-tokens. Each prompt repeats the conversation so
+    /// far. A conversation ends early at the model's context length.
     #[arg(long, default_value = "1", value_parser = Length::parse)]
     turns: Length,
     /// Mean pause before each later turn, in seconds, exponentially distributed.
     #[arg(long, default_value_t = 0.0, value_parser = parse_pause)]
     pause_s: f64,
-    /// Conversations with the lengths of ShareGPT's: 1 to 7 turns, prompts of 161 and answers of 338
-    /// tokens on average, with long tails.
+    /// Lengths of ShareGPT's conversations: 1 to 7 turns, prompts of 161 and answers of 338 tokens on
+    /// average, with long tails.
     #[arg(long, conflicts_with_all = ["input_tokens", "output_tokens", "turns", "agents"])]
     sharegpt: bool,
     /// Tool-calling jobs: eight turns with answers of 20 tokens, tools that take 0.5 s and return
-    /// 1640, 1510, 2455, 1335, 2730, 1930 and 775 tokens, scaled down to what the model can read.
+    /// 1640, 1510, 2455, 1335, 2730, 1930 and 775 tokens, scaled down to the model's context length.
     #[arg(long, conflicts_with_all = ["input_tokens", "output_tokens", "turns", "pause_s"])]
     agents: bool,
-    /// Count as good only requests within these limits in milliseconds: ttft:MS, tpot:MS (mean time
-    /// of each later token) and e2e:MS, parted by commas.
-    #[arg(long, value_parser = Limits::parse)]
-    goodput: Option<Limits>,
-    /// Prompts take token ids from 10 up to this; every model has as many.
+    /// Limits of goodput in milliseconds: ttft:MS, tpot:MS (mean time per later token) and e2e:MS,
+    /// separated by commas.
+    #[arg(long, value_parser = GoodputLimits::parse)]
+    goodput: Option<GoodputLimits>,
+    /// Prompts have token ids from 10 to this number.
     #[arg(long, default_value_t = 30_000, value_parser = clap::value_parser!(u32).range(11..))]
     vocabulary: u32,
     /// Seed of lengths, prompts, pauses and arrivals.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// A request that takes longer counts as failed.
+    /// Time-out of a request in seconds; a slower request counts as failed.
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout_s: u64,
     /// Also write the result as JSON to this file.
@@ -146,7 +146,7 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
     };
     println!("{}  model {}  {}", report.url, report.model, report.workload);
     for (index, load) in args.loads().into_iter().enumerate() {
-        // Other prompts at each point: no point finds in the caches what one before it left.
+        // Different prompts at each point: prefix caches have no hits from the previous point.
         let mut rng = WorkloadRng::new(args.seed.wrapping_add((index as u64) << 32));
         let rate = match load {
             Load::Rate(rate) => Some(rate),
@@ -163,7 +163,7 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
 }
 
 impl ServeArgs {
-    /// Jobs arrive by themselves; what else is asked waits for its answer, unless told otherwise.
+    /// Returns the loads: by default an open loop for jobs and a closed loop for other workloads.
     fn loads(&self) -> Vec<Load> {
         let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect();
         match (&self.rate[..], &self.concurrency[..]) {
@@ -202,7 +202,7 @@ impl ServeArgs {
     }
 }
 
-/// Sends every conversation in its time; comes back when all have ended.
+/// Starts every conversation at its arrival time and waits until all have finished.
 async fn drive(
     server: &Server,
     conversations: Vec<Conversation>,
@@ -255,7 +255,7 @@ async fn drive(
     Ok((outcomes, elapsed_s))
 }
 
-/// One turn after the other, until one fails.
+/// Runs the turns of a conversation until one fails.
 async fn converse(
     server: &Server,
     conversation: Conversation,
@@ -271,7 +271,7 @@ async fn converse(
         bar.inc(1);
         match answer {
             Ok(Ok(measured)) => {
-                // Where the server does not tell its tokens, others stand for them.
+                // A server without token ids in its answer: repeated prompt tokens replace them.
                 match &measured.token_ids {
                     Some(ids) => prompt.extend_from_slice(ids),
                     None => prompt
@@ -280,7 +280,7 @@ async fn converse(
                 turns.push(measured);
             }
             Ok(Err(failed)) => error = Some(format!("{failed:#}")),
-            Err(_) => error = Some(format!("no end within {} s", timeout.as_secs())),
+            Err(_) => error = Some(format!("not finished within {} s", timeout.as_secs())),
         }
         if error.is_some() {
             break;
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn loads_are_those_given_and_else_those_of_the_workload() {
+    fn default_loads_depend_on_the_workload() {
         let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect::<Vec<_>>();
         for (flags, loads) in [
             (&[][..], vec![Load::Concurrency(8)]),

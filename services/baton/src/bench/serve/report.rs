@@ -1,4 +1,4 @@
-//! What a load point showed, as JSON and as a table.
+//! The results of each load, as JSON and as a table.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{client::Measured, length::Length};
 use crate::bench::stats::{Percentiles, median};
 
-/// Everything that one run of the command measured.
+/// Results of one run of the command.
 #[derive(Serialize)]
 pub struct Report {
     pub url: String,
@@ -17,16 +17,16 @@ pub struct Report {
     pub input_tokens: Length,
     pub output_tokens: Length,
     pub seed: u64,
-    pub goodput_limits: Option<Limits>,
+    pub goodput_limits: Option<GoodputLimits>,
     pub points: Vec<Point>,
 }
 
-/// One rate, or one number of conversations under way.
+/// Results at one rate or one concurrency.
 #[derive(Serialize)]
 pub struct Point {
     pub load: Load,
     pub conversations: usize,
-    /// All turns of these ended well.
+    /// Conversations whose turns all completed.
     pub conversations_completed: usize,
     pub requests: usize,
     pub completed: usize,
@@ -35,27 +35,27 @@ pub struct Point {
     pub request_per_s: f64,
     pub output_token_per_s: f64,
     pub total_token_per_s: f64,
-    /// Prompt tokens found in a prefix cache, of all prompt tokens.
+    /// Fraction of prompt tokens found in a prefix cache.
     pub cached_share: f64,
-    /// Requests that met the limits, of all that were sent and in each second.
+    /// Requests within the limits: fraction of all requests, and requests per second.
     pub goodput_share: Option<f64>,
     pub goodput_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
     pub tpot_ms: Percentiles,
     pub itl_ms: Percentiles,
     pub e2e_ms: Percentiles,
-    /// Gap between the first two tokens less the request's median gap: what a hand-over costs.
+    /// Hand-over gap: gap between the first two tokens less the median gap of the request.
     pub handover_gap_ms: Percentiles,
-    /// From a conversation's first request to its last token, pauses included.
+    /// Duration of a conversation from its first request to its last token, with pauses.
     pub conversation_s: Percentiles,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Load {
-    /// Conversations arrive as a Poisson process.
+    /// Arrivals per second of a Poisson process.
     Rate(f64),
-    /// So many conversations are under way.
+    /// In-flight conversations.
     Concurrency(u32),
 }
 
@@ -75,17 +75,17 @@ impl Load {
     }
 }
 
-/// What a good answer keeps, in milliseconds.
+/// Limits of goodput in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Limits {
+pub struct GoodputLimits {
     pub ttft_ms: Option<f64>,
-    /// Mean time of each token after the first.
+    /// Mean time per token after the first.
     pub tpot_ms: Option<f64>,
     pub e2e_ms: Option<f64>,
 }
 
-impl Limits {
-    /// `ttft:500,tpot:50,e2e:10000`, each at most once.
+impl GoodputLimits {
+    /// Parses `ttft:500,tpot:50,e2e:10000`, each at most once.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut limits = Self::default();
         for part in text.split(',') {
@@ -114,16 +114,21 @@ impl Limits {
     }
 }
 
-/// What became of a conversation.
+/// Result of a conversation.
 pub struct Outcome {
     pub turns: Vec<Measured>,
-    /// Why the next turn failed; no more were asked.
+    /// Error of the turn that failed; later turns were not sent.
     pub error: Option<String>,
     pub elapsed_s: f64,
 }
 
 impl Point {
-    pub fn of(load: Load, outcomes: &[Outcome], elapsed_s: f64, limits: Option<Limits>) -> Self {
+    pub fn of(
+        load: Load,
+        outcomes: &[Outcome],
+        elapsed_s: f64,
+        limits: Option<GoodputLimits>,
+    ) -> Self {
         let mut errors = BTreeMap::new();
         for error in outcomes.iter().filter_map(|outcome| outcome.error.as_ref()) {
             *errors.entry(error.clone()).or_insert(0) += 1;
@@ -235,22 +240,25 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_read_and_refused_with_their_names() {
-        let limits = Limits::parse("ttft:500,e2e:1e4").unwrap();
-        assert_eq!(limits, Limits { ttft_ms: Some(500.0), tpot_ms: None, e2e_ms: Some(1e4) });
+    fn invalid_limits_are_rejected_by_name() {
+        let limits = GoodputLimits::parse("ttft:500,e2e:1e4").unwrap();
+        assert_eq!(
+            limits,
+            GoodputLimits { ttft_ms: Some(500.0), tpot_ms: None, e2e_ms: Some(1e4) }
+        );
         for text in ["", "ttft", "ttft:x", "ttft:-1", "itl:5", "ttft:1,ttft:2", "tpot:inf"] {
-            assert!(Limits::parse(text).is_err(), "{text}");
+            assert!(GoodputLimits::parse(text).is_err(), "{text}");
         }
     }
 
     #[test]
-    fn goodput_counts_failures_as_bad() {
+    fn failed_requests_lower_the_goodput() {
         let outcomes = [
             Outcome { turns: vec![measured(&[0.1, 0.2, 0.3])], error: None, elapsed_s: 0.3 },
             Outcome { turns: vec![measured(&[0.9, 1.0, 1.1])], error: None, elapsed_s: 1.1 },
             Outcome { turns: vec![], error: Some("503".into()), elapsed_s: 0.0 },
         ];
-        let limits = Limits::parse("ttft:500,tpot:101").unwrap();
+        let limits = GoodputLimits::parse("ttft:500,tpot:101").unwrap();
         let point = Point::of(Load::Rate(3.0), &outcomes, 2.0, Some(limits));
         assert_eq!((point.requests, point.completed, point.conversations_completed), (3, 2, 2));
         assert_eq!(point.goodput_share, Some(1.0 / 3.0));
@@ -261,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hand_over_gap_is_beyond_the_median_step() {
+    fn hand_over_gap_excludes_the_median_step() {
         let gap = handover_gap_ms(&measured(&[1.0, 1.012, 1.014, 1.016, 1.018])).unwrap();
         assert!((gap - 10.0).abs() < 1e-6, "{gap}");
         assert_eq!(handover_gap_ms(&measured(&[1.0, 1.1, 1.2])), None);

@@ -1,8 +1,7 @@
-//! What is asked of the server: conversations, each a list of turns, all drawn from one seed.
+//! Workload: conversations, each a list of turns, drawn from one seed.
 //!
-//! The prompt of a turn is everything before it, prompts and answers, and new tokens of its own.
-//! Prompts are random token ids: their length is exact, and nothing is in a prefix cache but what
-//! the conversation itself has put there.
+//! The prompt of a turn is the conversation so far and new tokens. Prompts are random token ids: their
+//! lengths are exact, and prefix caches have hits only within a conversation.
 
 use crate::bench::stats::WorkloadRng;
 
@@ -12,28 +11,28 @@ use super::length::Length;
 /// From the trace of eight-turn jobs that LMCache's report on agent workloads describes.
 const AGENT_ANSWER: u32 = 20;
 const AGENT_TOOL_OUTPUTS: [u32; 7] = [1640, 1510, 2455, 1335, 2730, 1930, 775];
-/// Instructions and the description of tools that a job begins with.
+/// Tokens of the instructions and tool descriptions at the begin of a job.
 const AGENT_INSTRUCTIONS: u32 = 512;
 const AGENT_TOOL_SECONDS: f64 = 0.5;
 
 /// One user, or one job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conversation {
-    /// Seconds after the start, in an open loop.
+    /// Arrival in seconds after the start, in an open loop.
     pub arrives_at: Option<f64>,
     pub turns: Vec<Turn>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Turn {
-    /// Seconds between the answer before and this turn: the user reads, the tool runs.
+    /// Seconds between the previous answer and this turn: the user thinks, or the tool runs.
     pub pause: f64,
     /// Tokens that this turn adds to the prompt.
     pub new_tokens: Vec<u32>,
     pub output_tokens: u32,
 }
 
-/// What conversations are made of.
+/// Distributions of the conversations.
 #[derive(Clone, Debug)]
 pub struct Shape {
     pub input: Length,
@@ -42,14 +41,14 @@ pub struct Shape {
     /// Mean of the exponentially distributed pauses, in seconds.
     pub pause_mean: f64,
     pub agents: bool,
-    /// Prompts take ids from 10 up to this.
+    /// Prompts have token ids from 10 to this number.
     pub vocabulary: u32,
-    /// Longest prompt and answer together that the server takes, when it says.
+    /// Context length, if the server reports it.
     pub sequence_tokens_max: Option<u32>,
 }
 
 impl Shape {
-    /// The tokens of a tool-calling job are scaled down to what the model can read.
+    /// Returns the factor that scales a tool-calling job down to the context length.
     pub fn agent_scale(&self) -> f64 {
         let outputs: u32 = AGENT_TOOL_OUTPUTS.iter().sum();
         let answers = AGENT_ANSWER * (AGENT_TOOL_OUTPUTS.len() as u32 + 1);
@@ -59,7 +58,7 @@ impl Shape {
         (room / f64::from(outputs + AGENT_INSTRUCTIONS)).clamp(0.0, 1.0)
     }
 
-    /// `rate`: mean arrivals per second of a Poisson process; without it, a closed loop.
+    /// Draws `count` conversations. `rate` is the mean of arrivals per second; without it, a closed loop.
     pub fn draw(&self, rng: &mut WorkloadRng, count: u32, rate: Option<f64>) -> Vec<Conversation> {
         let mut arrival = 0.0;
         let mut conversation = |_| {
@@ -73,7 +72,7 @@ impl Shape {
         (0..count).map(&mut conversation).collect()
     }
 
-    /// Turns as long as there is room for them.
+    /// Draws turns up to the context length.
     fn talk(&self, rng: &mut WorkloadRng) -> Vec<Turn> {
         let longest = self.sequence_tokens_max.unwrap_or(u32::MAX);
         let mut used: u32 = 0;
@@ -85,7 +84,7 @@ impl Shape {
                 (_, true) => rng.exponential(1.0 / self.pause_mean),
             };
             let needed = input.saturating_add(output);
-            // The first turn is sent whatever its length: a refusal is an answer too.
+            // The first turn is always sent: an error of the server is a result, too.
             if turn > 0 && used.saturating_add(needed) > longest {
                 break;
             }
@@ -145,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_conversation_ends_where_the_model_does() {
+    fn conversation_ends_at_the_context_length() {
         let shape = Shape { turns: fixed(10), sequence_tokens_max: Some(500), ..shape() };
         let talk = &shape.draw(&mut WorkloadRng::new(0), 1, None)[0];
         assert_eq!(talk.turns.len(), 3);
@@ -154,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_come_in_order_at_the_asked_rate() {
+    fn arrivals_are_in_order_at_the_requested_rate() {
         let talks = shape().draw(&mut WorkloadRng::new(0), 4000, Some(8.0));
         let arrivals: Vec<f64> = talks.iter().filter_map(|talk| talk.arrives_at).collect();
         assert!(arrivals.is_sorted());
@@ -163,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_has_eight_turns_and_fits_the_model() {
+    fn job_has_eight_turns_within_the_context_length() {
         let jobs = |longest| {
             let shape = Shape { agents: true, sequence_tokens_max: longest, ..shape() };
             (shape.agent_scale(), shape.draw(&mut WorkloadRng::new(0), 1, None)[0].turns.clone())
