@@ -140,7 +140,12 @@ fn a_reserve_that_cannot_be_ends_its_transfer_and_says_why() {
     for (prompt_hash, first_block, block_count, words) in [
         (5, 0, 100_001, "RESERVE has 100001 blocks; expected at most 100000"),
         (5, u32::MAX, 2, "RESERVE starts at block 4294967295 and overflows"),
-        (6, 0, 2, "this prefill is of 00000000000000000000000000000005"),
+        (
+            6,
+            0,
+            2,
+            "RESERVE has prompt hash 00000000000000000000000000000006; expected 00000000000000000000000000000005",
+        ),
     ] {
         let (mut core, from, now) = begun(false);
         let transfer = TransferId(1);
