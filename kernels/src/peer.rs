@@ -1,11 +1,10 @@
-//! Blocks of other processes on this host, read without passing through host memory.
+//! KV transfer between processes of one host without passing through host memory.
 //!
-//! One process exports a handle of its blocks as bytes; another process imports the handle and pulls blocks
-//! into its own. The destination blocks stay borrowed until the copy is over, even if the caller is dropped.
-//! The exporter must not write the source blocks meanwhile: a pull from changing blocks copies undefined
-//! bytes without a fault.
+//! With [`PeerMemory`] one process exports its blocks as bytes. Another process imports them and copies blocks
+//! into its own. The destination blocks stay borrowed until the copy is complete. The exporter must keep the
+//! source blocks unchanged; copying a block that changes gives garbage, but no fault.
 //!
-//! Alternatively both processes make a channel and send and receive blocks through it.
+//! With [`PeerChannels`] both processes create a channel and move blocks through it together.
 
 use std::{sync::Arc, time::Instant};
 
@@ -14,22 +13,22 @@ use crate::{
     layout::BlockId,
 };
 
-/// Upper bound on the bytes of an export.
+/// Longest export.
 pub const EXPORT_BYTES_MAX: usize = 4096;
 
-/// Blocks that other processes of this host can read. Errors are messages for logs.
+/// Blocks that other processes of this host can map. Errors are text for logs.
 pub trait PeerMemory: Send + Sync {
-    /// Returns the handle by which a process can read our blocks; at most [`EXPORT_BYTES_MAX`].
+    /// Returns what another process needs to read these blocks, at most [`EXPORT_BYTES_MAX`] bytes.
     fn export(&self) -> Result<Vec<u8>, String>;
 
-    /// Opens the blocks of the process that exported them. They must have the size of ours.
+    /// Maps the exporting process's blocks, which must have the size of our blocks.
     fn import(&self, export: &[u8]) -> Result<Box<dyn PeerBlocks>, String>;
 }
 
 /// The blocks of another process.
 pub trait PeerBlocks: Send {
-    /// Starts to copy each block of `from` into its place in `to`. The blocks of `to` must be ours,
-    /// and as many as those of `from`.
+    /// Starts to copy each block of `from` to the block at the same index of `to`. The blocks of `to` must be
+    /// ours, as many as those of `from`.
     fn pull(
         &mut self,
         from: &[BlockId],
@@ -37,68 +36,67 @@ pub trait PeerBlocks: Send {
     ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
 }
 
-/// Blocks that a copy in flight reads or writes. They stay borrowed until it ends: dropping this value waits
-/// for the end, or aborts the copy.
+/// A copy or transfer in flight, with the blocks that it reads or writes. The blocks are returned only after its
+/// end: dropping it waits for the end or aborts.
 pub trait Moving<B>: Send {
     /// Returns whether the copy has ended.
     fn is_done(&mut self) -> Result<bool, String>;
 
-    /// Returns the blocks. To be called when the copy has ended.
+    /// Returns the blocks. The copy must have ended.
     fn finish(self: Box<Self>) -> Result<Vec<B>, String>;
 }
 
-/// End of a channel.
+/// The end of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     Sender,
     Receiver,
 }
 
-/// Deadline of a wait for the other end, and a way to cancel the wait.
+/// When to stop waiting for the other end.
 #[derive(Clone, Copy)]
-pub struct Patience<'a> {
+pub struct WaitLimit<'a> {
     pub deadline: Instant,
-    /// Returns whether the wait is cancelled; polled during the wait.
-    pub given_up: &'a (dyn Fn() -> bool + Sync),
+    /// Returns whether waiting has become pointless. Polled.
+    pub cancelled: &'a (dyn Fn() -> bool + Sync),
 }
 
-impl From<Instant> for Patience<'static> {
+impl From<Instant> for WaitLimit<'static> {
     fn from(deadline: Instant) -> Self {
-        Self { deadline, given_up: &|| false }
+        Self { deadline, cancelled: &|| false }
     }
 }
 
-/// Makes channels to other GPUs. Errors are messages for logs.
+/// Creates channels to other GPUs, through which both ends move blocks together. Errors are text for logs.
 pub trait PeerChannels: Send + Sync {
-    /// Opens what channels are made by. The error says why there will be none.
+    /// Opens the library that channels need.
     fn open(&self) -> Result<(), String>;
 
-    /// Loads to the GPUs what else is loaded while the first channel is made. The error says why that was in vain.
+    /// Loads the library's kernels to the GPUs, so that the first channel does not have to.
     fn prepare(&self) -> Result<(), String>;
 
-    /// What the receiver needs to join the sender that tells it; at most [`EXPORT_BYTES_MAX`].
-    /// `multiprocessors`: how many the channel takes at most of each GPU while it moves blocks; unset: as many as
-    /// it likes. Of two ends the smaller number holds.
-    fn invite(&self, multiprocessors: Option<u32>) -> Result<Vec<u8>, String>;
+    /// Returns the sender's half of the handshake, at most [`EXPORT_BYTES_MAX`] bytes. `max_ctas` limits the
+    /// SMs that the channel uses on each GPU while it moves blocks; the smaller limit of both ends holds.
+    fn invite(&self, max_ctas: Option<u32>) -> Result<Vec<u8>, String>;
 
-    /// What the sender needs in turn, which has invited so; at most [`EXPORT_BYTES_MAX`]. The error says
-    /// why this end cannot join.
-    fn accept(&self, invitation: &[u8], multiprocessors: Option<u32>) -> Result<Vec<u8>, String>;
+    /// Returns the receiver's half of the handshake, at most [`EXPORT_BYTES_MAX`] bytes, or why this end cannot
+    /// join.
+    fn accept(&self, invitation: &[u8], max_ctas: Option<u32>) -> Result<Vec<u8>, String>;
 
-    /// Joins the other end, which does the same, or gives up with the patience. No other channel waits
-    /// meanwhile. `told`: the invitation, and the answer to it.
+    /// Connects to the other end, which does the same. Delays no other channel. `handshake` is the invitation
+    /// and its answer.
     fn join(
         &self,
-        told: (&[u8], &[u8]),
+        handshake: (&[u8], &[u8]),
         end: End,
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String>;
 }
 
-/// One end of a channel. What is sent and received on it is in one order, the same at both ends; each
-/// operation waits for its other half, in vain if need be, until the channel is aborted.
+/// One end of a channel. Both ends issue the same operations in the same order. An operation waits for its
+/// counterpart until the channel is aborted.
 pub trait PeerChannel: Send + Sync {
-    /// Starts to send our blocks. Both ends pass the same `runs`: the lengths of the runs of blocks that are
+    /// Starts to send our blocks. Both ends pass the same `runs`: the lengths of ranges of blocks that are
     /// contiguous on both sides.
     fn send(
         &self,
@@ -113,12 +111,12 @@ pub trait PeerChannel: Send + Sync {
         blocks: Vec<BlockWrite>,
     ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
 
-    /// Ends the channel and everything under way on it. Nothing moves any more when it returns; the
-    /// error says that this could not be brought about.
+    /// Aborts the channel and its operations. After `Ok` nothing moves any more; an error means that
+    /// something may still move.
     fn abort(&self) -> Result<(), String>;
 }
 
-/// Adjacent blocks in both memories, copied at once.
+/// A range of blocks that is contiguous in both memories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     pub from: BlockId,
@@ -126,7 +124,7 @@ pub struct Run {
     pub count: u32,
 }
 
-/// Returns the fewest runs that the two lists allow without reordering.
+/// Returns the fewest runs that cover the pairs in order.
 pub fn runs(pairs: impl IntoIterator<Item = (BlockId, BlockId)>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for (from, to) in pairs {
@@ -147,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_blocks_that_are_adjacent_on_both_sides_are_one_run() {
+    fn run_is_contiguous_on_both_sides() {
         let of = |pairs: &[(u32, u32)]| -> Vec<(u32, u32, u32)> {
             runs(pairs.iter().map(|&(from, to)| (BlockId(from), BlockId(to))))
                 .iter()

@@ -125,7 +125,7 @@ fn ways() -> Vec<Way> {
     let late = CudaOptions { dependent_launch: false, ..best };
     let unfused = CudaOptions { fused: false, ..eager };
     let flash = CudaOptions { attention: AttentionKind::Flash, ..eager };
-    let sparing = CudaOptions { spare_multiprocessors: 127, ..best };
+    let sparing = CudaOptions { reserved_sms: 127, ..best };
     let replayed = CudaOptions { graphs: true, ..exact };
     vec![
         way("f32", exact, 1, ROOMY, Like::None),

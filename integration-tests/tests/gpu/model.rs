@@ -222,7 +222,7 @@ pub fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
     let best = CudaOptions::new(WeightFormat::Bf16);
     let unfused = CudaOptions { fused: false, ..best };
     let flash = CudaOptions { attention: AttentionKind::Flash, graphs: false, ..best };
-    let sparing = CudaOptions { spare_multiprocessors: 127, ..best };
+    let sparing = CudaOptions { reserved_sms: 127, ..best };
     for (architecture, model_type, head_dim) in [
         ("LlamaForCausalLM", "llama", 16),
         ("LlamaForCausalLM", "llama", 64),

@@ -149,7 +149,7 @@ pub fn random_models_match_logits_of_transformers() {
             assert_eq!(found.len(), STEPS * checkpoint.config().vocab_size, "{what}");
             assert_near(found, &reference.f32, 1e-3, &what);
         }
-        let sparing = CudaOptions { spare_multiprocessors: 127, ..best };
+        let sparing = CudaOptions { reserved_sms: 127, ..best };
         for options in [best, sparing, CudaOptions { fused: false, ..best }, flash] {
             let all = logits(&gpu, &checkpoint, options, &references);
             for (found, reference) in all.iter().zip(&references) {

@@ -53,7 +53,7 @@ struct Decode {
     /// Zero between calls.
     counters: Range,
     /// Those that share the pages.
-    multiprocessors: i32,
+    sms: i32,
 }
 
 /// Where one plan lies.
@@ -76,14 +76,14 @@ impl Attention {
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         kind: AttentionKind,
-        multiprocessors: i32,
+        sms: i32,
     ) -> Result<Self, CudaError> {
         let (floats, ints, places) = match kind {
             AttentionKind::Auto | AttentionKind::Flash => (FLOAT_BYTES, INT_BYTES, PLACES),
             AttentionKind::Plain => (0, 0, PLACES),
         };
         let decode = match kind {
-            AttentionKind::Auto => Some(Decode::new(context, library, stream, multiprocessors)?),
+            AttentionKind::Auto => Some(Decode::new(context, library, stream, sms)?),
             AttentionKind::Flash | AttentionKind::Plain => None,
         };
         let memory = DeviceMemory::new(context, "attention's workspace", floats + places * ints)?;
@@ -246,12 +246,12 @@ impl Decode {
         context: &Arc<Context>,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
-        multiprocessors: i32,
+        sms: i32,
     ) -> Result<Self, CudaError> {
         // SAFETY: a function of four numbers, which grows with each of them.
         let partial = unsafe {
             (library.functions().baton_decode_attention_workspace)(
-                multiprocessors,
+                sms,
                 DECODE_KV_HEADS_MAX as i32,
                 DECODE_GROUP_MAX as i32,
                 DECODE_HEAD_DIMS[1] as i32,
@@ -265,7 +265,7 @@ impl Decode {
         let memory = DeviceMemory::new(context, "decode attention's workspace", bytes)?;
         let (partial, counters) = (memory.cut(partial)?, memory.cut(counters)?);
         counters.fill(0, stream)?;
-        Ok(Self { partial, counters, multiprocessors })
+        Ok(Self { partial, counters, sms })
     }
 
     fn serves(heads: HeadShape, dtype: Dtype) -> bool {
@@ -309,7 +309,7 @@ impl Decode {
             head_dim: heads.head_dim as i32,
             window: window.map_or(0, |window| i32::try_from(window.get()).unwrap_or(0)),
             scale,
-            sms: self.multiprocessors,
+            sms: self.sms,
             pdl: starts_early.into(),
             ..ffi::DecodeAttentionArgs::default()
         };

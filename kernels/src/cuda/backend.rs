@@ -51,7 +51,7 @@ pub struct CudaOptions {
     /// Multiprocessors that are left to kernels which stay for long beside the steps, as NCCL's do. A decoding
     /// step's products and attention are cut into equal shares, one a multiprocessor: with fewer
     /// of those than shares some wait until others are done, and the step takes up to twice as long.
-    pub spare_multiprocessors: u32,
+    pub reserved_sms: u32,
 }
 
 impl CudaOptions {
@@ -63,7 +63,7 @@ impl CudaOptions {
             fused: true,
             graphs: true,
             dependent_launch: true,
-            spare_multiprocessors: 0,
+            reserved_sms: 0,
         }
     }
 }
@@ -127,8 +127,8 @@ impl CudaBackend {
         library.initialise(context)?;
         let dependent_launch = options.dependent_launch && context.device().compute >= 90;
         let options = CudaOptions { dependent_launch, ..options };
-        let multiprocessors = context.device().multiprocessors as i32;
-        let shares = multiprocessors.saturating_sub_unsigned(options.spare_multiprocessors).max(1);
+        let sms = context.device().sm_count as i32;
+        let shares = sms.saturating_sub_unsigned(options.reserved_sms).max(1);
         let workspace_bytes = WORKSPACE_BYTES + Skinny::BYTES;
         let workspace = DeviceMemory::new(context, "the products' workspace", workspace_bytes)?;
         let compute = Arc::new(Stream::new(context)?);

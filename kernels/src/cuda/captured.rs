@@ -17,7 +17,7 @@ const WORD: usize = size_of::<sys::CUdeviceptr>();
 pub(super) struct Captured(BTreeMap<u64, sys::CUdeviceptr>);
 
 impl Captured {
-    /// Looks through all parameters of `graph`, whose context is bound. Finds nothing in builds that
+    /// StuckLimits through all parameters of `graph`, whose context is bound. Finds nothing in builds that
     /// are not for debugging.
     pub fn of(graph: sys::CUgraph) -> Result<Self, CudaError> {
         let mut found = BTreeMap::new();

@@ -1,21 +1,20 @@
-//! KV blocks by NCCL, between this process's GPU and that of another.
+//! KV transfer by NCCL between this process's GPUs and those of another process.
 //!
-//! Kernels of both ends meet: each operation is put into the streams of both, and occupies a few
-//! multiprocessors until the other end's is there. So each end puts its own only when it is known that the
-//! other one does, too. An end that waits in vain is ended by an abort, and by nothing else: until then
-//! the blocks of the operation are not given back.
+//! NCCL's send and receive kernels occupy a few SMs until the peer's kernel runs too. So an end launches its
+//! kernel only when it knows that the peer launches one. Only an abort ends a kernel whose peer never comes;
+//! until then the operation keeps its blocks.
 //!
-//! Blocks that lie scattered go through slots of staging memory, which an abort drains: its copies write
-//! blocks as well.
+//! Scattered blocks go through slots of staging memory. An abort also waits for the copies between slots and
+//! blocks, because they write blocks.
 //!
-//! A node has its blocks in one part for each of its ranks, each with the rank's heads on a GPU of its own.
-//! Of every two parts, one at either end, that have heads in common there is a [`Link`], and an operation is
-//! over when it is on all of them. A node without ranks has one part.
+//! A node with tensor parallelism keeps its blocks in one part per rank, each part with the rank's heads on a
+//! GPU of its own. A [`Link`] connects two parts, one at each end, that have KV heads in common. An operation
+//! is complete when it is complete on all links. A node without ranks has one part.
 
 mod invitation;
 mod link;
 mod operations;
-mod watch;
+mod watchdog;
 
 use std::{
     sync::{
@@ -27,8 +26,8 @@ use std::{
 };
 
 use self::{
-    invitation::{Answer, COMMUNICATORS_MAX, Invitation, Multiprocessors},
-    link::{Gpu, Half, Link},
+    invitation::{Answer, COMMUNICATORS_MAX, Invitation, MaxCtas},
+    link::{Gpu, Link, LinkEnd},
     operations::{Cuts, NcclChannel},
 };
 use super::{
@@ -41,7 +40,7 @@ use super::{
 use crate::{
     arena::RemoteBlocks,
     layout::KvLayout,
-    peer::{End, Patience, PeerChannel, PeerChannels},
+    peer::{End, PeerChannel, PeerChannels, WaitLimit},
 };
 
 /// KV from or to another GPU, by kernels.
@@ -50,56 +49,56 @@ pub enum PeerExchange {}
 
 impl Role for PeerExchange {}
 
-/// Of a slot, or one block where that is more. An operation costs the host 100 to 150 us, in which the way
-/// between two GPUs takes 32 to 50 MiB: shorter ones leave it idle.
+/// Size of a slot, or of one block where a block is larger. The host spends 100 to 150 us on an operation, and
+/// NVLink moves 32 to 50 MiB in that time: shorter operations leave the link idle.
 const SLOT_BYTES: usize = 64 << 20;
-/// One is copied to or from while another is sent or received.
+/// Slots per link: one is copied to or from while another is sent or received.
 const SLOTS: usize = 3;
-/// Runs of so many bytes are sent as they lie.
+/// Runs of at least this many contiguous bytes are sent without staging.
 const DIRECT_BYTES: usize = 8 << 20;
 
-/// Communicators of a link, which take turns: while the kernel of one begins or ends, that of another
-/// has the way between the GPUs to itself (341 GB/s; 311 with one).
+/// Communicators per link, used in turn: while the kernel of one starts or ends, the kernel of the other uses
+/// the whole link (341 GB/s with two, 311 with one).
 const LANES: usize = 2;
-/// Of the multiprocessors that a communicator is made for, NCCL takes half for an operation between two
-/// ranks, and more only if that has more than so many bytes for each of those.
-const PART_IN_USE: usize = 2;
-const PART_BYTES: usize = 16 << 20;
-const COMMUNICATOR_BLOCKS_MAX: usize = 64;
+/// NCCL uses 1/`CTA_DIVISOR` of a communicator's CTAs for an operation between two ranks, and all of them only
+/// if the operation has more than `CTA_BYTES` for each CTA.
+const CTA_DIVISOR: usize = 2;
+const CTA_BYTES: usize = 16 << 20;
+const COMMUNICATOR_CTAS_MAX: usize = 64;
 
-/// A channel of so few multiprocessors leaves the others to forwards: its receiver brings blocks to their places
-/// by the copy engines, which keep pace with it. Forwards can do without so many: of 132 an 8B model's decoding
-/// step takes no longer on 128, but an eighth on 124.
-const ASIDE_MAX: u32 = 4;
+/// Largest number of SMs that a node reserves for NCCL. A decode step of an 8B model is as fast on 128 of 132
+/// SMs, but an eighth slower on 124. The receiver of such a channel scatters with the copy engines, which keep up
+/// with this rate and use no SM.
+const RESERVED_SMS_MAX: u32 = 4;
 
-/// To load what NCCL runs on a GPU, which took 0.4 s.
+/// Time-out for loading NCCL's kernels, which took 0.4 s.
 const PREPARE_MAX: Duration = Duration::from_secs(10);
 
-/// Left to a communicator for each block of a kernel that it is made for: GPUs' free bytes told of 4 MiB and more.
+/// Memory budget per CTA of a communicator. Measured: 4 MiB and more.
 const COMMUNICATOR_BYTES: u64 = 6 << 20;
 
-/// What a pair of nodes takes of each GPU for `nccl` with so many multiprocessors: slots, and about what NCCL
-/// takes for itself. Of nodes with ranks, where both have as many.
-pub fn nccl_link_bytes(multiprocessors: u32) -> u64 {
-    let share = Share::of(multiprocessors, 1, (1, 1), LANES);
-    let blocks = LANES as u64 * u64::from(share.communicator_blocks());
-    (SLOTS * SLOT_BYTES) as u64 + blocks * COMMUNICATOR_BYTES
+/// Returns the memory in bytes that a pair of nodes takes on each GPU for `nccl`: slots, and an estimate of
+/// NCCL's own buffers. Holds for nodes with equal rank counts.
+pub fn nccl_link_bytes(max_ctas: u32) -> u64 {
+    let share = CtaShare::of(max_ctas, 1, (1, 1), LANES);
+    let ctas = LANES as u64 * u64::from(share.communicator_ctas());
+    (SLOTS * SLOT_BYTES) as u64 + ctas * COMMUNICATOR_BYTES
 }
 
-/// How many multiprocessors forwards leave to a pair of nodes without ranks where so many are set: as many as it really
-/// takes, or none where those are too many to be left.
-pub fn nccl_spare(set: u32) -> u32 {
-    let taken = Share::of(set, 1, (1, 1), LANES).of_a_gpu();
-    if taken <= ASIDE_MAX { taken } else { 0 }
+/// Returns the number of SMs that decode steps leave to NCCL on a node without ranks: the CTAs that a pair
+/// really uses, or 0 where reserving that many would slow decode steps.
+pub fn nccl_reserved_sms(max_ctas: u32) -> u32 {
+    let used = CtaShare::of(max_ctas, 1, (1, 1), LANES).per_gpu();
+    if used <= RESERVED_SMS_MAX { used } else { 0 }
 }
 
 /// Makes channels for one arena's blocks.
 pub struct NcclChannels {
-    /// Whose parts these are: whole blocks.
+    /// The whole blocks, of which `parts` are the ranks' shares.
     blocks: Arc<dyn RemoteBlocks>,
     /// In order of rank.
     parts: Vec<(Arc<DeviceKv>, Arc<Gpu>)>,
-    /// Opened when it is first needed.
+    /// Opened on first use.
     nccl: Mutex<Option<Arc<Nccl>>>,
 }
 
@@ -111,7 +110,7 @@ fn words(error: impl ToString) -> String {
     error.to_string()
 }
 
-/// Two parts that have heads in common, by rank, and which bytes of their blocks those are.
+/// Two parts with KV heads in common, by rank, and the bytes of those heads in their blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Pair {
     from: (usize, Rows),
@@ -127,7 +126,7 @@ impl Pair {
     }
 }
 
-/// In the same order at both ends.
+/// Returns the pairs of parts, in the same order at both ends.
 fn pairs(layout: KvLayout, from_of: usize, to_of: usize) -> Vec<Pair> {
     let all = (0..from_of).flat_map(|from| (0..to_of).map(move |to| (from, to)));
     let pair = |(from, to)| {
@@ -139,41 +138,41 @@ fn pairs(layout: KvLayout, from_of: usize, to_of: usize) -> Vec<Pair> {
     all.filter_map(pair).collect()
 }
 
-/// What a link moves of a block; the most, where links differ.
+/// Returns the bytes of a block that one link moves; the largest where links differ.
 fn moved_bytes(pairs: &[Pair]) -> usize {
     pairs.iter().map(|pair| pair.from.1.bytes()).max().unwrap_or(1).max(1)
 }
 
-/// What of a GPU's multiprocessors each communicator of a channel takes.
+/// The CTAs that each communicator of a channel uses on a GPU.
 #[derive(Clone, Copy, Debug)]
-struct Share {
+struct CtaShare {
     in_use: usize,
-    /// Communicators of the GPU that has most.
+    /// Communicators on the GPU that has most of them.
     communicators: usize,
 }
 
-impl Share {
-    /// Of so many together, or one each: the same at both ends.
+impl CtaShare {
+    /// Divides `all` CTAs among the communicators of a GPU, at least one each. Both ends get the same result.
     fn of(all: u32, pairs: usize, parts: (usize, usize), lanes: usize) -> Self {
         let communicators = (lanes * pairs.div_ceil(parts.0.min(parts.1).max(1))).max(1);
         Self { in_use: (all as usize / communicators).max(1), communicators }
     }
 
-    /// What each is made for, so few that the longest operation takes no more than its share.
-    fn communicator_blocks(self) -> u32 {
-        let takes_all = self.in_use * PART_BYTES < SLOT_BYTES;
-        let blocks = if takes_all { self.in_use } else { PART_IN_USE * self.in_use };
-        blocks.min(COMMUNICATOR_BLOCKS_MAX) as u32
+    /// Returns the number of CTAs to create a communicator with, so that the longest operation uses no more than
+    /// its share.
+    fn communicator_ctas(self) -> u32 {
+        let takes_all = self.in_use * CTA_BYTES < SLOT_BYTES;
+        let ctas = if takes_all { self.in_use } else { CTA_DIVISOR * self.in_use };
+        ctas.min(COMMUNICATOR_CTAS_MAX) as u32
     }
 
-    fn of_a_gpu(self) -> u32 {
+    fn per_gpu(self) -> u32 {
         (self.in_use * self.communicators) as u32
     }
 }
 
 impl NcclChannels {
-    /// Of blocks whose heads lie in these parts, in order of rank; of a rank alone, or a node without
-    /// ranks, in one.
+    /// `parts` hold the heads of `blocks`, in order of rank: one part for a single rank or a node without ranks.
     pub(super) fn new(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
         let parts = parts.into_iter().map(|part| (part, Arc::default())).collect();
         Self { blocks, parts, nccl: Mutex::default() }
@@ -191,13 +190,15 @@ impl NcclChannels {
         self.parts.iter().map(|(part, _)| part.context().device().uuid.clone()).collect()
     }
 
-    /// Of a sender with so many parts, and a receiver with so many.
+    /// Returns the pairs for a sender with `from_of` parts and a receiver with `to_of` parts.
     fn pairs(&self, from_of: usize, to_of: usize) -> Result<Vec<Pair>, String> {
         let layout = self.blocks.layout();
         for parts in [from_of, to_of] {
             if !layout.kv_head_count.is_multiple_of(parts) {
                 let heads = layout.kv_head_count;
-                return Err(format!("{parts} ranks cannot have equal parts of {heads} heads"));
+                return Err(format!(
+                    "cannot divide {heads} KV heads among {parts} ranks; expected a divisor"
+                ));
             }
         }
         Ok(pairs(layout, from_of, to_of))
@@ -207,45 +208,47 @@ impl NcclChannels {
         let (theirs, ours) = (NcclVersion(invitation.version), nccl.version());
         if theirs != ours {
             return Err(format!(
-                "its NCCL is {theirs}; allowed is {ours}, as here ({})",
+                "the peer has NCCL {theirs}; expected {ours} as here ({})",
                 nccl.path().display()
             ));
         }
         let block_bytes = self.blocks.layout().block_bytes();
         let compared = [
-            ("blocks have", invitation.block_bytes, block_bytes),
-            ("slots have", invitation.slot_bytes, SLOT_BYTES),
-            ("runs that are sent as they lie have at least", invitation.direct_bytes, DIRECT_BYTES),
+            ("block size", invitation.block_bytes, block_bytes),
+            ("slot size", invitation.slot_bytes, SLOT_BYTES),
+            ("smallest run sent without staging", invitation.direct_bytes, DIRECT_BYTES),
         ];
-        for (says, theirs, ours) in compared {
+        for (name, theirs, ours) in compared {
             if theirs != ours as u64 {
-                return Err(format!("its {says} {theirs} bytes; allowed are {ours}, as here"));
+                return Err(format!(
+                    "the peer's {name} is {theirs} bytes; expected {ours} as here"
+                ));
             }
         }
         Ok(())
     }
 
-    /// Joins all links at the same time: each takes a while.
-    fn joined(
+    /// Joins all links in parallel: each one takes 0.1 s.
+    fn join_links(
         &self,
         pairs: &[Pair],
         options: &[Vec<CommunicatorOptions>],
         end: End,
         scatter: Way,
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<Vec<Link>, String> {
         let nccl = self.opened()?;
         let failed = AtomicBool::new(false);
-        let given_up = || failed.load(Ordering::Relaxed) || (patience.given_up)();
-        let patience = Patience { deadline: patience.deadline, given_up: &given_up };
+        let cancelled = || failed.load(Ordering::Relaxed) || (limit.cancelled)();
+        let limit = WaitLimit { deadline: limit.deadline, cancelled: &cancelled };
         thread::scope(|scope| {
             let join = |pair: &Pair, options| {
                 let (rank, rows) = pair.own(end);
                 let (kv, gpu) = &self.parts[rank];
-                let half = Half { kv: Arc::clone(kv), gpu: Arc::clone(gpu), rows, end, scatter };
+                let own = LinkEnd { kv: Arc::clone(kv), gpu: Arc::clone(gpu), rows, end, scatter };
                 let (nccl, failed) = (&nccl, &failed);
                 move || {
-                    let link = Link::join(half, nccl, options, patience);
+                    let link = Link::join(own, nccl, options, limit);
                     failed.fetch_or(link.is_err(), Ordering::Relaxed);
                     link
                 }
@@ -259,9 +262,9 @@ impl NcclChannels {
             let threads: Vec<_> = threads.collect();
             let links = threads.into_iter().map(|thread| {
                 let joined = thread?.join();
-                joined.unwrap_or_else(|_| Err("a thread that joined panicked".to_owned()))
+                joined.unwrap_or_else(|_| Err("the thread that joined a link panicked".to_owned()))
             });
-            // All of them have come to an end; those that were made are aborted where one was not.
+            // Every thread has ended. If one failed, dropping the other links aborts them.
             let links: Vec<Result<Link, String>> = links.collect();
             links.into_iter().collect()
         })
@@ -290,18 +293,20 @@ impl PeerChannels for NcclChannels {
                 let named = thread::Builder::new().name("nccl-prepare".to_owned());
                 named.spawn_scoped(scope, load).map_err(words)
             };
-            // All begin before the first is waited for, and all end.
+            // Start all threads before joining the first one.
             let threads: Vec<_> = self.parts.iter().map(load).collect();
             let loaded = threads.into_iter().map(|thread| {
                 let loaded = thread?.join();
-                loaded.map_err(|_| "a thread that prepared panicked".to_owned())?.map_err(words)
+                loaded
+                    .map_err(|_| "the thread that loaded NCCL's kernels panicked".to_owned())?
+                    .map_err(words)
             });
             let loaded: Vec<Result<(), String>> = loaded.collect();
             loaded.into_iter().collect()
         })
     }
 
-    fn invite(&self, multiprocessors: Option<u32>) -> Result<Vec<u8>, String> {
+    fn invite(&self, max_ctas: Option<u32>) -> Result<Vec<u8>, String> {
         let nccl = self.opened()?;
         let invitation = Invitation {
             version: nccl.version().0,
@@ -309,13 +314,13 @@ impl PeerChannels for NcclChannels {
             slot_bytes: SLOT_BYTES as u64,
             direct_bytes: DIRECT_BYTES as u64,
             lanes: LANES,
-            multiprocessors: Multiprocessors(multiprocessors),
+            max_ctas: MaxCtas(max_ctas),
             uuids: self.uuids(),
         };
         Ok(invitation.to_bytes())
     }
 
-    fn accept(&self, invitation: &[u8], multiprocessors: Option<u32>) -> Result<Vec<u8>, String> {
+    fn accept(&self, invitation: &[u8], max_ctas: Option<u32>) -> Result<Vec<u8>, String> {
         let nccl = self.opened()?;
         let invitation = Invitation::from_bytes(invitation)?;
         self.checked(&invitation, &nccl)?;
@@ -324,8 +329,8 @@ impl PeerChannels for NcclChannels {
         for Pair { from: (from, _), to: (to, _) } in &pairs {
             if invitation.uuids[*from] == uuids[*to] {
                 return Err(format!(
-                    "its rank {from} and our rank {to} are on one GPU, {}; allowed are two, for NCCL joins \
-                     no two ends on one",
+                    "the peer's rank {from} and our rank {to} are on one GPU, {}; expected two GPUs, because \
+                     NCCL does not connect a GPU to itself",
                     uuids[*to]
                 ));
             }
@@ -333,22 +338,22 @@ impl PeerChannels for NcclChannels {
         let communicators = pairs.len() * invitation.lanes;
         if communicators > COMMUNICATORS_MAX {
             return Err(format!(
-                "{} of its ranks and {} of ours want {communicators} communicators; allowed are \
+                "the peer's {} ranks and our {} ranks need {communicators} communicators; expected at most \
                  {COMMUNICATORS_MAX}",
                 invitation.uuids.len(),
                 uuids.len()
             ));
         }
         let ids = (0..communicators).map(|_| nccl.unique_id()).collect::<Result<Vec<_>, _>>();
-        let multiprocessors = Multiprocessors(multiprocessors);
-        Ok(Answer { multiprocessors, uuids, ids: ids.map_err(words)? }.to_bytes())
+        let max_ctas = MaxCtas(max_ctas);
+        Ok(Answer { max_ctas, uuids, ids: ids.map_err(words)? }.to_bytes())
     }
 
     fn join(
         &self,
         (invitation, answer): (&[u8], &[u8]),
         end: End,
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
         let invitation = Invitation::from_bytes(invitation)?;
         let (from_of, lanes) = (invitation.uuids.len(), invitation.lanes);
@@ -358,23 +363,24 @@ impl PeerChannels for NcclChannels {
         let to_of = answer.uuids.len();
         let pairs = pairs_to(to_of)?;
         let own = if end == End::Sender { from_of } else { to_of };
-        assert_eq!(own, self.parts.len(), "this end has its own parts");
-        let multiprocessors = invitation.multiprocessors.with(answer.multiprocessors);
-        let share = |all| Share::of(all, pairs.len(), (from_of, to_of), lanes);
-        let share = multiprocessors.map(share);
-        let blocks = share.map(|share| (share.communicator_blocks(), share.communicator_blocks()));
-        let options = |id: &_| CommunicatorOptions { rank: rank(end), ranks: 2, id: *id, blocks };
+        assert_eq!(own, self.parts.len(), "one part per own rank");
+        let max_ctas = invitation.max_ctas.with(answer.max_ctas);
+        let share = |all| CtaShare::of(all, pairs.len(), (from_of, to_of), lanes);
+        let share = max_ctas.map(share);
+        let ctas = share.map(|share| (share.communicator_ctas(), share.communicator_ctas()));
+        let options = |id: &_| CommunicatorOptions { rank: rank(end), ranks: 2, id: *id, ctas };
         let options = answer.ids.chunks(lanes).map(|ids| ids.iter().map(options).collect());
         let options: Vec<Vec<_>> = options.collect();
         if pairs.len() * lanes > COMMUNICATORS_MAX {
             return Err(format!(
-                "its {to_of} ranks and our {from_of} want {} communicators; allowed are {COMMUNICATORS_MAX}",
+                "{from_of} sending and {to_of} receiving ranks need {} communicators; expected at most \
+                 {COMMUNICATORS_MAX}",
                 pairs.len() * lanes
             ));
         }
-        let is_aside = share.is_some_and(|share| share.of_a_gpu() <= ASIDE_MAX);
-        let scatter = if is_aside { Way::ScatterAside } else { Way::Scatter };
-        let links = self.joined(&pairs, &options, end, scatter, patience)?;
+        let uses_reserved_sms = share.is_some_and(|share| share.per_gpu() <= RESERVED_SMS_MAX);
+        let scatter = if uses_reserved_sms { Way::ScatterAside } else { Way::Scatter };
+        let links = self.join_links(&pairs, &options, end, scatter, limit)?;
         let cuts = Cuts {
             slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),
             direct_min: DIRECT_BYTES.div_ceil(moved_bytes(&pairs)),
@@ -389,7 +395,7 @@ mod tests {
     use crate::layout::Dtype;
 
     #[test]
-    fn heads_go_between_the_parts_that_have_them_and_all_of_them_do() {
+    fn pairs_cover_every_kv_head_exactly_once() {
         let layout = KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, dtype: Dtype::Bf16 };
         let block_bytes = layout.block_bytes();
         let of = |from, to| -> Vec<(usize, usize)> {
@@ -415,11 +421,11 @@ mod tests {
     }
 
     #[test]
-    fn links_of_a_gpu_have_its_multiprocessors_together() {
-        for (all, pairs, parts, lanes, blocks) in [
+    fn links_of_a_gpu_share_its_ctas() {
+        for (all, pairs, parts, lanes, ctas) in [
             (8, 1, (1, 1), 1, 16),
             (8, 1, (1, 1), 2, 8),
-            // An operation of 64 MiB takes all that there are.
+            // An operation of 64 MiB uses all CTAs of the communicator.
             (4, 1, (1, 1), 2, 2),
             (7, 1, (1, 1), 2, 3),
             (8, 2, (2, 2), 1, 16),
@@ -428,9 +434,9 @@ mod tests {
             (1, 8, (8, 1), 2, 1),
             (64, 1, (1, 1), 1, 64),
         ] {
-            let share = Share::of(all, pairs, parts, lanes);
-            assert_eq!(share.communicator_blocks(), blocks, "{all} {parts:?}");
+            let share = CtaShare::of(all, pairs, parts, lanes);
+            assert_eq!(share.communicator_ctas(), ctas, "{all} {parts:?}");
         }
-        assert_eq!([1, 2, 3, 4, 5, 6, 8, 16].map(nccl_spare), [2, 2, 2, 4, 4, 0, 0, 0]);
+        assert_eq!([1, 2, 3, 4, 5, 6, 8, 16].map(nccl_reserved_sms), [2, 2, 2, 4, 4, 0, 0, 0]);
     }
 }

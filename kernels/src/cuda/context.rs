@@ -19,8 +19,8 @@ use std::{
 use cudarc::driver::{result, sys};
 
 use super::{
-    calls::Calls,
     driver::{Device, Driver},
+    driver_calls::DriverCalls,
     error::{CudaError, Named, reason},
 };
 
@@ -33,9 +33,9 @@ pub struct Context {
     driver: Driver,
     /// Bytes of its memory that this process has allocated.
     taken: AtomicU64,
-    /// Calls that made the host wait for the device.
+    /// DriverCalls that made the host wait for the device.
     waits: AtomicU64,
-    calls: Calls,
+    calls: DriverCalls,
 }
 
 // SAFETY: the driver lets every thread use a context; the handle is a number to us.
@@ -52,7 +52,7 @@ impl Context {
             CudaError::DeviceBusy { uuid, code, reason: reason(error) }
         })?;
         let (taken, waits) = (AtomicU64::new(0), AtomicU64::new(0));
-        let context = Self { raw, device, driver, taken, waits, calls: Calls::default() };
+        let context = Self { raw, device, driver, taken, waits, calls: DriverCalls::default() };
         context.bind()?;
         Ok(Arc::new(context))
     }
@@ -66,7 +66,7 @@ impl Context {
     }
 
     /// Those made through this value that may take long.
-    pub(super) fn calls(&self) -> &Calls {
+    pub(super) fn calls(&self) -> &DriverCalls {
         &self.calls
     }
 

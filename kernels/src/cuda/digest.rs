@@ -25,7 +25,7 @@ pub(super) struct Digester {
 }
 
 /// A digest that the GPU computes.
-pub(super) struct UnderWay<'a> {
+pub(super) struct DigestInFlight<'a> {
     // Waited for before the next one may go.
     copy: InFlight<u64>,
     way: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
@@ -55,13 +55,13 @@ impl Digester {
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
-    ) -> Result<UnderWay<'_>, CudaError> {
+    ) -> Result<DigestInFlight<'_>, CudaError> {
         const FAULTY: CudaError =
             CudaError::RangeFull { what: "a digest after a fault", wanted: 1, left: 0 };
         let block_bytes = heads.own().block_bytes();
         let ids: Vec<i32> = blocks.iter().map(|block| block.0 as i32).collect();
         let end = blocks.iter().map(|block| block.index() + 1).max().unwrap_or(0);
-        // Looks whether they are inside.
+        // StuckLimits whether they are inside.
         let arena = data.part(0, end * block_bytes);
         let (run_bytes, run_stride, first_bytes) = heads.runs();
         let mut way = self.way.lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,11 +89,11 @@ impl Digester {
             return Err(error);
         }
         let copy = pinned.download(1, &self.sum, 0, &self.stream, done)?;
-        Ok(UnderWay { copy, way })
+        Ok(DigestInFlight { copy, way })
     }
 }
 
-impl UnderWay<'_> {
+impl DigestInFlight<'_> {
     pub fn finish(mut self) -> Result<u64, CudaError> {
         let (pinned, done) = self.copy.finish()?;
         let digest = pinned[0];

@@ -29,7 +29,7 @@ pub struct Device {
     /// 90 is sm_90.
     pub compute: u32,
     pub memory_bytes: u64,
-    pub multiprocessors: u32,
+    pub sm_count: u32,
     /// `domain:bus:device.function`.
     pub pci: String,
 }
@@ -144,7 +144,7 @@ fn device(ordinal: i32) -> Result<Device, CudaError> {
         name: result::device::get_name(raw).named("cuDeviceGetName")?,
         compute: major * 10 + minor,
         memory_bytes: memory as u64,
-        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        sm_count: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         pci: pci(raw)?,
     })
 }
@@ -227,7 +227,7 @@ mod tests {
                 name: "a GPU".into(),
                 compute: 90,
                 memory_bytes: 1,
-                multiprocessors: 1,
+                sm_count: 1,
                 pci: String::new(),
             })
             .into()

@@ -30,7 +30,7 @@ impl Graph {
         work: impl FnOnce() -> Result<(), CudaError>,
     ) -> Result<Self, CudaError> {
         stream.context().bind()?;
-        // Calls of other threads, such as copies of the transfers, go on meanwhile.
+        // DriverCalls of other threads, such as copies of the transfers, go on meanwhile.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive, and not the default one.
         unsafe { result::stream::begin_capture(stream.raw(), mode) }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::{
     channel::NcclChannels,
     context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
-    digest::{Digester, UnderWay},
+    digest::{DigestInFlight, Digester},
     driver::Driver,
     error::CudaError,
     ipc::{Export, IpcMemory, Part},
@@ -204,7 +204,7 @@ impl RemoteBlocks for DeviceKv {
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
         let Some(digester) = self.digester.get() else { return digest_of_copies(self, blocks) };
         let digest = digester.start(&self.data, &Heads::all(self.layout), blocks);
-        digest.and_then(UnderWay::finish).map_err(|error| error.to_string())
+        digest.and_then(DigestInFlight::finish).map_err(|error| error.to_string())
     }
 
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
@@ -273,7 +273,7 @@ impl RankedKv {
         let started: Vec<_> = started.collect();
         // To the end of each, whatever another says.
         let parts: Vec<_> =
-            started.into_iter().map(|part| part.and_then(UnderWay::finish)).collect();
+            started.into_iter().map(|part| part.and_then(DigestInFlight::finish)).collect();
         Some(parts.into_iter().try_fold(0_u64, |sum, part| Ok(sum.wrapping_add(part?))))
     }
 

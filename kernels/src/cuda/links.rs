@@ -1,4 +1,4 @@
-//! How fast one GPU's memory is read from another, by plain copies: the limit of what moves KV.
+//! Bandwidth of plain copies from one GPU's memory to another's: the limit of KV transfer.
 
 use std::{
     mem,
@@ -17,24 +17,24 @@ use super::{
 const TRIES: usize = 6;
 const SMALL_BYTES: usize = 4096;
 const SMALL_TRIES: usize = 50;
-/// Far beyond what the slowest link needs.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time-out, far longer than the slowest link needs.
+const COPY_MAX: Duration = Duration::from_secs(30);
 
-/// One way between two GPUs, or within one.
+/// Rate of copies from one GPU to another, or within one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinkRate {
-    /// The best of a few tries.
+    /// Best of a few runs.
     pub gb_per_s: f64,
-    /// Of a few kilobytes, until the host has seen their end; median.
+    /// Median latency of a small copy, until the host sees its end.
     pub latency: Duration,
 }
 
-/// How pieces are given to the copy engines.
+/// How pieces are submitted to the copy engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Together {
-    /// One after another.
-    No,
-    /// In no order, so many at once.
+pub enum CopySubmission {
+    /// One copy per piece.
+    Single,
+    /// Batches of this many pieces.
     Batch { pieces: usize },
 }
 
@@ -44,7 +44,7 @@ pub fn pull_rate(
     to: &Arc<Context>,
     bytes: usize,
     piece_bytes: usize,
-    together: Together,
+    submission: CopySubmission,
 ) -> Result<LinkRate, CudaError> {
     assert!(bytes >= SMALL_BYTES && piece_bytes > 0, "there is something to copy");
     const STREAMS: usize = 2;
@@ -62,9 +62,9 @@ pub fn pull_rate(
     let run = |bytes: usize, piece_bytes: usize| {
         let begin = Instant::now();
         let pieces: Vec<usize> = (0..bytes).step_by(piece_bytes).collect();
-        let at_once = match together {
-            Together::No => 1,
-            Together::Batch { pieces } => pieces.max(1),
+        let at_once = match submission {
+            CopySubmission::Single => 1,
+            CopySubmission::Batch { pieces } => pieces.max(1),
         };
         for (index, pieces) in pieces.chunks(at_once).enumerate() {
             let mut copies = Copies::default();
@@ -72,7 +72,7 @@ pub fn pull_rate(
                 let length = (bytes - offset).min(piece_bytes);
                 copies.add(target.part(*offset, length), source.part(*offset, length), length);
             }
-            // SAFETY: all parts are inside their ranges, which live until the end is waited for below.
+            // SAFETY: all parts are inside their ranges, which live until the wait below.
             unsafe { copies.put(&streams[index % STREAMS]) }?;
         }
         for (stream, end) in streams.iter().zip(&ends) {
@@ -80,8 +80,8 @@ pub fn pull_rate(
         }
         for end in &ends {
             while !end.is_done()? {
-                if begin.elapsed() > PATIENCE {
-                    return Err(CudaError::CopyStuck { waited: PATIENCE });
+                if begin.elapsed() > COPY_MAX {
+                    return Err(CudaError::CopyStuck { waited: COPY_MAX });
                 }
                 std::hint::spin_loop();
             }
@@ -104,11 +104,11 @@ pub fn pull_rate(
         })
     })();
     if let Err(CudaError::CopyStuck { .. }) = measured {
-        // What the copies use is never given back: the driver would wait for their end.
+        // Leaked: freeing them would wait for the stuck copies.
         mem::forget((source, target, streams, ends));
         return measured;
     }
-    // The ranges outlive the copies, also when one could not be started.
+    // The ranges outlive the copies, also when a copy could not be launched.
     for stream in &streams {
         stream.synchronize()?;
     }

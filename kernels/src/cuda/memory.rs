@@ -16,8 +16,8 @@ use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 
 use super::{
-    calls::GIVING_BACK,
     context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
+    driver_calls::FREE_USUAL,
     error::{CudaError, Named},
 };
 
@@ -39,7 +39,7 @@ impl Drop for Allocation {
         self.context.count_given_back(self.own_bytes);
         // Kernels that still use it are waited for by the driver.
         // After a fault that ended the context all of this fails, and the memory is gone with it.
-        let _call = self.context.calls().begin(GIVING_BACK);
+        let _call = self.context.calls().begin(FREE_USUAL);
         let _ = self.context.bind();
         if self.is_mapped {
             // SAFETY: mapped once in `Range::mapped`, let go once here.
@@ -340,7 +340,7 @@ impl<T: Pod> DerefMut for Pinned<T> {
 impl<T: Pod> Drop for Pinned<T> {
     fn drop(&mut self) {
         // As with device memory.
-        let _call = self.context.calls().begin(GIVING_BACK);
+        let _call = self.context.calls().begin(FREE_USUAL);
         let _ = self.context.bind();
         // SAFETY: allocated once, freed once, and no copy is under way.
         let _ = unsafe { result::free_host(self.base.cast()) };

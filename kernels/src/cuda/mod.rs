@@ -18,7 +18,6 @@ mod attention;
 mod backend;
 mod batch;
 mod buffer;
-mod calls;
 mod captured;
 mod channel;
 mod clock;
@@ -27,6 +26,7 @@ mod context;
 mod copies;
 mod digest;
 mod driver;
+mod driver_calls;
 mod error;
 #[allow(dead_code)] // The whole header, called or not.
 mod ffi;
@@ -47,7 +47,7 @@ mod sample;
 mod skinny;
 mod staging;
 mod step;
-mod tally;
+mod stream_progress;
 mod tune;
 mod upload;
 
@@ -55,7 +55,7 @@ pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
 pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, StepInput};
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
-pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_spare};
+pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_reserved_sms};
 pub use clock::DeviceClock;
 pub use collective::{Group, GroupArena, GroupHandle, SumNorm, SumRows, SumWay};
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Role, Stream};
@@ -65,7 +65,7 @@ pub use graph::Graph;
 pub use ipc::{IpcMemory, PeerToDevice};
 pub use kv::{DeviceKv, RankedKv};
 pub use library::{KernelLibrary, TimeRange};
-pub use links::{LinkRate, Together, pull_rate};
+pub use links::{CopySubmission, LinkRate, pull_rate};
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
 pub use nccl::{
     Communicator, CommunicatorOptions, Move, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,

@@ -14,7 +14,7 @@ use super::{
     kv::DeviceKv,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
-    staging::Together,
+    staging::StagingCopies,
 };
 use crate::layout::{BlockId, KvLayout};
 
@@ -251,7 +251,7 @@ impl DeviceKv {
         let staging = DeviceMemory::new(self.context(), "blocks of a test", bytes.len())?;
         let staging = staging.cut(bytes.len())?;
         staging.write(0, bytes)?;
-        let stream: Stream<Together> = Stream::new(self.context())?;
+        let stream: Stream<StagingCopies> = Stream::new(self.context())?;
         // SAFETY: `bytes` is as long as the rows; nobody else has the staging, and the blocks are the test's
         // own until this returns.
         unsafe { move_blocks(self, rows, ids, (&staging, 0), way, &stream) }?;

@@ -1,4 +1,4 @@
-//! NCCL: a loader of the few functions we call, and what they take.
+//! Loader of NCCL's functions and their parameter types.
 
 mod communicator;
 
@@ -18,9 +18,9 @@ use libloading::Library;
 pub use self::communicator::{Communicator, CommunicatorOptions, Move, Piece};
 use super::{error::CudaError, library::text};
 
-/// What NCCL is installed under.
+/// NCCL's file name.
 const SONAME: &str = "libnccl.so.2";
-/// Folders that a loader's cache may lack.
+/// Folders that the system loader's cache may lack.
 const FOLDERS: [&str; 5] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib64",
@@ -28,16 +28,16 @@ const FOLDERS: [&str; 5] = [
     "/usr/local/cuda/lib64",
     "/usr/local/nvidia/lib64",
 ];
-/// The first whose communicators take all of [`Config`].
+/// The oldest version that accepts all of [`Config`].
 const OLDEST: NcclVersion = NcclVersion(21800);
-/// The next one may have other functions.
+/// Later major versions may have other functions.
 const NEWEST_MAJOR: i32 = 2;
-/// What a process that uses NCCL has in its environment: NVLink multicast is off, because a program
-/// that ends badly while using it can take a host's GPUs out of service.
+/// Environment variable of every process that uses NCCL. It turns NVLink multicast off, because a program that crashes
+/// while using multicast can take a host's GPUs out of service.
 pub const NCCL_ENVIRONMENT: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
-/// What one has there that moves KV by NCCL: more queues to its GPU than the driver's 8. Streams that share a queue
-/// wait for each other, so what is stuck of one pair holds up another. Each queue costs a process's start and end
-/// about 50 ms a GPU, so they are not 32, which the driver would have.
+/// Environment variable of a process that transfers KV by NCCL: more hardware queues than the driver's default of 8.
+/// Streams that share a queue wait for each other, so a stuck operation of one pair would block another pair. Each queue
+/// costs about 50 ms per GPU at process start and end, so this is not the maximum of 32.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "16");
 
 fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
@@ -48,9 +48,9 @@ fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
     Err(NcclError::Environment { found: found.unwrap_or_default() })
 }
 
-/// Puts [`NCCL_ENVIRONMENT`] into the environment of this process, which has no threads yet beside the
-/// one that calls: they might read it meanwhile. And with `has_queues` more queues, unless whoever started it has
-/// chosen, or there are threads.
+/// Sets [`NCCL_ENVIRONMENT`] in this process, and with `has_queues` the number of hardware queues unless it is set
+/// already. Call it before other threads start, because they might read the environment; with other threads it only
+/// checks.
 pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
     let (name, value) = NCCL_ENVIRONMENT;
     let checked = environment_is_ours(env::var_os(name).as_deref());
@@ -59,7 +59,7 @@ pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
     if threads != 1 {
         return checked;
     }
-    // SAFETY: there is no other thread that could read the environment, and none starts meanwhile.
+    // SAFETY: no other thread exists that could read the environment.
     unsafe { env::set_var(name, value) };
     if wants_queues {
         // SAFETY: as above.
@@ -74,7 +74,7 @@ pub struct NcclVersion(pub i32);
 
 impl NcclVersion {
     fn major(self) -> i32 {
-        // Before 2.9 there were two digits less.
+        // Versions before 2.9 have two digits less.
         if self.0 < 10_000 { self.0 / 1000 } else { self.0 / 10_000 }
     }
 }
@@ -86,43 +86,45 @@ impl fmt::Display for NcclVersion {
     }
 }
 
-/// Why GPUs cannot talk through NCCL.
+/// Errors of NCCL.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NcclError {
     #[error(
-        "NCCL is not found: tried {}; install it, or name its folder in LD_LIBRARY_PATH",
+        "cannot find NCCL: tried {}; install it, or name its folder in LD_LIBRARY_PATH",
         tried.join("; ")
     )]
     NotFound { tried: Vec<String> },
     #[error(
-        "{} is NCCL {found}; allowed are {OLDEST} and what follows of {NEWEST_MAJOR}",
+        "cannot use {}: it is NCCL {found}; expected {OLDEST} or a later version {NEWEST_MAJOR}",
         path.display()
     )]
     Version { path: PathBuf, found: NcclVersion },
-    #[error("{} is no NCCL of ours: {reason}", path.display())]
+    #[error("cannot use {} as NCCL: {reason}", path.display())]
     Functions { path: PathBuf, reason: String },
     #[error(
-        "{} = {found:?} in the environment of this process; allowed is {:?}, set before it starts",
+        "invalid environment variable {}: {found:?}; expected {:?}, set before the process starts",
         NCCL_ENVIRONMENT.0,
         NCCL_ENVIRONMENT.1
     )]
     Environment { found: String },
-    #[error("rank is {rank} of {ranks}; allowed are ranks below the count, of 2 at least")]
+    #[error("invalid rank: {rank} of {ranks}; expected a rank below a count of at least 2")]
     Rank { rank: u32, ranks: u32 },
-    #[error("a communicator's blocks are {least} to {most}; allowed are 1 to 64 in order")]
-    Blocks { least: u32, most: u32 },
-    #[error("peer is {peer} for rank {rank} of {ranks}; allowed are the other ranks")]
+    #[error(
+        "invalid CTAs of a communicator: {least} to {most}; expected an ascending range within 1 to 64"
+    )]
+    Ctas { least: u32, most: u32 },
+    #[error("invalid peer: {peer} for rank {rank} of {ranks}; expected one of the other ranks")]
     Peer { peer: u32, rank: u32, ranks: u32 },
-    #[error("{call} is not done after {waited:?}: a peer is missing or does not answer")]
+    #[error("{call} timed out after {waited:?}: a peer is missing or does not answer")]
     TimedOut { call: &'static str, waited: Duration },
-    #[error("{call} is not done after {waited:?}, and nobody waits for it any more")]
-    GivenUp { call: &'static str, waited: Duration },
-    /// The thread that aborts waits on. What the communicator's operations use stays in use.
-    #[error("aborting a communicator is not done after {waited:?}")]
+    #[error("{call} was cancelled after {waited:?}")]
+    Cancelled { call: &'static str, waited: Duration },
+    /// The aborting thread keeps waiting. The memory of the communicator's operations stays in use.
+    #[error("the abort of a communicator timed out after {waited:?}")]
     AbortStuck { waited: Duration },
-    #[error("the communicator was ended")]
+    #[error("the communicator was aborted")]
     Ended,
-    #[error("operation {sequence} failed on this communicator before; make another")]
+    #[error("operation {sequence} failed on this communicator; create a new one")]
     Broken { sequence: u64 },
     #[error("{call} failed ({code}): {reason}")]
     Call { call: &'static str, code: i32, reason: String },
@@ -140,20 +142,20 @@ const FLOAT32: c_int = 7;
 const BFLOAT16: c_int = 9;
 const SUM: c_int = 0;
 
-/// Every rank of a communicator is made with the same one, which one of them has made.
+/// Identifies a communicator: one rank creates it, and all ranks use it.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId(pub [u8; 128]);
 
 impl fmt::Debug for UniqueId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // It holds an address and a secret.
+        // It contains an address and a secret.
         f.write_str("UniqueId")
     }
 }
 
-/// `ncclConfig_t` as [`OLDEST`] has it: newer ones have more at its end, and tell by version and size
-/// what is not there.
+/// `ncclConfig_t` of [`OLDEST`]. Newer versions have more fields at the end and detect by version and size that they
+/// are missing.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -181,7 +183,7 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// The library is NCCL 2, and stays open as long as they are called.
+            /// The library is NCCL 2 and stays open while the functions are in use.
             unsafe fn load(library: &Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
                     // SAFETY: the caller's promise.
@@ -220,16 +222,16 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Opens the file, or with none named what the system's loader finds. Needs no GPU, and
-    /// [`NCCL_ENVIRONMENT`] in the environment, for NCCL takes it from nowhere else.
+    /// Opens the file, or without a path the one that the system's loader finds. Needs no GPU. Needs
+    /// [`NCCL_ENVIRONMENT`], because NCCL reads that setting from the environment only.
     pub fn open(file: Option<&Path>) -> Result<Arc<Self>, NcclError> {
         let library = open_first(file)?;
-        // SAFETY: a library that has this function has it with this signature in every version.
+        // SAFETY: the function has this signature in every version of NCCL.
         let asked = unsafe {
             library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion\0").map(
                 |function| {
                     let mut version = 0;
-                    // Which of two functions was asked tells which file was opened.
+                    // The function's address tells which file was opened.
                     (function(&mut version), version, file_of(*function as *const c_void))
                 },
             )
@@ -240,22 +242,22 @@ impl Nccl {
         };
         let (code, version, path) = asked.map_err(|error| no_nccl(None, words(&error)))?;
         if code != SUCCESS {
-            return Err(no_nccl(path, format!("it tells no version ({code})")));
+            return Err(no_nccl(path, format!("ncclGetVersion failed ({code})")));
         }
         let version = NcclVersion(version);
         let path = path.or(file.map(Path::to_owned)).unwrap_or_else(|| SONAME.into());
         if version < OLDEST || version.major() != NEWEST_MAJOR {
             return Err(NcclError::Version { path, found: version });
         }
-        // SAFETY: of this version the signatures are those above; the library is kept open below.
+        // SAFETY: the version was checked, so the signatures are those above; the library is kept open below.
         let functions = unsafe { Functions::load(&library) }
             .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
-        // Before its first call that reads it.
+        // Checked before the first call that reads it.
         environment_is_ours(env::var_os(NCCL_ENVIRONMENT.0).as_deref())?;
         Ok(Arc::new(Self { path, version, functions, _library: library }))
     }
 
-    /// The file that was opened, links followed.
+    /// Returns the opened file, with links resolved.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -264,16 +266,16 @@ impl Nccl {
         self.version
     }
 
-    /// Other files of that name in these folders and where systems keep them: another process may be
-    /// given one of those. Both ends of a communicator want the same version.
+    /// Returns other files of that name that a process may open instead. Both ends of a communicator need the same
+    /// version.
     pub fn others<'a>(&self, folders: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
         others_than(&self.path, folders.into_iter().chain(FOLDERS.iter().map(Path::new)))
     }
 
-    /// For a new communicator, from whichever rank tells it to the others.
+    /// Creates the id of a new communicator. One rank creates it and sends it to the others.
     pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
         let mut id = UniqueId([0; 128]);
-        // SAFETY: it writes 128 bytes.
+        // SAFETY: the call writes 128 bytes.
         let code = unsafe { (self.functions.ncclGetUniqueId)(&mut id) };
         self.check("ncclGetUniqueId", code, ptr::null_mut()).map(|()| id)
     }
@@ -287,8 +289,7 @@ impl Nccl {
         if code == SUCCESS {
             return Ok(());
         }
-        // SAFETY: both give strings of their own, which end with a zero; of the communicator, which
-        // lives, or of none.
+        // SAFETY: both return static zero-terminated strings. The communicator is alive or null.
         let words = unsafe {
             [
                 (self.functions.ncclGetErrorString)(code),
@@ -306,12 +307,12 @@ fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
     let usual = FOLDERS.iter().map(|folder| Path::new(folder).join(SONAME));
     let candidates: Vec<PathBuf> = match file {
         Some(file) => vec![file.to_owned()],
-        // By its bare name the system's loader looks where it is told to.
+        // For a bare name the system's loader searches its own folders.
         None => [SONAME.into()].into_iter().chain(usual.filter(|path| path.exists())).collect(),
     };
     let mut tried = Vec::new();
     for candidate in candidates {
-        // SAFETY: NCCL's initialisers only read its own settings.
+        // SAFETY: NCCL's initialisers only read NCCL's settings.
         match unsafe { Library::new(&candidate) } {
             Ok(library) => return Ok(library),
             Err(error) => tried.push(format!("{} ({})", candidate.display(), words(&error))),
@@ -320,15 +321,15 @@ fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
     Err(NcclError::NotFound { tried })
 }
 
-/// The file that holds a function.
+/// Returns the file that contains a function.
 fn file_of(function: *const c_void) -> Option<PathBuf> {
-    // SAFETY: four addresses, which may be null.
+    // SAFETY: the type is four addresses, which may be null.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: it looks the address up and writes four of its own.
+    // SAFETY: the call looks the address up and writes the four fields.
     if unsafe { libc::dladdr(function, &mut info) } == 0 || info.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: the loader's own string, which lasts as long as the library is open.
+    // SAFETY: the loader owns the string, which is valid while the library is open.
     let name = unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned();
     Path::new(&name).canonicalize().ok()
 }
@@ -341,7 +342,7 @@ fn others_than<'a>(file: &Path, folders: impl IntoIterator<Item = &'a Path>) -> 
     others
 }
 
-/// The same bytes under two names, as packages of both kinds may have them.
+/// Returns whether two paths name files with equal contents, as two packages may install them.
 fn is_same(one: &Path, other: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     match (fs::metadata(one), fs::metadata(other)) {
@@ -350,7 +351,7 @@ fn is_same(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// The loader's own words lie behind the error's.
+/// Returns the loader's message, which is the error's source.
 fn words(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -381,11 +382,12 @@ mod tests {
         }
         let unlike =
             NcclError::Version { path: "/opt/libnccl.so.2".into(), found: NcclVersion(2804) };
-        let words = "/opt/libnccl.so.2 is NCCL 2.8.4; allowed are 2.18.0 and what follows of 2";
+        let words =
+            "cannot use /opt/libnccl.so.2: it is NCCL 2.8.4; expected 2.18.0 or a later version 2";
         assert_eq!(unlike.to_string(), words);
     }
 
-    /// Some library that every system has, and that is no NCCL.
+    /// Opens a library that is not NCCL.
     #[test]
     fn another_library_is_not_taken_for_nccl() {
         let error = Nccl::open(Some(Path::new("libc.so.6"))).unwrap_err();
@@ -398,9 +400,9 @@ mod tests {
     #[test]
     fn another_environment_is_refused_by_name_and_value() {
         assert_eq!(environment_is_ours(Some(OsStr::new("0"))), Ok(()));
-        for (found, named) in [(None, "NCCL_NVLS_ENABLE = \"\""), (Some("2"), "= \"2\"")] {
+        for (found, named) in [(None, "NCCL_NVLS_ENABLE: \"\""), (Some("2"), ": \"2\"")] {
             let error = environment_is_ours(found.map(OsStr::new)).unwrap_err().to_string();
-            assert!(error.contains(named) && error.contains("allowed is \"0\""), "{error}");
+            assert!(error.contains(named) && error.contains("expected \"0\""), "{error}");
         }
     }
 
@@ -414,7 +416,7 @@ mod tests {
         assert_eq!(found(), before);
     }
 
-    /// Compiled here, where there is a compiler: a library that says what it is told to.
+    /// Compiles a library that reports the given version.
     fn stand_in(folder: &Path, version: i32) -> Option<PathBuf> {
         let (source, library) = (folder.join("nccl.c"), folder.join(SONAME));
         let code = format!("int ncclGetVersion(int *to) {{ *to = {version}; return 0; }}\n");

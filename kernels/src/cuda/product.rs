@@ -87,8 +87,8 @@ impl Products {
         let version = unsafe { sys::cublasLtGetVersion() };
         let (device, driver) = (context.device(), context.driver().version());
         let machine = format!(
-            "{}, sm_{}, {} multiprocessors, driver {driver}, cuBLASLt {version}",
-            device.name, device.compute, device.multiprocessors
+            "{}, sm_{}, {} SMs, driver {driver}, cuBLASLt {version}",
+            device.name, device.compute, device.sm_count
         );
         Ok(Self { handle, workspace, plans: HashMap::new(), tuned: Table::new(machine) })
     }

@@ -12,7 +12,7 @@ impl CudaBackend {
     /// measurements, before weights take the memory.
     pub fn read_gb_per_s(&self) -> Result<Option<f64>, CudaError> {
         let context = self.context();
-        // Half of it: others may be starting, too.
+        // LinkEnd of it: others may be starting, too.
         let bytes = (context.free_bytes()? / 2).min(BYTES_MAX) & !0xff;
         if bytes < BYTES_MIN {
             return Ok(None);

@@ -48,7 +48,7 @@ pub(super) struct Skinny {
     /// Rows that a product takes at most; 0: it is switched off.
     rows_max: usize,
     /// Those that share a product's outputs.
-    multiprocessors: i32,
+    sms: i32,
 }
 
 /// What follows a product.
@@ -78,13 +78,13 @@ impl Skinny {
         library: &KernelLibrary,
         is_on: bool,
         starts_early: bool,
-        multiprocessors: i32,
+        sms: i32,
     ) -> Result<Self, CudaError> {
         // SAFETY: it gives a number.
         let rows_max = unsafe { (library.functions().baton_skinny_gemm_rows_max)() };
         let rows_max = usize::try_from(rows_max).unwrap_or(0).min(SQUARES_ROWS);
         let rows_max = if is_on { rows_max } else { 0 };
-        Ok(Self { squares: memory.cut(Self::BYTES)?, starts_early, rows_max, multiprocessors })
+        Ok(Self { squares: memory.cut(Self::BYTES)?, starts_early, rows_max, sms })
     }
 
     /// Of the memory that it cuts its own from.
@@ -210,7 +210,7 @@ impl CudaBackend {
             rows: rows as i32,
             n: w.rows as i32,
             depth: w.cols as i32,
-            grid: skinny.multiprocessors,
+            grid: skinny.sms,
             pdl: skinny.starts_early.into(),
             ..ffi::SkinnyGemmArgs::default()
         };

@@ -1,9 +1,9 @@
-//! Where blocks that lie apart come together, so that NCCL moves them as one: each operation of its has
-//! a price, and many small ones reach a fraction of what a long one does.
+//! Staging of scattered blocks for NCCL. Each NCCL operation has a fixed cost, so many small ones reach a fraction of
+//! the bandwidth of a large one.
 //!
-//! The sender copies blocks into a slot and sends the slot; the receiver receives into a slot and copies the
-//! blocks to their places. With several slots an end the copies of one run under the operation of the
-//! other. What lies together on both sides goes without.
+//! The sender gathers blocks into a slot and sends the slot. The receiver receives into a slot and scatters it to the
+//! blocks. With several slots the copies of one overlap the operation of another. Blocks that are contiguous on both
+//! sides need no staging.
 
 use std::{
     ops::Range as Indices,
@@ -17,135 +17,136 @@ use super::{
     kv::DeviceKv,
     memory::{DeviceMemory, Range},
     moves::{Rows, Way, move_blocks},
-    tally::{Mark, Tally},
+    stream_progress::{Mark, StreamProgress},
 };
 use crate::layout::BlockId;
 
-/// Blocks to and from staging.
+/// The role of streams that copy between blocks and slots.
 #[derive(Debug)]
-pub(super) enum Together {}
+pub(super) enum StagingCopies {}
 
-impl Role for Together {}
+impl Role for StagingCopies {}
 
-/// The pause between looks for the end of copies.
+/// Pause between polls for the end of copies.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// Blocks of a chunk that go in one operation.
+/// The blocks of a chunk that one NCCL operation moves.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Stretch {
-    /// Of the chunk's blocks.
+pub(super) struct Operation {
+    /// Indices into the chunk's blocks.
     pub blocks: Indices<usize>,
-    /// Else they lie together on both sides.
+    /// Otherwise the blocks are contiguous on both sides.
     pub is_staged: bool,
 }
 
-/// How a chunk of these runs goes: the same at both ends. Runs of `direct_min` blocks go as they lie,
-/// and so does one that has no other to go with; the rest in order. All go as many at a time as a slot
-/// takes: for longer operations NCCL takes more multiprocessors.
-pub(super) fn stretches(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<Stretch> {
-    assert!(slot_blocks > 0, "a slot takes a block at least");
-    let mut stretches: Vec<Stretch> = Vec::new();
+/// Cuts a chunk of these runs into operations, identically at both ends. A run of at least `direct_min` blocks needs no
+/// staging, nor does a run alone in its operation. No operation is larger than a slot, because NCCL uses more SMs for
+/// larger ones.
+pub(super) fn operations(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<Operation> {
+    assert!(slot_blocks > 0, "a slot holds at least one block");
+    let mut operations: Vec<Operation> = Vec::new();
     let mut end = 0;
     for run in runs {
         let blocks = end..end + *run as usize;
         end = blocks.end;
         let is_staged = blocks.len() < direct_min;
-        match stretches.last_mut() {
+        match operations.last_mut() {
             Some(last) if is_staged && last.is_staged => last.blocks.end = blocks.end,
-            _ => stretches.push(Stretch { blocks, is_staged }),
+            _ => operations.push(Operation { blocks, is_staged }),
         }
     }
-    let is_alone = |stretch: &Stretch| {
+    let is_alone = |operation: &Operation| {
         let mut start = 0;
         runs.iter().any(|run| {
             let blocks = start..start + *run as usize;
             start = blocks.end;
-            blocks == stretch.blocks
+            blocks == operation.blocks
         })
     };
-    stretches
+    operations
         .into_iter()
-        .flat_map(|stretch| {
-            let is_staged = stretch.is_staged && !is_alone(&stretch);
-            let Indices { start, end } = stretch.blocks;
+        .flat_map(|operation| {
+            let is_staged = operation.is_staged && !is_alone(&operation);
+            let Indices { start, end } = operation.blocks;
             (start..end).step_by(slot_blocks).map(move |first| {
                 let blocks = first..end.min(first + slot_blocks);
-                Stretch { blocks, is_staged }
+                Operation { blocks, is_staged }
             })
         })
         .collect()
 }
 
-/// Slots, and the stream of the copies to and from them. It is made with a channel and serves another one
-/// afterwards: giving memory back would wait for whatever is stuck on the GPU.
+/// Slots and the stream of their copies. A staging outlives its channel and serves the next one: freeing its memory
+/// would wait for whatever is stuck on the GPU.
 #[derive(Debug)]
 pub(super) struct Staging {
     memory: Range,
     slot_bytes: usize,
     slots: Vec<Slot>,
     next: usize,
-    /// Urgent, as the peer's kernel waits for what comes of it, and holds multiprocessors meanwhile.
-    copies: Stream<Together>,
-    /// How far the streams have come, of operations and of copies: by memory, which is not made while
-    /// something may be stuck.
-    lanes: Vec<Tally>,
-    copied: Tally,
+    /// High priority: the peer's kernel occupies SMs while it waits for these copies.
+    copies: Stream<StagingCopies>,
+    /// Progress of each lane's stream. Allocated in advance, because nothing may be allocated while an operation may be
+    /// stuck.
+    lanes: Vec<StreamProgress>,
+    /// Progress of `copies`.
+    copied: StreamProgress,
 }
 
 #[derive(Debug)]
 struct Slot {
-    /// Whoever reads it waits for this.
+    /// Recorded when the slot is full; its reader waits for it.
     filled: Event,
-    /// Whoever fills it waits for this.
+    /// Recorded when the slot is free; its writer waits for it.
     emptied: Event,
 }
 
-/// Where in a range, and how many bytes from there on.
+/// Offset in a range, and length, in bytes.
 pub(super) type Place = (usize, usize);
 
 impl Staging {
-    /// For channels of at most so many communicators a link.
+    /// Allocates the slots. `lanes` is the largest number of communicators per link.
     pub fn new(
         kv: &DeviceKv,
         slots: usize,
         slot_bytes: usize,
         lanes: usize,
     ) -> Result<Self, CudaError> {
-        assert!(slots > 0, "there is a slot");
+        assert!(slots > 0, "at least one slot");
         let context = kv.context();
         let bytes = slots * slot_bytes;
-        let memory = DeviceMemory::new(context, "slots for KV by NCCL", bytes)?.cut(bytes)?;
+        let memory = DeviceMemory::new(context, "staging slots for NCCL", bytes)?.cut(bytes)?;
         let copies = Stream::urgent(context)?;
         let event = || Event::new(context);
         let slot = |_| Ok(Slot { filled: event()?, emptied: event()? });
         let slots = (0..slots).map(slot).collect::<Result<Vec<_>, CudaError>>()?;
         kv.pass_time(&copies)?;
-        // The first greeting sends what nobody has written, later ones what a transfer of this node has left.
+        // The first message of a connection sends this memory before anything has written it.
         memory.fill(0, &copies)?;
         for slot in &slots {
-            // The fill is over before anything else writes there, in whatever stream.
+            // Any later write, on any stream, waits for the fill.
             slot.emptied.record(&copies)?;
         }
-        let lanes = (0..lanes).map(|_| Tally::new(context)).collect::<Result<_, _>>()?;
-        let copied = Tally::new(context)?;
+        let lanes = (0..lanes).map(|_| StreamProgress::new(context)).collect::<Result<_, _>>()?;
+        let copied = StreamProgress::new(context)?;
         Ok(Self { memory, slot_bytes, slots, next: 0, copies, lanes, copied })
     }
 
-    /// All slots, one behind the other.
+    /// Returns the memory of all slots, contiguous.
     pub fn memory(&self) -> &Range {
         &self.memory
     }
 
-    /// Lets what follows in `stream` use all slots.
+    /// Makes `stream` wait until all slots are free.
     pub fn await_all<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         self.slots.iter().try_for_each(|slot| stream.wait(&slot.emptied))
     }
 
-    /// Copies these blocks into the next slot, and lets `send` put what reads it into `stream`; it is told
-    /// where in [`memory`](Self::memory) they lie.
+    /// Gathers the blocks into the next slot and calls `send`, which launches an operation on `stream` that reads the
+    /// slot at the given place in [`memory`](Self::memory).
     ///
     /// # Safety
-    /// The blocks are not written before what is put into `stream` is done.
+    /// Nothing writes the blocks before that operation is complete.
     pub unsafe fn send<R: Role, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
@@ -157,7 +158,7 @@ impl Staging {
         let (index, place) = self.take_slot(rows, ids);
         let slot = &self.slots[index];
         self.copies.wait(&slot.emptied)?;
-        // SAFETY: nothing else uses the slot until it is emptied; the rest is the caller's promise.
+        // SAFETY: nothing else uses the slot until `emptied` is recorded; the caller promises the rest.
         unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), Way::Gather, &self.copies) }?;
         slot.filled.record(&self.copies)?;
         stream.wait(&slot.filled)?;
@@ -165,12 +166,11 @@ impl Staging {
         Ok(slot.emptied.record(stream)?)
     }
 
-    /// Lets `receive` put what fills the next slot into `stream`, and copies these blocks from there, behind
-    /// which [`mark_copies`](Self::mark_copies) marks the end.
+    /// Calls `receive`, which launches an operation on `stream` that fills the next slot, and scatters the slot to the
+    /// blocks. [`mark_copies`](Self::mark_copies) marks the end.
     ///
     /// # Safety
-    /// Nothing else reads or writes the blocks until that mark is seen, or [`drain`](Self::drain) has
-    /// returned.
+    /// Nothing else reads or writes the blocks until that mark is reached, or [`drain`](Self::drain) has returned.
     pub unsafe fn receive<R: Role, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
@@ -191,13 +191,12 @@ impl Staging {
         Ok(slot.emptied.record(&self.copies)?)
     }
 
-    /// The stream of the copies.
-    pub fn copies(&self) -> &Stream<Together> {
+    /// Returns the stream of the copies.
+    pub fn copies(&self) -> &Stream<StagingCopies> {
         &self.copies
     }
 
-    /// Marks the end of all that was put into the stream of this communicator so far: of a channel the same one
-    /// at each call.
+    /// Marks the end of all work so far on the stream of a lane. Within a channel a lane always has the same stream.
     pub fn mark_lane<R: Role>(
         &mut self,
         lane: usize,
@@ -219,11 +218,11 @@ impl Staging {
         (index, (index * self.slot_bytes, bytes))
     }
 
-    /// Waits until nothing is under way, there and in the communicators' streams: what it waited for is over.
+    /// Waits until the copies and the communicators' streams are idle.
     pub fn drain<R: Role>(
         &mut self,
         streams: &[Stream<R>],
-        patience: Duration,
+        time_out: Duration,
     ) -> Result<(), String> {
         let lanes = streams.iter().enumerate();
         let last = lanes.map(|(lane, stream)| self.lanes[lane].mark(stream));
@@ -232,8 +231,10 @@ impl Staging {
         let begin = Instant::now();
         while !last.iter().all(Mark::is_reached) {
             let waited = begin.elapsed();
-            if waited >= patience {
-                return Err(format!("what a channel moved is not done after {waited:?}"));
+            if waited >= time_out {
+                return Err(format!(
+                    "the copies of an aborted channel are not complete after {waited:?}"
+                ));
             }
             thread::sleep(PAUSE);
         }
@@ -246,14 +247,14 @@ mod tests {
     use super::*;
 
     fn found(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<(usize, usize, bool)> {
-        stretches(runs, slot_blocks, direct_min)
+        operations(runs, slot_blocks, direct_min)
             .into_iter()
-            .map(|Stretch { blocks, is_staged }| (blocks.start, blocks.len(), is_staged))
+            .map(|Operation { blocks, is_staged }| (blocks.start, blocks.len(), is_staged))
             .collect()
     }
 
     #[test]
-    fn short_runs_share_slots_and_long_ones_go_as_they_lie() {
+    fn short_runs_share_slots_and_long_runs_are_not_staged() {
         assert_eq!(found(&[], 4, 3), []);
         assert_eq!(found(&[1, 1, 1], 4, 3), [(0, 3, true)]);
         assert_eq!(found(&[1; 9], 4, 3), [(0, 4, true), (4, 4, true), (8, 1, true)]);
@@ -265,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn stretches_are_all_blocks_in_order() {
+    fn operations_cover_all_blocks_in_order() {
         let mut state = 7_u64;
         for _ in 0..200 {
             let mut next = |below: u64| {
@@ -275,7 +276,7 @@ mod tests {
             let runs: Vec<u32> = (0..next(9)).map(|_| 1 + next(12)).collect();
             let (slot, direct) = (1 + next(8) as usize, 1 + next(8) as usize);
             let mut end = 0;
-            for Stretch { blocks, .. } in stretches(&runs, slot, direct) {
+            for Operation { blocks, .. } in operations(&runs, slot, direct) {
                 assert!(blocks.start == end && blocks.end > end);
                 assert!(blocks.len() <= slot);
                 end = blocks.end;

@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
-use kernels::cuda::{Context, Driver, LinkRate, NCCL_ENVIRONMENT, Together, pull_rate};
+use kernels::cuda::{Context, CopySubmission, Driver, LinkRate, NCCL_ENVIRONMENT, pull_rate};
 use serde::{Deserialize, Serialize};
 
 use baton::doctor::KernelsArg;
@@ -116,7 +116,7 @@ fn link(one: &str, other: &str) -> Result<f64> {
     let driver = Driver::open()?;
     let one = Context::new(driver, driver.device_named(one)?)?;
     let other = Context::new(driver, driver.device_named(other)?)?;
-    let LinkRate { gb_per_s, .. } = pull_rate(&one, &other, BYTES, BYTES, Together::No)?;
+    let LinkRate { gb_per_s, .. } = pull_rate(&one, &other, BYTES, BYTES, CopySubmission::Single)?;
     Ok(gb_per_s)
 }
 

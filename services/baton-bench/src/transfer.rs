@@ -25,7 +25,7 @@ use clap::{Args, ValueEnum};
 use kernels::{
     BLOCK_TOKENS, BlockId, Dtype, KvArena, KvLayout,
     cuda::{
-        Context, DeviceKv, Driver, KernelLibrary, LinkRate, Together, pull_rate,
+        Context, CopySubmission, DeviceKv, Driver, KernelLibrary, LinkRate, pull_rate,
         set_nccl_environment,
     },
 };
@@ -359,7 +359,8 @@ fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCo
     let to = Context::new(driver, driver.device_named(to)?)?;
     let block_bytes = ((args.block_kib as usize) << 10).min(BYTES);
     let measured = |(piece_bytes, pieces)| {
-        let together = if pieces > 1 { Together::Batch { pieces } } else { Together::No };
+        let together =
+            if pieces > 1 { CopySubmission::Batch { pieces } } else { CopySubmission::Single };
         let LinkRate { gb_per_s, latency } = pull_rate(&from, &to, BYTES, piece_bytes, together)?;
         let latency_us = latency.as_secs_f64() * 1e6;
         Ok(PlainCopy { piece_bytes, together: pieces, gb_per_s, latency_us })

@@ -7,7 +7,7 @@ use std::{env, fmt, path::PathBuf, thread::available_parallelism};
 use anyhow::{Result, bail};
 use clap::Args;
 use kernels::cuda::{
-    Context, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate, Together,
+    Context, CopySubmission, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate,
     has_cublaslt, has_nccl, pull_rate,
 };
 use serde::Serialize;
@@ -87,7 +87,7 @@ struct Gpu {
     name: String,
     /// 90 is sm_90.
     compute: u32,
-    multiprocessors: u32,
+    sms: u32,
     memory_bytes: u64,
     /// `None` when the GPU gave no context.
     free_bytes: Option<u64>,
@@ -119,7 +119,7 @@ fn rate(driver: Driver, from: &Device, to: &Device) -> Result<Rate, CudaError> {
     let from = Context::new(driver, from.clone())?;
     let to = Context::new(driver, to.clone())?;
     let LinkRate { gb_per_s, latency } =
-        pull_rate(&from, &to, COPY_BYTES, COPY_BYTES, Together::No)?;
+        pull_rate(&from, &to, COPY_BYTES, COPY_BYTES, CopySubmission::Single)?;
     Ok(Rate { gb_per_s, latency_us: latency.as_secs_f64() * 1e6 })
 }
 
@@ -190,7 +190,7 @@ impl Report {
                 uuid: device.uuid.clone(),
                 name: device.name.clone(),
                 compute: device.compute,
-                multiprocessors: device.multiprocessors,
+                sms: device.sm_count,
                 memory_bytes: device.memory_bytes,
                 free_bytes,
                 pci: device.pci.clone(),
@@ -256,7 +256,7 @@ impl fmt::Display for Report {
                 gpu.uuid,
                 gpu.name,
                 gpu.compute,
-                gpu.multiprocessors,
+                gpu.sms,
                 gibibytes(gpu.memory_bytes),
                 gpu.pci
             )?;
@@ -311,7 +311,7 @@ mod tests {
                 uuid: "GPU-1".into(),
                 name: "a GPU".into(),
                 compute: 90,
-                multiprocessors: 132,
+                sms: 132,
                 memory_bytes: 3 << 29,
                 free_bytes: None,
                 pci: "0000:01:00.0".into(),

@@ -14,7 +14,7 @@ use kernels::{
     KvArena, KvLayout, WeightFormat,
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
-        RankedKv, Tuned, Tuning, nccl_link_bytes, nccl_spare,
+        RankedKv, Tuned, Tuning, nccl_link_bytes, nccl_reserved_sms,
     },
 };
 use kv_transfer::PRECONNECTED_PAIRS_MAX;
@@ -214,8 +214,8 @@ pub(crate) fn open_gpu(
 ) -> Result<Gpu, CudaError> {
     let node = &config.node;
     check_speculation(node)?;
-    let spare_multiprocessors = spare_multiprocessors(config);
-    let options = CudaOptions { spare_multiprocessors, ..CudaOptions::new(weights) };
+    let reserved_sms = reserved_sms(config);
+    let options = CudaOptions { reserved_sms, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(gpu, kernels(node).as_deref(), options)?;
     let device = backend.context().device();
     let kernels = backend.library().build();
@@ -316,9 +316,9 @@ fn reserve(config: &Config) -> u64 {
 
 /// What decoding steps leave to `nccl`, if that carries KV and takes few: what one pair takes, while two at a time are
 /// rare. A rank's GPU gives its process and the node's, whose NCCL's kernels are, turns: there is nothing to leave.
-fn spare_multiprocessors(config: &Config) -> u32 {
+fn reserved_sms(config: &Config) -> u32 {
     match config.transfer.transport {
-        Transport::Nccl if config.node.tp == 1 => nccl_spare(config.transfer.nccl_blocks),
+        Transport::Nccl if config.node.tp == 1 => nccl_reserved_sms(config.transfer.nccl_blocks),
         _ => 0,
     }
 }
@@ -355,7 +355,7 @@ mod tests {
 
     #[test]
     fn decoding_leaves_multiprocessors_to_nccl_alone() {
-        let spare = |flags: &[_]| spare_multiprocessors(&configured(flags));
+        let spare = |flags: &[_]| reserved_sms(&configured(flags));
         let nccl = ("transfer.transport", "nccl");
         assert_eq!(spare(&[]), 0);
         assert_eq!(spare(&[nccl]), 4);

@@ -1,4 +1,4 @@
-//! What the two ends tell each other before they join: an invitation, and the answer to it.
+//! Handshake of a channel: the sender's invitation and the receiver's answer.
 
 use super::super::nccl::UniqueId;
 use crate::peer::EXPORT_BYTES_MAX;
@@ -6,45 +6,45 @@ use crate::peer::EXPORT_BYTES_MAX;
 const MAGIC: [u8; 8] = *b"BATONNC5";
 const UUID_BYTES: usize = 40;
 
-/// Communicators between two parts that a peer may have.
+/// Largest number of communicators per link.
 pub(super) const LANES_MAX: usize = 2;
-/// As many GPUs as a node may have ranks on.
+/// Largest number of ranks of a node.
 pub(super) const PARTS_MAX: usize = 8;
-/// Of a channel: with [`LANES_MAX`] as many as 8 parts need.
+/// Largest number of communicators of a channel.
 pub(super) const COMMUNICATORS_MAX: usize = LANES_MAX * PARTS_MAX;
 
-/// What the sender tells the receiver.
+/// The sender's half of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Invitation {
     pub version: i32,
-    /// Of a block of all heads.
+    /// Size of a block with all heads.
     pub block_bytes: u64,
     pub slot_bytes: u64,
-    /// Runs of so many bytes are sent as they lie.
+    /// Runs of at least this many contiguous bytes are sent without staging.
     pub direct_bytes: u64,
-    /// Communicators between two parts.
+    /// Communicators per link.
     pub lanes: usize,
-    pub multiprocessors: Multiprocessors,
+    pub max_ctas: MaxCtas,
     /// The GPUs of the sender's parts, in order of rank.
     pub uuids: Vec<String>,
 }
 
-/// What the receiver tells the sender.
+/// The receiver's half of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
-    pub multiprocessors: Multiprocessors,
+    pub max_ctas: MaxCtas,
     /// The GPUs of the receiver's parts, in order of rank.
     pub uuids: Vec<String>,
     /// One for each communicator.
     pub ids: Vec<UniqueId>,
 }
 
-/// How many of each GPU a channel may take for all that one end minds; `None`: any number.
+/// The CTAs that one end allows a channel on each GPU; `None` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Multiprocessors(pub Option<u32>);
+pub(super) struct MaxCtas(pub Option<u32>);
 
-impl Multiprocessors {
-    /// What holds where the other end wants that.
+impl MaxCtas {
+    /// Returns the limit that holds for both ends: the smaller one.
     pub fn with(self, other: Self) -> Option<u32> {
         self.0.into_iter().chain(other.0).min()
     }
@@ -65,7 +65,7 @@ impl Invitation {
         for number in [self.block_bytes, self.slot_bytes, self.direct_bytes, self.lanes as u64] {
             bytes.extend_from_slice(&number.to_le_bytes());
         }
-        bytes.extend(self.multiprocessors.to_bytes());
+        bytes.extend(self.max_ctas.to_bytes());
         write_uuids(&mut bytes, &self.uuids);
         bytes
     }
@@ -77,35 +77,35 @@ impl Invitation {
         let (block_bytes, slot_bytes, direct_bytes) = (number()?, number()?, number()?);
         let lanes = number()?;
         if !(1..=LANES_MAX as u64).contains(&lanes) {
-            return Err(format!("its lanes are {lanes}; allowed are 1 to {LANES_MAX}"));
+            return Err(format!("invalid lanes: {lanes}; expected 1 to {LANES_MAX}"));
         }
-        let multiprocessors = Multiprocessors::from_bytes(reader.take()?);
+        let max_ctas = MaxCtas::from_bytes(reader.take()?);
         let uuids = reader.uuids()?;
         reader.end()?;
         let lanes = lanes as usize;
-        Ok(Self { version, block_bytes, slot_bytes, direct_bytes, lanes, multiprocessors, uuids })
+        Ok(Self { version, block_bytes, slot_bytes, direct_bytes, lanes, max_ctas, uuids })
     }
 }
 
 impl Answer {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
-        bytes.extend(self.multiprocessors.to_bytes());
+        bytes.extend(self.max_ctas.to_bytes());
         write_uuids(&mut bytes, &self.uuids);
         bytes.extend(self.ids.iter().flat_map(|id| id.0));
         assert!(bytes.len() <= EXPORT_BYTES_MAX, "{} bytes of an answer", bytes.len());
         bytes
     }
 
-    /// With so many ids for a number of the answering node's parts.
+    /// `ids` returns the number of communicator ids for the answering node's number of parts.
     pub fn from_bytes(bytes: &[u8], ids: impl Fn(usize) -> usize) -> Result<Self, String> {
         let mut reader = Reader::new("answer", bytes)?;
-        let multiprocessors = Multiprocessors::from_bytes(reader.take()?);
+        let max_ctas = MaxCtas::from_bytes(reader.take()?);
         let uuids = reader.uuids()?;
         let ids = (0..ids(uuids.len())).map(|_| reader.take().map(UniqueId));
         let ids = ids.collect::<Result<_, _>>()?;
         reader.end()?;
-        Ok(Self { multiprocessors, uuids, ids })
+        Ok(Self { max_ctas, uuids, ids })
     }
 }
 
@@ -185,7 +185,7 @@ mod tests {
                 slot_bytes: 1 << 25,
                 direct_bytes: 1 << 23,
                 lanes: 2,
-                multiprocessors: Multiprocessors((count > 1).then_some(count as u32)),
+                max_ctas: MaxCtas((count > 1).then_some(count as u32)),
                 uuids: uuids(count),
             };
             let bytes = invitation.to_bytes();
@@ -216,8 +216,8 @@ mod tests {
     #[test]
     fn an_answer_has_an_id_for_each_communicator() {
         let ids: Vec<UniqueId> = (0..4).map(|byte| UniqueId([byte; ID_BYTES])).collect();
-        let multiprocessors = Multiprocessors(Some(7));
-        let answer = Answer { multiprocessors, uuids: uuids(2), ids };
+        let max_ctas = MaxCtas(Some(7));
+        let answer = Answer { max_ctas, uuids: uuids(2), ids };
         let bytes = answer.to_bytes();
         assert_eq!(Answer::from_bytes(&bytes, |parts| 2 * parts), Ok(answer));
         let few = Answer::from_bytes(&bytes, |parts| 3 * parts).unwrap_err();
@@ -225,13 +225,13 @@ mod tests {
         let many = Answer::from_bytes(&bytes, |parts| parts).unwrap_err();
         assert!(many.contains("256 bytes too many"), "{many}");
         let (ids, uuids) = (vec![UniqueId([1; ID_BYTES]); COMMUNICATORS_MAX], uuids(PARTS_MAX));
-        let answer = Answer { multiprocessors, uuids, ids };
+        let answer = Answer { max_ctas, uuids, ids };
         assert!(answer.to_bytes().len() <= EXPORT_BYTES_MAX);
     }
 
     #[test]
-    fn the_smaller_number_of_multiprocessors_holds() {
-        let agreed = |one, other| Multiprocessors(one).with(Multiprocessors(other));
+    fn the_smaller_number_of_max_ctas_holds() {
+        let agreed = |one, other| MaxCtas(one).with(MaxCtas(other));
         assert_eq!(agreed(Some(4), Some(8)), Some(4));
         assert_eq!(agreed(Some(8), Some(4)), Some(4));
         assert_eq!(agreed(None, Some(4)), Some(4));

@@ -1,4 +1,4 @@
-//! What a channel has between one part of ours and one of the peer's: communicators, and slots.
+//! The connection between one of our parts and one of the peer's: communicators and staging slots.
 
 use std::{
     mem, slice,
@@ -24,42 +24,41 @@ use super::{
     invitation::LANES_MAX,
     locked,
     operations::Marks,
-    watch::{LOOK, Looks, Oldest, Stay},
+    watchdog::{Oldest, POLL_INTERVAL, StuckDetector, StuckLimits},
     words,
 };
 use crate::{
     layout::BlockId,
-    peer::{End, Patience},
+    peer::{End, WaitLimit},
 };
 
-/// What needs no peer is put into a stream within microseconds; but beside the abort of another channel the
-/// driver may wait for what is stuck on a third one, until that one is aborted as well.
-const PUT_MAX: Duration = Duration::from_secs(4);
+/// Time-out for launching an operation. A launch takes microseconds, but during the abort of another channel the
+/// driver may block on an operation of a third one until that one is aborted as well.
+const LAUNCH_MAX: Duration = Duration::from_secs(4);
 /// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
-/// Whoever puts for longer waits for the driver, which waits for the GPU. Forwards that are in its streams take no longer
-/// unless prompts are read in steps of many thousand tokens.
-const PUT_USUAL: Duration = Duration::from_millis(200);
-/// Sent once to and fro before the first block, so that no block waits for the connection.
-const GREETING_BYTES: usize = 256;
-/// Both ends have connected by then. An abort of another channel, which waits for the whole GPU, waits for
-/// this as well.
-const GREETING_MAX: Duration = Duration::from_secs(2);
-/// A greeting, 2.25 s, which leaves something to whoever looks at it, and 0.5 s. The pair takes another carrier then.
-const GREETING: Looks = Looks { stuck: 45, holds_up: 10 };
+/// A launch that takes longer is blocked in the driver, which waits for the GPU. Forward passes in the streams take no
+/// longer, unless prefill steps have many thousand tokens.
+const LAUNCH_USUAL: Duration = Duration::from_millis(200);
+/// Size of the messages that are exchanged before the first block, so that no block waits for the connection.
+const CONNECT_BYTES: usize = 256;
+/// Time-out for connecting. An abort of another channel waits for the whole GPU, and so for this as well.
+const CONNECT_MAX: Duration = Duration::from_secs(2);
+/// Connecting is aborted after 2.25 s, or after 0.5 s while another thread is blocked in the driver. The pair then
+/// falls back to another transport.
+const CONNECT: StuckLimits = StuckLimits { polls_max: 45, blocking_polls_max: 10 };
 
-/// Links of a GPU at a time, and so the memory that they may take: more than a host with eight of them
-/// has use for, to and from each of the others.
+/// Largest number of links per GPU, which bounds their memory. A host with eight GPUs needs fewer.
 const STAGINGS_MAX: usize = 16;
 
-/// What all links of a GPU share.
+/// State shared by all links of a GPU.
 #[derive(Debug, Default)]
 pub(super) struct Gpu {
-    /// Held by whoever puts an operation of any channel into a stream; never by who waits for a peer.
-    issuing: Mutex<()>,
-    /// Of channels that have ended.
+    /// Held while an operation of any channel is launched, never while waiting for a peer.
+    launching: Mutex<()>,
+    /// Staging memory of channels that have ended.
     spare: Mutex<Vec<Staging>>,
-    /// In use, spare, or lost with an abort that did not come back.
+    /// Number of allocated stagings: in use, spare, or lost to an abort that hung.
     stagings: AtomicUsize,
 }
 
@@ -71,10 +70,10 @@ impl Gpu {
         let room = |made: usize| (made < STAGINGS_MAX).then_some(made + 1);
         let stagings = &self.stagings;
         stagings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).map_err(|made| {
-            format!("{made} channels have slots on this GPU; allowed are {STAGINGS_MAX}")
+            format!("cannot open another link: {made} links use this GPU; expected at most {STAGINGS_MAX}")
         })?;
-        // Whatever part of a block another channel moves: one fits.
-        let bytes = SLOT_BYTES.max(kv.layout().block_bytes()).max(2 * GREETING_BYTES);
+        // Large enough for any later channel, which may move other parts of a block.
+        let bytes = SLOT_BYTES.max(kv.layout().block_bytes()).max(2 * CONNECT_BYTES);
         Staging::new(kv, SLOTS, bytes, LANES_MAX).map_err(|error| {
             stagings.fetch_sub(1, Ordering::Relaxed);
             words(error)
@@ -82,185 +81,183 @@ impl Gpu {
     }
 }
 
-/// One of our parts, and what of its blocks one of the peer's has as well.
+/// One of our parts, and the heads of its blocks that the peer's part holds as well.
 #[derive(Debug)]
-pub(super) struct Half {
+pub(super) struct LinkEnd {
     pub kv: Arc<DeviceKv>,
     pub gpu: Arc<Gpu>,
     pub rows: Rows,
     pub end: End,
-    /// How received blocks come to their places.
+    /// How received blocks are scattered.
     pub scatter: Way,
 }
 
-/// Streams in which something has been put, and no mark behind it.
+/// Streams with work that has no mark behind it.
 #[derive(Debug, Default)]
 struct Ends {
     lanes: Vec<usize>,
     copies: bool,
 }
 
-/// Both ends put the same operations in the same order, each into the next lane.
+/// Both ends launch the same operations in the same order, each on the next lane (a communicator and its stream).
 #[derive(Debug)]
 pub(super) struct Link {
-    half: Half,
+    own: LinkEnd,
     communicators: Arc<Communicators>,
-    /// Each communicator's. They are urgent: an operation holds multiprocessors of both GPUs from when it has begun
-    /// on one until it has on the other.
+    /// One per communicator, with high priority: an operation occupies SMs of one GPU until it has also started on
+    /// the other.
     streams: Vec<Stream<PeerExchange>>,
     next: usize,
-    /// Where the ends of what was put last lie.
+    /// Streams whose last work has no mark yet.
     unmarked: Ends,
-    /// `None` once it was given back.
+    /// `None` once it was returned.
     staging: Option<Staging>,
 }
 
-/// Those of a link; none once they were ended. By themselves, for whoever ends them does not wait for whoever
-/// puts something into a stream: that one may wait for the driver, and the driver for what is to be ended.
+/// The communicators of a link; empty once they were aborted. They have a lock of their own, because an abort must
+/// not wait for a thread that launches: that thread may be blocked in the driver, and the driver on the operation
+/// that the abort ends.
 #[derive(Debug, Default)]
 pub(super) struct Communicators {
-    /// They are to be ended: nobody waits any longer for what they do.
-    ending: AtomicBool,
+    /// An abort has started.
+    aborting: AtomicBool,
     made: Mutex<Vec<Communicator>>,
 }
 
 impl Communicators {
-    /// Ends all of these, and kernels of theirs that wait in vain.
-    pub fn end_all(all: &[Arc<Self>]) -> Result<(), String> {
-        all.iter().for_each(|these| these.ending.store(true, Ordering::Release));
+    /// Aborts all communicators and their kernels.
+    pub fn abort_all(all: &[Arc<Self>]) -> Result<(), String> {
+        all.iter().for_each(|these| these.aborting.store(true, Ordering::Release));
         let communicators =
             all.iter().flat_map(|these| mem::take(&mut *locked(&these.made))).collect();
         Communicator::abort_all(communicators, ABORT_MAX).map(drop).map_err(words)
     }
 }
 
-const LIVES: &str = "it is taken by the end alone";
+const LIVES: &str = "only an abort takes the staging";
 
 impl Link {
-    /// With a communicator for each of the options, made together with the peer.
+    /// Creates a communicator for each of `options`, together with the peer.
     pub fn join(
-        half: Half,
+        own: LinkEnd,
         nccl: &Arc<Nccl>,
         options: &[CommunicatorOptions],
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<Self, String> {
-        half.kv.context().bind().map_err(words)?;
-        let staging = Some(half.gpu.staging(&half.kv)?);
-        // Ended when it is dropped, whatever comes.
+        own.kv.context().bind().map_err(words)?;
+        let staging = Some(own.gpu.staging(&own.kv)?);
+        // Dropping the link aborts it, also after an error below.
         let (communicators, streams) = (Arc::default(), Vec::with_capacity(options.len()));
         let mut link =
-            Self { half, communicators, streams, next: 0, unmarked: Ends::default(), staging };
-        // All at the same time: each takes a while.
+            Self { own, communicators, streams, next: 0, unmarked: Ends::default(), staging };
+        // In parallel: each one takes 0.1 s.
         let communicators = thread::scope(|scope| {
             let make = |options: CommunicatorOptions| {
-                let context = link.half.kv.context();
-                move || Communicator::new(nccl, context, options, patience).map_err(words)
+                let context = link.own.kv.context();
+                move || Communicator::new(nccl, context, options, limit).map_err(words)
             };
             let threads = options.iter().map(|options| scope.spawn(make(*options)));
             let threads: Vec<_> = threads.collect();
             let made = threads.into_iter().map(|thread| {
                 let made = thread.join();
-                made.unwrap_or_else(|_| Err("a thread that joined panicked".to_owned()))
+                made.unwrap_or_else(|_| {
+                    Err("the thread that created a communicator panicked".to_owned())
+                })
             });
             let made: Vec<Result<Communicator, String>> = made.collect();
             made.into_iter().collect::<Result<Vec<_>, _>>()
         })?;
         for communicator in communicators {
-            link.add_lane(communicator, patience)?;
+            link.add_lane(communicator, limit)?;
         }
         Ok(link)
     }
 
-    /// Sends a few bytes to and fro by another communicator, which connects. Nobody else has the link yet, so
-    /// no lock that others need is held while the peer is waited for, which may never come.
+    /// Exchanges a few bytes over another communicator, which makes NCCL connect. No other thread uses the link yet,
+    /// so no shared lock is held while waiting for the peer.
     ///
-    /// Nor is [`Gpu::issuing`], for others would wait as long. So the greetings of two channels may be put in
-    /// another order at the peer: each has a stream of its own, in which nothing follows it before it is
-    /// over, and its kernel has room beside what the others run.
-    fn add_lane(
-        &mut self,
-        communicator: Communicator,
-        patience: Patience<'_>,
-    ) -> Result<(), String> {
-        let stream = Stream::urgent(self.half.kv.context()).map_err(words)?;
+    /// [`Gpu::launching`] is not held either. So the peer may connect two channels in another order. This is safe:
+    /// each exchange has a stream of its own with nothing behind it, and its kernel fits beside the others.
+    fn add_lane(&mut self, communicator: Communicator, limit: WaitLimit<'_>) -> Result<(), String> {
+        let stream = Stream::urgent(self.own.kv.context()).map_err(words)?;
         let peer = 1 - communicator.rank();
-        // From now on it is ended with the others.
+        // From here on an abort of the link includes this communicator.
         locked(&self.communicators.made).push(communicator);
         self.streams.push(stream);
         let communicators = Arc::clone(&self.communicators);
         let (tell, told) = mpsc::channel();
         thread::scope(|scope| {
-            // Whoever greets may be waiting for the driver, and the driver for the greeting.
-            let context = Arc::clone(self.half.kv.context());
+            // The connecting thread may be blocked in the driver, and the driver on this exchange.
+            let context = Arc::clone(self.own.kv.context());
             let watch = move || {
                 if told.recv().is_err() {
                     return;
                 }
-                let (greeting, mut stay) =
-                    (Oldest { number: 0, is_put: true }, Stay::new(GREETING));
-                let is_held_up = || context.calls().any_is_late(Instant::now());
-                while told.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-                    if stay.is_too_long(Some(greeting), is_held_up).is_some() {
-                        // The greeting says why.
-                        let _ = Communicators::end_all(slice::from_ref(&communicators));
+                let (exchange, mut detector) =
+                    (Oldest { number: 0, is_launched: true }, StuckDetector::new(CONNECT));
+                let is_blocked = || context.calls().any_is_overdue(Instant::now());
+                while told.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                    if detector.is_stuck(Some(exchange), is_blocked).is_some() {
+                        // `connect` reports the failure.
+                        let _ = Communicators::abort_all(slice::from_ref(&communicators));
                         return;
                     }
                 }
             };
-            let named = thread::Builder::new().name("nccl-greeting".to_owned());
+            let named = thread::Builder::new().name("nccl-connect".to_owned());
             named.spawn_scoped(scope, watch).map_err(words)?;
-            // Dropped when it is over, whatever came of it.
-            let begun = tell;
-            self.greet(peer, patience, &begun)
+            // Dropping the sender ends the watchdog.
+            let launched = tell;
+            self.connect(peer, limit, &launched)
         })?;
-        match self.communicators.ending.load(Ordering::Acquire) {
+        match self.communicators.aborting.load(Ordering::Acquire) {
             true => Err(NcclError::Ended.to_string()),
             false => Ok(()),
         }
     }
 
-    /// By the last communicator and its stream; tells when the greeting is in the stream.
-    fn greet(
+    /// Connects the last communicator on its stream. Sends to `launched` once the exchange is in the stream.
+    fn connect(
         &mut self,
         peer: u32,
-        patience: Patience<'_>,
-        begun: &mpsc::Sender<()>,
+        limit: WaitLimit<'_>,
+        launched: &mpsc::Sender<()>,
     ) -> Result<(), String> {
-        let stream = self.streams.last().expect("it has one by now");
+        let stream = self.streams.last().expect("the caller pushed a stream");
         let staging = self.staging.as_mut().expect(LIVES);
         let to_peer =
-            |offset| Move { peer, piece: Piece::new(staging.memory(), offset, GREETING_BYTES) };
-        let (out, back) = (to_peer(0), to_peer(GREETING_BYTES));
+            |offset| Move { peer, piece: Piece::new(staging.memory(), offset, CONNECT_BYTES) };
+        let (out, back) = (to_peer(0), to_peer(CONNECT_BYTES));
         staging.await_all(stream).map_err(words)?;
         {
             let mut communicators = locked(&self.communicators.made);
             let communicator = communicators.last_mut().ok_or(NcclError::Ended).map_err(words)?;
-            communicator.exchange(&[out], &[back], stream, patience).map_err(words)?;
+            communicator.exchange(&[out], &[back], stream, limit).map_err(words)?;
         }
-        // Fails when the watch has gone, which only the end of this makes it.
-        let _ = begun.send(());
+        // Fails only when the watchdog has aborted the link.
+        let _ = launched.send(());
         let mark = staging.mark_lane(self.streams.len() - 1, stream).map_err(words)?;
-        let deadline = patience.deadline.min(Instant::now() + GREETING_MAX);
+        let deadline = limit.deadline.min(Instant::now() + CONNECT_MAX);
         while !mark.is_reached() {
-            if Instant::now() >= deadline || (patience.given_up)() {
-                return Err("the other end did not greet in time".to_owned());
+            if Instant::now() >= deadline || (limit.cancelled)() {
+                return Err("the peer did not connect in time".to_owned());
             }
             thread::sleep(Duration::from_micros(100));
         }
         Ok(())
     }
 
-    /// Puts the part of these blocks that goes here into the streams. They are no more than a slot takes;
-    /// those that are not to be staged lie together.
+    /// Launches the transfer of this link's part of the blocks, which fit into one slot. Blocks that are not
+    /// staged are contiguous.
     ///
     /// # Safety
-    /// The blocks are borrowed until the next [mark](Self::mark) is seen, or [`clear_all`](Self::clear_all) has
+    /// The blocks are borrowed until the next [mark](Self::mark) is reached, or [`drain_all`](Self::drain_all) has
     /// returned.
-    pub unsafe fn put(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
-        let Self { half, communicators, streams, next, unmarked, staging } = self;
-        let Half { kv, gpu, rows, end, scatter } = half;
+    pub unsafe fn launch(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
+        let Self { own, communicators, streams, next, unmarked, staging } = self;
+        let LinkEnd { kv, gpu, rows, end, scatter } = own;
         let staging = staging.as_mut().expect(LIVES);
-        let _call = kv.context().calls().begin(PUT_USUAL);
+        let _call = kv.context().calls().begin(LAUNCH_USUAL);
         kv.context().bind()?;
         let lane = *next % streams.len();
         *next = lane + 1;
@@ -268,7 +265,7 @@ impl Link {
         kv.pass_time(stream)?;
         kv.pass_time(staging.copies())?;
         let exchange = |range: &Range, (offset, bytes): Place| -> Result<(), NcclError> {
-            let _issuing = locked(&gpu.issuing);
+            let _launching = locked(&gpu.launching);
             let mut made = locked(&communicators.made);
             let communicator = made.get_mut(lane).ok_or(NcclError::Ended)?;
             let peer = 1 - communicator.rank();
@@ -277,13 +274,13 @@ impl Link {
                 End::Sender => (&piece, &[]),
                 End::Receiver => (&[], &piece),
             };
-            let given_up = || communicators.ending.load(Ordering::Acquire);
-            let patience = Patience { deadline: Instant::now() + PUT_MAX, given_up: &given_up };
-            communicator.exchange(sends, receives, stream, patience).map(drop)
+            let cancelled = || communicators.aborting.load(Ordering::Acquire);
+            let limit = WaitLimit { deadline: Instant::now() + LAUNCH_MAX, cancelled: &cancelled };
+            communicator.exchange(sends, receives, stream, limit).map(drop)
         };
-        // Where a part of each block goes it is brought together in any case.
+        // A part of each block is strided and always needs staging.
         let is_staged = is_staged || !rows.are_whole();
-        // What a receiver puts there ends with copies that follow.
+        // A staged receive ends with the copies that follow it.
         match (is_staged, *end) {
             (true, End::Receiver) => unmarked.copies = true,
             _ if unmarked.lanes.contains(&lane) => {}
@@ -293,7 +290,7 @@ impl Link {
             (false, _) => {
                 let mut places = places_of(ids, rows.block_bytes());
                 let place = places.next().unwrap_or_default();
-                assert!(places.next().is_none(), "what is not staged lies together");
+                assert!(places.next().is_none(), "blocks that are not staged are contiguous");
                 exchange(kv.data(), place)
             }
             // SAFETY: as the caller promises.
@@ -305,10 +302,10 @@ impl Link {
         }
     }
 
-    /// Marks the end of all that was put so far.
+    /// Marks the end of everything launched so far.
     pub fn mark(&mut self) -> Result<Marks, NcclError> {
-        let context = self.half.kv.context();
-        let _call = context.calls().begin(PUT_USUAL);
+        let context = self.own.kv.context();
+        let _call = context.calls().begin(LAUNCH_USUAL);
         context.bind()?;
         let Ends { lanes, copies } = mem::take(&mut self.unmarked);
         let staging = self.staging.as_mut().expect(LIVES);
@@ -327,25 +324,25 @@ impl Link {
     }
 
     pub fn context(&self) -> &Arc<Context> {
-        self.half.kv.context()
+        self.own.kv.context()
     }
 
-    /// What follows the end of the communicators, which was well or not: copies that waited for an operation go
-    /// on, and are over when this returns without an error.
-    pub fn clear_all(links: &mut [Self], ended: Result<(), String>) -> Result<(), String> {
-        let mut cleared = ended;
+    /// Waits for the copies after `aborted`, the outcome of the communicators' abort: copies that waited for an
+    /// operation run now. After `Ok` nothing moves any more.
+    pub fn drain_all(links: &mut [Self], aborted: Result<(), String>) -> Result<(), String> {
+        let mut drained = aborted;
         let mut kept = Vec::with_capacity(links.len());
         for link in links {
             let Some(mut staging) = link.staging.take() else { continue };
-            cleared = cleared
-                .and_then(|()| link.half.kv.context().bind().map_err(words))
+            drained = drained
+                .and_then(|()| link.own.kv.context().bind().map_err(words))
                 .and_then(|()| staging.drain(&link.streams, ABORT_MAX));
-            kept.push((Arc::clone(&link.half.gpu), staging, mem::take(&mut link.streams)));
+            kept.push((Arc::clone(&link.own.gpu), staging, mem::take(&mut link.streams)));
         }
-        if cleared.is_err() {
-            // Something may still use them.
+        if drained.is_err() {
+            // Something may still use them, so they are leaked.
             mem::forget(kept);
-            return cleared;
+            return drained;
         }
         for (gpu, staging, _) in kept {
             locked(&gpu.spare).push(staging);
@@ -357,7 +354,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // Nobody is left to be told.
-        let ended = Communicators::end_all(slice::from_ref(&self.communicators));
-        let _ = Self::clear_all(slice::from_mut(self), ended);
+        let ended = Communicators::abort_all(slice::from_ref(&self.communicators));
+        let _ = Self::drain_all(slice::from_mut(self), ended);
     }
 }

@@ -1,4 +1,4 @@
-//! One end of a channel: operations put into its links' streams, until they are over or it is aborted.
+//! One end of a channel: operations in flight on the streams of its links.
 
 use std::{
     collections::VecDeque,
@@ -11,10 +11,10 @@ use std::{
 };
 
 use super::{
-    super::{context::Context, nccl::NcclError, staging::stretches, tally::Mark},
+    super::{context::Context, nccl::NcclError, staging::operations, stream_progress::Mark},
     link::{Communicators, Link},
     locked,
-    watch::{Oldest, Watch},
+    watchdog::{Oldest, Watchdog},
     words,
 };
 use crate::{
@@ -26,14 +26,14 @@ use crate::{
 /// One end of a channel.
 pub(super) struct NcclChannel {
     shared: Arc<Shared>,
-    _watch: Watch,
+    _watch: Watchdog,
 }
 
-/// How a chunk is cut up, in blocks.
+/// How a chunk is cut into operations, in blocks.
 pub(super) struct Cuts {
-    /// What a slot takes.
+    /// Blocks that fit into a slot.
     pub slot_blocks: usize,
-    /// Runs of so many are sent as they lie.
+    /// Runs of at least this many contiguous blocks are sent without staging.
     pub direct_min: usize,
 }
 
@@ -49,120 +49,124 @@ impl NcclChannel {
             links: Mutex::new(Some(links)),
             communicators,
             contexts,
-            under_way: Mutex::default(),
-            ending: Mutex::default(),
+            in_flight: Mutex::default(),
+            aborting: Mutex::default(),
             aborted: AtomicBool::new(false),
             reason: OnceLock::new(),
             stuck: AtomicBool::new(false),
             cuts,
             blocks,
         });
-        Ok(Self { _watch: Watch::start(&shared)?, shared })
+        Ok(Self { _watch: Watchdog::start(&shared)?, shared })
     }
 }
 
-/// Operations in order, those that are over forgotten now and then.
+/// Operations in order of their launch; finished ones are removed lazily.
 #[derive(Default)]
 struct Operations {
-    /// Marks are there once it was put.
-    under_way: VecDeque<Option<Marks>>,
-    /// Of the first.
+    /// `None` until the operation is launched completely.
+    in_flight: VecDeque<Option<Marks>>,
+    /// Number of the first operation in the queue.
     first: u64,
 }
 
 impl Operations {
     fn oldest(&mut self) -> Option<Oldest> {
-        let is_over = |marks: &Option<Marks>| {
+        let has_ended = |marks: &Option<Marks>| {
             marks.as_ref().is_some_and(|marks| marks.iter().all(Mark::is_reached))
         };
-        while self.under_way.front().is_some_and(is_over) {
-            self.under_way.pop_front();
+        while self.in_flight.front().is_some_and(has_ended) {
+            self.in_flight.pop_front();
             self.first += 1;
         }
-        let oldest = self.under_way.front();
-        oldest.map(|marks| Oldest { number: self.first, is_put: marks.is_some() })
+        let oldest = self.in_flight.front();
+        oldest.map(|marks| Oldest { number: self.first, is_launched: marks.is_some() })
     }
 
     fn begin(&mut self) -> u64 {
         self.oldest();
-        self.under_way.push_back(None);
-        self.first + self.under_way.len() as u64 - 1
+        self.in_flight.push_back(None);
+        self.first + self.in_flight.len() as u64 - 1
     }
 
-    fn put(&mut self, number: u64, marks: &Marks) {
-        if let Some(place) = self.under_way.get_mut((number - self.first) as usize) {
+    fn launched(&mut self, number: u64, marks: &Marks) {
+        if let Some(place) = self.in_flight.get_mut((number - self.first) as usize) {
             *place = Some(marks.clone());
         }
     }
 }
 
-/// Of each link.
+/// Marks behind an operation on each link.
 pub(super) type Marks = Vec<Mark>;
 
 pub(super) struct Shared {
-    /// Held by whoever puts something into their streams. `None` once it was aborted.
+    /// Held while an operation is launched. `None` after an abort.
     links: Mutex<Option<Vec<Link>>>,
     communicators: Vec<Arc<Communicators>>,
-    /// Of the GPUs on which the links' ends are.
+    /// Contexts of the GPUs that the links use.
     contexts: Vec<Arc<Context>>,
-    under_way: Mutex<Operations>,
-    /// Held by an abort: another one waits for it.
-    ending: Mutex<()>,
-    /// An abort was begun: marks that are done from then on say nothing about what was transferred.
+    in_flight: Mutex<Operations>,
+    /// Held during an abort, so that a second abort waits.
+    aborting: Mutex<()>,
+    /// An abort has started: a mark that is reached from now on does not prove a transfer.
     aborted: AtomicBool,
-    /// Why, where the watch did it.
+    /// Why the watchdog aborted the channel, if it did.
     reason: OnceLock<&'static str>,
-    /// An abort did not come back.
+    /// An abort hung.
     stuck: AtomicBool,
     cuts: Cuts,
     blocks: Arc<dyn RemoteBlocks>,
 }
 
 impl Shared {
-    /// Whether the runs are those of our blocks.
+    /// Checks that `runs` describe the blocks.
     fn check(&self, runs: &[u32], ids: &[BlockId]) -> Result<(), String> {
         let mut rest = ids;
         for run in runs {
             let (blocks, after) = rest
                 .split_at_checked(*run as usize)
                 .filter(|(blocks, _)| !blocks.is_empty())
-                .ok_or("the runs are not those of the blocks")?;
+                .ok_or("invalid runs: they do not cover the blocks")?;
             if !blocks.windows(2).all(|two| two[0].0.checked_add(1) == Some(two[1].0)) {
-                return Err("blocks of one run do not lie together".to_owned());
+                return Err("invalid runs: blocks of one run are not contiguous".to_owned());
             }
             rest = after;
         }
-        if rest.is_empty() { Ok(()) } else { Err("blocks are left over".to_owned()) }
+        if rest.is_empty() {
+            Ok(())
+        } else {
+            Err("invalid runs: they cover fewer blocks than given".to_owned())
+        }
     }
 
-    /// Puts a chunk into the streams, and marks behind it.
-    fn put(&self, runs: &[u32], ids: &[BlockId]) -> Result<Marks, String> {
-        let number = locked(&self.under_way).begin();
-        let put = match locked(&self.links).as_mut() {
+    /// Launches the transfer of a chunk and marks its end.
+    fn launch(&self, runs: &[u32], ids: &[BlockId]) -> Result<Marks, String> {
+        let number = locked(&self.in_flight).begin();
+        let launched = match locked(&self.links).as_mut() {
             None => Err(self.why_aborted()),
-            Some(links) => self.put_into(links, runs, ids).map_err(words),
+            Some(links) => self.launch_on(links, runs, ids).map_err(words),
         };
-        if let Ok(marks) = &put {
-            locked(&self.under_way).put(number, marks);
+        if let Ok(marks) = &launched {
+            locked(&self.in_flight).launched(number, marks);
         }
-        put.map_err(|reason| match self.abort() {
-            // Part of it may be in the stream: only an abort says that nothing moves.
+        launched.map_err(|reason| match self.abort() {
+            // A part may already be in the streams: only an abort guarantees that nothing moves.
             Ok(()) => reason,
             Err(stuck) => format!("{reason}; {stuck}"),
         })
     }
 
-    fn put_into(
+    fn launch_on(
         &self,
         links: &mut [Link],
         runs: &[u32],
         ids: &[BlockId],
     ) -> Result<Marks, NcclError> {
-        for stretch in stretches(runs, self.cuts.slot_blocks, self.cuts.direct_min) {
-            let ids = &ids[stretch.blocks];
+        for operation in operations(runs, self.cuts.slot_blocks, self.cuts.direct_min) {
+            let ids = &ids[operation.blocks];
             for link in &mut *links {
-                // SAFETY: the blocks are borrowed until all marks are seen, or the abort has returned.
-                unsafe { link.put(ids, stretch.is_staged) }?;
+                // SAFETY: the blocks are borrowed until all marks are reached, or the abort has returned.
+                unsafe { link.launch(ids, operation.is_staged) }?;
             }
         }
         let mut marks = Vec::new();
@@ -172,21 +176,21 @@ impl Shared {
         Ok(marks)
     }
 
-    /// The operation that has waited longest.
+    /// Returns the oldest operation in flight.
     pub fn oldest(&self) -> Option<Oldest> {
-        locked(&self.under_way).oldest()
+        locked(&self.in_flight).oldest()
     }
 
-    /// Whether somebody waits for the driver of a GPU on which one of the links' ends is.
-    pub fn is_anyone_held_up(&self) -> bool {
+    /// Returns whether a thread is blocked in the driver of one of the links' GPUs.
+    pub fn is_driver_blocked(&self) -> bool {
         let now = Instant::now();
-        self.contexts.iter().any(|context| context.calls().any_is_late(now))
+        self.contexts.iter().any(|context| context.calls().any_is_overdue(now))
     }
 
-    /// Says why to whoever waits, unless it was aborted before.
+    /// Aborts the channel and keeps the reason for callers that wait for an operation.
     pub fn abort_because(&self, reason: &'static str) -> Result<(), String> {
         if !self.aborted.load(Ordering::SeqCst) {
-            // Set once, by the watch alone.
+            // Only the watchdog sets it, once.
             let _ = self.reason.set(reason);
         }
         self.abort()
@@ -197,21 +201,21 @@ impl Shared {
     }
 
     fn abort(&self) -> Result<(), String> {
-        let _ending = locked(&self.ending);
-        // Before it ends the kernels, whose marks are reached then.
+        let _aborting = locked(&self.aborting);
+        // Set first: aborting the kernels makes their marks reached.
         self.aborted.store(true, Ordering::SeqCst);
-        // These first, and without the links: whoever has those may be waiting for the driver, and the driver
-        // for the end of these.
-        let ended = Communicators::end_all(&self.communicators);
+        // First and without the lock on the links: its holder may be blocked in the driver, and the driver on these
+        // communicators.
+        let ended = Communicators::abort_all(&self.communicators);
         if let Some(mut links) = locked(&self.links).take()
-            && let Err(reason) = Link::clear_all(&mut links, ended)
+            && let Err(reason) = Link::drain_all(&mut links, ended)
         {
             self.stuck.store(true, Ordering::Release);
             return Err(reason);
         }
-        // Once it was stuck nothing says any more that it is over.
+        // After an abort that hung nothing guarantees that the transfers have ended.
         match self.stuck.load(Ordering::Acquire) {
-            true => Err("an abort before did not come back".to_owned()),
+            true => Err("an earlier abort hung".to_owned()),
             false => Ok(()),
         }
     }
@@ -219,7 +223,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // Nobody is left to be told.
+        // No caller is left to report an error to.
         let _ = self.abort();
     }
 }
@@ -232,12 +236,12 @@ impl PeerChannel for NcclChannel {
     ) -> Result<Box<dyn Moving<BlockRead>>, String> {
         assert!(
             blocks.iter().all(|block| block.lies_in(&*self.shared.blocks)),
-            "own blocks are sent"
+            "only our blocks are sent"
         );
         let ids: Vec<BlockId> = blocks.iter().map(BlockRead::block).collect();
         self.shared.check(runs, &ids)?;
-        let under_way = UnderWay::new(&self.shared, blocks);
-        under_way.marked(self.shared.put(runs, &ids))
+        let in_flight = InFlight::new(&self.shared, blocks);
+        in_flight.marked(self.shared.launch(runs, &ids))
     }
 
     fn receive(
@@ -246,11 +250,11 @@ impl PeerChannel for NcclChannel {
         blocks: Vec<BlockWrite>,
     ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
         let ours = |block: &BlockWrite| block.lies_in(&*self.shared.blocks);
-        assert!(blocks.iter().all(ours), "only own blocks are written");
+        assert!(blocks.iter().all(ours), "only our blocks are received into");
         let ids: Vec<BlockId> = blocks.iter().map(BlockWrite::block).collect();
         self.shared.check(runs, &ids)?;
-        let under_way = UnderWay::new(&self.shared, blocks);
-        under_way.marked(self.shared.put(runs, &ids))
+        let in_flight = InFlight::new(&self.shared, blocks);
+        in_flight.marked(self.shared.launch(runs, &ids))
     }
 
     fn abort(&self) -> Result<(), String> {
@@ -258,15 +262,15 @@ impl PeerChannel for NcclChannel {
     }
 }
 
-/// An operation in the stream, and the blocks that it reads or writes.
-struct UnderWay<B> {
-    /// `None` while there are none, and once they were given back.
+/// A launched operation and the blocks that it reads or writes.
+struct InFlight<B> {
+    /// `None` if the launch failed.
     marks: Option<Marks>,
     blocks: Option<Vec<B>>,
     shared: Arc<Shared>,
 }
 
-impl<B: Send + 'static> UnderWay<B> {
+impl<B: Send + 'static> InFlight<B> {
     fn new(shared: &Arc<Shared>, blocks: Vec<B>) -> Self {
         Self { marks: None, blocks: Some(blocks), shared: Arc::clone(shared) }
     }
@@ -277,10 +281,10 @@ impl<B: Send + 'static> UnderWay<B> {
     }
 }
 
-impl<B: Send + 'static> Moving<B> for UnderWay<B> {
+impl<B: Send + 'static> Moving<B> for InFlight<B> {
     fn is_done(&mut self) -> Result<bool, String> {
         let done = self.marks.iter().flatten().all(Mark::is_reached);
-        // After the marks: what an abort has ended looks done, and an abort is known before that.
+        // Checked after the marks: an abort sets the flag before it makes marks reached.
         match self.shared.aborted.load(Ordering::SeqCst) {
             true => Err(self.shared.why_aborted()),
             false => Ok(done),
@@ -289,22 +293,22 @@ impl<B: Send + 'static> Moving<B> for UnderWay<B> {
 
     fn finish(mut self: Box<Self>) -> Result<Vec<B>, String> {
         if !self.is_done()? {
-            return Err("it is under way".to_owned());
+            return Err("the operation is in flight".to_owned());
         }
         Ok(self.blocks.take().unwrap_or_default())
     }
 }
 
-impl<B> Drop for UnderWay<B> {
+impl<B> Drop for InFlight<B> {
     fn drop(&mut self) {
         let Some(blocks) = self.blocks.take() else { return };
-        let is_over = match &self.marks {
+        let has_ended = match &self.marks {
             Some(marks) => marks.iter().all(Mark::is_reached) || self.shared.abort().is_ok(),
-            // It could not be put, and was aborted for that.
+            // The launch failed, which aborted the channel.
             None => self.shared.abort().is_ok(),
         };
-        if !is_over {
-            // Something may still move them: they are never anyone's again.
+        if !has_ended {
+            // Something may still move the blocks, so they are leaked.
             mem::forget(blocks);
         }
     }

@@ -1,13 +1,12 @@
-//! Communicators as owned values.
+//! NCCL communicators as owned values.
 //!
-//! A communicator never blocks: NCCL is told so, and each call is polled to its end, up to a deadline,
-//! before the next is made (NCCL refuses a second one meanwhile). That a peer has died NCCL does not
-//! say over NVLink: whoever holds a communicator learns it otherwise and then [`aborts`] it, which ends
-//! kernels that still wait for the peer.
+//! A communicator is non-blocking: each call is polled until it is complete, up to a deadline, before the next call.
+//! (NCCL rejects a second call meanwhile.) Over NVLink NCCL does not report a dead peer. The owner of a communicator
+//! detects it in another way and [`aborts`] the communicator, which ends kernels that wait for the peer.
 //!
-//! Order at the end: recorded graphs that hold its operations first, then the communicator, then the
-//! ranges they move, then the context, which it keeps. A range that a stuck operation uses is not freed
-//! before the abort: the driver would wait for the operation.
+//! Order of destruction: CUDA graphs that contain its operations, the communicator, the ranges that it moves, the
+//! context. Memory that a stuck operation uses is freed only after the abort, because freeing waits for the
+//! operation.
 //!
 //! [`aborts`]: Communicator::abort
 
@@ -21,26 +20,25 @@ use std::{
 
 use super::{
     super::{
-        calls::GIVING_BACK,
         context::{Context, Role, Stream},
+        driver_calls::FREE_USUAL,
         error::CudaError,
         memory::Range,
     },
     BFLOAT16, Config, FLOAT32, Functions, IN_PROGRESS, Nccl, NcclError, OLDEST, RawCommunicator,
     SUCCESS, SUM, UINT8, UNDEFINED, UniqueId,
 };
-use crate::{layout::Dtype, peer::Patience};
+use crate::{layout::Dtype, peer::WaitLimit};
 
-/// What needs no peer is done within this: another thread puts it into the stream, and is waited for
-/// without a pause.
+/// How long to poll without a pause. NCCL's own thread completes a launch within this time if no peer is needed.
 const SPIN: Duration = Duration::from_micros(300);
-/// The pause between looks from then on.
+/// Pause between later polls.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
-const ABORT_PATIENCE: Duration = Duration::from_secs(10);
+const ABORT_MAX: Duration = Duration::from_secs(10);
 
-/// A part of a range that is sent, or received into.
+/// A part of a range to send or receive.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
     range: &'a Range,
@@ -50,10 +48,10 @@ pub struct Piece<'a> {
 
 impl<'a> Piece<'a> {
     /// # Panics
-    /// When it is not within the range, as slices do.
+    /// If the piece is not inside the range.
     pub fn new(range: &'a Range, offset: usize, bytes: usize) -> Self {
         let fits = offset.checked_add(bytes).is_some_and(|end| end <= range.bytes());
-        assert!(fits, "{bytes} bytes at {offset} are within the {} there are", range.bytes());
+        assert!(fits, "{bytes} bytes at offset {offset} exceed a range of {} bytes", range.bytes());
         Self { range, offset, bytes }
     }
 
@@ -66,36 +64,35 @@ impl<'a> Piece<'a> {
     }
 }
 
-/// One piece of a group's sends or receives, and the rank at its other end.
+/// One send or receive of a group, and its peer rank.
 #[derive(Clone, Copy, Debug)]
 pub struct Move<'a> {
     pub peer: u32,
     pub piece: Piece<'a>,
 }
 
-/// What a communicator is made of.
+/// Parameters of a communicator.
 #[derive(Clone, Copy, Debug)]
 pub struct CommunicatorOptions {
     pub rank: u32,
     pub ranks: u32,
     pub id: UniqueId,
-    /// Blocks of a kernel of its, at least and at most: they bound its speed, the multiprocessors that
-    /// it takes from others, and its memory. `None`: NCCL chooses.
-    pub blocks: Option<(u32, u32)>,
+    /// Smallest and largest number of CTAs of its kernels. They bound its bandwidth, the SMs that it uses, and its
+    /// memory. `None`: NCCL decides.
+    pub ctas: Option<(u32, u32)>,
 }
 
-/// A group of ranks that can send to each other, as one of them sees it.
+/// One rank's communicator.
 ///
-/// Its operations are put into streams in the order of the calls, and at the other ranks in the same
-/// order. Whoever has several on one GPU puts their operations into streams one at a time, lest two GPUs
-/// begin with different ones and each wait for the other.
+/// All ranks must call the same operations in the same order. A process with several communicators on one GPU must
+/// launch their operations one at a time. Otherwise two GPUs may start with different operations and deadlock.
 #[derive(Debug)]
 pub struct Communicator {
-    /// `None` once it was aborted.
+    /// `None` after an abort.
     raw: Option<Raw>,
     rank: u32,
     ranks: u32,
-    /// Of the last operation.
+    /// Number of the last operation.
     sequence: u64,
     is_broken: bool,
     memory_bytes: u64,
@@ -108,47 +105,47 @@ struct Raw {
     context: Arc<Context>,
 }
 
-// SAFETY: NCCL lets every thread use a communicator, one at a time, which `&mut self` sees to.
+// SAFETY: any thread may use a communicator, one thread at a time, which `&mut self` guarantees.
 unsafe impl Send for Raw {}
 
 impl Communicator {
-    /// Has NCCL load its kernels to this GPU, which its first communicator in a process does: 0.2 to 0.4 s, and more
-    /// beside other work. So this makes one of a single rank and ends it.
+    /// Makes NCCL load its kernels to this GPU by creating and destroying a communicator of one rank. The first
+    /// communicator of a process takes 0.2 to 0.4 s for this, and more beside other work.
     pub fn load_kernels<'a>(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
-        patience: impl Into<Patience<'a>>,
+        limit: impl Into<WaitLimit<'a>>,
     ) -> Result<(), NcclError> {
         let options =
-            CommunicatorOptions { rank: 0, ranks: 1, id: nccl.unique_id()?, blocks: Some((1, 1)) };
-        let alone = Self::make(nccl, context, options, patience.into())?;
-        alone.abort(ABORT_PATIENCE).map(drop)
+            CommunicatorOptions { rank: 0, ranks: 1, id: nccl.unique_id()?, ctas: Some((1, 1)) };
+        let alone = Self::make(nccl, context, options, limit.into())?;
+        alone.abort(ABORT_MAX).map(drop)
     }
 
-    /// Makes it, together with the other ranks, or gives up with the patience.
+    /// Creates the communicator together with the other ranks.
     pub fn new<'a>(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
         options: CommunicatorOptions,
-        patience: impl Into<Patience<'a>>,
+        limit: impl Into<WaitLimit<'a>>,
     ) -> Result<Self, NcclError> {
         let CommunicatorOptions { rank, ranks, .. } = options;
         if rank >= ranks || ranks < 2 {
             return Err(NcclError::Rank { rank, ranks });
         }
-        Self::make(nccl, context, options, patience.into())
+        Self::make(nccl, context, options, limit.into())
     }
 
     fn make(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
         options: CommunicatorOptions,
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<Self, NcclError> {
-        let CommunicatorOptions { rank, ranks, id, blocks } = options;
-        let (least, most) = match blocks {
+        let CommunicatorOptions { rank, ranks, id, ctas } = options;
+        let (least, most) = match ctas {
             Some((least, most)) if least == 0 || most < least || most > 64 => {
-                return Err(NcclError::Blocks { least, most });
+                return Err(NcclError::Ctas { least, most });
             }
             Some((least, most)) => (least as c_int, most as c_int),
             None => (UNDEFINED, UNDEFINED),
@@ -180,14 +177,14 @@ impl Communicator {
         };
         if communicator.is_null() {
             nccl.check(call, code, communicator)?;
-            let reason = "it gave no communicator".to_owned();
+            let reason = "NCCL returned no communicator".to_owned();
             return Err(NcclError::Call { call, code, reason });
         }
         let raw = Raw { communicator, nccl: Arc::clone(nccl), context: Arc::clone(context) };
         let (sequence, is_broken, memory_bytes) = (0, false, 0);
-        // Aborted when it is dropped, whatever comes.
+        // Dropping it aborts it, also after an error below.
         let mut made = Self { raw: Some(raw), rank, ranks, sequence, is_broken, memory_bytes };
-        made.finish(call, code, patience)?;
+        made.finish(call, code, limit)?;
         made.memory_bytes = before.saturating_sub(context.free_bytes()?);
         Ok(made)
     }
@@ -200,29 +197,28 @@ impl Communicator {
         self.ranks
     }
 
-    /// Operations so far: all ranks count alike, so of two that wait for each other the numbers tell
-    /// which one has left something out.
+    /// Returns the number of operations so far. All ranks count alike, so unequal numbers show which rank skipped an
+    /// operation.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Of the GPU, as its free bytes told before and after it was made. The first operation takes more.
+    /// Returns the GPU memory that creating it took, by the GPU's free bytes. The first operation takes more.
     pub fn memory_bytes(&self) -> u64 {
         self.memory_bytes
     }
 
-    /// Sends and receives in one operation, whose number it gives; each rank names what it sends to
-    /// another in the order in which that one receives it. The first of a pair also connects, for which
-    /// both must be there before the patience ends.
+    /// Launches sends and receives as one operation and returns its number. A rank lists its sends to a peer in the order
+    /// of that peer's receives. The first exchange of a pair also connects, for which both ranks must call within the
+    /// limit.
     ///
-    /// What is moved stays untouched until the operation is over on the stream, or an abort has
-    /// returned.
+    /// The memory must not be used until the operation is complete on the stream, or an abort has returned.
     pub fn exchange<'a, R: Role>(
         &mut self,
         sends: &[Move<'_>],
         receives: &[Move<'_>],
         stream: &Stream<R>,
-        patience: impl Into<Patience<'a>>,
+        limit: impl Into<WaitLimit<'a>>,
     ) -> Result<u64, NcclError> {
         for Move { peer, .. } in sends.iter().chain(receives) {
             if *peer >= self.ranks || *peer == self.rank {
@@ -230,9 +226,9 @@ impl Communicator {
                 return Err(NcclError::Peer { peer: *peer, rank, ranks });
             }
         }
-        self.operate("ncclGroupEnd", patience.into(), |functions, communicator| {
+        self.launch("ncclGroupEnd", limit.into(), |functions, communicator| {
             let mut failed = None;
-            // SAFETY: it counts.
+            // SAFETY: the call takes no pointers.
             let code = unsafe { (functions.ncclGroupStart)() };
             if code != SUCCESS {
                 return ("ncclGroupStart", code);
@@ -245,7 +241,7 @@ impl Communicator {
             for (name, call, moves) in calls {
                 for Move { peer, piece } in moves {
                     let (address, bytes) = (piece.address(), piece.bytes);
-                    // SAFETY: the piece lies in a range of this process, stream and communicator live.
+                    // SAFETY: the piece is inside a range of this process; stream and communicator are alive.
                     let code =
                         unsafe { call(address, bytes, UINT8, *peer as c_int, communicator, to) };
                     if code != SUCCESS && code != IN_PROGRESS {
@@ -253,16 +249,16 @@ impl Communicator {
                     }
                 }
             }
-            // SAFETY: the group was begun above.
+            // SAFETY: the group was started above.
             let code = unsafe { (functions.ncclGroupEnd)() };
             failed.unwrap_or(("ncclGroupEnd", code))
         })
     }
 
-    /// `to` = the sum of all ranks' `from`, which may be the same piece.
+    /// Launches an all-reduce (sum) of `from` into `to`, which may be the same piece.
     ///
     /// # Panics
-    /// When the pieces are not equally long, or not of whole elements.
+    /// If the pieces differ in length or do not contain whole elements.
     pub fn all_reduce<R: Role>(
         &mut self,
         from: Piece<'_>,
@@ -271,15 +267,15 @@ impl Communicator {
         stream: &Stream<R>,
         deadline: Instant,
     ) -> Result<u64, NcclError> {
-        assert_eq!(from.bytes, to.bytes, "a sum is as long as its terms");
+        assert_eq!(from.bytes, to.bytes, "input and output have equal lengths");
         assert!(from.bytes.is_multiple_of(dtype.bytes()), "{} bytes of {dtype}", from.bytes);
         let kind = match dtype {
             Dtype::F32 => FLOAT32,
             Dtype::Bf16 => BFLOAT16,
         };
         let call = "ncclAllReduce";
-        self.operate(call, deadline.into(), |functions, communicator| {
-            // SAFETY: both pieces lie in ranges of this process, stream and communicator live.
+        self.launch(call, deadline.into(), |functions, communicator| {
+            // SAFETY: both pieces are inside ranges of this process; stream and communicator are alive.
             let code = unsafe {
                 (functions.ncclAllReduce)(
                     from.address(),
@@ -295,46 +291,46 @@ impl Communicator {
         })
     }
 
-    fn operate(
+    fn launch(
         &mut self,
         call: &'static str,
-        patience: Patience<'_>,
-        put: impl FnOnce(&Functions, RawCommunicator) -> (&'static str, c_int),
+        limit: WaitLimit<'_>,
+        call_nccl: impl FnOnce(&Functions, RawCommunicator) -> (&'static str, c_int),
     ) -> Result<u64, NcclError> {
         if self.is_broken {
             return Err(NcclError::Broken { sequence: self.sequence });
         }
-        let raw = self.raw.as_ref().expect("it is taken by an abort alone");
+        let raw = self.raw.as_ref().expect("only an abort takes it");
         raw.context.bind()?;
         self.sequence += 1;
-        let (failed, code) = put(&raw.nccl.functions, raw.communicator);
+        let (failed, code) = call_nccl(&raw.nccl.functions, raw.communicator);
         let call = if code == IN_PROGRESS { call } else { failed };
-        self.finish(call, code, patience).map(|()| self.sequence)
+        self.finish(call, code, limit).map(|()| self.sequence)
     }
 
-    /// Waits until NCCL is done with a call: not with the operation, which is on its stream then.
+    /// Waits until NCCL has launched the operation. The operation itself is then on its stream.
     fn finish(
         &mut self,
         call: &'static str,
         mut code: c_int,
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<(), NcclError> {
-        let raw = self.raw.as_ref().expect("it is taken by an abort alone");
+        let raw = self.raw.as_ref().expect("only an abort takes it");
         let begin = Instant::now();
         self.is_broken = true;
         while code == IN_PROGRESS {
             let waited = begin.elapsed();
-            if Instant::now() >= patience.deadline {
+            if Instant::now() >= limit.deadline {
                 return Err(NcclError::TimedOut { call, waited });
             }
             if waited < SPIN {
                 thread::yield_now();
-            } else if (patience.given_up)() {
-                return Err(NcclError::GivenUp { call, waited });
+            } else if (limit.cancelled)() {
+                return Err(NcclError::Cancelled { call, waited });
             } else {
                 thread::sleep(PAUSE);
             }
-            // SAFETY: the communicator lives, and one number is written.
+            // SAFETY: the communicator is alive; the call writes one integer.
             let asked =
                 unsafe { (raw.nccl.functions.ncclCommGetAsyncError)(raw.communicator, &mut code) };
             raw.nccl.check("ncclCommGetAsyncError", asked, raw.communicator)?;
@@ -344,47 +340,47 @@ impl Communicator {
         Ok(())
     }
 
-    /// Ends it, and kernels of its that wait for a peer; gives the time that took. When it returns
-    /// without an error nothing moves any more, and what was moved may be used for other things.
+    /// Aborts the communicator and its kernels, and returns the time that this took. After `Ok` nothing moves any more,
+    /// and the memory may be used again.
     ///
     /// # Errors
-    /// [`NcclError::AbortStuck`] when NCCL does not come back within `patience`: a thread is left to wait
-    /// for it, and what the operations use stays in use.
-    pub fn abort(mut self, patience: Duration) -> Result<Duration, NcclError> {
-        self.end(patience)
+    /// [`NcclError::AbortStuck`] if NCCL does not return within `time_out`. A thread keeps waiting for NCCL, and the
+    /// operations' memory stays in use.
+    pub fn abort(mut self, time_out: Duration) -> Result<Duration, NcclError> {
+        self.end(time_out)
     }
 
-    /// As [`abort`](Self::abort), all at the same time: an error when one of them does not end.
+    /// [Aborts](Self::abort) all communicators in parallel. An error means that one of them did not end.
     pub fn abort_all(
         mut communicators: Vec<Communicator>,
-        patience: Duration,
+        time_out: Duration,
     ) -> Result<Duration, NcclError> {
         let begin = Instant::now();
         let ending: Vec<_> = communicators.iter_mut().map(Communicator::begin_end).collect();
         let mut outcome = Ok(());
         for ending in ending {
-            let rest = patience.saturating_sub(begin.elapsed());
+            let rest = time_out.saturating_sub(begin.elapsed());
             outcome = outcome.and(ending.and_then(|ending| ending.wait(rest)));
         }
         outcome.map(|()| begin.elapsed())
     }
 
-    fn end(&mut self, patience: Duration) -> Result<Duration, NcclError> {
+    fn end(&mut self, time_out: Duration) -> Result<Duration, NcclError> {
         let begin = Instant::now();
-        self.begin_end()?.wait(patience).map(|()| begin.elapsed())
+        self.begin_end()?.wait(time_out).map(|()| begin.elapsed())
     }
 
     fn begin_end(&mut self) -> Result<Ending, NcclError> {
         let Some(raw) = self.raw.take() else { return Ok(Ending(None)) };
         let (done, ended) = mpsc::sync_channel(1);
         let abort = move || {
-            // The thread's own, for it may outlive the caller's interest.
+            // Owned by this thread, which may outlive the caller.
             let raw: Raw = raw;
-            let _call = raw.context.calls().begin(GIVING_BACK);
+            let _call = raw.context.calls().begin(FREE_USUAL);
             let outcome = raw.context.bind().map_err(NcclError::from).and_then(|()| {
-                // SAFETY: it lives, and nobody uses it any more.
+                // SAFETY: the communicator is alive, and no other thread uses it any more.
                 let mut code = unsafe { (raw.nccl.functions.ncclCommAbort)(raw.communicator) };
-                // In progress is what other calls have left; the communicator is gone all the same.
+                // IN_PROGRESS is left over from an earlier call; the communicator is destroyed anyway.
                 if code == IN_PROGRESS {
                     code = SUCCESS;
                 }
@@ -401,22 +397,22 @@ impl Communicator {
     }
 }
 
-/// An abort under way; `None` where there was nothing to abort.
+/// An abort in progress; `None` if there was nothing to abort.
 struct Ending(Option<mpsc::Receiver<Result<(), NcclError>>>);
 
 impl Ending {
-    fn wait(self, patience: Duration) -> Result<(), NcclError> {
-        match self.0.map(|ended| ended.recv_timeout(patience)) {
+    fn wait(self, time_out: Duration) -> Result<(), NcclError> {
+        match self.0.map(|ended| ended.recv_timeout(time_out)) {
             None => Ok(()),
             Some(Ok(outcome)) => outcome,
-            Some(Err(_)) => Err(NcclError::AbortStuck { waited: patience }),
+            Some(Err(_)) => Err(NcclError::AbortStuck { waited: time_out }),
         }
     }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // Nobody is left to be told.
-        let _ = self.end(ABORT_PATIENCE);
+        // No caller is left to report an error to.
+        let _ = self.end(ABORT_MAX);
     }
 }

@@ -127,7 +127,7 @@ impl Bench {
         }
         let id = from_hex(&said[0])?.try_into().ok().context("a NCCL id has 128 bytes")?;
         let (rank, ranks) = (rank as u32, self.ranks as u32);
-        let options = CommunicatorOptions { rank, ranks, id: UniqueId(id), blocks: None };
+        let options = CommunicatorOptions { rank, ranks, id: UniqueId(id), ctas: None };
         let deadline = Instant::now() + RANK_TIMEOUT;
         Ok(Some(Communicator::new(&opened?, &self.context, options, deadline)?))
     }

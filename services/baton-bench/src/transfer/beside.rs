@@ -27,7 +27,7 @@ use engine::{
 };
 use kernels::{
     BLOCK_TOKENS, KvArena, WeightFormat,
-    cuda::{CudaBackend, CudaOptions, DeviceKv, Driver, nccl_spare},
+    cuda::{CudaBackend, CudaOptions, DeviceKv, Driver, nccl_reserved_sms},
 };
 use model::{Checkpoint, LoadFormat};
 use serde::{Deserialize, Serialize};
@@ -216,7 +216,7 @@ impl Drop for ModelLoad {
 /// Returns the SMs that steps leave free for transfers.
 fn reserved_sms(args: &TransferArgs) -> u32 {
     let by_nccl = args.transport.contains(&Transport::Nccl) && args.ctas > 0;
-    let as_nodes = if by_nccl { nccl_spare(args.ctas) } else { 0 };
+    let as_nodes = if by_nccl { nccl_reserved_sms(args.ctas) } else { 0 };
     args.beside.beside_reserved_sms.unwrap_or(as_nodes)
 }
 
@@ -274,7 +274,7 @@ fn engine(
     let weights = WeightFormat::Bf16;
     let device = Driver::open()?.device_named(gpu)?;
     let options =
-        CudaOptions { spare_multiprocessors: shape.reserved_sms, ..CudaOptions::new(weights) };
+        CudaOptions { reserved_sms: shape.reserved_sms, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(Some(&device.uuid), kernels.path().as_deref(), options)?;
     let context = Arc::clone(backend.context());
     let model = CudaModel::load(checkpoint, backend, &shape.limits, &mut |_| ())?;

@@ -139,7 +139,7 @@ impl Default for EngineVariant {
             graphs: node.graphs,
             fused: node.fused,
             dependent_launch: node.dependent_launch,
-            reserved_sms: node.spare_multiprocessors,
+            reserved_sms: node.reserved_sms,
             poll: true,
             tune_s: 2,
             tune_dir: None,
@@ -393,7 +393,7 @@ fn options(args: &EngineArgs) -> CudaOptions {
         fused: variant.fused,
         graphs: variant.graphs,
         dependent_launch: variant.dependent_launch,
-        spare_multiprocessors: variant.reserved_sms,
+        reserved_sms: variant.reserved_sms,
         ..CudaOptions::new(args.dtype)
     }
 }

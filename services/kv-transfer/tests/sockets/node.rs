@@ -13,7 +13,7 @@ use crossbeam_channel::{Receiver, unbounded};
 use kernels::{
     BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
-    peer::{End, Moving, Patience, PeerBlocks, PeerChannel, PeerChannels, PeerMemory},
+    peer::{End, Moving, PeerBlocks, PeerChannel, PeerChannels, PeerMemory, WaitLimit},
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -195,13 +195,13 @@ impl PeerChannels for Joining {
         &self,
         (invitation, answer): (&[u8], &[u8]),
         _: End,
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
         self.reach.joining.fetch_add(1, Ordering::AcqRel);
         if let Some(reason) = self.reach.fails {
             return Err(reason.to_owned());
         }
-        while self.reach.hangs && !(patience.given_up)() {
+        while self.reach.hangs && !(limit.cancelled)() {
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(answer, answer_to(invitation), "both ends have the receiver's answer");
@@ -209,7 +209,7 @@ impl PeerChannels for Joining {
         let joint = JOINTS.lock().unwrap().get(&number).cloned().ok_or("no invitation")?;
         joint.joined.fetch_add(1, Ordering::AcqRel);
         while joint.joined.load(Ordering::Acquire) < 2 {
-            if Instant::now() >= patience.deadline || (patience.given_up)() {
+            if Instant::now() >= limit.deadline || (limit.cancelled)() {
                 return Err("the peer did not join".to_owned());
             }
             std::thread::sleep(Duration::from_millis(1));

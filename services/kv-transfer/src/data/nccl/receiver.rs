@@ -14,7 +14,7 @@ use std::{
 use crossbeam_channel::{Receiver, bounded};
 use kernels::{
     BlockWrite,
-    peer::{End, Moving, Patience, PeerChannel, runs},
+    peer::{End, Moving, PeerChannel, WaitLimit, runs},
 };
 
 use super::{
@@ -66,11 +66,11 @@ pub(in crate::data) fn receive_chunks(
                 // The sender joins at the same time as this node.
                 Message::Accepted { answer: answer.clone() }.write(stream)?;
                 messages.set_poll_timeout(JOIN_POLL)?;
-                let given_up = || !inbox.is_current(connection) || messages.has_input_or_closed();
+                let cancelled = || !inbox.is_current(connection) || messages.has_input_or_closed();
                 let deadline = Instant::now() + JOIN_TIMEOUT;
-                let patience = Patience { deadline, given_up: &given_up };
+                let limit = WaitLimit { deadline, cancelled: &cancelled };
                 let told = (&invitation[..], &answer[..]);
-                channels.join(told, End::Receiver, patience)
+                channels.join(told, End::Receiver, limit)
             }
             Err(reason) => Err(reason),
         },

@@ -11,7 +11,7 @@ use std::{
 use crossbeam_channel::{Receiver, Sender, bounded};
 use kernels::{
     BlockRead,
-    peer::{End, Moving, Patience, PeerChannel},
+    peer::{End, Moving, PeerChannel, WaitLimit},
 };
 
 use super::{
@@ -53,10 +53,10 @@ pub(in crate::data) fn send_chunks(
         Err(ended) => return Ok(ended),
     };
     answers.set_poll_timeout(JOIN_POLL)?;
-    let given_up = || outbox.is_closed() || answers.is_rejected_or_closed();
-    let patience = Patience { deadline, given_up: &given_up };
+    let cancelled = || outbox.is_closed() || answers.is_rejected_or_closed();
+    let limit = WaitLimit { deadline, cancelled: &cancelled };
     let told = (&invitation[..], &accepted[..]);
-    let joined = channels.join(told, End::Sender, patience);
+    let joined = channels.join(told, End::Sender, limit);
     answers.set_poll_timeout(POLL)?;
     let channel = match joined {
         Ok(channel) => channel,

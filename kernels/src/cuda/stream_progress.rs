@@ -1,8 +1,8 @@
-//! How far a stream has come, seen by the host without the driver.
+//! Progress of a stream, visible to the host without the driver.
 //!
-//! What frees memory, as the end of a communicator does, holds the context's lock until the whole GPU is idle,
-//! and an event is looked at under that lock. So whoever waits for something that may never be over, and is to
-//! end it then, looks at memory instead: the stream writes there.
+//! A call that frees memory, such as destroying a communicator, holds the context's lock until the whole GPU is idle,
+//! and querying an event takes that lock. So a thread that waits for an operation that may hang polls memory
+//! instead, which the stream writes.
 
 use std::sync::{
     Arc,
@@ -17,9 +17,9 @@ use super::{
     memory::Pinned,
 };
 
-/// A number in host memory that one stream at a time raises by one.
+/// A counter in host memory that one stream increments.
 #[derive(Debug)]
-pub(super) struct Tally {
+pub(super) struct StreamProgress {
     reached: Arc<Reached>,
     marks: u64,
 }
@@ -35,28 +35,27 @@ impl Reached {
     }
 }
 
-/// A place in the stream of a [`Tally`].
+/// A position in the stream of a [`StreamProgress`].
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     reached: Arc<Reached>,
     number: u64,
 }
 
-impl Tally {
+impl StreamProgress {
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        let reached = Arc::new(Reached(Pinned::zeroed(context, "how far a stream has come", 1)?));
+        let reached = Arc::new(Reached(Pinned::zeroed(context, "the progress of a stream", 1)?));
         Ok(Self { reached, marks: 0 })
     }
 
-    /// Stands for all work put into the stream so far: the same one at each call, or another once that one's work is
-    /// done.
+    /// Marks the end of all work in the stream so far. Every call passes the same stream, or another one once the
+    /// first one's work is complete.
     pub fn mark<R: Role>(&mut self, stream: &Stream<R>) -> Result<Mark, CudaError> {
         self.marks += 1;
         let (number, address) = (self.marks, self.reached.0.base() as sys::CUdeviceptr);
         let barrier = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
-        // SAFETY: pinned memory has one address for host and GPU, and outlives the stream's work: whoever
-        // holds both sees to that, as to what that work moves. What the work has written is there before
-        // the number is.
+        // SAFETY: pinned memory has one address for host and GPU. The owner of stream and counter keeps both
+        // until the work is complete. The barrier makes the work's writes visible before the number.
         unsafe { sys::cuStreamWriteValue64_v2(stream.raw(), address, number, barrier) }
             .named("cuStreamWriteValue64")?;
         Ok(Mark { reached: Arc::clone(&self.reached), number })
@@ -64,7 +63,7 @@ impl Tally {
 }
 
 impl Mark {
-    /// Whether that work is done.
+    /// Returns whether the marked work is complete.
     pub fn is_reached(&self) -> bool {
         self.reached.number() >= self.number
     }
