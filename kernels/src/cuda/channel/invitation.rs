@@ -130,16 +130,17 @@ impl<'a> Reader<'a> {
         let magic: [u8; 8] = reader.take()?;
         if magic != MAGIC {
             let (theirs, ours) = (magic.escape_ascii(), MAGIC.escape_ascii());
-            return Err(format!("its {what} begins with {theirs}; allowed is {ours}"));
+            return Err(format!("invalid {what}: it begins with {theirs}; expected {ours}"));
         }
         Ok(reader)
     }
 
     fn take<const N: usize>(&mut self) -> Result<[u8; N], String> {
         let (what, length) = (self.what, self.length);
-        let (taken, rest) = self.rest.split_first_chunk().ok_or_else(|| {
-            format!("its {what} ends after {length} bytes; allowed is a whole one")
-        })?;
+        let (taken, rest) = self
+            .rest
+            .split_first_chunk()
+            .ok_or_else(|| format!("invalid {what}: it ends after {length} bytes"))?;
         self.rest = rest;
         Ok(*taken)
     }
@@ -147,7 +148,7 @@ impl<'a> Reader<'a> {
     fn uuids(&mut self) -> Result<Vec<String>, String> {
         let [count] = self.take()?;
         if !(1..=PARTS_MAX).contains(&usize::from(count)) {
-            return Err(format!("its parts are {count}; allowed are 1 to {PARTS_MAX}"));
+            return Err(format!("invalid parts: {count}; expected 1 to {PARTS_MAX}"));
         }
         let uuid = |_| {
             let padded: [u8; UUID_BYTES] = self.take()?;
@@ -160,7 +161,7 @@ impl<'a> Reader<'a> {
     fn end(self) -> Result<(), String> {
         match self.rest.len() {
             0 => Ok(()),
-            more => Err(format!("its {} has {more} bytes too many", self.what)),
+            more => Err(format!("invalid {}: {more} bytes too many", self.what)),
         }
     }
 }
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invitation_comes_out_as_it_went_in_and_nothing_else_is_taken_for_one() {
+    fn invitation_round_trips_and_malformed_ones_are_rejected() {
         for count in [1, 2, PARTS_MAX] {
             let invitation = Invitation {
                 version: 22809,
@@ -191,37 +192,38 @@ mod tests {
             let bytes = invitation.to_bytes();
             assert!(bytes.len() <= EXPORT_BYTES_MAX);
             assert_eq!(Invitation::from_bytes(&bytes), Ok(invitation));
-            let refused = |bytes: &[u8]| Invitation::from_bytes(bytes).expect_err("it is refused");
+            let rejected =
+                |bytes: &[u8]| Invitation::from_bytes(bytes).expect_err("it is rejected");
             for length in 0..bytes.len() {
-                let words = refused(&bytes[..length]);
+                let words = rejected(&bytes[..length]);
                 assert!(words.contains(&format!("ends after {length} bytes")), "{words}");
             }
-            assert!(refused(&[&bytes[..], &[0]].concat()).contains("1 bytes too many"));
+            assert!(rejected(&[&bytes[..], &[0]].concat()).contains("1 bytes too many"));
             let cases = [
-                (0, b'b', "begins with bATONNC5; allowed is BATONNC5"),
-                (36, 0, "lanes are 0; allowed are 1 to 2"),
-                (36, 3, "lanes are 3; allowed are 1 to 2"),
-                (43, 1, "lanes are 72057594037927938; allowed are 1 to 2"),
-                (48, 0, "parts are 0; allowed are 1 to 8"),
-                (48, 9, "parts are 9; allowed are 1 to 8"),
+                (0, b'b', "begins with bATONNC5; expected BATONNC5"),
+                (36, 0, "invalid lanes: 0; expected 1 to 2"),
+                (36, 3, "invalid lanes: 3; expected 1 to 2"),
+                (43, 1, "invalid lanes: 72057594037927938; expected 1 to 2"),
+                (48, 0, "invalid parts: 0; expected 1 to 8"),
+                (48, 9, "invalid parts: 9; expected 1 to 8"),
             ];
             for (at, byte, words) in cases {
                 let mut other = bytes.clone();
                 other[at] = byte;
-                assert!(refused(&other).contains(words), "byte {at}: {}", refused(&other));
+                assert!(rejected(&other).contains(words), "byte {at}: {}", rejected(&other));
             }
         }
     }
 
     #[test]
-    fn an_answer_has_an_id_for_each_communicator() {
+    fn answer_contains_an_id_for_each_communicator() {
         let ids: Vec<UniqueId> = (0..4).map(|byte| UniqueId([byte; ID_BYTES])).collect();
         let max_ctas = MaxCtas(Some(7));
         let answer = Answer { max_ctas, uuids: uuids(2), ids };
         let bytes = answer.to_bytes();
         assert_eq!(Answer::from_bytes(&bytes, |parts| 2 * parts), Ok(answer));
         let few = Answer::from_bytes(&bytes, |parts| 3 * parts).unwrap_err();
-        assert!(few.contains("its answer ends after"), "{few}");
+        assert!(few.contains("it ends after"), "{few}");
         let many = Answer::from_bytes(&bytes, |parts| parts).unwrap_err();
         assert!(many.contains("256 bytes too many"), "{many}");
         let (ids, uuids) = (vec![UniqueId([1; ID_BYTES]); COMMUNICATORS_MAX], uuids(PARTS_MAX));
@@ -230,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smaller_number_of_max_ctas_holds() {
+    fn smaller_max_ctas_of_both_ends_holds() {
         let agreed = |one, other| MaxCtas(one).with(MaxCtas(other));
         assert_eq!(agreed(Some(4), Some(8)), Some(4));
         assert_eq!(agreed(Some(8), Some(4)), Some(4));
