@@ -24,7 +24,7 @@ fn nccl() -> Arc<Nccl> {
 }
 
 fn options(rank: &Rank, id: UniqueId) -> CommunicatorOptions {
-    let blocks = Some((1, 8));
+    let ctas = Some((1, 8));
     CommunicatorOptions { rank: rank.rank as u32, ranks: rank.ranks as u32, id, ctas }
 }
 

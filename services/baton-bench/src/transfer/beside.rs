@@ -273,8 +273,7 @@ fn engine(
 ) -> Result<StepLoop<Box<dyn Executor>>> {
     let weights = WeightFormat::Bf16;
     let device = Driver::open()?.device_named(gpu)?;
-    let options =
-        CudaOptions { reserved_sms: shape.reserved_sms, ..CudaOptions::new(weights) };
+    let options = CudaOptions { reserved_sms: shape.reserved_sms, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(Some(&device.uuid), kernels.path().as_deref(), options)?;
     let context = Arc::clone(backend.context());
     let model = CudaModel::load(checkpoint, backend, &shape.limits, &mut |_| ())?;
