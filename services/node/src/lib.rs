@@ -18,6 +18,7 @@
 pub mod attempt;
 mod callers;
 mod connection;
+pub mod constraint;
 mod core_metrics;
 mod device;
 mod engine_thread;

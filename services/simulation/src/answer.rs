@@ -1,27 +1,45 @@
 //! The answer that a request must get, and the tokens that its client has received.
 
-use engine::{event::FinishReason, executor::sim::next_token};
+use std::time::Instant;
+
+use engine::{
+    event::{NewSequence, SequenceId, SequenceKind},
+    executor::sim::next_token,
+};
 use proto::v1;
 use router::request_core::Stop;
 
-use crate::scenario::{RequestPlan, VOCABULARY};
+use crate::{
+    grammars,
+    scenario::{RequestPlan, VOCABULARY},
+};
 
 /// The client's side of one request.
 pub struct Client {
     /// Tokens that the prompt, the sampling parameters and the grammar determine.
     answer: Vec<u32>,
-    reason: FinishReason,
+    end: AnswerEnd,
     received: usize,
+    stop_token_ids: Vec<u32>,
     /// The number of tokens after which a stop string is complete.
     stops_at: Option<usize>,
-    is_stopped: bool,
+    stop: Option<Stop>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AnswerEnd {
+    StopToken,
+    /// The grammar allows no further token.
+    Grammar,
+    Length,
 }
 
 impl Client {
     pub fn new(plan: &RequestPlan) -> Self {
-        let (answer, reason) = expected_answer(plan);
+        let (answer, end) = expected_answer(plan);
         let stops_at = plan.stops_at.map(|count| count as usize);
-        Self { answer, reason, received: 0, stops_at, is_stopped: false }
+        let stop_token_ids = plan.sampling.stop_token_ids.clone();
+        Self { answer, end, received: 0, stop_token_ids, stops_at, stop: None }
     }
 
     /// Receives tokens `first_index..`. Returns the stop condition that they complete.
@@ -30,44 +48,84 @@ impl Client {
         assert_eq!(first_index as usize, self.received, "a token is duplicated or lost");
         for token in tokens {
             let expected = self.answer.get(self.received);
-            assert_eq!(Some(&token.id), expected, "wrong token at index {}", self.received);
+            // A node that continues a complete grammar can only sample a stop token.
+            let ends_grammar = expected.is_none()
+                && self.end == AnswerEnd::Grammar
+                && self.stop.is_none()
+                && self.stop_token_ids.contains(&token.id);
+            assert!(
+                expected == Some(&token.id) || ends_grammar,
+                "wrong token {} at index {}; expected {expected:?}",
+                token.id,
+                self.received
+            );
             self.received += 1;
-            self.is_stopped |= self.stops_at == Some(self.received);
+            let is_last = self.received == self.answer.len();
+            if self.stops_at == Some(self.received) {
+                self.stop = Some(Stop::Text);
+            } else if ends_grammar || is_last && self.end == AnswerEnd::StopToken {
+                self.stop.get_or_insert(Stop::Token);
+            }
         }
-        match self.received == self.answer.len() && self.reason == FinishReason::Stop {
-            _ if self.is_stopped => Some(Stop::Text),
-            true => Some(Stop::Token),
-            false => None,
-        }
+        self.stop
     }
 
     /// Checks that a complete answer has all its tokens and the right finish reason.
     pub fn check_complete(&self, reason: v1::FinishReason) {
-        if self.is_stopped {
+        if self.stop == Some(Stop::Text) {
             return assert_eq!(reason, v1::FinishReason::Stop);
         }
-        assert_eq!(self.received, self.answer.len(), "the answer is truncated");
-        let expected = match self.reason {
-            FinishReason::Stop => v1::FinishReason::Stop,
-            FinishReason::Length => v1::FinishReason::Length,
+        assert!(self.received >= self.answer.len(), "the answer is truncated");
+        let expected = match self.end {
+            AnswerEnd::StopToken | AnswerEnd::Grammar => v1::FinishReason::Stop,
+            AnswerEnd::Length => v1::FinishReason::Length,
         };
         assert_eq!(reason, expected);
     }
 }
 
 /// Computes the answer one token at a time.
-fn expected_answer(plan: &RequestPlan) -> (Vec<u32>, FinishReason) {
-    let (mut tokens, mut answer) = (plan.prompt.clone(), Vec::new());
-    loop {
-        let token = next_token(&tokens, plan.prompt.len(), &plan.sampling, None, VOCABULARY);
+fn expected_answer(plan: &RequestPlan) -> (Vec<u32>, AnswerEnd) {
+    let mut sequence = plan.sequence();
+    if let Some(grammar) = &plan.grammar {
+        grammars::constrain(&mut sequence, grammar).expect("the grammar is valid");
+    }
+    let NewSequence { mut tokens, prompt_len, mut constraint, .. } = sequence;
+    let prompt_len = prompt_len as usize;
+    let end = loop {
+        let allowed = constraint.as_ref().map(|constraint| &**constraint.allowed());
+        let token = next_token(&tokens, prompt_len, &plan.sampling, allowed, VOCABULARY);
         let token = token.expect("a token is allowed");
         tokens.push(token);
-        answer.push(token);
         if !plan.ignore_stop_tokens && plan.sampling.stop_token_ids.contains(&token) {
-            return (answer, FinishReason::Stop);
+            break AnswerEnd::StopToken;
         }
-        if answer.len() == plan.max_tokens as usize {
-            return (answer, FinishReason::Length);
+        if let Some(constraint) = &mut constraint {
+            if constraint.accept(token).expect("the token is allowed") {
+                break AnswerEnd::Grammar;
+            }
+            constraint.renew().expect("the grammar continues");
+        }
+        if tokens.len() == prompt_len + plan.max_tokens as usize {
+            break AnswerEnd::Length;
+        }
+    };
+    (tokens.split_off(prompt_len), end)
+}
+
+impl RequestPlan {
+    fn sequence(&self) -> NewSequence {
+        NewSequence {
+            id: SequenceId(1),
+            kind: SequenceKind::Compute,
+            tokens: self.prompt.clone(),
+            prompt_len: self.prompt.len() as u32,
+            sampling: self.sampling.clone(),
+            max_tokens: self.max_tokens,
+            ignore_stop_tokens: self.ignore_stop_tokens,
+            cache_salt: String::new(),
+            constraint: None,
+            deadline: Instant::now(),
         }
     }
 }

@@ -22,6 +22,7 @@ mod data_connections;
 mod device;
 mod event_loop;
 mod faults;
+mod grammars;
 mod membership;
 mod nodes;
 mod process;

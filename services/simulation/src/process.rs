@@ -37,6 +37,7 @@ use router::request_core::Side;
 use crate::{
     coverage::Coverage,
     device::Device,
+    grammars::{self, GRAMMAR_VERSION},
     nodes::{Connection, Stream},
     router::{CallKey, NodeCall, NodeMessage},
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
@@ -210,7 +211,7 @@ impl Process {
             sequence_tokens_max: tokens_max,
             block_count: plan.scheduler.limits.blocks,
             vocabulary_size: VOCABULARY,
-            grammar_version: 0,
+            grammar_version: GRAMMAR_VERSION,
             cpu_fallback: None,
         };
         let seeds = CacheSeeds {
@@ -382,7 +383,13 @@ impl Process {
             }
         };
         assert_eq!(self.record.role, role, "the router called a node of another role");
-        let attempt = match attempt {
+        let constrained = attempt.and_then(|mut attempt| {
+            if let Some(grammar) = attempt.grammar.take() {
+                grammars::constrain(&mut attempt.sequence, &grammar)?;
+            }
+            Ok(attempt)
+        });
+        let attempt = match constrained {
             Ok(attempt) => attempt,
             Err(refusal) => {
                 let message = NodeMessage::Rejected(refusal.into());

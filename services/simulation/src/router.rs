@@ -8,6 +8,7 @@ use std::{
 
 use bytes::Bytes;
 use cluster::{MemberChange, NodeAddress, NodeRecord, StreamId};
+use grammar::Grammar;
 use proto::{
     ids::TransferId,
     v1::{
@@ -171,7 +172,7 @@ impl Router {
             model: Some(model.clone()),
             prompt_tokens: plan.prompt.len() as u32,
             prefix: Arc::new([]),
-            grammar_version: 0,
+            grammar_version: u32::from(plan.grammar.is_some()),
             max_tokens: plan.max_tokens,
             vocabulary_size: VOCABULARY,
             deadline,
@@ -326,6 +327,9 @@ impl Router {
                 Output::Pick => self.pick(now, id),
                 Output::OpenCalls { transfer_id, number } => {
                     self.coverage.count("attempts");
+                    if number > 1 && self.answer(id).plan.grammar.is_some() {
+                        self.coverage.count("structured output migrated");
+                    }
                     self.open_calls(now, id, transfer_id, number);
                 }
                 Output::DropPrefillCall => {
@@ -504,9 +508,18 @@ impl Answer {
             cache_salt: plan.cache_salt.clone(),
             node_epoch: Bytes::copy_from_slice(&node.record.epoch.to_bytes()),
             weight_version: node.record.identity.weight_version,
-            grammar: None,
+            grammar: plan.grammar.as_ref().map(wire_grammar),
         }
     }
+}
+
+fn wire_grammar(grammar: &Grammar) -> v1::Grammar {
+    let kind = match grammar {
+        Grammar::Regex(text) => v1::grammar::Kind::Regex(text.clone()),
+        Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text.clone()),
+        Grammar::ToolCalls(_) => unreachable!("no request calls tools"),
+    };
+    v1::Grammar { kind: Some(kind) }
 }
 
 fn peer(record: &NodeRecord) -> v1::Peer {

@@ -7,12 +7,13 @@ use engine::{
     SchedulerConfig,
     executor::{ExecutorLimits, Speculation},
 };
+use grammar::Grammar;
 use kernels::{BLOCK_TOKENS, sampling::Sampling};
 use kv_transfer::TransferLimits;
 
 use simulation_base::{NetworkFaults, Random};
 
-use crate::device::StepCost;
+use crate::{device::StepCost, grammars};
 
 pub const VOCABULARY: u32 = 40;
 /// Bytes of a block: the KV of a position is one number.
@@ -86,6 +87,7 @@ pub struct RequestPlan {
     pub sampling: Sampling,
     pub max_tokens: u32,
     pub ignore_stop_tokens: bool,
+    pub grammar: Option<Grammar>,
     pub cache_salt: String,
     pub timeout: Duration,
     /// Time from `at` until the client disconnects.
@@ -382,11 +384,14 @@ fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan
     let (family, tail) = (random.within(0..=3), random.within(0..=2));
     let prompt =
         (0..prompt_len).map(|index| prompt_token(family, tail, prompt_len, index)).collect();
+    let grammar = random.chance(15).then(|| grammars::pick(random));
+    let has_min_tokens = grammar.is_none() && random.chance(25);
     let sampling = Sampling {
         temperature: random.pick(&[0.0, 1.0]),
         seed: random.below(3),
-        min_tokens: if random.chance(25) { random.within(0..=max_tokens.min(6)) } else { 0 },
-        stop_token_ids: if random.chance(60) { vec![3, 4] } else { vec![] },
+        min_tokens: if has_min_tokens { random.within(0..=max_tokens.min(6)) } else { 0 },
+        // Every model that supports grammars has a stop token.
+        stop_token_ids: if random.chance(60) || grammar.is_some() { vec![3, 4] } else { vec![] },
         ..Sampling::greedy()
     };
     let timeout = match severity.must_complete() {
@@ -402,6 +407,7 @@ fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan
         sampling,
         max_tokens,
         ignore_stop_tokens: random.chance(20),
+        grammar,
         cache_salt: if random.chance(10) { "tenant".to_owned() } else { String::new() },
         timeout: if has_short_timeout { random.millis(1..=400) } else { timeout },
         leaves_after: random

@@ -1,0 +1,229 @@
+//! Turns the grammar of an attempt into the constraint of its sequence, without I/O.
+//!
+//! A migrated request starts on another node with the tokens that were emitted already: the new
+//! constraint accepts them first, so the answer continues where it was.
+
+use std::{
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use engine::{
+    constraint::{Constraint, ConstraintFailure, Matcher},
+    event::NewSequence,
+};
+use grammar::{Compiler, Grammar, MatchError};
+use kernels::sampling::TokenMask;
+
+use crate::node_core::Refusal;
+
+/// Receives the time that each token bitmask took to compute.
+pub type MaskTimer = Arc<dyn Fn(Duration) + Send + Sync>;
+
+/// Tokens of one model, as grammars need them.
+#[derive(Debug)]
+pub struct GrammarVocabulary {
+    compiler: Compiler,
+    /// Special tokens that are text around tool calls, and nowhere else: routers do not show them.
+    call_marks: Vec<CallMark>,
+    /// Rows of the model's logits; the tokenizer may know fewer tokens, or more.
+    size: u32,
+}
+
+#[derive(Debug)]
+pub struct CallMark {
+    pub id: u32,
+    pub text: Vec<u8>,
+}
+
+/// A compiled grammar at its start.
+#[derive(Debug)]
+pub struct CompiledGrammar {
+    matcher: grammar::Matcher,
+    /// Tokens that are never allowed.
+    silent: Arc<[u32]>,
+}
+
+impl GrammarVocabulary {
+    pub fn new(compiler: Compiler, call_marks: Vec<CallMark>, size: u32) -> Self {
+        Self { compiler, call_marks, size }
+    }
+
+    pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, Refusal> {
+        let matcher = self
+            .compiler
+            .compile(grammar)
+            .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
+        Ok(CompiledGrammar { matcher, silent: silent_marks(&self.call_marks, grammar) })
+    }
+
+    /// Gives the sequence its constraint, which has accepted the sequence's output so far.
+    pub fn constrain(
+        &self,
+        sequence: &mut NewSequence,
+        compiled: CompiledGrammar,
+        mask_timer: MaskTimer,
+    ) -> Result<(), Refusal> {
+        let CompiledGrammar { mut matcher, silent } = compiled;
+        for &token in &sequence.tokens[sequence.prompt_len as usize..] {
+            matcher.accept(token).map_err(|error| Refusal::Invalid {
+                reason: format!("attempt.tokens: {error} of this attempt"),
+            })?;
+        }
+        if matcher.is_complete() {
+            // The earlier attempt ended before it reported the end of the answer. Only a stop token can
+            // follow, so it ends the answer even where stop tokens are ignored.
+            sequence.sampling.min_tokens = 0;
+            sequence.ignore_stop_tokens = false;
+        }
+        let stop_tokens = match sequence.ignore_stop_tokens {
+            true => Vec::new(),
+            false => sequence.sampling.stop_token_ids.clone(),
+        };
+        let follower = Follower { matcher, stop_tokens, silent, vocabulary: self.size, mask_timer };
+        let constraint = Constraint::new(Box::new(follower)).map_err(|failure| {
+            Refusal::Invalid { reason: format!("attempt.grammar: {failure}") }
+        })?;
+        sequence.constraint = Some(constraint);
+        Ok(())
+    }
+}
+
+/// Returns the marks that the grammar does not use: a vocabulary may have the marks of several formats.
+fn silent_marks(call_marks: &[CallMark], grammar: &Grammar) -> Arc<[u32]> {
+    let is_used = |mark: &CallMark| match grammar {
+        Grammar::JsonSchema(_) | Grammar::Regex(_) => false,
+        Grammar::ToolCalls(calls) => calls.writes(&mark.text),
+    };
+    call_marks.iter().filter(|mark| !is_used(mark)).map(|mark| mark.id).collect()
+}
+
+/// A grammar matcher behind the engine's constraint seam.
+#[derive(Clone)]
+struct Follower {
+    matcher: grammar::Matcher,
+    /// Tokens that end the answer where the grammar lets it end.
+    stop_tokens: Vec<u32>,
+    /// Tokens that are never allowed.
+    silent: Arc<[u32]>,
+    vocabulary: u32,
+    mask_timer: MaskTimer,
+}
+
+impl fmt::Debug for Follower {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Follower").field("matcher", &self.matcher).finish_non_exhaustive()
+    }
+}
+
+impl Matcher for Follower {
+    fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure> {
+        self.matcher.accept(token).map_err(failure)
+    }
+
+    fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
+        let started = Instant::now();
+        let allowed = self.matcher.allowed();
+        (self.mask_timer)(started.elapsed());
+        let mut words = allowed.map_err(failure)?;
+        words.resize(self.vocabulary.div_ceil(32) as usize, 0);
+        for &token in &*self.silent {
+            if let Some(word) = words.get_mut(token as usize / 32) {
+                *word &= !(1 << (token % 32));
+            }
+        }
+        if self.matcher.may_end().map_err(failure)? {
+            for &token in &self.stop_tokens {
+                if let Some(word) = words.get_mut(token as usize / 32) {
+                    *word |= 1 << (token % 32);
+                }
+            }
+        }
+        Ok(TokenMask::new(words, self.vocabulary))
+    }
+
+    fn is_complete(&self) -> bool {
+        self.matcher.is_complete()
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Matcher> {
+        Box::new(self.clone())
+    }
+}
+
+fn failure(error: MatchError) -> ConstraintFailure {
+    let reason = error.to_string();
+    match error {
+        MatchError::TooComplex { .. } => ConstraintFailure::TooComplex { reason },
+        MatchError::Mismatch { .. } | MatchError::Defect { .. } => {
+            ConstraintFailure::Broken { reason }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::event::{SequenceId, SequenceKind};
+    use grammar::{CallWriting, Otherwise, Prose, Token, ToolCalls};
+    use kernels::sampling::Sampling;
+    use text::ToolFormat;
+
+    use super::*;
+
+    #[test]
+    fn complete_answer_ends_with_a_stop_token_although_stop_tokens_are_ignored() {
+        let tokens: [&[u8]; 2] = [b"a", b"b"];
+        let stop = Token::Silent;
+        let compiler = Compiler::new(tokens.into_iter().map(Token::Text).chain([stop]));
+        let vocabulary = GrammarVocabulary::new(compiler, Vec::new(), 3);
+        // The prompt is `b`; an earlier attempt emitted `a`.
+        let mut sequence = NewSequence {
+            id: SequenceId(1),
+            kind: SequenceKind::Compute,
+            tokens: vec![1, 0],
+            prompt_len: 1,
+            sampling: Sampling { stop_token_ids: vec![2], ..Sampling::greedy() },
+            max_tokens: 5,
+            ignore_stop_tokens: true,
+            cache_salt: String::new(),
+            constraint: None,
+            deadline: Instant::now(),
+        };
+        let compiled = vocabulary.compile(&Grammar::Regex("a".into())).unwrap();
+        vocabulary.constrain(&mut sequence, compiled, Arc::new(|_| {})).unwrap();
+        assert!(!sequence.ignore_stop_tokens);
+        let constraint = sequence.constraint.expect("the sequence has a constraint");
+        let allowed: Vec<u32> = (0..3).filter(|id| constraint.allowed().allows(*id)).collect();
+        assert_eq!(allowed, [2]);
+    }
+
+    #[test]
+    fn marks_of_another_tool_call_format_are_silent() {
+        let marks = ["<|python_tag|>", "<tool_call>", "</tool_call>"];
+        let call_marks: Vec<CallMark> = (0..)
+            .zip(marks)
+            .map(|(id, mark)| CallMark { id, text: mark.as_bytes().to_vec() })
+            .collect();
+        let silent = |grammar: &Grammar| silent_marks(&call_marks, grammar).to_vec();
+        let calls = |format: ToolFormat, with_text: bool| {
+            let writing = format.writing();
+            let prose = Prose { mark: writing.mark.into(), never_begins: None };
+            let writing = CallWriting {
+                before_name: writing.before_name.into(),
+                before_arguments: writing.before_arguments.into(),
+                behind_arguments: writing.behind_arguments.into(),
+                between: writing.between.into(),
+            };
+            let otherwise = if with_text { Otherwise::Text(prose) } else { Otherwise::Nothing };
+            Grammar::ToolCalls(ToolCalls { writing, tools: vec![], several: true, otherwise })
+        };
+        for with_text in [true, false] {
+            assert_eq!(silent(&calls(ToolFormat::Hermes, with_text)), [0]);
+        }
+        assert_eq!(silent(&calls(ToolFormat::Llama3, true)), [1, 2]);
+        assert_eq!(silent(&calls(ToolFormat::Llama3, false)), [0, 1, 2]);
+        assert_eq!(silent(&Grammar::json_object()), [0, 1, 2]);
+        assert_eq!(silent(&Grammar::Regex(".*".into())), [0, 1, 2]);
+    }
+}
