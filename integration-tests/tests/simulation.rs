@@ -73,6 +73,21 @@ fn seeds_lose_no_token_and_no_block() {
     }
 }
 
+/// Seeds that found a bug, each with the bug.
+const REGRESSIONS: [(u64, &str); 3] = [
+    (12185, "a complete constrained answer could not be continued where stop tokens are ignored"),
+    (20391, "a complete constrained answer could not be continued where stop tokens are ignored"),
+    (25396, "a complete constrained answer could not be continued where stop tokens are ignored"),
+];
+
+#[test]
+fn seeds_that_found_a_bug_pass() {
+    for (seed, bug) in REGRESSIONS {
+        eprintln!("seed {seed}: {bug}");
+        run(seed, false);
+    }
+}
+
 #[test]
 fn a_seed_gives_the_same_run_every_time() {
     for seed in 0..10 {

@@ -36,7 +36,7 @@ impl Simulation {
     }
 
     /// Checks that blocks of a transfer with a lost peer were released in time.
-    pub fn check_hold(&self, process: usize, transfer: TransferId, hold: &TransferHold) {
+    pub fn check_hold(&mut self, process: usize, transfer: TransferId, hold: &TransferHold) {
         // A late message of a dead process extends the lease.
         if self.network.faults.lateness > 0 {
             return;
@@ -61,6 +61,7 @@ impl Simulation {
                 *at <= from + BLOCKS_FREE_MAX && until.is_none_or(|until| until > from)
             });
             let resumed = resumed.filter_map(|(_, until)| *until).max();
+            self.longest_release = self.longest_release.max(self.clock.now() - from);
             let bound = resumed.unwrap_or(from).max(from) + BLOCKS_FREE_MAX + slack;
             assert!(
                 self.clock.now() <= bound,
@@ -102,6 +103,12 @@ impl Simulation {
             coverage.merge(&process.coverage);
         }
         coverage.add("processes", self.processes.len() as u64);
-        Outcome { coverage, digest: self.digest }
+        let gaps = self.routers.iter().map(|router| router.longest_gap);
+        Outcome {
+            coverage,
+            longest_gap: gaps.max().unwrap_or_default(),
+            longest_release: self.longest_release,
+            digest: self.digest,
+        }
     }
 }

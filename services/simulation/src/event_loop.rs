@@ -133,6 +133,8 @@ pub struct Simulation {
     pub etcd: Option<Etcd>,
     pub coverage: Coverage,
     pub outages: Vec<Outage>,
+    /// Longest time from the loss of a peer until the blocks of a transfer with the peer were free.
+    pub longest_release: Duration,
     /// Transfers whose receiver has all blocks.
     pub arrived: BTreeSet<TransferId>,
     /// Next deadline of each process.
@@ -142,6 +144,8 @@ pub struct Simulation {
     /// Hash of the event sequence.
     pub digest: u64,
     is_traced: bool,
+    #[cfg(test)]
+    pub planted: Option<crate::planted::PlantedBug>,
 }
 
 /// Messages with the same key keep their order.
@@ -174,11 +178,14 @@ impl Simulation {
             coverage: Coverage::default(),
             random,
             outages: Vec::new(),
+            longest_release: Duration::ZERO,
             arrived: BTreeSet::new(),
             deadlines: Vec::new(),
             last_arrivals: BTreeMap::new(),
             digest: 0,
             is_traced,
+            #[cfg(test)]
+            planted: None,
             scenario,
         };
         for host in 0..simulation.scenario.nodes.len() {
@@ -325,6 +332,8 @@ impl Simulation {
         let mut outputs = Vec::new();
         node.handle(now, input, &mut outputs);
         self.deadlines[process] = node.next_deadline();
+        #[cfg(test)]
+        self.planted.inspect(|bug| bug.mutate(&mut outputs));
         self.follow(process, outputs);
     }
 

@@ -16,6 +16,8 @@
 #![forbid(unsafe_code)]
 
 mod answer;
+#[cfg(test)]
+mod bounds;
 mod checks;
 mod coverage;
 mod data_connections;
@@ -25,6 +27,8 @@ mod faults;
 mod grammars;
 mod membership;
 mod nodes;
+#[cfg(test)]
+mod planted;
 mod process;
 mod router;
 mod router_connections;
@@ -33,6 +37,8 @@ mod transport;
 
 pub use coverage::Coverage;
 
+use std::time::Duration;
+
 use event_loop::Simulation;
 use scenario::Scenario;
 
@@ -40,6 +46,10 @@ use scenario::Scenario;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     pub coverage: Coverage,
+    /// Longest time between two tokens of a request.
+    pub longest_gap: Duration,
+    /// Longest time from the loss of a peer until the blocks of a transfer with the peer were free.
+    pub longest_release: Duration,
     /// Hash of the event sequence: equal for equal runs.
     pub digest: u64,
 }
@@ -47,8 +57,11 @@ pub struct Outcome {
 /// Runs the scenario of a seed, and panics when an invariant does not hold. With `is_traced` every
 /// event is printed to stderr.
 pub fn run(seed: u64, is_traced: bool) -> Outcome {
+    run_scenario(seed, Scenario::new(seed), is_traced)
+}
+
+fn run_scenario(seed: u64, scenario: Scenario, is_traced: bool) -> Outcome {
     let _seed = PrintedOnPanic(seed);
-    let scenario = Scenario::new(seed);
     if is_traced {
         eprintln!("{scenario:#?}");
     }

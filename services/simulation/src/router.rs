@@ -88,6 +88,8 @@ pub struct Router {
     random: Random,
     actions: Vec<RouterAction>,
     pub coverage: Coverage,
+    /// Longest time between two tokens of a request.
+    pub longest_gap: Duration,
 }
 
 struct OpenCall {
@@ -107,6 +109,7 @@ struct Answer {
     /// The transfer id of the open attempt.
     transfer: Option<TransferId>,
     attempts: u32,
+    emitted_at: Option<Instant>,
     end: Option<End>,
 }
 
@@ -142,6 +145,7 @@ impl Router {
             random,
             actions: Vec::new(),
             coverage: Coverage::default(),
+            longest_gap: Duration::ZERO,
         }
     }
 
@@ -181,9 +185,18 @@ impl Router {
         let is_queued = self.waiting.get(&model).is_some_and(|room| !room.queue.is_empty());
         core.start(now, is_queued);
         let client = Client::new(&plan);
-        let (nodes, transfer, end) = (None, None, None);
-        let answer =
-            Answer { plan, model, deadline, core, client, nodes, transfer, attempts: 0, end };
+        let answer = Answer {
+            plan,
+            model,
+            deadline,
+            core,
+            client,
+            nodes: None,
+            transfer: None,
+            attempts: 0,
+            emitted_at: None,
+            end: None,
+        };
         self.answers.insert(id, answer);
         self.perform(now, id);
     }
@@ -340,8 +353,10 @@ impl Router {
                 Output::EndAttempt(ended) => self.end_attempt(now, id, &ended),
                 Output::Emit { first_index, tokens, .. } => {
                     let answer = self.answer(id);
+                    let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);
                     answer.core.handle_emitted(now, stop);
+                    self.longest_gap = self.longest_gap.max(gap.unwrap_or_default());
                 }
                 Output::WaitForTurn => {
                     let model = self.answer(id).model.clone();

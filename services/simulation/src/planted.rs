@@ -1,0 +1,35 @@
+//! Bugs that a test plants into the outputs of a process, to see that the checks find them.
+
+use proto::v1::decode_event::Event as DecodeEvent;
+
+use crate::{process::Output, router::NodeMessage};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlantedBug {
+    /// A decode node sends another token than it sampled.
+    WrongToken,
+    /// A decode node sends a token under two indices.
+    DuplicatedToken,
+    /// The transport never releases the blocks of a cancelled transfer.
+    NeverReleases,
+}
+
+impl PlantedBug {
+    pub fn mutate(self, outputs: &mut Vec<Output>) {
+        for output in &mut *outputs {
+            if let Output::Message { message: NodeMessage::Decode(Some(event)), .. } = output
+                && let DecodeEvent::Tokens(event) = event
+                && event.first_index > 3
+            {
+                match self {
+                    Self::WrongToken => event.tokens[0].id ^= 1,
+                    Self::DuplicatedToken => event.tokens.extend_from_within(..),
+                    Self::NeverReleases => {}
+                }
+            }
+        }
+        if self == Self::NeverReleases {
+            outputs.retain(|output| !matches!(output, Output::Release { .. }));
+        }
+    }
+}
