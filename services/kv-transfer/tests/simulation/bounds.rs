@@ -1,4 +1,4 @@
-//! No peer and no node fills a table beyond its bound.
+//! Every table of the core is bounded, whatever peers and the node send.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use kv_transfer::{
 
 use crate::{
     node::{Node, identity},
-    world::{CALM, Journey, Step, World},
+    world::{CALM, Step, TransferPlan, World},
 };
 
 const LIMITS: TransferLimits = TransferLimits {
@@ -34,10 +34,10 @@ fn source(world: &World, node: usize) -> Source {
 }
 
 fn hello(node: usize) -> Body {
-    greeting(node, false)
+    hello_message(node, false)
 }
 
-fn greeting(node: usize, in_advance: bool) -> Body {
+fn hello_message(node: usize, in_advance: bool) -> Body {
     Body::Hello(Hello {
         identity: identity(),
         control_endpoint: format!("tcp://node-{node}:1"),
@@ -49,8 +49,8 @@ fn greeting(node: usize, in_advance: bool) -> Body {
     })
 }
 
-/// Node 0 hears it of `node` alone: the others are not asked.
-fn hear(world: &mut World, node: usize, body: Body) {
+/// Gives node 0 a message of `node`.
+fn receive_message(world: &mut World, node: usize, body: Body) {
     let (now, from) = (world.now(), source(world, node));
     world.nodes[0].core.handle_control(now, &from, ControlMessage::untraced(body));
 }
@@ -67,7 +67,7 @@ fn reserve(transfer: u128) -> Body {
 }
 
 #[test]
-fn early_reservations_are_bounded_and_leave_after_a_lease() {
+fn early_reservations_are_bounded_and_expire_after_the_lease() {
     let mut world = world(2);
     let peer = source(&world, 1);
     let now = world.now();
@@ -85,7 +85,7 @@ fn early_reservations_are_bounded_and_leave_after_a_lease() {
 }
 
 #[test]
-fn tombstones_are_bounded_whoever_cancels() {
+fn tombstones_are_bounded_for_local_and_remote_aborts() {
     let mut world = world(2);
     let peer = source(&world, 1);
     let now = world.now();
@@ -108,12 +108,12 @@ fn tombstones_are_bounded_whoever_cancels() {
 }
 
 #[test]
-fn what_was_cancelled_before_it_began_fails_at_once() {
+fn transfer_aborted_before_it_began_fails_at_once() {
     let mut world = world(2);
     let transfer = TransferId(4);
     let reason = "the client left".to_owned();
     world.at(world.now(), 0, Step::Command(Command::Abort { transfer, reason }));
-    let journey = Journey {
+    let plan = TransferPlan {
         transfer,
         sender: 0,
         receiver: 1,
@@ -122,15 +122,15 @@ fn what_was_cancelled_before_it_began_fails_at_once() {
         deadline: Duration::from_secs(5),
     };
     let later = world.now() + Duration::from_millis(20);
-    world.journey(journey, Some(later), Some(later));
+    world.plan(plan, Some(later), Some(later));
     world.run_until(world.now() + Duration::from_millis(300));
     for node in [0, 1] {
-        assert!(world.end_of(node, transfer).is_some_and(|(_, well)| !well));
+        assert!(world.end_of(node, transfer).is_some_and(|(_, succeeded)| !succeeded));
     }
 }
 
 #[test]
-fn one_transfer_too_many_is_refused_with_the_bound_named() {
+fn transfer_over_the_limit_is_rejected_with_the_limit() {
     let mut world = world(2);
     let peer = world.address(1);
     for id in 0..=LIMITS.transfers_max as u128 {
@@ -153,110 +153,112 @@ fn one_transfer_too_many_is_refused_with_the_bound_named() {
     assert_eq!((transfer.0, reason.as_str()), (10, "10 transfers are in progress, the maximum"));
 }
 
-/// A peer that has greeted for a request is believed to have work for so long.
-const RESERVES_WITHIN: Duration = Duration::from_millis(500);
+/// A pair that was opened for a request is not evicted for this time.
+const RESERVE_TIMEOUT: Duration = Duration::from_millis(500);
 
 #[test]
-fn who_has_greeted_for_a_request_is_not_pushed_out_before_its_reservation() {
+fn pair_opened_for_a_request_is_not_evicted_before_its_reservation() {
     let mut world = world(6);
     for node in 1..6 {
-        hear(&mut world, node, hello(node));
+        receive_message(&mut world, node, hello(node));
     }
     let first = [1, 2, 3].map(|node| world.nodes[node].epoch);
     assert!(first.iter().all(|epoch| peers(&world, 0).contains(epoch)), "{:?}", peers(&world, 0));
-    // Those whose reservation is here stay for that; of the others one goes for a fourth.
+    // Pairs with a reservation stay. The fourth pair evicts one of the others.
     for node in [1, 2] {
-        hear(&mut world, node, reserve(node as u128));
+        receive_message(&mut world, node, reserve(node as u128));
     }
     assert_eq!(world.nodes[0].core.table_sizes().1, 2);
-    world.run_until(world.now() + RESERVES_WITHIN);
-    hear(&mut world, 4, hello(4));
+    world.run_until(world.now() + RESERVE_TIMEOUT);
+    receive_message(&mut world, 4, hello(4));
     let expected = [1, 2, 4].map(|node| world.nodes[node].epoch);
     assert!(expected.iter().all(|epoch| peers(&world, 0).contains(epoch)));
 }
 
 #[test]
-fn whoever_greets_in_advance_pushes_nobody_out_and_leaves_room_to_requests() {
+fn early_handshakes_evict_no_pair_and_leave_room_for_requests() {
     let mut world = world(6);
     for node in 1..6 {
-        hear(&mut world, node, greeting(node, true));
+        receive_message(&mut world, node, hello_message(node, true));
     }
     let met = peers(&world, 0);
     assert_eq!(met.len(), LIMITS.pairs_max.div_ceil(2));
-    // Pairs that requests have made, idle by now.
+    // Pairs that requests have opened, idle by now.
     for node in 1..4 {
-        hear(&mut world, node, hello(node));
+        receive_message(&mut world, node, hello(node));
     }
-    world.run_until(world.now() + RESERVES_WITHIN * 2);
+    world.run_until(world.now() + RESERVE_TIMEOUT * 2);
     let asked_for = peers(&world, 0);
     assert_eq!(asked_for.len(), LIMITS.pairs_max);
     for node in [4, 5] {
-        hear(&mut world, node, greeting(node, true));
+        receive_message(&mut world, node, hello_message(node, true));
         assert_eq!(peers(&world, 0), asked_for);
     }
-    hear(&mut world, 5, hello(5));
+    receive_message(&mut world, 5, hello(5));
     assert!(peers(&world, 0).contains(&world.nodes[5].epoch), "requests have their room made");
 }
 
 #[test]
-fn few_pairs_that_take_memory_of_a_gpu_are_made_in_advance_whoever_greets() {
+fn few_pairs_with_gpu_memory_are_connected_early() {
     let limits = TransferLimits { pairs_max: 40, ..LIMITS };
     let mut world = World::with_limits(7, 12, 200, CALM, limits);
     for node in 1..12 {
-        hear(&mut world, node, greeting(node, true));
+        receive_message(&mut world, node, hello_message(node, true));
     }
     assert_eq!(peers(&world, 0).len(), 4);
 }
 
-/// Node 4 has greeted node 0 in advance, which has no room but for requests.
-fn greeted_in_vain() -> World {
+/// Node 4 has sent an early HELLO to node 0, which has room for requests only.
+fn rejected_early_handshake() -> World {
     let mut world = world(5);
     for node in 1..4 {
-        hear(&mut world, node, hello(node));
+        receive_message(&mut world, node, hello(node));
     }
-    world.run_until(world.now() + RESERVES_WITHIN);
-    meet(&mut world, 4, 0);
+    world.run_until(world.now() + RESERVE_TIMEOUT);
+    connect(&mut world, 4, 0);
     world
 }
 
 #[test]
-fn a_greeting_in_advance_without_answer_is_said_again_by_the_first_transfer() {
-    let mut world = greeted_in_vain();
+fn unanswered_early_handshake_is_repeated_by_the_first_transfer() {
+    let mut world = rejected_early_handshake();
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
     assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
     let (now, transfer) = (world.now(), TransferId(1));
     let deadline = Duration::from_secs(5);
-    let journey = Journey { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
-    // The sender, which is full, hears of it by the greeting alone.
-    world.journey(journey, Some(now), Some(now + Duration::from_millis(75)));
+    let plan =
+        TransferPlan { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
+    // The full sender learns of the transfer by the HELLO.
+    world.plan(plan, Some(now), Some(now + Duration::from_millis(75)));
     world.run_until(now + Duration::from_millis(70));
     assert!(peers(&world, 0).contains(&world.nodes[4].epoch), "it has not waited to say it again");
     world.run_until(now + Duration::from_secs(1));
-    assert!(world.end_of(4, transfer).is_some_and(|(_, well)| well));
+    assert!(world.end_of(4, transfer).is_some_and(|(_, succeeded)| succeeded));
 }
 
 #[test]
-fn a_transfer_that_begins_late_in_a_greeting_in_advance_has_the_time_of_its_own_greeting() {
-    let mut world = greeted_in_vain();
-    // Within a millisecond of the end of the greeting that nobody has answered.
+fn transfer_during_an_early_handshake_gets_the_timeout_of_its_own_handshake() {
+    let mut world = rejected_early_handshake();
+    // A millisecond before the time-out of the unanswered early handshake.
     world.run_until(world.now() + LEASE - Duration::from_millis(21));
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
     assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
     let (now, transfer) = (world.now(), TransferId(1));
     let deadline = Duration::from_secs(5);
-    let journey = Journey { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
-    world.journey(journey, Some(now), Some(now + Duration::from_millis(75)));
+    let plan =
+        TransferPlan { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
+    world.plan(plan, Some(now), Some(now + Duration::from_millis(75)));
     world.run_until(now + Duration::from_secs(1));
-    assert!(world.end_of(4, transfer).is_some_and(|(_, well)| well));
+    assert!(world.end_of(4, transfer).is_some_and(|(_, succeeded)| succeeded));
 }
 
 #[test]
-fn pairs_are_bounded_and_the_longest_idle_makes_room() {
+fn pairs_are_bounded_and_the_longest_idle_pair_is_evicted() {
     let mut world = world(6);
     for node in 1..6 {
         let from = source(&world, node);
         world.at(world.now(), 0, Step::ControlMessage(from, ControlMessage::untraced(hello(node))));
-        world.run_until(world.now() + RESERVES_WITHIN);
+        world.run_until(world.now() + RESERVE_TIMEOUT);
         assert!(world.nodes[0].core.pairs().count() <= LIMITS.pairs_max);
     }
     let epochs: Vec<Epoch> = world.nodes[0].core.pairs().map(|pair| pair.peer().epoch).collect();
@@ -265,10 +267,10 @@ fn pairs_are_bounded_and_the_longest_idle_makes_room() {
     }
 }
 
-/// As a router does it, again and again.
-const INTRODUCED_EVERY: Duration = Duration::from_secs(20);
+/// Interval at which a router repeats its connect calls.
+const CONNECT_INTERVAL: Duration = Duration::from_secs(20);
 
-fn meet(world: &mut World, node: usize, other: usize) {
+fn connect(world: &mut World, node: usize, other: usize) {
     let command = Command::Connect { peer: world.address(other), sends: true, guard: None };
     world.at(world.now(), node, Step::Command(command));
     world.run_until(world.now() + Duration::from_millis(20));
@@ -279,12 +281,12 @@ fn peers(world: &World, node: usize) -> Vec<Epoch> {
 }
 
 #[test]
-fn those_met_in_advance_push_nobody_out_and_leave_room_to_requests() {
+fn early_connects_evict_no_pair_and_leave_room_for_requests() {
     let mut world = world(6);
     let mut met = Vec::new();
     for round in 0..5 {
         for other in 1..6 {
-            meet(&mut world, 0, other);
+            connect(&mut world, 0, other);
         }
         let now = peers(&world, 0);
         if round == 0 {
@@ -295,9 +297,9 @@ fn those_met_in_advance_push_nobody_out_and_leave_room_to_requests() {
         for (other, node) in world.nodes.iter().enumerate().skip(1) {
             assert_eq!(world.is_connected(0, other), met.contains(&node.epoch), "node {other}");
         }
-        world.run_until(world.now() + INTRODUCED_EVERY);
+        world.run_until(world.now() + CONNECT_INTERVAL);
     }
-    // A request of one that was not met finds room, and nobody has to go for it.
+    // A request of an unconnected peer finds room without an eviction.
     let from = source(&world, 5);
     world.at(
         world.now(),
@@ -307,22 +309,22 @@ fn those_met_in_advance_push_nobody_out_and_leave_room_to_requests() {
     world.run_until(world.now() + Duration::from_millis(5));
     let now = peers(&world, 0);
     assert!(now.contains(&from.epoch) && met.iter().all(|epoch| now.contains(epoch)), "{now:?}");
-    // Nor is it pushed out by those that are met again.
+    // Repeated early connects do not evict the pair of the request.
     for other in 1..5 {
-        meet(&mut world, 0, other);
+        connect(&mut world, 0, other);
     }
     assert_eq!(peers(&world, 0), now);
 }
 
 #[test]
-fn a_pair_met_in_advance_stays_while_it_is_said_again() {
+fn early_pair_stays_while_connect_is_repeated() {
     let mut world = world(2);
     for _ in 0..6 {
-        // Both are told.
-        meet(&mut world, 0, 1);
-        meet(&mut world, 1, 0);
+        // Both nodes get the command.
+        connect(&mut world, 0, 1);
+        connect(&mut world, 1, 0);
         assert!(world.is_connected(0, 1) && world.is_connected(1, 0));
-        world.run_until(world.now() + INTRODUCED_EVERY);
+        world.run_until(world.now() + CONNECT_INTERVAL);
     }
     assert_eq!(peers(&world, 0).len(), 1, "it is {:?} old", world.now() - world.start());
     world.run_until(world.now() + LIMITS.pair_idle);
@@ -330,18 +332,18 @@ fn a_pair_met_in_advance_stays_while_it_is_said_again() {
 }
 
 #[test]
-fn with_nodes_of_other_hosts_nothing_is_made_in_advance_nor_kept() {
+fn no_pair_is_connected_early_across_hosts() {
     let mut world = world(3);
     world.nodes[1] = Node::on_host("elsewhere", 1, 200, LIMITS);
     let end = world.start() + 3 * LIMITS.pair_idle;
     while world.now() < end {
-        meet(&mut world, 0, 1);
+        connect(&mut world, 0, 1);
         assert!(!world.is_connected(0, 1), "after {:?}", world.now() - world.start());
-        world.run_until(world.now() + INTRODUCED_EVERY);
+        world.run_until(world.now() + CONNECT_INTERVAL);
     }
     assert_eq!(peers(&world, 0), [], "one greeting was enough to find out");
-    // Transfers make it as ever.
-    let journey = Journey {
+    // A transfer connects the pair.
+    let plan = TransferPlan {
         transfer: TransferId(1),
         sender: 0,
         receiver: 1,
@@ -350,13 +352,13 @@ fn with_nodes_of_other_hosts_nothing_is_made_in_advance_nor_kept() {
         deadline: Duration::from_secs(5),
     };
     let now = world.now();
-    world.journey(journey, Some(now), Some(now));
+    world.plan(plan, Some(now), Some(now));
     world.run_until(now + Duration::from_secs(1));
-    assert!(world.end_of(1, TransferId(1)).is_some_and(|(_, well)| well));
+    assert!(world.end_of(1, TransferId(1)).is_some_and(|(_, succeeded)| succeeded));
 }
 
 #[test]
-fn a_node_does_not_pair_with_itself() {
+fn node_does_not_connect_to_itself() {
     let mut world = world(2);
     let command = Command::Expect {
         transfer: TransferId(1),

@@ -1,4 +1,4 @@
-//! A prefill node full of finished work against decode nodes full of reservations.
+//! A prefill node whose blocks hold finished prompts, and decode nodes whose blocks are reserved.
 
 use std::{
     collections::VecDeque,
@@ -7,12 +7,12 @@ use std::{
 
 use kv_transfer::api::{Event, TransferId};
 
-use crate::world::{CALM, Journey, Step, World};
+use crate::world::{CALM, Step, TransferPlan, World};
 
 const SENDER: usize = 0;
 
-/// The node's rule that makes it safe: blocks for a prefill are taken only when its `RESERVE` is
-/// here, so finished work always has somewhere to go.
+/// The node's rule that prevents a deadlock: a prefill takes blocks only after its `RESERVE` has
+/// arrived, so every finished prompt has a receiver.
 struct Prefills {
     waiting: VecDeque<TransferId>,
     events_seen: usize,
@@ -38,16 +38,16 @@ impl Prefills {
     }
 }
 
-/// Each pool holds two prompts; 60 are asked for at once, by the decode nodes in one order and of
-/// the prefill node in the opposite one.
+/// Each pool holds two prompts. 60 prompts arrive at once, at the decode nodes in one order and at the
+/// prefill node in the opposite order.
 #[test]
-fn full_pools_on_both_sides_empty_each_other() {
+fn full_block_pools_on_both_sides_do_not_deadlock() {
     for seed in 0..20 {
         let mut world = World::new(seed, 3, 8, CALM);
         world.computes = false;
         let start = world.start();
-        let journeys: Vec<Journey> = (0..60)
-            .map(|id| Journey {
+        let plans: Vec<TransferPlan> = (0..60)
+            .map(|id| TransferPlan {
                 transfer: TransferId(id + 1),
                 sender: SENDER,
                 receiver: 1 + (id % 2) as usize,
@@ -56,10 +56,10 @@ fn full_pools_on_both_sides_empty_each_other() {
                 deadline: Duration::from_secs(60),
             })
             .collect();
-        for journey in journeys.iter().rev() {
-            world.journey(journey.clone(), None, Some(start));
+        for plan in plans.iter().rev() {
+            world.plan(plan.clone(), None, Some(start));
         }
-        let mut unreserved: VecDeque<Journey> = journeys.iter().cloned().collect();
+        let mut unreserved: VecDeque<TransferPlan> = plans.iter().cloned().collect();
         let mut prefills = Prefills { waiting: VecDeque::new(), events_seen: 0 };
         let mut fullest = (usize::MAX, usize::MAX);
         while world.now() < start + Duration::from_secs(30) {
@@ -71,34 +71,37 @@ fn full_pools_on_both_sides_empty_each_other() {
             fullest.1 = fullest.1.min(world.nodes[1].free_count());
         }
         assert_eq!(fullest, (0, 0), "seed {seed}: both sides were full");
-        for journey in &journeys {
-            for node in [journey.sender, journey.receiver] {
-                let end = world.end_of(node, journey.transfer);
-                assert!(end.is_some_and(|(_, well)| well), "seed {seed}: {journey:?} at {node}");
+        for plan in &plans {
+            for node in [plan.sender, plan.receiver] {
+                let end = world.end_of(node, plan.transfer);
+                assert!(
+                    end.is_some_and(|(_, succeeded)| succeeded),
+                    "seed {seed}: {plan:?} at {node}"
+                );
             }
         }
     }
 }
 
 /// First come, first served, at each decode node.
-fn reserve(world: &mut World, unreserved: &mut VecDeque<Journey>) {
+fn reserve(world: &mut World, unreserved: &mut VecDeque<TransferPlan>) {
     let mut is_full = [false; 3];
     let waiting = std::mem::take(unreserved);
-    for journey in waiting {
-        let receiver = journey.receiver;
+    for plan in waiting {
+        let receiver = plan.receiver;
         let blocks = if is_full[receiver] {
             None
         } else {
-            world.nodes[receiver].take(journey.transfer, journey.block_count)
+            world.nodes[receiver].take(plan.transfer, plan.block_count)
         };
         match blocks {
             Some(blocks) => {
-                let command = world.receive_command(&journey, blocks);
+                let command = world.receive_command(&plan, blocks);
                 world.at(world.now(), receiver, Step::Command(command));
             }
             None => {
                 is_full[receiver] = true;
-                unreserved.push_back(journey);
+                unreserved.push_back(plan);
             }
         }
     }

@@ -1,11 +1,11 @@
-//! Cores joined by a simulated network: everything that may happen, in every order.
+//! Transfer cores on a simulated network with faults.
 //!
-//! A failing case prints its seed and parameters; the same numbers give the same run.
+//! A failing case prints its seed and parameters. The same numbers give the same run.
 
 mod bounds;
 mod circular_wait;
-mod every_state;
+mod every_moment;
+mod hostile_peers;
 mod node;
-mod storms;
-mod strangers;
+mod random_faults;
 mod world;

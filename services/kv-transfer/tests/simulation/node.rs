@@ -1,4 +1,4 @@
-//! One simulated node: a core, its memory, and who may touch which block.
+//! One simulated node: a core, its blocks, and the transfer that owns each block.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,42 +17,42 @@ use simulation_base::Random;
 use crate::world::{BLOCK_BYTES, Step};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Life {
+pub enum ProcessState {
     Running,
-    Stopped,
+    Paused,
     Dead,
 }
 
-/// The contents of a block that nobody has written.
+/// The contents of a block without KV.
 pub const BLANK: u64 = 0;
 
 pub struct Node {
     pub name: String,
     pub epoch: Epoch,
     pub core: Core,
-    /// Of the weights that its engine computes with.
+    /// Version of the engine's weights.
     pub weight_version: u64,
-    pub life: Life,
-    /// What came while the process was stopped.
+    pub state: ProcessState,
+    /// Inputs that arrived while the process was paused.
     pub inbox: Vec<Step>,
     pub memory: Vec<u64>,
-    /// Blocks that a transfer may write or read here.
+    /// The transfer that may access each block.
     pub owners: BTreeMap<BlockId, TransferId>,
-    /// The same blocks in the order in which the transfer got them.
+    /// Blocks of each transfer, in the order of the prompt.
     pub taken: BTreeMap<TransferId, Vec<BlockId>>,
     pub free: Vec<BlockId>,
     pub posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     pub writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     pub sending: BTreeMap<(TransferId, u32), (Epoch, Vec<BlockId>)>,
-    /// Counts how often this node has closed its data connections with a peer: reports of the ones
-    /// before are of the past.
+    /// How often this node has closed its data connections with each peer. The end of an earlier
+    /// connection is ignored.
     pub closings: BTreeMap<usize, u64>,
     /// Peers that may connect here.
     pub admitted: BTreeSet<usize>,
     /// Every event, with its time.
     pub events: Vec<(Instant, Event)>,
     pub begun: BTreeMap<TransferId, Instant>,
-    /// When its node gave it up, begun or not.
+    /// When the node aborted each transfer, begun or not.
     pub aborted: BTreeMap<TransferId, Instant>,
     pub ended: BTreeMap<TransferId, (Instant, bool)>,
 }
@@ -62,7 +62,7 @@ impl Node {
         Self::on_host("here", index, block_count, limits)
     }
 
-    /// What these blocks hold, which must be this transfer's.
+    /// Returns the contents of blocks, which this transfer must own.
     pub fn read(&self, transfer: TransferId, blocks: &[BlockId]) -> Vec<u64> {
         let read = |block: &BlockId| {
             let (name, owner) = (&self.name, self.owners.get(block));
@@ -72,10 +72,10 @@ impl Node {
         blocks.iter().map(read).collect()
     }
 
-    /// Nodes of one host have more in common than `tcp`.
+    /// Nodes of one host offer `ipc`.
     pub fn on_host(host: &str, index: usize, block_count: u32, limits: TransferLimits) -> Self {
         let name = format!("node-{index}");
-        // Neither order of the epochs is favoured.
+        // The order of the epochs is random.
         let epoch = Epoch(Random::new(index as u64 + 1).next().into());
         let local = Local {
             node_id: name.clone(),
@@ -93,7 +93,7 @@ impl Node {
             epoch,
             weight_version: local.identity.weight_version,
             core: Core::new(local),
-            life: Life::Running,
+            state: ProcessState::Running,
             inbox: Vec::new(),
             memory: vec![BLANK; block_count as usize],
             owners: BTreeMap::new(),
@@ -111,7 +111,7 @@ impl Node {
         }
     }
 
-    /// Blocks for a transfer, or `None` when there are not enough.
+    /// Takes blocks for a transfer; `None` when too few blocks are free.
     pub fn take(&mut self, transfer: TransferId, count: u32) -> Option<Vec<BlockId>> {
         let rest = self.free.len().checked_sub(count as usize)?;
         let blocks = self.free.split_off(rest);
@@ -122,8 +122,8 @@ impl Node {
         Some(blocks)
     }
 
-    /// Freed blocks are spoilt at once and are the next to be taken.
-    pub fn give_back(&mut self, transfer: TransferId) {
+    /// Frees the blocks of a transfer. They are overwritten at once, and are taken next.
+    pub fn free_blocks(&mut self, transfer: TransferId) {
         for block in self.taken.remove(&transfer).unwrap_or_default() {
             self.owners.remove(&block);
             self.memory[block.index()] = u64::MAX;

@@ -1,8 +1,8 @@
-//! Several cores, a network that misbehaves, and the memory that chunks move between.
+//! Several transfer cores, a network with faults, and the blocks of each node.
 //!
-//! The world asserts what must always hold: nothing is written into a block that no reception owns
-//! any more, nothing is read from a block that the node has got back, `Arrived` blocks hold what
-//! the sender wrote with the weights that the receiver has, and no transfer ends twice.
+//! Asserts that no chunk is written to a block after its transfer has ended, that no chunk is read from
+//! such a block, that `Arrived` blocks hold the sender's KV for the receiver's weights, and that no
+//! transfer ends twice.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +18,7 @@ use kv_transfer::{
 };
 use simulation_base::{Clock, ConnectionId, Due, Network, NetworkFaults, Random};
 
-use crate::node::{BLANK, Life, Node};
+use crate::node::{BLANK, Node, ProcessState};
 
 pub const BLOCK_BYTES: usize = 1000;
 pub const TOKEN: u32 = 77;
@@ -32,19 +32,19 @@ pub const CALM: NetworkFaults = NetworkFaults {
     delay_max: Duration::from_millis(2),
 };
 
-/// One prompt on its way from `sender` to `receiver`.
+/// A transfer of one prompt from `sender` to `receiver`.
 #[derive(Clone, Debug)]
-pub struct Journey {
+pub struct TransferPlan {
     pub transfer: TransferId,
     pub sender: usize,
     pub receiver: usize,
-    /// Of the prompt; the receiver has the first `cached`.
+    /// Blocks of the prompt. The receiver has the first `cached` blocks.
     pub block_count: u32,
     pub cached: u32,
     pub deadline: Duration,
 }
 
-/// Something that will happen at a node.
+/// An input of a node.
 #[derive(Clone, Debug)]
 pub enum Step {
     Command(Command),
@@ -54,30 +54,30 @@ pub enum Step {
         peer: usize,
         closings: u64,
     },
-    /// The data connection to `peer` is made.
+    /// The data connection to `peer` is open.
     Opened {
         peer: usize,
     },
-    /// A chunk leaves.
-    Depart {
+    /// A chunk is sent.
+    SendChunk {
         transfer: TransferId,
         chunk: u32,
     },
-    /// A chunk that left is not read any more.
-    Left {
+    /// The transport has read the last byte of a chunk.
+    ChunkRead {
         transfer: TransferId,
         chunk: u32,
         integrity: u64,
     },
-    /// A chunk's first and last bytes come in.
-    Land {
+    /// The first and the last bytes of a chunk arrive.
+    ChunkBegins {
         from: usize,
         connection: ConnectionId,
         transfer: TransferId,
         chunk: u32,
         contents: Vec<u64>,
     },
-    Landed {
+    ChunkEnds {
         from: usize,
         connection: ConnectionId,
         transfer: TransferId,
@@ -102,18 +102,18 @@ pub struct World {
     pub random: Random,
     /// Longest time until a transport releases the blocks of a cancelled transfer.
     pub release_delay_max: Duration,
-    pub journeys: BTreeMap<TransferId, Journey>,
-    /// Blocks that each sender's journey holds, in the order of the prompt.
+    pub plans: BTreeMap<TransferId, TransferPlan>,
+    /// Blocks that the sender of each transfer holds, in the order of the prompt.
     held: BTreeMap<TransferId, Vec<BlockId>>,
     pub computes: bool,
-    /// Transfers whose `ACK` was sent in their trace.
+    /// Transfers whose `ACK` had a trace context.
     traced_acks: BTreeSet<TransferId>,
 }
 
 impl World {
     pub fn new(seed: u64, node_count: usize, block_count: u32, faults: NetworkFaults) -> Self {
         let limits = TransferLimits {
-            // Three blocks of the world to a chunk.
+            // Three blocks per chunk.
             chunk_bytes_max: 3 * BLOCK_BYTES,
             ..TransferLimits::default()
         };
@@ -135,7 +135,7 @@ impl World {
             nodes,
             random,
             release_delay_max: Duration::from_millis(1),
-            journeys: BTreeMap::new(),
+            plans: BTreeMap::new(),
             held: BTreeMap::new(),
             computes: true,
             traced_acks: BTreeSet::new(),
@@ -164,71 +164,71 @@ impl World {
         }
     }
 
-    /// Gives both nodes their commands at the given times. `None`: the router never got that far.
-    pub fn journey(&mut self, journey: Journey, receive: Option<Instant>, expect: Option<Instant>) {
+    /// Gives both nodes their commands at these times; `None`: the node never gets the command.
+    pub fn plan(&mut self, plan: TransferPlan, receive: Option<Instant>, expect: Option<Instant>) {
         if let Some(at) = receive {
-            let blocks = self.nodes[journey.receiver]
-                .take(journey.transfer, journey.block_count - journey.cached)
+            let blocks = self.nodes[plan.receiver]
+                .take(plan.transfer, plan.block_count - plan.cached)
                 .expect("the receiver has blocks");
-            let command = self.receive_command(&journey, blocks);
-            self.at(at, journey.receiver, Step::Command(command));
+            let command = self.receive_command(&plan, blocks);
+            self.at(at, plan.receiver, Step::Command(command));
         }
         if let Some(at) = expect {
-            let command = self.expect_command(&journey);
-            self.at(at, journey.sender, Step::Command(command));
+            let command = self.expect_command(&plan);
+            self.at(at, plan.sender, Step::Command(command));
         }
-        self.journeys.insert(journey.transfer, journey);
+        self.plans.insert(plan.transfer, plan);
     }
 
-    pub fn receive_command(&self, journey: &Journey, blocks: Vec<BlockId>) -> Command {
+    pub fn receive_command(&self, plan: &TransferPlan, blocks: Vec<BlockId>) -> Command {
         Command::Receive {
-            transfer: journey.transfer,
-            peer: self.address(journey.sender),
-            prompt_hash: journey.transfer.0,
-            first_block: journey.cached,
+            transfer: plan.transfer,
+            peer: self.address(plan.sender),
+            prompt_hash: plan.transfer.0,
+            first_block: plan.cached,
             blocks,
-            deadline: journey.deadline,
-            traceparent: format!("receive-{}", journey.transfer),
+            deadline: plan.deadline,
+            traceparent: format!("receive-{}", plan.transfer),
         }
     }
 
-    pub fn expect_command(&self, journey: &Journey) -> Command {
+    pub fn expect_command(&self, plan: &TransferPlan) -> Command {
         Command::Expect {
-            transfer: journey.transfer,
-            peer: self.address(journey.receiver),
-            prompt_hash: journey.transfer.0,
-            deadline: journey.deadline,
-            traceparent: format!("expect-{}", journey.transfer),
+            transfer: plan.transfer,
+            peer: self.address(plan.receiver),
+            prompt_hash: plan.transfer.0,
+            deadline: plan.deadline,
+            traceparent: format!("expect-{}", plan.transfer),
         }
     }
 
-    /// What a sender with these weights writes for a block of the prompt.
+    /// Returns the KV of a block that a sender with these weights computes.
     fn content(transfer: TransferId, block: u32, weight_version: u64) -> u64 {
         let seed = transfer.0 as u64 ^ (u64::from(block) << 32) ^ weight_version.rotate_right(8);
         Random::new(seed).next() | 1
     }
 
     pub fn kill(&mut self, node: usize, resets_connections: bool) {
-        self.nodes[node].life = Life::Dead;
+        self.nodes[node].state = ProcessState::Dead;
         let peers = self.network.disconnect_all(node);
         for peer in peers.into_iter().filter(|_| resets_connections) {
             self.report_closed(peer, node);
         }
     }
 
-    pub fn stop(&mut self, node: usize) {
-        if self.nodes[node].life == Life::Running {
-            self.nodes[node].life = Life::Stopped;
+    pub fn pause(&mut self, node: usize) {
+        if self.nodes[node].state == ProcessState::Running {
+            self.nodes[node].state = ProcessState::Paused;
         }
     }
 
     pub fn resume(&mut self, node: usize) {
-        if self.nodes[node].life != Life::Stopped {
+        if self.nodes[node].state != ProcessState::Paused {
             return;
         }
-        self.nodes[node].life = Life::Running;
+        self.nodes[node].state = ProcessState::Running;
         for step in std::mem::take(&mut self.nodes[node].inbox) {
-            self.happen(node, step);
+            self.handle(node, step);
         }
     }
 
@@ -244,13 +244,16 @@ impl World {
     pub fn run_until(&mut self, end: Instant) {
         loop {
             let now = self.now();
-            let running =
-                self.nodes.iter().enumerate().filter(|(_, node)| node.life == Life::Running);
+            let running = self
+                .nodes
+                .iter()
+                .enumerate()
+                .filter(|(_, node)| node.state == ProcessState::Running);
             let deadlines =
                 running.filter_map(|(index, node)| Some((node.core.next_deadline(now)?, index)));
             let deadline = deadlines.min();
             match self.clock.advance(deadline.map(|(at, _)| at), end) {
-                Some(Due::Event((node, step))) => self.happen(node, step),
+                Some(Due::Event((node, step))) => self.handle(node, step),
                 Some(Due::Deadline) => {
                     let (_, node) = deadline.expect("the clock moved to this deadline");
                     let now = self.now();
@@ -262,13 +265,13 @@ impl World {
         }
     }
 
-    fn happen(&mut self, index: usize, step: Step) {
+    fn handle(&mut self, index: usize, step: Step) {
         let now = self.now();
         let node = &mut self.nodes[index];
-        match node.life {
-            Life::Dead => return,
-            Life::Stopped => return node.inbox.push(step),
-            Life::Running => {}
+        match node.state {
+            ProcessState::Dead => return,
+            ProcessState::Paused => return node.inbox.push(step),
+            ProcessState::Running => {}
         }
         match step {
             Step::Command(command) => {
@@ -294,7 +297,7 @@ impl World {
                 }
             }
             Step::Opened { peer } => {
-                if self.nodes[peer].life == Life::Dead
+                if self.nodes[peer].state == ProcessState::Dead
                     || !self.nodes[peer].admitted.contains(&index)
                 {
                     self.report_closed(index, peer);
@@ -302,15 +305,15 @@ impl World {
                     self.network.connect(index, peer);
                 }
             }
-            Step::Depart { transfer, chunk } => self.depart(index, transfer, chunk),
-            Step::Left { transfer, chunk, integrity } => {
-                self.left(index, transfer, chunk, integrity);
+            Step::SendChunk { transfer, chunk } => self.send_chunk(index, transfer, chunk),
+            Step::ChunkRead { transfer, chunk, integrity } => {
+                self.chunk_read(index, transfer, chunk, integrity);
             }
-            Step::Land { from, connection, transfer, chunk, contents } => {
-                self.land(index, from, connection, transfer, chunk, contents);
+            Step::ChunkBegins { from, connection, transfer, chunk, contents } => {
+                self.chunk_begins(index, from, connection, transfer, chunk, contents);
             }
-            Step::Landed { from, connection, transfer, chunk, contents } => {
-                self.landed(index, from, connection, transfer, chunk, contents);
+            Step::ChunkEnds { from, connection, transfer, chunk, contents } => {
+                self.chunk_ends(index, from, connection, transfer, chunk, contents);
             }
             Step::Release { receive, transfer } => {
                 let event = if receive {
@@ -326,41 +329,42 @@ impl World {
         self.act(index);
     }
 
-    fn depart(&mut self, index: usize, transfer: TransferId, chunk: u32) {
+    fn send_chunk(&mut self, index: usize, transfer: TransferId, chunk: u32) {
         let node = &self.nodes[index];
         let Some((peer, blocks)) = node.sending.get(&(transfer, chunk)) else { return };
         let to = self.index_of(*peer);
         let Some(connection) = self.network.connection(index, to) else {
-            // The connection is still being made.
+            // The connection is not open yet.
             return self.at(
                 self.now() + Duration::from_millis(3),
                 index,
-                Step::Depart { transfer, chunk },
+                Step::SendChunk { transfer, chunk },
             );
         };
         let contents = node.read(transfer, blocks);
         let integrity = digest(&contents);
         let mut travelling = contents;
         self.network.corrupt(&mut travelling[0]);
-        // By some transports it is read for a while.
+        // Some transports read the blocks for a while.
         if self.random.chance(50) {
-            self.soon(index, Step::Left { transfer, chunk, integrity });
+            self.soon(index, Step::ChunkRead { transfer, chunk, integrity });
         } else {
-            self.left(index, transfer, chunk, integrity);
+            self.chunk_read(index, transfer, chunk, integrity);
         }
-        let land = Step::Land { from: index, connection, transfer, chunk, contents: travelling };
+        let land =
+            Step::ChunkBegins { from: index, connection, transfer, chunk, contents: travelling };
         self.soon(to, land);
     }
 
-    fn left(&mut self, index: usize, transfer: TransferId, chunk: u32, integrity: u64) {
+    fn chunk_read(&mut self, index: usize, transfer: TransferId, chunk: u32, integrity: u64) {
         let node = &mut self.nodes[index];
-        // Unless it was cancelled meanwhile.
+        // The transfer may have been cancelled meanwhile.
         let Some((_, blocks)) = node.sending.remove(&(transfer, chunk)) else { return };
         assert_eq!(digest(&node.read(transfer, &blocks)), integrity, "{transfer}: chunk {chunk}");
         node.core.handle_data(self.clock.now(), DataEvent::Sent { transfer, chunk, integrity });
     }
 
-    fn land(
+    fn chunk_begins(
         &mut self,
         index: usize,
         from: usize,
@@ -378,10 +382,10 @@ impl World {
         let half = blocks.len() / 2;
         self.nodes[index].write(transfer, &blocks[..half], &contents[..half]);
         self.nodes[index].writing.insert((transfer, chunk), blocks);
-        self.soon(index, Step::Landed { from, connection, transfer, chunk, contents });
+        self.soon(index, Step::ChunkEnds { from, connection, transfer, chunk, contents });
     }
 
-    fn landed(
+    fn chunk_ends(
         &mut self,
         index: usize,
         from: usize,
@@ -402,12 +406,12 @@ impl World {
         node.core.handle_data(self.clock.now(), DataEvent::Received { transfer, chunk, integrity });
     }
 
-    /// The sending node's engine: writes blocks in order, some at a time, then finishes.
+    /// Computes blocks of the prompt in order, then finishes.
     fn compute(&mut self, index: usize, transfer: TransferId, end: u32) {
         if self.nodes[index].ended.contains_key(&transfer) {
             return;
         }
-        let journey = self.journeys[&transfer].clone();
+        let plan = self.plans[&transfer].clone();
         let blocks = self.held[&transfer].clone();
         let begin = blocks
             .iter()
@@ -424,31 +428,31 @@ impl World {
             blocks: blocks[begin as usize..end as usize].to_vec(),
         };
         self.nodes[index].core.handle_command(self.clock.now(), written);
-        if end == journey.block_count {
+        if end == plan.block_count {
             let token = SampledToken { id: TOKEN, logprobs: None };
             let finish = Command::Finish { transfer, first_index: 5, token };
             self.nodes[index].core.handle_command(self.clock.now(), finish);
         } else {
-            let rest = u64::from(journey.block_count - end);
+            let rest = u64::from(plan.block_count - end);
             let end = end + 1 + self.random.below(rest) as u32;
             let pause = self.random.up_to(Duration::from_millis(40));
             self.at(self.now() + pause, index, Step::Compute { transfer, end });
         }
     }
 
-    /// Starts the sending engine of a journey whose blocks are there.
+    /// Starts the prefill. Returns false when the sender has too few free blocks.
     pub fn start_computing(&mut self, transfer: TransferId) -> bool {
-        let journey = self.journeys[&transfer].clone();
-        let Some(blocks) = self.nodes[journey.sender].take(transfer, journey.block_count) else {
+        let plan = self.plans[&transfer].clone();
+        let Some(blocks) = self.nodes[plan.sender].take(transfer, plan.block_count) else {
             return false;
         };
         for block in &blocks {
-            self.nodes[journey.sender].memory[block.index()] = BLANK;
+            self.nodes[plan.sender].memory[block.index()] = BLANK;
         }
         self.held.insert(transfer, blocks);
-        let end = 1 + self.random.below(u64::from(journey.block_count)) as u32;
+        let end = 1 + self.random.below(u64::from(plan.block_count)) as u32;
         let pause = self.random.up_to(Duration::from_millis(40));
-        self.at(self.now() + pause, journey.sender, Step::Compute { transfer, end });
+        self.at(self.now() + pause, plan.sender, Step::Compute { transfer, end });
         true
     }
 
@@ -468,7 +472,7 @@ impl World {
                 Action::SendControl { peer, message } => self.send_control(index, peer, message),
                 Action::OpenData { peer, .. } => {
                     let peer = self.index_of(peer);
-                    if self.nodes[peer].life == Life::Dead {
+                    if self.nodes[peer].state == ProcessState::Dead {
                         self.report_closed(index, peer);
                     } else {
                         self.soon(index, Step::Opened { peer });
@@ -486,10 +490,10 @@ impl World {
                     let before =
                         self.nodes[index].sending.insert((transfer, chunk), (peer, blocks));
                     assert_eq!(before, None, "sent twice");
-                    self.soon(index, Step::Depart { transfer, chunk });
+                    self.soon(index, Step::SendChunk { transfer, chunk });
                 }
                 Action::CancelReceive { transfer, .. } => {
-                    // What has begun to be written may go on until it is released.
+                    // A chunk that has begun to arrive continues until the release.
                     self.nodes[index].posted.retain(|(id, _), _| *id != transfer);
                     self.release(index, true, transfer);
                 }
@@ -525,7 +529,7 @@ impl World {
             Body::Reserve(_) | Body::Done(_) => {
                 assert_ne!(message.traceparent, "", "{:?} starts or ends work", message.body);
             }
-            // A repeated CHUNK has no trace in which it could be answered.
+            // A repeated CHUNK has no trace context for its answer.
             Body::Ack { transfer } if !message.traceparent.is_empty() => {
                 self.traced_acks.insert(*transfer);
             }
@@ -544,10 +548,10 @@ impl World {
         self.nodes[index].events.push((now, event.clone()));
         match event {
             Event::Ready { transfer, first_block, block_count, traceparent } => {
-                let journey = &self.journeys[&transfer];
+                let plan = &self.plans[&transfer];
                 assert_eq!(
                     (first_block, block_count),
-                    (journey.cached, journey.block_count - journey.cached)
+                    (plan.cached, plan.block_count - plan.cached)
                 );
                 assert_eq!(traceparent, format!("receive-{transfer}"));
                 if self.computes {
@@ -556,12 +560,12 @@ impl World {
             }
             Event::Arrived { transfer, first_index, token, stats } => {
                 assert_eq!((first_index, token.id), (5, TOKEN));
-                let journey = self.journeys[&transfer].clone();
+                let plan = self.plans[&transfer].clone();
                 let node = &self.nodes[index];
-                // Each content in the block that was reserved for its place in the prompt.
+                // The blocks in the order of the prompt.
                 let written: Vec<u64> =
                     node.taken[&transfer].iter().map(|block| node.memory[block.index()]).collect();
-                let expected: Vec<u64> = (journey.cached..journey.block_count)
+                let expected: Vec<u64> = (plan.cached..plan.block_count)
                     .map(|block| Self::content(transfer, block, node.weight_version))
                     .collect();
                 assert_eq!(written, expected, "arrived blocks hold something else");
@@ -578,28 +582,28 @@ impl World {
         }
     }
 
-    fn ended(&mut self, index: usize, transfer: TransferId, well: bool) {
+    fn ended(&mut self, index: usize, transfer: TransferId, succeeded: bool) {
         let (now, node) = (self.now(), &mut self.nodes[index]);
         assert!(node.begun.contains_key(&transfer), "{transfer} ended at {} unbegun", node.name);
-        let before = node.ended.insert(transfer, (now, well));
+        let before = node.ended.insert(transfer, (now, succeeded));
         assert_eq!(before, None, "{transfer} ended twice at {}", node.name);
-        node.give_back(transfer);
+        node.free_blocks(transfer);
     }
 
-    /// A sender has blocks from `Ready` on, a receiver from the start.
+    /// A sender holds blocks from `Ready` on, a receiver from the start.
     pub fn has_held_blocks(&self, node: usize, transfer: TransferId) -> bool {
         let is_ready = |(_, event): &(Instant, Event)| matches!(event, Event::Ready { transfer: id, .. } if *id == transfer);
         let node_state = &self.nodes[node];
         node_state.begun.contains_key(&transfer)
-            && (self.journeys[&transfer].receiver == node || node_state.events.iter().any(is_ready))
+            && (self.plans[&transfer].receiver == node || node_state.events.iter().any(is_ready))
     }
 
-    /// Whether there is a data connection on which the first sends to the second.
+    /// Whether a data connection from the first node to the second is open.
     pub fn is_connected(&self, from: usize, to: usize) -> bool {
         self.network.connection(from, to).is_some()
     }
 
-    /// How much has happened or is about to.
+    /// Returns the number of events scheduled so far.
     pub fn steps(&self) -> u64 {
         self.clock.scheduled()
     }

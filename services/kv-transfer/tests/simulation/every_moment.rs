@@ -1,4 +1,4 @@
-//! One transfer, struck at every moment of its life.
+//! One transfer, with a fault at every moment.
 
 use std::time::Duration;
 
@@ -9,26 +9,26 @@ use kv_transfer::{
 
 use simulation_base::NetworkFaults;
 
-use crate::world::{CALM, Journey, Step, World};
+use crate::world::{CALM, Step, TransferPlan, World};
 
 const SENDER: usize = 0;
 const RECEIVER: usize = 1;
-/// Slow enough that moments fall between all messages.
+/// Slow enough that every pair of messages has a moment in between.
 const SLOW: NetworkFaults = NetworkFaults { delay_max: Duration::from_millis(4), ..CALM };
 const RELEASE_DELAY_MAX: Duration = Duration::from_millis(100);
 /// Any control message may be lost, duplicated or reordered.
 const LOSSY: NetworkFaults =
     NetworkFaults { loss: 30, duplication: 30, delay_max: Duration::from_millis(25), ..SLOW };
-const BACK: Duration = Duration::from_millis(2500);
+const BLOCKS_FREE_MAX: Duration = Duration::from_millis(2500);
 
-fn begin(seed: u64) -> (World, Journey) {
+fn begin(seed: u64) -> (World, TransferPlan) {
     begin_in(SLOW, seed)
 }
 
-fn begin_in(faults: NetworkFaults, seed: u64) -> (World, Journey) {
+fn begin_in(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
     let mut world = World::new(seed, 2, 40, faults);
     world.release_delay_max = RELEASE_DELAY_MAX;
-    let journey = Journey {
+    let plan = TransferPlan {
         transfer: TransferId(9),
         sender: SENDER,
         receiver: RECEIVER,
@@ -37,44 +37,44 @@ fn begin_in(faults: NetworkFaults, seed: u64) -> (World, Journey) {
         deadline: Duration::from_secs(20),
     };
     let start = world.start();
-    // Now the one, now the other is first.
+    // The receiver begins first for even seeds, the sender for odd ones.
     let (first, second) = (Some(start), Some(start + Duration::from_millis(5)));
     let (receive, expect) = if seed.is_multiple_of(2) { (first, second) } else { (second, first) };
-    world.journey(journey.clone(), receive, expect);
-    (world, journey)
+    world.plan(plan.clone(), receive, expect);
+    (world, plan)
 }
 
-/// Every half millisecond until the transfer is long over.
+/// Every half millisecond, until succeeded after the end of the transfer.
 fn moments() -> impl Iterator<Item = Duration> {
     (0..500).map(|half| Duration::from_micros(500 * half))
 }
 
-/// Everything that `node` had is back a lease and a half second after `over`.
-fn assert_back(world: &World, journey: &Journey, node: usize, over: Duration) {
-    let Some(begun) = world.nodes[node].begun.get(&journey.transfer) else { return };
-    let (at, _) = world.end_of(node, journey.transfer).expect("it ended");
-    let by = (world.start() + over).max(*begun) + BACK;
+/// Checks that all blocks of `node` were free within the bound after `over`.
+fn assert_freed(world: &World, plan: &TransferPlan, node: usize, over: Duration) {
+    let Some(begun) = world.nodes[node].begun.get(&plan.transfer) else { return };
+    let (at, _) = world.end_of(node, plan.transfer).expect("it ended");
+    let by = (world.start() + over).max(*begun) + BLOCKS_FREE_MAX;
     assert!(at <= by, "over at {over:?}, back at {:?}, too late", at - world.start());
     assert_eq!(world.nodes[node].free_count(), 40);
 }
 
 #[test]
-fn a_peer_that_dies_costs_a_lease_at_most() {
+fn blocks_are_free_within_the_lease_after_a_peer_died() {
     for (step, moment) in moments().enumerate() {
         for (victim, survivor) in [(SENDER, RECEIVER), (RECEIVER, SENDER)] {
             for (reset, faults) in [(true, SLOW), (false, SLOW), (true, LOSSY), (false, LOSSY)] {
-                let (mut world, journey) = begin_in(faults, step as u64);
+                let (mut world, plan) = begin_in(faults, step as u64);
                 world.run_until(world.start() + moment);
                 world.kill(victim, reset);
                 world.run_until(world.start() + Duration::from_secs(10));
-                assert_back(&world, &journey, survivor, moment);
+                assert_freed(&world, &plan, survivor, moment);
             }
         }
     }
 }
 
 #[test]
-fn a_peer_that_stops_costs_a_lease_at_most_and_finds_its_way_when_it_wakes() {
+fn blocks_are_free_within_the_lease_after_a_peer_was_paused() {
     for (step, moment) in moments().enumerate() {
         for (victim, survivor, faults) in [
             (SENDER, RECEIVER, SLOW),
@@ -82,34 +82,34 @@ fn a_peer_that_stops_costs_a_lease_at_most_and_finds_its_way_when_it_wakes() {
             (SENDER, RECEIVER, LOSSY),
             (RECEIVER, SENDER, LOSSY),
         ] {
-            let (mut world, journey) = begin_in(faults, step as u64);
+            let (mut world, plan) = begin_in(faults, step as u64);
             world.run_until(world.start() + moment);
-            world.stop(victim);
+            world.pause(victim);
             world.run_until(world.start() + moment + Duration::from_secs(5));
-            assert_back(&world, &journey, survivor, moment);
+            assert_freed(&world, &plan, survivor, moment);
             world.resume(victim);
-            // A sender that had no RESERVE keeps waiting for it as long as its node says.
+            // A sender without RESERVE waits until its deadline.
             world.run_until(world.start() + Duration::from_secs(30));
-            assert!(world.end_of(victim, journey.transfer).is_some());
+            assert!(world.end_of(victim, plan.transfer).is_some());
             assert_eq!(world.nodes[victim].free_count(), 40);
         }
     }
 }
 
 #[test]
-fn an_abort_from_either_side_ends_both_within_a_heartbeat() {
+fn abort_from_either_side_ends_both_sides_within_a_heartbeat() {
     for (step, moment) in moments().enumerate() {
         for side in [SENDER, RECEIVER] {
-            let (mut world, journey) = begin(step as u64);
-            let (at, transfer) = (world.start() + moment, journey.transfer);
+            let (mut world, plan) = begin(step as u64);
+            let (at, transfer) = (world.start() + moment, plan.transfer);
             let reason = "the client left".to_owned();
             world.at(at, side, Step::Command(Command::Abort { transfer, reason }));
             world.run_until(world.start() + Duration::from_secs(30));
             for node in [SENDER, RECEIVER] {
                 let (ended, _) = world.end_of(node, transfer).expect("it ended");
                 let begun = world.nodes[node].begun[&transfer];
-                // At most a heartbeat, if the abort came before the other side had begun; then the
-                // abort, and the transport's letting go.
+                // A heartbeat, if the abort came before the other side had begun. Then the abort, and
+                // the release by the transport.
                 let by = begun.max(at) + Duration::from_millis(700);
                 assert!(ended <= by, "{:?} too late at moment {moment:?}", ended - by);
                 assert_eq!(world.nodes[node].free_count(), 40);
@@ -119,38 +119,38 @@ fn an_abort_from_either_side_ends_both_within_a_heartbeat() {
 }
 
 #[test]
-fn an_abort_on_a_lossy_network_ends_both_within_a_lease() {
+fn abort_on_a_lossy_network_ends_both_sides_within_the_lease() {
     let mut ended_badly = 0;
     for (step, moment) in moments().enumerate() {
         for side in [SENDER, RECEIVER] {
-            let (mut world, journey) = begin_in(LOSSY, step as u64);
-            let (at, transfer) = (world.start() + moment, journey.transfer);
+            let (mut world, plan) = begin_in(LOSSY, step as u64);
+            let (at, transfer) = (world.start() + moment, plan.transfer);
             let reason = "the client left".to_owned();
             world.at(at, side, Step::Command(Command::Abort { transfer, reason }));
             world.run_until(world.start() + Duration::from_secs(30));
-            assert_back(&world, &journey, side, moment);
+            assert_freed(&world, &plan, side, moment);
             let other = if side == SENDER { RECEIVER } else { SENDER };
-            // A sender that never had a RESERVE holds nothing and waits as long as its node says.
+            // A sender without RESERVE holds no block and waits until its deadline.
             if world.has_held_blocks(other, transfer) {
-                assert_back(&world, &journey, other, moment);
+                assert_freed(&world, &plan, other, moment);
             }
             assert_eq!(world.nodes[other].free_count(), 40);
-            let failed = |node| world.end_of(node, transfer).is_some_and(|(_, well)| !well);
+            let failed =
+                |node| world.end_of(node, transfer).is_some_and(|(_, succeeded)| !succeeded);
             ended_badly += usize::from(failed(SENDER) && failed(RECEIVER));
         }
     }
     assert!(ended_badly > 200, "{ended_badly} of 1000 were struck before they were complete");
 }
 
-/// The sender hears of it from the receiver alone, and tells it nothing of the sort that the router
-/// has asked it for anything.
+/// The sender gets the receiver's RESERVE, but no command for the transfer.
 #[test]
-fn what_the_receiver_alone_has_begun_is_over_within_a_lease() {
+fn transfer_without_a_sender_ends_within_the_lease() {
     for seed in 0..500 {
         for faults in [SLOW, LOSSY, NetworkFaults { loss: 60, ..LOSSY }] {
-            let (mut world, journey) = one_sided(faults, seed);
+            let (mut world, plan) = one_sided(faults, seed);
             world.run_until(world.start() + Duration::from_secs(20));
-            assert_back(&world, &journey, RECEIVER, Duration::ZERO);
+            assert_freed(&world, &plan, RECEIVER, Duration::ZERO);
             assert_eq!(world.nodes[SENDER].free_count(), 40);
             assert!(world.nodes[SENDER].events.is_empty(), "its node was never asked");
             assert_eq!(world.nodes[SENDER].core.table_sizes().0, 0);
@@ -158,25 +158,25 @@ fn what_the_receiver_alone_has_begun_is_over_within_a_lease() {
     }
 }
 
-/// Within the lease the two still find each other; after it each side's blocks come back.
+/// Within the lease the transfer completes. After the lease both sides free their blocks.
 #[test]
-fn a_sender_that_begins_late_finds_the_reservation_or_leaves_no_block_behind() {
+fn late_sender_finds_the_reservation_or_holds_no_block() {
     for late in (0..500).map(|step| Duration::from_millis(10 * step)) {
         for faults in [SLOW, LOSSY] {
-            let (mut world, journey) = one_sided(faults, late.as_millis() as u64);
-            let expect = world.expect_command(&journey);
+            let (mut world, plan) = one_sided(faults, late.as_millis() as u64);
+            let expect = world.expect_command(&plan);
             world.at(world.start() + late, SENDER, Step::Command(expect));
             world.run_until(world.start() + Duration::from_secs(40));
-            let (ended, well) = world.end_of(RECEIVER, journey.transfer).expect("it ended");
-            if late > BACK {
-                assert!(!well);
-                assert_back(&world, &journey, RECEIVER, Duration::ZERO);
+            let (ended, succeeded) = world.end_of(RECEIVER, plan.transfer).expect("it ended");
+            if late > BLOCKS_FREE_MAX {
+                assert!(!succeeded);
+                assert_freed(&world, &plan, RECEIVER, Duration::ZERO);
             }
             if faults.loss == 0 && late < LEASE - Duration::from_millis(100) {
-                assert!(well, "begun {late:?} late");
+                assert!(succeeded, "begun {late:?} late");
             }
-            if world.has_held_blocks(SENDER, journey.transfer) {
-                assert_back(&world, &journey, SENDER, ended - world.start());
+            if world.has_held_blocks(SENDER, plan.transfer) {
+                assert_freed(&world, &plan, SENDER, ended - world.start());
             }
             assert_eq!(world.nodes[RECEIVER].free_count(), 40);
             assert_eq!(world.nodes[SENDER].free_count(), 40);
@@ -184,11 +184,11 @@ fn a_sender_that_begins_late_finds_the_reservation_or_leaves_no_block_behind() {
     }
 }
 
-/// The router reached the receiver alone.
-fn one_sided(faults: NetworkFaults, seed: u64) -> (World, Journey) {
+/// A transfer whose sender gets no command.
+fn one_sided(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
     let mut world = World::new(seed, 2, 40, faults);
     world.release_delay_max = RELEASE_DELAY_MAX;
-    let journey = Journey {
+    let plan = TransferPlan {
         transfer: TransferId(9),
         sender: SENDER,
         receiver: RECEIVER,
@@ -197,16 +197,16 @@ fn one_sided(faults: NetworkFaults, seed: u64) -> (World, Journey) {
         deadline: Duration::from_secs(20),
     };
     let start = world.start();
-    world.journey(journey.clone(), Some(start), None);
-    (world, journey)
+    world.plan(plan.clone(), Some(start), None);
+    (world, plan)
 }
 
-/// The world compares what arrives with what the receiver's weights would have written.
+/// The simulation compares arrived blocks with those that the receiver's weights would have computed.
 #[test]
-fn weights_that_change_at_any_moment_fail_what_has_begun_and_nothing_later() {
+fn weight_update_fails_transfers_in_flight_and_no_later_one() {
     for (step, moment) in moments().enumerate() {
         for changing in [&[SENDER][..], &[RECEIVER], &[SENDER, RECEIVER], &[RECEIVER, SENDER]] {
-            let (mut world, journey) = begin(step as u64);
+            let (mut world, plan) = begin(step as u64);
             let at = world.start() + moment;
             for node in changing {
                 let changed = Command::WeightsChanged { weight_version: 4 };
@@ -214,37 +214,37 @@ fn weights_that_change_at_any_moment_fail_what_has_begun_and_nothing_later() {
             }
             world.run_until(world.start() + Duration::from_secs(30));
             for node in [SENDER, RECEIVER] {
-                let (ended, well) = world.end_of(node, journey.transfer).expect("it ended");
-                assert!(!well || ended <= at || !changing.contains(&node), "{moment:?}");
-                // Begun after the other has changed, it may find the pair refused, or wait for a
-                // RESERVE that the tombstone has answered.
-                let begun = world.nodes[node].begun[&journey.transfer];
-                assert!(ended <= begun.max(at) + BACK, "{moment:?}: {:?}", ended - at);
+                let (ended, succeeded) = world.end_of(node, plan.transfer).expect("it ended");
+                assert!(!succeeded || ended <= at || !changing.contains(&node), "{moment:?}");
+                // A side that begins after the other side's update finds the pair refused, or waits for
+                // a RESERVE that a tombstone has answered.
+                let begun = world.nodes[node].begun[&plan.transfer];
+                assert!(ended <= begun.max(at) + BLOCKS_FREE_MAX, "{moment:?}: {:?}", ended - at);
                 assert_eq!(world.nodes[node].free_count(), 40);
-                if !well {
+                if !succeeded {
                     assert_mismatch(&world, node, &format!("at {moment:?} with {changing:?}"));
                 }
             }
-            // With the same weights again the next attempt succeeds.
+            // With equal weights the next transfer succeeds.
             for node in [SENDER, RECEIVER] {
                 let changed = Command::WeightsChanged { weight_version: 5 };
                 world.at(world.now(), node, Step::Command(changed));
             }
-            let next = Journey { transfer: TransferId(10), ..journey };
+            let next = TransferPlan { transfer: TransferId(10), ..plan };
             let now = world.now();
-            world.journey(next, Some(now), Some(now));
+            world.plan(next, Some(now), Some(now));
             world.run_until(now + Duration::from_secs(5));
             for node in [SENDER, RECEIVER] {
-                let (_, well) = world.end_of(node, TransferId(10)).expect("it ended");
-                assert!(well, "{moment:?}: {:?}", world.nodes[node].events);
+                let (_, succeeded) = world.end_of(node, TransferId(10)).expect("it ended");
+                assert!(succeeded, "{moment:?}: {:?}", world.nodes[node].events);
             }
         }
     }
 }
 
-/// One side is updated, then the other: what lies between is refused at HELLO.
+/// One side is updated, then the other. HELLO is refused in between.
 #[test]
-fn a_pair_that_was_refused_comes_up_as_soon_as_the_weights_agree() {
+fn refused_pair_connects_once_the_weights_are_equal() {
     for seed in 0..20 {
         let mut world = World::new(seed, 2, 40, SLOW);
         let change = |world: &mut World, node| {
@@ -252,7 +252,7 @@ fn a_pair_that_was_refused_comes_up_as_soon_as_the_weights_agree() {
             world.at(world.now(), node, Step::Command(changed));
         };
         let attempt = |world: &mut World, id| {
-            let journey = Journey {
+            let plan = TransferPlan {
                 transfer: TransferId(id),
                 sender: SENDER,
                 receiver: RECEIVER,
@@ -261,9 +261,10 @@ fn a_pair_that_was_refused_comes_up_as_soon_as_the_weights_agree() {
                 deadline: Duration::from_secs(5),
             };
             let now = world.now();
-            world.journey(journey, Some(now), Some(now + SLOW.delay_max * 2));
+            world.plan(plan, Some(now), Some(now + SLOW.delay_max * 2));
             world.run_until(now + LEASE / 4);
-            [SENDER, RECEIVER].map(|node| world.end_of(node, TransferId(id)).map(|(_, well)| well))
+            [SENDER, RECEIVER]
+                .map(|node| world.end_of(node, TransferId(id)).map(|(_, succeeded)| succeeded))
         };
         change(&mut world, SENDER);
         assert_eq!(attempt(&mut world, 1), [Some(false); 2], "seed {seed}");
@@ -275,7 +276,7 @@ fn a_pair_that_was_refused_comes_up_as_soon_as_the_weights_agree() {
     }
 }
 
-/// Every transfer that failed at `node` did so because of the weights.
+/// Checks that every failure at `node` names the weights.
 fn assert_mismatch(world: &World, node: usize, when: &str) {
     for (_, event) in &world.nodes[node].events {
         let (Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. }) = event
@@ -291,10 +292,10 @@ fn assert_mismatch(world: &World, node: usize, when: &str) {
 }
 
 #[test]
-fn a_pair_without_work_falls_silent_and_is_closed() {
-    let (mut world, journey) = begin(1);
+fn idle_pair_sends_nothing_and_is_closed() {
+    let (mut world, plan) = begin(1);
     world.run_until(world.start() + Duration::from_secs(10));
-    assert!(world.end_of(RECEIVER, journey.transfer).is_some_and(|(_, well)| well));
+    assert!(world.end_of(RECEIVER, plan.transfer).is_some_and(|(_, succeeded)| succeeded));
     assert_eq!(world.nodes[SENDER].core.pairs().count(), 1);
     let before = world.steps();
     world.run_until(world.start() + Duration::from_secs(50));
@@ -307,36 +308,39 @@ fn a_pair_without_work_falls_silent_and_is_closed() {
     }
 }
 
-/// The one that slept still has the old pair when the other greets it anew.
+/// The paused side still has the old pair when the other side sends another HELLO.
 #[test]
-fn after_a_sleep_the_next_transfers_succeed_whoever_slept() {
+fn transfers_succeed_after_either_side_was_paused() {
     for seed in 0..60 {
-        for sleeper in [SENDER, RECEIVER] {
+        for paused in [SENDER, RECEIVER] {
             let (mut world, first) = begin(seed);
             world.run_until(world.start() + Duration::from_millis(seed));
-            world.stop(sleeper);
+            world.pause(paused);
             world.run_until(world.start() + Duration::from_secs(4));
-            world.resume(sleeper);
-            let journeys: Vec<Journey> = (0..5u32)
-                .map(|id| Journey { transfer: TransferId(100 + u128::from(id)), ..first.clone() })
-                .map(|journey| Journey { block_count: 5, ..journey })
+            world.resume(paused);
+            let plans: Vec<TransferPlan> = (0..5u32)
+                .map(|id| TransferPlan {
+                    transfer: TransferId(100 + u128::from(id)),
+                    ..first.clone()
+                })
+                .map(|plan| TransferPlan { block_count: 5, ..plan })
                 .collect();
-            for (index, journey) in journeys.iter().enumerate() {
+            for (index, plan) in plans.iter().enumerate() {
                 let at = world.now() + Duration::from_millis(7 * index as u64);
-                world.journey(journey.clone(), Some(at), Some(at));
+                world.plan(plan.clone(), Some(at), Some(at));
             }
             world.run_until(world.start() + Duration::from_secs(10));
-            // What is begun in the instant in which the loss is found out may share its fate, at
-            // once: the router's next attempt comes through.
-            for journey in &journeys {
+            // A transfer that begins when the loss of the peer is detected may fail at once. The
+            // router's next attempt succeeds.
+            for plan in &plans {
                 for node in [SENDER, RECEIVER] {
-                    let (at, _) = world.end_of(node, journey.transfer).expect("it ended");
-                    let elapsed = at - world.nodes[node].begun[&journey.transfer];
+                    let (at, _) = world.end_of(node, plan.transfer).expect("it ended");
+                    let elapsed = at - world.nodes[node].begun[&plan.transfer];
                     assert!(elapsed < Duration::from_millis(700), "seed {seed}: {elapsed:?}");
                 }
             }
-            let (_, well) = world.end_of(RECEIVER, journeys[4].transfer).expect("it ended");
-            assert!(well, "seed {seed}, sleeper {sleeper}");
+            let (_, succeeded) = world.end_of(RECEIVER, plans[4].transfer).expect("it ended");
+            assert!(succeeded, "seed {seed}, paused {paused}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Peers that are not what they should be, and messages that nobody should send.
+//! Peers with another model, invalid messages, and arbitrary messages.
 
 use std::time::{Duration, Instant};
 
@@ -13,11 +13,11 @@ use simulation_base::Random;
 
 use crate::{
     node::identity,
-    world::{BLOCK_BYTES, CALM, Journey, World},
+    world::{BLOCK_BYTES, CALM, TransferPlan, World},
 };
 
 #[test]
-fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
+fn other_model_is_refused_on_both_sides_with_both_fingerprints() {
     let mut world = World::new(3, 2, 40, CALM);
     let other = Identity { model_fingerprint: 0xbeef, ..identity() };
     world.nodes[1].core = Core::new(Local {
@@ -31,7 +31,7 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
         block_bytes: BLOCK_BYTES,
         limits: Default::default(),
     });
-    let journey = Journey {
+    let plan = TransferPlan {
         transfer: TransferId(1),
         sender: 0,
         receiver: 1,
@@ -40,7 +40,7 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
         deadline: Duration::from_secs(5),
     };
     let now = world.now();
-    world.journey(journey, Some(now), Some(now));
+    world.plan(plan, Some(now), Some(now));
     world.run_until(now + Duration::from_millis(100));
     for node in &world.nodes {
         let [(_, event)] = node.events.as_slice() else { panic!("{:?}", node.events) };
@@ -54,15 +54,15 @@ fn another_model_is_refused_on_both_sides_with_both_fingerprints() {
             assert!(line.contains(fingerprint), "{line}");
         }
     }
-    // The next attempt does not even ask.
-    let again = Journey { transfer: TransferId(2), ..world.journeys[&TransferId(1)].clone() };
+    // The next attempt fails without a handshake.
+    let again = TransferPlan { transfer: TransferId(2), ..world.plans[&TransferId(1)].clone() };
     let now = world.now();
-    world.journey(again, Some(now), None);
+    world.plan(again, Some(now), None);
     world.run_until(now);
     assert!(world.end_of(1, TransferId(2)).is_some());
 }
 
-/// Node 0 has said that it expects, or that it receives; everything it then wants done.
+/// Returns node 0 with one transfer in flight, as the receiver or as the sender.
 fn begun(receives: bool) -> (Core, Source, Instant) {
     let world = World::new(3, 2, 40, CALM);
     let (now, peer) = (world.now(), world.address(1));
@@ -93,7 +93,7 @@ fn begun(receives: bool) -> (Core, Source, Instant) {
     (core, from, now)
 }
 
-/// The node hears of a refusal with these words, and the peer of a mismatch.
+/// Checks that the node gets `Refused` with these words, and the peer an abort with cause mismatch.
 fn assert_refused(core: &mut Core, words: &str) {
     let actions: Vec<Action> = std::iter::from_fn(|| core.poll_action()).collect();
     let is_refusal = |action: &Action| match action {
@@ -116,7 +116,7 @@ fn assert_refused(core: &mut Core, words: &str) {
 }
 
 #[test]
-fn a_reserve_for_another_model_or_other_weights_is_refused_by_its_name() {
+fn reserve_for_other_model_or_weights_is_refused_with_the_field() {
     for (model_fingerprint, weight_version, words) in [
         (0xfeed, 4, "weight_version 3 against 4"),
         (0xbeef, 3, "model_fingerprint 0000000000000000000000000000feed against"),
@@ -136,7 +136,7 @@ fn a_reserve_for_another_model_or_other_weights_is_refused_by_its_name() {
 }
 
 #[test]
-fn a_reserve_that_cannot_be_ends_its_transfer_and_says_why() {
+fn invalid_reserve_fails_its_transfer_with_the_reason() {
     for (prompt_hash, first_block, block_count, words) in [
         (5, 0, 100_001, "RESERVE has 100001 blocks; expected at most 100000"),
         (5, u32::MAX, 2, "RESERVE starts at block 4294967295 and overflows"),
@@ -178,7 +178,7 @@ fn a_reserve_that_cannot_be_ends_its_transfer_and_says_why() {
 }
 
 #[test]
-fn a_refused_reserve_is_a_refusal_for_who_sent_it() {
+fn refused_reserve_fails_the_transfer_of_its_sender() {
     let (mut core, from, now) = begun(true);
     let (transfer, reason) = (TransferId(1), "weight_version 3 against 4".to_owned());
     let abort = Body::Abort { transfer, cause: AbortCause::Mismatch, reason };
@@ -197,7 +197,7 @@ fn a_refused_reserve_is_a_refusal_for_who_sent_it() {
     assert_eq!((peer.as_str(), reason.as_str()), ("node-1", "weight_version 3 against 4"));
 }
 
-/// Every block is written and undamaged; only what `DONE` says of the weights is wrong.
+/// Every block has arrived intact. Only the weights that `DONE` names are wrong.
 #[test]
 fn kv_of_another_model_or_other_weights_never_arrives() {
     for (model_fingerprint, weight_version, is_ours) in
@@ -259,8 +259,8 @@ fn hello(identity: Identity) -> Body {
     })
 }
 
-/// Any message a peer can form, about few enough ids that they meet.
-fn anything(random: &mut Random) -> Body {
+/// Returns any message that a peer can form, with one of few ids.
+fn any_message(random: &mut Random) -> Body {
     let transfer = TransferId(u128::from(random.below(6)));
     let number = |random: &mut Random| match random.below(8) {
         0 => u32::MAX,
@@ -327,10 +327,10 @@ fn anything(random: &mut Random) -> Body {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// Whatever an authenticated peer says: no panic, nothing is posted outside the reservation,
+    /// For any messages of an authenticated peer: no panic, no receive is posted outside the reservation,
     /// and each transfer that the node began ends once.
     #[test]
-    fn a_peer_that_says_anything_harms_only_itself(seed in any::<u64>(), length in 1usize..120) {
+    fn arbitrary_messages_of_a_peer_harm_no_other_transfer(seed in any::<u64>(), length in 1usize..120) {
         let mut random = Random::new(seed);
         let mut world = World::new(seed, 2, 8, CALM);
         let (mut now, peer) = (world.now(), world.address(1));
@@ -369,7 +369,7 @@ proptest! {
                     first_block: random.below(6) as u32,
                     blocks: (0..random.below(6)).map(|block| BlockId(block as u32)).collect(),
                 }),
-                _ => core.handle_control(now, &from, ControlMessage::untraced(anything(&mut random))),
+                _ => core.handle_control(now, &from, ControlMessage::untraced(any_message(&mut random))),
             }
             if core.next_deadline(now).is_some_and(|at| at <= now) || step + 1 == length {
                 core.on_deadline(now);
