@@ -90,7 +90,7 @@ fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
 }
 
 #[test]
-fn killed_decode_node_delays_a_token_by_3_s_and_holds_blocks_for_the_lease_and_500_ms_at_most() {
+fn killed_decode_node_meets_the_bounds_of_recovery_and_block_release() {
     let (mut recovery, mut release, mut retried) = (Duration::ZERO, Duration::ZERO, 0);
     for step in 0..120 {
         let killed_at = Duration::from_millis(5 * step);

@@ -341,7 +341,7 @@ fn no_pair_is_connected_early_across_hosts() {
         assert!(!world.is_connected(0, 1), "after {:?}", world.now() - world.start());
         world.run_until(world.now() + CONNECT_INTERVAL);
     }
-    assert_eq!(peers(&world, 0), [], "one greeting was enough to find out");
+    assert_eq!(peers(&world, 0), [], "one handshake is enough");
     // A transfer connects the pair.
     let plan = TransferPlan {
         transfer: TransferId(1),
