@@ -296,7 +296,7 @@ fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
         (engine(&["--dtype", "f64"]), 2, &["--dtype", "f64", "f32, bf16 and q8"]),
         (engine(&["--load-format", "gguf"]), 2, &["--load-format", "gguf", "auto and dummy"]),
         (engine(&["--runs", "0"]), 2, &["--runs", "0", "1..=1000"]),
-        (engine(&["--threads", "0"]), 1, &["threads is 0", "1 to 1024"]),
+        (engine(&["--threads", "0"]), 1, &["invalid threads: 0", "1 to 1024"]),
         (engine(&["--context-tokens", "9000"]), 1, &["9080 tokens", "8192"]),
         (engine(&["--json", "/nowhere/bench.json"]), 1, &["--json /nowhere/bench.json"]),
         (serve(&["--json", "/nowhere/bench.json"]), 1, &["--json /nowhere/bench.json"]),

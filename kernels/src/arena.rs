@@ -1,14 +1,14 @@
-//! KV memory, and the guards that lend its blocks.
+//! KV memory, and the guards that borrow its blocks.
 //!
 //! An arena is one range of `block_count` equal blocks. Every access borrows a block first: a transfer by
-//! [`BlockRead`] (shared) or [`BlockWrite`] (exclusive), a forward pass by a [`StepAccess`] over many blocks.
-//! A conflicting borrow is rejected at once and never waits: the block pool decides which owner may use a
-//! block, and the arena ensures that a defect of the pool cannot cause a data race.
+//! [`BlockRead`] (shared) or [`BlockWrite`] (exclusive), a forward pass by a [`StepAccess`] over many
+//! blocks. A conflicting borrow is rejected at once and never waits: the block pool decides which owner may
+//! use a block, and the arena ensures that a bug in the pool cannot cause a data race.
 //!
-//! The ranks of a node on one host share an arena in a [`SharedRegion`], each with a [`KvArena`] of its
-//! own over it: see [`KvArena::shared`].
+//! The ranks of a node on one host share an arena in a [`SharedRegion`]. Each rank creates its own
+//! [`KvArena`] over the region: see [`KvArena::shared`].
 //!
-//! Guards own a reference to the arena, may move to another thread, and end when dropped.
+//! Guards own a reference to the arena, may move to another thread, and release their borrow when dropped.
 //! Blocks are zero before the first write.
 
 mod access;
@@ -44,21 +44,21 @@ const WRITTEN: u32 = u32::MAX;
 /// Error of a request to the arena.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    #[error("an arena of {block_count} blocks ({layout}) cannot be: {reason}")]
+    #[error("cannot create an arena of {block_count} blocks ({layout}): {reason}")]
     BadSize { block_count: u32, layout: KvLayout, reason: &'static str },
-    #[error("the system gave no {bytes} bytes for the arena: {source}")]
+    #[error("cannot allocate {bytes} bytes for the arena: {source}")]
     OutOfMemory { bytes: usize, source: io::Error },
     #[error("block {} is out of range: the arena has {block_count}", block.0)]
     OutOfRange { block: BlockId, block_count: u32 },
     /// Another borrow of the block excludes this borrow.
-    #[error("block {} cannot be borrowed for {wanted}: it is {state}", block.0)]
+    #[error("cannot borrow block {} for {wanted}: it is {state}", block.0)]
     Conflict { block: BlockId, wanted: Borrow, state: BorrowState },
-    #[error("block {} has {block_bytes} bytes, the host buffer {host_bytes}", block.0)]
+    #[error("cannot copy block {}: the host buffer has {host_bytes} bytes; expected {block_bytes}", block.0)]
     LengthMismatch { block: BlockId, block_bytes: usize, host_bytes: usize },
     /// The memory of the block cannot be accessed.
-    #[error("block {} cannot be copied: {reason}", block.0)]
+    #[error("cannot copy block {}: {reason}", block.0)]
     Copy { block: BlockId, reason: String },
-    #[error("{blocks} blocks have no digest: {reason}")]
+    #[error("cannot compute the digest of {blocks} blocks: {reason}")]
     Digest { blocks: usize, reason: String },
 }
 
@@ -149,7 +149,7 @@ pub struct KvArena {
     block_count: u32,
     block_bytes: usize,
     base: NonNull<u8>,
-    /// One per block: 0, the number of readers, or [`WRITTEN`]. Changed by guards only.
+    /// Borrow state of each block: 0, the number of readers, or [`WRITTEN`]. Only guards change it.
     borrows: Box<[AtomicU32]>,
     memory: Memory,
 }
@@ -163,9 +163,9 @@ enum Memory {
     Remote(Arc<dyn RemoteBlocks>),
 }
 
-// SAFETY: `base` points into `memory`, which this value owns or keeps and which does not move. Bytes behind
-// it are reached through guards only, and `borrows` makes those exclusive or shared as needed, with
-// acquire on borrowing and release on giving back.
+// SAFETY: `base` points into `memory`, which this value owns or keeps and which does not move. Code reaches
+// the bytes behind `base` through guards only. `borrows` makes each guard exclusive or shared, with acquire
+// ordering when it borrows and release ordering when it drops.
 unsafe impl Send for KvArena {}
 // SAFETY: as above; every method takes `&self` and goes through `borrows`.
 unsafe impl Sync for KvArena {}
@@ -177,23 +177,24 @@ impl KvArena {
         // Page-aligned, hence aligned for every element type and for vector loads.
         let mut memory =
             MmapMut::map_anon(bytes).map_err(|source| ArenaError::OutOfMemory { bytes, source })?;
-        // Fewer faults when blocks are first written, and fewer translations in attention. Where
-        // there are no huge pages the advice is refused, and nothing is lost.
+        // Huge pages mean fewer page faults on first writes and fewer TLB misses in attention. A
+        // system without huge pages refuses the advice, which only costs speed.
         #[cfg(target_os = "linux")]
         let _ = memory.advise(memmap2::Advice::HugePage);
         let base = NonNull::new(memory.as_mut_ptr()).expect("a mapping is not at address 0");
         Ok(Self::over(layout, block_count, base, Memory::Host(memory)))
     }
 
-    /// Creates an arena in memory that the ranks of a node and the node process have mapped. It begins `offset` bytes into the region, a multiple of
-    /// 64, and has [`layout`](KvLayout::block_bytes) times `block_count` bytes.
+    /// Creates an arena in memory that the ranks of a node and the node process have mapped. The arena
+    /// begins `offset` bytes into the region, a multiple of 64, and has
+    /// [`layout`](KvLayout::block_bytes) times `block_count` bytes.
     ///
-    /// **Hazard.** Arenas over the same bytes do not see each other's guards. What keeps them apart
-    /// is that a rank's steps touch its own heads only, and that the block pool, of which the node
-    /// has one, gives no block to a step and a transfer at the same time.
+    /// **Hazard.** Arenas over the same bytes do not see each other's guards. Two rules prevent races:
+    /// a rank's steps touch the rank's own heads only, and the node's single block pool never gives a
+    /// block to a step and a transfer at the same time.
     ///
     /// # Panics
-    /// When the bytes are not in the region, or serve something else there.
+    /// When the bytes are outside the region or were claimed for another use.
     pub fn shared(
         layout: KvLayout,
         block_count: u32,
@@ -201,7 +202,7 @@ impl KvArena {
         offset: usize,
     ) -> Result<Arc<Self>, ArenaError> {
         let bytes = host_bytes(layout, block_count)?;
-        assert!(offset.is_multiple_of(64), "offset {offset} is aligned for every element type");
+        assert!(offset.is_multiple_of(64), "offset {offset} is not a multiple of 64");
         let base = region.bytes(offset, bytes);
         let memory = Memory::Shared { _region: Arc::clone(region) };
         Ok(Self::over(layout, block_count, base, memory))
@@ -222,7 +223,7 @@ impl KvArena {
             .filter(|bytes| bytes.checked_mul(block_count as usize).is_some())
             .ok_or_else(|| bad("its bytes exceed the address space"))?;
         if block_count == 0 || block_bytes == 0 {
-            return Err(bad("that has no bytes"));
+            return Err(bad("it has no bytes"));
         }
         Ok(Self::over(layout, block_count, NonNull::dangling(), Memory::Remote(blocks)))
     }
@@ -260,15 +261,19 @@ impl KvArena {
         self.block_bytes
     }
 
-    /// Gives `count` blocks from `first` on their memory, so that their first use takes no page
-    /// faults. Changes no contents; guards may be lent meanwhile.
+    /// Populates the pages of `count` blocks from `first` on, so that their first use takes no page
+    /// faults. The contents do not change, and guards may exist meanwhile.
     ///
     /// # Errors
-    /// The system's: it has no such memory, or cannot do this (Linux can since 5.14).
+    /// The system's error: it has too little memory, or cannot populate pages (Linux can since 5.14).
     pub fn populate(&self, first: u32, count: u32) -> io::Result<()> {
         let in_range = first.checked_add(count).is_some_and(|end| end <= self.block_count);
-        assert!(in_range, "blocks {first} + {count} are within the {} there are", self.block_count);
-        // A region's memory was given to it when it was made.
+        assert!(
+            in_range,
+            "cannot populate {count} blocks from {first} on: the arena has {}",
+            self.block_count
+        );
+        // A region reserves its memory when it is created.
         let Memory::Host(memory) = &self.memory else { return Ok(()) };
         let offset = first as usize * self.block_bytes;
         #[cfg(target_os = "linux")]
@@ -281,13 +286,13 @@ impl KvArena {
         return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{memory:?} at {offset}")));
     }
 
-    /// Borrows a block for reading, beside other readers.
+    /// Borrows a block for reading; other readers may hold it too.
     pub fn read(self: &Arc<Self>, block: BlockId) -> Result<BlockRead, ArenaError> {
         self.acquire_read(block)?;
         Ok(BlockRead { arena: Arc::clone(self), block })
     }
 
-    /// Borrows a block for writing, alone.
+    /// Borrows a block for writing, exclusively.
     pub fn write(self: &Arc<Self>, block: BlockId) -> Result<BlockWrite, ArenaError> {
         self.acquire_write(block)?;
         Ok(BlockWrite { arena: Arc::clone(self), block })
@@ -353,7 +358,7 @@ impl KvArena {
         }
     }
 
-    /// Copies a borrowed block that lies elsewhere.
+    /// Copies a borrowed block that is outside host memory.
     fn copy_remote(&self, block: BlockId, host: &mut [u8]) -> Result<(), ArenaError> {
         match &self.memory {
             Memory::Remote(blocks) => blocks
@@ -365,8 +370,8 @@ impl KvArena {
         }
     }
 
-    /// The digest of borrowed blocks of this arena, by the device or by `in_host_memory`, which gives what
-    /// a block adds to it.
+    /// Computes the digest of borrowed blocks of this arena. Blocks outside host memory are digested by
+    /// their device; for others `in_host_memory` returns the part that each block adds.
     fn digest(
         &self,
         blocks: &[BlockId],
@@ -394,14 +399,14 @@ impl KvArena {
     }
 }
 
-/// Bytes of an arena in host memory, if it can be.
+/// Returns the size of a host arena in bytes, or an error when the size is zero or overflows.
 fn host_bytes(layout: KvLayout, block_count: u32) -> Result<usize, ArenaError> {
     let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
-    // An overflowing size would lend memory that is not there.
+    // An overflowing size would give out memory outside the mapping.
     let too_large = || bad("its bytes exceed the address space");
     let block_bytes = layout.checked_block_bytes().ok_or_else(too_large)?;
     if block_count == 0 || block_bytes == 0 {
-        return Err(bad("that has no bytes"));
+        return Err(bad("it has no bytes"));
     }
     block_bytes
         .checked_mul(block_count as usize)
@@ -418,7 +423,7 @@ impl fmt::Debug for KvArena {
     }
 }
 
-/// A block borrowed for reading. Ends when dropped.
+/// A block borrowed for reading. Dropping it releases the block.
 pub struct BlockRead {
     arena: Arc<KvArena>,
     block: BlockId,
@@ -429,12 +434,12 @@ impl BlockRead {
         self.block
     }
 
-    /// Bytes of the block.
+    /// Returns the block's size in bytes.
     pub fn byte_count(&self) -> usize {
         self.arena.block_bytes
     }
 
-    /// The block's bytes, or `None` when they are not in host memory.
+    /// Returns the block's bytes, or `None` when they are not in host memory.
     pub fn host_view(&self) -> Option<&[u8]> {
         // SAFETY: the block is in range and, while this guard lives, no other guard can write it.
         self.arena.is_host().then(|| unsafe {
@@ -462,7 +467,7 @@ impl BlockRead {
     /// Computes the [`digest`] of blocks of one arena, in this order.
     ///
     /// # Panics
-    /// When they are of several.
+    /// When the blocks belong to several arenas.
     pub fn digest(blocks: &[Self]) -> Result<u64, ArenaError> {
         let Some(first) = blocks.first() else { return Ok(0) };
         assert!(blocks.iter().all(|block| Arc::ptr_eq(&block.arena, &first.arena)), "one arena");
@@ -486,7 +491,7 @@ impl fmt::Debug for BlockRead {
     }
 }
 
-/// A block borrowed for writing. Ends when dropped; what was written until then stays.
+/// A block borrowed for writing. Dropping it releases the block and keeps the bytes written so far.
 pub struct BlockWrite {
     arena: Arc<KvArena>,
     block: BlockId,
@@ -497,7 +502,7 @@ impl BlockWrite {
         self.block
     }
 
-    /// Bytes of the block.
+    /// Returns the block's size in bytes.
     pub fn byte_count(&self) -> usize {
         self.arena.block_bytes
     }
@@ -507,7 +512,7 @@ impl BlockWrite {
         self.arena.is_of(blocks)
     }
 
-    /// The block's bytes, or `None` when they are not in host memory.
+    /// Returns the block's bytes, or `None` when they are not in host memory.
     pub fn host_view_mut(&mut self) -> Option<&mut [u8]> {
         // SAFETY: the block is in range, this guard is its only borrower, and `&mut self` makes
         // the slice the only one of this guard.
@@ -605,14 +610,14 @@ mod tests {
     }
 
     #[test]
-    fn populating_changes_nothing_and_disturbs_no_guard() {
+    fn populate_keeps_contents_and_guards() {
         let arena = arena(300);
         arena.write(BlockId(1)).unwrap().host_view_mut().unwrap().fill(7);
         let guard = arena.write(BlockId(2)).unwrap();
         for (first, count) in [(0, 300), (7, 1), (299, 1), (300, 0), (0, 0)] {
             match arena.populate(first, count) {
                 Ok(()) => {}
-                // Systems without it.
+                // Some systems cannot populate pages.
                 Err(error) => eprintln!("not populated: {error}"),
             }
         }
@@ -622,34 +627,31 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "are within the 3 there are")]
-    fn blocks_beyond_the_arena_are_not_populated() {
+    #[should_panic(expected = "the arena has 3")]
+    fn populate_beyond_the_arena_panics() {
         let _ = arena(3).populate(2, 2);
     }
 
     #[test]
-    fn readers_share_and_a_writer_is_refused_with_the_block_named() {
+    fn readers_share_and_a_writer_is_rejected_with_the_block_id() {
         let arena = arena(2);
         let first = arena.read(BlockId(1)).unwrap();
         let second = arena.read(BlockId(1)).unwrap();
         assert_eq!(arena.pins(BlockId(1)).unwrap(), 2);
         let error = arena.write(BlockId(1)).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "block 1 cannot be borrowed for writing: it is being read by 2"
-        );
+        assert_eq!(error.to_string(), "cannot borrow block 1 for writing: it is being read by 2");
         drop((first, second));
         arena.write(BlockId(1)).unwrap();
     }
 
     #[test]
-    fn a_writer_excludes_everyone_until_it_is_dropped() {
+    fn a_writer_excludes_other_borrows_until_dropped() {
         let arena = arena(2);
         let mut guard = arena.write(BlockId(0)).unwrap();
         is_send(&guard);
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 1);
         let read = arena.read(BlockId(0)).unwrap_err();
-        assert_eq!(read.to_string(), "block 0 cannot be borrowed for reading: it is being written");
+        assert_eq!(read.to_string(), "cannot borrow block 0 for reading: it is being written");
         assert!(matches!(
             arena.write(BlockId(0)),
             Err(ArenaError::Conflict { block: BlockId(0), wanted: Borrow::Write, .. })
@@ -716,7 +718,7 @@ mod tests {
     }
 
     #[test]
-    fn a_digest_is_of_contents_and_order_wherever_the_blocks_lie() {
+    fn digest_covers_contents_and_order_in_any_memory() {
         let here = arena(4);
         let remote = Elsewhere(vec![0; 4 * here.block_bytes()].into());
         let there = KvArena::remote(Arc::new(remote)).unwrap();
@@ -742,20 +744,20 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_cannot_be_are_refused() {
+    fn invalid_arena_sizes_are_rejected() {
         assert!(matches!(KvArena::host(layout(), 0), Err(ArenaError::BadSize { .. })));
         for layer_count in [usize::MAX >> 12, usize::MAX] {
             let huge = KvLayout { layer_count, ..layout() };
             assert!(matches!(KvArena::host(huge, u32::MAX), Err(ArenaError::BadSize { .. })));
         }
-        // Its bytes would wrap to a small number.
+        // The size in bytes would wrap to a small number.
         let wrapping =
             KvLayout { layer_count: (1 << 57) + 1, kv_head_count: 1, head_dim: 4, ..layout() };
         assert!(matches!(KvArena::host(wrapping, 1), Err(ArenaError::BadSize { .. })));
         let empty = KvLayout { layer_count: 0, ..layout() };
         assert_eq!(
             KvArena::host(empty, 4).unwrap_err().to_string(),
-            "an arena of 4 blocks (layers=0 halves=kv heads=1 tokens=16 dim=4) cannot be: that has no \
+            "cannot create an arena of 4 blocks (layers=0 halves=kv heads=1 tokens=16 dim=4): it has no \
              bytes"
         );
     }
@@ -771,8 +773,8 @@ mod tests {
         assert!(weak.upgrade().is_none());
     }
 
-    /// Writers fill a block with one number; a reader that ever saw two numbers would have read
-    /// beside a writer.
+    /// Writers fill a block with one number. A reader that saw two numbers would have read during a
+    /// write.
     #[test]
     fn concurrent_borrowers_never_see_a_torn_block() {
         const ROUNDS: usize = 500;

@@ -11,23 +11,23 @@ use crate::{
     shard::Shard,
 };
 
-/// A weight matrix being read, row by row. Implemented by the loaders; concatenations (Q, K and V;
-/// gate and up) are sources too, so that a backend packs them as one matrix.
+/// Source of a weight matrix's rows. The model loaders implement it. Concatenations (Q, K and V; gate and
+/// up) are sources too, so that a backend packs them as one matrix.
 pub trait RowSource: Sync {
-    /// Output features.
+    /// Returns the number of output features.
     fn rows(&self) -> usize;
-    /// Input features.
+    /// Returns the number of input features.
     fn cols(&self) -> usize;
     /// Writes row `row` (`cols` elements) to `out`.
     fn read_row(&self, row: usize, out: &mut [f32]);
-    /// Fills `out` with rows from `first` on, in `dtype` and the machine's byte order. Sources stored in
+    /// Fills `out` with rows from `first` on, in `dtype` and native byte order. Sources stored in
     /// `dtype` override this to skip the conversion through f32.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         convert_rows(self, first, dtype, out);
     }
 }
 
-/// Implements [`RowSource::read_rows`] for every source: through f32, row by row.
+/// Implements [`RowSource::read_rows`] for every source: row by row through f32.
 pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtype, out: &mut [u8]) {
     let mut values = vec![0.0; source.cols()];
     let row_bytes = (values.len() * dtype.bytes()).max(1);
@@ -53,7 +53,7 @@ pub struct HeadShape {
 }
 
 impl HeadShape {
-    /// Width of one fused row: queries, then keys, then values.
+    /// Returns the width of one fused row: queries, then keys, then values.
     pub fn qkv_width(&self) -> usize {
         (self.query_heads + 2 * self.kv_heads) * self.head_dim
     }
@@ -68,8 +68,8 @@ impl HeadShape {
 pub struct HeadWeights<'a, V> {
     /// `[qkv_width]`, added to queries, keys and values.
     pub bias: Option<&'a V>,
-    /// RMS norm of every query head by itself with the first weight `[head_dim]`, and of every key
-    /// head with the second; values stay.
+    /// Weights `[head_dim]` of the RMS norms that are applied to each query head (first) and each key
+    /// head (second). Values are not normed.
     pub norms: Option<(&'a V, &'a V)>,
     /// Epsilon of the norms.
     pub eps: f32,
@@ -82,11 +82,11 @@ impl<V> HeadWeights<'_, V> {
     }
 }
 
-/// One device's operations.
+/// Operations of one device.
 ///
 /// A step (`Self::Step`) is the executor's description of the rows of one forward pass: token, position,
-/// sequence and block table of each row, and the access to those blocks. Within a
-/// layer, keys and values of the step's own rows are stored before attention reads them.
+/// sequence and block table of each row, and the access to those blocks. Within a layer, keys and values of
+/// the step's own rows are stored before attention reads them.
 pub trait Backend: Send + 'static {
     /// A packed weight matrix `[out][in]`.
     type Matrix: Send + Sync;
@@ -100,8 +100,8 @@ pub trait Backend: Send + 'static {
     fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
     fn vector(&self, values: &[f32]) -> Self::Vector;
     fn buffer(&self, rows_max: usize, width: usize) -> Self::Buffer;
-    /// Creates an f32 buffer, for the residual stream and logits. Where activations have fewer bits, only
-    /// operations that say so accept a wide buffer.
+    /// Creates an f32 buffer, for the residual stream and logits. On a backend with narrower
+    /// activations, only operations that document a wide buffer accept one.
     fn wide_buffer(&self, rows_max: usize, width: usize) -> Self::Buffer {
         self.buffer(rows_max, width)
     }
@@ -111,15 +111,15 @@ pub trait Backend: Send + 'static {
         Shard::WHOLE
     }
 
-    /// Token rows of the step.
+    /// Returns the number of token rows of the step.
     fn rows(&self, step: &Self::Step) -> usize;
-    /// Rows that sample a token.
+    /// Returns the number of rows that sample a token.
     fn sampled_rows(&self, step: &Self::Step) -> usize;
     fn kv_layout(&self, step: &Self::Step) -> KvLayout;
 
-    /// `out[row] = table[token of row]`; `out` is wide.
+    /// Computes `out[row] = table[token of row]`; `out` is wide.
     fn embed(&mut self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer);
-    /// `out = x / rms(x) * weight`; `x` is wide.
+    /// Computes `out = x / rms(x) * weight`; `x` is wide.
     fn rms_norm(
         &mut self,
         rows: usize,
@@ -128,7 +128,7 @@ pub trait Backend: Send + 'static {
         eps: f32,
         out: &mut Self::Buffer,
     );
-    /// `residual += x`, then `out = rms_norm(residual)`; `residual` is wide.
+    /// Computes `residual += x`, then `out = rms_norm(residual)`; `residual` is wide.
     fn add_rms_norm(
         &mut self,
         rows: usize,
@@ -138,13 +138,13 @@ pub trait Backend: Send + 'static {
         eps: f32,
         out: &mut Self::Buffer,
     );
-    /// `out[rows][w.out] = x[rows][w.in] · wᵀ`; `out` may be wide.
+    /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`; `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
-    /// Performs the operations between the QKV GEMM and attention: adds the bias and norms the heads by
-    /// `weights`, rotates queries and keys in `qkv` (half-split pairs: dimension i with
-    /// i + dim/2, as Hugging Face's Llama), then stores keys and values of every row into its block.
-    /// `frequencies[dim/2]` are radians per position, scaling already applied. Of `qkv` only the
-    /// queries are of use after it.
+    /// Performs the operations between the QKV GEMM and attention. Adds the bias and norms the heads by
+    /// `weights`, rotates queries and keys in `qkv` (half-split pairs: dimension i with i + dim/2, as
+    /// Hugging Face's Llama), then stores keys and values of every row into its block.
+    /// `frequencies[dim/2]` are radians per position with scaling already applied. Only the queries in
+    /// `qkv` are valid afterwards.
     fn store_kv(
         &mut self,
         layer: usize,
@@ -154,8 +154,9 @@ pub trait Backend: Send + 'static {
         qkv: &mut Self::Buffer,
         step: &mut Self::Step,
     );
-    /// Causal attention of every row over its sequence's blocks; `out` is `[rows][query_width]`.
-    /// With a `window` of n, a row attends to itself and the n - 1 tokens before it.
+    /// Computes causal attention of every row over its sequence's blocks; `out` is
+    /// `[rows][query_width]`. With a `window` of n, a row attends to itself and the n - 1 tokens before
+    /// it.
     fn attention(
         &mut self,
         layer: usize,
@@ -166,13 +167,13 @@ pub trait Backend: Send + 'static {
         step: &Self::Step,
         out: &mut Self::Buffer,
     );
-    /// `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
+    /// Computes `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
-    /// All-reduces `x` over the ranks, added in order of rank, so that all ranks have the same bits. No effect
-    /// without a group.
+    /// All-reduces `x` over the ranks. Terms are added in rank order, so that all ranks have the same
+    /// bits. Does nothing on a single rank.
     ///
-    /// Operations return no errors. After a failure of the group, results are undefined; the executor checks
-    /// the backend for a failure before it uses a result.
+    /// Operations return no errors. After a failure of the group, results are undefined; the executor
+    /// checks the backend for a failure before it uses a result.
     fn all_reduce(&mut self, _rows: usize, _x: &mut Self::Buffer) {
         assert!(self.shard().is_whole(), "a backend with a group implements all_reduce");
     }
@@ -182,7 +183,7 @@ pub trait Backend: Send + 'static {
     // GEMMs with their epilogues. A device that fuses them skips the intermediate buffer, whose contents
     // are undefined afterwards.
 
-    /// `qkv = x · wᵀ` of all rows of the step, then [`Self::store_kv`].
+    /// Computes `qkv = x · wᵀ` for all rows of the step, then calls [`Self::store_kv`].
     fn project_heads(
         &mut self,
         layer: usize,
@@ -197,11 +198,12 @@ pub trait Backend: Send + 'static {
         self.store_kv(layer, shape, weights, frequencies, qkv, step);
     }
 
-    /// `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` is the intermediate buffer. Only GEMMs
-    /// may read `out`. `rows` are the rows of the step, or those that sample.
+    /// Computes `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` is the intermediate
+    /// buffer. Only GEMMs may read `out`. `rows` is the number of rows of the step, or of those that
+    /// sample.
     ///
-    /// The GEMM of a rank is a partial sum: [`Self::all_reduce`] adds it up before it is added to the residual
-    /// stream, which is the same in all ranks.
+    /// A rank's GEMM is a partial sum: [`Self::all_reduce`] sums it over the ranks before it is added
+    /// to the residual stream, which is equal on all ranks.
     fn project_onto_residual(
         &mut self,
         rows: usize,
@@ -216,7 +218,7 @@ pub trait Backend: Send + 'static {
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 
-    /// `out = silu_mul(x · wᵀ)`; `gate_up` is the intermediate buffer, `rows` as above.
+    /// Computes `out = silu_mul(x · wᵀ)`; `gate_up` is the intermediate buffer, `rows` as above.
     fn project_gated(
         &mut self,
         rows: usize,

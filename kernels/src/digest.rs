@@ -1,34 +1,33 @@
-//! A number by which both ends of a transfer tell whether blocks came as they went.
+//! Digest by which both ends of a transfer check that the blocks arrived intact.
 //!
-//! The digest of a list of blocks is a sum, modulo 2⁶⁴, over all their words of 8 bytes:
-//! `mix(word + (place + 1) · STEP)`, with the words of all blocks counted through, in the order of the
-//! list and, within a block, as they lie where it has all heads. Additions may come in any order. So
-//! thousands of threads of a GPU compute it as fast as they can read, and ranks that have some heads of
-//! each block each compute a part of it, whatever their number at either end: the parts add up.
+//! The digest of a list of blocks is a sum modulo 2⁶⁴ over all their 8-byte words: `mix(word + (place + 1)
+//! · STEP)`. `place` counts the words of all blocks in list order and, within a block, in the layout with
+//! all heads. The order of the additions does not matter. So thousands of GPU threads compute the digest at
+//! memory bandwidth. Each rank computes the part of its own heads, and the parts add up to the same digest
+//! for any number of ranks at either end.
 //!
-//! What it finds. `STEP` and `mix` are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-//! pseudorandom number generators", 2014, with the finaliser that David Stafford found, his variant 13):
-//! over words that are zero the terms are that generator's numbers from seed 0 on, in order.
-//! * `mix` is a bijection, each of its three shifts and two odd products being one. So a single word that
-//!   is changed, in whatever bits, changes its term and with it the digest: always, not just likely.
-//! * The place is in the argument, and `STEP` is odd, so zeros are no nothing: each has a term of its own.
-//!   A word, head or block at another place, the same one twice, or all of them a word further on, have
-//!   other terms altogether.
-//! * Where several terms change, the digest stays when the changes add up to 0. `mix` sends neighbouring
-//!   arguments to numbers that pass all tests of randomness in use, so that is one chance in 2⁶⁴.
-//! * Two words have the same term at two places only if they differ by the distance times `STEP`, a number
-//!   like any other for those who do not look for it. Against those who do, a digest without a key is no
-//!   protection: peers authenticate each other.
+//! Detected changes. `STEP` and `mix` are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+//! pseudorandom number generators", 2014, with David Stafford's finaliser variant 13): for zero words the
+//! terms are that generator's output from seed 0, in order.
+//! * `mix` is a bijection, because its three shifts and two odd multiplications are. So a change of one
+//!   word, in any of its bits, always changes the digest.
+//! * The place is part of the argument and `STEP` is odd, so zero words at different places have different
+//!   terms. A word, head or block that is moved, duplicated or shifted has different terms.
+//! * When several terms change, the digest stays the same only if the changes add up to 0. The outputs of
+//!   `mix` pass the usual randomness tests, so this happens with probability 2⁻⁶⁴.
+//! * Two words have the same term at two places only if they differ by the distance times `STEP`. Random
+//!   corruption does not produce this difference. The digest has no key and does not protect against an
+//!   attacker: peers authenticate each other.
 
 use crate::layout::KvLayout;
 
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 const WORD_BYTES: usize = 8;
 
-/// Which heads of whole blocks lie somewhere.
+/// The heads of whole blocks that one rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {
-    /// Of a block with these heads alone.
+    /// Layout of a block with these heads only.
     own: KvLayout,
     whole: KvLayout,
     first: usize,
@@ -39,10 +38,10 @@ impl Heads {
         Self { own: layout, whole: layout, first: 0 }
     }
 
-    /// `count` heads from `first` on.
+    /// Returns `count` heads from `first` on.
     ///
     /// # Panics
-    /// When a whole block has no such heads.
+    /// When a whole block does not have these heads.
     pub fn some(whole: KvLayout, first: usize, count: usize) -> Self {
         let end = first.checked_add(count).filter(|end| *end <= whole.kv_head_count);
         assert!(end.is_some() && count > 0, "heads {first} + {count} of {}", whole.kv_head_count);
@@ -57,8 +56,8 @@ impl Heads {
         self.whole.block_bytes()
     }
 
-    /// Bytes that lie together here and in a whole block, how far from each other they begin there, and
-    /// where the first do.
+    /// Returns the bytes that are contiguous both here and in a whole block, the stride between their
+    /// starts in a whole block, and the offset of the first, all in bytes.
     pub(crate) fn runs(&self) -> (usize, usize, usize) {
         if self.own == self.whole {
             let bytes = self.own.block_bytes();
@@ -70,8 +69,8 @@ impl Heads {
     }
 }
 
-/// What these heads of the list's block number `index` add to the digest. `bytes` is the block as it lies
-/// where it has these heads alone.
+/// Returns the part that these heads add to the digest in block `index` of the list. `bytes` holds the
+/// block with these heads only.
 pub fn of_block(heads: &Heads, index: usize, bytes: &[u8]) -> u64 {
     debug_assert_eq!(bytes.len(), heads.own.block_bytes());
     let (run_bytes, stride, first) = heads.runs();
@@ -81,8 +80,8 @@ pub fn of_block(heads: &Heads, index: usize, bytes: &[u8]) -> u64 {
     runs.map(|(run, begin)| of_words(begin / WORD_BYTES, run)).fold(0, u64::wrapping_add)
 }
 
-/// Of words that lie together, the first of them at this place. Layouts have whole words: 16 tokens of
-/// anything are.
+/// Returns the sum of the terms of contiguous words, the first of them at `place`. Every layout has whole
+/// words, because a block has 16 tokens.
 fn of_words(place: usize, bytes: &[u8]) -> u64 {
     let first = (place as u64 + 1).wrapping_mul(STEP);
     let (words, []) = bytes.as_chunks::<WORD_BYTES>() else {
@@ -122,7 +121,7 @@ mod tests {
         (0..bytes.div_ceil(8)).flat_map(|_| next().to_le_bytes()).take(bytes).collect()
     }
 
-    /// Of blocks behind each other.
+    /// Returns the digest of consecutive blocks.
     fn digest(layout: KvLayout, blocks: &[u8]) -> u64 {
         let blocks = blocks.chunks_exact(layout.block_bytes()).enumerate();
         blocks
@@ -130,9 +129,10 @@ mod tests {
             .fold(0, u64::wrapping_add)
     }
 
-    /// The generator's first numbers from seed 0 on, as its authors' code prints them.
+    /// Checks the terms against the generator's first numbers from seed 0, as its authors' code prints
+    /// them.
     #[test]
-    fn zeros_have_the_published_numbers_as_terms() {
+    fn zero_words_have_the_published_splitmix64_terms() {
         let numbers = [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f];
         let mut sum = 0_u64;
         for (count, number) in (1..).zip(numbers) {
@@ -143,10 +143,10 @@ mod tests {
         assert_eq!(of_words(5, &[]), 0);
     }
 
-    /// Every bit flipped, every pair of words swapped, every word copied over another or zeroed, every
-    /// rotation; blocks and heads too. All digests differ, not only from the first.
+    /// Flips every bit, swaps every pair of words, copies every word over another, zeroes every word
+    /// and rotates by every distance; heads and blocks too. All digests must differ from each other.
     #[test]
-    fn whatever_is_changed_swapped_or_moved_changes_it() {
+    fn digest_changes_with_any_change_swap_or_move() {
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let layout = layout(2, dtype);
             let block_bytes = layout.block_bytes();
@@ -161,7 +161,7 @@ mod tests {
                     changed[bit / 8] ^= 1 << (bit % 8);
                     is_new(&changed, "a flipped bit");
                 }
-                // Of zeros all of what follows is the same again.
+                // For zero blocks the changes below change nothing.
                 if !is_random {
                     continue;
                 }
@@ -180,13 +180,13 @@ mod tests {
                     if word > 0 {
                         let mut changed = blocks.clone();
                         changed.rotate_left(word * 8);
-                        is_new(&changed, "all words further on");
+                        is_new(&changed, "all words rotated");
                     }
                 }
                 let head_bytes = layout.head_elements() * dtype.bytes();
                 for (unit, step) in [("block", block_bytes), ("head", head_bytes)] {
                     for at in (0..blocks.len() - step).step_by(step) {
-                        // Rotations by whole blocks were seen above.
+                        // Rotations by whole blocks are tested above.
                         let mut changed = blocks.clone();
                         changed.copy_within(at..at + step, at + step);
                         is_new(&changed, unit);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_any_ranks_add_up_to_the_whole() {
+    fn digests_of_ranks_add_up_to_the_whole_digest() {
         for (heads, ranks) in [(1, 1), (2, 2), (3, 1), (3, 3), (8, 2), (8, 4), (8, 8)] {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 let layout = layout(heads, dtype);

@@ -1,13 +1,13 @@
-//! How the KV of 16 tokens lies in one block: `[layer][K,V][head][token][dim]`.
+//! Layout of the KV of 16 tokens in one block: `[layer][K,V][head][token][dim]`.
 //!
-//! A block is one contiguous range, so that a transfer or a save needs no gather; the heads of a
+//! A block is one contiguous range, so that a transfer or a save needs no gather. The heads of a
 //! tensor-parallel rank are one range per layer and K/V.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Tokens whose KV one block holds.
+/// Tokens per block.
 pub const BLOCK_TOKENS: usize = 16;
 
 /// Index of a block in the arena of one node.
@@ -20,17 +20,17 @@ impl BlockId {
     }
 }
 
-/// How the numbers of weight matrices are kept.
+/// Number format of weight matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightFormat {
     F32,
     Bf16,
-    /// Whole numbers of 8 bits, 32 of them with one scale. Inputs of products are rounded likewise.
+    /// 8-bit integers with one scale for each 32 of them. GEMM inputs are quantized likewise.
     Q8,
 }
 
 impl WeightFormat {
-    /// The element type of the KV that goes with it.
+    /// Returns the element type of the KV cache for this weight format.
     pub fn kv_dtype(self) -> Dtype {
         match self {
             WeightFormat::F32 => Dtype::F32,
@@ -38,12 +38,12 @@ impl WeightFormat {
         }
     }
 
-    /// Bytes of so many weights, filling apart.
+    /// Returns the bytes of `weights` weights, without padding.
     pub fn bytes(self, weights: u64) -> u64 {
         match self {
             WeightFormat::F32 => weights * 4,
             WeightFormat::Bf16 => weights * 2,
-            // 32 numbers and an f16.
+            // 32 bytes and one f16 scale.
             WeightFormat::Q8 => weights + weights / 16,
         }
     }
@@ -93,14 +93,14 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// The half of a KV pair.
+/// Half of a KV pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvHalf {
     Key,
     Value,
 }
 
-/// The shape of one block's contents; equal on both ends of every transfer.
+/// Shape of one block's contents; equal on both ends of every transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KvLayout {
     pub layer_count: usize,
@@ -111,27 +111,27 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// As it is when a block has some of the heads alone.
+    /// Returns the layout of a block with `kv_head_count` heads.
     pub fn with_heads(self, kv_head_count: usize) -> Self {
         Self { kv_head_count, ..self }
     }
 
-    /// Elements of one head's 16 tokens: `[token][dim]`.
+    /// Returns the elements of one head's 16 tokens: `[token][dim]`.
     pub fn head_elements(&self) -> usize {
         BLOCK_TOKENS * self.head_dim
     }
 
-    /// Elements of one block.
+    /// Returns the elements of one block.
     pub fn block_elements(&self) -> usize {
         self.layer_count * 2 * self.kv_head_count * self.head_elements()
     }
 
-    /// Bytes of one block.
+    /// Returns the bytes of one block.
     pub fn block_bytes(&self) -> usize {
         self.block_elements() * self.dtype.bytes()
     }
 
-    /// As [`Self::block_bytes`], or `None` when that exceeds the address space.
+    /// Returns [`Self::block_bytes`], or `None` when that exceeds the address space.
     pub fn checked_block_bytes(&self) -> Option<usize> {
         BLOCK_TOKENS
             .checked_mul(self.head_dim)?
@@ -140,7 +140,7 @@ impl KvLayout {
             .checked_mul(2 * self.dtype.bytes())
     }
 
-    /// Where, in elements from the block's start, `[token][dim]` of one head begins.
+    /// Returns the offset in elements, from the block's start, of one head's `[token][dim]`.
     pub fn head_offset(&self, layer: usize, half: KvHalf, head: usize) -> usize {
         debug_assert!(layer < self.layer_count && head < self.kv_head_count);
         let half = match half {
@@ -151,7 +151,7 @@ impl KvLayout {
     }
 }
 
-/// The description that nodes compare at HELLO.
+/// Formats the description that nodes compare during the handshake (HELLO).
 impl fmt::Display for KvLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(

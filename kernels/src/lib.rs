@@ -9,8 +9,7 @@
 //! * [`cuda`] is the backend for GPUs; its libraries are loaded on first use.
 //! * [`shared`] is memory shared by the processes of one node.
 //!
-//! Left out: models (crate `model`), scheduling (crate `engine`), moving KV between machines (crate
-//! `kv-transfer`).
+//! Other crates have the models (`model`), scheduling (`engine`) and KV transfer (`kv-transfer`).
 
 pub mod arena;
 pub mod backend;

@@ -4,17 +4,17 @@ use std::{fs::File, io, ops::Deref, path::Path};
 
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 
-/// A file mapped for reading, whole.
+/// Read-only mapping of a whole file.
 ///
-/// The bytes are the file's pages themselves: nothing is copied, and several processes that map one
-/// model share its memory.
+/// The bytes are the file's pages themselves: nothing is copied, and processes that map one model share its
+/// memory.
 ///
-/// **Hazard.** The mapping is only as stable as the file. When another process truncates the file
-/// while it is mapped, touching a page beyond the new end raises `SIGBUS` and ends this process; when
-/// another process writes into it, the bytes change under the reader. Model files are replaced by
-/// renaming a complete new file over the old name, which leaves existing mappings intact; they are
-/// never rewritten in place. Loaders check every offset against [`MappedFile::bytes`]'s length, so
-/// that a file which was *already* short is an error and not a fault.
+/// **Hazard.** The mapping is only as stable as the file. When another process truncates the mapped file,
+/// an access beyond the new end raises `SIGBUS` and ends this process. When another process writes into the
+/// file, the bytes change under the reader. So model files must be replaced by renaming a complete new file
+/// over the old name, which leaves existing mappings intact; they must never be rewritten in place. Loaders
+/// check every offset against the length of [`MappedFile::bytes`], so a file that was short when opened is
+/// an error and not a fault.
 #[derive(Debug)]
 pub struct MappedFile {
     /// `None` for an empty file, which cannot be mapped.
@@ -32,10 +32,10 @@ impl MappedFile {
         if file.metadata()?.len() == 0 {
             return Ok(Self { map: None });
         }
-        // SAFETY: the mapping is read-only and private to this value; that nobody truncates or
-        // rewrites the file meanwhile is the operator's part, as the type's documentation says.
+        // SAFETY: the mapping is read-only and private to this value. The operator must not
+        // truncate or rewrite the file meanwhile, as the type's documentation says.
         let map = unsafe { Mmap::map(&file)? };
-        // Weights are read front to back, once. A refused hint changes nothing but speed.
+        // Weights are read front to back, once. A refused hint only costs speed.
         let _ = map.advise(Advice::Sequential);
         Ok(Self { map: Some(map) })
     }
@@ -44,12 +44,12 @@ impl MappedFile {
         self.map.as_deref().unwrap_or_default()
     }
 
-    /// Pages read so far no longer count as this process's memory; read again they come back from
-    /// the system's cache, or from the file.
+    /// Drops the mapped pages from this process's resident memory. The next read loads them from the
+    /// page cache or the file.
     pub fn forget_pages(&self) {
         if let Some(map) = &self.map {
-            // SAFETY: of a read-only mapping of a file no page is ever changed here, so dropping
-            // one loses nothing: the next read maps the file's bytes again.
+            // SAFETY: this read-only file mapping never has changed pages, so dropping a page
+            // loses nothing: the next read maps the file's bytes again.
             let refused = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
             // A refused hint costs memory only.
             let _ = refused;
@@ -82,7 +82,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn forgotten_pages_leave_the_resident_memory_and_come_back_when_read() {
+    fn forgotten_pages_leave_resident_memory_and_reload_when_read() {
         const LENGTH: usize = 64 << 20;
         let resident = || {
             let status = std::fs::read_to_string("/proc/self/smaps").unwrap();

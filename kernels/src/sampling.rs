@@ -1,12 +1,12 @@
-//! The rules of sampling.
+//! Sampling rules.
 //!
-//! The same on every device, to the tie-break: the lowest token id wins among equals. Random
-//! numbers come from a counter: each candidate's draw depends on (seed, output index, token id)
-//! alone, so batches, chunks, retries and ranks see equal draws wherever logits are equal.
+//! The rules are the same on every device, to the tie-break: the lowest token id wins among equals. Random
+//! numbers come from a counter: each candidate's draw depends on (seed, output index, token id) only, so
+//! batches, chunks, retries and ranks see equal draws wherever logits are equal.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-/// Sampling parameters of one sequence. The router has filled in every field.
+/// Sampling parameters of one sequence. The router fills in every field.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
     /// 0 is greedy.
@@ -18,9 +18,9 @@ pub struct Sampling {
     /// 0 keeps every token.
     pub min_p: f32,
     pub seed: u64,
-    /// 1 changes nothing; looks at prompt and output.
+    /// 1 changes nothing; applies to prompt and output tokens.
     pub repetition_penalty: f32,
-    /// 0 changes nothing; these two look at the output only.
+    /// 0 changes nothing; this and the frequency penalty apply to output tokens only.
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
     /// Tokens that cannot be sampled while the output has fewer than `min_tokens`.
@@ -31,7 +31,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// Greedy, nothing reported.
+    /// Returns parameters for greedy sampling without log-probabilities.
     pub fn greedy() -> Self {
         Self {
             temperature: 0.0,
@@ -49,15 +49,15 @@ impl Sampling {
     }
 }
 
-/// Token bitmask of a grammar: the tokens that may be sampled next, 32 tokens a word.
+/// Token bitmask of a grammar: the tokens that may be sampled next, 32 tokens per word.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TokenMask {
     words: Box<[u32]>,
 }
 
 impl TokenMask {
-    /// Creates the bitmask of a vocabulary. Token `i` is bit `i % 32` of word `i / 32`; words that
-    /// are missing allow nothing, tokens beyond the vocabulary are dropped.
+    /// Creates the bitmask of a vocabulary. Token `i` is bit `i % 32` of word `i / 32`. Missing words
+    /// allow no token, and tokens beyond the vocabulary are dropped.
     pub fn new(mut words: Vec<u32>, vocabulary: u32) -> Self {
         words.resize(vocabulary.div_ceil(32) as usize, 0);
         if let (Some(last), rest @ 1..) = (words.last_mut(), vocabulary % 32) {
@@ -81,7 +81,7 @@ impl TokenMask {
     }
 }
 
-/// Serialized as bytes, so that a mask is copied and not encoded word by word.
+/// Serializes the words as bytes, so that a mask is copied and not encoded word by word.
 impl Serialize for TokenMask {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_bytes(bytemuck::cast_slice(&self.words))
@@ -130,7 +130,7 @@ pub struct InvalidSampling {
 }
 
 impl Sampling {
-    /// Checks what a peer sent. NaN is outside every range.
+    /// Checks parameters that a peer sent. NaN is outside every range.
     pub fn validate(&self) -> Result<(), InvalidSampling> {
         let check = |field, value: f32, is_allowed: bool, allowed| match is_allowed {
             true => Ok(()),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn greedy_is_valid_and_each_field_has_its_range() {
+    fn sampling_fields_outside_their_ranges_are_rejected() {
         let good = Sampling::greedy();
         assert_eq!(good.validate(), Ok(()));
         for (bad, field) in [

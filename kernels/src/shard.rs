@@ -2,7 +2,7 @@
 
 use std::{fmt, ops::Range};
 
-/// Most ranks of one group.
+/// Maximum ranks of one group.
 pub const RANKS_MAX: usize = 16;
 
 /// Tokens of one run. The sampler adds probabilities run by run, and vocabularies are sharded at run
@@ -15,8 +15,8 @@ const RUNS_MIN: usize = 3;
 /// Rank `rank` of `of` tensor-parallel ranks.
 ///
 /// Query, key and value heads, the intermediate rows of the feed-forward and the tokens of the vocabulary
-/// are sharded in order of rank. The two GEMMs that write to the residual stream give partial sums, which
-/// the ranks all-reduce.
+/// are sharded in rank order. The two GEMMs that write to the residual stream give partial sums, which the
+/// ranks all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     rank: usize,
@@ -27,7 +27,7 @@ impl Shard {
     /// The whole model: a single rank.
     pub const WHOLE: Shard = Shard { rank: 0, of: 1 };
 
-    /// Returns `None` for an invalid rank or more than [`RANKS_MAX`] ranks.
+    /// Creates a shard; returns `None` for an invalid rank or more than [`RANKS_MAX`] ranks.
     pub fn new(rank: usize, of: usize) -> Option<Self> {
         (rank < of && of <= RANKS_MAX).then_some(Self { rank, of })
     }
@@ -63,7 +63,7 @@ impl Shard {
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// Returns the tokens whose logits this rank computes: as even as whole runs allow.
+    /// Returns the tokens whose logits this rank computes. Shards are as even as whole runs allow.
     pub fn tokens(self, vocabulary: usize) -> Range<usize> {
         let border = |rank: usize| {
             let even = rank * vocabulary / self.of;
@@ -79,7 +79,7 @@ impl Shard {
     }
 }
 
-/// Returns whether no run of tokens belongs to two ranks.
+/// Returns whether every run of tokens belongs to one rank only.
 pub fn cuts_between_runs(vocabulary: usize, of: usize) -> bool {
     of == 1 || vocabulary >= of * RUNS_MIN * VOCABULARY_RUN
 }
@@ -107,7 +107,7 @@ mod tests {
                     if cuts_between_runs(vocabulary, of) {
                         assert!(tokens.start.is_multiple_of(VOCABULARY_RUN));
                     }
-                    // Rounding apart.
+                    // Up to rounding.
                     let even = vocabulary / of + 1;
                     assert!(tokens.len() <= even * 4 / 3, "{shard}: {tokens:?}");
                     if vocabulary >= 32_000 && of <= 8 {

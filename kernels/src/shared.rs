@@ -1,17 +1,15 @@
 //! Memory that several processes of one node share.
 //!
-//! A [`SharedRegion`] is a named file in `/dev/shm`, mapped whole. Its memory is reserved when it is
-//! made: a system that has too little says so in one line then, instead of ending a process with
-//! `SIGBUS` at some later write. The file carries the epoch and the process id of its owner in its
-//! name, and the owner holds a lock on it for as long as it lives. The system drops the lock however
-//! the owner ended, so a file without one belongs to nobody: [`sweep`] removes those. (A process id
-//! alone would not do: containers that share `/dev/shm` do not see each other's processes.) The file
-//! is unlinked as soon as everyone has opened it, and with its owner at the latest; mappings outlive
-//! that.
+//! A [`SharedRegion`] is a named file in `/dev/shm`, mapped whole. Its memory is reserved at creation: when
+//! memory is short, creation fails with one line instead of ending a process with `SIGBUS` at a later
+//! write. The file name carries the epoch and the process id of the owner. The owner holds a lock on the
+//! file as long as it lives, and the system drops the lock however the owner ends. So a file without a lock
+//! has no owner, and [`sweep`] removes it. (A process id alone is not enough: containers that share
+//! `/dev/shm` do not see each other's processes.) The owner unlinks the file once all processes have opened
+//! it, at the latest when it ends; mappings outlive the unlink.
 //!
-//! What lies in a region is reached by [`Atomics`], which are safe to share with whatever another
-//! process does, or through a pointer by whoever can prove more. [`futex`] lets processes wait for
-//! one of the words.
+//! Code accesses a region through [`Atomics`], which are safe whatever another process does, or through a
+//! pointer whose user proves more. [`futex`] lets processes wait for one of the words.
 
 pub mod futex;
 
@@ -31,40 +29,40 @@ use std::{
 
 use memmap2::MmapRaw;
 
-/// Where regions are.
+/// Folder of the regions.
 pub const FOLDER: &str = "/dev/shm";
 
 const PREFIX: &str = "baton";
 
-/// Why there is no region.
+/// Error of creating or opening a region.
 #[derive(Debug, thiserror::Error)]
 pub enum SharedError {
     #[error(
-        "{}: {needed} bytes are needed in {} and {free} are free", path.display(), folder_of(path).display()
+        "cannot create {}: {needed} bytes are needed in {} and {free} are free", path.display(), folder_of(path).display()
     )]
     NoRoom { path: PathBuf, needed: u64, free: u64 },
-    #[error("{}: {found} bytes long, expected are {wanted}", path.display())]
+    #[error("cannot open {}: it has {found} bytes; expected {wanted}", path.display())]
     Length { path: PathBuf, found: u64, wanted: u64 },
-    #[error("{}: cannot {doing}: {source}", path.display())]
+    #[error("cannot {doing} {}: {source}", path.display())]
     System { path: PathBuf, doing: &'static str, source: io::Error },
-    #[error("a region's purpose is {purpose:?}; allowed are 1 to 32 of a-z, 0-9 and _")]
+    #[error("invalid region purpose {purpose:?}; expected 1 to 32 of a-z, 0-9 and _")]
     Purpose { purpose: String },
-    #[error("{}: a region of {bytes} bytes cannot be", path.display())]
+    #[error("cannot create {}: invalid size of {bytes} bytes", path.display())]
     Size { path: PathBuf, bytes: usize },
 }
 
-/// What a region's file is called: `baton-<epoch>-<owner's process id>-<purpose>`.
+/// File name of a region: `baton-<epoch>-<owner's process id>-<purpose>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionName {
     pub epoch: u128,
-    /// Process id of the owner, for people who look at the folder.
+    /// Process id of the owner, for operators who list the folder.
     pub owner: u32,
-    /// Tells the regions of one owner apart.
+    /// Distinguishes the regions of one owner.
     pub purpose: String,
 }
 
 impl RegionName {
-    /// Of a region that this process makes.
+    /// Returns the name of a region that this process creates.
     pub fn own(epoch: u128, purpose: impl Into<String>) -> Self {
         Self { epoch, owner: std::process::id(), purpose: purpose.into() }
     }
@@ -73,7 +71,7 @@ impl RegionName {
         format!("{PREFIX}-{:032x}-{}-{}", self.epoch, self.owner, self.purpose)
     }
 
-    /// The name behind a file name; `None` for every other file.
+    /// Parses a file name; returns `None` for a file that is not a region.
     pub fn parse(file_name: &str) -> Option<Self> {
         let mut parts = file_name.splitn(4, '-');
         let (prefix, epoch) = (parts.next()?, parts.next()?);
@@ -83,7 +81,7 @@ impl RegionName {
             owner: owner.parse().ok()?,
             purpose: purpose.to_owned(),
         };
-        // Spelt in one way only.
+        // Only the canonical spelling is accepted.
         (prefix == PREFIX && is_purpose(purpose) && name.file_name() == file_name).then_some(name)
     }
 
@@ -106,16 +104,16 @@ fn folder_of(path: &Path) -> &Path {
 
 /// Memory that other processes map as well. Zeroed when new.
 ///
-/// **Hazard.** Whoever may write the file may also truncate it, and touching a page beyond its end
-/// ends the process with `SIGBUS`. The file is readable and writable by its owner alone, and has no
-/// name any more once all have opened it.
+/// **Hazard.** A process that may write the file may also truncate it, and an access beyond its end raises
+/// `SIGBUS`, which ends this process. Only the owning user may read or write the file, and the file has no
+/// name once all processes have opened it.
 #[derive(Debug)]
 pub struct SharedRegion {
     map: MmapRaw,
     path: PathBuf,
-    /// Of the owner: holds the lock that says that it lives. `None` in those that opened it.
+    /// File with the owner's lock; `None` in processes that opened the region.
     file: Option<File>,
-    /// What was handed out, so that no byte is ever two kinds of thing within one process.
+    /// Claimed ranges. Within one process, no byte is claimed as two kinds.
     claims: Mutex<Vec<(Range<usize>, Kind)>>,
 }
 
@@ -127,12 +125,12 @@ enum Kind {
 }
 
 impl SharedRegion {
-    /// Makes a region in [`FOLDER`] and reserves its memory.
+    /// Creates a region in [`FOLDER`] and reserves its memory.
     pub fn create(name: &RegionName, bytes: usize) -> Result<Arc<Self>, SharedError> {
         Self::create_in(Path::new(FOLDER), name, bytes)
     }
 
-    /// As [`create`](Self::create), in another folder.
+    /// Creates a region as [`create`](Self::create) does, in another folder.
     pub fn create_in(
         folder: &Path,
         name: &RegionName,
@@ -145,17 +143,17 @@ impl SharedRegion {
         let file = create_locked(&path)?;
         reserve(&file, &path, bytes as u64)?;
         let map = map(&file, &path)?;
-        link(&file, &path).map_err(|source| system(&path, "name it", source))?;
+        link(&file, &path).map_err(|source| system(&path, "name", source))?;
         named().push(path.clone());
         Ok(Arc::new(Self { map, path, file: Some(file), claims: Mutex::default() }))
     }
 
-    /// Opens a region that another process made, of exactly so many bytes.
+    /// Opens a region that another process created, of exactly `bytes` bytes.
     pub fn open(name: &RegionName, bytes: usize) -> Result<Arc<Self>, SharedError> {
         Self::open_in(Path::new(FOLDER), name, bytes)
     }
 
-    /// As [`open`](Self::open), in another folder.
+    /// Opens a region as [`open`](Self::open) does, in another folder.
     pub fn open_in(
         folder: &Path,
         name: &RegionName,
@@ -164,8 +162,9 @@ impl SharedRegion {
         let path = name.path_in(folder)?;
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(&path);
-        let file = file.map_err(|source| system(&path, "open it", source))?;
-        let metadata = file.metadata().map_err(|source| system(&path, "look at it", source))?;
+        let file = file.map_err(|source| system(&path, "open", source))?;
+        let metadata =
+            file.metadata().map_err(|source| system(&path, "read the metadata of", source))?;
         let (found, wanted) = (metadata.len(), bytes as u64);
         if found != wanted || !metadata.is_file() || bytes == 0 {
             return Err(SharedError::Length { path, found, wanted });
@@ -174,35 +173,35 @@ impl SharedRegion {
         Ok(Arc::new(Self { map, path, file: None, claims: Mutex::default() }))
     }
 
-    /// Bytes of the region.
+    /// Returns the region's size in bytes.
     pub fn byte_count(&self) -> usize {
         self.map.len()
     }
 
-    /// Where its file is, or was.
+    /// Returns the path of the region's file, which may be unlinked already.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Takes the name away, by the owner: nobody opens it any more, and it is gone with the last
-    /// mapping. Once is enough.
+    /// Unlinks the file. Only the owner does this, and later calls do nothing. No process can open the
+    /// region afterwards; its memory is freed with the last mapping.
     pub fn unlink(&self) {
         if self.file.is_some() {
-            // Not there: it was taken away before.
+            // The file was unlinked before.
             let _ = fs::remove_file(&self.path);
             named().retain(|path| *path != self.path);
         }
     }
 
-    /// Words of 32 bits from a byte on, the kind that [`futex`] waits for.
+    /// Returns 32-bit words from a byte offset on, on which [`futex`] can wait.
     ///
     /// # Panics
-    /// When they are not inside the region, not aligned, or were handed out as another kind.
+    /// When the words are outside the region, misaligned, or claimed as another kind.
     pub fn words(self: &Arc<Self>, offset: usize, count: usize) -> Atomics<AtomicU32> {
         self.atomics(offset, count, Kind::Words)
     }
 
-    /// Words of 64 bits from a byte on.
+    /// Returns 64-bit words from a byte offset on.
     ///
     /// # Panics
     /// As [`words`](Self::words).
@@ -210,11 +209,11 @@ impl SharedRegion {
         self.atomics(offset, count, Kind::Longs)
     }
 
-    /// The address of `count` bytes from `offset` on, for as long as the region lives. What other
-    /// processes do with them is for the caller to know.
+    /// Returns the address of `count` bytes from `offset` on, valid as long as the region lives. The
+    /// caller coordinates with other processes that access the bytes.
     ///
     /// # Panics
-    /// When they are not inside the region, or were handed out as atomics.
+    /// When the bytes are outside the region, or were claimed as atomics.
     pub fn bytes(&self, offset: usize, count: usize) -> NonNull<u8> {
         self.claim(offset, count, Kind::Bytes)
     }
@@ -229,14 +228,16 @@ impl SharedRegion {
     fn claim(&self, offset: usize, count: usize, kind: Kind) -> NonNull<u8> {
         let end = offset.checked_add(count).filter(|end| *end <= self.byte_count());
         let end = end.unwrap_or_else(|| {
-            panic!("bytes {offset} + {count} are within the {} there are", self.byte_count())
+            panic!("cannot claim {count} bytes at {offset}: the region has {}", self.byte_count())
         });
         let mut claims = self.claims.lock().unwrap_or_else(PoisonError::into_inner);
         let disturbs = |(held, other): &&(Range<usize>, Kind)| {
             *other != kind && held.start < end && offset < held.end
         };
         if let Some((held, other)) = claims.iter().find(disturbs) {
-            panic!("bytes {offset}..{end} are no {kind:?}: {held:?} are {other:?}");
+            panic!(
+                "cannot claim bytes {offset}..{end} as {kind:?}: {held:?} are claimed as {other:?}"
+            );
         }
         if !claims.contains(&(offset..end, kind)) {
             claims.push((offset..end, kind));
@@ -253,7 +254,7 @@ impl Drop for SharedRegion {
     }
 }
 
-/// Numbers in a region, which other processes change too. Clones are the same numbers.
+/// Integers in a region, which other processes change too. Clones refer to the same integers.
 #[derive(Debug)]
 pub struct Atomics<T> {
     /// Keeps the mapping.
@@ -262,7 +263,7 @@ pub struct Atomics<T> {
     count: usize,
 }
 
-// SAFETY: it is a shared reference to atomics, with what keeps them alive.
+// SAFETY: the value is a shared reference to atomics, and it keeps their memory alive.
 unsafe impl<T: Sync> Send for Atomics<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Atomics<T> {}
@@ -271,9 +272,9 @@ impl<T> Deref for Atomics<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `claim` found the range inside the mapping, which `region` keeps, and aligned; any
-        // bits are a valid atomic integer, of which references may be shared; no byte of it is
-        // handed out as anything else in this process.
+        // SAFETY: `claim` checked that the range is aligned and inside the mapping, which `region`
+        // keeps. Any bits are a valid atomic integer, and references to atomics may be shared. No
+        // byte of the range is claimed as another kind in this process.
         unsafe { slice::from_raw_parts(self.first.as_ptr(), self.count) }
     }
 }
@@ -284,28 +285,28 @@ impl<T> Clone for Atomics<T> {
     }
 }
 
-/// Of this process' regions those that have a name.
+/// Paths of this process's regions that are not unlinked yet.
 static NAMED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn named() -> MutexGuard<'static, Vec<PathBuf>> {
     NAMED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes the names of all of this process' regions away: at its end, when threads that hold some are
-/// not waited for.
+/// Unlinks all of this process's regions. Called when the process exits without waiting for threads that
+/// hold regions.
 pub fn unlink_all() {
     for path in mem::take(&mut *named()) {
         let _ = fs::remove_file(path);
     }
 }
 
-/// Removes the regions in [`FOLDER`] whose owners are gone; says which. Those of other users, and
-/// all that are not regions, stay.
+/// Removes the regions in [`FOLDER`] whose owners have ended, and returns their names. Files of other users
+/// and files that are not regions stay.
 pub fn sweep() -> Vec<RegionName> {
     sweep_in(Path::new(FOLDER))
 }
 
-/// As [`sweep`], in another folder.
+/// Removes regions as [`sweep`] does, in another folder.
 pub fn sweep_in(folder: &Path) -> Vec<RegionName> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| RegionName::parse(entry.file_name().to_str()?));
@@ -315,26 +316,26 @@ pub fn sweep_in(folder: &Path) -> Vec<RegionName> {
 fn remove_if_ownerless(path: &Path) -> bool {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
-    // Gone meanwhile, or another user's.
+    // The file is gone, or belongs to another user.
     let Ok(file) = file else { return false };
     let Ok(opened) = file.metadata() else { return false };
     if !opened.is_file() || file.try_lock().is_err() {
         return false;
     }
-    // Another file may have the name by now.
+    // Another file may have taken the name meanwhile.
     let is_same = fs::symlink_metadata(path)
         .is_ok_and(|named| (named.dev(), named.ino()) == (opened.dev(), opened.ino()));
     is_same && fs::remove_file(path).is_ok()
 }
 
-/// A new file, with our lock on it before anyone can see it, so that no sweep takes it away.
+/// Creates a file that is locked before it gets a name, so that no sweep removes it.
 #[cfg(target_os = "linux")]
 fn create_locked(path: &Path) -> Result<File, SharedError> {
     let mut options = OpenOptions::new();
     let options = options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
     let file = options.open(folder_of(path));
-    let file = file.map_err(|source| system(path, "make it", source))?;
-    file.try_lock().map_err(|error| system(path, "lock it", error.into()))?;
+    let file = file.map_err(|source| system(path, "create", source))?;
+    file.try_lock().map_err(|error| system(path, "lock", error.into()))?;
     Ok(file)
 }
 
@@ -342,8 +343,8 @@ fn create_locked(path: &Path) -> Result<File, SharedError> {
 fn create_locked(path: &Path) -> Result<File, SharedError> {
     let mut options = OpenOptions::new();
     let file = options.read(true).write(true).create_new(true).mode(0o600).open(path);
-    let file = file.map_err(|source| system(path, "make it", source))?;
-    file.try_lock().map_err(|error| system(path, "lock it", error.into()))?;
+    let file = file.map_err(|source| system(path, "create", source))?;
+    file.try_lock().map_err(|error| system(path, "lock", error.into()))?;
     Ok(file)
 }
 
@@ -368,9 +369,10 @@ fn link(_: &File, _: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives the file its length and its memory.
+/// Sets the file's length and reserves its memory.
 fn reserve(file: &File, path: &Path, bytes: u64) -> Result<(), SharedError> {
-    // Asked first: where much is missing, nothing is taken from the others even for a moment.
+    // Checked first, so that a reservation far too large does not take memory from other processes even
+    // briefly.
     if let Some(free) = free_bytes(file)
         && free < bytes
     {
@@ -379,12 +381,12 @@ fn reserve(file: &File, path: &Path, bytes: u64) -> Result<(), SharedError> {
     match allocate(file, bytes) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::StorageFull => {
-            // What it took before it failed is given back first.
+            // The memory taken before the failure is released first.
             let _ = file.set_len(0);
             let free = free_bytes(file).unwrap_or(0);
             Err(SharedError::NoRoom { path: path.to_owned(), needed: bytes, free })
         }
-        Err(source) => Err(system(path, "reserve its memory", source)),
+        Err(source) => Err(system(path, "reserve the memory of", source)),
     }
 }
 
@@ -395,7 +397,7 @@ fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     let too_long = |_| io::Error::from(io::ErrorKind::FileTooLarge);
     let length = libc::off_t::try_from(bytes).map_err(too_long)?;
     loop {
-        // SAFETY: plain numbers and the descriptor of an open file.
+        // SAFETY: all arguments are integers, one of them the descriptor of an open file.
         if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } == 0 {
             return Ok(());
         }
@@ -411,17 +413,17 @@ fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     file.set_len(bytes)
 }
 
-/// Of the file system that holds the file, for us; `None` where it does not say.
+/// Returns the free bytes of the file's file system for this user; `None` where it does not report them.
 #[cfg(target_os = "linux")]
 fn free_bytes(file: &File) -> Option<u64> {
     use std::{mem::MaybeUninit, os::fd::AsRawFd};
 
     let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
-    // SAFETY: the descriptor is open, and `stat` has room for what is written.
+    // SAFETY: the descriptor is open, and `stat` has room for the result.
     let done = unsafe { libc::fstatvfs64(file.as_raw_fd(), stat.as_mut_ptr()) } == 0;
-    // SAFETY: a call that succeeded has filled it.
+    // SAFETY: the successful call has filled `stat`.
     let stat = done.then(|| unsafe { stat.assume_init() })?;
-    // A mount without a limit has no blocks at all.
+    // A mount without a limit reports zero blocks.
     (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
@@ -431,7 +433,7 @@ fn free_bytes(_: &File) -> Option<u64> {
 }
 
 fn map(file: &File, path: &Path) -> Result<MmapRaw, SharedError> {
-    MmapRaw::map_raw(file).map_err(|source| system(path, "map it", source))
+    MmapRaw::map_raw(file).map_err(|source| system(path, "map", source))
 }
 
 fn system(path: &Path, doing: &'static str, source: io::Error) -> SharedError {
@@ -448,10 +450,10 @@ mod tests {
 
     use super::*;
 
-    /// No wait that is woken takes so long.
+    /// Time-out of waits that a test wakes; the tests fail when it elapses.
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Not every file system can make files without a name.
+    /// Some file systems cannot create files without a name.
     fn folder() -> tempfile::TempDir {
         tempfile::tempdir_in(FOLDER).unwrap()
     }
@@ -461,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn two_mappings_show_the_same_bytes_and_outlive_the_name() {
+    fn two_mappings_share_bytes_and_outlive_the_unlink() {
         let folder = folder();
         let made = SharedRegion::create_in(folder.path(), &name("ring"), 8192).unwrap();
         let opened = SharedRegion::open_in(folder.path(), &name("ring"), 8192).unwrap();
@@ -476,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_goes_with_its_owner_and_not_with_those_who_opened_it() {
+    fn a_region_is_unlinked_by_its_owner_only() {
         let folder = folder();
         let made = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
         drop(SharedRegion::open_in(folder.path(), &name("a"), 64).unwrap());
@@ -486,10 +488,10 @@ mod tests {
     }
 
     #[test]
-    fn only_regions_without_an_owner_are_swept() {
+    fn sweep_removes_only_regions_without_an_owner() {
         let folder = folder();
         let alive = SharedRegion::create_in(folder.path(), &name("alive"), 64).unwrap();
-        // As a process leaves it that was killed: the file is there, the lock is not.
+        // A killed process leaves this state: the file exists, the lock does not.
         let dead = RegionName { epoch: 7, owner: std::process::id(), purpose: "dead".into() };
         fs::write(folder.path().join(dead.file_name()), [0; 64]).unwrap();
         for other in ["baton-7-1-dead", "something", "baton-model"] {
@@ -502,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn sweeping_while_regions_are_made_takes_none_of_them() {
+    fn sweep_keeps_regions_that_are_being_created() {
         let folder = folder();
         thread::scope(|scope| {
             let sweeper = scope.spawn(|| {
@@ -510,7 +512,7 @@ mod tests {
                     sweep_in(folder.path());
                 }
             });
-            // Names are never used twice.
+            // Each name is used once.
             for round in 0.. {
                 if sweeper.is_finished() {
                     break;
@@ -523,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn region_names_round_trip() {
         let name = RegionName { epoch: u128::MAX - 5, owner: 17, purpose: "kv_0".into() };
         assert_eq!(RegionName::parse(&name.file_name()), Some(name.clone()));
         let text = name.file_name();
@@ -539,12 +541,12 @@ mod tests {
             assert_eq!(RegionName::parse(&other), None, "{other}");
         }
         let error = SharedRegion::create(&RegionName::own(1, "../x"), 64).unwrap_err();
-        assert!(error.to_string().contains("\"../x\"; allowed are 1 to 32 of a-z"), "{error}");
+        assert!(error.to_string().contains("\"../x\"; expected 1 to 32 of a-z"), "{error}");
     }
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn too_little_memory_is_one_line_with_what_is_needed_and_free_and_leaves_nothing() {
+    fn too_little_memory_is_reported_in_one_line_and_leaves_no_file() {
         let name = name("too_large");
         let bytes = 1 << 55;
         let error = SharedRegion::create(&name, bytes).unwrap_err();
@@ -560,28 +562,28 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn memory_is_taken_when_a_region_is_made() {
+    fn a_region_reserves_its_memory_at_creation() {
         let region = SharedRegion::create(&name("taken"), 1 << 20).unwrap();
         let blocks = fs::metadata(region.path()).unwrap().blocks();
         assert!(blocks * 512 >= 1 << 20);
     }
 
     #[test]
-    fn a_region_of_another_length_or_none_is_refused() {
+    fn regions_with_another_or_no_length_are_rejected() {
         let folder = folder();
         let _made = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
         let error = SharedRegion::open_in(folder.path(), &name("a"), 128).unwrap_err();
-        assert!(error.to_string().ends_with("64 bytes long, expected are 128"), "{error}");
+        assert!(error.to_string().ends_with("it has 64 bytes; expected 128"), "{error}");
         let error = SharedRegion::open_in(folder.path(), &name("b"), 64).unwrap_err();
-        assert!(error.to_string().contains("cannot open it"), "{error}");
+        assert!(error.to_string().contains("cannot open "), "{error}");
         let error = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap_err();
-        assert!(error.to_string().contains("cannot name it"), "{error}");
+        assert!(error.to_string().contains("cannot name "), "{error}");
         let error = SharedRegion::create_in(folder.path(), &name("b"), 0).unwrap_err();
-        assert!(error.to_string().contains("0 bytes cannot be"), "{error}");
+        assert!(error.to_string().contains("invalid size of 0 bytes"), "{error}");
     }
 
     #[test]
-    fn no_byte_is_two_kinds_of_thing() {
+    fn no_byte_is_claimed_as_two_kinds() {
         let folder = folder();
         let region = SharedRegion::create_in(folder.path(), &name("a"), 256).unwrap();
         let _words = region.words(0, 4);
@@ -600,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_with_a_wake_from_another_mapping_or_in_time() {
+    fn a_wait_ends_on_a_wake_from_another_mapping_or_on_time_out() {
         let folder = folder();
         let made = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
         let opened = SharedRegion::open_in(folder.path(), &name("a"), 64).unwrap();
@@ -617,6 +619,6 @@ mod tests {
                 futex::wait(&here[0], 0, LONG);
             }
         });
-        assert!(begun.elapsed() < LONG, "a wait took its whole time");
+        assert!(begun.elapsed() < LONG, "a wait timed out");
     }
 }

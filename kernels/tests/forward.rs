@@ -315,5 +315,5 @@ fn an_isa_that_the_machine_lacks_names_what_is_missing() {
     }
     assert!(CpuBackend::new(options(Isa::Auto, 2)).is_ok());
     let error = CpuBackend::new(options(Isa::Auto, 0)).err().unwrap();
-    assert_eq!(error.to_string(), "threads is 0; 1 to 1024 are allowed");
+    assert_eq!(error.to_string(), "invalid threads: 0; expected 1 to 1024");
 }

@@ -1,4 +1,4 @@
-//! The blocks of one forward pass, borrowed together.
+//! Blocks of one forward pass, borrowed together.
 
 use std::{fmt, ops::Range, slice, sync::Arc};
 
@@ -26,22 +26,22 @@ unsafe impl Element for bf16 {
     const DTYPE: Dtype = Dtype::Bf16;
 }
 
-/// Index of a block among those that a [`StepAccess`] holds.
+/// Index of a block among the blocks that a [`StepAccess`] holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldBlock(u32);
 
 /// Borrows of every block that one forward pass reads or writes, held until dropped.
 ///
-/// A block may be listed to be read several times (sequences share prefixes), to be written once.
-/// A block that this same step writes may also be read by it: within a layer, keys and values are
-/// stored before attention reads them.
+/// A block may be listed for reading several times (sequences share prefixes) and for writing once. A block
+/// that this step writes may also be read by it: within a layer, keys and values are stored before
+/// attention reads them.
 ///
-/// The step of a rank has some heads of the blocks, and counts them from its first.
+/// A rank's step accesses some heads of the blocks only, and numbers them from 0.
 pub struct StepAccess {
     arena: Arc<KvArena>,
     /// The arena's heads that the step may access.
     heads: Range<usize>,
-    /// Written blocks first, then those that are only read; each block once, each part sorted.
+    /// Written blocks first, then read-only blocks; each block once, each part sorted.
     blocks: Vec<BlockId>,
     written_count: usize,
 }
@@ -50,7 +50,7 @@ impl StepAccess {
     /// Borrows all blocks or none.
     ///
     /// # Panics
-    /// When the blocks are not in host memory: their steps run elsewhere.
+    /// When the blocks are not in host memory: then another device runs the steps.
     pub fn acquire(
         arena: &Arc<KvArena>,
         reads: &[BlockId],
@@ -72,7 +72,7 @@ impl StepAccess {
         assert!(arena.is_host(), "the CPU computes on blocks in host memory");
         assert!(
             heads.start <= heads.end && heads.end <= arena.layout.kv_head_count,
-            "{heads:?} are heads of the arena's {}",
+            "heads {heads:?} are out of range: the arena has {}",
             arena.layout.kv_head_count
         );
         let mut written = writes.to_vec();
@@ -81,7 +81,7 @@ impl StepAccess {
             reads.iter().copied().filter(|block| written.binary_search(block).is_err()).collect();
         read.sort_unstable();
         read.dedup();
-        // What is in `access` is given back by its drop, so that a refusal leaves nothing behind.
+        // Dropping `access` on an error releases the blocks borrowed so far.
         let mut access = Self {
             arena: Arc::clone(arena),
             heads,
@@ -105,7 +105,7 @@ impl StepAccess {
         self.arena.layout.with_heads(self.heads.len())
     }
 
-    /// Blocks held, read and written.
+    /// Returns the number of held blocks, read and written.
     pub fn block_count(&self) -> usize {
         self.blocks.len()
     }
@@ -120,12 +120,12 @@ impl StepAccess {
         Some(HeldBlock(index as u32))
     }
 
-    /// True when the step may write the block.
+    /// Returns whether the step may write the block.
     pub fn is_written(&self, held: HeldBlock) -> bool {
         (held.0 as usize) < self.written_count
     }
 
-    /// `[token][dim]` of one head, all 16 tokens. Tokens not written yet hold anything.
+    /// Returns one head as `[token][dim]`, all 16 tokens. Tokens not written yet have arbitrary values.
     ///
     /// Panics when `T` is not the arena's type.
     #[inline]
@@ -137,9 +137,9 @@ impl StepAccess {
         head: usize,
     ) -> &[T] {
         let layout = self.arena.layout;
-        // SAFETY: the pointer is at the head's first element, and the head's elements follow.
-        // The block is borrowed by this value; it is written through `token_mut` only, whose
-        // callers promise that no slice of the token is alive.
+        // SAFETY: the pointer is at the head's first element, and the head's elements follow it.
+        // This value borrows the block. Only `token_mut` writes it, whose callers promise that no
+        // slice of the token is alive.
         unsafe {
             slice::from_raw_parts(
                 self.head_ptr::<T>(held, layer, half, head),
@@ -148,14 +148,14 @@ impl StepAccess {
         }
     }
 
-    /// One token of one head, `head_dim` elements, to be written.
+    /// Returns one token of one head for writing, `head_dim` elements.
     ///
-    /// Panics when `T` is not the arena's type, the block is held for reading only, or a number is
-    /// out of range.
+    /// Panics when `T` is not the arena's type, the block is held for reading only, or an index is out
+    /// of range.
     ///
     /// # Safety
-    /// While the slice lives, no other slice of this token and head exists on any thread, neither from this
-    /// function nor from [`Self::head`].
+    /// While the slice lives, no other slice of this token and head exists on any thread, neither from
+    /// this function nor from [`Self::head`].
     #[inline]
     #[allow(clippy::mut_from_ref)] // Exclusive by the caller's promise: threads share a step.
     pub unsafe fn token_mut<T: Element>(
@@ -167,9 +167,17 @@ impl StepAccess {
         token: usize,
     ) -> &mut [T] {
         let dim = self.arena.layout.head_dim;
-        assert!(self.is_written(held), "block {:?} is held for reading", self.blocks[held.index()]);
-        assert!(token < BLOCK_TOKENS, "a block has {BLOCK_TOKENS} tokens");
-        // SAFETY: inside the head, as just checked; the caller keeps others away.
+        assert!(
+            self.is_written(held),
+            "cannot write block {:?}: it is held for reading",
+            self.blocks[held.index()]
+        );
+        assert!(
+            token < BLOCK_TOKENS,
+            "token {token} is out of range: a block has {BLOCK_TOKENS} tokens"
+        );
+        // SAFETY: the checks above keep the range inside the head; the caller ensures exclusive
+        // access.
         unsafe {
             let start = self.head_ptr::<T>(held, layer, half, head).add(token * dim);
             slice::from_raw_parts_mut(start, dim)
@@ -188,8 +196,8 @@ impl StepAccess {
         assert!(T::DTYPE == layout.dtype, "the arena holds {}", layout.dtype);
         assert!(layer < layout.layer_count && head < self.heads.len(), "inside the layout");
         let block = self.arena.block_ptr(self.blocks[held.index()]).cast::<T>();
-        // SAFETY: the layout places every head inside the block's bytes; the arena starts at a
-        // page and blocks are whole numbers of elements, so the pointer is aligned.
+        // SAFETY: the layout places every head inside the block's bytes. The arena starts at a page
+        // boundary and blocks are whole numbers of elements, so the pointer is aligned.
         unsafe { block.add(layout.head_offset(layer, half, self.heads.start + head)).as_ptr() }
     }
 }
@@ -248,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_step_leaves_no_borrow_behind() {
+    fn a_rejected_step_borrows_nothing() {
         let arena = arena();
         let reader = arena.read(BlockId(4)).unwrap();
         let error = StepAccess::acquire(&arena, &ids(&[1, 2]), &ids(&[3, 4, 5])).unwrap_err();
@@ -288,14 +296,14 @@ mod tests {
     }
 
     #[test]
-    fn the_steps_of_ranks_store_their_heads_side_by_side() {
+    fn steps_of_ranks_store_their_heads_at_their_offsets() {
         use crate::{cpu::testing::region, shard::Shard};
 
         let layout = KvLayout { layer_count: 2, kv_head_count: 4, head_dim: 4, dtype: Dtype::F32 };
         let region = region(128 + 3 * layout.block_bytes());
         let arena = || KvArena::shared(layout, 3, &region, 128).unwrap();
         for shard in Shard::new(0, 2).unwrap().all() {
-            // Each with borrows of its own, at the same time in other processes.
+            // Each rank has an arena with its own borrows, as in separate processes.
             let heads = shard.part(layout.kv_head_count);
             let access =
                 StepAccess::acquire_heads(&arena(), heads.clone(), &[], &ids(&[1])).unwrap();
@@ -325,7 +333,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "inside the layout")]
-    fn a_head_of_another_rank_is_out_of_reach() {
+    fn a_head_of_another_rank_is_rejected() {
         let arena = arena();
         let access = StepAccess::acquire_heads(&arena, 0..1, &ids(&[1]), &[]).unwrap();
         access.head::<f32>(access.find(BlockId(1)).unwrap(), 0, KvHalf::Key, 1);
@@ -337,13 +345,13 @@ mod tests {
         let arena = arena();
         let access = StepAccess::acquire(&arena, &ids(&[1]), &[]).unwrap();
         let held = access.find(BlockId(1)).unwrap();
-        // SAFETY: refused.
+        // SAFETY: the call panics before it returns a slice.
         unsafe { access.token_mut::<f32>(held, 0, KvHalf::Key, 0, 0) };
     }
 
     #[test]
     #[should_panic(expected = "the arena holds f32")]
-    fn a_wrong_element_type_is_refused() {
+    fn a_wrong_element_type_is_rejected() {
         let arena = arena();
         let access = StepAccess::acquire(&arena, &ids(&[1]), &[]).unwrap();
         access.head::<bf16>(access.find(BlockId(1)).unwrap(), 0, KvHalf::Key, 0);

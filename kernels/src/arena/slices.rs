@@ -5,17 +5,19 @@ use std::{fmt, sync::Arc};
 use super::RemoteBlocks;
 use crate::layout::{KvHalf, KvLayout};
 
-/// Blocks as the union of the ranks' slices, in order of rank: `[layer][K,V][heads / ranks][token][dim]`
-/// on each rank, all heads for a copy. Transfers and the block pool see whole blocks, for any number of
-/// ranks on either side.
+/// Blocks assembled from the ranks' slices in rank order. A rank's slice is `[layer][K,V][heads /
+/// ranks][token][dim]`; a copy has all heads. So transfers and the block pool see whole blocks for any
+/// number of ranks on either side.
 pub struct BlockSlices {
     layout: KvLayout,
     slices: Vec<Arc<dyn RemoteBlocks>>,
 }
 
 impl BlockSlices {
+    /// Combines the slices of all ranks.
+    ///
     /// # Panics
-    /// When there are none, or they differ in more than where they are: ranks are all alike.
+    /// When there are no slices, or they differ in layout or block count.
     pub fn new(slices: Vec<Arc<dyn RemoteBlocks>>) -> Self {
         let first = slices.first().expect("a group has ranks");
         let (layout, block_count) = (first.layout(), first.block_count());
@@ -26,8 +28,8 @@ impl BlockSlices {
         Self { layout: layout.with_heads(layout.kv_head_count * slices.len()), slices }
     }
 
-    /// Calls `copy` for every range of a whole block that one slice has: where it begins in the whole
-    /// block, where in the slice, and its bytes.
+    /// Calls `copy(offset in the whole block, offset in the slice, bytes)` for every contiguous range
+    /// that the slice has of a whole block.
     fn ranges(&self, slice: usize, mut copy: impl FnMut(usize, usize, usize)) {
         let own = self.slices[slice].layout();
         let element_bytes = own.dtype.bytes();
@@ -41,12 +43,15 @@ impl BlockSlices {
         }
     }
 
-    /// Which blocks so many bytes from `offset` on are; a reason when they are not whole ones.
+    /// Returns the blocks that `bytes` bytes from `offset` on cover, or an error when they are not
+    /// whole blocks.
     fn blocks(&self, offset: usize, bytes: usize) -> Result<std::ops::Range<usize>, String> {
         let block_bytes = self.layout.block_bytes();
         match offset.is_multiple_of(block_bytes) && bytes.is_multiple_of(block_bytes) {
             true => Ok(offset / block_bytes..(offset + bytes) / block_bytes),
-            false => Err(format!("{bytes} bytes at {offset} are no blocks of {block_bytes}")),
+            false => {
+                Err(format!("{bytes} bytes at {offset} are not whole blocks of {block_bytes}"))
+            }
         }
     }
 }
@@ -63,7 +68,7 @@ impl RemoteBlocks for BlockSlices {
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
         let blocks = self.blocks(offset, host.len())?;
         for (rank, slice) in self.slices.iter().enumerate() {
-            // One copy of all blocks from each rank: its slices are behind each other.
+            // One copy of all blocks per rank: a rank's slices are contiguous.
             let own_bytes = slice.layout().block_bytes();
             let mut own = vec![0; blocks.len() * own_bytes];
             slice.read(blocks.start * own_bytes, &mut own)?;
@@ -110,7 +115,7 @@ mod tests {
         layout::{BLOCK_TOKENS, BlockId, Dtype},
     };
 
-    /// A device's memory, on the host.
+    /// Stands in for a device's memory, on the host.
     struct HostSlices {
         layout: KvLayout,
         bytes: Mutex<Vec<u8>>,
@@ -151,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_goes_from_any_number_of_ranks_to_any_other() {
+    fn blocks_convert_between_any_numbers_of_ranks() {
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let layout = KvLayout { layer_count: 3, kv_head_count: 4, head_dim: 2, dtype };
             let block: Vec<u8> =
@@ -166,7 +171,7 @@ mod tests {
                 receives.write(BlockId(2)).unwrap().copy_from_host(&wire).unwrap();
                 receives.read(BlockId(2)).unwrap().copy_to_host(&mut wire).unwrap();
                 assert_eq!(wire, block);
-                // Each rank has its heads, as its kernels look for them, and nothing else was touched.
+                // Each rank has its heads in its own layout, and no other bytes changed.
                 for (rank, slice) in received.iter().enumerate() {
                     let (own, bytes) = (slice.layout, slice.bytes.lock().unwrap());
                     let mine = &bytes[2 * own.block_bytes()..];
@@ -186,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_blocks_are_refused() {
+    fn parts_of_blocks_are_rejected() {
         let layout = KvLayout { layer_count: 1, kv_head_count: 2, head_dim: 2, dtype: Dtype::F32 };
         let own: Arc<dyn RemoteBlocks> = Arc::new(HostSlices {
             layout: layout.with_heads(1),
@@ -194,7 +199,7 @@ mod tests {
         });
         let blocks = BlockSlices::new(vec![Arc::clone(&own), own]);
         let error = blocks.read(8, &mut [0; 8]).unwrap_err();
-        assert_eq!(error, format!("8 bytes at 8 are no blocks of {}", layout.block_bytes()));
+        assert_eq!(error, format!("8 bytes at 8 are not whole blocks of {}", layout.block_bytes()));
         assert!(blocks.write(0, &vec![0; layout.block_bytes() + 4]).is_err());
     }
 }

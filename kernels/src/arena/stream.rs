@@ -1,64 +1,63 @@
-//! The blocks of the steps in flight on one device.
+//! Blocks of the steps in flight on one device.
 
 use std::sync::{Arc, atomic::Ordering};
 
 use super::{ArenaError, BorrowState, KvArena, WRITTEN};
 use crate::layout::BlockId;
 
-/// Borrows of all steps in flight. The device runs them in order, so a block that several of them
-/// read and write is borrowed once for all: for writing as long as one of them writes it, then for
-/// reading as long as one reads it. Other borrowers are rejected as for any borrowed block.
+/// Borrows of all steps in flight. The device runs steps in order, so one borrow of a block serves all
+/// steps that use it. The borrow is exclusive as long as one of the steps writes the block, then shared as
+/// long as one reads it. Other borrowers are rejected as for any borrowed block.
 ///
-/// A row's blocks are borrowed with its first step in flight and given back with its last one. What a
-/// step costs in between does not depend on how long its rows are.
+/// A row's blocks are borrowed with its first step in flight and released with its last one. The cost of a
+/// step in between does not depend on the length of its rows.
 #[derive(Debug)]
 pub struct StreamAccess {
     arena: Arc<KvArena>,
-    /// By block.
+    /// Uses of each block, by block index.
     uses: Vec<Uses>,
-    /// By slot: its occupants that have steps in flight, rarely more than one.
+    /// Occupants with steps in flight, by slot; rarely more than one per slot.
     rows: Vec<Vec<Row>>,
-    /// Steps so far.
+    /// Number of steps so far.
     steps: u64,
 }
 
 /// Users of a block.
 #[derive(Clone, Copy, Debug, Default)]
 struct Uses {
-    /// Rows with steps in flight that have it in their tables.
+    /// Rows with steps in flight that have the block in their tables.
     rows: u32,
-    /// Steps in flight that write it.
+    /// Steps in flight that write the block.
     writers: u32,
-    /// The last step that did.
+    /// Number of the last step that wrote the block.
     written_by: u64,
 }
 
-/// An occupant of a slot.
+/// A sequence that occupies a slot.
 #[derive(Debug)]
 struct Row {
     generation: u32,
     steps: u32,
-    /// The front of its table, as far as steps in flight go.
+    /// Front of the block table, as far as steps in flight use it.
     blocks: Vec<BlockId>,
 }
 
-/// The accesses of a step to the blocks of one row.
+/// Blocks of one row that a step accesses.
 #[derive(Clone, Copy, Debug)]
 pub struct RowBlocks<'a> {
     pub slot: u32,
     pub generation: u32,
-    /// Those that the step uses: from the table's front. Of one occupant they are always the same, or
-    /// more.
+    /// Front of the block table, as far as the step uses it. An occupant's table only grows.
     pub table: &'a [BlockId],
-    /// Those from this one on are written.
+    /// Index in the table of the first block that the step writes; later blocks are written too.
     pub first_written: usize,
 }
 
-/// The blocks of one step, to be given back when it has run.
+/// Blocks of one step. The caller returns them to [`StreamAccess::release`] when the step has run.
 #[derive(Debug, Default)]
 #[must_use = "blocks of a step that is forgotten stay borrowed"]
 pub struct StreamStep {
-    /// Slots and generations.
+    /// Slot and generation of each row.
     rows: Vec<(u32, u32)>,
     writes: Vec<BlockId>,
 }
@@ -69,8 +68,8 @@ impl StreamAccess {
         Self { arena: Arc::clone(arena), uses, rows: Vec::new(), steps: 0 }
     }
 
-    /// Borrows all blocks of a step or none. Rows may share blocks that none of them writes; two rows
-    /// that write one block are a defect, and so is one row twice.
+    /// Borrows all blocks of a step or none. Rows may share blocks that none of them writes. A block
+    /// written by two rows, or a row listed twice, is a caller's bug.
     pub fn acquire<'a>(
         &mut self,
         rows: impl IntoIterator<Item = RowBlocks<'a>>,
@@ -86,7 +85,7 @@ impl StreamAccess {
         }
     }
 
-    /// Gives back the blocks of a step that has run.
+    /// Releases the blocks of a step that has run.
     pub fn release(&mut self, step: StreamStep) {
         for block in step.writes {
             self.give_back(block, |uses| &mut uses.writers);
@@ -94,7 +93,7 @@ impl StreamAccess {
         for (slot, generation) in step.rows {
             let occupants = &mut self.rows[slot as usize];
             let place = occupants.iter().position(|row| row.generation == generation);
-            let place = place.expect("what is given back was borrowed");
+            let place = place.expect("released rows were acquired");
             occupants[place].steps -= 1;
             if occupants[place].steps == 0 {
                 let row = occupants.swap_remove(place);
@@ -134,7 +133,7 @@ impl StreamAccess {
     }
 
     fn write(&mut self, block: BlockId) -> Result<(), ArenaError> {
-        // Its row has it.
+        // The row has already borrowed the block for reading.
         let uses = &mut self.uses[block.index()];
         if std::mem::replace(&mut uses.written_by, self.steps) == self.steps {
             let (wanted, state) = (super::Borrow::Write, BorrowState::Written);
@@ -184,7 +183,7 @@ impl Drop for StreamAccess {
 }
 
 impl KvArena {
-    /// The only reader of a block becomes its writer.
+    /// Turns the only reader of a block into its writer.
     fn upgrade(&self, block: BlockId) -> Result<(), ArenaError> {
         self.borrow_of(block)?
             .compare_exchange(1, WRITTEN, Ordering::Acquire, Ordering::Relaxed)
@@ -196,7 +195,7 @@ impl KvArena {
             })
     }
 
-    /// The writer of a block becomes its only reader.
+    /// Turns the writer of a block into its only reader.
     fn downgrade(&self, block: BlockId) {
         let before = self.borrows[block.index()].swap(1, Ordering::AcqRel);
         debug_assert_eq!(before, WRITTEN, "a writer gives back what it borrowed");
@@ -217,7 +216,7 @@ mod tests {
     const B: BlockId = BlockId(1);
     const C: BlockId = BlockId(2);
 
-    /// Of the first occupant of a slot.
+    /// Returns a row of the first occupant of a slot.
     fn row(slot: u32, table: &[BlockId], first_written: usize) -> RowBlocks<'_> {
         RowBlocks { slot, generation: 0, table, first_written }
     }
@@ -231,7 +230,7 @@ mod tests {
     const WRITTEN: BorrowState = BorrowState::Written;
 
     #[test]
-    fn steps_in_flight_share_what_each_other_writes_and_keep_others_away() {
+    fn steps_in_flight_share_written_blocks_and_exclude_other_borrowers() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
@@ -240,18 +239,19 @@ mod tests {
         let beside = arena.read(A).unwrap();
         access.release(first);
         assert_eq!(arena.state(B).unwrap(), WRITTEN);
-        // A third one only reads what the second writes: others may as well once that has run.
+        // A third step only reads what the second step writes. Other readers are accepted once the
+        // second step has run.
         let third = access.acquire([row(0, &[A, B], 2)]).unwrap();
         access.release(second);
         drop(beside);
-        assert_eq!(states(&arena), [READ, READ, FREE], "the other row is in no step any more");
+        assert_eq!(states(&arena), [READ, READ, FREE], "the other row has no step in flight");
         arena.read(B).unwrap();
         access.release(third);
         assert_eq!(states(&arena), [FREE; 3]);
     }
 
     #[test]
-    fn a_table_that_grows_is_borrowed_as_far_as_it_goes() {
+    fn a_growing_table_borrows_its_new_blocks() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let first = access.acquire([row(0, &[A], 0)]).unwrap();
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slots_next_occupant_has_blocks_of_its_own() {
+    fn the_next_occupant_of_a_slot_borrows_its_own_blocks() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
@@ -280,11 +280,11 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_only_steps_read_may_be_written_by_a_later_one() {
+    fn a_block_read_by_earlier_steps_may_be_written_by_a_later_step() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let first = access.acquire([row(0, &[A], 1)]).unwrap();
-        // Its reader has left, and the block is another row's now.
+        // The block's reader has left, and another row owns the block.
         let second = access.acquire([row(1, &[A], 0)]).unwrap();
         access.release(first);
         assert_eq!(arena.state(A).unwrap(), WRITTEN);
@@ -292,14 +292,14 @@ mod tests {
         assert_eq!(arena.state(A).unwrap(), FREE);
         let third = access.acquire([row(0, &[A], 1)]).unwrap();
         let beside = arena.read(A).unwrap();
-        assert!(access.acquire([row(1, &[A], 0)]).is_err(), "someone else reads it");
+        assert!(access.acquire([row(1, &[A], 0)]).is_err(), "another borrower reads it");
         drop(beside);
         access.release(third);
         assert_eq!(arena.pins(A).unwrap(), 0);
     }
 
     #[test]
-    fn a_step_that_is_refused_borrows_nothing() {
+    fn a_rejected_stream_step_borrows_nothing() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let writer = arena.write(B).unwrap();
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_flight_is_given_back_with_the_whole() {
+    fn dropping_the_stream_access_releases_all_blocks() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let first = access.acquire([row(0, &[A, B], 1)]).unwrap();

@@ -1,13 +1,13 @@
-//! Which CPUs a thread may run on.
+//! CPU affinity of threads.
 
 use std::{io, marker::PhantomData};
 
-/// CPU numbers are below it.
+/// Exclusive upper bound of CPU numbers.
 pub const CPUS_MAX: u32 = 8192;
 
 const WORDS: usize = CPUS_MAX as usize / u64::BITS as usize;
 
-/// One bit a CPU, as the kernel has it.
+/// One bit per CPU, as in the kernel's interface.
 type Mask = [u64; WORDS];
 
 fn mask_of(cpus: &[u32]) -> io::Result<Mask> {
@@ -21,39 +21,40 @@ fn mask_of(cpus: &[u32]) -> io::Result<Mask> {
     Ok(mask)
 }
 
-/// The CPUs that the calling thread may run on, in order.
+/// Returns the CPUs that the calling thread may run on, in order.
 pub fn allowed() -> io::Result<Vec<u32>> {
     let mask = get()?;
     Ok((0..CPUS_MAX).filter(|cpu| mask[(cpu / 64) as usize] >> (cpu % 64) & 1 == 1).collect())
 }
 
-/// While it lives, the thread that made it runs on its CPUs alone, and threads that this one starts
-/// do so for good. Dropping it gives the thread its old CPUs back.
+/// Confines the calling thread to some CPUs until dropped, which restores the previous CPUs. Threads that
+/// the confined thread starts stay confined.
 #[derive(Debug)]
 pub struct Confined {
     before: Box<Mask>,
-    /// Belongs to its thread.
+    /// The guard must not leave its thread.
     _not_send: PhantomData<*const ()>,
 }
 
-/// Confines the calling thread.
+/// Confines the calling thread to `cpus`.
 ///
 /// # Errors
-/// The system's: none of the CPUs exists or may be used, or threads cannot be tied to CPUs here.
+/// The system's error: none of the CPUs exists or may be used, or this system has no thread affinity.
 pub fn confine(cpus: &[u32]) -> io::Result<Confined> {
     let before = Box::new(get()?);
     set(&mask_of(cpus)?)?;
     Ok(Confined { before, _not_send: PhantomData })
 }
 
-/// Ties the calling thread to these CPUs for good.
+/// Pins the calling thread to `cpus` permanently.
 pub(crate) fn pin(cpus: &[u32]) -> io::Result<()> {
     set(&mask_of(cpus)?)
 }
 
 impl Drop for Confined {
     fn drop(&mut self) {
-        // It ran there before. Where CPUs were taken from us meanwhile, it stays where it is.
+        // The thread could run on these CPUs before. When the system has taken them away meanwhile,
+        // the thread keeps its present CPUs.
         let _ = set(&self.before);
     }
 }
@@ -61,8 +62,8 @@ impl Drop for Confined {
 #[cfg(target_os = "linux")]
 fn get() -> io::Result<Mask> {
     let mut mask: Mask = [0; WORDS];
-    // SAFETY: the mask has as many bytes as are named, and any bits make a valid mask. 0 is the
-    // calling thread.
+    // SAFETY: the mask has the length that is passed, and any bits make a valid mask. 0 is the calling
+    // thread.
     let status = unsafe {
         libc::sched_getaffinity(0, size_of::<Mask>(), mask.as_mut_ptr().cast::<libc::cpu_set_t>())
     };
@@ -93,14 +94,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_is_confined_until_the_guard_goes_and_its_children_for_good() {
+    fn confinement_ends_with_the_guard_but_child_threads_stay_confined() {
         let all = allowed().unwrap();
         let last = *all.last().unwrap();
         let confined = confine(&[last]).unwrap();
         assert_eq!(allowed().unwrap(), [last]);
         let (told, child) = std::sync::mpsc::channel::<()>();
         let child_runs = std::thread::spawn(move || {
-            // Until the parent is free again.
+            // Blocks until the parent is unconfined again.
             let _ = child.recv();
             allowed().unwrap()
         });
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn cpus_that_are_not_there_are_refused_and_change_nothing() {
+    fn missing_cpus_are_rejected_and_change_nothing() {
         let all = allowed().unwrap();
         for cpus in [&[][..], &[CPUS_MAX], &[CPUS_MAX - 1]] {
             assert!(confine(cpus).is_err(), "{cpus:?}");

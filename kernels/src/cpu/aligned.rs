@@ -13,15 +13,15 @@ use std::{
 use bytemuck::Pod;
 use memmap2::MmapMut;
 
-/// A cache line and a full vector.
+/// Size of a cache line and of a 512-bit vector, in bytes.
 const LINE: usize = 64;
-/// Memory that a slab takes from the system at a time.
+/// Bytes that a slab allocates from the system at a time.
 const SLAB_BYTES: usize = 32 << 20;
-/// A huge page. Weights are streamed from memory in every step, and one translation per 4 KiB would
-/// cost a good part of the bandwidth.
+/// Size of a huge page in bytes. Every step streams all weights from memory, and a TLB entry per 4 KiB
+/// would cost a good part of the bandwidth.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// A boxed slice of plain numbers, zeroed, aligned to 64 bytes at least.
+/// Zeroed boxed slice of plain numbers, aligned to at least 64 bytes.
 pub(crate) struct Aligned<T: Pod> {
     start: NonNull<T>,
     length: usize,
@@ -29,11 +29,11 @@ pub(crate) struct Aligned<T: Pod> {
     _owns: PhantomData<T>,
 }
 
-/// Where the numbers live.
+/// Memory that holds the numbers.
 enum Memory {
     Nothing,
     Heap(Layout),
-    /// Part of a mapping that no one else was given.
+    /// Part of a mapping that no other value has.
     Map {
         _owner: Arc<MmapMut>,
     },
@@ -45,7 +45,7 @@ unsafe impl<T: Pod + Send> Send for Aligned<T> {}
 unsafe impl<T: Pod + Sync> Sync for Aligned<T> {}
 
 impl<T: Pod> Aligned<T> {
-    /// Zeros. Aborts when the system has no memory, as a `Vec` would.
+    /// Allocates zeroed numbers. Aborts when the system has no memory, as a `Vec` does.
     pub fn zeroed(length: usize) -> Self {
         let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
         let layout = Layout::from_size_align(bytes, LINE).expect("a buffer fits the address space");
@@ -66,7 +66,7 @@ impl<T: Pod> Aligned<T> {
 }
 
 impl Aligned<u32> {
-    /// The same bits read as f32.
+    /// Reinterprets the bits as f32.
     pub fn into_f32(self) -> Aligned<f32> {
         let mut this = ManuallyDrop::new(self);
         let memory = std::mem::replace(&mut this.memory, Memory::Nothing);
@@ -74,18 +74,18 @@ impl Aligned<u32> {
     }
 }
 
-/// Huge pages that many matrices share, so that none of them wastes the rest of its last one.
+/// Huge pages that many matrices share, so that none wastes the rest of its last page.
 #[derive(Default)]
 pub(crate) struct Slab {
     rest: Option<HugePages>,
 }
 
 impl Slab {
-    /// Zeros, like [`Aligned::zeroed`], beside what was taken before. The slab's memory goes back to
-    /// the system when the last buffer from it is dropped.
+    /// Allocates zeroed numbers like [`Aligned::zeroed`], after those allocated before. The slab's
+    /// memory is freed when the last buffer from it is dropped.
     pub fn zeroed<T: Pod>(&mut self, length: usize) -> Aligned<T> {
         let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
-        // What fills a quarter of a slab by itself has huge pages of its own.
+        // A buffer of at least a quarter slab has its own huge pages.
         if bytes == 0 || bytes >= SLAB_BYTES / 4 {
             return Aligned::zeroed(length);
         }
@@ -104,7 +104,7 @@ impl Slab {
     }
 }
 
-/// A range of a mapping, zeroed, that is handed out once. Huge where the system has such pages.
+/// Range of a zeroed mapping, handed out once. Uses huge pages where the system has them.
 struct HugePages {
     map: Arc<MmapMut>,
     start: NonNull<u8>,
@@ -117,7 +117,7 @@ unsafe impl Send for HugePages {}
 impl HugePages {
     fn map(bytes: usize) -> Option<Self> {
         let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE)?).ok()?;
-        // A refusal costs speed only.
+        // A refusal only costs speed.
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
         let raw = map.as_mut_ptr();
@@ -128,7 +128,7 @@ impl HugePages {
         Some(Self { map: Arc::new(map), start, length: bytes })
     }
 
-    /// Takes the first bytes away from the range, whole lines.
+    /// Splits the first bytes off the range, rounded up to whole cache lines.
     fn take(&mut self, bytes: usize) -> Self {
         assert!(bytes <= self.length, "the range has as much left");
         let taken = Self { map: Arc::clone(&self.map), start: self.start, length: bytes };

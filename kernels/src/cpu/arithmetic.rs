@@ -1,10 +1,10 @@
-//! The arithmetic that all levels share, so that they agree to the last bit.
+//! Arithmetic that all levels share, so that they are bit-equal.
 //!
-//! Sums over a row run in [`LANES`] lanes: lane `j` takes the elements `j`, `j + 16`, …, in order,
-//! and the lanes are then added as a tree. That is one fixed order for every level and thread count,
-//! and it is what a vector unit does by itself. `exp` is built of multiplications and additions
-//! that the compiler must not fuse, so scalar and vector code give the same bits; both are exact
-//! in the sense that matters for hand-over between machines.
+//! Sums over a row use [`LANES`] lanes: lane `j` adds the elements `j`, `j + 16`, …, in order, and the
+//! lanes are then added as a tree. This order is the same for every level and thread count, and is natural
+//! for a vector unit. `exp` consists of multiplications and additions that the compiler must not fuse, so
+//! scalar and vector code give the same bits. So a sequence continues with the same bits after a hand-over
+//! to another machine.
 
 use half::bf16;
 
@@ -28,20 +28,20 @@ pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
 }
 
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// ln 2 in two parts; the first has few enough bits that multiplying it by an exponent is exact.
+/// ln 2 in two parts. The first has so few bits that its multiplication by an exponent is exact.
 pub(crate) const LN_2_HIGH: f32 = 0.693_359_4;
 pub(crate) const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding and subtracting 1.5 · 2²³ rounds to the nearest integer, ties to even.
 pub(crate) const ROUND: f32 = 12_582_912.0;
-/// Below this `exp` is 0; its true value is under 2⁻¹²⁵.
+/// Limit below which `exp` returns 0; the true value is under 2⁻¹²⁵.
 pub(crate) const EXP_ZERO: f32 = -87.0;
 
 /// Cephes' polynomial for (e^r - 1 - r) / r², |r| ≤ ln 2 / 2, highest power first.
 pub(crate) const EXP_COEFFICIENTS: [f32; 6] =
     [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5];
 
-/// e to the power of `x` for `x` ≤ 0 (softmax and sigmoid need no more), within 2 units in the
-/// last place. 0 below -87, -∞ included. NaN gives NaN or 0: callers exclude it.
+/// Returns e to the power of `x` for `x` ≤ 0 (enough for softmax and sigmoid), within 2 units in the last
+/// place. Returns 0 below -87, -∞ included. NaN gives NaN or 0: callers exclude it.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     let is_zero = x < EXP_ZERO;
@@ -54,16 +54,16 @@ pub(crate) fn exp(x: f32) -> f32 {
         sum = sum * rest + coefficient;
     }
     let value = (sum * (rest * rest) + rest) + 1.0;
-    // The integer sits in the low bits of `shifted`; -126 ≤ power ≤ 0 here, so that 2^power is normal.
+    // The low bits of `shifted` hold the integer; -126 ≤ power ≤ 0 here, so 2^power is normal.
     let power_bits = (shifted.to_bits().wrapping_add(127)) << 23;
     let result = value * f32::from_bits(power_bits);
     if is_zero { 0.0 } else { result }
 }
 
-/// `x · sigmoid(x)`.
+/// Returns `x · sigmoid(x)`.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {
-    // Of e^x and e^-x the one that is at most 1, so that nothing overflows.
+    // Uses whichever of e^x and e^-x is at most 1, so that nothing overflows.
     let small = exp(-x.abs());
     let numerator = if x < 0.0 { x * small } else { x };
     numerator / (1.0 + small)
@@ -74,19 +74,19 @@ pub(crate) fn to_bf16(x: f32) -> bf16 {
     bf16::from_bits(to_bf16_bits(x))
 }
 
-/// The f32 with the same value.
+/// Returns the f32 with the same value.
 #[inline(always)]
 pub(crate) fn from_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// `x` as it is after passing through bf16.
+/// Returns `x` rounded to bf16.
 #[inline(always)]
 pub(crate) fn round_to_bf16(x: f32) -> f32 {
     from_bf16(to_bf16(x))
 }
 
-/// `a · b + c`; one rounding when `FUSED`, two otherwise. Levels with the instruction fuse.
+/// Returns `a · b + c`, with one rounding when `FUSED`, two otherwise. Levels with the instruction fuse.
 #[inline(always)]
 pub(crate) fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }

@@ -1,18 +1,17 @@
-//! Causal attention over paged KV, several query heads to one KV head.
+//! Causal attention over paged KV with grouped query heads.
 //!
-//! Keys are taken block by block, 16 tokens at a time counted from position 0, with one running
-//! maximum and sum per query ("online softmax"). That order belongs to the position, not to the
-//! step, so a prompt read whole, in chunks or token by token gives the same bits. `pairs` takes bf16
-//! KV 64 tokens at a time, for processors that multiply pairs of bf16; the rest of this describes
-//! the way of all others.
+//! Keys are processed block by block, 16 tokens at a time counted from position 0, with one running maximum
+//! and sum per query ("online softmax"). Block boundaries depend on the position only, so prefill of a
+//! whole prompt, in chunks or token by token gives the same bits. `pairs` processes bf16 KV 64 tokens at a
+//! time, for processors that multiply pairs of bf16; the rest of this page describes the other kernels.
 //!
-//! A *tile* is some consecutive rows of one sequence with the query heads of one KV head. It loads
-//! each block once, turns its keys on their side (`[dim][token]`) so that the 16 scores of a query
-//! are one vector, and serves all of its queries from that.
+//! A *tile* is some consecutive rows of one sequence with the query heads of one KV head. It loads each
+//! block once and transposes its keys (`[dim][token]`), so that the 16 scores of a query are one vector.
+//! All queries of the tile use the transposed keys.
 //!
-//! With a sliding window, blocks that no row of a tile sees are passed over, and within a block the
-//! tokens before the window are masked as those after the row are. Blocks stay in the sequence's
-//! table when every row has left them behind: nothing here frees them.
+//! With a sliding window, blocks that no row of a tile sees are skipped, and within a block the tokens
+//! before the window are masked like those after the row. Blocks behind the window stay in the sequence's
+//! table: this module frees no blocks.
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -43,13 +42,13 @@ use crate::{
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
-/// Query elements of one tile: with their sums, a block's keys and values they fill a first-level
+/// Query elements of one tile. Together with their accumulators, a block's keys and values they fill an L1
 /// cache.
 const TILE_ELEMENTS: usize = 3072;
-/// Multiply-adds below which waking other threads costs more than it brings.
+/// Minimum multiply-adds for which waking other threads pays.
 const SHARED_WORK_MIN: usize = 200_000;
 
-/// Memory that attention reuses: one tile's per thread.
+/// Memory that attention reuses: one tile per thread.
 pub(crate) struct Scratch {
     tiles: Vec<Mutex<TileMemory>>,
     #[cfg(target_arch = "x86_64")]
@@ -73,7 +72,7 @@ struct RowTile<'a> {
     row_count: usize,
 }
 
-/// A KV element type and how it becomes f32.
+/// KV element type and its conversion to f32.
 trait Kv: Element {
     fn widen(self) -> f32;
 }
@@ -92,7 +91,7 @@ impl Kv for bf16 {
     }
 }
 
-/// Attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
+/// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
 pub(crate) fn attention(
     level: Level,
     pool: &mut ThreadPool,
@@ -138,7 +137,7 @@ fn tiles<T: Kv>(
 ) {
     let group = shape.query_heads / shape.kv_heads;
     let tile_rows = (TILE_ELEMENTS / (group * shape.head_dim)).max(1);
-    // Late rows see most keys: they begin first, so that no long task is left for the end.
+    // Late rows see most keys and begin first, so that no long task is left for the end.
     let tiles: Vec<RowTile<'_>> = step
         .sequences
         .iter()
@@ -150,7 +149,7 @@ fn tiles<T: Kv>(
             })
         })
         .collect();
-    // With fewer KV heads than threads, the query heads of one are shared out too.
+    // With fewer KV heads than threads, the query heads of one KV head are split over threads too.
     let head_count = match tiles.len() * shape.kv_heads < pool.threads() {
         true => 1,
         false => group,
@@ -197,7 +196,7 @@ fn tiles<T: Kv>(
             }
         }
     };
-    // Setting up a block costs about as much as serving four queries from it.
+    // Setting up a block costs about as much as attending with four queries.
     if tile_work(&tiles, step, window) * (group + 4) * shape.kv_heads * dim * 2 < SHARED_WORK_MIN {
         (0..tasks).for_each(|task| run(0, task));
     } else {
@@ -205,7 +204,7 @@ fn tiles<T: Kv>(
     }
 }
 
-/// Tokens that the tiles' rows see, each row as many as its tile's last.
+/// Returns the tokens that the tiles' rows see, counting each row like its tile's last row.
 fn tile_work(tiles: &[RowTile<'_>], step: &CpuStep, window: usize) -> usize {
     let tokens = |tile: &RowTile<'_>| {
         let last = tile.first_row + tile.row_count - 1;
@@ -231,7 +230,7 @@ mod tests {
         layout::{BlockId, KvLayout},
     };
 
-    /// Blocks of the arena, and of a sequence.
+    /// Blocks of the arena and of a sequence.
     const BLOCKS: u32 = 256;
     const TABLE_BLOCKS: u32 = 48;
 
@@ -243,27 +242,27 @@ mod tests {
             dtype,
         };
         let arena = KvArena::host(layout, BLOCKS).unwrap();
-        // Memory that nobody wrote must not matter: all ones are NaN in both types.
+        // Unwritten memory must not affect the result: all ones are NaN in both types.
         for id in 0..BLOCKS {
             arena.write(BlockId(id)).unwrap().host_view_mut().unwrap().fill(0xff);
         }
         arena
     }
 
-    /// Block table of a sequence: blocks in no particular order, none shared.
+    /// Returns the block table of a sequence: unordered, and shared with no other sequence.
     fn table(sequence: u32) -> Vec<BlockId> {
         let first = sequence * TABLE_BLOCKS;
         (first..first + TABLE_BLOCKS).map(|block| BlockId((block * 29 + 5) % BLOCKS)).collect()
     }
 
-    /// A fused row depends on sequence and position alone, as in a model.
+    /// Returns fused rows that depend on sequence and position only, as in a model.
     fn rows(shape: HeadShape, sequence: u32, positions: std::ops::Range<u32>) -> Vec<f32> {
         positions
             .flat_map(|position| numbers(1000 * sequence + position + 1, shape.qkv_width()))
             .collect()
     }
 
-    /// Stores and attends the given pieces of sequences in one step: (sequence, first, count).
+    /// Runs one step that stores and attends the given pieces of sequences: (sequence, first, count).
     fn run(
         level: Level,
         threads: usize,
@@ -317,7 +316,7 @@ mod tests {
             .map(|(query_heads, kv_heads, head_dim)| HeadShape { query_heads, kv_heads, head_dim })
     }
 
-    /// None, the row alone, within a block, a block, and over several.
+    /// Returns window sizes: no window, the row alone, within a block, one block, and several blocks.
     fn windows() -> [Option<NonZeroUsize>; 5] {
         [0, 1, 5, 16, 37].map(NonZeroUsize::new)
     }
@@ -395,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_as_long_as_the_sequence_is_none() {
+    fn a_window_as_long_as_the_sequence_has_no_effect() {
         for shape in shapes() {
             for level in levels().into_iter().chain([Level::Reference]) {
                 let attend =
@@ -408,9 +407,10 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
-        /// Whole, in any chunks, or token by token; alone or beside others: the same bits.
+        /// Compares whole, chunked and token-by-token prefill, alone and beside other sequences:
+        /// the bits are equal.
         #[test]
-        fn chunks_and_neighbours_do_not_matter(
+        fn result_does_not_depend_on_chunks_and_neighbours(
             cuts in prop::collection::vec(prop_oneof![4 => 1_u32..40, 1 => 1_u32..300], 1..8),
             shape in prop::sample::select(shapes().to_vec()),
             is_bf16 in any::<bool>(),
@@ -429,7 +429,8 @@ mod tests {
                 let whole = run(level, threads, &arena(shape, dtype), shape, window, &[(0, 0, length)]);
                 let (chunked, mut got, mut first) = (arena(shape, dtype), Vec::new(), 0);
                 for &end in &ends {
-                    // A neighbour before and one behind, which start anew in every step.
+                    // Neighbours before and after the sequence start from position 0 in
+                    // every step.
                     let pieces = [(1, 0, 2), (0, first, end - first), (2, 0, 5)];
                     let out = run(level, threads, &chunked, shape, window, &pieces);
                     let width = shape.query_width();

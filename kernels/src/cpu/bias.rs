@@ -1,11 +1,11 @@
-//! Adding one vector to every row.
+//! Addition of one vector to every row.
 
 use super::{
     isa::{Level, per_level},
     threads::ThreadPool,
 };
 
-/// `x[row] += bias`; `x` is `[rows][bias.len()]`. Bit-equal to [`reference::add_bias`] at every
+/// Computes `x[row] += bias`; `x` is `[rows][bias.len()]`. Bit-equal to [`reference::add_bias`] at every
 /// level.
 pub(crate) fn add_bias(level: Level, pool: &mut ThreadPool, bias: &[f32], x: &mut [f32]) {
     if level == Level::Reference || x.is_empty() {

@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::aligned::Aligned;
 
-/// Activations `[rows][width]` in f32, row-major without gaps. Contents of rows beyond those an
-/// operation wrote are left from earlier steps.
+/// Activations `[rows][width]` in f32, row-major and contiguous. Rows beyond those that an operation wrote
+/// keep data of earlier steps.
 pub struct CpuBuffer {
     data: Aligned<f32>,
     rows_max: usize,
@@ -18,27 +18,27 @@ impl CpuBuffer {
         Self { data: Aligned::zeroed(elements), rows_max, width }
     }
 
-    /// Rows that the buffer was made for.
+    /// Returns the capacity in rows.
     pub fn rows_max(&self) -> usize {
         self.rows_max
     }
 
-    /// Elements of a row.
+    /// Returns the elements of a row.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// One row. Panics beyond [`Self::rows_max`].
+    /// Returns one row. Panics beyond [`Self::rows_max`].
     pub fn row(&self, row: usize) -> &[f32] {
         &self.data[row * self.width..][..self.width]
     }
 
-    /// The first `rows` rows, one after the other. Panics beyond [`Self::rows_max`].
+    /// Returns the first `rows` rows, contiguous. Panics beyond [`Self::rows_max`].
     pub fn rows(&self, rows: usize) -> &[f32] {
         &self.data[..rows * self.width]
     }
 
-    /// The first `rows` rows, to be written. Panics beyond [`Self::rows_max`].
+    /// Returns the first `rows` rows for writing. Panics beyond [`Self::rows_max`].
     pub fn rows_mut(&mut self, rows: usize) -> &mut [f32] {
         &mut self.data[..rows * self.width]
     }
@@ -50,7 +50,7 @@ impl fmt::Debug for CpuBuffer {
     }
 }
 
-/// A small f32 vector: a norm's weight, a bias, rope frequencies.
+/// Small f32 vector: a norm's weight, a bias, rope frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CpuVector(Box<[f32]>);
 

@@ -1,20 +1,20 @@
 //! Collectives of CPU ranks over shared memory. The ranks are threads of one process or processes of one
 //! host.
 //!
-//! Every rank has two slots, used in turn. An exchange of a piece goes so:
-//! 1. A rank writes its piece and what kind it is into its slot, then its exchange number (release).
-//! 2. It waits until each other rank's number is as high (acquire), looks whether that one sent the
-//!    same kind, and reads its slot.
+//! Every rank has two slots, used in turn. Ranks exchange a piece in two steps:
+//! 1. A rank writes its piece and the piece's kind into its slot, then its exchange number (release).
+//! 2. The rank waits until each other rank's number is as high (acquire), checks that the other rank sent
+//! the same kind, and reads the other rank's slot.
 //!
 //! A writer never waits for readers: a rank that shows number n + 1 has finished reading exchange n, and no
 //! rank writes exchange n + 2 into the slot of n before every rank shows n + 1. Long messages are split
 //! into pieces.
 //!
-//! A wait spins briefly and then sleeps on the other rank's number until the group's time-out. Every failure is
-//! a [`GroupError`]. It ends this rank's part in the group: every later exchange fails with the same error,
-//! and the other ranks notice at their next wait. The output of a failed exchange is undefined.
+//! A wait spins briefly and then sleeps on the other rank's number until the group's time-out. Every
+//! failure is a [`GroupError`]. It ends this rank's part in the group: every later exchange fails with the
+//! same error, and the other ranks notice at their next wait. The output of a failed exchange is undefined.
 //!
-//! An all-reduce adds in order of rank, element by element, so that all ranks have the same bits.
+//! An all-reduce adds in rank order, element by element, so that all ranks have the same bits.
 
 use std::{
     fmt, hint,
@@ -33,35 +33,36 @@ use crate::{
     shared::{Atomics, SharedRegion, futex},
 };
 
-/// Bytes of a piece. Two of them for each rank stay in a core's second-level cache.
+/// Bytes of a piece. The two slots of each rank stay in a core's L2 cache.
 const PIECE_BYTES: usize = 256 << 10;
 const SLOTS: usize = 2;
-/// Words of a line of the region that one rank writes: two cache lines, as neighbours are fetched.
+/// Words of a rank's line in the region, which only that rank writes: two cache lines, because processors
+/// prefetch pairs.
 const LINE_WORDS: usize = 32;
 const LINE_BYTES: usize = LINE_WORDS * 4;
-/// In a rank's line:
+/// Index of the exchange number in a rank's line.
 const NUMBER: usize = 0;
 const WAITERS: usize = 1;
 const HAS_LEFT: usize = 2;
 
-/// How long a wait spins before it sleeps: about what a wake-up takes.
+/// Time for which a wait spins before it sleeps: about the time of a wake-up.
 const SPIN: Duration = Duration::from_micros(20);
 /// Interval at which a sleeping rank checks whether the other rank has left.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Why a rank can no longer take part in collectives.
+/// Failure of a group of CPU ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
-    #[error("rank {rank} of {of} did not come to exchange {exchange} within {patience:?}")]
+    #[error("rank {rank} of {of} did not reach exchange {exchange} within {patience:?}")]
     Late { rank: usize, of: usize, exchange: u64, patience: Duration },
     #[error("rank {rank} of {of} has left the group before exchange {exchange}")]
     Left { rank: usize, of: usize, exchange: u64 },
-    /// The ranks run different operations: a defect, or different builds.
+    /// The ranks run different operations: a bug, or different builds.
     #[error("exchange {exchange}: rank {rank} of {of} sends {theirs}, this one {ours}")]
     Apart { rank: usize, of: usize, exchange: u64, theirs: String, ours: String },
 }
 
-/// Kind of an exchange, which must be the same in all ranks.
+/// Kind of an exchange, which must be equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Kind {
     operation: Operation,
@@ -91,7 +92,7 @@ fn describe(word: u64) -> String {
     }
 }
 
-/// Layout of the region: a line of each rank, a line of kinds of each rank, the slots.
+/// Layout of the region: a line per rank, a line of kinds per rank, and the slots.
 #[derive(Clone, Copy)]
 struct Places {
     of: usize,
@@ -124,17 +125,17 @@ pub struct Group {
     patience: Duration,
     words: Atomics<AtomicU32>,
     kinds: Atomics<AtomicU64>,
-    /// `[rank][slot][PIECE_BYTES]`; kept by the atomics' region.
+    /// `[rank][slot][PIECE_BYTES]`; the atomics' region keeps the memory.
     slots: NonNull<u8>,
-    /// Exchanges begun, pieces counted singly.
+    /// Number of exchanges started; each piece is one exchange.
     exchanges: u64,
     fault: Option<GroupError>,
 }
 
-// SAFETY: `slots` points into the region that the atomics keep, and is reached through `&mut self`;
-// what other ranks do there goes by the exchange numbers.
+// SAFETY: `slots` points into the region that the atomics keep, and is accessed through `&mut self`. The
+// exchange numbers order accesses of other ranks.
 unsafe impl Send for Group {}
-// SAFETY: a shared reference reaches numbers and the fault only.
+// SAFETY: a shared reference accesses only the atomics and the failure.
 unsafe impl Sync for Group {}
 
 impl Group {
@@ -143,10 +144,10 @@ impl Group {
         Places { of, offset: 0 }.bytes()
     }
 
-    /// Joins the group in `region` at `offset`, a multiple of 8, as the rank of `shard`. No exchange waits
-    /// longer than `patience` for another rank.
+    /// Joins the group in `region` at `offset`, a multiple of 8, as the rank of `shard`. No exchange
+    /// waits longer than `patience` for another rank.
     ///
-    /// **Hazard.** Each rank may be taken once, and no other code may write these bytes, or the contents of
+    /// **Hazard.** Each rank may join once, and no other code may write these bytes, or the contents of
     /// exchanges are undefined.
     pub fn new(
         region: &Arc<SharedRegion>,
@@ -169,7 +170,7 @@ impl Group {
         self.fault.as_ref()
     }
 
-    /// All-reduces `x`, which has the same length in all ranks. All ranks get the same bits.
+    /// All-reduces `x`, which has the same length on all ranks. All ranks get the same bits.
     pub fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), GroupError> {
         if self.shard.is_whole() {
             return Ok(());
@@ -188,7 +189,7 @@ impl Group {
         Ok(())
     }
 
-    /// All-gathers `mine`, which has the same length in all ranks, in order of rank.
+    /// All-gathers `mine`, which has the same length on all ranks, in rank order.
     pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, GroupError> {
         let mut all = vec![0; self.shard.of() * mine.len()];
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
@@ -202,7 +203,8 @@ impl Group {
         Ok(all)
     }
 
-    /// Gathers a row that is sharded over the ranks: `ranges[rank]` of `row` becomes that rank's `mine`.
+    /// Gathers a row that is sharded over the ranks: `ranges[rank]` of `row` becomes that rank's
+    /// `mine`.
     pub fn all_gather_ranges(
         &mut self,
         mine: &[f32],
@@ -243,16 +245,16 @@ impl Group {
         self.exchanges += 1;
         let rank = self.shard.rank();
         let slot = self.slot(rank);
-        // SAFETY: the slot is this rank's, and of the size of the largest piece. No other rank reads
-        // it: all have shown the number of the exchange before, hence are done with the one before
-        // that, whose slot this is.
+        // SAFETY: the slot is this rank's, and has the size of the largest piece. No other rank
+        // reads it: all ranks have shown the previous exchange's number, so they have finished the
+        // exchange before that, which used this slot.
         unsafe {
             slice::from_raw_parts_mut(slot.as_ptr(), piece.len()).copy_from_slice(piece);
         }
         self.kind_of(rank).store(kind.word(), Ordering::Relaxed);
         let number = self.number(rank);
-        // Sequentially consistent against the waiters' count: either a waiter sees the number before
-        // it sleeps, or we see that it waits.
+        // Sequentially consistent with the waiters' count: either a waiter sees the number before
+        // it sleeps, or this rank sees the waiter.
         number.store(self.exchanges as u32, Ordering::SeqCst);
         if self.word(rank, WAITERS).load(Ordering::SeqCst) > 0 {
             futex::wake_all(number);
@@ -267,8 +269,8 @@ impl Group {
             self.fault = Some(error.clone());
             return Err(error);
         }
-        // SAFETY: the rank has shown this exchange's number, so the piece is written, of this length
-        // by its kind, and stays until this rank publishes the next but one.
+        // SAFETY: the rank has shown this exchange's number, so the piece is written. Its length is
+        // the kind's, and it stays until this rank publishes the exchange after the next.
         Ok(unsafe { slice::from_raw_parts(self.slot(rank).as_ptr(), kind.bytes) })
     }
 
@@ -300,7 +302,7 @@ impl Group {
             if ahead >= 0 {
                 break;
             }
-            // It published before it left, if it did: the number was looked at last.
+            // A rank publishes before it leaves, and the number was read after the leave mark.
             if has_left {
                 return Err(GroupError::Left { rank, of, exchange });
             }
@@ -341,14 +343,14 @@ impl Group {
         self.word(rank, NUMBER)
     }
 
-    /// Kind of the rank's piece in the current exchange.
+    /// Returns the kind of the rank's piece in the current exchange.
     fn kind_of(&self, rank: usize) -> &AtomicU64 {
         &self.kinds[rank * (LINE_BYTES / 8) + self.exchanges as usize % SLOTS]
     }
 
     fn slot(&self, rank: usize) -> NonNull<u8> {
         let slot = rank * SLOTS + self.exchanges as usize % SLOTS;
-        // SAFETY: inside the slots that were claimed.
+        // SAFETY: inside the claimed slots.
         unsafe { self.slots.add(slot * PIECE_BYTES) }
     }
 }
@@ -385,13 +387,13 @@ mod tests {
         Shard::new(0, of).unwrap().all().collect()
     }
 
-    /// Runs `run` in a thread for each rank and returns the results in order of rank.
+    /// Runs `run` in a thread for each rank and returns the results in rank order.
     fn together<T: Send>(
         of: usize,
         patience: Duration,
         run: impl Fn(&mut Group) -> T + Sync,
     ) -> Vec<T> {
-        // Behind something else, as where a node has one region for all.
+        // At an offset, as in a node's region.
         let region = region(64 + Group::region_bytes(of));
         thread::scope(|scope| {
             let threads: Vec<_> = shards(of)
@@ -405,7 +407,7 @@ mod tests {
         })
     }
 
-    /// The same numbers on every machine, of all sizes, so that the order of a sum shows.
+    /// Returns reproducible numbers of all magnitudes, so that the order of additions shows.
     fn numbers(seed: u64, count: usize) -> Vec<f32> {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         (0..count)
@@ -422,14 +424,14 @@ mod tests {
     #[test]
     fn all_reduce_adds_in_order_of_rank_when_ranks_are_late() {
         for of in [1, 2, 3, 4, 7] {
-            // Odd lengths, none, more than a piece.
+            // Odd lengths, empty, and more than one piece.
             let lengths = [0, 1, 5, 576, 3 * 576, PIECE_BYTES / 4, PIECE_BYTES / 4 * 2 + 77];
             let rounds = 40;
             let sums = together(of, PATIENCE, |group| {
                 let rank = group.shard().rank();
                 let mut sums = Vec::new();
                 for round in 0..rounds {
-                    // Each is late now and then.
+                    // Each rank is late sometimes.
                     if (round * 7 + rank * 3) % 11 == 0 {
                         thread::sleep(Duration::from_micros(300));
                     }
@@ -489,7 +491,7 @@ mod tests {
                     let mut group = Group::new(region, 0, shard, PATIENCE);
                     group.exchanges = near_the_end;
                     group.number(shard.rank()).store(near_the_end as u32, Ordering::SeqCst);
-                    // Both have their numbers before one waits for the other's.
+                    // Both ranks have their numbers before one waits for the other's.
                     let other = group.number(1 - shard.rank());
                     let begun = Instant::now();
                     while other.load(Ordering::SeqCst) == 0 {
@@ -526,11 +528,12 @@ mod tests {
             assert_eq!(group.read(kind, 2), Err(late.clone()));
         }
         assert!(begun.elapsed() >= patience * 2);
-        // It is over for both, at once.
+        // The group has failed for both ranks at once.
         assert_eq!(groups[0].all_reduce(&mut [1.0]), Err(late.clone()));
         assert_eq!(groups[1].all_gather(&[1]), Err(late.clone()));
         assert_eq!(groups[1].fault(), Some(&late));
-        // And for who comes later, as soon as it asks for more than they had sent.
+        // A rank that arrives later fails when it needs an exchange that the others have not
+        // published.
         let mut x = [1.0];
         assert_eq!((third.all_reduce(&mut x), x), (Ok(()), [3.0]));
         let error = third.all_reduce(&mut x).unwrap_err();
@@ -552,7 +555,7 @@ mod tests {
         });
         second.all_reduce(&mut [2.0]).unwrap();
         assert_eq!(tells.recv_timeout(PATIENCE), Ok(3.0));
-        // Long enough that the other sleeps, on most machines; the outcome is the same on all.
+        // Long enough that the other rank usually sleeps; the outcome does not depend on it.
         thread::sleep(Duration::from_millis(100));
         let left = Instant::now();
         drop(second);
@@ -571,7 +574,8 @@ mod tests {
             }
         });
         let errors = errors.into_inner().unwrap();
-        // The first to see it leaves; the other sees the difference itself.
+        // The first rank that sees the difference leaves; the other rank sees the difference
+        // itself.
         assert_eq!(errors.len(), 2, "{errors:?}");
         for error in errors {
             assert!(

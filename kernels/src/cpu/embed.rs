@@ -1,15 +1,15 @@
-//! Looking tokens up in the embedding table.
+//! Embedding lookup.
 
 use super::{matmul::CpuMatrix, threads::ThreadPool};
 
-/// `out[row] = table[tokens[row]]`. Panics when an id is not below the table's rows.
+/// Computes `out[row] = table[tokens[row]]`. Panics when an id is not below the table's rows.
 pub(crate) fn embed(pool: &mut ThreadPool, table: &CpuMatrix, tokens: &[u32], out: &mut [f32]) {
     let width = table.cols();
     let task_rows = pool.rows_per_task(tokens.len(), width);
     pool.for_each_piece(out, task_rows * width, |_, task, piece| {
         let tokens = &tokens[task * task_rows..];
         for (out, &token) in piece.chunks_exact_mut(width).zip(tokens) {
-            assert!((token as usize) < table.rows(), "token {token} is in the vocabulary");
+            assert!((token as usize) < table.rows(), "token {token} is outside the vocabulary");
             table.copy_row(token as usize, out);
         }
     });
@@ -49,8 +49,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "token 77 is in the vocabulary")]
-    fn a_token_beyond_the_table_is_a_defect() {
+    #[should_panic(expected = "token 77 is outside the vocabulary")]
+    fn a_token_beyond_the_table_panics() {
         let mut pool = ThreadPool::new(1, "test").unwrap();
         let table = pack(
             &mut pool,

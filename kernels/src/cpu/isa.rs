@@ -1,32 +1,32 @@
-//! Which instructions the CPU backend uses, found at run time.
+//! Instruction sets of the CPU backend, detected at run time.
 
 use std::fmt;
 #[cfg(target_arch = "x86_64")]
 use std::sync::OnceLock;
 
-/// The instructions that a backend may use. All but `Auto` are exact: a backend made with one of
-/// them runs that code or does not come to be.
+/// Instruction set that a backend uses. Except `Auto`, each value is exact: a backend runs this code or its
+/// creation fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Isa {
-    /// The fastest that this machine has.
+    /// Fastest instruction set of this machine.
     #[default]
     Auto,
-    /// AMX tiles for bf16 matrix products of several rows, the rest as `Avx512`. Linux only.
+    /// AMX tiles for bf16 GEMMs of several rows, everything else as `Avx512`. Linux only.
     Amx,
-    /// AVX-512 with `vdpbf16ps` for bf16 matrix products. f32 backends run as `Avx512`.
+    /// AVX-512 with `vdpbf16ps` for bf16 GEMMs. f32 backends run as `Avx512`.
     Avx512Bf16,
     /// AVX-512 (F, BW, DQ, VL); bf16 weights are widened to f32.
     Avx512,
     /// AVX2 with FMA and F16C; bf16 weights are widened to f32.
     Avx2,
-    /// Nothing assumed: plain Rust that the compiler vectorises for its target.
+    /// Plain Rust that the compiler vectorises for its target.
     Portable,
-    /// The plain f32 loops that define every operation. Single-threaded and slow.
+    /// Plain f32 loops that define every operation. Single-threaded and slow.
     Reference,
 }
 
 impl Isa {
-    /// From the fastest on; what a machine runs comes with the first that it has.
+    /// All values, fastest first.
     pub const ALL: [Isa; 7] = [
         Isa::Auto,
         Isa::Amx,
@@ -37,7 +37,7 @@ impl Isa {
         Isa::Reference,
     ];
 
-    /// The word for people and settings.
+    /// Returns the name for settings and logs.
     pub fn name(self) -> &'static str {
         match self {
             Isa::Auto => "auto",
@@ -50,7 +50,7 @@ impl Isa {
         }
     }
 
-    /// The one with this [`Self::name`].
+    /// Parses a [`Self::name`].
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|isa| isa.name() == name)
     }
@@ -62,11 +62,11 @@ impl fmt::Display for Isa {
     }
 }
 
-/// What the chosen [`Isa`] came to on this machine.
+/// Code that this machine runs for the configured [`Isa`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Level {
     Reference,
-    /// The compiler's target.
+    /// Instruction set of the compiler's target.
     Baseline,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -78,12 +78,12 @@ pub(crate) enum Level {
     Amx,
 }
 
-/// True when multiply-add is one instruction at [`Level::Baseline`], so that using it is cheap.
+/// Whether multiply-add is one instruction at [`Level::Baseline`], so that using it is cheap.
 pub(crate) const BASELINE_FUSES: bool =
     cfg!(target_feature = "fma") || cfg!(target_arch = "aarch64");
 
 impl Level {
-    /// The level for a wish, or the features that are missing for it.
+    /// Returns the level for `isa`, or the features that are missing for it.
     pub fn find(isa: Isa) -> Result<Self, Vec<&'static str>> {
         match isa {
             Isa::Reference => Ok(Level::Reference),
@@ -96,7 +96,7 @@ impl Level {
         }
     }
 
-    /// The [`Isa`]'s name.
+    /// Returns the [`Isa`]'s name.
     pub fn name(self) -> &'static str {
         match self {
             Level::Reference => "reference",
@@ -113,10 +113,10 @@ impl Level {
     }
 }
 
-/// Defines a function with a `level: Level` before its other parameters, whose body is compiled
-/// once for every level, so that plain loops in it (and in what is `inline(always)` inside them)
-/// become this level's vectors. Results are the same at every level: the compiler neither reorders
-/// nor fuses floating-point operations.
+/// Defines a function with a `level: Level` before its other parameters, whose body is compiled once for
+/// every level, so that plain loops in it (and in `inline(always)` functions that it calls) use this
+/// level's vectors. Results are the same at every level: the compiler neither reorders nor fuses
+/// floating-point operations.
 macro_rules! per_level {
     ($(#[$attribute:meta])* $visibility:vis fn $name:ident(
         $($argument:ident: $type:ty),* $(,)?
@@ -142,7 +142,8 @@ macro_rules! per_level {
 
             match level {
                 Level::Reference | Level::Baseline => plain($($argument),*),
-                // SAFETY: a `Level` is made by `find` alone, which saw these features here.
+                // SAFETY: only `find` makes a `Level`, after it found these features on
+                // this machine.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($argument),*) },
                 // SAFETY: as above.
@@ -192,11 +193,11 @@ fn amx() -> Result<Level, Vec<&'static str>> {
     if super::matmul::amx::request() { Ok(Level::Amx) } else { Err(vec!["amx-bf16"]) }
 }
 
-/// Who made the processor, and its family: what the features do not tell.
+/// Returns the processor's vendor and family, which the feature flags do not contain.
 #[cfg(target_arch = "x86_64")]
 fn maker() -> ([u8; 12], u32) {
     use std::arch::x86_64::__cpuid;
-    // Asking costs microseconds in a virtual machine.
+    // CPUID costs microseconds in a virtual machine, so the result is cached.
     static MAKER: OnceLock<([u8; 12], u32)> = OnceLock::new();
     *MAKER.get_or_init(|| {
         let (vendor, signature) = (__cpuid(0), __cpuid(1).eax);
@@ -207,19 +208,18 @@ fn maker() -> ([u8; 12], u32) {
     })
 }
 
-/// How products of few rows, for which memory is the limit, read weights: several panels side by
-/// side with lines fetched ahead of their use (true), or one panel after another, left to the
-/// hardware, which Zen 4 does better. The products of one token of SmolLM2-135M on two cores, in ms
-/// with true and with false: Xeon with AMX bf16 8.3 and 12.9, q8 4.3 and 5.2; Zen 4 bf16 10.4 and
-/// 8.5, q8 6.4 and 4.6.
+/// Returns how memory-bound GEMMs of few rows read weights: several panels side by side with software
+/// prefetch (true), or one panel after another with hardware prefetch only (false), which Zen 4 does
+/// better. GEMM time of one token of SmolLM2-135M on two cores, in ms with true and with false: Xeon with
+/// AMX bf16 8.3 and 12.9, q8 4.3 and 5.2; Zen 4 bf16 10.4 and 8.5, q8 6.4 and 4.6.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn fetches_ahead() -> bool {
     const ZEN_3_AND_4: u32 = 0x19;
     maker() != (*b"AuthenticAMD", ZEN_3_AND_4)
 }
 
-/// Tiles beat everything. `vdpbf16ps` is the next best where it is as quick as an FMA, which is on
-/// AMD's cores; Intel's take two cycles for it.
+/// Returns the fastest level. AMX tiles are the fastest. `vdpbf16ps` is next where its throughput equals
+/// that of an FMA, which is true on AMD's cores; Intel's cores take two cycles for it.
 #[cfg(target_arch = "x86_64")]
 fn fastest() -> Level {
     let is_intel = maker().0 == *b"GenuineIntel";

@@ -1,11 +1,11 @@
-//! Matrix products with packed weights: `out[rows][n] = x[rows][k] · w[n][k]ᵀ`.
+//! GEMM with packed weights: `out[rows][n] = x[rows][k] · w[n][k]ᵀ`.
 //!
-//! Weights lie in panels of 32 output features ([`CpuMatrix`]); the rows of `x` are packed into
-//! blocks `[k][rows of the block]`; a *tile* multiplies one block with one or a few panels, all
-//! sums in registers. Every sum runs over k in order, one fused multiply-add at a time, in a lane
-//! of its own. So the result is the reference's to the last bit, independent of the batch, and no
-//! lanes need adding up. The two ways that multiply bf16 pairs (`vdpbf16ps`, AMX) round
-//! otherwise, but no less independently of the batch.
+//! Weights are packed in panels of 32 output features ([`CpuMatrix`]); the rows of `x` are packed in blocks
+//! `[k][rows of the block]`. A *tile* multiplies one block with one or a few panels, with all accumulators
+//! in registers. Every accumulator runs over k in order, one fused multiply-add at a time, in its own lane.
+//! So the result is bit-equal to the reference, does not depend on the batch, and needs no reduction over
+//! lanes. The two kernels that multiply bf16 pairs (`vdpbf16ps`, AMX) round differently, but do not depend
+//! on the batch either.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod amx;
@@ -31,15 +31,14 @@ use self::{
 use super::{isa::Level, parts::Parts, threads::ThreadPool};
 use crate::layout::WeightFormat;
 
-/// Bytes of packed rows that are multiplied with one panel after another: they stay in a core's
-/// second-level cache.
+/// Bytes of packed rows that are multiplied with one panel after another. They stay in a core's L2 cache.
 const ROW_GROUP_BYTES: usize = 768 << 10;
-/// Bytes of weights that are worth a task of their own.
+/// Minimum bytes of weights per task.
 const TASK_BYTES_MIN: usize = 96 << 10;
-/// Tasks per thread, so that the others make up for a thread that was late or interrupted.
+/// Tasks per thread, so that other threads compensate for one that is late or interrupted.
 const TASKS_PER_THREAD: usize = 4;
 
-/// Memory that products reuse.
+/// Memory that GEMMs reuse.
 #[derive(Default)]
 pub(crate) struct Scratch {
     blocks: RowBlocks,
@@ -49,33 +48,33 @@ pub(crate) struct Scratch {
 
 /// One row block and consecutive panels.
 struct Tile<'a> {
-    /// `[group][row_count]`: f32 bits, a group being an input, or pairs of bf16.
+    /// `[group][row_count]`: f32 bits, where a group is one input, or pairs of bf16.
     x: &'a [u32],
     row_count: usize,
     k: usize,
     panels: PanelRange<'a>,
-    /// Output features that the panels really have; the rest is filling.
+    /// Output features of the panels without padding.
     columns: usize,
-    /// Whether weights are fetched before their use.
+    /// Whether weights are prefetched.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
     fetch_ahead: bool,
 }
 
-/// Where a tile's sums go: `[row_count][columns]` in rows that are `stride` elements apart.
+/// Destination of a tile's results: `[row_count][columns]` in rows that are `stride` elements apart.
 struct Target {
     start: *mut f32,
     stride: usize,
 }
 
 impl Target {
-    /// The address of an element, which need not be inside.
+    /// Returns the address of an element, which may be outside.
     #[inline(always)]
     fn at(&self, row: usize, column: usize) -> *mut f32 {
         self.start.wrapping_add(row * self.stride + column)
     }
 }
 
-/// `out = x · wᵀ`; `x` is `[rows][w.cols()]`, `out` is `[rows][w.rows()]`.
+/// Computes `out = x · wᵀ`; `x` is `[rows][w.cols()]`, `out` is `[rows][w.rows()]`.
 pub(crate) fn matmul(
     level: Level,
     pool: &mut ThreadPool,
@@ -91,7 +90,7 @@ pub(crate) fn matmul(
     multiply(level, fetch_ahead, pool, scratch, x, w, out);
 }
 
-/// [`matmul`] with both ways of reading weights, which change no bit of the result.
+/// Computes [`matmul`] with or without prefetching, which changes no bit of the result.
 fn multiply(
     level: Level,
     fetch_ahead: bool,
@@ -109,7 +108,7 @@ fn multiply(
     }
     #[cfg(target_arch = "x86_64")]
     if level == Level::Amx && w.format() == WeightFormat::Bf16 && x.len() / w.cols() > 1 {
-        // SAFETY: the level is found only when the system lets this process use AMX.
+        // SAFETY: the level exists only when the system lets this process use AMX.
         return unsafe { amx::matmul(level, pool, &mut scratch.tiles, x, w, out) };
     }
     let kernel = Kernel::of(level, w.format());
@@ -139,8 +138,8 @@ fn multiply(
                 let start = blocks.first_row(block) * n + panel * PANEL;
                 let length = (tile.row_count - 1) * n + tile.columns;
                 let target = Target { start: sums.range_ptr(start, length), stride: n };
-                // SAFETY: the range is inside the output. Of it only the tile's own elements are
-                // touched, and one task alone has this block and these panels.
+                // SAFETY: the range is inside the output. The task touches only its tile's
+                // elements, and no other task has this block and these panels.
                 unsafe { kernel.run(&tile, &target, panel_count) };
             }
             panel += panel_count;
@@ -148,7 +147,7 @@ fn multiply(
     });
 }
 
-/// How one product is shared out: groups of rows times parts of the panels.
+/// Partition of one GEMM: groups of rows times parts of the panels.
 struct Grid {
     panel_count: usize,
     part_len: usize,
@@ -156,7 +155,7 @@ struct Grid {
     group_count: usize,
 }
 
-/// Parts of equal length, so many that every thread has a few, and none too small.
+/// Splits the panels into equal parts, a few for every thread and none too small.
 fn grid(pool: &ThreadPool, w: &CpuMatrix, group_count: usize) -> Grid {
     let panel_count = w.panel_count();
     let panel_bytes = w.byte_count() / panel_count;
@@ -170,14 +169,14 @@ impl Grid {
         self.group_count * self.part_count
     }
 
-    /// A task's row group and panels.
+    /// Returns a task's row group and panels.
     fn part(&self, task: usize) -> (usize, Range<usize>) {
         let (group, part) = (task / self.part_count, task % self.part_count);
         (group, part * self.part_len..self.panel_count.min((part + 1) * self.part_len))
     }
 }
 
-/// The code that multiplies a tile.
+/// Kernel that multiplies a tile.
 #[derive(Clone, Copy)]
 enum Kernel {
     Portable,
@@ -202,10 +201,11 @@ impl Kernel {
                     return Kernel::Avx512(Products::F32);
                 }
                 (Level::Avx512, WeightFormat::Bf16) => return Kernel::Avx512(Products::Widened),
-                // A row alone, which is quicker without tiles, in their order.
+                // A single row is faster without AMX tiles. It uses their order of
+                // additions.
                 (Level::Amx, WeightFormat::Bf16) => return Kernel::Avx512(Products::Stepped),
                 (Level::Avx512Bf16, WeightFormat::Bf16) => return Kernel::Avx512(Products::Pairs),
-                // Without a level of its own, because the bits are the same.
+                // This kernel has no level of its own, because its bits equal the others'.
                 (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)
                     if std::arch::is_x86_feature_detected!("avx512vnni") =>
                 {
@@ -237,7 +237,7 @@ impl Kernel {
         }
     }
 
-    /// Most rows of a block.
+    /// Returns the maximum rows of a block.
     fn block_rows_max(self) -> usize {
         match self {
             Kernel::Portable | Kernel::PortableQ8 => portable::BLOCK_ROWS_MAX,
@@ -252,8 +252,8 @@ impl Kernel {
         }
     }
 
-    /// Most panels of one tile, for blocks of so many rows: few rows leave registers for more
-    /// panels, and where lines are fetched ahead reading several at once makes better use of memory.
+    /// Returns the maximum panels of one tile for blocks of `rows` rows. Few rows leave registers for
+    /// more panels, and with prefetching several parallel streams use memory better.
     fn panels_max(self, rows: usize, fetch_ahead: bool) -> usize {
         let _ = (rows, fetch_ahead);
         match self {
@@ -271,10 +271,12 @@ impl Kernel {
         }
     }
 
+    /// Runs the kernel on one tile.
+    ///
     /// # Safety
     /// `target` may be written in the tile's rows and columns; the kernel came from [`Self::of`].
     unsafe fn run(self, tile: &Tile<'_>, target: &Target, panel_count: usize) {
-        // SAFETY: the features were found on this machine; the target is the caller's promise.
+        // SAFETY: the features were found on this machine; the caller promises the target.
         unsafe {
             match self {
                 Kernel::Portable => portable::tile(tile, target),
@@ -371,12 +373,12 @@ mod tests {
     }
 
     #[test]
-    fn a_large_product_agrees_with_the_reference() {
+    fn a_large_gemm_agrees_with_the_reference() {
         let names: Vec<_> = levels().into_iter().map(Level::name).collect();
         println!("levels of this machine: {}", names.join(", "));
         check(150, 1536, 100, 2);
         check(1, 576, 960, 2);
-        // Around the groups of rows that one core takes, of 768 KiB each.
+        // Sizes around the row groups of 768 KiB that one core processes.
         for rows in [255, 256, 257, 511, 512, 513] {
             check(rows, 576, 33, 2);
             check(rows, 39, 65, 2);
@@ -384,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_product_is_empty_and_no_inputs_give_zeros() {
+    fn a_gemm_without_rows_is_empty_and_without_inputs_is_zero() {
         let mut pool = ThreadPool::new(1, "test").unwrap();
         for level in levels() {
             let w = pack(
@@ -414,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_does_not_feel_the_rows_beside_it() {
+    fn a_row_does_not_depend_on_other_rows() {
         let (k, n) = (96, 70);
         let source = Plain { rows: n, cols: k, values: numbers(3, n * k) };
         let x = numbers(4, 40 * k);

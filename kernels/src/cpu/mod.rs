@@ -1,15 +1,15 @@
-//! The backend that runs everywhere.
+//! Backend that runs on every CPU.
 //!
-//! Each operation is one file or folder with its plain f32 `reference` beside the fast code, which
-//! is chosen at run time ([`Isa`]). Two promises hold:
-//! * at every level and in every format a row's result does not depend on the rows beside it, on
-//!   the thread count, or on how a prompt is cut into chunks;
-//! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) agree with
-//!   the reference to the last bit, but for bf16 weights at `Amx` and `Avx512Bf16` and bf16 KV at
-//!   `Avx512Bf16`, which round differently.
+//! Each operation is one file or folder with its plain f32 `reference` beside the fast code, which is
+//! chosen at run time ([`Isa`]). The backend guarantees:
+//! * at every level and in every format a row's result does not depend on the rows beside it, on the thread
+//!   count, or on prefill chunk boundaries;
+//! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) are bit-equal to
+//!   the reference, except bf16 weights at `Amx` and `Avx512Bf16` and bf16 KV at `Avx512Bf16`, which round
+//!   differently.
 //!
-//! Buffers, matrices and steps that do not fit each other are defects of the caller and panic; what
-//! comes from outside (block ids, logits, sampling parameters) is answered with errors.
+//! Buffers, matrices and steps that do not match each other are bugs of the caller and panic. Invalid input
+//! from outside (block ids, logits, sampling parameters) is returned as an error.
 
 pub mod affinity;
 mod aligned;
@@ -54,24 +54,26 @@ use crate::{
     shard::Shard,
 };
 
-/// How a CPU backend is made.
+/// Options of a CPU backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuOptions {
-    /// Format of weights. Activations are f32, and rounded to this format as inputs of GEMMs.
+    /// Format of weights. Activations are f32, and are rounded to this format as inputs of GEMMs.
     pub weights: WeightFormat,
     /// Threads of one forward pass, the calling thread included; 1 to [`threads::THREADS_MAX`].
     pub threads: usize,
     pub isa: Isa,
 }
 
-/// Why a CPU backend cannot be made.
+/// Error of creating a CPU backend.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuError {
-    #[error("this machine lacks {} for isa {isa}", missing.join(", "))]
+    #[error("cannot use isa {isa}: this machine lacks {}", missing.join(", "))]
     MissingFeatures { isa: Isa, missing: Vec<&'static str> },
-    #[error("threads is {threads}; 1 to {} are allowed", threads::THREADS_MAX)]
+    #[error("invalid threads: {threads}; expected 1 to {}", threads::THREADS_MAX)]
     BadThreads { threads: usize },
-    #[error("threads is {threads}, but there are only {cpus} CPUs to tie them to")]
+    #[error(
+        "invalid threads: {threads}; expected at most {cpus}, the number of CPUs to pin threads to"
+    )]
     TooFewCpus { threads: usize, cpus: usize },
     #[error("cannot start a thread: {0}")]
     Spawn(#[from] io::Error),
@@ -81,13 +83,13 @@ pub enum CpuError {
 pub struct CpuBackend {
     weights: WeightFormat,
     level: Level,
-    /// Locked while weights are packed; operations have it to themselves.
+    /// Locked while weights are packed; operations have exclusive access.
     pool: Mutex<ThreadPool>,
     /// Memory of small packed matrices.
     slab: Mutex<Slab>,
     products: matmul::Scratch,
     tiles: attention::Scratch,
-    /// One per thread.
+    /// Sampling memory, one per thread.
     draws: Vec<Mutex<sample::Scratch>>,
     /// `None`: the backend computes whole models.
     group: Option<Group>,
@@ -100,8 +102,9 @@ impl CpuBackend {
         Self::on(options, &[])
     }
 
-    /// With each worker tied to a CPU of its own: the first CPU is left to the thread that calls
-    /// ([`affinity::confine`]), the second one is the first worker's, and so on. No CPUs mean any.
+    /// Creates a backend whose workers are pinned to one CPU each. `cpus[0]` is left to the calling
+    /// thread ([`affinity::confine`]), `cpus[1]` is the first worker's, and so on. An empty list pins
+    /// nothing.
     pub fn on(options: CpuOptions, cpus: &[u32]) -> Result<Self, CpuError> {
         let CpuOptions { weights, threads, isa } = options;
         if threads == 0 || threads > threads::THREADS_MAX {
@@ -140,7 +143,7 @@ impl CpuBackend {
         self.weights
     }
 
-    /// The code that runs, for logs: `amx`, `avx512`, `avx2`, …
+    /// Returns the name of the code that runs, for logs: `amx`, `avx512`, `avx2`, …
     pub fn isa_name(&self) -> &'static str {
         self.level.name()
     }
@@ -175,7 +178,8 @@ impl CpuBackend {
     }
 
     fn pool(&mut self) -> &mut ThreadPool {
-        // A panic while weights were packed left no half-done region behind: the pool is sound.
+        // A panic during weight packing leaves no unfinished parallel region, so the pool is
+        // usable.
         self.pool.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -318,7 +322,7 @@ impl Backend for CpuBackend {
 
     fn all_reduce(&mut self, rows: usize, x: &mut CpuBuffer) {
         if let Some(group) = &mut self.group {
-            // The group keeps its fault, and the steps' owner asks for it.
+            // The group keeps its failure, and the executor checks for it.
             let _ = group.all_reduce(x.rows_mut(rows));
         }
     }
@@ -332,7 +336,7 @@ impl Backend for CpuBackend {
     }
 }
 
-/// A model whose heads do not fit its KV layout is a defect, never a request's fault.
+/// Panics when the model's heads do not match its KV layout, which is a bug and never a request's fault.
 fn check_heads(shape: HeadShape, qkv: &CpuBuffer, step: &CpuStep) {
     let layout = step.layout();
     assert!(

@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation, of rows or of the heads within: `x / sqrt(mean(x²) + eps) · weight`.
+//! Root-mean-square normalisation of rows or heads: `x / sqrt(mean(x²) + eps) · weight`.
 
 use super::{
     arithmetic::{LANES, sum_lanes},
@@ -28,7 +28,7 @@ pub(crate) fn rms_norm(
     });
 }
 
-/// `residual += x`, then normalises `residual` into `out`. Bit-equal to
+/// Computes `residual += x`, then normalises `residual` into `out`. Bit-equal to
 /// [`reference::add_rms_norm`] at every level.
 pub(crate) fn add_rms_norm(
     level: Level,
@@ -47,14 +47,14 @@ pub(crate) fn add_rms_norm(
     let residual = Parts::new(residual);
     pool.for_each_piece(out, task_len, |_, task, out| {
         let start = task * task_len;
-        // SAFETY: the same rows as `out`'s, which this task alone has.
+        // SAFETY: the same rows as `out`'s, which belong to this task alone.
         let residual = unsafe { residual.slice(start, out.len()) };
         add_and_norm_rows(level, residual, &x[start..], weight, eps, out);
     });
 }
 
 per_level! {
-    /// As many rows as `out` has.
+    /// Normalises as many rows as `out` has.
     fn norm_rows(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -64,7 +64,7 @@ per_level! {
 }
 
 per_level! {
-    /// As many rows as `out` has.
+    /// Adds and normalises as many rows as `out` has.
     fn add_and_norm_rows(
         residual: &mut [f32],
         x: &[f32],
@@ -83,9 +83,8 @@ per_level! {
     }
 }
 
-/// Normalises every query head of every row of `qkv` (`[rows][qkv_width]`) with one weight and every
-/// key head with the other, each head by itself; values stay. Bit-equal to
-/// [`reference::norm_heads`] at every level.
+/// Normalises each query head of every row of `qkv` (`[rows][qkv_width]`) with one weight and each key head
+/// with the other; values stay. Bit-equal to [`reference::norm_heads`] at every level.
 pub(crate) fn norm_heads(
     level: Level,
     pool: &mut ThreadPool,
@@ -111,7 +110,7 @@ pub(crate) fn norm_heads(
 }
 
 per_level! {
-    /// Each piece as long as `weight`.
+    /// Normalises pieces as long as `weight`.
     fn norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
         for x in x.chunks_exact_mut(weight.len()) {
             let scale = scale(x, eps);
@@ -130,7 +129,7 @@ fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-/// What brings the mean square of `x` to one.
+/// Returns the factor that makes the mean square of `x` one.
 #[inline(always)]
 fn scale(x: &[f32], eps: f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];

@@ -9,8 +9,8 @@ pub(crate) struct Parts<'a, T> {
     _borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: stands for `&mut [T]`, whose parts may be used on several threads when T is Send; that
-// the parts are disjoint is the promise of `slice`'s callers.
+// SAFETY: stands for `&mut [T]`, whose parts may be used on several threads when T is Send. The callers of
+// `slice` promise that the parts are disjoint.
 unsafe impl<T: Send> Sync for Parts<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Parts<'_, T> {}
@@ -20,18 +20,18 @@ impl<'a, T> Parts<'a, T> {
         Self { start: whole.as_mut_ptr(), length: whole.len(), _borrow: PhantomData }
     }
 
-    /// Elements `start..start + length`. Panics when they are not all inside.
+    /// Returns elements `start..start + length`. Panics when they are not all inside.
     ///
     /// # Safety
     /// No element is in two slices that are alive at the same time.
-    #[allow(clippy::mut_from_ref)] // The exclusive borrow is held by `self`; see the promise above.
+    #[allow(clippy::mut_from_ref)] // `self` holds the exclusive borrow; see `# Safety`.
     pub unsafe fn slice(&self, start: usize, length: usize) -> &mut [T] {
-        // SAFETY: inside the borrowed slice, as checked; disjoint, as promised.
+        // SAFETY: inside the borrowed slice, as checked; disjoint, as the caller promised.
         unsafe { std::slice::from_raw_parts_mut(self.range_ptr(start, length), length) }
     }
 
-    /// The address of element `start`, from which `length` elements are inside. Panics when they
-    /// are not.
+    /// Returns the address of element `start`. Panics when `length` elements from there are not all
+    /// inside.
     pub fn range_ptr(&self, start: usize, length: usize) -> *mut T {
         assert!(start <= self.length && length <= self.length - start, "a part is inside");
         self.start.wrapping_add(start)

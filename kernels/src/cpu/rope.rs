@@ -1,4 +1,4 @@
-//! Rotary position embedding, and storing keys and values.
+//! Rotary position embedding, and stores of keys and values.
 
 use half::bf16;
 
@@ -14,8 +14,8 @@ use crate::{
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
-/// Cosines and sines of every row's angles, `[rows][dim / 2]` each. The same for all layers of a
-/// step, so they are computed once.
+/// Cosines and sines of every row's angles, `[rows][dim / 2]` each. All layers of a step share them, so
+/// they are computed once.
 #[derive(Debug)]
 pub(crate) struct Rotation {
     frequencies: Box<[f32]>,
@@ -24,8 +24,8 @@ pub(crate) struct Rotation {
 }
 
 impl Rotation {
-    /// The angle is an f32 product, as Hugging Face has it; its sine and cosine are taken in f64
-    /// and rounded, so that they do not depend on the system's f32 library.
+    /// Computes the table. The angle is an f32 multiplication, as in Hugging Face's code. Sine and
+    /// cosine are computed in f64 and rounded, so that they do not depend on the system's f32 library.
     fn new(positions: &[u32], frequencies: &[f32]) -> Self {
         let angles = || {
             positions.iter().flat_map(|&position| {
@@ -39,14 +39,14 @@ impl Rotation {
         }
     }
 
-    /// Cosines and sines of one row.
+    /// Returns the cosines and sines of one row.
     fn row(&self, row: usize, dim: usize) -> (&[f32], &[f32]) {
         let range = row * (dim / 2)..(row + 1) * (dim / 2);
         (&self.cosines[range.clone()], &self.sines[range])
     }
 }
 
-/// Rotates queries and keys of every row of `qkv` in place and stores keys and values.
+/// Rotates queries and keys of every row of `qkv` in place, and stores keys and values.
 pub(crate) fn rope_store_kv(
     level: Level,
     pool: &mut ThreadPool,
@@ -65,7 +65,7 @@ pub(crate) fn rope_store_kv(
     step.rotation = Some(rotation);
 }
 
-/// A KV element type and how rows of f32 become it.
+/// KV element type and its conversion from rows of f32.
 trait Stored: Element {
     fn store(level: Level, values: &[f32], to: &mut [Self]);
 }
@@ -145,10 +145,9 @@ fn store_row<T: Stored>(
     let token = step.positions[row] as usize % BLOCK_TOKENS;
     for (half, data) in [(KvHalf::Key, keys), (KvHalf::Value, values)] {
         for (head, data) in data.chunks_exact(dim).enumerate() {
-            // SAFETY: the step is borrowed exclusively, so no other slice of its blocks is alive
-            // but those of this function; a (block, token) belongs to one row, because a written
-            // block belongs to one sequence (it was acquired once) and positions of a sequence
-            // differ.
+            // SAFETY: the step is borrowed exclusively, so only this function has slices of its
+            // blocks. A (block, token) belongs to one row: a written block belongs to one
+            // sequence (it was acquired once), and the positions of a sequence differ.
             let to = unsafe { step.access.token_mut(block, layer, half, head, token) };
             T::store(level, data, to);
         }
@@ -156,7 +155,7 @@ fn store_row<T: Stored>(
 }
 
 pub(crate) mod reference {
-    /// In every head, dimension `i` and `i + dim/2` are a point that is turned by angle `i`.
+    /// Rotates every head: dimensions `i` and `i + dim/2` are a point that is rotated by angle `i`.
     pub(crate) fn rotate_heads(heads: &mut [f32], cosines: &[f32], sines: &[f32]) {
         let half = cosines.len();
         for head in heads.chunks_exact_mut(2 * half) {
@@ -286,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn other_frequencies_are_not_answered_from_the_first() {
+    fn other_frequencies_do_not_reuse_the_first_rotation() {
         let arena = arena(Dtype::F32);
         let mut pool = ThreadPool::new(1, "test").unwrap();
         let mut step = step(&arena, 5, 1);

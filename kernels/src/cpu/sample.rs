@@ -1,17 +1,17 @@
-//! From a row of raw logits to a token, by the rules of [`crate::sampling`].
+//! Sampling of a token from a row of raw logits, by the rules of [`crate::sampling`].
 //!
 //! The order is vLLM's:
 //! 1. Log-probabilities are taken from the raw logits.
-//! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the output
-//!    has fewer than `min_tokens`.
+//! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the output has
+//! fewer than `min_tokens`.
 //! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output).
 //! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
-//! 5. Else `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
-//! 6. min-p keeps tokens with at least `min_p` of the best one's probability.
+//! 5. Otherwise `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
+//! 6. min-p keeps tokens with at least `min_p` of the best token's probability.
 //! 7. top-k keeps the k most likely of those, and tokens as likely as the k-th.
-//! 8. top-p keeps, of what is left and from the most likely down, tokens until their share of the
-//!    probability reaches `top_p`; among equals the lower id comes first.
-//! 9. One of the kept tokens is drawn (`sample/draw.rs` says how).
+//! 8. top-p keeps the most likely of the remaining tokens until their share of the probability reaches
+//! `top_p`; among equals the lower id comes first.
+//! 9. One of the kept tokens is drawn (see `sample/draw.rs`).
 //!
 //! The arithmetic is the same at every level and thread count.
 
@@ -41,36 +41,36 @@ const GREEDY_BELOW: f32 = 1e-5;
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {
     pub sampling: &'a Sampling,
-    /// The prompt, then the output so far. Ids beyond the vocabulary are passed over.
+    /// Prompt tokens, then output tokens so far. Ids beyond the vocabulary are ignored.
     pub tokens: &'a [u32],
-    /// How many of `tokens` are the prompt. The chosen token has output index
-    /// `tokens.len() - prompt_len`.
+    /// Number of prompt tokens in `tokens`. The chosen token has output index `tokens.len() -
+    /// prompt_len`.
     pub prompt_len: usize,
     /// Token bitmask; `None` allows every token.
     pub allowed: Option<&'a TokenMask>,
 }
 
-/// Why no token can be sampled.
+/// Error of sampling a row.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SampleError {
     /// The model computed an invalid logit, or a penalty exceeded f32.
-    #[error("the logit of token {token} is {value}")]
+    #[error("invalid logit of token {token}: {value}")]
     BadLogit { token: u32, value: f32 },
     #[error(transparent)]
     BadSampling(#[from] InvalidSampling),
-    /// There is no token, or every one is masked.
-    #[error("none of {vocabulary} tokens can be chosen")]
+    /// The vocabulary is empty, or every token is masked.
+    #[error("cannot sample a token: none of {vocabulary} tokens is allowed")]
     NoCandidate { vocabulary: usize },
     #[error("the prompt has {prompt_len} tokens of {tokens} in all")]
     BadPromptLen { prompt_len: usize, tokens: usize },
 }
 
-/// Memory that one thread's draws reuse.
+/// Sampling memory that one thread reuses.
 #[derive(Default)]
 pub(crate) struct Scratch {
     logits: Vec<f32>,
     probabilities: Vec<f32>,
-    /// All zero between draws.
+    /// All zero between samples.
     counts: Vec<u32>,
 }
 
@@ -139,7 +139,8 @@ pub(crate) fn sample_rows<'a>(
     tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
 }
 
-/// Returns the greatest logit and the lowest id that has it. -∞ is a masked token; NaN and +∞ are errors.
+/// Returns the greatest logit and the lowest id that has it. A logit of -∞ is a masked token; NaN and +∞
+/// are errors.
 fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
     let (greatest, is_bad) = look_over(level, logits);
     let find = |is_it: &dyn Fn(f32) -> bool| {
@@ -158,7 +159,7 @@ fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
 }
 
 per_level! {
-    /// The greatest logit that is not NaN, and whether one is NaN or +∞.
+    /// Returns the greatest logit that is not NaN, and whether a logit is NaN or +∞.
     fn look_over(logits: &[f32]) -> (f32, bool) {
         let mut greatest = [f32::NEG_INFINITY; LANES];
         let mut is_bad = [false; LANES];
@@ -178,7 +179,8 @@ per_level! {
 }
 
 per_level! {
-    /// `weights[i] = exp((logits[i] - best) / temperature)`: probabilities relative to the best's.
+    /// Computes `weights[i] = exp((logits[i] - best) / temperature)`: probabilities relative to the
+    /// best token's.
     fn weigh(logits: &[f32], best: f32, temperature: f32, weights: &mut [f32]) {
         for (weight, &logit) in weights.iter_mut().zip(logits) {
             *weight = exp((logit - best) / temperature);
@@ -186,12 +188,12 @@ per_level! {
     }
 }
 
-/// Weights whose sum is taken lane by lane.
+/// Weights per run; a run is summed lane by lane.
 const RUN: usize = VOCABULARY_RUN;
 
 per_level! {
-    /// Sum of the weights that are at least `floor`, in one fixed order: lanes within a run, runs
-    /// in f64.
+    /// Returns the sum of the weights that are at least `floor`, in one fixed order: lanes within a
+    /// run, runs in f64.
     fn total(weights: &[f32], floor: f32) -> f64 {
         let mut total = 0.0;
         for run in weights.chunks(RUN) {
@@ -249,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_logits_are_an_error_that_names_the_token() {
+    fn invalid_logits_are_an_error_that_names_the_token() {
         for sampling in [Sampling::greedy(), warm()] {
             for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
                 for at in [0, 15, 16, 40] {
@@ -302,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_a_grammar_allows_is_drawn_and_its_logprob_is_the_raw_one() {
+    fn only_allowed_tokens_are_drawn_and_logprobs_are_raw() {
         let logits = [9.0, 1.0, 8.0, 1.0, 7.0];
         let allowed = TokenMask::new(vec![0b01010], 5);
         for sampling in [

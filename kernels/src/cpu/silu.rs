@@ -1,4 +1,4 @@
-//! The gated activation: `out[i] = silu(gate[i]) · up[i]`.
+//! Gated activation: `out[i] = silu(gate[i]) · up[i]`.
 
 use super::{
     arithmetic::silu,
@@ -6,8 +6,8 @@ use super::{
     threads::ThreadPool,
 };
 
-/// `gate_up` is `[rows][2 · width]`, gates first; `out` is `[rows][width]`. Bit-equal to
-/// [`reference::silu_mul`] at every level.
+/// Computes the activation; `gate_up` is `[rows][2 · width]`, gates first, and `out` is `[rows][width]`.
+/// Bit-equal to [`reference::silu_mul`] at every level.
 pub(crate) fn silu_mul(
     level: Level,
     pool: &mut ThreadPool,
@@ -25,7 +25,7 @@ pub(crate) fn silu_mul(
 }
 
 per_level! {
-    /// As many rows as `out` has.
+    /// Computes as many rows as `out` has.
     fn silu_mul_rows(width: usize, gate_up: &[f32], out: &mut [f32]) {
         let rows = gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width));
         for (gate_up, out) in rows {

@@ -1,4 +1,4 @@
-//! The rows of one forward on the CPU, and the KV blocks they may touch.
+//! Rows of one forward pass on the CPU, and the KV blocks that they may access.
 
 use std::{ops::Range, sync::Arc};
 
@@ -8,22 +8,22 @@ use crate::{
     layout::{BLOCK_TOKENS, BlockId, KvLayout},
 };
 
-/// One sequence's share of a step: `tokens` at consecutive positions.
+/// Part of a step that belongs to one sequence: `tokens` at consecutive positions.
 #[derive(Clone, Copy, Debug)]
 pub struct StepSequence<'a> {
-    /// Position of the first of `tokens`; KV of all positions before it is in `blocks`.
+    /// Position of the first of `tokens`; `blocks` holds the KV of all positions before it.
     pub first_position: u32,
-    /// At least one. Ids are below the vocabulary's size: the embedding panics on others, so
-    /// whoever admits a sequence checks them.
+    /// At least one token. Ids must be below the vocabulary's size, or the embedding panics; the code
+    /// that admits a sequence checks them.
     pub tokens: &'a [u32],
     /// The sequence's block table from position 0 on. Entries beyond the last token's are ignored.
     pub blocks: &'a [BlockId],
-    /// How many of the last tokens yield logits: 0 in the middle of a prompt, 1 to sample, more to
-    /// score or to verify a draft.
+    /// Number of last tokens that yield logits: 0 within a prompt, 1 to sample, more to score or to
+    /// verify draft tokens.
     pub sampled_rows: u32,
 }
 
-/// Why a step cannot be made.
+/// Error of creating a step.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     #[error("sequence {sequence} of the step has no token")]
@@ -32,37 +32,37 @@ pub enum StepError {
     TooManySampled { sequence: usize, sampled_rows: u32, rows: usize },
     #[error("sequence {sequence} reaches position {last_position} with {blocks} blocks of 16")]
     TableTooShort { sequence: usize, last_position: u64, blocks: usize },
-    /// A block is out of range, written by two sequences, or borrowed by someone else.
+    /// A block is out of range, written by two sequences, or borrowed by another owner.
     #[error(transparent)]
     Arena(#[from] ArenaError),
 }
 
-/// The rows of one forward. Holds the borrows of all its blocks until it is dropped.
+/// Rows of one forward pass. Holds the borrows of all its blocks until dropped.
 ///
-/// Rows are those of the first sequence, then of the second, and so on. Every block from a
-/// sequence's first row's position on is borrowed for writing, those before for reading.
+/// The rows of the first sequence come first, then those of the second, and so on. A sequence's blocks from
+/// its first row's position on are borrowed for writing, earlier blocks for reading.
 #[derive(Debug)]
 pub struct CpuStep {
     pub(crate) tokens: Vec<u32>,
     pub(crate) positions: Vec<u32>,
-    /// The block that holds each row's position.
+    /// Block of each row's position.
     pub(crate) row_blocks: Vec<HeldBlock>,
     pub(crate) sequences: Vec<SequenceRows>,
-    /// Block tables of all sequences, one after the other.
+    /// Block tables of all sequences, concatenated.
     pub(crate) tables: Vec<HeldBlock>,
     /// Rows that yield logits, ascending.
     pub(crate) sampled: Vec<usize>,
     pub(crate) access: StepAccess,
-    /// Cosines and sines of this step's positions, once the first layer has asked for them.
+    /// Cosines and sines of this step's positions, computed by the first layer.
     pub(crate) rotation: Option<Rotation>,
 }
 
-/// Where one sequence is in a step.
+/// Place of one sequence in a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SequenceRows {
     pub rows: Range<usize>,
     pub first_position: usize,
-    /// Its part of `CpuStep::tables`: every block up to the last row's.
+    /// Range of the sequence in `CpuStep::tables`: every block up to the last row's.
     pub table: Range<usize>,
 }
 
@@ -72,7 +72,8 @@ impl CpuStep {
         Self::of_heads(arena, 0..arena.layout().kv_head_count, sequences)
     }
 
-    /// As [`Self::new`], a rank's step: it touches some of the arena's heads alone.
+    /// Creates a rank's step, which accesses some of the arena's heads only; otherwise as
+    /// [`Self::new`].
     ///
     /// # Panics
     /// When the arena does not have these heads.
@@ -122,12 +123,12 @@ impl CpuStep {
         self.sequences.push(SequenceRows { rows, first_position, table });
     }
 
-    /// Token rows.
+    /// Returns the number of token rows.
     pub fn rows(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Rows that yield logits, ascending.
+    /// Returns the rows that yield logits, ascending.
     pub fn sampled(&self) -> &[usize] {
         &self.sampled
     }
@@ -137,7 +138,7 @@ impl CpuStep {
     }
 }
 
-/// The blocks up to the sequence's last token.
+/// Returns the blocks up to the sequence's last token.
 fn checked_table<'a>(
     index: usize,
     sequence: &StepSequence<'a>,
@@ -192,7 +193,7 @@ mod tests {
         assert_eq!(step.positions, [30, 31, 32, 16]);
         assert_eq!(step.sampled(), [1, 2, 3]);
         assert_eq!(step.sequences[1].table, 3..5);
-        // Block 2 is the shared prefix: read once, though two sequences read it.
+        // Block 2 is the shared prefix: it is read once, although two sequences use it.
         assert_eq!(arena.pins(BlockId(2)).unwrap(), 1);
         for written in [0, 5, 1] {
             let held = step.access.find(BlockId(written)).unwrap();
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_cannot_be_says_which_sequence_is_wrong() {
+    fn an_invalid_step_is_rejected_with_the_sequence() {
         let arena = arena();
         let blocks = ids(&[0]);
         let good =
@@ -227,7 +228,7 @@ mod tests {
             make(StepSequence { first_position: u32::MAX, tokens: &[1, 2], ..good_too }),
             "sequence 1 reaches position 4294967296 with 1 blocks of 16"
         );
-        assert!(make(good).contains("block 0 cannot be borrowed for writing"));
+        assert!(make(good).contains("cannot borrow block 0 for writing"));
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
     }
 

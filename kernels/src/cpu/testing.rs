@@ -1,4 +1,4 @@
-//! What the operations' tests share.
+//! Helpers that the operations' tests share.
 
 use std::sync::{
     Arc,
@@ -8,14 +8,14 @@ use std::sync::{
 use super::isa::{BASELINE_FUSES, Isa, Level};
 use crate::shared::{RegionName, SharedRegion};
 
-/// Memory that a group of threads shares as a group of processes does.
+/// Returns memory that a group of threads shares as a group of processes would.
 pub(crate) fn region(bytes: usize) -> Arc<SharedRegion> {
     static MADE: AtomicU32 = AtomicU32::new(0);
     let purpose = format!("test_{}", MADE.fetch_add(1, Ordering::Relaxed));
     SharedRegion::create(&RegionName::own(0x7e57, purpose), bytes).unwrap()
 }
 
-/// Every level but the reference that this machine has, the compiler's target included.
+/// Returns every level of this machine but the reference, the compiler's target included.
 pub(crate) fn levels() -> Vec<Level> {
     Isa::ALL
         .into_iter()
@@ -24,17 +24,17 @@ pub(crate) fn levels() -> Vec<Level> {
         .collect()
 }
 
-/// True when the level multiplies bf16 in pairs, which rounds otherwise than the reference.
+/// Returns whether the level multiplies bf16 in pairs, which rounds differently from the reference.
 pub(crate) fn pairs(level: Level) -> bool {
     matches!(level.name(), "avx512-bf16" | "amx")
 }
 
-/// True when the level multiplies and adds with one rounding, as the reference does.
+/// Returns whether the level fuses multiply-adds, as the reference does.
 pub(crate) fn fuses(level: Level) -> bool {
     level != Level::Baseline || BASELINE_FUSES
 }
 
-/// Reproducible numbers between -1 and 1.
+/// Returns reproducible numbers between -1 and 1.
 pub(crate) fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     let mut next = || {

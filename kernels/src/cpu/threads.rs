@@ -1,15 +1,15 @@
-//! A fork-join pool for the operations of one backend.
+//! Fork-join thread pool for the operations of one backend.
 //!
-//! One forward of a small model is some two hundred parallel regions, each tens of microseconds
-//! long, so entering and leaving a region must cost about one. Life of a region:
-//! 1. The caller writes the job, opens it in `state`, and wakes workers that sleep.
+//! One forward pass of a small model has about two hundred parallel regions of tens of microseconds each,
+//! so entering and leaving a region must cost about one microsecond. Life of a region:
+//! 1. The caller writes the job, opens it in `state`, and wakes sleeping workers.
 //! 2. A worker *enters* by counting itself in `state`, which succeeds only while the job is open.
-//! 3. Whoever is in claims task numbers until none is left, the caller too.
-//! 4. The caller closes the job and waits for those who entered. A worker that was never scheduled
-//!    is not waited for: on a busy machine the caller does the work alone.
+//! 3. All threads inside, including the caller, claim task numbers until none is left.
+//! 4. The caller closes the job and waits for the workers inside. It does not wait for a worker that was
+//! never scheduled: on a busy machine the caller does the work alone.
 //!
-//! Between regions a worker spins for some tens of microseconds and then parks, so that an idle pool
-//! costs nothing.
+//! Between regions a worker spins for some tens of microseconds and then parks, so that an idle pool uses
+//! no CPU time.
 
 use std::{
     any::Any,
@@ -27,11 +27,11 @@ use std::{
 
 use super::{affinity, parts::Parts};
 
-/// How long a thread looks for work before it parks. Longer than the serial stretch between two
-/// regions of a forward, short enough to be lost in the noise when several processes share the cores.
+/// Time for which a thread spins before it parks. It is longer than the serial code between two regions of
+/// a forward pass, and short enough to be negligible when several processes share the cores.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// Bits of `Shared::state`: the number of workers inside, whether the job is open, its number.
+/// Bits of `Shared::state`: the number of workers inside, whether the job is open, and the job's number.
 const INSIDE: u64 = (1 << 16) - 1;
 const OPEN: u64 = 1 << 16;
 const NUMBER_ONE: u64 = 1 << 17;
@@ -39,10 +39,10 @@ const NUMBER_ONE: u64 = 1 << 17;
 /// Elements of a cheap operation that take about as long as waking a thread.
 const TASK_ELEMENTS_MIN: usize = 8192;
 
-/// Most threads of one pool.
+/// Maximum threads of one pool.
 pub const THREADS_MAX: usize = 1024;
 
-/// One region: `run(thread, task)` for every task below `tasks`.
+/// Job of one region: `run(thread, task)` for every task below `tasks`.
 #[derive(Clone, Copy)]
 struct Job {
     run: *const (dyn Fn(usize, usize) + Sync),
@@ -53,11 +53,11 @@ struct Shared {
     state: AtomicU64,
     /// The next task to claim.
     next: AtomicUsize,
-    /// Written by the caller while the job is closed and nobody is inside; read by those inside.
+    /// Written by the caller while the job is closed and no worker is inside; read by workers inside.
     job: UnsafeCell<Option<Job>>,
-    /// One per worker: true while it sleeps or is about to.
+    /// Per worker: true while it sleeps or is about to sleep.
     parked: Box<[AtomicBool]>,
-    /// The caller, while it sleeps until the last worker leaves.
+    /// The caller's thread while it sleeps until the last worker leaves.
     waiting: Mutex<Option<Thread>>,
     is_waiting: AtomicBool,
     /// The first panic of the region.
@@ -72,21 +72,21 @@ unsafe impl Sync for Shared {}
 // SAFETY: as above; the pointer is dangling outside a region, where nobody reads it.
 unsafe impl Send for Shared {}
 
-/// `threads - 1` named workers beside the calling thread. Dropping it ends and joins them.
+/// Pool of `threads - 1` named workers beside the calling thread. Dropping it stops and joins them.
 pub struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
 }
 
 impl ThreadPool {
-    /// `threads` counts the caller; 0 is taken as 1 and more than [`THREADS_MAX`] as that.
-    /// Workers are named `NAME-1`, `NAME-2`, …
+    /// Creates a pool. `threads` counts the caller and is clamped to 1 to [`THREADS_MAX`]. Workers are
+    /// named `NAME-1`, `NAME-2`, …
     pub fn new(threads: usize, name: &str) -> io::Result<Self> {
         Self::on(threads, name, &[])
     }
 
-    /// With worker `NAME-i` tied to `cpus[i]`; the first CPU is the caller's. Without any, workers
-    /// run where the system likes.
+    /// Creates a pool with worker `NAME-i` pinned to `cpus[i]`; `cpus[0]` is the caller's. An empty
+    /// list pins nothing.
     pub fn on(threads: usize, name: &str, cpus: &[u32]) -> io::Result<Self> {
         let worker_count = threads.clamp(1, THREADS_MAX) - 1;
         let shared = Arc::new(Shared {
@@ -99,7 +99,7 @@ impl ThreadPool {
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
         });
-        // Built up in place: when a later spawn fails, dropping the pool joins the earlier ones.
+        // Built in place: when a later spawn fails, dropping the pool joins the earlier workers.
         let mut pool = Self { shared, workers: Vec::with_capacity(worker_count) };
         let (tied, outcomes) = mpsc::channel();
         for worker in 0..worker_count {
@@ -114,20 +114,20 @@ impl ThreadPool {
             pool.workers.push(handle);
         }
         drop(tied);
-        // One from each, before anybody gives them work.
+        // Each worker reports once whether it could be pinned, before it gets work.
         outcomes.iter().collect::<io::Result<()>>()?;
         Ok(pool)
     }
 
-    /// Threads that take part in a region, the caller included.
+    /// Returns the threads that run a region, including the caller.
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Calls `task(thread, number)` for every number below `tasks`, each once, in any order and on
-    /// any thread; returns when all are done. `thread` is below [`Self::threads`] and belongs to
-    /// one thread for the length of the call. A panic in a task comes back here, after the others
-    /// have stopped.
+    /// Calls `task(thread, number)` for every number below `tasks`, each once, in any order and on any
+    /// thread; returns when all are done. `thread` is below [`Self::threads`] and belongs to one thread
+    /// for the length of the call. A panic in a task resumes in the caller after the other threads have
+    /// stopped.
     pub fn run(&mut self, tasks: usize, task: &(dyn Fn(usize, usize) + Sync)) {
         if tasks <= 1 || self.workers.is_empty() {
             for number in 0..tasks {
@@ -136,23 +136,23 @@ impl ThreadPool {
             return;
         }
         let shared = &*self.shared;
-        // SAFETY: only the lifetime is changed. The pointer is used by workers that are inside
-        // the job alone, and this function does not return or unwind before it has closed the job
-        // and seen the last one leave.
+        // SAFETY: only the lifetime is changed. Only workers inside the job use the pointer, and
+        // this function does not return or unwind before it has closed the job and the last worker
+        // has left.
         let run = unsafe {
             std::mem::transmute::<
                 *const (dyn Fn(usize, usize) + Sync + '_),
                 *const (dyn Fn(usize, usize) + Sync + 'static),
             >(task)
         };
-        // SAFETY: the previous region was closed and left by all before its `run` returned, and
-        // `&mut self` means that there is no other one.
+        // SAFETY: the previous region was closed and all workers had left before its `run`
+        // returned, and `&mut self` excludes another region.
         unsafe { *shared.job.get() = Some(Job { run, tasks }) };
         shared.next.store(0, Ordering::Relaxed);
         let closed = shared.state.load(Ordering::Relaxed);
         debug_assert_eq!(closed & (OPEN | INSIDE), 0, "the last region is over");
-        // Sequentially consistent against `parked`: either the worker sees the job before it
-        // sleeps, or we see that it sleeps.
+        // Sequentially consistent with `parked`: either the worker sees the job before it sleeps,
+        // or the caller sees that the worker sleeps.
         shared.state.store(closed.wrapping_add(NUMBER_ONE) | OPEN, Ordering::SeqCst);
         for (parked, worker) in shared.parked.iter().zip(&self.workers).take(tasks - 1) {
             if parked.load(Ordering::SeqCst) && parked.swap(false, Ordering::SeqCst) {
@@ -167,15 +167,15 @@ impl ThreadPool {
         }
     }
 
-    /// Rows of one task when `rows` rows of `width` elements are shared out: two tasks a thread, but
-    /// none too small to be worth waking one.
+    /// Returns the rows per task when `rows` rows of `width` elements are split: two tasks per thread,
+    /// but none smaller than the cost of waking a thread.
     pub fn rows_per_task(&self, rows: usize, width: usize) -> usize {
         let worth = TASK_ELEMENTS_MIN.div_ceil(width.max(1));
         rows.div_ceil(2 * self.threads()).max(worth)
     }
 
-    /// Splits `data` into pieces of `piece_len` (the last may be shorter) and calls
-    /// `task(thread, piece number, piece)` for each.
+    /// Splits `data` into pieces of `piece_len` (the last may be shorter) and calls `task(thread, piece
+    /// number, piece)` for each.
     pub fn for_each_piece<T: Send>(
         &mut self,
         data: &mut [T],
@@ -187,7 +187,8 @@ impl ThreadPool {
         let parts = Parts::new(data);
         self.run(length.div_ceil(piece_len), &|thread, number| {
             let start = number * piece_len;
-            // SAFETY: each number is given out once and pieces of different numbers are disjoint.
+            // SAFETY: each number is claimed once, and pieces of different numbers are
+            // disjoint.
             let piece = unsafe { parts.slice(start, piece_len.min(length - start)) };
             task(thread, number, piece);
         });
@@ -195,14 +196,14 @@ impl ThreadPool {
 }
 
 impl Shared {
-    /// A worker's life.
+    /// Runs a worker's loop.
     fn work(&self, worker: usize) {
         let mut last_seen = 0;
         while let Some(number) = self.enter(worker, last_seen) {
-            // SAFETY: this thread is inside: the job was written before it was opened and is not
-            // changed before this thread leaves.
+            // SAFETY: this thread is inside: the job was written before it was opened, and does
+            // not change before this thread leaves.
             let job = unsafe { (*self.job.get()).expect("an open job is written") };
-            // SAFETY: the caller keeps the closure alive until everyone inside has left.
+            // SAFETY: the caller keeps the closure alive until all workers inside have left.
             let run = unsafe { &*job.run };
             self.claim_tasks(worker + 1, job.tasks, run);
             self.leave();
@@ -210,7 +211,8 @@ impl Shared {
         }
     }
 
-    /// Waits for an open job not seen yet and counts this worker in. `None`: the pool ends.
+    /// Waits for an open job that this worker has not seen, and enters it. Returns `None` when the pool
+    /// stops.
     fn enter(&self, worker: usize, last_seen: u64) -> Option<u64> {
         let mut looking_since = Instant::now();
         loop {
@@ -228,7 +230,7 @@ impl Shared {
             }
             let parked = &self.parked[worker];
             parked.store(true, Ordering::SeqCst);
-            // A job opened, or the pool stopped, just before `parked` was seen: look once more.
+            // A job opened, or the pool stopped, just before `parked` was seen: check again.
             let state = self.state.load(Ordering::SeqCst);
             let is_new = state & OPEN != 0 && state / NUMBER_ONE != last_seen;
             if !is_new && !self.stop.load(Ordering::SeqCst) {
@@ -262,8 +264,9 @@ impl Shared {
         let before = self.state.fetch_sub(1, Ordering::SeqCst);
         let is_last = before & INSIDE == 1 && before & OPEN == 0;
         if is_last && self.is_waiting.load(Ordering::SeqCst) {
-            // Left in place: a worker that is late with this line may wake the caller of the next
-            // region for nothing, and must not take away what that region's last worker needs.
+            // The entry stays. A worker that is late here may wake the caller of the next
+            // region spuriously, and must not remove the entry that that region's last worker
+            // needs.
             let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(caller) = &*waiting {
                 caller.unpark();
@@ -282,7 +285,7 @@ impl Shared {
             }
         }));
         if let Err(payload) = result {
-            // Nobody begins another task of a region that has failed.
+            // No thread starts another task of a failed region.
             self.next.store(tasks, Ordering::Relaxed);
             self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
         }
@@ -306,8 +309,8 @@ impl Shared {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
         self.is_waiting.store(true, Ordering::SeqCst);
         while self.state.load(Ordering::SeqCst) & INSIDE != 0 {
-            // Ended by the last worker; a stray wake-up goes round again. The wait is bounded by
-            // the tasks themselves, which do not block.
+            // The last worker ends the wait; a spurious wake-up repeats it. The tasks do not
+            // block, so the wait is bounded.
             thread::park();
         }
         self.is_waiting.store(false, Ordering::SeqCst);
@@ -320,7 +323,7 @@ impl Drop for ThreadPool {
         self.shared.stop.store(true, Ordering::SeqCst);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
-            // A worker catches what its tasks throw, so joining cannot fail.
+            // A worker catches panics of its tasks, so joining cannot fail.
             let _ = worker.join();
         }
     }
@@ -349,16 +352,16 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn each_worker_runs_on_its_own_cpu_and_one_that_is_not_there_is_an_error() {
-        // From the last one down, so that the order counts.
+    fn each_worker_runs_on_its_own_cpu_and_a_missing_cpu_is_an_error() {
+        // Descending, to check that the order matters.
         let mut cpus = affinity::allowed().unwrap();
         cpus.reverse();
-        // The pool may have fewer threads than a large machine has CPUs, and each of these must come.
+        // The machine may have more CPUs than a pool may have threads, and each thread must report.
         cpus.truncate(8);
         let caller = affinity::confine(&cpus[..1]).unwrap();
         let mut pool = ThreadPool::on(cpus.len(), "tied", &cpus).unwrap();
         let found = Mutex::new(vec![None; cpus.len()]);
-        // As many tasks at once as there are threads: each takes one.
+        // There are as many concurrent tasks as threads, so each thread takes one.
         let arrived = std::sync::Barrier::new(cpus.len());
         pool.run(cpus.len(), &|thread, _| {
             found.lock().unwrap()[thread] = Some(affinity::allowed().unwrap());
@@ -395,7 +398,7 @@ mod tests {
             // Wait until the worker has parked, so that the next region must wake it.
             let deadline = Instant::now() + Duration::from_secs(5);
             while !pool.shared.parked[0].load(Ordering::SeqCst) {
-                assert!(Instant::now() < deadline, "an idle worker parks");
+                assert!(Instant::now() < deadline, "the idle worker did not park");
                 thread::yield_now();
             }
             // The caller cannot finish before the worker has taken a task.
@@ -404,7 +407,7 @@ mod tests {
                 threads.lock().unwrap().insert(thread);
                 let deadline = Instant::now() + Duration::from_secs(5);
                 while threads.lock().unwrap().len() < 2 {
-                    assert!(Instant::now() < deadline, "both threads take part");
+                    assert!(Instant::now() < deadline, "a thread took no task");
                     thread::yield_now();
                 }
             });
@@ -412,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_in_a_task_reaches_the_caller_and_the_pool_lives_on() {
+    fn a_panic_in_a_task_resumes_in_the_caller_and_the_pool_survives() {
         let mut pool = ThreadPool::new(3, "test").unwrap();
         for bad in 0..20 {
             let result = catch_unwind(AssertUnwindSafe(|| {

@@ -1,4 +1,4 @@
-//! What several operations do with vectors of AVX-512.
+//! AVX-512 vector helpers that several operations share.
 
 use std::arch::x86_64::{
     __m512, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps, _mm256_add_ps,
@@ -9,11 +9,11 @@ use std::arch::x86_64::{
 
 use super::arithmetic::LANES;
 
-/// 16 vectors turned on their side.
+/// Transposes 16 vectors.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
-    // Pairs, then fours of rows within each quarter of a vector, then the quarters themselves.
+    // Transposes pairs, then fours of rows within each quarter of a vector, then the quarters.
     let mut pairs = [_mm512_setzero_ps(); LANES];
     for i in 0..8 {
         pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
@@ -43,7 +43,7 @@ pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
     columns
 }
 
-/// [`super::arithmetic::sum_lanes`]: 8 apart, then 4, 2, 1.
+/// Computes [`super::arithmetic::sum_lanes`]: lanes 8 apart, then 4, 2, 1.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
 pub(crate) fn sum_lanes(lanes: __m512) -> f32 {

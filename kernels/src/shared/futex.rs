@@ -1,24 +1,24 @@
-//! Waiting for a word that another process changes.
+//! Waits for a word that another process changes.
 //!
-//! As always with these, a wait may end without a reason: look at the word again. Who changes a word
-//! changes it first and wakes afterwards; a wait that begins in between sees the new value and does
-//! not sleep.
+//! As usual with futexes, a wait may end spuriously: the caller checks the word again. A process changes
+//! the word first and wakes waiters afterwards, so a wait that begins in between sees the new value and
+//! does not sleep.
 
 use std::{sync::atomic::AtomicU32, time::Duration};
 
-/// Sleeps while the word is `expected`, for at most this long.
+/// Sleeps while the word is `expected`, for at most `at_most`.
 #[cfg(target_os = "linux")]
 pub fn wait(word: &AtomicU32, expected: u32, at_most: Duration) {
     let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
     let nanos = at_most.subsec_nanos() as libc::c_long;
     let timeout = libc::timespec { tv_sec: seconds, tv_nsec: nanos };
-    // SAFETY: the word's address is valid for the call, and the system only reads it; the time
-    // outlives the call. Whatever ends the wait, the caller looks at the word again.
+    // SAFETY: the word's address is valid for the call, and the system only reads it; the time outlives
+    // the call. The caller checks the word again, whatever ended the wait.
     unsafe {
         libc::syscall(
             libc::SYS_futex,
             word.as_ptr(),
-            // Not the private kind: others map the word elsewhere.
+            // Not FUTEX_PRIVATE: other processes map the word at other addresses.
             libc::FUTEX_WAIT,
             expected,
             &raw const timeout,
@@ -26,16 +26,16 @@ pub fn wait(word: &AtomicU32, expected: u32, at_most: Duration) {
     }
 }
 
-/// Ends the waits of all who sleep on the word.
+/// Wakes all processes that sleep on the word.
 #[cfg(target_os = "linux")]
 pub fn wake_all(word: &AtomicU32) {
-    // SAFETY: the system uses the address as a name only.
+    // SAFETY: the system uses the address as a key only.
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX);
     }
 }
 
-/// Sleeps for a moment.
+/// Sleeps briefly, because this system has no futex.
 #[cfg(not(target_os = "linux"))]
 pub fn wait(word: &AtomicU32, expected: u32, at_most: Duration) {
     if word.load(std::sync::atomic::Ordering::Acquire) == expected {

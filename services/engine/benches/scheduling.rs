@@ -1,4 +1,4 @@
-//! Host time of one decode step: planning it, and taking its result. Nothing is computed.
+//! Benchmarks the host time of one decode step: planning it and processing its result. No model runs.
 
 use std::{
     hint::black_box,
@@ -16,7 +16,7 @@ use kernels::sampling::{SampledToken, Sampling};
 
 const PROMPT_TOKENS: u32 = 512;
 
-/// The result of a plan; every sampled token is 7.
+/// Returns the result of a plan; every sampled token is 7.
 fn answer(plan: &StepPlan) -> StepResult {
     let rows = plan.rows.iter().map(|row| {
         let token = SampledToken { id: 7, logprobs: None };
@@ -31,10 +31,10 @@ fn answer(plan: &StepPlan) -> StepResult {
     }
 }
 
-/// A scheduler whose `batch` sequences have read their prompts.
+/// Returns a scheduler whose `batch` sequences have finished prefill.
 fn decoding(batch: u32) -> Scheduler {
     let limits = ExecutorLimits {
-        // One stays free for the arrival.
+        // One slot stays free for the arriving sequence.
         slots: batch + 1,
         step_tokens: 8192,
         sequence_tokens: 1 << 20,
@@ -74,7 +74,7 @@ fn decoding(batch: u32) -> Scheduler {
 }
 
 fn decode_step(criterion: &mut Criterion) {
-    // A pool does not hold endless answers: each so many steps a new scheduler takes over.
+    // The pool cannot hold endless answers, so a new scheduler replaces the old one after some steps.
     const STEPS: u64 = 4_000;
     for batch in [1, 64, 256] {
         criterion.bench_function(&format!("decode step, batch {batch}"), |bencher| {

@@ -1,15 +1,14 @@
-//! Accounts for the owners of KV blocks. Pure: no memory is touched.
+//! Tracks the owners of KV blocks. Pure: no memory is accessed.
 //!
 //! A block is in exactly one state:
 //! 1. `Free`: the contents are undefined.
-//! 2. `Held`: by `refs` owners, each a sequence or an outgoing transfer. `pins` of them have DMA in
-//!    flight.
+//! 2. `Held`: by `refs` owners, each a sequence or an outgoing transfer. `pins` of them have DMA in flight.
 //! 3. `Cached`: no owner, but the prefix cache knows the contents ([`BlockPool::retain`]).
 //! 4. `Reserved`: one incoming transfer may write the block, and no other owner may use it.
 //!
-//! Allocation takes free blocks first, then evicts the cached block that was released longest ago.
-//! A sequence releases its table from the end, so the tail of a prefix goes before its head. Since
-//! an owner that pins a block also holds it, a block that can be freed or evicted is never pinned.
+//! Allocation takes free blocks first, then evicts the cached block that was released longest ago. A
+//! sequence releases its table from the end, so the tail of a prefix is evicted before its head. An owner
+//! that pins a block also holds it, so a block that can be freed or evicted is never pinned.
 
 use kernels::BlockId;
 
@@ -47,7 +46,7 @@ impl BlockCounts {
 #[derive(Clone, Copy, Debug)]
 struct Block {
     state: BlockState,
-    /// DMA in flight; at most `refs`.
+    /// Pins for DMA in flight; at most `refs`.
     pins: u32,
     /// The prefix cache knows the contents.
     retained: bool,
@@ -58,7 +57,7 @@ struct Block {
 
 /// Every block of one arena.
 ///
-/// Misuse (releasing what is not held, pinning a free block) is a defect of the caller and panics.
+/// Misuse (releasing a block that is not held, pinning a free block) is a bug of the caller and panics.
 #[derive(Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,
@@ -156,7 +155,7 @@ impl BlockPool {
         let Block { pins, retained, .. } = self.blocks[block.index()];
         assert!(
             pins < refs,
-            "block {} has {pins} pins and {refs} references: a pin's own reference goes after the pin",
+            "block {} has {pins} pins and {refs} references: unpin it before releasing its reference",
             block.0
         );
         if refs > 1 {
@@ -359,7 +358,7 @@ mod tests {
         blocks.iter().rev().for_each(|&block| pool.release(block));
         let mut evicted = Vec::new();
         assert_eq!(pool.allocate(2, &mut evicted), Some(vec![blocks[2], blocks[1]]));
-        assert_eq!(evicted, [blocks[1]], "the tail goes before the head");
+        assert_eq!(evicted, [blocks[1]], "the tail is evicted before the head");
         pool.check();
     }
 
@@ -386,8 +385,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "a pin's own reference goes after the pin")]
-    fn the_last_reference_cannot_go_while_dma_is_in_flight() {
+    #[should_panic(expected = "unpin it before releasing its reference")]
+    fn the_last_reference_cannot_be_released_while_dma_is_in_flight() {
         let mut pool = BlockPool::new(1);
         let block = allocate(&mut pool, 1)[0];
         pool.pin(block);
@@ -435,7 +434,7 @@ mod tests {
             operations in prop::collection::vec(operation(), 0..200),
         ) {
             let mut pool = BlockPool::new(9);
-            // The test's own ledger: block -> (references, pins).
+            // Model of the pool: block -> (references, pins).
             let mut held: Vec<(BlockId, u32, u32)> = Vec::new();
             let mut reserved: Vec<BlockId> = Vec::new();
             for operation in operations {

@@ -34,7 +34,7 @@ pub enum ConstraintFailure {
     /// The grammar exceeds its time or memory bound, here and on every other node.
     #[error("{reason}")]
     TooComplex { reason: String },
-    /// The grammar does not allow the sampled token: a defect.
+    /// The grammar does not allow the sampled token: a bug.
     #[error("{reason}")]
     Broken { reason: String },
 }
@@ -47,7 +47,7 @@ pub struct Constraint {
 }
 
 impl Constraint {
-    /// `matcher` has consumed the output so far.
+    /// Creates a constraint. `matcher` must have consumed the output so far.
     pub fn new(mut matcher: Box<dyn Matcher>) -> Result<Self, ConstraintFailure> {
         let allowed = Arc::new(matcher.allowed()?);
         Ok(Self { matcher, allowed })

@@ -1,17 +1,17 @@
 //! Inputs and actions of the scheduler.
 //!
-//! A *sequence* is one attempt at a request on this node. Its life:
+//! A *sequence* is one attempt at a request on this node. Its life depends on its kind:
 //! * `Compute`: waiting → running → finished. The node prefills and decodes.
-//! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running; blocks whose
-//!   KV is written leave through [`Action::KvWritten`]; token 0 ends it. Its blocks stay held by the
-//!   outgoing transfer until [`Input::TransferEnded`].
-//! * `Receive` (decode node): blocks are reserved as soon as there is room and leave through
-//!   [`Action::Reserve`]; after [`Input::KvArrived`] they belong to the sequence, which decodes from
-//!   index + 1 on. After [`Input::TransferEnded`] without arrival it has failed and its blocks are
-//!   free. When less than one block is not cached it is *alone*: a `Compute` from then on.
+//! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running. Blocks whose KV is
+//!   written leave through [`Action::KvWritten`]; token 0 ends the sequence. The outgoing transfer holds
+//!   the blocks until [`Input::TransferEnded`].
+//! * `Receive` (decode node): blocks are reserved as soon as enough are available, and leave through
+//!   [`Action::Reserve`]. After [`Input::KvArrived`] they belong to the sequence, which decodes from index
+//!   + 1 on. After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are
+//!   free. When less than one block is not cached, the sequence is *alone*: it is a `Compute` from then on.
 //!
-//! A transfer may outlive its sequence. The scheduler knows one for every accepted `Send`, and for
-//! a `Receive` from [`Action::Reserve`] on; each needs exactly one end: [`Input::KvArrived`] or
+//! A transfer may outlive its sequence. The scheduler knows a transfer for every accepted `Send`, and for a
+//! `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end: [`Input::KvArrived`] or
 //! [`Input::TransferEnded`].
 
 use std::time::Instant;
@@ -23,7 +23,7 @@ use kernels::{
 
 use crate::constraint::Constraint;
 
-/// Names a sequence at this node: the attempt's transfer id.
+/// Id of a sequence at this node: the attempt's transfer id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u128);
 
@@ -38,15 +38,15 @@ pub enum SequenceKind {
 pub struct NewSequence {
     pub id: SequenceId,
     pub kind: SequenceKind,
-    /// The prompt, then the output of earlier attempts.
+    /// Prompt tokens, then the output of earlier attempts.
     pub tokens: Vec<u32>,
     pub prompt_len: u32,
     pub sampling: Sampling,
-    /// Output tokens of the whole request.
+    /// Maximum output tokens of the whole request.
     pub max_tokens: u32,
-    /// Stop tokens are ordinary tokens.
+    /// Whether stop tokens are treated as ordinary tokens.
     pub ignore_stop_tokens: bool,
-    /// Seeds the prefix cache's hash chain.
+    /// Seed of the prefix cache's hash chain.
     pub cache_salt: String,
     /// Grammar of the answer; it has consumed the output in `tokens`.
     pub constraint: Option<Constraint>,
@@ -86,19 +86,19 @@ pub enum Action {
     /// `Receive`, `Compute`: the sequence has blocks, so the router may emit token 0. Sent once.
     /// `cached_tokens` of the prompt were in the prefix cache; `alone`: no prefill node is needed.
     Admitted { id: SequenceId, cached_tokens: u32, alone: bool },
-    /// `Receive`: ask the prefill peer for the prompt's blocks from `first_block` on.
+    /// `Receive`: request the prompt's blocks from `first_block` on from the prefill peer.
     Reserve { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
-    /// `Send`: the KV of the prompt's blocks from `first_block` on is written, held and pinned. Each
-    /// block once, in order, without gaps.
+    /// `Send`: the KV of the prompt's blocks from `first_block` on is written; the blocks are held and
+    /// pinned. Each block is handed over once, in order, without gaps.
     KvWritten { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
     /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first.
     Tokens { id: SequenceId, first_index: u32, tokens: Vec<SampledToken>, cached_tokens: u32 },
-    /// The last action of a sequence that completed. For `Send`: token 0 is sampled and everything
-    /// is handed over; or `reason` is set, because token 0 also ends the request: then nothing is to
-    /// be delivered, and `AbortTransfer` came before.
+    /// Last action of a sequence that completed. For `Send`: token 0 is sampled and all blocks are
+    /// handed over. If `reason` is set, token 0 also ends the request: then there is nothing to
+    /// deliver, and `AbortTransfer` came before.
     Finished { id: SequenceId, reason: Option<FinishReason> },
-    /// The last action of a sequence that did not complete; `AbortTransfer` came before if a transfer
-    /// is in flight. `Duplicate` rejects the new sequence only: the known sequence goes on.
+    /// Last action of a sequence that did not complete; `AbortTransfer` came before if a transfer is in
+    /// flight. `Duplicate` rejects the new sequence only: the known sequence continues.
     Failed { id: SequenceId, failure: SequenceFailure },
     /// The transfer of this sequence must be aborted. Sent once per transfer; `TransferEnded` follows.
     AbortTransfer { id: SequenceId, reason: String },
@@ -108,7 +108,7 @@ pub enum Action {
 pub enum FinishReason {
     /// A stop token was sampled, or the grammar is complete and allows no further token.
     Stop,
-    /// `max_tokens` or the longest sequence was reached.
+    /// The output reached `max_tokens` or the sequence reached its maximum length.
     Length,
 }
 
@@ -120,7 +120,7 @@ pub enum SequenceFailure {
     /// The request can never run here.
     #[error("{reason}")]
     Invalid { reason: String },
-    #[error("a sequence with this id is known here")]
+    #[error("a sequence with this id already exists")]
     Duplicate,
     #[error("the transfer failed")]
     TransferFailed,

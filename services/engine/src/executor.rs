@@ -1,4 +1,4 @@
-//! The seam between deciding and computing.
+//! Interface between scheduler and device.
 
 pub mod batch;
 pub mod cpu;
@@ -114,7 +114,7 @@ pub enum ExecutorError {
     /// The executor's thread ended; no result follows.
     #[error("the executor stopped: {reason}")]
     Stopped { reason: String },
-    /// A plan contradicts the executor's state: a defect of the scheduler, not of a request.
+    /// A plan contradicts the executor's state: a bug of the scheduler, not of a request.
     #[error("step {step_id} does not fit the executor's state: {reason}")]
     BadPlan { step_id: u64, reason: String },
     /// A rank of the tensor-parallel group ended, timed out, or runs another step. The step has no result,

@@ -14,7 +14,7 @@ use crate::{
     plan::{Generation, Slot, StepId},
 };
 
-/// A row whose result is not collected.
+/// Row of a frame whose result is not collected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameRow {
     pub slot: Slot,
@@ -31,7 +31,7 @@ pub struct Frame {
     pub rows: Vec<FrameRow>,
 }
 
-/// The frames of one engine, oldest first.
+/// Frames of one engine, oldest first.
 #[derive(Debug, Default)]
 pub struct Frames {
     next_step: StepId,
@@ -41,7 +41,7 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// Steps in flight.
+    /// Returns the number of steps in flight.
     pub fn len(&self) -> usize {
         self.in_flight.len()
     }
@@ -99,7 +99,7 @@ impl Frames {
     }
 }
 
-/// The rows of the running batch: which are free, and how many occupants each has had.
+/// Slots of the running batch: which are free, and how many occupants each has had.
 #[derive(Debug)]
 pub struct Slots {
     generations: Vec<Generation>,
@@ -117,7 +117,7 @@ impl Slots {
         }
     }
 
-    /// Number of slots, free and occupied.
+    /// Returns the number of slots, free and occupied.
     pub fn total(&self) -> u32 {
         self.generations.len() as u32
     }
@@ -132,7 +132,8 @@ impl Slots {
         Some((slot, self.generations[slot.0 as usize]))
     }
 
-    /// Vacates a slot. `announced`: the executor knows the occupant, so the next plan releases the slot.
+    /// Vacates a slot. `announced` says that the executor knows the occupant, so the next plan must
+    /// release the slot.
     pub fn vacate(&mut self, slot: Slot, announced: bool) {
         debug_assert!(!self.free.contains(&slot));
         let generation = &mut self.generations[slot.0 as usize];
@@ -159,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vacated_slot_makes_earlier_rows_stale() {
+    fn vacating_a_slot_makes_earlier_rows_stale() {
         let mut slots = Slots::new(1);
         let (slot, first) = slots.occupy().expect("one is free");
         assert!(slots.is_current(slot, first));

@@ -1,4 +1,4 @@
-//! The block pool and the prefix cache as one: an evicted block leaves both.
+//! Block pool and prefix cache combined: an evicted block leaves both.
 
 use kernels::{BLOCK_TOKENS, BlockId};
 
@@ -17,9 +17,9 @@ pub(crate) fn blocks_for(token_count: usize) -> u32 {
 pub(crate) struct KvBlocks {
     pool: BlockPool,
     cache: PrefixCache,
-    /// Off: the prefix cache stays empty.
+    /// Whether the prefix cache is used; if false, it stays empty.
     caching: bool,
-    /// Scratch of allocations.
+    /// Scratch memory of allocations.
     evicted: Vec<BlockId>,
 }
 

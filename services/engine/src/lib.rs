@@ -1,13 +1,13 @@
 //! Schedules the requests of one node and runs their steps on one device.
 //!
 //! The core is pure: inputs and `now` go in, actions and plans come out. [`scheduler`] decides,
-//! [`block_pool`] and [`prefix_cache`] account for the KV blocks, and [`frames`] accounts for the steps
-//! in flight. [`executor`] is the seam to the device, and [`constraint`] is the seam to grammars.
+//! [`block_pool`] and [`prefix_cache`] track the KV blocks, and [`frames`] tracks the steps in flight.
+//! [`executor`] is the interface to the device, and [`constraint`] is the interface to grammars.
 //! [`step_loop`] drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds
 //! the types between node and scheduler, [`plan`] the types between scheduler and executor.
 //!
-//! Left out: models and arithmetic (crates `model` and `kernels`), moving KV between nodes (crate
-//! `kv-transfer`), and text: a node sees token ids only.
+//! Other crates have models (`model`), arithmetic (`kernels`), KV transfer (`kv-transfer`) and text
+//! (`text`): a node sees token ids only.
 #![forbid(unsafe_code)]
 
 pub mod block_pool;

@@ -24,11 +24,11 @@ pub type StepId = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 
-/// Counts the occupants of a slot. Finish, abort and preemption bump it, so that a late result
-/// row is stale by comparison.
+/// Counts the occupants of a slot. A finish, abort or preemption increments it, so that a late result row
+/// is recognised as stale.
 pub type Generation = u32;
 
-/// One step, as a difference to the step before.
+/// One step, as a diff to the previous step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepPlan {
     pub step_id: StepId,
@@ -77,8 +77,8 @@ pub struct RowPlan {
     pub slot: Slot,
     pub generation: Generation,
     pub token_count: u32,
-    /// The row's tokens end with these: the executor samples the next token, appends it to the token
-    /// pool and returns it.
+    /// Whether the executor samples after the row's last token in this step, appends the sampled token
+    /// to the token pool and returns it.
     pub samples: bool,
     /// Upper bound on the draft tokens that the executor may append to a row that samples. The row has
     /// blocks for their KV. The executor returns the accepted draft tokens and one sampled token.
@@ -154,7 +154,7 @@ pub enum RowFailure {
     /// The sampling parameters allow no token.
     #[error("no token can be chosen: {reason}")]
     Sampling { reason: String },
-    /// A constrained row sampled without its token bitmask: a defect of the scheduler.
+    /// A constrained row sampled without its token bitmask: a bug of the scheduler.
     #[error("no token can be chosen: the mask for position {position} is missing")]
     NoMask { position: u32 },
     /// The model computed a NaN or infinite logit.

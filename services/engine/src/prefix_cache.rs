@@ -1,9 +1,9 @@
 //! Index from token prefixes to the blocks that hold their KV.
 //!
-//! The key of a block is a 128-bit hash of its 16 tokens and of the key before it; the chain starts
-//! from model, weights and the tenant's salt, so equal tokens under other weights or another
-//! tenant have different keys. A hit compares the tokens as well. [`crate::block_pool`] decides which
-//! block is evicted.
+//! The key of a block is a 128-bit hash of its 16 tokens and of the previous block's key. The chain starts
+//! from model, weights and the tenant's salt, so equal tokens under other weights or another tenant have
+//! different keys. A lookup compares the tokens as well. [`crate::block_pool`] decides which block is
+//! evicted.
 
 use std::collections::BTreeMap;
 
@@ -13,14 +13,14 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::event::{BlockHash, CacheChange};
 
-/// Seeds of every hash chain of one engine.
+/// Seeds of all hash chains of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSeeds {
     pub model_fingerprint: u128,
     pub weight_version: u64,
 }
 
-/// Keys of one sequence's full blocks. The chain grows as tokens become known.
+/// Keys of one sequence's full blocks. The chain grows with the known tokens.
 #[derive(Clone, Debug)]
 pub struct HashChain {
     root: BlockHash,
@@ -79,7 +79,7 @@ struct Entry {
     tokens: [u32; BLOCK_TOKENS],
 }
 
-/// The prefix cache of one arena.
+/// Prefix cache of one arena.
 #[derive(Debug, Default)]
 pub struct PrefixCache {
     entries: HashMap<BlockHash, Entry>,
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_two_blocks_with_equal_contents_stays() {
+    fn the_first_of_two_equal_blocks_stays_cached() {
         let tokens = tokens(32);
         let (mut cache, chain) = filled(&tokens);
         assert!(!cache.insert(&chain, &tokens, 0, BlockId(9)));
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_netted_and_taken_once() {
+    fn opposite_changes_cancel_and_each_is_taken_once() {
         let tokens = tokens(32);
         let (mut cache, chain) = filled(&tokens);
         cache.evict(BlockId(1));

@@ -1,29 +1,29 @@
 //! Plans each step and assigns the KV blocks. Pure: inputs, results and `now` go in, actions and plans come
 //! out. No clock, thread, socket or device.
 //!
-//! Life of a sequence here (its [`event`](crate::event) docs tell the node's view):
-//! 1. `handle(Arrived)` rejects or queues the sequence: a `Send` until its transfer is ready, a `Receive`
-//!    until blocks can be reserved (at once where possible), a `Compute` until a plan has room.
-//! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that a
-//!    prompt once begun never waits for blocks in its middle.
-//! 3. `plan` gives each running row its share of the step's token budget. There are no prefill and
-//!    decode phases: a row has tokens that are not computed yet, many or one.
-//! 4. `complete` takes the result: KV of the row is written, full blocks become findable, a token
-//!    may have come, and with it the end.
+//! Life of a sequence in the scheduler (the [`event`](crate::event) docs describe the node's view):
+//! 1. `handle(Arrived)` rejects or queues the sequence. A `Send` waits until its transfer is ready, a
+//! `Receive` until blocks can be reserved (at once where possible), a `Compute` until a plan has room.
+//! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that prefill never
+//! waits for blocks in the middle of a prompt.
+//! 3. `plan` gives each running row its part of the step's token budget. There are no prefill and decode
+//! phases: a row has one or many tokens that are not computed yet.
+//! 4. `complete` processes the result: the row's KV is written, full blocks enter the prefix cache, and a
+//! sampled token may end the sequence.
 //!
-//! A plan is made before the results of the steps in flight are known, so positions and lengths of
-//! a running row are upper bounds. A stop is seen one step late; the block for the surplus token was
-//! taken when its row was planned and goes back with its frame.
+//! A plan is made before the results of the steps in flight are known, so positions and lengths of a
+//! running row are upper bounds. A stop is seen one step late. The block for the surplus token was taken
+//! when its row was planned, and is released with its frame.
 //!
-//! When a row needs a block and none is available, the row that arrived last is preempted: it loses
-//! slot and blocks and queues again in its place; what it computed stays cached while it can. The
-//! oldest row can displace every other, and a sequence never needs more than the whole pool, so
-//! the oldest always ends. Only a `Send` and the blocks of transfers cannot be displaced; they come
-//! back by themselves: a `Send` has all its blocks from the start, and it takes them only once its
-//! receiver has reserved its own, so nobody holds blocks while waiting for a peer's blocks.
+//! When a row needs a block and none is available, the row that arrived last is preempted. It loses slot
+//! and blocks and returns to its place in the queue; its computed blocks stay cached until evicted. The
+//! oldest row can preempt every other row, and a sequence never needs more than the whole pool, so the
+//! oldest row always finishes. Only a `Send` and the blocks of transfers cannot be preempted. They are
+//! released without preemption: a `Send` has all its blocks from the start, and takes them only after its
+//! receiver has reserved blocks. So no node holds blocks while it waits for a peer's blocks.
 //!
-//! Files: `waiting` the queue, `admission` into it and out of it, `running` the plan of a step,
-//! `completion` its result, `transfers` blocks that outlive their sequences.
+//! Files: `waiting` holds the queue, `admission` the entry to and exit from the queue, `running` the plan
+//! of a step, `completion` the processing of its result, `transfers` the blocks of transfers.
 
 mod admission;
 mod completion;
@@ -59,11 +59,11 @@ pub struct Scheduler {
     kv: KvBlocks,
     sequences: HashMap<SequenceId, Sequence>,
     waiting: Waiting,
-    /// In phase `Reserved`; each has a claim to a slot.
+    /// Number of sequences in phase `Reserved`; each has a claim to a slot.
     reserved_count: u32,
-    /// In phase `Ready`, by arrival; each has a claim to a slot.
+    /// Sequences in phase `Ready`, by arrival; each has a claim to a slot.
     ready: Vec<(Arrival, SequenceId)>,
-    /// In phase `Running`, by arrival.
+    /// Sequences in phase `Running`, by arrival.
     running: Vec<(Arrival, SequenceId)>,
     slots: Slots,
     frames: Frames,
@@ -99,8 +99,8 @@ impl Scheduler {
         &self.config
     }
 
-    /// Takes one input. Inputs about sequences that are not known, or not in a phase where the
-    /// input means anything, are ignored: they were overtaken.
+    /// Processes one input. Ignores late inputs: for an unknown sequence, or in a phase that does not
+    /// expect them.
     pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
         match input {
             Input::Arrived(new) => self.arrived(now, new, actions),

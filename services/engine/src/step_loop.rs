@@ -1,4 +1,4 @@
-//! Drives a scheduler and its executor, one turn at a time. The caller owns the thread.
+//! Drives a scheduler and its executor, one turn at a time. The caller provides the thread.
 
 use std::{
     collections::VecDeque,
@@ -72,9 +72,13 @@ pub struct StepLoop<E> {
 }
 
 impl<E: Executor> StepLoop<E> {
-    /// `scheduler` has the limits of `executor`.
+    /// Creates a loop. `scheduler` must have the limits of `executor`.
     pub fn new(scheduler: Scheduler, executor: E) -> Self {
-        assert_eq!(scheduler.config().limits, executor.limits(), "they share one set of limits");
+        assert_eq!(
+            scheduler.config().limits,
+            executor.limits(),
+            "scheduler and executor must have the same limits"
+        );
         Self {
             scheduler,
             executor,
@@ -167,7 +171,7 @@ impl<E: Executor> StepLoop<E> {
         Some(self.executor.now().saturating_duration_since(since))
     }
 
-    /// Takes the records of the last steps, oldest first: at most 1,024.
+    /// Takes the records of the last steps, oldest first; at most 1,024.
     pub fn take_records(&mut self) -> Vec<StepRecord> {
         std::iter::from_fn(|| self.records.pop()).collect()
     }

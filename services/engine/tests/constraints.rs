@@ -1,4 +1,5 @@
-//! Sequences with a grammar: held back a frame, alone; never a token without a mask.
+//! Sequences with a grammar skip a frame per token, delay no neighbour, and never sample without a token
+//! bitmask.
 
 mod common;
 
@@ -37,7 +38,7 @@ fn node(depth: u32) -> Node {
 }
 
 #[test]
-fn a_constrained_row_is_in_every_other_step_and_its_neighbour_in_every_one() {
+fn a_constrained_row_takes_every_other_step_and_its_neighbour_every_step() {
     for (depth, steps_per_token) in [(1, 1), (2, 2), (3, 3)] {
         let mut node = node(depth);
         node.arrive(plain(1, 60));
@@ -45,7 +46,7 @@ fn a_constrained_row_is_in_every_other_step_and_its_neighbour_in_every_one() {
         node.run();
         assert!(node.finished(SequenceId(1)) && node.finished(SequenceId(2)));
         let rows: Vec<u32> = node.engine.take_records().iter().map(|step| step.rows).collect();
-        // The neighbour alone decides how many steps there are.
+        // The neighbour alone determines the number of steps.
         assert_eq!(rows.len(), 60, "depth {depth}");
         assert!(rows.iter().all(|&rows| rows >= 1));
         let shared = rows.iter().enumerate().filter(|(_, rows)| **rows == 2).map(|(step, _)| step);
@@ -56,7 +57,7 @@ fn a_constrained_row_is_in_every_other_step_and_its_neighbour_in_every_one() {
 }
 
 #[test]
-fn an_answer_ends_where_nothing_can_follow_and_before_min_tokens_if_need_be() {
+fn a_complete_grammar_ends_the_answer_even_before_min_tokens() {
     let constraint = Some(HashGrammar::new(7, 12).constraint());
     let sampling =
         Sampling { min_tokens: 30, stop_token_ids: vec![3, 4, 39], ..Sampling::greedy() };
@@ -65,7 +66,7 @@ fn an_answer_ends_where_nothing_can_follow_and_before_min_tokens_if_need_be() {
     assert_eq!((answer.len(), reason), (12, Some(FinishReason::Stop)));
     let mut node = node(2);
     node.arrive(new.clone());
-    // The length of the request cuts an answer as it cuts any other.
+    // `max_tokens` ends a constrained answer like any other.
     let cut = NewSequence { id: SequenceId(2), max_tokens: 5, ..new };
     assert_eq!(oracle(&cut, 256).1, Some(FinishReason::Length));
     node.arrive(cut);
@@ -74,7 +75,7 @@ fn an_answer_ends_where_nothing_can_follow_and_before_min_tokens_if_need_be() {
 }
 
 #[test]
-fn an_answer_resumed_anywhere_goes_on_as_it_did() {
+fn an_answer_resumed_anywhere_continues_equally() {
     let whole =
         NewSequence { constraint: Some(HashGrammar::new(3, 25).constraint()), ..plain(1, 60) };
     let (answer, _) = oracle(&whole, 256);
@@ -106,7 +107,7 @@ fn preempted_rows_keep_their_place_in_the_grammar() {
 }
 
 #[test]
-fn constrained_rows_make_no_drafts_and_their_neighbours_do() {
+fn constrained_rows_get_no_draft_tokens_and_their_neighbours_do() {
     let drafting = ExecutorLimits { speculation: Some(speculation(6, 64)), ..limits(4, 64, 60, 2) };
     let mut node = Node::new(patient(drafting));
     node.arrive(constrained(1, 30));
@@ -119,7 +120,7 @@ fn constrained_rows_make_no_drafts_and_their_neighbours_do() {
     node.assert_all_returned();
 }
 
-/// Until its matcher fails; then a typed failure and not one token more.
+/// Runs until the matcher fails, and returns the typed failure. No token may follow.
 fn fails_with(failure: ConstraintFailure) -> SequenceFailure {
     let grammar = HashGrammar { fails_at: Some((6, failure)), ..HashGrammar::new(1, 10) };
     let new = NewSequence { constraint: Some(grammar.constraint()), ..plain(1, 40) };
@@ -165,7 +166,7 @@ fn a_failing_matcher_ends_its_own_sequence_with_a_typed_failure() {
     assert_eq!(broken, SequenceFailure::Internal { reason });
 }
 
-/// Allows everything and takes nothing.
+/// Allows every token and fails to consume any.
 #[derive(Clone, Debug)]
 struct Refuses;
 
@@ -188,7 +189,7 @@ impl Matcher for Refuses {
 }
 
 #[test]
-fn a_received_token_that_does_not_match_is_not_decoded_from() {
+fn a_received_token_that_the_grammar_rejects_fails_the_sequence() {
     let constraint = Some(Constraint::new(Box::new(Refuses)).expect("it has a mask"));
     let new = NewSequence { kind: SequenceKind::Receive, constraint, ..plain(1, 10) };
     let mut scheduler = common::scheduler(patient(limits(4, 64, 60, 2)));
@@ -203,8 +204,8 @@ fn a_received_token_that_does_not_match_is_not_decoded_from() {
     assert!(scheduler.is_idle() && scheduler.plan(&mut actions).is_none());
 }
 
-/// Real forwards: with penalties, logprobs and draws, a mixed batch in steps of any size brings what
-/// each sequence brings alone at depth 1.
+/// With a real model, penalties, logprobs and draws, a mixed batch in steps of any size gives the output of
+/// each sequence alone at depth 1.
 #[test]
 fn a_mixed_batch_of_real_forwards_equals_its_sequences_alone() {
     let sampling = |seed, temperature| Sampling {

@@ -1,5 +1,5 @@
-//! The real executor under random lives: every sequence brings the tokens that it brings alone.
-//! With random weights in f32, so that one wrong bit anywhere would change an answer.
+//! The CPU executor under random events: every sequence gives the tokens that it gives alone. Weights are
+//! random and in f32, so that a single wrong bit would change an answer.
 
 mod common;
 
@@ -41,7 +41,7 @@ fn request(id: u128, family: u32, len: usize, max_tokens: u32) -> NewSequence {
     }
 }
 
-/// Answers of single sequences, one at a time and without a cached prefix: the oracle.
+/// Returns the output of a single sequence without a cached prefix: the oracle.
 fn alone(new: &NewSequence) -> (Vec<u32>, Option<FinishReason>) {
     type Known = HashMap<(Vec<u32>, u32, u32), (Vec<u32>, Option<FinishReason>)>;
     static ORACLE: Mutex<Option<(CpuEngine, u128, Known)>> = Mutex::new(None);
@@ -70,7 +70,7 @@ fn alone(new: &NewSequence) -> (Vec<u32>, Option<FinishReason>) {
 
 #[test]
 fn answers_end_in_different_ways() {
-    // Otherwise the random tests below would show little.
+    // Otherwise the random tests below would prove little.
     let mut reasons = Vec::new();
     for family in 0..12 {
         let (tokens, reason) = alone(&request(0, family, 20, 30));
@@ -166,7 +166,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_life_brings_the_tokens_of_sequences_alone(
+    fn any_events_give_the_tokens_of_each_sequence_alone(
         depth in 1..=2u32,
         slots in 1..=5u32,
         blocks in 7..25u32,
@@ -179,7 +179,7 @@ proptest! {
     }
 
     #[test]
-    fn any_hand_over_brings_the_tokens_of_sequences_alone(
+    fn any_hand_over_gives_the_tokens_of_each_sequence_alone(
         depth in 1..=2u32,
         slots in 1..=4u32,
         blocks in 7..25u32,
@@ -198,7 +198,7 @@ proptest! {
         let mut all = Vec::new();
         for (id, (family, len, emitted, max_tokens, cancelled, after)) in (0..).zip(requests) {
             let mut new = request(id, family, len, max_tokens);
-            // An earlier attempt brought a few tokens already.
+            // An earlier attempt already emitted some tokens.
             new.prompt_len -= emitted.min(len - 1) as u32;
             new.max_tokens += emitted as u32;
             pair.submit(new.clone());
@@ -244,7 +244,7 @@ fn start(blocks: u32, vocabulary: u32) -> Result<CpuExecutor, CpuExecutorError> 
 }
 
 #[test]
-fn limits_that_do_not_fit_arena_or_model_are_refused_by_name() {
+fn limits_that_contradict_arena_or_model_are_rejected_by_name() {
     let error = start(9, 96).expect_err("the arena has 8 blocks");
     assert_eq!(error.to_string(), "limits.blocks is 9, the arena has 8");
     let error = start(8, 95).expect_err("the model knows 96 tokens");
@@ -273,18 +273,18 @@ fn first_step(step_id: u64, token_count: u32) -> StepPlan {
 }
 
 #[test]
-fn a_plan_that_does_not_fit_ends_the_executor_with_its_reason() {
+fn an_invalid_plan_stops_the_executor_with_the_reason() {
     let mut executor = start(8, 96).expect("everything fits");
     executor.launch(first_step(0, 11)).expect("launching checks nothing");
     let error = executor.collect(Duration::from_secs(10)).expect_err("11 of 10 tokens");
     assert!(matches!(error, ExecutorError::BadPlan { step_id: 0, .. }), "{error}");
-    // The thread is gone; whoever asks again learns it instead of waiting.
+    // The thread has ended; a later call returns the error instead of blocking.
     let error = executor.collect(Duration::from_secs(10)).expect_err("nothing comes any more");
     assert!(matches!(error, ExecutorError::Stopped { .. }), "{error}");
 }
 
 #[test]
-fn more_steps_than_the_depth_are_refused() {
+fn more_steps_than_the_depth_are_rejected() {
     let mut executor = start(8, 96).expect("everything fits");
     let row =
         RowPlan { slot: Slot(0), generation: 0, token_count: 1, samples: true, drafts_max: 0 };
@@ -301,7 +301,7 @@ fn more_steps_than_the_depth_are_refused() {
 }
 
 #[test]
-fn an_executor_that_is_dropped_ends_its_thread_and_lets_go_of_every_block() {
+fn dropping_the_executor_joins_its_thread_and_releases_all_blocks() {
     let model = tiny_model();
     let (mut engine, arena) = engine(&model, patient(limits_of(&model, 2, 16, 8, 2)), 1);
     let mut actions = Vec::new();
@@ -309,7 +309,7 @@ fn an_executor_that_is_dropped_ends_its_thread_and_lets_go_of_every_block() {
     engine.turn(Duration::ZERO, &mut actions).expect("launching succeeds");
     assert!(engine.steps_in_flight() > 0);
     drop(engine);
-    // The thread held the arena too.
+    // The thread held a reference to the arena.
     assert_eq!(std::sync::Arc::strong_count(&arena), 1);
     for block in 0..8 {
         assert_eq!(arena.pins(BlockId(block)).expect("in range"), 0);
@@ -317,7 +317,7 @@ fn an_executor_that_is_dropped_ends_its_thread_and_lets_go_of_every_block() {
 }
 
 #[test]
-fn a_waker_ends_a_collect_that_waits() {
+fn a_waker_ends_a_blocked_collect() {
     let mut executor = start(8, 96).expect("everything fits");
     let waker = executor.waker();
     let begun = Instant::now();

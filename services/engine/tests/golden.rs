@@ -1,4 +1,4 @@
-//! The real model in f32 brings the golden tokens, whatever the engine does with the prompts.
+//! The real model in f32 gives the golden tokens under any batching.
 
 mod common;
 
@@ -18,7 +18,7 @@ fn config(step_tokens: u32, depth: u32) -> SchedulerConfig {
     patient(limits_of(&real_model(), 16, step_tokens, 240, depth))
 }
 
-/// A golden prompt with `emitted` tokens of its output known already.
+/// Returns a golden prompt with `emitted` tokens of its output already known.
 fn attempt(id: u128, golden: &GoldenRun, emitted: usize) -> NewSequence {
     let mut tokens = golden.prompt_ids.clone();
     tokens.extend_from_slice(&golden.output_ids[..emitted]);
@@ -36,7 +36,7 @@ fn check(golden: &GoldenRun, emitted: usize, outcome: &Outcome) {
     assert_eq!(outcome.finish, Some(FinishReason::Length), "{}", golden.name);
 }
 
-/// All golden prompts at once.
+/// Runs all golden prompts at once.
 fn check_batch(engine: &mut CpuEngine, first_id: u128) -> HashMap<SequenceId, Outcome> {
     let all = golden();
     let attempts = (first_id..).zip(&all).map(|(id, golden)| attempt(id, golden, 0)).collect();
@@ -48,7 +48,7 @@ fn check_batch(engine: &mut CpuEngine, first_id: u128) -> HashMap<SequenceId, Ou
 }
 
 #[test]
-fn one_prompt_at_a_time_then_again_over_cached_prefixes_then_after_retries() {
+fn golden_tokens_one_prompt_at_a_time_with_cached_prefixes_and_retries() {
     let (mut engine, _) = engine(&real_model(), config(512, 2), 2);
     for (id, golden) in (0..).zip(golden()) {
         let outcomes = run(&mut engine, vec![attempt(id, &golden, 0)]);
@@ -61,8 +61,8 @@ fn one_prompt_at_a_time_then_again_over_cached_prefixes_then_after_retries() {
         let expected = (golden.prompt_ids.len() as u32 - 1) / 16 * 16;
         assert_eq!(outcomes[&SequenceId(id)].cached_tokens, expected, "{}", golden.name);
     }
-    // Other attempts know part of the answer. With a salt of their own nothing of it is cached, and
-    // the second of each kind finds what the first has computed.
+    // Retries know a part of the answer. Their own salt means that nothing is cached at first, and the
+    // second retry of each kind uses the blocks of the first.
     for (first_id, emitted) in [(20, 0), (30, 1), (40, 20)] {
         for again in [0, 100] {
             let attempts = (first_id + again..).zip(golden()).map(|(id, golden)| NewSequence {
@@ -83,7 +83,7 @@ fn one_prompt_at_a_time_then_again_over_cached_prefixes_then_after_retries() {
 }
 
 #[test]
-fn all_prompts_in_one_batch_and_again_over_cached_prefixes() {
+fn golden_tokens_in_one_batch_and_with_cached_prefixes() {
     let (mut engine, _) = engine(&real_model(), config(512, 2), 2);
     check_batch(&mut engine, 0);
     let again = check_batch(&mut engine, 10);
@@ -91,7 +91,7 @@ fn all_prompts_in_one_batch_and_again_over_cached_prefixes() {
 }
 
 #[test]
-fn prompts_cut_into_chunks_of_16_at_depth_1() {
+fn golden_tokens_with_prefill_chunks_of_16_at_depth_1() {
     let config = SchedulerConfig { chunk_tokens: 16, ..config(64, 1) };
     let (mut engine, _) = engine(&real_model(), config, 2);
     check_batch(&mut engine, 0);
@@ -101,7 +101,7 @@ fn prompts_cut_into_chunks_of_16_at_depth_1() {
 }
 
 #[test]
-fn drafts_bring_the_same_tokens_alone_together_and_in_two_halves() {
+fn golden_tokens_with_speculation_alone_batched_and_handed_over() {
     let with_drafts = |config: SchedulerConfig| {
         let speculation = Some(speculation(8, 64));
         let limits = ExecutorLimits { speculation, ..config.limits };
@@ -127,8 +127,8 @@ fn drafts_bring_the_same_tokens_alone_together_and_in_two_halves() {
 }
 
 #[test]
-fn batches_that_preempt_each_other_bring_the_same_tokens() {
-    // The short prompts are all let in, and then grow by three blocks each: more than there are.
+fn golden_tokens_with_preemption() {
+    // The short prompts are all admitted, and then need three more blocks each than the pool has.
     let short: Vec<GoldenRun> =
         golden().into_iter().filter(|golden| golden.prompt_ids.len() < 100).collect();
     let limits = limits_of(&real_model(), 8, 512, 16, 2);
@@ -150,7 +150,7 @@ fn batches_that_preempt_each_other_bring_the_same_tokens() {
 }
 
 #[test]
-fn prompts_read_by_one_engine_and_answered_by_another_with_and_without_cached_prefixes() {
+fn golden_tokens_with_hand_over_and_cached_prefixes() {
     let mut pair = pair(&real_model(), config(512, 2));
     let mut submit = |first_id: u128, salt: &str| {
         let all = golden();
@@ -170,9 +170,10 @@ fn prompts_read_by_one_engine_and_answered_by_another_with_and_without_cached_pr
         }
         cached
     };
-    // The first prompt is under one block: the second engine needs no help with it.
+    // The first prompt is shorter than one block, so no transfer is needed.
     assert_eq!(submit(0, ""), (0, 0, 2 + 3 + 38));
-    // Now both know every full block: each prompt's rest is under one block, so nothing moves.
+    // Now both engines have every full block cached: the rest of each prompt is less than one block, so
+    // no block is transferred.
     let (_, at_decode, moved) = submit(10, "");
     assert_eq!((at_decode, moved), (16 + 32 + 592, 0));
 }

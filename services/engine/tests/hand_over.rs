@@ -1,5 +1,5 @@
-//! Two schedulers and a transfer in memory: nobody waits for ever, whatever comes late, and tokens
-//! are those of one engine alone.
+//! Two schedulers and an in-memory transfer: no request hangs, whatever is late, and tokens equal those of
+//! one engine alone.
 
 mod common;
 
@@ -37,15 +37,15 @@ fn assert_exact(pair: &Pair<SimExecutor>, new: &NewSequence) {
 }
 
 #[test]
-fn a_full_prefill_node_and_a_full_decode_node_resolve() {
-    // Each holds two prompts; twelve are there at once. Nothing moves on the wire before both
-    // nodes are stuck: the prefill node full of finished work, the decode node of reservations.
+fn a_full_prefill_node_and_a_full_decode_node_do_not_deadlock() {
+    // Each node holds two prompts, and twelve arrive at once. No message is delivered before both nodes
+    // are stuck: the prefill node full of finished sequences, the decode node full of reservations.
     let mut pair = pair(6, 7, 4, 2);
     let requests: Vec<_> = (0..12).map(|id| request(id, 40, 6)).collect();
     requests.iter().for_each(|new| pair.submit(new.clone()));
     let mut stuck_full = 0;
     for _ in 0..10_000 {
-        // Both work until they cannot.
+        // Both run until they are stuck.
         while !pair.turn() {}
         let (prefill, decode) = (pair.prefill.scheduler().load(), pair.decode.scheduler().load());
         stuck_full += u32::from(prefill.blocks_held == 6 && decode.blocks_reserved == 6);
@@ -59,11 +59,12 @@ fn a_full_prefill_node_and_a_full_decode_node_resolve() {
 }
 
 #[test]
-fn reservations_that_reach_the_prefill_node_in_reverse_order_resolve() {
+fn reservations_in_reverse_order_do_not_deadlock() {
     let mut pair = pair(3, 30, 8, 2);
     let requests: Vec<_> = (0..8).map(|id| request(id, 40, 6)).collect();
     requests.iter().for_each(|new| pair.submit(new.clone()));
-    // The wire visits requests in order; only the last one's notice passes at first.
+    // Messages are delivered in the order of requests; at first only the last request's reservation
+    // passes.
     for late in (0..8).rev() {
         let mut visited = 0;
         pair.deliver(|| {
@@ -78,8 +79,8 @@ fn reservations_that_reach_the_prefill_node_in_reverse_order_resolve() {
 }
 
 #[test]
-fn a_decode_node_that_must_preempt_while_reservations_wait_resolves() {
-    // Answers grow until only preemption makes room, and reserved blocks cannot be displaced.
+fn preemption_beside_waiting_reservations_does_not_deadlock() {
+    // Outputs grow until only preemption frees blocks, and reserved blocks cannot be preempted.
     let mut pair = pair(30, 12, 6, 2);
     let requests: Vec<_> = (0..10).map(|id| request(id, 33, 60)).collect();
     requests.iter().for_each(|new| pair.submit(new.clone()));
@@ -90,7 +91,7 @@ fn a_decode_node_that_must_preempt_while_reservations_wait_resolves() {
 }
 
 #[test]
-fn a_prompt_that_the_decode_node_knows_needs_no_peer() {
+fn a_cached_prompt_needs_no_prefill_node() {
     let mut pair = pair(30, 30, 4, 2);
     let first = request(1, 40, 6);
     pair.submit(first.clone());
@@ -106,7 +107,7 @@ fn a_prompt_that_the_decode_node_knows_needs_no_peer() {
 }
 
 #[test]
-fn only_blocks_that_the_decode_node_lacks_are_moved() {
+fn only_blocks_not_cached_at_the_decode_node_are_transferred() {
     let mut pair = pair(30, 30, 4, 2);
     let short = request(1, 40, 6);
     pair.submit(short.clone());
@@ -126,7 +127,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_delay_on_the_wire_and_any_cancel_leave_tokens_exact_and_nothing_behind(
+    fn delays_and_cancels_keep_tokens_exact_and_leak_nothing(
         prefill_blocks in 5..20u32,
         decode_blocks in 5..20u32,
         slots in 1..=4u32,
@@ -144,7 +145,7 @@ proptest! {
         };
         let mut all = Vec::new();
         for (id, (len, max_tokens, cancelled, cancel_after, alone)) in (0..).zip(requests) {
-            // Few prompts, so that prefixes are shared.
+            // Few distinct prompts, so that prefixes are shared.
             let new = NewSequence { id: SequenceId(id), ..request(id % 3, len, max_tokens) };
             match alone && id % 4 == 0 {
                 true => pair.submit_alone(new.clone()),
@@ -176,9 +177,9 @@ proptest! {
     }
 }
 
-/// Virtual time is each node's own; the waits of these tests end with it only.
+/// Virtual time is each node's own, and only time ends the waits of this test.
 #[test]
-fn a_pair_without_its_wire_ends_by_deadline() {
+fn requests_without_a_connection_end_at_their_deadline() {
     let mut pair = pair(30, 30, 4, 2);
     let mut lost = request(1, 40, 6);
     lost.deadline = Instant::now() + Duration::from_secs(5);

@@ -1,6 +1,6 @@
-//! Random lives on one simulated node, at every depth, with drafts and without, sequences with and
-//! without a grammar in one batch, against the synchronous oracle. After every input and every step:
-//! tokens exact, books balanced, handed-over blocks untouched.
+//! Random events on one simulated node, at every depth, with and without draft tokens and grammars in one
+//! batch, compared with the synchronous oracle. After every input and every step, tokens are exact, block
+//! accounting balances, and handed-over blocks are unchanged.
 
 mod common;
 
@@ -29,7 +29,7 @@ enum Event {
     KvArrives(prop::sample::Index),
     TransferEnds(prop::sample::Index),
     Turns(u8),
-    /// A wait that is too short for the step in flight.
+    /// A wait shorter than the step in flight.
     Glance,
     Advance(u64),
 }
@@ -42,7 +42,7 @@ struct Shape {
     temperature: f32,
     seed: u64,
     salted: bool,
-    /// Its grammar, and how long a whole answer is.
+    /// Grammar seed and the length of a complete answer.
     grammar: Option<(u64, u32)>,
     deadline_ms: Option<u64>,
 }
@@ -171,7 +171,7 @@ fn live(config: SchedulerConfig, events: Vec<Event>) {
     node.assert_all_returned();
 }
 
-/// The peers do their part, and everything must end by itself.
+/// Lets the peers finish their transfers; then every sequence must end on its own.
 fn wind_down(node: &mut Node) {
     for _ in 0..10_000 {
         let turn = node.turn();
@@ -195,7 +195,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_life_is_token_exact_and_leaks_nothing(
+    fn any_events_give_exact_tokens_and_leak_no_block(
         depth in 1..=3u32,
         slots in 1..=5u32,
         blocks in 7..30u32,

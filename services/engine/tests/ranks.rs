@@ -1,5 +1,5 @@
-//! One model on several ranks: whatever the engine does with the prompts, all ranks bring the same, and
-//! what one rank alone brings wherever that is certain.
+//! One model on several ranks: all ranks return equal results for any batching, and the results equal those
+//! of a single rank wherever the margin is sufficient.
 
 mod common;
 
@@ -29,7 +29,8 @@ use kernels::{
 use model::Checkpoint;
 use serde_json::json;
 
-/// Logits on several ranks differ from those on one by far less than this.
+/// Minimum margin for comparing tokens; the logits on several ranks differ from those on one rank by far
+/// less.
 const SURE_MARGIN: f32 = 1e-3;
 
 fn models() -> Vec<(Checkpoint, Vec<usize>)> {
@@ -49,7 +50,7 @@ fn models() -> Vec<(Checkpoint, Vec<usize>)> {
     ]
 }
 
-/// Every rule of sampling, over prompts of which some begin alike.
+/// Returns requests with every sampling rule; some prompts share a prefix.
 fn requests(checkpoint: &Checkpoint, salt: &str) -> Vec<NewSequence> {
     let vocabulary = checkpoint.config().vocab_size as u32;
     let warm = |seed| Sampling { temperature: 0.8, seed, ..Sampling::greedy() };
@@ -87,13 +88,13 @@ fn tokens_of(outcomes: HashMap<SequenceId, Outcome>) -> Vec<Outcome> {
 }
 
 #[test]
-fn chunks_cached_prefixes_drafts_and_preemption_change_no_bit_on_several_ranks() {
+fn scheduling_changes_no_bit_on_several_ranks() {
     for (checkpoint, counts) in models() {
         for of in counts {
             let config = |slots, step_tokens, blocks, depth| {
                 patient(limits_of(&checkpoint, slots, step_tokens, blocks, depth))
             };
-            // One at a time, whole.
+            // One request at a time, without chunks.
             let (mut alone, _) = engine_of_ranks(&checkpoint, config(1, 256, 64, 1), of);
             let expected: Vec<Outcome> = requests(&checkpoint, "")
                 .into_iter()
@@ -129,8 +130,8 @@ fn chunks_cached_prefixes_drafts_and_preemption_change_no_bit_on_several_ranks()
     }
 }
 
-/// Both are greedy with two log-probabilities. Returns how many tokens were compared: from the first
-/// uncertain one on, answers may differ.
+/// Compares two greedy outputs with two log-probabilities each, and returns how many tokens were compared:
+/// after the first uncertain token the outputs may differ.
 fn compare(found: &[SampledToken], expected: &[SampledToken]) -> usize {
     let mut compared = 0;
     for (found, expected) in found.iter().zip(expected) {
@@ -147,7 +148,7 @@ fn compare(found: &[SampledToken], expected: &[SampledToken]) -> usize {
 }
 
 #[test]
-fn ranks_bring_what_one_brings_as_far_as_that_is_certain() {
+fn ranks_give_the_tokens_of_one_rank_where_the_margin_suffices() {
     let mut compared = 0;
     for (checkpoint, counts) in models() {
         let config = || patient(limits_of(&checkpoint, 8, 256, 64, 2));
@@ -163,9 +164,9 @@ fn ranks_bring_what_one_brings_as_far_as_that_is_certain() {
     assert!(compared > 100, "{compared}");
 }
 
-/// Prompts are read by some ranks and answered by others; between them are whole blocks alone.
+/// Prefill on some number of ranks and decode on another; whole blocks are transferred.
 #[test]
-fn kv_goes_from_any_number_of_ranks_to_any_other() {
+fn kv_transfers_between_any_numbers_of_ranks() {
     let checkpoint = dummy_model(json!({
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 301
     }));
@@ -227,9 +228,9 @@ fn attempt(id: u128, golden: &GoldenRun) -> NewSequence {
 }
 
 #[test]
-fn smollm2_on_three_ranks_brings_the_golden_tokens() {
+fn smollm2_on_three_ranks_gives_the_golden_tokens() {
     let checkpoint = real_model();
-    // 62 MiB of KV, in shared memory.
+    // 62 MiB of KV in shared memory.
     let limits = limits_of(&checkpoint, 8, 512, 88, 2);
     let limits = ExecutorLimits { speculation: Some(speculation(8, 64)), ..limits };
     let config = SchedulerConfig { chunk_tokens: 128, ..patient(limits) };
@@ -277,7 +278,7 @@ fn fault(outcome: Result<Option<engine::plan::StepResult>, ExecutorError>) -> Gr
 }
 
 #[test]
-fn a_rank_that_is_gone_late_or_elsewhere_ends_the_step_of_the_others() {
+fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     let checkpoint = dummy_model(json!({}));
     let limits = limits_of(&checkpoint, 2, 16, 8, 2);
     let start = |patience| Together::start(&checkpoint, limits, 2, Kv::Shared, patience).0.ranks;
@@ -287,7 +288,7 @@ fn a_rank_that_is_gone_late_or_elsewhere_ends_the_step_of_the_others() {
     drop(ranks.pop());
     let error = fault(ranks[0].collect(WAIT));
     assert_eq!(error, GroupError::Left { rank: 1, of: 2, exchange: 1 });
-    // Whoever asks again learns it instead of waiting.
+    // A later call returns the error instead of blocking.
     assert!(matches!(ranks[0].collect(WAIT), Err(ExecutorError::Stopped { .. })));
 
     let patience = Duration::from_millis(50);
@@ -295,7 +296,7 @@ fn a_rank_that_is_gone_late_or_elsewhere_ends_the_step_of_the_others() {
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[0].collect(WAIT));
     assert_eq!(error, GroupError::Late { rank: 1, of: 2, exchange: 1, patience });
-    // The one that was late learns that it is alone once it needs the other.
+    // The late rank learns that it is alone when it needs the other rank.
     ranks[1].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[1].collect(WAIT));
     assert_eq!(error, GroupError::Left { rank: 0, of: 2, exchange: 2 });

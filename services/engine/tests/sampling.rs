@@ -1,4 +1,4 @@
-//! Sampling through the whole engine: what a sequence draws depends on the sequence alone.
+//! Sampling through the whole engine: a sequence's draws depend on the sequence only.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn request(id: u128, sampling: Sampling) -> NewSequence {
     }
 }
 
-/// One sequence on an engine of its own.
+/// Runs one sequence on its own engine.
 fn alone(new: NewSequence) -> Outcome {
     let id = new.id;
     run(&mut cpu_engine(), vec![new]).remove(&id).expect("it was given")
@@ -70,7 +70,7 @@ fn a_seed_gives_the_same_tokens_alone_in_a_batch_in_chunks_and_handed_over() {
 }
 
 #[test]
-fn another_attempt_goes_on_with_the_same_draws_penalties_and_logprobs() {
+fn a_retry_continues_with_equal_draws_penalties_and_logprobs() {
     let sampling = Sampling {
         top_k: 40,
         top_p: 0.95,
@@ -103,9 +103,9 @@ fn one_candidate_is_greedy_at_any_temperature() {
 }
 
 #[test]
-fn penalties_count_the_tokens_that_the_host_has_not_seen_yet() {
-    // At depth 2 each step is planned before the token before it is known; a penalty that missed
-    // it would repeat.
+fn penalties_count_tokens_still_on_the_device() {
+    // At depth 2 each step is planned before the previous token is known; a penalty that missed the
+    // previous token would allow a repetition.
     for depth in [1, 2] {
         let (mut engine, _) = engine(&tiny_model(), config(4, depth), 1);
         let free = Sampling { temperature: 0.0, ..Sampling::greedy() };
@@ -119,14 +119,14 @@ fn penalties_count_the_tokens_that_the_host_has_not_seen_yet() {
         assert!(repeats[0] > 0, "without a penalty some token comes twice: {repeats:?}");
         assert!(repeats[1] < repeats[0] && repeats[2] < repeats[0], "{repeats:?}");
         assert_eq!(repeats[3], 0, "{repeats:?}");
-        // The repetition penalty looks at the prompt as well.
+        // The repetition penalty also applies to prompt tokens.
         let prompt = request(0, Sampling::greedy()).tokens;
         assert!(outcomes[&SequenceId(3)].ids().iter().all(|token| !prompt.contains(token)));
     }
 }
 
 #[test]
-fn stop_tokens_are_held_off_by_min_tokens_and_ordinary_when_ignored() {
+fn stop_tokens_respect_min_tokens_and_ignore_stop_tokens() {
     let free = alone(request(0, Sampling::greedy())).ids();
     let stop_token_ids = vec![free[2]];
     let first = free.iter().position(|token| *token == free[2]).expect("it is one of them");
@@ -145,7 +145,7 @@ fn stop_tokens_are_held_off_by_min_tokens_and_ordinary_when_ignored() {
 }
 
 #[test]
-fn logprobs_come_with_every_token_and_only_where_asked_for() {
+fn logprobs_are_returned_for_every_token_if_requested() {
     let asked = Sampling { logprobs: Some(5), ..random(1) };
     let with = alone(request(0, asked));
     let without = alone(request(0, random(1)));

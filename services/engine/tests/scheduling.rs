@@ -1,4 +1,4 @@
-//! What the scheduler promises, one situation at a time, on the sim executor.
+//! Scheduler behaviour, one situation at a time, on the sim executor.
 
 mod common;
 
@@ -27,7 +27,7 @@ fn node(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> Node {
     Node::new(patient(limits(slots, step_tokens, blocks, depth)))
 }
 
-/// What a scheduler answers to one input at once.
+/// Returns the scheduler's immediate actions for one input.
 fn actions(scheduler: &mut Scheduler, now: Instant, input: Input) -> Vec<Action> {
     let mut actions = Vec::new();
     scheduler.handle(now, input, &mut actions);
@@ -44,7 +44,7 @@ fn failure_of(config: SchedulerConfig, new: NewSequence) -> String {
 }
 
 #[test]
-fn a_prompt_is_read_in_chunks_within_the_step_budget() {
+fn prefill_is_chunked_within_the_step_budget() {
     let mut node = Node::new(SchedulerConfig { chunk_tokens: 16, ..patient(limits(4, 24, 30, 1)) });
     node.arrive(new(1, COMPUTE, 70, 3));
     node.arrive(new(2, COMPUTE, 70, 3));
@@ -56,9 +56,9 @@ fn a_prompt_is_read_in_chunks_within_the_step_budget() {
 }
 
 #[test]
-fn every_running_row_gets_a_token_beside_a_long_prompt() {
+fn a_long_prompt_delays_no_decoding_row() {
     let mut node = node(4, 8, 40, 1);
-    // Older by arrival: it would take every budget whole.
+    // This prompt is older and would take the whole budget of every step.
     node.arrive(new(1, SEND, 90, 1));
     node.arrive(new(2, COMPUTE, 5, 40));
     node.turn();
@@ -76,15 +76,15 @@ fn every_running_row_gets_a_token_beside_a_long_prompt() {
 }
 
 #[test]
-fn the_latest_arrival_makes_room_and_finds_its_blocks_cached() {
+fn the_latest_arrival_is_preempted_and_finds_its_blocks_cached() {
     let mut node = node(4, 64, 8, 2);
-    // 4 + 3 blocks at first; each grows to 5.
+    // 4 + 3 blocks at first; each sequence grows to 5.
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 60, 20) });
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(2, COMPUTE, 40, 38) });
     node.run();
     assert!(node.engine.scheduler().preemptions() >= 1);
     assert!(node.finished(SequenceId(1)) && node.finished(SequenceId(2)));
-    // The first was never displaced: its tokens came in one uninterrupted run of steps.
+    // The first sequence was never preempted: its tokens came in consecutive steps.
     let recomputed: u32 = node.engine.take_records().into_iter().map(|record| record.tokens).sum();
     let needed = 60 + 19 + 40 + 37;
     assert!(recomputed < needed + 40, "{recomputed} tokens for {needed}: the cache was of use");
@@ -92,15 +92,15 @@ fn the_latest_arrival_makes_room_and_finds_its_blocks_cached() {
 }
 
 #[test]
-fn a_send_is_never_displaced() {
+fn a_send_is_never_preempted() {
     let config = SchedulerConfig { chunk_tokens: 4, ..patient(limits(2, 8, 8, 1)) };
     let mut node = Node::new(config);
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 16, 60) });
     node.turn();
     node.arrive(new(2, SEND, 90, 5));
     node.transfer_ready(SequenceId(2), 1);
-    // The older one needs its third block while the sender reads its prompt, and waits. The harness
-    // checks that each block leaves once, without gaps, with the right contents.
+    // The older sequence needs its third block while the sender prefills, and waits. The harness checks
+    // that each block is handed over once, without gaps, with the right contents.
     node.run();
     assert_eq!(node.engine.scheduler().preemptions(), 0);
     assert!(node.finished(SequenceId(2)) && !node.finished(SequenceId(1)));
@@ -111,7 +111,7 @@ fn a_send_is_never_displaced() {
 }
 
 #[test]
-fn the_youngest_makes_room_for_older_ones_even_beside_a_send() {
+fn the_youngest_row_is_preempted_even_beside_a_send() {
     let config = SchedulerConfig { chunk_tokens: 4, ..patient(limits(3, 12, 12, 2)) };
     let mut node = Node::new(config);
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 16, 60) });
@@ -128,7 +128,7 @@ fn the_youngest_makes_room_for_older_ones_even_beside_a_send() {
 }
 
 #[test]
-fn blocks_that_the_sender_has_cached_leave_at_once() {
+fn blocks_cached_at_the_sender_are_handed_over_at_once() {
     let mut node = node(4, 64, 20, 2);
     node.arrive(NewSequence { id: SequenceId(1), ..new(3, COMPUTE, 70, 2) });
     node.run();
@@ -136,7 +136,7 @@ fn blocks_that_the_sender_has_cached_leave_at_once() {
     let send = NewSequence { id: SequenceId(2), ..new(3, SEND, 70, 2) };
     node.arrive(send);
     node.transfer_ready(SequenceId(2), 1);
-    // The plan that admits it hands over blocks 1 to 3 before anything is computed.
+    // The plan that admits the sender hands over blocks 1 to 3 before any computation.
     node.engine.turn(Duration::ZERO, &mut scheduler_view).expect("a sound plan");
     match scheduler_view.as_slice() {
         [Action::KvWritten { first_block: 1, blocks, .. }] => assert_eq!(blocks.len(), 3),
@@ -145,7 +145,7 @@ fn blocks_that_the_sender_has_cached_leave_at_once() {
 }
 
 #[test]
-fn a_receive_with_less_than_a_block_to_go_is_alone() {
+fn a_receive_missing_less_than_a_block_is_alone() {
     let mut node = node(4, 64, 20, 2);
     node.arrive(NewSequence { id: SequenceId(1), ..new(3, COMPUTE, 40, 2) });
     node.run();
@@ -161,7 +161,7 @@ fn a_receive_with_less_than_a_block_to_go_is_alone() {
 }
 
 #[test]
-fn an_aborted_receive_keeps_its_blocks_until_no_write_can_land() {
+fn an_aborted_receive_keeps_its_blocks_until_the_transfer_ends() {
     let mut node = node(4, 64, 6, 2);
     node.arrive(new(1, RECEIVE, 90, 2));
     assert_eq!(node.engine.scheduler().load().blocks_reserved, 6);
@@ -186,7 +186,7 @@ fn kv_that_arrives_after_an_abort_is_dropped() {
 }
 
 #[test]
-fn kv_with_a_token_that_cannot_follow_fails_its_sequence_alone() {
+fn kv_with_an_invalid_token_fails_its_sequence_alone() {
     let now = Instant::now();
     for (first_index, id) in [(1, 3), (0, VOCABULARY)] {
         let mut scheduler = scheduler(patient(limits(4, 64, 6, 2)));
@@ -202,7 +202,7 @@ fn kv_with_a_token_that_cannot_follow_fails_its_sequence_alone() {
 }
 
 #[test]
-fn a_receive_that_finds_no_room_in_time_is_busy() {
+fn a_receive_without_blocks_in_time_is_busy() {
     let config = SchedulerConfig {
         reserve_timeout: Duration::from_millis(50),
         ..patient(limits(4, 64, 6, 2))
@@ -223,7 +223,7 @@ fn a_receive_that_finds_no_room_in_time_is_busy() {
 }
 
 #[test]
-fn a_send_whose_reservation_never_comes_fails_and_ends_its_transfer() {
+fn a_send_without_a_reservation_times_out_and_ends_its_transfer() {
     let config =
         SchedulerConfig { ready_timeout: Duration::from_secs(2), ..patient(limits(4, 64, 6, 2)) };
     let mut node = Node::new(config);
@@ -237,7 +237,7 @@ fn a_send_whose_reservation_never_comes_fails_and_ends_its_transfer() {
 }
 
 #[test]
-fn a_reservation_for_blocks_that_the_prompt_does_not_have_fails_the_send() {
+fn an_invalid_reservation_fails_the_send() {
     let now = Instant::now();
     let mut scheduler = scheduler(patient(limits(4, 64, 6, 2)));
     actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 40, 2)));
@@ -258,7 +258,7 @@ fn a_reservation_for_blocks_that_the_prompt_does_not_have_fails_the_send() {
 #[test]
 fn a_first_token_that_ends_the_request_aborts_the_transfer() {
     let mut node = node(4, 64, 20, 2);
-    // `max_tokens` 1; the harness checks AbortTransfer and the reason.
+    // `max_tokens` is 1; the harness checks AbortTransfer and the reason.
     node.arrive(new(1, SEND, 40, 1));
     node.transfer_ready(SequenceId(1), 0);
     node.run();
@@ -272,7 +272,7 @@ fn a_first_token_that_ends_the_request_aborts_the_transfer() {
 }
 
 #[test]
-fn a_receive_is_not_delayed_by_one_that_waits_for_budget() {
+fn a_receive_is_not_delayed_by_a_wait_for_budget() {
     let mut node = node(8, 8, 40, 1);
     node.arrive(new(1, COMPUTE, 90, 2));
     node.turn();
@@ -286,11 +286,11 @@ fn a_receive_is_not_delayed_by_one_that_waits_for_budget() {
 }
 
 #[test]
-fn blocks_are_given_in_order_of_arrival() {
+fn blocks_are_allocated_in_order_of_arrival() {
     let mut node = node(8, 64, 8, 1);
     node.arrive(new(1, COMPUTE, 90, 3));
     node.turn();
-    // Needs 6 blocks, 2 are free: it waits, and so does everyone younger.
+    // It needs 6 blocks and 2 are free, so it and all younger sequences wait.
     node.arrive(new(2, COMPUTE, 81, 3));
     node.turn();
     node.arrive(new(3, RECEIVE, 20, 3));
@@ -309,7 +309,7 @@ fn blocks_are_given_in_order_of_arrival() {
 }
 
 #[test]
-fn a_stop_is_seen_one_step_late_and_leaves_nothing_behind() {
+fn a_stop_is_seen_one_step_late_and_leaks_nothing() {
     for depth in 1..=3 {
         let mut node = node(4, 64, 20, depth);
         let stops = (0..VOCABULARY / 2).collect();
@@ -326,7 +326,7 @@ fn a_stop_is_seen_one_step_late_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_length_stop_is_foreseen_and_computes_no_surplus() {
+fn a_length_stop_computes_no_surplus_token() {
     let mut node = node(4, 64, 20, 3);
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 20, 10) });
     node.run();
@@ -335,7 +335,7 @@ fn a_length_stop_is_foreseen_and_computes_no_surplus() {
 }
 
 #[test]
-fn a_sequence_grows_to_the_whole_pool_and_ends_there() {
+fn a_sequence_can_grow_to_the_whole_pool() {
     let mut node = node(2, 64, 4, 2);
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 60, 1000) });
     node.run();
@@ -344,7 +344,7 @@ fn a_sequence_grows_to_the_whole_pool_and_ends_there() {
 }
 
 #[test]
-fn a_row_without_a_candidate_fails_alone() {
+fn a_row_without_an_allowed_token_fails_alone() {
     let limits = limits(4, 64, 20, 2);
     let mut engine = StepLoop::new(scheduler(patient(limits)), sim(limits, Instant::now()));
     let every_token = (0..VOCABULARY).collect();
@@ -367,7 +367,7 @@ fn a_row_without_a_candidate_fails_alone() {
 }
 
 #[test]
-fn what_can_never_run_is_refused_with_field_value_and_limit() {
+fn invalid_requests_are_rejected_with_field_value_and_limit() {
     let config = patient(limits(4, 64, 6, 2));
     let refusals = [
         (
@@ -409,7 +409,7 @@ fn what_can_never_run_is_refused_with_field_value_and_limit() {
 #[test]
 fn every_queue_has_a_bound_and_a_known_id_is_a_duplicate() {
     let now = Instant::now();
-    // One finds the slot free, one waits.
+    // One sequence gets the slot, one waits.
     let config =
         SchedulerConfig { waiting_max: 1, transfers_max: 1, ..patient(limits(1, 64, 6, 2)) };
     let mut scheduler = scheduler(config);
@@ -464,7 +464,7 @@ fn inputs_about_unknown_sequences_change_nothing() {
 }
 
 #[test]
-fn cache_changes_lead_from_one_snapshot_to_the_next() {
+fn cache_changes_connect_snapshots() {
     let mut node = node(4, 64, 8, 2);
     let mut replica = std::collections::BTreeSet::new();
     for id in 0..12 {
@@ -486,7 +486,7 @@ fn cache_changes_lead_from_one_snapshot_to_the_next() {
 }
 
 #[test]
-fn nothing_is_found_again_while_the_prefix_cache_is_off() {
+fn prefix_cache_off_gives_no_hits() {
     let config = SchedulerConfig { prefix_cache: false, ..patient(limits(2, 64, 8, 2)) };
     let mut node = Node::new(config);
     for id in 0..2 {
@@ -504,7 +504,7 @@ fn nothing_is_found_again_while_the_prefix_cache_is_off() {
 }
 
 #[test]
-fn load_counts_what_is_known_and_what_is_still_to_compute() {
+fn load_counts_sequences_and_pending_prompt_tokens() {
     let mut node = node(2, 16, 20, 1);
     node.arrive(new(1, COMPUTE, 40, 4));
     node.arrive(new(2, SEND, 30, 4));
@@ -522,7 +522,7 @@ fn load_counts_what_is_known_and_what_is_still_to_compute() {
 
 #[test]
 fn equal_inputs_give_equal_plans_and_actions() {
-    // Each run has its own hash seeds; nothing may depend on them.
+    // Each run has its own hash seeds; the result must not depend on them.
     let run = || {
         let start = Instant::now();
         let limits = limits(3, 24, 14, 2);
@@ -553,7 +553,7 @@ fn equal_inputs_give_equal_plans_and_actions() {
 }
 
 #[test]
-fn the_step_loop_says_idle_pending_or_stepped_and_keeps_figures() {
+fn step_loop_returns_idle_pending_or_stepped_and_keeps_records() {
     let limits = limits(2, 64, 20, 2);
     let mut engine = StepLoop::new(scheduler(patient(limits)), sim(limits, Instant::now()));
     let mut actions = Vec::new();
@@ -582,7 +582,7 @@ fn the_step_loop_says_idle_pending_or_stepped_and_keeps_figures() {
 }
 
 #[test]
-fn bounds_that_contradict_each_other_are_refused() {
+fn contradictory_limits_are_rejected() {
     let good = patient(limits(4, 64, 6, 2));
     let error = |config| Scheduler::new(config, SEEDS).expect_err("it contradicts itself");
     assert_eq!(

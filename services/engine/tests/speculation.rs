@@ -1,4 +1,4 @@
-//! Drafts change how soon tokens come, and nothing else.
+//! Draft tokens change the number of steps and not the output.
 
 mod common;
 
@@ -30,7 +30,7 @@ fn long(id: u128, len: usize, max_tokens: u32) -> NewSequence {
 }
 
 #[test]
-fn an_answer_takes_fewer_steps_and_is_counted_draft_by_draft() {
+fn speculation_saves_steps_and_counts_draft_tokens() {
     let mut steps = Vec::new();
     for drafts in [None, Some(speculation(6, 64))] {
         let mut node = sim_node(40, drafts);
@@ -55,7 +55,7 @@ fn an_answer_takes_fewer_steps_and_is_counted_draft_by_draft() {
 }
 
 #[test]
-fn a_step_holds_no_more_than_its_tokens_and_a_full_one_no_drafts() {
+fn draft_tokens_stay_within_the_token_budget_of_a_step() {
     let mut node = sim_node(60, Some(speculation(8, 10)));
     for id in 1..=4 {
         node.arrive(long(id, 30, 60));
@@ -70,7 +70,7 @@ fn a_step_holds_no_more_than_its_tokens_and_a_full_one_no_drafts() {
 }
 
 #[test]
-fn the_next_turn_finds_the_whole_answer_in_the_cache_and_nothing_behind_its_end() {
+fn the_prefix_cache_holds_exactly_the_answer_after_speculation() {
     for stops in [false, true] {
         let mut node = sim_node(40, Some(speculation(7, 64)));
         let stop_token_ids = if stops { (0..8).collect() } else { Vec::new() };
@@ -86,7 +86,7 @@ fn the_next_turn_finds_the_whole_answer_in_the_cache_and_nothing_behind_its_end(
         node.run();
         let full_blocks = (30 + answer.len() - 1) / 16;
         assert_eq!(node.engine.scheduler().cached_hashes().len(), full_blocks);
-        // The sim executor reads what is cached and finds the KV of these very tokens.
+        // The sim executor verifies that the cached KV belongs to exactly these tokens.
         let mut tokens = first.tokens;
         tokens.extend(&answer);
         tokens.extend([9, 9, 9]);
@@ -101,7 +101,7 @@ fn the_next_turn_finds_the_whole_answer_in_the_cache_and_nothing_behind_its_end(
 }
 
 #[test]
-fn a_sender_makes_no_drafts_and_its_receiver_does() {
+fn a_sender_does_not_speculate_and_its_receiver_does() {
     let limits = ExecutorLimits { speculation: Some(speculation(5, 64)), ..real_limits(8, 2) };
     let mut pair = pair(&tiny_model(), patient(limits));
     pair.submit(request(1, Sampling::greedy()));
@@ -114,7 +114,7 @@ fn a_sender_makes_no_drafts_and_its_receiver_does() {
 }
 
 #[test]
-fn a_bound_of_zero_is_refused_by_name() {
+fn zero_speculation_limits_are_rejected_by_name() {
     let rules = speculation(4, 64);
     for (field, rules) in [
         ("limits.speculation.row_drafts", Speculation { row_drafts: 0, ..rules }),
@@ -135,13 +135,13 @@ fn cpu_engine(drafts: Option<Speculation>) -> CpuEngine {
     engine(&tiny_model(), patient(limits), 2).0
 }
 
-/// The random model repeats itself soon, when it may.
+/// Returns a request without stop tokens, whose output soon repeats with a random model.
 fn request(id: u128, sampling: Sampling) -> NewSequence {
     let tokens = (0..24).map(|index| (index % 6 * 7 + 3 + id as u32) % 96).collect();
     NewSequence { sampling, max_tokens: 60, ..sequence(id, COMPUTE, tokens, Instant::now()) }
 }
 
-/// With all that a request can ask of its tokens.
+/// Returns sampling parameters that use every rule.
 fn demanding(seed: u64, temperature: f32) -> Sampling {
     Sampling {
         temperature,
@@ -159,7 +159,7 @@ fn demanding(seed: u64, temperature: f32) -> Sampling {
 }
 
 #[test]
-fn tokens_logprobs_penalties_and_stops_are_the_same_to_the_last_bit() {
+fn speculation_keeps_tokens_logprobs_penalties_and_stops_bit_equal() {
     let requests = || -> Vec<_> {
         let samplings = [
             Sampling::greedy(),
@@ -180,10 +180,10 @@ fn tokens_logprobs_penalties_and_stops_are_the_same_to_the_last_bit() {
     }
 }
 
-/// `DESIGN.md` promises the same bits in f32; here the kernels give them in the other formats too,
-/// because each row's sums have an order of their own.
+/// `DESIGN.md` guarantees equal bits in f32. The CPU kernels give equal bits in the other formats too,
+/// because each row is accumulated in an order of its own.
 #[test]
-fn in_every_format_tokens_are_those_without_drafts() {
+fn speculation_changes_no_token_in_any_weight_format() {
     let requests = || -> Vec<_> {
         let samplings = [Sampling::greedy(), demanding(1, 0.0), demanding(2, 0.05)];
         (1..).zip(samplings).map(|(id, sampling)| request(id, sampling)).collect()
@@ -206,8 +206,8 @@ fn in_every_format_tokens_are_those_without_drafts() {
 }
 
 #[test]
-fn sequences_that_are_preempted_between_drafts_bring_the_same_tokens() {
-    // Each needs six blocks in the end; with 16, two of the four must give way again and again.
+fn preemption_with_speculation_keeps_tokens() {
+    // Each sequence finally needs six blocks; with 16 blocks, two of the four are preempted repeatedly.
     let requests = || -> Vec<_> {
         let greedy = || Sampling { logprobs: Some(2), ..Sampling::greedy() };
         (1..=4)
@@ -228,7 +228,7 @@ fn sequences_that_are_preempted_between_drafts_bring_the_same_tokens() {
             assert_eq!(outcome.failure, None);
             assert_eq!(outcome.finish, Some(FinishReason::Length));
             assert_eq!(outcome.tokens.len(), 60, "{id:?}");
-            // Recomputed KV is the first one to the last bit.
+            // Recomputed KV is bit-equal to the first.
             if weights == WeightFormat::F32 {
                 assert_eq!(outcome.tokens, plain[id].tokens, "{id:?}");
             }
@@ -239,9 +239,9 @@ fn sequences_that_are_preempted_between_drafts_bring_the_same_tokens() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// Real forwards in f32: batches, chunks, preemption, any depth, any drafts.
+    /// Real model in f32: any batches, chunks, preemption, depth and draft tokens.
     #[test]
-    fn any_batch_brings_the_tokens_of_sequences_alone(
+    fn any_batch_gives_the_tokens_of_each_sequence_alone(
         row_drafts in 1..12u32,
         step_tokens in 2..128u32,
         (ngram_min, more) in (1..4u32, 0..4u32),

@@ -1,7 +1,7 @@
-//! Where everything lies that a node and its ranks share.
+//! Layout of the memory that a node and its ranks share.
 //!
-//! One region for each group: a header that says whose it is, a heartbeat for each rank, the bells,
-//! the ring of plans with the ranks as its readers, and a ring of results from each rank.
+//! Each group has one region: a header that identifies the group, a heartbeat per rank, the bells, the ring
+//! of step plans with the ranks as readers, and one ring of results per rank.
 
 use std::{
     fs,
@@ -17,46 +17,48 @@ use crate::{
     ring::{Bell, LINE, RingReader, RingShape, RingWriter},
 };
 
-/// What the region's file says it is for.
+/// Purpose in the region's file name.
 pub const PURPOSE: &str = "ranks";
 
 const MAGIC: u64 = u64::from_le_bytes(*b"batonrnk");
-/// Of the layout here and of the messages' form.
+/// Version of this layout and of the message format.
 const VERSION: u64 = 3;
 
-/// A step of 256 rows is one part, a prompt of 100,000 tokens fits as a whole.
+/// Slots and slot bytes of the plan ring. A step of 256 rows is one part, and a prompt of 100,000 tokens
+/// fits as a whole.
 const PLANS: (usize, usize) = (64, 8 << 10);
-/// A step of 256 rows without log-probabilities is one part.
+/// Slots and slot bytes of a result ring. A step of 256 rows without log-probabilities is one part.
 const RESULTS: (usize, usize) = (32, 8 << 10);
 
 const HEADER_BYTES: usize = 8 * LINE;
 
-/// The bells: plans are there, there is room for plans, results are there; then for each rank that
-/// there is room for its results.
+/// Number of shared bells: plans are available, the plan ring has free slots, results are available. One
+/// bell per rank follows, which tells that the rank's result ring has free slots.
 const BELLS_SHARED: usize = 3;
 
-/// Why a process cannot join a group.
+/// Error of joining a group.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     #[error(transparent)]
     Region(#[from] SharedError),
-    #[error("the region is no group's, or not of this kind: it begins with {found:016x}")]
+    #[error("the region is not a rank group's region of this version: it begins with {found:016x}")]
     Magic { found: u64 },
     #[error(
-        "the node is of another build ({node:016x}) than this program ({own:016x}): start it anew"
+        "the node is another build ({node:016x}) than this program ({own:016x}): restart the node"
     )]
     Build { node: u64, own: u64 },
-    #[error("the region is of epoch {found:032x}, expected is {expected:032x}")]
+    #[error("the region has epoch {found:032x}; expected {expected:032x}")]
     Epoch { found: u128, expected: u128 },
-    #[error("the group has {found} ranks, expected are {expected}")]
+    #[error("the group has {found} ranks; expected {expected}")]
     Ranks { found: u64, expected: u32 },
 }
 
-/// Tells builds of this program apart. All ranks of a group are of one.
+/// Returns a number that identifies this build of the program. All ranks of a group must have the same
+/// build.
 pub fn build() -> u64 {
     let mut hash = Xxh3::with_seed(VERSION);
     hash.update(env!("CARGO_PKG_VERSION").as_bytes());
-    // The file that runs, whatever has taken its name since.
+    // The running file, even if another file has its name by now.
     if let Ok(file) = fs::metadata("/proc/self/exe") {
         for number in [file.len() as i64, file.mtime(), file.mtime_nsec()] {
             hash.update(&number.to_le_bytes());
@@ -65,7 +67,7 @@ pub fn build() -> u64 {
     hash.digest()
 }
 
-/// The region of a group, mapped.
+/// Mapped region of a group.
 #[derive(Debug)]
 pub struct GroupRegion {
     region: Arc<SharedRegion>,
@@ -74,12 +76,12 @@ pub struct GroupRegion {
 }
 
 impl GroupRegion {
-    /// Bytes of a group's region.
+    /// Returns the size of a group's region in bytes.
     pub fn bytes(ranks: u32) -> usize {
         Self::results_at(ranks as usize, ranks as usize)
     }
 
-    /// By the node.
+    /// Creates the region; called by the node.
     pub fn create(spec: &RankSpec, build: u64) -> Result<Self, SharedError> {
         let region = SharedRegion::create(&spec.region, Self::bytes(spec.of))?;
         let (epoch, ranks) = (spec.region.epoch, spec.of as usize);
@@ -91,7 +93,7 @@ impl GroupRegion {
         Ok(Self { region, ranks, epoch })
     }
 
-    /// By a rank.
+    /// Opens the region; called by a rank.
     pub fn open(spec: &RankSpec, own: u64) -> Result<Self, JoinError> {
         let region = SharedRegion::open(&spec.region, Self::bytes(spec.of))?;
         let header = region.longs(0, HEADER_BYTES / 8);
@@ -113,12 +115,12 @@ impl GroupRegion {
         Ok(Self { region, ranks: spec.of as usize, epoch: expected })
     }
 
-    /// Takes the name away.
+    /// Unlinks the region's file.
     pub fn unlink(&self) {
         self.region.unlink();
     }
 
-    /// Counts up as long as the rank lives.
+    /// Returns the rank's heartbeat, which counts up as long as the rank is alive.
     pub fn heartbeat(&self, rank: usize) -> Atomics<std::sync::atomic::AtomicU64> {
         self.region.longs(HEADER_BYTES + rank * LINE, 1)
     }
@@ -195,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_of_another_build_or_group_is_refused_in_one_line() {
+    fn another_build_or_group_is_rejected_in_one_line() {
         let spec = RankSpec { region: RegionName::own(0xfeed_5eed, "ranks_test"), rank: 0, of: 2 };
         let made = GroupRegion::create(&spec, 5).unwrap();
         assert!(GroupRegion::open(&spec, 5).is_ok());
@@ -207,22 +209,22 @@ mod tests {
         let line = refused(&spec, 6);
         assert!(line.contains("another build (0000000000000005) than this program (00"), "{line}");
         let line = refused(&RankSpec { of: 3, ..spec.clone() }, 5);
-        assert!(line.contains("bytes long, expected are"), "{line}");
+        assert!(line.contains("bytes; expected "), "{line}");
         let field = |at: usize, value| {
             made.region.longs(0, HEADER_BYTES / 8)[at].store(value, Ordering::Relaxed);
         };
         field(5, 1);
-        assert!(refused(&spec, 5).contains("has 1 ranks, expected are 2"));
+        assert!(refused(&spec, 5).contains("has 1 ranks; expected 2"));
         field(3, 1);
-        assert!(refused(&spec, 5).contains("expected is 000000000000000000000000feed5eed"));
+        assert!(refused(&spec, 5).contains("expected 000000000000000000000000feed5eed"));
         field(0, 1);
         assert!(refused(&spec, 5).contains("begins with 0000000000000001"));
         made.unlink();
-        assert!(refused(&spec, 5).contains("cannot open it"));
+        assert!(refused(&spec, 5).contains("cannot open "));
     }
 
     #[test]
-    fn nothing_overlaps_and_all_of_it_is_used() {
+    fn parts_of_the_region_do_not_overlap_and_cover_it() {
         for ranks in [1, 2, 8] {
             let spec = RankSpec { region: RegionName::own(9, "ranks_test2"), rank: 0, of: ranks };
             let made = GroupRegion::create(&spec, 5).unwrap();
@@ -233,7 +235,7 @@ mod tests {
             ends.extend((0..=ranks).map(|rank| GroupRegion::results_at(ranks, rank)));
             assert!(ends.is_sorted() && ends.iter().all(|end| end.is_multiple_of(LINE)));
             assert_eq!(ends.last(), Some(&made.region.byte_count()));
-            // Atomics that overlapped words would panic.
+            // Overlapping atomics of different kinds panic.
             let _all = (made.plan_writer(), made.heartbeat(ranks - 1), made.plan_room());
             let _results: Vec<_> = (0..ranks).map(|rank| made.result_writer(rank)).collect();
         }

@@ -1,22 +1,21 @@
-//! Messages from one writer to every reader, in order, through shared memory.
+//! Ring in shared memory that broadcasts messages from one writer to every reader, in order.
 //!
-//! A ring is a row of slots of equal size. Message parts are numbered from 0; part *n* lies in slot
-//! *n* mod slots. The writer fills a slot and then stores *n* + 1 as its sequence number (release);
-//! a reader that sees that number (acquire) sees the part. Each reader has a cursor, the number of
-//! parts it has taken, and the writer never fills a slot that some reader has yet to take: a slow
-//! reader makes it wait, up to a deadline, and loses nothing. A message longer than a slot goes in
-//! several parts, also in more than the ring has slots at once.
+//! A ring is an array of slots of equal size. Message parts are numbered from 0; part *n* is in slot *n*
+//! mod slots. The writer fills a slot and then stores *n* + 1 as its sequence number (release). A reader
+//! that sees this number (acquire) sees the part. Each reader has a cursor, the number of parts it has
+//! taken, and the writer never fills a slot that some reader has not taken. A slow reader therefore blocks
+//! the writer, up to a deadline, and loses nothing. A message longer than a slot is split into several
+//! parts, which may be more than the ring's slots.
 //!
-//! Nobody trusts the other side's memory: lengths are bounded, every part has a checksum that goes
-//! with its number and with the ring's epoch, and all of it is read and written as atomics. What does
-//! not fit is an error, never undefined.
+//! Neither side trusts the other's memory. Lengths are bounded. Every part has a checksum over its bytes,
+//! its number and the ring's seed. All accesses are atomic. Invalid data is an error, never undefined
+//! behaviour.
 //!
-//! Who finds nothing to do spins for a moment and then sleeps in the system until a [`Bell`] rings.
+//! An idle reader or a blocked writer spins briefly and then sleeps until a [`Bell`] rings.
 //!
-//! What costs time here is memory that one core has written last and another one needs. So readers that
-//! spin look at one line, the header of the part to come, which holds the first bytes of the message
-//! too; a bell that nobody sleeps by is only read; and what the writer will need for its next part it
-//! fetches after it has published one, not before.
+//! The main cost is moving cache lines between cores. So a spinning reader polls one cache line: the header
+//! of the next part, which also holds the first bytes of the message. Ringing a bell without sleepers only
+//! reads the bell. After publishing a part, the writer prefetches what its next part needs.
 
 use std::{
     hint,
@@ -30,33 +29,33 @@ use std::{
 use kernels::shared::{Atomics, SharedRegion, futex};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// A cache line, and the grain of everything here.
+/// Size of a cache line in bytes, to which everything here is aligned.
 pub const LINE: usize = 64;
-/// Longer ones are refused by both sides.
+/// Maximum message size in bytes. Both sides reject longer messages.
 pub const MESSAGE_BYTES_MAX: usize = 256 << 20;
-/// Longest sleep between two looks at what else may have happened.
+/// Maximum sleep between two checks for errors and cancellation.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
 
-/// What went wrong with a ring.
+/// Error of a ring.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// A reader did not make room in time.
-    #[error("reader {reader} left {parts} parts unread for {} ms", waited.as_millis())]
+    /// A reader did not free a slot before the deadline.
+    #[error("reader {reader} has not read {parts} parts for {} ms", waited.as_millis())]
     Slow { reader: usize, parts: u64, waited: Duration },
-    #[error("a message of {bytes} bytes is too long: {MESSAGE_BYTES_MAX} are allowed")]
+    #[error("cannot transfer a message of {bytes} bytes; expected at most {MESSAGE_BYTES_MAX}")]
     TooLong { bytes: usize },
-    /// Something else than the other side wrote there.
+    /// The memory does not hold what the other side should have written.
     #[error("part {part} is damaged: {what}")]
     Damaged { part: u64, what: &'static str },
-    /// The caller's reason to wait no longer came true.
-    #[error("the wait was given up")]
+    /// The caller cancelled the wait.
+    #[error("the wait was cancelled")]
     GivenUp,
 }
 
-/// Wakes those who sleep; a cache line of its own, which stays as it is while nobody does.
+/// Wakes sleeping processes. A bell has its own cache line, which does not change while no process sleeps.
 #[derive(Clone, Debug)]
 pub struct Bell {
-    /// How often it woke somebody, and how many sleep or are about to.
+    /// The number of wake-ups, and the number of processes that sleep or are about to.
     words: Atomics<AtomicU32>,
 }
 
@@ -67,10 +66,10 @@ impl Bell {
         Self { words: region.words(offset, 2) }
     }
 
-    /// After something was made visible.
+    /// Wakes all sleepers. Called after data was made visible.
     pub fn ring(&self) {
-        // Against the fence of who goes to sleep: either we see its mark here, or it sees what was
-        // made visible before.
+        // Pairs with the fence in `wait`: either this process sees the sleeper's mark, or the
+        // sleeper sees the data.
         fence(Ordering::SeqCst);
         if self.words[1].load(Ordering::Relaxed) > 0 {
             self.words[0].fetch_add(1, Ordering::Release);
@@ -78,24 +77,25 @@ impl Bell {
         }
     }
 
-    /// Sleeps until it rings, unless there is news already. May end for no reason.
+    /// Sleeps until the bell rings, unless `has_news` returns true. May end spuriously.
     pub fn wait(&self, at_most: Duration, has_news: impl FnOnce() -> bool) {
         let count = self.words[0].load(Ordering::Acquire);
         self.words[1].fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         if !has_news() {
-            // A ring that saw the mark has changed the count by now, or wakes.
+            // A ringer that saw the mark either has changed the count by now, which ends the
+            // wait at once, or wakes this process.
             futex::wait(&self.words[0], count, at_most);
         }
         self.words[1].fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// The measures of a ring.
+/// Dimensions of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingShape {
     pub slots: usize,
-    /// Of one slot: its header, the rest is a part of a message.
+    /// Bytes of one slot: the header and one message part.
     pub slot_bytes: usize,
     pub readers: usize,
 }
@@ -110,24 +110,25 @@ impl RingShape {
     }
 }
 
-/// Numbers of 64 bits in a slot's header: sequence, message length, offset of the part, checksum. The
-/// part begins in the same line.
+/// 64-bit words in a slot's header: sequence number, message length, offset of the part, checksum. The part
+/// begins in the same cache line.
 const HEADER_LONGS: usize = 4;
-/// How often who spins looks between two looks at the clock.
+/// Polls between two reads of the clock while spinning.
 const LOOKS: usize = 16;
-/// Of the next slot, how much the writer fetches ahead.
+/// Maximum cache lines of the next slot that the writer prefetches.
 const LINES_AHEAD_MAX: usize = 64;
 
 #[derive(Clone, Debug)]
 struct Memory {
     shape: RingShape,
-    /// A line for each reader.
+    /// One cache line per reader.
     cursors: Atomics<AtomicU64>,
     slots: Atomics<AtomicU64>,
-    /// For readers, and for the writer.
+    /// `filled` wakes readers, `taken` wakes the writer.
     filled: Bell,
     taken: Bell,
-    /// Told from other rings, and from this one's former lives.
+    /// Checksum seed, which distinguishes this ring from other rings and from earlier uses of the same
+    /// memory.
     seed: u64,
 }
 
@@ -163,19 +164,19 @@ impl Memory {
     }
 }
 
-/// The one end that writes.
+/// Writing end of a ring.
 #[derive(Debug)]
 pub struct RingWriter {
     memory: Memory,
-    /// The number of the next part.
+    /// Number of the next part.
     next: u64,
-    /// Parts that every reader has taken, as last seen.
+    /// Parts that every reader has taken, as last read.
     free_from: u64,
 }
 
 impl RingWriter {
-    /// The region's bytes from `offset` on are zero or as a ring of the same shape left them, and
-    /// this is the ring's only writer. `filled` wakes readers, `taken` the writer; several rings may
+    /// Creates the only writer of a ring. The region's bytes from `offset` on must be zero, or as a
+    /// ring of the same shape left them. `filled` wakes readers, `taken` the writer; several rings may
     /// share bells.
     pub fn new(
         region: &Arc<SharedRegion>,
@@ -187,8 +188,8 @@ impl RingWriter {
         Self { memory: Memory::new(region, offset, shape, bells, seed), next: 0, free_from: 0 }
     }
 
-    /// Writes a message for every reader. Waits for room up to `within`, and no longer than until
-    /// `give_up`, which is asked before each sleep. After an error the ring is of no more use.
+    /// Writes a message for every reader. Waits for free slots up to `within`, or until `give_up`,
+    /// which is checked before each sleep, returns true. After an error the ring is unusable.
     pub fn write(
         &mut self,
         message: &[u8],
@@ -234,12 +235,12 @@ impl RingWriter {
         self.memory.filled.ring();
     }
 
-    /// Takes now what the next part will need, one as long as the last: where readers are, and the
-    /// lines of its slot, which are still with those who read them a round ago.
+    /// Prefetches what the next part needs if it is as long as the last one: the readers' cursors and
+    /// the cache lines of the next slot, which are in the readers' caches since the previous round.
     fn look_ahead(&mut self, part_bytes: usize) {
         let slots = self.memory.shape.slots as u64;
         if self.next - self.free_from > slots / 2
-            // What is wrong with a cursor is said when there is no room.
+            // An invalid cursor is reported when the writer next waits for a free slot.
             && let Ok((cursor, _)) = self.slowest()
         {
             self.free_from = cursor;
@@ -248,7 +249,7 @@ impl RingWriter {
             // As in `wait_for_room`.
             fence(Ordering::Acquire);
             let lines = (HEADER_LONGS * 8 + part_bytes).div_ceil(LINE).min(LINES_AHEAD_MAX);
-            // Not the first: who spins has it.
+            // Skips the first line, which readers poll.
             let slot = &self.memory.slot(self.next)[..lines * LINE / 8];
             for line in slot.chunks(LINE / 8).skip(1) {
                 line[0].store(0, Ordering::Relaxed);
@@ -270,7 +271,7 @@ impl RingWriter {
             let (cursor, reader) = self.slowest()?;
             self.free_from = cursor;
             if self.next - cursor < slots {
-                // What readers loaded from the slot came before their cursor's store.
+                // The readers' loads from the slot happen before their cursor stores.
                 fence(Ordering::Acquire);
                 return Ok(());
             }
@@ -289,13 +290,13 @@ impl RingWriter {
         }
     }
 
-    /// The least cursor and its reader.
+    /// Returns the smallest cursor and its reader.
     fn slowest(&self) -> Result<(u64, usize), RingError> {
         let mut slowest = (self.next, 0);
         for reader in 0..self.memory.shape.readers {
             let cursor = self.memory.cursor(reader).load(Ordering::Acquire);
             if cursor > self.next || cursor < self.free_from {
-                let what = "a reader's cursor is not where it can be";
+                let what = "invalid reader cursor";
                 return Err(RingError::Damaged { part: cursor, what });
             }
             slowest = slowest.min((cursor, reader));
@@ -304,21 +305,21 @@ impl RingWriter {
     }
 }
 
-/// One of the ends that read.
+/// Reading end of a ring.
 #[derive(Debug)]
 pub struct RingReader {
     memory: Memory,
     reader: usize,
     next: u64,
-    /// Of the message being read.
+    /// Length of the message that is being read, in bytes.
     total: u64,
-    /// What is there of it, or the whole of the one before.
+    /// Bytes read of the current message, or the whole previous message.
     message: Vec<u8>,
     is_whole: bool,
 }
 
 impl RingReader {
-    /// As [`RingWriter::new`]; nobody else is this reader.
+    /// Creates the only reader number `reader` of a ring; the rest is as in [`RingWriter::new`].
     pub fn new(
         region: &Arc<SharedRegion>,
         offset: usize,
@@ -327,24 +328,28 @@ impl RingReader {
         bells: (Bell, Bell),
         seed: u64,
     ) -> Self {
-        assert!(reader < shape.readers, "reader {reader} is one of {}", shape.readers);
+        assert!(
+            reader < shape.readers,
+            "invalid reader {reader}; expected less than {}",
+            shape.readers
+        );
         let memory = Memory::new(region, offset, shape, bells, seed);
         Self { memory, reader, next: 0, total: 0, message: Vec::new(), is_whole: true }
     }
 
-    /// Whether [`poll`](Self::poll) has something to do, be it to say what is wrong.
+    /// Returns whether [`poll`](Self::poll) would find a part or report an error.
     pub fn has_news(&self) -> bool {
         self.memory.slot(self.next)[0].load(Ordering::Acquire) != self.before()
     }
 
-    /// The next message, if it is there whole.
+    /// Returns the next message if all its parts have arrived.
     pub fn poll(&mut self) -> Result<Option<&[u8]>, RingError> {
         let is_there = self.advance()?;
         Ok(is_there.then_some(&self.message))
     }
 
-    /// As [`poll`](Self::poll), after waiting up to `within` for it: spinning at first, for as long
-    /// as said, then asleep.
+    /// Polls for the next message as [`poll`](Self::poll) does, for up to `within`: spins for up to
+    /// `spin`, then sleeps.
     pub fn read(&mut self, within: Duration, spin: Duration) -> Result<Option<&[u8]>, RingError> {
         let mut is_there = self.advance()?;
         let began = Instant::now();
@@ -368,19 +373,19 @@ impl RingReader {
         Ok(Some(&self.message))
     }
 
-    /// The sequence number of the slot's part of the round before, or that of none yet.
+    /// Returns the slot's sequence number from the previous round, or of an unused slot.
     fn before(&self) -> u64 {
         (self.next + 1).saturating_sub(self.memory.shape.slots as u64)
     }
 
-    /// Takes the parts that are there; true at the end of a message.
+    /// Takes the available parts. Returns true at the end of a message.
     fn advance(&mut self) -> Result<bool, RingError> {
         loop {
             let sequence = self.memory.slot(self.next)[0].load(Ordering::Acquire);
             if sequence != self.next + 1 {
                 return match sequence == self.before() {
                     true => Ok(false),
-                    false => Err(self.damaged("its sequence number is another's")),
+                    false => Err(self.damaged("unexpected sequence number")),
                 };
             }
             self.take()?;
@@ -390,7 +395,7 @@ impl RingReader {
         }
     }
 
-    /// Takes the part that is there.
+    /// Takes the part in the slot.
     fn take(&mut self) -> Result<(), RingError> {
         let slot = self.memory.slot(self.next);
         let (header, body) = slot.split_at(HEADER_LONGS);
@@ -402,10 +407,10 @@ impl RingReader {
         }
         let read = self.message.len();
         if total > MESSAGE_BYTES_MAX as u64 {
-            return Err(self.damaged("its message is too long"));
+            return Err(self.damaged("the message is too long"));
         }
         if offset != read as u64 || offset > total || (offset > 0 && total != self.total) {
-            return Err(self.damaged("it does not follow the part before"));
+            return Err(self.damaged("it does not follow the previous part"));
         }
         let bytes = ((total - offset) as usize).min(self.memory.shape.part_bytes());
         if bytes == 0 && total > 0 {
@@ -417,7 +422,7 @@ impl RingReader {
         }
         self.message.truncate(read + bytes);
         if self.memory.checksum(self.next, total, offset, &self.message[read..]) != checksum {
-            return Err(self.damaged("its checksum is another's"));
+            return Err(self.damaged("the checksum does not match"));
         }
         self.total = total;
         self.is_whole = self.message.len() as u64 == total;

@@ -114,7 +114,7 @@ fn a_reader_that_has_stopped_stops_the_writer_in_time_and_nothing_is_overwritten
     let error = writer.write(&[4; 8], within, || false).unwrap_err();
     let RingError::Slow { reader: 1, parts: 4, waited } = error else { panic!("{error}") };
     assert!(waited >= within);
-    assert!(error.to_string().starts_with("reader 1 left 4 parts unread for "), "{error}");
+    assert!(error.to_string().starts_with("reader 1 has not read 4 parts for "), "{error}");
     // It was only slow after all, and has missed nothing.
     for number in 0..4 {
         assert_eq!(read(&mut dead), [number; 8]);

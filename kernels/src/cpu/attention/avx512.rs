@@ -1,4 +1,4 @@
-//! A tile's work on one block with AVX-512: a vector is the 16 tokens of a block for scores and
+//! Attention of a tile over one block with AVX-512. A vector holds the 16 tokens of a block for scores and
 //! weights, and 16 dimensions of a head for values.
 
 use std::arch::x86_64::{
@@ -27,7 +27,7 @@ const VECTORS: usize = 4;
 const TOGETHER: usize = 4;
 const WHOLE_BLOCK: Seen = Seen { begin: 0, end: BLOCK_TOKENS };
 
-/// `keys` and `values` are `[token][dim]`.
+/// Attends over one block; `keys` and `values` are `[token][dim]`.
 ///
 /// # Safety
 /// The machine has AVX-512F and DQ; `tile.dim` is a multiple of 16.
@@ -87,9 +87,9 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
     }
 }
 
-/// As [`add_block`], several blocks from number `first` on, for a tile of few queries. One query's
-/// scores with one block are a single chain of additions, so those of several blocks run side by
-/// side; values are used as they lie.
+/// Attends as [`add_block`] does, over several blocks from index `first` on, for a tile of few queries. A
+/// query's scores with one block are a single chain of additions, so the chains of several blocks are
+/// interleaved. Values are used in place.
 ///
 /// # Safety
 /// As [`add_block`]; the tile has at most [`FEW_QUERIES`] queries.
@@ -164,7 +164,7 @@ pub(super) unsafe fn add_few<T: Kv>(tile: &mut TileMemory, first: usize, blocks:
     }
 }
 
-/// Scores of all `Q` queries with the keys of `B` blocks.
+/// Computes the scores of all `Q` queries with the keys of `B` blocks.
 ///
 /// # Safety
 /// The tile's memory has the lengths that [`add_few`] checks.
@@ -196,7 +196,7 @@ unsafe fn few_scores<const Q: usize, const B: usize>(tile: &mut TileMemory) {
     }
 }
 
-/// 16 elements as f32.
+/// Loads 16 elements as f32.
 ///
 /// # Safety
 /// `from` points to 16 elements.
@@ -204,7 +204,7 @@ unsafe fn few_scores<const Q: usize, const B: usize>(tile: &mut TileMemory) {
 #[target_feature(enable = "avx512f")]
 unsafe fn load<T: Kv>(from: *const T) -> __m512 {
     match T::DTYPE {
-        // SAFETY: 16 f32, or 16 bf16 in 32 bytes, as promised.
+        // SAFETY: 16 f32, or 16 bf16 in 32 bytes, as the caller promised.
         Dtype::F32 => unsafe { _mm512_loadu_ps(from.cast()) },
         // SAFETY: as above.
         Dtype::Bf16 => unsafe {
@@ -214,7 +214,7 @@ unsafe fn load<T: Kv>(from: *const T) -> __m512 {
     }
 }
 
-/// Turns 16 dimensions of 16 tokens on their side.
+/// Transposes 16 dimensions of 16 tokens.
 ///
 /// # Safety
 /// `from` points to 16 elements in each of 16 rows, `stride` apart; `to` to 256 elements.
@@ -232,8 +232,8 @@ unsafe fn transpose<T: Kv>(from: *const T, stride: usize, to: *mut f32) {
     }
 }
 
-/// Scores of `Q` queries from `first`, a group's first, with all 16 keys; those with keys that
-/// are not visible mean nothing.
+/// Computes the scores of `Q` queries from `first`, the first of a group, with all 16 keys. Scores of
+/// invisible keys are undefined.
 ///
 /// # Safety
 /// The tile's memory has the lengths that [`add_block`] checks.
@@ -261,10 +261,10 @@ unsafe fn scores<const Q: usize>(tile: &mut TileMemory, first: usize) {
     }
 }
 
-/// Turns one query's scores, number `at`, into weights and takes them into its maximum and sum.
+/// Turns the scores at index `at` into weights and updates the query's maximum and sum.
 ///
 /// # Safety
-/// There are scores number `at`.
+/// Scores exist at index `at`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
 unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
@@ -280,14 +280,14 @@ unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
     let weights = exp_lanes(_mm512_sub_ps(scores, _mm512_set1_ps(maximum)));
     // SAFETY: as above.
     unsafe { _mm512_storeu_ps(at, weights) };
-    // Mostly the maximum stays, and then this is exp(0).
+    // Usually the maximum stays, and then this is exp(0).
     let correction = if maximum == before { 1.0 } else { exp(before - maximum) };
     tile.maxima[query] = maximum;
     tile.corrections[query] = correction;
     tile.sums[query] = tile.sums[query] * correction + sum_lanes(weights);
 }
 
-/// [`exp`] of 16 lanes, operation by operation.
+/// Computes [`exp`] in 16 lanes with the same operations.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn exp_lanes(x: __m512) -> __m512 {
@@ -310,8 +310,8 @@ fn exp_lanes(x: __m512) -> __m512 {
     _mm512_maskz_mov_ps(is_normal, _mm512_mul_ps(value, scale))
 }
 
-/// Adds the values of `tokens` of a block (`[token][dim]`), weighted, to `Q` queries from `first`
-/// on; their weights are number `at` on.
+/// Adds the weighted values of `tokens` of a block (`[token][dim]`) to `Q` queries from `first` on, whose
+/// weights begin at index `at`.
 ///
 /// # Safety
 /// Queries, weights and values exist.
@@ -326,7 +326,7 @@ unsafe fn accumulate<const Q: usize, T: Kv>(
 ) {
     let dim = tile.dim;
     for start in (0..dim).step_by(VECTORS * LANES) {
-        // SAFETY: whole vectors of the head are taken; every pointer is inside its slice.
+        // SAFETY: the head is a whole number of vectors, so every pointer is inside its slice.
         unsafe {
             match (dim - start) / LANES {
                 1 => columns::<Q, 1, T>(tile, values, first, at, tokens, start),
@@ -338,7 +338,7 @@ unsafe fn accumulate<const Q: usize, T: Kv>(
     }
 }
 
-/// `V` vectors of [`accumulate`], from dimension `start` on.
+/// Computes `V` vectors of [`accumulate`], from dimension `start` on.
 ///
 /// # Safety
 /// As [`accumulate`]; the dimensions exist.

@@ -1,12 +1,12 @@
-//! Attention over bf16 KV with `vdpbf16ps`: queries, keys, weights and values are multiplied in
-//! pairs of bf16 and summed in f32.
+//! Attention over bf16 KV with `vdpbf16ps`: queries, keys, weights and values are multiplied in pairs of
+//! bf16 and accumulated in f32.
 //!
-//! Keys are taken in *spans* of 64 tokens counted from position 0, with one running maximum and sum
-//! per query. Four spans are a *segment*: it begins anew, and the segments of a query are merged in
-//! order at the end. Both cuts belong to the position, not to the step, so the result does not
-//! depend on chunks, and a long context can be shared out over the threads by segments.
+//! Keys are processed in *spans* of 64 tokens counted from position 0, with one running maximum and sum per
+//! query. Four spans are a *segment*. Each segment starts with empty accumulators, and the segments of a
+//! query are merged in order at the end. Span and segment boundaries depend on the position only, so the
+//! result does not depend on prefill chunks, and the threads can share a long context by segments.
 //!
-//! Queries and weights are rounded to bf16, so the result is not the reference's to the bit.
+//! Queries and weights are rounded to bf16, so the result differs from the reference by rounding.
 
 mod kernel;
 mod tile;
@@ -31,16 +31,16 @@ use crate::{
     layout::{BLOCK_TOKENS, KvHalf},
 };
 
-/// Most queries of a tile. Turning a span's keys on their side costs as much as some ten queries;
-/// twice as many queries would push their sums out of the first-level cache.
+/// Maximum queries of a tile. Transposing a span's keys costs as much as about ten queries; twice as many
+/// queries would push their accumulators out of the L1 cache.
 const TILE_QUERIES_MAX: usize = 96;
-/// Tasks per thread that are aimed for, so that no thread waits long for the last.
+/// Target of tasks per thread, so that no thread waits long for the last task.
 const TASKS_PER_THREAD: usize = 4;
 
-/// Memory that is reused.
+/// Reused memory.
 pub(super) struct Scratch {
     tiles: Vec<Mutex<Tile>>,
-    /// Of tiles that are split by segments: the sums of each.
+    /// Partial results per segment, for tiles that are split by segments.
     partial: Vec<f32>,
 }
 
@@ -50,27 +50,27 @@ impl Scratch {
     }
 }
 
-/// The queries of one tile and one KV head.
+/// Queries of one tile and one KV head.
 struct Work<'a> {
     tile: &'a RowTile<'a>,
     kv_head: usize,
-    /// Block numbers of the sequence that its queries see.
+    /// Indices of the sequence's blocks that the queries see.
     blocks: Range<usize>,
 }
 
 impl Work<'_> {
-    /// Segments that its queries see.
+    /// Returns the segments that the queries see.
     fn segments(&self) -> Range<usize> {
         self.blocks.start / SEGMENT_BLOCKS..self.blocks.end.div_ceil(SEGMENT_BLOCKS)
     }
 }
 
-/// True when heads of this width can be computed here.
+/// Returns whether these kernels support the head width.
 pub(super) fn fits(shape: HeadShape) -> bool {
     shape.head_dim.is_multiple_of(16)
 }
 
-/// As [`super::attention`], over bf16 KV.
+/// Computes [`super::attention`] over bf16 KV.
 ///
 /// # Safety
 /// The machine has AVX-512 (F, BW, DQ, VL) and AVX-512-BF16; [`fits`] holds.
@@ -109,8 +109,8 @@ pub(super) unsafe fn attention(
     if is_small || works.len() >= 2 * threads {
         share(works.len(), &|thread, number| {
             let (work, mut tile) = (&works[number], memory(thread));
-            // SAFETY: the features and the width are the caller's promise; rows and heads belong
-            // to this task alone.
+            // SAFETY: the caller promises features and width; rows and heads belong to this
+            // task alone.
             unsafe {
                 pass.begin(work, &mut tile);
                 for segment in work.segments() {
@@ -123,7 +123,7 @@ pub(super) unsafe fn attention(
         return;
     }
 
-    // Few tiles: each segment is a task, and its sums wait in memory for the others.
+    // With few tiles, each segment is a task. Its partial results stay in memory until the merge.
     let pieces: Vec<(usize, usize)> = works
         .iter()
         .enumerate()
@@ -139,7 +139,7 @@ pub(super) unsafe fn attention(
         let (index, segment) = pieces[number];
         let (work, mut tile) = (&works[index], memory(thread));
         let length = work.tile.row_count * group * query_floats;
-        // SAFETY: as above; every piece has a place of its own.
+        // SAFETY: as above; every piece has its own range.
         unsafe {
             pass.begin(work, &mut tile);
             pass.segment(work, segment, &mut tile);
@@ -151,8 +151,8 @@ pub(super) unsafe fn attention(
         let length = work.tile.row_count * group * query_floats;
         tile.begin(work.tile.row_count, group, shape.head_dim, scale);
         for (number, _) in pieces.iter().enumerate().filter(|(_, piece)| piece.0 == index) {
-            // SAFETY: as above; the pieces were written by the region before, and their merge
-            // only reads.
+            // SAFETY: as above; the previous parallel region wrote the pieces, and the merge
+            // only reads them.
             unsafe {
                 kernel::merge(&mut tile, parts.slice(number * piece_floats, length));
             }
@@ -162,7 +162,7 @@ pub(super) unsafe fn attention(
     });
 }
 
-/// What all tasks of one call share.
+/// Inputs that all tasks of one call share.
 struct Pass<'a> {
     layer: usize,
     shape: HeadShape,
@@ -173,12 +173,12 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Query heads to a KV head.
+    /// Returns the query heads per KV head.
     fn group(&self) -> usize {
         self.shape.query_heads / self.shape.kv_heads
     }
 
-    /// Loads the queries and forgets the last tile's sums.
+    /// Loads the queries and clears the last tile's accumulators.
     fn begin(&self, work: &Work<'_>, tile: &mut Tile) {
         let (group, dim) = (self.group(), self.shape.head_dim);
         tile.begin(work.tile.row_count, group, dim, self.scale);
@@ -191,7 +191,7 @@ impl Pass<'_> {
         }
     }
 
-    /// The sums over one segment, from nothing.
+    /// Computes the partial result of one segment.
     ///
     /// # Safety
     /// As [`attention`].
@@ -222,7 +222,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Writes the merged sums out.
+    /// Writes the merged results.
     ///
     /// # Safety
     /// As [`attention`]; rows and heads belong to this task alone.
@@ -241,13 +241,14 @@ impl Pass<'_> {
     }
 }
 
-/// Queries of a tile, so that all queries of a step make a few tiles for every thread.
+/// Returns the queries per tile, chosen so that a step has a few tiles for every thread.
 fn tile_queries(pool: &ThreadPool, query_count: usize) -> usize {
     let even = query_count / (pool.threads() * TASKS_PER_THREAD);
     (even / STRIP * STRIP).clamp(STRIP, TILE_QUERIES_MAX)
 }
 
-/// Late rows see most keys: they begin first, so that no long task is left for the end.
+/// Splits rows into tiles. Late rows see most keys and begin first, so that no long task is left for the
+/// end.
 fn row_tiles(step: &CpuStep, group: usize, tile_queries: usize) -> Vec<RowTile<'_>> {
     let tile_rows = (tile_queries / group).max(1);
     let tiles = |sequence: &'_ SequenceRows| {
@@ -266,12 +267,12 @@ fn row_tiles(step: &CpuStep, group: usize, tile_queries: usize) -> Vec<RowTile<'
         .collect()
 }
 
-/// Position of a tile's first row.
+/// Returns the position of a tile's first row.
 fn first_position(tile: &RowTile<'_>) -> usize {
     tile.sequence.first_position + tile.first_row - tile.sequence.rows.start
 }
 
-/// Numbers of the blocks that a tile's rows see.
+/// Returns the indices of the blocks that a tile's rows see.
 fn visible_blocks(tile: &RowTile<'_>, window: usize) -> Range<usize> {
     let first = first_position(tile);
     let last = first + tile.row_count - 1;

@@ -1,4 +1,4 @@
-//! A tile's work on one block in plain Rust, which the compiler turns into the level's vectors.
+//! Attention of a tile over one block in plain Rust, which the compiler vectorises for the level.
 
 use super::{
     Kv,
@@ -12,10 +12,10 @@ use crate::{
     layout::BLOCK_TOKENS,
 };
 
-/// Queries whose sums are in registers together.
+/// Queries whose accumulators are in registers together.
 const TOGETHER: usize = 4;
 
-/// `keys` and `values` are `[token][dim]`.
+/// Attends over one block; `keys` and `values` are `[token][dim]`.
 pub(super) fn add_block<T: Kv>(level: Level, tile: &mut TileMemory, keys: &[T], values: &[T]) {
     match level {
         Level::Reference | Level::Baseline => {
@@ -69,7 +69,7 @@ fn add<T: Kv, const FUSED: bool>(tile: &mut TileMemory, keys: &[T], values: &[T]
     }
 }
 
-/// Scores of four queries with all 16 keys; those with keys that are not visible mean nothing.
+/// Computes the scores of four queries with all 16 keys. Scores of invisible keys are undefined.
 #[inline(always)]
 fn scores<const FUSED: bool>(tile: &mut TileMemory, first: usize) {
     let group = &tile.queries[first / GROUP * GROUP * tile.dim..][..GROUP * tile.dim];
@@ -86,7 +86,7 @@ fn scores<const FUSED: bool>(tile: &mut TileMemory, first: usize) {
         .copy_from_slice(sums.as_flattened());
 }
 
-/// Turns one query's scores into weights and takes them into its maximum and sum.
+/// Turns one query's scores into weights and updates its maximum and sum.
 #[inline(always)]
 fn softmax(tile: &mut TileMemory, query: usize) {
     let weights: &mut [f32; BLOCK_TOKENS] =
@@ -99,14 +99,14 @@ fn softmax(tile: &mut TileMemory, query: usize) {
     for weight in weights.iter_mut() {
         *weight = exp(*weight - maximum);
     }
-    // Mostly the maximum stays, and then this is exp(0).
+    // Usually the maximum stays, and then this is exp(0).
     let correction = if maximum == before { 1.0 } else { exp(before - maximum) };
     tile.maxima[query] = maximum;
     tile.corrections[query] = correction;
     tile.sums[query] = tile.sums[query] * correction + sum_lanes(*weights);
 }
 
-/// Adds the visible values of the block, weighted.
+/// Adds the weighted visible values of the block.
 #[inline(always)]
 fn accumulate<const FUSED: bool>(tile: &mut TileMemory, query: usize) {
     let weighted = &mut tile.weighted[query * tile.dim..][..tile.dim];

@@ -1,4 +1,4 @@
-//! The definition, one query at a time.
+//! Reference definition, one query at a time.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::{
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
-/// Attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
+/// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
 pub(crate) fn attention(
     layer: usize,
     shape: HeadShape,
@@ -67,7 +67,7 @@ fn all_queries<T: Element>(
     }
 }
 
-/// A query's softmax over the keys seen so far.
+/// Running softmax of a query over the keys seen so far.
 struct Softmax {
     maximum: f32,
     sum: f32,
@@ -79,8 +79,8 @@ impl Softmax {
         Self { maximum: f32::NEG_INFINITY, sum: 0.0, weighted: vec![0.0; dim] }
     }
 
-    /// Takes in some tokens of a block. Products with keys run over the dimensions in
-    /// order, weighted values over the tokens in order, each step one fused multiply-add.
+    /// Adds some tokens of a block. Dot products with keys run over the dimensions in order, weighted
+    /// values over the tokens in order, each step one fused multiply-add.
     fn add_block<T: Element>(
         &mut self,
         query: &[f32],

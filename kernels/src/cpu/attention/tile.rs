@@ -1,4 +1,4 @@
-//! The state of one tile: its queries and what they have summed up so far.
+//! State of one tile: its queries and their accumulators.
 
 use std::ops::Range;
 
@@ -11,45 +11,45 @@ use crate::{
     layout::BLOCK_TOKENS,
 };
 
-/// Queries whose scores are computed together: their elements lie side by side.
+/// Queries whose scores are computed together. Their elements are interleaved.
 pub(super) const GROUP: usize = 16;
-/// Most blocks that are taken in together, where a tile has few queries.
+/// Maximum blocks that a tile with few queries processes together.
 pub(super) const BLOCKS_TOGETHER: usize = 4;
-/// Queries up to which blocks are taken in together: a row or so of grouped query heads.
+/// Maximum queries for processing blocks together: about one row of grouped query heads.
 pub(super) const FEW_QUERIES: usize = 4;
 
-/// One tile's memory, kept from tile to tile. Queries are numbered row by row, and within a row
-/// head by head, so their positions do not decrease.
+/// Memory of one tile, reused for the next tile. Queries are numbered row by row, and within a row head by
+/// head, so their positions do not decrease.
 pub(super) struct TileMemory {
     pub dim: usize,
     pub query_count: usize,
     /// Query heads of one row.
     head_count: usize,
     first_position: usize,
-    /// Tokens that a query sees, itself the last.
+    /// Tokens that a query sees, including itself as the last.
     window: usize,
-    /// `[group][dim][GROUP]`, scaled; unused places are zero.
+    /// `[group][dim][GROUP]`, scaled; unused entries are zero.
     pub queries: Aligned<f32>,
-    /// `[query][dim]`: values summed up by weight.
+    /// `[query][dim]`: weighted sums of values.
     pub weighted: Aligned<f32>,
-    /// `[query][token]`: scores, then weights, of the present block; with few queries
+    /// `[query][token]`: scores, then weights, of the current block; with few queries
     /// `[block][FEW_QUERIES][token]`.
     pub weights: Aligned<f32>,
-    /// Per query: greatest score so far.
+    /// Greatest score so far, per query.
     pub maxima: Vec<f32>,
-    /// Per query: sum of weights so far.
+    /// Sum of weights so far, per query.
     pub sums: Vec<f32>,
-    /// Per query: what sums from before the present block are multiplied with.
+    /// Factor for the accumulators from before the current block, per query.
     pub corrections: Vec<f32>,
-    /// Per query: tokens of the present block that it sees.
+    /// Tokens of the current block that each query sees.
     pub seen: Vec<Seen>,
-    /// `[dim][token]` of the present block, or `[block][dim][token]`.
+    /// `[dim][token]` of the current block, or `[block][dim][token]`.
     pub keys: Aligned<f32>,
-    /// `[token][dim]` of the present block.
+    /// `[token][dim]` of the current block.
     pub values: Aligned<f32>,
 }
 
-/// Some tokens of a block, one after the other; may be none.
+/// Range of tokens of a block; may be empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Seen {
     pub begin: usize,
@@ -89,7 +89,7 @@ impl Default for TileMemory {
 }
 
 impl TileMemory {
-    /// Makes room for `row_count` rows of `head_count` queries and forgets the last tile.
+    /// Makes room for `row_count` rows of `head_count` queries and clears the last tile.
     pub fn begin(
         &mut self,
         row_count: usize,
@@ -130,15 +130,16 @@ impl TileMemory {
         }
     }
 
-    /// Takes in the sequence's blocks from number `first` on, as far as each query sees them. Each
-    /// is (keys, values), `[token][dim]`; at most [`BLOCKS_TOGETHER`].
+    /// Processes the sequence's blocks from index `first` on, as far as each query sees them. Each is
+    /// (keys, values), `[token][dim]`; at most [`BLOCKS_TOGETHER`].
     pub fn add_blocks<T: Kv>(&mut self, level: Level, first: usize, blocks: &[(&[T], &[T])]) {
         #[cfg(target_arch = "x86_64")]
         if matches!(level, Level::Avx512 | Level::Avx512Bf16 | Level::Amx)
             && self.dim.is_multiple_of(16)
         {
             if self.query_count <= FEW_QUERIES {
-                // SAFETY: the level was found on this machine, width and count were checked.
+                // SAFETY: the level was found on this machine; width and count were
+                // checked.
                 return unsafe { super::avx512::add_few(self, first, blocks) };
             }
             for (index, (keys, values)) in (first..).zip(blocks) {
@@ -154,7 +155,7 @@ impl TileMemory {
         }
     }
 
-    /// Sets what each query sees of the sequence's block number `index`.
+    /// Sets which tokens of the sequence's block `index` each query sees.
     #[inline]
     pub fn look_at(&mut self, index: usize) {
         let in_block =
@@ -166,19 +167,19 @@ impl TileMemory {
         }
     }
 
-    /// True when one of `queries` sees a token of the present block.
+    /// Returns whether one of `queries` sees a token of the current block.
     #[inline]
     pub fn any_sees(&self, queries: Range<usize>) -> bool {
         self.seen[queries].iter().any(|seen| !seen.is_empty())
     }
 
-    /// True when each of `queries` sees all tokens of the present block.
+    /// Returns whether each of `queries` sees all tokens of the current block.
     #[inline]
     pub fn all_see_all(&self, queries: Range<usize>) -> bool {
         self.seen[queries].iter().all(|seen| seen.is_whole())
     }
 
-    /// The attention of one query, after its last block.
+    /// Writes the attention of one query, after its last block.
     pub fn finish(&self, level: Level, query: usize, out: &mut [f32]) {
         let weighted = &self.weighted[query * self.dim..][..self.dim];
         divide(level, weighted, self.sums[query], out);

@@ -1,12 +1,13 @@
-//! Matrix products on AMX tiles: 16 × 16 sums of 32 bf16 products each in one instruction.
+//! GEMM on AMX tiles: one instruction accumulates 16 × 16 dot products of 32 bf16 pairs.
 //!
-//! Panels are laid out as the second operand wants them: a row of a B tile is 16 pairs, half a group
-//! of a panel. Rows of the left side are packed into A tiles of 16 rows × 32 inputs. A pass fills
-//! four tiles of sums: up to 32 rows of one panel, or up to 16 rows of two panels, whose two
-//! streams from memory are quicker than one. Sums run over the inputs in order, pair by pair, for
-//! each row alone: the result does not depend on the batch.
-//! Within a step of 32 inputs the even and the odd ones are summed apart, and denormals are flushed, so
-//! it is not the reference's to the bit; `avx512.rs` has the same order for a row alone.
+//! Panels have the layout of the second operand: a row of a B tile is 16 pairs, half a group of a panel.
+//! Rows of the left side are packed into A tiles of 16 rows × 32 inputs. A pass fills four accumulator
+//! tiles: up to 32 rows of one panel, or up to 16 rows of two panels, whose two memory streams are faster
+//! than one. Accumulation runs over the inputs in order, pair by pair, for each row alone: the result does
+//! not depend on the batch.
+//! Within a step of 32 inputs the even and the odd inputs are accumulated separately, and denormals are
+//! flushed, so the result differs from the reference by rounding. `avx512.rs` uses the same order for a
+//! single row.
 
 use std::arch::{asm, x86_64::__cpuid_count};
 
@@ -23,15 +24,15 @@ use crate::{cpu::threads::ThreadPool, layout::to_bf16_bits};
 
 /// Rows of a tile.
 const TILE_ROWS: usize = 16;
-/// Most rows of one pass: two tiles.
+/// Maximum rows of one pass: two tiles.
 const PASS_ROWS: usize = 2 * TILE_ROWS;
 /// Words of an A tile: 16 rows of 16 pairs.
 const TILE_WORDS: usize = TILE_ROWS * INPUTS_STEP / 2;
-/// Bytes of weights that stay in a core's second-level cache while all rows pass by.
+/// Bytes of weights that stay in a core's L2 cache while all rows are processed.
 const WEIGHTS_BYTES: usize = 768 << 10;
 
-/// True when the processor has AMX for bf16 and the system lets this process use it. Asks the
-/// system for that, once and for good, which costs each thread that uses tiles 8 KiB.
+/// Requests AMX permission from the system and returns whether the processor and the system support AMX for
+/// bf16. The request is made once per process and costs each thread that uses tiles 8 KiB.
 pub(in crate::cpu) fn request() -> bool {
     const AMX_BF16: u32 = 1 << 22;
     const AMX_TILE: u32 = 1 << 24;
@@ -43,7 +44,7 @@ pub(in crate::cpu) fn request() -> bool {
 fn request_permission() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_ulong = 18;
-    // SAFETY: the call changes nothing but this process's permission; an old kernel refuses it.
+    // SAFETY: the call changes only this process's permission; an old kernel refuses it.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -52,8 +53,8 @@ fn request_permission() -> bool {
     false
 }
 
-/// The left side in A tiles: `[tile][step][row][pair]`, a step being 32 inputs. Rows of the last
-/// tile beyond the last row are left from earlier products; they are never loaded.
+/// Left side in A tiles: `[tile][step][row][pair]`, where a step is 32 inputs. Rows of the last tile beyond
+/// the last row hold data of earlier GEMMs and are never loaded.
 pub(super) struct RowTiles {
     words: Aligned<u32>,
 }
@@ -87,7 +88,7 @@ impl RowTiles {
 }
 
 per_level! {
-    /// Up to 16 rows of `x` as the steps of one tile.
+    /// Packs up to 16 rows of `x` as the steps of one tile.
     fn pack_tile_rows(x: &[f32], k: usize, out: &mut [u32]) {
         for (row, x) in x.chunks_exact(k).take(TILE_ROWS).enumerate() {
             for (step, x) in x.chunks(INPUTS_STEP).enumerate() {
@@ -98,7 +99,7 @@ per_level! {
     }
 }
 
-/// Up to 32 inputs as 16 pairs, filled up with zeros.
+/// Packs up to 32 inputs as 16 pairs, padded with zeros.
 #[inline(always)]
 fn pack_inputs(x: &[f32], out: &mut [u32]) {
     let mut inputs = [0.0; INPUTS_STEP];
@@ -108,10 +109,10 @@ fn pack_inputs(x: &[f32], out: &mut [u32]) {
     }
 }
 
-/// `out = x · wᵀ` for bf16 weights and at least one row.
+/// Computes `out = x · wᵀ` for bf16 weights and at least one row.
 ///
 /// # Safety
-/// [`request`] said yes in this process.
+/// [`request`] returned true in this process.
 pub(super) unsafe fn matmul(
     level: Level,
     pool: &mut ThreadPool,
@@ -151,8 +152,9 @@ pub(super) unsafe fn matmul(
                         unreachable!("tiles multiply bf16")
                     };
                     let pass = Pass { steps, a, b, rows: pass_rows, panel_count };
-                    // SAFETY: the tiles are shaped for `pass_rows`. The target is inside the
-                    // output, and these rows and panels belong to this task alone.
+                    // SAFETY: the tiles are shaped for `pass_rows`. The target is
+                    // inside the output, and these rows and panels belong to this task
+                    // alone.
                     unsafe { pass.run(columns, &target) };
                     panel += panel_count;
                 }
@@ -161,14 +163,14 @@ pub(super) unsafe fn matmul(
     });
 }
 
-/// The tile registers' shapes on this thread. Dropping it lets the registers go, so that the system
-/// need not save them.
+/// Shapes of the tile registers on this thread. Dropping it releases the registers, so that the system need
+/// not save them.
 struct TileShapes {
-    /// Rows of a pass that the tiles are shaped for; 0 is none.
+    /// Rows per pass that the tiles are shaped for; 0 means unconfigured.
     rows: usize,
 }
 
-/// `ldtilecfg`'s operand.
+/// Operand of `ldtilecfg`.
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -183,12 +185,12 @@ impl TileShapes {
         Self { rows: 0 }
     }
 
-    /// Shapes the tiles for passes of so many rows. Up to 16: tiles 0 to 3 are sums, 4 is A, 5 and 6
-    /// are B. Up to 32: 0, 1 and 4 are sums and A of the first 16 rows, 2, 3 and 5 of the rest, 6 and
-    /// 7 are B.
+    /// Shapes the tiles for passes of `rows` rows. Up to 16: tiles 0 to 3 are accumulators, 4 is A, 5
+    /// and 6 are B. Up to 32: 0, 1 and 4 are accumulators and A of the first 16 rows, 2, 3 and 5 of the
+    /// rest, 6 and 7 are B.
     ///
     /// # Safety
-    /// [`request`] said yes in this process; `rows` is 1 to 32.
+    /// [`request`] returned true in this process; `rows` is 1 to 32.
     unsafe fn set(&mut self, rows: usize) {
         if self.rows == rows {
             return;
@@ -242,6 +244,8 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
+    /// Computes the pass into `target`.
+    ///
     /// # Safety
     /// This thread's tiles are shaped for the pass's rows; `target` may be written in as many rows,
     /// `columns` elements each.
@@ -253,17 +257,19 @@ impl Pass<'_> {
             // SAFETY: lengths as just checked; the target has whole panels' rows.
             return unsafe { self.multiply(target) };
         }
-        // The last panel is not full: by way of a buffer.
+        // A partial last panel goes through a buffer.
         let mut buffer = [0.0_f32; PASS_ROWS * PANEL];
         let whole = Target { start: buffer.as_mut_ptr(), stride: width };
         // SAFETY: as above; the buffer has 32 rows of one panel, or 16 of two.
         unsafe { self.multiply(&whole) };
         for (row, sums) in buffer.chunks_exact(width).take(self.rows).enumerate() {
-            // SAFETY: these columns are in the target, and the buffer is elsewhere.
+            // SAFETY: these columns are in the target, and the buffer does not overlap it.
             unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, 0), columns) };
         }
     }
 
+    /// Dispatches to the tile arrangement.
+    ///
     /// # Safety
     /// As [`Self::run`], whole panels wide, and `a` and `b` have the lengths that it checks.
     unsafe fn multiply(&self, target: &Target) {
@@ -277,6 +283,8 @@ impl Pass<'_> {
         }
     }
 
+    /// Multiplies two A tiles with one panel.
+    ///
     /// # Safety
     /// As [`Self::multiply`], for more than 16 rows and one panel.
     unsafe fn two_tiles_one_panel(&self, target: &Target) {
@@ -322,6 +330,8 @@ impl Pass<'_> {
         }
     }
 
+    /// Multiplies one A tile with two panels.
+    ///
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and two panels.
     unsafe fn one_tile_two_panels(&self, target: &Target) {
@@ -366,6 +376,8 @@ impl Pass<'_> {
         }
     }
 
+    /// Multiplies one A tile with one panel.
+    ///
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and one panel.
     unsafe fn one_tile_one_panel(&self, target: &Target) {

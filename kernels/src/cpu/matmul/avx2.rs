@@ -1,9 +1,8 @@
-//! Tiles for AVX2 with FMA: up to 12 vectors of sums in registers. bf16 weights are widened, a shift
-//! and a mask giving the even and the odd input, and multiplied in f32, which is exact.
+//! GEMM tiles for AVX2 with FMA: up to 12 vectors of accumulators in registers. bf16 weights are widened (a
+//! shift and a mask give the even and the odd input) and multiplied in f32, which is exact.
 //!
-//! Sums run in order, each an FMA after the other, so a row alone needs many columns side by side to
-//! keep both units busy. Of the plain Rust that this replaced the compiler made 4 rows of 2 vectors:
-//! on two cores of Zen 5 with bf16 598 tokens/s of prefill and 72 of decode.
+//! Each accumulator is one chain of FMAs, so a single row needs many columns side by side to keep both FMA
+//! units busy.
 
 use std::arch::x86_64::{
     __m256, __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_and_si256, _mm256_castsi256_ps,
@@ -16,15 +15,15 @@ use super::{
     pack::{PANEL, PanelRange},
 };
 
-/// Most rows of a block: 6 rows of half a panel are 12 vectors of sums.
+/// Maximum rows of a block: 6 rows of half a panel are 12 vectors of accumulators.
 pub(super) const BLOCK_ROWS_MAX: usize = 6;
-/// How far ahead weights are fetched when few rows make memory the limit.
+/// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2048;
 /// Lanes of a vector, and vectors of a panel.
 const LANES: usize = 8;
 const VECTORS: usize = PANEL / LANES;
 
-/// Panels that one tile takes for blocks of so many rows.
+/// Returns the panels of one tile for blocks of `rows` rows.
 pub(super) fn panels_for(rows: usize) -> usize {
     if rows == 1 { 2 } else { 1 }
 }
@@ -36,8 +35,7 @@ pub(super) fn panels_for(rows: usize) -> usize {
 /// elements each.
 pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
     assert_eq!(tile.x.len(), tile.row_count * tile.k, "a block is [k][rows]");
-    // SAFETY: the weights' lengths are checked where they are made; the rest is the caller's
-    // promise.
+    // SAFETY: the weights' lengths are checked where they are made; the caller promises the rest.
     unsafe {
         match tile.panels {
             PanelRange::F32(panels) => {
@@ -51,7 +49,7 @@ pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) 
     }
 }
 
-/// Panels side by side.
+/// Adjacent panels.
 #[derive(Clone, Copy)]
 struct Weights<'a, T> {
     panels: &'a [T],
@@ -64,10 +62,11 @@ impl<'a, T> Weights<'a, T> {
         Self { panels, count }
     }
 
-    /// Vector `vector` of group `group`, counted through the panels; the first is of its panel.
+    /// Returns vector `vector` of group `group`, counted through the panels; vector 0 is in the first
+    /// panel.
     ///
     /// # Safety
-    /// The group is one of those that [`Self::new`] was told, the vector of one of the panels.
+    /// The group is below the count passed to [`Self::new`], and the vector is in one of the panels.
     #[inline(always)]
     unsafe fn vector(self, group: usize, vector: usize) -> *const T {
         let panel_len = self.panels.len() / self.count;
@@ -77,12 +76,12 @@ impl<'a, T> Weights<'a, T> {
     }
 }
 
-/// How the elements of panels become f32.
+/// Conversion of panel elements to f32.
 trait Element: Copy {
-    /// Inputs of a group.
+    /// Inputs per group.
     const INPUTS: usize;
 
-    /// Input number `input` of the group of eight elements at `from`.
+    /// Loads input `input` of the group of eight elements at `from`.
     ///
     /// # Safety
     /// `from` points to eight elements.
@@ -117,6 +116,8 @@ impl Element for u32 {
     }
 }
 
+/// Dispatches to the number of rows.
+///
 /// # Safety
 /// As [`tile`]; `weights` are the tile's.
 #[target_feature(enable = "avx2,fma")]
@@ -136,7 +137,7 @@ unsafe fn with_rows<T: Element>(tile: &Tile<'_>, target: &Target, weights: Weigh
     }
 }
 
-/// `V` vectors of columns after another.
+/// Computes `V` vectors of columns after another.
 ///
 /// # Safety
 /// As [`with_rows`], for `M` rows.
@@ -159,8 +160,10 @@ unsafe fn parts<const M: usize, const V: usize, T: Element>(
     }
 }
 
+/// Computes `V` vectors of columns from `first` on.
+///
 /// # Safety
-/// As [`parts`]; `V` vectors from `first` on are the weights'.
+/// As [`parts`]; the weights have these vectors.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn sums<const M: usize, const V: usize, T: Element>(
@@ -174,8 +177,8 @@ unsafe fn sums<const M: usize, const V: usize, T: Element>(
         // SAFETY: whole groups are inside the panels and the block.
         unsafe {
             prefetch::<M, V, T>(weights, group, first);
-            // Written out here: this loop is what the time goes to, and the compiler makes a call of
-            // what is shared with the last group below.
+            // Inlined by hand: this is the hot loop, and the compiler would turn code shared
+            // with the last group below into a call.
             for input in 0..T::INPUTS {
                 let x = tile.x.as_ptr().add((group * T::INPUTS + input) * M);
                 let mut loaded = [_mm256_setzero_ps(); V];
@@ -198,7 +201,7 @@ unsafe fn sums<const M: usize, const V: usize, T: Element>(
     }
 }
 
-/// Adds the products of the last input, the even one of a group.
+/// Accumulates the last input, the even one of a group.
 ///
 /// # Safety
 /// As [`sums`].
@@ -222,7 +225,7 @@ unsafe fn last_input<const M: usize, const V: usize, T: Element>(
     sums
 }
 
-/// Fetches the lines that are read a little later, for few rows.
+/// Prefetches weights for few rows.
 ///
 /// # Safety
 /// As [`sums`].
@@ -235,13 +238,15 @@ unsafe fn prefetch<const M: usize, const V: usize, T: Element>(
 ) {
     if M <= 3 {
         for vector in (0..V).step_by(2) {
-            // SAFETY: as promised; the fetched address need not be inside.
+            // SAFETY: as promised; the prefetched address may be outside.
             let here = unsafe { weights.vector(group, first + vector) };
             _mm_prefetch::<_MM_HINT_T0>(here.cast::<i8>().wrapping_add(PREFETCH_BYTES));
         }
     }
 }
 
+/// Writes the accumulators to the target.
+///
 /// # Safety
 /// `target` may be written in `M` rows, `tile.columns` elements each; `first` is one of them.
 #[inline]
@@ -257,7 +262,7 @@ unsafe fn store<const M: usize, const V: usize>(
         for (vector, sums) in sums.iter().enumerate() {
             let to = target.at(row, first + vector * LANES);
             let columns = columns.saturating_sub(vector * LANES).min(LANES);
-            // SAFETY: so many columns are in the target.
+            // SAFETY: the target has these columns.
             unsafe {
                 if columns == LANES {
                     _mm256_storeu_ps(to, *sums);

@@ -1,10 +1,10 @@
-//! Tiles for AVX-512: up to 24 vectors of sums in registers.
+//! GEMM tiles for AVX-512: up to 24 vectors of accumulators in registers.
 //!
-//! bf16 weights have two ways. *Widened* in registers (a shift and a mask give the even and the odd
-//! input) they are multiplied in f32, which is exact. `vdpbf16ps` takes a pair at once, but flushes
-//! denormals, and Intel's cores issue it every other cycle only: 16 products a cycle against 32 of
-//! the two FMA units (60 and 120 G multiply-adds/s, measured on one core of a Xeon with AMX). So it
-//! is for processors whose `vdpbf16ps` is as quick as an FMA.
+//! There are two kernels for bf16 weights. *Widened* in registers (a shift and a mask give the even and the
+//! odd input), weights are multiplied in f32, which is exact. `vdpbf16ps` takes a pair at once, but flushes
+//! denormals, and Intel's cores issue it only every other cycle: 16 multiply-adds per cycle against 32 of
+//! the two FMA units (60 and 120 G multiply-adds/s, measured on one core of a Xeon with AMX). So it is used
+//! on processors whose `vdpbf16ps` has the throughput of an FMA.
 
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512,
@@ -18,13 +18,13 @@ use crate::cpu::{
     matmul::pack::{INPUTS_STEP, PANEL},
 };
 
-/// Most rows of a block: 12 rows of a panel are 24 vectors of sums.
+/// Maximum rows of a block: 12 rows of a panel are 24 vectors of accumulators.
 pub(super) const BLOCK_ROWS_MAX: usize = 12;
 
-/// How far ahead weights are fetched when few rows make memory the limit.
+/// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2048;
 
-/// Panels that one tile takes for blocks of so many rows.
+/// Returns the panels of one tile for blocks of `rows` rows.
 pub(super) fn panels_for(rows: usize) -> usize {
     match rows {
         0..=3 => 4,
@@ -34,7 +34,7 @@ pub(super) fn panels_for(rows: usize) -> usize {
     }
 }
 
-/// What is multiplied with what.
+/// Number formats of the operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Products {
     /// f32 weights with f32 inputs.
@@ -76,7 +76,7 @@ pub(super) unsafe fn tile(
     assert_eq!(products == Products::F32, matches!(tile.panels, PanelRange::F32(_)));
     if products == Products::Stepped {
         assert_eq!(tile.row_count, 1, "one row is summed in steps");
-        // SAFETY: the lengths were checked above; the rest is the caller's promise.
+        // SAFETY: the lengths were checked above; the caller promises the rest.
         return unsafe {
             match panel_count {
                 1 => stepped_tile::<1>(tile, target, panel_words),
@@ -90,8 +90,8 @@ pub(super) unsafe fn tile(
     macro_rules! choose {
         ($(($m:literal, $p:literal)),+) => {
             match (tile.row_count, panel_count) {
-                // SAFETY: the lengths were checked above for this many rows and panels; the rest
-                // is the caller's promise.
+                // SAFETY: the lengths were checked above for this many rows and panels; the
+                // caller promises the rest.
                 $(($m, $p) => unsafe {
                     match products {
                         Products::F32 => f32_tile::<$m, $p>(tile, target, panel_words),
@@ -134,9 +134,11 @@ pub(super) unsafe fn tile(
     );
 }
 
-/// Sums of `M` rows and `P` panels.
+/// Accumulators of `M` rows and `P` panels.
 type Sums<const M: usize, const P: usize> = [[[__m512; 2]; P]; M];
 
+/// Computes a tile of f32 weights.
+///
 /// # Safety
 /// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` f32, and as [`tile`].
 #[target_feature(enable = "avx512f")]
@@ -162,6 +164,8 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
     unsafe { store(&sums, tile, target) };
 }
 
+/// Computes a tile of widened bf16 weights.
+///
 /// # Safety
 /// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
 #[target_feature(enable = "avx512f")]
@@ -206,12 +210,11 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
     unsafe { store(&sums, tile, target) };
 }
 
-/// One row in the order of AMX tiles: in every step of 32 inputs the even and the odd ones are summed
-/// from zero, apart, and then both are added to the sum.
+/// Computes one row in the order of AMX tiles. In every step of 32 inputs, the even and the odd inputs are
+/// accumulated separately from zero, and then both are added to the result.
 ///
 /// # Safety
-/// `tile.x` is `[k]` filled up to whole steps, its panels are `P` of `panel_words` words, and as
-/// [`tile`].
+/// `tile.x` is `[k]` padded to whole steps, its panels are `P` of `panel_words` words, and as [`tile`].
 #[target_feature(enable = "avx512f")]
 unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_words: usize) {
     let PanelRange::Bf16(panels) = tile.panels else { unreachable!("the panels are bf16") };
@@ -244,6 +247,8 @@ unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_w
     unsafe { store(&sums, tile, target) };
 }
 
+/// Computes a tile with `vdpbf16ps`.
+///
 /// # Safety
 /// `tile.x` is `[k / 2][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
 #[target_feature(enable = "avx512f,avx512bf16")]
@@ -277,11 +282,11 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn as_bf16(words: __m512i) -> __m512bh {
-    // SAFETY: both are 64 plain bytes.
+    // SAFETY: both types are 64 bytes without invalid values.
     unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }
 
-/// The two vectors of a group of bf16 weights.
+/// Loads the two vectors of a group of bf16 weights.
 ///
 /// # Safety
 /// `group` points to 32 words.
@@ -293,7 +298,7 @@ unsafe fn load_words<const M: usize>(tile: &Tile<'_>, group: *const u32) -> [__m
     unsafe { [_mm512_loadu_si512(group.cast()), _mm512_loadu_si512(group.add(LANES).cast())] }
 }
 
-/// Adds one input's products, every row with the weights of panel `p`.
+/// Accumulates one input of every row with the weights of panel `p`.
 ///
 /// # Safety
 /// `x` points to the bits of `M` f32.
@@ -314,6 +319,8 @@ unsafe fn add_products<const M: usize, const P: usize>(
     }
 }
 
+/// Writes the accumulators to the target.
+///
 /// # Safety
 /// `target` may be written in `M` rows, `tile.columns` elements each.
 #[inline]
@@ -328,14 +335,14 @@ unsafe fn store<const M: usize, const P: usize>(
             let first = vector * LANES;
             let columns = LANES.min(tile.columns.saturating_sub(first));
             let mask = ((1_u32 << columns) - 1) as u16;
-            // SAFETY: the columns that the mask lets through are in the target.
+            // SAFETY: the columns that the mask selects are in the target.
             unsafe { _mm512_mask_storeu_ps(target.at(row, first), mask, *sums) };
         }
     }
 }
 
-/// Fetches the two lines that are read a little later; the address need not be inside. Many rows
-/// keep the core busy for longer than the hardware's own prefetch needs.
+/// Prefetches two cache lines of weights ahead; the address may be outside. With many rows the hardware
+/// prefetch suffices, because the core computes longer per line.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn prefetch<const M: usize>(tile: &Tile<'_>, group: *const u8) {

@@ -1,4 +1,4 @@
-//! Weight matrices as the kernels read them.
+//! Weight matrices packed for the kernels.
 
 use std::fmt;
 
@@ -15,15 +15,15 @@ use crate::{
     layout::{WeightFormat, to_bf16_bits},
 };
 
-/// Output features side by side in one panel: two vectors of 16.
+/// Output features of one panel: two vectors of 16.
 pub(crate) const PANEL: usize = 32;
-/// bf16 panels have a multiple of this many inputs: a row of a tile.
+/// Inputs per step: bf16 panels are padded to a multiple of this number, one row of an AMX tile.
 pub(super) const INPUTS_STEP: usize = 32;
 
-/// A weight matrix `[out][in]`, packed in panels of 32 output features so that a kernel reads it
-/// front to back: f32 as `[panel][in][32]`, bf16 as `[panel][in / 2][32][2]` (a pair of inputs
-/// is one 32-bit lane), q8 as `[panel][in / 32]` of `[8][32][4]` bytes and 32 scales. The last
-/// panel, and the inputs of bf16 and q8 to a multiple of 32, are filled up with zeros.
+/// Weight matrix `[out][in]`, packed in panels of 32 output features that a kernel reads front to back: f32
+/// as `[panel][in][32]`, bf16 as `[panel][in / 2][32][2]` (a pair of inputs is one 32-bit lane), q8 as
+/// `[panel][in / 32]` of `[8][32][4]` bytes and 32 scales. The last panel, and the inputs of bf16 and q8 to
+/// a multiple of 32, are padded with zeros.
 pub struct CpuMatrix {
     rows: usize,
     cols: usize,
@@ -34,7 +34,7 @@ enum Panels {
     F32(Aligned<f32>),
     /// Two bf16 in one word, the even input in the lower half.
     Bf16(Aligned<u32>),
-    /// As [`q8`] has it.
+    /// Words in the layout of [`q8`].
     Q8(Aligned<u32>),
 }
 
@@ -47,12 +47,12 @@ pub(super) enum PanelRange<'a> {
 }
 
 impl CpuMatrix {
-    /// Output features.
+    /// Returns the number of output features.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Input features.
+    /// Returns the number of input features.
     pub fn cols(&self) -> usize {
         self.cols
     }
@@ -65,7 +65,7 @@ impl CpuMatrix {
         }
     }
 
-    /// Bytes that a product with this matrix reads.
+    /// Returns the bytes that a GEMM reads of this matrix.
     pub fn byte_count(&self) -> usize {
         match &self.panels {
             Panels::F32(words) => words.len() * 4,
@@ -73,7 +73,7 @@ impl CpuMatrix {
         }
     }
 
-    /// `count` panels from `first` on.
+    /// Returns `count` panels from `first` on.
     pub(super) fn panel_range(&self, first: usize, count: usize) -> PanelRange<'_> {
         let panel = panel_words(self.format(), self.cols);
         let range = first * panel..(first + count) * panel;
@@ -88,7 +88,7 @@ impl CpuMatrix {
         self.rows.div_ceil(PANEL)
     }
 
-    /// Row `row` as f32.
+    /// Copies row `row` as f32.
     pub(crate) fn copy_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.rows && out.len() == self.cols, "a row of the matrix");
         let lane = row % PANEL;
@@ -119,7 +119,7 @@ impl CpuMatrix {
         }
     }
 
-    /// Block `block` of row `row`: numbers and scale.
+    /// Returns block `block` of row `row`: integers and scale.
     ///
     /// # Panics
     /// When the matrix is not 8-bit.
@@ -137,7 +137,7 @@ impl fmt::Debug for CpuMatrix {
     }
 }
 
-/// Words of one panel.
+/// Returns the words of one panel.
 fn panel_words(format: WeightFormat, cols: usize) -> usize {
     match format {
         WeightFormat::F32 => cols * PANEL,
@@ -146,7 +146,7 @@ fn panel_words(format: WeightFormat, cols: usize) -> usize {
     }
 }
 
-/// Reads `source` once, row by row, panels in parallel. The matrix lies in `slab`'s memory.
+/// Packs `source`, reading each row once, panels in parallel. `slab` provides the memory.
 pub(crate) fn pack(
     pool: &mut ThreadPool,
     slab: &mut Slab,
@@ -162,7 +162,7 @@ pub(crate) fn pack(
     pool.run(rows.div_ceil(PANEL), &|_, panel| {
         let first = panel * PANEL;
         let lanes = PANEL.min(rows - first);
-        // Zeros up to whole blocks and pairs.
+        // Pads with zeros to whole blocks and pairs.
         let padded = cols.next_multiple_of(INPUTS_STEP);
         let mut plain = vec![0.0_f32; padded * lanes];
         for (lane, row) in plain.chunks_exact_mut(padded.max(1)).enumerate() {
@@ -182,7 +182,7 @@ pub(crate) fn pack(
     CpuMatrix { rows, cols, panels }
 }
 
-/// Writes a row, zeros up to a multiple of 32 inputs, to its lane of a panel.
+/// Writes a row, padded with zeros to a multiple of 32 inputs, to its lane of a panel.
 fn pack_row(format: WeightFormat, lane: usize, row: &[f32], panel: &mut [u32]) {
     let words = panel.iter_mut().skip(lane).step_by(PANEL);
     match format {

@@ -1,4 +1,4 @@
-//! Tiles in plain Rust, which the compiler turns into vectors of its target.
+//! GEMM tiles in plain Rust, which the compiler vectorises for its target.
 
 use super::{Target, Tile, pack::PanelRange};
 use crate::cpu::{
@@ -7,7 +7,7 @@ use crate::cpu::{
     matmul::pack::PANEL,
 };
 
-/// Most rows of a block: four rows of 16 sums are 16 vectors of four lanes.
+/// Maximum rows of a block: four rows of 16 accumulators are 16 vectors of four lanes.
 pub(super) const BLOCK_ROWS_MAX: usize = 4;
 
 /// Multiplies one row block with one panel.
@@ -19,6 +19,8 @@ pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target) {
     unsafe { with_rows::<BASELINE_FUSES>(tile, target) }
 }
 
+/// Computes a tile with or without fused multiply-add.
+///
 /// # Safety
 /// As [`tile`].
 #[inline(always)]
@@ -36,7 +38,7 @@ unsafe fn with_rows<const FUSED: bool>(tile: &Tile<'_>, target: &Target) {
     }
 }
 
-/// The two halves of a panel, one after the other.
+/// Computes the two halves of a panel, one after the other.
 ///
 /// # Safety
 /// As [`tile`].
@@ -55,8 +57,8 @@ unsafe fn halves<const M: usize, const FUSED: bool>(tile: &Tile<'_>, target: &Ta
         };
         let columns = LANES.min(tile.columns - first);
         for (row, sums) in sums.iter().enumerate() {
-            // SAFETY: the target has `tile.columns` columns in each of the block's rows, and the
-            // sums are elsewhere.
+            // SAFETY: the target has `tile.columns` columns in each of the block's rows, and
+            // the accumulators do not overlap it.
             unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, first), columns) };
         }
     }
@@ -95,7 +97,7 @@ fn bf16_sums<const M: usize, const FUSED: bool>(
     sums
 }
 
-/// Adds one input's products in every row; `x` are f32 bits.
+/// Accumulates one input for every row; `x` are f32 bits.
 #[inline(always)]
 fn add_products<const M: usize, const FUSED: bool>(
     sums: &mut [[f32; LANES]; M],

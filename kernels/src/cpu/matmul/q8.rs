@@ -1,13 +1,13 @@
-//! 8-bit numbers: 32 neighbours along the inputs share a scale.
+//! 8-bit numbers: 32 consecutive inputs share a scale.
 //!
-//! A weight is a whole number from -127 to 127 times its block's scale, an f16, so that a GGUF
-//! Q8_0 file keeps its weights to the bit. Inputs are quantised the same way when they are packed,
-//! with f32 scales. Products within a block are summed in whole numbers, which has no rounding and
-//! no order; blocks are then added in order, one fused multiply-add each. So every level gives the
-//! reference's bits.
+//! A weight is an integer from -127 to 127 times its block's scale, an f16, so a GGUF Q8_0 file keeps its
+//! weights bit for bit. Inputs are quantised the same way when they are packed, with f32 scales. Integer
+//! dot products within a block have no rounding, so their order does not matter. Blocks are then added in
+//! order, one fused multiply-add each. So every level is bit-equal to the reference.
 //!
-//! Weights are stored with 128 added, because the instructions multiply unsigned with signed bytes.
-//! What that adds to a sum is 128 times the sum of the block's inputs, which is packed with them.
+//! Weights are stored with 128 added, because the instructions multiply unsigned with signed bytes. This
+//! adds 128 times the sum of the block's inputs to a dot product. The packed inputs contain this term, so
+//! that the kernels subtract it.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;
@@ -24,8 +24,8 @@ use crate::cpu::arithmetic::{LANES, ROUND};
 pub(super) const BLOCK: usize = 32;
 /// Inputs of one word.
 pub(super) const GROUP: usize = 4;
-/// Words of one row's block of inputs: the numbers, the scale, and what the 128 of weights adds up
-/// to, negative.
+/// Words of one row's block of inputs: the integers, the scale, and the negated correction for the 128
+/// added to weights.
 pub(super) const INPUT_WORDS: usize = BLOCK / GROUP + 2;
 /// Words of a panel's block before the scales: `[group][PANEL]`.
 pub(super) const NUMBER_WORDS: usize = BLOCK / GROUP * PANEL;
@@ -35,7 +35,7 @@ pub(super) const PANEL_BLOCK_WORDS: usize = NUMBER_WORDS + PANEL / 2;
 pub(super) const OFFSET: i32 = 128;
 const NUMBER_MAX: f32 = 127.0;
 
-/// The numbers of a block of weights and their scale.
+/// Returns the integers of a block of weights and their scale.
 pub(super) fn quantise_weights(weights: &[f32; BLOCK]) -> ([i8; BLOCK], f16) {
     let greatest = weights.iter().fold(0.0, |greatest: f32, weight| greatest.max(weight.abs()));
     let scale = f16::from_f32((greatest / NUMBER_MAX).min(f16::MAX.to_f32()));
@@ -61,7 +61,7 @@ pub(super) fn set_weights(
     block[NUMBER_WORDS + lane / 2] |= u32::from(scale.to_bits()) << (16 * (lane % 2));
 }
 
-/// The numbers and the scale that [`set_weights`] stored.
+/// Returns the integers and the scale that [`set_weights`] stored.
 pub(super) fn weights_of(block: &[u32; PANEL_BLOCK_WORDS], lane: usize) -> ([i8; BLOCK], f32) {
     let numbers = std::array::from_fn(|input| {
         let bytes = block[input / GROUP * PANEL + lane].to_le_bytes();
@@ -71,15 +71,14 @@ pub(super) fn weights_of(block: &[u32; PANEL_BLOCK_WORDS], lane: usize) -> ([i8;
     (numbers, scale.to_f32())
 }
 
-/// A block of inputs, each rounded to a whole number of scales.
+/// Block of inputs, each rounded to an integer multiple of the scale.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Inputs {
     pub numbers: [i32; BLOCK],
     pub scale: f32,
 }
 
-/// The numbers of a block of inputs and their scale, which is not a number when an input is none
-/// or infinite.
+/// Quantises a block of inputs. The scale is NaN when an input is NaN or infinite.
 #[inline(always)]
 pub(super) fn quantise_inputs(inputs: &[f32; BLOCK]) -> Inputs {
     let mut lanes = [0.0_f32; LANES];
@@ -102,18 +101,18 @@ pub(super) fn quantise_inputs(inputs: &[f32; BLOCK]) -> Inputs {
     }
     let greatest = lanes[0];
     let inverse = if greatest > 0.0 { NUMBER_MAX / greatest } else { 0.0 };
-    // So small a greatest input that its inverse is infinite is as good as none.
+    // When the greatest input is so small that its inverse is infinite, it counts as zero.
     let inverse = if inverse < f32::INFINITY { inverse } else { 0.0 };
     let mut numbers = [0; BLOCK];
     for (number, input) in numbers.iter_mut().zip(inputs) {
-        // The nearest whole number, ties to even, is in the low bits.
+        // The low bits hold the nearest integer, ties to even.
         let shifted = input * inverse + ROUND;
         *number = shifted.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed();
     }
     Inputs { numbers, scale: greatest / NUMBER_MAX + poison[0] }
 }
 
-/// One block of one row, as the kernels read it: `INPUT_WORDS` words.
+/// Packs one block of one row for the kernels: `INPUT_WORDS` words.
 #[inline(always)]
 pub(super) fn pack_inputs(inputs: &[f32; BLOCK]) -> [u32; INPUT_WORDS] {
     let Inputs { numbers, scale } = quantise_inputs(inputs);
@@ -139,7 +138,7 @@ mod tests {
         fn numbers_times_scale_are_within_half_a_scale(
             values in prop::array::uniform32(-1e3_f32..1e3), power in -20_i32..=12
         ) {
-            // The greatest scale, 65,504 in f16, reaches 2^23: no model has such weights.
+            // The greatest scale, 65,504 in f16, reaches 2^23; no model has such weights.
             let values = values.map(|value| value * 2_f32.powi(power));
             let inputs = quantise_inputs(&values);
             for (number, value) in inputs.numbers.iter().zip(values) {
@@ -152,12 +151,13 @@ mod tests {
                 (scale.to_f32(), values.iter().fold(0.0, |a: f32, b| a.max(b.abs())));
             for (number, value) in numbers.iter().zip(values) {
                 let error = (f32::from(*number) * scale - value).abs();
-                // Rounding the scale to f16 may leave the greatest a little outside.
+                // Rounding the scale to f16 may put the greatest weight slightly outside
+                // the range.
                 prop_assert!(error <= scale * 0.5 + greatest * 1e-3 + 1e-5, "{number} {value}");
             }
         }
 
-        /// What a Q8_0 file holds comes back to the bit.
+        /// Checks that Q8_0 weights round-trip bit for bit.
         #[test]
         fn weights_that_are_numbers_times_an_f16_keep_their_bits(
             mut numbers in prop::array::uniform32(-127_i8..=127), place in 0_usize..32, bits in 1_u16..0x7000
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_number_stays_so() {
+    fn nan_inputs_stay_nan() {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             for place in 0..BLOCK {
                 let mut inputs = [0.5; BLOCK];

@@ -1,11 +1,11 @@
-//! The definition: one sum per output element, over the inputs in order, each step one fused
-//! multiply-add. Elements of other rows play no part, so the result does not depend on the batch.
+//! Reference definition: each output element is one accumulation over the inputs in order, each step one
+//! fused multiply-add. Other rows do not affect it, so the result does not depend on the batch.
 
 use super::{pack::CpuMatrix, q8};
 use crate::{cpu::arithmetic::round_to_bf16, layout::WeightFormat};
 
-/// `out[row][n] = Σ_k x[row][k] · w[n][k]` for `k` ascending. With bf16 weights `x` is rounded to
-/// bf16 first; products and sums are f32. With 8-bit weights, see [`q8_matmul`].
+/// Computes `out[row][n] = Σ_k x[row][k] · w[n][k]` for `k` ascending. With bf16 weights `x` is rounded to
+/// bf16 first, and the arithmetic is f32. 8-bit weights use [`q8_matmul`].
 pub(crate) fn matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
     if w.format() == WeightFormat::Q8 {
         return q8_matmul(x, w, out);
@@ -22,7 +22,7 @@ pub(crate) fn matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
     }
 }
 
-/// `out[row][n]` = Σ over blocks of 32 inputs, in order, of the whole-number product of the block's
+/// Computes `out[row][n]` = Σ over blocks of 32 inputs, in order, of the integer dot product of the block's
 /// quantised inputs and weights times both scales, each step one fused multiply-add.
 fn q8_matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
     for (x, out) in x.chunks_exact(w.cols()).zip(out.chunks_exact_mut(w.rows())) {

@@ -1,4 +1,4 @@
-//! The rows of the left side, packed in blocks so that a tile reads them front to back.
+//! Rows of the left side, packed in blocks that a tile reads front to back.
 
 use super::{
     super::{
@@ -13,22 +13,22 @@ use super::{
 };
 use crate::layout::to_bf16_bits;
 
-/// How an element of the left side is stored.
+/// Storage format of the left side's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RowFormat {
     F32,
-    /// f32 that went through bf16.
+    /// f32 rounded to bf16.
     Rounded,
-    /// As `Rounded`, filled up with zeros to whole steps of 32 inputs; one row only.
+    /// As `Rounded`, padded with zeros to whole steps of 32 inputs; one row only.
     Stepped,
-    /// Two inputs in one word as bf16, the even one in the lower half.
+    /// Two bf16 inputs per word, the even one in the lower half.
     Pairs,
-    /// Blocks of 32 inputs, as [`q8::pack_inputs`] has them.
+    /// Blocks of 32 inputs in the layout of [`q8::pack_inputs`].
     Q8,
 }
 
 impl RowFormat {
-    /// Words of one row of `k` inputs.
+    /// Returns the words of one row of `k` inputs.
     fn groups(self, k: usize) -> usize {
         match self {
             RowFormat::F32 | RowFormat::Rounded => k,
@@ -39,8 +39,8 @@ impl RowFormat {
     }
 }
 
-/// Row blocks as `[block][group][rows of the block]`, a group being an input or a pair of them.
-/// All blocks but the last have equally many rows.
+/// Row blocks as `[block][group][rows of the block]`, where a group is an input or a pair of inputs. All
+/// blocks but the last have equally many rows.
 pub(super) struct RowBlocks {
     /// f32 bits or pairs.
     words: Aligned<u32>,
@@ -67,7 +67,7 @@ impl RowBlocks {
         format: RowFormat,
     ) {
         self.row_count = x.len() / k;
-        // Evenly: 13 rows are 7 and 6 rather than 12 and a lonely one.
+        // Evenly: 13 rows become 7 and 6 rather than 12 and 1.
         let block_count = self.row_count.div_ceil(block_rows_max);
         self.block_rows = self.row_count.div_ceil(block_count);
         self.groups = format.groups(k);
@@ -85,7 +85,7 @@ impl RowBlocks {
             let out = unsafe { parts.slice(block * block_rows * groups, length) };
             pack_block_rows(level, x, k, format, out);
         };
-        // A few rows are packed sooner than another thread would have begun.
+        // Packing a few rows is faster than waking another thread.
         if x.len() < 1 << 15 {
             (0..count).for_each(pack_block);
         } else {
@@ -93,12 +93,12 @@ impl RowBlocks {
         }
     }
 
-    /// Blocks.
+    /// Returns the number of blocks.
     pub fn count(&self) -> usize {
         self.row_count.div_ceil(self.block_rows)
     }
 
-    /// Bytes of every block but the last, which may be smaller.
+    /// Returns the bytes of every block but the last, which may be smaller.
     pub fn block_bytes(&self) -> usize {
         self.block_rows * self.groups * size_of::<u32>()
     }
@@ -111,7 +111,7 @@ impl RowBlocks {
         self.block_rows.min(self.row_count - self.first_row(block))
     }
 
-    /// `[group][rows_in(block)]`.
+    /// Returns one block, `[group][rows_in(block)]`.
     pub fn block(&self, block: usize) -> &[u32] {
         &self.words[self.first_row(block) * self.groups..][..self.rows_in(block) * self.groups]
     }
@@ -147,7 +147,7 @@ per_level! {
     }
 }
 
-/// `[rows][k]` to `[block][INPUT_WORDS][rows]`; the last block is filled up with zeros.
+/// Quantises `[rows][k]` to `[block][INPUT_WORDS][rows]`; the last block is padded with zeros.
 #[inline(always)]
 fn quantise(x: &[f32], k: usize, out: &mut [u32]) {
     let rows = x.len() / k;
@@ -166,7 +166,7 @@ fn quantise(x: &[f32], k: usize, out: &mut [u32]) {
     }
 }
 
-/// `[rows][k]` to `[group][rows]`, a group being `N` inputs; the last is filled up with zeros.
+/// Interleaves `[rows][k]` to `[group][rows]`, where a group is `N` inputs; the last is padded with zeros.
 #[inline(always)]
 fn interleave<const N: usize>(
     x: &[f32],
@@ -179,7 +179,7 @@ fn interleave<const N: usize>(
         let (groups, rest) = x.as_chunks::<N>();
         let (whole, last) = out.split_at_mut(groups.len() * rows);
         if rows == 1 {
-            // Said apart, so that it becomes vectors.
+            // A separate loop, so that the compiler vectorises it.
             for (out, &group) in whole.iter_mut().zip(groups) {
                 *out = convert(group);
             }
@@ -196,7 +196,7 @@ fn interleave<const N: usize>(
     }
 }
 
-/// [`RowFormat::Pairs`] of 1 to 16 rows: vectors of 16 pairs, turned on their side.
+/// Packs [`RowFormat::Pairs`] of 1 to 16 rows: transposed vectors of 16 pairs.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn avx512_pairs(x: &[f32], k: usize, out: &mut [u32]) {
@@ -215,7 +215,8 @@ fn avx512_pairs(x: &[f32], k: usize, out: &mut [u32]) {
         let masks = [mask(inputs), mask(inputs.saturating_sub(LANES))];
         let mut pairs = [_mm512_setzero_ps(); LANES];
         for (row, pairs) in pairs.iter_mut().take(rows).enumerate() {
-            // SAFETY: the masks let through what is left of the row; both types are 64 plain bytes.
+            // SAFETY: the masks select the rest of the row; both types are 64 bytes without
+            // invalid values.
             *pairs = unsafe {
                 let from = x.as_ptr().add(row * k + first * 2);
                 let low = _mm512_maskz_loadu_ps(masks[0], from);
@@ -225,7 +226,7 @@ fn avx512_pairs(x: &[f32], k: usize, out: &mut [u32]) {
         }
         let count = LANES.min(groups - first);
         for (group, column) in transpose_vectors(pairs).into_iter().take(count).enumerate() {
-            // SAFETY: the mask lets through the group's rows.
+            // SAFETY: the mask selects the group's rows.
             unsafe {
                 let to = out.as_mut_ptr().add((first + group) * rows).cast();
                 _mm512_mask_storeu_ps(to, mask(rows), column);

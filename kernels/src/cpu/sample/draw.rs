@@ -1,9 +1,10 @@
-//! The draw: an exponential race (the Gumbel-max rule in other words) with counted random numbers.
+//! Draw of a token: an exponential race (equivalent to the Gumbel-max rule) with counter-based random
+//! numbers.
 //!
-//! Every token `i` gets a number `v` in (0, 1) from (seed, output index, i) alone, waits for
-//! `-ln(1 - v) / p` and the first one wins; ties go to the lower id. A token wins with its share of
-//! the sum of p, whatever other tokens there are and wherever p came from, so equal logits give
-//! equal draws on every device. The number:
+//! Every token `i` has a number `v` in (0, 1) that depends on (seed, output index, i) only. Its arrival
+//! time is `-ln(1 - v) / p`, and the earliest token wins; ties go to the lower id. A token wins with
+//! probability p divided by the sum of all p. Its arrival time does not depend on the other tokens, so
+//! equal logits give equal draws on every device. The number is:
 //!
 //! ```text
 //! key  = splitmix64(splitmix64(seed) + index)           two halves: low, high
@@ -18,7 +19,7 @@ use super::super::{
     isa::{Level, per_level},
 };
 
-/// Seed and output index, mixed.
+/// Mixed seed and output index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Key {
     low: u32,
@@ -31,13 +32,13 @@ impl Key {
         Self { low: key as u32, high: (key >> 32) as u32 }
     }
 
-    /// The random bits of a token.
+    /// Returns the random bits of a token.
     #[inline(always)]
     fn bits(self, token: u32) -> u32 {
         triple32(triple32(token ^ self.low) ^ self.high)
     }
 
-    /// When a token of weight `p` > 0 arrives.
+    /// Returns the arrival time of a token of weight `p` > 0.
     fn arrival(self, token: u32, p: f32) -> f64 {
         let v = (f64::from(self.bits(token)) + 0.5) / 4_294_967_296.0;
         -(-v).ln_1p() / f64::from(p)
@@ -59,16 +60,16 @@ fn triple32(x: u32) -> u32 {
     x ^ (x >> 14)
 }
 
-/// The token that arrives first, so far.
+/// Token with the earliest arrival time so far.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Winner {
     token: u32,
-    /// Infinite before the first token.
+    /// Arrival time; infinite before the first token.
     arrival: f64,
 }
 
 impl Winner {
-    /// No token has arrived.
+    /// Initial value, before any token.
     const NONE: Self = Self { token: u32::MAX, arrival: f64::INFINITY };
 
     fn meet(&mut self, token: u32, arrival: f64) {
@@ -87,7 +88,7 @@ pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u
     winner.meet(best, key.arrival(best, weights[best as usize]));
     for (run, weights) in weights.chunks(4 * LANES).enumerate() {
         let first = (run * 4 * LANES) as u32;
-        // Rounded up, as v below is rounded down: no token that might win is skipped.
+        // Rounded up, because v below is rounded down: no token that might win is skipped.
         let bound = winner.arrival as f32 * 1.000_001;
         if may_win(level, key, first, weights, bound) {
             for (token, &p) in (first..).zip(weights).filter(|&(_, &p)| p > 0.0) {
@@ -99,7 +100,7 @@ pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u
 }
 
 per_level! {
-    /// Whether one of the tokens from `first` on could arrive before `bound`.
+    /// Returns whether one of the tokens from `first` on could arrive before `bound`.
     fn may_win(key: Key, first: u32, weights: &[f32], bound: f32) -> bool {
         let mut may_win = false;
         for (token, &p) in (first..).zip(weights) {
@@ -110,7 +111,7 @@ per_level! {
     }
 }
 
-/// Draws from some tokens (id, weight > 0), at least one, in any order.
+/// Draws one of `candidates` (id, weight > 0), which are at least one, in any order.
 pub(super) fn among(key: Key, candidates: &[(u32, f32)]) -> u32 {
     let mut winner = Winner::NONE;
     for &(token, p) in candidates {
@@ -124,7 +125,7 @@ mod tests {
     use super::*;
     use crate::cpu::testing::{levels, numbers};
 
-    /// Chi-square statistic of counts against shares.
+    /// Returns the chi-square statistic of counts against expected shares.
     fn chi_square(counts: &[u32], shares: &[f64]) -> f64 {
         let draws: u32 = counts.iter().sum();
         counts
@@ -137,8 +138,8 @@ mod tests {
             .sum()
     }
 
-    /// Far enough out that a right generator does not get there once in ten thousand seeds:
-    /// mean + 5 standard deviations of a chi-square distribution.
+    /// Returns an upper limit for the statistic: mean + 5 standard deviations. A correct generator
+    /// exceeds it for fewer than one in ten thousand seeds.
     fn limit(degrees: usize) -> f64 {
         degrees as f64 + 5.0 * (2.0 * degrees as f64).sqrt()
     }
@@ -151,7 +152,7 @@ mod tests {
     #[test]
     fn the_documented_hash_does_not_change() {
         assert_eq!(splitmix64(0), 0xe220_a839_7b1d_cdaf);
-        // Computed by another program from the formula above.
+        // An independent program computed these numbers from the formula above.
         let bits = [0, 1, 2].map(|token| Key::new(42, 7).bits(token));
         assert_eq!(bits, [500_478_835, 4_053_914_327, 3_711_117_863]);
     }
@@ -185,7 +186,7 @@ mod tests {
         assert!(statistic < limit(63), "{statistic}");
     }
 
-    /// Pairs of draws at neighbouring indices, and with neighbouring seeds, are independent.
+    /// Checks that draws at neighbouring indices and with neighbouring seeds are independent.
     #[test]
     fn neighbouring_draws_are_independent() {
         let weights = [1.0_f32, 0.7, 0.4, 0.2];
@@ -205,7 +206,7 @@ mod tests {
         }
     }
 
-    /// Random bits of neighbouring tokens, indices and seeds are uniform and uncorrelated.
+    /// Checks that the bits of neighbouring tokens, indices and seeds are uniform and uncorrelated.
     #[test]
     fn bits_are_uniform_in_every_direction() {
         type Bits = fn(u32) -> u32;
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn passing_over_tokens_changes_no_draw() {
+    fn skipping_tokens_changes_no_draw() {
         for case in 0..300_u32 {
             let count = 1 + (case as usize * 37) % 900;
             let sharpness = (case % 7) as f32 * 3.0;

@@ -1,10 +1,10 @@
-//! What a sequence's own tokens change: penalties, and the mask of `min_tokens`. Before them, what
-//! its grammar does not allow.
+//! Masks and penalties: first the grammar's token mask, then the changes that depend on the sequence's own
+//! tokens (penalties and the mask of `min_tokens`).
 
 use super::SampleError;
 use crate::sampling::{Sampling, TokenMask};
 
-/// In a count: the token is in the prompt. The rest counts its places in the output.
+/// Flag in a count: the token is in the prompt. The other bits count its occurrences in the output.
 const IN_PROMPT: u32 = 1 << 31;
 
 /// Writes the changed logits to `adjusted` and returns true, or returns false when nothing changes.
@@ -39,7 +39,7 @@ pub(super) fn adjust(
         }
     }
     if is_penalised {
-        // The prompt matters to the repetition penalty alone.
+        // Only the repetition penalty considers the prompt.
         let prompt = if repeats { prompt } else { &[] };
         counts.resize(logits.len(), 0);
         for &token in prompt {
@@ -53,7 +53,7 @@ pub(super) fn adjust(
             }
         }
         for &token in prompt.iter().chain(output) {
-            // Taken, so that a token is penalised once and the counts end as zeros.
+            // Resets the count, so that a token is penalised once and all counts end as zeros.
             let count = counts.get_mut(token as usize).map_or(0, std::mem::take);
             if count != 0 {
                 penalise(sampling, count, &mut adjusted[token as usize]);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn the_repetition_penalty_takes_prompt_and_output_once_each() {
+    fn repetition_penalty_applies_once_to_prompt_and_output_tokens() {
         let sampling = Sampling { repetition_penalty: 2.0, ..Sampling::greedy() };
         let logits = [4.0, -4.0, 6.0, -6.0, 8.0];
         assert_eq!(
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn presence_and_frequency_take_the_output_only() {
+    fn presence_and_frequency_penalties_apply_to_output_tokens_only() {
         let logits = [1.0, 1.0, 1.0];
         let sampling = Sampling { presence_penalty: 0.5, ..Sampling::greedy() };
         assert_eq!(adjusted(&sampling, &[0], &[1, 1], &logits), [1.0, 0.5, 1.0]);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn repetition_comes_before_the_other_penalties() {
+    fn repetition_penalty_precedes_the_other_penalties() {
         let sampling = Sampling {
             repetition_penalty: 2.0,
             presence_penalty: 1.0,
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_tokens_are_masked_until_min_tokens_are_out() {
+    fn stop_tokens_are_masked_until_min_tokens() {
         let sampling =
             Sampling { stop_token_ids: vec![1, 77], min_tokens: 2, ..Sampling::greedy() };
         let logits = [0.0, 9.0, 1.0];
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_allowed_stays_so_whatever_the_penalties() {
+    fn masked_tokens_stay_masked_under_penalties() {
         const NONE: f32 = f32::NEG_INFINITY;
         let logits: Vec<f32> = (0..70).map(|token| token as f32 - 35.0).collect();
         let mask = TokenMask::new(vec![1 << 3, 0, u32::MAX], 70);
@@ -174,13 +174,13 @@ mod tests {
         let left = masked(&sampling, &tokens, &tokens, Some(&mask), &logits);
         assert_eq!((left[3], left[69]), (-64.0 + 4.0, 17.0 + 4.0));
         assert!(left.iter().enumerate().all(|(token, &x)| (x == NONE) == (kept(token) == NONE)));
-        // A mask of a smaller vocabulary allows nothing beyond it.
+        // A mask of a smaller vocabulary allows no token beyond it.
         let small = TokenMask::new(vec![u32::MAX], 32);
         assert_eq!(masked(&Sampling::greedy(), &[], &[], Some(&small), &logits)[32..], [NONE; 38]);
     }
 
     #[test]
-    fn tokens_beyond_the_vocabulary_are_passed_over() {
+    fn tokens_beyond_the_vocabulary_are_ignored() {
         let sampling = Sampling {
             repetition_penalty: 2.0,
             stop_token_ids: vec![u32::MAX],

@@ -1,7 +1,7 @@
-//! min-p, top-k and top-p: which tokens stay in the draw.
+//! Candidate filter: min-p, top-k and top-p.
 //!
-//! Hardly any token matters, so nothing is sorted that need not be: tokens above a *cut* are
-//! gathered, and only when they turn out not to be enough, the cut is lowered.
+//! Few tokens have a relevant probability, so as few as possible are sorted: tokens above a *cut* are
+//! gathered, and the cut is lowered only when they are not enough.
 
 use super::{
     super::isa::{Level, per_level},
@@ -9,18 +9,18 @@ use super::{
 };
 use crate::sampling::Sampling;
 
-/// Probabilities, relative to the best token's, above which tokens are looked at first. The last
-/// one is everybody.
+/// Cuts in the order of trial, as probabilities relative to the best token's. The last one admits every
+/// token.
 const CUTS: [f32; 3] = [1.0 / 256.0, 1.0 / 65_536.0, 0.0];
-/// Tokens between two looks at whether any is above the cut.
+/// Tokens between two checks whether any token is above the cut.
 const RUN: usize = 64;
 
-/// A token in sorting order: the more likely first, then the lower id.
+/// Token as a sort key: greater probability first, then lower id.
 type Ranked = u64;
 
 #[inline]
 fn ranked(id: u32, weight: f32) -> Ranked {
-    // Bits of floats that are not negative sort as the floats do.
+    // Non-negative floats sort as their bits do.
     u64::from(!weight.to_bits()) << 32 | u64::from(id)
 }
 
@@ -34,7 +34,7 @@ fn weight(ranked: Ranked) -> f32 {
     f32::from_bits(!((ranked >> 32) as u32))
 }
 
-/// The tokens that stay, each with its weight; `None` when all do. `weights` are probabilities
+/// Returns the kept tokens with their weights; `None` when all tokens stay. `weights` are probabilities
 /// relative to the best token's, which is 1.
 pub(super) fn candidates(
     level: Level,
@@ -53,7 +53,8 @@ pub(super) fn candidates(
         }
         gather(level, weights, min_p, &mut kept);
     } else {
-        // What top-p is a share of: top-k's tokens, or all that min-p leaves, gathered or not.
+        // Total weight to which top-p applies: top-k's tokens, or all that min-p keeps, gathered or
+        // not.
         let whole = (top_k == 0).then(|| total(level, weights, min_p));
         for cut in CUTS {
             let cut = cut.max(min_p);
@@ -66,7 +67,7 @@ pub(super) fn candidates(
     Some(kept.into_iter().map(|token| (id(token), weight(token))).collect())
 }
 
-/// Applies top-k, then top-p. False when tokens below the cut might belong to the result.
+/// Applies top-k, then top-p. Returns false when tokens below the cut might belong to the result.
 fn narrow(kept: &mut Vec<Ranked>, top_k: usize, top_p: f32, whole: Option<f64>) -> bool {
     let has_top_k = kept.len() >= top_k;
     if top_k > 0 && has_top_k {
@@ -87,7 +88,7 @@ fn narrow(kept: &mut Vec<Ranked>, top_k: usize, top_p: f32, whole: Option<f64>) 
     }
 }
 
-/// How many of the `sorted` tokens, from the first on, have the sum `wanted`.
+/// Returns how many of the `sorted` tokens, from the first on, reach the sum `wanted`.
 fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
     let mut sum = 0.0;
     sorted
@@ -99,7 +100,7 @@ fn reaching(sorted: &[Ranked], wanted: f64) -> Option<usize> {
         .map(|last| last + 1)
 }
 
-/// Tokens with at least `cut`, and more than nothing.
+/// Gathers tokens with a weight of at least `cut` and more than 0.
 fn gather(level: Level, weights: &[f32], cut: f32, kept: &mut Vec<Ranked>) {
     kept.clear();
     for (run, weights) in weights.chunks(RUN).enumerate() {
@@ -137,7 +138,7 @@ mod tests {
         Sampling { top_k, top_p, min_p, ..Sampling::greedy() }
     }
 
-    /// The rules, word for word.
+    /// Implements the rules directly, without the shortcut.
     fn plain(weights: &[f32], rules: &Sampling) -> Vec<u32> {
         let mut kept: Vec<(u32, f32)> = (0..)
             .zip(weights.iter().copied())
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn top_k_keeps_whoever_is_as_likely_as_the_last() {
+    fn top_k_keeps_ties_with_the_last_token() {
         let weights = [0.5, 1.0, 0.5, 0.25, 0.5];
         assert_eq!(ids(Level::Baseline, &weights, &sampling(2, 1.0, 0.0)), [0, 1, 2, 4]);
         assert_eq!(ids(Level::Baseline, &weights, &sampling(4, 1.0, 0.0)), [0, 1, 2, 4]);
@@ -201,13 +202,13 @@ mod tests {
         assert_eq!(ids(Level::Baseline, &weights, &sampling(0, 0.5, 0.0)), [1]);
         assert_eq!(ids(Level::Baseline, &weights, &sampling(0, 0.6, 0.0)), [0, 1]);
         assert_eq!(ids(Level::Baseline, &weights, &sampling(0, 0.9, 0.0)), [0, 1, 2]);
-        // A share of what top-k left, not of everything.
+        // Top-p applies to the tokens that top-k kept.
         let weights = [1.0, 0.9, 0.9, 0.9, 0.2];
         assert_eq!(ids(Level::Baseline, &weights, &sampling(1, 0.9, 0.0)), [0]);
     }
 
     proptest! {
-        /// Sharp and flat distributions, so that every cut is the deciding one in some case.
+        /// Uses sharp and flat distributions, so that every cut decides some case.
         #[test]
         fn the_shortcut_keeps_what_the_rules_keep(
             logits in prop::collection::vec(-1.0_f32..0.0, 1..400),
@@ -221,7 +222,7 @@ mod tests {
             let rules = sampling(top_k, top_p, min_p);
             let want = plain(&weights, &rules);
             for level in levels() {
-                // The share may be reached one token sooner or later by rounding alone.
+                // Rounding may end top-p one token earlier or later.
                 let got = ids(level, &weights, &rules);
                 let (few, many) = if got.len() < want.len() { (&got, &want) } else { (&want, &got) };
                 let is_rounding = rules.top_p < 1.0

@@ -5,7 +5,8 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use super::{super::isa::Level, total, weigh};
 use crate::sampling::TokenLogprobs;
 
-/// `logits` are raw and none is NaN or +∞; `best` is the greatest, `chosen` one of the ids.
+/// Returns the log-probabilities. `logits` are raw and none is NaN or +∞; `best` is the greatest, `chosen`
+/// one of the ids.
 pub(super) fn of(
     level: Level,
     logits: &[f32],
@@ -21,14 +22,15 @@ pub(super) fn of(
     TokenLogprobs { chosen: logprob(chosen), top }
 }
 
-/// Ids of the `count` greatest logits, best first, ties by the lower id.
+/// Returns the ids of the `count` greatest logits, best first, ties by the lower id.
 pub(super) fn top_ids(logits: &[f32], count: u32) -> Vec<u32> {
     let count = (count as usize).min(logits.len());
-    // The worst of the best so far is on top. Its logit, apart, lets most tokens pass quickly.
+    // The heap's top is the worst of the best tokens so far. A separate copy of its logit rejects most
+    // tokens quickly.
     let mut top: BinaryHeap<Reverse<(Ordered, Reverse<u32>)>> = BinaryHeap::new();
     let mut worst = f32::NEG_INFINITY;
     for (id, &logit) in (0_u32..).zip(logits) {
-        // A later token that only equals the worst has the higher id and loses.
+        // A later token with an equal logit has the higher id and loses.
         if top.len() == count && logit <= worst {
             continue;
         }
@@ -47,7 +49,7 @@ pub(super) fn top_ids(logits: &[f32], count: u32) -> Vec<u32> {
     sorted.into_iter().map(|Reverse((_, Reverse(id)))| id).collect()
 }
 
-/// A float that is not NaN, in its usual order.
+/// Float that is not NaN, in numeric order.
 #[derive(Clone, Copy, Debug)]
 struct Ordered(f32);
 
@@ -80,7 +82,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_best_are_those_that_sorting_finds(
+        fn top_ids_equal_those_of_a_full_sort(
             logits in prop::collection::vec(prop::sample::select(vec![
                 f32::NEG_INFINITY, -2.0, -0.0, 0.0, 1.0, 1.5, 7.0,
             ]), 0..60),

@@ -1,12 +1,12 @@
-//! The running batch of an executor, advanced by plans.
+//! Running batch of an executor, advanced by plans.
 //!
-//! Every executor applies plans through a [`Batch`], so the rules of the diff exist once. On the CPU the
-//! batch holds the tokens of a row, sampled tokens included: a step reads the tokens that the step before
-//! sampled, before the scheduler has seen them. When the tokens stay on a device, the host holds a
-//! [`TokenCount`] instead. Positions advance here too.
+//! Every executor applies plans through a [`Batch`], so the rules of the diff are implemented once. On the
+//! CPU the batch holds the tokens of a row, sampled tokens included: a step reads the tokens that the
+//! previous step sampled, before the scheduler has seen them. When the tokens stay on a device, the host
+//! holds a [`TokenCount`] instead. Positions advance here too.
 //!
-//! Draft tokens join a row's tokens for the step that verifies them: [`Batch::apply`] appends them, and
-//! [`Batch::sampled`] keeps the accepted ones and rolls the row back behind them.
+//! Draft tokens are appended to a row's tokens for the step that verifies them ([`Batch::apply`]).
+//! [`Batch::sampled`] keeps the accepted draft tokens and truncates the row after them.
 
 use std::{ops::Range, sync::Arc};
 
@@ -20,11 +20,11 @@ use crate::plan::{
     AdmittedRow, Generation, RowFailure, RowMask, RowPlan, RowResult, Slot, StepPlan,
 };
 
-/// The tokens of a row on the host: the ids, or only their number.
+/// Tokens of a row on the host: the ids, or only their number.
 pub trait Tokens {
     fn admitted(tokens: &[u32]) -> Self;
     fn count(&self) -> usize;
-    /// Drafts join them.
+    /// Appends draft tokens.
     fn join(&mut self, drafts: &[u32]);
 }
 
@@ -42,7 +42,7 @@ impl Tokens for Vec<u32> {
     }
 }
 
-/// Number of tokens on the device once the steps launched so far are done.
+/// Number of tokens on the device after the steps launched so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenCount(usize);
 
@@ -60,14 +60,14 @@ impl Tokens for TokenCount {
     }
 }
 
-/// The occupant of one slot.
+/// Occupant of one slot.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BatchRow<T = Vec<u32>> {
     pub generation: Generation,
     /// Prompt, then sampled output, then the draft tokens of the running step.
     pub tokens: T,
     pub prompt_len: usize,
-    /// Tokens whose KV is computed once the running step is done.
+    /// Tokens whose KV is computed after the running step.
     pub position: usize,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
@@ -76,11 +76,11 @@ pub struct BatchRow<T = Vec<u32>> {
     /// Token bitmask of the current step.
     pub allowed: Option<Arc<TokenMask>>,
     /// Upper bound on the draft tokens of the next step: one more than were accepted the last time, or
-    /// twice as many after all were accepted.
+    /// twice as many if all were accepted.
     drafts_max: usize,
-    /// No token could be sampled: the row takes part in no step until it is released.
+    /// Set when no token could be sampled: the row takes part in no step until it is released.
     pub failure: Option<RowFailure>,
-    /// The last plans that extended and that scheduled the row.
+    /// Numbers of the last plans that extended and that scheduled the row.
     extended_by: u64,
     scheduled_by: u64,
 }
@@ -116,7 +116,7 @@ impl ScheduledRow {
         self.start + self.token_count
     }
 
-    /// Returns the lengths of the row at which it samples: behind the known tokens and behind each draft
+    /// Returns the lengths of the row at which it samples: after the known tokens and after each draft
     /// token.
     pub fn sampled_lengths(&self) -> Range<usize> {
         self.end() - self.draft_count..self.end() + usize::from(self.samples)
@@ -146,7 +146,8 @@ impl<T: Tokens> Batch<T> {
         self.apply_refusing(plan, |_| None, draft)
     }
 
-    /// Applies a plan as [`apply`](Self::apply) does. An admitted row fails if `refuse` returns a reason.
+    /// Applies a plan as [`apply`](Self::apply) does. An admitted row fails if `refuse` returns a
+    /// reason.
     pub fn apply_refusing(
         &mut self,
         plan: &StepPlan,
@@ -158,25 +159,25 @@ impl<T: Tokens> Batch<T> {
         scheduled.map_err(|reason| ExecutorError::BadPlan { step_id, reason })
     }
 
-    /// The occupant of a slot that is part of the present step.
+    /// Returns the occupant of a slot of the current step.
     pub fn row(&self, slot: Slot) -> &BatchRow<T> {
         self.rows[slot.0 as usize].as_ref().expect("a scheduled slot is occupied")
     }
 
-    /// Every occupant.
+    /// Returns every occupant.
     pub fn rows(&self) -> impl Iterator<Item = (Slot, &BatchRow<T>)> {
         let slots = (0..).map(Slot);
         slots.zip(&self.rows).filter_map(|(slot, row)| Some((slot, row.as_ref()?)))
     }
 
-    /// The result of a row of the present step that did not sample, or has failed.
+    /// Returns the result of a row of the current step that did not sample or has failed.
     pub fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
         let ScheduledRow { slot, generation, .. } = *scheduled;
         let failure = self.row(slot).failure.clone();
         RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure }
     }
 
-    /// Of any row.
+    /// Returns the upper bound on the draft tokens of any row.
     fn drafts_max(&self) -> usize {
         self.limits.speculation.map_or(0, |speculation| speculation.row_drafts as usize)
     }
@@ -185,7 +186,7 @@ impl<T: Tokens> Batch<T> {
         self.rows[slot.0 as usize].as_mut().expect("a scheduled slot is occupied")
     }
 
-    /// Who leaves, who is new, and who gets blocks.
+    /// Applies the diff: released, admitted and extended rows.
     fn change(
         &mut self,
         plan: &StepPlan,
@@ -221,13 +222,15 @@ impl<T: Tokens> Batch<T> {
         let mut drafts_left = plan.drafts_max as usize;
         if plan.rows.is_empty() || tokens + drafts_left > self.limits.step_tokens as usize {
             return Err(format!(
-                "{} rows with {tokens} tokens and {drafts_left} drafts, allowed are 1 to {} tokens",
+                "the step has {} rows with {tokens} tokens and {drafts_left} draft tokens; expected 1 to {} tokens",
                 plan.rows.len(),
                 self.limits.step_tokens
             ));
         }
         if drafts_left > 0 && self.limits.speculation.is_none() {
-            return Err(format!("{drafts_left} drafts are planned, and none are ever made"));
+            return Err(format!(
+                "{drafts_left} draft tokens are planned, but speculative decoding is off"
+            ));
         }
         let plans = self.plans;
         let mut scheduled: Vec<ScheduledRow> = Vec::with_capacity(plan.rows.len());
@@ -238,13 +241,15 @@ impl<T: Tokens> Batch<T> {
             let slot = planned.slot.0;
             if row.generation != planned.generation {
                 let (expected, got) = (row.generation, planned.generation);
-                return Err(format!("slot {slot} has generation {expected}, planned is {got}"));
+                return Err(format!(
+                    "slot {slot} has generation {expected}, but the plan has {got}"
+                ));
             }
             if std::mem::replace(&mut row.scheduled_by, plans) == plans {
                 return Err(format!("slot {slot} is planned twice"));
             }
             if row.failure.is_some() {
-                // Planned before its failure was known.
+                // The row was planned before its failure was known.
                 scheduled.push(ScheduledRow::skipped(planned, row));
                 continue;
             }
@@ -255,7 +260,7 @@ impl<T: Tokens> Batch<T> {
                 return Err(format!("slot {slot} plans tokens {start}..{end} of {known}"));
             }
             if planned.samples != (end == known) {
-                return Err(format!("slot {slot} samples before its last token, or not after it"));
+                return Err(format!("slot {slot} must sample after its last token and only there"));
             }
             if planned.samples && row.constrained {
                 let has_place =
@@ -263,7 +268,8 @@ impl<T: Tokens> Batch<T> {
                 let mask = plan.masks.iter().find(has_place);
                 row.allowed = mask.map(|mask| mask.allowed.clone());
                 if row.allowed.is_none() {
-                    // Rather no token than one that its grammar may not allow.
+                    // Fails the row rather than sampling a token that its grammar may
+                    // not allow.
                     row.failure = Some(RowFailure::NoMask { position: end as u32 });
                     scheduled.push(ScheduledRow::skipped(planned, row));
                     continue;
@@ -271,10 +277,14 @@ impl<T: Tokens> Batch<T> {
             }
             let drafts_max = planned.drafts_max as usize;
             if drafts_max > 0 && row.constrained {
-                return Err(format!("slot {slot} is constrained and has {drafts_max} drafts"));
+                return Err(format!(
+                    "slot {slot} is constrained and has {drafts_max} draft tokens"
+                ));
             }
             if drafts_max > 0 && !planned.samples {
-                return Err(format!("slot {slot} has {drafts_max} drafts and does not sample"));
+                return Err(format!(
+                    "slot {slot} has {drafts_max} draft tokens and does not sample"
+                ));
             }
             let upper = end + drafts_max;
             if upper > row.blocks.len() * BLOCK_TOKENS {
@@ -350,11 +360,11 @@ impl<T: Tokens> Batch<T> {
 }
 
 impl Batch {
-    /// Takes what sampling brought for a row of the present step, one answer for each of its
-    /// [`sampled_lengths`](ScheduledRow::sampled_lengths). The first counts; so does each one more as
-    /// long as the draft before it is the token that was chosen in its place. They join the row's
-    /// tokens. A failure stays with the occupant; behind right drafts it is left for the next step
-    /// to meet. Returns the row's result.
+    /// Processes the samples of a row of the current step, one for each of its
+    /// [`sampled_lengths`](ScheduledRow::sampled_lengths). The first sample counts. Each further sample
+    /// counts as long as the draft token before it equals the token sampled in its place. The samples
+    /// that count are appended to the row's tokens. A failure marks the row as failed, except a failure
+    /// after accepted draft tokens: the next step will encounter it again. Returns the row's result.
     pub fn sampled(
         &mut self,
         scheduled: &ScheduledRow,
@@ -390,7 +400,7 @@ impl Batch {
 }
 
 impl Batch<TokenCount> {
-    /// The device chooses a token for a row of the present step; it joins the row's tokens there.
+    /// Notes that the device samples a token for a row of the current step and appends it there.
     pub fn will_sample(&mut self, scheduled: &ScheduledRow) {
         self.row_mut(scheduled.slot).tokens.0 += 1;
     }
@@ -449,7 +459,7 @@ mod tests {
         result.tokens.iter().map(|token| token.id).collect()
     }
 
-    /// A step of a row with six tokens and at most two drafts behind them.
+    /// Returns a step of a row with six tokens and at most two draft tokens after them.
     fn drafting(drafts: &[u32]) -> (Batch, ScheduledRow) {
         let mut batch = Batch::new(LIMITS);
         let plan = StepPlan {
@@ -467,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn drafts_are_kept_up_to_the_first_that_is_wrong_and_one_token_follows() {
+    fn draft_tokens_are_accepted_up_to_the_first_wrong_one_and_one_token_follows() {
         let draws = [
             (vec![50, 51], [60, 61, 62], vec![60]),
             (vec![50, 51], [50, 61, 62], vec![50, 61]),
@@ -481,8 +491,12 @@ mod tests {
             assert_eq!((ids(&result), result.drafted), (kept.clone(), drafts.len() as u32));
             let occupant = batch.row(Slot(0));
             assert_eq!(occupant.tokens[6..], kept);
-            assert_eq!(occupant.position, 6 + kept.len() - 1, "the last one's KV is not computed");
-            // The next step goes on behind what was kept.
+            assert_eq!(
+                occupant.position,
+                6 + kept.len() - 1,
+                "the KV of the last token is not computed"
+            );
+            // The next step continues after the kept tokens.
             let next = apply(&mut batch, &plan(vec![], vec![row(1, true)])).expect("fits");
             assert_eq!((next[0].start, next[0].token_count), (6 + kept.len() - 1, 1));
         }
@@ -514,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_behind_right_drafts_is_met_again_and_one_behind_a_wrong_draft_never_was() {
+    fn a_failure_after_accepted_drafts_recurs_and_one_after_a_rejected_draft_does_not() {
         let nonsense = || Err(RowFailure::Logits { reason: "NaN".into() });
         let (mut batch, scheduled) = drafting(&[50, 51]);
         let result = batch.sampled(&scheduled, [token(50), nonsense(), token(1)]);
@@ -530,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_advance_with_the_steps_and_sampled_tokens_are_read_back() {
+    fn positions_advance_and_sampled_tokens_are_inputs_of_the_next_step() {
         let mut batch = Batch::new(LIMITS);
         let first =
             apply(&mut batch, &plan(vec![admitted(6, 0)], vec![row(4, false)])).expect("fits");
@@ -543,10 +557,10 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_that_contradicts_the_batch_is_refused_by_name() {
+    fn a_plan_that_contradicts_the_batch_is_rejected_with_the_reason() {
         let contradictions = [
             (plan(vec![admitted(6, 6)], vec![row(1, true)]), "6 of them computed"),
-            (plan(vec![admitted(6, 0)], vec![row(6, false)]), "samples before its last token"),
+            (plan(vec![admitted(6, 0)], vec![row(6, false)]), "must sample after its last token"),
             (plan(vec![admitted(6, 0)], vec![row(7, true)]), "tokens 0..7 of 6"),
             (plan(vec![admitted(6, 0)], vec![row(9, true)]), "1 rows with 9 tokens"),
             (plan(vec![admitted(6, 0)], vec![]), "0 rows"),
@@ -555,7 +569,7 @@ mod tests {
             (plan(vec![], vec![row(1, true)]), "planned but empty"),
             (
                 StepPlan { drafts_max: 3, ..plan(vec![admitted(6, 0)], vec![row(6, true)]) },
-                "6 tokens and 3 drafts",
+                "6 tokens and 3 draft tokens",
             ),
             (
                 plan(vec![admitted(6, 0)], vec![RowPlan { drafts_max: 1, ..row(5, false) }]),
@@ -601,7 +615,7 @@ mod tests {
         let failure = RowFailure::Sampling { reason: "all masked".into() };
         let result = batch.sampled(&first[0], [Err(failure.clone())]);
         assert_eq!(result.failure, Some(failure.clone()));
-        // The next step was launched before anyone knew.
+        // The next step was launched before the failure was known.
         let second = apply(&mut batch, &plan(vec![], vec![row(1, true)])).expect("is skipped");
         assert_eq!((second[0].token_count, second[0].samples), (0, false));
         assert_eq!(batch.unsampled(&second[0]).failure, Some(failure));
@@ -611,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn a_constrained_row_without_the_mask_of_its_position_fails_alone() {
+    fn a_constrained_row_without_its_bitmask_fails_alone() {
         let constrained = || AdmittedRow { constrained: true, ..admitted(6, 0) };
         let mask = |slot, length| {
             let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
@@ -630,7 +644,7 @@ mod tests {
             assert!(!has_mask && !scheduled.samples && scheduled.token_count == 0);
             assert_eq!(result.failure, Some(RowFailure::NoMask { position: 6 }));
         }
-        // Before its last known token it chooses nothing.
+        // A row does not sample before its last known token.
         let chunk = plan(vec![constrained()], vec![row(4, false)]);
         assert_eq!(apply(&mut Batch::new(LIMITS), &chunk).expect("fits")[0].token_count, 4);
         let drafting = StepPlan {
@@ -643,7 +657,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_of_an_earlier_occupant_is_refused() {
+    fn a_row_of_an_earlier_occupant_is_rejected() {
         let mut batch = Batch::new(LIMITS);
         apply(&mut batch, &plan(vec![admitted(6, 0)], vec![row(1, false)])).expect("fits");
         let stale = RowPlan { generation: 2, ..row(1, false) };

@@ -1,11 +1,11 @@
-//! The executor that runs everywhere: the forward pass on threads of this process.
+//! Executor that runs everywhere: the forward pass on threads of this process.
 //!
-//! One named thread owns model, backend and batch. Plans go to it and results come back through
-//! bounded channels, so `launch` never waits and the scheduler works while a step computes. The
-//! thread ends when the plans' channel closes; dropping the executor closes it and joins.
+//! One named thread owns model, backend and batch. Plans go to this thread and results come back through
+//! bounded channels, so `launch` never blocks and the scheduler works while a step computes. The thread
+//! ends when the channel of plans closes; dropping the executor closes the channel and joins the thread.
 //!
-//! With a backend in a group the executor is one rank of several that run the same plans. Each rank has its
-//! shard of the model and the KV of its heads, and all ranks return the same results.
+//! With a backend in a group the executor is one of several ranks that run the same plans. Each rank has
+//! its shard of the model and the KV of its heads, and all ranks return the same results.
 
 use std::{
     io,
@@ -29,7 +29,7 @@ use super::{
 };
 use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
-/// Why a CPU executor cannot start.
+/// Error of starting a CPU executor.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuExecutorError {
     #[error(transparent)]
@@ -53,17 +53,17 @@ pub struct CpuExecutor {
     in_flight: u32,
     waker: CollectWaker,
     woken: Receiver<()>,
-    /// `None` once it was joined.
+    /// `None` once the thread was joined.
     thread: Option<JoinHandle<()>>,
 }
 
 impl CpuExecutor {
-    /// Packs the model's weights, or a rank's part of them, and starts the thread. KV is computed into
-    /// `arena`, which the transfers share. That of a rank has the blocks of all heads, or of its own
-    /// alone.
+    /// Packs the model's weights (a rank: its shard of them) and starts the thread. KV is computed into
+    /// `arena`, which transfers share. A rank's arena has the blocks of all heads, or of its own heads
+    /// only.
     ///
     /// # Errors
-    /// When a weight cannot be read, or arena and limits do not fit the model.
+    /// When a weight cannot be read, or arena and limits do not match the model.
     pub fn start(
         checkpoint: &Checkpoint,
         backend: CpuBackend,
@@ -89,7 +89,7 @@ impl CpuExecutor {
         };
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
         let runner = Runner { model, backend, arena, heads, limits, batch: Batch::new(limits) };
-        // Room for every step in flight on both ways: neither side ever waits to send.
+        // Room for every step in flight in both directions: neither side ever blocks on a send.
         let (plans, planned) = bounded(limits.depth as usize);
         let (answers, results) = bounded(limits.depth as usize);
         let thread = thread::Builder::new()
@@ -104,7 +104,7 @@ impl CpuExecutor {
     fn stopped(&mut self) -> ExecutorError {
         let reason = match self.thread.take().map(JoinHandle::join) {
             Some(Err(panic)) => panic_message(panic.as_ref()),
-            Some(Ok(())) | None => "its thread ended".to_owned(),
+            Some(Ok(())) | None => "the thread ended".to_owned(),
         };
         ExecutorError::Stopped { reason }
     }

@@ -1,4 +1,4 @@
-//! The executor for GPUs: the engine thread launches the forward pass on the device.
+//! Executor for GPUs: the engine thread launches the forward pass on the device.
 //!
 //! `launch` enqueues a step on the GPU's streams and returns. Tokens, positions and lengths stay on the
 //! device, so the next step is launched before the tokens of this step are known. A thread waits for the
@@ -36,7 +36,7 @@ use self::rows::{Rows, STOPS_MAX, Scheduled};
 use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
 use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
-/// Why a CUDA executor cannot start.
+/// Error of starting a CUDA executor.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaExecutorError {
     #[error(transparent)]
@@ -60,7 +60,7 @@ pub enum CudaExecutorError {
     Together(String),
 }
 
-/// A model whose weights are on the GPU.
+/// Model whose weights are on the GPU.
 pub struct CudaModel {
     model: Llama<CudaBackend>,
     backend: CudaBackend,
@@ -70,9 +70,9 @@ pub struct CudaModel {
 /// Duration of each stage of loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadTimes {
-    /// Allocating GPU memory and staging buffers.
+    /// Time to allocate GPU memory and staging buffers.
     pub place: Duration,
-    /// Uploading the weights.
+    /// Time to upload the weights.
     pub weights: Duration,
 }
 
@@ -95,7 +95,7 @@ impl CudaModel {
             sampled_max: limits.slots.min(limits.step_tokens) as usize,
         };
         let started = Instant::now();
-        // Only counts the memory: no weight is read.
+        // Only computes the memory: no weight is read.
         drop(Llama::load(checkpoint, &backend, largest_step, &mut |_| ())?);
         backend.place()?;
         let place = started.elapsed();
@@ -148,8 +148,8 @@ impl CudaModel {
 
 type Waited = Result<Finished, CudaError>;
 
-/// Longest time to poll for a result. A longer step is not a decode step, and a wake-up costs little beside
-/// it.
+/// Maximum time to poll for a result. A longer step is not a decode step, and a wake-up costs little in
+/// comparison.
 const POLL_MAX: Duration = Duration::from_millis(100);
 
 pub struct CudaExecutor {
@@ -166,7 +166,7 @@ pub struct CudaExecutor {
     results: Receiver<Waited>,
     waker: CollectWaker,
     woken: Receiver<()>,
-    /// `None` once it was joined.
+    /// `None` once the thread was joined.
     thread: Option<JoinHandle<()>>,
     /// `collect` polls instead of sleeping.
     polls: bool,
@@ -315,7 +315,7 @@ impl CudaExecutor {
         }
         let reason = match self.thread.take().map(JoinHandle::join) {
             Some(Err(panic)) => panic_message(panic.as_ref()),
-            Some(Ok(())) | None => "its thread ended".to_owned(),
+            Some(Ok(())) | None => "the thread ended".to_owned(),
         };
         ExecutorError::Stopped { reason }
     }
@@ -425,7 +425,7 @@ fn row_result(row: Scheduled, outcome: Option<SampleOutcome>) -> RowResult {
         None => {}
         Some(SampleOutcome::Token(token)) => result.tokens.push(token),
         Some(SampleOutcome::BadLogit { token, value }) => {
-            let reason = format!("the logit of token {token} is {value}");
+            let reason = format!("invalid logit of token {token}: {value}");
             result.failure = Some(RowFailure::Logits { reason });
         }
         Some(SampleOutcome::NoCandidate) => {

@@ -1,14 +1,14 @@
 //! Draft tokens by prompt lookup, without a draft model.
 //!
-//! The tokens behind the longest earlier occurrence of the sequence's last n-gram are the draft tokens.
-//! Code edits, quotations, tables and loops repeat long passages. Other text has no match, and then
-//! no draft tokens.
+//! The tokens after the longest earlier occurrence of the sequence's last n-gram are the draft tokens. Code
+//! edits, quotations, tables and loops repeat long passages. Other text has no match and gets no draft
+//! tokens.
 
 use super::Speculation;
 
-/// Returns up to `most` draft tokens to follow `tokens`. The longest earlier occurrence of the end of
-/// `tokens` counts, and the latest of equally long ones. A match that reaches the end continues into its
-/// own draft tokens, so that a short period is repeated as often as needed.
+/// Returns up to `most` draft tokens to follow `tokens`. Uses the longest earlier occurrence of the end of
+/// `tokens`, and the latest of equally long ones. A match that reaches the end continues into its own draft
+/// tokens, so that a short period is repeated as often as needed.
 pub fn draft(tokens: &[u32], most: usize, rules: &Speculation) -> Vec<u32> {
     match earlier_occurrence(tokens, rules.ngram_min as usize, rules.ngram_max as usize) {
         None => Vec::new(),
@@ -23,12 +23,12 @@ pub fn draft(tokens: &[u32], most: usize, rules: &Speculation) -> Vec<u32> {
     }
 }
 
-/// Returns the position behind the best earlier occurrence of the last `shortest..=longest` tokens.
+/// Returns the position after the best earlier occurrence of the last `shortest..=longest` tokens.
 fn earlier_occurrence(tokens: &[u32], shortest: usize, longest: usize) -> Option<usize> {
     let (&last, before) = tokens.split_last()?;
     let mut best = None;
     let mut best_len = shortest.max(1) - 1;
-    // Backwards, so that the latest of equals is found first.
+    // Backwards, so that the latest of equally long matches is found first.
     for (end, _) in before.iter().enumerate().rev().filter(|&(_, &token)| token == last) {
         let pairs = before[..end].iter().rev().zip(before.iter().rev());
         let len = 1 + pairs.take(longest.saturating_sub(1)).take_while(|(a, b)| a == b).count();
@@ -57,7 +57,7 @@ mod tests {
     fn draft_follows_the_longest_earlier_occurrence() {
         let tokens = [1, 2, 3, 10, 11, 9, 2, 3, 20, 21, 1, 2, 3];
         assert_eq!(draft(&tokens, 2, &rules(2, 4)), [10, 11]);
-        // Only two tokens are compared: the later occurrence is as good.
+        // At most two tokens are compared, so the later occurrence is equally good.
         assert_eq!(draft(&tokens, 2, &rules(2, 2)), [20, 21]);
     }
 

@@ -1,10 +1,10 @@
-//! An executor without arithmetic, in virtual time.
+//! Executor without arithmetic, in virtual time.
 //!
-//! The "KV" of a position is a fingerprint of all tokens up to it, and the next token is a hash of
-//! the last fingerprint. A step that reads a block which was not written, was written by another sequence
-//! or was reused too early is found at once, and outputs are comparable token by token across chunking,
-//! preemption, recompute and transfer. A hash decides which draft tokens are right; their KV is written
-//! either way. A step is computed only when it is collected, as late as on a device.
+//! The "KV" of a position is a fingerprint of all tokens up to it, and the next token is a hash of the last
+//! fingerprint. The executor therefore detects at once a step that reads a block which was not written, was
+//! written by another sequence or was reused too early. Outputs can be compared token by token across
+//! chunking, preemption, recompute and transfer. A hash decides which draft tokens are accepted; their KV
+//! is written either way. A step is computed only when it is collected, as late as on a device.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -45,10 +45,10 @@ impl Default for CostModel {
     }
 }
 
-/// The simulated contents of one block.
+/// Simulated contents of one block.
 pub type SimBlock = [u64; BLOCK_TOKENS];
 
-/// The simulated KV memory of one node; clones share it. Unwritten positions are 0.
+/// Simulated KV memory of one node; clones share it. Unwritten positions are 0.
 #[derive(Clone, Debug)]
 pub struct SimArena {
     blocks: Arc<Mutex<Vec<SimBlock>>>,
@@ -68,7 +68,7 @@ impl SimArena {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<SimBlock>> {
-        // Plain numbers: a panic elsewhere leaves nothing half done.
+        // Plain numbers: a panic elsewhere leaves them valid.
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -101,7 +101,8 @@ fn extend_fingerprints(all: &mut Vec<u64>, tokens: &[u32]) {
     }
 }
 
-/// By hash; with a seed where the temperature is above 0; stop tokens as `min_tokens` has it.
+/// Samples a token by hash. The seed counts only for a temperature above 0; stop tokens follow
+/// `min_tokens`.
 fn choose(
     last: u64,
     output_len: usize,
@@ -119,7 +120,8 @@ fn choose(
     (first..vocabulary).chain(0..first).find(may_be_chosen)
 }
 
-/// Returns draft tokens by hash: five of eight are right, two are wrong, and the eighth ends the list.
+/// Returns draft tokens by hash: of eight hash values, five give a correct token, two a wrong one, and one
+/// ends the list.
 fn draft(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
     let mut history = fingerprints(&row.tokens);
     let mut known = row.tokens.clone();
@@ -139,7 +141,7 @@ fn draft(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
     known.split_off(row.tokens.len())
 }
 
-/// SplitMix64's finaliser.
+/// Finaliser of SplitMix64.
 fn mix(mut value: u64) -> u64 {
     value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

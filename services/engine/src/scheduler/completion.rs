@@ -59,7 +59,7 @@ impl Scheduler {
         row.launched -= drafts_missing;
         row.length -= drafts_missing;
         row.computed += done.token_count as usize + drafts_right;
-        // Tokens sampled behind the end of the request are dropped.
+        // Tokens sampled after the end of the request are dropped.
         let confirmed = row.computed.min(sequence.tokens.len());
         while row.published < confirmed / BLOCK_TOKENS {
             let index = row.published;

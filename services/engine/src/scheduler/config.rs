@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use crate::executor::{ExecutorLimits, Speculation};
 
-/// The bounds of one scheduler. [`SchedulerConfig::new`] has the defaults.
+/// Bounds of one scheduler. [`SchedulerConfig::new`] has the defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
     pub limits: ExecutorLimits,
-    /// Token budget of one step, shared by all rows; at most what the executor takes.
+    /// Token budget of one step, shared by all rows; at most the executor's limit.
     pub step_tokens: u32,
     /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
@@ -74,10 +74,10 @@ impl SchedulerConfig {
     }
 }
 
-/// A bound that contradicts another.
+/// A bound that contradicts another bound.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SchedulerConfigError {
-    #[error("{field} is 0, at least 1 is needed")]
+    #[error("invalid {field}: 0; expected at least 1")]
     Zero { field: &'static str },
     /// Every running row must be able to advance in every step.
     #[error(

@@ -14,7 +14,7 @@ use crate::{
     plan::{AdmittedRow, RowMask, RowPlan, StepId, StepPlan},
 };
 
-/// A plan being made.
+/// Plan under construction.
 #[derive(Default)]
 struct Draft {
     plan: StepPlan,
@@ -23,7 +23,7 @@ struct Draft {
 }
 
 enum Growth {
-    /// The row has blocks for what it is to compute.
+    /// The row has blocks for the tokens that it is to compute.
     Done,
     /// No block is free now; blocks return with a frame or a transfer.
     Wait,
@@ -55,12 +55,13 @@ impl Scheduler {
         Some(plan)
     }
 
-    /// Gives every row of the batch its share, oldest first.
+    /// Gives every row of the batch its tokens, oldest first.
     fn advance_running(&mut self, draft: &mut Draft) {
         let step_id = self.frames.next_step();
         let mut index = 0;
         while let Some(&(_, id)) = self.running.get(index) {
-            // Each younger row keeps at least one token, so that a long prompt delays no decoding row.
+            // Reserves one token for each younger row, so that a long prompt delays no decoding
+            // row.
             let younger = (self.running.len() - index - 1) as u32;
             let share = draft.budget - younger;
             let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
@@ -70,7 +71,7 @@ impl Scheduler {
                 continue;
             }
             if sequence.row().missing_blocks(count) == 0 {
-                // Most rows of most steps: they are looked up once.
+                // Most rows of most steps take this path, which looks the sequence up once.
                 advance(sequence, id, step_id, count, draft);
                 index += 1;
                 continue;
@@ -117,7 +118,7 @@ impl Scheduler {
                     self.preempt(id);
                     return Growth::Preempted;
                 }
-                // Transfers and senders have the rest and will give it back.
+                // Transfers and senders hold the remaining blocks and will release them.
                 None => return Growth::Wait,
             }
         }
@@ -131,9 +132,10 @@ impl Scheduler {
         }
     }
 
-    /// Returns the row to preempt for the row at `index`: the last arrived of it and all younger rows; the
-    /// row itself only if an older row runs. A sender is never preempted: it has all its blocks and ends by
-    /// itself, and its handed-over blocks stay held, so a preempted sender might never find blocks again.
+    /// Returns the row to preempt for the row at `index`: the row that arrived last among it and all
+    /// younger rows, and the row itself only if an older row runs. A sender is never preempted: it has
+    /// all its blocks and finishes on its own, and its handed-over blocks stay held, so a preempted
+    /// sender might never get blocks again.
     fn victim(&self, index: usize) -> Option<SequenceId> {
         let displaceable =
             |&&(_, id): &&(Arrival, SequenceId)| self.sequences[&id].kind != SequenceKind::Send;
@@ -149,9 +151,9 @@ impl Scheduler {
         advance(sequence, id, step_id, count, draft);
     }
 
-    /// Grants draft tokens to rows that sample, oldest first, from the rest of the step's budget and of the
-    /// free blocks; no row waits or is preempted for them. The number of accepted draft tokens is unknown
-    /// until the result arrives, so all granted ones are counted until then.
+    /// Grants draft tokens to rows that sample, oldest first, from the rest of the step's budget and of
+    /// the free blocks. No row waits or is preempted for draft tokens. The number of accepted draft
+    /// tokens is unknown until the result arrives, so all granted ones are counted until then.
     fn speculate(&mut self, draft: &mut Draft) {
         let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
         else {
@@ -194,8 +196,8 @@ impl Scheduler {
         count.min(row.blocks.len() * BLOCK_TOKENS - row.launched) as u32
     }
 
-    /// Preempts a sequence: it loses slot and blocks and queues again in its place. Tokens in flight are
-    /// dropped with the row; computing them again gives the same tokens.
+    /// Preempts a sequence: it loses slot and blocks, and returns to its place in the queue. Tokens in
+    /// flight are dropped with the row; recomputing them gives the same tokens.
     fn preempt(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let arrival = sequence.arrival;
@@ -220,7 +222,7 @@ impl Scheduler {
     }
 }
 
-/// Puts the row into the step.
+/// Adds the row to the step.
 fn advance(
     sequence: &mut Sequence,
     id: SequenceId,

@@ -24,7 +24,8 @@ pub(super) type Arrival = u64;
 #[repr(C)]
 pub(super) struct Sequence {
     pub(super) phase: Phase,
-    /// A `Receive` becomes `Compute` when it turns out to be alone or its KV is here.
+    /// Kind of the sequence. A `Receive` becomes a `Compute` when it turns out to be alone or its KV
+    /// has arrived.
     pub(super) kind: SequenceKind,
     pub(super) ignore_stop_tokens: bool,
     /// Prompt tokens that were cached when the sequence was first admitted.
@@ -42,7 +43,7 @@ pub(super) struct Sequence {
     pub(super) sampling: Sampling,
     pub(super) arrival: Arrival,
     pub(super) deadline: Instant,
-    /// The sequence's deadline, or the earlier deadline of its current wait.
+    /// Deadline of the sequence, or the earlier deadline of its current wait.
     pub(super) alarm: Instant,
 }
 
@@ -68,12 +69,12 @@ pub(super) struct Table {
     pub(super) computed: usize,
 }
 
-/// A sequence in the running batch. Dropped whole when it leaves: nothing of it needs correcting.
+/// A sequence in the running batch. Dropped as a whole when the sequence leaves.
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) slot: Slot,
     pub(super) generation: Generation,
-    /// Only ever appended to.
+    /// Block table, which only grows.
     pub(super) blocks: Vec<BlockId>,
     /// Tokens whose KV is written: their frames are collected.
     pub(super) computed: usize,
@@ -201,7 +202,7 @@ impl Sequence {
     ) -> Result<Option<FinishReason>, ConstraintFailure> {
         self.push(token);
         let finish = self.finish_reason();
-        // A stop token is no part of the answer.
+        // A stop token is not part of the answer.
         if finish != Some(FinishReason::Stop)
             && let Some(constraint) = &mut self.constraint
         {
@@ -215,7 +216,7 @@ impl Sequence {
         Ok(finish)
     }
 
-    /// Whether the last token ends the request, as far as it can be seen without a grammar.
+    /// Returns why the last token ends the request, if it does; a grammar's end is checked elsewhere.
     fn finish_reason(&self) -> Option<FinishReason> {
         let last = self.tokens.last()?;
         if !self.ignore_stop_tokens && self.sampling.stop_token_ids.contains(last) {
@@ -227,7 +228,7 @@ impl Sequence {
         }
     }
 
-    /// The first admission's finding is what the client is told.
+    /// Stores the number of cached tokens at the first admission, which the client is told.
     pub(super) fn note_cached(&mut self, blocks: usize) {
         let tokens = (blocks * BLOCK_TOKENS).min(self.prompt_len) as u32;
         self.cached_tokens.get_or_insert(tokens);

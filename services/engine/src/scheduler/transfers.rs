@@ -1,8 +1,8 @@
-//! Blocks that belong to transfers, whatever became of their sequences.
+//! Blocks that belong to transfers. A transfer may outlive its sequence.
 //!
-//! An outgoing transfer owns a reference and a pin on every block it was handed; an incoming one
-//! owns its reservation. Both end with [`Input::TransferEnded`](crate::event::Input), an incoming
-//! one also with its arrival.
+//! An outgoing transfer owns a reference and a pin on every block that was handed over to it. An incoming
+//! transfer owns its reservation. Both end with [`Input::TransferEnded`](crate::event::Input); an incoming
+//! transfer also ends when its KV arrives.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub(super) struct Transfers {
 #[derive(Debug)]
 struct Transfer {
     side: Side,
-    /// The node was told that this transfer is not wanted any more.
+    /// The node was told to abort this transfer.
     abort_told: bool,
 }
 
@@ -28,8 +28,8 @@ enum Side {
     Incoming { blocks: Vec<BlockId> },
 }
 
-/// Blocks of the prompt from `first_block` on, as far as they were handed over. It only grows:
-/// nothing leaves twice.
+/// Prompt blocks from `first_block` on that were handed over. The list only grows, so no block is handed
+/// over twice.
 #[derive(Debug, Default)]
 struct Outgoing {
     first_block: u32,
@@ -55,7 +55,7 @@ impl Transfers {
         self.known.insert(id, Transfer { side, abort_told: false });
     }
 
-    /// The receiver wants the blocks from `first_block` on.
+    /// Sets the first block that the receiver wants.
     pub(super) fn set_first_block(&mut self, id: SequenceId, first_block: u32) {
         if let Some(outgoing) = self.outgoing(id) {
             debug_assert!(outgoing.handed_over.is_empty());
@@ -63,8 +63,8 @@ impl Transfers {
         }
     }
 
-    /// Hands over what is wanted of the first `written` blocks of `table` and has not left yet:
-    /// index of the first, and the blocks.
+    /// Hands over those of the first `written` blocks of `table` that the receiver wants and that were
+    /// not handed over before. Returns the index of the first, and the blocks.
     pub(super) fn hand_over(
         &mut self,
         id: SequenceId,
@@ -83,7 +83,7 @@ impl Transfers {
         Some((next as u32, blocks))
     }
 
-    /// The reserved blocks of a transfer whose KV is all written; it has ended.
+    /// Ends a transfer whose KV is all written, and returns its reserved blocks.
     pub(super) fn arrived(&mut self, id: SequenceId) -> Option<Vec<BlockId>> {
         match self.known.get(&id)?.side {
             Side::Outgoing(_) => None,
@@ -94,7 +94,7 @@ impl Transfers {
         }
     }
 
-    /// Nothing of it is in flight any more: its blocks go.
+    /// Releases the blocks of a transfer that has no copy in flight.
     pub(super) fn ended(&mut self, id: SequenceId, kv: &mut KvBlocks) {
         match self.known.remove(&id).map(|transfer| transfer.side) {
             Some(Side::Outgoing(outgoing)) => kv.release_pinned(&outgoing.handed_over),
@@ -103,13 +103,13 @@ impl Transfers {
         }
     }
 
-    /// True when the node is to be told that this transfer is not wanted: once.
+    /// Returns true the first time, when the node must be told to abort this transfer.
     pub(super) fn abort(&mut self, id: SequenceId) -> bool {
         let transfer = self.known.get_mut(&id);
         transfer.is_some_and(|transfer| !std::mem::replace(&mut transfer.abort_told, true))
     }
 
-    /// Blocks on which a transfer has a reference and a pin.
+    /// Returns the blocks on which a transfer has a reference and a pin.
     pub(super) fn pinned_blocks(&self) -> impl Iterator<Item = BlockId> {
         self.known.values().flat_map(|transfer| match &transfer.side {
             Side::Outgoing(outgoing) => outgoing.handed_over.iter().copied(),

@@ -1,9 +1,9 @@
-//! Who waits for blocks or a slot, first come first served.
+//! Queue of sequences that wait for blocks or a slot, first come first served.
 //!
-//! A `Receive` needs blocks and a claim to a slot at once, between steps; everyone else needs blocks,
-//! a slot and a share of a step's budget, in a plan. They stand in two lines so that a long prompt
-//! that waits for budget does not keep reservations waiting. Blocks are still given in one order:
-//! whoever is refused for want of blocks stops everyone younger, in either line.
+//! A `Receive` needs blocks and a claim to a slot at once, between steps. Other sequences need blocks, a
+//! slot and a share of a step's budget, in a plan. The two kinds wait in separate lines, so that a long
+//! prompt that waits for budget does not delay reservations. Blocks are still given in one order: a
+//! sequence that cannot get blocks stops all younger sequences in both lines.
 
 use std::collections::VecDeque;
 
@@ -14,11 +14,11 @@ use crate::event::SequenceId;
 pub(super) struct Waiting {
     receives: Line,
     computes: Line,
-    /// The first of `computes` was refused for want of blocks.
+    /// The first of `computes` could not get blocks.
     compute_starved: bool,
 }
 
-/// Sorted by arrival.
+/// Queue sorted by arrival.
 type Line = VecDeque<(Arrival, SequenceId)>;
 
 impl Waiting {
@@ -37,7 +37,7 @@ impl Waiting {
         }
     }
 
-    /// One that had to make room comes back to its place. What it waits for is blocks.
+    /// Returns a preempted sequence to its place. It waits for blocks.
     pub(super) fn push_preempted(&mut self, arrival: Arrival, id: SequenceId) {
         insert(&mut self.computes, arrival, id);
         if self.computes.front() == Some(&(arrival, id)) {
@@ -45,14 +45,15 @@ impl Waiting {
         }
     }
 
-    /// The `Receive` that may try to reserve now.
+    /// Returns the `Receive` that may try to reserve now.
     pub(super) fn next_receive(&self) -> Option<SequenceId> {
         let &(arrival, id) = self.receives.front()?;
         let starved = self.computes.front().filter(|_| self.compute_starved);
         starved.is_none_or(|&(older, _)| arrival < older).then_some(id)
     }
 
-    /// The one that may try to join the batch now. An older `Receive` has already been refused.
+    /// Returns the sequence that may try to join the batch now, after an older `Receive` could not get
+    /// blocks.
     pub(super) fn next_compute(&self) -> Option<SequenceId> {
         let &(arrival, id) = self.computes.front()?;
         let refused = self.receives.front();
@@ -114,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receive_passes_one_that_waits_for_budget_but_not_one_that_waits_for_blocks() {
+    fn a_receive_overtakes_a_wait_for_budget_but_not_a_wait_for_blocks() {
         let mut waiting = Waiting::default();
         waiting.push_compute(1, A);
         waiting.push_receive(2, B);
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_receive_stops_younger_ones_of_the_other_line() {
+    fn a_receive_without_blocks_stops_younger_sequences_of_the_other_line() {
         let mut waiting = Waiting::default();
         waiting.push_receive(1, A);
         waiting.push_compute(2, B);

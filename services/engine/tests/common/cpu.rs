@@ -1,4 +1,4 @@
-//! Engines that really compute: a tiny model with random weights, and the real one.
+//! Engines with real arithmetic: a tiny model with random weights, and the real model.
 
 use std::{
     collections::HashMap,
@@ -24,12 +24,12 @@ use super::{pair::Pair, scheduler};
 
 pub type CpuEngine = StepLoop<CpuExecutor>;
 
-/// Two layers, grouped-query attention, 96 tokens of vocabulary, random weights.
+/// Returns a model with two layers, grouped-query attention, a vocabulary of 96 tokens and random weights.
 pub fn tiny_model() -> Checkpoint {
     dummy_model(serde_json::json!({}))
 }
 
-/// The tiny model with some of its configuration changed.
+/// Returns the tiny model with some configuration keys changed.
 pub fn dummy_model(changes: serde_json::Value) -> Checkpoint {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut config = serde_json::json!({
@@ -47,7 +47,7 @@ pub fn dummy_model(changes: serde_json::Value) -> Checkpoint {
     Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).expect("the config is complete")
 }
 
-/// SmolLM2; it is fetched, not part of the repository.
+/// Returns SmolLM2, which is downloaded and not part of the repository.
 pub fn real_model() -> Checkpoint {
     let path = std::env::var_os("BATON_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
         Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -76,7 +76,7 @@ pub fn limits_of(
     }
 }
 
-/// An engine in f32, and the memory that its KV is in.
+/// Returns an engine in f32, and the arena of its KV.
 pub fn engine(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
@@ -85,7 +85,7 @@ pub fn engine(
     engine_with(checkpoint, config, threads, WeightFormat::F32)
 }
 
-/// KV is f32 beside weights in f32, else bf16.
+/// Returns an engine with other weights; KV is f32 for f32 weights, bf16 otherwise.
 pub fn engine_with(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
@@ -108,7 +108,7 @@ pub fn pair(checkpoint: &Checkpoint, config: SchedulerConfig) -> Pair<CpuExecuto
     Pair::new(prefill, decode, (from, to))
 }
 
-/// How one sequence ended.
+/// Outcome of one sequence.
 #[derive(Debug, Default, PartialEq)]
 pub struct Outcome {
     pub tokens: Vec<SampledToken>,
@@ -123,7 +123,7 @@ impl Outcome {
     }
 }
 
-/// Runs all of them together until the engine is idle.
+/// Runs all sequences together until the engine is idle.
 pub fn run<E: Executor>(
     engine: &mut StepLoop<E>,
     all: Vec<NewSequence>,
@@ -167,7 +167,7 @@ pub struct GoldenRun {
     pub name: String,
     pub prompt_ids: Vec<u32>,
     pub output_ids: Vec<u32>,
-    /// How far the best token is before the second at each step.
+    /// Margin between the best and the second-best token at each step.
     #[serde(rename = "top1_top2_margin_per_step")]
     pub margins: Vec<f32>,
 }

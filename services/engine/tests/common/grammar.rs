@@ -1,4 +1,4 @@
-//! A grammar over token ids: what may follow depends, by hash, on everything before it.
+//! Grammar over token ids: a hash of all previous tokens decides which tokens may follow.
 
 use engine::constraint::{Constraint, ConstraintFailure, Matcher};
 use kernels::sampling::TokenMask;
@@ -10,7 +10,7 @@ pub struct HashGrammar {
     pub state: u64,
     /// Tokens until the answer is complete.
     pub left: u32,
-    /// When to fail, in tokens left, and how.
+    /// The failure to raise, and the number of tokens left when it is raised.
     pub fails_at: Option<(u32, ConstraintFailure)>,
 }
 
@@ -19,7 +19,7 @@ impl HashGrammar {
         Self { state: mix(seed), left, fails_at: None }
     }
 
-    /// One that has taken `output`, whatever it is.
+    /// Returns a matcher that has consumed `output`.
     pub fn after(mut self, output: &[u32]) -> Self {
         for &token in output {
             self.advance(token);
@@ -37,7 +37,7 @@ impl HashGrammar {
     }
 
     fn allows(&self, token: u32) -> bool {
-        // One token that is nobody's stop token can always come.
+        // One token that is not a stop token is always allowed.
         token == 5 + (self.state % 30) as u32
             || mix(self.state ^ !u64::from(token)).is_multiple_of(6)
     }

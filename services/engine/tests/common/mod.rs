@@ -1,5 +1,5 @@
-//! What the engine's tests share: limits, sequences and the synchronous oracle.
-#![allow(dead_code)] // Each test file uses its part.
+//! Helpers of the engine's tests: limits, sequences and the synchronous oracle.
+#![allow(dead_code)] // Each test file uses a part.
 
 pub mod cpu;
 pub mod grammar;
@@ -34,12 +34,12 @@ pub fn limits(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> Executor
     }
 }
 
-/// Drafts, found by the last two to four tokens where tokens are looked up.
+/// Returns limits of speculation with n-grams of two to four tokens.
 pub fn speculation(row_drafts: u32, step_tokens: u32) -> Speculation {
     Speculation { row_drafts, step_tokens, ngram_min: 2, ngram_max: 4 }
 }
 
-/// A config whose queues never overflow and whose waits end with the sequence's deadline only.
+/// Returns a config whose queues never overflow and whose waits end with the sequence's deadline only.
 pub fn patient(limits: ExecutorLimits) -> SchedulerConfig {
     SchedulerConfig {
         waiting_max: 1000,
@@ -58,7 +58,7 @@ pub fn sim(limits: ExecutorLimits, start: Instant) -> SimExecutor {
     SimExecutor::new(limits, CostModel::default(), start)
 }
 
-/// A greedy sequence that far outlives every test.
+/// Returns a greedy sequence whose deadline is far beyond every test.
 pub fn sequence(id: u128, kind: SequenceKind, tokens: Vec<u32>, start: Instant) -> NewSequence {
     NewSequence {
         id: SequenceId(id),
@@ -74,12 +74,12 @@ pub fn sequence(id: u128, kind: SequenceKind, tokens: Vec<u32>, start: Instant) 
     }
 }
 
-/// Tokens of one of a few families; equal families share every prefix.
+/// Returns tokens of one of a few families; equal families share every prefix.
 pub fn family_tokens(family: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|index| (family * 11 + index * 7 + index / 5) % VOCABULARY).collect()
 }
 
-/// What a sequence must bring on the sim executor: one token at a time, nothing else going on.
+/// Returns the expected output of a sequence on the sim executor: one token at a time, alone.
 pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Option<FinishReason>) {
     let mut tokens = new.tokens.clone();
     let length_max = (new.prompt_len as usize + new.max_tokens as usize).min(sequence_tokens_max);

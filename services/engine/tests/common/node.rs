@@ -1,7 +1,7 @@
-//! One simulated node and everything its scheduler promises, checked action by action.
+//! One simulated node that checks the scheduler's guarantees after every action.
 //!
-//! The test plays the transfers: it writes the KV of a `Receive` into the reserved blocks, and it
-//! keeps checking the blocks of a `Send` until it ends the transfer.
+//! The test plays the transfers: it writes the KV of a `Receive` into the reserved blocks, and checks the
+//! blocks of a `Send` until it ends the transfer.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -50,7 +50,7 @@ enum End {
 enum Transfer {
     Outgoing {
         first_block: Option<u32>,
-        /// Prompt's block index -> block, with its contents when it was handed over.
+        /// Handed-over blocks by their index in the prompt.
         handed_over: BTreeMap<u32, BlockId>,
     },
     Incoming {
@@ -99,7 +99,7 @@ impl Node {
         let id = new.id;
         assert!(self.sequences.insert(id, tracked).is_none(), "tests use fresh ids");
         self.input(Input::Arrived(new));
-        // Refused at once: no transfer was ever known.
+        // Rejected at once: no transfer was known.
         let tracked = self.sequences.get_mut(&id).expect("just inserted");
         if matches!(tracked.end, Some(End::Failed(_))) && !tracked.abort_told {
             tracked.transfer = None;
@@ -114,10 +114,10 @@ impl Node {
         self.input(Input::Abort { id });
         let tracked = &self.sequences[&id];
         let told = tracked.transfer.is_none() || tracked.abort_told;
-        assert!(told, "an abort names a transfer that is under way");
+        assert!(told, "an abort names a transfer in flight");
     }
 
-    /// `Send`: the receiver's reservation arrives. Ignored where it means nothing.
+    /// Delivers the receiver's reservation of a `Send`; ignored in other phases.
     pub fn transfer_ready(&mut self, id: SequenceId, wanted_from: u32) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let blocks = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS) as u32;
@@ -131,7 +131,7 @@ impl Node {
         }
     }
 
-    /// `Receive`: every reserved block is written. Ignored where nothing is reserved.
+    /// Writes every reserved block of a `Receive`; ignored where no block is reserved.
     pub fn kv_arrives(&mut self, id: SequenceId) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let Some(Transfer::Incoming { first_block, blocks }) = &tracked.transfer else { return };
@@ -147,8 +147,8 @@ impl Node {
         self.input(Input::KvArrived { id, first_index, token });
     }
 
-    /// The transfer ends: delivered where everything was handed over, failed otherwise. The last
-    /// write of a failed one lands only now.
+    /// Ends the transfer: delivered if all blocks were handed over, failed otherwise. The last write of
+    /// a failed transfer lands only now.
     pub fn transfer_ends(&mut self, id: SequenceId) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let delivered = match tracked.transfer.take() {
@@ -167,7 +167,7 @@ impl Node {
         assert!(tracked.end.is_some(), "nothing waits for a transfer that ended");
     }
 
-    /// Transfers that the node was told are not wanted, or that have delivered everything.
+    /// Returns the transfers that the node was told to abort, or that have delivered all blocks.
     pub fn transfers_to_end(&self) -> Vec<SequenceId> {
         let over = |tracked: &Tracked| match tracked.transfer {
             None => false,
@@ -214,7 +214,7 @@ impl Node {
         turn
     }
 
-    /// Turns until nothing is left to do without an input.
+    /// Runs turns until no progress is possible without an input.
     pub fn run(&mut self) {
         for _ in 0..100_000 {
             if self.turn() == Turn::Idle {
@@ -224,7 +224,7 @@ impl Node {
         panic!("the engine steps without end");
     }
 
-    /// Nothing may be left: every sequence ended, every transfer ended, every block is back.
+    /// Asserts that every sequence and transfer has ended and every block was released.
     pub fn assert_all_returned(&self) {
         assert_eq!(self.unfinished(), []);
         assert!(self.engine.scheduler().is_idle(), "{:?}", self.engine.scheduler());
@@ -329,7 +329,7 @@ impl Node {
         }
     }
 
-    /// What was handed over stays as it was written until its transfer ends.
+    /// Checks that handed-over blocks keep their contents until their transfer ends.
     fn check_handed_over(&self) {
         let mut kv = HashMap::new();
         for (id, tracked) in &self.sequences {

@@ -1,7 +1,7 @@
-//! A prefill and a decode engine with a transfer in memory between them, and the router's part.
+//! A prefill engine and a decode engine with an in-memory transfer between them, and the router's part.
 //!
-//! Reservations, blocks and completions wait in queues until they are delivered, all at once or a
-//! random part at a time.
+//! Reservations, blocks and completions wait in queues until they are delivered, all at once or a random
+//! part at a time.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,7 +16,7 @@ use engine::{
 };
 use kernels::{BlockId, KvArena, sampling::SampledToken};
 
-/// Carries one block's contents from the prefill node's memory to the decode node's.
+/// Copies one block's contents from the prefill node's memory to the decode node's.
 pub trait BlockCopy {
     fn copy(&self, from: BlockId, to: BlockId);
 }
@@ -37,7 +37,7 @@ impl BlockCopy for (Arc<KvArena>, Arc<KvArena>) {
     }
 }
 
-/// What the router has of one request.
+/// Output of one request as the router sees it.
 #[derive(Debug, Default)]
 pub struct Answer {
     pub tokens: Vec<SampledToken>,
@@ -64,7 +64,7 @@ struct Wire {
     first_block: u32,
     targets: Vec<BlockId>,
     ready_told: bool,
-    /// Written at the sender, not copied yet.
+    /// Blocks written at the sender and not copied yet.
     to_copy: Vec<(u32, BlockId)>,
     copied: usize,
     token_0: Option<(u32, SampledToken)>,
@@ -78,9 +78,9 @@ pub struct Pair<E> {
     pub answers: HashMap<SequenceId, Answer>,
     given: HashMap<SequenceId, u32>,
     wires: BTreeMap<SequenceId, Wire>,
-    /// Transfers under way at the sender without a receiver's reservation yet.
+    /// Transfers of the sender that have no receiver's reservation yet.
     expected: BTreeMap<SequenceId, ()>,
-    /// Audits both schedulers after every event.
+    /// Whether both schedulers are checked after every event.
     pub check: bool,
 }
 
@@ -98,7 +98,7 @@ impl<E: Executor> Pair<E> {
         }
     }
 
-    /// An attempt over both nodes.
+    /// Submits an attempt to both nodes.
     pub fn submit(&mut self, new: NewSequence) {
         let id = new.id;
         self.answers.insert(id, Answer::default());
@@ -108,7 +108,7 @@ impl<E: Executor> Pair<E> {
         self.tell_decode(Input::Arrived(NewSequence { kind: SequenceKind::Receive, ..new }));
     }
 
-    /// An attempt at the decode node alone.
+    /// Submits an attempt to the decode node alone.
     pub fn submit_alone(&mut self, new: NewSequence) {
         let id = new.id;
         self.answers.insert(id, Answer::default());
@@ -116,14 +116,14 @@ impl<E: Executor> Pair<E> {
         self.tell_decode(Input::Arrived(NewSequence { kind: SequenceKind::Compute, ..new }));
     }
 
-    /// The client leaves.
+    /// Cancels a request, as a client that disconnects.
     pub fn cancel(&mut self, id: SequenceId) {
         self.answers.get_mut(&id).expect("a known request").left = true;
         self.tell_prefill(Input::Abort { id });
         self.tell_decode(Input::Abort { id });
     }
 
-    /// One step at each node; true when neither had anything to do.
+    /// Runs one step at each node; returns true when neither had work.
     pub fn turn(&mut self) -> bool {
         self.turn_prefill() & self.turn_decode()
     }
@@ -144,7 +144,7 @@ impl<E: Executor> Pair<E> {
         turn == Turn::Idle
     }
 
-    /// Delivers whatever is on the wire for which `chosen` says so; true when there was something.
+    /// Delivers the pending messages that `chosen` selects; returns true when there were any.
     pub fn deliver(&mut self, mut chosen: impl FnMut() -> bool) -> bool {
         let mut any = false;
         for id in self.wires.keys().copied().collect::<Vec<_>>() {
@@ -161,7 +161,7 @@ impl<E: Executor> Pair<E> {
         any
     }
 
-    /// Until every request has ended and both nodes are idle.
+    /// Runs until every request has ended and both nodes are idle.
     pub fn run(&mut self) {
         for _ in 0..1_000_000 {
             let moved = self.deliver(|| true);
@@ -218,7 +218,7 @@ impl<E: Executor> Pair<E> {
         true
     }
 
-    /// A transfer that either side gave up ends on both.
+    /// Ends a transfer that either side aborted on both sides.
     fn end_transfer(&mut self, id: SequenceId) {
         let reserved = self.wires.remove(&id).is_some();
         if self.expected.remove(&id).is_some() {
@@ -325,7 +325,7 @@ impl<E: Executor> Pair<E> {
         self.answers.get_mut(&id).expect("actions name known requests")
     }
 
-    /// The router's list: each index once; a repeated index has an equal token.
+    /// Appends tokens to the router's list: each index once; a repeated index must have an equal token.
     fn emit(&mut self, id: SequenceId, first_index: u32, tokens: Vec<SampledToken>) {
         let given = self.given[&id];
         let answer = self.answer(id);

@@ -1,5 +1,5 @@
-//! The ranks of one model as one executor: threads of this process, each with its part of the model,
-//! over memory that they share as processes would.
+//! Ranks of one model as one executor: threads of this process, each with its shard of the model, over
+//! memory that they share as processes would.
 
 use std::{
     sync::{
@@ -24,20 +24,20 @@ use model::Checkpoint;
 
 use super::scheduler;
 
-/// Where KV lies.
+/// Placement of KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kv {
     /// Whole blocks in memory that all ranks have mapped.
     Shared,
-    /// Each rank has its heads in memory of its own, as devices do.
+    /// Each rank has its heads in its own memory, as devices do.
     Apart,
 }
 
-/// A rank's blocks, reached by copies as those of a device are.
+/// A rank's blocks, accessed by copies like those of a device.
 struct RankBlocks(Arc<KvArena>);
 
 impl RankBlocks {
-    /// Bytes of this side from `offset` on, block by block.
+    /// Calls `copy` block by block for the bytes from `offset` on.
     fn each(
         &self,
         offset: usize,
@@ -78,13 +78,13 @@ impl RemoteBlocks for RankBlocks {
     }
 }
 
-/// Gives every plan to all ranks and compares what they bring, to the bit.
+/// Gives every plan to all ranks and asserts that their results are bit-equal.
 pub struct Together {
     pub ranks: Vec<CpuExecutor>,
 }
 
 impl Together {
-    /// With `patience` for each other. The arena is the node's, of whole blocks.
+    /// Starts the ranks with time-out `patience`. The returned arena has whole blocks.
     pub fn start(
         checkpoint: &Checkpoint,
         limits: ExecutorLimits,
@@ -155,7 +155,7 @@ impl Executor for Together {
     }
 }
 
-/// An engine over `of` ranks in f32, and the arena of whole blocks that a node would move.
+/// Returns an engine over `of` ranks in f32, and the arena of whole blocks that a node would transfer.
 pub fn engine_of_ranks(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,

@@ -1,4 +1,4 @@
-//! A tile's work on one span, and merging segments.
+//! Attention of a tile over one span, and the merge of segments.
 
 use std::arch::x86_64::{
     __m256bh, __m512, __m512bh, __m512i, _mm_cvtss_f32, _mm256_loadu_si256, _mm512_add_ps,
@@ -21,7 +21,7 @@ use crate::{
     layout::BLOCK_TOKENS,
 };
 
-/// Vectors of a span's scores.
+/// Score vectors of a span.
 const SCORES: usize = SPAN / LANES;
 /// Vectors of a query's weighted values that are in registers together.
 const VECTORS: usize = 4;
@@ -29,7 +29,7 @@ const VECTORS: usize = 4;
 /// (keys, values) of each block of a span as `[token][dim]`; empty for a block that no query sees.
 pub(super) type SpanParts<'a> = [(&'a [bf16], &'a [bf16]); SPAN_BLOCKS];
 
-/// Takes in one span.
+/// Processes one span.
 ///
 /// # Safety
 /// The machine has AVX-512 (F, BW, DQ, VL) and AVX-512-BF16; `tile.dim` is a multiple of 16.
@@ -48,7 +48,8 @@ pub(super) unsafe fn add_span(tile: &mut Tile, blocks: &SpanParts<'_>) {
         // SAFETY: the lengths were checked above.
         unsafe {
             if keys.is_empty() {
-                // Weighted with 0 or not at all, so they only must be numbers. Scores are masked.
+                // These values have weight 0 or none, so they only need to be finite
+                // numbers. Their scores are masked.
                 tile.values[block * head / 2..][..head / 2].fill(0);
             } else {
                 turn_keys(tile, block, keys);
@@ -56,7 +57,7 @@ pub(super) unsafe fn add_span(tile: &mut Tile, blocks: &SpanParts<'_>) {
             }
         }
     }
-    // The partner of the last token that anyone sees may never have been written.
+    // The partner of the last visible token may never have been written.
     if tile.known % 2 == 1 {
         for pair in &mut tile.values[tile.known / 2 * dim..][..dim] {
             *pair &= 0xffff;
@@ -78,7 +79,7 @@ pub(super) unsafe fn add_span(tile: &mut Tile, blocks: &SpanParts<'_>) {
     }
 }
 
-/// Keys of one block, `[token][dim]`, to pairs `[dim / 2][token]`.
+/// Transposes the keys of one block, `[token][dim]`, to pairs `[dim / 2][token]`.
 ///
 /// # Safety
 /// The lengths are as [`add_span`] checks them.
@@ -91,7 +92,7 @@ unsafe fn turn_keys(tile: &mut Tile, block: usize, keys: &[bf16]) {
         let mask = ((1_u32 << count) - 1) as u16;
         let mut rows = [_mm512_setzero_ps(); LANES];
         for (token, row) in rows.iter_mut().enumerate() {
-            // SAFETY: the words that the mask lets through are this token's.
+            // SAFETY: the words that the mask selects are this token's.
             *row = unsafe { _mm512_maskz_loadu_ps(mask, from.add(token * words + first)) };
         }
         for (word, tokens) in transpose_vectors(rows).into_iter().enumerate().take(count) {
@@ -102,7 +103,7 @@ unsafe fn turn_keys(tile: &mut Tile, block: usize, keys: &[bf16]) {
     }
 }
 
-/// Values of one block, `[token][dim]`, to pairs of tokens `[token / 2][dim]`.
+/// Interleaves the values of one block, `[token][dim]`, to pairs of tokens `[token / 2][dim]`.
 ///
 /// # Safety
 /// The lengths are as [`add_span`] checks them.
@@ -123,7 +124,7 @@ unsafe fn pair_values(tile: &mut Tile, block: usize, values: &[bf16]) {
     }
 }
 
-/// 16 elements, one to a word.
+/// Loads 16 elements, one per word.
 ///
 /// # Safety
 /// `from` points to 16 elements.
@@ -134,7 +135,7 @@ unsafe fn load_halves(from: *const bf16) -> __m512i {
     _mm512_cvtepu16_epi32(unsafe { _mm256_loadu_si256(from.cast()) })
 }
 
-/// `Q` queries from `first`, a strip's first, and the present span.
+/// Processes the current span for `Q` queries from `first`, the first of a strip.
 ///
 /// # Safety
 /// The lengths are as [`add_span`] checks them.
@@ -145,14 +146,14 @@ unsafe fn strip<const Q: usize>(tile: &mut Tile, first: usize) {
     if all_seen == 0 {
         return;
     }
-    // SAFETY: the lengths are the caller's promise.
+    // SAFETY: the caller promises the lengths.
     unsafe {
         let mut scores = scores::<Q>(tile, first);
         if seen.iter().any(|&seen| seen != u64::MAX) {
             mask(&mut scores, &seen);
         }
         softmax(tile, first, scores);
-        // Behind the last token that one of them sees all weights are 0.
+        // All weights after the last visible token are 0.
         let pairs = (u64::BITS - all_seen.leading_zeros()).div_ceil(2) as usize;
         for start in (0..tile.dim).step_by(VECTORS * LANES) {
             match (tile.dim - start) / LANES {
@@ -165,6 +166,8 @@ unsafe fn strip<const Q: usize>(tile: &mut Tile, first: usize) {
     }
 }
 
+/// Computes the scores of `Q` queries with the current span.
+///
 /// # Safety
 /// As [`strip`].
 #[inline]
@@ -172,7 +175,7 @@ unsafe fn strip<const Q: usize>(tile: &mut Tile, first: usize) {
 unsafe fn scores<const Q: usize>(tile: &Tile, first: usize) -> [[__m512; SCORES]; Q] {
     let mut sums = [[_mm512_setzero_ps(); SCORES]; Q];
     let words = tile.dim / 2;
-    // SAFETY: strips lie one after the other, `[dim / 2][STRIP]` each; keys are `[dim / 2][SPAN]`.
+    // SAFETY: strips are contiguous, `[dim / 2][STRIP]` each; keys are `[dim / 2][SPAN]`.
     unsafe {
         let queries = tile.queries.as_ptr().add(first * words);
         let keys = tile.keys.as_ptr();
@@ -192,7 +195,7 @@ unsafe fn scores<const Q: usize>(tile: &Tile, first: usize) -> [[__m512; SCORES]
     sums
 }
 
-/// Minus infinity where a query does not see the token.
+/// Sets scores of tokens that a query does not see to minus infinity.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn mask<const Q: usize>(scores: &mut [[__m512; SCORES]; Q], seen: &[u64; Q]) {
@@ -205,8 +208,8 @@ fn mask<const Q: usize>(scores: &mut [[__m512; SCORES]; Q], seen: &[u64; Q]) {
     }
 }
 
-/// Scores to weights; takes them into the maxima and sums, and scales what was summed up before.
-/// Query by query would be one long chain of operations each, so each stage takes all of them.
+/// Turns scores into weights, updates maxima and sums, and rescales the accumulators. Each stage runs over
+/// all queries, because query by query would be one long dependency chain each.
 ///
 /// # Safety
 /// As [`strip`].
@@ -251,8 +254,10 @@ unsafe fn softmax<const Q: usize>(tile: &mut Tile, first: usize, scores: [[__m51
     }
 }
 
+/// Multiplies `length` floats from `start` on by `by`.
+///
 /// # Safety
-/// `length`, whole vectors, floats from `start` on may be written.
+/// `length` is a multiple of the vector length, and the floats may be written.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn scale_all(start: *mut f32, length: usize, by: __m512) {
@@ -265,7 +270,7 @@ unsafe fn scale_all(start: *mut f32, length: usize, by: __m512) {
     }
 }
 
-/// Adds the first `pairs` pairs of tokens, weighted: `V` vectors from dimension `start` on.
+/// Adds the weighted values of the first `pairs` pairs of tokens: `V` vectors from dimension `start` on.
 ///
 /// # Safety
 /// As [`strip`]; the dimensions exist.
@@ -308,7 +313,7 @@ unsafe fn accumulate<const Q: usize, const V: usize>(
     }
 }
 
-/// Writes the present segment's sums to `out`, `[query][sums_len(dim)]`.
+/// Writes the current segment's partial result to `out`, `[query][sums_len(dim)]`.
 ///
 /// # Safety
 /// As [`add_span`].
@@ -321,7 +326,7 @@ pub(super) unsafe fn write_sums(tile: &Tile, out: &mut [f32]) {
     }
 }
 
-/// Merges the sums of a segment, which are the next after those merged before.
+/// Merges the partial result of a segment. Segments must be merged in order.
 ///
 /// # Safety
 /// As [`add_span`].
@@ -335,7 +340,7 @@ pub(super) unsafe fn merge(tile: &mut Tile, segment: &[f32]) {
     }
 }
 
-/// As [`merge`], of the tile's own present segment.
+/// Merges the tile's own current segment as [`merge`] does.
 ///
 /// # Safety
 /// As [`add_span`].
@@ -355,7 +360,7 @@ pub(super) unsafe fn merge_own(tile: &mut Tile) {
 fn merge_query(log2_scale: f32, merged: &mut [f32], maximum: f32, sum: f32, weighted: &[f32]) {
     let scale = _mm512_set1_ps(log2_scale);
     let greater = merged[0].max(maximum);
-    // Exactly 1 where the maximum stays: a segment that a query does not see changes nothing.
+    // Exactly 1 where the maximum stays, so a segment that a query does not see changes nothing.
     let weight = |maximum: f32| exp2(_mm512_mul_ps(_mm512_set1_ps(maximum - greater), scale));
     let (before, now) = (weight(merged[0]), weight(maximum));
     let lane = |vector: __m512| _mm_cvtss_f32(_mm512_castps512_ps128(vector));
@@ -372,7 +377,7 @@ fn merge_query(log2_scale: f32, merged: &mut [f32], maximum: f32, sum: f32, weig
     }
 }
 
-/// The attention of one query, once all segments are merged.
+/// Writes the attention of one query after all segments are merged.
 ///
 /// # Safety
 /// As [`add_span`].
@@ -391,7 +396,7 @@ pub(super) unsafe fn finish(tile: &Tile, query: usize, out: &mut [f32]) {
     }
 }
 
-/// The sum of a query's weights in the present segment.
+/// Returns the sum of a query's weights in the current segment.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
 fn segment_sum(tile: &Tile, query: usize) -> f32 {
@@ -400,15 +405,16 @@ fn segment_sum(tile: &Tile, query: usize) -> f32 {
     sum_lanes(unsafe { _mm512_loadu_ps(lanes.as_ptr()) })
 }
 
-/// 2 to the power of `x`, within 3e-6 of it, which is a thousandth of what rounding a weight to bf16
-/// takes; exactly 1 of 0, and 0 far below, minus infinity included.
+/// Returns 2 to the power of `x` with an error of at most 3e-6, a thousandth of the error of rounding a
+/// weight to bf16. Exactly 1 for 0, and 0 far below, minus infinity included.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn exp2(x: __m512) -> __m512 {
-    /// (2^f - 1) / f for |f| ≤ ½, highest power first: least greatest relative error.
+    /// Coefficients of (2^f - 1) / f for |f| ≤ ½, highest power first, with the least maximum relative
+    /// error.
     const COEFFICIENTS: [f32; 4] = [9.582_853e-3, 5.590_642_6e-2, 0.240_240_99, 0.693_124_2];
-    // Far below the smallest number, where the rest of the way would make NaN of infinity. NaN
-    // stays, being the second operand.
+    // Clamps values far below the smallest float, where later steps would turn infinity into NaN. NaN
+    // stays, because it is the second operand.
     let x = _mm512_max_ps(_mm512_set1_ps(-200.0), x);
     let power = _mm512_roundscale_ps::<0x08>(x);
     let rest = _mm512_sub_ps(x, power);
@@ -422,6 +428,6 @@ fn exp2(x: __m512) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn as_bf16(words: __m512i) -> __m512bh {
-    // SAFETY: both are 64 plain bytes.
+    // SAFETY: both types are 64 bytes without invalid values.
     unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }

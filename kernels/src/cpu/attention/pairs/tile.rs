@@ -1,4 +1,4 @@
-//! The state of one tile: its queries, the present span, and what was summed up so far.
+//! State of one tile: its queries, the current span, and the accumulators.
 
 use crate::{
     cpu::{aligned::Aligned, arithmetic::LANES},
@@ -11,45 +11,45 @@ pub(super) const SPAN_BLOCKS: usize = 4;
 pub(super) const SPAN: usize = SPAN_BLOCKS * BLOCK_TOKENS;
 /// Blocks of one segment.
 pub(super) const SEGMENT_BLOCKS: usize = 4 * SPAN_BLOCKS;
-/// Queries whose sums are in registers together: 6 · 4 vectors.
+/// Queries whose accumulators are in registers together: 6 · 4 vectors.
 pub(super) const STRIP: usize = 6;
-/// What a maximum begins with. Finite, so that differences are numbers.
+/// Initial maximum. Finite, so that differences are numbers.
 pub(super) const NO_SCORE: f32 = -1e30;
 
-/// Floats of one query's sums in memory: the maximum, the sum of weights, filling to a vector,
-/// the weighted values.
+/// Returns the floats of one query's partial result in memory: the maximum, the sum of weights, padding to
+/// a vector, the weighted values.
 pub(super) fn sums_len(dim: usize) -> usize {
     LANES + dim
 }
 
-/// One tile's memory, kept from tile to tile. Queries are numbered row by row, and within a row
-/// head by head, so their positions do not decrease.
+/// Memory of one tile, reused for the next tile. Queries are numbered row by row, and within a row head by
+/// head, so their positions do not decrease.
 pub(super) struct Tile {
     pub dim: usize,
     pub query_count: usize,
     /// Query heads of one row.
     head_count: usize,
-    /// Scores to powers of two: the softmax's scale over ln 2.
+    /// Factor from scores to exponents of 2: the softmax's scale divided by ln 2.
     pub log2_scale: f32,
     /// `[strip][dim / 2][STRIP]`: pairs of a query's elements.
     pub queries: Aligned<u32>,
-    /// `[dim / 2][SPAN]` of the present span: pairs of a key's elements.
+    /// `[dim / 2][SPAN]` of the current span: pairs of a key's elements.
     pub keys: Aligned<u32>,
-    /// `[SPAN / 2][dim]` of the present span: pairs of tokens.
+    /// `[SPAN / 2][dim]` of the current span: pairs of tokens.
     pub values: Aligned<u32>,
-    /// `[STRIP][SPAN / 2]` of the present strip and span: pairs of tokens.
+    /// `[STRIP][SPAN / 2]` of the current strip and span: pairs of tokens.
     pub weights: Aligned<u32>,
-    /// Per query of the present span: the tokens it sees, a bit each.
+    /// Tokens of the current span that each query sees, one bit per token.
     pub seen: Vec<u64>,
-    /// Tokens of the present span that some query sees, counted from the first.
+    /// Number of tokens, from the start of the current span, of which some query sees the last.
     pub known: usize,
-    /// Of the present segment, per query: the greatest score.
+    /// Greatest score in the current segment, per query.
     pub maxima: Vec<f32>,
-    /// Of the present segment: `[query][16]`, sums of weights by lane.
+    /// Sums of weights in the current segment by lane: `[query][16]`.
     pub sums: Aligned<f32>,
-    /// Of the present segment: `[query][dim]`, values summed up by weight.
+    /// Weighted sums of values in the current segment: `[query][dim]`.
     pub weighted: Aligned<f32>,
-    /// Of all merged segments: `[query][sums_len(dim)]`.
+    /// Result of all merged segments: `[query][sums_len(dim)]`.
     pub merged: Aligned<f32>,
 }
 
@@ -75,7 +75,7 @@ impl Default for Tile {
 }
 
 impl Tile {
-    /// Makes room for `row_count` rows of `head_count` queries and forgets the last tile.
+    /// Makes room for `row_count` rows of `head_count` queries and clears the last tile.
     pub fn begin(&mut self, row_count: usize, head_count: usize, dim: usize, scale: f32) {
         let query_count = row_count * head_count;
         let room = query_count.next_multiple_of(STRIP);
@@ -107,7 +107,7 @@ impl Tile {
         }
     }
 
-    /// Begins the sums of a segment.
+    /// Clears the accumulators for a new segment.
     pub fn begin_segment(&mut self) {
         self.maxima.clear();
         self.maxima.resize(self.query_count, NO_SCORE);
@@ -115,8 +115,8 @@ impl Tile {
         self.weighted[..self.query_count * self.dim].fill(0.0);
     }
 
-    /// Sets what each query sees of the span that begins with token `first`, when the first row is
-    /// at `position` and a row sees `window` tokens, itself the last.
+    /// Sets which tokens each query sees of the span that begins with token `first`. The first row is
+    /// at `position`, and a row sees `window` tokens including itself.
     pub fn look_at(&mut self, first: usize, position: usize, window: usize) {
         let in_span = |token: usize| token.saturating_sub(first).min(SPAN);
         let below = |token: usize| ((1_u128 << in_span(token)) - 1) as u64;

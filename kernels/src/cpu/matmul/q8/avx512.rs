@@ -1,4 +1,4 @@
-//! 8-bit tiles for AVX-512 with VNNI: `vpdpbusd` multiplies four bytes with four bytes and adds up.
+//! 8-bit tiles for AVX-512 with VNNI: `vpdpbusd` multiplies four bytes with four bytes and accumulates.
 
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_cvtepi32_ps,
@@ -12,13 +12,13 @@ use super::{
 };
 use crate::cpu::{arithmetic::LANES, matmul::pack::PANEL};
 
-/// Most rows of a block: 6 rows of a panel are 12 vectors of whole numbers and 12 of sums.
+/// Maximum rows of a block: 6 rows of a panel are 12 vectors of integers and 12 of accumulators.
 pub(in crate::cpu::matmul) const BLOCK_ROWS_MAX: usize = 6;
-/// How far ahead weights are fetched when few rows make memory the limit.
+/// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2176;
 const GROUPS: usize = BLOCK / GROUP;
 
-/// Panels that one tile takes for blocks of so many rows.
+/// Returns the panels of one tile for blocks of `rows` rows.
 pub(in crate::cpu::matmul) fn panels_for(rows: usize) -> usize {
     match rows {
         0..=1 => 4,
@@ -40,8 +40,8 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, pane
     macro_rules! choose {
         ($(($m:literal, $p:literal)),+) => {
             match (tile.row_count, panel_count) {
-                // SAFETY: the lengths were checked above for this many rows and panels; the rest
-                // is the caller's promise.
+                // SAFETY: the lengths were checked above for this many rows and panels; the
+                // caller promises the rest.
                 $(($m, $p) => unsafe { sized::<$m, $p>(tile, panels, target, blocks) },)+
                 (rows, panels) => unreachable!("no tile of {rows} rows and {panels} panels"),
             }
@@ -50,9 +50,10 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, pane
     choose!((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1), (1, 2), (2, 2), (3, 2), (1, 3), (1, 4));
 }
 
+/// Computes a tile of `M` rows and `P` panels.
+///
 /// # Safety
-/// `tile.x` is `[blocks][INPUT_WORDS][M]`, `panels` is `[P][blocks][PANEL_BLOCK_WORDS]`, and as
-/// [`tile`].
+/// `tile.x` is `[blocks][INPUT_WORDS][M]`, `panels` is `[P][blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn sized<const M: usize, const P: usize>(
     tile: &Tile<'_>,
@@ -76,13 +77,13 @@ unsafe fn sized<const M: usize, const P: usize>(
             let first = vector * LANES;
             let columns = LANES.min(tile.columns.saturating_sub(first));
             let mask = ((1_u32 << columns) - 1) as u16;
-            // SAFETY: the columns that the mask lets through are in the target.
+            // SAFETY: the columns that the mask selects are in the target.
             unsafe { _mm512_mask_storeu_ps(target.at(row, first), mask, *sums) };
         }
     }
 }
 
-/// Adds one block's products of every row to the sums of panel `p`.
+/// Accumulates one block for every row with panel `p`.
 ///
 /// # Safety
 /// `x` points to `[INPUT_WORDS][M]` words, `weights` to a panel's block.
@@ -126,7 +127,7 @@ unsafe fn add_block<const M: usize, const P: usize>(
     }
 }
 
-/// Fetches the two lines that are read a little later; the address need not be inside.
+/// Prefetches two cache lines of weights ahead; the address may be outside.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn prefetch(group: *const u8) {

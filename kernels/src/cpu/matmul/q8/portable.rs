@@ -38,8 +38,8 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target) {
                 *sum = multiply_add::<BASELINE_FUSES>(whole as f32, scale, *sum);
             }
         }
-        // SAFETY: the target has `tile.columns` columns in each of the block's rows, and the sums
-        // are elsewhere.
+        // SAFETY: the target has `tile.columns` columns in each of the block's rows, and the
+        // accumulators do not overlap it.
         unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, 0), tile.columns) };
     }
 }

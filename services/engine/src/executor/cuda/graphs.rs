@@ -19,12 +19,13 @@ use model::Llama;
 use super::super::ExecutorLimits;
 use crate::plan::Dispatch;
 
-/// Larger decode steps are launched kernel by kernel: launches are a small part of their time.
+/// Maximum rows of a captured step. Larger decode steps are launched kernel by kernel: launches are a small
+/// part of their time.
 const ROWS_MAX: u32 = 512;
 
 #[derive(Debug)]
 pub struct Graphs {
-    /// Sorted by rows, ascending.
+    /// Graphs by their number of rows, ascending.
     sizes: Vec<(u32, Option<Graph>)>,
     is_on: bool,
 }
@@ -135,7 +136,8 @@ const NOTHING: StepInput<'_> = StepInput {
     rows_min: 0,
 };
 
-/// Returns the row counts of the graphs, ascending. They are far apart only where padding rows cost little.
+/// Returns the row counts of the graphs, ascending. They are widely spaced only where padding rows cost
+/// little.
 fn decode_sizes(rows_max: u32) -> Vec<u32> {
     let rows_max = rows_max.min(ROWS_MAX);
     let mut sizes: Vec<_> = [1, 2, 4]
@@ -153,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_of_rows_has_a_size_that_wastes_little() {
+    fn every_number_of_rows_has_a_graph_with_little_padding() {
         for rows_max in [1, 2, 3, 7, 8, 100, 256, 500, 512, 4096] {
             let sizes = decode_sizes(rows_max);
             assert!(sizes.is_sorted_by(|a, b| a < b), "{sizes:?}");
@@ -166,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_filled_up_to_the_next_size_and_prompts_are_not() {
+    fn decode_steps_are_padded_and_prefill_steps_are_not() {
         let sizes = || vec![(1, None), (2, None), (4, None)];
         let mut graphs = Graphs { sizes: sizes(), is_on: true };
         let row = |slot| StepRows { slot, position: 9, rows: 1, samples: 1, mask: None };

@@ -13,7 +13,7 @@ pub struct KvShare {
     pub reserve: u64,
 }
 
-/// A GPU's memory after weights and activations are allocated, in bytes.
+/// A GPU's memory in bytes after weights and activations are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvRoom {
     pub total: u64,
@@ -54,7 +54,7 @@ pub fn kv_blocks(
     Ok(blocks as u32)
 }
 
-/// As many as the configuration allows to be named.
+/// Maximum blocks that the configuration can address.
 const BLOCKS_MAX: u64 = 1 << 24;
 
 #[cfg(test)]
@@ -65,7 +65,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// 2 MiB a block, as Llama 3.1 8B in bf16.
+    /// 2 MiB per block, as Llama 3.1 8B in bf16.
     const LAYOUT: KvLayout =
         KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
 
@@ -78,15 +78,15 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_what_the_share_leaves_and_no_more_than_is_free() {
+    fn kv_blocks_fit_the_share_and_the_free_memory() {
         let cases = [
-            // 126 - 16 of weights - 1 of batch - 1 in reserve.
+            // 126 - 16 of weights - 1 of batch - 1 in reserve, in GiB.
             (room(16, 123, 1), share(90, 1), 108),
             (room(16, 123, 1), share(45, 1), 45),
             (room(16, 123, 0), share(100, 0), 123),
-            // Another of the same share has come before, or at the same time.
+            // Another process with the same share allocated before, or at the same time.
             (room(16, 60, 1), share(45, 1), 45),
-            // Another process has 100: less is free than the share would leave.
+            // Another process has 100 GiB: less is free than the share would leave.
             (room(16, 23, 1), share(90, 1), 21),
             (room(16, 23, 1), share(30, 1), 21),
             (room(16, 23, 1), share(20, 1), 10),
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn room_for_less_than_one_sequence_is_refused_with_what_there_is() {
+    fn memory_for_less_than_one_sequence_is_rejected_with_the_sizes() {
         // 1 GiB: 511 blocks, 8,176 tokens.
         let one = |percent, tokens| kv_blocks(room(16, 2, 1), share(percent, 0), LAYOUT, tokens);
         assert_eq!(one(90, 8_176).unwrap(), 511);
@@ -110,7 +110,7 @@ mod tests {
         {
             assert!(error.contains(word), "{error:?} lacks {word:?}");
         }
-        // The share is spent already.
+        // The share is used up already.
         assert!(one(12, 1).is_err());
         let empty = room(0, 0, 1);
         assert!(kv_blocks(empty, share(90, 1), LAYOUT, 1).is_err());

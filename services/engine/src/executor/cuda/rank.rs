@@ -14,8 +14,8 @@ use kernels::{
 
 use super::CudaExecutorError;
 
-/// Bytes of one all-reduce; longer messages are split. A decode step is far shorter, and longer parts are
-/// not faster.
+/// Bytes of one all-reduce; longer messages are split. A decode step's message is far shorter, and larger
+/// parts are not faster.
 const MESSAGE_BYTES: usize = 16 << 20;
 /// Deadline of an all-reduce. The node notices a dead rank earlier; a rank that loads its kernels for the
 /// first time may take seconds.
@@ -34,19 +34,19 @@ impl CudaRank {
         Self { exchange }
     }
 
-    /// In memory that the ranks' node has made for this.
+    /// Creates the rank in shared memory that the node has created.
     pub fn open(region: &RegionName, shard: Shard) -> Result<Self, SharedError> {
         let region = SharedRegion::open(region, Self::region_bytes(shard.of()))?;
         Ok(Self::new(Exchange::new(&region, 0, shard, LOAD_PATIENCE)))
     }
 
-    /// Collective over shared host memory.
+    /// Returns the bytes of the collective over shared host memory.
     pub fn region_bytes(ranks: usize) -> usize {
         Exchange::region_bytes(ranks)
     }
 
-    /// Makes this rank's executor. After an error the rank stays in the exchange, because the other ranks
-    /// would report that it left and not the reason.
+    /// Creates this rank's executor with `make`. After an error the rank stays in the exchange, because
+    /// otherwise the other ranks would report that it left instead of the reason.
     pub fn start<T, E>(self, make: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
         let mut rank = ManuallyDrop::new(self);
         let made = make(&mut rank)?;
@@ -59,7 +59,7 @@ impl CudaRank {
         let (shard, exchange) = (self.exchange.shard(), &mut self.exchange);
         join(backend, shard, |own| {
             let all = exchange.all_gather(own).map_err(|error| error.to_string())?;
-            // The message is empty in all ranks.
+            // The message is empty on all ranks.
             Ok(all.chunks(own.len().max(1)).map(<[u8]>::to_vec).collect())
         })
     }
@@ -73,7 +73,7 @@ impl CudaRank {
     }
 }
 
-/// Turns `backend` into the backend of one rank. `exchange` all-gathers bytes in order of rank.
+/// Turns `backend` into the backend of one rank. `exchange` all-gathers bytes in rank order.
 pub fn join(
     backend: CudaBackend,
     shard: Shard,

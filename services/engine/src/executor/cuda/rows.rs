@@ -122,7 +122,7 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
     }
     match sampling.logprobs {
         Some(count) if count > LOGPROBS_MAX => {
-            refused(format!("logprobs is {count}; allowed is up to {LOGPROBS_MAX}"))
+            refused(format!("invalid logprobs: {count}; expected at most {LOGPROBS_MAX}"))
         }
         _ => None,
     }
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_follow_each_other_without_the_tokens_between_them() {
+    fn steps_are_planned_without_the_sampled_tokens() {
         let mut rows = Rows::new(LIMITS);
         let first = plan(
             vec![admitted(0, 30, 16, &[3, 1]), admitted(1, 5, 0, &[2])],
@@ -186,7 +186,7 @@ mod tests {
         let part =
             |slot, position, rows, samples| StepRows { slot, position, rows, samples, mask: None };
         assert_eq!(step.sequences, [part(0, 16, 14, 1), part(1, 0, 3, 0)]);
-        // Nobody has told which token came: only that there is one.
+        // The host does not know the sampled token, only that one was sampled.
         let second = StepPlan {
             extended: vec![(Slot(0), vec![BlockId(6)])],
             ..plan(vec![], vec![row(0, 1, true), row(1, 2, true)])
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_the_device_cannot_sample_fails_alone_until_it_is_released() {
+    fn a_row_that_the_device_cannot_sample_fails_alone() {
         let mut rows = Rows::new(LIMITS);
         let bad = |sampling| AdmittedRow { sampling, ..admitted(0, 5, 0, &[0]) };
         for sampling in [
@@ -212,7 +212,7 @@ mod tests {
             assert_eq!((&step.admitted[..], step.sequences.len()), (&[1][..], 1));
             assert!(matches!(step.scheduled[0].failure, Some(RowFailure::Sampling { .. })));
             assert!(!step.scheduled[0].samples && step.scheduled[1].samples);
-            // The next one was planned before anybody knew.
+            // The next step was planned before the failure was known.
             let step = rows.apply(&plan(vec![], vec![row(0, 1, true)])).unwrap();
             assert!(step.sequences.is_empty() && step.scheduled[0].failure.is_some());
             let again =
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_constrained_row_without_its_mask_chooses_nothing() {
+    fn a_constrained_row_without_its_bitmask_does_not_sample() {
         let step = |length| {
             let occupant = AdmittedRow { constrained: true, ..admitted(0, 5, 0, &[0]) };
             let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_that_contradict_what_is_known_say_how() {
+    fn contradictory_plans_are_rejected_with_the_reason() {
         for (plan, reason) in [
             (plan(vec![], vec![row(0, 1, true)]), "slot 0 is planned but empty"),
             (plan(vec![admitted(0, 5, 0, &[9])], vec![]), "block 9 is not one of 8"),
@@ -254,7 +254,7 @@ mod tests {
                     drafts_max: 1,
                     ..plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 5, true)])
                 },
-                "1 drafts are planned",
+                "1 draft tokens are planned",
             ),
         ] {
             let error = Rows::new(LIMITS).apply(&plan).unwrap_err().to_string();
