@@ -1,4 +1,5 @@
-//! A small Llama-like forward over the backend's public face: what hand-over between nodes rests on.
+//! Forward pass of a small Llama-like model over the public interface of the backend. Hand-over between
+//! nodes relies on its guarantees.
 
 use std::sync::Arc;
 

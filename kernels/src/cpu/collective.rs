@@ -12,7 +12,7 @@
 //!
 //! A wait spins briefly and then sleeps on the other rank's number until the group's time-out. Every
 //! failure is a [`GroupError`]. It ends this rank's part in the group: every later exchange fails with the
-//! same error, and the other ranks notice at their next wait. The output of a failed exchange is undefined.
+//! same error, and the other ranks see the failure at their next wait. The output of a failed exchange is undefined.
 //!
 //! An all-reduce adds in rank order, element by element, so that all ranks have the same bits.
 
@@ -53,8 +53,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Failure of a group of CPU ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
-    #[error("rank {rank} of {of} did not reach exchange {exchange} within {patience:?}")]
-    Late { rank: usize, of: usize, exchange: u64, patience: Duration },
+    #[error("rank {rank} of {of} did not reach exchange {exchange} within {timeout:?}")]
+    Late { rank: usize, of: usize, exchange: u64, timeout: Duration },
     #[error("rank {rank} of {of} has left the group before exchange {exchange}")]
     Left { rank: usize, of: usize, exchange: u64 },
     /// The ranks run different operations: a bug, or different builds.
@@ -122,7 +122,7 @@ impl Places {
 /// One rank's end of a group.
 pub struct Group {
     shard: Shard,
-    patience: Duration,
+    timeout: Duration,
     words: Atomics<AtomicU32>,
     kinds: Atomics<AtomicU64>,
     /// `[rank][slot][PIECE_BYTES]`; the atomics' region keeps the memory.
@@ -145,20 +145,15 @@ impl Group {
     }
 
     /// Joins the group in `region` at `offset`, a multiple of 8, as the rank of `shard`. No exchange
-    /// waits longer than `patience` for another rank.
+    /// waits longer than `timeout` for another rank.
     ///
     /// **Hazard.** Each rank may join once, and no other code may write these bytes, or the contents of
     /// exchanges are undefined.
-    pub fn new(
-        region: &Arc<SharedRegion>,
-        offset: usize,
-        shard: Shard,
-        patience: Duration,
-    ) -> Self {
+    pub fn new(region: &Arc<SharedRegion>, offset: usize, shard: Shard, timeout: Duration) -> Self {
         let places = Places { of: shard.of(), offset };
         let (words, kinds) = (places.words(region), places.kinds(region));
         let slots = places.slots(region);
-        Self { shard, patience, words, kinds, slots, exchanges: 0, fault: None }
+        Self { shard, timeout, words, kinds, slots, exchanges: 0, fault: None }
     }
 
     pub fn shard(&self) -> Shard {
@@ -293,7 +288,7 @@ impl Group {
             waiters.fetch_add(1, Ordering::SeqCst);
             let seen = number.load(Ordering::SeqCst);
             ahead = self.ahead(seen);
-            let left = self.patience.saturating_sub(begun.elapsed());
+            let left = self.timeout.saturating_sub(begun.elapsed());
             if ahead < 0 && !has_left && !left.is_zero() {
                 futex::wait(number, seen, left.min(LOOK));
                 ahead = self.ahead(number.load(Ordering::Acquire));
@@ -307,8 +302,8 @@ impl Group {
                 return Err(GroupError::Left { rank, of, exchange });
             }
             if left.is_zero() {
-                let patience = self.patience;
-                return Err(GroupError::Late { rank, of, exchange, patience });
+                let timeout = self.timeout;
+                return Err(GroupError::Late { rank, of, exchange, timeout });
             }
         }
         let theirs = self.kind_of(rank).load(Ordering::Relaxed);
@@ -381,7 +376,7 @@ mod tests {
     use super::*;
     use crate::{cpu::testing::region, shard::RANKS_MAX};
 
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     fn shards(of: usize) -> Vec<Shard> {
         Shard::new(0, of).unwrap().all().collect()
@@ -390,7 +385,7 @@ mod tests {
     /// Runs `run` in a thread for each rank and returns the results in rank order.
     fn together<T: Send>(
         of: usize,
-        patience: Duration,
+        timeout: Duration,
         run: impl Fn(&mut Group) -> T + Sync,
     ) -> Vec<T> {
         // At an offset, as in a node's region.
@@ -400,7 +395,7 @@ mod tests {
                 .into_iter()
                 .map(|shard| {
                     let (region, run) = (&region, &run);
-                    scope.spawn(move || run(&mut Group::new(region, 64, shard, patience)))
+                    scope.spawn(move || run(&mut Group::new(region, 64, shard, timeout)))
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -427,7 +422,7 @@ mod tests {
             // Odd lengths, empty, and more than one piece.
             let lengths = [0, 1, 5, 576, 3 * 576, PIECE_BYTES / 4, PIECE_BYTES / 4 * 2 + 77];
             let rounds = 40;
-            let sums = together(of, PATIENCE, |group| {
+            let sums = together(of, TIMEOUT, |group| {
                 let rank = group.shard().rank();
                 let mut sums = Vec::new();
                 for round in 0..rounds {
@@ -460,7 +455,7 @@ mod tests {
 
     #[test]
     fn many_small_all_gathers_and_all_reduces_stay_in_step() {
-        let gathered = together(3, PATIENCE, |group| {
+        let gathered = together(3, TIMEOUT, |group| {
             let rank = group.shard().rank() as u32;
             for round in 0..2_000_u32 {
                 let all = group.all_gather(&(round * 3 + rank).to_le_bytes()).unwrap();
@@ -488,14 +483,14 @@ mod tests {
             for shard in shards(2) {
                 let region = &region;
                 scope.spawn(move || {
-                    let mut group = Group::new(region, 0, shard, PATIENCE);
+                    let mut group = Group::new(region, 0, shard, TIMEOUT);
                     group.exchanges = near_the_end;
                     group.number(shard.rank()).store(near_the_end as u32, Ordering::SeqCst);
                     // Both ranks have their numbers before one waits for the other's.
                     let other = group.number(1 - shard.rank());
                     let begun = Instant::now();
                     while other.load(Ordering::SeqCst) == 0 {
-                        assert!(begun.elapsed() < PATIENCE, "the other comes");
+                        assert!(begun.elapsed() < TIMEOUT, "the other comes");
                         thread::yield_now();
                     }
                     for round in 0..50 {
@@ -510,24 +505,24 @@ mod tests {
 
     #[test]
     fn late_rank_is_named_and_fails_the_group() {
-        let patience = Duration::from_millis(200);
+        let timeout = Duration::from_millis(200);
         let region = region(Group::region_bytes(3));
         let mut groups: Vec<_> =
-            shards(3).into_iter().map(|shard| Group::new(&region, 0, shard, patience)).collect();
+            shards(3).into_iter().map(|shard| Group::new(&region, 0, shard, timeout)).collect();
         let mut third = groups.pop().unwrap();
         let kind = Kind { operation: Operation::Reduce, bytes: 4 };
         for group in &mut groups {
             group.publish(kind, &1.0_f32.to_ne_bytes()).unwrap();
         }
         let begun = Instant::now();
-        let late = GroupError::Late { rank: 2, of: 3, exchange: 1, patience };
+        let late = GroupError::Late { rank: 2, of: 3, exchange: 1, timeout };
         for group in &mut groups {
             for rank in 0..2 {
                 assert_eq!(group.read(kind, rank), Ok(&1.0_f32.to_ne_bytes()[..]));
             }
             assert_eq!(group.read(kind, 2), Err(late.clone()));
         }
-        assert!(begun.elapsed() >= patience * 2);
+        assert!(begun.elapsed() >= timeout * 2);
         // The group has failed for both ranks at once.
         assert_eq!(groups[0].all_reduce(&mut [1.0]), Err(late.clone()));
         assert_eq!(groups[1].all_gather(&[1]), Err(late.clone()));
@@ -544,7 +539,7 @@ mod tests {
     fn rank_that_leaves_wakes_waiting_ranks_and_its_last_exchange_counts() {
         let region = region(Group::region_bytes(2));
         let mut groups: Vec<_> =
-            shards(2).into_iter().map(|shard| Group::new(&region, 0, shard, PATIENCE)).collect();
+            shards(2).into_iter().map(|shard| Group::new(&region, 0, shard, TIMEOUT)).collect();
         let (mut second, mut first) = (groups.pop().unwrap(), groups.pop().unwrap());
         let (told, tells) = mpsc::channel();
         let waiting = thread::spawn(move || {
@@ -554,20 +549,20 @@ mod tests {
             (first.all_reduce(&mut x).unwrap_err(), Instant::now())
         });
         second.all_reduce(&mut [2.0]).unwrap();
-        assert_eq!(tells.recv_timeout(PATIENCE), Ok(3.0));
+        assert_eq!(tells.recv_timeout(TIMEOUT), Ok(3.0));
         // Long enough that the other rank usually sleeps; the outcome does not depend on it.
         thread::sleep(Duration::from_millis(100));
         let left = Instant::now();
         drop(second);
         let (error, seen) = waiting.join().unwrap();
         assert_eq!(error, GroupError::Left { rank: 1, of: 2, exchange: 2 });
-        assert!(seen.saturating_duration_since(left) < PATIENCE / 2);
+        assert!(seen.saturating_duration_since(left) < TIMEOUT / 2);
     }
 
     #[test]
     fn ranks_with_different_operations_fail() {
         let errors = Mutex::new(Vec::new());
-        together(2, PATIENCE, |group| {
+        together(2, TIMEOUT, |group| {
             let mut x = vec![1.0; 3 + group.shard().rank()];
             if let Err(error) = group.all_reduce(&mut x) {
                 errors.lock().unwrap().push(error.to_string());
@@ -584,7 +579,7 @@ mod tests {
                 "{error}"
             );
         }
-        let outcomes = together(2, PATIENCE, |group| match group.shard().rank() {
+        let outcomes = together(2, TIMEOUT, |group| match group.shard().rank() {
             0 => group.all_reduce(&mut [1.0]),
             _ => group.all_gather(&[]).and_then(|_| group.all_gather(&[7])).map(drop),
         });

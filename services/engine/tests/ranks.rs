@@ -281,7 +281,7 @@ fn fault(outcome: Result<Option<engine::plan::StepResult>, ExecutorError>) -> Gr
 fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     let checkpoint = dummy_model(json!({}));
     let limits = limits_of(&checkpoint, 2, 16, 8, 2);
-    let start = |patience| Together::start(&checkpoint, limits, 2, Kv::Shared, patience).0.ranks;
+    let start = |timeout| Together::start(&checkpoint, limits, 2, Kv::Shared, timeout).0.ranks;
 
     let mut ranks = start(WAIT);
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");
@@ -291,11 +291,11 @@ fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     // A later call returns the error instead of blocking.
     assert!(matches!(ranks[0].collect(WAIT), Err(ExecutorError::Stopped { .. })));
 
-    let patience = Duration::from_millis(50);
-    let mut ranks = start(patience);
+    let timeout = Duration::from_millis(50);
+    let mut ranks = start(timeout);
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[0].collect(WAIT));
-    assert_eq!(error, GroupError::Late { rank: 1, of: 2, exchange: 1, patience });
+    assert_eq!(error, GroupError::Late { rank: 1, of: 2, exchange: 1, timeout });
     // The late rank learns that it is alone when it needs the other rank.
     ranks[1].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[1].collect(WAIT));

@@ -95,7 +95,7 @@ pub fn run_rank<E: Executor>(
             RankError::Device(error) => Failure::from(error),
             other => Failure::Stopped { reason: other.to_string() },
         };
-        // The node notices the end of this process; the message carries the reason.
+        // The node detects the end of this process; the message carries the reason.
         let _ = tell(&mut answers, &Answer::Failed(failure));
     }
     outcome

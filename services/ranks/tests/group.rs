@@ -37,7 +37,7 @@ const LIMITS: ExecutorLimits = ExecutorLimits {
     speculation: Some(Speculation { row_drafts: 4, step_tokens: 24, ngram_min: 1, ngram_max: 4 }),
 };
 
-/// What a rank does besides computing; told to all, done by one.
+/// Fault that one rank injects; all ranks are told.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,

@@ -46,7 +46,7 @@ impl Ring {
     }
 }
 
-/// Of some length, told from all others.
+/// Returns message `number` of this length, distinct from all other messages.
 fn message(number: usize, length: usize) -> Vec<u8> {
     (0..length).map(|at| (number * 31 + at * 7 + at / 256) as u8).collect()
 }

@@ -113,7 +113,8 @@ pub(super) unsafe fn attention(
             // task alone.
             unsafe {
                 pass.begin(work, &mut tile);
-                for segment in work.segments() {
+                let segments = work.segments();
+                for segment in segments {
                     pass.segment(work, segment, &mut tile);
                     kernel::merge_own(&mut tile);
                 }

@@ -84,13 +84,13 @@ pub struct Together {
 }
 
 impl Together {
-    /// Starts the ranks with time-out `patience`. The returned arena has whole blocks.
+    /// Starts the ranks with the given time-out. The returned arena has whole blocks.
     pub fn start(
         checkpoint: &Checkpoint,
         limits: ExecutorLimits,
         of: usize,
         kv: Kv,
-        patience: Duration,
+        timeout: Duration,
     ) -> (Self, Arc<KvArena>) {
         static MADE: AtomicU64 = AtomicU64::new(0);
         let weights = WeightFormat::F32;
@@ -122,7 +122,7 @@ impl Together {
         };
         let ranks = shards.into_iter().zip(arenas).map(|(shard, arena)| {
             let options = CpuOptions { weights, threads: 1, isa: Isa::Auto };
-            let group = Group::new(&region, 0, shard, patience);
+            let group = Group::new(&region, 0, shard, timeout);
             let backend = CpuBackend::new(options).expect("the options fit this machine");
             CpuExecutor::start(checkpoint, backend.in_group(group), arena, limits)
                 .expect("model, arena and limits agree")
@@ -170,7 +170,7 @@ pub fn engine_of_ranks_with(
     of: usize,
     kv: Kv,
 ) -> (StepLoop<Together>, Arc<KvArena>) {
-    let patience = Duration::from_secs(300);
-    let (executor, arena) = Together::start(checkpoint, config.limits, of, kv, patience);
+    let timeout = Duration::from_secs(300);
+    let (executor, arena) = Together::start(checkpoint, config.limits, of, kv, timeout);
     (StepLoop::new(scheduler(config), executor), arena)
 }

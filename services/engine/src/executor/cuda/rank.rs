@@ -17,12 +17,12 @@ use super::CudaExecutorError;
 /// Bytes of one all-reduce; longer messages are split. A decode step's message is far shorter, and larger
 /// parts are not faster.
 const MESSAGE_BYTES: usize = 16 << 20;
-/// Deadline of an all-reduce. The node notices a dead rank earlier; a rank that loads its kernels for the
+/// Deadline of an all-reduce. The node detects a dead rank earlier; a rank that loads its kernels for the
 /// first time may take seconds.
 const ALL_REDUCE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Deadline of the exchange at start, which covers loading weights of any size. The node notices a failed
+/// Deadline of the exchange at start, which covers loading weights of any size. The node detects a failed
 /// rank earlier.
-const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
+const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// One GPU rank of a node.
 pub struct CudaRank {
@@ -37,7 +37,7 @@ impl CudaRank {
     /// Creates the rank in shared memory that the node has created.
     pub fn open(region: &RegionName, shard: Shard) -> Result<Self, SharedError> {
         let region = SharedRegion::open(region, Self::region_bytes(shard.of()))?;
-        Ok(Self::new(Exchange::new(&region, 0, shard, LOAD_PATIENCE)))
+        Ok(Self::new(Exchange::new(&region, 0, shard, LOAD_TIMEOUT)))
     }
 
     /// Returns the bytes of the collective over shared host memory.
