@@ -438,7 +438,7 @@ impl Process {
         }
     }
 
-    /// Runs the transfer thread: the input, then commands for which it has time.
+    /// Runs the transfer thread: the input, then queued commands while it takes commands.
     fn run_transfers(&mut self, input: Option<TransferInput>, outputs: &mut Vec<Output>) {
         if let Some(input) = input {
             self.transfers.handle(self.now, input);

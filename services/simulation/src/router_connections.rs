@@ -1,7 +1,7 @@
 //! Connections between the routers and the nodes, and the messages on them.
 
 use crate::{
-    event_loop::{SimEvent, Simulation},
+    event_loop::{Order, SimEvent, Simulation},
     nodes::{Connection, NodesAction, Stream},
     process::{Input, ProcessState},
     router::{CallKey, NodeCall, RouterAction},
@@ -50,7 +50,7 @@ impl Simulation {
     /// Sends behind the router's earlier messages to this host.
     fn send_to_host(&mut self, connection: Connection, event: SimEvent) {
         let delay = self.network.delay();
-        self.send_in_order(crate::event_loop::Order::ToHost(connection), delay, event);
+        self.send_in_order(Order::ToHost(connection), delay, event);
     }
 
     pub fn call_arrives(&mut self, connection: Connection, key: CallKey, call: Box<NodeCall>) {

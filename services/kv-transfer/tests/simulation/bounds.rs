@@ -328,7 +328,7 @@ fn early_pair_stays_while_connect_is_repeated() {
     }
     assert_eq!(peers(&world, 0).len(), 1, "it is {:?} old", world.now() - world.start());
     world.run_until(world.now() + LIMITS.pair_idle);
-    assert_eq!((peers(&world, 0), peers(&world, 1)), (vec![], vec![]), "nobody speaks of it");
+    assert_eq!((peers(&world, 0), peers(&world, 1)), (vec![], vec![]), "no connect is repeated");
 }
 
 #[test]
